@@ -1,9 +1,9 @@
-//! Nothing is allocated from call to result: at the ranks, at the device, in its engine. All of them are threads here,
-//! so that one counter sees them all. By packets that is so of what a rank keeps for others, too.
+//! Calls allocate no memory at ranks, the device, or its engine. All run in one process, so that one counting allocator
+//! covers them.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Barrier, Mutex, PoisonError};
@@ -11,13 +11,13 @@ use sumac::{Algo, CallOptions, Communicator, ReduceOp, Transfer};
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Tests count what all threads of the process allocate, so they run one after the other.
+/// Serialises the tests, because they count the allocations of all threads.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// The system's, which counts.
+/// The system allocator, with a counter.
 struct Counting;
 
-// SAFETY: everything is the system's.
+// SAFETY: all methods delegate to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::Relaxed);
@@ -48,15 +48,15 @@ static ALLOCATOR: Counting = Counting;
 
 const RANKS: u32 = 3;
 
-/// Elements of the operations: one that the device's own thread does, and one of many chunks.
+/// Elements of the operations: one that the device's own thread reduces, and one of many chunks.
 const SIZES: [usize; 2] = [100, 500_000];
 
-/// Windows in which nothing may be allocated: the controller renews leases now and then, which is not the data path, so
-/// that one window may see something, but not all.
+/// The number of measurements, of which one must have no allocation. Renewals of leases, which are not part of the data
+/// path, may allocate during the others.
 const WINDOWS: usize = 5;
 
 #[test]
-fn nothing_is_allocated_from_call_to_result() {
+fn zero_copy_call_allocates_nothing() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cluster = Cluster::start(1, RANKS as usize);
     let edge = Barrier::new(RANKS as usize);
@@ -65,7 +65,7 @@ fn nothing_is_allocated_from_call_to_result() {
         for size in SIZES {
             let mut registered = comm.alloc::<f32>(size).expect("memory");
             let mut own = vec![0_f32; size];
-            for (values, transfer) in [(&mut registered[..], Transfer::Registered), (&mut own[..], Transfer::Bounced)] {
+            for (values, transfer) in [(&mut registered[..], Transfer::ZeroCopy), (&mut own[..], Transfer::Bounced)] {
                 operations(&comm, values, transfer);
                 let windows = (0..WINDOWS).map(|_| counted(&edge, || operations(&comm, values, transfer)));
                 let fewest = windows.min();
@@ -75,19 +75,19 @@ fn nothing_is_allocated_from_call_to_result() {
         comm.leave();
         least
     });
-    assert!(COUNT.load(Ordering::Relaxed) > 0, "the counter counts");
+    assert!(COUNT.load(Ordering::Relaxed) > 0, "the allocator must count");
     for (size, transfer, fewest) in counted.into_iter().flatten() {
         assert_eq!(fewest, Some(0), "{size} elements, {transfer:?}");
     }
 }
 
-/// A loss is made good by what allocates, and a busy machine may lose packets; so more is tried than by reference.
+/// Recovery from packet loss may allocate, and a busy machine may lose packets; hence more measurements.
 #[test]
-fn nothing_is_allocated_by_packets() {
+fn packet_call_allocates_nothing() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let cluster = Cluster::start(1, RANKS as usize);
     let edge = Barrier::new(RANKS as usize);
-    let counted = cluster.run("packets", RANKS, by_packets, |comm| {
+    let counted = cluster.run("packets", RANKS, over_udp, |comm| {
         let mut least = Vec::new();
         for size in [100, 50_000] {
             let mut values = vec![0_f32; size];
@@ -104,11 +104,11 @@ fn nothing_is_allocated_by_packets() {
     }
 }
 
-/// Count what is allocated anywhere while all ranks are in `work`.
+/// Count the allocations of all threads while all ranks run `work`.
 fn counted(edge: &Barrier, work: impl FnOnce()) -> usize {
     edge.wait();
     let before = COUNT.load(Ordering::Relaxed);
-    // Nobody begins before all have looked.
+    // No rank starts before all have read the counter.
     edge.wait();
     work();
     edge.wait();

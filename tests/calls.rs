@@ -1,9 +1,9 @@
-//! Calls that are refused, made again or given up, and ranks that leave: nothing is changed that an error calls unchanged,
-//! and no rank counts what others do not hear of. Controller, boards and ranks in one process.
+//! Refused, repeated and timed-out calls, and ranks that leave: refused calls change neither buffers nor sequence
+//! numbers.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -13,13 +13,13 @@ use sumac::select::CostTable;
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp, Straggler};
 use sumac_hal::ids::Rank;
 
-/// The most operations in flight.
+/// The maximum number of operations in flight.
 const IN_FLIGHT: usize = 1024;
 
-/// How long a call waits that is to fail.
+/// The deadline of calls that must fail.
 const SHORT: Duration = Duration::from_millis(300);
 
-fn by_tree() -> ControllerConfig {
+fn prefer_tree() -> ControllerConfig {
     let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     ControllerConfig { table, ..ControllerConfig::new() }
 }
@@ -28,7 +28,7 @@ fn within(deadline: Duration) -> CallOptions {
     CallOptions { deadline: Some(deadline), ..CallOptions::default() }
 }
 
-/// Start as many operations as may be in flight, and wait for all of them.
+/// Start the maximum number of operations in flight.
 fn fill(comm: &Communicator) -> Vec<sumac::comm::Handle<Vec<u32>>> {
     (0..IN_FLIGHT).map(|_| comm.start_all_reduce(vec![1_u32; 4], ReduceOp::Sum).expect("room")).collect()
 }
@@ -41,8 +41,8 @@ fn drain(comm: &Communicator, handles: Vec<sumac::comm::Handle<Vec<u32>>>) {
 
 #[test]
 fn premul_sum_without_room_leaves_its_buffer_as_it_was() {
-    for configure in [plain as fn(&mut JoinConfig), by_packets] {
-        let cluster = Cluster::start_with(1, 2, 1, by_tree());
+    for configure in [plain as fn(&mut JoinConfig), over_udp] {
+        let cluster = Cluster::start_with(1, 2, 1, prefer_tree());
         let refused = Barrier::new(2);
         cluster.run("room", 2, configure, |comm| {
             let options = CallOptions { scalar: Some(2.0), ..CallOptions::default() };
@@ -56,7 +56,7 @@ fn premul_sum_without_room_leaves_its_buffer_as_it_was() {
                     &CallOptions { deadline: Some(SHORT), ..options },
                 );
                 let error = refusal.expect_err("no room");
-                assert!(error.is_harmless(), "{error}");
+                assert!(error.is_rejection(), "{error}");
                 assert!(values.iter().all(|&x| x == 2.0), "{:?}", &values[..4]);
                 refused.wait();
                 handles
@@ -72,12 +72,11 @@ fn premul_sum_without_room_leaves_its_buffer_as_it_was() {
     }
 }
 
-/// A rank that is ahead waits for those behind it, by any path, and by started operations as by blocking ones.
+/// A rank that is ahead waits for the others, on every path, in blocking and in started calls.
 #[test]
 fn call_without_room_waits_for_other_ranks() {
-    for (configure, algo) in [(plain as fn(&mut JoinConfig), None), (by_packets, None), (by_packets, Some(Algo::Ring))]
-    {
-        let cluster = Cluster::start_with(1, 2, 1, by_tree());
+    for (configure, algo) in [(plain as fn(&mut JoinConfig), None), (over_udp, None), (over_udp, Some(Algo::Ring))] {
+        let cluster = Cluster::start_with(1, 2, 1, prefer_tree());
         let is_full = Barrier::new(2);
         let configure = |config: &mut JoinConfig| {
             configure(config);
@@ -89,7 +88,8 @@ fn call_without_room_waits_for_other_ranks() {
                 handles = fill(&comm);
                 is_full.wait();
                 for _ in 0..IN_FLIGHT {
-                    handles.push(comm.start_all_reduce(vec![1_u32; 4], ReduceOp::Sum).expect("room, in time"));
+                    handles
+                        .push(comm.start_all_reduce(vec![1_u32; 4], ReduceOp::Sum).expect("room within the deadline"));
                 }
             } else {
                 is_full.wait();
@@ -108,11 +108,11 @@ fn call_without_room_waits_for_other_ranks() {
     }
 }
 
-/// Each call that a rank alone makes wrongly, for a reason of its own.
+/// Make calls that this rank alone gets refused, each for another reason.
 fn make_refused_calls(comm: &Communicator) {
     let refused = |result: Result<sumac::Outcome, Error>| {
         let error = result.expect_err("refused");
-        assert!(error.is_harmless(), "{error}");
+        assert!(error.is_rejection(), "{error}");
     };
     let mut values = [1_u64; 12];
     let scalar = CallOptions { scalar: Some(2.0), ..CallOptions::default() };
@@ -122,16 +122,16 @@ fn make_refused_calls(comm: &Communicator) {
     refused(comm.all_reduce_with(&mut values, ReduceOp::Sum, &options));
     refused(comm.broadcast(&mut values, comm.size()));
     let started = comm.start_all_reduce_with(vec![1_u64; 4], ReduceOp::Sum, &options);
-    assert!(started.is_err_and(|error| error.is_harmless()));
+    assert!(started.is_err_and(|error| error.is_rejection()));
     let no_barrier = CallOptions { algo: Some(Algo::Ring), ..CallOptions::default() };
     refused(comm.barrier_with(&no_barrier));
     assert_eq!(values, [1; 12]);
 }
 
-/// Ranks move to a tree at the same call, however many calls one of them was refused before.
+/// Ranks move to a tree at the same call even after one of them had refused calls.
 #[test]
 fn refused_call_does_not_count() {
-    let cluster = Cluster::spare(0, by_tree());
+    let cluster = Cluster::spare(0, prefer_tree());
     let has_begun = AtomicBool::new(false);
     let is_over = Barrier::new(4);
     thread::scope(|scope| {
@@ -139,7 +139,7 @@ fn refused_call_does_not_count() {
             while !has_begun.load(Ordering::Relaxed) {
                 thread::yield_now();
             }
-            let _board = cluster.board_on_a_bus("late");
+            let _board = cluster.start_spare_board("late");
             is_over.wait();
         });
         let moved = cluster.run("skew", 3, plain, |comm| {
@@ -172,7 +172,7 @@ fn refused_call_does_not_count() {
     });
 }
 
-/// Only the ranks that wait know of the deadline; the others learn it from the end of the communicator.
+/// Only waiting ranks know the deadline; the others learn of it when the communicator ends.
 #[test]
 fn one_ranks_deadline_ends_its_communicator_and_names_it_to_the_others() {
     let cluster = Cluster::start(1, 3);
@@ -180,16 +180,16 @@ fn one_ranks_deadline_ends_its_communicator_and_names_it_to_the_others() {
     cluster.run("deadline", 3, plain, |comm| {
         comm.barrier().expect("all are there");
         if comm.rank() == 1 {
-            let error = comm.barrier_with(&within(SHORT)).expect_err("nobody else calls it");
+            let error = comm.barrier_with(&within(SHORT)).expect_err("no other rank calls it");
             assert!(matches!(error, Error::Deadline { .. }), "{error}");
-            let error = comm.barrier().expect_err("it is over");
+            let error = comm.barrier().expect_err("the communicator has ended");
             assert!(matches!(error, Error::Ended(_)), "{error}");
             drop(comm);
             is_over.wait();
             return;
         }
         is_over.wait();
-        // The barrier that rank 1 had entered completes, or fails by its name.
+        // The barrier that rank 1 had entered completes, or fails with its name.
         let error = loop {
             if let Err(error) = comm.barrier() {
                 break error;
@@ -199,18 +199,18 @@ fn one_ranks_deadline_ends_its_communicator_and_names_it_to_the_others() {
     });
 }
 
-/// It holds what the others may need, so it goes when they have it: not before, and no later.
+/// A leaving rank may hold data that others need: it leaves exactly when they have the result.
 #[test]
 fn rank_leaves_when_the_others_have_its_last_operation() {
-    for configure in [plain as fn(&mut JoinConfig), by_packets] {
-        let cluster = Cluster::start_with(1, 3, 1, by_tree());
+    for configure in [plain as fn(&mut JoinConfig), over_udp] {
+        let cluster = Cluster::start_with(1, 3, 1, prefer_tree());
         let (is_started, leaves, has_left) = (Barrier::new(3), Barrier::new(3), AtomicBool::new(false));
         cluster.run("last", 3, configure, |comm| {
             comm.barrier().expect("all are there");
             let handle = comm.start_all_reduce(vec![1_u32; 8], ReduceOp::Sum).expect("room");
             is_started.wait();
             if comm.rank() == 2 {
-                // It takes nothing in meanwhile, and so has no result.
+                // This rank does not poll, so it has no result yet.
                 leaves.wait();
                 let until = Instant::now() + SHORT;
                 while Instant::now() < until {
@@ -218,7 +218,7 @@ fn rank_leaves_when_the_others_have_its_last_operation() {
                     thread::yield_now();
                 }
                 assert_eq!(handle.wait().expect("a sum").0, [3; 8]);
-                // What it does now is of no matter to those that leave.
+                // From here on it does not delay the leaving ranks.
                 while !has_left.load(Ordering::SeqCst) {
                     thread::yield_now();
                 }
@@ -234,10 +234,10 @@ fn rank_leaves_when_the_others_have_its_last_operation() {
     }
 }
 
-/// What one rank does beside the others' work does not hold it.
+/// The remaining ranks can still exchange messages.
 #[test]
 fn others_work_on_after_a_rank_has_left() {
-    let cluster = Cluster::start_with(1, 3, 1, by_tree());
+    let cluster = Cluster::start_with(1, 3, 1, prefer_tree());
     let has_left = Barrier::new(3);
     cluster.run("early", 3, plain, |comm| {
         comm.barrier().expect("all are there");
@@ -250,7 +250,7 @@ fn others_work_on_after_a_rank_has_left() {
         has_left.wait();
         for nth in 0..50_u32 {
             let mut got = [0_u32; 100];
-            comm.send_receive((&[nth; 100], 3 - rank), (&mut got, 3 - rank), nth).expect("the other is there");
+            comm.send_receive((&[nth; 100], 3 - rank), (&mut got, 3 - rank), nth).expect("the other rank calls");
             assert_eq!(got, [nth; 100]);
         }
         comm.leave();

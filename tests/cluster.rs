@@ -1,9 +1,8 @@
-//! Controller, boards and communicators together, over real sockets, in one process: every part as it ships, only
-//! the process boundaries missing.
+//! Controller, boards and communicators in one process, over real sockets; all parts are the production code.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
@@ -108,9 +107,9 @@ fn different_calls_are_the_same_error_everywhere() {
     }
 }
 
-/// Those that ended by it are gone when it comes: that is no reason to say that they died.
+/// The other ranks have ended with the mismatch when it arrives, which must not look like failed ranks.
 #[test]
-fn a_rank_that_comes_late_to_a_mismatch_hears_of_it() {
+fn late_rank_gets_the_mismatch_that_ended_its_job() {
     let mixes: [fn(u32) -> (Algo, usize); 3] = [
         |rank| (Algo::Tree, if rank == 0 { 1000 } else { 1001 }),
         |rank| (if rank == 1 { Algo::HalvingDoubling } else { Algo::Ring }, 5000),
@@ -146,11 +145,11 @@ fn a_rank_that_comes_late_to_a_mismatch_hears_of_it() {
 }
 
 #[test]
-fn without_devices_the_fallback_is_told() {
+fn missing_device_is_reported_as_fallback() {
     let controller = Controller::start(ControllerConfig::new()).expect("a controller on loopback");
     let cluster = Cluster { controller, boards: Vec::new() };
     cluster.run("fallback", 3, plain, |comm| {
-        let outcome = comm.all_reduce(&mut [1_i64], ReduceOp::Sum).expect("by a schedule");
+        let outcome = comm.all_reduce(&mut [1_i64], ReduceOp::Sum).expect("a host collective");
         assert_ne!(outcome.path, Path::Tree);
         assert!(outcome.fallback.is_some_and(|why| why.contains("no device is connected")));
         let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
@@ -162,7 +161,7 @@ fn without_devices_the_fallback_is_told() {
     assert!(cluster.boards.is_empty());
 }
 
-/// The network's bits, in every run and by every schedule that is let in; the others say why they are not.
+/// Every run and every permitted host collective gives the tree's bits; the others report why they are ruled out.
 #[test]
 fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
     let cluster = Cluster::start(3, 3);
@@ -184,7 +183,7 @@ fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
                 for algo in Algo::ALL {
                     match run(algo) {
                         Ok(bits) => {
-                            assert!(bits == tree, "{name} {ranks}: {algo} gives other bits");
+                            assert!(bits == tree, "{name} {ranks}: {algo} gives different bits");
                             kept.push(algo.name());
                         }
                         Err(error @ Error::NotPossible(_)) => assert_ne!(algo, Algo::Auto, "{error}"),
@@ -193,7 +192,7 @@ fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
                 }
                 assert!(always.iter().all(|path| kept.contains(&path.name())), "{name} {ranks}: {kept:?}");
                 let error = run(Algo::Ring).expect_err("ring adds up each block from another rank on").to_string();
-                assert!(error.contains("can't keep the declared order"), "{error}");
+                assert!(error.contains("cannot preserve the declared order"), "{error}");
                 let explanation = comm.explain(&OpDesc::all_reduce(sumac::Dtype::F32, ReduceOp::Sum, 1), Algo::Auto);
                 assert!(explanation.to_string().contains("ring          ruled out"), "{explanation}");
                 comm.leave();
@@ -205,7 +204,7 @@ fn declared_order_gives_the_same_bits_by_every_path_that_keeps_it() {
 }
 
 #[test]
-fn a_rank_that_dies_is_named_to_the_others() {
+fn dead_rank_is_named_to_the_others() {
     let cluster = Cluster::start(1, 3);
     let errors = cluster.run("death", 3, plain, |comm| {
         comm.barrier().expect("all are there");
@@ -215,12 +214,12 @@ fn a_rank_that_dies_is_named_to_the_others() {
         comm.all_reduce(&mut vec![0_f32; 100_000], ReduceOp::Sum).err()
     });
     for error in [&errors[0], &errors[2]] {
-        let failed = error.as_ref().expect("one is dead");
-        // Before it, there was the barrier.
+        let failed = error.as_ref().expect("rank failed");
+        // Operation 0 was the barrier.
         let is_named = matches!(failed, Error::RanksFailed { ranks, operation: 1, .. } if ranks[..] == [Rank(1)]);
         assert!(is_named, "{failed:?}");
     }
-    // The controller hears of the last rank's end when its connection closes.
+    // The controller detects the last rank's end when its connection closes.
     let begun = std::time::Instant::now();
     let status = loop {
         let status = sumac::controller::status(cluster.controller.local_addr()).expect("status");
@@ -229,15 +228,15 @@ fn a_rank_that_dies_is_named_to_the_others() {
         }
         thread::yield_now();
     };
-    assert!(status.jobs.is_empty(), "the job ended with its ranks: {:?}", status.jobs);
+    assert!(status.jobs.is_empty(), "the job must end with its ranks: {:?}", status.jobs);
     assert!(status.devices.iter().all(|device| device.stats.as_ref().is_ok_and(|stats| stats.groups == 0)));
 }
 
-/// A loop that only tests hears of it too, whichever way its data goes.
+/// A loop that only calls `test` gets the error too, on every transport.
 #[test]
-fn testing_ends_when_a_rank_dies() {
+fn handle_test_returns_the_error_when_a_rank_dies() {
     let cluster = Cluster::start(1, 2);
-    for (job, attach) in [("packets", by_packets as fn(&mut JoinConfig)), ("reference", plain)] {
+    for (job, attach) in [("packets", over_udp as fn(&mut JoinConfig)), ("zero-copy", plain)] {
         let has_begun = std::sync::Barrier::new(2);
         let errors = cluster.run(job, 2, attach, |comm| {
             comm.barrier().expect("all are there");
@@ -249,7 +248,7 @@ fn testing_ends_when_a_rank_dies() {
             has_begun.wait();
             let begun = std::time::Instant::now();
             while !handle.test() {
-                assert!(begun.elapsed() < Duration::from_secs(20), "nobody says so");
+                assert!(begun.elapsed() < Duration::from_secs(20), "no error is reported");
                 thread::yield_now();
             }
             handle.wait().err()
@@ -261,8 +260,8 @@ fn testing_ends_when_a_rank_dies() {
 }
 
 #[test]
-fn a_device_that_stops_is_a_lost_path_and_no_hang() {
-    for attach in [by_packets as fn(&mut JoinConfig), plain] {
+fn stopped_device_is_a_lost_path() {
+    for attach in [over_udp as fn(&mut JoinConfig), plain] {
         stop_a_device(attach);
     }
 }
@@ -284,19 +283,18 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
             CallOptions { algo: Some(Algo::Tree), deadline: Some(Duration::from_secs(30)), ..CallOptions::default() };
         comm.all_reduce_with(&mut vec![0_f32; 100_000], ReduceOp::Sum, &options).err()
     });
-    // Rank 1 may have finished its part of the barrier late; either way nobody hangs and nobody gets a sum.
+    // Rank 1 may have finished the barrier late; in any case no rank hangs or gets a sum.
     for error in errors {
         let named = matches!(error, Some(Error::PathLost | Error::RankLost { .. } | Error::DeviceLost { .. }));
         assert!(named, "{error:?}");
     }
 }
 
-/// What the nodes of the tree count, the root and a leaf below it, while four ranks on two leaves add 586 chunks: more
-/// than are in flight at once.
-fn shared_answers(offered: bool, shards: u16) -> Vec<Counters> {
-    let config = ControllerConfig { shared_answers: offered, chunk_max_bytes: 4096, ..ControllerConfig::new() };
+/// Return the counters of root and leaf after four ranks on two leaves have added 586 chunks, more than fit in flight.
+fn multicast_counters(offered: bool, shards: u16) -> Vec<Counters> {
+    let config = ControllerConfig { multicast_results: offered, chunk_max_bytes: 4096, ..ControllerConfig::new() };
     let cluster = Cluster::start_with(2, 2, shards, config);
-    cluster.run("shared", 4, by_packets, |comm| {
+    cluster.run("shared", 4, over_udp, |comm| {
         let mut buffer: Vec<i64> = (0..300_000).map(|i| input(comm.rank(), i)).collect();
         let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
         comm.all_reduce_with(&mut buffer, ReduceOp::Sum, &options).expect("all-reduce");
@@ -308,51 +306,19 @@ fn shared_answers(offered: bool, shards: u16) -> Vec<Counters> {
 }
 
 #[test]
-fn results_are_shared_where_the_controller_offers_it_and_the_kernel_can() {
-    assert!(shared_answers(false, 1).iter().all(|node| node.answers_shared == 0));
+fn results_are_multicast_where_offered_and_supported() {
+    assert!(multicast_counters(false, 1).iter().all(|node| node.answers_shared == 0));
     let mut port = UdpPort::bind(([127, 0, 0, 1], 0).into(), &UdpConfig::default()).expect("a port on loopback");
     if !port.join(Addr::Udp(([239, 255, 78, 1], 20_001).into())) {
         eprintln!("skipped: this machine does not let a socket join a multicast group on loopback");
         return;
     }
     for shards in [1, 2] {
-        let nodes = shared_answers(true, shards);
-        // The root shares only what the leaf below it asks for, and each of the leaf's shards hears its own alone.
+        let nodes = multicast_counters(true, shards);
+        // The root multicasts only to the leaf that requested it, and each shard of the leaf receives only its own
+        // results.
         assert_eq!(nodes.len(), 2);
         assert!(nodes.iter().all(|node| node.answers_shared > 0), "{nodes:?}");
         assert!(nodes.iter().all(|node| node.dropped(DropReason::BadChild) == 0), "{nodes:?}");
-    }
-}
-
-/// The README's program is the one in `examples`, and it does what the README says, as processes that are told by their
-/// environment who they are.
-#[test]
-fn the_readmes_program_runs() {
-    let readme = include_str!("../README.md");
-    let (_, behind) = readme.split_once("```rust\n").expect("a program in the README");
-    let (program, _) = behind.split_once("```").expect("its end");
-    let (_, example) = include_str!("examples/readme.rs").split_once('\n').expect("a line of documentation");
-    assert_eq!(program, example);
-    let cluster = Cluster::start(1, 2);
-    // A test of one file alone does not build examples.
-    let build = ["build", "--quiet", "--package", "sumac-tests", "--example", "readme"];
-    let release = (!cfg!(debug_assertions)).then_some("--release");
-    let built = std::process::Command::new(env!("CARGO")).args(build).args(release).status().expect("cargo runs");
-    assert!(built.success());
-    let here = std::env::current_exe().expect("this test's file");
-    let path = here.parent().and_then(std::path::Path::parent).expect("a target directory").join("examples/readme");
-    let ranks = (0..2).map(|rank: u32| {
-        let mut command = std::process::Command::new(&path);
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("MASTER_ADDR", "127.0.0.1");
-        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string());
-        let child = command.stdout(std::process::Stdio::piped()).spawn();
-        child.unwrap_or_else(|error| panic!("{}: {error}", path.display()))
-    });
-    let ranks: Vec<_> = ranks.collect();
-    for (rank, child) in ranks.into_iter().enumerate() {
-        let output = child.wait_with_output().expect("it ends");
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success() && said.starts_with(&format!("rank {rank} by ")), "{said}");
-        assert!(said.trim_end().ends_with(": 1"), "0 + 1: {said}");
     }
 }

@@ -1,5 +1,4 @@
-//! Every collective over real sockets: by each path that has it, in the sizes where things go wrong, and what a
-//! communicator offers around them. Controller, boards and ranks in one process.
+//! Every collective on every path over real sockets, with critical sizes; and messages, sub-communicators and buckets.
 
 mod common;
 
@@ -11,7 +10,7 @@ use sumac::{
 };
 use sumac_hal::ids::Rank;
 
-/// What rank `rank` has as element `i`: every sum of eight of them wraps somewhere, so that nothing cancels out.
+/// Return element `i` of a rank's input. Sums of eight inputs wrap, so that errors do not cancel out.
 fn value(rank: u32, i: usize) -> u32 {
     (i as u32 + 1).wrapping_mul(0x9e37_79b9) ^ rank.wrapping_mul(0x85eb_ca6b)
 }
@@ -25,7 +24,7 @@ fn block(count: usize, ranks: u32, rank: u32) -> std::ops::Range<usize> {
     start(rank)..start(rank + 1)
 }
 
-/// What a rank puts in, and what it must get out.
+/// Return a rank's input and its expected output.
 fn expected(desc: &OpDesc, ranks: u32, rank: u32) -> (Vec<u32>, Vec<u32>) {
     let count = desc.count as usize;
     let own = block(count, ranks, rank);
@@ -57,7 +56,7 @@ fn describe(collective: Collective, root: u32, count: u64) -> OpDesc {
     OpDesc { collective, dtype, op, root: Rank(if collective.is_rooted() { root } else { 0 }), count }
 }
 
-/// Run an operation by a path, if it has one; tells which it took.
+/// Run an operation with `algo`, if possible; return the path it used.
 fn run(comm: &Communicator, desc: &OpDesc, algo: Algo) -> Option<Path> {
     let (input, expected) = expected(desc, comm.size(), comm.rank());
     let mut output = vec![0_u32; expected.len()];
@@ -100,7 +99,7 @@ fn every_collective_by_every_path() {
             comm.leave();
             paths
         });
-        assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "all ranks take the same paths");
+        assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "ranks used different paths");
         let offloaded = paths[0].iter().filter(|(_, path)| *path == Path::Tree).count();
         assert_eq!(offloaded, if ranks == 1 { 0 } else { 6 }, "six collectives in the network: {:?}", paths[0]);
         let by_schedules = paths[0].iter().filter(|(_, path)| *path != Path::Tree).count();
@@ -108,9 +107,9 @@ fn every_collective_by_every_path() {
     }
 }
 
-/// In place, the shorter of input and output lies in the longer where its block is.
+/// In place, the shorter of input and output is the rank's block in the longer one.
 #[test]
-fn blocks_in_place() {
+fn in_place_blocks_give_exact_results() {
     let cluster = Cluster::start(1, 4);
     cluster.run("in-place", 3, plain, |comm| {
         for algo in [Algo::Tree, Algo::Ring] {
@@ -122,7 +121,7 @@ fn blocks_in_place() {
             comm.run(&desc, bytes_mut(&mut buffer), &options).expect("a reduce-scatter");
             let sums: Vec<u32> = own.clone().map(|i| total(3, i)).collect();
             assert_eq!(buffer[own.clone()], sums);
-            // And back: the block that is there is what each rank contributes.
+            // And back: each rank contributes the block that it just received.
             let desc = describe(Collective::AllGather, 0, count as u64);
             comm.run(&desc, bytes_mut(&mut buffer), &options).expect("an all-gather");
             assert_eq!(buffer, (0..count).map(|i| total(3, i)).collect::<Vec<_>>());
@@ -205,7 +204,7 @@ fn messages_and_uneven_blocks() {
         let early = comm.start_receive::<u32>(70_000, before, 7).expect("posted");
         let mine: Vec<u32> = (0..70_000).map(|i| value(rank, i)).collect();
         let late = comm.start_send(mine, next, 7).expect("posted");
-        comm.barrier().expect("messages do not hold collectives up");
+        comm.barrier().expect("messages do not block collectives");
         let theirs = early.wait().expect("received");
         assert!(theirs.iter().enumerate().all(|(i, &x)| x == value(before, i)));
         late.wait().expect("sent");
@@ -246,14 +245,14 @@ fn sub_communicators_have_their_own_order_and_sequence() {
             assert!(sum.iter().all(|&x| x == i64::from(size)));
             assert_eq!(outcome.fallback, None);
         }
-        // An order of its own, by key the other way round; ranks without a color get nothing.
+        // Keys reverse the order; ranks without a color get no communicator.
         let color = (comm.rank() < 5).then_some(1);
         let key = -i64::from(comm.rank());
         let part = comm.split_with(color, key, |config| config.order = Order::TreeFold).expect("a split");
         assert_eq!(part.as_ref().map(Communicator::rank), (comm.rank() < 5).then(|| 4 - comm.rank()));
         if let Some(part) = part {
             let explanation = part.explain(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 100), Algo::Ring);
-            assert!(explanation.chosen.is_none(), "a ring does not keep the order: {explanation}");
+            assert!(explanation.chosen.is_none(), "a ring must be ruled out by the declared order: {explanation}");
             let mut sum = [1e8_f32 * if part.rank() == 2 { -1.0 } else { 1.0 }, 1.0];
             part.all_reduce(&mut sum, ReduceOp::Sum).expect("a sum");
             assert_eq!(sum[1], 5.0);
@@ -281,9 +280,9 @@ fn buckets_coalesce_tensors() {
     });
 }
 
-/// Rank 2 does not call, so that only the wish to cancel can end what the others have called.
+/// Rank 2 does not call, so only the cancellation can end the others' calls.
 #[test]
-fn who_cancels_is_lost_to_the_others() {
+fn cancelled_rank_is_lost_to_the_others() {
     let cluster = Cluster::start(1, 4);
     for (algo, before_the_call) in [(Algo::Tree, false), (Algo::Ring, false), (Algo::Tree, true), (Algo::Ring, true)] {
         let others_have_ended = std::sync::Barrier::new(3);
@@ -320,9 +319,9 @@ fn who_cancels_is_lost_to_the_others() {
     }
 }
 
-/// Nobody sends, and nothing happens at any socket: only the wish to cancel can end the wait.
+/// No rank sends and no socket is active, so only the cancellation can end the wait.
 #[test]
-fn a_wait_for_a_message_is_cancelled() {
+fn cancel_ends_a_wait_for_a_message() {
     let cluster = Cluster::start(1, 2);
     let began = std::time::Instant::now();
     let done = std::sync::Barrier::new(2);
@@ -337,11 +336,11 @@ fn a_wait_for_a_message_is_cancelled() {
         }
         done.wait();
     });
-    assert!(began.elapsed() < Duration::from_secs(30), "half of the deadline");
+    assert!(began.elapsed() < Duration::from_secs(30), "the wait must end before half of the deadline");
 }
 
-/// Through the tree a rank sends each of its P bytes once; by ring and halving-doubling 2P(N-1)/N, by reduce-scatter and
-/// all-gather half of that. Counted where the bytes leave; headers are what is above.
+/// Of P bytes a rank sends P through the tree, 2P(N-1)/N by ring and halving-doubling, and half of that in
+/// reduce-scatter and all-gather. Bytes are counted where they are sent; headers are the excess.
 #[test]
 fn bytes_on_the_wire_are_those_of_the_formulas() {
     let cluster = Cluster::start(1, 4);
@@ -354,7 +353,7 @@ fn bytes_on_the_wire_are_those_of_the_formulas() {
             let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
             let outcome = comm.run(&desc, bytes_mut(&mut buffer), &options);
             let outcome = outcome.unwrap_or_else(|error| panic!("{desc} by {algo}: {error}"));
-            // A crowded machine drops what its sockets have no room for; what was sent again is not the formula's.
+            // A busy machine may drop packets; retransmissions are not part of the formula.
             let again = outcome.retransmits * u64::from(u16::MAX);
             (outcome.wire_bytes - again.min(outcome.wire_bytes - formula_bytes(formula))) as f64 / size as f64
         };

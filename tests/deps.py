@@ -7,6 +7,7 @@ Sources:  every foreign crate comes from a registry, not from a branch of somebo
 Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
           say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
+Folders:  inside a crate, no folder or file directly below `src` needs, through others, one that needs it (unit tests aside).
 Locks:    what is searched by fuzzing (tests/fuzz, a workspace of its own) are the versions that the workspace has.
 Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
 
@@ -61,6 +62,9 @@ FORBIDDEN_NAMES = [
     ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
     ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu knows nothing of wire"),
 ]
+
+# Crates whose folders must not need each other in a circle.
+LAYERED = ["hal", "device", "host", "host/cli", "firmware"]
 
 # (file, what it must say, why).
 REQUIRED = [
@@ -242,6 +246,82 @@ def sources():
             yield f"{file}: does not match '{pattern}': {why}"
 
 
+def items(tree):
+    """Yield the first name of each path in a use tree, which may begin with a brace.
+
+    >>> list(items("{a::{b, c}, d, self}; x")), list(items("a::b; x"))
+    (['a', 'd', 'self'], ['a'])
+    """
+    if not tree.startswith("{"):
+        yield re.match(r"\w*", tree).group()
+        return
+    depth, expected = 0, False
+    for token in re.findall(r"[{},]|\w+|::", tree):
+        depth += {"{": 1, "}": -1}.get(token, 0)
+        if depth == 0:
+            return
+        if expected and re.match(r"\w", token):
+            yield token
+        expected = depth == 1 and token in "{,"
+
+
+def needs(text, module):
+    """Yield the names at the root of a crate that the code of a module names; `module` is its path in the crate.
+
+    >>> sorted(needs("use crate::{a::B, c}; use super::d; fn f() { super::super::e::g() }", ["m", "n"]))
+    ['a', 'c', 'e']
+    """
+    for match in re.finditer(r"\b(crate|super(?:::super)*)::(?=[\w{])", text):
+        if match[1] == "crate" or len(module) == match[1].count("super"):
+            yield from items(text[match.end():])
+
+
+def circles(edges):
+    """Return the nodes of a graph that reach themselves.
+
+    >>> circles({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": set()})
+    ['a', 'b']
+    """
+    def reached(start):
+        seen, waiting = set(), [start]
+        while waiting:
+            new = edges.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    return sorted(node for node in edges if node in reached(node))
+
+
+def folders(crate):
+    """Return what each folder or file directly below a crate's `src` needs of the others, by name."""
+    src = ROOT / crate / "src"
+    tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "tests"}
+    # What the crate's root re-exports belongs to the folder that it comes from.
+    home = {}
+    for root in (path for path in (src / "lib.rs", src / "main.rs") if path.exists()):
+        for use in re.finditer(r"^(?:pub )?use (\w+)::([^;]*);", strip_comments(root.read_text()), re.MULTILINE):
+            home |= {name: use[1] for name in re.findall(r"\w+", use[2]) if use[1] in tops and name[0].isupper()}
+    edges = {top: set() for top in tops}
+    for path in sorted(src.rglob("*.rs")):
+        module = [part for part in path.relative_to(src).with_suffix("").parts if part != "mod"]
+        if module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
+            continue
+        # Unit tests in the file itself stand at its end.
+        text = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", strip_comments(path.read_text(encoding="utf-8")))[0]
+        edges[module[0]] |= {home.get(name, name) for name in needs(text, module)} & tops - {module[0]}
+    return edges
+
+
+def layers():
+    """Yield which folders of a crate need each other."""
+    for crate in LAYERED:
+        edges = folders(crate)
+        for folder in circles(edges):
+            around = ", ".join(sorted(other for other in edges[folder] if folder in edges[other])) or "others between them"
+            yield f"{crate}/src/{folder} is in a circle of folders that need each other: {around}; move what both need below"
+
+
 def print_features():
     for package in sorted(members(metadata("--no-deps")), key=lambda package: package["name"]):
         print(package["name"], "-")
@@ -260,7 +340,7 @@ def main():
     data = metadata("--all-features", "--locked")
     packages = members(data)
     own = {package["name"] for package in packages}
-    found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources()]
+    found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources(), *layers()]
     images = others()
     for image in images:
         found += foreign_crates(image, own | {package["name"] for package in members(image)})

@@ -1,10 +1,10 @@
-//! Ranks in a process that has no descriptor left: connections wait, nobody is called lost, and no thread spins.
+//! Ranks in a process without free descriptors: connections wait, no rank is reported lost, and no thread spins.
 //!
-//! One test, alone in its process, whose descriptors it takes.
+//! The only test of this program, because it uses up the descriptors of the process.
 
 mod common;
 
-use common::{Cluster, by_packets};
+use common::{Cluster, over_udp};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -16,20 +16,20 @@ use sumac::{Algo, Communicator, JoinConfig, ReduceOp};
 
 const RANKS: u32 = 3;
 const LEN: usize = 10_000;
-/// Connections that wait at each port.
+/// The number of connections that wait at each port.
 const WAITING: usize = 4;
-/// How long they wait. A thread that spins uses all of it.
+/// How long they wait. A spinning thread would use all of this processor time.
 const WHILE: Duration = Duration::from_secs(1);
 
-/// Return the time that this process has had on processors.
+/// Return the processor time of this process.
 fn cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the time has its place.
+    // SAFETY: the pointer is to a valid timespec.
     assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) }, 0);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Return where the kernel has sockets of this process that listen, but for the controller's.
+/// Return the TCP addresses at which this process listens, except the controller's.
 fn ports(controller: SocketAddr) -> Vec<SocketAddr> {
     let links = std::fs::read_dir("/proc/self/fd").expect("a list").flatten();
     let own: Vec<_> =
@@ -46,7 +46,7 @@ fn socket() -> OwnedFd {
     socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("a socket")
 }
 
-/// Take every descriptor that the process may have.
+/// Open files until the process has no descriptor left.
 fn take_all() -> Vec<File> {
     std::iter::from_fn(|| File::open("/dev/null").ok()).collect()
 }
@@ -60,20 +60,20 @@ fn sum(comm: &Communicator) {
 #[test]
 fn accept_loops_without_descriptors_rest_and_recover() {
     let limit = libc::rlimit { rlim_cur: 512, rlim_max: 512 };
-    // SAFETY: the limit is read only.
+    // SAFETY: the limit is only read.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const limit) }, 0);
     let cluster = Cluster::start(1, RANKS as usize);
     let controller = cluster.controller.local_addr();
     let gate = Barrier::new(RANKS as usize + 1);
     let configure = |config: &mut JoinConfig| {
-        by_packets(config);
+        over_udp(config);
         config.algo = Algo::Ring;
         config.deadline = Duration::from_secs(60);
     };
     let rank = |comm: Communicator| {
         gate.wait();
         gate.wait();
-        // All connect to each other now, among strangers, with descriptors again.
+        // With descriptors again, the ranks connect to each other among unknown peers.
         sum(&comm);
         sum(&comm);
         comm.leave();
@@ -83,11 +83,12 @@ fn accept_loops_without_descriptors_rest_and_recover() {
         gate.wait();
         let ports = ports(controller);
         assert!(ports.len() >= 2 * RANKS as usize, "{ports:?}");
-        // This end of the connections has its descriptors before the last are taken.
-        let strangers: Vec<_> = ports.iter().flat_map(|port| [port; WAITING]).map(|port| (socket(), port)).collect();
+        // Reserve the descriptors of this end before the rest are taken.
+        let unknown_peers: Vec<_> =
+            ports.iter().flat_map(|port| [port; WAITING]).map(|port| (socket(), port)).collect();
         let taken = take_all();
-        for (stranger, port) in &strangers {
-            connect(stranger, *port).expect("it listens");
+        for (unknown_peer, port) in &unknown_peers {
+            connect(unknown_peer, *port).expect("it listens");
         }
         let before = (Instant::now(), cpu_time());
         thread::sleep(WHILE);
@@ -95,6 +96,6 @@ fn accept_loops_without_descriptors_rest_and_recover() {
         drop(taken);
         gate.wait();
         job.join().expect("a rank panicked");
-        assert!(used.1 < used.0 / 4, "{:?} of {:?} on processors while nothing goes on", used.1, used.0);
+        assert!(used.1 < used.0 / 4, "{:?} of {:?} of processor time while idle", used.1, used.0);
     });
 }

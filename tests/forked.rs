@@ -1,55 +1,56 @@
-//! Processes that are forked from a rank: what they drop and call is nobody's business but theirs.
+//! Processes forked from a rank: nothing that they drop or call affects the parent.
 //!
-//! One test, alone in its process: children are forked while ranks, devices and controller have threads, and hold locks.
+//! The only test of this program, because it forks while ranks, devices and the controller have threads that hold
+//! locks.
 
 mod common;
 
-use common::{Cluster, by_packets};
+use common::{Cluster, over_udp};
 use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::comm::{ControllerState, Handle};
 use sumac::controller::ControllerConfig;
-use sumac::{Algo, Attach, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, ReduceOp};
-use sumac_firmware::emulated::BusConfig;
+use sumac::{Algo, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, ReduceOp, Transport};
+use sumac_firmware::emulated::ZeroCopyConfig;
 use sumac_hal::op::Dtype;
 
 const RANKS: u32 = 3;
 const LEN: usize = 50_000;
-/// Longer than a child takes that waits for nothing.
+/// More time than a child that does not block needs.
 const CHILD_LIMIT: Duration = Duration::from_secs(30);
 
-/// What a child says by its end.
+/// The exit status of a child whose checks all passed.
 const ALL_WELL: i32 = 0;
-/// A check of this number failed.
+/// The exit status if the first check failed; the next check has the next number.
 const CHECKS: i32 = 1;
 const PANIC: i32 = 100;
-/// A signal of this number ended it; SIGKILL: it hung.
+/// Added to the number of the signal that ended the child; SIGKILL means that it hung.
 const SIGNALS: i32 = 200;
 
-/// Run `child` in a forked process, and return what it says; it has `CHILD_LIMIT`.
+/// Run `child` in a forked process and return its exit status. Kills it after `CHILD_LIMIT`.
 ///
-/// It runs beside copies of locks that other threads may have held: `child` is to take none of its parent's.
+/// Other threads may have held locks during the fork, so `child` must not take any lock of its parent.
 fn forked(child: impl FnOnce() -> i32) -> i32 {
-    // SAFETY: the C library's own locks are in order in the child, and it ends without running anything of its parent's.
+    // SAFETY: the C library resets its own locks in the child, which ends without running code of its parent.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
         let code = std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(PANIC);
-        // SAFETY: ends the process at once.
+        // SAFETY: `_exit` runs no code of the parent.
         unsafe { libc::_exit(code) };
     }
-    assert!(pid > 0, "no process: {}", std::io::Error::last_os_error());
+    assert!(pid > 0, "fork failed: {}", std::io::Error::last_os_error());
     let until = Instant::now() + CHILD_LIMIT;
     let mut is_killed = false;
     loop {
         let mut status = 0;
-        // SAFETY: the status has its place.
+        // SAFETY: the pointer is to a valid status.
         match unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } {
             0 if Instant::now() < until || is_killed => thread::yield_now(),
             0 => {
                 is_killed = true;
-                // SAFETY: it is this process's child, and not waited for.
+                // SAFETY: the process is a child that has not been waited for.
                 unsafe { libc::kill(pid, libc::SIGKILL) };
             }
             _ if libc::WIFEXITED(status) => return libc::WEXITSTATUS(status),
@@ -58,7 +59,7 @@ fn forked(child: impl FnOnce() -> i32) -> i32 {
     }
 }
 
-/// All that a program has of a communicator.
+/// A communicator and everything that was made from it.
 struct All {
     split: Communicator,
     handle: Handle<Vec<u32>>,
@@ -66,7 +67,7 @@ struct All {
     comm: Communicator,
 }
 
-/// Try everything in a child; return the number of the first check that fails.
+/// Use and drop everything in a child; return the number of the first check that fails.
 fn use_and_drop(all: All) -> i32 {
     let All { split, mut handle, mut buffer, comm } = all;
     let is_forked = |result: Result<(), Error>| result == Err(Error::Forked);
@@ -84,7 +85,7 @@ fn use_and_drop(all: All) -> i32 {
         is_forked(split.barrier().map(drop)),
         comm.split(Some(0), 0).is_err() && comm.shrink().is_err(),
         comm.explain(&desc, Algo::Auto).chosen.is_none(),
-        matches!(comm.controller(), ControllerState::Refused { .. }) && comm.queue_place().is_none(),
+        matches!(comm.controller(), ControllerState::Refused { .. }) && comm.queue_position().is_none(),
         comm.repairs() == sumac::comm::Repairs::default() && comm.name() == "forked" && split.name() == "forked/0.0",
         values == [1; LEN] && buffer.iter().all(|&x| x == 7),
         handle.test(),
@@ -97,8 +98,8 @@ fn use_and_drop(all: All) -> i32 {
     checks.iter().position(|&holds| !holds).map_or(ALL_WELL, |check| CHECKS + check as i32)
 }
 
-fn by_reference(config: &mut JoinConfig) {
-    config.attach = Attach::Shm;
+fn over_shm(config: &mut JoinConfig) {
+    config.transport = Transport::Shm;
 }
 
 fn sum(comm: &Communicator) {
@@ -108,7 +109,7 @@ fn sum(comm: &Communicator) {
     assert!(!outcome.repaired && outcome.fallback.is_none(), "{outcome:?}");
 }
 
-/// Fork while all ranks have something in flight, and the one that forks is in the middle of a call.
+/// Fork while all ranks have operations in flight and the forking rank is in a call.
 fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
     let gate = Barrier::new(RANKS as usize);
     let configure = |config: &mut JoinConfig| {
@@ -118,7 +119,7 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
     let is_registered = {
         let mut config = JoinConfig::new(cluster.controller.local_addr(), "", 0, RANKS);
         configure(&mut config);
-        config.attach == Attach::Shm
+        config.transport == Transport::Shm
     };
     cluster.run("forked", RANKS, configure, |comm| {
         sum(&comm);
@@ -134,19 +135,19 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
             return rest(comm, split, handle, &buffer);
         }
         let all = All { split, handle, buffer, comm };
-        // The child's copies are dropped there; these are this process's.
+        // The child drops its copies; these belong to this process.
         let all = std::mem::ManuallyDrop::new(all);
         let mut code = None;
         thread::scope(|scope| {
             let (begun, begins) = channel();
             let comm = &all.comm;
-            // Waits for the others, with the communicator locked.
+            // Waits for the other ranks while it holds the communicator's lock.
             let call = scope.spawn(move || {
                 begun.send(()).expect("the test listens");
                 sum(comm);
             });
-            begins.recv().expect("it begins");
-            // SAFETY: the child takes its own copy, and the parent's stays.
+            begins.recv().expect("the call has started");
+            // SAFETY: the child takes its own copy; the parent keeps its own.
             let child = || use_and_drop(unsafe { std::ptr::read(&raw const *all) });
             code = (0..10).map(|_| forked(child)).find(|&code| code != ALL_WELL);
             gate.wait();
@@ -158,7 +159,7 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
     });
 }
 
-/// What was begun ends well, and so does all that follows.
+/// Check that operations in flight complete and later calls succeed.
 fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffer: &Buffer<u32>) {
     let (values, outcome) = handle.wait().expect("nobody is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
@@ -172,14 +173,14 @@ fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffe
 }
 
 #[test]
-fn forked_processes_change_nothing_for_their_parents() {
-    for configure in [by_reference as fn(&mut JoinConfig), by_packets] {
-        let cluster = Cluster::start_on(1, RANKS as usize, BusConfig::default(), ControllerConfig::new());
+fn forked_child_changes_nothing_for_its_parent() {
+    for configure in [over_shm as fn(&mut JoinConfig), over_udp] {
+        let cluster = Cluster::start_zero_copy(1, RANKS as usize, ZeroCopyConfig::default(), ControllerConfig::new());
         children_of_ranks(&cluster, configure);
-        // Devices and controller have threads, which no child has.
+        // Devices and the controller have threads, which a child does not.
         let cluster = std::mem::ManuallyDrop::new(cluster);
         let code = forked(|| {
-            // SAFETY: the child takes its own copy, and the parent's stays.
+            // SAFETY: the child takes its own copy; the parent keeps its own.
             drop(unsafe { std::ptr::read(&raw const *cluster) });
             ALL_WELL
         });

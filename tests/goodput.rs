@@ -1,10 +1,10 @@
-//! Goodput on virtual time, by loss and by children: the table in `snapshots/goodput.txt`.
+//! Goodput in virtual time, by loss and number of children: the table in `snapshots/goodput.txt`.
 //!
-//! Two levels with a window of twice bandwidth x delay keep 70 % of their goodput at 1 % loss (4 children), and end at
-//! any: that is checked as a ratio, whatever the table says.
+//! Two levels with a window of twice bandwidth x delay must keep 70 % of their goodput at 1 % loss (4 children), and
+//! complete at any loss, regardless of the table.
 //!
-//! Nothing here depends on the machine, so a change of the protocol shows as a change of the table. `UPDATE=1` writes
-//! it anew; look at the difference before it is committed.
+//! The results do not depend on the machine, so changes of the protocol show in the table. `UPDATE=1` rewrites it;
+//! review the difference before you commit it.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -63,8 +63,8 @@ fn all_reduce((tree, ranks): (Shape, usize), chunks: u64, window: u16, link: Lin
 const TWO_LEVELS: [(usize, u64); 2] = [(4, 1024), (32, 128)];
 const LOSS_ON_TWO_LEVELS: [u16; 4] = [0, 1, 10, 100];
 
-/// The window is twice bandwidth x delay: a leaf sends a result to each child and a contribution up for every chunk, and
-/// a chunk has two hops up and two down.
+/// The window is twice bandwidth x delay: a leaf sends a result to each child and a contribution up for every chunk,
+/// and a chunk has two hops up and two down.
 fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
     let link = LinkConfig {
         latency: Duration::from_micros(400),
@@ -81,7 +81,7 @@ fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
     (window, all_reduce((tree, 2 * children), chunks, window, link, loss))
 }
 
-/// Print and return what is left of the goodput, and check what has to be left of it.
+/// Print and return the remaining goodput, and check its lower bound.
 fn two_levels() -> String {
     let mut text = String::from(
         "One all-reduce through two levels, two leaves; links of 62.5 MB/s and 400 us; window 2 x bandwidth x delay.\n\
@@ -104,7 +104,7 @@ fn two_levels() -> String {
             .expect("strings take all");
             assert!(
                 (children, loss) != (4, 10) || goodput >= 70.0,
-                "4 children at 1 %: {goodput:.1} % is left\n{text}"
+                "4 children at 1 %: {goodput:.1} % remains\n{text}"
             );
         }
     }
@@ -135,7 +135,7 @@ fn table() -> String {
 }
 
 #[test]
-fn goodput_is_as_it_was() {
+fn goodput_under_loss_matches_its_snapshot() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/snapshots/goodput.txt");
     let found = format!("{}\n{}", table(), two_levels());
     println!("{found}");

@@ -1,5 +1,5 @@
-//! The whole table: every offloaded collective x element type x operator x number of ranks x number of elements, through
-//! a simulated tree with loss, duplication, reordering and corruption, against the oracle.
+//! Every offloaded collective x element type x operator x number of ranks x number of elements, through a simulated
+//! tree with loss, duplication, reordering and corruption; results are compared with the oracle's.
 
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
@@ -12,18 +12,18 @@ use sumac_tests::sim::{Faults, GroupOptions, Options, Planted, Scenario, Sharing
 
 const CHUNK_LEN_BYTES: u16 = 128;
 
-/// Operations of one run.
+/// The number of operations in a run.
 const OPS: usize = 40;
 
-/// A root with the ranks below it, in leaves of at most three and one directly.
+/// Return a root with leaves of at most three ranks, and one rank of its own.
 fn tree(ranks: usize) -> Shape {
     let ranks: Vec<Shape> = (0..ranks).map(Shape::Rank).collect();
     let (first, rest) = ranks.split_at(1);
     Shape::Node(first.iter().cloned().chain(rest.chunks(3).map(|leaf| Shape::Node(leaf.to_vec()))).collect())
 }
 
-/// Every operation of a table row: each pair that goes together, in each collective that combines, and each type in
-/// each that moves; with no, one, an odd number and many chunks of elements.
+/// Return all operations for a number of ranks: every valid pair of type and operator in each reducing collective, and
+/// every type in the others; with none, one, an odd number and many chunks of elements.
 fn operations(ranks: usize) -> Vec<OpDesc> {
     let root = Rank(ranks as u32 - 1);
     let mut all = Vec::new();

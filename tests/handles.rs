@@ -1,25 +1,25 @@
-//! Handles of started operations that are dropped or forgotten, and what a communicator owns for them; ways to end a
-//! communicator that has operations in flight.
+//! Dropped and forgotten handles of started operations, the resources that a communicator holds for them, and the ways
+//! to end a communicator with operations in flight.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
-use sumac::comm::{Departure, Held};
+use sumac::comm::{Departure, OwnedBuffer};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp};
 use sumac_hal::ids::Rank;
 
-/// More than a rank needs to leave.
+/// More time than leaving takes.
 const SOON: Duration = Duration::from_secs(30);
 
-/// The most operations in flight.
+/// The maximum number of operations in flight.
 const IN_FLIGHT: usize = 1024;
 
-/// Start and drop, many more times than fit in flight; nothing is left of it, and nothing is wrong with what follows.
-fn start_and_drop<B: Held<Element = u32>>(comm: &Communicator, rounds: usize, mut buffer: impl FnMut() -> B) {
+/// Start and drop many more operations than fit in flight; check that nothing remains of them and later calls succeed.
+fn start_and_drop<B: OwnedBuffer<Element = u32>>(comm: &Communicator, rounds: usize, mut buffer: impl FnMut() -> B) {
     let mut most = 0;
     for _ in 0..rounds {
         drop(comm.start_all_reduce(buffer(), ReduceOp::Sum).expect("room"));
@@ -30,13 +30,12 @@ fn start_and_drop<B: Held<Element = u32>>(comm: &Communicator, rounds: usize, mu
     comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
     assert_eq!(values, [comm.size(); 4]);
     let left = comm.outstanding();
-    assert_eq!((left.operations, left.bytes), (0, 0), "what was dropped is gone when it has completed");
+    assert_eq!((left.operations, left.bytes), (0, 0), "dropped operations must be freed once they complete");
 }
 
 #[test]
 fn dropped_handles_leave_nothing() {
-    for (configure, algo) in [(plain as fn(&mut JoinConfig), None), (by_packets, None), (by_packets, Some(Algo::Ring))]
-    {
+    for (configure, algo) in [(plain as fn(&mut JoinConfig), None), (over_udp, None), (over_udp, Some(Algo::Ring))] {
         let cluster = Cluster::start(1, 2);
         let configure = |config: &mut JoinConfig| {
             configure(config);
@@ -44,20 +43,20 @@ fn dropped_handles_leave_nothing() {
         };
         cluster.run("dropped", 2, configure, |comm| {
             start_and_drop(&comm, 3 * IN_FLIGHT, || vec![1_u32; 256]);
-            assert_eq!(comm.leave_within(SOON), Departure::Settled);
+            assert_eq!(comm.leave_within(SOON), Departure::Clean);
         });
     }
 }
 
-/// What the device reaches is let go as well: there is far less of it than is asked for here altogether.
+/// The total is far more than the available registered memory, so dropped operations must release theirs.
 #[test]
 fn dropped_handles_leave_no_registered_memory() {
     let cluster = Cluster::start(1, 2);
     cluster.run("registered", 2, plain, |comm| {
         for _ in 0..40 {
-            start_and_drop(&comm, 100, || comm.alloc::<u32>(1 << 14).expect("memory that the device reaches"));
+            start_and_drop(&comm, 100, || comm.alloc::<u32>(1 << 14).expect("registered memory"));
         }
-        assert_eq!(comm.leave_within(SOON), Departure::Settled);
+        assert_eq!(comm.leave_within(SOON), Departure::Clean);
     });
 }
 
@@ -69,7 +68,7 @@ fn forgotten_handle_keeps_its_buffer_alone() {
         start_and_drop_beside(&comm);
         let left = comm.outstanding();
         assert_eq!((left.operations, left.bytes), (1, 1024));
-        assert_eq!(comm.leave_within(SOON), Departure::Settled);
+        assert_eq!(comm.leave_within(SOON), Departure::Clean);
     });
 }
 
@@ -80,7 +79,7 @@ fn start_and_drop_beside(comm: &Communicator) {
     assert_eq!(values, [2; 4]);
 }
 
-/// The rank that the call waits for comes only when the handle is gone.
+/// The call waits for a rank that calls only after the handle has been dropped.
 #[test]
 fn dropping_a_handle_waits_for_no_call() {
     let cluster = Cluster::start(1, 2);
@@ -92,28 +91,28 @@ fn dropping_a_handle_waits_for_no_call() {
                 let (calls, called) = channel();
                 let comm = &comm;
                 scope.spawn(move || {
-                    calls.send(()).expect("it listens");
-                    comm.barrier().expect("the other comes");
+                    calls.send(()).expect("the receiver exists");
+                    comm.barrier().expect("the other rank calls");
                 });
-                called.recv().expect("it calls");
+                called.recv().expect("the call has started");
                 drop(handle);
                 is_dropped.wait();
             });
         } else {
             is_dropped.wait();
             drop(handle);
-            comm.barrier().expect("the other is there");
+            comm.barrier().expect("the other rank calls");
         }
         assert_eq!(comm.outstanding().operations, 0);
         comm.leave();
     });
 }
 
-/// Started operations of both kinds, blocking ones and messages between them, some dropped, the others waited for from the
-/// last to the first.
+/// Started operations of tree and ring with blocking calls and messages in between; some handles are dropped, the
+/// others are waited for from last to first.
 #[test]
 fn started_operations_beside_schedules_all_have_their_own_results() {
-    for configure in [plain as fn(&mut JoinConfig), by_packets] {
+    for configure in [plain as fn(&mut JoinConfig), over_udp] {
         let cluster = Cluster::start(1, 3);
         cluster.run("mixed", 3, configure, |comm| {
             let (rank, ranks) = (comm.rank(), comm.size());
@@ -149,12 +148,12 @@ fn started_operations_beside_schedules_all_have_their_own_results() {
             let mut values = [1_u32];
             comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
             assert_eq!(comm.outstanding().operations, 0);
-            assert_eq!(comm.leave_within(SOON), Departure::Settled);
+            assert_eq!(comm.leave_within(SOON), Departure::Clean);
         });
     }
 }
 
-/// The input of a started operation, in a buffer for both, is what the caller gets back outside of the result.
+/// Outside the result, an in-place buffer still holds the unscaled input.
 #[test]
 fn started_premul_sum_scales_no_buffer_twice() {
     let cluster = Cluster::start(1, 2);
@@ -173,14 +172,14 @@ fn started_premul_sum_scales_no_buffer_twice() {
 
 #[test]
 fn cancelled_communicator_gives_everything_back() {
-    for configure in [plain as fn(&mut JoinConfig), by_packets] {
+    for configure in [plain as fn(&mut JoinConfig), over_udp] {
         let cluster = Cluster::start(1, 2);
         let is_cancelled = Barrier::new(2);
         cluster.run("cancelled", 2, configure, |comm| {
             comm.barrier().expect("both are there");
             if comm.rank() == 1 {
                 is_cancelled.wait();
-                // What the other had started may have completed.
+                // The operation that both ranks started may have completed.
                 let error = loop {
                     if let Err(error) = comm.all_reduce(&mut [7_u32; 256], ReduceOp::Sum) {
                         break error;
@@ -203,7 +202,8 @@ fn cancelled_communicator_gives_everything_back() {
     }
 }
 
-/// Handles hold it; without them, and without having left, it is lost to the others.
+/// Handles keep a dropped communicator alive. When the last one is dropped without a leave, the rank is lost to the
+/// others.
 #[test]
 fn dropped_communicator_is_a_lost_rank_when_its_last_handle_is_gone() {
     let cluster = Cluster::start(1, 2);
@@ -218,13 +218,13 @@ fn dropped_communicator_is_a_lost_rank_when_its_last_handle_is_gone() {
         }
         assert_eq!(handle.wait().expect("a sum").0, [2; 64]);
         is_there.wait();
-        let error = comm.barrier().expect_err("the other is gone");
+        let error = comm.barrier().expect_err("the other rank is lost");
         assert!(matches!(&error, Error::RanksFailed { ranks, .. } if ranks[..] == [Rank(1)]), "{error}");
         assert!(matches!(comm.leave_within(SOON), Departure::Failed(_)));
     });
 }
 
-/// A rank that does not take its result in holds the others until their time is over, and no longer.
+/// A rank that does not fetch its result delays the others' leave until its timeout, and no longer.
 #[test]
 fn rank_leaves_unsettled_when_its_time_is_over() {
     let cluster = Cluster::start(1, 2);
@@ -240,30 +240,30 @@ fn rank_leaves_unsettled_when_its_time_is_over() {
         assert_eq!(handle.wait().expect("a sum").0, [2; 8]);
         let limit = Duration::from_millis(200);
         let departure = comm.leave_within(limit);
-        assert!(matches!(departure, Departure::Unsettled { waited } if waited >= limit), "{departure:?}");
+        assert!(matches!(departure, Departure::Unconfirmed { waited } if waited >= limit), "{departure:?}");
         has_left.wait();
     });
 }
 
-/// Messages whose handles are dropped go on, and their memory goes when they are through; a sender that is far ahead waits.
+/// Messages with dropped handles are still delivered, and then free their memory. A sender far ahead waits for room.
 #[test]
 fn messages_wait_for_room_and_leave_nothing() {
     const MESSAGES: u32 = 5000;
     let cluster = Cluster::start(1, 2);
-    cluster.run("messages", 2, by_packets, |comm| {
+    cluster.run("messages", 2, over_udp, |comm| {
         if comm.rank() == 0 {
             for nth in 0..MESSAGES {
-                drop(comm.start_send(vec![nth; 1000], 1, 0).expect("room, in time"));
+                drop(comm.start_send(vec![nth; 1000], 1, 0).expect("room within the deadline"));
             }
-            comm.send(&[MESSAGES], 1, 0).expect("the last");
+            comm.send(&[MESSAGES], 1, 0).expect("the last message");
         } else {
             for nth in 0..MESSAGES {
                 let mut values = [0; 1000];
-                comm.receive(&mut values, 0, 0).expect("the next");
+                comm.receive(&mut values, 0, 0).expect("the next message");
                 assert_eq!(values, [nth; 1000]);
             }
             let last = comm.start_receive::<u32>(1, 0, 0).expect("room");
-            assert_eq!(last.wait().expect("the last"), [MESSAGES]);
+            assert_eq!(last.wait().expect("the last message"), [MESSAGES]);
         }
         let left = comm.outstanding();
         assert_eq!((left.messages, left.bytes), (0, 0));

@@ -1,10 +1,9 @@
-//! How good the simulator's oracles are: each planted bug ([`Bug`]) has to be found, and within how many seeds it is.
-//! And what the shrinker makes of what was found.
+//! Tests the simulator's oracles: each planted bug ([`Bug`]) must be found; prints the number of seeds that it takes.
+//! Also tests the shrinker on the failures.
 //!
-//! Seed n runs one cluster, of the n-th kind in turn, or one by reference where only that can show the bug; bugs of the
-//! controller's own decisions are looked for in worlds of tenants. `SEEDS=n` sets how many seeds a bug may take,
-//! `BUGS=Name,Name` which are looked for. The table also says
-//! how many faults of the links it takes to show the bug, out of how many there were.
+//! Seed n runs one cluster of the n-th kind in turn, or a zero-copy cluster for bugs that only it can show; bugs of the
+//! controller are searched in scenarios of tenants. `SEEDS=n` limits the seeds per bug, `BUGS=Name,Name` selects bugs.
+//! The table also shows how many link faults, of those recorded, suffice to reproduce the bug.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,17 +19,17 @@ const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Repair,
 ];
 
-/// Seeds that a bug may take.
+/// The default limit of seeds per bug.
 const SEEDS: u64 = 10_000;
 
-/// Runs that the shortest script of a bug may take to be found.
+/// The maximum number of runs to shrink a failure.
 const SHRINK_RUNS: usize = 200;
 
-/// Return the kinds of cluster that a bug is looked for in; none: in worlds of tenants.
+/// Return the kinds of cluster in which to search for a bug; none for scenarios of tenants.
 fn kinds(bug: Bug) -> &'static [ScenarioKind] {
     match bug {
         _ if is_of_tenants(bug) => &[],
-        _ if Bug::BY_REFERENCE.contains(&bug) => &[ScenarioKind::Reference],
+        _ if Bug::ZERO_COPY.contains(&bug) => &[ScenarioKind::ZeroCopy],
         _ => &KINDS,
     }
 }
@@ -47,12 +46,12 @@ fn tenancy(bug: Bug, seed: u64) -> Tenancy {
     Tenancy { planted: bug.into(), ..Tenancy::draw(seed) }
 }
 
-/// Tell whether it is a bug of what the controller decides, which clusters of other kinds have only a model of.
+/// Return whether the bug is in the controller's decisions, which only scenarios of tenants run.
 const fn is_of_tenants(bug: Bug) -> bool {
-    matches!(bug, Bug::ReservationKept | Bug::NewestFirst | Bug::QuotaAfterBooking | Bug::OldLeaseBelieved)
+    matches!(bug, Bug::ReservationKept | Bug::NewestFirst | Bug::QuotaAfterBooking | Bug::OldReservationTrusted)
 }
 
-/// A bug that was found: at which seed, in what, by what, and how many faults of the links it takes.
+/// A bug that was found: the seed, the scenario, the oracle, and the number of link faults that reproduce it.
 struct Found {
     seed: u64,
     place: String,
@@ -60,7 +59,7 @@ struct Found {
     oracle: &'static str,
 }
 
-/// Look for a bug in the first `limit` seeds.
+/// Search for a bug in the first `limit` seeds.
 fn look_for(bug: Bug, limit: u64) -> Option<Found> {
     if is_of_tenants(bug) {
         let seed = (0..limit).find(|&seed| run_tenants(&tenancy(bug, seed)).is_err())?;
@@ -77,7 +76,7 @@ fn look_for(bug: Bug, limit: u64) -> Option<Found> {
     Some(Found { seed, place, faults, oracle: shrunk.violation.oracle() })
 }
 
-/// Do `work` for each number below `count`, on all cores.
+/// Run `work` for each number below `count`, on all cores.
 fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let done: Vec<Mutex<Option<R>>> = (0..count).map(|_| Mutex::new(None)).collect();
@@ -95,14 +94,14 @@ fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<
     done.into_iter().map(|result| result.into_inner().unwrap().expect("every number was taken")).collect()
 }
 
-/// The controller's own are found in few seeds each, by an oracle that says what is wrong.
+/// Bugs of the controller are found within few seeds, each by the matching oracle.
 #[test]
-fn those_of_the_controller_are_found_by_name() {
+fn planted_controller_bugs_are_found() {
     let oracles = [
         (Bug::ReservationKept, "kept on one node"),
         (Bug::NewestFirst, "order of the queue"),
         (Bug::QuotaAfterBooking, "over a quota"),
-        (Bug::OldLeaseBelieved, "left behind"),
+        (Bug::OldReservationTrusted, "left behind"),
     ];
     for (bug, oracle) in oracles {
         let found = look_for(bug, 300).unwrap_or_else(|| panic!("{bug:?} is not found"));
@@ -110,11 +109,11 @@ fn those_of_the_controller_are_found_by_name() {
     }
 }
 
-/// Print how many seeds each bug took, and fail if one took more than it may, or a seed fails without any bug.
+/// Print the number of seeds that each bug took; fail if one exceeds the limit, or if a seed fails without any bug.
 #[test]
-fn each_is_found() {
+fn planted_bugs_are_found() {
     let limit = std::env::var("SEEDS").map_or(SEEDS, |text| text.parse().unwrap_or_else(|_| panic!("SEEDS={text}")));
-    // Some are found by an assertion of the code: what it says would hide the table.
+    // Suppress the messages of assertions in the code, which would hide the table.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
     let asked = std::env::var("BUGS").ok();
@@ -134,7 +133,7 @@ fn each_is_found() {
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    for kinds in [&KINDS[..], &[ScenarioKind::Reference], &[]] {
+    for kinds in [&KINDS[..], &[ScenarioKind::ZeroCopy], &[]] {
         let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
         let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.seed + 1)).max().unwrap_or(0);
         let fails = |seed| match kinds {
@@ -151,7 +150,7 @@ fn each_is_found() {
 
 /// Of hundreds of faults a few are left, they are enough, and it takes each of them.
 #[test]
-fn a_failing_seed_shrinks_to_a_short_script() {
+fn failing_seed_shrinks_to_a_short_script() {
     let bug = Bug::VersionBit;
     let seed = (0..SEEDS).find(|&seed| run(&with(bug, seed)).is_err()).expect("it is found");
     let shrunk = shrink(&with(bug, seed), 2000).expect("it fails");
@@ -171,7 +170,7 @@ fn a_failing_seed_shrinks_to_a_short_script() {
 
 /// By reference, chains, devices and ranks fail as well: the few of these that it takes are left, and each is needed.
 #[test]
-fn mishaps_by_reference_are_made_fewer() {
+fn failing_zero_copy_seed_shrinks_to_fewer_faults() {
     let bug = Bug::RecordIgnored;
     let seed = (0..SEEDS).find(|&seed| run(&with(bug, seed)).is_err()).expect("it is found");
     let shrunk = shrink(&with(bug, seed), 2000).expect("it fails");

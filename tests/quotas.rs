@@ -1,32 +1,32 @@
-//! Tenants that share a device too small for all of them: who has no tree runs by schedules, says where it stands, and
-//! moves to the tree when its turn comes, at the same call everywhere.
+//! Tenants that share a device with too little capacity. Jobs without a tree use host collectives, report their
+//! position in the queue, and all their ranks move to a tree at the same call when it is their turn.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{JobStatus, QueuePlace};
+use sumac::controller::proto::{JobStatus, QueuePosition};
 use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
 use sumac::select::CostTable;
 use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
-use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
+use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
 use sumac_hal::ctrl::{
-    Announce, Bus, BusUser, DeviceCapabilities, Envelope, FrameReader, Greeting, Name, Request, Response, send,
+    Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, FrameReader, Hello, Name, Request, Response, send,
 };
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
 
-/// How long anything here may take.
+/// The limit of each wait.
 const SOON: Duration = Duration::from_secs(30);
 
 const LEN: usize = 3000;
 
-/// A controller that takes the tree where there is one, and a device with room for one group.
+/// A controller that prefers the tree, and a device with room for one group.
 fn one_group(quotas: Quotas, lease: Duration) -> Cluster {
     let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let config = ControllerConfig { table, quotas, lease, ..ControllerConfig::new() };
@@ -36,10 +36,11 @@ fn one_group(quotas: Quotas, lease: Duration) -> Cluster {
 }
 
 fn board(controller: SocketAddr, groups: u16) -> Board {
-    let bus = Some(BusConfig::default());
-    let config = BoardConfig { slot_memory_bytes: 16 << 20, groups, bus, ..BoardConfig::new("small", controller) };
+    let zero_copy = Some(ZeroCopyConfig::default());
+    let config =
+        BoardConfig { slot_memory_bytes: 16 << 20, groups, zero_copy, ..BoardConfig::new("small", controller) };
     let board = Board::start(config).expect("a board on loopback");
-    assert!(board.wait_registered(SOON), "the controller does not answer");
+    assert!(board.wait_registered(SOON), "the board is not registered");
     board
 }
 
@@ -56,11 +57,11 @@ fn explained(comm: &Communicator) -> String {
     comm.explain(&OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, LEN as u64), Algo::Tree).to_string()
 }
 
-/// Add until an operation goes by that path; all ranks see it at the same one.
+/// Run operations until one uses `path`; return its number.
 fn until(comm: &Communicator, op: &mut u64, path: Path) -> u64 {
     let give_up = Instant::now() + SOON;
     loop {
-        assert!(Instant::now() < give_up, "rank {}: no operation by {}", comm.rank(), path.name());
+        assert!(Instant::now() < give_up, "rank {}: no operation used {}", comm.rank(), path.name());
         let outcome = add(comm, *op);
         *op += 1;
         if outcome.path == path {
@@ -82,36 +83,36 @@ fn job(cluster: &Cluster, name: &str) -> Option<JobStatus> {
     report.jobs.into_iter().find(|job| job.name == name)
 }
 
-fn of_tenant(tenant: &'static str, way: fn(&mut JoinConfig)) -> impl Fn(&mut JoinConfig) + Sync {
+fn of_tenant(tenant: &'static str, transport: fn(&mut JoinConfig)) -> impl Fn(&mut JoinConfig) + Sync {
     move |config| {
-        way(config);
+        transport(config);
         config.tenant = tenant.into();
     }
 }
 
-/// What is left when all jobs are gone: nothing, in the controller's books and on the device.
+/// Check that the controller and the device hold no resources after the last job.
 fn assert_all_is_free(cluster: &Cluster) {
     let is_free = || {
         let report = status(cluster.controller.local_addr()).expect("a report");
-        let stats = report.devices[0].stats.as_ref().expect("it answers");
+        let stats = report.devices[0].stats.as_ref().expect("the device answers");
         let device = (stats.groups, stats.trees, stats.slots_used, stats.slot_memory_used_bytes);
         report.tenants.iter().all(|tenant| tenant.groups == 0) && report.jobs.is_empty() && device == (0, 0, 0, 0)
     };
-    wait_for("something is still held", is_free);
+    wait_for("all resources are free", is_free);
 }
 
 #[test]
-fn the_second_tenant_runs_by_schedules_and_gets_the_tree_when_the_first_leaves() {
-    for way in [plain as fn(&mut JoinConfig), by_packets] {
+fn second_tenant_uses_schedules_until_the_first_leaves() {
+    for transport in [plain as fn(&mut JoinConfig), over_udp] {
         let cluster = one_group(Quotas::default(), Duration::from_secs(30));
         let (first_runs, second_waits, moved) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
         let ops = thread::scope(|scope| {
             scope.spawn(|| {
-                cluster.run("first", 2, of_tenant("a", way), |comm| {
+                cluster.run("first", 2, of_tenant("a", transport), |comm| {
                     let mut op = 0;
                     until(&comm, &mut op, Path::Tree);
                     first_runs.store(true, Ordering::SeqCst);
-                    // Both make the same calls: rank 0 says when it is enough.
+                    // Rank 0 decides when to stop, so that both make the same calls.
                     loop {
                         let mut enough = [u64::from(second_waits.load(Ordering::SeqCst) == 2)];
                         comm.broadcast(&mut enough, 0).expect("rank 0 is there");
@@ -124,26 +125,29 @@ fn the_second_tenant_runs_by_schedules_and_gets_the_tree_when_the_first_leaves()
                     comm.leave();
                 });
             });
-            wait_for("the first has no tree", || first_runs.load(Ordering::SeqCst));
-            cluster.run("second", 2, of_tenant("b", way), |comm| {
+            wait_for("the first job has a tree", || first_runs.load(Ordering::SeqCst));
+            cluster.run("second", 2, of_tenant("b", transport), |comm| {
                 let first = add(&comm, 0);
                 assert_ne!(first.path, Path::Tree);
-                let why = first.fallback.expect("the tree was wanted");
-                let full = "1 of the 1 groups of device small are taken";
-                assert!(why.contains(full) && why.contains("number 1 of 1 in the queue for a tree"), "{why}");
-                assert_eq!(comm.queue_place(), Some(QueuePlace { position: 1, of: 1 }));
+                let why = first.fallback.expect("a reason for the fallback");
+                let full = "device small is full: 1 of 1 groups in use";
+                assert!(why.contains(full) && why.contains("position 1 of 1 in the queue for a tree"), "{why}");
+                assert_eq!(comm.queue_position(), Some(QueuePosition { position: 1, of: 1 }));
                 let text = explained(&comm);
-                assert!(text.contains(full) && text.contains("number 1 of 1 in the queue"), "{text}");
+                assert!(text.contains(full) && text.contains("position 1 of 1 in the queue"), "{text}");
                 if comm.rank() == 0 {
-                    let told = job(&cluster, "second").expect("it runs");
-                    assert_eq!((told.tenant.as_str(), told.queue), ("b", Some(QueuePlace { position: 1, of: 1 })));
+                    let job_status = job(&cluster, "second").expect("it runs");
+                    assert_eq!(
+                        (job_status.tenant.as_str(), job_status.queue),
+                        ("b", Some(QueuePosition { position: 1, of: 1 }))
+                    );
                 }
                 comm.barrier().expect("all are there");
                 second_waits.fetch_add(1, Ordering::SeqCst);
                 let mut op = 1;
                 let at = until(&comm, &mut op, Path::Tree);
                 (0..3).for_each(|nth| assert_eq!(add(&comm, op + nth).path, Path::Tree));
-                assert_eq!(comm.queue_place(), None);
+                assert_eq!(comm.queue_position(), None);
                 moved.fetch_add(1, Ordering::SeqCst);
                 comm.leave();
                 at
@@ -156,7 +160,7 @@ fn the_second_tenant_runs_by_schedules_and_gets_the_tree_when_the_first_leaves()
 }
 
 #[test]
-fn a_job_that_waits_to_join_has_its_tree_from_the_first_call_on() {
+fn job_that_waits_for_a_tree_has_it_from_its_first_call() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(30));
     let first_runs = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -164,13 +168,13 @@ fn a_job_that_waits_to_join_has_its_tree_from_the_first_call_on() {
             cluster.run("first", 2, of_tenant("a", plain), |comm| {
                 assert_eq!(add(&comm, 0).path, Path::Tree);
                 first_runs.store(true, Ordering::SeqCst);
-                wait_for("the second does not wait", || job(&cluster, "second").is_some_and(|job| job.queue.is_some()));
-                assert!(!job(&cluster, "second").expect("it waits").running);
+                wait_for("the second job is queued", || job(&cluster, "second").is_some_and(|job| job.queue.is_some()));
+                assert!(!job(&cluster, "second").expect("a queued job").running);
                 assert_eq!(add(&comm, 1).path, Path::Tree);
                 comm.leave();
             });
         });
-        wait_for("the first has no tree", || first_runs.load(Ordering::SeqCst));
+        wait_for("the first job has a tree", || first_runs.load(Ordering::SeqCst));
         let waits = |config: &mut JoinConfig| config.wait_for_tree = SOON;
         cluster.run("second", 2, waits, |comm| {
             assert_eq!(add(&comm, 0).path, Path::Tree);
@@ -181,34 +185,34 @@ fn a_job_that_waits_to_join_has_its_tree_from_the_first_call_on() {
 }
 
 #[test]
-fn a_tenant_without_a_quota_left_is_told_its_limit_and_use() {
+fn exhausted_quota_is_reported_with_limit_and_use() {
     let quota = Quota { groups: Some(1), ..Quota::default() };
     let quotas = Quotas { other: Quota::default(), tenants: [("a".into(), quota)].into() };
     let mut cluster = one_group(quotas, Duration::from_secs(30));
     cluster.boards.clear();
-    wait_for("the device stays", || status(cluster.controller.local_addr()).expect("a report").devices.is_empty());
+    wait_for("the device is gone", || status(cluster.controller.local_addr()).expect("a report").devices.is_empty());
     cluster.boards.push(board(cluster.controller.local_addr(), 8));
     cluster.run("first", 2, of_tenant("a", plain), |comm| {
         assert_eq!(add(&comm, 0).path, Path::Tree);
-        // A sub-communicator is a group of its own.
+        // A sub-communicator needs a group of its own.
         let half = comm.split(Some(0), 0).expect("a split").expect("a color");
-        let why = add(&half, 1).fallback.expect("the tree was wanted");
-        assert!(why.contains("tenant a holds 1 of the 1 groups of its quota"), "{why}");
+        let why = add(&half, 1).fallback.expect("a reason for the fallback");
+        assert!(why.contains("tenant a holds 1 of 1 groups"), "{why}");
         half.leave();
         comm.leave();
     });
     assert_all_is_free(&cluster);
 }
 
-/// The controller renews what no packet does.
+/// No packets renew the lease of an idle job; the controller does.
 #[test]
-fn a_job_that_does_nothing_for_longer_than_a_lease_keeps_its_tree() {
+fn idle_job_keeps_its_tree_beyond_a_lease() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(1));
     cluster.run("idle", 2, plain, |comm| {
         assert_eq!(add(&comm, 0).path, Path::Tree);
         comm.barrier().expect("all are there");
         let begun = Instant::now();
-        wait_for("time stands still", || begun.elapsed() > Duration::from_millis(2500));
+        wait_for("more than two leases have passed", || begun.elapsed() > Duration::from_millis(2500));
         let outcome = add(&comm, 1);
         assert_eq!((outcome.path, outcome.repaired), (Path::Tree, false));
         assert_eq!(job(&cluster, "idle").expect("it runs").view, 0);
@@ -217,19 +221,19 @@ fn a_job_that_does_nothing_for_longer_than_a_lease_keeps_its_tree() {
     assert_all_is_free(&cluster);
 }
 
-/// And what nobody speaks for any more is given back, though nobody has said that it ends.
+/// The ranks disappear without leaving.
 #[test]
-fn a_job_whose_ranks_die_gives_everything_back() {
+fn job_whose_ranks_die_releases_its_quota() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(30));
     cluster.run("dies", 2, plain, |comm| drop(add(&comm, 0)));
     assert_all_is_free(&cluster);
 }
 
-/// A device that says yes to everything and names a bus on this machine that nobody listens on. Returns how many groups
-/// it has been told to release; it ends with the controller.
+/// Start a fake device that accepts every request and announces a socket where nothing listens. Returns the number of
+/// groups that it was told to release. It ends with the controller.
 fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
     let short = |text: &str| Name::try_from(text).expect("short");
-    let machine = sumac_hal::shm::machine().expect("this machine has a name");
+    let machine = sumac_hal::shm::machine().expect("an identifier of this machine");
     let announce = Announce {
         name: short(name),
         boot_id: BootId(99),
@@ -245,16 +249,16 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
             collectives: u32::MAX,
         },
         data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
-        bus: Some(Bus {
+        attach: Some(AttachPoint {
             machine,
             socket: short("nobody-listens-here"),
-            user: BusUser::ROOT,
+            user: DeviceUser::ROOT,
             redo_memory_bytes: 1 << 30,
             remote: None,
         }),
     };
     let mut stream = TcpStream::connect(controller).expect("a controller");
-    send(&mut stream, &Greeting::Device(announce.clone())).expect("it listens");
+    send(&mut stream, &Hello::Device(announce.clone())).expect("it listens");
     let released = Arc::new(AtomicU32::new(0));
     let told = Arc::clone(&released);
     let (welcomed, welcome) = channel();
@@ -262,9 +266,9 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
         while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
             let message = match message {
-                Request::Hello => {
-                    welcomed.send(()).expect("somebody waits");
-                    Response::Hello(announce.clone())
+                Request::Identify => {
+                    welcomed.send(()).expect("the test waits");
+                    Response::Announce(announce.clone())
                 }
                 Request::ReleaseGroup(_) => {
                     told.fetch_add(1, Ordering::SeqCst);
@@ -277,29 +281,29 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
             }
         }
     });
-    welcome.recv_timeout(SOON).expect("it is registered");
+    welcome.recv_timeout(SOON).expect("the fake device is registered");
     released
 }
 
-/// A device dies, and the other one can't be attached to: its group is given back, the job counts as without a tree, and it
-/// is offered the first device, when that comes back, but never the other.
+/// A device is lost, and ranks cannot attach to the only other one: its group is released and the job has no tree. The
+/// job is offered the first device when it returns, but never the other one again.
 #[test]
-fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
+fn unattachable_tree_is_released_and_not_offered_again() {
     let mut cluster = one_group(Quotas::default(), Duration::from_secs(30));
     let controller = cluster.controller.local_addr();
     let board_here = Mutex::new(cluster.boards.pop());
-    // Behind the other one by name.
+    // Sorts after the other device's name.
     let released = unreachable(controller, "unreachable");
     let begun = AtomicU32::new(0);
     thread::scope(|scope| {
         scope.spawn(|| {
-            wait_for("nobody begins", || begun.load(Ordering::SeqCst) == 2);
+            wait_for("both ranks have started", || begun.load(Ordering::SeqCst) == 2);
             drop(board_here.lock().expect("nobody panicked").take());
-            wait_for("what is declined is not freed", || released.load(Ordering::SeqCst) == 1);
-            wait_for("the job still has it", || {
+            wait_for("the declined group is released", || released.load(Ordering::SeqCst) == 1);
+            wait_for("the job reports why it has no tree", || {
                 let job = job(&cluster, "job").expect("it runs");
                 let why = job.tree.expect("running").err().unwrap_or_default();
-                why.contains("declined its tree: attach to device unreachable by reference")
+                why.contains("declined its tree: cannot attach to device unreachable")
             });
             *board_here.lock().expect("nobody panicked") = Some(board(controller, 1));
         });
@@ -310,9 +314,9 @@ fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
             begun.fetch_add(1, Ordering::SeqCst);
             let mut whys = Vec::new();
             let give_up = Instant::now() + SOON;
-            // Until a tree was lost and another one found.
+            // Until the tree was lost and another one was used.
             loop {
-                assert!(Instant::now() < give_up, "no tree any more: {whys:?}");
+                assert!(Instant::now() < give_up, "no new tree: {whys:?}");
                 let outcome = add(&comm, op);
                 op += 1;
                 match (outcome.path, whys.is_empty()) {
@@ -321,10 +325,13 @@ fn a_tree_that_ranks_cannot_attach_to_is_given_back_and_not_offered_again() {
                     _ => whys.extend(outcome.fallback.filter(|why| whys.last() != Some(why))),
                 }
             }
-            assert!(whys.iter().any(|why| why.contains("the controller's tree was declined: attach to")), "{whys:?}");
+            assert!(
+                whys.iter().any(|why| why.contains("the controller's tree was declined: cannot attach to")),
+                "{whys:?}"
+            );
             comm.leave();
         });
     });
-    wait_for("the job stays", || job(&cluster, "job").is_none());
-    assert_eq!(released.load(Ordering::SeqCst), 1, "it was not tried again");
+    wait_for("the job has ended", || job(&cluster, "job").is_none());
+    assert_eq!(released.load(Ordering::SeqCst), 1, "the unreachable device was tried again");
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run all test programs of the workspace, a few side by side, then the documentation's examples.
+"""Run all test programs of the workspace, several in parallel, then the documentation's examples.
 
 Usage: tests/side_by_side.py [--jobs N] [--without NAME]...
 
-`cargo test` runs one program after the other, and much of what these do is wait: for a device to be missed, for a lease
-to end. N run at a time, by default one more than there are processors, and at most five; those called NAME are left out.
-What a program prints appears when it has ended, in one piece. All of them run, whatever fails.
+`cargo test` runs programs one after the other, though many mostly wait for timeouts and leases. This runs N at a time (by
+default one more than there are processors, at most five) and skips those called NAME. The output of a program is printed
+when it has ended. All programs run, even if one fails.
 
 Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
 """
@@ -40,7 +40,7 @@ def programs(without):
         is_program = message["reason"] == "compiler-artifact" and message["profile"]["test"] and message["executable"]
         if is_program and message["target"]["name"] not in without:
             found.append((Path(message["executable"]), Path(message["manifest_path"]).parent))
-    # What takes longest must not begin last.
+    # Start the longest programs first.
     place = {folder: number for number, folder in enumerate(FIRST)}
     return sorted(found, key=lambda program: (place.get(program[1].name, len(FIRST)), program[0].name))
 
@@ -63,7 +63,7 @@ def run(program, folder):
 def jobs(text):
     """Read how many programs may run at a time."""
     if not (text.isdecimal() and 1 <= int(text) <= MOST_JOBS):
-        raise argparse.ArgumentTypeError(f"'{text}' is no number from 1 to {MOST_JOBS}")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {MOST_JOBS}")
     return int(text)
 
 

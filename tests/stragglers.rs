@@ -1,22 +1,22 @@
-//! Ranks that come late, or never: whole clusters over real sockets and shared memory, in one process.
+//! Straggler policies: ranks that are late, stopped or missing, over real sockets and shared memory.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::{
-    Algo, Attach, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp,
-    Straggler,
+    Algo, Buffer, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Outcome, Rank, ReduceOp, Straggler,
+    Transport,
 };
 use sumac_hal::op::Dtype;
 
 const RANKS: u32 = 4;
 const COUNT: usize = 30_000;
-/// Long beside what a loaded machine keeps a rank from running.
+/// Long compared with the scheduling delays of a loaded machine.
 const LIMIT: Duration = Duration::from_secs(1);
 
 fn partial(_: u32) -> CallOptions {
@@ -27,7 +27,7 @@ fn input(rank: u32, i: usize) -> f32 {
     (1.0 + i as f32 * 0.37) * 3_f32.powi(rank as i32 * 5 - 7)
 }
 
-/// Memory that the device reaches, by reference, with the rank's input.
+/// Allocate registered memory with the rank's input.
 fn filled(comm: &Communicator) -> Result<Buffer<f32>, Error> {
     let mut buffer = comm.alloc::<f32>(COUNT)?;
     buffer.iter_mut().enumerate().for_each(|(i, x)| *x = input(comm.rank(), i));
@@ -41,44 +41,44 @@ fn sum(comm: &Communicator, options: &CallOptions) -> Result<(Vec<u32>, Outcome)
     Ok((buffer.iter().map(|x| x.to_bits()).collect(), outcome))
 }
 
-/// The sum over some ranks on two leaves, two on each, folded node by node.
+/// The bits of the sum over `members`, two per leaf, folded node by node.
 fn folded(members: &[u32]) -> Vec<u32> {
     let plus = |a: Option<f32>, b: f32| Some(a.map_or(b, |a| a + b));
     let fold = |ranks: &[u32], i| {
         ranks.iter().filter(|rank| members.contains(rank)).fold(None, |sum, &rank| plus(sum, input(rank, i)))
     };
     let both = |i| [fold(&[0, 1], i), fold(&[2, 3], i)].into_iter().flatten().fold(None, plus);
-    (0..COUNT).map(|i| both(i).expect("somebody is there").to_bits()).collect()
+    (0..COUNT).map(|i| both(i).expect("at least one member").to_bits()).collect()
 }
 
-/// How the ranks of a job attach: all by packets, all by reference, or every other one.
+/// The transports of a job's ranks: UDP, shared memory, or alternating.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Ways {
+enum Transports {
     Packets,
-    Reference,
+    ZeroCopy,
     Mixed,
 }
 
-impl Ways {
-    const ALL: [Self; 3] = [Self::Packets, Self::Reference, Self::Mixed];
+impl Transports {
+    const ALL: [Self; 3] = [Self::Packets, Self::ZeroCopy, Self::Mixed];
 
-    fn attach(self, rank: u32) -> Attach {
+    fn transport(self, rank: u32) -> Transport {
         match self {
-            Self::Packets => Attach::Udp,
-            Self::Reference => Attach::Shm,
-            Self::Mixed if rank.is_multiple_of(2) => Attach::Shm,
-            Self::Mixed => Attach::Udp,
+            Self::Packets => Transport::Udp,
+            Self::ZeroCopy => Transport::Shm,
+            Self::Mixed if rank.is_multiple_of(2) => Transport::Shm,
+            Self::Mixed => Transport::Udp,
         }
     }
 }
 
-/// Two leaves and a spine, each with a bus.
-fn buses() -> Cluster {
-    Cluster::start_on(2, 2, Default::default(), Default::default())
+/// Two leaves with two hosts each, and a spine; all devices offer zero-copy.
+fn two_leaves() -> Cluster {
+    Cluster::start_zero_copy(2, 2, Default::default(), Default::default())
 }
 
-fn folding(config: &mut JoinConfig, ways: Ways) {
-    config.attach = ways.attach(config.rank);
+fn folding(config: &mut JoinConfig, transports: Transports) {
+    config.transport = transports.transport(config.rank);
     config.order = Order::TreeFold;
     config.deadline = Duration::from_secs(20);
 }
@@ -88,9 +88,9 @@ fn members(outcome: &Outcome) -> Vec<u32> {
 }
 
 #[test]
-fn the_slowest_is_named_by_packets_and_by_reference() {
-    let cluster = Cluster::start_on(2, 2, Default::default(), Default::default());
-    for (job, attach) in [("packets", by_packets as fn(&mut JoinConfig)), ("reference", plain)] {
+fn slowest_rank_is_named_on_every_transport() {
+    let cluster = Cluster::start_zero_copy(2, 2, Default::default(), Default::default());
+    for (job, attach) in [("packets", over_udp as fn(&mut JoinConfig)), ("zero-copy", plain)] {
         let late = Duration::from_millis(200);
         cluster.run(job, RANKS, attach, |comm| {
             let options = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
@@ -113,16 +113,19 @@ fn the_slowest_is_named_by_packets_and_by_reference() {
     }
 }
 
-/// One rank comes when the others have gone on: they have the sum over themselves, to the bit; it has an error.
+/// One rank calls after the others have completed without it: they get the exact sum of their own inputs, it gets
+/// [`Error::Excluded`].
 #[test]
-fn the_others_go_on_over_two_levels() {
-    for (straggler, ways) in (0..RANKS).zip(Ways::ALL.into_iter().cycle()).chain([(1, Ways::Reference)]) {
-        let cluster = buses();
+fn partial_result_over_two_levels_excludes_the_late_rank() {
+    for (straggler, transports) in
+        (0..RANKS).zip(Transports::ALL.into_iter().cycle()).chain([(1, Transports::ZeroCopy)])
+    {
+        let cluster = two_leaves();
         let [gone_on, excluded, ended] = [(); 3].map(|()| Barrier::new(RANKS as usize));
         let results = cluster.run(
             "partial",
             RANKS,
-            |config| folding(config, ways),
+            |config| folding(config, transports),
             |comm| {
                 comm.barrier().expect("all are there");
                 let whole = sum(&comm, &partial(comm.rank()));
@@ -134,26 +137,27 @@ fn the_others_go_on_over_two_levels() {
                     excluded.wait();
                     ended.wait();
                     let is_old = buffer.iter().enumerate().all(|(i, x)| *x == input(straggler, i));
-                    assert!(is_old, "{ways:?}: nothing is written to who is left out, then or later");
+                    assert!(is_old, "{transports:?}: the buffer of an excluded rank is never written");
                     return Err(result.expect_err("too late"));
                 }
                 let begun = Instant::now();
                 let first = sum(&comm, &partial(comm.rank()));
                 let took = begun.elapsed();
-                // Later operations are over the same ranks, with a limit or without, and wait for nobody else.
+                // Later operations, with and without a limit, include the same ranks and do not wait for the excluded
+                // one.
                 let second = sum(&comm, &CallOptions::default());
                 let begun = Instant::now();
                 let third = sum(&comm, &partial(comm.rank()));
                 let again = begun.elapsed();
                 gone_on.wait();
-                let (bits, outcome) = whole.expect("all were there");
+                let (bits, outcome) = whole.expect("all ranks called");
                 assert!(bits == folded(&[0, 1, 2, 3]) && outcome.missing.is_empty());
-                let later = [first, second, third].map(|result| result.expect("goes on"));
+                let later = [first, second, third].map(|result| result.expect("the operation completes"));
                 assert!(took >= LIMIT / 2 && took < LIMIT * 10 && again < LIMIT, "{took:?}, {again:?}");
-                // The straggler's end is nobody's.
+                // The end of the excluded rank does not affect the others.
                 excluded.wait();
                 for _ in 0..20 {
-                    sum(&comm, &CallOptions::default()).expect("goes on");
+                    sum(&comm, &CallOptions::default()).expect("the operation completes");
                 }
                 ended.wait();
                 Ok(later)
@@ -164,8 +168,8 @@ fn the_others_go_on_over_two_levels() {
             match result {
                 Ok(results) => {
                     for (bits, outcome) in results {
-                        assert_eq!(members(&outcome), others, "{ways:?}: rank {rank} without {straggler}");
-                        assert!(bits == folded(&others), "{ways:?}: rank {rank} without {straggler}");
+                        assert_eq!(members(&outcome), others, "{transports:?}: rank {rank} without {straggler}");
+                        assert!(bits == folded(&others), "{transports:?}: rank {rank} without {straggler}");
                     }
                 }
                 Err(error) => assert_eq!((rank, error), (straggler, Error::Excluded)),
@@ -174,16 +178,16 @@ fn the_others_go_on_over_two_levels() {
     }
 }
 
-/// A whole leaf is late: nobody there can say so of itself.
+/// All ranks of a leaf are late, so the leaf has no rank from which to learn of the operation.
 #[test]
-fn a_leaf_without_anybody_is_left_out() {
-    for ways in Ways::ALL {
-        let cluster = buses();
+fn leaf_with_only_late_ranks_is_excluded() {
+    for transports in Transports::ALL {
+        let cluster = two_leaves();
         let [gone_on, ended] = [(); 2].map(|()| Barrier::new(RANKS as usize));
         let results = cluster.run(
             "leaf",
             RANKS,
-            |config| folding(config, ways),
+            |config| folding(config, transports),
             |comm| {
                 let is_late = comm.rank() >= 2;
                 if is_late {
@@ -198,25 +202,27 @@ fn a_leaf_without_anybody_is_left_out() {
             },
         );
         for result in &results[..2] {
-            let (bits, outcome) = result.as_ref().expect("goes on");
-            assert!(members(outcome) == [0, 1] && *bits == folded(&[0, 1]), "{ways:?}");
+            let (bits, outcome) = result.as_ref().expect("the operation completes");
+            assert!(members(outcome) == [0, 1] && *bits == folded(&[0, 1]), "{transports:?}");
         }
         let late: Vec<_> = results[2..].iter().map(|result| result.as_ref().err()).collect();
-        assert_eq!(late, [Some(&Error::Excluded); 2], "{ways:?}");
+        assert_eq!(late, [Some(&Error::Excluded); 2], "{transports:?}");
     }
 }
 
 #[test]
-fn a_deadline_names_who_was_missing_in_the_tree_and_beside_it() {
+fn straggler_deadline_names_the_missing_ranks() {
     let deadline = Some(Straggler::Deadline(LIMIT));
-    let trees = Ways::ALL.map(|ways| (Algo::Tree, ways));
-    for (algo, ways) in trees.into_iter().chain([(Algo::Ring, Ways::Packets), (Algo::Ring, Ways::Reference)]) {
-        let cluster = buses();
+    let trees = Transports::ALL.map(|transports| (Algo::Tree, transports));
+    for (algo, transports) in
+        trees.into_iter().chain([(Algo::Ring, Transports::Packets), (Algo::Ring, Transports::ZeroCopy)])
+    {
+        let cluster = two_leaves();
         let [over, ended] = [(); 2].map(|()| Barrier::new(RANKS as usize));
         let errors = cluster.run(
             "deadline",
             RANKS,
-            |config| config.attach = ways.attach(config.rank),
+            |config| config.transport = transports.transport(config.rank),
             |comm| {
                 if comm.rank() == 2 {
                     over.wait();
@@ -229,64 +235,64 @@ fn a_deadline_names_who_was_missing_in_the_tree_and_beside_it() {
                     over.wait();
                     assert!(took < LIMIT * 10, "{took:?}");
                 }
-                // Who leaves is lost to those that come.
+                // A rank that left early would be lost to the late one.
                 ended.wait();
                 result.expect_err("rank 2 is late")
             },
         );
         for (rank, error) in errors.iter().enumerate() {
             let named = matches!(error, Error::Stragglers { missing } if missing.iter().eq([Rank(2)]));
-            assert!(named, "{algo}, {ways:?}: rank {rank}: {error}");
+            assert!(named, "{algo}, {transports:?}: rank {rank}: {error}");
         }
     }
 }
 
 #[test]
-fn what_can_not_go_on_without_ranks_says_so_and_changes_nothing() {
-    let cluster = Cluster::start_on(2, 2, Default::default(), Default::default());
+fn partial_policy_is_refused_where_it_is_not_possible() {
+    let cluster = Cluster::start_zero_copy(2, 2, Default::default(), Default::default());
     let refused = |comm: &Communicator, desc: &OpDesc, options: &CallOptions, why: &str| {
         let mut buffer = vec![0; 4 * desc.count as usize];
-        let error = comm.run(desc, &mut buffer[..], options).expect_err("not possible");
+        let error = comm.run(desc, &mut buffer[..], options).expect_err("the call is refused");
         assert!(matches!(error, Error::NotPossible(_)) && error.to_string().contains(why), "{error}");
     };
     let sum = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 4);
-    cluster.run("packets", RANKS, by_packets, |comm| {
-        refused(&comm, &OpDesc::all_gather(Dtype::F32, 4), &partial(0), "the block of a rank that is missing");
+    cluster.run("packets", RANKS, over_udp, |comm| {
+        refused(&comm, &OpDesc::all_gather(Dtype::F32, 4), &partial(0), "the block of a missing rank");
         let ring = CallOptions { algo: Some(Algo::Ring), ..partial(0) };
         refused(&comm, &sum, &ring, "only the root of a tree");
-        comm.barrier_with(&partial(0)).expect("nothing has changed");
+        comm.barrier_with(&partial(0)).expect("a refused call changes nothing");
         comm.leave();
     });
-    let by_default = |config: &mut JoinConfig| config.straggler = Straggler::Partial(LIMIT);
-    Cluster::start_with(2, 2, 2, Default::default()).run("shards", RANKS, by_default, |comm| {
-        refused(&comm, &sum, &CallOptions::default(), "more than one shard");
+    let partial_by_default = |config: &mut JoinConfig| config.straggler = Straggler::Partial(LIMIT);
+    Cluster::start_with(2, 2, 2, Default::default()).run("shards", RANKS, partial_by_default, |comm| {
+        refused(&comm, &sum, &CallOptions::default(), "several shards");
         let explained = comm.explain(&sum, Algo::Auto).to_string();
-        assert!(
-            explained.contains("tree          ruled out: tree can't go on without ranks that are late"),
-            "{explained}"
-        );
+        assert!(explained.contains("tree          ruled out: tree cannot complete without late ranks"), "{explained}");
         comm.barrier_with(&CallOptions { straggler: Some(Straggler::Wait), ..CallOptions::default() }).expect("waits");
         comm.leave();
     });
 }
 
-/// Limits are part of what ranks have to agree on.
+/// All ranks must call with the same limit.
 #[test]
-fn other_limits_are_other_operations() {
+fn different_straggler_limits_are_a_mismatch() {
     let cluster = Cluster::start(2, 2);
-    let errors = cluster.run("limits", RANKS, by_packets, |comm| {
+    let errors = cluster.run("limits", RANKS, over_udp, |comm| {
         let options = if comm.rank() == 3 { CallOptions::default() } else { partial(0) };
         sum(&comm, &CallOptions { algo: Some(Algo::Tree), ..options }).expect_err("ranks differ")
     });
     assert!(errors.iter().all(|error| matches!(error, Error::Mismatch { .. })), "{errors:?}");
 }
 
-/// A rank of [`the_others_go_on_when_a_process_is_stopped`], as a process of its own: adds until ranks are missing, and a
-/// while longer.
+/// A rank of [`partial_result_excludes_a_stopped_process`] in a process of its own: adds until 100 operations have
+/// completed without a rank.
 #[test]
 #[ignore = "run by another test"]
 fn rank_process() {
-    let config = JoinConfig { straggler: Straggler::Partial(LIMIT), ..JoinConfig::from_env().expect("as launched") };
+    let config = JoinConfig {
+        straggler: Straggler::Partial(LIMIT),
+        ..JoinConfig::from_env().expect("the variables of a launcher")
+    };
     let comm = Communicator::join(config).expect("join");
     comm.barrier_with(&CallOptions { straggler: Some(Straggler::Wait), ..CallOptions::default() }).expect("barrier");
     let mut without = 0;
@@ -299,9 +305,9 @@ fn rank_process() {
             Err(error) => {
                 println!("ended: {error:?}");
                 let whole = [(1 << RANKS) - 1, op * u64::from(RANKS)];
-                // It may have come while it was stopped; nothing comes that it has no part in.
+                // The result may have arrived while the process was stopped, but never one that excludes it.
                 assert!(buffer[..] == own || buffer[..] == whole, "{:?}", &buffer[..]);
-                return println!("memory is whole");
+                return println!("memory intact");
             }
         };
         let members: u64 = members(&outcome).iter().map(|rank| 1 << rank).sum();
@@ -311,42 +317,42 @@ fn rank_process() {
         }
         without += u32::from(!outcome.missing.is_empty());
         if without == 100 {
-            return println!("went on without {}", outcome.missing);
+            return println!("completed without {}", outcome.missing);
         }
     }
 }
 
 #[test]
-fn the_others_go_on_when_a_process_is_stopped() {
-    let two_levels = Ways::ALL.map(|ways| (2, ways));
-    for (leaves, ways) in two_levels.into_iter().chain([(1, Ways::Reference), (1, Ways::Mixed)]) {
+fn partial_result_excludes_a_stopped_process() {
+    let two_levels = Transports::ALL.map(|transports| (2, transports));
+    for (leaves, transports) in two_levels.into_iter().chain([(1, Transports::ZeroCopy), (1, Transports::Mixed)]) {
         let hosts = RANKS as usize / leaves;
-        let cluster = Cluster::start_on(leaves, hosts, Default::default(), Default::default());
-        let mut ranks: Vec<_> = (0..RANKS).map(|rank| Process::start(&cluster, rank, ways)).collect();
+        let cluster = Cluster::start_zero_copy(leaves, hosts, Default::default(), Default::default());
+        let mut ranks: Vec<_> = (0..RANKS).map(|rank| Process::start(&cluster, rank, transports)).collect();
         ranks[2].wait_for("has added");
         ranks[2].signal("-STOP");
         for rank in [0, 1, 3] {
-            ranks[rank].wait_for("went on without 2");
+            ranks[rank].wait_for("completed without 2");
         }
         ranks[2].signal("-CONT");
         ranks[2].wait_for("ended: Excluded");
-        ranks[2].wait_for("memory is whole");
+        ranks[2].wait_for("memory intact");
     }
 }
 
-/// A rank of its own; killed when it is dropped.
+/// A rank's process; dropping it kills the process.
 struct Process {
     child: Child,
     lines: std::io::Lines<BufReader<ChildStdout>>,
 }
 
 impl Process {
-    fn start(cluster: &Cluster, rank: u32, ways: Ways) -> Self {
-        let attach = if ways.attach(rank) == Attach::Shm { "shm" } else { "udp" };
-        let mut command = Command::new(std::env::current_exe().expect("this test's file"));
+    fn start(cluster: &Cluster, rank: u32, transports: Transports) -> Self {
+        let transport = if transports.transport(rank) == Transport::Shm { "shm" } else { "udp" };
+        let mut command = Command::new(std::env::current_exe().expect("the path of this program"));
         command.args(["rank_process", "--exact", "--ignored", "--nocapture"]);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string()).env("MASTER_ADDR", "127.0.0.1");
-        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string()).env("SUMAC_ATTACH", attach);
+        command.env("SUMAC_PORT", cluster.controller.local_addr().port().to_string()).env("SUMAC_TRANSPORT", transport);
         let mut child = command.stdout(Stdio::piped()).spawn().expect("a process");
         let lines = BufReader::new(child.stdout.take().expect("piped")).lines();
         Self { child, lines }
@@ -357,23 +363,23 @@ impl Process {
         assert!(sent.success(), "{sent}");
     }
 
-    /// Read until it says this; its calls have deadlines, so it ends.
+    /// Read lines until one contains `text`. The process ends at its deadline at the latest.
     fn wait_for(&mut self, text: &str) {
-        let mut said = Vec::new();
+        let mut lines = Vec::new();
         for line in self.lines.by_ref() {
             let line = line.expect("text");
             if line.contains(text) {
                 return;
             }
-            said.push(line);
+            lines.push(line);
         }
-        panic!("{text:?} was never said: {said:?}");
+        panic!("{text:?} was never printed: {lines:?}");
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended.
+        // Fails if the process has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -1,8 +1,8 @@
-//! A controller that ends under a running job, and another that takes the job over.
+//! A controller that ends under a running job, and the next one, which takes the job over.
 
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::net::TcpListener;
 use std::sync::Mutex;
 use std::thread;
@@ -12,7 +12,7 @@ use sumac::controller::proto::{ClientReply, ClientRequest, JoinRefusal};
 use sumac::controller::{Controller, ControllerConfig, status};
 use sumac::select::CostTable;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
-use sumac_hal::ctrl::{FrameReader, Greeting, send};
+use sumac_hal::ctrl::{FrameReader, Hello, send};
 
 const SOON: Duration = Duration::from_secs(30);
 
@@ -28,7 +28,7 @@ fn add(comm: &Communicator, op: u64) -> Path {
     outcome.path
 }
 
-/// Do operations until one goes by the tree; all ranks see it at the same one.
+/// Run operations until one uses the tree.
 fn until_tree(comm: &Communicator, op: &mut u64) {
     let give_up = Instant::now() + SOON;
     loop {
@@ -41,8 +41,8 @@ fn until_tree(comm: &Communicator, op: &mut u64) {
 }
 
 #[test]
-fn a_job_goes_on_while_its_controller_is_away_and_has_a_tree_of_the_next_one() {
-    for configure in [by_packets as fn(&mut JoinConfig), plain] {
+fn job_continues_without_controller_and_gets_a_tree_from_the_next() {
+    for configure in [over_udp as fn(&mut JoinConfig), plain] {
         is_taken_over_twice(configure);
     }
 }
@@ -91,34 +91,34 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
     drop(boards);
 }
 
-/// A controller that takes nobody in: each of three ranks is refused once. The device may dial as well.
+/// A controller that refuses all three ranks once each. The device may connect as well.
 fn refuse_all(listener: &TcpListener) {
     let mut refused = 0;
     while refused < 3 {
-        let (mut stream, _) = listener.accept().expect("somebody dials");
+        let (mut stream, _) = listener.accept().expect("a connection");
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
-        if !matches!(reader.recv(), Ok(Greeting::Client)) {
+        if !matches!(reader.recv(), Ok(Hello::Client)) {
             continue;
         }
-        let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank of before") };
+        let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("not a rank that resumes") };
         let refusal = JoinRefusal::Running { job: known.request.job };
         send(&mut stream, &ClientReply::Refused(refusal)).expect("it listens");
         refused += 1;
     }
 }
 
-/// They say so, do not ask again, and go on.
+/// Refused ranks report the reason, do not reconnect, and continue without a controller.
 #[test]
-fn ranks_that_the_next_controller_refuses_go_on_without_one() {
+fn ranks_refused_by_the_next_controller_continue_without_one() {
     let cluster = Cluster::spare(1, by_tree());
     let addr = cluster.controller.local_addr();
     let Cluster { controller, boards } = cluster;
     let controller = Mutex::new(Some(controller));
     let ranks = &|number| {
         let mut config = JoinConfig::new(addr, "job", number, 3);
-        by_packets(&mut config);
+        over_udp(&mut config);
         let comm = Communicator::join(config).expect("join");
-        assert_eq!(comm.controller(), ControllerState::Present);
+        assert_eq!(comm.controller(), ControllerState::Connected);
         add(&comm, 1);
         comm.barrier().expect("all are there");
         if number == 0 {
@@ -130,19 +130,22 @@ fn ranks_that_the_next_controller_refuses_go_on_without_one() {
         let reason = loop {
             op += 1;
             add(&comm, op);
-            let told = [u64::from(matches!(comm.controller(), ControllerState::Refused { .. }))];
-            let mut all = told;
+            let refused = [u64::from(matches!(comm.controller(), ControllerState::Refused { .. }))];
+            let mut all = refused;
             comm.all_reduce(&mut all, ReduceOp::Min).expect("a minimum");
             if let (1, ControllerState::Refused { reason }) = (all[0], comm.controller()) {
                 break reason;
             }
         };
-        assert!(reason.contains("job \"job\" is running"), "{reason}");
+        assert!(reason.contains("job \"job\" is already running"), "{reason}");
         for nth in 0..20 {
             add(&comm, op + nth);
         }
-        let error = comm.shrink().expect_err("nobody says who is left").to_string();
-        assert!(error.contains("no controller stands behind the job any more: job \"job\" is running"), "{error}");
+        let error = comm.shrink().expect_err("no controller to determine the survivors").to_string();
+        assert!(
+            error.contains("the restarted controller refused this rank: job \"job\" is already running"),
+            "{error}"
+        );
         comm.barrier().expect("all are there");
         comm.leave();
     };

@@ -1,24 +1,24 @@
-//! How many packets a second one device worker handles, and what each costs.
+//! How many packets per second one device shard handles, and what each costs.
 //!
 //! ```text
-//! cargo bench -p sumac-device --features sumac-hal/std --bench node     packets a second: a table
+//! cargo bench -p sumac-device --features sumac-hal/std --bench node     packets per second: a table
 //! tests/bench/instructions                                             instructions per contribution (callgrind)
 //! ```
 //!
-//! One [`Node`], the root of one group, is driven as [`sumac_device::runtime::poll`] does it: a burst of packets
-//! handled, the deadline asked for, then packets polled until there are no more. There is no port: contributions are
-//! packets made beforehand (right keys, right checksums, one chunk's children after the other), results are dropped.
-//! So the numbers are the protocol's, the checksums' and the kernels', and not the kernel's network stack's.
+//! One [`Node`], the root of one group, is driven as [`sumac_device::runtime::poll`] does it: handle a burst of
+//! packets, check the deadline, poll packets until there are none. There is no port: contributions are prepared packets
+//! with the right keys and checksums, in chunk order, and results are dropped. So the numbers cover the protocol, the
+//! checksums and the kernels, not an operating system's network stack.
 //!
-//! Two things flatter them. Packets are used again and stay in the cache, as far as [`POOL_BYTES`] and the window let
-//! them, whereas a port's come from wherever its driver put them. And the group is the first in a table of
-//! [`GROUPS`], so looking it up costs nothing; the round of turns over the table is paid in full.
+//! Two things flatter the numbers. Packets are reused and stay in the cache, as far as [`POOL_BYTES`] and the window
+//! allow, whereas a port's packets come from wherever its driver put them. And the group is the first in a table of
+//! [`GROUPS`], so looking it up costs nothing; the round robin over the table is paid in full.
 //!
-//! The feature `std` of hal is what gives hosted devices wide vectors and a fast checksum. It is asked for on the
-//! command line, not in the manifest, because the device's crate must not name it.
+//! hal's feature `std` gives hosted devices wide vectors and a fast checksum. Ask for it on the command line, since the
+//! device crate's manifest must not name it.
 //!
-//! Invariant: what is counted did happen. After each case the node's counters say that every contribution was taken
-//! in, every one was answered, and nothing was dropped; and the last result is the sum.
+//! Invariant: the counted work was done. After each case the node's counters show that every contribution was accepted
+//! and answered and nothing was dropped, and the last result is checked to be the sum.
 
 use std::hint::black_box;
 use std::num::NonZeroU32;
@@ -45,26 +45,26 @@ const CHILDREN: [u16; 2] = [4, 32];
 /// Children in the mode that counts instructions.
 const COUNTED_CHILDREN: u16 = 4;
 
-/// Packets that the mode which counts instructions makes, whatever part of them it handles: so that the set-up of
-/// two runs is the same and the difference between them is the handling alone.
+/// Packets prepared in the mode that counts instructions, whatever part of them it handles: two runs then have the same
+/// set-up, and their difference is the handling alone.
 const COUNTED_PACKETS: usize = 2048;
 
-/// Packets between two polls; the UDP port hands over 256 at most.
+/// Packets between two polls; the UDP port returns at most 256.
 const BURST: usize = 64;
 
-/// Entries of the table of groups: an emulated board's.
+/// Entries of the table of groups, as on an emulated board.
 const GROUPS: usize = 64;
 
-/// About the most bytes of packets that are handled between two times that they are numbered anew.
+/// Approximate bytes of packets handled before they are renumbered.
 const POOL_BYTES: usize = 1 << 20;
 
-/// About the most bytes of one child's window.
+/// Approximate bytes of one child's window.
 const WINDOW_BYTES: usize = 256 << 10;
 
 /// Rounds of a case; the table shows the best.
 const ROUNDS: usize = 5;
 
-/// The time spent in the node in one round.
+/// Time spent in the node per round.
 const ROUND: Duration = Duration::from_millis(40);
 
 fn main() -> ExitCode {
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
 
 /// Measure every case and print a row for each.
 fn table() {
-    println!("one worker, root of one group, f32 sum, {BURST} packets a burst; payload 0 is a barrier");
+    println!("one shard, root of one group, f32 sum, {BURST} packets a burst; payload 0 is a barrier");
     println!("{:>10} {:>9} {:>10} {:>10} {:>9} {:>9}", "payload", "children", "in", "out", "in", "per contr.");
     println!("{:>10} {:>9} {:>10} {:>10} {:>9} {:>9}", "B", "", "Mpackets/s", "Mpackets/s", "GB/s", "ns");
     for children in CHILDREN {
@@ -111,12 +111,12 @@ fn table() {
 /// Handle exactly `count` contributions after a set-up that does not depend on `count`.
 fn counted(payload: &str, count: &str, burst: &str) -> ExitCode {
     let (Ok(payload_len_bytes), Ok(count), Ok(burst)) = (payload.parse(), count.parse(), burst.parse()) else {
-        eprintln!("'{payload}', '{count}' and '{burst}' are to be numbers: payload in bytes, contributions, burst");
+        eprintln!("'{payload}', '{count}' and '{burst}' must be numbers: payload in bytes, contributions, burst");
         return ExitCode::from(2);
     };
     if !PAYLOADS_BYTES.contains(&payload_len_bytes) || count > COUNTED_PACKETS || burst == 0 {
-        eprintln!("payload {payload_len_bytes}: one of {PAYLOADS_BYTES:?}");
-        eprintln!("contributions {count}: at most {COUNTED_PACKETS}; burst {burst}: at least 1");
+        eprintln!("payload {payload_len_bytes}: must be one of {PAYLOADS_BYTES:?}");
+        eprintln!("contributions {count}: at most {COUNTED_PACKETS} allowed; burst {burst}: at least 1 needed");
         return ExitCode::from(2);
     }
     let mut rig = Rig::new(COUNTED_CHILDREN, payload_len_bytes);
@@ -126,7 +126,7 @@ fn counted(payload: &str, count: &str, burst: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What one round came to.
+/// The result of one round.
 struct Round {
     packets_in: u64,
     packets_out: u64,
@@ -140,14 +140,14 @@ impl Round {
     }
 }
 
-/// A packet on its way in, and who sends it.
+/// A packet to handle, and its sender.
 struct Inbound {
     from: Addr,
     repr: Repr,
     bytes: Vec<u8>,
 }
 
-/// A root node, its children's place in the sequence, and the clock.
+/// A root node, its children's position in the sequence, and the clock.
 struct Rig {
     node: Node<'static>,
     children: u16,
@@ -185,7 +185,7 @@ impl Rig {
             ranks: NonZeroU32::MIN,
             lease_ms: 60_000,
             timers: HopTimers::DEFAULT.into(),
-            by_reference: ChildMask::EMPTY,
+            zero_copy: ChildMask::EMPTY,
         };
         let now = Instant::ZERO;
         let tree = TreeConfig { tree: TreeId(1), parent: None, children, ranks: Default::default() };
@@ -210,7 +210,7 @@ impl Rig {
         pool
     }
 
-    /// A child's contribution, but for its place in the sequence.
+    /// A child's contribution, without its position in the sequence.
     fn contribution(&self, child: u16) -> Repr {
         let (kind, op) = match self.payload.len() {
             0 => (Kind::Empty, OpDesc::barrier()),
@@ -229,8 +229,7 @@ impl Rig {
         }
     }
 
-    /// Give the packets their places in the sequence. A child moves `have` once a window: the least often that keeps
-    /// all going.
+    /// Number the packets. A child advances `have` once per window, the least often that keeps the sequence going.
     fn number(&mut self, pool: &mut [Inbound]) {
         for chunk in pool.chunks_mut(usize::from(self.children)) {
             let seq = self.next_seq;
@@ -244,7 +243,7 @@ impl Rig {
         }
     }
 
-    /// Handle a pool again and again, numbered anew outside the time taken, until [`ROUND`] has gone by.
+    /// Handle a pool repeatedly until [`ROUND`] has passed; it is renumbered between passes, outside the measured time.
     fn round(&mut self) -> Round {
         let chunk_bytes = usize::from(self.children) * (HEADER_LEN + self.payload.len());
         let mut pool = self.make((POOL_BYTES / chunk_bytes).clamp(1, self.window));
@@ -267,8 +266,8 @@ impl Rig {
         }
     }
 
-    /// What a worker does with these packets. No burst is longer than all children's windows: nobody sends the next
-    /// before its first result has come.
+    /// What a shard does with these packets. No burst is longer than all children's windows: no child sends the next
+    /// packet before its first result has arrived.
     #[inline(never)]
     fn drive(&mut self, packets: &[Inbound], burst: usize) {
         for packets in packets.chunks(burst.min(self.window * usize::from(self.children))) {
@@ -285,17 +284,17 @@ impl Rig {
         }
     }
 
-    /// Check that all was done, and done right: complete the chunk at the end, and look at its result.
+    /// Check that all work was done correctly: complete the last chunk and check its result.
     fn check(&mut self) {
         let counters = *self.node.counters();
         let children = u64::from(self.children);
-        assert_eq!(counters.contributions, counters.packets_in, "every packet was a contribution, taken in");
-        assert_eq!(counters.answers, counters.contributions / children * children, "every one was answered");
+        assert_eq!(counters.contributions, counters.packets_in, "every packet was an accepted contribution");
+        assert_eq!(counters.answers, counters.contributions / children * children, "every contribution was answered");
         if self.payload.is_empty() {
             // One Done answers a run of chunks, as far as they are complete together.
             assert!((1..=counters.answers).contains(&counters.packets_out), "{} packets", counters.packets_out);
         } else {
-            assert_eq!(counters.packets_out, counters.answers, "by one packet each");
+            assert_eq!(counters.packets_out, counters.answers, "one packet per answer");
         }
         // A run that was cut short leaves packets that were numbered but not handled.
         self.next_seq = counters.completed;
@@ -304,7 +303,7 @@ impl Rig {
         let sum: Vec<u8> =
             f32::from(self.children).to_le_bytes().into_iter().cycle().take(self.payload.len()).collect();
         for _ in 0..self.children {
-            let out = self.node.poll_outgoing(self.now).expect("one answer a child");
+            let out = self.node.poll_outgoing(self.now).expect("one answer per child");
             assert!(self.node.payload(&out) == sum, "the result is the sum");
         }
     }

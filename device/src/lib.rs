@@ -1,7 +1,8 @@
-//! The aggregation runtime: what a Sumac device runs.
+//! The aggregation runtime that runs on a Sumac device.
 //!
-//! `no_std`, no allocation, no unsafe code. The core is sans-I/O ([`Node`]); [`runtime::poll`] moves packets
-//! between it and a [`Port`](sumac_hal::port::Port). Boards supply storage, ports, a clock and a thread.
+//! `no_std`, no allocation, no unsafe code. The core is sans-I/O: a [`Node`] takes packets, control requests and the
+//! time, and returns packets, events and deadlines. [`runtime::poll`] moves packets between a node and a
+//! [`Port`](sumac_hal::port::Port). A board supplies storage, ports, a clock and a thread.
 //!
 //! ```text
 //!            Request / Response                    Event
@@ -11,9 +12,16 @@
 //!   now      +----------------------------------------------+   deadline
 //! ```
 //!
-//! The rules are those of the data path's contract: every child sends exactly one contribution per chunk and
-//! gets exactly one answer; the answer is the acknowledgement; a slot is used again only when every child has
-//! what was in it.
+//! Every child sends exactly one contribution per chunk and gets exactly one answer, which acknowledges the
+//! contribution. A slot is reused only once every child holds the answer that was in it.
+//!
+//! To port Sumac to a board:
+//!
+//! 1. Give a [`Node`] its tables: [`Memory`] in a `static`, or a [`Storage`] of slices from a heap.
+//! 2. Pass each control request to [`Node::control`] and call [`runtime::poll`] in a loop, sleeping until the
+//!    deadline that it returns.
+//! 3. For zero-copy ranks, create the node with [`Node::with_zero_copy`] and drive each rank's rings with a
+//!    [`function::Function`].
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -21,8 +29,6 @@
 extern crate std;
 
 pub mod function;
-mod group;
-mod memory;
 mod node;
 mod order;
 pub mod runtime;
@@ -30,13 +36,11 @@ mod sets;
 mod slot;
 mod trace;
 
-pub use group::{Child, Group};
-pub use memory::{Memory, Storage};
 pub use node::{
-    Answer, AttachError, Event, MAX_EVENTS, MAX_REPLIES, Node, NodeConfig, Outgoing, RedoSlot, Reference, References,
-    Transmit,
+    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Outgoing,
+    RedoSlot, Storage, Transmit, ZeroCopyStorage,
 };
 #[cfg(feature = "snapshot")]
-pub use node::{Phase, Rest};
+pub use node::{NodeSnapshot, Phase};
 pub use slot::Slot;
 pub use trace::{Entry, TRACE_LEN, Trace, TraceRing};

@@ -1,15 +1,15 @@
 //! The order in which the contributions of one slot combine (PROTOCOL 9).
 //!
-//! `Arrival` needs one accumulator. The tree orders stage what comes early, one buffer a child, and combine as
-//! soon as the declared order allows, so the bits of the result do not depend on the order of arrival:
+//! `Arrival` needs one accumulator. The tree orders stage contributions that arrive early, one buffer per child, and
+//! combine them as soon as the declared order allows. So the bits of the result do not depend on the order of arrival:
 //! - *fold*: ((c0 + c1) + c2) + ..., in stage 0;
-//! - *pairwise*: blocks of 1, 2, 4, ... children at aligned places, the left one in front; a block without a
-//!   right neighbour moves up as it is. A block's value lies in the stage of its first child.
+//! - *pairwise*: aligned blocks of 1, 2, 4, ... children, the left block first. A block without a right neighbour moves
+//!   up unchanged. The value of a block is in the stage of its first child.
 //!
-//! A child that sent `Empty` is skipped, never replaced by an identity element: a block of such children has no
-//! value, and its neighbour's moves over unchanged.
+//! A child that sent `Empty` is skipped, never replaced by an identity element: a block of such children has no value,
+//! and its neighbour moves up unchanged.
 //!
-//! Invariant: a block whose children are all in is combined, because the last of them to arrive does it.
+//! Invariant: a block is combined once its last child arrives, by that child's contribution.
 
 use crate::sets::ChildSet;
 use sumac_hal::ctrl::Order;
@@ -17,16 +17,16 @@ use sumac_hal::reduce::Kernel;
 
 /// The chunk buffers of one slot.
 pub(crate) struct Stages<'b> {
-    /// All of them, one after the other.
+    /// All stages, consecutively.
     pub(crate) bytes: &'b mut [u8],
-    /// The length of one.
+    /// Bytes from one stage to the next.
     pub(crate) stride: usize,
-    /// How much of each is in use: the chunk's elements in the accumulator type.
+    /// Bytes in use per stage: the chunk's elements in the accumulator type.
     pub(crate) len: usize,
 }
 
 impl Stages<'_> {
-    /// Return the slot's value, or where it will be.
+    /// Return the stage that holds, or will hold, the slot's value.
     pub(crate) fn value(&mut self) -> &mut [u8] {
         self.stage(0)
     }
@@ -41,7 +41,7 @@ impl Stages<'_> {
         (&mut head[left * self.stride..][..self.len], &tail[..self.len])
     }
 
-    /// Put stage `right` behind stage `left`, which may have no value yet.
+    /// Combine stage `right` into stage `left`, which may have no value yet.
     fn merge(&mut self, kernel: Kernel, left: usize, right: usize, left_has_value: bool) {
         let (left, right) = self.pair(left, right);
         if left_has_value {
@@ -56,25 +56,25 @@ impl Stages<'_> {
 #[derive(Clone, Copy)]
 pub(crate) struct Input<'p> {
     pub(crate) payload: &'p [u8],
-    /// In the accumulator type already.
+    /// Already in the accumulator type.
     pub(crate) partial: bool,
 }
 
-/// What a slot knows of its children when one more comes in.
+/// The children of a slot when another one arrives.
 pub(crate) struct Arrived<'s> {
-    /// Who is in, the newcomer too.
+    /// Children that have arrived, including this one.
     pub(crate) bits: &'s ChildSet,
-    /// Who of them brought data, the newcomer too.
+    /// Those of them with data, including this one.
     pub(crate) data: &'s ChildSet,
-    /// How many children there are.
+    /// Number of children.
     pub(crate) children: usize,
-    /// The newcomer.
+    /// The child that arrives.
     pub(crate) child: usize,
 }
 
-/// Combine `input` (`None`: Empty) into the stages. `fold_next` is the slot's first child not yet folded.
+/// Combine `input` (`None` for Empty) into the stages. `fold_next` is the slot's first child not folded yet.
 ///
-/// When all children are in, stage 0 holds the slot's value if any child brought data.
+/// When all children have arrived, stage 0 holds the slot's value, if any child brought data.
 pub(crate) fn contribute(
     order: Order,
     kernel: Kernel,
@@ -95,7 +95,7 @@ pub(crate) fn contribute(
     }
 }
 
-/// Copy the first value or combine a later one: never start from an identity.
+/// Load the first value or combine a later one. Never starts from an identity element.
 pub(crate) fn take(kernel: Kernel, acc: &mut [u8], input: Input<'_>, has_value: bool) {
     if has_value {
         kernel.combine(acc, input.payload, input.partial);
@@ -131,7 +131,7 @@ fn pairwise(kernel: Kernel, stages: &mut Stages<'_>, arrived: &Arrived<'_>, inpu
     let mut start = child;
     let mut width = 1;
     match input {
-        // The right one of a pair whose left one is waiting: no need to stage it.
+        // The left child of this pair has arrived: combine directly instead of staging.
         Some(input) if child % 2 == 1 && bits.contains(child - 1) => {
             take(kernel, stages.stage(child - 1), input, data.contains(child - 1));
             (start, width) = (child - 1, 2);
@@ -165,7 +165,7 @@ mod tests {
     use std::vec::Vec;
     use sumac_hal::op::{Dtype, ReduceOp};
 
-    /// The declared expression, written down as it is said: the oracle.
+    /// The oracle: the declared expression, evaluated literally.
     fn expression(order: Order, values: &[Option<f32>]) -> Option<f32> {
         let plus = |a: Option<f32>, b: Option<f32>| match (a, b) {
             (Some(a), Some(b)) => Some(a + b),
@@ -201,9 +201,9 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of arrival, and whoever is empty: the bits of the declared expression.
+        /// Any order of arrival and any set of empty children yields the bits of the declared expression.
         #[test]
-        fn declared_order_wins(
+        fn result_bits_follow_the_declared_order(
             values in prop::collection::vec(prop::option::weighted(0.8, -1e6_f32..1e6), 1..24),
             keys in prop::collection::vec(any::<u32>(), 24),
         ) {
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_orders_differ_where_they_should() {
+    fn fold_and_pairwise_round_differently() {
         let values = [1e8, 1.0, -1e8, 1.0].map(Some);
         let arrival = [3, 1, 2, 0];
         assert_eq!(run(Order::TreeFold, &values, &arrival), Some(1.0));

@@ -6,7 +6,7 @@ pub(crate) struct Bits<const WORDS: usize> {
     words: [u64; WORDS],
 }
 
-/// A set of children: up to 256 a node.
+/// A set of children; a node has up to 256.
 pub(crate) type ChildSet = Bits<{ sumac_hal::wire::MAX_CHILDREN / 64 }>;
 
 /// A set of a group's slots: up to twice the largest window.
@@ -44,12 +44,12 @@ impl<const WORDS: usize> Bits<WORDS> {
     }
 
     /// Return the members that are not in `other`.
-    pub(crate) fn without(&self, other: &Self) -> Self {
+    pub(crate) fn difference(&self, other: &Self) -> Self {
         Self { words: core::array::from_fn(|i| self.words[i] & !other.words[i]) }
     }
 
     /// Return the members of both.
-    pub(crate) fn both(&self, other: &Self) -> Self {
+    pub(crate) fn intersection(&self, other: &Self) -> Self {
         Self { words: core::array::from_fn(|i| self.words[i] & other.words[i]) }
     }
 
@@ -70,10 +70,10 @@ impl<const WORDS: usize> Bits<WORDS> {
         rest.map(|i| i * 64 + self.words[i].trailing_zeros() as usize).or_else(|| self.first())
     }
 
-    /// Return all members, those that are at least `from` first.
+    /// Return all members, starting from `from` and wrapping around.
     pub(crate) fn iter_from(&self, from: usize) -> impl Iterator<Item = usize> {
         let (word, bits) = (from / 64 % WORDS, u64::MAX << (from % 64));
-        // The word of `from` comes twice: its upper part first, its lower part last.
+        // The word of `from` is visited twice: its upper part first, its lower part last.
         let parts = (0..=WORDS).map(move |turn| {
             let index = (word + turn) % WORDS;
             let mask = [u64::MAX, bits, !bits][if turn == 0 {
@@ -109,12 +109,12 @@ impl<const WORDS: usize> Bits<WORDS> {
             .sum()
     }
 
-    /// Tell whether all of `start..end` are members.
+    /// Return whether all of `start..end` are members.
     pub(crate) fn has_all(&self, start: usize, end: usize) -> bool {
         self.count_in(start, end) == end - start
     }
 
-    /// Tell whether any of `start..end` is a member.
+    /// Return whether any of `start..end` is a member.
     pub(crate) fn has_any(&self, start: usize, end: usize) -> bool {
         self.count_in(start, end) != 0
     }
@@ -129,7 +129,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn matches_a_set(members in prop::collection::btree_set(0_usize..256, 0..80), start in 0_usize..256, len in 0_usize..200, from in 0_usize..256) {
+        fn bits_match_a_btree_set(members in prop::collection::btree_set(0_usize..256, 0..80), start in 0_usize..256, len in 0_usize..200, from in 0_usize..256) {
             let mut bits = ChildSet::EMPTY;
             members.iter().for_each(|&n| bits.insert(n));
             let end = (start + len).min(256);
@@ -141,7 +141,7 @@ mod tests {
             prop_assert_eq!(bits.iter_from(from).collect::<Vec<_>>(), in_turn);
             let mut upper = ChildSet::EMPTY;
             (from..256).for_each(|n| upper.insert(n));
-            let (union, without, both) = (bits.union(&upper), bits.without(&upper), bits.both(&upper));
+            let (union, without, both) = (bits.union(&upper), bits.difference(&upper), bits.intersection(&upper));
             for n in 0..256 {
                 let (member, above) = (members.contains(&n), n >= from);
                 prop_assert_eq!(union.contains(n), member || above);

@@ -3,14 +3,14 @@
 //! ```text
 //! Free -> Filling -> Answered            at the root
 //! Free -> Filling -> Up -> Answered      at any other node
-//!              \-> Refused               the children do not agree, or the node can't do it: waiting for the root's word
-//! Answered -> Filling                    only when every child's `have` has passed the chunk
+//!              \-> Refused               the calls differ or are unsupported here: waiting for the root's answer
+//! Answered -> Filling                    only once every child's `have` has passed the chunk
 //! ```
 //!
 //! Invariants, asserted where they could break:
 //! - a child's bit is set once per (seq, attempt);
-//! - the slot holds exactly one chunk, by its full number; a packet of another chunk never touches it;
-//! - the answer stays until the slot is re-used, so any child can get it again.
+//! - a slot holds exactly one chunk, identified by its full number; packets of other chunks never touch it;
+//! - the answer stays until the slot is reused, so that any child can get it again.
 
 use crate::sets::ChildSet;
 use core::time::Duration;
@@ -18,24 +18,24 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::Limit;
+use sumac_hal::wire::StragglerLimit;
 
-/// Where a slot is in its chunk's life.
+/// The state of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum State {
     /// Never used in this group.
     Free,
-    /// Some children are in.
+    /// Some children have contributed.
     Filling,
-    /// All children are in, the contribution is on its way up.
+    /// All children have contributed; the partial result is on its way to the parent.
     Up,
-    /// A Nak is on its way up in place of a contribution.
+    /// A Nak is on its way to the parent in place of a contribution.
     Refused,
-    /// The answer is here.
+    /// The answer is in the slot.
     Answered,
 }
 
-/// One chunk in flight. Boards allocate these; their content is the node's.
+/// State of one chunk in flight. The board allocates the entries; the node owns their content.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct Slot {
@@ -45,38 +45,39 @@ pub struct Slot {
     pub(crate) attempt: u16,
     pub(crate) op: OpDesc,
     pub(crate) signature: u32,
-    /// Elements in the chunk, known from the first contribution with data.
+    /// Elements in the chunk; set by the first contribution with data.
     pub(crate) elements: Option<u32>,
-    /// Who contributed.
+    /// Children that contributed.
     pub(crate) bits: ChildSet,
-    /// Who of them with data.
+    /// Children that contributed data.
     pub(crate) data: ChildSet,
-    /// Who wants the result.
+    /// Children that want the result.
     pub(crate) want: ChildSet,
-    /// Who of them listens to the shared address; nobody once the result went there.
+    /// Those of them that listen to the shared address; emptied once the result was sent there.
     pub(crate) shared: ChildSet,
-    /// Who is to be sent the answer.
+    /// Children that the answer has yet to be sent to.
     pub(crate) pending: ChildSet,
     pub(crate) fold_next: u16,
-    /// How far above this chunk others were answered before it: till there, answers show no loss of this one's.
+    /// How far above this chunk others were answered before it. Up to there, a later answer is no sign that this one
+    /// was lost.
     pub(crate) overtaken: u16,
-    /// Length of the value to be sent, up or down, in bytes; it lies in stage 0.
+    /// Length in bytes of the value to send, up or down; it is in stage 0.
     pub(crate) value_len: u16,
-    /// Its checksum, once somebody needed it.
+    /// Checksum of the value, once computed.
     pub(crate) value_crc: Option<u32>,
-    /// How long the operation waits for ranks to come to it, if not as long as it takes.
-    pub(crate) limit: Option<Limit>,
-    /// The operation's first seq, where there is a limit.
+    /// The operation's straggler limit, if it has one.
+    pub(crate) limit: Option<StragglerLimit>,
+    /// The operation's first chunk, if it has a limit.
     pub(crate) op_first: u64,
-    /// When the first rank at or below this node contributed, as far as is known.
+    /// When the first rank at or below this node contributed, as far as known.
     pub(crate) first_at: Option<Instant>,
-    /// The last to contribute, and how long after the first, in microseconds; once answered, of all ranks.
+    /// The last rank to contribute, and how long after the first, in microseconds. Covers all ranks once answered.
     pub(crate) slowest: Option<Rank>,
     pub(crate) late_us: u32,
 }
 
 impl Slot {
-    /// A slot that was never used.
+    /// An unused slot.
     pub const EMPTY: Self = Self {
         local: 0,
         state: State::Free,
@@ -100,34 +101,34 @@ impl Slot {
         late_us: 0,
     };
 
-    /// Start on chunk `local` of the operation that its first contributor calls.
+    /// Start chunk `local` with the operation of its first contributor.
     pub(crate) fn begin(&mut self, local: u64, op: OpDesc, signature: u32) {
         *self = Self { local, state: State::Filling, op, signature, ..Self::EMPTY };
     }
 
-    /// Tell whether this slot holds chunk `local`.
+    /// Return whether this slot holds chunk `local`.
     pub(crate) fn holds(&self, local: u64) -> bool {
         self.state != State::Free && self.local == local
     }
 
-    /// Return the kernel of the slot's operation, `None` for one whose elements are only moved, or that has none.
+    /// Return the kernel of the slot's operation; `None` if elements are only moved, or there are none.
     pub(crate) fn kernel(&self) -> Option<Kernel> {
         Kernel::new(self.op.dtype?, self.op.op?)
     }
 
-    /// Return the length of an element in bytes: of a partial one, or of one of the operation's type. `None` for an
-    /// operation without elements.
+    /// Return the length of an element in bytes, in the accumulator type if `partial`, else in the operation's type.
+    /// `None` for an operation without elements.
     pub(crate) fn element_bytes(&self, partial: bool) -> Option<usize> {
         let len = if partial { self.op.partial_bytes() } else { self.op.element_bytes() };
         (len > 0).then_some(len)
     }
 
-    /// Tell whether the answer to `child` is a Result, not a Done.
+    /// Return whether the answer to `child` is a Result, not a Done.
     pub(crate) fn has_result_for(&self, child: usize) -> bool {
         self.value_len > 0 && self.want.contains(child)
     }
 
-    /// Note that a contribution came at `now`, in which `slowest` was the last below, `late_us` after the first there.
+    /// Record the arrival time of a contribution in which `slowest` came last, `late_us` after the first rank below.
     pub(crate) fn note_time(&mut self, slowest: Option<Rank>, late_us: u32, now: Instant) {
         let late_ns = Duration::from_micros(late_us.into()).as_nanos() as u64;
         let began = Instant::from_nanos(now.as_nanos().saturating_sub(late_ns));
@@ -137,7 +138,7 @@ impl Slot {
         self.late_us = u32::try_from((now - first).as_micros()).unwrap_or(u32::MAX);
     }
 
-    /// Forget moments and who was late: they change nothing that follows.
+    /// Reset times and the slowest rank: they do not affect behaviour.
     #[cfg(feature = "snapshot")]
     pub(crate) fn forget_time(&mut self) {
         (self.first_at, self.slowest, self.late_us) = (None, None, 0);
@@ -146,7 +147,7 @@ impl Slot {
     /// Set a child's bit.
     ///
     /// # Panics
-    /// If it is set: the caller has to have asked, since a second contribution would be counted twice.
+    /// If the bit is set: the caller must have checked, since a second contribution would be counted twice.
     pub(crate) fn mark(&mut self, child: usize, with_data: bool, wants: bool) {
         assert!(!self.bits.contains(child), "a child's bit is set once per (seq, attempt)");
         self.bits.insert(child);

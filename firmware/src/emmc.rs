@@ -1,5 +1,5 @@
-//! The form that a boot stream has in an eMMC boot partition: the stream cut into segments that the card's boot ROM
-//! copies into its boot FIFO.
+//! The format of a boot stream in an eMMC boot partition: the stream is split into segments, which the card's boot ROM
+//! copies to its boot FIFO.
 //!
 //! ```text
 //! partition := word(0) segment*          all words are little-endian u64
@@ -7,17 +7,17 @@
 //! word      := is_end << 63 | channel << 45 | (address & 0xfff8) << 29 | ((len + 8) >> 3 & 0x1ffff)
 //! ```
 //!
-//! The format is that of Mellanox/mlxbf-bootctl: channel 1, address 0x408 (BOOT_FIFO_DATA). A segment of the greatest
-//! length has 0 in its length field. What follows the last segment in a partition means nothing.
+//! The format is that of Mellanox/mlxbf-bootctl: channel 1, address 0x408 (BOOT_FIFO_DATA). A segment of maximum length
+//! has 0 in its length field. Bytes after the last segment are ignored.
 //!
-//! Invariants: both directions hold at most one segment in memory; a reader trusts no word before it is checked.
+//! Invariants: both directions hold at most one segment in memory; the reader uses no word before it is checked.
 
 use std::io::{self, Read, Write};
 use thiserror::Error;
 
-/// The longest segment's data, in bytes.
+/// The maximum length of a segment's data in bytes.
 pub const SEGMENT_MAX_BYTES: usize = (1 << 20) - 8;
-/// The longest stream that `mlxbf-bootctl` writes, in bytes; the partition itself may be smaller.
+/// The maximum length of a stream that `mlxbf-bootctl` writes, in bytes; the partition may be smaller.
 pub const STREAM_MAX_BYTES: u64 = 20 << 20;
 /// The first word of a partition.
 pub const FIRST_WORD: [u8; 8] = [0; 8];
@@ -27,39 +27,39 @@ const IS_END: u64 = 1 << 63;
 const DESTINATION: u64 = 1 << 45 | 0x0408 << 29;
 const LENGTH_MASK: u64 = 0x1_ffff;
 
-/// Why a stream can't be put into a partition.
+/// Why a stream cannot be written to a partition.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EmmcError {
-    /// Longer than the partition.
+    /// The stream exceeds the partition.
     #[error(
-        "the stream has {len_bytes} bytes, in segments {needed}; the limit is {max}. Leave images out (`--for`, `--drop`)"
+        "the stream has {len_bytes} bytes, {needed} in segments, but the limit is {max}: leave images out (`--for`, `--drop`)"
     )]
     TooLong {
-        /// The stream, in bytes.
+        /// The length of the stream in bytes.
         len_bytes: u64,
-        /// With segment words, in bytes.
+        /// Its length with segment words, in bytes.
         needed: u64,
         /// The limit, in bytes.
         max: u64,
     },
-    /// Not a whole number of words.
-    #[error("the stream has {0} bytes, no multiple of 8: it is not a boot stream")]
+    /// The length is not a multiple of 8.
+    #[error("the stream has {0} bytes, not a multiple of 8: it is not a boot stream")]
     Unaligned(u64),
     /// Reading or writing failed.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
-/// Return how long the partition's form of a stream is, in bytes.
+/// Return the length of a stream in the partition's format, in bytes.
 pub const fn partition_len_bytes(stream_len_bytes: u64) -> u64 {
     8 + stream_len_bytes + 8 * stream_len_bytes.div_ceil(SEGMENT_MAX_BYTES as u64)
 }
 
-/// Write a stream of `len_bytes` bytes in the partition's form, in at most `max_bytes`.
+/// Write a stream of `len_bytes` bytes in the partition's format, using at most `max_bytes`.
 ///
 /// # Errors
-/// The stream does not fit or is not aligned; reading or writing fails. Nothing is written in the first two cases.
+/// The stream does not fit or is not aligned, and nothing is written; or reading or writing failed.
 pub fn write(mut stream: impl Read, len_bytes: u64, max_bytes: u64, out: &mut impl Write) -> Result<(), EmmcError> {
     let (needed, max) = (partition_len_bytes(len_bytes), max_bytes.min(STREAM_MAX_BYTES));
     if needed > max {
@@ -83,19 +83,19 @@ pub fn write(mut stream: impl Read, len_bytes: u64, max_bytes: u64, out: &mut im
     Ok(())
 }
 
-/// Reads the stream out of its segments.
+/// Reads a stream from its segments.
 #[derive(Debug)]
 pub struct Reader<R> {
     inner: R,
-    /// Bytes of the current segment that are still to come.
+    /// Unread bytes of the current segment.
     left: usize,
     is_last: bool,
-    /// Where the next byte of `inner` is, for messages.
+    /// The offset in `inner`, for messages.
     offset: u64,
 }
 
 impl<R: Read> Reader<R> {
-    /// Read a partition from behind its first word.
+    /// Read a partition after its first word.
     pub fn after_first_word(inner: R) -> Self {
         Self { inner, left: 0, is_last: false, offset: FIRST_WORD.len() as u64 }
     }
@@ -106,7 +106,7 @@ impl<R: Read> Reader<R> {
         let (word, at) = (u64::from_le_bytes(word), self.offset);
         self.offset += 8;
         if word & !(IS_END | LENGTH_MASK) != DESTINATION {
-            let why = format!("partition offset {at:#x}: {word:#018x} is no segment word of an eMMC boot partition");
+            let why = format!("partition offset {at:#x}: {word:#018x} is not a segment word of an eMMC boot partition");
             return Err(io::Error::new(io::ErrorKind::InvalidData, why));
         }
         self.is_last = word & IS_END != 0;
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reference_length_gives_the_reference_word() {
+    fn reference_stream_gives_the_reference_word() {
         let out = partition(&[7; 1064]);
         assert_eq!(out.len(), 1080);
         assert_eq!(out[..8], FIRST_WORD);
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_segment_has_length_0_and_the_next_byte_opens_another() {
+    fn segment_of_maximum_length_has_length_field_0() {
         for (len, words) in [(SEGMENT_MAX_BYTES, 1), (SEGMENT_MAX_BYTES + 8, 2)] {
             let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
             let out = partition(&bytes);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_or_damaged_is_refused() {
+    fn overlong_or_damaged_partition_is_refused() {
         let mut out = Vec::new();
         let long = write(io::empty(), STREAM_MAX_BYTES, u64::MAX, &mut out);
         assert!(matches!(long, Err(EmmcError::TooLong { max: STREAM_MAX_BYTES, .. })));
@@ -195,7 +195,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_partition_panics(bytes: Vec<u8>) {
+        fn arbitrary_partition_does_not_panic(bytes: Vec<u8>) {
             let _ = stream(&[&FIRST_WORD[..], &bytes].concat());
         }
     }

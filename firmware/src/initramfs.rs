@@ -1,37 +1,37 @@
-//! The first file system of a card: the agent as `/init`, and the kernel modules that it loads.
+//! The initramfs of a card: the agent as `/init`, and the kernel modules that it loads.
 //!
 //! ```text
 //! /init                          the agent, a static program
-//! /dev/console /dev/null         its first files: a machine without a console still has the second
+//! /dev/console /dev/null         its first files: the second for machines without a console
 //! /lib/modules/VERSION/…         modules, with their part of modules.dep
-//! /proc /sys /dev /run /tmp      empty, to be mounted upon
+//! /proc /sys /dev /run /tmp      empty mount points
 //! ```
 //!
-//! The same inputs give the same bytes.
+//! The output is reproducible: the same inputs give the same bytes.
 
 use crate::manifest::files::{Archive, FilesError, MODE_FILE, MODE_MANIFEST};
-use crate::modules::{Modules, WANTED};
+use crate::modules::{Modules, REQUIRED_MODULES};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
-/// Character devices (Linux, Documentation/admin-guide/devices.txt). Where the kernel has no console, process 1 begins
-/// without open files, and Rust's library opens the second in their place, or else ends the process.
+/// Character devices (Linux, Documentation/admin-guide/devices.txt). If the kernel has no console, process 1 starts
+/// without open files, and Rust's runtime opens /dev/null in their place, or else ends the process.
 const CONSOLE: (u32, u32) = (5, 1);
 const NULL: (u32, u32) = (1, 3);
 
-/// What went into a file system.
+/// The contents of an initramfs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Contents {
-    /// Modules, in the order in which the agent loads them.
+    /// The modules, in load order.
     pub modules: Vec<String>,
 }
 
-/// Write a file system with `agent` as `/init`; `modules` is a kernel's folder of modules (`/lib/modules/VERSION`), of
-/// which those of [`WANTED`] come along, with what they need.
+/// Write an initramfs with `agent` as `/init`. `modules` is a kernel's module folder (`/lib/modules/VERSION`), from
+/// which those in [`REQUIRED_MODULES`] and their dependencies are included.
 ///
 /// # Errors
-/// A file can't be read or is too long, or writing fails. What was written then is of no use.
+/// A file cannot be read or is too long, or writing failed. The output is unusable then.
 pub fn write(agent: &Path, modules: Option<&Path>, out: &mut impl Write) -> Result<Contents, FilesError> {
     let mut archive = Archive::new(out);
     for folder in ["proc", "sys", "dev", "run", "tmp"] {
@@ -52,10 +52,10 @@ fn add_modules<W: Write>(archive: &mut Archive<'_, W>, folder: &Path) -> Result<
     let list = folder.join("modules.dep");
     let fail = |source| FilesError::Io { path: list.display().to_string(), source };
     let modules = Modules::parse(&fs::read_to_string(&list).map_err(fail)?);
-    // The running kernel looks for a folder of its own version's name.
+    // The kernel looks for a folder named by its version.
     let version = folder.file_name().and_then(|name| name.to_str());
     let version = version.ok_or_else(|| FilesError::Path(folder.display().to_string()))?;
-    let paths = modules.in_order(&WANTED);
+    let paths = modules.in_order(&REQUIRED_MODULES);
     for path in &paths {
         add_file(archive, &format!("lib/modules/{version}/{path}"), &folder.join(path))?;
     }
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn the_agent_is_init_and_has_the_modules_that_it_needs() {
+    fn initramfs_has_agent_devices_and_wanted_modules() {
         let folder = tempfile::tempdir().expect("a folder");
         let (agent, kernel) = (folder.path().join("agent"), folder.path().join("6.1.0-test"));
         fs::create_dir_all(kernel.join("net")).expect("made");
@@ -116,9 +116,9 @@ mod tests {
         assert_eq!(find("dev/console").map(|(_, mode, device, _)| (*mode, *device)), Some((0o020_600, CONSOLE)));
         assert_eq!(find("dev/null").map(|(_, mode, device, _)| (*mode, *device)), Some((0o020_600, NULL)));
         assert!(find("lib/modules/6.1.0-test/net/failover.ko").is_some());
-        assert!(find("lib/modules/6.1.0-test/net/other.ko").is_none(), "nobody asked for it");
+        assert!(find("lib/modules/6.1.0-test/net/other.ko").is_none(), "not required");
         let part = find("lib/modules/6.1.0-test/modules.dep").map(|(.., bytes)| String::from_utf8_lossy(bytes));
-        let order = Modules::parse(&part.expect("a list")).in_order(&WANTED).join(" ");
+        let order = Modules::parse(&part.expect("a list")).in_order(&REQUIRED_MODULES).join(" ");
         assert_eq!(order, "net/failover.ko net/virtio_net.ko");
         for (name, ..) in &entries {
             let above = Path::new(name).parent().filter(|above| *above != Path::new(""));
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn missing_agent_or_module_list_is_named() {
         let folder = tempfile::tempdir().expect("a folder");
         let error = write(&folder.path().join("none"), None, &mut Vec::new()).expect_err("no agent").to_string();
         assert!(error.contains("none"), "{error}");

@@ -1,22 +1,22 @@
-//! Boards, and how Sumac gets onto them.
+//! Boards, and the tools that install Sumac on them.
 //!
-//! A board supplies storage, ports, a clock and threads or cores, and puts `sumac-hal` and `sumac-device` together.
-//! Here is the *emulated* board ([`emulated`]): the runtime as an ordinary process, on UDP sockets. The agent on a
-//! BlueField-class card (`firmware/boards/bluefield`) runs the same one on the card's Linux, with sockets of its NIC.
+//! A board supplies storage, ports, a clock and threads or cores, and combines `sumac-hal` and `sumac-device`. This
+//! crate holds the *emulated* board ([`emulated`]): the runtime as an ordinary process, on UDP sockets. The agent on a
+//! BlueField-class card (`firmware/boards/bluefield`) runs the same board on the card's Linux.
 //!
 //! BlueField-class cards boot from a stream of images that a host pushes:
 //!
 //! | module | what |
 //! |---|---|
-//! | [`bfb`] | the boot stream: read, check, write |
-//! | [`emmc`] | its form in an eMMC boot partition |
-//! | [`recipe`] | which images an own kernel needs |
+//! | [`bfb`] | the boot stream format: read, check, write |
+//! | [`emmc`] | its format in an eMMC boot partition |
+//! | [`recipe`] | the images that boot a custom kernel |
 //! | [`initramfs`] | the file system whose `/init` is the agent |
-//! | [`modules`] | which of a kernel's modules the agent needs, in which order |
-//! | [`manifest`] | what is in it, signed; for the stream and for the files on the card |
-//! | [`rshim`] | a card's boot FIFO, settings and boot log, as its driver shows them |
-//! | [`flash`] | pushing a stream, and following it until the card is up; what to do when it is not |
-//! | [`slots`] | two images of which one always boots: what the agent updates itself |
+//! | [`modules`] | the kernel modules that the agent needs, in load order |
+//! | [`manifest`] | signed manifests of the stream and of the files on the card |
+//! | [`rshim`] | a card's boot FIFO, settings and boot log, through its driver |
+//! | [`flash`] | writing a stream to a card and monitoring its boot |
+//! | [`slots`] | A/B update slots, of which one always boots |
 #![forbid(unsafe_code)]
 
 pub mod bfb;

@@ -1,13 +1,13 @@
-//! Which of a kernel's modules the agent needs, and in which order they are loaded.
+//! The kernel modules that the agent needs, in load order.
 //!
-//! `depmod` writes `modules.dep`: a line for each module, `PATH: PATH…`, with those that it needs. Only modules that
-//! it names are known here; what a kernel has built in, it does not name, and need not be loaded.
+//! `depmod` writes `modules.dep`: for each module a line `PATH: PATH…` with its dependencies. Modules that it does not
+//! list, such as built-in ones, are ignored and need no loading.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What the agent needs where there is the hardware for it, in this order: the boot log first, so that what follows can
-/// be told; the host's network, the NIC and the eMMC of a BlueField; what an emulated machine has in their place.
-pub const WANTED: [&str; 11] = [
+/// The modules that the agent uses if the hardware exists, in load order: the boot log first, so that later problems
+/// can be reported; the host link, the NIC and the eMMC of a BlueField; their counterparts in an emulated machine.
+pub const REQUIRED_MODULES: [&str; 11] = [
     "mlxbf_bootctl",
     "mlxbf_tmfifo",
     "mlxbf_gige",
@@ -21,23 +21,23 @@ pub const WANTED: [&str; 11] = [
     "virtio_blk",
 ];
 
-/// Where modules are, and what each needs.
+/// The modules of a kernel and their dependencies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Modules {
-    /// By path, as the list has it.
+    /// Dependencies by path, as in the list.
     needs: BTreeMap<String, Vec<String>>,
 }
 
 impl Modules {
-    /// Read a `modules.dep`. A line that is none is left out: so is, then, what it stands for.
+    /// Parse a `modules.dep`; malformed lines are ignored.
     pub fn parse(text: &str) -> Self {
         let lines = text.lines().filter_map(|line| line.split_once(':'));
         let owned = |needs: &str| needs.split_whitespace().map(str::to_owned).collect();
         Self { needs: lines.map(|(path, needs)| (path.trim().to_owned(), owned(needs))).collect() }
     }
 
-    /// Return the paths of these modules and of all that they need, each once and behind what it needs. Modules that
-    /// are not in the list are left out.
+    /// Return the paths of these modules and their dependencies, each once and after its dependencies. Unlisted modules
+    /// are ignored.
     pub fn in_order(&self, names: &[&str]) -> Vec<&str> {
         let (mut order, mut seen) = (Vec::new(), BTreeSet::new());
         for name in names {
@@ -48,7 +48,7 @@ impl Modules {
     }
 
     fn visit<'a>(&'a self, path: &'a str, seen: &mut BTreeSet<&'a str>, order: &mut Vec<&'a str>) {
-        // Seen before its needs: a circle, which depmod does not write, ends.
+        // Marked before its dependencies, so that a cycle, which depmod never writes, terminates.
         if seen.insert(path) {
             for need in self.needs.get(path).into_iter().flatten() {
                 self.visit(need, seen, order);
@@ -57,7 +57,7 @@ impl Modules {
         }
     }
 
-    /// Write the part of the list that is about these paths, in which they are still in order.
+    /// Format the part of the list for these paths, from which the same order results.
     pub fn part(&self, paths: &[&str]) -> String {
         let line = |path: &&str| {
             let needs = self.needs.get(*path).into_iter().flatten();
@@ -67,7 +67,7 @@ impl Modules {
     }
 }
 
-/// Return the name of the module in a file: kernel and files do not agree on `-` and `_`.
+/// Return the name of a file's module: kernel and file names differ in `-` and `_`.
 fn name_of(path: &str) -> Option<String> {
     let file = path.rsplit('/').next()?;
     let (stem, _) = file.split_once(".ko")?;
@@ -90,7 +90,7 @@ kernel/b.ko: kernel/a.ko
 ";
 
     #[test]
-    fn what_is_needed_comes_first_and_once() {
+    fn dependencies_come_first_and_once() {
         let modules = Modules::parse(LIST);
         let order = modules.in_order(&["virtio_blk", "mlx5_core", "virtio_net", "virtio_blk"]);
         let expected = [
@@ -102,12 +102,12 @@ kernel/b.ko: kernel/a.ko
             "kernel/drivers/net/virtio_net.ko",
         ];
         assert_eq!(order, expected);
-        assert_eq!(modules.in_order(&["a"]), ["kernel/b.ko", "kernel/a.ko"], "a circle ends");
-        assert!(Modules::parse("").in_order(&WANTED).is_empty());
+        assert_eq!(modules.in_order(&["a"]), ["kernel/b.ko", "kernel/a.ko"], "a cycle terminates");
+        assert!(Modules::parse("").in_order(&REQUIRED_MODULES).is_empty());
     }
 
     #[test]
-    fn a_part_of_the_list_gives_the_same_order() {
+    fn part_of_the_list_gives_the_same_order() {
         let modules = Modules::parse(LIST);
         let order = modules.in_order(&["virtio_net"]);
         let part = modules.part(&order);

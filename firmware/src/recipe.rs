@@ -1,8 +1,8 @@
-//! What a boot stream with an own kernel consists of: the recipe of Mellanox/bfb-build's last step.
+//! The images of a boot stream with a custom kernel: the last step of Mellanox/bfb-build.
 //!
-//! The boot loaders up to UEFI are the vendor's, and come from a base stream that the user has (`default.bfb` of the
-//! package mlxbf-bootimages). UEFI shows the rest of the stream to itself as files, takes the boot entry from `boot-path`,
-//! `boot-args` and `boot-desc`, and starts `image`.
+//! The boot loaders up to UEFI come from a vendor's base stream that the user supplies (`default.bfb` of the package
+//! mlxbf-bootimages). UEFI exposes the rest of the stream as files, takes the boot entry from `boot-path`, `boot-args`
+//! and `boot-desc`, and starts `image`.
 
 use crate::bfb::{Builder, ImageId, ImageName, Source, WriteError};
 
@@ -10,7 +10,7 @@ use crate::bfb::{Builder, ImageId, ImageName, Source, WriteError};
 pub const BOOT_PATH: &str = "VenHw(F019E406-8C9C-11E5-8797-001ACA00BFC4)/Image";
 /// The boot menu's entry.
 pub const BOOT_DESC: &str = "Linux from rshim";
-/// Kernel arguments by image version: consoles are at other addresses from BlueField-3 on.
+/// Kernel arguments by image version: from BlueField-3 on, consoles have other addresses.
 pub const BOOT_ARGS: [(u8, &str); 2] = [
     (
         0,
@@ -19,32 +19,32 @@ pub const BOOT_ARGS: [(u8, &str); 2] = [
     (2, "console=hvc0 console=ttyAMA0 earlycon=pl011,0x13010000 initrd=initramfs"),
 ];
 
-/// What the user brings and chooses.
+/// The user's choices.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Recipe {
     /// The kernel, or another UEFI application.
     pub kernel: Source,
-    /// Its first file system.
+    /// Its initramfs.
     pub initramfs: Source,
-    /// Kernel arguments behind those of [`BOOT_ARGS`]; empty for none.
+    /// Additional kernel arguments after those of [`BOOT_ARGS`]; may be empty.
     pub more_args: String,
 }
 
 impl Recipe {
-    /// Boot this kernel with this file system.
+    /// Boot this kernel with this initramfs.
     pub fn new(kernel: Source, initramfs: Source) -> Self {
         Self { kernel, initramfs, more_args: String::new() }
     }
 
-    /// Put the images in, in place of what the base has of them.
+    /// Insert the images, replacing those of the base.
     ///
     /// # Errors
     /// An image is too long.
     pub fn put_into(&self, builder: &mut Builder) -> Result<(), WriteError> {
         let replaced = [ImageId::IMAGE, ImageId::INITRAMFS, ImageId::BOOT_ARGS, ImageId::BOOT_PATH, ImageId::BOOT_DESC];
         for id in replaced {
-            // A version that only the base has would win on the cards that it is for.
+            // A version that only the base has would take precedence on its cards.
             builder.remove(id);
         }
         builder.insert(ImageName::new(ImageId::IMAGE, 0), self.kernel.clone())?;
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_recipe_holds_what_uefi_asks_for_and_nothing_of_the_base_beside_it() {
+    fn recipe_replaces_all_versions_of_the_bases_boot_images() {
         let mut builder = Builder::new();
         let bytes = |text: &str| Source::Bytes(text.as_bytes().to_vec());
         for (id, version) in [(ImageId::BL2, 2), (ImageId::IMAGE, 2), (ImageId::BOOT_ARGS, 1)] {

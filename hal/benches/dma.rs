@@ -1,31 +1,32 @@
-//! How fast the emulated engine reduces N registered buffers in place, against the bare movement of the data.
+//! The speed of the emulated DMA engine at reducing N registered buffers in place, compared with a bare loop.
 //!
-//! The denominator is the loop of a program that does nothing else: two threads cut N buffers of P bytes into 128 KiB
-//! segments, copy the first into a private accumulator, add the others, and copy it to all; no protocol, no check, no
-//! redo slot. The engine does the same work by chains through its queues, one for each chunk: retract the slot's
-//! header, load, reduce, round, publish with the result's checksum, copy to all. Both are measured in turns within one run, and compared by their
-//! medians and their best, because the speed of shared virtual machines drifts.
+//! The bare loop does only the work itself. Two threads split N buffers of P bytes into 128 KiB segments, copy the
+//! first into a private accumulator, add the others, and copy the result to all, without protocol, checks or redo
+//! slots. The engine does the same work with one chain per chunk: retract the slot's header, load, reduce, round,
+//! publish with the result's checksum, copy to all. Both are measured alternately in one run and compared by median and
+//! minimum, because the speed of shared virtual machines drifts.
 //!
-//! Run with `cargo bench -p sumac-hal --features emu --bench dma`. It has no assertions; the tests check results.
+//! Run with `cargo bench -p sumac-hal --features emu --bench dma`. It asserts nothing about results; the tests check
+//! them.
 
 use std::hint::black_box;
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Instant;
 use sumac_hal::dma::{
-    Address, Chain, Completion, Covers, DmaMemory, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine,
+    Address, Chain, Completion, Coverage, DmaMemory, Engine, Profile, RegionKey, Scope, Status, Step, Tag, WaitEngine,
 };
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, HeapMemory};
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// Bytes of a segment of the bare loop.
+/// The length of a segment of the bare loop, in bytes.
 const SEGMENT_LEN_BYTES: usize = 128 << 10;
 
-/// Bytes of a chunk that one chain reduces.
+/// The length of a chunk, which one chain reduces, in bytes.
 const CHUNK_LEN_BYTES: usize = 128 << 10;
 
-/// Bytes in front of a slot's accumulators: its header.
+/// The length of a slot's header, in bytes.
 const HEADER_LEN_BYTES: usize = 128;
 
 /// Chunks in flight.
@@ -34,9 +35,9 @@ const SLOTS: usize = 8;
 const THREADS: usize = 2;
 
 fn main() {
-    // `cargo bench` passes this; `cargo test --benches` does not, and has nothing to check here.
+    // `cargo bench` passes `--bench`. `cargo test --benches` does not; there is nothing to test.
     if !std::env::args().any(|arg| arg == "--bench") {
-        println!("nothing measured: run by `cargo bench`, or with --bench");
+        println!("nothing measured: use `cargo bench`, or pass --bench");
         return;
     }
     println!("f32 sum in place, {THREADS} threads; traffic is 2 x N x P; engine and bare loop in turns");
@@ -88,7 +89,7 @@ fn measure(ranks: usize, len_bytes: usize) {
     );
 }
 
-/// The engine, and what a device would keep for one group.
+/// The engine, with the state that a device keeps for one group.
 struct Reducer {
     engine: EmuEngine,
     busy: [bool; SLOTS],
@@ -101,7 +102,7 @@ impl Reducer {
             .expect("threads");
         let slots = Arc::new(HeapMemory::new(SLOTS * (HEADER_LEN_BYTES + CHUNK_LEN_BYTES)));
         for (index, memory) in std::iter::once(&slots).chain(buffers).enumerate() {
-            engine.map(key(index), memory.clone()).expect("a free place");
+            engine.map(key(index), memory.clone()).expect("a free entry");
         }
         Self { engine, busy: [false; SLOTS], steps: Vec::new() }
     }
@@ -110,7 +111,7 @@ impl Reducer {
         let chunks = len_bytes.div_ceil(CHUNK_LEN_BYTES);
         let (mut next, mut done) = (0, 0);
         while done < chunks {
-            // Chunk k lives in slot k % S.
+            // Chunk k occupies slot k % S.
             while next < chunks && !self.busy[next % SLOTS] {
                 let slot = (next % SLOTS) as u32;
                 self.busy[next % SLOTS] = true;
@@ -137,7 +138,7 @@ impl Reducer {
         let (op, f32) = (ReduceOp::Sum, Dtype::F32);
         let input = |rank: usize| address(1 + rank, offset_bytes);
         self.steps.clear();
-        self.steps.push(Step::Publish { dst: header, words: [0, 0], covers: Covers::NOTHING });
+        self.steps.push(Step::Publish { dst: header, words: [0, 0], covers: Coverage::NONE });
         self.steps.push(Step::Load { source: f32, accumulator: f32, src: input(0), dst: acc, count });
         self.steps.extend((1..ranks).map(|rank| Step::Reduce {
             op,
@@ -149,7 +150,7 @@ impl Reducer {
         }));
         let all = ranks as u32;
         self.steps.push(Step::Store { op, accumulator: f32, output: f32, src: acc, dst: acc, count, ranks: all });
-        let covers = Covers { skip_bytes: HEADER_LEN_BYTES as u32, len_bytes: count * 4 };
+        let covers = Coverage { offset_bytes: HEADER_LEN_BYTES as u32, len_bytes: count * 4 };
         self.steps.push(Step::Publish { dst: header, words: [1, seq], covers });
         self.steps.extend((0..ranks).map(|rank| Step::Copy { src: acc, dst: input(rank), len_bytes: count * 4 }));
         let tag = Tag { seq, slot, attempt: 0 };
@@ -157,13 +158,13 @@ impl Reducer {
     }
 }
 
-/// Keep this thread on one core, as the program that this measures against does.
+/// Pin this thread to one core.
 fn pin(thread: usize) {
     #[cfg(target_os = "linux")]
     {
         let mut cores = rustix::thread::CpuSet::new();
         cores.set(thread);
-        // Where that core is not ours to have, the thread runs where it may.
+        // If the core is not available, the thread is not pinned.
         let _ = rustix::thread::sched_setaffinity(None, &cores);
     }
     #[cfg(not(target_os = "linux"))]
@@ -178,7 +179,7 @@ fn address(index: usize, offset_bytes: u64) -> Address {
     Address { region: key(index), offset_bytes }
 }
 
-/// Start the threads of the bare loop; call `turn` for each round with what makes them do one pass.
+/// Start the threads of the bare loop. Call `turn` once per round with a function that makes them run one pass.
 fn bare_loop(bases: &[usize], len_bytes: usize, rounds: usize, mut turn: impl FnMut(&dyn Fn())) {
     let barrier = Barrier::new(THREADS + 1);
     thread::scope(|scope| {
@@ -209,13 +210,13 @@ fn bare_loop(bases: &[usize], len_bytes: usize, rounds: usize, mut turn: impl Fn
 
 fn segment(kernel: &Kernel, bases: &[usize], at: usize, acc: &mut [u8]) {
     for (rank, &base) in bases.iter().enumerate() {
-        // SAFETY: within the buffer, which outlives the scope of the threads; each segment has one thread, and the
-        // engine has nothing in flight during a pass.
+        // SAFETY: the range lies within the buffer, which outlives the threads' scope. Each segment is used by one
+        // thread, and the engine has no chain in flight during a pass.
         let from = unsafe { std::slice::from_raw_parts((base + at) as *const u8, acc.len()) };
         if rank == 0 { acc.copy_from_slice(from) } else { kernel.combine(acc, black_box(from), false) }
     }
     for &base in bases {
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { std::slice::from_raw_parts_mut((base + at) as *mut u8, acc.len()) }.copy_from_slice(acc);
     }
 }

@@ -1,14 +1,14 @@
-//! How fast the reduction kernels and the CRC are, on data that stays in the L2 cache and on data in memory.
+//! The speed of the reduction kernels and of the CRC, on data in the L2 cache and in memory.
 //!
-//! Prints, for each element type and operator, the bytes a second as a share of the f32 sum's, which is printed beside
-//! the speed of a copy of the same bytes: what the cache, or the memory, gives. Bytes are those that a pass reads of
-//! the contribution (of the accumulators, where it rounds them). The ratios that the project asks for are each taken
-//! within this run: the f32 sum against the same loop written by hand with the widest vectors of this machine (at
-//! least 80 %), the bf16 sum against the f32 sum (at least 40 %), and every other against it (at least 25 %), but
-//! for those of [`excuse`].
+//! For each element type and operator, the benchmark prints the bytes per second relative to the f32 sum. The speed of
+//! the f32 sum is printed beside that of a copy of the same bytes, which is what cache or memory allow. Bytes are those
+//! of the contribution that a pass reads, or of the accumulators if it rounds them. The required ratios are measured
+//! within one run: the f32 sum relative to the same loop written by hand with the machine's widest vectors (at least 80
+//! %), the bf16 sum relative to the f32 sum (at least 40 %), and every other kernel relative to it (at least 25 %),
+//! with the exceptions of [`exception`].
 //!
-//! A sample is one pass over the buffers, repeated for about [`SAMPLE_US`]; what is compared is measured in turns, so
-//! that a busy machine slows all sides down, and the table shows the best sample of each.
+//! A sample repeats one pass over the buffers for about [`SAMPLE_US`]. Contenders are measured alternately, so that a
+//! busy machine slows all of them, and the table shows the best sample of each.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -19,16 +19,16 @@ use sumac_hal::wire::crc32c;
 /// The length of one sample in microseconds.
 const SAMPLE_US: u64 = 1000;
 
-/// The least share of the f32 sum's speed that a kernel without an excuse must have.
-const LEAST_SHARE: f64 = 0.25;
+/// The minimum speed of a kernel relative to the f32 sum, unless it is an exception.
+const SHARE_MIN: f64 = 0.25;
 
-/// Where the buffers are, how many bytes of accumulators that is, and how many samples each contender gets. With as
-/// many bytes of source, neither of the first two fits a usual L1, and both fit the L2 of every server core; the last
-/// is beyond every L3 that one core may fill.
+/// Where the buffers are, the length of the accumulators in bytes, and the number of samples per contender. Including
+/// sources of the same length, the first two exceed a usual L1 cache and fit the L2 cache of every server core. The
+/// last exceeds the share of any L3 cache that one core can fill.
 const PLACES: [(&str, usize, usize); 3] =
     [("L2 cache", 32 << 10, 40), ("L2 cache", 128 << 10, 40), ("memory", 64 << 20, 5)];
 
-/// Operators with a loop of their own.
+/// The operators that have their own loop.
 const OPERATORS: [(&str, ReduceOp); 11] = [
     ("sum", ReduceOp::Sum),
     ("prod", ReduceOp::Prod),
@@ -43,14 +43,14 @@ const OPERATORS: [(&str, ReduceOp); 11] = [
     ("maxloc", ReduceOp::MaxLoc),
 ];
 
-/// What happens once to a result or a contribution.
+/// Steps that are applied once to a result or a contribution.
 const STEPS: [(&str, ReduceOp); 4] =
-    [("round", ReduceOp::Sum), ("avg", ReduceOp::Avg), ("truth", ReduceOp::Lor), ("scale", ReduceOp::PremulSum)];
+    [("round", ReduceOp::Sum), ("avg", ReduceOp::Avg), ("bool", ReduceOp::Lor), ("scale", ReduceOp::PremulSum)];
 
 fn main() {
-    // `cargo bench` passes this; `cargo test --benches` does not, and has nothing to check here.
+    // `cargo bench` passes `--bench`. `cargo test --benches` does not; there is nothing to test.
     if !std::env::args().any(|arg| arg == "--bench") {
-        println!("nothing measured: run by `cargo bench`, or with --bench");
+        println!("nothing measured: use `cargo bench`, or pass --bench");
         return;
     }
     println!("widest loop by hand: {}", widest::name());
@@ -63,13 +63,13 @@ fn main() {
 /// A pass over accumulators and a source.
 type Pass = dyn Fn(&mut [u8], &mut [u8]);
 
-/// One thing to measure: the bytes that a pass reads, and the pass.
+/// A contender: a pass, and the number of bytes that it reads.
 struct Contender {
     bytes: usize,
     pass: Box<Pass>,
 }
 
-/// Measure contenders in turns, on the same buffers; return the best gigabytes per second of each.
+/// Measure contenders alternately on the same buffers, and return the best gigabytes per second of each.
 fn measure(contenders: &[Contender], acc: &mut [u8], src: &mut [u8], rounds: usize) -> Vec<f64> {
     let sample = Duration::from_micros(SAMPLE_US);
     let passes: Vec<u32> = contenders
@@ -98,7 +98,7 @@ fn measure(contenders: &[Contender], acc: &mut [u8], src: &mut [u8], rounds: usi
     best
 }
 
-/// A buffer whose first byte is aligned as the widest vectors are.
+/// A buffer that is aligned for the widest vectors.
 struct Buffer {
     bytes: Vec<u8>,
     start: usize,
@@ -106,8 +106,7 @@ struct Buffer {
 }
 
 impl Buffer {
-    /// Make a buffer of zeros, the one value that stays what it is under every operator, with room for a
-    /// misalignment.
+    /// Return a buffer of zeros, which no operator changes, with room for a misalignment.
     fn new(len: usize) -> Self {
         let bytes = vec![0; len + 128];
         let start = bytes.as_ptr().align_offset(64);
@@ -119,10 +118,10 @@ impl Buffer {
     }
 }
 
-/// How far off an aligned address passes may begin.
+/// The maximum distance of a pass's start from an aligned address.
 const MISALIGNMENT_MAX: usize = 64;
 
-/// Combining a contribution.
+/// Return a contender that combines a contribution.
 fn combine(kernel: Kernel, acc_len_bytes: usize, misalignment: usize) -> Contender {
     let bytes = acc_len_bytes / kernel.accumulator_bytes() * kernel.element_bytes();
     let pass = move |acc: &mut [u8], src: &mut [u8]| {
@@ -131,7 +130,7 @@ fn combine(kernel: Kernel, acc_len_bytes: usize, misalignment: usize) -> Contend
     Contender { bytes, pass: Box::new(pass) }
 }
 
-/// Making a result of accumulators, or a contribution to a premultiplied sum.
+/// Return a contender that converts accumulators to results, or scales a contribution to a premultiplied sum.
 fn step(kernel: Kernel, acc_len_bytes: usize) -> Contender {
     let bytes = acc_len_bytes / kernel.accumulator_bytes() * kernel.element_bytes();
     let pass = move |acc: &mut [u8], src: &mut [u8]| {
@@ -145,15 +144,15 @@ fn step(kernel: Kernel, acc_len_bytes: usize) -> Contender {
     Contender { bytes: read, pass: Box::new(pass) }
 }
 
-/// A row of the table: a type's contenders under its columns, `None` where it has none.
+/// Return a row of the table: a type's contender for each column, or `None`.
 fn row(dtype: Dtype, acc_len_bytes: usize) -> Vec<Option<Contender>> {
     let combined = OPERATORS.iter().map(|&(_, op)| Kernel::new(dtype, op).map(|k| combine(k, acc_len_bytes, 0)));
     let stepped = STEPS.iter().map(|&(_, op)| Kernel::new(dtype, op).map(|k| step(k, acc_len_bytes)));
     combined.chain(stepped).collect()
 }
 
-/// Say why a kernel may be slower than [`LEAST_SHARE`], if it may.
-fn excuse(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
+/// Return why a kernel may be slower than [`SHARE_MIN`], if it may.
+fn exception(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     match (dtype, op) {
         (Dtype::E4m3 | Dtype::E5m2, _) => Some("fp8: four bytes of accumulator for one of source, and a conversion"),
         (Dtype::I64 | Dtype::U64, ReduceOp::Prod) => Some("no vector unit but AVX-512's multiplies 64-bit integers"),
@@ -194,10 +193,10 @@ fn kernels(place: &str, acc_len_bytes: usize, rounds: usize) {
     ratio("f32 sum / by hand", speeds[0] / speeds[1], 0.8);
     let shares: Vec<_> = cells.into_iter().zip(speeds[singles..].iter().map(|speed| speed / speeds[0])).collect();
     table(&shares);
-    judge(&shares);
+    report_slow(&shares);
 }
 
-/// Print shares of the f32 sum's speed, in percent. `shares` are by type and column.
+/// Print speeds relative to the f32 sum, in percent. `shares` are by type and column.
 fn table(shares: &[((Dtype, usize), f64)]) {
     print!("{:<7}", "%");
     OPERATORS.iter().chain(&STEPS).for_each(|(name, _)| print!("{name:>7}"));
@@ -212,16 +211,16 @@ fn table(shares: &[((Dtype, usize), f64)]) {
     }
 }
 
-/// Name what is slower than it may be. Steps happen once an operation, and are not judged.
-fn judge(shares: &[((Dtype, usize), f64)]) {
+/// Print the kernels that are too slow. Steps run once per operation and are not checked.
+fn report_slow(shares: &[((Dtype, usize), f64)]) {
     let mut slow = 0;
     for &((dtype, column), share) in shares {
-        let Some(&(name, op)) = OPERATORS.get(column).filter(|_| share < LEAST_SHARE) else { continue };
-        let why = excuse(dtype, op);
+        let Some(&(name, op)) = OPERATORS.get(column).filter(|_| share < SHARE_MIN) else { continue };
+        let why = exception(dtype, op);
         slow += usize::from(why.is_none());
         println!("{dtype} {name}: {:.0} %: {}", share * 100.0, why.unwrap_or("TOO SLOW"));
     }
-    println!("{slow} kernels without an excuse below {:.0} % of the f32 sum", LEAST_SHARE * 100.0);
+    println!("{slow} kernels that are no exception are below {:.0} % of the f32 sum", SHARE_MIN * 100.0);
     let bf16_sum = shares.iter().find(|(cell, _)| *cell == (Dtype::Bf16, 0)).map_or(0.0, |(_, share)| *share);
     ratio("bf16 sum / f32 sum, bytes of source", bf16_sum, 0.4);
 }
@@ -246,12 +245,12 @@ fn crc() {
     }
 }
 
-/// The f32 sum by hand, with the widest vectors that the machine has, four to a turn of the loop.
+/// The f32 sum written by hand with the machine's widest vectors, four per iteration.
 #[cfg(target_arch = "x86_64")]
 mod widest {
     use std::arch::x86_64::*;
 
-    /// Return the name of what runs.
+    /// Return the name of the instruction set.
     pub(super) fn name() -> &'static str {
         match (is_x86_feature_detected!("avx512f"), is_x86_feature_detected!("avx2")) {
             (true, _) => "AVX-512",
@@ -288,7 +287,7 @@ mod widest {
             // SAFETY: the processor has the feature that the function was compiled for.
             unsafe { avx512(acc, src) }
         } else if is_x86_feature_detected!("avx2") {
-            // SAFETY: as above.
+            // SAFETY: see above.
             unsafe { avx2(acc, src) }
         } else {
             // SAFETY: SSE2 is part of the architecture.
@@ -297,12 +296,12 @@ mod widest {
     }
 }
 
-/// The f32 sum by hand, with NEON, four vectors to a turn of the loop.
+/// The f32 sum written by hand with NEON, four vectors per iteration.
 #[cfg(target_arch = "aarch64")]
 mod widest {
     use std::arch::aarch64::*;
 
-    /// Return the name of what runs.
+    /// Return the name of the instruction set.
     pub(super) fn name() -> &'static str {
         "NEON"
     }
@@ -312,7 +311,7 @@ mod widest {
         for (a, s) in acc.as_chunks_mut::<64>().0.iter_mut().zip(src.as_chunks::<64>().0) {
             let (a, s) = (a.as_mut_ptr().cast::<f32>(), s.as_ptr().cast::<f32>());
             // SAFETY: `a` and `s` point to four vectors each, NEON is part of the architecture, and these accesses
-            // need no alignment beyond a byte's, which normal memory grants.
+            // need no alignment in normal memory.
             unsafe {
                 for at in [0, 4, 8, 12] {
                     vst1q_f32(a.add(at), vaddq_f32(vld1q_f32(a.add(at)), vld1q_f32(s.add(at))));
@@ -322,12 +321,12 @@ mod widest {
     }
 }
 
-/// No vectors known: the plain loop.
+/// Other architectures: a plain loop.
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod widest {
-    /// Return the name of what runs.
+    /// Return the name of the instruction set.
     pub(super) fn name() -> &'static str {
-        "none for this architecture, a plain loop instead"
+        "a plain loop (no hand-written one for this architecture)"
     }
 
     /// Add `src` to `acc`.

@@ -1,10 +1,10 @@
-//! How fast UDP ports move bytes over loopback, by datagram size, with and without the kernel's offloads.
+//! The throughput of UDP ports over loopback, by datagram size, with and without the kernel's offloads.
 //!
-//! Two tables. *One flow*: a thread sends, another receives. *Device*: one port takes a packet from each of four
-//! senders and then sends one to each, as an aggregation node does; its bytes are counted in both directions.
-//! Credits keep what is under way within the receive buffers, so nothing is lost, and every packet's length is
-//! checked. Run it with `cargo bench -p sumac-hal --features udp --bench udp`; an argument such as `2000` is the
-//! milliseconds a cell.
+//! It prints two tables. *One flow*: one thread sends and another receives. *Device*: one port receives a packet from
+//! each of four senders and then sends one to each, as an aggregation node does; bytes are counted in both directions.
+//! Credits limit the packets in flight to the receive buffers, so that none is lost. The length of every packet is
+//! checked. Run it with `cargo bench -p sumac-hal --features udp --bench udp`. An argument such as `2000` is the time
+//! per cell in milliseconds.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use sumac_hal::udp::{Offload, UdpConfig, UdpPort};
 const LENGTHS: [usize; 5] = [1472, 8 << 10, 16 << 10, 32 << 10, 60 << 10];
 const CHILDREN: usize = 4;
 const WAIT: Option<Duration> = Some(Duration::from_millis(100));
-/// The clock that the ports ignore.
+/// The time, which these ports ignore.
 const NOW: Instant = Instant::ZERO;
 
 struct Row {
@@ -54,10 +54,10 @@ fn main() {
 fn open(len_bytes: usize, offload: Offload) -> UdpPort {
     let config =
         UdpConfig { max_packet_len_bytes: Some(len_bytes), gso: offload, gro: offload, ..UdpConfig::default() };
-    UdpPort::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), &config).expect("loopback has room for a port")
+    UdpPort::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), &config).expect("a free port on loopback")
 }
 
-/// Queue one packet, whose first byte is touched.
+/// Queue one packet; only its first byte is written.
 fn send(port: &mut UdpPort, to: Addr, len_bytes: usize) {
     loop {
         if let Some(token) = port.transmit(to, NOW) {
@@ -70,7 +70,7 @@ fn send(port: &mut UdpPort, to: Addr, len_bytes: usize) {
     }
 }
 
-/// Take what is there; return (bulk packets, credits) by length.
+/// Receive all packets that have arrived. `each` gets the sender, and whether it is a bulk packet rather than a credit.
 fn take(port: &mut UdpPort, len_bytes: usize, mut each: impl FnMut(Addr, bool)) {
     while let Some(token) = port.receive(NOW) {
         token.consume(|from, bytes| {
@@ -80,7 +80,7 @@ fn take(port: &mut UdpPort, len_bytes: usize, mut each: impl FnMut(Addr, bool)) 
     }
 }
 
-/// How many packets may be under way to one port, and how many a credit of one byte stands for.
+/// Return how many packets may be in flight to one port, and how many a credit of one byte stands for.
 fn window(port: &UdpPort, len_bytes: usize) -> (u64, u64) {
     let window = (port.capabilities().receive_buffer_bytes / len_bytes / 2).min(1024) as u64;
     (window, (window / 4).max(1))

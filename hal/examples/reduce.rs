@@ -1,8 +1,9 @@
 //! Reduces raw contributions from stdin to stdout, so that other programs can compare their arithmetic with the
-//! kernels': `tests/mldtypes` does.
+//! kernels. `tests/mldtypes` uses it.
 //!
-//! `reduce TYPE OPERATOR RANKS [partial]`: stdin holds the contributions of `RANKS` ranks one behind the other, equally
-//! long, as little-endian elements of the type, or of its accumulator type with `partial`. Exit status 2: wrong usage.
+//! Usage: `reduce TYPE OPERATOR RANKS [partial]`. stdin holds the contributions of `RANKS` ranks, concatenated and of
+//! equal length, as little-endian elements of the type or, with `partial`, of its accumulator type. The exit status is
+//! 2 on invalid usage.
 
 use std::error::Error;
 use std::io::{self, Read, Write};
@@ -27,16 +28,18 @@ fn run() -> Result<(), Box<dyn Error>> {
         [dtype, op, ranks, "partial"] => (*dtype, *op, *ranks, true),
         _ => return Err("usage: reduce TYPE OPERATOR RANKS [partial]".into()),
     };
-    let dtype = Dtype::from_name(dtype).ok_or_else(|| format!("{dtype} is no type"))?;
-    let op = ReduceOp::from_name(op).ok_or_else(|| format!("{op} is no operator"))?;
+    let dtype = Dtype::from_name(dtype).ok_or_else(|| format!("unknown element type {dtype}"))?;
+    let op = ReduceOp::from_name(op).ok_or_else(|| format!("unknown operator {op}"))?;
     let ranks: u32 = ranks.parse()?;
-    let kernel =
-        Kernel::new(dtype, op).ok_or_else(|| Kernel::why_not(dtype, op).unwrap_or("the two do not go together"))?;
+    let kernel = Kernel::new(dtype, op).ok_or_else(|| {
+        Kernel::unsupported_reason(dtype, op).unwrap_or("the type and the operator are not supported together")
+    })?;
     let mut input = Vec::new();
     io::stdin().read_to_end(&mut input)?;
-    let each = input.len().checked_div(ranks as usize).ok_or("0 ranks; a result is of one rank or more")?;
+    let each = input.len().checked_div(ranks as usize).ok_or("RANKS must not be 0")?;
     let count = kernel.count(each, partial).filter(|_| each * ranks as usize == input.len());
-    let count = count.ok_or_else(|| format!("{} bytes are not whole elements of {ranks} ranks", input.len()))?;
+    let count = count
+        .ok_or_else(|| format!("{} bytes are not a whole number of elements for each of {ranks} ranks", input.len()))?;
 
     let mut acc = vec![0; count * kernel.accumulator_bytes()];
     for (rank, contribution) in input.chunks_exact(each.max(1)).enumerate() {

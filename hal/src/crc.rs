@@ -1,9 +1,9 @@
-//! CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4), of bytes that are at hand and of bytes that come block by block.
+//! CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4), in one call or incrementally.
 
 /// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
 #[cfg(feature = "std")]
 pub fn crc32c(bytes: &[u8]) -> u32 {
-    // Hosted: carry-less multiplication where the processor has it.
+    // Uses carry-less multiplication where the processor has it.
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
 
@@ -15,7 +15,7 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     crc.value()
 }
 
-/// The CRC-32C of bytes that come block by block.
+/// An incremental CRC-32C.
 pub(crate) struct Crc32c(imp::State);
 
 impl Crc32c {
@@ -61,9 +61,9 @@ mod imp {
 
     pub(super) fn update(state: &mut State, block: &[u8]) {
         let (words, rest) = block.as_chunks();
-        // SAFETY: this is built for processors that have the instructions (Arm ARM, CRC32CX and CRC32CB).
+        // SAFETY: this module is compiled only for processors with these instructions (Arm ARM, CRC32CX and CRC32CB).
         let word = |crc, word: &[u8; 8]| unsafe { __crc32cd(crc, u64::from_le_bytes(*word)) };
-        // SAFETY: the same.
+        // SAFETY: see above.
         let byte = |crc, byte: &u8| unsafe { __crc32cb(crc, *byte) };
         *state = rest.iter().fold(words.iter().fold(*state, word), byte);
     }
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crc_of_blocks_is_that_of_the_whole() {
+    fn incremental_crc_equals_crc_of_all_bytes() {
         let bytes: [u8; 300] = core::array::from_fn(|at| (at * 7) as u8);
         for block in [1, 7, 8, 64, 299, 300] {
             let mut crc = Crc32c::new();

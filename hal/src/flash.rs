@@ -1,59 +1,60 @@
-//! Block storage that keeps its content without power: eMMC partitions, NOR behind a translation layer, files.
+//! Non-volatile block storage: eMMC partitions, NOR flash behind a translation layer, files.
 //!
-//! The contract, on which power-safe code is built:
-//! - a write changes the blocks that it names and no others, also when power fails in it;
-//! - a block that was being written when power failed holds anything: old, new, parts of both, or neither;
-//! - writes before a [`BlockDevice::flush`] that returned are there after a power failure; writes after it may be there
-//!   or not, each by itself, in any order.
+//! Code that must survive power failures relies on this contract:
+//! - a write changes the blocks that it names and no others, even if power fails during the write;
+//! - a block that was being written when power failed holds arbitrary data: old, new, a mix, or neither;
+//! - writes before a [`BlockDevice::flush`] that returned survive a power failure; each write after it may survive or
+//!   not, in any order.
 
 use core::fmt;
 
-/// The size of a device; fixed for its life.
+/// The size of a device. It never changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Length of a block, in bytes.
+    /// The length of a block in bytes.
     pub block_len_bytes: usize,
-    /// How many blocks there are.
+    /// The number of blocks.
     pub blocks: u32,
 }
 
 impl Geometry {
-    /// Return the length of the device, in bytes.
+    /// Return the length of the device in bytes.
     pub const fn len_bytes(self) -> u64 {
         self.block_len_bytes as u64 * self.blocks as u64
     }
 
-    /// Tell whether `len_bytes` from `block` on are whole blocks of this device.
+    /// Return whether `len_bytes` bytes, starting at `block`, are whole blocks within this device.
     pub const fn holds(self, block: u32, len_bytes: usize) -> bool {
         let end = block as u64 * self.block_len_bytes as u64 + len_bytes as u64;
         len_bytes.is_multiple_of(self.block_len_bytes) && end <= self.len_bytes()
     }
 }
 
-/// Storage in blocks.
+/// A block device.
 pub trait BlockDevice {
-    /// What can go wrong.
+    /// The device's error type.
     type Error: fmt::Debug + fmt::Display;
 
-    /// Return the size.
+    /// Return the device's size.
     fn geometry(&self) -> Geometry;
 
-    /// Fill `buffer`, a whole number of blocks, from `block` on.
+    /// Read from `block` on into `buffer`, whose length is a multiple of the block length.
     ///
     /// # Errors
-    /// The device fails, or [`Geometry::holds`] does not hold.
+    /// If the device fails or [`Geometry::holds`] is false.
     fn read(&mut self, block: u32, buffer: &mut [u8]) -> Result<(), Self::Error>;
 
-    /// Write `data`, a whole number of blocks, from `block` on. It is safe only after [`BlockDevice::flush`].
+    /// Write `data`, whose length is a multiple of the block length, from `block` on. The data is durable only after
+    /// [`BlockDevice::flush`].
     ///
     /// # Errors
-    /// The device fails, or [`Geometry::holds`] does not hold.
+    /// If the device fails or [`Geometry::holds`] is false.
     fn write(&mut self, block: u32, data: &[u8]) -> Result<(), Self::Error>;
 
-    /// Return when all writes before are safe from power failure.
+    /// Wait until all earlier writes are durable.
     ///
     /// # Errors
-    /// The device fails; then nothing is known of them.
+    /// If the device fails; the earlier writes may then be lost or not.
     fn flush(&mut self) -> Result<(), Self::Error>;
 }
 
@@ -82,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_blocks_of_the_device_are_held() {
+    fn geometry_holds_only_whole_blocks_within_the_device() {
         let geometry = Geometry { block_len_bytes: 512, blocks: u32::MAX };
         assert_eq!(geometry.len_bytes(), 512 * u64::from(u32::MAX));
         assert!(geometry.holds(u32::MAX - 1, 512) && geometry.holds(u32::MAX, 0));

@@ -1,6 +1,6 @@
-//! The port of a hosted target: over sockets or over verbs, as it is opened.
+//! A port for hosted targets, over UDP sockets or RDMA verbs, chosen when it is opened.
 //!
-//! Invariant: what is asked for is what there is, or an error that says why not; nothing is replaced silently.
+//! Invariant: a port is of the kind that was requested, or opening it fails; there is no silent fallback.
 
 use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
@@ -23,38 +23,38 @@ pub enum HostedPort {
     Verbs(Box<VerbsPort>),
 }
 
-/// Why a port can't be opened.
+/// Why a port cannot be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum HostedError {
-    /// The socket.
+    /// The socket cannot be opened.
     #[error(transparent)]
     Udp(#[from] UdpError),
-    /// The name is none.
+    /// The RDMA port's name is invalid.
     #[cfg(feature = "verbs")]
     #[error(transparent)]
-    Link(#[from] crate::verbs::NoLink),
-    /// The queue pair.
+    Link(#[from] crate::verbs::ParseLinkError),
+    /// The queue pair cannot be created.
     #[cfg(feature = "verbs")]
     #[error(transparent)]
     Verbs(#[from] VerbsError),
-    /// This build can't.
+    /// This build does not support verbs.
     #[error(
-        "RDMA port {link}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
+        "RDMA port {link}: this build has no verbs; build with `--features verbs`, which needs cmake, libclang and \
          libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
     )]
     NoVerbs {
-        /// The RDMA port asked for.
+        /// The requested RDMA port.
         link: String,
     },
 }
 
 impl HostedPort {
-    /// Open a port on the RDMA port called `verbs` (see `VerbsLink`), or on the UDP address `addr` without one. Of
-    /// `verbs`, the identifier that is `addr`'s counts, if there is one.
+    /// Open a port on the RDMA port named `verbs` (see `VerbsLink`), or on the UDP address `addr` if `verbs` is `None`.
+    /// On an RDMA port, the GID that belongs to `addr` is preferred.
     ///
     /// # Errors
-    /// [`HostedError`]
+    /// [`HostedError`]: the name is invalid, the socket or queue pair cannot be created, or the build has no verbs.
     pub fn open(addr: SocketAddr, udp: &UdpConfig, verbs: Option<&str>) -> Result<Self, HostedError> {
         match verbs {
             None => Ok(Self::Udp(Box::new(UdpPort::bind(addr, udp)?))),
@@ -73,7 +73,7 @@ impl HostedPort {
         }
     }
 
-    /// Return a handle that wakes this port's waiting thread from any other.
+    /// Return a handle that wakes the thread that waits on this port; it can be used from any thread.
     pub fn waker(&self) -> Waker {
         match self {
             Self::Udp(port) => port.waker(),
@@ -82,7 +82,7 @@ impl HostedPort {
         }
     }
 
-    /// Let waits end with [`Wake::Woken`] also when `file` is readable, as often as it still is.
+    /// Make waits end with [`Wake::Woken`] whenever `file` is readable.
     pub fn watch(&mut self, file: OwnedFd) {
         match self {
             Self::Udp(port) => port.watch(file),
@@ -91,8 +91,8 @@ impl HostedPort {
         }
     }
 
-    /// Return what becomes readable when packets arrive, for a loop that waits on several things; see
-    /// [`UdpPort::poll_fd`]. `None` of a port that has to be looked at.
+    /// Return a descriptor that becomes readable when packets arrive, for a loop that waits on several sources; see
+    /// [`UdpPort::poll_fd`]. `None` if the port has to be polled.
     pub fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Udp(port) => Some(port.poll_fd()),
@@ -102,15 +102,15 @@ impl HostedPort {
     }
 }
 
-/// The most that a queue pair is asked to hold: its buffers are locked memory, four bytes for each of these.
+/// The upper limit for a queue pair's receive buffer. Its buffers are locked memory: four bytes for each byte of this.
 #[cfg(feature = "verbs")]
 const VERBS_BUFFER_MAX_BYTES: usize = 4 << 20;
 
-/// A packet that has arrived.
+/// A received packet.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HostedRx<'a> {
-    /// From a socket.
+    /// From a UDP socket.
     Udp(UdpRx<'a>),
     /// From a queue pair.
     #[cfg(feature = "verbs")]
@@ -135,13 +135,13 @@ impl RxToken for HostedRx<'_> {
     }
 }
 
-/// Room for a packet.
+/// Permission to send one packet.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum HostedTx<'a> {
-    /// For a socket.
+    /// On a UDP socket.
     Udp(UdpTx<'a>),
-    /// For a queue pair.
+    /// On a queue pair.
     #[cfg(feature = "verbs")]
     Verbs(VerbsTx<'a>),
 }
@@ -249,7 +249,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     #[test]
-    fn without_a_link_it_is_a_socket_and_with_one_never() {
+    fn port_is_a_socket_only_if_no_rdma_port_is_named() {
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let port = HostedPort::open(addr, &UdpConfig::default(), None).expect("a port on loopback");
         assert!(matches!(port.local_addr(), Addr::Udp(_)) && port.poll_fd().is_some());

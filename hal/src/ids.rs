@@ -1,66 +1,67 @@
-//! The newtypes that both sides name things by.
+//! The ids that devices and hosts share.
 //!
-//! Every id that crosses the wire has a type of its own, so that a child index can never be passed for a
-//! rank, nor an epoch for a sequence number.
+//! Every id on the wire is a newtype, so that a child index cannot be passed for a rank, or an epoch for a sequence
+//! number.
 
 use core::fmt;
 use serde::{Deserialize, Serialize};
 
-/// A member of a communicator, 0-based.
+/// A member of a communicator, counted from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Rank(pub u32);
 
-/// An aggregation group: one communicator's claim on the nodes of one tree.
+/// An aggregation group: one communicator's resources on the nodes of one tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct GroupId(pub u32);
 
-/// An aggregation tree, as installed on its nodes.
+/// An aggregation tree that is installed on its nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct TreeId(pub u32);
 
-/// The index of a child below one aggregation node, 0-based, in the declared order.
+/// The index of a child of one aggregation node, counted from 0 in declared order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct ChildIndex(pub u16);
 
 impl ChildIndex {
-    /// Every child of a node at once: in packets down to the group's shared address.
+    /// All children of a node: in packets to the shared address.
     pub const ALL: Self = Self(0xffff);
 }
 
-/// The number of a chunk, group-wide across operations; restarts only with the epoch (PROTOCOL 1).
+/// The number of a chunk (`seq`), unique in a group across operations; starts again only with a new epoch (PROTOCOL 1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct ChunkNo(pub u64);
 
-/// One life of a device, random at each boot (PROTOCOL 4).
+/// Identifies an incarnation of a device; drawn at random at each boot (PROTOCOL 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct BootId(pub u64);
 
-/// The life of a group's state: (term, counter), packed into 32 bits on the wire.
+/// The version of a group's state: (term, counter), packed into 32 bits on the wire.
 ///
-/// It changes at all nodes and ranks whenever any state may have been lost; only the controller or a
-/// repair's COMMIT assigns it (PROTOCOL 4).
+/// It changes on all nodes and ranks whenever state may have been lost. Only the controller or the COMMIT of a repair
+/// assigns one (PROTOCOL 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Epoch {
-    /// Not lower at a later controller; with the group it tells the controller's lives apart.
+    /// Never decreases from one incarnation of the controller to the next; group and term together identify it.
     pub term: u16,
-    /// Raised by each change of view within a term.
+    /// Incremented by each view change within a term.
     pub counter: u16,
 }
 
 impl Epoch {
-    /// Return the 32 bits that travel: term above, counter below, so that later epochs compare greater.
+    /// Return the wire form: the term in the high half, the counter in the low half, so that later epochs compare
+    /// greater.
     pub const fn to_bits(self) -> u32 {
         ((self.term as u32) << 16) | self.counter as u32
     }
 
-    /// Rebuild an epoch from its 32 bits.
+    /// Return the epoch with this wire form.
     pub const fn from_bits(bits: u32) -> Self {
         Self { term: (bits >> 16) as u16, counter: bits as u16 }
     }
 }
 
-/// One rank's way to a device by reference: a function with registers, rings and memory of its own, numbered by the
-/// device. It is whom registered memory belongs to.
+/// A rank's PCIe function on a device: its own registers, rings and registered memory. The device numbers its
+/// functions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct FunctionId(pub u32);
 
@@ -87,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn epochs_order_by_term_first() {
+    fn epochs_are_ordered_by_term_then_counter() {
         let old = Epoch { term: 1, counter: 9 };
         let new = Epoch { term: 2, counter: 0 };
         assert!(old < new && old.to_bits() < new.to_bits());

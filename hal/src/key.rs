@@ -1,8 +1,8 @@
-//! The data plane's keys (PROTOCOL 10).
+//! The keys of the data plane (PROTOCOL 10).
 //!
-//! A group on a node has one secret, known to its controller and that node; each child gets 64 bits of
-//! HMAC-SHA256(secret, group, epoch, child). A packet without the right key is dropped unanswered, so only who
-//! was admitted can contribute. This keeps strangers out, not an attacker on the path, who reads the key.
+//! A group has one secret per node, known to the controller and that node. Each child gets a 64-bit key:
+//! HMAC-SHA256(secret, group, epoch, child), truncated. A packet with a wrong key is dropped without a reply, so that
+//! only admitted children can contribute. Keys do not protect against an attacker on the path, who can read them.
 
 use crate::ids::{ChildIndex, Epoch, GroupId};
 use core::fmt;
@@ -10,13 +10,13 @@ use hmac::{Hmac, KeyInit, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
-/// What the keys of one group on one node are made of. Its `Debug` output does not show it.
+/// The secret from which the keys of one group on one node are derived. Its `Debug` output does not reveal it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupSecret(pub [u8; 16]);
 
 impl GroupSecret {
-    /// Return the key of one child's link; for [`ChildIndex::ALL`] that of what goes down to all children, which each
-    /// of them knows.
+    /// Return the key of one child's link. For [`ChildIndex::ALL`] this is the key of packets to all children, which
+    /// every child knows.
     pub fn child_key(&self, group: GroupId, epoch: Epoch, child: ChildIndex) -> u64 {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         mac.update(&group.0.to_le_bytes());
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_differ_by_each_input_and_stay_stable() {
+    fn key_depends_on_every_input_and_matches_its_golden_value() {
         let secret = GroupSecret([7; 16]);
         let (group, epoch, child) = (GroupId(1), Epoch { term: 1, counter: 1 }, ChildIndex(0));
         let key = secret.child_key(group, epoch, child);

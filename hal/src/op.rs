@@ -1,7 +1,7 @@
-//! What an operation is: collective, element type, operator, and the signature that ranks compare.
+//! The description of an operation: collective, element type, operator and root, and the signature that ranks compare.
 //!
-//! The numbers are wire format and frozen; the gaps belong to types and operators that later versions add,
-//! so an unknown number is refused by name instead of being taken for something else.
+//! The numbers are part of the wire format and never change. An unknown number is refused, so that later versions can
+//! add types and operators.
 
 use crate::ids::{ChunkNo, Rank};
 use core::fmt;
@@ -19,7 +19,7 @@ macro_rules! wire_enum {
             #[doc = concat!("Every ", $what, " of this version.")]
             pub const ALL: &'static [Self] = &[$(Self::$variant),*];
 
-            #[doc = concat!("Return the ", $what, " of a wire number, if this version knows it.")]
+            #[doc = concat!("Return the ", $what, " with this wire number, if this version knows it.")]
             pub const fn from_wire(number: u8) -> Option<Self> {
                 match number { $($num => Some(Self::$variant),)* _ => None }
             }
@@ -29,12 +29,12 @@ macro_rules! wire_enum {
                 self as u8
             }
 
-            /// Return the name that the command line and nccl-tests use.
+            /// Return the name that `sumac` and nccl-tests use.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text,)* }
             }
 
-            #[doc = concat!("Return the ", $what, " of that name.")]
+            #[doc = concat!("Return the ", $what, " with this name, if there is one.")]
             pub fn from_name(name: &str) -> Option<Self> {
                 match name { $($text => Some(Self::$variant),)* _ => None }
             }
@@ -51,41 +51,41 @@ macro_rules! wire_enum {
 wire_enum! {
     /// A collective operation.
     Collective, "collective" {
-        /// Everybody contributes, everybody receives.
+        /// All ranks contribute, all ranks receive the reduction.
         AllReduce = 1, "all_reduce";
-        /// Everybody contributes, the root receives.
+        /// All ranks contribute, the root receives the reduction.
         Reduce = 2, "reduce";
-        /// The root contributes, everybody receives.
+        /// The root contributes, all ranks receive.
         Broadcast = 3, "broadcast";
-        /// Everybody contributes, the owner of a block receives it.
+        /// All ranks contribute, each rank receives its block of the reduction.
         ReduceScatter = 4, "reduce_scatter";
-        /// The owner of a block contributes it, everybody receives.
+        /// Each rank contributes its block, all ranks receive every block.
         AllGather = 5, "all_gather";
-        /// Nobody contributes data, nobody receives any; everybody waits for everybody.
+        /// No data; every rank waits for all ranks.
         Barrier = 6, "barrier";
-        /// The owner of a block contributes it, the root receives. By schedules only.
+        /// Each rank contributes its block, the root receives every block. Host collectives only.
         Gather = 7, "gather";
-        /// The root contributes, the owner of a block receives it. By schedules only.
+        /// The root contributes, each rank receives its block. Host collectives only.
         Scatter = 8, "scatter";
-        /// Every rank has a block for every rank. By schedules only.
+        /// Every rank sends one block to every rank. Host collectives only.
         AllToAll = 9, "all_to_all";
-        /// The same with blocks of any length. By schedules only.
+        /// All-to-all with blocks of different lengths. Host collectives only.
         AllToAllV = 10, "all_to_all_v";
     }
 }
 
 impl Collective {
-    /// Tell whether contributions combine: then the operation has an operator, else its elements are only moved.
+    /// Return whether the collective combines contributions with an operator. Otherwise it only moves elements.
     pub const fn reduces(self) -> bool {
         matches!(self, Self::AllReduce | Self::Reduce | Self::ReduceScatter)
     }
 
-    /// Tell whether one rank has another part than the others: its root.
+    /// Return whether the collective has a root.
     pub const fn is_rooted(self) -> bool {
         matches!(self, Self::Reduce | Self::Broadcast | Self::Gather | Self::Scatter)
     }
 
-    /// Tell whether an aggregation tree can do it, as one contribution and one answer for each chunk.
+    /// Return whether an aggregation tree can run the collective, with one contribution and one answer per chunk.
     pub const fn is_offloadable(self) -> bool {
         matches!(
             self,
@@ -95,7 +95,7 @@ impl Collective {
 }
 
 wire_enum! {
-    /// An element type. [`reduce`](crate::reduce) has the table of what each does under each operator.
+    /// An element type. See the table in [`reduce`](crate::reduce) for what each operator does with each type.
     Dtype, "element type" {
         /// 8-bit signed integer; sums and products wrap.
         I8 = 1, "i8";
@@ -121,7 +121,7 @@ wire_enum! {
         F32 = 11, "f32";
         /// IEEE 754 binary64.
         F64 = 12, "f64";
-        /// OCP 8-bit float E4M3 (no infinities, so "fn" in other libraries); accumulated in [`Dtype::F32`].
+        /// OCP 8-bit float E4M3 (without infinities; other libraries call it "e4m3fn"); accumulated in [`Dtype::F32`].
         E4m3 = 13, "f8e4m3";
         /// OCP 8-bit float E5M2; accumulated in [`Dtype::F32`].
         E5m2 = 14, "f8e5m2";
@@ -129,7 +129,7 @@ wire_enum! {
 }
 
 impl Dtype {
-    /// Return the size of one value in bytes. An operation's element may be two: [`OpDesc::element_bytes`].
+    /// Return the size of one value in bytes. An element may consist of two values: see [`OpDesc::element_bytes`].
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::I8 | Self::U8 | Self::E4m3 | Self::E5m2 => 1,
@@ -139,7 +139,7 @@ impl Dtype {
         }
     }
 
-    /// Return the type in which nodes accumulate, and in which partial results travel (PROTOCOL 9).
+    /// Return the type of accumulators and of partial results on the wire (PROTOCOL 9).
     pub const fn accumulator(self) -> Self {
         match self {
             Self::F16 | Self::Bf16 | Self::E4m3 | Self::E5m2 => Self::F32,
@@ -156,17 +156,17 @@ impl Dtype {
 wire_enum! {
     /// A reduction operator.
     ReduceOp, "operator" {
-        /// Sum: integers wrap, floats round once an addition in the accumulator type.
+        /// Sum. Integers wrap; floats are rounded to the accumulator type after each addition.
         Sum = 1, "sum";
-        /// Product: integers wrap, floats round once a multiplication in the accumulator type.
+        /// Product. Integers wrap; floats are rounded to the accumulator type after each multiplication.
         Prod = 2, "prod";
-        /// IEEE 754-2019 `minimum`: NaN wins, -0 < +0.
+        /// IEEE 754-2019 `minimum`: NaN propagates, and -0 < +0.
         Min = 3, "min";
-        /// IEEE 754-2019 `maximum`: NaN wins, -0 < +0.
+        /// IEEE 754-2019 `maximum`: NaN propagates, and -0 < +0.
         Max = 4, "max";
-        /// The sum, divided once by the number of ranks where the result is rounded.
+        /// Average: the sum, divided once by the number of ranks, before the result is rounded.
         Avg = 5, "avg";
-        /// The sum of contributions that each rank has multiplied by a scalar of its own before they leave.
+        /// Sum of the contributions, each multiplied by a scalar of its rank before it is sent.
         PremulSum = 6, "premul_sum";
         /// Bitwise and of integers.
         Band = 7, "band";
@@ -174,60 +174,60 @@ wire_enum! {
         Bor = 8, "bor";
         /// Bitwise exclusive or of integers.
         Bxor = 9, "bxor";
-        /// Logical and of integers: 1 if none is 0, else 0.
+        /// Logical and of integers: 1 if no value is 0, else 0.
         Land = 10, "land";
-        /// Logical or of integers: 1 if any is not 0, else 0.
+        /// Logical or of integers: 1 if any value is not 0, else 0.
         Lor = 11, "lor";
-        /// Logical exclusive or of integers: 1 if an odd number of them is not 0, else 0.
+        /// Logical exclusive or of integers: 1 if an odd number of values is not 0, else 0.
         Lxor = 12, "lxor";
-        /// The least of {value, index} pairs: NaN wins, ties go to the lowest index.
+        /// The pair {value, index} with the smallest value: NaN propagates, and ties go to the lowest index.
         MinLoc = 13, "minloc";
-        /// The greatest of {value, index} pairs: NaN wins, ties go to the lowest index.
+        /// The pair {value, index} with the largest value: NaN propagates, and ties go to the lowest index.
         MaxLoc = 14, "maxloc";
     }
 }
 
 impl ReduceOp {
-    /// Return whether elements are pairs of a value and an unsigned index of the same size.
+    /// Return whether an element is a pair of a value and an unsigned index of the same size.
     pub const fn is_located(self) -> bool {
         matches!(self, Self::MinLoc | Self::MaxLoc)
     }
 }
 
 wire_enum! {
-    /// Which way an operation takes, as far as ranks must agree on it (PROTOCOL 2): the network's tree, or a family of
-    /// schedules from host to host.
+    /// The path of an operation, on which all ranks must agree (PROTOCOL 2): the aggregation tree, or an algorithm
+    /// between ranks.
     Path, "path" {
         /// Through the aggregation tree.
         Tree = 1, "tree";
-        /// By ring.
+        /// Ring.
         Ring = 2, "ring";
-        /// By recursive halving and doubling.
+        /// Recursive halving and doubling.
         HalvingDoubling = 3, "hd";
-        /// By dissemination.
+        /// Dissemination.
         Dissemination = 4, "dissemination";
-        /// Nowhere: a communicator of one rank.
+        /// No communication: a communicator of one rank.
         Local = 5, "local";
-        /// By recursive doubling.
+        /// Recursive doubling.
         RecursiveDoubling = 6, "rd";
-        /// By binomial trees.
+        /// Binomial tree.
         Binomial = 7, "binomial";
-        /// By Bruck's algorithm.
+        /// Bruck's algorithm.
         Bruck = 8, "bruck";
-        /// By pairwise exchange.
+        /// Pairwise exchange.
         Pairwise = 9, "pairwise";
-        /// By the aggregation tree's expression, with ranks in the places of its nodes.
+        /// The aggregation tree's expression, evaluated by ranks in place of nodes.
         HostTree = 10, "host-tree";
         /// From one rank to another.
         PointToPoint = 11, "point-to-point";
-        /// By NCCL, over the memory of GPUs.
+        /// NCCL, on GPU memory.
         Nccl = 12, "nccl";
     }
 }
 
-/// One operation as all ranks must call it.
+/// The parameters of an operation that must be the same on all ranks.
 ///
-/// Barriers carry no elements: `dtype` and `op` are `None` and travel as 0.
+/// A barrier has no elements: `dtype` and `op` are `None`, and 0 on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct OpDesc {
     /// The collective.
@@ -238,7 +238,7 @@ pub struct OpDesc {
     pub op: Option<ReduceOp>,
     /// The root of rooted collectives; rank 0 otherwise.
     pub root: Rank,
-    /// The number of elements of the whole operation: over all blocks where ranks own blocks.
+    /// The number of elements of the whole operation: the sum over all blocks where each rank has one.
     pub count: u64,
 }
 
@@ -273,9 +273,9 @@ impl OpDesc {
         Self { collective: Collective::Barrier, dtype: None, op: None, root: Rank(0), count: 0 }
     }
 
-    /// Return the operation's signature: CRC-32C over its fields, the path and the cost table's version.
+    /// Return the operation's signature: CRC-32C over its fields, the path and the version of the cost table.
     ///
-    /// It guards against ranks that call different things, not against an adversary, who could compute it.
+    /// It detects ranks that call different operations. It does not protect against an adversary, who can compute it.
     pub fn signature(&self, path: Path, table_version: u32) -> u32 {
         let mut bytes = [0_u8; 20];
         bytes[0] = self.collective.to_wire();
@@ -285,23 +285,22 @@ impl OpDesc {
         bytes[4..8].copy_from_slice(&self.root.0.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.count.to_le_bytes());
         bytes[16..20].copy_from_slice(&table_version.to_le_bytes());
-        crate::wire::crc32c(&bytes)
+        crate::crc::crc32c(&bytes)
     }
 
-    /// Return the signature of the operation in a tree, where it begins at seq `first`.
+    /// Return the operation's signature in a tree, where it starts at seq `first`.
     ///
-    /// The first seq keeps operations apart that are called alike but begin at different seqs: they follow one that
-    /// some rank called with another number of chunks. Their chunks must not combine, whichever shard sees them
-    /// first.
+    /// The first seq distinguishes equal calls that start at different seqs, after an operation that some rank called
+    /// with a different number of chunks. Their chunks must not combine, whichever shard receives them first.
     pub fn tree_signature(&self, path: Path, table_version: u32, first: ChunkNo) -> u32 {
         let mut bytes = [0_u8; 12];
         bytes[..4].copy_from_slice(&self.signature(path, table_version).to_le_bytes());
         bytes[4..].copy_from_slice(&first.0.to_le_bytes());
-        crate::wire::crc32c(&bytes)
+        crate::crc::crc32c(&bytes)
     }
 
-    /// Return the size of one element in bytes: of a value, or of a pair for operators with locations. 0 for an
-    /// operation without elements.
+    /// Return the size of one element in bytes: one value, or two for operators with an index. 0 for an operation
+    /// without elements.
     pub const fn element_bytes(&self) -> usize {
         match self.dtype {
             Some(dtype) => dtype.size_bytes() * self.values_each(),
@@ -309,8 +308,8 @@ impl OpDesc {
         }
     }
 
-    /// Return the size of one element of a partial result in bytes: as [`OpDesc::element_bytes`], in the accumulator
-    /// type. What is only moved has no other form.
+    /// Return the size of one element of a partial result in bytes: like [`OpDesc::element_bytes`], but in the
+    /// accumulator type. Elements that are only moved have no partial form.
     pub const fn partial_bytes(&self) -> usize {
         match (self.dtype, self.op) {
             (Some(dtype), Some(_)) => dtype.accumulator().size_bytes() * self.values_each(),
@@ -348,7 +347,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_field_reaches_the_signature() {
+    fn signature_depends_on_every_field() {
         let base = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 7);
         let sig = base.signature(Path::Tree, 1);
         let others = [
@@ -366,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn an_element_is_a_value_or_a_pair() {
+    fn element_size_counts_one_value_or_a_pair() {
         let sizes = |dtype, op| {
             let desc = OpDesc::all_reduce(dtype, op, 1);
             (desc.element_bytes(), desc.partial_bytes())
@@ -381,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn the_integers_are_named() {
+    fn is_integer_holds_for_exactly_the_integer_types() {
         let integers: Vec<_> = Dtype::ALL.iter().filter(|dtype| dtype.is_integer()).map(|dtype| dtype.name()).collect();
         assert_eq!(integers, ["i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64"]);
     }

@@ -1,100 +1,101 @@
-//! Bugs planted on purpose, to measure what finds them: only with the feature `planted`, which is for tests of tests.
+//! Mutation testing: bugs planted on purpose, to verify that the tests find them. Only with the feature `planted`.
 //!
-//! A node or an endpoint is given one `Bug` (`plant`), so that two of them in one process can differ; without the
-//! feature there is no such field, and what asks for a bug ([`planted!`](crate::planted!)) is the constant `false`.
+//! Each node or endpoint is given its own `Bug` (`plant`), so that two of them in one process can differ. Without the
+//! feature there is no such field, and [`planted!`](crate::planted!) is the constant `false`.
 
-/// A bug. Who has it is said first: a node of a device, a rank's endpoint, both, or the controller.
+/// A bug. Each description starts with the component that has it: a device's node, a rank's endpoint, both, or the
+/// controller.
 #[cfg(feature = "planted")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Bug {
-    /// Endpoint: what a Status says of a chunk is taken for the next one's.
+    /// Endpoint: applies each bit of a Status to the chunk after the one that it belongs to.
     OffByOneSeq,
-    /// Node: of a chunk's number it compares only by which of two laps of the slots it is.
+    /// Node: compares only one bit of a chunk's number: the parity of its lap over the slots.
     VersionBit,
-    /// All: the epoch is neither checked nor part of the keys.
-    EpochForgotten,
-    /// Node: a second contribution of a child is combined like the first.
+    /// All: neither check the epoch nor derive keys from it.
+    EpochUnchecked,
+    /// Node: combines a child's duplicate contribution.
     DoubleAdd,
-    /// Node and controller: there are as many slots as the window is long, not twice as many, and one is used again once
-    /// it has its answer, whoever has that. (Twice as many are safe even then.)
+    /// Node and controller: allocate as many slots as the window is long, not twice as many, and reuse one once it is
+    /// answered, whoever has received the answer. (With twice as many, even that reuse is safe.)
     SlotReusedEarly,
-    /// Endpoint: the window limits how many chunks are in flight, not how far they are apart.
+    /// Endpoint: limits the number of chunks in flight instead of their span.
     CountedWindow,
-    /// Endpoint: operations return without anything of them being kept.
+    /// Endpoint: retains nothing of operations that have returned.
     NoRetention,
-    /// Controller: after a restart the group begins again in the epoch that it had.
+    /// Controller: after a restart, creates the group again in the epoch that it had.
     SameEpoch,
-    /// Node: a group that failed is not freed when its lease runs out.
+    /// Node: does not free a failed group when its lease expires.
     LeaseLeak,
-    /// Endpoint: what is kept of operations is kept for good.
+    /// Endpoint: retains results forever.
     UnboundedQueue,
-    /// Node: a probe is answered by what is in the slots, whichever chunks these hold.
+    /// Node: answers a probe from the slots without checking which chunks they hold.
     StaleProbeBits,
-    /// Node: what the fastest child has is taken for what all have.
-    MinHaveIsMax,
-    /// Node: a contribution's key is not compared.
+    /// Node: takes the maximum of the children's `have` for their minimum.
+    MaximumHaveUsed,
+    /// Node: does not check a contribution's key.
     KeyUnchecked,
-    /// Endpoint: a contribution that the node has is taken for answered.
+    /// Endpoint: treats a contribution as answered once the node has accepted it.
     AcceptedIsAnswered,
-    /// Both: a Done may cover chunks that somebody wants the result of, and is taken for it.
+    /// Both: send, and accept, a Done in place of a result that is wanted.
     DoneForResult,
-    /// Endpoint: a result that comes twice counts twice.
-    LandsTwice,
-    /// Both: a window beyond the group's limit is granted, and used.
+    /// Endpoint: counts a duplicate result twice.
+    DuplicateCounted,
+    /// Both: grant, and use, a window beyond the group's limit.
     WindowUnclamped,
-    /// Endpoint: an error ends the group at once, also where chunks before it are still open.
-    ErrorAtOnce,
-    /// Node: a refusal of a later chunk takes the place of an earlier one's.
-    LaterRefusal,
-    /// Node: contributions of different operations combine.
+    /// Endpoint: fails the group at once on an error, even if earlier chunks are still open.
+    ErrorNotDeferred,
+    /// Node: replaces the error of an earlier chunk by that of a later one.
+    LaterErrorWins,
+    /// Node: combines contributions of different operations.
     SignatureUnchecked,
-    /// Node: contributions combine as they come where another order was declared.
-    OrderOfArrival,
-    /// Node: the first contribution is added to what the slot held before.
+    /// Node: combines contributions in order of arrival where another order was declared.
+    ArrivalOrder,
+    /// Node: adds the first contribution to the slot's previous content.
     FirstNotCopied,
-    /// Both: a parent that is silent is never given up.
-    DeadHopUnnoticed,
-    /// Endpoint: a packet whose checksum is wrong is taken.
+    /// Both: never declare a silent parent dead.
+    DeadHopUndetected,
+    /// Endpoint: accepts packets with a wrong checksum.
     ChecksumUnchecked,
-    /// Endpoint: a repair is told that chunks which have landed lack their results, so that they are computed again.
+    /// Endpoint: reports chunks that have landed as missing to a repair, so that they are computed again.
     ComputedTwice,
-    /// Endpoint: results are taken in after others were told what is here, as by a port without a fence.
+    /// Endpoint: accepts results after it has reported what it holds, as a transport without a fence does.
     MissingFence,
-    /// Controller: where a node refuses a tree, the other nodes keep their part of it.
+    /// Controller: when one node refuses a group, does not release it on the others.
     ReservationKept,
-    /// Controller: of those that wait in the queue, who came last comes first.
+    /// Controller: admits queued jobs in last-in, first-out order.
     NewestFirst,
-    /// Controller: a group is booked first, and then compared with what is left.
+    /// Controller: reserves a group's resources before it checks the quota.
     QuotaAfterBooking,
-    /// Controller: after a restart it believes what was booked before.
-    OldLeaseBelieved,
-    /// Node: a result is written to ranks before its redo slot says that it is there.
-    WrittenUnpublished,
-    /// Node: whatever a redo slot's record says, contributions are pulled again once a chain has failed.
+    /// Controller: after a restart, trusts the reservations of its previous incarnation.
+    OldReservationTrusted,
+    /// Node: writes a result to ranks before its redo record is published.
+    WrittenBeforePublished,
+    /// Node: after a failed chain, pulls contributions again even if the redo record is published.
     RecordIgnored,
-    /// Node: contributions that were combined before a chain failed count as combined after it.
+    /// Node: after a failed chain, keeps the contributions that were combined before it.
     AccumulatorsKept,
-    /// Node: a child by reference is answered, or told that it is fenced, while a chain has its memory.
+    /// Node: answers a zero-copy child, or confirms its fence, while a chain uses its memory.
     AnsweredInFlight,
-    /// Node: memory is not held while submissions name it.
+    /// Node: does not hold a region while submissions refer to it.
     RegionNotHeld,
-    /// Node and controller: there are as many redo slots as the window is long, and one is used again while children have
-    /// yet to be answered.
+    /// Node and controller: allocate as many redo slots as the window is long, and reuse one before all children are
+    /// answered.
     RedoReusedEarly,
-    /// Rank (as which the simulator acts, by reference): a device that lives is taken for fenced at once.
-    FenceForgotten,
-    /// Rank (as above): what a device answers while its memory is taken away counts, as what it answered before does.
-    LateAnswerTaken,
+    /// Rank (the simulator's zero-copy rank): treats a running device as fenced at once.
+    FenceSkipped,
+    /// Rank (the simulator's zero-copy rank): accepts answers that a device gives while its memory is being severed.
+    LateAnswerAccepted,
 }
 
 #[cfg(feature = "planted")]
 impl Bug {
-    /// All of them.
+    /// Every bug.
     pub const ALL: [Self; 38] = [
         Self::OffByOneSeq,
         Self::VersionBit,
-        Self::EpochForgotten,
+        Self::EpochUnchecked,
         Self::DoubleAdd,
         Self::SlotReusedEarly,
         Self::CountedWindow,
@@ -103,55 +104,55 @@ impl Bug {
         Self::LeaseLeak,
         Self::UnboundedQueue,
         Self::StaleProbeBits,
-        Self::MinHaveIsMax,
+        Self::MaximumHaveUsed,
         Self::KeyUnchecked,
         Self::AcceptedIsAnswered,
         Self::DoneForResult,
-        Self::LandsTwice,
+        Self::DuplicateCounted,
         Self::WindowUnclamped,
-        Self::ErrorAtOnce,
-        Self::LaterRefusal,
+        Self::ErrorNotDeferred,
+        Self::LaterErrorWins,
         Self::SignatureUnchecked,
-        Self::OrderOfArrival,
+        Self::ArrivalOrder,
         Self::FirstNotCopied,
-        Self::DeadHopUnnoticed,
+        Self::DeadHopUndetected,
         Self::ChecksumUnchecked,
         Self::ComputedTwice,
         Self::MissingFence,
-        Self::WrittenUnpublished,
+        Self::WrittenBeforePublished,
         Self::RecordIgnored,
         Self::AccumulatorsKept,
         Self::AnsweredInFlight,
         Self::RegionNotHeld,
         Self::RedoReusedEarly,
-        Self::FenceForgotten,
-        Self::LateAnswerTaken,
+        Self::FenceSkipped,
+        Self::LateAnswerAccepted,
         Self::ReservationKept,
         Self::NewestFirst,
         Self::QuotaAfterBooking,
-        Self::OldLeaseBelieved,
+        Self::OldReservationTrusted,
     ];
 
-    /// Those that only contributions by reference can show.
-    pub const BY_REFERENCE: [Self; 8] = [
-        Self::WrittenUnpublished,
+    /// The bugs that only zero-copy children can reveal.
+    pub const ZERO_COPY: [Self; 8] = [
+        Self::WrittenBeforePublished,
         Self::RecordIgnored,
         Self::AccumulatorsKept,
         Self::AnsweredInFlight,
         Self::RegionNotHeld,
         Self::RedoReusedEarly,
-        Self::FenceForgotten,
-        Self::LateAnswerTaken,
+        Self::FenceSkipped,
+        Self::LateAnswerAccepted,
     ];
 }
 
-/// Tell whether somebody (`self.common`, say: whatever has the field `bug`) was given a bug. Whether there is such a
-/// field is up to the feature `planted` of the crate that asks; without it this is `false`.
+/// Return whether a component has a bug. `$component` is any expression with a field `bug`, such as `self.common`.
+/// Without the feature `planted` of the calling crate there is no such field, and this is `false`.
 #[macro_export]
 macro_rules! planted {
-    ($somebody:expr, $bug:ident) => {{
+    ($component:expr, $bug:ident) => {{
         #[cfg(feature = "planted")]
-        let planted = $somebody.bug == Some($crate::planted::Bug::$bug);
+        let planted = $component.bug == Some($crate::planted::Bug::$bug);
         #[cfg(not(feature = "planted"))]
         let planted = false;
         planted

@@ -1,7 +1,7 @@
-//! The round-trip time of one hop, and how long to wait before asking again.
+//! The round-trip time of one hop and the retransmission timeout derived from it.
 //!
-//! Smoothed mean and deviation as in RFC 6298, taken from Probe/Status pairs only (PROTOCOL 3): the time to a
-//! result contains the wait for the slowest rank and says nothing about the hop.
+//! Smoothed mean and deviation as in RFC 6298. Samples come from Probe/Status pairs only (PROTOCOL 3): the time to a
+//! result includes the wait for the slowest rank, so it says nothing about the hop.
 
 use core::time::Duration;
 
@@ -16,7 +16,7 @@ impl Rtt {
     /// No sample yet.
     pub const UNKNOWN: Self = Self { smoothed: None, deviation: Duration::ZERO };
 
-    /// Take a sample in.
+    /// Add a sample.
     pub fn sample(&mut self, rtt: Duration) {
         match self.smoothed {
             None => {
@@ -30,13 +30,13 @@ impl Rtt {
         }
     }
 
-    /// Return the smoothed round trip, if there was a sample.
+    /// Return the smoothed round-trip time, or `None` before the first sample.
     pub const fn smoothed(&self) -> Option<Duration> {
         self.smoothed
     }
 
-    /// Return how long to wait for an answer before asking: mean + 4 deviations within the limits given,
-    /// doubled `backoff` times, at most `max`.
+    /// Return how long to wait for an answer before probing: mean + 4 deviations, at least `min`, doubled `backoff`
+    /// times, at most `max`.
     pub fn timeout(&self, backoff: u32, min: Duration, max: Duration) -> Duration {
         let base = self.smoothed.map_or(min * 4, |smoothed| smoothed + self.deviation * 4);
         let factor = 1_u32 << backoff.min(16);
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn converges_and_backs_off_within_limits() {
+    fn estimate_converges_and_timeout_stays_within_limits() {
         let ms = Duration::from_millis;
         let mut rtt = Rtt::UNKNOWN;
         assert_eq!(rtt.timeout(0, ms(1), ms(100)), ms(4));

@@ -1,18 +1,18 @@
-//! Which shard of a node a chunk belongs to, and its number there.
+//! The mapping of chunks to a node's shards.
 //!
-//! A device with K workers cuts the sequence into runs of [`RUN`] and deals them out in turn: shard =
-//! (seq / RUN) % K (PROTOCOL 1). Workers share nothing, so none of them needs a lock. Within a shard, seqs are
-//! renumbered without gaps (*local* numbers), so that windows, slot rings and bitmaps are contiguous there.
+//! A device with K shards splits the sequence into runs of [`RUN`] chunks and assigns them in turn: shard =
+//! (seq / RUN) % K (PROTOCOL 1). Shards share no state and need no locks. Within a shard, chunks are renumbered without
+//! gaps (*local* numbers), so that windows, slot rings and bitmaps are contiguous.
 
 use crate::ids::ChunkNo;
 
-/// Consecutive seqs that go to one shard.
+/// The number of consecutive seqs in one shard.
 pub const RUN: u64 = 16;
 
-/// The most shards of a node.
+/// The maximum number of shards of a node.
 pub const MAX_SHARDS: usize = 8;
 
-/// One shard of K.
+/// One of a node's K shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shard {
     index: u64,
@@ -47,7 +47,7 @@ impl Shard {
         ((seq.0 / RUN) % shards as u64) as u16
     }
 
-    /// Return the local number of `seq`; `None` if it is another shard's.
+    /// Return the local number of `seq`, or `None` if it belongs to another shard.
     pub const fn local(self, seq: ChunkNo) -> Option<u64> {
         if (seq.0 / RUN) % self.shards == self.index { Some(self.below(seq)) } else { None }
     }
@@ -66,14 +66,14 @@ impl Shard {
         }
     }
 
-    /// Return the most seqs of one shard among any `window` consecutive seqs.
-    pub const fn most_within(self, window: u64) -> u64 {
+    /// Return the maximum number of seqs in one shard among any `window` consecutive seqs.
+    pub const fn max_in_window(self, window: u64) -> u64 {
         let turn = RUN * self.shards;
         let rest = window % turn;
         window / turn * RUN + if rest < RUN { rest } else { RUN }
     }
 
-    /// Return the seq of a local number, saturating at the end of the numbers.
+    /// Return the seq of a local number, saturating at the largest seq.
     pub const fn global(self, local: u64) -> ChunkNo {
         let run = (local / RUN).saturating_mul(self.shards).saturating_add(self.index);
         ChunkNo(run.saturating_mul(RUN).saturating_add(local % RUN))
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn local_numbers_are_a_bijection_and_marks_count() {
+    fn local_numbers_are_a_bijection() {
         for shards in 1..=MAX_SHARDS as u16 {
             let mut counts = [0_u64; MAX_SHARDS];
             for seq in (0..1000).map(ChunkNo) {
@@ -107,12 +107,12 @@ mod tests {
     }
 
     #[test]
-    fn most_within_is_the_maximum_over_all_windows() {
+    fn max_in_window_is_the_maximum_over_all_windows() {
         for shards in 1..=4 {
             let shard = Shard::new(0, shards).unwrap();
             for window in 1..200 {
                 let found = (0..300).map(|from| shard.below(ChunkNo(from + window)) - shard.below(ChunkNo(from)));
-                assert_eq!(shard.most_within(window), found.max().unwrap());
+                assert_eq!(shard.max_in_window(window), found.max().unwrap());
             }
         }
     }

@@ -1,13 +1,13 @@
 //! Time as an argument.
 //!
-//! No state machine of Sumac reads a clock: the caller passes `now`. An [`Instant`] counts nanoseconds since
-//! a start that the caller chose (boot, process start, the simulator's zero), so instants of two clocks must
-//! never meet; nothing on the wire carries one.
+//! No state machine of Sumac reads a clock: the caller passes `now`. An [`Instant`] counts nanoseconds from a start
+//! that the caller chooses, such as boot, process start or the simulator's zero. Instants of different clocks must not
+//! be mixed. No packet carries one.
 
 use core::ops::{Add, Sub};
 use core::time::Duration;
 
-/// A point on the caller's monotonic clock, in nanoseconds since its start.
+/// A point in time on the caller's monotonic clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Instant {
     ns: u64,
@@ -27,7 +27,7 @@ impl Instant {
         self.ns
     }
 
-    /// Return the time since `earlier`, zero if it is not earlier.
+    /// Return the time since `earlier`, or zero if `earlier` is later.
     pub const fn saturating_since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.ns.saturating_sub(earlier.ns))
     }
@@ -36,7 +36,7 @@ impl Instant {
 impl Add<Duration> for Instant {
     type Output = Self;
 
-    /// Saturates at the end of the clock (584 years), which then means "never".
+    /// Saturates after 584 years; such an instant means "never".
     fn add(self, d: Duration) -> Self {
         let ns = u64::try_from(d.as_nanos()).unwrap_or(u64::MAX);
         Self { ns: self.ns.saturating_add(ns) }
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arithmetic_saturates() {
+    fn addition_and_subtraction_saturate() {
         let t = Instant::from_nanos(5);
         assert_eq!(t - Instant::from_nanos(9), Duration::ZERO);
         assert_eq!((t + Duration::MAX).as_nanos(), u64::MAX);

@@ -1,14 +1,14 @@
-//! A child's side of one hop: what it has sent up and not yet got an answer for.
+//! The child's side of one hop: which contributions are in flight, and when to request, probe or retransmit.
 //!
-//! A rank's endpoint and an inner node's way to its parent are the same machine (PROTOCOL 3): contributions
-//! go up, the result is the acknowledgement; a gap in the results with three later ones behind it is asked for
-//! at once; after that only header-sized probes, with back-off, and a payload again only for contributions
-//! that the parent says it does not have.
+//! Ranks and inner nodes use the same state machine towards their parent (PROTOCOL 3). Contributions go up, and the
+//! answer acknowledges them. A gap in the answers is requested at once when three later answers have arrived. What that
+//! leaves is found by header-sized probes with exponential back-off, and payload is sent again only for contributions
+//! that the parent reports missing.
 //!
-//! Numbers here are local to one shard (see [`crate::shard`]). Invariants:
+//! Chunk numbers here are local to one shard (see [`crate::shard`]). Invariants:
 //! - `answered_below <= sent_below <= answered_below + MAX_WINDOW`;
-//! - a seq is answered once: [`Uplink::on_answer`] tells the first time from all others;
-//! - nothing is sent again that was sent after the probe whose Status says that it is missing.
+//! - each seq is answered once: [`Uplink::on_answer`] returns true for the first answer only;
+//! - a contribution that was sent after a probe is never retransmitted because of that probe's Status.
 
 #[cfg(feature = "snapshot")]
 mod snapshot;
@@ -17,25 +17,25 @@ use crate::rtt::Rtt;
 use crate::time::Instant;
 use core::time::Duration;
 
-/// The most contributions that a child may have in flight: the slots of its bitmaps.
+/// The maximum number of contributions in flight per child: the capacity of its bitmaps.
 pub const MAX_WINDOW: u64 = 256;
 
-/// How many later answers make a gap a loss (as in TCP's duplicate-ACK threshold, RFC 5681).
+/// How many later answers turn a gap into a loss; TCP's duplicate-ACK threshold (RFC 5681).
 pub const REORDER_TOLERANCE: u32 = 3;
 
 /// The timers of a hop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopTimers {
-    /// The least time before a probe.
+    /// The shortest time before a probe.
     pub probe_min: Duration,
-    /// The most, after back-off.
+    /// The longest time before a probe, after back-off.
     pub probe_max: Duration,
-    /// Silence after which the hop is dead.
+    /// A hop that is silent for this long while it owes an answer is dead.
     pub dead: Duration,
 }
 
 impl HopTimers {
-    /// For a machine room: 2 ms to 100 ms between probes, dead after 5 s.
+    /// Defaults for a data center: 2 ms to 100 ms between probes, dead after 5 s.
     pub const DEFAULT: Self = Self {
         probe_min: Duration::from_millis(2),
         probe_max: Duration::from_millis(100),
@@ -43,20 +43,20 @@ impl HopTimers {
     };
 }
 
-/// What a probe asks about: 64 local numbers from `from` on.
+/// A probe of up to 64 chunks, by local number, starting at `from`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
-    /// The first local number without an answer.
+    /// The lowest local number without an answer.
     pub from: u64,
-    /// How many follow that were sent, at most 64.
+    /// How many chunks from there on were sent, at most 64.
     pub count: u16,
-    /// Bit i: the answer to `from + i` is held.
+    /// Bit i: the answer to `from + i` has arrived.
     pub held: u64,
-    /// Drawn for this probe; its Status echoes it.
+    /// Unique to this probe; its Status echoes it.
     pub token: u32,
 }
 
-/// The state of one hop, seen from the child.
+/// The state of one hop on the child's side.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Uplink {
     timers: HopTimers,
@@ -65,78 +65,79 @@ pub struct Uplink {
     sent_below: u64,
     answered: [u64; WORDS],
     sent_at: [u32; MAX_WINDOW as usize],
-    asked_below: u64,
-    /// The lowest gap that was asked for, and the highest answer then.
-    asked: (u64, u64),
+    requested_below: u64,
+    /// The lowest gap that was requested, and the highest answer at that time.
+    requested: (u64, u64),
     top_answer: Option<u64>,
     probe_at: Option<Instant>,
     backoff: u32,
-    probe: Option<Asked>,
+    probe: Option<OutstandingProbe>,
     probe_count: u32,
-    /// When this hop last owed us nothing or last spoke; silence is counted from here.
-    heard_at: Instant,
+    /// When the parent last owed nothing or last sent something; silence is counted from here.
+    active_at: Instant,
 }
 
-/// The probe that is out.
+/// The probe that waits for its Status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Asked {
+struct OutstandingProbe {
     token: u32,
     at: Instant,
-    /// What had been sent by then: its Status knows nothing of what came behind it.
+    /// What had been sent by then. The Status does not cover what was sent later.
     sent_below: u64,
 }
 
-/// Whether a child asks for shared results: as long as there is no sign that it asks in vain.
+/// Whether a child requests results at the shared address. It stops when they do not arrive there.
 ///
-/// A port can have joined an address and yet get nothing (a filter, a route). Each result would then be found missing
-/// and fetched; so after [`Listening::PATIENCE`] results that came to this child alone, and none that was shared, it
-/// asks no more. The same ends it where a sibling does not listen, and costs nothing then. A shared result that comes
-/// later, as a slow child finds it behind copies that it has asked for, proves that it can hear, and it asks again.
+/// A port can join an address and still receive nothing, because of a filter or a route. Each shared result would then
+/// be missed and requested again. So a child stops requesting shared results after [`SharedResults::UNICAST_LIMIT`]
+/// unicast results without a shared one. The same happens, at no cost, when a sibling does not listen. A shared result
+/// that arrives later, as it can at a slow child, proves that the address works, and the child requests them again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Listening {
-    asks: bool,
-    /// Results that came alone so far; counted until the first shared one.
-    alone: Option<u8>,
+pub struct SharedResults {
+    requested: bool,
+    /// Unicast results so far; `None` once a shared one has arrived.
+    unicast: Option<u8>,
 }
 
-impl Listening {
-    /// How many results may come alone before the first shared one.
-    pub const PATIENCE: u8 = 8;
+impl SharedResults {
+    /// The number of unicast results, without a shared one, after which the child stops.
+    pub const UNICAST_LIMIT: u8 = 8;
 
-    /// Start; `joined` tells whether the port listens at all.
+    /// Start requesting shared results if `joined`: if the port has joined the address.
     pub const fn new(joined: bool) -> Self {
-        Self { asks: joined, alone: Some(0) }
+        Self { requested: joined, unicast: Some(0) }
     }
 
-    /// Tell whether contributions are to say that the child listens.
-    pub const fn asks(&self) -> bool {
-        self.asks
+    /// Return whether contributions should carry the `SHARED` flag.
+    pub const fn is_requested(&self) -> bool {
+        self.requested
     }
 
-    /// Note that something came to all children, be it of use or a copy of what is here.
+    /// Record a packet at the shared address, whether it is new or a duplicate.
     pub fn on_shared(&mut self) {
-        self.alone = None;
-        self.asks = true;
+        self.unicast = None;
+        self.requested = true;
     }
 
-    /// Note a result that came to this child alone; true if the child has just given up.
-    pub fn on_alone(&mut self) -> bool {
-        let Some(alone) = self.alone.as_mut().filter(|_| self.asks) else { return false };
-        *alone += 1;
-        self.asks = *alone < Self::PATIENCE;
-        !self.asks
+    /// Record a unicast result. Returns true if the child stops requesting shared results because of it.
+    pub fn on_unicast(&mut self) -> bool {
+        let Some(unicast) = self.unicast.as_mut().filter(|_| self.requested) else { return false };
+        *unicast += 1;
+        self.requested = *unicast < Self::UNICAST_LIMIT;
+        !self.requested
     }
 }
 
 const WORDS: usize = (MAX_WINDOW / 64) as usize;
 
-/// A time stamp of 2^16 ns steps in 32 bits: comparable over 78 hours, which outlasts every retransmission.
-fn stamp(now: Instant) -> u32 {
+/// A 32-bit timestamp in steps of 2^16 ns. Timestamps up to 39 hours apart compare correctly, which is longer than any
+/// retransmission takes.
+fn timestamp(now: Instant) -> u32 {
     (now.as_nanos() >> 16) as u32
 }
 
 impl Uplink {
-    /// Return a hop on which nothing was sent. `salt` makes its tokens differ from another life's.
+    /// Return an idle hop. `salt` is the start of its probe tokens; it should differ between incarnations.
     pub const fn new(timers: HopTimers, salt: u32) -> Self {
         Self {
             timers,
@@ -145,28 +146,28 @@ impl Uplink {
             sent_below: 0,
             answered: [0; WORDS],
             sent_at: [0; MAX_WINDOW as usize],
-            asked_below: 0,
-            asked: (0, 0),
+            requested_below: 0,
+            requested: (0, 0),
             top_answer: None,
             probe_at: None,
             backoff: 0,
             probe: None,
             probe_count: salt,
-            heard_at: Instant::ZERO,
+            active_at: Instant::ZERO,
         }
     }
 
-    /// Return the first local number without an answer: all below have one.
+    /// Return the lowest local number without an answer.
     pub const fn answered_below(&self) -> u64 {
         self.answered_below
     }
 
-    /// Return the local number after the highest one sent.
+    /// Return the highest local number sent, plus one.
     pub const fn sent_below(&self) -> u64 {
         self.sent_below
     }
 
-    /// Tell whether contributions are waiting for answers.
+    /// Return whether any contribution waits for its answer.
     pub const fn in_flight(&self) -> bool {
         self.answered_below < self.sent_below
     }
@@ -176,28 +177,28 @@ impl Uplink {
         self.rtt
     }
 
-    /// Tell whether `local` has its answer.
+    /// Return whether the answer to `local` has arrived.
     pub fn is_answered(&self, local: u64) -> bool {
         local < self.answered_below || (local < self.answered_below + MAX_WINDOW && self.bit(local))
     }
 
-    /// Note that the contribution `local` goes out, for the first time or again.
+    /// Record that the contribution `local` is sent, for the first time or again.
     ///
     /// # Panics
-    /// If it is outside the window, which is a bug of the caller.
+    /// If `local` is [`MAX_WINDOW`] or more above [`Uplink::answered_below`].
     pub fn on_sent(&mut self, local: u64, now: Instant) {
-        assert!(local < self.answered_below + MAX_WINDOW, "sent outside the window");
+        assert!(local < self.answered_below + MAX_WINDOW, "contribution sent outside the window");
         if !self.in_flight() {
-            self.heard_at = now;
+            self.active_at = now;
         }
         self.sent_below = self.sent_below.max(local + 1);
-        self.sent_at[(local % MAX_WINDOW) as usize] = stamp(now);
+        self.sent_at[(local % MAX_WINDOW) as usize] = timestamp(now);
         if self.probe_at.is_none() {
             self.arm(now);
         }
     }
 
-    /// Note that the answer to `local` is here; true the first time.
+    /// Record the answer to `local`. Returns true if it is the first.
     pub fn on_answer(&mut self, local: u64, now: Instant) -> bool {
         if local >= self.sent_below || self.is_answered(local) {
             return false;
@@ -208,7 +209,7 @@ impl Uplink {
             self.answered[word(self.answered_below)] &= !(1 << (self.answered_below % 64));
             self.answered_below += 1;
         }
-        self.heard_at = now;
+        self.active_at = now;
         self.backoff = 0;
         self.probe_at = None;
         if self.in_flight() {
@@ -217,57 +218,56 @@ impl Uplink {
         true
     }
 
-    /// Return a local number whose answer got lost, as far as later answers show. Each is named once, and again if half
-    /// a `window` of later answers, and three, have come meanwhile: then what was asked for has got lost too.
+    /// Return the next local number whose answer was lost, judging by later answers. Each gap is returned once. The
+    /// lowest is returned again after half a `window` and three more answers: its retransmission was then lost too.
     pub fn next_gap(&mut self, window: u16) -> Option<u64> {
         let top = self.top_answer?;
-        if self.answered_below < self.asked_below {
-            let (lowest, then) = self.asked;
+        if self.answered_below < self.requested_below {
+            let (lowest, then) = self.requested;
             if lowest != self.answered_below {
-                self.asked = (self.answered_below, top);
+                self.requested = (self.answered_below, top);
             } else if top >= then + u64::from(window / 2) + u64::from(REORDER_TOLERANCE) {
-                self.asked_below = self.answered_below;
+                self.requested_below = self.answered_below;
             }
         }
-        self.asked_below = self.asked_below.max(self.answered_below);
-        while self.asked_below < top {
-            let local = self.asked_below;
+        self.requested_below = self.requested_below.max(self.answered_below);
+        while self.requested_below < top {
+            let local = self.requested_below;
             if !self.bit(local) {
                 let later: u32 = (local + 1..=top).map(|n| u32::from(self.bit(n))).sum();
                 if later < REORDER_TOLERANCE {
                     return None;
                 }
-                self.asked_below = local + 1;
+                self.requested_below = local + 1;
                 if local == self.answered_below {
-                    self.asked = (local, top);
+                    self.requested = (local, top);
                 }
                 return Some(local);
             }
-            self.asked_below += 1;
+            self.requested_below += 1;
         }
         None
     }
 
-    /// Return the highest local number whose answer is here: what a gap is told from, when it is asked for.
+    /// Return the highest local number whose answer has arrived; a request for a gap reports it.
     pub fn top_answer(&self) -> u64 {
         self.top_answer.unwrap_or(0)
     }
 
-    /// Note a Status that echoes `token`, and call `resend` for each local number that it says is missing and
-    /// that was not sent again since the probe. Returns false, and does nothing, if the token is not the last
-    /// probe's.
+    /// Process a Status that echoes `token`: call `resend` for each local number that it reports missing and that was
+    /// not retransmitted since the probe. Returns false, and does nothing, if the token is not that of the last probe.
     pub fn on_status(&mut self, token: u32, from: u64, bits: u64, now: Instant, mut resend: impl FnMut(u64)) -> bool {
         let Some(asked) = self.probe.filter(|asked| asked.token == token) else { return false };
         self.probe = None;
         self.rtt.sample(now - asked.at);
-        self.heard_at = now;
+        self.active_at = now;
         for i in 0..u64::from(crate::wire::BITMAP_SEQS) {
             let local = from.saturating_add(i);
             if local >= asked.sent_below || local < self.answered_below {
                 continue;
             }
             let sent_at = self.sent_at[(local % MAX_WINDOW) as usize];
-            let sent_since = stamp(asked.at).wrapping_sub(sent_at) as i32 <= 0 && stamp(asked.at) != sent_at;
+            let sent_since = timestamp(asked.at).wrapping_sub(sent_at) as i32 <= 0 && timestamp(asked.at) != sent_at;
             if bits & (1 << i) == 0 && !self.bit(local) && !sent_since {
                 resend(local);
             }
@@ -275,52 +275,50 @@ impl Uplink {
         true
     }
 
-    /// Note any other sign of life from the parent.
-    pub fn on_heard(&mut self, now: Instant) {
-        self.heard_at = now;
+    /// Record any other valid packet from the parent.
+    pub fn on_activity(&mut self, now: Instant) {
+        self.active_at = now;
     }
 
-    /// Tell whether `token` is that of the probe that is out.
+    /// Return whether `token` belongs to the outstanding probe.
     pub fn is_probe_token(&self, token: u32) -> bool {
         self.probe.is_some_and(|asked| asked.token == token)
     }
 
-    /// Return when to look again.
+    /// Return when to call [`Uplink::poll_probe`] next.
     pub const fn timeout(&self) -> Option<Instant> {
         self.probe_at
     }
 
-    /// Return the probe that is due, if one is, and arm the next.
+    /// Return the probe that is due, if any, and schedule the next.
     pub fn poll_probe(&mut self, now: Instant) -> Option<Probe> {
         if self.probe_at.is_none_or(|at| now < at) || !self.in_flight() {
             return None;
         }
         self.backoff = self.backoff.saturating_add(1);
         self.arm(now);
-        Some(self.draw_probe(now))
+        Some(self.next_probe(now))
     }
 
-    /// Tell whether the parent has been silent for too long while it owed an answer.
+    /// Return whether the parent owes an answer and has been silent for longer than [`HopTimers::dead`].
     pub fn is_dead(&self, now: Instant) -> bool {
-        self.in_flight() && now - self.heard_at >= self.timers.dead
+        self.in_flight() && now - self.active_at >= self.timers.dead
     }
 
-    fn draw_probe(&mut self, now: Instant) -> Probe {
+    fn next_probe(&mut self, now: Instant) -> Probe {
         self.probe_count = self.probe_count.wrapping_add(1);
-        self.probe = Some(Asked { token: self.probe_count, at: now, sent_below: self.sent_below });
+        self.probe = Some(OutstandingProbe { token: self.probe_count, at: now, sent_below: self.sent_below });
         let from = self.answered_below;
         let count = (self.sent_below - from).min(u64::from(crate::wire::BITMAP_SEQS));
         let held = (0..count).filter(|&i| self.bit(from + i)).fold(0, |bits, i| bits | 1 << i);
         Probe { from, count: count as u16, held, token: self.probe_count }
     }
 
-    /// Wait once more for an answer; after a probe without one for a time drawn from the upper half of what the
-    /// back-off says ("equal jitter"), because children that lost their packets in one burst and then ask again all
-    /// at once lose them again.
+    /// Schedule the next probe. After an unanswered probe the wait is drawn from the upper half of the back-off time
+    /// ("equal jitter"): children that lose packets in one burst and probe in unison lose them again.
     fn arm(&mut self, now: Instant) {
         let wait = self.rtt.timeout(self.backoff, self.timers.probe_min, self.timers.probe_max);
-        let sooner =
-            if self.backoff == 0 { Duration::ZERO } else { wait / 2 * (spread(self.probe_count) >> 16) / 65536 };
+        let sooner = if self.backoff == 0 { Duration::ZERO } else { wait / 2 * (mix(self.probe_count) >> 16) / 65536 };
         self.probe_at = Some(now + (wait - sooner));
     }
 
@@ -329,8 +327,8 @@ impl Uplink {
     }
 }
 
-/// Spread neighbouring numbers evenly over 32 bits: the finaliser of MurmurHash3 (Appleby, public domain).
-const fn spread(number: u32) -> u32 {
+/// Map consecutive numbers to well-distributed ones: the finalizer of MurmurHash3 (Appleby, public domain).
+const fn mix(number: u32) -> u32 {
     let number = (number ^ (number >> 16)).wrapping_mul(0x85eb_ca6b);
     let number = (number ^ (number >> 13)).wrapping_mul(0xc2b2_ae35);
     number ^ (number >> 16)
@@ -353,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gap_is_named_once_after_three_later_answers() {
+    fn gap_is_requested_once_after_three_later_answers() {
         let mut up = Uplink::new(TIMERS, 1);
         (0..6).for_each(|n| up.on_sent(n, at(0)));
         for n in [1, 2] {
@@ -363,28 +361,28 @@ mod tests {
         up.on_answer(3, at(1));
         assert_eq!(up.next_gap(8), Some(0));
         assert_eq!(up.next_gap(8), None);
-        assert!(!up.on_answer(3, at(1)), "a second answer is not fresh");
+        assert!(!up.on_answer(3, at(1)), "a duplicate answer");
         up.on_answer(0, at(2));
         assert_eq!(up.answered_below(), 4);
     }
 
-    /// What is sent again can get lost as well, and nothing else would show that before a probe.
+    /// A retransmission can be lost as well, and nothing else would show that before the next probe.
     #[test]
-    fn a_gap_is_named_again_after_half_a_window() {
+    fn gap_is_requested_again_after_half_a_window() {
         let mut up = Uplink::new(TIMERS, 1);
         (0..20).for_each(|n| up.on_sent(n, at(0)));
-        let mut named = Vec::new();
+        let mut requested = Vec::new();
         for n in (1..20).filter(|n| *n != 2) {
             up.on_answer(n, at(1));
             while let Some(gap) = up.next_gap(16) {
-                named.push((n, gap));
+                requested.push((n, gap));
             }
         }
-        assert_eq!(named, [(4, 0), (5, 2), (15, 0), (15, 2)]);
+        assert_eq!(requested, [(4, 0), (5, 2), (15, 0), (15, 2)]);
     }
 
     #[test]
-    fn a_status_resends_only_what_is_missing_and_old() {
+    fn status_resends_missing_chunks_not_sent_since_the_probe() {
         let mut up = Uplink::new(TIMERS, 1);
         (0..4).for_each(|n| up.on_sent(n, at(0)));
         let probe = up.poll_probe(at(100_000)).expect("due");
@@ -393,13 +391,13 @@ mod tests {
         let mut resent = Vec::new();
         assert!(!up.on_status(probe.token ^ 1, 0, 0, at(300_000), |n| resent.push(n)));
         assert!(up.on_status(probe.token, 0, 0b0001, at(300_000), |n| resent.push(n)));
-        assert_eq!(resent, [1, 3], "0 is in, 2 went out after the probe");
+        assert_eq!(resent, [1, 3], "0 has arrived, 2 was sent after the probe");
         assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(200)));
     }
 
-    /// A rank sends its probe and, in the same instant, what a window that has just opened allows.
+    /// A rank sends a probe and, at the same instant, the chunks that a newly opened window allows.
     #[test]
-    fn a_status_says_nothing_of_what_was_sent_behind_its_probe() {
+    fn status_does_not_resend_chunks_sent_right_after_its_probe() {
         let mut up = Uplink::new(TIMERS, 1);
         (0..2).for_each(|n| up.on_sent(n, at(0)));
         let probe = up.poll_probe(at(100_000)).expect("due");
@@ -410,30 +408,32 @@ mod tests {
     }
 
     #[test]
-    fn silence_kills_the_hop_only_while_it_owes_something() {
+    fn silent_hop_is_dead_only_while_answers_are_due() {
         let mut up = Uplink::new(TIMERS, 1);
         let late = Instant::ZERO + Duration::from_secs(100);
         assert!(!up.is_dead(late));
         up.on_sent(0, late);
         assert!(!up.is_dead(late + Duration::from_secs(4)));
         assert!(up.is_dead(late + Duration::from_secs(5)));
-        up.on_heard(late + Duration::from_secs(5));
+        up.on_activity(late + Duration::from_secs(5));
         assert!(!up.is_dead(late + Duration::from_secs(6)));
     }
 
     #[test]
-    fn listening_in_vain_ends_and_once_heard_never() {
-        let mut listening = Listening::new(true);
-        assert!((1..Listening::PATIENCE).all(|_| !listening.on_alone() && listening.asks()));
-        assert!(listening.on_alone() && !listening.asks());
-        assert!(!listening.on_alone(), "told once");
-        listening.on_shared();
-        assert!((0..1000).all(|_| !listening.on_alone()) && listening.asks());
-        assert!(!Listening::new(false).asks());
+    fn child_stops_requesting_shared_results_unless_one_has_arrived() {
+        let mut shared_results = SharedResults::new(true);
+        assert!(
+            (1..SharedResults::UNICAST_LIMIT).all(|_| !shared_results.on_unicast() && shared_results.is_requested())
+        );
+        assert!(shared_results.on_unicast() && !shared_results.is_requested());
+        assert!(!shared_results.on_unicast(), "reported once");
+        shared_results.on_shared();
+        assert!((0..1000).all(|_| !shared_results.on_unicast()) && shared_results.is_requested());
+        assert!(!SharedResults::new(false).is_requested());
     }
 
     #[test]
-    fn probes_back_off() {
+    fn unanswered_probes_back_off_with_jitter() {
         let mut up = Uplink::new(TIMERS, 1);
         up.on_sent(0, at(0));
         let mut last = at(0);
@@ -444,18 +444,18 @@ mod tests {
             assert!(up.poll_probe(due).is_some());
             last = due;
         }
-        // Each from the upper half of twice the one before, so none is shorter; the last from that of the limit.
+        // Each is drawn from the upper half of its back-off time, which doubles up to the limit.
         let longest = |i: u32| (TIMERS.probe_min * 4 * (1 << i)).min(TIMERS.probe_max);
         for (i, &gap) in gaps.iter().enumerate() {
             let limit = longest(i as u32);
             assert!(gap <= limit && gap >= limit / 2, "{gaps:?}");
         }
-        assert_eq!(gaps[0], longest(0), "the first says what the round trip is");
+        assert_eq!(gaps[0], longest(0), "the first probe has no jitter");
     }
 
-    /// 256 children whose first packets were lost together do not go on together.
+    /// 256 children lose their first packets together; their probes spread out.
     #[test]
-    fn children_back_off_apart() {
+    fn children_that_lost_one_burst_probe_at_different_times() {
         let mut due: Vec<Instant> = (0..256_u32)
             .map(|child| {
                 let mut up = Uplink::new(TIMERS, child);
@@ -468,13 +468,13 @@ mod tests {
             })
             .collect();
         due.sort();
-        // Twice a uniform share of the time that they are spread over.
+        // At most twice as dense as a uniform distribution.
         let crowd = due.windows(16).filter(|some| some[15] - some[0] < TIMERS.probe_max / 256).count();
         assert!(crowd == 0, "{crowd} times 16 of them within {:?}", TIMERS.probe_max / 256);
     }
 
     proptest! {
-        /// Against an oracle of plain sets: answers in any order, with duplicates and foreign numbers.
+        /// Against an oracle of plain sets: answers in any order, with duplicates and numbers that were not sent.
         #[test]
         fn answers_match_a_set(order in prop::collection::vec(0_u64..90, 0..400)) {
             let mut up = Uplink::new(TIMERS, 1);
@@ -488,7 +488,7 @@ mod tests {
                 let below = (0..).find(|k| !oracle.contains(k)).unwrap();
                 prop_assert_eq!(up.answered_below(), below);
                 while let Some(gap) = up.next_gap(u16::MAX) {
-                    prop_assert!(asked.insert(gap), "named twice");
+                    prop_assert!(asked.insert(gap), "requested twice");
                     prop_assert!(!oracle.contains(&gap) && oracle.range(gap..).count() >= 3);
                 }
             }

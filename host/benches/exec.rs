@@ -1,6 +1,8 @@
-//! Ring and halving-doubling over loopback TCP, one thread a rank: median and 99th percentile of the slowest rank.
+//! Ring and halving-doubling over loopback TCP with one thread per rank: median and 99th percentile of the slowest
+//! rank.
 //!
-//! `cargo bench -p sumac --bench exec -- [RANKS]`. Compare ratios within one run only: figures move with the host.
+//! `cargo bench -p sumac --bench exec -- [RANKS]`. Compare ratios within one run only: absolute figures vary with the
+//! host.
 
 use std::hint::black_box;
 use std::net::TcpListener;

@@ -1,8 +1,8 @@
-//! Compiles the GPU's kernels, all or some, and tells what became of them; see `tests/gpu/compile`.
+//! Compiles the GPU kernels and reports their registers and sizes; `tests/gpu/compile` runs it.
 //!
 //! `cuda_kernels [--some] ARCH...` compiles every kernel for each architecture (80, 90, 100) and prints registers and
-//! sizes; with `--some` one operator of every type, and every operator of an integer and a float; `cuda_kernels --ptx
-//! FOLDER ARCH` writes every kernel's PTX, for machines without the compiler.
+//! sizes. `--some` selects one operator of every type, and every operator of one integer and one float type.
+//! `cuda_kernels --ptx FOLDER ARCH` writes every kernel's PTX, for machines without a compiler.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -42,7 +42,8 @@ fn kernels() -> Vec<Kernel> {
 
 fn run(folder: Option<&str>, is_some: bool, archs: &[u32]) -> Result<(), String> {
     let mut kernels = kernels();
-    // Types and operators are written apart, operators once for integers and once for floats: these compile all of it.
+    // Types and operators have separate code, and operators one version for integers and one for floats: these kernels
+    // compile all of it.
     let is_one =
         |kernel: &Kernel| kernel.op() == ReduceOp::PremulSum || matches!(kernel.dtype(), Dtype::I32 | Dtype::F32);
     kernels.retain(|kernel| !is_some || is_one(kernel));
@@ -100,7 +101,8 @@ fn write<'a>(folder: &str, compiled: impl Iterator<Item = (String, &'a CompiledK
     Ok(())
 }
 
-/// Compile what drives the copy engine: for the architecture, if its engine reduces, or as PTX for the first that does.
+/// Compile the copy engine's reductions: for the architecture if its engine reduces, or as PTX for the first one that
+/// does.
 fn bulk(folder: Option<&str>, arch: u32) -> Result<(), String> {
     if folder.is_none() && arch < compile::BULK_ARCH {
         return Ok(());
@@ -119,21 +121,21 @@ fn bulk(folder: Option<&str>, arch: u32) -> Result<(), String> {
         }
     }
     match folder {
-        Some(_) => println!("{count} reductions of the copy engine for {target:?}"),
+        Some(_) => println!("{count} copy engine reductions for {target:?}"),
         None => println!("  copy engine {bytes} bytes: {count} reductions, {registers} registers at most"),
     }
     Ok(())
 }
 
-/// What the calls for a division's rare cases may cost; more would be a loop that does not fit its registers.
+/// Allowed spill for the calls in a division's rare cases. More would mean a loop that does not fit its registers.
 const SPILLED_BYTES_MAX: u32 = 64;
 
-/// Print a line for each type: its operators' registers, the largest code, and whether anything spills.
+/// Print a line for each type with its operators' registers and the largest code. Fails if a kernel spills.
 fn print(arch: u32, compiled: &[Compiled]) -> Result<(), String> {
     let mut lines: BTreeMap<Dtype, (Vec<String>, usize)> = BTreeMap::new();
     for (kernel, code) in compiled {
-        let told = code.registers().zip(code.spilled_bytes());
-        let (registers, spilled) = told.ok_or_else(|| format!("{kernel:?}: the compiler tells no registers"))?;
+        let usage = code.registers().zip(code.spilled_bytes());
+        let (registers, spilled) = usage.ok_or_else(|| format!("{kernel:?}: the compiler reports no registers"))?;
         if spilled > SPILLED_BYTES_MAX {
             return Err(format!("{kernel:?} for sm_{arch} spills {spilled} bytes of registers to memory"));
         }

@@ -1,16 +1,16 @@
-//! Checks and measures the GPU's side on a machine that has a GPU; see `tests/gpu/run`.
+//! Checks and measures collectives in GPU memory on a machine with a GPU; `tests/gpu/run` runs it.
 //!
 //! ```text
-//! gpu facts                 what there is: the GPU, its driver, NCCL, GPUDirect
-//! gpu check                 every type, operator and algorithm: float64's values, the double's bits
-//! gpu measure SECTION       passes, all-reduce, small or overlap: a table; with --trace FILE overlap's trace
-//! gpu peers                 ranks in processes of their own, by CUDA's handles
-//! gpu rehearse              all of this on the double, without a figure
+//! gpu facts                 print the GPU, its driver, NCCL and GPUDirect
+//! gpu check                 check every type, operator and algorithm: float64's values, and the fake GPU's bits
+//! gpu measure SECTION       measure passes, all-reduce, small or overlap, as a table; --trace FILE traces overlap
+//! gpu peers                 run ranks in processes of their own, over CUDA IPC handles
+//! gpu dry-run               do all of this on a fake GPU, without figures
 //! ```
 //!
-//! With `--seconds N` nothing new begins after that. `--kernels FOLDER` takes compiled kernels from there where there
-//! is no compiler, `--packed FOLDER` in any case. Exit status: 0, 1 for a wrong result or a failed row, 2 for wrong
-//! usage, 3 if something was left out, 77 where there is no GPU.
+//! With `--seconds N`, nothing new begins after that time. `--kernels FOLDER` takes compiled kernels from there if
+//! there is no compiler, `--packed FOLDER` in any case. Exit status: 0; 1 for a wrong result or a failed row; 2 for
+//! wrong usage; 3 if something was left out; 77 if there is no GPU.
 
 #[path = "gpu/check.rs"]
 mod check;
@@ -28,68 +28,68 @@ use sumac::gpu::cuda::{Cuda, CudaOptions};
 use sumac::gpu::nccl::Nccl;
 use sumac::gpu::{Gpu, GpuError, Part};
 
-const USAGE: &str = "usage: gpu facts|check|measure SECTION|peers|rehearse [--seconds N] [--trace FILE] \
+const USAGE: &str = "usage: gpu facts|check|measure SECTION|peers|dry-run [--seconds N] [--trace FILE] \
                      [--kernels FOLDER | --packed FOLDER]";
 
-/// What is asked for.
-struct Asked {
-    what: Vec<String>,
+/// The command line.
+struct Arguments {
+    command: Vec<String>,
     seconds: u64,
     trace: Option<String>,
     options: CudaOptions,
-    /// The arguments that say where kernels come from.
+    /// The arguments that select the kernels, for child processes.
     kernels: Vec<String>,
 }
 
-/// Read the command line; `None` if it is wrong.
-fn asked(arguments: impl Iterator<Item = String>) -> Option<Asked> {
+/// Parse the command line; `None` if it is wrong.
+fn parse(arguments: impl Iterator<Item = String>) -> Option<Arguments> {
     let mut arguments = arguments.peekable();
     let options = CudaOptions::default();
-    let mut asked = Asked { what: Vec::new(), seconds: 600, trace: None, options, kernels: Vec::new() };
+    let mut args = Arguments { command: Vec::new(), seconds: 600, trace: None, options, kernels: Vec::new() };
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
-            "--seconds" => asked.seconds = arguments.next()?.parse().ok()?,
-            "--trace" => asked.trace = Some(arguments.next()?),
+            "--seconds" => args.seconds = arguments.next()?.parse().ok()?,
+            "--trace" => args.trace = Some(arguments.next()?),
             "--kernels" | "--packed" => {
                 let folder = arguments.next()?;
-                asked.options.compiles = argument == "--kernels";
-                asked.options.kernels = Some(folder.clone().into());
-                asked.kernels = vec![argument, folder];
+                args.options.compiles = argument == "--kernels";
+                args.options.kernels = Some(folder.clone().into());
+                args.kernels = vec![argument, folder];
             }
             flag if flag.starts_with('-') => return None,
-            _ => asked.what.push(argument),
+            _ => args.command.push(argument),
         }
     }
-    let words: Vec<&str> = asked.what.iter().map(String::as_str).collect();
-    let is_known = match words.as_slice() {
-        ["facts" | "check" | "peers" | "rehearse"] => true,
+    let command: Vec<&str> = args.command.iter().map(String::as_str).collect();
+    let is_known = match command.as_slice() {
+        ["facts" | "check" | "peers" | "dry-run"] => true,
         ["measure", section] => measure::SECTIONS.contains(section),
         ["peer", rank, ranks, _] => rank.parse::<u32>().is_ok() && ranks.parse::<u32>().is_ok(),
         _ => false,
     };
-    is_known.then_some(asked)
+    is_known.then_some(args)
 }
 
 fn main() -> ExitCode {
-    let Some(asked) = asked(std::env::args().skip(1)) else {
+    let Some(args) = parse(std::env::args().skip(1)) else {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };
-    let words: Vec<&str> = asked.what.iter().map(String::as_str).collect();
-    match words.as_slice() {
-        ["rehearse"] => {
-            let all = check::rehearse().and_then(|()| measure::rehearse()).and_then(|()| peers::rehearse());
-            return ended(all.map(|()| 0));
+    let command: Vec<&str> = args.command.iter().map(String::as_str).collect();
+    match command.as_slice() {
+        ["dry-run"] => {
+            let all = check::dry_run().and_then(|()| measure::dry_run()).and_then(|()| peers::dry_run());
+            return exit_code(all.map(|()| 0));
         }
         ["peer", rank, ranks, addr] => {
             let (rank, ranks) = (rank.parse().unwrap_or(0), ranks.parse().unwrap_or(0));
-            return ended(peers::follow(asked.options, rank, ranks, addr).map(|()| 0));
+            return exit_code(peers::run_peer(args.options, rank, ranks, addr).map(|()| 0));
         }
         _ => {}
     }
-    let cuda = match Cuda::open(asked.options.clone()) {
+    let cuda = match Cuda::open(args.options.clone()) {
         Ok(cuda) => cuda,
-        Err(error @ GpuError::Absent(_)) => {
+        Err(error @ GpuError::Unavailable(_)) => {
             println!("{error}");
             return ExitCode::from(77);
         }
@@ -98,25 +98,25 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    ended(run(&cuda, &asked))
+    exit_code(run(&cuda, &args))
 }
 
-/// Do what is asked for; return how much was left out.
-fn run(cuda: &Cuda, asked: &Asked) -> Result<usize, String> {
-    let limit = Duration::from_secs(asked.seconds);
+/// Run the command; returns how much was left out.
+fn run(cuda: &Cuda, args: &Arguments) -> Result<usize, String> {
+    let limit = Duration::from_secs(args.seconds);
     let mut out = Out::new(limit);
-    match asked.what[0].as_str() {
+    match args.command[0].as_str() {
         "facts" => {
             println!("{}", cuda.describe().map_err(|error| error.to_string())?);
             match cuda.nccl_version() {
                 Ok(version) => println!("NCCL {version}"),
-                Err(error) => println!("no NCCL: {error}"),
+                Err(error) => println!("NCCL unavailable: {error}"),
             }
             return Ok(0);
         }
         "check" => return check::run(cuda, limit),
-        "measure" => measure::run(cuda, &asked.what[1], &mut out, asked.trace.as_deref())?,
-        _ => peers::run(cuda, &asked.kernels, &mut out)?,
+        "measure" => measure::run(cuda, &args.command[1], &mut out, args.trace.as_deref())?,
+        _ => peers::run(cuda, &args.kernels, &mut out)?,
     }
     match out.failed() {
         0 => Ok(out.left_out()),
@@ -124,7 +124,7 @@ fn run(cuda: &Cuda, asked: &Asked) -> Result<usize, String> {
     }
 }
 
-fn ended(result: Result<usize, String>) -> ExitCode {
+fn exit_code(result: Result<usize, String>) -> ExitCode {
     match result {
         Ok(0) => ExitCode::SUCCESS,
         Ok(_) => ExitCode::from(3),
@@ -135,7 +135,7 @@ fn ended(result: Result<usize, String>) -> ExitCode {
     }
 }
 
-/// Return memory with these bytes.
+/// Allocate GPU memory with these contents.
 fn put<G: Gpu>(gpu: &G, stream: &G::Stream, bytes: &[u8]) -> Result<G::Memory, GpuError> {
     let memory = gpu.alloc(bytes.len())?;
     write(gpu, stream, &memory, bytes)?;
@@ -149,24 +149,24 @@ fn write<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, bytes: &[u8]) 
     gpu.host(&mut pinned).map(|_| ())
 }
 
-/// Return the bytes of memory.
+/// Copy GPU memory to the host.
 fn get<G: Gpu>(gpu: &G, stream: &G::Stream, memory: &G::Memory, len_bytes: usize) -> Result<Vec<u8>, GpuError> {
     let mut pinned = gpu.pinned(len_bytes)?;
     gpu.download(stream, &mut pinned, Part { memory, at: 0, len_bytes })?;
     Ok(gpu.host(&mut pinned)?[..len_bytes].to_vec())
 }
 
-/// A drawn number after the other.
+/// A xorshift random number generator.
 struct Draws(u64);
 
 impl Draws {
-    /// Draw from what the system calls random: fresh data each time.
+    /// Seed from the system: different data in each run.
     fn fresh() -> Self {
         use std::hash::{BuildHasher, Hasher};
         Self::seeded(std::collections::hash_map::RandomState::new().build_hasher().finish())
     }
 
-    /// Draw the same each time.
+    /// Use a fixed seed: the same data in each run.
     const fn seeded(seed: u64) -> Self {
         Self(seed | 1)
     }
@@ -178,7 +178,7 @@ impl Draws {
         self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    /// Draw from -1 to 1.
+    /// Draw a value from -1 to 1.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
     }

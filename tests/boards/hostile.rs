@@ -1,10 +1,10 @@
-//! Ranks that write nonsense into their rings, beside ranks that reduce (`tests/boards/run`).
+//! Ranks that write invalid entries into their rings, beside ranks that reduce (`tests/boards/run`).
 //!
-//!     hostile CONTROLLER SEED     listens there as the controller; begins when a line on stdin says that the board has come
+//!     hostile CONTROLLER SEED     run a controller at this address; start on a line on stdin, once the board is connected
 //!
-//! Each round is a job of two ranks that have all that ranks have: a group, keys, a seat. One of them breaks a rule; what
-//! the board says to that is checked where it is bound to say something. Meanwhile honest ranks reduce through the same
-//! board by reference, and check every element. Exit status 101: something was otherwise.
+//! Each round is a job of two attached ranks with a group and keys. One violates the protocol, and the board's replies
+//! are checked where it must reply. Meanwhile honest ranks reduce over zero-copy on the same board and check every
+//! element. Exit status 101 if an expectation is not met.
 
 mod seat;
 
@@ -13,7 +13,7 @@ use std::io::stdin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use sumac::controller::{Controller, ControllerConfig};
-use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, JoinConfig, Path, ReduceOp, Transport};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::mmio::{AdminCommand, CompletionEntry, Contribution, EntryStatus, SubmissionEntry};
 use sumac_hal::shm::{AttachRefusal, Message};
@@ -21,10 +21,10 @@ use sumac_hal::shm::{AttachRefusal, Message};
 const HONEST: u32 = 3;
 /// The honest ranks' longest operation, in elements.
 const COUNT: usize = 20_000;
-/// How often each rule is broken, with other numbers.
+/// Rounds of each violation, with different values.
 const ROUNDS: u64 = 2;
 
-/// A way to be hostile, in a fresh seat, which is left by closing it.
+/// A violation, run on a newly attached rank.
 type Way = fn(Seat, &mut Random);
 
 const WAYS: [(&str, Way); 9] = [
@@ -39,7 +39,7 @@ const WAYS: [(&str, Way); 9] = [
     ("leaving in the middle", leave),
 ];
 
-/// Words that are no entry: the seat is lost.
+/// Malformed entries: the board detaches the rank.
 fn noise(mut seat: Seat, random: &mut Random, queue: usize) {
     // Opcodes begin at 1, so the first one is none.
     seat.queues[queue].push(&[random.next() << 8, random.next(), 0, 0, 0, 0, 0, random.next()]);
@@ -47,8 +47,8 @@ fn noise(mut seat: Seat, random: &mut Random, queue: usize) {
     seat.wait_for_end();
 }
 
-/// A ring index where none can be: the seat is lost. One of what was taken out is looked at when the ring is full, so it may
-/// never be.
+/// A ring index where none can be: the seat is lost. One of what was taken out is looked at when the ring is full, so
+/// it may never be.
 fn jump(mut seat: Seat, random: &mut Random) {
     let queue = random.below(2) as u32;
     // More than a ring has places, as far as it is from what the index is.
@@ -59,7 +59,7 @@ fn jump(mut seat: Seat, random: &mut Random) {
     seat.wait_for_end();
 }
 
-/// All of its registers and rings, again and again, while it submits.
+/// Overwrites all registers and rings repeatedly while it submits.
 fn scribble(mut seat: Seat, random: &mut Random) {
     for _ in 0..200 {
         seat.scribble(random, 500);
@@ -68,7 +68,7 @@ fn scribble(mut seat: Seat, random: &mut Random) {
     }
 }
 
-/// Memory of others, of the board, and beyond its own: each is refused, by its name.
+/// Addresses in memory of others, of the board, or beyond its own: each is refused with a specific status.
 fn foreign(mut seat: Seat, _random: &mut Random) {
     let own = seat.register(0, 8192).expect("its own arena");
     let mut expect = |address: Address, allowed: &[EntryStatus]| {
@@ -94,7 +94,7 @@ fn foreign(mut seat: Seat, _random: &mut Random) {
     }
 }
 
-/// Whatever a well-formed entry can hold, in any mixture: it is answered, or waits for ever in its own ring.
+/// Well-formed entries with arbitrary values: each completes, or waits forever in the rank's own ring.
 fn contribute_edges(mut seat: Seat, random: &mut Random) {
     let own = seat.register(0, 1 << 16).expect("its own arena");
     for _ in 0..1_000 {
@@ -115,7 +115,7 @@ fn register_edges(mut seat: Seat, random: &mut Random) {
             (EntryStatus::Result, _) => {
                 assert!(fits && offset_bytes == 0 && len_bytes > 0 && handle % 8 == 0, "{handle:#x} {len_bytes:#x}");
             }
-            (EntryStatus::NoRoom, _) => {}
+            (EntryStatus::NoResources, _) => {}
             _ => assert!(!fits || offset_bytes != 0 || len_bytes == 0 || handle % 8 != 0, "{handle:#x} {len_bytes:#x}"),
         }
     }
@@ -135,7 +135,7 @@ fn deaf(mut seat: Seat, random: &mut Random) {
     let _ = seat.queues[1].try_push(&[random.next(); 8]);
 }
 
-/// With a chunk in the board's hands that never completes.
+/// Leaves with a chunk in flight that never completes.
 fn leave(mut seat: Seat, _random: &mut Random) {
     let own = seat.register(0, 8192).expect("its own arena");
     let entry = seat.contribution(own);
@@ -143,13 +143,13 @@ fn leave(mut seat: Seat, _random: &mut Random) {
     assert!(seat.queues[1].poll().is_none());
 }
 
-/// What the broker is told by those who have a group, and are not to be let in for what they say.
+/// Invalid attach requests of ranks that have a group; the broker refuses them.
 fn knock(tree: &sumac::controller::proto::TreeMembership, random: &mut Random) {
     let sumac::controller::proto::TreeMembership { group, child, key, .. } = *tree;
     let refused = |message| seat::refusal(&seat::connect(tree, &message));
-    assert_eq!(refused(Message::Attach { group, child, key: random.next() }), AttachRefusal::Stranger);
+    assert_eq!(refused(Message::Attach { group, child, key: random.next() }), AttachRefusal::UnknownChild);
     let other = sumac_hal::ids::ChildIndex(child.0 + 7);
-    assert_eq!(refused(Message::Attach { group, child: other, key }), AttachRefusal::Stranger);
+    assert_eq!(refused(Message::Attach { group, child: other, key }), AttachRefusal::UnknownChild);
     // Gone before it is answered.
     drop(seat::connect(tree, &Message::Attach { group, child, key: random.next() }));
 }
@@ -161,10 +161,10 @@ struct Run {
     stop: AtomicBool,
 }
 
-/// Reduce until rank 0 says that it is enough, which all learn by the sum.
+/// Reduce until rank 0 contributes the end to the sum.
 fn reduce(controller: &Controller, number: u32, run: &Run) {
     let config =
-        JoinConfig { attach: Attach::Shm, ..JoinConfig::new(controller.local_addr(), "honest", number, HONEST) };
+        JoinConfig { transport: Transport::Shm, ..JoinConfig::new(controller.local_addr(), "honest", number, HONEST) };
     let comm = Communicator::join(config).expect("join");
     let tree = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
     let mut buffer = comm.alloc::<u64>(COUNT).expect("memory");
@@ -173,8 +173,7 @@ fn reduce(controller: &Controller, number: u32, run: &Run) {
         let part = &mut buffer[..len];
         part.iter_mut().zip(round..).for_each(|(value, index)| *value = index << number);
         part[0] = (number == 0 && run.stop.load(Ordering::Acquire)).into();
-        let outcome =
-            comm.all_reduce_with(part, ReduceOp::Sum, &tree).expect("others' nonsense is nothing to this job");
+        let outcome = comm.all_reduce_with(part, ReduceOp::Sum, &tree).expect("the job is unaffected");
         assert!(outcome.path == Path::Tree && !outcome.repaired, "{outcome:?}");
         let wrong = part.iter().zip(round..).skip(1).filter(|&(&sum, index)| sum != index * ((1 << HONEST) - 1));
         assert_eq!(wrong.count(), 0, "round {round}");
@@ -198,7 +197,7 @@ fn attack(controller: &Controller, random: &mut Random) {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // A rank that fails ends all: others may wait for it.
+    // A failed rank ends the process, because others may wait for it.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         say(info);

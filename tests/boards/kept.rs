@@ -1,17 +1,17 @@
-//! Ranks that fill buffers while their board is reset, and others that get seats meanwhile (`tests/boards/run`).
+//! Ranks fill buffers while their board resets, and other ranks attach meanwhile (`tests/boards/run`).
 //!
-//!     kept CONTROLLER     listens there as the controller; the ranks come when a line on stdin says that the board has
+//!     kept CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once the board is connected
 //!
-//! The line `filled` says that the buffers are; when another line says that the board is in its next life, other ranks
-//! reduce, and the first ones get further buffers. What their first ones hold, in memory that a board shares, is to be theirs
-//! until they drop it. Exit status 101: something was otherwise.
+//! Prints `filled` when the buffers are. On a second line on stdin, once the board is in its next incarnation, other
+//! ranks reduce and the first ones allocate further buffers. The first buffers, in memory shared with the board, must
+//! keep their contents until dropped. Exit status 101 if an expectation is not met.
 
 use std::io::stdin;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::{Controller, ControllerConfig};
-use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, JoinConfig, ReduceOp, Transport};
 
 const RANKS: u64 = 2;
 const COUNT: usize = 100_000;
@@ -25,7 +25,7 @@ fn job<R: Send>(
 ) -> Vec<R> {
     let rank = |number: u64| {
         let config = JoinConfig {
-            attach: Attach::Shm,
+            transport: Transport::Shm,
             ..JoinConfig::new(controller.local_addr(), job, number as u32, RANKS as u32)
         };
         let comm = Communicator::join(config).expect("join");
@@ -45,7 +45,7 @@ fn job<R: Send>(
 }
 
 /// Get memory that the board reaches again, all ranks of a job.
-fn allocate_in_the_next_life(comm: &Communicator) {
+fn allocate_in_the_next_incarnation(comm: &Communicator) {
     let until = Instant::now() + LONG;
     loop {
         let buffer = comm.alloc::<u64>(COUNT).expect("memory");
@@ -59,7 +59,7 @@ fn allocate_in_the_next_life(comm: &Communicator) {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // A rank that fails ends all: others may wait for it.
+    // A failed rank ends the process, because others may wait for it.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         say(info);
@@ -76,7 +76,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 filled.wait();
                 // It computes, and calls nothing.
                 over.wait();
-                allocate_in_the_next_life(comm);
+                allocate_in_the_next_incarnation(comm);
                 buffer.iter().zip(number..).filter(|&(&value, index)| value != index * 7).count()
             })
         });

@@ -1,15 +1,15 @@
-//! Ranks that go on without their controller, through devices of any kind (`tests/boards/run`).
+//! Ranks that continue without their controller, on devices of any kind (`tests/boards/run`).
 //!
 //!     orphans CONTROLLER udp|shm
 //!
-//! They reduce through the tree until a line on stdin says that the controller is gone, and then a while longer. The line
-//! `reducing` says that they are in the middle. Exit status 101: something was otherwise.
+//! They print `reducing`, reduce through the tree until a line on stdin reports that the controller has ended, and then
+//! some operations more. Exit status 101 if an expectation is not met.
 
 use std::io::stdin;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
-use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, JoinConfig, Path, ReduceOp, Transport};
 
 const RANKS: u32 = 4;
 const COUNT: usize = 3_000;
@@ -49,7 +49,7 @@ fn wait_for(run: &Run, operations: u64) {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // A rank that fails ends all: others may wait for it.
+    // A failed rank ends the process, because others may wait for it.
     let say = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
         say(info);
@@ -58,16 +58,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let usage = "usage: orphans CONTROLLER udp|shm";
     let mut args = std::env::args().skip(1);
     let controller: SocketAddr = args.next().ok_or(usage)?.parse()?;
-    let attach = match args.next().as_deref() {
-        Some("udp") => Attach::Udp,
-        Some("shm") => Attach::Shm,
+    let transport = match args.next().as_deref() {
+        Some("udp") => Transport::Udp,
+        Some("shm") => Transport::Shm,
         _ => return Err(usage.into()),
     };
     let run = Run::default();
     thread::scope(|scope| {
         let run = &run;
         let rank = move |number| {
-            let config = JoinConfig { attach, ..JoinConfig::new(controller, "orphans", number, RANKS) };
+            let config = JoinConfig { transport, ..JoinConfig::new(controller, "orphans", number, RANKS) };
             let comm = Communicator::join(config).expect("join");
             reduce(&comm, number, run);
         };

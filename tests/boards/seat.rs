@@ -1,4 +1,4 @@
-//! A rank's seat at a board, without what keeps an honest rank from breaking rules.
+//! A rank attached to a board without the checks that keep an honest rank within the protocol.
 
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -6,10 +6,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::Session;
 use sumac::controller::proto::{JoinRequest, Terms, TreeMembership};
-use sumac::{Attach, Collective, Dtype, Order, ReduceOp};
+use sumac::{Collective, Dtype, Order, ReduceOp, Transport};
 use sumac_hal::dma::{Address, RegionKey};
 use sumac_hal::ids::{ChunkNo, Rank};
-use sumac_hal::mmio::desk::{ARENA_OFFSET_BYTES, SEAT_DEPTH};
+use sumac_hal::mmio::admission::{ARENA_OFFSET_BYTES, RANK_QUEUE_DEPTH};
 use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, CompletionEntry, Contribution, EntryStatus, SUBMISSION_WORDS, SubmissionEntry,
     queue_stride_bytes,
@@ -24,7 +24,7 @@ const LONG: Duration = Duration::from_secs(20);
 /// Where the first queue's block begins in a function (`sumac_hal::mmio`).
 const QUEUES_OFFSET: usize = 0x2000;
 
-/// Numbers that a seed makes (splitmix64).
+/// A seeded pseudo-random generator (splitmix64).
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -91,9 +91,9 @@ pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
             host: None,
             order: Order::TreeFold,
             mesh_addr: ([127, 0, 0, 1], 9).into(),
-            repair_addr: ([127, 0, 0, 1], 9).into(),
+            recovery_addr: ([127, 0, 0, 1], 9).into(),
             max_packet_len_bytes: 65_000,
-            attach: Attach::Shm,
+            transport: Transport::Shm,
             machine: machine(),
             device_users: DeviceUsers::own(),
             terms: Terms::default(),
@@ -108,7 +108,7 @@ pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
 }
 
 pub(crate) fn connect(tree: &TreeMembership, hello: &Message) -> Connection {
-    let socket = &tree.bus.as_ref().expect("by reference").socket;
+    let socket = &tree.attach.as_ref().expect("by reference").socket;
     let connection = Connection::open(socket, LONG).expect("the broker listens");
     connection.send(hello, None).expect("it is open");
     connection
@@ -198,7 +198,7 @@ impl Seat {
     pub(crate) fn write_index(&self, queue: u32, completions: bool, index: u32) {
         // In each block: submissions produced, then 0x100 further on completions consumed in the second line.
         let line = if completions { 0x180 } else { 0 };
-        let at = QUEUES_OFFSET + queue as usize * queue_stride_bytes(SEAT_DEPTH) + line;
+        let at = QUEUES_OFFSET + queue as usize * queue_stride_bytes(RANK_QUEUE_DEPTH) + line;
         self.memory.words()[at / 8].store(index.into(), Ordering::SeqCst);
     }
 

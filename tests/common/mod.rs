@@ -1,73 +1,71 @@
-//! A cluster in one process: controller, boards and communicators as they ship, only the process boundaries missing.
+//! A cluster in one process: the production controller, boards and communicators, over real sockets.
 
 use std::net::SocketAddr;
 use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::{Fabric, LeafSpine};
-use sumac::{Attach, Communicator, JoinConfig};
-use sumac_firmware::emulated::{Board, BoardConfig, BusConfig};
+use sumac::{Communicator, JoinConfig, Transport};
+use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
 
 /// A controller and its boards.
 pub(crate) struct Cluster {
     pub(crate) controller: Controller,
-    // Kept alive; some tests stop one.
+    // Keeps the boards running; some tests stop one.
     #[allow(dead_code)]
     pub(crate) boards: Vec<Board>,
 }
 
 impl Cluster {
     #[allow(dead_code)]
-    /// `leaves` devices with `hosts` hosts each.
+    /// Start a leaf-spine fabric of `leaves` devices with `hosts` hosts each.
     pub(crate) fn start(leaves: usize, hosts: usize) -> Self {
         Self::start_with(leaves, hosts, 1, ControllerConfig::new())
     }
 
-    // Most tests take devices as they come.
     #[allow(dead_code)]
-    /// The same with devices of `shards` shards, and all of `config` but the fabric.
+    /// Start a cluster of devices with `shards` shards; `config` applies except for its fabric.
     pub(crate) fn start_with(leaves: usize, hosts: usize, shards: u16, config: ControllerConfig) -> Self {
-        Self::start_boards(leaves, hosts, config, |board| board.shards = shards)
+        Self::start_with_boards(leaves, hosts, config, |board| board.shards = shards)
     }
 
     #[allow(dead_code)]
-    /// The same with devices of one shard, on such a bus.
-    pub(crate) fn start_on(leaves: usize, hosts: usize, bus: BusConfig, config: ControllerConfig) -> Self {
-        Self::start_boards(leaves, hosts, config, |board| board.bus = Some(bus))
+    /// Start a cluster of devices with one shard each that offer zero-copy as `bus` configures it.
+    pub(crate) fn start_zero_copy(leaves: usize, hosts: usize, bus: ZeroCopyConfig, config: ControllerConfig) -> Self {
+        Self::start_with_boards(leaves, hosts, config, |board| board.zero_copy = Some(bus))
     }
 
     #[allow(dead_code)]
-    /// The same with devices that reach ranks of other hosts, over the double of links called `exchange`.
+    /// Start a cluster whose devices reach ranks on other hosts over the emulated links `exchange`.
     pub(crate) fn start_remote(
         leaves: usize,
         hosts: usize,
-        (bus, exchange): (BusConfig, &str),
+        (bus, exchange): (ZeroCopyConfig, &str),
         config: ControllerConfig,
     ) -> Self {
-        Self::start_boards(leaves, hosts, config, |board| {
-            (board.bus, board.rdma) = (Some(bus), Some(exchange.into()));
+        Self::start_with_boards(leaves, hosts, config, |board| {
+            (board.zero_copy, board.rdma) = (Some(bus), Some(exchange.into()));
         })
     }
 
     #[allow(dead_code)]
-    /// Devices with a bus each, without a fabric: any of them does for any job.
+    /// Start zero-copy devices without a fabric: each can serve any job.
     pub(crate) fn spare(devices: usize, config: ControllerConfig) -> Self {
         let controller = Controller::start(config).expect("a controller on loopback");
-        let configure = |board: &mut BoardConfig| board.bus = Some(BusConfig::default());
+        let configure = |board: &mut BoardConfig| board.zero_copy = Some(ZeroCopyConfig::default());
         let names = (0..devices).map(|nth| format!("spare{nth}"));
         let boards = names.map(|name| board(name, controller.local_addr(), configure)).collect();
         Self { controller, boards }
     }
 
-    // Most devices stay.
     #[allow(dead_code)]
-    /// Start a device with a bus, as [`Cluster::spare`] does, perhaps one that was there before.
-    pub(crate) fn board_on_a_bus(&self, name: &str) -> Board {
-        let configure = |board: &mut BoardConfig| board.bus = Some(BusConfig::default());
+    /// Start a device like those of [`Cluster::spare`]; the name may be that of a device that was stopped.
+    pub(crate) fn start_spare_board(&self, name: &str) -> Board {
+        let configure = |board: &mut BoardConfig| board.zero_copy = Some(ZeroCopyConfig::default());
         board(name.into(), self.controller.local_addr(), configure)
     }
 
-    fn start_boards(
+    fn start_with_boards(
         leaves: usize,
         hosts: usize,
         config: ControllerConfig,
@@ -83,9 +81,8 @@ impl Cluster {
         Self { controller, boards }
     }
 
-    // Not every test has communicators.
     #[allow(dead_code)]
-    /// Run `rank` as every rank of a job, and return what each returned.
+    /// Run `rank` on one thread per rank of a job; return the results in the order of ranks.
     pub(crate) fn run<R: Send>(
         &self,
         job: &str,
@@ -107,28 +104,27 @@ impl Cluster {
     }
 }
 
-/// Return a job's name that a controller takes for what a case is called.
-// Not every test has communicators.
+/// Turn the name of a test case into a valid job name.
 #[allow(dead_code)]
 pub(crate) fn job_name(case: &str) -> String {
     case.replace(|c: char| !c.is_ascii_alphanumeric(), "-")
 }
 
-/// Start a board and wait until the controller knows it.
+/// Start a board and wait until it is registered with the controller.
 fn board(name: String, controller: SocketAddr, configure: impl Fn(&mut BoardConfig)) -> Board {
     let mut config = BoardConfig { slot_memory_bytes: 16 << 20, ..BoardConfig::new(name, controller) };
     configure(&mut config);
     let board = Board::start(config).expect("a board on loopback");
-    assert!(board.wait_registered(Duration::from_secs(20)), "the controller does not answer");
+    assert!(board.wait_registered(Duration::from_secs(20)), "the board is not registered within 20 s");
     board
 }
 
-/// Join by packets, also where memory could be shared.
+/// Join over UDP, even where zero-copy is possible.
 #[allow(dead_code)]
-pub(crate) fn by_packets(config: &mut JoinConfig) {
-    config.attach = Attach::Udp;
+pub(crate) fn over_udp(config: &mut JoinConfig) {
+    config.transport = Transport::Udp;
 }
 
-/// Join as usual.
+/// Join with the default configuration.
 #[allow(dead_code)]
 pub(crate) fn plain(_: &mut JoinConfig) {}

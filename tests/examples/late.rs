@@ -1,31 +1,32 @@
-//! Ranks of which the last comes late, through devices of any kind (`tests/boards/run`).
+//! Straggler policies with a late rank, on devices of any kind (`tests/boards/run`).
 //!
-//!     late CONTROLLER     listens there as the controller; the ranks come when a line on stdin says that devices have
+//!     late CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once devices are connected
 //!
-//! A limit for stragglers by name fails the operation at all ranks, and names who was missing; a partial one completes it
-//! without the last, whose own call then says that it is left out. Exit status 101: something was otherwise.
+//! A straggler deadline fails the operation on all ranks and names the missing one. A partial limit completes it
+//! without the late rank, whose own call fails as excluded. Exit status 101 if an expectation is not met.
 
 use std::io::stdin;
 use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 use sumac::controller::{Controller, ControllerConfig};
-use sumac::{Algo, Attach, CallOptions, Communicator, Error, JoinConfig, Outcome, Rank, ReduceOp, Straggler};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Outcome, Rank, ReduceOp, Straggler, Transport};
 
 const RANKS: u32 = 4;
 const LATE: u32 = RANKS - 1;
 const COUNT: usize = 3_000;
-/// Long beside what a loaded machine keeps a rank from running.
+/// Long compared with the scheduling delays of a loaded machine.
 const LIMIT: Duration = Duration::from_secs(1);
 
-/// What a rank's call came to: the outcome and the buffer, which all ranks have filled with their numbers.
+/// The result of a rank's call: its outcome, and the buffer, which every rank had filled with its number.
 type Called = Result<(Outcome, Vec<f32>), Error>;
 
-/// Have all ranks reduce, the last one when the others are done.
+/// Reduce on all ranks; the last one calls after the others have returned.
 fn reduce(controller: &Controller, job: &str, straggler: Straggler) -> Vec<Called> {
     let [over, ended] = [(); 2].map(|()| Barrier::new(RANKS as usize));
     let rank = |number| {
-        let config = JoinConfig { attach: Attach::Udp, ..JoinConfig::new(controller.local_addr(), job, number, RANKS) };
+        let config =
+            JoinConfig { transport: Transport::Udp, ..JoinConfig::new(controller.local_addr(), job, number, RANKS) };
         let comm = Communicator::join(config).expect("join");
         let tree = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
         comm.barrier_with(&tree).expect("all are there, and so is a tree");
@@ -38,7 +39,7 @@ fn reduce(controller: &Controller, job: &str, straggler: Straggler) -> Vec<Calle
         if number != LATE {
             over.wait();
         }
-        // Who leaves is lost to those that come.
+        // A rank that left early would be lost to the late one.
         ended.wait();
         called.map(|outcome| (outcome, buffer))
     };

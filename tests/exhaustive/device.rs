@@ -1,8 +1,8 @@
-//! A device: one node, taken apart between two events.
+//! A device: one node, packed between two events.
 
-use crate::machine::{Act, Event, Facts, Flaw, Machine};
+use crate::machine::{Act, Event, Facts, Machine, ViolationKind};
 use crate::scope::{GROUP, Scope, Wiring};
-use sumac_device::{Child, Group, Node, NodeConfig, Rest, Slot, Storage};
+use sumac_device::{Child, Group, Node, NodeConfig, NodeSnapshot, Slot, Storage};
 use sumac_hal::ctrl::{Counters, DropReason, Request, Response, TreeConfig};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -11,15 +11,15 @@ use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 use sumac_hal::wire::{Packet, Repr, payload_crc};
 
-/// A device at rest.
+/// A packed device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Device {
     index: usize,
-    life: u8,
-    /// 0 for a device that no group was given since it booted.
+    incarnation: u8,
+    /// 0 if the device has had no group since it booted.
     epoch: u16,
     credit_max: u16,
-    rest: Rest,
+    node: NodeSnapshot,
     groups: Vec<Option<Group>>,
     trees: Vec<Option<TreeConfig>>,
     children: Vec<Child>,
@@ -27,15 +27,15 @@ pub(crate) struct Device {
     bytes: Vec<u8>,
 }
 
-/// More than a rank has in flight in any scope: what a node polices by that does not police.
+/// More than a rank has in flight in any scope, so that nodes never enforce it.
 const WINDOW_OF_ANY_RANK: u16 = 16;
 
 impl Device {
-    /// A device that has just booted.
-    fn booted(scope: &Scope, wiring: &Wiring, index: usize, life: u8) -> Self {
+    /// Create a device that has just booted.
+    fn booted(scope: &Scope, wiring: &Wiring, index: usize, incarnation: u8) -> Self {
         let config = NodeConfig {
             shard: Shard::WHOLE,
-            boot_id: BootId(0x1000 * (index as u64 + 1) + u64::from(life)),
+            boot_id: BootId(0x1000 * (index as u64 + 1) + u64::from(incarnation)),
             max_packet_len_bytes: 1500,
             receive_buffer_bytes: 1 << 20,
         };
@@ -53,23 +53,23 @@ impl Device {
             slots: &mut slots,
             bytes: &mut bytes,
         };
-        let rest = Node::new(config, storage).rest(scope.credit_max);
-        Self { index, life, epoch: 0, credit_max: scope.credit_max, rest, groups, trees, children, slots, bytes }
+        let node = Node::new(config, storage).into_snapshot(scope.credit_max);
+        Self { index, incarnation, epoch: 0, credit_max: scope.credit_max, node, groups, trees, children, slots, bytes }
     }
 
-    /// A device with its place in the group.
+    /// Create a device with its group installed.
     pub(crate) fn installed(scope: &Scope, wiring: &Wiring, index: usize) -> Self {
         let mut device = Self::booted(scope, wiring, index, 0);
         device.renew(scope, wiring, 1);
         device
     }
 
-    /// Give it the group in `epoch`, in place of any other.
+    /// Install the group in `epoch`, replacing any other.
     fn renew(&mut self, scope: &Scope, wiring: &Wiring, epoch: u16) {
         let (index, has_group) = (self.index, self.epoch != 0);
         self.epoch = epoch;
         self.awake(|node| {
-            let mut ask = |request| assert_eq!(node.control(&request, Uplink::AFTERWARDS), Response::Done);
+            let mut ask = |request| assert_eq!(node.control(&request, Uplink::RESUME_AT), Response::Done);
             if has_group {
                 ask(Request::ReleaseGroup(GROUP));
             } else {
@@ -85,7 +85,7 @@ impl Device {
         });
     }
 
-    /// Put the node together, let it do something and send what it has to send, and take it apart again.
+    /// Unpack the node, run something on it, collect the packets that it sends, and pack it.
     fn awake(&mut self, run: impl FnOnce(&mut Node<'_>)) -> (Vec<(Addr, Vec<u8>)>, Counters) {
         let storage = Storage {
             groups: &mut self.groups,
@@ -94,18 +94,18 @@ impl Device {
             slots: &mut self.slots,
             bytes: &mut self.bytes,
         };
-        let mut node = self.rest.wake(storage);
+        let mut node = self.node.restore(storage);
         run(&mut node);
-        let sent = transmit(&mut node, Uplink::AFTERWARDS);
+        let sent = transmit(&mut node, Uplink::RESUME_AT);
         let counters = *node.counters();
-        self.rest = node.rest(self.credit_max);
+        self.node = node.into_snapshot(self.credit_max);
         (sent, counters)
     }
 
-    /// Put a copy of the node together, never to be taken apart again.
+    /// Unpack a copy of the node that stays unpacked.
     pub(crate) fn live(&self) -> Node<'static> {
         let Self { groups, trees, children, slots, bytes, .. } = self.clone();
-        self.rest.wake(Storage {
+        self.node.restore(Storage {
             groups: groups.leak(),
             trees: trees.leak(),
             children: children.leak(),
@@ -114,7 +114,7 @@ impl Device {
         })
     }
 
-    /// Let something happen to it.
+    /// Apply an event.
     pub(crate) fn act(&self, scope: &Scope, wiring: &Wiring, event: Event<'_>) -> Act {
         let mut next = self.clone();
         let (mut sent, mut counters) = (Vec::new(), Counters::default());
@@ -122,15 +122,15 @@ impl Device {
         match event {
             Event::Packets(packets) => awake(&|node| {
                 for (from, bytes) in packets {
-                    node.handle(*from, bytes, Uplink::AFTERWARDS);
+                    node.handle(*from, bytes, Uplink::RESUME_AT);
                     if scope.rules.trusting {
-                        node.assume_landed(GROUP);
+                        node.assume_delivered(GROUP);
                     }
                 }
             }),
-            Event::Timer => awake(&|node| node.handle_timeout(Uplink::AFTERWARDS)),
+            Event::Timer => awake(&|node| node.handle_timeout(Uplink::RESUME_AT)),
             Event::Calm => awake(&|node| node.forget_probes()),
-            Event::Restart => next = Self::booted(scope, wiring, self.index, self.life + 1),
+            Event::Restart => next = Self::booted(scope, wiring, self.index, self.incarnation + 1),
             Event::Renew => next.renew(scope, wiring, scope.last_epoch()),
             Event::Call => panic!("devices call nothing"),
         }
@@ -144,11 +144,11 @@ impl Device {
         let foreign =
             [DropReason::UnknownGroup, DropReason::WrongEpoch].iter().any(|&reason| counters.dropped(reason) > 0);
         let inert = sent.is_empty() && (late || foreign) && next == *self;
-        let flaw = refused(scope, &counters).map(|reason| (Flaw::Refused, format!("refused: {reason}")));
+        let flaw = refused(scope, &counters).map(|reason| (ViolationKind::Refused, format!("refused: {reason}")));
         Act { next: Machine::Device(next), sent, inert, flaw }
     }
 
-    /// Say what there is to know of it.
+    /// Return the facts for the oracles.
     pub(crate) fn facts(&self) -> Facts {
         let mut device = self.clone();
         let mut facts = Facts { epoch: self.epoch, done: true, ..Facts::default() };
@@ -164,7 +164,7 @@ impl Device {
     }
 }
 
-/// Take all that a node has to send.
+/// Poll all packets that a node sends.
 pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)> {
     let mut buffer = [0; 1500];
     let mut sent = Vec::new();
@@ -174,7 +174,7 @@ pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)
     sent
 }
 
-/// Return a packet without what it says of who came last, and when: that depends on the clock, and nothing on it.
+/// Return a packet without its report of the slowest rank: it depends on the clock, and nothing depends on it.
 pub(crate) fn timeless(bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     let mut packet = Packet::new_unchecked(&mut bytes[..]);
@@ -184,7 +184,7 @@ pub(crate) fn timeless(bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Return for what reason a packet was dropped that peers which keep the rules do not give.
+/// Return the reason of a drop that correct peers never cause.
 fn refused(scope: &Scope, counters: &Counters) -> Option<DropReason> {
     let usual = |reason: DropReason| match reason {
         DropReason::Stale | DropReason::Duplicate | DropReason::Unexpected => true,

@@ -1,9 +1,10 @@
-//! Every state that some machine was ever in, every packet that was ever sent, and what happened when they met.
+//! All visited states of machines, all packets sent, and the outcomes of their combinations.
 //!
-//! A machine's next state depends on its own state and the event only, so production code runs once for each such
-//! pair, however many states of the whole cluster they occur in; those are sequences of numbers of this library.
+//! The next state of a machine depends only on its state and the event, so production code runs once per pair,
+//! regardless of the number of cluster states in which the pair occurs. A cluster state is a sequence of numbers of
+//! this library.
 
-use crate::machine::{Event, Facts, Flaw, Machine};
+use crate::machine::{Event, Facts, Machine, ViolationKind};
 use crate::scope::{Scope, Wiring};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher, Hash, Hasher};
@@ -11,17 +12,17 @@ use std::rc::Rc;
 use sumac_hal::port::Addr;
 use sumac_hal::wire::{Packet, Repr};
 
-/// A packet on its way.
+/// A packet in flight.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Letter {
+struct Envelope {
     from: Addr,
     to: Addr,
     bytes: Vec<u8>,
 }
 
-/// What happened to one machine, by numbers.
+/// An event of one machine, with packets by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Happening {
+pub(crate) enum NumberedEvent {
     /// A packet arrived.
     Packet(u32),
     /// Two packets arrived in one go.
@@ -38,7 +39,7 @@ pub(crate) enum Happening {
     Calm,
 }
 
-impl Happening {
+impl NumberedEvent {
     fn key(self) -> u64 {
         match self {
             Self::Packet(packet) => u64::from(packet) << 3,
@@ -52,7 +53,7 @@ impl Happening {
     }
 }
 
-/// What came of it.
+/// The outcome of an event.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// The machine's next state.
@@ -61,144 +62,144 @@ pub(crate) struct Outcome {
     pub(crate) sent: Vec<u32>,
     /// See [`Act::inert`](crate::machine::Act::inert).
     pub(crate) inert: bool,
-    /// What was wrong.
-    pub(crate) flaw: Option<(Flaw, String)>,
+    /// The violation, if any.
+    pub(crate) flaw: Option<(ViolationKind, String)>,
 }
 
-/// What was found out about one machine.
+/// The visited states of one machine.
 #[derive(Debug, Default)]
-struct Shelf {
+struct VisitedStates {
     states: Vec<Rc<Machine>>,
     facts: Vec<Facts>,
     numbers: HashMap<Rc<Machine>, u32, BuildHasherDefault<DefaultHasher>>,
     outcomes: HashMap<(u32, u64), Rc<Outcome>, BuildHasherDefault<Mix>>,
-    /// Steps from one state to another.
+    /// Transitions between states.
     steps: Vec<(u32, u32)>,
-    /// States, and packets that are inert there.
+    /// Pairs of a state and a packet that is inert in it.
     inert: Vec<(u32, u32)>,
 }
 
-/// What was found out.
+/// All visited states and their transitions.
 #[derive(Debug)]
 pub(crate) struct Library<'s> {
     scope: &'s Scope,
     wiring: &'s Wiring,
-    shelves: Vec<Shelf>,
-    letters: Vec<Letter>,
-    /// Which machine each goes to.
+    visited_states: Vec<VisitedStates>,
+    envelopes: Vec<Envelope>,
+    /// The receiver of each packet.
     receivers: Vec<usize>,
-    numbers: HashMap<Letter, u32>,
+    numbers: HashMap<Envelope, u32>,
 }
 
 impl<'s> Library<'s> {
-    /// A library that knows the machines before anything happened; each has number 0.
+    /// Create a library with the initial states; each has number 0.
     pub(crate) fn new(scope: &'s Scope, wiring: &'s Wiring) -> Self {
-        let (letters, receivers, numbers) = (Vec::new(), Vec::new(), HashMap::new());
+        let (envelopes, receivers, numbers) = (Vec::new(), Vec::new(), HashMap::new());
         let machines = Machine::all(scope, wiring);
-        let shelves = machines.iter().map(|_| Shelf::default()).collect();
-        let mut library = Self { scope, wiring, shelves, letters, receivers, numbers };
+        let visited_states = machines.iter().map(|_| VisitedStates::default()).collect();
+        let mut library = Self { scope, wiring, visited_states, envelopes, receivers, numbers };
         for (index, machine) in machines.into_iter().enumerate() {
             library.number_of(index, machine);
         }
         library
     }
 
-    /// Return how many machines there are.
+    /// Return the number of machines.
     pub(crate) fn machines(&self) -> usize {
-        self.shelves.len()
+        self.visited_states.len()
     }
 
-    /// Return how many states of single machines were seen.
+    /// Return the number of states of single machines.
     pub(crate) fn states(&self) -> usize {
-        self.shelves.iter().map(|shelf| shelf.states.len()).sum()
+        self.visited_states.iter().map(|visited| visited.states.len()).sum()
     }
 
-    /// Return how often production code ran.
+    /// Return the number of runs of production code.
     pub(crate) fn runs(&self) -> usize {
-        self.shelves.iter().map(|shelf| shelf.outcomes.len()).sum()
+        self.visited_states.iter().map(|visited| visited.outcomes.len()).sum()
     }
 
-    /// Return the machine that a packet goes to.
+    /// Return the receiver of a packet.
     pub(crate) fn receiver(&self, packet: u32) -> usize {
         self.receivers[packet as usize]
     }
 
     /// Return a machine in a state.
     pub(crate) fn machine(&self, machine: usize, state: u32) -> &Rc<Machine> {
-        &self.shelves[machine].states[state as usize]
+        &self.visited_states[machine].states[state as usize]
     }
 
-    /// Return who sent a packet, and its bytes.
-    pub(crate) fn letter(&self, packet: u32) -> (Addr, &[u8]) {
-        let letter = &self.letters[packet as usize];
-        (letter.from, &letter.bytes)
+    /// Return the sender of a packet, and its bytes.
+    pub(crate) fn envelope(&self, packet: u32) -> (Addr, &[u8]) {
+        let envelope = &self.envelopes[packet as usize];
+        (envelope.from, &envelope.bytes)
     }
 
-    /// Return what is known of a machine in a state.
+    /// Return the facts of a machine in a state.
     pub(crate) fn facts(&self, machine: usize, state: u32) -> &Facts {
-        &self.shelves[machine].facts[state as usize]
+        &self.visited_states[machine].facts[state as usize]
     }
 
-    /// Return what comes of a happening to a machine in a state.
-    pub(crate) fn outcome(&mut self, machine: usize, state: u32, happening: Happening) -> Rc<Outcome> {
+    /// Return the outcome of an event for a machine in a state.
+    pub(crate) fn outcome(&mut self, machine: usize, state: u32, happening: NumberedEvent) -> Rc<Outcome> {
         let key = (state, happening.key());
-        if let Some(outcome) = self.shelves[machine].outcomes.get(&key) {
+        if let Some(outcome) = self.visited_states[machine].outcomes.get(&key) {
             return Rc::clone(outcome);
         }
-        let before = Rc::clone(&self.shelves[machine].states[state as usize]);
-        let letter = |packet: u32| {
-            let letter = &self.letters[packet as usize];
-            (letter.from, &letter.bytes[..])
+        let before = Rc::clone(&self.visited_states[machine].states[state as usize]);
+        let envelope = |packet: u32| {
+            let envelope = &self.envelopes[packet as usize];
+            (envelope.from, &envelope.bytes[..])
         };
         let (one, two);
         let event = match happening {
-            Happening::Packet(packet) => {
-                one = [letter(packet)];
+            NumberedEvent::Packet(packet) => {
+                one = [envelope(packet)];
                 Event::Packets(&one)
             }
-            Happening::Two(first, second) => {
-                two = [letter(first), letter(second)];
+            NumberedEvent::Two(first, second) => {
+                two = [envelope(first), envelope(second)];
                 Event::Packets(&two)
             }
-            Happening::Timer => Event::Timer,
-            Happening::Call => Event::Call,
-            Happening::Restart => Event::Restart,
-            Happening::Renew => Event::Renew,
-            Happening::Calm => Event::Calm,
+            NumberedEvent::Timer => Event::Timer,
+            NumberedEvent::Call => Event::Call,
+            NumberedEvent::Restart => Event::Restart,
+            NumberedEvent::Renew => Event::Renew,
+            NumberedEvent::Calm => Event::Calm,
         };
         let act = before.act(self.scope, self.wiring, event);
         let from = self.wiring.addr(machine);
-        let sent = act.sent.into_iter().map(|(to, bytes)| self.letter_number(Letter { from, to, bytes })).collect();
+        let sent = act.sent.into_iter().map(|(to, bytes)| self.envelope_number(Envelope { from, to, bytes })).collect();
         let next = self.number_of(machine, act.next);
         let outcome = Rc::new(Outcome { next, sent, inert: act.inert, flaw: act.flaw });
-        let shelf = &mut self.shelves[machine];
-        shelf.outcomes.insert(key, Rc::clone(&outcome));
+        let visited = &mut self.visited_states[machine];
+        visited.outcomes.insert(key, Rc::clone(&outcome));
         // Where machines are calm they only change the names of their tokens, to some that were used before; what was
         // taken away until then would have to change with them.
-        if next != state && happening != Happening::Calm {
-            shelf.steps.push((state, next));
+        if next != state && happening != NumberedEvent::Calm {
+            visited.steps.push((state, next));
         }
-        if let Happening::Packet(packet) = happening
+        if let NumberedEvent::Packet(packet) = happening
             && act.inert
         {
-            shelf.inert.push((state, packet));
+            visited.inert.push((state, packet));
         }
         outcome
     }
 
-    /// Return a packet that was inert in a state of its receiver, and is not in a later one. If there is none, it was
-    /// right to take such packets away: one step after the other, they stay without effect.
+    /// Return a packet that was inert in a state of its receiver but is not in a later one. If there is none, removing
+    /// inert packets was sound: by induction they stay without effect.
     pub(crate) fn revived(&mut self) -> Option<u32> {
         (0..self.machines()).find_map(|machine| {
-            let steps = self.shelves[machine].steps.clone();
+            let steps = self.visited_states[machine].steps.clone();
             let mut nexts: HashMap<u32, Vec<u32>> = HashMap::new();
             steps.iter().for_each(|&(state, next)| nexts.entry(state).or_default().push(next));
             // What turns out to be inert in a later state is added behind, and looked at in its turn.
             let mut looked = 0;
-            while let Some(&(state, packet)) = self.shelves[machine].inert.get(looked) {
+            while let Some(&(state, packet)) = self.visited_states[machine].inert.get(looked) {
                 looked += 1;
                 for &next in nexts.get(&state).into_iter().flatten() {
-                    if !self.outcome(machine, next, Happening::Packet(packet)).inert {
+                    if !self.outcome(machine, next, NumberedEvent::Packet(packet)).inert {
                         return Some(packet);
                     }
                 }
@@ -208,41 +209,41 @@ impl<'s> Library<'s> {
     }
 
     fn number_of(&mut self, machine: usize, state: Machine) -> u32 {
-        let shelf = &mut self.shelves[machine];
-        if let Some(&number) = shelf.numbers.get(&state) {
+        let visited = &mut self.visited_states[machine];
+        if let Some(&number) = visited.numbers.get(&state) {
             return number;
         }
-        let number = shelf.states.len() as u32;
+        let number = visited.states.len() as u32;
         let state = Rc::new(state);
-        shelf.facts.push(state.facts(self.scope));
-        shelf.states.push(Rc::clone(&state));
-        shelf.numbers.insert(state, number);
+        visited.facts.push(state.facts(self.scope));
+        visited.states.push(Rc::clone(&state));
+        visited.numbers.insert(state, number);
         number
     }
 
-    fn letter_number(&mut self, letter: Letter) -> u32 {
-        if let Some(&number) = self.numbers.get(&letter) {
+    fn envelope_number(&mut self, envelope: Envelope) -> u32 {
+        if let Some(&number) = self.numbers.get(&envelope) {
             return number;
         }
-        let number = self.letters.len() as u32;
-        self.receivers.push(self.wiring.machine(letter.to));
-        self.letters.push(letter.clone());
-        self.numbers.insert(letter, number);
+        let number = self.envelopes.len() as u32;
+        self.receivers.push(self.wiring.machine(envelope.to));
+        self.envelopes.push(envelope.clone());
+        self.numbers.insert(envelope, number);
         number
     }
 
-    /// Return a hash of the states that machines are in, the same in every search.
+    /// Return a hash of the machines' states that is the same in every search.
     pub(crate) fn fingerprint(&self, states: &[u32]) -> u64 {
         let mut hasher = DefaultHasher::new();
-        for (shelf, &state) in self.shelves.iter().zip(states) {
-            shelf.states[state as usize].hash(&mut hasher);
+        for (visited, &state) in self.visited_states.iter().zip(states) {
+            visited.states[state as usize].hash(&mut hasher);
         }
         hasher.finish()
     }
 
-    /// Say what a packet is.
+    /// Describe a packet.
     pub(crate) fn describe(&self, packet: u32) -> String {
-        let Letter { from, to, bytes } = &self.letters[packet as usize];
+        let Envelope { from, to, bytes } = &self.envelopes[packet as usize];
         let view = Packet::new_checked(&bytes[..]).expect("packets are sent whole");
         let repr = Repr::parse(&view).expect("packets are well-formed");
         let payload = match view.payload() {
@@ -273,7 +274,7 @@ impl<'s> Library<'s> {
     }
 }
 
-/// A hash for keys of two numbers that are all different.
+/// A hasher for keys of two numbers.
 #[derive(Debug, Default)]
 pub(crate) struct Mix(u64);
 

@@ -1,7 +1,7 @@
-//! One machine at rest, and what it does when something happens to it: production code between two snapshots.
+//! One packed machine and its reaction to an event: production code between two snapshots.
 //!
-//! A machine knows nothing of the search. To add a kind (say, whoever runs a repair), give it a variant here, events for
-//! what only it can do, and facts for what the oracles of `search` have to know of it.
+//! A machine does not depend on the search. To add a kind, add a variant here, its events, and the facts that the
+//! oracles of `search` need.
 
 use crate::device::Device;
 use crate::rank::Member;
@@ -18,87 +18,87 @@ pub(crate) enum Machine {
     Rank(Box<Member>),
 }
 
-/// What can happen to a machine.
+/// An event of a machine.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Event<'p> {
-    /// Packets arrive, one after the other.
+    /// Packets arrive in this order.
     Packets(&'p [(Addr, &'p [u8])]),
     /// Its timer fires.
     Timer,
-    /// The rank calls what it calls next.
+    /// The rank makes its next calls.
     Call,
-    /// The device starts with empty tables.
+    /// The device restarts with empty tables.
     Restart,
-    /// The controller begins the next epoch here.
+    /// The controller starts the next epoch on this machine.
     Renew,
-    /// No packet is on its way: what waits for one forgets that.
+    /// No packet is in flight, so the machine forgets outstanding requests.
     Calm,
 }
 
-/// What was wrong.
+/// A kind of violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Flaw {
-    /// A node refused a packet of a peer that keeps the rules.
+pub(crate) enum ViolationKind {
+    /// A node refused a packet of a correct peer.
     Refused,
-    /// A buffer holds what is neither its input nor the result.
-    Wrong,
+    /// A buffer holds neither its input nor the result.
+    ViolationKind,
     /// A rank's group ended without a cause.
     Failed,
     /// Production code panicked.
     Panicked,
-    /// A slot was used again while a rank below still needed what was in it.
+    /// A slot was reused while a rank below still needed its contents.
     Freed,
-    /// `stable` is said of a chunk that a rank has not got.
+    /// `stable` covers a chunk that some rank does not have.
     Unstable,
-    /// There is no way to the end any more.
+    /// The end is no longer reachable.
     Stuck,
-    /// A packet that could make no difference, and never was to, makes one after all.
+    /// A packet considered inert has an effect.
     Revived,
-    /// At the end something is left to be sent or waited for.
+    /// Something is pending at the end.
     Restless,
 }
 
-/// What a machine did.
+/// A machine's reaction to an event.
 #[derive(Debug)]
 pub(crate) struct Act {
-    /// What it is now.
+    /// The next state.
     pub(crate) next: Machine,
-    /// What it sent.
+    /// Packets sent.
     pub(crate) sent: Vec<(Addr, Vec<u8>)>,
-    /// Nothing came of it, and nothing ever will: the packet may as well be gone.
+    /// The event had no effect and never will: the packet can be removed.
     pub(crate) inert: bool,
-    /// What was wrong with it.
-    pub(crate) flaw: Option<(Flaw, String)>,
+    /// The violation, if any.
+    pub(crate) flaw: Option<(ViolationKind, String)>,
 }
 
-/// What oracles and the search know of a machine.
+/// The facts of a machine that the search and its oracles use.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Facts {
     /// Its epoch, 0 for none.
     pub(crate) epoch: u16,
     /// A timer is armed.
     pub(crate) armed: bool,
-    /// The rank has something left to call.
+    /// The rank has further calls to make.
     pub(crate) can_call: bool,
     /// The rank has all its results; true for devices.
     pub(crate) done: bool,
-    /// The rank's chunks with an answer, one bit each.
+    /// The rank's completed chunks, one bit each.
     pub(crate) held: u64,
-    /// The device's chunks that made room for others, one bit each.
+    /// Chunks whose slots the device has reused, one bit each.
     pub(crate) passed: u64,
-    /// Every rank has what is below, as the rank was told.
+    /// The rank was told that every rank has all chunks below this one.
     pub(crate) stable: u64,
 }
 
 impl Machine {
-    /// All machines before anything happened, devices first.
+    /// Return the initial states of all machines, devices first.
     pub(crate) fn all(scope: &Scope, wiring: &Wiring) -> Vec<Self> {
         let devices = (0..wiring.devices.len()).map(|index| Self::Device(Device::installed(scope, wiring, index)));
         let ranks = (0..wiring.ranks.len()).map(|index| Self::Rank(Box::new(Member::new(scope, wiring, index, 1))));
         devices.chain(ranks).collect()
     }
 
-    /// Let something happen to it.
+    /// Apply an event.
     pub(crate) fn act(&self, scope: &Scope, wiring: &Wiring, event: Event<'_>) -> Act {
         let act = catch_unwind(AssertUnwindSafe(|| match self {
             Self::Device(device) => device.act(scope, wiring, event),
@@ -107,12 +107,12 @@ impl Machine {
         act.unwrap_or_else(|cause| {
             let text = cause.downcast_ref::<String>().cloned();
             let text = text.or_else(|| cause.downcast_ref::<&str>().map(|text| (*text).to_owned()));
-            let flaw = Some((Flaw::Panicked, text.unwrap_or_default()));
+            let flaw = Some((ViolationKind::Panicked, text.unwrap_or_default()));
             Act { next: self.clone(), sent: Vec::new(), inert: false, flaw }
         })
     }
 
-    /// Say what there is to know of it.
+    /// Return the facts for the oracles.
     pub(crate) fn facts(&self, scope: &Scope) -> Facts {
         match self {
             Self::Device(device) => device.facts(),

@@ -1,5 +1,5 @@
-//! Small clusters in all their states: every interleaving of packets, losses, duplicates, timers, calls and restarts, by
-//! the production state machines themselves.
+//! Exhaustive search of small clusters: every interleaving of packets, losses, duplicates, timers, calls and restarts,
+//! executed by the production state machines.
 //!
 //! ```text
 //! scope -> search -> library -> machine: device, rank -> sumac_device::Node, sumac::transport::packets::Endpoint
@@ -7,45 +7,45 @@
 //!          store: the states, each once
 //! ```
 //!
-//! | file | what |
+//! | file | contents |
 //! |---|---|
-//! | `scope` | how large a search is; wiring; what ranks put in, and what has to come out |
-//! | `machine`, `device`, `rank` | one machine between two events, taken apart by the feature `snapshot` |
-//! | `library` | states of single machines and packets, by number; production code runs once for each pair |
-//! | `search` | states of the cluster breadth first, the oracles, ways to the end, traces |
-//! | `repair` | one repair with a second failure, from what ranks have in all states of their tree |
-//! | `faithful` | that machines taken apart and put together after each event do what those do that never were |
+//! | `scope` | the bounds of a search, the wiring, inputs and expected results |
+//! | `machine`, `device`, `rank` | one machine between two events, packed by the feature `snapshot` |
+//! | `library` | numbered states of single machines and packets; production code runs once for each pair |
+//! | `search` | breadth-first search of cluster states, oracles, reachability of the end, traces |
+//! | `recovery` | one recovery with a second failure, from all states in which a tree can be lost |
+//! | `packing` | packed and unpacked machines behave the same |
 //!
-//! What has to hold in every state: buffers hold inputs or results, to the bit; no slot is used again while a rank below
-//! needs what was in it; no node refuses what the rules allow to be sent; `stable` is true; nothing panics; and from
-//! every state there is a way to the end without another fault, where nothing is left to be waited for.
+//! Invariants of every state: buffers hold exactly inputs or results; no slot is reused while a rank below needs its
+//! contents; no node refuses a valid packet; `stable` is true; nothing panics; and without further faults an end is
+//! reachable in which nothing is pending.
 //!
-//! What is left out: time (timers that are armed may fire; `T_dead` and leases never pass; a contribution that follows
-//! its hop's probe is taken to follow it by more than the 66 us that a hop tells apart), congestion marks, results to
-//! shared addresses, contributions by reference, and nodes that begin to send what they can't finish sending.
+//! Not modelled: time (any armed timer may fire; `T_dead` and leases never expire; a contribution after its hop's probe
+//! counts as more than the hop's resolution of 66 us later), congestion marks, results to shared addresses, zero-copy,
+//! and nodes that can send only part of their packets.
 //!
-//! What becomes of it when the tree is lost for good, and something else with it, is searched by `repair`.
+//! `recovery` searches the loss of the tree together with a second failure.
 //!
-//! `cargo test -p sumac-tests --test exhaustive -- --nocapture` shows what was searched; with `--ignored` the deep scopes,
-//! which take minutes and some gigabytes each.
+//! `cargo test -p sumac-tests --test exhaustive -- --nocapture` prints the size of each search; `--ignored` runs the
+//! deep scopes, which take minutes and some gigabytes each.
 
 mod device;
-mod faithful;
 mod library;
 mod machine;
+mod packing;
 mod rank;
-mod repair;
+mod recovery;
 mod scope;
 mod search;
 mod store;
 
-use machine::Flaw;
+use machine::ViolationKind;
 use scope::{Rules, Scope, all_reduce, one_level, two_levels};
 use search::{Violation, search};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
-/// Search scopes in which nothing may be wrong.
+/// Search scopes that must have no violation.
 fn hold(scopes: impl IntoIterator<Item = Scope>) {
     println!("deeper scopes: cargo test -p sumac-tests --test exhaustive -- --ignored --nocapture --test-threads 1");
     for scope in scopes {
@@ -56,8 +56,8 @@ fn hold(scopes: impl IntoIterator<Item = Scope>) {
     }
 }
 
-/// Search a scope in which something has to be found.
-fn find(flaw: Flaw, scope: &Scope) -> Violation {
+/// Search a scope that must have a violation of this kind.
+fn find(flaw: ViolationKind, scope: &Scope) -> Violation {
     let violation = match search(scope) {
         Ok(report) => panic!("{scope}: nothing found: {report}"),
         Err(violation) => *violation,
@@ -68,7 +68,7 @@ fn find(flaw: Flaw, scope: &Scope) -> Violation {
 }
 
 #[test]
-fn one_level_holds() {
+fn one_level_keeps_its_invariants() {
     hold([
         Scope::new(one_level(2), (1, 2), 6).with_faults(2, 2, 0),
         Scope::new(one_level(2), (1, 2), 4).with_faults(1, 1, 1),
@@ -81,7 +81,7 @@ fn one_level_holds() {
 }
 
 #[test]
-fn two_levels_hold() {
+fn two_levels_keep_their_invariants() {
     hold([
         Scope::new(two_levels(&[1, 1]), (1, 2), 4).with_faults(1, 1, 0),
         Scope::new(two_levels(&[1, 0]), (1, 2), 3).with_faults(1, 1, 1),
@@ -92,9 +92,9 @@ fn two_levels_hold() {
     ]);
 }
 
-/// The other sets of who contributes and who receives, called one after the other.
+/// The other collectives, which differ in the ranks that contribute and receive, called in a row.
 #[test]
-fn other_collectives_hold() {
+fn other_collectives_keep_their_invariants() {
     let calls = || {
         let broadcast = OpDesc::broadcast(Dtype::U64, Rank(1), 1);
         let reduce = OpDesc::reduce(Dtype::U64, ReduceOp::Sum, Rank(0), 1);
@@ -107,10 +107,10 @@ fn other_collectives_hold() {
     ]);
 }
 
-/// A device starts again at any moment; the controller begins a new epoch at one machine after the other, while packets
-/// of the old one are on their way.
+/// A device restarts at any moment. The controller starts a new epoch on one machine after the other while packets of
+/// the old one are in flight.
 #[test]
-fn restarts_hold() {
+fn restarts_keep_the_invariants() {
     hold([
         Scope::new(one_level(2), (1, 2), 3).with_faults(1, 1, 0).with_restarts(1),
         Scope::new(one_level(2), (2, 4), 3).with_faults(1, 0, 0).with_restarts(1),
@@ -120,10 +120,10 @@ fn restarts_hold() {
     ]);
 }
 
-/// Machines that take in two packets before they send. A node did not take a chunk because an answer to a probe that was
-/// overtaken was waiting in its slot.
+/// Machines receive two packets before they send. Regression: a node refused a chunk because the answer to an overtaken
+/// probe was pending in its slot.
 #[test]
-fn bursts_hold() {
+fn bursts_keep_the_invariants() {
     hold([
         Scope::new(one_level(2), (1, 2), 4).with_faults(1, 1, 1).with_bursts(),
         Scope::new(one_level(2), (2, 4), 5).with_faults(1, 1, 0).with_bursts(),
@@ -131,9 +131,9 @@ fn bursts_hold() {
     ]);
 }
 
-/// Windows alone protect slots that are twice as many: nodes would not even have to wait for `have`.
+/// With twice as many slots as the window, the window alone protects them: nodes need not wait for `have`.
 #[test]
-fn windows_alone_protect_slots_that_are_twice_as_many() {
+fn twice_the_window_of_slots_needs_no_acknowledgement() {
     let trusting = Rules { trusting: true, ..Rules::default() };
     hold([
         Scope::new(one_level(2), (1, 2), 4).with_faults(1, 1, 0).with_rules(trusting),
@@ -142,51 +142,52 @@ fn windows_alone_protect_slots_that_are_twice_as_many() {
     ]);
 }
 
-/// Fewer slots: what is sent within the window is refused, and would cost another rank its result if it were not.
+/// With fewer slots, packets within the window are refused; accepting them would lose another rank's result.
 #[test]
-fn fewer_slots_are_too_few() {
+fn fewer_slots_break_the_invariants() {
     let trusting = Rules { trusting: true, ..Rules::default() };
     for sizes in [(2, 3), (1, 1)] {
         for shape in [one_level(2), one_level(3), two_levels(&[2, 0])] {
             let scope = Scope::new(shape, sizes, 6).with_faults(1, 0, 0);
-            let refused = find(Flaw::Refused, &scope);
+            let refused = find(ViolationKind::Refused, &scope);
             assert!(refused.text.contains("slot-busy"), "{refused}");
-            find(Flaw::Freed, &scope.with_rules(trusting));
+            find(ViolationKind::Freed, &scope.with_rules(trusting));
         }
     }
 }
 
-/// Counting what is in flight, in place of a window that begins at `have`, leaves somebody who has lost a result behind.
+/// A window that counts chunks in flight, instead of starting at `have`, strands a rank that has lost a result.
 #[test]
-fn a_counted_window_is_no_window() {
+fn counted_window_breaks_the_invariants() {
     let counted = Rules { counted: true, ..Rules::default() };
     for (shape, chunks) in [(one_level(2), 6), (two_levels(&[1, 0]), 5)] {
         let scope = Scope::new(shape, (2, 4), chunks).with_faults(1, 0, 0);
-        let refused = find(Flaw::Refused, &scope.clone().with_rules(counted));
+        let refused = find(ViolationKind::Refused, &scope.clone().with_rules(counted));
         assert!(refused.text.contains("over-window"), "{refused}");
-        find(Flaw::Freed, &scope.with_rules(Rules { trusting: true, ..counted }));
+        find(ViolationKind::Freed, &scope.with_rules(Rules { trusting: true, ..counted }));
     }
 }
 
-/// A new life in the old epoch takes in what was meant for the old life.
+/// A new incarnation in the old epoch accepts packets that were meant for the old incarnation.
 #[test]
-fn one_epoch_for_two_lives_mixes_them() {
+fn reused_epoch_mixes_two_incarnations() {
     let one_epoch = Rules { one_epoch: true, ..Rules::default() };
-    find(Flaw::Wrong, &Scope::new(one_level(2), (1, 2), 2).with_restarts(1).with_rules(one_epoch));
+    find(ViolationKind::ViolationKind, &Scope::new(one_level(2), (1, 2), 2).with_restarts(1).with_rules(one_epoch));
 }
 
-/// Without timers nothing comes after a loss.
+/// Without timers a loss is never repaired.
 #[test]
-fn without_timers_a_loss_is_the_end() {
+fn loss_without_timers_deadlocks() {
     let timeless = Rules { timeless: true, ..Rules::default() };
     hold([Scope::new(one_level(2), (1, 2), 2).with_rules(timeless)]);
-    let stuck = find(Flaw::Stuck, &Scope::new(one_level(2), (1, 2), 2).with_faults(1, 0, 0).with_rules(timeless));
+    let stuck =
+        find(ViolationKind::Stuck, &Scope::new(one_level(2), (1, 2), 2).with_faults(1, 0, 0).with_rules(timeless));
     assert!(stuck.trace.last().is_some_and(|step| step.starts_with("lost")), "{stuck}");
 }
 
-/// Packets that are taken away because they make no difference make none: the machines get into the same states.
+/// Removing inert packets changes no outcome: the machines reach the same states.
 #[test]
-fn what_is_taken_away_makes_no_difference() {
+fn state_reduction_keeps_all_outcomes() {
     for scope in [
         Scope::new(one_level(2), (1, 2), 3).with_faults(1, 1, 0),
         Scope::new(one_level(2), (2, 4), 3).with_faults(0, 1, 0),
@@ -201,7 +202,7 @@ fn what_is_taken_away_makes_no_difference() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn deep_one_level_holds() {
+fn deep_one_level_keeps_its_invariants() {
     hold([
         Scope::new(one_level(2), (1, 2), 4).with_faults(2, 2, 1),
         Scope::new(one_level(2), (1, 2), 3).with_faults(2, 1, 2),
@@ -214,7 +215,7 @@ fn deep_one_level_holds() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn deep_two_levels_hold() {
+fn deep_two_levels_keep_their_invariants() {
     hold([
         Scope::new(two_levels(&[2, 1]), (1, 2), 6).with_faults(2, 2, 0),
         Scope::new(two_levels(&[2, 0]), (1, 2), 3).with_faults(1, 1, 1),
@@ -225,7 +226,7 @@ fn deep_two_levels_hold() {
 
 #[test]
 #[ignore = "takes minutes"]
-fn deep_restarts_hold() {
+fn deep_restarts_keep_the_invariants() {
     hold([
         Scope::new(one_level(3), (1, 2), 3).with_faults(1, 1, 0).with_restarts(1),
         Scope::new(one_level(2), (2, 4), 3).with_faults(1, 1, 0).with_restarts(1),

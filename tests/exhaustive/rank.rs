@@ -1,7 +1,7 @@
-//! A rank: its endpoint, and the buffers that it lends it.
+//! A rank: its endpoint, and the buffers that the endpoint borrows.
 
 use crate::device::timeless;
-use crate::machine::{Act, Event, Facts, Flaw, Machine};
+use crate::machine::{Act, Event, Facts, Machine, ViolationKind};
 use crate::scope::{Data, ELEMENTS, Scope, Wiring};
 use std::ops::Range;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, Event as Told, OpId};
@@ -11,12 +11,12 @@ use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr, payload_crc};
 
-/// A rank at rest.
+/// A packed rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Member {
     index: usize,
     epoch: u16,
-    /// How many of [`Scope::calls`] were made.
+    /// The number of [`Scope::calls`] made.
     called: usize,
     /// Completions seen.
     done: u64,
@@ -58,8 +58,8 @@ impl Member {
         }
     }
 
-    /// Return what there is of the group: the endpoint, how many operations were called, how many of them have returned,
-    /// and the buffers.
+    /// Return what there is of the group: the endpoint, how many operations were called, how many of them have
+    /// returned, and the buffers.
     pub(crate) fn leave(&self, scope: &Scope) -> (Endpoint, u64, u64, Memory) {
         let called = scope.calls[..self.called].iter().flatten().count() as u64;
         (self.endpoint.clone(), called, self.done, self.memory.clone())
@@ -72,7 +72,7 @@ impl Member {
         self.called += 1;
     }
 
-    /// Let something happen to it, and return what it sends.
+    /// Apply an event, and return the packets sent.
     pub(crate) fn meet(
         &mut self,
         scope: &Scope,
@@ -107,15 +107,15 @@ impl Member {
         sent
     }
 
-    /// Return when its timer fires.
+    /// Return the time of the next timer.
     pub(crate) fn timeout(&self) -> Option<Instant> {
         self.endpoint.poll_timeout()
     }
 
-    /// Let something happen to it, and look at what it is afterwards.
+    /// Apply an event, and check the next state.
     pub(crate) fn act(&self, scope: &Scope, wiring: &Wiring, event: Event<'_>) -> Act {
         let mut next = self.clone();
-        let sent = next.meet(scope, wiring, event, Uplink::AFTERWARDS);
+        let sent = next.meet(scope, wiring, event, Uplink::RESUME_AT);
         let dropped = next.endpoint.stats().dropped > 0;
         let mut flaw = next.listen(scope);
         next.endpoint.rest();
@@ -124,8 +124,8 @@ impl Member {
         Act { next: Machine::Rank(Box::new(next)), sent, inert, flaw }
     }
 
-    /// Take in what the endpoint tells the rank.
-    fn listen(&mut self, scope: &Scope) -> Option<(Flaw, String)> {
+    /// Process the endpoint's events.
+    fn listen(&mut self, scope: &Scope) -> Option<(ViolationKind, String)> {
         while let Some(event) = self.endpoint.poll_event() {
             match event {
                 Told::Completed(id) if id.0 == self.done => self.done += 1,
@@ -134,14 +134,14 @@ impl Member {
                 {
                     self.error = Some(error);
                 }
-                other => return Some((Flaw::Failed, format!("{other:?} after {} operations", self.done))),
+                other => return Some((ViolationKind::Failed, format!("{other:?} after {} operations", self.done))),
             }
         }
         None
     }
 
-    /// Compare the buffers with what has to be in them: results where there is an answer, inputs elsewhere.
-    fn check(&self, scope: &Scope, wiring: &Wiring) -> Option<(Flaw, String)> {
+    /// Check the buffers: results of completed chunks, inputs elsewhere.
+    fn check(&self, scope: &Scope, wiring: &Wiring) -> Option<(ViolationKind, String)> {
         let data = Data::new(wiring.ranks.len(), self.epoch);
         for ((desc, seqs), buffer) in scope.ops().iter().zip(&self.memory.0) {
             for (i, bytes) in buffer.chunks_exact(8).enumerate() {
@@ -153,15 +153,15 @@ impl Member {
                 };
                 if found != expected {
                     let text = format!("chunk {seq} of {desc}: {found:#x} in place of {expected:#x}");
-                    return Some((Flaw::Wrong, text));
+                    return Some((ViolationKind::ViolationKind, text));
                 }
             }
         }
         None
     }
 
-    /// Return an answer with such a window that the rank keeps a number of chunks in flight, wherever they are: it sends
-    /// below `have` + window, so let that be what it has, with this answer, and the real window.
+    /// Return an answer with such a window that the rank keeps a number of chunks in flight, wherever they are: it
+    /// sends below `have` + window, so let that be what it has, with this answer, and the real window.
     fn counted(&self, scope: &Scope, bytes: &[u8]) -> Vec<u8> {
         let mut bytes = bytes.to_vec();
         let packet = Packet::new_checked(&bytes[..]).expect("packets arrive whole");
@@ -181,7 +181,7 @@ impl Member {
         (0..seqs).filter(|&seq| self.endpoint.holds(seq)).fold(0, |held, seq| held | 1 << seq)
     }
 
-    /// Say what there is to know of it.
+    /// Return the facts for the oracles.
     pub(crate) fn facts(&self, scope: &Scope) -> Facts {
         Facts {
             epoch: self.epoch,

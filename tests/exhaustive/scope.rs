@@ -1,4 +1,4 @@
-//! How large a search is: the cluster, what its ranks call, and how often the network and the devices may misbehave.
+//! The bounds of a search: the cluster, the calls of its ranks, and the number of faults of network and devices.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -12,13 +12,13 @@ use sumac_hal::port::Addr;
 use sumac_hal::uplink::HopTimers;
 use sumac_tests::oracle::Shape;
 
-/// Rules that are broken, to see what they are for, and that the search notices.
+/// Rules that a search breaks on purpose, to show that it detects their violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Rules {
-    /// Nodes neither police windows nor wait for `have`: they use a slot again once it is answered. What they have no room
-    /// for then is none of the search's business, nor is the `stable` that follows.
+    /// Nodes neither enforce windows nor wait for `have`: they reuse a slot once its result is sent. The search then
+    /// ignores drops for lack of room, and `stable`.
     pub(crate) trusting: bool,
-    /// Ranks count what is in flight, in place of a window that begins at `have`.
+    /// Ranks count the chunks in flight instead of using a window that starts at `have`.
     pub(crate) counted: bool,
     /// A restart does not change the epoch (PROTOCOL 4).
     pub(crate) one_epoch: bool,
@@ -26,7 +26,7 @@ pub(crate) struct Rules {
     pub(crate) timeless: bool,
 }
 
-/// What is searched.
+/// The bounds of one search.
 #[derive(Debug, Clone)]
 pub(crate) struct Scope {
     /// Nodes and ranks.
@@ -35,26 +35,26 @@ pub(crate) struct Scope {
     pub(crate) window: u16,
     /// S of PROTOCOL 1, for every node.
     pub(crate) slots: u16,
-    /// What every rank calls, and what of it at once.
+    /// The operations of every rank, grouped by simultaneous calls.
     pub(crate) calls: Vec<Vec<OpDesc>>,
-    /// Packets that may get lost.
+    /// The maximum number of lost packets.
     pub(crate) losses: u8,
-    /// Packets that may arrive once more than they were sent.
+    /// The maximum number of duplicated packets.
     pub(crate) duplicates: u8,
-    /// Timers that may fire although packets are on their way. When none is, any timer may at any time.
+    /// The maximum number of timers that fire while packets are in flight. Otherwise any timer may fire.
     pub(crate) early_timers: u8,
-    /// Devices that may start again with empty tables, after which the controller begins a new epoch.
+    /// The maximum number of device restarts; the controller starts a new epoch after each.
     pub(crate) restarts: u8,
     /// Answers that a child of a node can save up: fewer than in production, since each number is another state.
     pub(crate) credit_max: u16,
-    /// A machine may take in two packets before it sends.
+    /// Whether a machine may receive two packets before it sends.
     pub(crate) bursts: bool,
-    /// What is broken.
+    /// The broken rules.
     pub(crate) rules: Rules,
 }
 
 impl Scope {
-    /// A search without faults, of one all-reduce of so many chunks.
+    /// Create a scope of one all-reduce of `chunks` chunks, without faults.
     pub(crate) fn new(shape: Shape, (window, slots): (u16, u16), chunks: usize) -> Self {
         Self {
             shape,
@@ -71,27 +71,27 @@ impl Scope {
         }
     }
 
-    /// The same with these numbers of losses, duplicates and early timers.
+    /// Set the numbers of losses, duplicates and early timers.
     pub(crate) fn with_faults(self, losses: u8, duplicates: u8, early_timers: u8) -> Self {
         Self { losses, duplicates, early_timers, ..self }
     }
 
-    /// The same with other calls.
+    /// Set the calls.
     pub(crate) fn with_calls(self, calls: Vec<Vec<OpDesc>>) -> Self {
         Self { calls, ..self }
     }
 
-    /// The same with restarts.
+    /// Set the number of restarts.
     pub(crate) fn with_restarts(self, restarts: u8) -> Self {
         Self { restarts, ..self }
     }
 
-    /// The same with bursts of two packets.
+    /// Allow bursts of two packets.
     pub(crate) fn with_bursts(self) -> Self {
         Self { bursts: true, ..self }
     }
 
-    /// The same with broken rules.
+    /// Break these rules.
     pub(crate) fn with_rules(self, rules: Rules) -> Self {
         Self { rules, ..self }
     }
@@ -176,7 +176,7 @@ pub(crate) struct Place {
     pub(crate) ranks: Vec<usize>,
 }
 
-/// Who is where.
+/// The tree's connections.
 #[derive(Debug, Default)]
 pub(crate) struct Wiring {
     /// Devices, parents first.
@@ -229,7 +229,7 @@ impl Wiring {
         }
     }
 
-    /// Return what a machine is called in traces.
+    /// Return a machine's name in traces.
     pub(crate) fn name(&self, machine: usize) -> String {
         match machine.checked_sub(self.devices.len()) {
             Some(rank) => format!("rank {rank}"),
@@ -268,7 +268,7 @@ impl Wiring {
             ranks: NonZeroU32::new(self.ranks.len() as u32).expect("a cluster has ranks"),
             lease_ms: 3_600_000,
             timers: HopTimers::DEFAULT.into(),
-            by_reference: ChildMask::EMPTY,
+            zero_copy: ChildMask::EMPTY,
         }
     }
 

@@ -1,13 +1,12 @@
-//! All states that a cluster can get into, breadth first, and what has to hold in each.
+//! Breadth-first search of all reachable states of a cluster; checks the invariants in each.
 //!
-//! A state is: what was used up of the scope's faults, the state of each machine, and the packets on their way, in no
-//! order. Time is left out: a timer that is armed may fire, whenever packets are on their way as often as the scope
-//! allows, and whenever none is. A packet that can't make a difference any more is taken away at once; whether it
-//! arrives, gets lost or is doubled is the same. That it never will is not believed but checked, for each step of its
-//! receiver ([`Library::revived`]).
+//! A state consists of the faults used up, the state of each machine, and the unordered set of packets in flight. Time
+//! is not part of it: an armed timer may fire whenever no packet is in flight, and otherwise as often as the scope
+//! allows. Inert packets are removed at once, because it makes no difference whether they arrive, are lost or are
+//! duplicated. For each step of the receiver the search verifies that they stay inert ([`Library::revived`]).
 
-use crate::library::{Happening, Library};
-use crate::machine::{Facts, Flaw, Machine};
+use crate::library::{Library, NumberedEvent};
+use crate::machine::{Facts, Machine, ViolationKind};
 use crate::scope::{Scope, Wiring};
 use crate::store::Store;
 use std::collections::BTreeSet;
@@ -16,18 +15,18 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 use sumac_hal::port::Addr;
 
-/// What happens to a cluster.
+/// A step of a cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Deliver(u32),
-    /// A copy arrives, the packet stays on its way.
+    /// A copy arrives; the packet stays in flight.
     Repeat(u32),
     Lose(u32),
     Burst(u32, u32),
-    To(usize, Happening),
+    To(usize, NumberedEvent),
 }
 
-/// What was used up, by its place in a state's first word.
+/// A limited fault, by its position in a state's first word.
 #[derive(Debug, Clone, Copy)]
 enum Fault {
     Loss = 0,
@@ -36,22 +35,22 @@ enum Fault {
     Restart = 24,
 }
 
-/// What a search found.
+/// The size of a search.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Report {
     /// States of the cluster.
     pub(crate) states: usize,
     /// Steps between them.
     pub(crate) transitions: usize,
-    /// The most steps to a state.
+    /// The maximum number of steps to a state.
     pub(crate) depth: usize,
-    /// Of the states, those in which every rank has everything.
+    /// States in which every rank has all results.
     pub(crate) ends: usize,
     /// States of single machines.
     pub(crate) parts: usize,
-    /// How often production code ran.
+    /// Runs of production code.
     pub(crate) runs: usize,
-    /// How long it took.
+    /// The duration.
     pub(crate) took: Duration,
 }
 
@@ -64,16 +63,16 @@ impl fmt::Display for Report {
     }
 }
 
-/// What is wrong, and the shortest way there.
+/// A violation, with the shortest trace to it.
 #[derive(Debug)]
 pub(crate) struct Violation {
-    /// What is wrong.
-    pub(crate) flaw: Flaw,
-    /// More of it.
+    /// The kind.
+    pub(crate) flaw: ViolationKind,
+    /// Details.
     pub(crate) text: String,
     /// The steps.
     pub(crate) trace: Vec<String>,
-    /// What was searched until then.
+    /// The search up to the violation.
     pub(crate) report: Report,
 }
 
@@ -98,12 +97,12 @@ pub(crate) struct Search<'s> {
     free: Vec<(u32, u32)>,
     ends: Vec<u32>,
     transitions: usize,
-    /// Whether packets that can make no difference are taken away.
+    /// Whether inert packets are removed.
     reduced: bool,
     began: Instant,
 }
 
-/// Search a scope to the end.
+/// Search a scope completely.
 ///
 /// # Errors
 /// The [`Violation`] that takes the fewest steps.
@@ -152,7 +151,7 @@ pub(crate) fn moments(scope: &Scope) -> Vec<Moment> {
     let moment = |(ranks, packets): (Vec<u32>, Vec<u32>)| {
         let rank = |(index, &state): (usize, &u32)| Rc::clone(library.machine(devices + index, state));
         let packet = |packet| {
-            let (from, bytes) = library.letter(packet);
+            let (from, bytes) = library.envelope(packet);
             (library.receiver(packet) - devices, from, bytes.to_vec())
         };
         Moment {
@@ -186,10 +185,10 @@ impl<'s> Search<'s> {
         Ok(self.report())
     }
 
-    /// Visit all states, and see that nothing is wrong in any of them.
+    /// Visit all states and check the invariants in each.
     fn explore(&mut self) -> Result<(), Box<Violation>> {
         self.store.insert(&vec![0; 1 + self.library.machines()]);
-        self.origins.push((0, Step::To(0, Happening::Calm)));
+        self.origins.push((0, Step::To(0, NumberedEvent::Calm)));
         self.depths.push(0);
         let (mut steps, mut state, mut next) = (Vec::new(), Vec::new(), Vec::new());
         let mut index = 0;
@@ -221,12 +220,12 @@ impl<'s> Search<'s> {
         }
         if let Some(packet) = self.library.revived() {
             let text = self.library.describe(packet);
-            return Err(self.violation(Flaw::Revived, text, 0, None));
+            return Err(self.violation(ViolationKind::Revived, text, 0, None));
         }
         Ok(())
     }
 
-    /// List what can happen in a state.
+    /// List the possible steps in a state.
     fn enabled(&self, state: &[u32], steps: &mut Vec<Step>) {
         let (machines, packets) = self.split(state);
         let left = |fault: Fault| u32::from(self.limit(fault)) > (state[0] >> fault as u32 & 0xff);
@@ -255,16 +254,16 @@ impl<'s> Search<'s> {
         for (machine, &number) in machines.iter().enumerate() {
             let facts = self.library.facts(machine, number);
             if facts.can_call {
-                steps.push(Step::To(machine, Happening::Call));
+                steps.push(Step::To(machine, NumberedEvent::Call));
             }
             if facts.armed && !self.scope.rules.timeless && (packets.is_empty() || left(Fault::EarlyTimer)) {
-                steps.push(Step::To(machine, Happening::Timer));
+                steps.push(Step::To(machine, NumberedEvent::Timer));
             }
             if devices.contains(&machine) && left(Fault::Restart) {
-                steps.push(Step::To(machine, Happening::Restart));
+                steps.push(Step::To(machine, NumberedEvent::Restart));
             }
             if restarted && facts.epoch < last && (renewed || devices.contains(&machine)) {
-                steps.push(Step::To(machine, Happening::Renew));
+                steps.push(Step::To(machine, NumberedEvent::Renew));
             }
         }
     }
@@ -282,8 +281,8 @@ impl<'s> Search<'s> {
         state[1..].split_at(self.library.machines())
     }
 
-    /// Take a step: `next` becomes what comes of it.
-    fn successor(&mut self, state: &[u32], step: Step, next: &mut Vec<u32>) -> Option<(Flaw, String)> {
+    /// Take a step; write the resulting state to `next`.
+    fn successor(&mut self, state: &[u32], step: Step, next: &mut Vec<u32>) -> Option<(ViolationKind, String)> {
         next.clear();
         next.extend_from_slice(state);
         let is_calm = self.split(state).1.is_empty();
@@ -291,8 +290,8 @@ impl<'s> Search<'s> {
         match step {
             Step::Lose(_) => use_up(Fault::Loss),
             Step::Repeat(_) => use_up(Fault::Duplicate),
-            Step::To(_, Happening::Timer) if !is_calm => use_up(Fault::EarlyTimer),
-            Step::To(_, Happening::Restart) => use_up(Fault::Restart),
+            Step::To(_, NumberedEvent::Timer) if !is_calm => use_up(Fault::EarlyTimer),
+            Step::To(_, NumberedEvent::Restart) => use_up(Fault::Restart),
             _ => {}
         }
         let taken: &[u32] = match &step {
@@ -310,8 +309,10 @@ impl<'s> Search<'s> {
                 self.calm(next);
                 return None;
             }
-            Step::Deliver(packet) | Step::Repeat(packet) => (self.library.receiver(packet), Happening::Packet(packet)),
-            Step::Burst(one, two) => (self.library.receiver(one), Happening::Two(one, two)),
+            Step::Deliver(packet) | Step::Repeat(packet) => {
+                (self.library.receiver(packet), NumberedEvent::Packet(packet))
+            }
+            Step::Burst(one, two) => (self.library.receiver(one), NumberedEvent::Two(one, two)),
             Step::To(machine, happening) => (machine, happening),
         };
         let outcome = self.library.outcome(machine, next[1 + machine], happening);
@@ -330,25 +331,25 @@ impl<'s> Search<'s> {
         outcome.flaw.clone()
     }
 
-    /// Tell whether a packet came to make no difference: it is new, or its receiver is.
+    /// Return whether a packet has become inert: either the packet or its receiver's state is new.
     fn is_inert(&mut self, state: &[u32], packet: u32, changed: usize, sent: &[u32]) -> bool {
         let receiver = self.library.receiver(packet);
         let may_be = self.reduced && (receiver == changed || sent.contains(&packet));
-        may_be && self.library.outcome(receiver, state[1 + receiver], Happening::Packet(packet)).inert
+        may_be && self.library.outcome(receiver, state[1 + receiver], NumberedEvent::Packet(packet)).inert
     }
 
-    /// Where no packet is on its way, machines forget what they asked.
+    /// Without packets in flight, machines forget their outstanding requests.
     fn calm(&mut self, state: &mut [u32]) {
         if !self.split(state).1.is_empty() {
             return;
         }
         for machine in 0..self.library.machines() {
-            state[1 + machine] = self.library.outcome(machine, state[1 + machine], Happening::Calm).next;
+            state[1 + machine] = self.library.outcome(machine, state[1 + machine], NumberedEvent::Calm).next;
         }
     }
 
-    /// Look at a new state.
-    fn judge(&mut self, index: usize, state: &[u32]) -> Option<(Flaw, String)> {
+    /// Check a new state.
+    fn judge(&mut self, index: usize, state: &[u32]) -> Option<(ViolationKind, String)> {
         let (machines, packets) = self.split(state);
         let facts: Vec<&Facts> =
             machines.iter().enumerate().map(|(machine, &number)| self.library.facts(machine, number)).collect();
@@ -359,7 +360,7 @@ impl<'s> Search<'s> {
                 if facts.passed & !held != 0 {
                     let chunk = (facts.passed & !held).trailing_zeros();
                     return Some((
-                        Flaw::Freed,
+                        ViolationKind::Freed,
                         format!("device {device} let go of chunk {chunk} before rank {rank} had it"),
                     ));
                 }
@@ -368,20 +369,23 @@ impl<'s> Search<'s> {
         let least = ranks.iter().map(|rank| u64::from(rank.held.trailing_ones())).min().unwrap_or(0);
         let is_told = !self.scope.rules.trusting && ranks.iter().all(|rank| rank.epoch == ranks[0].epoch);
         if let Some(rank) = ranks.iter().position(|rank| is_told && rank.stable > least) {
-            return Some((Flaw::Unstable, format!("rank {rank} was told {}, and {least} is true", ranks[rank].stable)));
+            return Some((
+                ViolationKind::Unstable,
+                format!("rank {rank} was told {}, and {least} is true", ranks[rank].stable),
+            ));
         }
         let epoch = 1 + (state[0] >> Fault::Restart as u32) as u16;
         if ranks.iter().all(|rank| rank.done && rank.epoch == epoch) {
             let restless = facts.iter().position(|facts| packets.is_empty() && facts.armed);
             if let Some(machine) = restless {
-                return Some((Flaw::Restless, format!("{} waits for something", self.wiring.name(machine))));
+                return Some((ViolationKind::Restless, format!("{} waits for something", self.wiring.name(machine))));
             }
             self.ends.push(index as u32);
         }
         None
     }
 
-    /// From each state there has to be a way to an end on which nothing more goes wrong.
+    /// Check that from every state an end is reachable without further faults.
     fn check_ends(&self) -> Result<(), Box<Violation>> {
         let states = self.store.len();
         let mut starts = vec![0_u32; states + 1];
@@ -408,7 +412,7 @@ impl<'s> Search<'s> {
             Some(stuck) => {
                 let packets = self.split(self.store.get(stuck)).1.len();
                 let text = format!("no way to the end, with {packets} packets on their way");
-                Err(self.violation(Flaw::Stuck, text, stuck, None))
+                Err(self.violation(ViolationKind::Stuck, text, stuck, None))
             }
             None => Ok(()),
         }
@@ -426,7 +430,7 @@ impl<'s> Search<'s> {
         }
     }
 
-    fn violation(&self, flaw: Flaw, text: String, at: usize, last: Option<Step>) -> Box<Violation> {
+    fn violation(&self, flaw: ViolationKind, text: String, at: usize, last: Option<Step>) -> Box<Violation> {
         let mut steps: Vec<Step> = last.into_iter().collect();
         let mut index = at;
         while index != 0 {
@@ -450,5 +454,5 @@ impl<'s> Search<'s> {
     }
 }
 
-/// The most states of a search: what fits in memory, and in a number.
+/// The maximum number of states, limited by memory and the width of a number.
 const STATES_MAX: usize = 40_000_000;

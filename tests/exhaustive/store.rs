@@ -1,10 +1,10 @@
-//! The states of a search, each once, by number in the order of discovery.
+//! The visited states of a search, each stored once and numbered in the order of discovery.
 
-/// A set of words' sequences, kept one behind the other.
+/// A set of word sequences in contiguous memory.
 #[derive(Debug)]
 pub(crate) struct Store {
     words: Vec<u32>,
-    /// Where each ends.
+    /// The end of each sequence.
     ends: Vec<usize>,
     /// Numbers + 1 by hash, 0 where free; open addressing, at most half full.
     table: Vec<u32>,
@@ -16,18 +16,18 @@ impl Store {
         Self { words: Vec::new(), ends: Vec::new(), table: vec![0; 1 << 12] }
     }
 
-    /// Return how many there are.
+    /// Return the number of sequences.
     pub(crate) fn len(&self) -> usize {
         self.ends.len()
     }
 
-    /// Return number `index`.
+    /// Return the sequence with number `index`.
     pub(crate) fn get(&self, index: usize) -> &[u32] {
         let start = if index == 0 { 0 } else { self.ends[index - 1] };
         &self.words[start..self.ends[index]]
     }
 
-    /// Put one in; its number, and whether it is new.
+    /// Insert a sequence; return its number and whether it is new.
     pub(crate) fn insert(&mut self, state: &[u32]) -> (usize, bool) {
         let mut place = self.place(state);
         while self.table[place] != 0 {
@@ -66,7 +66,7 @@ impl Store {
 }
 
 #[test]
-fn a_store_keeps_each_state_once() {
+fn store_keeps_each_state_once() {
     let mut store = Store::new();
     let state = |n: u32| vec![n % 7; n as usize % 5 + n as usize / 100];
     let mut seen = std::collections::BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Every way in which flashing fails: each has its own exit status, message and advice, and a card that is as before.
+//! Failures of flashing: each has its own exit status, message and advice, and leaves the card in its previous state.
 
 use super::rshim::{Script, When};
 use super::{Bench, Ran};
@@ -17,7 +17,7 @@ fn fails(bench: &Bench, script: Script, more: &[&str], status: i32, name: &str) 
     Some(ran)
 }
 
-/// Fail before anything is changed on the card.
+/// Check that flashing fails before it changes anything on the card.
 fn refused(bench: &Bench, script: Script, status: i32, name: &str) -> Option<()> {
     let ran = fails(bench, script, &[], status, name)?;
     assert_eq!((ran.seen.opens, ran.seen.settings.len()), (0, 0), "{name}");
@@ -31,12 +31,12 @@ fn timed(bench: &Bench, script: &Script, stage: &str) -> Option<Ran> {
         let card = bench.card(script.clone())?;
         // What hangs is not to be waited for.
         let mut more = vec!["--timeout", timeout_s];
-        more.extend(script.hangs.map(|_| ["--patience-polls", "30"]).into_iter().flatten());
+        more.extend(script.hangs.map(|_| ["--gone-polls", "30"]).into_iter().flatten());
         let args = bench.flash_args(&more);
         let output = bench.sumac(&args.iter().map(String::as_str).collect::<Vec<_>>());
         card.release();
         let ran = Ran::new(output, card);
-        if ran.stderr.contains(&format!("at the end it was {stage}")) {
+        if ran.stderr.contains(&format!("the last stage was: {stage}")) {
             return Some(ran);
         }
         stderr = ran.stderr;
@@ -45,7 +45,7 @@ fn timed(bench: &Bench, script: &Script, stage: &str) -> Option<Ran> {
 }
 
 #[test]
-fn a_card_that_takes_no_stream_is_left_alone() {
+fn card_that_accepts_no_stream_is_left_unchanged() {
     let bench = Bench::new();
     let good = Script::good(bench.image.len());
     let run = || -> Option<()> {
@@ -58,7 +58,7 @@ fn a_card_that_takes_no_stream_is_left_alone() {
 }
 
 #[test]
-fn a_boot_node_that_does_not_open_is_named_by_its_error() {
+fn unopenable_boot_node_is_reported_with_its_error() {
     let bench = Bench::new();
     for (errno, status, name) in [
         (Errno::ENODEV, 11, "not-attached"),
@@ -75,7 +75,7 @@ fn a_boot_node_that_does_not_open_is_named_by_its_error() {
 }
 
 #[test]
-fn a_write_that_fails_resets_the_card_to_what_it_had() {
+fn failed_write_restores_the_previous_boot_mode() {
     let bench = Bench::new();
     for (errno, status, name) in [
         (Errno::ETIMEDOUT, 17, "not-draining"),
@@ -90,7 +90,7 @@ fn a_write_that_fails_resets_the_card_to_what_it_had() {
 }
 
 #[test]
-fn a_chip_that_stops_draining_shows_why_in_the_log() {
+fn stalled_stream_is_reported_with_the_boot_log() {
     let bench = Bench::new();
     let log = [(When::Written(64_000), "INFO[BL1]: start")];
     let script = Script { write_error: Some((64_000, Errno::ETIMEDOUT)), ..Script::with_log(bench.image.len(), &log) };
@@ -99,7 +99,7 @@ fn a_chip_that_stops_draining_shows_why_in_the_log() {
 }
 
 #[test]
-fn every_bad_line_of_the_boot_log_ends_it() {
+fn each_fatal_boot_log_line_fails_the_flash() {
     let bench = Bench::new();
     let len = bench.image.len();
     for (line, status, name) in [
@@ -114,17 +114,17 @@ fn every_bad_line_of_the_boot_log_ends_it() {
         let log = [(When::Reading(2), line), (When::Reading(2), "INFO[MISC]: DPU is ready")];
         let Some(ran) = fails(&bench, Script::with_log(len, &log), &[], status, name) else { return };
         assert!(ran.stderr.contains(line) || name == "nic-mode", "{}", ran.stderr);
-        assert_eq!(ran.seen.resets, 0, "it has got all of it, and may be at work");
+        assert_eq!(ran.seen.resets, 0, "a card with the whole image must not be reset");
     }
     // While it is being written.
     let log = [(When::Written(1), "PANIC(BL2): PC = 0x1")];
     let script = Script { write_max: 16, ..Script::with_log(len, &log) };
     let Some(ran) = fails(&bench, script, &[], 21, "log-panic") else { return };
-    assert!(ran.seen.received.len() < len && ran.seen.resets == 1, "half a stream is of no use");
+    assert!(ran.seen.received.len() < len && ran.seen.resets == 1, "a partial stream must reset the card");
 }
 
 #[test]
-fn what_was_not_seen_is_no_success() {
+fn missing_ready_line_is_no_success() {
     let bench = Bench::new();
     let len = bench.image.len();
     let scripts = [
@@ -155,12 +155,12 @@ fn what_was_not_seen_is_no_success() {
 }
 
 #[test]
-fn a_card_that_goes_away_is_gone_and_can_not_be_restored() {
+fn vanished_card_is_reported_and_not_restored() {
     let bench = Bench::new();
     let len = bench.image.len();
     for when in [When::Written(50_000), When::Written(len as u64), When::Reading(2)] {
         let script = Script { gone: Some((when, Errno::ENODEV)), ..Script::with_log(len, &[]) };
-        let Some(ran) = bench.flash(script, &["--patience-polls", "30"]) else { return };
+        let Some(ran) = bench.flash(script, &["--gone-polls", "30"]) else { return };
         ran.check(&bench, 18, "gone");
         assert_eq!(ran.json["restored"], false);
         assert!(ran.stderr.contains("NOT restored"), "{}", ran.stderr);
@@ -168,9 +168,9 @@ fn a_card_that_goes_away_is_gone_and_can_not_be_restored() {
     }
 }
 
-/// The call into the driver is not answered, and the process that makes it can't even be killed; the command ends.
+/// The call into the driver hangs, and its process cannot be killed; the command still ends.
 #[test]
-fn a_driver_that_hangs_does_not_hold_the_command_up() {
+fn hanging_driver_does_not_block_the_command() {
     let bench = Bench::new();
     let len = bench.image.len();
     for (when, stage) in [
@@ -185,7 +185,7 @@ fn a_driver_that_hangs_does_not_hold_the_command_up() {
 }
 
 #[test]
-fn what_the_driver_does_not_take_is_named_before_the_card_is_reset() {
+fn rejected_driver_setting_is_reported_before_reset() {
     let bench = Bench::new();
     let script = Script { refused_key: Some("DISPLAY_LEVEL"), ..Script::good(bench.image.len()) };
     let Some(ran) = bench.flash(script, &[]) else { return };
@@ -198,13 +198,13 @@ fn what_the_driver_does_not_take_is_named_before_the_card_is_reset() {
 }
 
 #[test]
-fn there_is_no_card_or_somebody_else_has_it() {
+fn absent_or_busy_card_is_reported() {
     let bench = Bench::new();
     let args = bench.flash_args(&[]);
     let args: Vec<_> = args.iter().map(String::as_str).collect();
     let none = bench.sumac(&args);
     assert_eq!(none.status.code(), Some(10), "{none:?}");
-    assert!(String::from_utf8_lossy(&none.stderr).contains("sumac devices"));
+    assert!(String::from_utf8_lossy(&none.stderr).contains("sumac card list"));
     let Some(card) = bench.card(Script::good(bench.image.len())) else { return };
     let folder = fs::File::open(bench.path("rshim0")).expect("opens");
     rustix::fs::flock(&folder, rustix::fs::FlockOperation::LockExclusive).expect("free");
@@ -216,7 +216,7 @@ fn there_is_no_card_or_somebody_else_has_it() {
 }
 
 #[test]
-fn ctrl_c_stops_the_writing_and_restores_the_card() {
+fn interrupt_stops_writing_and_restores_the_card() {
     let bench = Bench::new();
     for signal in [Signal::INT, Signal::TERM] {
         // Slow enough that it is still writing.
@@ -243,7 +243,7 @@ fn ctrl_c_stops_the_writing_and_restores_the_card() {
     }
 }
 
-/// Who writes to the file once it was checked, or replaces it, changes nothing of what the card gets.
+/// Changes to the file after its check do not affect the bytes that the card receives.
 #[test]
 fn image_swapped_after_its_check_sends_the_checked_bytes() {
     let bench = Bench::new();
@@ -258,11 +258,11 @@ fn image_swapped_after_its_check_sends_the_checked_bytes() {
     file.set_len(len as u64 - 500).expect("cut");
     let ran = Ran::new(process.wait_with_output().expect("ended"), card);
     assert_eq!(ran.status, 0, "{}", ran.stderr);
-    assert!(ran.seen.received == bench.image, "not what was checked");
+    assert!(ran.seen.received == bench.image, "the card received other bytes than were checked");
 }
 
 #[test]
-fn a_flasher_that_is_killed_lets_the_driver_restore_the_boot_mode() {
+fn killed_flasher_leaves_the_boot_mode_to_the_driver() {
     let bench = Bench::new();
     let Some(card) = bench.card(Script { write_max: 16, ..Script::good(bench.image.len()) }) else { return };
     let args = bench.flash_args(&[]);
@@ -276,7 +276,7 @@ fn a_flasher_that_is_killed_lets_the_driver_restore_the_boot_mode() {
 }
 
 #[test]
-fn an_image_that_must_not_go_to_the_card_does_not() {
+fn unsuitable_image_is_refused_before_any_write() {
     let bench = Bench::new();
     let Some(card) = bench.card(Script { generation: 1, ..Script::good(bench.image.len()) }) else { return };
     let flash = |more: &[&str]| {

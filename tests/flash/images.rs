@@ -1,4 +1,4 @@
-//! `sumac image` as a process: what it refuses, what it leaves behind, and the files that an image brings to a card.
+//! `sumac image` as a process: invalid images, partial output, and the files that an image contains.
 
 use super::Bench;
 use rustix::process::{Pid, Signal, kill_process};
@@ -19,7 +19,7 @@ fn names(folder: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn damage_is_refused_with_its_place_and_nothing_is_written() {
+fn damaged_image_is_refused_with_its_offset_before_any_write() {
     let bench = Bench::new();
     let mut bad = bench.image.clone();
     let at = bad.len() - 5;
@@ -56,12 +56,12 @@ fn damage_is_refused_with_its_place_and_nothing_is_written() {
 }
 
 #[test]
-fn signatures_are_asked_for_by_key() {
+fn image_signature_is_checked_against_the_given_key() {
     let bench = Bench::new();
     assert_eq!(image(&bench, &["verify", "image.bfb", "--key", "pub.pem"]).0, Some(0));
     let (status, stderr) = image(&bench, &["verify", "image.bfb", "--key", "key.pem"]);
-    assert!(status == Some(2) && stderr.contains("no public ed25519 key"), "{stderr}");
-    // The same images, signed by nobody.
+    assert!(status == Some(2) && stderr.contains("not a public ed25519 key"), "{stderr}");
+    // The same images without a signature.
     let unsigned = ["repack", "image.bfb", "--image-version", "1.2.3", "--epoch", "3", "-o", "unsigned.bfb"];
     assert_eq!(image(&bench, &unsigned).0, Some(0));
     assert_eq!(image(&bench, &["verify", "unsigned.bfb"]).0, Some(0));
@@ -71,14 +71,14 @@ fn signatures_are_asked_for_by_key() {
     assert_eq!(image(&bench, &["repack", "image.bfb", "--format", "emmc", "-o", "image.emmc"]).0, Some(0));
     assert_eq!(image(&bench, &["verify", "image.emmc", "--key", "pub.pem"]).0, Some(0));
     let (status, stderr) = image(&bench, &["repack", "image.bfb", "--for", "bluefield-3", "-o", "three.bfb"]);
-    assert!(status == Some(0) && stderr.contains("the manifest says something else"), "{stderr}");
+    assert!(status == Some(0) && stderr.contains("the manifest does not match the images"), "{stderr}");
     let args = ["flash", "image.emmc", "--rshim", "./rshim0", "--key", "pub.pem"];
     let output = bench.command(&args).current_dir(bench.folder.path()).output().expect("runs");
     assert_eq!(output.status.code(), Some(2), "{output:?}");
 }
 
 #[test]
-fn what_does_not_fit_a_boot_partition_is_refused() {
+fn image_larger_than_a_boot_partition_is_refused() {
     let bench = Bench::new();
     let (status, stderr) = image(&bench, &["repack", "image.bfb", "--format", "emmc", "--max-size", "128K", "-o", "x"]);
     assert!(status == Some(2) && stderr.contains("131072"), "{stderr}");
@@ -87,7 +87,7 @@ fn what_does_not_fit_a_boot_partition_is_refused() {
 
 /// The kernel unpacks what is behind the user's initramfs over it; here an unpacker stands for the kernel.
 #[test]
-fn the_agents_files_come_with_a_manifest_that_is_checked_on_the_card() {
+fn agent_image_carries_a_manifest_that_the_card_checks() {
     let bench = Bench::new();
     fs::write(bench.path("agent"), b"#!agent").expect("written");
     let args = ["build", "--kernel", "kernel", "--initramfs", "initramfs", "--agent", "/usr/bin/agent=agent"];
@@ -123,7 +123,7 @@ fn the_agents_files_come_with_a_manifest_that_is_checked_on_the_card() {
 }
 
 #[test]
-fn ctrl_c_leaves_no_half_of_an_image() {
+fn interrupted_build_leaves_no_partial_image() {
     let bench = Bench::new();
     // Long enough that it is still at work; the agent's archive is the first thing that it writes.
     fs::File::create(bench.path("long")).and_then(|file| file.set_len(512 << 20)).expect("made");

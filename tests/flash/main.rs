@@ -1,10 +1,10 @@
-//! `sumac image` as a process; `sumac flash` and `sumac devices` against a simulated card: a script for every failure that the driver
-//! and its users report (Mellanox/rshim-user-space and its issues), and what the card is left with.
+//! `sumac image` as a process; `sumac flash` and `sumac card list` on a simulated card, with a script for every failure
+//! that the driver and its users report (Mellanox/rshim-user-space and its issues).
 //!
-//! Needs FUSE: root or fusermount3. Where that is missing the tests say so and do nothing; with CI=true they fail.
+//! Needs FUSE: root or fusermount3. Without it the tests print that and are skipped; with CI=true they fail.
 //!
-//! Invariants of every script ([`Ran::check`]): the exit status and the name are those of the failure; the message says
-//! what to do; the settings are those of before; what the card has got is a part of the image, from its beginning.
+//! Invariants of every script ([`Ran::check`]): exit status and name match the failure; the message gives advice; the
+//! card's settings are restored; the card has received a prefix of the image.
 
 mod failures;
 mod images;
@@ -105,8 +105,9 @@ impl Bench {
         if !more.contains(&"--allow-unsigned") {
             args.extend(["--key".into(), key]);
         }
-        // Long enough that a machine that stands still for a while changes nothing; a script that is about time says so.
-        for (option, value) in [("--timeout", "600"), ("--patience-polls", "30000")] {
+        // Long enough that a machine that stands still for a while changes nothing; a script that is about time says
+        // so.
+        for (option, value) in [("--timeout", "600"), ("--gone-polls", "30000")] {
             if !more.contains(&option) {
                 args.extend([option.into(), value.into()]);
             }
@@ -114,7 +115,7 @@ impl Bench {
         args
     }
 
-    /// Flash to a card that does what the script says.
+    /// Flash to a card that follows the script.
     fn flash(&self, script: Script, more: &[&str]) -> Option<Ran> {
         let card = self.card(script)?;
         let args = self.flash_args(more);
@@ -123,7 +124,7 @@ impl Bench {
     }
 }
 
-/// What a flashing has left.
+/// The result of a run of `sumac flash`.
 struct Ran {
     status: i32,
     json: serde_json::Value,
@@ -138,7 +139,7 @@ impl Ran {
         Self { status, json, stderr: String::from_utf8_lossy(&output.stderr).into_owned(), seen: card.seen() }
     }
 
-    /// Check what holds for every end.
+    /// Check the invariants of every script.
     fn check(&self, bench: &Bench, status: i32, name: &str) {
         let context = format!("{}\n{}", self.stderr, self.json);
         assert_eq!(self.status, status, "{context}");

@@ -1,13 +1,15 @@
-//! A simulated card: a folder with `boot` and `misc` (FUSE) that behaves as Mellanox/rshim-user-space's does, and a script.
+//! A simulated card: a FUSE folder with `boot` and `misc` that behaves like Mellanox/rshim-user-space and follows a
+//! script.
 //!
 //! - Opening `boot` resets the card and sets BOOT_MODE to 0; a second opening is refused (`EBUSY`); closing it sets
 //!   BOOT_MODE to 1.
 //! - Writing goes to a FIFO that drains as the script says: slowly, in part, with an error, or never.
-//! - Reading `misc` gives all of the text to the first read after an opening, and nothing to the next. At display level 2
+//! - Reading `misc` gives all of the text to the first read after an opening, and nothing to the next. At display level
+//! 2
 //!   the boot log is in it; it has 128 words and overwrites its oldest entries.
 //! - Writing `misc` takes one `KEY value` a write, at offset 0; anything else is `EINVAL`.
 //!
-//! The script says what happens when: so many bytes written, so many readings later. No step waits for a clock.
+//! The script triggers events by bytes written and readings, never by time.
 
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,

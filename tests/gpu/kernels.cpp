@@ -1,9 +1,9 @@
-// Runs the GPU's kernels on the host, job after job from standard input: the test `kernels_have_the_bits_of_the_cpu` of
-// `sumac` sends them and compares the results with the CPU's kernels.
+// Runs the GPU's kernels on the host, job after job from standard input: the test `kernels_match_the_cpu_bit_for_bit`
+// of `sumac` sends them and compares the results with the CPU's kernels.
 //
 // A job: what (0 land, 1 scale), type, operator, threads; three buffers (src, own, dst) as (length, how far off a
-// multiple of 16 it begins, which earlier buffer it is, or 3); the structure with null pointers; the buffers' bytes. The
-// answer is dst, with 16 bytes before and behind it.
+// multiple of 16 it begins, which earlier buffer it is, or 3); the structure with null pointers; the buffers' bytes.
+// The answer is dst, with 16 bytes before and behind it.
 
 #define SUMAC_HOST
 #include "../../host/src/gpu/cuda/kernels.cu"

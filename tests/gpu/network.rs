@@ -1,34 +1,33 @@
-//! A GPU's buffer through a tree of devices, staged through chunks, also where a device dies under it; and GPUs of
-//! several processes that find each other over a communicator. The GPU is the double; controller, boards and
-//! communicators are those that ship.
+//! GPU buffers reduced in a tree, staged through chunks, also with the loss of a device; and GPUs of several processes
+//! that join over a communicator. The GPU is a fake; controller, boards and communicators are the production code.
 
 #[path = "../common/mod.rs"]
 mod common;
 
-use common::{Cluster, by_packets, plain};
+use common::{Cluster, over_udp, plain};
 use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 use sumac::controller::ControllerConfig;
-use sumac::gpu::peers::{PeerGroup, PeerOptions, PeerOutcome, Way, WhyStaged};
-use sumac::gpu::{Double, DoubleMemory, Gpu, StagedError, Staging, all_reduce_staged};
+use sumac::gpu::peers::{PeerGroup, PeerOptions, PeerOutcome, PeerTransport, WhyStaged};
+use sumac::gpu::{FakeGpu, FakeMemory, Gpu, StagedError, Staging, all_reduce_staged};
 use sumac::{Algo, Communicator, Dtype, Error, Outcome, Path, ReduceOp};
-use sumac_firmware::emulated::BusConfig;
+use sumac_firmware::emulated::ZeroCopyConfig;
 
 const RANKS: u32 = 4;
 const COUNT: usize = 300_000;
-/// Not a divisor of the buffer: the last chunk is shorter.
+/// Does not divide the buffer, so the last chunk is shorter.
 const CHUNK_BYTES: usize = 64 << 10;
 
 fn value(rank: u32, i: usize) -> u32 {
     (i as u32 + 1).wrapping_mul(0x9e37_79b9) ^ rank.wrapping_mul(0x85eb_ca6b)
 }
 
-fn upload(gpu: &Double, rank: u32) -> DoubleMemory {
+fn upload(gpu: &FakeGpu, rank: u32) -> FakeMemory {
     let bytes: Vec<u8> = (0..COUNT).flat_map(|i| value(rank, i).to_le_bytes()).collect();
     gpu.upload_now(&bytes).expect("room")
 }
 
-fn all_reduce(gpu: &Double, comm: &Communicator) -> Result<Vec<Outcome>, StagedError> {
+fn all_reduce(gpu: &FakeGpu, comm: &Communicator) -> Result<Vec<Outcome>, StagedError> {
     let memory = upload(gpu, comm.rank());
     let mut staging = Staging::new(gpu, CHUNK_BYTES)?;
     let (ready, deadline) = (gpu.event()?, Instant::now() + Duration::from_secs(60));
@@ -41,11 +40,11 @@ fn all_reduce(gpu: &Double, comm: &Communicator) -> Result<Vec<Outcome>, StagedE
 }
 
 #[test]
-fn a_gpu_buffer_goes_through_the_tree() {
-    for configure in [by_packets, plain] {
-        let cluster = Cluster::start_on(2, 2, BusConfig::default(), ControllerConfig::new());
+fn gpu_buffer_is_reduced_in_the_tree() {
+    for configure in [over_udp, plain] {
+        let cluster = Cluster::start_zero_copy(2, 2, ZeroCopyConfig::default(), ControllerConfig::new());
         let paths = cluster.run("staged", RANKS, configure, |comm| {
-            let gpu = Double::new(u64::from(comm.rank()) + 3, 1 << 24);
+            let gpu = FakeGpu::new(u64::from(comm.rank()) + 3, 1 << 24);
             let outcomes = all_reduce(&gpu, &comm).expect("reduced");
             comm.leave();
             outcomes.into_iter().map(|outcome| outcome.path).collect::<Vec<_>>()
@@ -56,12 +55,12 @@ fn a_gpu_buffer_goes_through_the_tree() {
 }
 
 #[test]
-fn a_device_that_dies_under_a_gpu_buffer_is_got_over() {
-    let mut cluster = Cluster::start_on(2, 2, BusConfig::default(), ControllerConfig::new());
+fn gpu_buffer_survives_device_loss() {
+    let mut cluster = Cluster::start_zero_copy(2, 2, ZeroCopyConfig::default(), ControllerConfig::new());
     let boards = Mutex::new(std::mem::take(&mut cluster.boards));
     let gate = Barrier::new(RANKS as usize);
     let seen = cluster.run("dies", RANKS, plain, |comm| {
-        let gpu = Double::new(u64::from(comm.rank()) + 9, 1 << 24);
+        let gpu = FakeGpu::new(u64::from(comm.rank()) + 9, 1 << 24);
         all_reduce(&gpu, &comm).expect("while all is well");
         gate.wait();
         let outcomes = std::thread::scope(|scope| {
@@ -77,18 +76,18 @@ fn a_device_that_dies_under_a_gpu_buffer_is_got_over() {
 }
 
 #[test]
-fn an_error_of_the_network_comes_out_as_it_is() {
+fn network_error_is_returned_unchanged() {
     let cluster = Cluster::start(1, 1);
     let errors = cluster.run("alone", 1, plain, |comm| {
-        let gpu = Double::new(1, 1 << 24);
+        let gpu = FakeGpu::new(1, 1 << 24);
         comm.canceller().cancel();
         all_reduce(&gpu, &comm)
     });
     assert!(matches!(errors[0], Err(StagedError::Network(Error::Cancelled))), "{errors:?}");
 }
 
-/// All-reduce among GPUs whose ranks have a communicator, and check the sum.
-fn among_peers(peers: &mut PeerGroup<Double, Communicator>, rank: u32, algo: Algo) -> PeerOutcome {
+/// All-reduce among the GPUs of a communicator's ranks, and check the sum.
+fn among_peers(peers: &mut PeerGroup<FakeGpu, Communicator>, rank: u32, algo: Algo) -> PeerOutcome {
     let memory = upload(peers.gpu(), rank);
     let deadline = Instant::now() + Duration::from_secs(60);
     let shared = peers.share(&memory, deadline).expect("shown");
@@ -100,9 +99,9 @@ fn among_peers(peers: &mut PeerGroup<Double, Communicator>, rank: u32, algo: Alg
 }
 
 #[test]
-fn gpus_of_several_processes_find_each_other_over_a_communicator() {
-    let cluster = Cluster::start_on(1, 4, BusConfig::default(), ControllerConfig::new());
-    let machine = Double::new(21, 1 << 28);
+fn gpu_peers_of_several_processes_join_over_a_communicator() {
+    let cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), ControllerConfig::new());
+    let machine = FakeGpu::new(21, 1 << 28);
     cluster.run("peers", RANKS, plain, |comm| {
         let (rank, deadline) = (comm.rank(), Instant::now() + Duration::from_secs(60));
         let gpu = machine.process(rank as u8 % 2);
@@ -110,19 +109,19 @@ fn gpus_of_several_processes_find_each_other_over_a_communicator() {
         let mut peers = PeerGroup::join(gpu, comm, options, deadline).expect("joined");
         assert_eq!(peers.why_staged(), None);
         let forced = among_peers(&mut peers, rank, Algo::Ring);
-        assert_eq!(forced.way, Way::Direct(Path::Ring));
+        assert_eq!(forced.transport, PeerTransport::Direct(Path::Ring));
         let open = among_peers(&mut peers, rank, Algo::Auto);
-        assert!(matches!(open.way, Way::Direct(_)), "the communicator's tree costs more: {open:?}");
+        assert!(matches!(open.transport, PeerTransport::Direct(_)), "the communicator's tree costs more: {open:?}");
     });
 }
 
-/// Staged through the tree by choice; when its device dies and the ranks are left with schedules of the hosts, what is
-/// left of the buffer goes from GPU to GPU.
+/// The buffer is staged through the tree. When the device is lost and only host collectives remain, the rest of the
+/// buffer moves from GPU to GPU.
 #[test]
-fn what_a_dead_device_leaves_over_goes_from_gpu_to_gpu() {
-    let mut cluster = Cluster::start_on(1, 4, BusConfig::default(), ControllerConfig::new());
+fn gpu_peers_complete_the_operations_of_a_lost_device() {
+    let mut cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), ControllerConfig::new());
     let boards = Mutex::new(std::mem::take(&mut cluster.boards));
-    let (machine, gate) = (Double::new(22, 1 << 28), Barrier::new(RANKS as usize));
+    let (machine, gate) = (FakeGpu::new(22, 1 << 28), Barrier::new(RANKS as usize));
     let seen = cluster.run("left", RANKS, plain, |comm| {
         let (rank, deadline) = (comm.rank(), Instant::now() + Duration::from_secs(60));
         let gpu = machine.process(rank as u8);
@@ -130,7 +129,7 @@ fn what_a_dead_device_leaves_over_goes_from_gpu_to_gpu() {
             PeerOptions { nccl: false, network_first: true, chunk_bytes: CHUNK_BYTES, ..PeerOptions::default() };
         let mut peers = PeerGroup::join(gpu, comm, options, deadline).expect("joined");
         let whole = among_peers(&mut peers, rank, Algo::Auto);
-        assert_eq!((whole.way, whole.direct_bytes), (Way::Staged(WhyStaged::Asked), 0));
+        assert_eq!((whole.transport, whole.direct_bytes), (PeerTransport::Staged(WhyStaged::Asked), 0));
         assert!(whole.chunks.iter().all(|path| *path == Path::Tree), "{:?}", whole.chunks);
         gate.wait();
         let left = std::thread::scope(|scope| {
@@ -140,7 +139,7 @@ fn what_a_dead_device_leaves_over_goes_from_gpu_to_gpu() {
             among_peers(&mut peers, rank, Algo::Auto)
         });
         gate.wait();
-        // However fast it was done, the next one finds no tree.
+        // Even if this operation completed in the tree, the next one has none.
         let next = among_peers(&mut peers, rank, Algo::Auto);
         (left, next)
     });

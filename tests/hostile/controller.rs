@@ -1,23 +1,23 @@
 //! Attacks on the controller's port.
 
-use crate::place::{LONG, Place, Tools, Way, wait_until};
-use crate::strangers::{Random, blurt, client_greeting, dial, dial_within, drip, frame_of, idle};
+use crate::testbed::{JobConfig, LONG, TestBed, Tools, wait_until};
+use crate::traffic::{Random, client_greeting, dial, dial_within, drip, frame_of, idle, send_once};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Resource, Rlimit, prlimit};
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Resumption, Terms};
-use sumac::{Attach, Order};
+use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, ResumeRequest, Terms};
+use sumac::{Order, Transport};
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
-const BY_PACKETS: Way = Way { attach: Attach::Udp, schedules: true };
-const BY_REFERENCE: Way = Way { attach: Attach::Shm, schedules: true };
+const OVER_UDP: JobConfig = JobConfig { transport: Transport::Udp, schedules: true };
+const OVER_SHM: JobConfig = JobConfig { transport: Transport::Shm, schedules: true };
 
-/// What a rank asks to join a job.
+/// Return a rank's request to join a job.
 pub(crate) fn request(job: &str, (rank, world): (u32, u32), tenant: &str) -> JoinRequest {
     JoinRequest {
         job: job.into(),
@@ -26,16 +26,16 @@ pub(crate) fn request(job: &str, (rank, world): (u32, u32), tenant: &str) -> Joi
         host: None,
         order: Order::Arrival,
         mesh_addr: ([127, 0, 0, 1], 9).into(),
-        repair_addr: ([127, 0, 0, 1], 9).into(),
+        recovery_addr: ([127, 0, 0, 1], 9).into(),
         max_packet_len_bytes: 65_000,
-        attach: Attach::Udp,
+        transport: Transport::Udp,
         machine: None,
         device_users: DeviceUsers::own(),
         terms: Terms { tenant: tenant.into(), ..Terms::default() },
     }
 }
 
-/// A client that says what it likes.
+/// A raw client.
 pub(crate) struct Client {
     pub(crate) stream: TcpStream,
     reader: FrameReader<TcpStream>,
@@ -44,38 +44,38 @@ pub(crate) struct Client {
 impl Client {
     pub(crate) fn open(addr: SocketAddr) -> Self {
         let mut stream = dial_within(addr, LONG).expect("the controller listens");
-        stream.write_all(&client_greeting()).expect("it takes a greeting");
+        stream.write_all(&client_greeting()).expect("the handshake is sent");
         let reader = FrameReader::new(stream.try_clone().expect("a descriptor"));
         Self { stream, reader }
     }
 
-    /// Ask; false if the connection has ended.
+    /// Send a request; false if the connection has ended.
     pub(crate) fn ask(&mut self, request: &ClientRequest) -> bool {
         send(&mut self.stream, request).is_ok()
     }
 
-    /// Wait for the next answer, or the end of the connection.
+    /// Wait for the next reply or the end of the connection.
     pub(crate) fn answer(&mut self) -> Result<ClientReply, StreamError> {
         self.reader.recv()
     }
 }
 
-/// Greetings of a byte every two seconds hold nothing for long.
+/// Handshakes of one byte every two seconds are disconnected.
 pub(crate) fn drip_greetings(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let before = place.count();
-    let mut streams = idle(place.addr, 20);
-    // Longer than any greeting.
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let before = testbed.count();
+    let mut streams = idle(testbed.addr, 20);
+    // Longer than any handshake.
     let greeting = frame_of(&[0; 200]);
     let left = drip(&mut streams, &greeting, Duration::from_secs(2), Duration::from_secs(22));
-    assert_eq!(left, 0, "connections that are not hung up on after 22 s of greeting");
-    place.check_unhurt(&before);
+    assert_eq!(left, 0, "connections still open after 22 s of a slow handshake");
+    testbed.check_unaffected(&before);
 }
 
-/// Noise, frames of noise, and frames of messages that are not quite right.
+/// Random bytes, frames of random bytes, and frames of mutated messages.
 pub(crate) fn garbage(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_REFERENCE);
-    let (before, mut random) = (place.count(), Random(1));
+    let mut testbed = TestBed::start(tools).with_job(OVER_SHM);
+    let (before, mut random) = (testbed.count(), Random(1));
     let mut good = Vec::new();
     let messages = [
         ClientRequest::Join(request("garbage", (0, 2), "default")),
@@ -106,33 +106,33 @@ pub(crate) fn garbage(tools: &Tools) {
             3 => bytes.extend(&frame_of(body)[..12 + nth % body.len()]),
             _ => bytes.extend(frame_of(&mutated)),
         }
-        blurt(place.addr, &bytes);
+        send_once(testbed.addr, &bytes);
     }
     // Longer than any message.
     let mut long = client_greeting();
     long[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
-    blurt(place.addr, &long);
-    wait_until("jobs of garbage stay", || place.report().jobs.iter().all(|job| job.name == "work"));
-    place.check_unhurt(&before);
+    send_once(testbed.addr, &long);
+    wait_until("jobs of garbage are removed", || testbed.report().jobs.iter().all(|job| job.name == "work"));
+    testbed.check_unaffected(&before);
 }
 
 pub(crate) fn idle_connections(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_REFERENCE);
-    let before = place.count();
-    let mut open = idle(place.addr, 500);
+    let mut testbed = TestBed::start(tools).with_job(OVER_SHM);
+    let before = testbed.count();
+    let mut open = idle(testbed.addr, 500);
     open.extend((0..500).filter_map(|_| {
-        let mut stream = dial(place.addr)?;
+        let mut stream = dial(testbed.addr)?;
         // It may have no room.
         let _ = stream.write_all(&client_greeting());
         Some(stream)
     }));
-    place.report();
-    place.check_that_others_join("beside", BY_PACKETS);
+    testbed.report();
+    testbed.check_that_others_join("beside", OVER_UDP);
     drop(open);
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 }
 
-/// A connection whose answers find little room.
+/// Connect with a small receive buffer.
 fn deaf(addr: SocketAddr) -> TcpStream {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("a socket");
     set_socket_recv_buffer_size(&socket, 2_048).expect("a smaller buffer");
@@ -142,10 +142,10 @@ fn deaf(addr: SocketAddr) -> TcpStream {
     stream
 }
 
-/// What it asks for is answered, until nothing more goes into the connection; all others are served meanwhile.
+/// The controller replies until the connection is full, and serves all other clients meanwhile.
 pub(crate) fn client_that_never_reads(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let before = place.count();
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let before = testbed.count();
     let mut asked = Vec::new();
     // Refused with the beginning of the name.
     let wrong = request("deaf", (0, 1), &"\u{10ffff}".repeat(64));
@@ -153,56 +153,56 @@ pub(crate) fn client_that_never_reads(tools: &Tools) {
     let many = asked.repeat(100);
     let deaf: Vec<TcpStream> = (0..3)
         .map(|_| {
-            let mut stream = deaf(place.addr);
-            stream.write_all(&client_greeting()).expect("it takes a greeting");
+            let mut stream = deaf(testbed.addr);
+            stream.write_all(&client_greeting()).expect("the handshake is sent");
             // Until it is hung up on, or nothing more is taken.
             let _ = (0..400).try_for_each(|_| stream.write_all(&many));
             stream
         })
         .collect();
-    place.report();
-    place.check_that_others_join("beside", BY_REFERENCE);
+    testbed.report();
+    testbed.check_that_others_join("beside", OVER_SHM);
     // Longer than a lease: groups are renewed.
     let until = Instant::now() + Duration::from_secs(4);
     while Instant::now() < until {
-        place.wait_for_rounds(5);
+        testbed.wait_for_rounds(5);
     }
-    place.report();
+    testbed.report();
     drop(deaf);
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 
-    // Nor is its end held up.
-    let mut place = Place::start(tools);
-    let mut stream = self::deaf(place.addr);
-    stream.write_all(&client_greeting()).expect("it takes a greeting");
+    // Nor does it delay the controller's exit.
+    let mut testbed = TestBed::start(tools);
+    let mut stream = self::deaf(testbed.addr);
+    stream.write_all(&client_greeting()).expect("the handshake is sent");
     let _ = (0..400).try_for_each(|_| stream.write_all(&many));
-    place.controller.interrupt();
-    assert_eq!(place.controller.status_within(LONG), Some(0), "the controller does not end");
+    testbed.controller.interrupt();
+    assert_eq!(testbed.controller.status_within(LONG), Some(0), "the controller does not exit");
 }
 
 /// Jobs of one rank, each of another tenant.
 pub(crate) fn joins_without_end(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let (before, held) = (place.count(), place.groups());
-    let mut client = Client::open(place.addr);
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let (before, held) = (testbed.count(), testbed.groups());
+    let mut client = Client::open(testbed.addr);
     for nth in 0..300 {
         let join = ClientRequest::Join(request(&format!("endless-{nth}"), (0, 1), &format!("tenant-{nth}")));
         if !client.ask(&join) || client.answer().is_err() {
             break;
         }
     }
-    let groups = place.groups();
+    let groups = testbed.groups();
     assert!(groups <= held + 1, "one connection holds {} groups", groups - held);
-    place.check_that_others_join("beside", BY_PACKETS);
+    testbed.check_that_others_join("beside", OVER_UDP);
     drop(client);
-    wait_until("groups of a connection that has ended", || place.groups() <= held);
-    assert!(place.report().jobs.iter().all(|job| job.name == "work"), "jobs of a connection that has ended");
-    place.check_unhurt(&before);
+    wait_until("groups of a connection that has ended", || testbed.groups() <= held);
+    assert!(testbed.report().jobs.iter().all(|job| job.name == "work"), "jobs of a connection that has ended");
+    testbed.check_unaffected(&before);
 }
 
 pub(crate) fn long_and_wild_names(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let before = place.count();
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let before = testbed.count();
     let names = [
         "n".repeat(60_000),
         "n".repeat(1_000),
@@ -214,26 +214,26 @@ pub(crate) fn long_and_wild_names(tools: &Tools) {
     let mut open = Vec::new();
     for name in &names {
         for world in [1, 2] {
-            let mut client = Client::open(place.addr);
+            let mut client = Client::open(testbed.addr);
             let mut wild = request(name, (0, world), "default");
             wild.host = (world == 2).then(|| name.clone());
             client.ask(&ClientRequest::Join(wild));
             open.push(client);
-            let mut client = Client::open(place.addr);
+            let mut client = Client::open(testbed.addr);
             let devices = vec![name.clone(); 1];
             client.ask(&ClientRequest::JoinOn { request: request("pinned", (0, world), "default"), devices });
             open.push(client);
         }
     }
-    let report = place.report();
+    let report = testbed.report();
     let is_plain = |name: &str| name.len() <= 64 && !name.chars().any(|c| c.is_control() || c == '\u{202e}');
     let wild = report.jobs.iter().find(|job| !is_plain(&job.name));
     assert!(wild.is_none(), "a job of {} bytes: {:.40?}", wild.unwrap().name.len(), wild.unwrap().name);
     drop(open);
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 }
 
-/// Tell whether a request is refused, or its connection hung up on, at once.
+/// Return whether a request is refused, or its connection closed, at once.
 fn is_refused(addr: SocketAddr, request: &ClientRequest) -> bool {
     let mut client = Client::open(addr);
     client.stream.set_read_timeout(Some(Duration::from_secs(3))).expect("a socket");
@@ -242,13 +242,13 @@ fn is_refused(addr: SocketAddr, request: &ClientRequest) -> bool {
 }
 
 pub(crate) fn impossible_world(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let before = place.count();
-    let resumption = |world, view, order| Resumption {
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let before = testbed.count();
+    let resumption = |world, view, order| ResumeRequest {
         request: JoinRequest { order, ..request("resumed", (0, world), "default") },
         devices: Vec::new(),
         view,
-        shrunk: 0,
+        shrink_count: 0,
         mesh_token: 7,
         expression: Vec::new(),
     };
@@ -256,19 +256,19 @@ pub(crate) fn impossible_world(tools: &Tools) {
         for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
             for view in [0, u32::MAX] {
                 let resume = ClientRequest::Resume(Box::new(resumption(world, view, order)));
-                assert!(is_refused(place.addr, &resume), "{world} ranks may come back, in order {order:?}");
+                assert!(is_refused(testbed.addr, &resume), "{world} ranks may come back, in order {order:?}");
             }
             let request = JoinRequest { order, ..request("joined", (0, world), "default") };
-            assert!(is_refused(place.addr, &ClientRequest::Join(request)), "{world} ranks may join");
+            assert!(is_refused(testbed.addr, &ClientRequest::Join(request)), "{world} ranks may join");
         }
     }
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 }
 
 pub(crate) fn crowd_on_one_device(tools: &Tools) {
     const CROWD: u32 = 300;
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let (before, held, addr) = (place.count(), place.groups(), place.addr);
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let (before, held, addr) = (testbed.count(), testbed.groups(), testbed.addr);
     let mut crowd: Vec<Client> = (0..CROWD).map(|_| Client::open(addr)).collect();
     for (client, rank) in crowd.iter_mut().zip(0..) {
         let request = request("crowd", (rank, CROWD), "default");
@@ -280,22 +280,22 @@ pub(crate) fn crowd_on_one_device(tools: &Tools) {
         assert!(is_answer, "rank {rank} of {CROWD} is answered with {:?}", answer.map(|_| "something else"));
     }
     drop(crowd);
-    wait_until("the crowd's group stays", || place.groups() <= held);
-    place.check_unhurt(&before);
+    wait_until("the crowd's group is removed", || testbed.groups() <= held);
+    testbed.check_unaffected(&before);
 }
 
-/// With no descriptor left to accept with, or to serve who was accepted, it neither spins nor is lost.
+/// Without descriptors to accept or serve connections, the controller neither spins nor ends.
 pub(crate) fn no_descriptors(tools: &Tools) {
     // A connection may take two: one of these leaves one.
     for limit in [60, 61] {
-        let mut place = Place::start(tools);
+        let mut testbed = TestBed::start(tools);
         let few = Rlimit { current: Some(limit), maximum: tools.files.maximum };
-        prlimit(Some(place.controller.pid()), Resource::Nofile, few).expect("its limit");
-        let open = idle(place.addr, 200);
-        let share = place.controller.busiest(Duration::from_secs(1));
+        prlimit(Some(testbed.controller.pid()), Resource::Nofile, few).expect("its limit");
+        let open = idle(testbed.addr, 200);
+        let share = testbed.controller.busiest(Duration::from_secs(1));
         assert!(share < 0.5, "of {limit} files, it keeps a processor busy to {:.0} %", 100.0 * share);
         drop(open);
-        place.check_that_others_join("afterwards", BY_PACKETS);
-        place.check_alive();
+        testbed.check_that_others_join("afterwards", OVER_UDP);
+        testbed.check_alive();
     }
 }

@@ -1,31 +1,31 @@
-//! Attacks on the data ports, of devices and of ranks: forged packets, and those of others.
+//! Attacks on the data ports of devices and ranks: forged and replayed packets.
 
 use crate::controller::{Client, request};
-use crate::place::{LONG, Place, Tools, Way, wait_until};
-use crate::strangers::{Flood, Random};
+use crate::testbed::{JobConfig, LONG, TestBed, Tools, wait_until};
+use crate::traffic::{Flood, Random};
 use rustix::net::{AddressFamily, Protocol, SocketFlags, SocketType, recv, socket_with};
 use rustix::net::{RecvFlags, sockopt};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 use std::num::NonZeroU32;
 use std::time::Duration;
 use sumac::controller::proto::{ClientReply, ClientRequest, TreeMembership};
-use sumac::{Attach, OpDesc, ReduceOp};
+use sumac::{OpDesc, ReduceOp, Transport};
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::Dtype;
 use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op, payload_crc};
 
-const BY_PACKETS: Way = Way { attach: Attach::Udp, schedules: false };
+const OVER_UDP: JobConfig = JobConfig { transport: Transport::Udp, schedules: false };
 
-/// A job of one rank, whose tree's facts are what any tenant learns.
-pub(crate) fn membership(place: &Place<'_>, name: &str) -> (Client, TreeMembership) {
-    let mut client = Client::open(place.addr);
+/// Join a job of one rank; any tenant can learn this membership.
+pub(crate) fn membership(testbed: &TestBed<'_>, name: &str) -> (Client, TreeMembership) {
+    let mut client = Client::open(testbed.addr);
     client.ask(&ClientRequest::Join(request(name, (0, 1), "default")));
     let Ok(ClientReply::Joined(membership)) = client.answer() else { panic!("a job of one rank may join") };
     (client, membership.tree.expect("a tree"))
 }
 
-/// A packet with right checksums.
+/// Return a packet with valid checksums.
 fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
     let mut bytes = vec![0; repr.packet_len()];
@@ -35,7 +35,7 @@ fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// A packet of any kind, to the job's group or the tenant's own, with a key that is the tenant's or invented.
+/// Return a packet of any kind to the victim's group, with the tenant's own key or a random one.
 pub(crate) fn forge(own: &TreeMembership, victim: GroupId, random: &mut Random) -> Vec<u8> {
     let kinds = [Kind::Data, Kind::Data, Kind::Data, Kind::Empty, Kind::Probe, Kind::Nak, Kind::Result, Kind::Late];
     let kind = kinds[random.below(8) as usize];
@@ -60,17 +60,17 @@ pub(crate) fn forge(own: &TreeMembership, victim: GroupId, random: &mut Random) 
     sealed(repr, &payload)
 }
 
-/// Where a job's packets go: its device's ports, and its ranks'.
-pub(crate) fn data_ports(place: &Place<'_>) -> Vec<SocketAddr> {
-    let ports: Vec<SocketAddr> = place.devices.iter().chain(&place.ranks).flat_map(|of| of.udp_ports()).collect();
+/// Return the data ports of the job's devices and ranks.
+pub(crate) fn data_ports(testbed: &TestBed<'_>) -> Vec<SocketAddr> {
+    let ports: Vec<SocketAddr> = testbed.devices.iter().chain(&testbed.ranks).flat_map(|of| of.udp_ports()).collect();
     ports.into_iter().filter(|port| !port.ip().is_multicast()).collect()
 }
 
-pub(crate) fn victim(place: &Place<'_>) -> GroupId {
-    place.job_status("work").and_then(|job| job.tree?.ok()).expect("the job has a tree").group
+pub(crate) fn victim(testbed: &TestBed<'_>) -> GroupId {
+    testbed.job_status("work").and_then(|job| job.tree?.ok()).expect("the job has a tree").group
 }
 
-/// Send these packets to these ports, in turn, so many times a second.
+/// Send the packets to the ports in turn, `a_second` times a second.
 pub(crate) fn flood(packets: Vec<Vec<u8>>, to: &[SocketAddr], a_second: u32) -> Flood {
     let sockets: Vec<UdpSocket> = to
         .iter()
@@ -83,34 +83,34 @@ pub(crate) fn flood(packets: Vec<Vec<u8>>, to: &[SocketAddr], a_second: u32) -> 
     let mut nth = 0_usize;
     Flood::start(a_second, move || {
         nth += 1;
-        // Dropped where the other side has no room.
+        // Dropped if the receiver has no room.
         let _ = sockets[nth % sockets.len()].send(&packets[nth / sockets.len() % packets.len()]);
     })
 }
 
-/// How many packets the device has dropped, for whatever reason.
-fn dropped(place: &Place<'_>) -> u64 {
-    let counters = place.device_status("one").stats.expect("it answers").counters;
+/// Return the number of packets that the device has dropped.
+fn dropped(testbed: &TestBed<'_>) -> u64 {
+    let counters = testbed.device_status("one").stats.expect("it answers").counters;
     DropReason::ALL.into_iter().map(|reason| counters.dropped(reason)).sum()
 }
 
-/// Packets with everything right but the key, or the address that they come from.
+/// Packets that are valid except for their key or source address.
 pub(crate) fn forged(tools: &Tools) {
-    for attach in [Attach::Udp, Attach::Shm] {
-        let mut place = Place::start(tools).with_job(Way { attach, ..BY_PACKETS });
-        let (_client, own) = membership(&place, "own");
-        let (before, victim, mut random) = (place.count(), victim(&place), Random(5));
+    for transport in [Transport::Udp, Transport::Shm] {
+        let mut testbed = TestBed::start(tools).with_job(JobConfig { transport, ..OVER_UDP });
+        let (_client, own) = membership(&testbed, "own");
+        let (before, victim, mut random) = (testbed.count(), victim(&testbed), Random(5));
         let packets = (0..2_000).map(|_| forge(&own, victim, &mut random)).collect();
-        let (drops, ports) = (dropped(&place), data_ports(&place));
+        let (drops, ports) = (dropped(&testbed), data_ports(&testbed));
         let flood = flood(packets, &ports, 20_000);
-        wait_until("few are dropped", || dropped(&place) > drops + 10_000);
-        place.wait_for_rounds(20);
+        wait_until("10,000 packets are dropped", || dropped(&testbed) > drops + 10_000);
+        testbed.wait_for_rounds(20);
         drop(flood);
-        place.check_unhurt(&before);
+        testbed.check_unaffected(&before);
     }
 }
 
-/// What ranks and devices send, overheard.
+/// Capture packets between ranks and devices.
 fn overhear(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr, Vec<u8>)> {
     // ETH_P_IP, in the network's order.
     let protocol = NonZeroU32::new(u32::from(0x0800_u16.to_be())).map(Protocol::from_raw);
@@ -136,18 +136,18 @@ fn overhear(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr
     heard
 }
 
-/// Who has overheard a packet knows its key, and sends it, or another with that key, from a socket of its own.
+/// An attacker that has captured packets sends them, and others with their keys, from its own socket.
 pub(crate) fn replayed(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let (before, mut random) = (place.count(), Random(6));
-    let device: Vec<u16> = place.devices[0].udp_ports().iter().map(SocketAddr::port).collect();
-    let ports: Vec<u16> = data_ports(&place).iter().map(SocketAddr::port).collect();
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let (before, mut random) = (testbed.count(), Random(6));
+    let device: Vec<u16> = testbed.devices[0].udp_ports().iter().map(SocketAddr::port).collect();
+    let ports: Vec<u16> = data_ports(&testbed).iter().map(SocketAddr::port).collect();
     let heard = overhear(2_000, |to| ports.contains(&to.port()) && !to.ip().is_multicast());
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-    let drops = dropped(&place);
+    let drops = dropped(&testbed);
     let mut sent = 0;
     for (to, bytes) in &heard {
-        // Dropped where the other side has no room.
+        // Dropped if the receiver has no room.
         let _ = socket.send_to(bytes, to);
         let Ok(packet) = Packet::new_checked(&bytes[..]) else { continue };
         let Ok(mut repr) = Repr::parse(&packet) else { continue };
@@ -168,7 +168,7 @@ pub(crate) fn replayed(tools: &Tools) {
         }
     }
     assert!(sent > 500, "of {} packets that were heard only {sent} were for the device", heard.len());
-    let dropped = dropped(&place) - drops;
+    let dropped = dropped(&testbed) - drops;
     assert!(dropped > sent / 4, "of {sent} packets the device has dropped {dropped}");
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 }

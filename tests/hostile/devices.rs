@@ -1,80 +1,79 @@
-//! Devices that are none: mute ones, ones that come and go, ones that call themselves like another.
+//! Fake devices: silent, crash-looping, or with the name of another device.
 
-use crate::place::{LONG, Place, RANKS, Tools, Way};
-use crate::strangers::dial_within;
+use crate::testbed::{JobConfig, LONG, RANKS, TestBed, Tools};
+use crate::traffic::dial_within;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::Attach;
+use sumac::Transport;
 use sumac::controller::proto::DeviceStatus;
-use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Greeting, Name, Request, Response, send};
+use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Hello, Name, Request, Response, send};
 use sumac_hal::ids::BootId;
 
-const BY_PACKETS: Way = Way { attach: Attach::Udp, schedules: true };
+const OVER_UDP: JobConfig = JobConfig { transport: Transport::Udp, schedules: true };
 
-/// What a device of another name would announce.
-fn announce(like: &DeviceStatus, name: &str, life: u64) -> Announce {
+/// Return the announcement of a device like `like` with another name.
+fn announce(like: &DeviceStatus, name: &str, incarnation: u64) -> Announce {
     Announce {
         name: Name::try_from(name).expect("a short name"),
-        boot_id: BootId(life),
+        boot_id: BootId(incarnation),
         capabilities: like.capabilities,
         data_addrs: like.data_addrs.iter().copied().collect(),
-        bus: None,
+        attach: None,
     }
 }
 
-fn register(place: &Place<'_>, announce: Announce) -> Option<TcpStream> {
-    let mut stream = dial_within(place.addr, LONG)?;
-    send(&mut stream, &Greeting::Device(announce)).ok()?;
+fn register(testbed: &TestBed<'_>, announce: Announce) -> Option<TcpStream> {
+    let mut stream = dial_within(testbed.addr, LONG)?;
+    send(&mut stream, &Hello::Device(announce)).ok()?;
     Some(stream)
 }
 
 pub(crate) fn mute(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(BY_PACKETS);
-    let (before, real) = (place.count(), place.device_status("one"));
-    let mute = (0..20).map(|nth| register(&place, announce(&real, &format!("mute{nth}"), nth)));
+    let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
+    let (before, real) = (testbed.count(), testbed.device_status("one"));
+    let mute = (0..20).map(|nth| register(&testbed, announce(&real, &format!("mute{nth}"), nth)));
     let mute: Vec<_> = mute.map(|stream| stream.expect("the controller listens")).collect();
-    // Once it may wait for them.
-    place.report();
+    // The first report may wait for them.
+    testbed.report();
     let begun = Instant::now();
-    (0..3).for_each(|_| drop(place.report()));
+    (0..3).for_each(|_| drop(testbed.report()));
     let took = begun.elapsed();
     assert!(took < Duration::from_secs(5), "three reports took {took:?} beside devices that never answered");
-    place.check_that_others_join("beside", BY_PACKETS);
+    testbed.check_that_others_join("beside", OVER_UDP);
     drop(mute);
-    place.check_unhurt(&before);
+    testbed.check_unaffected(&before);
 }
 
-/// A device that is gone as soon as it is given a group is not given the next at once: a job without any other goes on by
-/// schedules.
+/// A device that crashes on each new group is not offered again at once; the job continues with host collectives.
 pub(crate) fn crash_loop(tools: &Tools) {
-    let mut place = Place::start(tools);
-    let real = place.device_status("one");
-    drop(place.devices.remove(0));
-    let mut place = place.with_job(BY_PACKETS);
-    let (given, before) = (Arc::new(AtomicU64::new(0)), place.count());
+    let mut testbed = TestBed::start(tools);
+    let real = testbed.device_status("one");
+    drop(testbed.devices.remove(0));
+    let mut testbed = testbed.with_job(OVER_UDP);
+    let (given, before) = (Arc::new(AtomicU64::new(0)), testbed.count());
     let until = Instant::now() + Duration::from_secs(6);
-    let mut lives = 0;
+    let mut incarnations = 0;
     while Instant::now() < until {
-        lives += 1;
-        // It may be kept away for a while.
-        let Some(stream) = register(&place, announce(&real, "loop", lives)) else { continue };
+        incarnations += 1;
+        // The controller may refuse it for a while.
+        let Some(stream) = register(&testbed, announce(&real, "loop", incarnations)) else { continue };
         let given = Arc::clone(&given);
-        let life = thread::spawn(move || live(stream, &given));
-        life.join().expect("no panic");
+        let incarnation = thread::spawn(move || live(stream, &given));
+        incarnation.join().expect("no panic");
     }
-    let (given, lives) = (given.load(Ordering::SeqCst), lives);
-    assert!(given <= 8, "in 6 s and {lives} lives it was given {given} groups, and took none");
-    let after = place.wait_for_rounds(10);
-    assert_eq!((after.in_tree, place.count().repaired), (0, before.repaired));
-    place.check_alive();
-    assert_eq!(place.job_status("work").map(|job| job.joined), Some(RANKS));
-    place.finish();
+    let (given, incarnations) = (given.load(Ordering::SeqCst), incarnations);
+    assert!(given <= 8, "in 6 s and {incarnations} incarnations it was given {given} groups, and took none");
+    let after = testbed.wait_for_rounds(10);
+    assert_eq!((after.in_tree, testbed.count().repaired), (0, before.repaired));
+    testbed.check_alive();
+    assert_eq!(testbed.job_status("work").map(|job| job.joined), Some(RANKS));
+    testbed.finish();
 }
 
-/// Do what is asked, up to the first group; or nothing is asked for a while.
+/// Serve requests until the first group, or until there is none for a while.
 fn live(stream: TcpStream, given: &AtomicU64) {
     stream.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
     let mut to = stream.try_clone().expect("a descriptor");
@@ -90,16 +89,16 @@ fn live(stream: TcpStream, given: &AtomicU64) {
     }
 }
 
-/// Whoever comes with a name that a live device has is sent away, however often.
+/// A device with the name of a live device is always refused.
 pub(crate) fn taken_name(tools: &Tools) {
-    let mut place = Place::start(tools).with_job(Way { attach: Attach::Shm, schedules: true });
-    let (before, real) = (place.count(), place.device_status("one"));
-    for life in 0..300 {
-        let stream = register(&place, announce(&real, "one", life)).expect("the controller listens");
+    let mut testbed = TestBed::start(tools).with_job(JobConfig { transport: Transport::Shm, schedules: true });
+    let (before, real) = (testbed.count(), testbed.device_status("one"));
+    for incarnation in 0..300 {
+        let stream = register(&testbed, announce(&real, "one", incarnation)).expect("the controller listens");
         stream.set_read_timeout(Some(LONG)).expect("a socket");
         let answer = FrameReader::new(stream).recv::<Envelope<Request>>();
-        assert!(answer.is_err(), "it is welcomed: {answer:?}");
+        assert!(answer.is_err(), "the impostor got a request: {answer:?}");
     }
-    assert_eq!(place.device_status("one").data_addrs, real.data_addrs);
-    place.check_unhurt(&before);
+    assert_eq!(testbed.device_status("one").data_addrs, real.data_addrs);
+    testbed.check_unaffected(&before);
 }

@@ -1,24 +1,23 @@
-//! Strangers, tenants and other users at every port of live processes, beside a job of real processes that has to stay
-//! right and go on (`tests/run hostile`).
+//! Attacks by unknown peers, tenants and other users on every port of live processes. A job of real processes must keep
+//! running with exact results meanwhile (`tests/run hostile`).
 //!
 //!     hostile [NAME...]    run all cases, or those whose names contain one of these
-//!     hostile --list       name them
+//!     hostile --list       list the cases
 //!
-//! The command `sumac` is the one that was built beside this program, or SUMAC. Exit status: 0 if nothing failed, 77 if a
-//! case could not be run here, 101 if one failed, 2 for wrong usage.
+//! Uses the `sumac` command built beside this program, or that in SUMAC. Exit status: 0 if nothing failed, 77 if a case
+//! was skipped, 101 if one failed, 2 for wrong usage.
 
-mod bus;
 mod controller;
 mod data;
 mod devices;
-mod pace;
-mod place;
 mod rank;
 mod ranks;
-mod strangers;
+mod shm;
+mod testbed;
+mod throughput;
+mod traffic;
 mod users;
 
-use place::Tools;
 use rustix::process::{Resource, Rlimit, geteuid, getrlimit, setrlimit};
 use std::collections::VecDeque;
 use std::os::unix::fs::PermissionsExt;
@@ -28,19 +27,20 @@ use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 use std::time::Instant;
 use std::{env, fs, thread};
+use testbed::Tools;
 
-/// What a case needs, and how it may be run.
+/// What a case needs to run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// Nothing: beside others.
+    /// Nothing: it runs beside others.
     Nothing,
-    /// All processors: it measures.
+    /// All processors, because it measures throughput.
     Alone,
-    /// The superuser: it acts as another user, or looks at what goes over the wire.
+    /// Root: it acts as another user, or captures packets.
     Root,
 }
 
-/// An attack, and what must hold: it panics where that does not.
+/// An attack; it panics if an expectation is not met.
 struct Case {
     name: &'static str,
     needs: Needs,
@@ -59,41 +59,41 @@ const fn alone(name: &'static str, run: fn(&Tools)) -> Case {
     Case { name, needs: Needs::Alone, run }
 }
 
-/// Those that take longest first.
+/// The cases, longest first.
 const CASES: &[Case] = &[
-    alone("storm_leaves_half_the_pace_by_packets", pace::by_packets),
-    alone("storm_leaves_half_the_pace_by_reference", pace::by_reference),
-    case("greeting_byte_by_byte_at_the_controller_is_hung_up_on", controller::drip_greetings),
-    case("hello_byte_by_byte_at_rank_ports_leaves_room_for_repair", ranks::drip_hellos),
+    alone("flood_leaves_half_the_throughput_over_udp", throughput::over_udp),
+    alone("flood_leaves_half_the_throughput_over_shm", throughput::over_shm),
+    case("slow_handshake_at_the_controller_is_disconnected", controller::drip_greetings),
+    case("slow_handshakes_at_rank_ports_do_not_block_recovery", ranks::drip_hellos),
     case("garbage_at_the_controller_is_refused", controller::garbage),
-    case("idle_connections_leave_the_controller_free", controller::idle_connections),
-    case("client_that_never_reads_stops_nobody", controller::client_that_never_reads),
-    case("joins_on_one_connection_hold_one_place", controller::joins_without_end),
-    case("long_and_wild_names_are_refused", controller::long_and_wild_names),
+    case("idle_connections_do_not_block_the_controller", controller::idle_connections),
+    case("client_that_never_reads_blocks_no_other", controller::client_that_never_reads),
+    case("joins_on_one_connection_hold_one_group", controller::joins_without_end),
+    case("invalid_names_are_refused", controller::long_and_wild_names),
     case("resumed_job_of_impossible_size_is_refused", controller::impossible_world),
-    case("job_of_300_ranks_pinned_to_one_device_is_answered", controller::crowd_on_one_device),
-    case("controller_without_descriptors_rests", controller::no_descriptors),
-    case("mute_devices_do_not_delay_status", devices::mute),
-    case("device_that_loops_is_not_offered_again_and_again", devices::crash_loop),
+    case("job_of_300_ranks_pinned_to_one_device_gets_replies", controller::crowd_on_one_device),
+    case("controller_without_descriptors_does_not_spin", controller::no_descriptors),
+    case("silent_devices_do_not_delay_status", devices::mute),
+    case("crash_looping_device_is_offered_rarely", devices::crash_loop),
     case("taken_device_name_is_refused", devices::taken_name),
-    case("idle_connections_at_rank_ports_leave_room_for_repair", ranks::idle_connections),
-    case("connect_flood_at_rank_ports_leaves_room_for_repair", ranks::connect_flood),
+    case("idle_connections_at_rank_ports_do_not_block_recovery", ranks::idle_connections),
+    case("connect_flood_at_rank_ports_does_not_block_recovery", ranks::connect_flood),
     case("garbage_at_rank_ports_is_dropped", ranks::garbage),
-    case("rank_without_descriptors_rests", ranks::no_descriptors),
-    case("garbage_at_the_bus_socket_is_dropped", bus::garbage),
-    case("idle_connections_at_the_bus_socket_leave_room", bus::idle_connections),
+    case("rank_without_descriptors_does_not_spin", ranks::no_descriptors),
+    case("garbage_at_the_shm_socket_is_dropped", shm::garbage),
+    case("idle_connections_at_the_shm_socket_do_not_block_attach", shm::idle_connections),
     case("forged_packets_at_data_ports_are_dropped", data::forged),
     root("replayed_packets_from_elsewhere_are_dropped", data::replayed),
-    root("other_user_finds_no_results_in_redo_memory", users::redo_memory),
-    root("other_user_opens_no_memory", users::files),
-    root("other_user_without_a_key_gets_no_function", users::stolen_seat),
+    root("redo_memory_shows_no_results_to_another_user", users::redo_memory),
+    root("memory_cannot_be_opened_by_another_user", users::files),
+    root("attach_without_a_key_is_refused_to_another_user", users::stolen_seat),
     root("root_shares_no_memory_with_another_users_device", users::foreign_device),
 ];
 
-/// Cases that run at a time.
+/// The number of cases that run at a time.
 const BESIDE: usize = 3;
 
-/// The exit status where something could not be run.
+/// The exit status if a case was skipped.
 const SKIPPED: u8 = 77;
 
 fn main() -> ExitCode {
@@ -117,18 +117,18 @@ fn main() -> ExitCode {
         CASES.iter().for_each(|case| println!("{}", case.name));
         return ExitCode::SUCCESS;
     }
-    // Cargo's own options mean nothing here.
+    // Ignore Cargo's own options.
     let names: Vec<&String> = args.iter().filter(|arg| !arg.starts_with('-')).collect();
     let chosen = |case: &&Case| names.is_empty() || names.iter().any(|name| case.name.contains(name.as_str()));
     let cases: Vec<&Case> = CASES.iter().filter(chosen).collect();
     if cases.is_empty() {
-        eprintln!("no case has such a name: {names:?}; --list names them");
+        eprintln!("no case matches {names:?}; --list lists them");
         return ExitCode::from(2);
     }
     match tools() {
         Ok(tools) => {
             let status = run_all(&tools, &cases);
-            // Left behind, it would only be untidy.
+            // Failure to remove the logs does not matter.
             let _ = fs::remove_dir_all(&tools.logs);
             status
         }
@@ -139,12 +139,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prepare what all cases share: copies of the programs that any user may run, and room for many connections.
+/// Copy the programs to where any user may run them, and raise the limit of descriptors.
 fn tools() -> Result<Tools, String> {
     let own = env::current_exe().map_err(|error| error.to_string())?;
     let beside = own.parent().and_then(Path::parent).map(|folder| folder.join("sumac"));
     let sumac = env::var_os("SUMAC").map(PathBuf::from).or(beside).filter(|path| path.is_file());
-    let sumac = sumac.ok_or("there is no command `sumac`: cargo build -p sumac-cli, or name it as SUMAC")?;
+    let sumac = sumac.ok_or("no `sumac` command: run cargo build -p sumac-cli, or set SUMAC to its path")?;
     let folder = env::temp_dir().join(format!("sumac-hostile-{}", std::process::id()));
     fs::create_dir(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     let open = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
@@ -155,7 +155,7 @@ fn tools() -> Result<Tools, String> {
     };
     open(&folder, 0o755).map_err(|error| error.to_string())?;
     let files = getrlimit(Resource::Nofile);
-    // The attackers' connections are all this program's.
+    // All attackers' connections belong to this process.
     setrlimit(Resource::Nofile, Rlimit { current: files.maximum, ..files }).map_err(|error| error.to_string())?;
     Ok(Tools { sumac: copy(&sumac, "sumac")?, own: copy(&own, "hostile")?, logs: folder, files })
 }
@@ -164,7 +164,7 @@ fn run_all(tools: &Tools, cases: &[&Case]) -> ExitCode {
     let (failed, skipped) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
     let run = |case: &Case| {
         if case.needs == Needs::Root && !geteuid().is_root() {
-            println!("SKIPPED {}: it takes the superuser", case.name);
+            println!("SKIPPED {}: it needs root", case.name);
             return skipped.lock().expect("no panic").push(case.name);
         }
         let begun = Instant::now();

@@ -1,9 +1,9 @@
-//! A rank of the job that attacks are to leave alone: it reduces until it is told to stop, and checks every element.
+//! A rank of the job that attacks must not affect: it reduces until told to stop, and checks every element.
 //!
 //!     hostile --rank CONTROLLER JOB RANK WORLD ATTACH tree|schedules
 //!
-//! On stdin it is asked `count`, which it answers with rounds, those in the tree, and repairs, or with `failed` and why; or
-//! told to `stop`, which all ranks do behind the same round. It ends with its stdin.
+//! Commands on stdin: `count` prints `count ROUNDS IN_TREE RECOVERIES`, or `failed` and the reason; `stop` ends all
+//! ranks after the same round. The rank ends with its stdin.
 
 use std::io::stdin;
 use std::sync::Mutex;
@@ -12,16 +12,16 @@ use std::thread;
 use std::time::Duration;
 use sumac::{Algo, CallOptions, Communicator, JoinConfig, Path, ReduceOp};
 
-/// The upper 16 bits of all results: who sees them in memory has found a result.
+/// The upper 16 bits of all results, which identify them in memory.
 pub(crate) const SECRET_BITS: u64 = 0x5ec2;
 
 /// Elements of an operation: enough for several chunks.
 const LEN: usize = 6_000;
 
-/// How often a schedule takes the tree's place, in rounds.
+/// The interval of rounds that use a host collective, in rounds.
 const SCHEDULE_EVERY: u64 = 4;
 
-/// Longer than anything takes that is not stuck, and shorter than those who wait for it have patience.
+/// The deadline of calls, shorter than the limit of those that wait for this rank.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
 
 static STOPS: AtomicBool = AtomicBool::new(false);
@@ -31,12 +31,12 @@ static REPAIRED: AtomicU64 = AtomicU64::new(0);
 static FAILED: Mutex<Option<String>> = Mutex::new(None);
 
 pub(crate) fn main(args: &[String]) -> Result<(), String> {
-    let [controller, job, rank, world, attach, way] = args else { return Err(format!("{args:?}")) };
+    let [controller, job, rank, world, transport, way] = args else { return Err(format!("{args:?}")) };
     let number = |text: &str| text.parse::<u32>().map_err(|error| format!("{text}: {error}"));
     let addr = controller.parse().map_err(|error| format!("{controller}: {error}"))?;
     thread::spawn(answer);
     let mut config = JoinConfig::new(addr, job.as_str(), number(rank)?, number(world)?);
-    config.attach = attach.parse().map_err(|error| format!("{error}"))?;
+    config.transport = transport.parse().map_err(|error| format!("{error}"))?;
     (config.deadline, config.join_timeout) = (CALL_LIMIT, CALL_LIMIT);
     let worked = Communicator::join(config).map_err(|error| format!("join: {error}")).and_then(|comm| {
         work(&comm, way == "schedules")?;
@@ -46,14 +46,14 @@ pub(crate) fn main(args: &[String]) -> Result<(), String> {
     let Err(error) = worked else { return Ok(()) };
     eprintln!("{error}");
     *FAILED.lock().expect("no panic") = Some(error.clone());
-    // Who asks is to be told, until the end.
+    // Keep answering until stdin ends.
     while !STOPS.load(Ordering::SeqCst) {
         thread::park();
     }
     Err(error)
 }
 
-/// Answer what is asked on stdin until its end.
+/// Serve commands on stdin until its end.
 fn answer() {
     for line in stdin().lines().map_while(Result::ok) {
         let failed = FAILED.lock().expect("no panic").clone();

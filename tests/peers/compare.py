@@ -112,9 +112,9 @@ class Comparison:
     def add(self, turn, ranks, series, variant, row):
         sample = {"ranks": ranks, "series": series.name, "variant": variant, "size_bytes": row.size_bytes}
         sample |= {"round": turn, "time_us": row.time_us, "cpu_us": row.cpu_us, "iterations": row.iterations}
-        self.results.add(sample | {"cache_line_ns": self.line_ns[-1], "attach": row.attach})
-        if "sumac-shm" in series.groups and row.attach in (None, "inline"):
-            self.note(f"{series.title} was not: its rows say attach {row.attach}, so they came by UDP")
+        self.results.add(sample | {"cache_line_ns": self.line_ns[-1], "transport": row.transport})
+        if "sumac-shm" in series.groups and row.transport in (None, "inline"):
+            self.note(f"{series.title} was not: its rows say transport {row.transport}, so they came by UDP")
 
     def keep(self):
         store.write(self.results, self.notes, file_of(self.options, "tsv"))
@@ -252,8 +252,8 @@ def leave_out(options):
         if why:
             options.chosen.remove(series)
             options.left_out.append(f"LEFT OUT: {series.title}: {why}")
-    if "sumac" in needs and "--attach" not in options.sumac_has:
-        options.left_out.append("this `sumac perf` has no --attach: Sumac udp is what it does without")
+    if "sumac" in needs and "--transport" not in options.sumac_has:
+        options.left_out.append("this `sumac perf` has no --transport: Sumac udp is what it does without")
     for note in options.left_out:
         print(f"compare: {note}", file=sys.stderr)
 

@@ -10,7 +10,7 @@ import sys
 END_S = 5
 # In the environment of a command and of all that it starts. Some launchers put their ranks into sessions of their
 # own, so neither a process group nor a session finds all of them.
-MARK = "SUMAC_PEERS_RUN"
+MARK = "SUMAC_TEST_PEERS_RUN"
 
 started = 0
 

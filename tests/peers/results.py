@@ -5,7 +5,7 @@ import dataclasses
 import math
 import statistics
 
-COLUMNS = ["ranks", "series", "variant", "size_bytes", "round", "time_us", "cpu_us", "iterations", "attach"]
+COLUMNS = ["ranks", "series", "variant", "size_bytes", "round", "time_us", "cpu_us", "iterations", "transport"]
 COLUMNS += ["cache_line_ns"]
 LARGE = 1 << 20
 # Fitted over the number of ranks are the largest sizes, so many of them.

@@ -14,9 +14,9 @@ OPENMPI_TUNED = {"recursive doubling": 3, "ring": 4, "Rabenseifner": 6}
 GLOO = ["ring", "ring_chunked", "halving_doubling", "bcube", "new_ring"]
 # (name of the series, what it is called in print, options of `sumac perf`)
 SUMAC = [
-    ("sumac-shm-registered", "Sumac shm registered", ["--attach", "shm", "--memory", "registered"]),
-    ("sumac-shm-plain", "Sumac shm plain", ["--attach", "shm", "--memory", "plain"]),
-    ("sumac-udp", "Sumac udp", ["--attach", "udp"]),
+    ("sumac-shm-registered", "Sumac shm registered", ["--transport", "shm", "--memory", "registered"]),
+    ("sumac-shm-plain", "Sumac shm plain", ["--transport", "shm", "--memory", "plain"]),
+    ("sumac-udp", "Sumac udp", ["--transport", "udp"]),
 ]
 LEVELS = [1, 2]
 # Back to back, as the others are measured; every element of an operation before and one after is checked.
@@ -61,7 +61,7 @@ class Row:
     cpu_us: float | None
     iterations: int | None
     # How Sumac's ranks were attached, as it says itself.
-    attach: str | None
+    transport: str | None
 
 
 def measure(series, variant, options, ranks, sizes):
@@ -90,8 +90,8 @@ def rows(text, sizes):
             raise process.Failed(f"a result at {row['size_bytes']} bytes, which was not asked for")
         if row.get("wrong", 0) != 0 or row.get("path", "tree") != "tree":
             raise process.Failed(f"path {row.get('path')}, {row.get('wrong')} wrong elements: {row}")
-        attach = row.get("attach")
-        yield Row(row["size_bytes"], row["time_us"], row.get("cpu_us"), row.get("iterations"), attach)
+        transport = row.get("transport")
+        yield Row(row["size_bytes"], row["time_us"], row.get("cpu_us"), row.get("iterations"), transport)
 
 
 # ---- Sumac ----
@@ -101,14 +101,14 @@ def sumac(levels, extra):
     """Return what gives the commands of a tree of so many levels: one a size, since sizes are no geometric series."""
 
     def commands(options, _variant, ranks, sizes):
-        # A command from before --attach has UDP alone, and no option for it.
-        attach = extra if "--attach" in options.sumac_has else []
+        # A command from before --transport has UDP alone, and no option for it.
+        transport = extra if "--transport" in options.sumac_has else []
         for size in sizes:
             iterations = max(SUMAC_ITERATIONS_MIN, min(SUMAC_ITERATIONS_MAX, SUMAC_BYTES // size))
             command = [options.sumac, "perf", "-b", str(size), "-e", str(size), "-n", str(iterations)]
             command += ["--ranks", str(ranks), "--algo", "tree", "--levels", str(levels), "--json"]
             check = ["--check", "ends"] if "--check" in options.sumac_has else []
-            yield command + attach + check
+            yield command + transport + check
 
     return commands
 
@@ -134,7 +134,7 @@ def sumac_options(command):
         text = process.output([command, "perf", "--help"], VERSION_LIMIT_S)
     except process.Failed as failure:
         raise process.Failed(f"`{command} perf --help` failed: {failure}") from failure
-    return {option for option in ("--attach", "--check", "--memory") if re.search(rf"^.*\s{option}\b", text, re.MULTILINE)}
+    return {option for option in ("--transport", "--check", "--memory") if re.search(rf"^.*\s{option}\b", text, re.MULTILINE)}
 
 
 def sumac_lacks(series, has):

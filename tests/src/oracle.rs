@@ -1,14 +1,14 @@
-//! What the answer has to be, worked out without the code under test.
+//! Expected results, computed without the code under test.
 //!
-//! Inputs are functions of (seed, group, rank, operation, element). Integer elements carry such a weight in full,
-//! so a double, missing or stale contribution changes the sum by a random number and can't cancel out (but with
-//! probability 2^-bits of the type). Float results are evaluated in the declared order by a plain
-//! recursion over the tree; under `Order::Arrival`, floats are small integers, whose sums are exact in any order.
+//! Inputs are functions of (seed, group, rank, operation, element). Integer elements carry a full-width random weight,
+//! so a double, missing or stale contribution changes the sum by a random number and cannot cancel out (except with
+//! probability 2^-bits of the type). Float results are evaluated in the declared order by plain recursion over the
+//! tree. Under `Order::Arrival`, floats are small integers, whose sums are exact in any order.
 
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Dtype, ReduceOp};
 
-/// A tree over ranks, as the cluster was wired.
+/// A tree over ranks, as the cluster is wired.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Shape {
     /// A rank.
@@ -17,8 +17,8 @@ pub enum Shape {
     Node(Vec<Shape>),
 }
 
-/// A small counter-based generator: the same bits for the same coordinates, whatever was asked before
-/// (the finaliser of SplitMix64, Steele et al. 2014).
+/// A counter-based generator: equal coordinates give equal bits, whatever was drawn before (the finaliser of
+/// SplitMix64, Steele et al. 2014).
 pub fn weight(coordinates: &[u64]) -> u64 {
     coordinates.iter().fold(0x9e37_79b9_7f4a_7c15, |state, &coordinate| {
         let mut z = (state ^ coordinate).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -28,7 +28,7 @@ pub fn weight(coordinates: &[u64]) -> u64 {
     })
 }
 
-/// One value, in a form that holds every type's values exactly.
+/// A value, in a form that represents every type exactly.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Value {
     Int(i128),
@@ -36,14 +36,14 @@ enum Value {
     F64(f64),
 }
 
-/// One element: a value, and its index where the operator asks for one (0 elsewhere).
+/// An element: a value, and its index for operators that use one (otherwise 0).
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Element {
     value: Value,
     index: u64,
 }
 
-/// Return the bytes of one input element. `exact` asks for values whose result does not depend on the order.
+/// Return the bytes of one input element. `exact` selects values whose result does not depend on the order.
 pub fn input(dtype: Dtype, op: ReduceOp, exact: bool, coordinates: &[u64]) -> Vec<u8> {
     let weight = weight(coordinates);
     let float = match op {
@@ -60,30 +60,30 @@ pub fn input(dtype: Dtype, op: ReduceOp, exact: bool, coordinates: &[u64]) -> Ve
         _ => weight.to_le_bytes()[..dtype.size_bytes()].to_vec(),
     };
     if op.is_located() {
-        // Another ten bits of the weight: now and then two ranks have the same pair.
+        // Another ten bits of the weight: sometimes two ranks have the same pair.
         bytes.extend(&((weight >> 20) % 1024).to_le_bytes()[..dtype.size_bytes()]);
     }
     bytes
 }
 
-/// A float of mixed size, or a small integer.
+/// A float of mixed magnitude, or a small integer.
 fn float(dtype: Dtype, weight: u64, exact: bool) -> f32 {
     if exact {
         (weight % 15) as f32 - 7.0
     } else {
         let mantissa = (weight >> 40) as f32 / (1 << 24) as f32 - 0.5;
-        // Up to 2^9, or 2^5, of which E4M3 holds some sums.
+        // Up to 2^9, or 2^5, so that E4M3 can represent some sums.
         let spread = if dtype.size_bytes() == 1 { 12 } else { 20 };
         mantissa * 2_f32.powi((weight % spread) as i32 - spread as i32 / 2)
     }
 }
 
-/// Bits of the fraction, and bias, of an 8-bit float.
+/// Fraction bits and exponent bias of an 8-bit float.
 fn fp8(dtype: Dtype) -> (i32, i32) {
     if dtype == Dtype::E4m3 { (3, 7) } else { (2, 15) }
 }
 
-/// Round to an 8-bit float by its definition: to even, beyond the greatest to infinity or (E4M3) NaN.
+/// Round to an 8-bit float as specified: to nearest even, and beyond the maximum to infinity or (E4M3) NaN.
 fn narrow_fp8(dtype: Dtype, x: f32) -> u8 {
     let (fraction_bits, bias) = fp8(dtype);
     let (overflow, nan) = if dtype == Dtype::E4m3 { (0x7f, 0x7f) } else { (0x7c, 0x7e) };
@@ -118,7 +118,7 @@ fn is_signed(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64)
 }
 
-/// Return an integer modulo 2^bits, as the type's value.
+/// Return an integer modulo 2^bits, as a value of the type.
 fn wrap(dtype: Dtype, x: i128) -> i128 {
     let modulus = 1_i128 << (8 * dtype.size_bytes());
     let x = x.rem_euclid(modulus);
@@ -140,7 +140,7 @@ fn parse(dtype: Dtype, bytes: &[u8]) -> Element {
     Element { value, index: unsigned(index) }
 }
 
-/// Write a result: averages divided, truths as 1 or 0, floats rounded and their NaNs canonical.
+/// Encode a result: averages are divided, booleans become 1 or 0, floats are rounded and NaNs made canonical.
 fn emit(dtype: Dtype, op: ReduceOp, ranks: usize, Element { value, index }: Element) -> Vec<u8> {
     let divisor = if op == ReduceOp::Avg { ranks } else { 1 };
     let mut bytes = match value {
@@ -215,7 +215,7 @@ fn integers(op: ReduceOp, a: i128, b: i128) -> i128 {
     }
 }
 
-/// No NaN meets a minimum here: the kernels' own tests have those. Of equal zeros, the negative one is less.
+/// Minimum and maximum of NaN are covered by the kernels' own tests. Of equal zeros, the negative one is smaller.
 fn floats(op: ReduceOp, a: f64, b: f64) -> f64 {
     match op {
         ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => a + b,
@@ -253,7 +253,7 @@ fn evaluate(shape: &Shape, order: Order, dtype: Dtype, op: ReduceOp, inputs: &dy
     }
 }
 
-/// Left block: the largest power of two below the number of values; both halves likewise.
+/// The left block has the largest power of two below the number of values; both halves likewise.
 fn pairwise(combine: &dyn Fn(Element, Element) -> Element, values: &[Element]) -> Element {
     if let [value] = values {
         return *value;
@@ -267,7 +267,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn eight_bit_floats_follow_their_specification() {
+    fn fp8_rounding_follows_the_specification() {
         assert_eq!(widen_fp8(Dtype::E4m3, 0x7e), 448.0);
         assert_eq!(widen_fp8(Dtype::E4m3, 0x01), 1.0 / 512.0);
         assert_eq!(widen_fp8(Dtype::E5m2, 0x7b), 57_344.0);

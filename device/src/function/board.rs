@@ -1,27 +1,27 @@
-//! What a board does for its functions: it reaches the memory of ranks, and keeps answers that have to wait.
+//! What a board supplies to its functions: access to rank memory, and a queue for completions that have to wait.
 
-use super::FunctionEnd;
+use super::FunctionError;
 use heapless::Deque;
 use sumac_hal::dma::RegionKey;
 use sumac_hal::mmio::{CompletionEntry, EntryStatus};
 
-/// How a board reaches the memory of one rank.
+/// How a board maps the memory of one rank for its DMA engine.
 pub trait Mappings {
-    /// What the rank has, not mapped yet.
+    /// Memory of the rank that is not mapped yet.
     type Memory;
-    /// Why the rank is at its end.
-    type End: From<FunctionEnd>;
+    /// An error after which the function must be closed.
+    type Error: From<FunctionError>;
 
-    /// Take what the rank calls by this handle; or the status that refuses it.
+    /// Take the memory that the rank named by `handle`, or return the status to complete the command with.
     ///
     /// # Errors
-    /// Why the rank is at its end.
-    fn find(&mut self, handle: u64) -> Result<Result<Self::Memory, EntryStatus>, Self::End>;
+    /// The function must be closed.
+    fn find(&mut self, handle: u64) -> Result<Result<Self::Memory, EntryStatus>, Self::Error>;
 
-    /// Let the engine reach `len_bytes` bytes of it, from `offset_bytes` on, under a key.
+    /// Map `len_bytes` bytes of `memory` from `offset_bytes` on, so that the engine reaches them under `key`.
     ///
     /// # Errors
-    /// The status that refuses it.
+    /// The status to complete the command with.
     fn map(
         &mut self,
         key: RegionKey,
@@ -30,31 +30,31 @@ pub trait Mappings {
         len_bytes: u64,
     ) -> Result<(), EntryStatus>;
 
-    /// Let the engine reach it no more. Nothing, if it does not.
+    /// Unmap a region. Does nothing if it is not mapped.
     fn unmap(&mut self, key: RegionKey);
 }
 
-/// Answers that wait to be published, first in, first out.
+/// Completions waiting to be published, first in, first out.
 pub trait Backlog {
-    /// Return how many there are.
+    /// Return the number of waiting completions.
     fn len(&self) -> usize;
 
-    /// Tell whether there are none.
+    /// Return whether no completion waits.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Return the first.
+    /// Return the oldest completion.
     fn first(&self) -> Option<&CompletionEntry>;
 
-    /// Return the last.
+    /// Return the newest completion.
     fn last_mut(&mut self) -> Option<&mut CompletionEntry>;
 
-    /// Put one behind the last; false if there is no room.
-    #[must_use = "an answer that nobody gets is a rank that waits for ever"]
+    /// Append a completion; false if there is no room.
+    #[must_use = "a lost completion leaves its rank waiting forever"]
     fn push(&mut self, entry: CompletionEntry) -> bool;
 
-    /// Take the first out.
+    /// Remove the oldest completion.
     fn pop(&mut self);
 }
 

@@ -1,19 +1,19 @@
-//! One function of a device: a rank's rings, and what they bring to the node and back.
+//! One function of a device: serves a rank's rings between shared memory and the [`Node`].
 //!
 //! ```text
-//! rank ---- submission rings ----> take ---- Node::submit --------> node
+//! rank ---- submission rings ----> poll ---- Node::submit --------> node
 //!   ^                                |
-//!   |                                '------ Mappings: what the board reaches a rank's memory by
-//!   '------ completion rings ---- publish <--- tell <--- Node::poll_answer
+//!   |                                '------ Mappings: how the board maps a rank's memory
+//!   '------ completion rings ---- publish <--- queue <-- Node::poll_answer
 //! ```
 //!
-//! Where the rings lie, who hears that something is in them and what wakes a rank is the board's. What a rank calls its
-//! memory by is the board's too ([`Mappings`]): a file that it was handed, or a place in memory that both have.
+//! The board decides where the rings are, how it learns of new submissions, how it wakes a rank, and what a memory
+//! handle means ([`Mappings`]): a file descriptor that the rank passed, or an offset in memory that both sides share.
 //!
 //! Invariants:
-//! - what a rank makes a call do is bounded, and so is what is kept for it, whatever it sends and leaves unread;
-//! - memory is mapped once the rank's share has room for it, and unmapped when its last use has been released;
-//! - chunks taken and not answered never exceed the completion ring, so that an answer always has its place.
+//! - the work of each call and the state kept for a rank are bounded, whatever the rank submits or leaves unread;
+//! - memory is mapped once it fits the rank's share, and unmapped after its last use was released;
+//! - unanswered chunks never exceed the completion ring, so every answer has room.
 
 mod board;
 
@@ -32,77 +32,77 @@ use sumac_hal::time::Instant;
 use sumac_hal::wire::pack_op;
 use thiserror::Error;
 
-/// Entries taken from a ring before others get their turn.
+/// Entries taken from one ring before other rings get their turn.
 const ENTRIES_PER_TURN: usize = 64;
 
-/// Commands taken and not answered: more than the regions that a board gives to a rank, so that a fence finds room behind
+/// Maximum number of unanswered commands. It exceeds the number of regions per rank, so that a fence has room behind
 /// the deregistration of all of them.
 const COMMANDS_MAX: usize = 288;
 
-/// Why a function is at its end.
+/// An error after which a function must be closed: the rank broke the contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum FunctionEnd {
-    /// The rank has broken a ring.
+pub enum FunctionError {
+    /// The rank corrupted a ring.
     #[error(transparent)]
     Ring(#[from] Poisoned),
-    /// It submits what is none.
+    /// Malformed entry.
     #[error("{0}")]
     Entry(#[from] EntryError),
-    /// It submits on a queue what that does not take.
-    #[error("an entry on a queue that does not take it")]
+    /// An entry of the wrong kind for its queue.
+    #[error("wrong queue: contributions go to the data queue, commands to the admin queue")]
     Queue,
-    /// It takes no answers out, and there is no room for more.
-    #[error("{0} answers wait for the rank to take them out of its ring")]
+    /// The rank does not consume its completions, and there is no room for more.
+    #[error("completion backlog is full: {0} completions wait for the rank to consume its ring")]
     Backlog(usize),
 }
 
-/// The ends of a queue that the device holds.
+/// The device's ends of a queue.
 #[derive(Debug)]
-struct Ends<S, C, B> {
+struct DeviceQueue<S, C, B> {
     submissions: Consumer<S, SUBMISSION_WORDS>,
     completions: Producer<C, COMPLETION_WORDS>,
-    /// What is to be published.
+    /// Completions to publish.
     pending: B,
-    /// Chunks answered, modulo 2^32.
+    /// Chunks answered so far, modulo 2^32.
     answered: u32,
 }
 
-/// What was published on a queue, for whoever wakes the rank.
+/// Completions were published on a queue: tells the board whether to wake the rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Told {
-    /// The queue: 0 is the admin queue.
+pub struct Notification {
+    /// The queue; 0 is the admin queue.
     pub queue: u32,
-    /// How many chunks were ever answered on it, modulo 2^32: a rank says how far it wants to sleep
-    /// ([`Wanted`](sumac_hal::ring::Wanted)).
+    /// Chunks answered on it so far, modulo 2^32. Compare with the count up to which the rank wants to sleep
+    /// ([`WakeThreshold`](sumac_hal::ring::WakeThreshold)).
     pub answered: u32,
-    /// It is to be woken however far that is.
+    /// Wake the rank whatever count it waits for.
     pub urgent: bool,
 }
 
-impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Ends<S, C, B> {
+impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> DeviceQueue<S, C, B> {
     fn new(submissions: S, completions: C, pending: B) -> Self {
         let (submissions, completions) = (Consumer::new(submissions), Producer::new(completions));
         Self { submissions, completions, pending, answered: 0 }
     }
 
-    /// Publish what there is room for. `None` if that was nothing.
-    fn publish(&mut self, queue: u32) -> Result<Option<Told>, Poisoned> {
-        let (mut told, mut urgent) = (false, false);
+    /// Publish as many completions as the ring has room for; `None` if that is none.
+    fn publish(&mut self, queue: u32) -> Result<Option<Notification>, Poisoned> {
+        let (mut published, mut urgent) = (false, false);
         while let Some(entry) = self.pending.first() {
             if !self.completions.push(&entry.emit())? {
                 break;
             }
-            let landed =
+            let is_success =
                 matches!(entry, CompletionEntry::Answer { status: EntryStatus::Result | EntryStatus::Done, .. });
             if let CompletionEntry::Answer { count, .. } = entry {
                 self.answered = self.answered.wrapping_add(u32::from(*count));
             }
-            urgent |= !landed;
+            urgent |= !is_success;
             self.pending.pop();
-            told = true;
+            published = true;
         }
-        Ok(told.then_some(Told { queue, answered: self.answered, urgent }))
+        Ok(published.then_some(Notification { queue, answered: self.answered, urgent }))
     }
 
     fn has_submissions(&mut self) -> bool {
@@ -110,63 +110,64 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Ends<
     }
 }
 
-/// A command that waits for something.
+/// A command that completes later.
 #[derive(Debug, Clone, Copy)]
-enum Waiting {
+enum PendingCommand {
     Deregister { cookie: u64, key: RegionKey },
     Fence { cookie: u64, group: GroupId },
 }
 
-/// A rank's rings.
+/// The rings of one rank, and the commands and chunks in progress.
 #[derive(Debug)]
 pub struct Function<S, C, B> {
     id: FunctionId,
-    admin: Ends<S, C, Deque<CompletionEntry, COMMANDS_MAX>>,
-    data: Ends<S, C, B>,
-    waiting: Vec<Waiting, COMMANDS_MAX>,
-    /// What the node's window does not let in yet.
+    admin: DeviceQueue<S, C, Deque<CompletionEntry, COMMANDS_MAX>>,
+    data: DeviceQueue<S, C, B>,
+    pending_commands: Vec<PendingCommand, COMMANDS_MAX>,
+    /// A contribution that the node's window does not admit yet.
     parked: Option<Contribution>,
     /// Chunks taken and not answered.
-    owed: u32,
-    /// An answer found no room.
-    is_over: bool,
+    outstanding: u32,
+    /// A completion found no room; the function is closed.
+    has_overflowed: bool,
 }
 
 impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Function<S, C, B> {
-    /// Serve the rings of an admin queue and a data queue that nobody has used; `backlog` keeps answers of the second.
+    /// Serve a fresh admin queue and data queue, each as (submissions, completions). `backlog` holds completions of the
+    /// data queue while its ring is full.
     pub fn new(id: FunctionId, admin: (S, C), data: (S, C), backlog: B) -> Self {
         Self {
             id,
-            admin: Ends::new(admin.0, admin.1, Deque::new()),
-            data: Ends::new(data.0, data.1, backlog),
-            waiting: Vec::new(),
+            admin: DeviceQueue::new(admin.0, admin.1, Deque::new()),
+            data: DeviceQueue::new(data.0, data.1, backlog),
+            pending_commands: Vec::new(),
             parked: None,
-            owed: 0,
-            is_over: false,
+            outstanding: 0,
+            has_overflowed: false,
         }
     }
 
-    /// Return whose it is.
+    /// Return the function's id.
     pub const fn id(&self) -> FunctionId {
         self.id
     }
 
-    /// Return how many chunks were taken and not answered.
-    pub const fn owed(&self) -> u32 {
-        self.owed
+    /// Return how many chunks were taken and not answered yet.
+    pub const fn outstanding(&self) -> u32 {
+        self.outstanding
     }
 
-    /// Take what was submitted, as far as it can be; true if there was something.
+    /// Take submissions, as far as the node and the rings have room. Returns true if there were any.
     ///
     /// # Errors
-    /// Why the rank is at its end.
-    pub fn take<M: Mappings, const N: usize>(
+    /// The rank broke the contract of its rings, or `mappings` failed: close the function.
+    pub fn poll_submissions<M: Mappings, const N: usize>(
         &mut self,
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
         mappings: &mut M,
         now: Instant,
-    ) -> Result<bool, M::End> {
+    ) -> Result<bool, M::Error> {
         let commands = self.take_commands(node, regions, mappings)?;
         Ok(self.take_contributions(node, regions, now)? || commands)
     }
@@ -176,20 +177,20 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
         mappings: &mut M,
-    ) -> Result<bool, M::End> {
+    ) -> Result<bool, M::Error> {
         let mut taken = false;
         for _ in 0..ENTRIES_PER_TURN {
-            if !self.takes_commands() {
+            if !self.has_command_room() {
                 break;
             }
-            let Some(words) = self.admin.submissions.pop().map_err(FunctionEnd::from)? else { break };
+            let Some(words) = self.admin.submissions.pop().map_err(FunctionError::from)? else { break };
             let SubmissionEntry::Admin { cookie, command } =
-                SubmissionEntry::parse(&words).map_err(FunctionEnd::from)?
+                SubmissionEntry::parse(&words).map_err(FunctionError::from)?
             else {
-                return Err(FunctionEnd::Queue.into());
+                return Err(FunctionError::Queue.into());
             };
             taken = true;
-            if let Some((status, value)) = self.carry_out(cookie, command, node, regions, mappings)? {
+            if let Some((status, value)) = self.execute(cookie, command, node, regions, mappings)? {
                 self.reply(status, cookie, value);
             }
         }
@@ -201,7 +202,7 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
         now: Instant,
-    ) -> Result<bool, FunctionEnd> {
+    ) -> Result<bool, FunctionError> {
         let mut taken = false;
         for _ in 0..ENTRIES_PER_TURN {
             let entry = match self.parked.take() {
@@ -215,7 +216,7 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
                             taken = true;
                             continue;
                         }
-                        _ => return Err(FunctionEnd::Queue),
+                        _ => return Err(FunctionError::Queue),
                     },
                 },
             };
@@ -227,13 +228,14 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         Ok(taken)
     }
 
-    /// Tell whether there is a place for another command's answer. A rank that takes none out gets none in.
-    fn takes_commands(&self) -> bool {
+    /// Return whether another command's completion has room. A rank that consumes no completions gets no more commands
+    /// in.
+    fn has_command_room(&self) -> bool {
         let places = COMMANDS_MAX.min(self.admin.completions.capacity() as usize);
-        self.admin.pending.iter().len() + self.waiting.len() < places
+        self.admin.pending.iter().len() + self.pending_commands.len() < places
     }
 
-    /// Hand an entry to the node; false if it has to wait.
+    /// Submit a contribution to the node; false if it has to wait.
     fn submit<const N: usize>(
         &mut self,
         entry: Contribution,
@@ -242,14 +244,14 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         now: Instant,
     ) -> bool {
         let places = self.data.completions.capacity() as usize;
-        // One for each chunk, and one for what a failure names. A rank that takes nothing out gets nothing more in.
-        if self.owed as usize + self.data.pending.len() + usize::from(entry.count) + 1 > places {
+        // One completion per chunk, and one that may name a failure. A rank that consumes none gets nothing more in.
+        if self.outstanding as usize + self.data.pending.len() + usize::from(entry.count) + 1 > places {
             self.parked = Some(entry);
             return false;
         }
         match node.submit(self.id, &entry, regions, now) {
             Ok(()) => {
-                self.owed += u32::from(entry.count);
+                self.outstanding += u32::from(entry.count);
                 true
             }
             Err(EntryStatus::Window) => {
@@ -260,22 +262,22 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
                 let Contribution { group, epoch, seq, count, .. } = entry;
                 let (window, stable, slowest) = (0, ChunkNo(0), None);
                 let answer = CompletionEntry::Answer { status, group, epoch, seq, count, window, stable, slowest };
-                self.owed += u32::from(count);
-                self.tell(answer);
+                self.outstanding += u32::from(count);
+                self.queue_answer(answer);
                 true
             }
         }
     }
 
-    /// Carry a command out; `None` if its answer has to wait.
-    fn carry_out<M: Mappings, const N: usize>(
+    /// Execute a command; `None` if its completion comes later.
+    fn execute<M: Mappings, const N: usize>(
         &mut self,
         cookie: u64,
         command: AdminCommand,
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
         mappings: &mut M,
-    ) -> Result<Option<(EntryStatus, u64)>, M::End> {
+    ) -> Result<Option<(EntryStatus, u64)>, M::Error> {
         Ok(match command {
             AdminCommand::Register { handle, offset_bytes, len_bytes } => {
                 Some(match self.register(handle, (offset_bytes, len_bytes), regions, mappings)? {
@@ -285,33 +287,34 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
             }
             AdminCommand::Deregister { region } => match regions.deregister(self.id, region) {
                 Ok(gone) => {
-                    // Its place may be given to the next one before this one's answer is out.
+                    // Unmap now: the key's slot may be reused before this command completes.
                     if gone {
                         mappings.unmap(region);
                     }
-                    self.wait_for(Waiting::Deregister { cookie, key: region });
+                    self.defer(PendingCommand::Deregister { cookie, key: region });
                     None
                 }
                 Err(RegionError::Stale { .. }) => Some((EntryStatus::StaleRegion, 0)),
                 Err(_) => Some((EntryStatus::BadRegion, 0)),
             },
             AdminCommand::Fence { group, epoch } => self.fence(cookie, (group, epoch), node),
-            // A command of a later version.
+            // A command of a later protocol version.
             _ => Some((EntryStatus::Malformed, 0)),
         })
     }
 
-    /// Map what the rank calls by a handle, and register it; or the status that refuses it.
+    /// Map the memory that the rank named by `handle` and register it, or return the status to complete the command
+    /// with.
     ///
     /// # Errors
-    /// Why the rank is at its end.
+    /// `mappings` failed: close the function.
     pub fn register<M: Mappings, const N: usize>(
         &mut self,
         handle: u64,
         (offset_bytes, len_bytes): (u64, u64),
         regions: &mut RegionTable<N>,
         mappings: &mut M,
-    ) -> Result<Result<RegionKey, EntryStatus>, M::End> {
+    ) -> Result<Result<RegionKey, EntryStatus>, M::Error> {
         let memory = match mappings.find(handle)? {
             Ok(memory) => memory,
             Err(status) => return Ok(Err(status)),
@@ -319,56 +322,57 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         let key = match regions.register(self.id, len_bytes) {
             Ok(key) => key,
             Err(RegisterError::Empty) => return Ok(Err(EntryStatus::OutOfBounds)),
-            Err(RegisterError::ShareBytes { .. }) => return Ok(Err(EntryStatus::Quota)),
-            Err(_) => return Ok(Err(EntryStatus::NoRoom)),
+            Err(RegisterError::ByteQuota { .. }) => return Ok(Err(EntryStatus::Quota)),
+            Err(_) => return Ok(Err(EntryStatus::NoResources)),
         };
         if let Err(status) = mappings.map(key, memory, offset_bytes, len_bytes) {
-            // Nobody has used it.
+            // Nothing has used the key yet.
             let _ = regions.deregister(self.id, key);
             return Ok(Err(status));
         }
         Ok(Ok(key))
     }
 
-    /// Let go of the rank's memory in a group. One that is gone touches nothing.
+    /// Release the rank's memory in a group. Completes at once for a group that no longer exists, as nothing touches
+    /// the memory then.
     fn fence(
         &mut self,
         cookie: u64,
         (group, epoch): (GroupId, Epoch),
         node: &mut Node<'_>,
     ) -> Option<(EntryStatus, u64)> {
-        let known = node.withdraw(group, epoch, self.id) || node.holds(group, self.id);
+        let known = node.withdraw(group, epoch, self.id) || node.has_unanswered(group, self.id);
         if !known && node.has_group(group) {
             return Some((EntryStatus::UnknownGroup, 0));
         }
-        self.wait_for(Waiting::Fence { cookie, group });
+        self.defer(PendingCommand::Fence { cookie, group });
         None
     }
 
-    fn wait_for(&mut self, command: Waiting) {
-        // `takes_commands` has seen to it that there is room.
-        self.is_over |= self.waiting.push(command).is_err();
+    fn defer(&mut self, command: PendingCommand) {
+        // `has_command_room` guarantees room.
+        self.has_overflowed |= self.pending_commands.push(command).is_err();
     }
 
-    /// Answer the commands whose time has come.
-    pub fn finish<M: Mappings, const N: usize>(
+    /// Complete the commands that no longer wait for anything.
+    pub fn complete_commands<M: Mappings, const N: usize>(
         &mut self,
         node: &mut Node<'_>,
         regions: &RegionTable<N>,
         mappings: &mut M,
     ) {
         let mut at = 0;
-        while let Some(&waiting) = self.waiting.get(at) {
+        while let Some(&waiting) = self.pending_commands.get(at) {
             let (waits, cookie) = match waiting {
-                Waiting::Deregister { cookie, key } => (regions.contains(key), cookie),
-                Waiting::Fence { cookie, group } => (node.holds(group, self.id), cookie),
+                PendingCommand::Deregister { cookie, key } => (regions.contains(key), cookie),
+                PendingCommand::Fence { cookie, group } => (node.has_unanswered(group, self.id), cookie),
             };
             if waits {
                 at += 1;
                 continue;
             }
-            self.waiting.remove(at);
-            if let Waiting::Deregister { key, .. } = waiting {
+            self.pending_commands.remove(at);
+            if let PendingCommand::Deregister { key, .. } = waiting {
                 mappings.unmap(key);
             }
             self.reply(EntryStatus::Result, cookie, 0);
@@ -376,14 +380,14 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
     }
 
     fn reply(&mut self, status: EntryStatus, cookie: u64, value: u64) {
-        self.is_over |= !self.admin.pending.push(CompletionEntry::Admin { status, cookie, value });
+        self.has_overflowed |= !self.admin.pending.push(CompletionEntry::Admin { status, cookie, value });
     }
 
-    /// Tell whether an answer is to become part of the one before it.
+    /// Return whether an answer can be merged into the previous one.
     fn continues(&mut self, entry: &CompletionEntry) -> bool {
         let (
             Some(&mut CompletionEntry::Answer { status: last, seq: first, count: many, .. }),
-            // What names a rank begins an operation, and speaks of that alone.
+            // An entry that names a rank starts an operation and stands alone.
             &CompletionEntry::Answer { status, seq, count, slowest: None, .. },
         ) = (self.data.pending.last_mut(), entry)
         else {
@@ -393,10 +397,10 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
         last == status && follows && many.checked_add(count).is_some()
     }
 
-    /// Note an entry for the rank; answers in a row become one.
-    fn tell(&mut self, entry: CompletionEntry) {
+    /// Queue a completion for the rank. Consecutive answers are merged.
+    fn queue_answer(&mut self, entry: CompletionEntry) {
         if let CompletionEntry::Answer { count, .. } = entry {
-            self.owed -= u32::from(count);
+            self.outstanding -= u32::from(count);
         }
         if self.continues(&entry)
             && let (
@@ -404,37 +408,37 @@ impl<S: Memory<SUBMISSION_WORDS>, C: Memory<COMPLETION_WORDS>, B: Backlog> Funct
                 CompletionEntry::Answer { count, window: now, stable: newest, .. },
             ) = (self.data.pending.last_mut(), entry)
         {
-            // `continues` has seen that it fits.
+            // `continues` has checked the sum.
             (*many, *window, *stable) = (many.saturating_add(count), now, newest);
             return;
         }
-        self.is_over |= !self.data.pending.push(entry);
+        self.has_overflowed |= !self.data.pending.push(entry);
     }
 
-    /// Publish what is to be told, and say so for each queue; true if something was.
+    /// Publish pending completions and call `notify` once for each queue that got any. Returns true if there were any.
     ///
     /// # Errors
-    /// [`FunctionEnd`].
-    pub fn publish(&mut self, told: impl FnMut(Told)) -> Result<bool, FunctionEnd> {
+    /// The rank broke the contract of its rings, or consumes no completions: close the function.
+    pub fn publish(&mut self, notify: impl FnMut(Notification)) -> Result<bool, FunctionError> {
         let published = [self.admin.publish(0)?, self.data.publish(1)?];
         let any = published.iter().any(Option::is_some);
-        published.into_iter().flatten().for_each(told);
-        if self.is_over { Err(FunctionEnd::Backlog(self.data.pending.len())) } else { Ok(any) }
+        published.into_iter().flatten().for_each(notify);
+        if self.has_overflowed { Err(FunctionError::Backlog(self.data.pending.len())) } else { Ok(any) }
     }
 
-    /// Tell whether its rings hold something that may be taken.
-    pub fn has_news(&mut self) -> bool {
-        self.takes_commands() && self.admin.has_submissions() || self.parked.is_none() && self.data.has_submissions()
+    /// Return whether its rings hold submissions that can be taken.
+    pub fn has_work(&mut self) -> bool {
+        self.has_command_room() && self.admin.has_submissions() || self.parked.is_none() && self.data.has_submissions()
     }
 
-    /// Tell whether something waits for a place in its rings.
-    pub fn is_full(&self) -> bool {
+    /// Return whether completions wait for room in its rings.
+    pub fn has_backlog(&self) -> bool {
         !self.admin.pending.is_empty() || !self.data.pending.is_empty()
     }
 }
 
-/// Hand the node's answers to the functions that they are for; true if there were any.
-pub fn hand_out<S, C, B, F, const N: usize>(
+/// Move the node's answers to the functions that they are for. Returns true if there were any.
+pub fn dispatch_answers<S, C, B, F, const N: usize>(
     node: &mut Node<'_>,
     regions: &mut RegionTable<N>,
     functions: &mut [F],
@@ -448,21 +452,21 @@ where
     let mut any = false;
     while let Some(answer) = node.poll_answer(regions) {
         any = true;
-        // Nobody hears the answers of those that are gone.
+        // Answers of closed functions are dropped.
         let Some(function) = functions.iter_mut().map(AsMut::as_mut).find(|function| function.id == answer.function)
         else {
             continue;
         };
-        // What the answers of a failed group speak of is the same for all in a row.
+        // Consecutive answers of a failed group share the same details.
         if !function.continues(&answer.entry) {
             if let Some((first, other)) = answer.operations {
-                function.tell(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
+                function.queue_answer(CompletionEntry::Operations { first: pack_op(&first), other: pack_op(&other) });
             }
             if let (Some(missing), CompletionEntry::Answer { seq, .. }) = (answer.missing, answer.entry) {
-                CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.tell(half));
+                CompletionEntry::missing(0, seq, &missing).into_iter().for_each(|half| function.queue_answer(half));
             }
         }
-        function.tell(answer.entry);
+        function.queue_answer(answer.entry);
     }
     any
 }

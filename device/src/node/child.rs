@@ -1,7 +1,7 @@
-//! What comes up: contributions, probes and requests of a group's children (PROTOCOL 1 and 3).
+//! Packets from children: contributions, probes and requests (PROTOCOL 1 and 3).
 
-use super::{Live, supported};
-use crate::group::{Child, Failure};
+use super::{GroupCtx, supported};
+use crate::node::group::{Child, Failure};
 use crate::order::{Arrived, Input, contribute};
 use crate::slot::State;
 use crate::trace::Trace;
@@ -15,8 +15,8 @@ use sumac_hal::time::Instant;
 use sumac_hal::uplink::{MAX_WINDOW, REORDER_TOLERANCE};
 use sumac_hal::wire::{BITMAP_SEQS, Flags, Kind, NakReason, Repr, unpack_op};
 
-impl Live<'_> {
-    /// Take in a packet that claims to come from a child.
+impl GroupCtx<'_> {
+    /// Handle a packet that claims to come from a child.
     pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(child) = self.admit(from, repr, now) else { return };
         match repr.kind {
@@ -31,7 +31,8 @@ impl Live<'_> {
         }
     }
 
-    /// Check that the packet is a child's own, take its `have` and renew the lease; the child's index if so.
+    /// Authenticate the packet, take its `have` and renew the lease. Returns the child's index, or `None` if the packet
+    /// was dropped.
     fn admit(&mut self, from: Addr, repr: &Repr, now: Instant) -> Option<usize> {
         let index = usize::from(repr.child.0);
         let Some(child) = self.children.get_mut(index) else {
@@ -39,7 +40,7 @@ impl Live<'_> {
             return None;
         };
         if child.owner.is_some() {
-            // By reference comes through the owner's ring only.
+            // A zero-copy child contributes only through its owner's ring.
             self.common.drop_packet(DropReason::BadSource);
             return None;
         }
@@ -47,7 +48,7 @@ impl Live<'_> {
             self.common.drop_packet(DropReason::BadKey);
             return None;
         }
-        // `have` counts what was sent down from here: more than that nobody can have.
+        // `have` counts answers sent from here: no child can have more.
         if self.common.config.shard.below(repr.mark) > self.group.answered_below {
             self.common.drop_packet(DropReason::BadMark);
             return None;
@@ -64,8 +65,8 @@ impl Live<'_> {
                 self.common.trace.record(now, Trace::ChildPinned(id, ChildIndex(index as u16)));
             }
         }
-        if self.group.view.out.contains(index) {
-            self.tell_excluded(index, repr);
+        if self.group.view.excluded.contains(index) {
+            self.nak_excluded(index, repr);
             return None;
         }
         self.note_have(index, repr.mark);
@@ -76,29 +77,29 @@ impl Live<'_> {
         Some(index)
     }
 
-    /// Take what a child says to have.
+    /// Advance a child's `have` to what it reports.
     pub(super) fn note_have(&mut self, child: usize, mark: ChunkNo) {
         let child = &mut self.children[child];
         let was_least = child.have == self.group.min_have;
         if mark > child.have {
             child.have = mark;
             if was_least {
-                let out = &self.group.view.out;
-                let here = self.children.iter().enumerate().filter(|(index, _)| !out.contains(*index));
-                let haves = here.map(|(_, child)| child.have);
-                let least = if planted!(self.common, MinHaveIsMax) { haves.max() } else { haves.min() };
+                let excluded = &self.group.view.excluded;
+                let remaining = self.children.iter().enumerate().filter(|(index, _)| !excluded.contains(*index));
+                let haves = remaining.map(|(_, child)| child.have);
+                let least = if planted!(self.common, MaximumHaveUsed) { haves.max() } else { haves.min() };
                 self.group.min_have = least.unwrap_or(self.group.min_have);
             }
         }
     }
 
-    /// Tell whether a child may speak of chunk `local`: nothing beyond its window is there, and a number from far beyond
-    /// would keep the window from ever being cut again.
+    /// Return whether chunk `local` is within the child's window. A number far beyond it would keep the window from
+    /// ever being cut again.
     fn is_near(&self, child: usize, local: u64) -> bool {
         local < self.shard().below(self.children[child].have) + self.group.window_local
     }
 
-    /// The way from or to a child is congested: a cut like that for a loss, once a window.
+    /// The link to or from a child is congested: cut the window as for a loss, once per window.
     fn note_congestion(&mut self, child: usize, repr: &Repr) {
         let local = self.shard().below(repr.seq);
         if !self.is_near(child, local) {
@@ -110,7 +111,7 @@ impl Live<'_> {
         }
     }
 
-    /// Take in contributions: Data or the Nak of a subtree that has none to give to one chunk, Empty to a run of them.
+    /// Handle contributions: Data, or a subtree's Nak in its place, to one chunk; Empty to a run of chunks.
     fn on_contributions(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
         let count = u64::from(repr.count);
         let is_run = repr.kind == Kind::Empty && (1..=RUN - repr.seq.0 % RUN).contains(&count);
@@ -124,7 +125,7 @@ impl Live<'_> {
         }
     }
 
-    /// Take in the contribution to one chunk.
+    /// Handle the contribution to one chunk.
     fn on_contribution(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
@@ -162,10 +163,10 @@ impl Live<'_> {
         if known || self.slots[index].state != State::Filling {
             return self.common.drop_packet(DropReason::Duplicate);
         }
-        self.judge(index, child, op, repr, payload, now);
+        self.accept(index, child, op, repr, payload, now);
     }
 
-    /// Tell whether slot `index` may hold another chunk: everybody has what is in it, and no engine is at work on it.
+    /// Return whether slot `index` can take another chunk: every child has its answer, and no DMA chain uses it.
     pub(super) fn is_reusable(&self, index: usize) -> bool {
         let slot = &self.slots[index];
         if slot.state != State::Answered {
@@ -178,27 +179,27 @@ impl Live<'_> {
         (all_have || planted!(self.common, SlotReusedEarly)) && slot.pending.is_empty() && self.is_quiet(index)
     }
 
-    /// Start on chunk `local` in slot `index`.
+    /// Start chunk `local` in slot `index`.
     pub(super) fn begin(&mut self, index: usize, local: u64, op: OpDesc, signature: u32) {
         self.slots[index].begin(local, op, signature);
         self.begin_redo(index);
-        self.leave_out(index);
+        self.mark_excluded(index);
     }
 
-    /// Combine a contribution that belongs to slot `index` and is not in yet, or refuse the chunk.
-    fn judge(&mut self, index: usize, child: usize, op: OpDesc, repr: &Repr, payload: &[u8], now: Instant) {
+    /// Validate a contribution that belongs to slot `index` and is not in yet, and combine it, or refuse the chunk.
+    fn accept(&mut self, index: usize, child: usize, op: OpDesc, repr: &Repr, payload: &[u8], now: Instant) {
         let slot = &self.slots[index];
         let first = slot.op;
         let refusal = if repr.kind == Kind::Nak {
-            // Ranks need two operations to name the error; one that this version does not know can't be passed on.
+            // Ranks need two operations to report the error. One that this version does not know cannot be passed on.
             let other = unpack_op(repr.bits2).unwrap_or(op);
             Some((repr.reason.unwrap_or(NakReason::Mismatch), Some((op, other))))
-        } else if (repr.signature != slot.signature || !agree(&op, &first))
+        } else if (repr.signature != slot.signature || !same_operation(&op, &first))
             && !planted!(self.common, SignatureUnchecked)
         {
             Some((NakReason::Mismatch, Some((first, op))))
         } else if (repr.kind == Kind::Data || repr.flags.contains(Flags::WANT)) && !supported(&op) {
-            // What brings nothing and wants nothing runs by a schedule: it is compared here, not done.
+            // A contribution without data that wants no result belongs to a host collective: it is only compared here.
             Some((NakReason::Unsupported, Some((op, op))))
         } else {
             None
@@ -225,16 +226,16 @@ impl Live<'_> {
             }
             self.combine(index, child, repr, payload);
             if self.refs.is_some() {
-                self.stir(index);
+                self.mark_runnable(index);
             } else if self.slots[index].bits.len() == self.children.len() {
                 self.complete(index, now);
             }
         }
-        self.ask_for_gaps(child, now);
+        self.request_gaps(child, now);
     }
 
-    /// Check a contribution's payload against the slot: whole elements, as many as the others', within a chunk; and no
-    /// second one of what is only moved.
+    /// Return whether a contribution's payload fits the slot: whole elements, as many as the others sent, within a
+    /// chunk, and at most one source of data that is only moved.
     fn shape_fits(&mut self, index: usize, repr: &Repr, payload: &[u8]) -> bool {
         if repr.kind == Kind::Empty {
             return payload.is_empty();
@@ -258,12 +259,12 @@ impl Live<'_> {
         self.combine_input(index, child, input);
     }
 
-    /// Combine what `child` brings to slot `index`, if it brings anything.
+    /// Combine what `child` contributes to slot `index`, if it has data.
     pub(super) fn combine_input(&mut self, index: usize, child: usize, input: Option<Input<'_>>) {
         let mut slot = self.slots[index];
         let mut stages = self.stages(index);
         let Some(kernel) = slot.kernel() else {
-            // Moved as it is: the only contribution with data is the value.
+            // Moved unchanged: the only contribution with data is the value.
             if let Some(Input { payload, .. }) = input {
                 stages.value().copy_from_slice(payload);
             }
@@ -275,7 +276,7 @@ impl Live<'_> {
         let mut fold_next = slot.fold_next;
         let children = self.children.len();
         let declared = self.group.config.order;
-        let order = if planted!(self.common, OrderOfArrival) { Order::Arrival } else { declared };
+        let order = if planted!(self.common, ArrivalOrder) { Order::Arrival } else { declared };
         if planted!(self.common, FirstNotCopied) {
             slot.data.insert(child ^ 1);
         }
@@ -284,9 +285,9 @@ impl Live<'_> {
         self.slots[index].fold_next = fold_next;
     }
 
-    /// All children are in: send the partial result up, or, at the root, round it and answer.
+    /// All children have contributed: send the partial result to the parent, or, at the root, finish it and answer.
     pub(super) fn complete(&mut self, index: usize, now: Instant) {
-        if self.fails_without(index, now) {
+        if self.fail_if_excluded_needed(index, now) {
             return;
         }
         self.common.counters.completed += 1;
@@ -302,7 +303,7 @@ impl Live<'_> {
         }
         if let Some(kernel) = slot.kernel().filter(|_| has_value) {
             let elements = slot.elements.unwrap_or(0) as usize;
-            let ranks = self.members();
+            let ranks = self.active_ranks();
             let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;
         }
@@ -314,12 +315,12 @@ impl Live<'_> {
         let slot = &mut self.slots[index];
         slot.state = State::Answered;
         slot.value_crc = None;
-        slot.pending = slot.bits.without(&self.group.view.out);
+        slot.pending = slot.bits.difference(&self.group.view.excluded);
         slot.overtaken = self.group.answered_top.saturating_sub(slot.local + 1) as u16;
         self.group.answered_top = self.group.answered_top.max(slot.local + 1);
         self.common.counters.answers += slot.pending.len() as u64;
         if self.refs.is_some() {
-            self.answer_references(index);
+            self.answer_zero_copy(index);
         }
         if !self.slots[index].pending.is_empty() {
             self.group.down.insert(index);
@@ -334,8 +335,8 @@ impl Live<'_> {
         }
     }
 
-    /// The chunk can't have a result. Only the root says so to the ranks, so that all hear the same: this node
-    /// sends its Nak up in place of a contribution, or, at the root, fails the group.
+    /// Refuse a chunk that cannot have a result. Only the root reports this to ranks, so that all of them see the same
+    /// error: this node sends a Nak to its parent in place of a contribution, or, at the root, fails the group.
     pub(super) fn refuse(&mut self, index: usize, failure: Failure, now: Instant) {
         if self.group.parent.is_none() {
             return self.fail(failure, now);
@@ -344,15 +345,15 @@ impl Live<'_> {
         slot.state = State::Refused;
         slot.value_len = 0;
         slot.value_crc = None;
-        // The root's word is about the lowest chunk: what is told of a later one must not take its place.
-        let latest = planted!(self.common, LaterRefusal);
+        // The root reports the lowest refused chunk: a later refusal must not replace an earlier one.
+        let latest = planted!(self.common, LaterErrorWins);
         if self.group.refusal.is_none_or(|earlier| (failure.from < earlier.from) != latest) {
             self.group.refusal = Some(failure);
         }
         self.group.up.insert(index);
     }
 
-    /// Keep track of what the child has sent, and let it earn an answer.
+    /// Record what the child has sent, and let it earn an answer.
     fn note_arrival(&mut self, child: usize, repr: &Repr) {
         let shard = self.shard();
         let child = &mut self.children[child];
@@ -361,33 +362,33 @@ impl Live<'_> {
         child.top = child.top.max(shard.below(repr.seq) + 1);
     }
 
-    /// Tell whether the child's contribution to `local` is in; what the slot has left behind was.
-    fn is_in(&self, child: usize, local: u64) -> bool {
+    /// Return whether the child has contributed to `local`. Chunks that the slot has moved past count as contributed.
+    fn has_contributed(&self, child: usize, local: u64) -> bool {
         let slot = &self.slots[self.slot_index(local)];
         slot.state != State::Free && (slot.local > local || (slot.local == local && slot.bits.contains(child)))
     }
 
-    /// Ask the child for contributions that did not arrive while three later ones did: once each, and again if a quarter
-    /// of the group's window has come meanwhile, as then what was sent again has got lost too.
-    fn ask_for_gaps(&mut self, child: usize, now: Instant) {
+    /// Send a Nak for each contribution that three later ones have overtaken: once each, and again after a quarter of
+    /// the group's window has arrived, since then the resent contribution was lost too.
+    fn request_gaps(&mut self, child: usize, now: Instant) {
         let lowest = self.children[child].next_missing;
         while self.children[child].next_missing < self.children[child].top
-            && self.is_in(child, self.children[child].next_missing)
+            && self.has_contributed(child, self.children[child].next_missing)
         {
             self.children[child].next_missing += 1;
         }
-        let patience = self.group.window_local / 4 + u64::from(REORDER_TOLERANCE);
+        let retry_distance = self.group.window_local / 4 + u64::from(REORDER_TOLERANCE);
         let Child { top, next_missing, asked_below, asked_at, token, addr, .. } = self.children[child];
-        let is_again = next_missing < asked_below && lowest == next_missing && top >= asked_at + patience;
+        let is_again = next_missing < asked_below && lowest == next_missing && top >= asked_at + retry_distance;
         if lowest != next_missing {
             self.children[child].asked_at = top;
         }
         let mut later = 0;
         let from = if is_again { next_missing } else { next_missing.max(asked_below) };
         let mut gap_below = from;
-        // From the top down: what has three later ones above it is lost.
+        // Scan downwards: a missing contribution with three later ones above it is lost.
         for local in (from..top).rev() {
-            if self.is_in(child, local) {
+            if self.has_contributed(child, local) {
                 later += 1;
             } else if later >= REORDER_TOLERANCE {
                 gap_below = gap_below.max(local + 1);
@@ -399,7 +400,7 @@ impl Live<'_> {
             self.children[child].asked_at = top;
         }
         for local in from..gap_below {
-            if self.is_in(child, local) {
+            if self.has_contributed(child, local) {
                 continue;
             }
             let seq = self.shard().global(local);
@@ -413,7 +414,8 @@ impl Live<'_> {
         }
     }
 
-    /// Answer a probe: which contributions are in, what is complete; and send again what the child lacks.
+    /// Answer a probe with the contributions received and the chunks completed, and resend the answers that the child
+    /// lacks.
     fn on_probe(&mut self, child: usize, repr: &Repr, now: Instant) {
         self.common.counters.probes_in += 1;
         let Some(to) = self.children[child].addr else { return };
@@ -428,25 +430,25 @@ impl Live<'_> {
             let local = from.saturating_add(i);
             let index = self.slot_index(local);
             let stale = planted!(self.common, StaleProbeBits) && self.slots[index].bits.contains(child);
-            if self.is_in(child, local) || stale {
+            if self.has_contributed(child, local) || stale {
                 bits |= 1 << i;
             }
             if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
                 complete |= 1 << i;
                 if repr.bits & (1 << i) == 0 {
-                    self.answer_again(child, index);
+                    self.resend_answer(child, index);
                 }
             }
         }
         self.note_overflow(child, from, count, bits);
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
         self.common.reply(to, Repr { count, bits, bits2: complete, ..status });
-        self.ask_for_gaps(child, now);
+        self.request_gaps(child, now);
     }
 
-    /// A probe comes behind what it asks about, so what is not in by now is lost. If that is a quarter of it, a
-    /// burst was too much for the receive buffer, and nothing came behind it to show the gap: cut the window. Less
-    /// is chance, and repaired without slowing anybody down.
+    /// A probe arrives after what it asks about, so what is missing by now is lost. If that is a quarter of it, a burst
+    /// overran the receive buffer and nothing behind it revealed the gap: cut the window. Fewer losses are random, and
+    /// are repaired without slowing anybody down.
     fn note_overflow(&mut self, child: usize, from: u64, count: u16, bits: u64) {
         let missing = u32::from(count) - bits.count_ones();
         let first = from.saturating_add(u64::from(bits.trailing_ones()));
@@ -456,8 +458,8 @@ impl Live<'_> {
         }
     }
 
-    /// The child says that an answer did not arrive, though one of a later chunk (`bits`) did. That is no sign of a loss
-    /// if the later one was answered first: then the child has asked for what it is about to get.
+    /// The child reports a missing answer although it has that of a later chunk (`bits`). If the later one was answered
+    /// first, this is no sign of a loss: the answer is still on its way.
     fn on_result_missing(&mut self, child: usize, repr: &Repr) {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
@@ -467,18 +469,19 @@ impl Live<'_> {
         let later = self.shard().below(ChunkNo(repr.bits)).saturating_sub(local);
         let was_overtaken = slot.overtaken >= REORDER_TOLERANCE as u16 && later <= u64::from(slot.overtaken);
         if slot.holds(local) && slot.state == State::Answered && !was_overtaken {
-            self.answer_again(child, index);
+            self.resend_answer(child, index);
         } else {
             self.common.drop_packet(DropReason::Unexpected);
         }
     }
 
-    /// Send the answer of slot `index` to `child` again, if it has the credit and neither has it nor is about to get it
-    /// anyway. Whoever asks may have said since that it has the chunk: then the slot may be about to hold another one.
-    fn answer_again(&mut self, child: usize, index: usize) {
-        let landed = self.shard().below(self.children[child].have);
+    /// Resend the answer of slot `index` to `child`, if the child has credit, does not have the answer, and is not
+    /// about to get it anyway. The child may have reported since that it has the chunk; then the slot may be about to
+    /// hold another one.
+    fn resend_answer(&mut self, child: usize, index: usize) {
+        let delivered = self.shard().below(self.children[child].have);
         let slot = &mut self.slots[index];
-        if slot.pending.contains(child) || !slot.bits.contains(child) || slot.local < landed {
+        if slot.pending.contains(child) || !slot.bits.contains(child) || slot.local < delivered {
             return;
         }
         let Some(left) = self.children[child].credit.checked_sub(1) else { return };
@@ -503,9 +506,10 @@ impl Live<'_> {
     }
 }
 
-/// Tell whether two ranks call the same operation, as far as both say: a count of 0 stands for "not said", by a program
-/// that leaves it to the signature.
-pub(super) fn agree(a: &OpDesc, b: &OpDesc) -> bool {
-    let said = a.count != 0 && b.count != 0;
-    (a.collective, a.dtype, a.op) == (b.collective, b.dtype, b.op) && (!said || (a.root, a.count) == (b.root, b.count))
+/// Return whether two calls match, as far as both specify them: a count of 0 means "unspecified", for programs that
+/// leave it to the signature.
+pub(super) fn same_operation(a: &OpDesc, b: &OpDesc) -> bool {
+    let both_set = a.count != 0 && b.count != 0;
+    (a.collective, a.dtype, a.op) == (b.collective, b.dtype, b.op)
+        && (!both_set || (a.root, a.count) == (b.root, b.count))
 }

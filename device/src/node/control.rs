@@ -2,8 +2,8 @@
 
 use super::View;
 use super::{Node, tree_is_valid};
-use crate::group::{Child, Group, Parent, Seat, Window};
-use crate::memory::{Span, first_fit};
+use crate::node::group::{Child, ChildKind, Group, Parent, Window};
+use crate::node::memory::{Span, first_fit};
 use crate::sets::{MAX_SLOTS, SlotSet};
 use crate::slot::Slot;
 use crate::trace::Trace;
@@ -12,16 +12,16 @@ use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::planted;
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::{Listening, MAX_WINDOW, Uplink};
+use sumac_hal::uplink::{MAX_WINDOW, SharedResults, Uplink};
 use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 
 /// The smallest chunk: a few elements of the widest type.
 const CHUNK_MIN_BYTES: u16 = 64;
 
 impl Node<'_> {
-    /// Carry out a request. `Hello` is the board's to answer, which knows the device's name.
+    /// Execute a request. `Hello` is answered by the board, which knows the device's name.
     pub fn control(&mut self, request: &Request, now: Instant) -> Response {
-        // A new group's first turn has yet to begin.
+        // Scan the table again: a new group has not had a turn.
         self.common.may_send = true;
         let done = match request {
             Request::InstallTree(tree) => self.install_tree(tree),
@@ -40,7 +40,7 @@ impl Node<'_> {
         done.map_or_else(Response::Refused, |()| Response::Done)
     }
 
-    /// Return what this node can do; a board with several shards has several such nodes.
+    /// Return this node's capabilities. A board with several shards has one such node per shard.
     pub fn capabilities(&self) -> DeviceCapabilities {
         fn mask<T: Copy>(all: &[T], number: fn(T) -> u8) -> u32 {
             all.iter().fold(0, |mask, &item| mask | 1 << number(item))
@@ -61,7 +61,7 @@ impl Node<'_> {
         }
     }
 
-    /// Return what is in use and what was counted.
+    /// Return resources in use and counters.
     pub fn stats(&self) -> Stats {
         let groups = self.storage.groups.iter().flatten();
         Stats {
@@ -97,11 +97,11 @@ impl Node<'_> {
             trees[free] = Some(tree.clone());
             return Ok(());
         }
-        // Whoever installed a tree may be gone, and nobody removes it then: of those that no group lives on the first one
-        // makes room. The newest are behind it, whose groups may be on their way.
+        // The client that installed a tree may be gone without removing it. The oldest tree without groups makes room;
+        // trees behind it are newer, and their groups may be on their way.
         let groups = &self.storage.groups;
-        let lives = |tree: &TreeConfig| groups.iter().flatten().any(|group| group.config.tree == tree.tree);
-        let unused = trees.iter().position(|entry| entry.as_ref().is_none_or(|entry| !lives(entry)));
+        let in_use = |tree: &TreeConfig| groups.iter().flatten().any(|group| group.config.tree == tree.tree);
+        let unused = trees.iter().position(|entry| entry.as_ref().is_none_or(|entry| !in_use(entry)));
         let oldest = unused.ok_or(Refusal::NoEntry { limit })?;
         trees[oldest..].rotate_left(1);
         if let Some(last) = trees.last_mut() {
@@ -165,16 +165,16 @@ impl Node<'_> {
         let bytes = first_fit(used.map(|group| group.bytes), need, self.storage.bytes.len())
             .ok_or(Refusal::NoMemory { need: need as u64 })?;
 
-        // Everything fits: from here on nothing fails.
+        // Everything fits: nothing fails from here on.
         let epoch = self.key_epoch(config);
         for (i, child) in self.storage.children[children.range()].iter_mut().enumerate() {
             let key = config.secret.child_key(config.group, epoch, ChildIndex(i as u16));
-            let seat = match tree.ranks.get(i) {
-                None => Seat::Unknown,
-                Some(&TreeConfig::NODE) => Seat::Node,
-                Some(&rank) => Seat::Rank(Rank(rank.into())),
+            let kind = match tree.ranks.get(i) {
+                None => ChildKind::Unknown,
+                Some(&TreeConfig::NODE) => ChildKind::Node,
+                Some(&rank) => ChildKind::Rank(Rank(rank.into())),
             };
-            *child = Child { key, seat, ..Child::EMPTY };
+            *child = Child { key, kind, ..Child::EMPTY };
         }
         self.storage.slots[slots.range()].fill(Slot::EMPTY);
         self.groups_end = self.groups_end.max(entry + 1);
@@ -183,14 +183,14 @@ impl Node<'_> {
         Ok(())
     }
 
-    /// Return the epoch that keys are made of.
+    /// Return the epoch that keys are derived from.
     fn key_epoch(&self, config: &GroupConfig) -> Epoch {
-        if planted!(self.common, EpochForgotten) { Epoch::default() } else { config.epoch }
+        if planted!(self.common, EpochUnchecked) { Epoch::default() } else { config.epoch }
     }
 
     fn check_sizes(&self, config: &GroupConfig) -> Result<(), Refusal> {
         let (window, slots) = (config.window_max, config.slots);
-        let local = self.common.config.shard.most_within(u64::from(window));
+        let local = self.common.config.shard.max_in_window(u64::from(window));
         let early = [planted!(self.common, SlotReusedEarly), planted!(self.common, RedoReusedEarly)];
         let twice = 2 * local <= u64::from(slots) || early.contains(&true);
         let enough = twice && usize::from(slots) <= MAX_SLOTS;
@@ -211,7 +211,7 @@ impl Node<'_> {
     fn new_group(&self, config: &GroupConfig, tree: &TreeConfig, spans: [Span; 3], now: Instant) -> Group {
         let [children, slots, bytes] = spans;
         let shard = self.common.config.shard;
-        // Differs from life to life and from epoch to epoch, so that an old packet's token is not echoed anew.
+        // The token differs between boots and epochs, so that an old packet's token is not echoed.
         let token = (self.common.config.boot_id.0 as u32) ^ config.epoch.to_bits() ^ config.group.0.rotate_left(16);
         let parent = tree.parent.as_ref().map(|parent| Parent {
             addr: parent.data_addrs[usize::from(shard.index())],
@@ -219,9 +219,9 @@ impl Node<'_> {
             hop: Uplink::new(config.timers.into(), token ^ 1 << 31),
             window: config.window_max,
             stable: ChunkNo(0),
-            listening: Listening::new(config.parent_shared.is_some()),
+            shared_results: SharedResults::new(config.parent_shared.is_some()),
         });
-        let shared = config.shared.and_then(|first| first.behind(shard.index())).map(|addr| {
+        let shared = config.shared.and_then(|first| first.offset_by(shard.index())).map(|addr| {
             let key = config.secret.child_key(config.group, self.key_epoch(config), ChildIndex::ALL);
             SharedLink { addr, key }
         });
@@ -237,7 +237,7 @@ impl Node<'_> {
             parent,
             shared,
             window: Window::new(start, config.window_max),
-            window_local: shard.most_within(u64::from(config.window_max)),
+            window_local: shard.max_in_window(u64::from(config.window_max)),
             min_have: ChunkNo(0),
             answered_below: 0,
             answered_top: 0,
@@ -249,7 +249,7 @@ impl Node<'_> {
             deficit: 0,
             token,
             congested: false,
-            by_reference: None,
+            zero_copy: None,
             view: View::new(tree, shard, now),
         }
     }

@@ -1,61 +1,64 @@
 //! The sans-I/O core of a device: packets and time in; packets, events and deadlines out.
 //!
-//! One [`Node`] is one shard: it owns its tables, so two of them need no lock. The five verbs are
+//! One [`Node`] is one shard. It owns its tables, so two nodes need no lock. Drive it with five calls:
 //! [`Node::handle`], [`Node::handle_timeout`], [`Node::poll_transmit`], [`Node::poll_timeout`] and
-//! [`Node::poll_event`]; after the first two, call `poll_transmit` until it returns `None`. Control requests
-//! come in through [`Node::control`].
+//! [`Node::poll_event`]. After either of the first two, call `poll_transmit` until it returns `None`. Control requests
+//! go to [`Node::control`].
 //!
-//! Where the rules of PROTOCOL live: `child.rs` (contributions, probes: sections 1 to 3), `parent.rs` (answers
-//! and the way up), `straggler.rs` (ranks that do not come: section 10), `transmit.rs` (what leaves, in which order: deficit round robin over groups), `control.rs`
-//! (groups, reserved whole or not at all), `reference/` (children whose data a DMA engine fetches: sections 5 to 7).
+//! Where the rules of PROTOCOL are implemented: `child.rs` (contributions and probes: sections 1 to 3), `parent.rs`
+//! (answers, and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is
+//! sent next: deficit round robin over groups), `control.rs` (groups, reserved whole or not at all), `zero_copy/`
+//! (children whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
-//! - nothing that a peer writes is trusted: each field is checked before use, and what fails is dropped and
+//! - nothing that a peer writes is trusted: each field is checked before use, and invalid packets are dropped and
 //!   counted by [`DropReason`]; no packet can panic a node;
-//! - the work of each call is bounded: by the window for one packet, by the tables for a timeout;
-//! - every queue has a limit, and what does not fit is dropped, counted, and asked for again by its owner.
+//! - the work of each call is bounded: by the window for a packet, by the tables for a timeout;
+//! - every queue has a limit; what does not fit is dropped, counted, and requested again by its owner.
 //!
-//! Three rules go beyond PROTOCOL 3, all found by measuring goodput (`tests/goodput.rs`): at 1 % loss it was a hundredth
-//! of what it is with them.
-//! - What was asked for and is still missing when a part of a window has come behind it, is asked for again, by nodes and
-//!   ranks: its second loss would else wait for a probe.
-//! - The window is cut for losses only if they are one in sixteen of what all children send in a window. Fewer are
-//!   chance; congestion takes many at once, and marks packets where it can.
-//! - A child that misses an answer says up to where it has later ones. If those were given first, the answer was late,
-//!   not lost, and is not sent again.
+//! Three rules go beyond PROTOCOL 3. All were found by measuring goodput (`tests/goodput.rs`): without them it falls to
+//! a hundredth at 1 % loss.
+//! - Nodes and ranks repeat a request that is still unanswered after a part of a window has arrived behind it.
+//!   Otherwise a second loss of the same chunk would wait for a probe.
+//! - Losses cut the window only if they are at least one in sixteen of what all children send in a window. Fewer are
+//!   random; congestion drops many packets at once, and marks packets where it can.
+//! - A child that misses an answer names the highest answer that it has. If later answers were sent first, the answer
+//!   was late, not lost, and is not resent.
 //!
-//! One rule goes beyond PROTOCOL 10's "replies are never larger than the request": a lost Result is sent again
-//! to a child that asks with a header-sized Probe or Nak. The child is authenticated by key, pinned to its
-//! address, and has credit for each contribution and probe of its own, so a node can't be made to amplify
-//! towards others and sends about as many results as it got contributions.
+//! One rule goes beyond PROTOCOL 10's "replies are never larger than the request": a lost Result is resent to a child
+//! that asks with a header-sized Probe or Nak. The child is authenticated by key, pinned to its address, and has credit
+//! for each contribution and probe of its own. So a node cannot be made to amplify traffic towards others, and sends
+//! about as many results as it received contributions.
 
 mod child;
 mod control;
+mod group;
+mod memory;
 mod parent;
-mod reference;
 #[cfg(feature = "snapshot")]
 mod snapshot;
 mod straggler;
 #[cfg(test)]
 mod tests;
 mod transmit;
+mod zero_copy;
 
-pub(crate) use reference::ByReference;
-pub use reference::{Answer, AttachError, RedoSlot, Reference, References};
+pub use group::{Child, Group};
+pub use memory::{Memory, Storage};
 #[cfg(feature = "snapshot")]
-pub use snapshot::{Phase, Rest};
+pub use snapshot::{NodeSnapshot, Phase};
 pub(crate) use straggler::View;
+pub(crate) use zero_copy::ZeroCopyGroup;
+pub use zero_copy::{Answer, AttachError, BufferRef, RedoSlot, ZeroCopyStorage};
 
-use crate::group::{Child, Failure, Group};
-use crate::memory::Storage;
 use crate::order::Stages;
 use crate::sets::MAX_SLOTS;
 use crate::slot::{Slot, State};
 use crate::trace::{Trace, TraceRing};
 use core::ops::Range;
 use core::time::Duration;
+use group::Failure;
 use heapless::Deque;
-use reference::Refs;
 use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
@@ -65,49 +68,51 @@ use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, pack_op};
+use zero_copy::Refs;
 
-/// The most replies (Status, Nak, Probe) that wait to be sent.
+/// Maximum number of replies (Status, Nak, Probe) waiting to be sent.
 pub const MAX_REPLIES: usize = 64;
 
-/// The most events that wait for the board.
+/// Maximum number of events waiting for the board.
 pub const MAX_EVENTS: usize = 16;
 
-/// Replies a millisecond to packets of no known group or of another epoch.
-const STRANGER_REPLIES_PER_MS: u8 = 16;
+/// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
+const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
 
-/// What a board tells its node.
+/// What a board configures its node with.
 #[derive(Debug, Clone, Copy)]
 #[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct NodeConfig {
-    /// Which shard of the device this is.
+    /// The shard of the device that this node is.
     pub shard: Shard,
-    /// The device's life.
+    /// Identifies this boot of the device: differs after every restart.
     pub boot_id: BootId,
-    /// The longest packet of its port in bytes.
+    /// Longest packet of its port, in bytes.
     pub max_packet_len_bytes: usize,
-    /// What its port buffers in bytes: a group's window starts where all children together fill it.
+    /// Receive buffer of its port, in bytes. A group's window starts at the size with which all children together fill
+    /// it.
     pub receive_buffer_bytes: usize,
 }
 
 /// A packet to send: the first `len_bytes` of the buffer given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transmit {
-    /// To whom.
+    /// Destination address.
     pub to: Addr,
-    /// How long it is.
+    /// Length of the packet, in bytes.
     pub len_bytes: usize,
 }
 
-/// A packet to send whose payload is still where the node has it; see [`Node::poll_outgoing`].
+/// A packet to send whose payload stays in the node's memory; see [`Node::poll_outgoing`].
 #[derive(Debug, Clone)]
 pub struct Outgoing {
-    /// To whom.
+    /// Destination address.
     pub to: Addr,
     /// The packet's header.
     pub header: [u8; HEADER_LEN],
-    /// Where the payload lies in the node's slot memory.
+    /// Where the payload is in the node's slot memory.
     payload: Range<usize>,
-    /// A payload of its own.
+    /// A rank mask sent as payload in place of that.
     mask: Option<[u8; RankMask::LEN_BYTES]>,
 }
 
@@ -117,33 +122,33 @@ impl Outgoing {
     }
 }
 
-/// Something that the board may want to know.
+/// Something that the board may log or report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// A group's lease ran out; it is gone.
+    /// A group's lease expired and the group was released.
     LeaseExpired(GroupId),
-    /// A group can't go on from this chunk.
+    /// A group failed at a chunk.
     GroupFailed {
         /// The group.
         group: GroupId,
         /// The first chunk that has no result.
         from: ChunkNo,
-        /// Why.
+        /// Why it failed.
         reason: NakReason,
     },
 }
 
-/// A header to be sent.
+/// A header to send.
 #[derive(Debug, Clone, Copy)]
 struct Reply {
     to: Addr,
     repr: Repr,
-    /// What is behind it.
+    /// Sent as payload.
     mask: Option<RankMask>,
 }
 
-/// The parts of a node that serve all groups.
+/// The parts of a node that all groups share.
 #[derive(Debug)]
 struct Common {
     config: NodeConfig,
@@ -153,8 +158,8 @@ struct Common {
     events: Deque<Event, MAX_EVENTS>,
     #[cfg(feature = "planted")]
     bug: Option<sumac_hal::planted::Bug>,
-    /// Some group may have something to send: false only while none has, so that polling for nothing costs nothing
-    /// however long the table of groups is.
+    /// Some group may have something to send. False only if none has, so that polling an idle node costs nothing,
+    /// however large the table of groups.
     may_send: bool,
 }
 
@@ -175,7 +180,7 @@ impl Common {
         }
     }
 
-    /// Note an event; the board sees the newest ones if it does not look.
+    /// Queue an event. The oldest is dropped if the board does not collect them.
     fn event(&mut self, event: Event) {
         if self.events.is_full() {
             self.events.pop_front();
@@ -186,30 +191,37 @@ impl Common {
 }
 
 /// The sans-I/O core of one shard of a device.
+///
+/// - After [`Node::handle`], [`Node::handle_timeout`] or [`Node::control`], call [`Node::poll_transmit`] until it
+///   returns `None`.
+/// - With zero-copy children, also after [`Node::submit`] and [`Node::handle_completion`]: call [`Node::poll_dma`], then
+///   [`Node::poll_answer`] and `poll_transmit` until both return `None`.
+/// - Then [`Node::poll_timeout`] returns the next deadline, and [`Node::poll_event`] what the board may log.
+///
+/// [`runtime::poll`](crate::runtime::poll) does this for the packets of a port.
 #[derive(Debug)]
 pub struct Node<'m> {
     storage: Storage<'m>,
-    /// What contributions by reference need, if the board has it.
-    references: Option<References<'m>>,
+    /// Zero-copy tables, if the board supplies them.
+    zero_copy: Option<ZeroCopyStorage<'m>>,
     common: Common,
-    /// Behind the last entry of the table of groups that is in use: looking for work costs what is there, not what could
-    /// be.
+    /// One past the last group entry in use, so that scans cost what is in use, not the capacity.
     groups_end: usize,
-    /// Whose turn it is to send.
+    /// The group whose turn it is to send.
     turn: usize,
-    /// Whose turn it is to use the engine.
+    /// The group whose turn it is to use the DMA engine.
     dma_turn: usize,
-    stranger_replies: u8,
-    stranger_refill_at: Instant,
+    unknown_sender_naks: u8,
+    unknown_sender_refill_at: Instant,
 }
 
-/// One group with its entries of the tables: what most rules work on.
-struct Live<'a> {
+/// One group with its entries of all tables. Most rules are methods of this.
+struct GroupCtx<'a> {
     group: &'a mut Group,
     children: &'a mut [Child],
     slots: &'a mut [Slot],
     bytes: &'a mut [u8],
-    /// Of a group with children by reference.
+    /// Zero-copy tables of the group, if it has zero-copy children.
     refs: Option<Refs<'a>>,
     common: &'a mut Common,
 }
@@ -229,34 +241,34 @@ impl<'m> Node<'m> {
         };
         Self {
             storage,
-            references: None,
+            zero_copy: None,
             common,
             groups_end: 0,
             turn: 0,
             dma_turn: 0,
-            stranger_replies: 0,
-            stranger_refill_at: Instant::ZERO,
+            unknown_sender_naks: 0,
+            unknown_sender_refill_at: Instant::ZERO,
         }
     }
 
-    /// Give this node a bug.
+    /// Plant a bug in this node.
     #[cfg(feature = "planted")]
     pub fn plant(&mut self, bug: sumac_hal::planted::Bug) {
         self.common.bug = Some(bug);
     }
 
-    /// Take in a packet that arrived at `now` from `from`.
+    /// Handle a packet that arrived at `now` from `from`.
     pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
-        self.take_in(from, packet, Flags::empty(), now);
+        self.on_packet(from, packet, Flags::empty(), now);
     }
 
-    /// The same for a packet that the network marked as having met congestion: its group's window is cut as for a loss
-    /// (PROTOCOL 3), here or, if it came from the parent, there.
+    /// Handle a packet that the network marked for congestion (ECN CE). The group's window is cut as for a loss
+    /// (PROTOCOL 3): here, or by the parent if the packet came from there.
     pub fn handle_marked(&mut self, from: Addr, packet: &[u8], now: Instant) {
-        self.take_in(from, packet, Flags::CONGESTED, now);
+        self.on_packet(from, packet, Flags::CONGESTED, now);
     }
 
-    fn take_in(&mut self, from: Addr, packet: &[u8], met: Flags, now: Instant) {
+    fn on_packet(&mut self, from: Addr, packet: &[u8], met: Flags, now: Instant) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
         let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
@@ -268,56 +280,55 @@ impl<'m> Node<'m> {
         repr.flags |= met;
         let Some(index) = self.find(repr.group) else {
             self.common.drop_packet(DropReason::UnknownGroup);
-            return self.answer_stranger(from, &repr, NakReason::UnknownGroup, now);
+            return self.nak_unknown_sender(from, &repr, NakReason::UnknownGroup, now);
         };
-        let Some(mut live) = self.live(index) else { return };
-        if repr.epoch != live.group.config.epoch && !planted!(live.common, EpochForgotten) {
-            live.common.drop_packet(DropReason::WrongEpoch);
-            return self.answer_stranger(from, &repr, NakReason::WrongEpoch, now);
+        let Some(mut ctx) = self.group_ctx(index) else { return };
+        if repr.epoch != ctx.group.config.epoch && !planted!(ctx.common, EpochUnchecked) {
+            ctx.common.drop_packet(DropReason::WrongEpoch);
+            return self.nak_unknown_sender(from, &repr, NakReason::WrongEpoch, now);
         }
-        if live.is_parent(from, &repr) || live.is_shared(from, &repr) {
-            live.handle_parent(&repr, packet.payload(), payload_crc, now);
+        if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
+            ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
         } else {
-            live.handle_child(from, &repr, packet.payload(), now);
+            ctx.handle_child(from, &repr, packet.payload(), now);
         }
-        live.note_output();
+        ctx.note_output();
     }
 
-    /// Do what is due at `now`: probes, dead hops, leases.
+    /// Handle expired timers: probes, dead hops, leases, straggler limits.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.groups_end {
-            let Some(mut live) = self.live(index).filter(|live| !live.group.is_closing()) else { continue };
-            if now >= live.group.lease_until {
-                let id = live.group.config.group;
-                live.common.counters.leases_expired += 1;
-                live.common.trace.record(now, Trace::LeaseExpired(id));
-                live.common.event(Event::LeaseExpired(id));
-                if !(planted!(live.common, LeaseLeak) && live.group.failed.is_some()) {
+            let Some(mut ctx) = self.group_ctx(index).filter(|ctx| !ctx.group.is_closing()) else { continue };
+            if now >= ctx.group.lease_until {
+                let id = ctx.group.config.group;
+                ctx.common.counters.leases_expired += 1;
+                ctx.common.trace.record(now, Trace::LeaseExpired(id));
+                ctx.common.event(Event::LeaseExpired(id));
+                if !(planted!(ctx.common, LeaseLeak) && ctx.group.failed.is_some()) {
                     self.close_group(index);
                 }
             } else {
-                live.poll_parent(now);
-                live.poll_stragglers(now);
-                live.note_output();
+                ctx.poll_parent(now);
+                ctx.poll_stragglers(now);
+                ctx.note_output();
             }
         }
     }
 
-    /// Return where the next packet goes, if there is one: for ports that want to know before it is written.
-    /// Nothing is sent by asking; the next [`Node::poll_transmit`] writes that packet, unless something was
-    /// handled in between.
+    /// Return the destination of the next packet, for ports that need it before the packet is written. Sends nothing:
+    /// the next [`Node::poll_transmit`] writes that packet, unless something was handled in between.
     pub fn poll_destination(&mut self) -> Option<Addr> {
         if let Some(reply) = self.common.replies.front() {
             return Some(reply.to);
         }
         let turn = self.take_turn()?;
-        self.live(turn)?.destination()
+        self.group_ctx(turn)?.destination()
     }
 
     /// Write the next packet to `buffer`, which has room for the port's longest; `None` if there is none.
     ///
-    /// Call it after each `handle` and `handle_timeout` until it returns `None` (or the port is full: then go on
-    /// later).
+    /// Call it after each `handle` and `handle_timeout` until it returns `None`, or until the port is full; then
+    /// continue later.
     pub fn poll_transmit(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
         let out = self.poll_outgoing(now)?;
         let payload = self.payload(&out);
@@ -326,8 +337,8 @@ impl<'m> Node<'m> {
         Some(Transmit { to: out.to, len_bytes: HEADER_LEN + payload.len() })
     }
 
-    /// Return the next packet without copying its payload, for ports that gather: [`Node::payload`] tells where it
-    /// is, and it stays there until the next `handle`, `handle_timeout` or `control`. The packet counts as sent.
+    /// Return the next packet without copying its payload, for ports that gather. [`Node::payload`] returns the
+    /// payload, which stays valid until the next `handle`, `handle_timeout` or `control`. The packet counts as sent.
     pub fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing> {
         let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
         self.common.counters.packets_out += 1;
@@ -340,7 +351,7 @@ impl<'m> Node<'m> {
         out.mask.as_ref().map_or_else(|| &self.storage.bytes[out.payload.clone()], |mask| &mask[..])
     }
 
-    /// Return when [`Node::handle_timeout`] is to be called next, if nothing arrives before.
+    /// Return when to call [`Node::handle_timeout`] next if nothing arrives before; `None` if no timer is armed.
     pub fn poll_timeout(&self) -> Option<Instant> {
         let groups = self.storage.groups[..self.groups_end].iter().flatten().filter(|group| !group.is_closing());
         let shard = self.common.config.shard;
@@ -354,22 +365,22 @@ impl<'m> Node<'m> {
             .min()
     }
 
-    /// Tell whether a group is here: it may have been released, or its lease may have run out.
+    /// Return whether a group exists here: it may have been released, or its lease may have expired.
     pub fn has_group(&self, id: GroupId) -> bool {
         self.find(id).is_some()
     }
 
-    /// Return the next event.
+    /// Return the next event; `None` if there is none.
     pub fn poll_event(&mut self) -> Option<Event> {
         self.common.events.pop_front()
     }
 
-    /// Return what was counted since boot.
+    /// Return the counters since boot.
     pub fn counters(&self) -> &Counters {
         &self.common.counters
     }
 
-    /// Return the trace of what was rare.
+    /// Return the trace of rare events.
     pub fn trace(&self) -> &TraceRing {
         &self.common.trace
     }
@@ -381,13 +392,13 @@ impl<'m> Node<'m> {
             .position(|group| group.as_ref().is_some_and(|group| group.config.group == id && !group.is_closing()))
     }
 
-    fn live(&mut self, index: usize) -> Option<Live<'_>> {
+    fn group_ctx(&mut self, index: usize) -> Option<GroupCtx<'_>> {
         let group = self.storage.groups[index].as_mut()?;
-        let refs = match (&mut self.references, &group.by_reference) {
-            (Some(references), Some(by_reference)) => Some(references.of(group.slots, by_reference)),
+        let refs = match (&mut self.zero_copy, &group.zero_copy) {
+            (Some(tables), Some(zero_copy)) => Some(tables.of(group.slots, zero_copy)),
             _ => None,
         };
-        Some(Live {
+        Some(GroupCtx {
             refs,
             children: &mut self.storage.children[group.children.range()],
             slots: &mut self.storage.slots[group.slots.range()],
@@ -397,18 +408,18 @@ impl<'m> Node<'m> {
         })
     }
 
-    /// Tell the sender of an upward packet that can't be taken why. Nothing in it is authenticated, so the
-    /// answer is a header that echoes what the sender can recognise, and their rate is limited.
-    fn answer_stranger(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
+    /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the
+    /// reply is a header that echoes what the sender can recognise, and replies are rate limited.
+    fn nak_unknown_sender(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
         if !matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe) {
             return;
         }
-        if now >= self.stranger_refill_at {
-            self.stranger_replies = STRANGER_REPLIES_PER_MS;
-            self.stranger_refill_at = now + Duration::from_millis(1);
+        if now >= self.unknown_sender_refill_at {
+            self.unknown_sender_naks = UNKNOWN_SENDER_NAKS_PER_MS;
+            self.unknown_sender_refill_at = now + Duration::from_millis(1);
         }
-        let Some(left) = self.stranger_replies.checked_sub(1) else { return };
-        self.stranger_replies = left;
+        let Some(left) = self.unknown_sender_naks.checked_sub(1) else { return };
+        self.unknown_sender_naks = left;
         let nak = Repr {
             reason: Some(reason),
             seq: repr.seq,
@@ -420,12 +431,12 @@ impl<'m> Node<'m> {
     }
 }
 
-impl Live<'_> {
+impl GroupCtx<'_> {
     fn shard(&self) -> Shard {
         self.common.config.shard
     }
 
-    /// Note whether this group has something to send, after anything that may have given it some.
+    /// Record that this group may have something to send. Call it after anything that may have produced output.
     fn note_output(&mut self) {
         if !self.common.may_send {
             self.common.may_send = self.group.has_output();
@@ -446,14 +457,14 @@ impl Live<'_> {
         Stages { bytes: &mut self.bytes[index * slot_len..][..slot_len], stride, len }
     }
 
-    /// Return where the value of slot `index` lies in the group's bytes: at the start of its buffers.
+    /// Return where the value of slot `index` is in the group's bytes: at the start of its stages.
     fn value(&self, index: usize) -> Range<usize> {
         let start = index * usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
         start..start + usize::from(self.slots[index].value_len)
     }
 
-    /// The group can't go on from `failure.from`: tell every child that waits for this or a later chunk. Who
-    /// contributes later is told then.
+    /// Fail the group at `failure.from` and send a Nak to every child that waits for this or a later chunk. Later
+    /// contributions are answered with the same Nak.
     fn fail(&mut self, failure: Failure, now: Instant) {
         if self.group.failed.is_some_and(|earlier| earlier.from <= failure.from) {
             return;
@@ -466,9 +477,9 @@ impl Live<'_> {
         for index in 0..self.slots.len() {
             let slot = &mut self.slots[index];
             if slot.local >= from && matches!(slot.state, State::Filling | State::Up | State::Refused) {
-                slot.pending = slot.bits.without(&self.group.view.out);
+                slot.pending = slot.bits.difference(&self.group.view.excluded);
                 self.group.up.remove(index);
-                self.owe_all(index);
+                self.mark_all_to_answer(index);
                 if !self.slots[index].pending.is_empty() {
                     self.group.down.insert(index);
                 }
@@ -476,7 +487,7 @@ impl Live<'_> {
         }
     }
 
-    /// Return the Nak that tells a child of `failure`.
+    /// Return the Nak that reports `failure` to a child.
     fn failure_nak(&self, failure: &Failure, child: usize, seq: ChunkNo, token: u32) -> Repr {
         let config = &self.group.config;
         let mut nak = Repr {
@@ -499,12 +510,12 @@ fn put_ops(nak: &mut Repr, ops: Option<(OpDesc, OpDesc)>) {
     nak.bits2 = pack_op(&other);
 }
 
-/// Tell whether a tree can be kept: used by control, stated here beside what relies on it.
+/// Return whether a tree's size is valid. Checked by `control`; kept here beside what relies on it.
 fn tree_is_valid(tree: &TreeConfig) -> bool {
     (1..=sumac_hal::wire::MAX_CHILDREN as u16).contains(&tree.children)
 }
 
-/// Tell whether this node can do an operation: it knows the collective, and has a kernel for what combines.
+/// Return whether this node supports an operation: it knows the collective, and has a kernel for what is combined.
 fn supported(op: &OpDesc) -> bool {
     if op.collective == Collective::Barrier {
         return op.dtype.is_none() && op.op.is_none();

@@ -1,8 +1,8 @@
-//! What comes down from the parent, and what this node asks of it (PROTOCOL 3): to its parent a node is a child
-//! like a rank, and runs the same [`Uplink`](sumac_hal::uplink::Uplink).
+//! Packets from the parent, and requests to it (PROTOCOL 3). To its parent a node is a child like a rank, and runs the
+//! same [`Uplink`](sumac_hal::uplink::Uplink).
 
-use super::Live;
-use crate::group::{Failure, Parent};
+use super::GroupCtx;
+use crate::node::group::{Failure, Parent};
 use crate::slot::State;
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
@@ -12,25 +12,25 @@ use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Flags, Kind, NakReason, RankMask, Repr, unpack_op};
 
-impl Live<'_> {
-    /// Tell whether a packet comes from the parent of this group, on this node's own link.
+impl GroupCtx<'_> {
+    /// Return whether a packet comes from the parent of this group, on this node's own link.
     pub(super) fn is_parent(&self, from: Addr, repr: &Repr) -> bool {
         self.group.parent.as_ref().is_some_and(|parent| {
             parent.addr == from && parent.child == repr.child && repr.key == self.group.config.parent_key
         })
     }
 
-    /// Tell whether a packet is a result that the parent of this group sent to all its children at once.
+    /// Return whether a packet is a result that the parent sent to all its children at once.
     pub(super) fn is_shared(&self, from: Addr, repr: &Repr) -> bool {
         let link = self.group.config.parent_shared.filter(|_| repr.kind == Kind::Result);
         let parent = self.group.parent.as_ref().map(|parent| parent.addr);
         repr.child == ChildIndex::ALL && parent == Some(from) && link.is_some_and(|link| link.key == repr.key)
     }
 
-    /// Take in a packet from the parent; `payload_crc` is the checksum of its payload, which was checked.
+    /// Handle a packet from the parent. `payload_crc` is the verified checksum of its payload.
     pub(super) fn handle_parent(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
-        // What a node has asked for itself says nothing of the ranks: two nodes whose ranks are gone would keep each other.
-        // Those that contribute by reference send no packets, and are spoken for by what their node waits for.
+        // An answer to the node's own probe says nothing about the ranks: two nodes whose ranks are gone would keep
+        // each other's group alive. Zero-copy ranks send no packets, so the probes on their behalf do count.
         if repr.kind != Kind::Status || self.refs.is_some() {
             self.group.lease_until = now + self.group.lease();
         }
@@ -41,13 +41,13 @@ impl Live<'_> {
                 parent.window = repr.window;
             }
             if repr.child == ChildIndex::ALL {
-                parent.listening.on_shared();
+                parent.shared_results.on_shared();
             }
         }
         match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) if self.lags(repr.view) => self.ask_view(),
+            (Kind::Result | Kind::Done, _) if self.is_behind(repr.view) => self.request_decision(),
             (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
-            (Kind::Late, _) => self.on_asked(repr, now),
+            (Kind::Late, _) => self.on_late_query(repr, now),
             (Kind::Cut, _) => self.on_cut(repr, payload, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, payload, now),
@@ -55,7 +55,7 @@ impl Live<'_> {
         }
     }
 
-    /// Take in the answer to one chunk, or the Done of a run of them.
+    /// Handle the answer to one chunk, or a Done that covers a run of them.
     fn on_answers(&mut self, repr: &Repr, payload: &[u8], payload_crc: u32, now: Instant) {
         let count = u64::from(repr.count);
         let is_run = repr.kind == Kind::Done && (1..=RUN - repr.seq.0 % RUN).contains(&count);
@@ -91,10 +91,10 @@ impl Live<'_> {
         if !fits {
             return self.common.drop_packet(DropReason::BadShape);
         }
-        if let Some(Parent { hop, listening, .. }) = &mut self.group.parent {
+        if let Some(Parent { hop, shared_results, .. }) = &mut self.group.parent {
             hop.on_answer(local, now);
             if repr.kind == Kind::Result && repr.child != ChildIndex::ALL {
-                listening.on_alone();
+                shared_results.on_unicast();
             }
         }
         let slot_len = limit * self.group.stages;
@@ -104,12 +104,13 @@ impl Live<'_> {
         (slot.slowest, slot.late_us) = (repr.slowest, repr.late_us);
         self.group.up.remove(index);
         self.answer(index);
-        // What goes down is what came down: its checksum is carried on, so that it covers this node's memory too.
+        // The value is forwarded with the checksum that it came with, so that the checksum covers this node's memory
+        // too.
         self.slots[index].value_crc = Some(payload_crc);
-        self.ask_parent_for_gaps();
+        self.request_parent_gaps();
     }
 
-    fn ask_parent_for_gaps(&mut self) {
+    fn request_parent_gaps(&mut self) {
         while let Some(Parent { hop, window, .. }) = &mut self.group.parent {
             let Some(local) = hop.next_gap(*window) else { return };
             let top = hop.top_answer();
@@ -121,7 +122,7 @@ impl Live<'_> {
 
     fn on_status(&mut self, repr: &Repr, now: Instant) {
         let from = self.shard().below(repr.seq);
-        let Live { group, slots, common, .. } = self;
+        let GroupCtx { group, slots, common, .. } = self;
         let Some(Parent { hop, .. }) = &mut group.parent else { return };
         let up = &mut group.up;
         let known = hop.on_status(repr.token, from, repr.bits, now, |local| {
@@ -138,17 +139,17 @@ impl Live<'_> {
 
     fn on_nak(&mut self, reason: NakReason, repr: &Repr, payload: &[u8], now: Instant) {
         let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
-        // Only what echoes a token of ours speaks of this life of the group (PROTOCOL 4).
+        // Only an echo of our own token concerns this incarnation of the group (PROTOCOL 4).
         if repr.token != self.group.token && !hop.is_probe_token(repr.token) {
             return self.common.drop_packet(DropReason::Unexpected);
         }
-        hop.on_heard(now);
+        hop.on_activity(now);
         match reason {
-            NakReason::Missing | NakReason::Resend => self.contribute_again(repr.seq),
+            NakReason::Missing | NakReason::Resend => self.resend_contribution(repr.seq),
             NakReason::WrongEpoch | NakReason::UnknownGroup => {
                 self.fail(Failure { from: repr.seq, reason: NakReason::PathLost, ops: None }, now);
             }
-            NakReason::Stragglers | NakReason::Excluded => self.on_left(reason, repr, payload, now),
+            NakReason::Stragglers | NakReason::Excluded => self.on_stragglers_nak(reason, repr, payload, now),
             NakReason::Mismatch | NakReason::Unsupported | NakReason::PathLost => {
                 let ops = repr.op_desc().zip(unpack_op(repr.bits2));
                 self.fail(Failure { from: repr.seq, reason, ops }, now);
@@ -157,7 +158,7 @@ impl Live<'_> {
         }
     }
 
-    fn contribute_again(&mut self, seq: ChunkNo) {
+    fn resend_contribution(&mut self, seq: ChunkNo) {
         let Some(local) = self.shard().local(seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
@@ -169,14 +170,14 @@ impl Live<'_> {
         }
     }
 
-    /// Do what is due on the way to the parent: probe, or give it up.
+    /// Probe the parent if a probe is due, or give it up as dead.
     pub(super) fn poll_parent(&mut self, now: Instant) {
         let shard = self.shard();
         if !self.group.waits_for_parent(shard) {
             return;
         }
         let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
-        if hop.is_dead(now) && !planted!(self.common, DeadHopUnnoticed) {
+        if hop.is_dead(now) && !planted!(self.common, DeadHopUndetected) {
             let from = shard.global(hop.answered_below());
             return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }
@@ -186,8 +187,8 @@ impl Live<'_> {
         self.send_up(Repr { count: probe.count, bits: probe.held, ..header });
     }
 
-    /// Return what the next packet up says of congestion on the way down, once.
-    pub(super) fn congestion_to_tell(&mut self) -> Flags {
+    /// Return, once, the flag that reports congestion on the way down to the parent.
+    pub(super) fn take_congestion_flag(&mut self) -> Flags {
         if core::mem::take(&mut self.group.congested) { Flags::CONGESTED } else { Flags::empty() }
     }
 
@@ -209,7 +210,7 @@ impl Live<'_> {
     }
 
     pub(super) fn send_up_with(&mut self, mut repr: Repr, mask: Option<RankMask>) {
-        repr.flags |= self.congestion_to_tell();
+        repr.flags |= self.take_congestion_flag();
         if let Some(parent) = &self.group.parent {
             self.common.reply_with(parent.addr, repr, mask);
         }

@@ -1,33 +1,35 @@
-//! Ranks that do not come to an operation within its limit (PROTOCOL 10).
+//! Stragglers: ranks that do not contribute to an operation within its limit (PROTOCOL 10).
 //!
 //! ```text
 //! a node whose oldest chunk waits too long     its parent                       the root
-//!   holds back whom it misses         Late ->    holds back, asks its     Late ->  decides once
+//!   holds back missing children       Late ->    holds back, asks its     Late ->  decides once
 //!                                                other nodes (Late down)
-//!   leaves them out, for good         <- Cut     the same                <- Cut    from here on without them,
-//!   or: fails                         <- Nak     the same                <- Nak    or: no result without them
+//!   excludes them for good            <- Cut     the same                <- Cut    continues without them,
+//!   or: fails                         <- Nak     the same                <- Nak    or: fails the group
 //! ```
 //!
 //! Invariants:
-//! - The root decides, once an operation, before its first result: only while its first chunk is the oldest without one.
-//! - A child is there if it has contributed to anything from the operation's first chunk on. What a child that is not
-//!   there sends while it is held back is dropped, so that what was told upwards stays true until the root has decided.
-//! - Who is left out counts as `Empty` with everything landed, in this and every later chunk. So nothing of it is in any
-//!   result from the decision on, and no slot and no window waits for it.
-//! - Decisions are numbered. Whoever gets an answer that says of a decision that it does not know drops the answer and
-//!   asks: no rank takes a result without knowing whose it is.
-//! - Only an operation that says so has a limit; all others wait, and lose nobody.
+//! - The root decides at most once per operation, before its first result: only while the operation's first chunk is
+//!   the oldest without one.
+//! - A child has arrived if it contributed to any chunk from the operation's first on. Packets of other children are
+//!   dropped during the hold, so that what was reported upwards stays true until the root has decided.
+//! - An excluded child counts as `Empty` with everything delivered, in this and every later chunk. So no result
+//!   contains anything of it after the decision, and no slot and no window waits for it.
+//! - Decisions are numbered. A receiver of an answer made under a later decision than it knows drops the answer and
+//!   requests the decision: no rank takes a result without knowing which ranks are in it.
+//! - Only operations with a limit can exclude ranks; all others wait.
 //!
-//! By reference, what is held back waits in its ring, as behind a window, and a decision reaches a rank by its ring, before
-//! any answer. The entries of who is left out end with an error once no chain touches its memory.
+//! For zero-copy children, contributions held back stay in the ring, as if the window were closed. A decision reaches
+//! such a rank through its ring, before any answer. Entries of an excluded rank end with an error once no chain touches
+//! its memory.
 //!
-//! Larger groups than a [`RankMask`] holds and devices of several shards are not held back: their ranks do not post such
-//! operations.
+//! Groups larger than a [`RankMask`] and devices with several shards do not support exclusion: their ranks do not post
+//! operations with a limit.
 
-mod said;
+mod messages;
 
-use super::Live;
-use crate::group::{Child, Failure, Group, Seat};
+use super::GroupCtx;
+use crate::node::group::{Child, ChildKind, Failure, Group};
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use crate::trace::Trace;
@@ -37,74 +39,75 @@ use sumac_hal::ids::ChunkNo;
 use sumac_hal::op::{Collective, OpDesc};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, Kind, Limit, NakReason, RankMask, Repr};
+use sumac_hal::wire::{Flags, Kind, NakReason, RankMask, Repr, StragglerLimit};
 
-/// Decisions that a node can tell of again. The root decides no other before every rank that is left knows the oldest.
+/// Decisions kept for children that ask. The root decides again only after every remaining rank knows the oldest.
 const DECISIONS_KEPT: usize = 4;
 
-/// A decision to go on without ranks.
+/// A decision to exclude ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Decision {
-    /// From which seq on.
+    /// The first chunk without them.
     first: u64,
     ranks: RankMask,
 }
 
-/// What a node does while it waits for a decision.
+/// A hold: contributions of missing children are dropped while the root has yet to decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Hold {
-    /// The operation: where it begins, what it is, how long it waits.
+    /// The operation: its first chunk, its description and its limit.
     first: u64,
     op: OpDesc,
-    limit: Limit,
-    /// Children that may go on.
-    here: ChildSet,
-    /// Nodes below that have yet to say who is missing there.
-    asked: ChildSet,
-    /// Ranks that are missing, as far as is known.
+    limit: StragglerLimit,
+    /// Children that have arrived and may continue.
+    arrived: ChildSet,
+    /// Child nodes that have yet to report which ranks are missing below them.
+    awaiting: ChildSet,
+    /// Ranks known to be missing.
     missing: RankMask,
-    /// When to say or ask it again.
-    again_at: Instant,
-    /// When something was last heard of those that are asked, and of the parent.
-    heard_at: Instant,
+    /// When to repeat the report or the queries.
+    retry_at: Instant,
+    /// When a queried node or the parent last replied.
+    last_reply_at: Instant,
 }
 
-/// Who has left a group, and who may be about to.
+/// Excluded members of a group, and a hold in progress.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct View {
-    /// Children that have left, with all below them.
-    pub(crate) out: ChildSet,
-    /// Who is to be told of the latest decision.
-    pub(crate) tell: ChildSet,
-    /// How many decisions there were.
+    /// Excluded children, with all ranks below them.
+    pub(crate) excluded: ChildSet,
+    /// Children that the latest decision has yet to be sent to.
+    pub(crate) to_notify: ChildSet,
+    /// Number of decisions so far.
     number: u16,
-    /// The latest, by number.
+    /// The latest decisions, by number modulo the array length.
     decisions: [Decision; DECISIONS_KEPT],
-    /// All ranks that have left.
-    gone: RankMask,
-    /// Ranks without which the group has failed.
-    missed: RankMask,
+    /// All excluded ranks.
+    excluded_ranks: RankMask,
+    /// Ranks whose absence failed the group.
+    missing_ranks: RankMask,
     hold: Option<Hold>,
-    /// Nobody was found missing at this moment: no use looking again at once.
-    looked_at: Option<Instant>,
-    /// A node that has yet to make itself known to its parent, which could not ask it otherwise: when, and until when.
-    greets: Option<(Instant, Instant)>,
+    /// When the last check found nobody missing; the next one waits for a retry interval.
+    checked_at: Option<Instant>,
+    /// Set while a node introduces itself to its parent, which could not query it otherwise: when to repeat, and until
+    /// when.
+    introduction: Option<(Instant, Instant)>,
 }
 
 impl View {
     pub(crate) fn new(tree: &TreeConfig, shard: Shard, now: Instant) -> Self {
-        let greets = tree.parent.is_some() && !tree.ranks.is_empty() && shard.shards() == 1;
+        let introduction = tree.parent.is_some() && !tree.ranks.is_empty() && shard.shards() == 1;
         Self {
-            out: ChildSet::EMPTY,
-            tell: ChildSet::EMPTY,
+            excluded: ChildSet::EMPTY,
+            to_notify: ChildSet::EMPTY,
             number: 0,
             decisions: [Decision { first: 0, ranks: RankMask::EMPTY }; DECISIONS_KEPT],
-            gone: RankMask::EMPTY,
-            missed: RankMask::EMPTY,
+            excluded_ranks: RankMask::EMPTY,
+            missing_ranks: RankMask::EMPTY,
             hold: None,
-            looked_at: None,
-            greets: greets.then_some((now, now + GREETING)),
+            checked_at: None,
+            introduction: introduction.then_some((now, now + INTRODUCTION_TIMEOUT)),
         }
     }
 
@@ -112,17 +115,17 @@ impl View {
         self.number
     }
 
-    /// Return the ranks without which the group has failed.
-    pub(super) const fn missed(&self) -> RankMask {
-        self.missed
+    /// Return the ranks whose absence failed the group.
+    pub(super) const fn missing_ranks(&self) -> RankMask {
+        self.missing_ranks
     }
 
-    /// Return what decision `number` says, if it is still kept: from which seq on the group goes on without whom.
-    pub(super) fn told(&self, number: u16) -> Option<(ChunkNo, RankMask)> {
+    /// Return decision `number`, if it is still kept: the first chunk that it concerns, and the ranks it excludes.
+    pub(super) fn exclusion(&self, number: u16) -> Option<(ChunkNo, RankMask)> {
         self.decision(number).map(|Decision { first, ranks }| (ChunkNo(first), ranks))
     }
 
-    /// Tell whether it is decided who has a part in an operation that begins at `first`, or in a later one.
+    /// Return whether the members of an operation that begins at `first`, or of a later one, are decided.
     fn is_decided(&self, first: u64) -> bool {
         self.decision(self.number).is_some_and(|decision| decision.first >= first)
     }
@@ -134,47 +137,47 @@ impl View {
     }
 }
 
-/// For how long a node greets a parent that does not answer.
-const GREETING: Duration = Duration::from_secs(5);
+/// How long a node introduces itself to a parent that does not reply.
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Tell whether a group's ranks can be named and held back.
-fn can_hold(children: &[Child], shard: Shard) -> bool {
-    let known = |child: &Child| match child.seat {
-        Seat::Unknown => false,
-        Seat::Rank(rank) => (rank.0 as usize) < RankMask::RANKS,
-        Seat::Node => true,
+/// Return whether a group supports exclusion: its ranks are known and fit a mask, and the device has one shard.
+fn supports_exclusion(children: &[Child], shard: Shard) -> bool {
+    let known = |child: &Child| match child.kind {
+        ChildKind::Unknown => false,
+        ChildKind::Rank(rank) => (rank.0 as usize) < RankMask::RANKS,
+        ChildKind::Node => true,
     };
     shard.shards() == 1 && children.iter().all(known)
 }
 
-/// Return the children that have contributed to something from `first` on, and have not left.
-fn here(children: &[Child], out: &ChildSet, first: u64) -> ChildSet {
-    let mut here = ChildSet::EMPTY;
-    let came = children.iter().enumerate().filter(|(index, child)| child.top > first && !out.contains(*index));
-    came.for_each(|(index, _)| here.insert(index));
-    here
+/// Return the children that have contributed to any chunk from `first` on and are not excluded.
+fn arrived(children: &[Child], excluded: &ChildSet, first: u64) -> ChildSet {
+    let mut arrived = ChildSet::EMPTY;
+    let came = children.iter().enumerate().filter(|(index, child)| child.top > first && !excluded.contains(*index));
+    came.for_each(|(index, _)| arrived.insert(index));
+    arrived
 }
 
-/// Return when the oldest chunk without an answer has waited long enough, if children are missing there.
+/// Return when the limit of the oldest unanswered chunk expires, if children are missing there.
 fn limit_at(group: &Group, children: &[Child], slots: &[Slot], shard: Shard) -> Option<Instant> {
     let first = group.answered_below;
     let slot = &slots[(first % slots.len() as u64) as usize];
     let waits =
         !group.view.is_decided(first) && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
-    let limit = slot.limit.filter(|_| waits && can_hold(children, shard))?;
-    let all = here(children, &group.view.out, first).len() + group.view.out.len() == children.len();
+    let limit = slot.limit.filter(|_| waits && supports_exclusion(children, shard))?;
+    let all = arrived(children, &group.view.excluded, first).len() + group.view.excluded.len() == children.len();
     let at = slot.first_at? + Duration::from_micros(limit.us.into());
-    let again = group.view.looked_at.map_or(at, |looked| at.max(looked + again(group)));
-    (!all).then_some(again)
+    let due = group.view.checked_at.map_or(at, |looked| at.max(looked + retry_interval(group)));
+    (!all).then_some(due)
 }
 
-/// How long to wait before something is said again.
-fn again(group: &Group) -> Duration {
+/// Return how long to wait before repeating a report or query.
+fn retry_interval(group: &Group) -> Duration {
     Duration::from_micros(group.config.timers.probe_max_us.into())
 }
 
 impl super::Node<'_> {
-    /// Return when a group has to look after who is missing.
+    /// Return when a group has to check for stragglers next.
     pub(super) fn straggler_timeout(&self, group: &Group) -> Option<Instant> {
         if group.failed.is_some() {
             return None;
@@ -182,33 +185,33 @@ impl super::Node<'_> {
         let children = &self.storage.children[group.children.range()];
         let slots = &self.storage.slots[group.slots.range()];
         let due = match &group.view.hold {
-            Some(hold) => Some(hold.again_at),
+            Some(hold) => Some(hold.retry_at),
             None => limit_at(group, children, slots, self.common.config.shard),
         };
-        let greets = group.view.greets.map(|(at, _)| at);
-        due.into_iter().chain(greets).min()
+        let introduction = group.view.introduction.map(|(at, _)| at);
+        due.into_iter().chain(introduction).min()
     }
 }
 
-impl Live<'_> {
-    /// Do what is due about ranks that are missing.
+impl GroupCtx<'_> {
+    /// Handle expired straggler timers.
     pub(super) fn poll_stragglers(&mut self, now: Instant) {
         if self.group.failed.is_some() {
             return;
         }
-        if let Some((at, until)) = self.group.view.greets.filter(|(at, _)| *at <= now) {
-            let again = at.max(now) + again(self.group);
-            self.group.view.greets = (again < until).then_some((again, until));
-            self.ask_view();
+        if let Some((at, until)) = self.group.view.introduction.filter(|(at, _)| *at <= now) {
+            let retry_at = at.max(now) + retry_interval(self.group);
+            self.group.view.introduction = (retry_at < until).then_some((retry_at, until));
+            self.request_decision();
         }
         match self.group.view.hold {
-            Some(hold) if hold.again_at <= now => self.go_on_holding(hold, now),
+            Some(hold) if hold.retry_at <= now => self.retry_hold(hold, now),
             None => {
                 let at = limit_at(self.group, self.children, self.slots, self.shard());
                 if at.is_some_and(|at| at <= now) {
                     let slot = self.slots[self.slot_index(self.group.answered_below)];
                     if let Some(limit) = slot.limit {
-                        self.hold(self.group.answered_below, slot.op, limit, now);
+                        self.start_hold(self.group.answered_below, slot.op, limit, now);
                     }
                 }
             }
@@ -216,146 +219,147 @@ impl Live<'_> {
         }
     }
 
-    fn go_on_holding(&mut self, hold: Hold, now: Instant) {
+    fn retry_hold(&mut self, hold: Hold, now: Instant) {
         let dead = Duration::from_micros(self.group.config.timers.dead_us.into());
-        let waits = self.group.parent.is_some() || !hold.asked.is_empty();
-        if waits && now - hold.heard_at >= dead {
+        let waits = self.group.parent.is_some() || !hold.awaiting.is_empty();
+        if waits && now - hold.last_reply_at >= dead {
             let from = ChunkNo(hold.first);
             return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }
-        let again_at = now + again(self.group);
+        let retry_at = now + retry_interval(self.group);
         if let Some(hold) = &mut self.group.view.hold {
-            hold.again_at = again_at;
+            hold.retry_at = retry_at;
         }
         self.ask_nodes(&hold);
-        self.settle(now);
+        self.report_or_decide(now);
     }
 
-    /// Nobody who has not come to the operation that begins at `first` comes to it any more, unless the root says that
-    /// the group does not go on at all: find out who that is.
-    fn hold(&mut self, first: u64, op: OpDesc, limit: Limit, now: Instant) {
-        let here = here(self.children, &self.group.view.out, first);
-        let (mut asked, mut missing) = (ChildSet::EMPTY, RankMask::EMPTY);
+    /// Hold back children that have not arrived at the operation that begins at `first`, and find out which ranks are
+    /// missing. Ends with the root's decision.
+    fn start_hold(&mut self, first: u64, op: OpDesc, limit: StragglerLimit, now: Instant) {
+        let arrived = arrived(self.children, &self.group.view.excluded, first);
+        let (mut awaiting, mut missing) = (ChildSet::EMPTY, RankMask::EMPTY);
         for (index, child) in self.children.iter().enumerate() {
-            match child.seat {
-                _ if here.contains(index) || self.group.view.out.contains(index) => {}
-                Seat::Rank(rank) => missing.insert(rank),
-                _ => asked.insert(index),
+            match child.kind {
+                _ if arrived.contains(index) || self.group.view.excluded.contains(index) => {}
+                ChildKind::Rank(rank) => missing.insert(rank),
+                _ => awaiting.insert(index),
             }
         }
-        let again_at = now + again(self.group);
-        let hold = Hold { first, op, limit, here, asked, missing, again_at, heard_at: now };
+        let retry_at = now + retry_interval(self.group);
+        let hold = Hold { first, op, limit, arrived, awaiting, missing, retry_at, last_reply_at: now };
         self.group.view.hold = Some(hold);
         self.ask_nodes(&hold);
-        self.settle(now);
+        self.report_or_decide(now);
     }
 
-    /// Ask the nodes below that have not said who is missing there.
+    /// Query the child nodes that have yet to report their missing ranks.
     fn ask_nodes(&mut self, hold: &Hold) {
         for child in 0..self.children.len() {
             let Child { addr: Some(to), token, .. } = self.children[child] else { continue };
-            if hold.asked.contains(child) {
+            if hold.awaiting.contains(child) {
                 let header = self.down_header(Kind::Late, child, ChunkNo(hold.first), token);
-                let mut ask = describe(header, hold);
+                let mut ask = set_operation(header, hold);
                 ask.flags |= Flags::WANT;
                 self.common.reply(to, ask);
             }
         }
     }
 
-    /// If everybody below has been heard, tell the parent, or, at the root, decide.
-    fn settle(&mut self, now: Instant) {
-        let Some(hold) = self.group.view.hold.filter(|hold| hold.asked.is_empty()) else { return };
+    /// Once every child node has reported: report to the parent, or, at the root, decide.
+    fn report_or_decide(&mut self, now: Instant) {
+        let Some(hold) = self.group.view.hold.filter(|hold| hold.awaiting.is_empty()) else { return };
         if hold.missing.is_empty() {
-            // It is on its way.
+            // Nobody is missing: the contribution is on its way.
             self.group.view.hold = None;
-            self.group.view.looked_at = Some(now);
+            self.group.view.checked_at = Some(now);
             return;
         }
         if self.group.parent.is_some() {
             let header = self.up_header(Kind::Late, ChunkNo(hold.first), self.group.token);
-            let repr = Repr { count: hold.here.len() as u16, ..describe(header, &hold) };
+            let repr = Repr { count: hold.arrived.len() as u16, ..set_operation(header, &hold) };
             self.send_up_with(repr, Some(hold.missing));
         } else {
             self.decide(&hold, now);
         }
     }
 
-    /// The root's word on an operation. Its ranks are known to all who are left, or it fails.
+    /// Decide on an operation at the root: exclude the missing ranks, or fail. Deferred while some remaining rank may
+    /// still need the oldest kept decision.
     fn decide(&mut self, hold: &Hold, now: Instant) {
         let view = &self.group.view;
         let next = u64::from(view.number) + 1;
         let oldest = view.decisions[next as usize % DECISIONS_KEPT];
         if next > DECISIONS_KEPT as u64 && self.group.min_have.0 <= oldest.first {
-            // Said again later: some rank may still have to ask for the oldest.
+            // Retried later: some rank may still ask for the oldest decision.
             return;
         }
-        let without = view.gone.union(&hold.missing);
-        if hold.limit.cuts && !lacks(&hold.op, &without) && !hold.here.is_empty() {
-            return self.cut(hold.first, hold.missing, now);
+        let without = view.excluded_ranks.union(&hold.missing);
+        if hold.limit.cuts && !needs_any_of(&hold.op, &without) && !hold.arrived.is_empty() {
+            return self.exclude(hold.first, hold.missing, now);
         }
-        self.fail_without(hold.first, without, now);
+        self.fail_missing(hold.first, without, now);
     }
 
-    /// There is no result at `first` and behind, as these ranks are missing.
-    fn fail_without(&mut self, first: u64, missing: RankMask, now: Instant) {
-        self.group.view.missed = missing;
+    /// Fail the group from `first` on because these ranks are missing.
+    fn fail_missing(&mut self, first: u64, missing: RankMask, now: Instant) {
+        self.group.view.missing_ranks = missing;
         let failure = Failure { from: ChunkNo(first), reason: NakReason::Stragglers, ops: None };
         self.fail(failure, now);
         self.group.view.hold = None;
-        // Nodes below that hold back have contributed nothing that could be answered.
+        // Child nodes in a hold have not contributed anything that could be answered, so tell them directly.
         for child in 0..self.children.len() {
-            let Child { addr: Some(to), token, seat: Seat::Node, .. } = self.children[child] else { continue };
+            let Child { addr: Some(to), token, kind: ChildKind::Node, .. } = self.children[child] else { continue };
             let nak = self.failure_nak(&failure, child, failure.from, token);
             self.common.reply_with(to, nak, Some(missing));
         }
     }
 
-    /// From `first` on, the group goes on without these ranks.
-    fn cut(&mut self, first: u64, ranks: RankMask, now: Instant) {
+    /// Exclude these ranks from chunk `first` on.
+    fn exclude(&mut self, first: u64, ranks: RankMask, now: Instant) {
         let hold = self.group.view.hold.take_if(|hold| hold.first == first);
         let view = &mut self.group.view;
         view.number += 1;
         view.decisions[usize::from(view.number) % DECISIONS_KEPT] = Decision { first, ranks };
-        view.gone = view.gone.union(&ranks);
+        view.excluded_ranks = view.excluded_ranks.union(&ranks);
         self.common.counters.cuts += 1;
         self.common.trace.record(now, Trace::Cut(self.group.config.group, ChunkNo(first), ranks.len()));
         for child in 0..self.children.len() {
-            let stays = hold.as_ref().is_none_or(|hold| hold.here.contains(child));
-            if self.group.view.out.contains(child) {
+            let remains = hold.as_ref().is_none_or(|hold| hold.arrived.contains(child));
+            if self.group.view.excluded.contains(child) {
                 continue;
             }
-            if stays {
+            if remains {
                 if self.children[child].addr.is_some() {
-                    self.group.view.tell.insert(child);
-                } else if let Some(by_reference) = &mut self.group.by_reference
+                    self.group.view.to_notify.insert(child);
+                } else if let Some(zero_copy) = &mut self.group.zero_copy
                     && self.children[child].owner.is_some()
                 {
-                    by_reference.untold.insert(child);
+                    zero_copy.to_notify.insert(child);
                 }
                 continue;
             }
-            self.group.view.out.insert(child);
-            self.group.view.tell.remove(child);
-            self.forget(child);
+            self.group.view.excluded.insert(child);
+            self.group.view.to_notify.remove(child);
+            self.stop_answering(child);
             if self.children[child].owner.is_some() {
                 self.withdraw(child);
             }
-            if let Some(by_reference) = &mut self.group.by_reference
+            if let Some(zero_copy) = &mut self.group.zero_copy
                 && self.children[child].owner.is_some()
             {
-                // From which chunk on: it may look up for itself what came before.
-                by_reference.untold.insert(child);
+                // Tell it the first chunk without it: it may recover earlier results itself.
+                zero_copy.to_notify.insert(child);
             }
         }
-        let out = self.group.view.out;
-        let left = self.children.iter().enumerate().filter(|(child, _)| !out.contains(*child));
-        self.group.min_have = left.map(|(_, child)| child.have).min().unwrap_or(self.group.min_have);
+        let excluded = self.group.view.excluded;
+        let remaining = self.children.iter().enumerate().filter(|(child, _)| !excluded.contains(*child));
+        self.group.min_have = remaining.map(|(_, child)| child.have).min().unwrap_or(self.group.min_have);
         for index in 0..self.slots.len() {
             if self.slots[index].state == State::Filling && self.slots[index].local >= first {
-                self.leave_out(index);
+                self.mark_excluded(index);
                 if self.refs.is_some() {
-                    self.stir(index);
+                    self.mark_runnable(index);
                 } else if self.slots[index].bits.len() == self.children.len() {
                     self.complete(index, now);
                 }
@@ -363,8 +367,8 @@ impl Live<'_> {
         }
     }
 
-    /// Nothing is owed to a child that has left, and it is told so.
-    fn forget(&mut self, child: usize) {
+    /// Drop all pending answers of an excluded child, and notify it.
+    fn stop_answering(&mut self, child: usize) {
         for index in 0..self.slots.len() {
             self.slots[index].pending.remove(child);
             if self.slots[index].pending.is_empty() {
@@ -376,20 +380,21 @@ impl Live<'_> {
         self.common.reply(to, Repr { reason: Some(NakReason::Excluded), ..nak });
     }
 
-    /// Answer a child that has left.
-    pub(super) fn tell_excluded(&mut self, child: usize, repr: &Repr) {
+    /// Answer a packet of an excluded child.
+    pub(super) fn nak_excluded(&mut self, child: usize, repr: &Repr) {
         self.common.drop_packet(DropReason::Late);
         let Some(to) = self.children[child].addr.filter(|_| repr.kind != Kind::Nak) else { return };
         let nak = self.down_header(Kind::Nak, child, repr.seq, repr.token);
         self.common.reply(to, Repr { reason: Some(NakReason::Excluded), ..nak });
     }
 
-    /// Enter an `Empty` for each child that has left into slot `index`; by reference, that is done when it is its turn.
-    pub(super) fn leave_out(&mut self, index: usize) {
-        if self.group.view.out.is_empty() {
+    /// Mark each excluded inline child as `Empty` in slot `index`. Zero-copy children are skipped when it is their
+    /// turn.
+    pub(super) fn mark_excluded(&mut self, index: usize) {
+        if self.group.view.excluded.is_empty() {
             return;
         }
-        let inline = self.group.view.out.without(&self.by_reference());
+        let inline = self.group.view.excluded.difference(&self.zero_copy_children());
         for child in 0..self.children.len() {
             if inline.contains(child) && !self.slots[index].bits.contains(child) {
                 self.slots[index].mark(child, false, false);
@@ -398,35 +403,35 @@ impl Live<'_> {
         }
     }
 
-    /// Return how many ranks the results are of: what averages are divided by.
-    pub(super) fn members(&self) -> u32 {
-        self.group.config.ranks.get().saturating_sub(self.group.view.gone.len()).max(1)
+    /// Return the number of ranks in a result: the divisor of averages.
+    pub(super) fn active_ranks(&self) -> u32 {
+        self.group.config.ranks.get().saturating_sub(self.group.view.excluded_ranks.len()).max(1)
     }
 
-    /// Fail the group at the root if the operation of slot `index`, which is complete, needs a rank that has left. True
-    /// if it does.
-    pub(super) fn fails_without(&mut self, index: usize, now: Instant) -> bool {
-        let (slot, gone) = (self.slots[index], self.group.view.gone);
-        if gone.is_empty() || self.group.parent.is_some() {
+    /// Fail the group at the root if the operation of slot `index`, which is complete, needs an excluded rank. Returns
+    /// true if it does.
+    pub(super) fn fail_if_excluded_needed(&mut self, index: usize, now: Instant) -> bool {
+        let (slot, excluded_ranks) = (self.slots[index], self.group.view.excluded_ranks);
+        if excluded_ranks.is_empty() || self.group.parent.is_some() {
             return false;
         }
-        // What brings nothing and wants nothing runs by a schedule.
-        let runs_here = self.is_wanted(index) || !self.brought(index).is_empty();
-        let fails = runs_here && lacks(&slot.op, &gone);
+        // Without data or a wanted result, the operation belongs to a host collective.
+        let runs_here = self.is_wanted(index) || !self.with_data(index).is_empty();
+        let fails = runs_here && needs_any_of(&slot.op, &excluded_ranks);
         if fails {
-            self.fail_without(slot.local, gone, now);
+            self.fail_missing(slot.local, excluded_ranks, now);
         }
         fails
     }
 
-    /// Tell whether what a child sends to `seq` has to wait for a decision.
+    /// Return whether a child's contribution to `seq` has to wait for a decision.
     pub(super) fn is_held_back(&self, child: usize, seq: u64) -> bool {
         let has_failed = self.group.failed.is_some_and(|failure| seq >= failure.from.0);
         let hold = self.group.view.hold.as_ref().filter(|_| !has_failed);
-        hold.is_some_and(|hold| seq >= hold.first && !hold.here.contains(child))
+        hold.is_some_and(|hold| seq >= hold.first && !hold.arrived.contains(child))
     }
 
-    /// Keep what the first contribution to slot `index` says of its operation's limit.
+    /// Record the operation's limit from the first contribution to slot `index`.
     pub(super) fn note_limit(&mut self, index: usize, repr: &Repr) {
         let Some((limit, distance)) = repr.limit() else { return };
         if let Some(first) = repr.seq.0.checked_sub(distance.into()) {
@@ -434,8 +439,8 @@ impl Live<'_> {
         }
     }
 
-    /// The same of the first by reference, from what its child has announced.
-    pub(super) fn note_announced(&mut self, index: usize, child: usize) {
+    /// Record the operation's limit from what the first zero-copy child of slot `index` announced.
+    pub(super) fn note_announced_limit(&mut self, index: usize, child: usize) {
         let slot = &mut self.slots[index];
         let announced = self.children[child].announced;
         if let Some(announced) = announced.filter(|op| (op.first..op.end).contains(&slot.local)) {
@@ -444,16 +449,16 @@ impl Live<'_> {
     }
 }
 
-/// Write the operation that is waited for into a header.
-fn describe(header: Repr, hold: &Hold) -> Repr {
+/// Write the operation of a hold into a header.
+fn set_operation(header: Repr, hold: &Hold) -> Repr {
     let mut repr = header;
     repr.set_op(&hold.op);
     repr.set_limit(hold.limit, 0);
     repr
 }
 
-/// Tell whether an operation needs one of these ranks: its root, or, where each owns what only it can bring, any.
-fn lacks(op: &OpDesc, ranks: &RankMask) -> bool {
+/// Return whether an operation needs one of these ranks: its root, or any rank if each contributes data of its own.
+fn needs_any_of(op: &OpDesc, ranks: &RankMask) -> bool {
     match op.collective {
         Collective::AllGather => !ranks.is_empty(),
         collective => collective.is_rooted() && ranks.contains(op.root),

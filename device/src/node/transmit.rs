@@ -1,13 +1,12 @@
-//! What leaves a node, and in which order: replies first (they are small and somebody waits for them), then the
-//! groups in turn, by bytes (deficit round robin, Shreedhar and Varghese 1995), each its contributions up before
-//! its answers down, lowest chunk first.
+//! What a node sends next: first replies, which are small and awaited, then groups in turn by bytes (deficit round
+//! robin, Shreedhar and Varghese 1995). A group sends contributions before answers, lowest chunk first.
 //!
-//! A result that every child waits for, and may get at the group's shared address, goes there once instead of to each
-//! (as SHARP multicasts its results over UD: JSFI 4(4), 2017, doi 10.14529/jsfi170401). Only the first time: who did not get it asks,
-//! and gets it alone.
+//! A result that every child wants, and listens for at the group's shared address, is sent there once instead of to
+//! each (as SHARP multicasts its results over UD: JSFI 4(4), 2017, doi 10.14529/jsfi170401). Only the first
+//! transmission is shared: a child that missed it asks, and gets a copy of its own.
 
-use super::{Live, Node, Outgoing};
-use crate::group::Parent;
+use super::{GroupCtx, Node, Outgoing};
+use crate::node::group::Parent;
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use sumac_hal::ctrl::SharedLink;
@@ -18,7 +17,7 @@ use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, payload_crc};
 
-/// What a group may send in its turn before the next one's, in bytes.
+/// Bytes that a group may send before the next group's turn.
 const QUANTUM_BYTES: usize = 64 * 1024;
 
 impl Node<'_> {
@@ -34,17 +33,17 @@ impl Node<'_> {
     /// Return the next packet of the group whose turn it is.
     pub(super) fn next_in_turn(&mut self, now: Instant) -> Option<Outgoing> {
         let turn = self.take_turn()?;
-        let mut out = self.live(turn)?.transmit(now)?;
+        let mut out = self.group_ctx(turn)?.transmit(now)?;
         if let Some(group) = &mut self.storage.groups[turn] {
             group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload_len());
-            // From the group's bytes to the node's.
+            // Convert an offset in the group's bytes to one in the node's.
             out.payload = group.bytes.start + out.payload.start..group.bytes.start + out.payload.end;
         }
         Some(out)
     }
 
-    /// Return the group whose turn it is to send, `None` if no group has anything to send. Asked again, it does not
-    /// look through the table before something was handled that may have changed that.
+    /// Return the group whose turn it is to send; `None` if no group has anything to send. After `None` the table is
+    /// not scanned again until something was handled that may have produced output.
     pub(super) fn take_turn(&mut self) -> Option<usize> {
         if !self.common.may_send {
             return None;
@@ -55,11 +54,11 @@ impl Node<'_> {
         }
     }
 
-    /// Go round the groups from the one whose turn it was.
+    /// Find the next group with output, in round-robin order.
     fn next_turn(&mut self) -> Option<usize> {
         let groups = self.storage.groups.len();
         let mut waiting = false;
-        // Each group is looked at twice at most: once to end its turn, once to begin its next.
+        // Each group is visited at most twice: once to end its turn, once to begin its next.
         for looked in 0..2 * groups {
             if looked == groups && !waiting {
                 break;
@@ -81,23 +80,23 @@ impl Node<'_> {
     }
 }
 
-impl Live<'_> {
-    /// The slot to start looking from: that of the oldest chunk that some child may still lack.
+impl GroupCtx<'_> {
+    /// Return the slot to scan from: that of the oldest chunk that some child may still lack.
     fn oldest(&self) -> usize {
         self.slot_index(self.shard().below(self.group.min_have))
     }
 
-    /// Return where this group's next packet goes.
+    /// Return the destination of this group's next packet.
     pub(super) fn destination(&self) -> Option<Addr> {
         let oldest = self.oldest();
         if self.group.up.first_from(oldest).is_some() {
             return self.group.parent.as_ref().map(|parent| parent.addr);
         }
-        if let Some(child) = self.group.view.tell.first() {
+        if let Some(child) = self.group.view.to_notify.first() {
             return self.children[child].addr;
         }
         let index = self.group.down.first_from(oldest)?;
-        if let Some(link) = self.shares(index) {
+        if let Some(link) = self.shared_link(index) {
             return Some(link.addr);
         }
         self.children[self.slots[index].pending.first()?].addr
@@ -110,13 +109,13 @@ impl Live<'_> {
             self.group.up.remove(index);
             return self.transmit_up(index, now);
         }
-        if let Some(child) = self.group.view.tell.first() {
-            self.group.view.tell.remove(child);
-            let (repr, mask) = self.cut_header(child, self.group.view.number(), self.children[child].token)?;
+        if let Some(child) = self.group.view.to_notify.first() {
+            self.group.view.to_notify.remove(child);
+            let (repr, mask) = self.decision_header(child, self.group.view.number(), self.children[child].token)?;
             return Some(masked(self.children[child].addr?, repr, &mask));
         }
         let index = self.group.down.first_from(oldest)?;
-        if let Some(link) = self.shares(index) {
+        if let Some(link) = self.shared_link(index) {
             return Some(self.transmit_shared(index, link));
         }
         let slot = &mut self.slots[index];
@@ -150,21 +149,21 @@ impl Live<'_> {
         repr.signature = slot.signature;
         repr.attempt = slot.attempt;
         (repr.slowest, repr.late_us) = (slot.slowest, slot.late_us);
-        repr.flags |= self.congestion_to_tell();
+        repr.flags |= self.take_congestion_flag();
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
         if repr.kind == Kind::Empty {
             repr.count = self.run_up(index);
         }
-        let Some(Parent { addr, hop, listening, .. }) = &mut self.group.parent else { return None };
+        let Some(Parent { addr, hop, shared_results, .. }) = &mut self.group.parent else { return None };
         (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
-        let listens = repr.flags.contains(Flags::WANT) && listening.asks();
+        let listens = repr.flags.contains(Flags::WANT) && shared_results.is_requested();
         repr.flags.set(Flags::SHARED, listens);
         let to = *addr;
         Some(self.with_value(to, repr, index))
     }
 
-    /// Let the Empty of slot `index` cover the next chunks' too, as far as they are Empty of the same operation, are
-    /// to be sent now, and belong to the same run of the shard (PROTOCOL 1). Returns how many it covers.
+    /// Extend the Empty of slot `index` over the following chunks that are also Empty, belong to the same operation and
+    /// the same run of the shard, and are due now (PROTOCOL 1). Returns the number of chunks covered.
     fn run_up(&mut self, index: usize) -> u16 {
         let first = self.slots[index];
         let mut count = 1;
@@ -185,7 +184,7 @@ impl Live<'_> {
         count as u16
     }
 
-    /// Let the Done of slot `index` to `child` cover the next chunks' too, under the same conditions.
+    /// Extend the Done of slot `index` to `child` over the following chunks, under the same conditions.
     fn run_down(&mut self, index: usize, child: usize) -> u16 {
         let first = self.slots[index];
         let mut count = 1;
@@ -217,7 +216,7 @@ impl Live<'_> {
             let failure = self.group.failed?;
             let nak = self.failure_nak(&failure, child, seq, token);
             self.common.counters.naks += 1;
-            return Some(match self.missed(&failure) {
+            return Some(match self.missing_in(&failure) {
                 Some(mask) => masked(to, nak, &mask),
                 None => bare(to, &nak),
             });
@@ -229,10 +228,10 @@ impl Live<'_> {
         Some(self.with_value(to, repr, index))
     }
 
-    /// Return the shared address if the answer of slot `index` can go there in place of one packet to each child.
-    fn shares(&self, index: usize) -> Option<SharedLink> {
+    /// Return the shared address if the answer of slot `index` can go there instead of to each child.
+    fn shared_link(&self, index: usize) -> Option<SharedLink> {
         let slot = &self.slots[index];
-        let here = slot.bits.without(&self.group.view.out);
+        let here = slot.bits.difference(&self.group.view.excluded);
         let everybody = slot.bits.len() == self.children.len() && here.len() > 1;
         let sets = [&slot.pending, &slot.want, &slot.shared];
         let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == here);
@@ -243,7 +242,7 @@ impl Live<'_> {
     fn transmit_shared(&mut self, index: usize, link: SharedLink) -> Outgoing {
         let slot = &mut self.slots[index];
         slot.pending = ChildSet::EMPTY;
-        // If nobody gets it, each child asks; what all of them ask for must not go the same way again.
+        // If it is lost, every child asks, and those requests must not be answered by the same route.
         slot.shared = ChildSet::EMPTY;
         self.group.down.remove(index);
         self.common.counters.answers_shared += 1;
@@ -260,7 +259,7 @@ impl Live<'_> {
         self.with_value(link.addr, repr, index)
     }
 
-    /// Return a packet with the value of slot `index` if it is Data or Result.
+    /// Return a packet, with the value of slot `index` if it is Data or Result.
     fn with_value(&mut self, to: Addr, mut repr: Repr, index: usize) -> Outgoing {
         if !matches!(repr.kind, Kind::Data | Kind::Result) {
             return bare(to, &repr);
@@ -273,7 +272,7 @@ impl Live<'_> {
     }
 }
 
-/// Write what the slot's operation is into the header of its answer.
+/// Write the slot's operation into the header of its answer.
 fn describe(slot: &Slot, header: Repr) -> Repr {
     let Slot { signature, attempt, slowest, late_us, .. } = *slot;
     let mut repr = Repr { signature, attempt, slowest, late_us, ..header };
@@ -281,7 +280,7 @@ fn describe(slot: &Slot, header: Repr) -> Repr {
     repr
 }
 
-/// Return a packet that is all header.
+/// Return a packet without payload.
 fn bare(to: Addr, repr: &Repr) -> Outgoing {
     sealed(to, repr, 0)
 }
@@ -292,7 +291,7 @@ fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Outgoing {
     Outgoing { to, header, payload: 0..0, mask: None }
 }
 
-/// Return a packet with a set of ranks behind its header.
+/// Return a packet with a rank mask as payload.
 fn masked(to: Addr, repr: Repr, mask: &RankMask) -> Outgoing {
     let bytes = mask.to_bytes();
     let repr = Repr { payload_len_bytes: bytes.len() as u16, ..repr };

@@ -1,21 +1,21 @@
-//! What can be wrong with a boot stream: always with the offset and the field.
+//! Errors of a boot stream, each with its offset and field.
 
 use super::id::{ImageName, VERSION_MAX};
 use std::io;
 use thiserror::Error;
 
-/// A boot stream is damaged, or can't be read.
+/// A boot stream is damaged, or cannot be read.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BfbError {
-    /// Its bytes are wrong.
+    /// The stream is damaged.
     #[error("offset {offset:#x} ({field} of {at}): {fault}", field = fault.field(), at = image.map_or_else(|| format!("image {index}"), |name| format!("image {index}, {name}")))]
     Damaged {
-        /// Where the field begins, in bytes from the stream's first one.
+        /// The offset of the field in the stream, in bytes.
         offset: u64,
         /// The image, counted from 0.
         index: usize,
-        /// Its name, if the header could be read.
+        /// Its name, if the header could be parsed.
         image: Option<ImageName>,
         /// What is wrong.
         fault: Fault,
@@ -23,17 +23,17 @@ pub enum BfbError {
     /// Reading failed.
     #[error("offset {offset:#x}: cannot read: {source}")]
     Read {
-        /// How far it went, in bytes.
+        /// The offset reached, in bytes.
         offset: u64,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
-    /// Who was to take the data could not.
-    #[error("{image}: cannot take its data: {source}")]
+    /// The consumer of the data failed.
+    #[error("{image}: cannot process its data: {source}")]
     Take {
-        /// Whose data.
+        /// The image.
         image: ImageName,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -42,111 +42,111 @@ pub enum BfbError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Fault {
-    /// There is no image at all.
+    /// The stream has no image.
     #[error("the stream is empty; a boot stream has at least one image")]
     Empty,
     /// The stream ends in a header.
     #[error("{have} bytes are left, a header has 24: the file is truncated, or something was appended")]
     ShortHeader {
-        /// Bytes that are there.
+        /// The bytes left.
         have: u64,
     },
-    /// No header begins here.
+    /// The magic number is wrong.
     #[error(
-        "{found:#010x} is not 0x13026642: no image begins here. The file is damaged, or something (such as a bf.cfg) \
-         was appended, which no stage of the boot reads"
+        "{found:#010x} is not 0x13026642: not the start of an image. The file is damaged, or something (such as a \
+         bf.cfg) was appended, which no boot stage reads"
     )]
     Magic {
-        /// What stands there.
+        /// The value found.
         found: u32,
     },
     /// Not format 1.
-    #[error("major version {found}, known is 1")]
+    #[error("major version {found} is unknown; 1 is supported")]
     Major {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
-    /// A format that came later.
-    #[error("minor version {found}, known are 0 to 2")]
+    /// A later minor version.
+    #[error("minor version {found} is unknown; 0 to 2 are supported")]
     Minor {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
-    /// Between 0 and 2, but not what is written today.
-    #[error("minor version {found}, written today is 2; readers take it, `repack` writes it anew")]
+    /// An older minor version.
+    #[error("minor version {found} is outdated, the current one is 2; readers accept it, `repack` updates it")]
     OldMinor {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
     /// Reserved bits are set.
     #[error("reserved bits are {found:#x}, not 0")]
     Reserved {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
-    /// A card that is not known.
-    #[error("image version {found}, known are 0 to {VERSION_MAX}")]
+    /// An unknown image version.
+    #[error("image version {found} is unknown; 0 to {VERSION_MAX} are supported")]
     Version {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
-    /// A header of another length.
-    #[error("header of {found} words of 8 bytes; it is 3")]
+    /// The header length is wrong.
+    #[error("the header has {found} words of 8 bytes, not 3")]
     HeaderWords {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
     /// The stream ends in the data or the padding.
-    #[error("{need} bytes of data and padding, {have} are left: the file is truncated")]
+    #[error("{need} bytes of data and padding are expected, but {have} are left: the file is truncated")]
     Truncated {
-        /// What the header announces, padding included.
+        /// The length in the header, with padding.
         need: u64,
-        /// What is there.
+        /// The bytes left.
         have: u64,
     },
     /// Padding is not zero.
     #[error("padding byte is {found:#04x}, not 0")]
     Padding {
-        /// What stands there.
+        /// The value found.
         found: u8,
     },
-    /// The data is not what it was.
+    /// The checksum is wrong.
     #[error("stored {stored:#010x}, the data gives {computed:#010x}: the data or the header is damaged")]
     Crc {
-        /// What the header says.
+        /// The value in the header.
         stored: u32,
-        /// What it is.
+        /// The computed value.
         computed: u32,
     },
-    /// The header announces another next version than the one that follows.
-    #[error("says that version {stored} of this id is next; it is {expected} (0 stands for none)")]
+    /// The header's next version is wrong.
+    #[error("the next version of this id is {expected}, not {stored} (0 means none)")]
     NextVersion {
-        /// What the header says.
+        /// The value in the header.
         stored: u8,
-        /// What it should say.
+        /// The correct value.
         expected: u8,
     },
-    /// The header announces other images than those that follow.
-    #[error("{stored:#018x}; the images that follow make it {expected:#018x}")]
+    /// The header's set of following images is wrong.
+    #[error("{stored:#018x} does not match the following images, which give {expected:#018x}")]
     Following {
-        /// What the header says.
+        /// The value in the header.
         stored: u64,
-        /// What it should say.
+        /// The correct value.
         expected: u64,
     },
-    /// It stands behind an image that it has to stand before.
-    #[error("must stand before {before}: the boot stages read forwards only, and would miss it; `repack` sorts")]
+    /// The image comes after one that it has to precede.
+    #[error("has to come before {before}: the boot stages read sequentially and would skip it; `repack` sorts images")]
     Order {
-        /// The image before it.
+        /// The image that it has to precede.
         before: ImageName,
     },
-    /// The same id and version twice.
-    #[error("is there twice; only the first would be used")]
+    /// The same id and version occur twice.
+    #[error("occurs twice; only the first would be used")]
     Duplicate,
-    /// An id without a name: consumers skip it. Never more than a note, as newer tools may name it.
-    #[error("is no id that mlx-mkbfb names; the boot stages skip it")]
+    /// An unknown id, which consumers skip. Only noted, because newer tools may define it.
+    #[error("is not an id known to mlx-mkbfb; the boot stages skip it")]
     UnknownId,
-    /// More images than ids and versions can make.
+    /// More images than there are ids and versions.
     #[error("there are more than {max} images")]
     TooMany {
         /// The limit.
@@ -155,7 +155,7 @@ pub enum Fault {
 }
 
 impl Fault {
-    /// Return the header's field, or the part of the image, that is wrong.
+    /// Return the wrong field of the header, or part of the image.
     pub const fn field(&self) -> &'static str {
         match self {
             Self::Empty | Self::ShortHeader { .. } | Self::TooMany { .. } => "header",
@@ -174,7 +174,7 @@ impl Fault {
         }
     }
 
-    /// Return where the field begins, in bytes from the header's first one; data and padding begin where the caller says.
+    /// Return the offset of the field in the header, in bytes; for data and padding the caller adds it.
     pub(super) const fn field_offset(&self) -> u64 {
         match self {
             Self::Major { .. } | Self::Minor { .. } | Self::OldMinor { .. } => 4,
@@ -188,7 +188,7 @@ impl Fault {
         }
     }
 
-    /// Tell whether writing the images again puts it right, so that a base with it can be used.
+    /// Return whether rewriting the images corrects it, so that such a base can be used.
     pub(super) const fn is_repairable(&self) -> bool {
         matches!(self, Self::OldMinor { .. } | Self::NextVersion { .. } | Self::Following { .. } | Self::Order { .. })
     }

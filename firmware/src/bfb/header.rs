@@ -1,19 +1,19 @@
-//! An image's header: 24 bytes to fields and back. Nothing here knows of the rest of the stream.
+//! An image's header: parses and emits its 24 bytes, independent of the rest of the stream.
 
 use super::error::Fault;
 use super::id::{ImageId, ImageName, VERSION_MAX};
 
-/// Bytes of a header.
+/// The length of a header in bytes.
 pub const HEADER_LEN_BYTES: usize = 24;
 
 /// The first four bytes, `Bf\x02\x13`, as a little-endian number.
 const MAGIC: u32 = 0x1302_6642;
 const MAJOR: u8 = 1;
-/// What is written; readers take all up to it.
+/// The version that is written; readers accept all up to it.
 pub(super) const MINOR: u8 = 2;
 const HEADER_WORDS: u8 = 3;
 
-/// The fields of a header that differ from image to image.
+/// The variable fields of a header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Id and version (`image_id`, `cur_img_ver`).
@@ -31,10 +31,10 @@ pub struct Header {
 }
 
 impl Header {
-    /// Read a header.
+    /// Parse a header.
     ///
     /// # Errors
-    /// Names the first field with a value that no reader takes; the fields that depend on other images are not judged.
+    /// The first field with a value that no reader accepts; fields that depend on other images are not checked.
     pub fn parse(bytes: &[u8; HEADER_LEN_BYTES]) -> Result<Self, Fault> {
         let [w0, w1, w2] = [word(bytes, 0), word(bytes, 8), word(bytes, 16)];
         let nibble = |shift: u32| (w0 >> shift) as u8 & 0xf;
@@ -66,7 +66,7 @@ impl Header {
         })
     }
 
-    /// Write the header, with the minor version that it has.
+    /// Emit the header, with its minor version.
     pub fn emit(&self) -> [u8; HEADER_LEN_BYTES] {
         let w0 = u64::from(MAGIC)
             | u64::from(MAJOR) << 32

@@ -1,10 +1,10 @@
-//! What images are called, where they stand in the stream, and which card takes which version.
+//! The names of images, their order in the stream, and the cards that they are for.
 
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// The highest version that a BFB of minor 2 knows: BlueField-3.
+/// The highest version in a BFB of minor version 2: BlueField-3.
 pub const VERSION_MAX: u8 = 2;
 
 /// The kind of an image, as in the header's `image_id`.
@@ -12,9 +12,9 @@ pub const VERSION_MAX: u8 = 2;
 pub struct ImageId(pub u8);
 
 impl ImageId {
-    /// First stage of the trusted boot firmware: what every stream that boots a card has.
+    /// Trusted boot firmware, second boot loader (BL2), which every bootable stream has.
     pub const BL2: Self = Self(1);
-    /// What the stream says about itself; here Sumac's manifest is.
+    /// Information about the stream; holds Sumac's manifest.
     pub const INFO: Self = Self(50);
     /// The boot menu's entry.
     pub const BOOT_DESC: Self = Self(57);
@@ -24,10 +24,10 @@ impl ImageId {
     pub const BOOT_ARGS: Self = Self(59);
     /// The kernel, or any other UEFI application.
     pub const IMAGE: Self = Self(62);
-    /// The kernel's first file system.
+    /// Initial RAM file system of the kernel.
     pub const INITRAMFS: Self = Self(63);
 
-    /// Return the name that `mlx-mkbfb` gives it, if it has one.
+    /// Return its name in `mlx-mkbfb`, if it has one.
     pub fn name(self) -> Option<&'static str> {
         ORDER.iter().find(|(_, id)| *id == self.0).map(|(name, _)| *name)
     }
@@ -37,12 +37,12 @@ impl ImageId {
         ORDER.iter().find(|(known, _)| *known == name).map(|(_, id)| Self(*id))
     }
 
-    /// Return its place in the stream; the consumers read forwards only. Ids without a name have no place.
+    /// Return its place in the stream's order, which consumers require. Unknown ids have none.
     pub fn rank(self) -> Option<usize> {
         ORDER.iter().position(|(_, id)| *id == self.0)
     }
 
-    /// Return its bit in `following_images`; ids from 64 on can't be announced.
+    /// Return its bit in `following_images`; 0 for ids from 64 on, which have none.
     pub const fn bit(self) -> u64 {
         if self.0 < 64 { 1 << self.0 } else { 0 }
     }
@@ -60,14 +60,14 @@ impl fmt::Display for ImageId {
 /// An image of a stream: there is at most one of each id and version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageName {
-    /// What it is.
+    /// The kind of the image.
     pub id: ImageId,
-    /// For which cards: 0 BlueField-1, or all where no higher version of the id exists; 1 BlueField-2; 2 BlueField-3.
+    /// The cards that it is for: 0 BlueField-1, or all if the id has no higher version; 1 BlueField-2; 2 BlueField-3.
     pub version: u8,
 }
 
 impl ImageName {
-    /// Name an image.
+    /// Create a name.
     pub const fn new(id: ImageId, version: u8) -> Self {
         Self { id, version }
     }
@@ -82,10 +82,10 @@ impl fmt::Display for ImageName {
 impl FromStr for ImageName {
     type Err = ImageNameError;
 
-    /// Read `NAME` or `NAME-vN`, as `mlx-mkbfb`'s options are; without a version it is 0.
+    /// Parse `NAME` or `NAME-vN`, as in `mlx-mkbfb`'s options; the default version is 0.
     fn from_str(text: &str) -> Result<Self, ImageNameError> {
         let (name, version) = match text.rsplit_once("-v") {
-            // No name ends so; all others, as in `boot-vxy`, are unknown anyway.
+            // No known name ends like this; others, such as `boot-vxy`, are unknown anyway.
             Some((name, digits)) if digits.bytes().all(|byte| byte.is_ascii_digit()) && !digits.is_empty() => {
                 let version = digits.parse().ok().filter(|version| *version <= VERSION_MAX);
                 (name, version.ok_or_else(|| ImageNameError::Version(text.into()))?)
@@ -97,21 +97,21 @@ impl FromStr for ImageName {
     }
 }
 
-/// Why a text names no image.
+/// Why a text is not an image name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ImageNameError {
-    /// Not in the table.
+    /// The name is unknown.
     #[error(
-        "{0:?} is no image's name; one is NAME or NAME-v0 to NAME-v2, where NAME is as mlx-mkbfb's options, such as image or boot-args"
+        "{0:?} is not an image name; use NAME or NAME-v0 to NAME-v2, with NAME as in mlx-mkbfb's options, such as image or boot-args"
     )]
     Unknown(String),
-    /// More than [`VERSION_MAX`].
-    #[error("{0:?}: versions are 0 to {VERSION_MAX}")]
+    /// The version exceeds [`VERSION_MAX`].
+    #[error("{0:?}: the version has to be 0 to {VERSION_MAX}")]
     Version(String),
 }
 
-/// The generation of a card: which version of each image it takes.
+/// The generation of a card, which determines the version of each image that it uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Generation {
     /// BlueField (1).
@@ -123,10 +123,10 @@ pub enum Generation {
 }
 
 impl Generation {
-    /// All that the format knows.
+    /// All generations that the format supports.
     pub const ALL: [Self; 3] = [Self::BlueField1, Self::BlueField2, Self::BlueField3];
 
-    /// Return the version of the images that are made for it.
+    /// Return the version of its images.
     pub const fn version(self) -> u8 {
         match self {
             Self::BlueField1 => 0,
@@ -149,8 +149,8 @@ impl Generation {
         Self::ALL.into_iter().find(|generation| generation.name() == name)
     }
 
-    /// Tell whether it takes an image of this version, where `highest` is the highest version of the same id in the
-    /// stream. `mlxbf-bootctl` decides in the same way: an id with version 0 alone is common to all cards.
+    /// Return whether it uses an image of this version, where `highest` is the highest version of the same id in the
+    /// stream. As in `mlxbf-bootctl`, an id that exists only in version 0 is for all cards.
     pub const fn takes(self, version: u8, highest: u8) -> bool {
         version == self.version() || highest == 0
     }
@@ -162,7 +162,7 @@ impl fmt::Display for Generation {
     }
 }
 
-/// Names and ids in the order of `mlx-mkbfb` (Mellanox/bfscripts 2c42ba6), which is that of the consumers.
+/// Names and ids in the order of `mlx-mkbfb` (Mellanox/bfscripts 2c42ba6), which consumers require.
 const ORDER: &[(&str, u8)] = &[
     ("psc-bl", 36),
     ("psc-fw", 37),

@@ -1,6 +1,6 @@
-//! BFB: the boot stream of BlueField-class cards, read and written without ever holding an image in memory.
+//! BFB: the boot stream format of BlueField-class cards, read and written without holding a whole image in memory.
 //!
-//! A BFB is a plain concatenation of images; there is no file header, no table and no trailer. The format is that of
+//! A BFB is a concatenation of images, without a file header, table or trailer. The format is that of
 //! Mellanox/bfscripts `mlx-mkbfb` and Mellanox/mlxbf-bootctl:
 //!
 //! ```text
@@ -11,14 +11,15 @@
 //! w2     following_images: bit id for each id < 64 that still appears later in the stream
 //! ```
 //!
-//! Boot ROM, ATF and UEFI read the stream forwards only: an image that stands too early or too late is lost. So the
-//! order is part of the format ([`ImageId::rank`]), and an image is named by its id and version ([`ImageName`]).
+//! Boot ROM, ATF and UEFI read the stream sequentially: an image that comes too early or too late is skipped. The order
+//! is therefore part of the format ([`ImageId::rank`]), and an image is identified by its id and version
+//! ([`ImageName`]).
 //!
 //! Invariants:
-//! - [`scan`] reads every byte once, in order, in a buffer of fixed size, and trusts no field before it is checked;
-//! - `next_img_ver`, `following_images`, the minor version and the order follow from the rest of the file. [`Policy::Strict`]
-//!   refuses a file where they differ; [`Policy::Repairable`] notes it, as writing the images again puts them right;
-//! - [`Builder`] emits only files that [`scan`] accepts as strict.
+//! - [`scan`] reads every byte once, in order, into a buffer of fixed size, and uses no field before it is checked;
+//! - `next_img_ver`, `following_images`, the minor version and the order are redundant. [`Policy::Strict`] refuses a
+//!   file where they are wrong; [`Policy::Repairable`] notes it, because rewriting the images corrects them;
+//! - [`Builder`] writes only files that [`scan`] accepts as strict.
 
 mod error;
 mod header;
@@ -34,7 +35,7 @@ pub use id::{Generation, ImageId, ImageName, ImageNameError, VERSION_MAX};
 pub use read::{Entry, Policy, Report, scan};
 pub use write::{Builder, Source, WriteError};
 
-/// Return how many bytes of padding follow `len_bytes` of data.
+/// Return the number of padding bytes after `len_bytes` of data.
 pub const fn padding_len_bytes(len_bytes: u64) -> usize {
     (len_bytes.wrapping_neg() & 7) as usize
 }

@@ -1,4 +1,4 @@
-//! Reading: one pass over a stream of any length, in a buffer of fixed size, that checks all that can be checked.
+//! Reads and checks a stream of any length in one pass, with a buffer of fixed size.
 
 use super::error::{BfbError, Fault};
 use super::header::{HEADER_LEN_BYTES, Header, MINOR};
@@ -6,44 +6,44 @@ use super::id::{Generation, ImageId, ImageName};
 use super::{crc, crc_value, padding_len_bytes};
 use std::io::{self, Read};
 
-/// Bytes that are read at a time.
+/// Bytes read at a time.
 const CHUNK_LEN_BYTES: usize = 64 << 10;
-/// Images of one stream: 256 ids times 16 versions, each at most once. Bounds the memory of a scan.
+/// The maximum number of images: 256 ids times 16 versions, each at most once. Bounds the memory of a scan.
 const IMAGES_MAX: usize = 4096;
 
-/// Where an image lies.
+/// An image in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// Where its header begins, in bytes from the stream's first one.
+    /// The offset of its header in the stream, in bytes.
     pub offset: u64,
     /// Its header.
     pub header: Header,
 }
 
 impl Entry {
-    /// Return where its data begins, in bytes from the stream's first one.
+    /// Return the offset of its data in the stream, in bytes.
     pub const fn data_offset(&self) -> u64 {
         self.offset + HEADER_LEN_BYTES as u64
     }
 }
 
-/// What becomes of fields that say what the rest of the file says as well.
+/// How to treat wrong redundant fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// They must be what the writer writes.
+    /// They are errors.
     Strict,
-    /// Differences are noted: writing the images again puts them right.
+    /// They are noted: rewriting the images corrects them.
     Repairable,
 }
 
-/// What a stream holds.
+/// The contents of a stream.
 #[derive(Debug)]
 pub struct Report {
     /// Its images, in the stream's order.
     pub entries: Vec<Entry>,
-    /// What is odd but was let pass, each with offset and field.
+    /// Problems that were tolerated, each with offset and field.
     pub notes: Vec<BfbError>,
-    /// Bytes of the stream.
+    /// The length of the stream in bytes.
     pub len_bytes: u64,
 }
 
@@ -58,7 +58,7 @@ impl Report {
         self.entries.iter().map(|entry| entry.header.name).filter(|name| name.id == id).map(|name| name.version).max()
     }
 
-    /// Tell whether a card of this generation finds an image of this id.
+    /// Return whether a card of this generation has an image of this id.
     pub fn serves(&self, id: ImageId, generation: Generation) -> bool {
         self.highest(id).is_some_and(|highest| {
             self.entries
@@ -68,13 +68,13 @@ impl Report {
     }
 }
 
-/// Read and check a whole stream, and hand the data of each image to `take`.
+/// Read and check a whole stream, and pass the data of each image to `take`.
 ///
-/// For each image `take` is called once with no bytes, then with its data piece by piece, without padding. What it gets
-/// is not checked yet: the checksum stands for the whole image, and an error may come after the last piece.
+/// For each image, `take` is called once with no bytes, then with its data piece by piece, without padding. The data is
+/// not verified yet: the checksum covers the whole image, and an error may follow the last piece.
 ///
 /// # Errors
-/// The first damage, with offset and field; reading fails; `take` fails.
+/// The first damage, with offset and field; reading failed; `take` failed.
 pub fn scan(
     reader: impl Read,
     policy: Policy,
@@ -110,7 +110,7 @@ struct Scanner<R> {
 }
 
 impl<R: Read> Scanner<R> {
-    /// Read the next header; none at the end of the stream.
+    /// Read the next header; `None` at the end of the stream.
     fn header(&mut self, index: usize) -> Result<Option<Entry>, BfbError> {
         let offset = self.input.offset;
         let mut bytes = [0; HEADER_LEN_BYTES];
@@ -121,7 +121,7 @@ impl<R: Read> Scanner<R> {
                 Ok(header) => return Ok(Some(Entry { offset, header })),
                 Err(fault) => fault,
             },
-            // Four bytes tell what is appended from what is cut off.
+            // The first four bytes distinguish appended data from a truncated header.
             _ if got >= 4 && bytes[..4] != *b"Bf\x02\x13" => {
                 Fault::Magic { found: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) }
             }
@@ -130,7 +130,7 @@ impl<R: Read> Scanner<R> {
         Err(BfbError::Damaged { offset: offset + fault.field_offset(), index, image: None, fault })
     }
 
-    /// Read data and padding of an image, and compare the checksum.
+    /// Read an image's data and padding, and verify the checksum.
     fn data(
         &mut self,
         entry: &Entry,
@@ -171,14 +171,14 @@ impl<R: Read> Scanner<R> {
     }
 }
 
-/// A reader that counts.
+/// A reader that tracks its offset.
 struct Input<R> {
     reader: R,
     offset: u64,
 }
 
 impl<R: Read> Input<R> {
-    /// Fill the buffer as far as the stream goes, and return how far that is.
+    /// Fill the buffer as far as the stream goes; return the number of bytes read.
     fn fill(&mut self, buffer: &mut [u8]) -> Result<usize, BfbError> {
         let mut have = 0;
         while have < buffer.len() {
@@ -196,13 +196,13 @@ impl<R: Read> Input<R> {
     }
 }
 
-/// Name a fault of an image with the place of its field.
+/// Return the error for a fault of an image.
 fn damaged(entry: &Entry, index: usize, fault: Fault) -> BfbError {
     let offset = entry.offset + fault.field_offset();
     BfbError::Damaged { offset, index, image: Some(entry.header.name), fault }
 }
 
-/// Find what is wrong with the images as a whole, in the order of the stream.
+/// Find faults in the sequence of images, in stream order.
 fn faults_between(entries: &[Entry]) -> Vec<(usize, Fault)> {
     let expected = announcements(entries);
     let mut faults = Vec::new();
@@ -233,7 +233,7 @@ fn faults_between(entries: &[Entry]) -> Vec<(usize, Fault)> {
     faults
 }
 
-/// Return `next_img_ver` and `following_images` of each image, from the images behind it.
+/// Return the correct `next_img_ver` and `following_images` of each image.
 fn announcements(entries: &[Entry]) -> Vec<(u8, u64)> {
     let mut following = 0;
     let mut next = [0_u8; 256];

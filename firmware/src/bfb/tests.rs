@@ -1,4 +1,4 @@
-//! Golden vectors of the format, damage at every offset, and what each reader does with odd input.
+//! Golden vectors of the format, damage at every offset, and tolerance of odd input.
 
 use super::*;
 use proptest::prelude::*;
@@ -42,13 +42,13 @@ fn fault(bytes: &[u8]) -> (u64, Fault) {
 }
 
 #[test]
-fn golden_vectors_are_written_to_the_byte_whatever_the_order_of_the_inputs() {
+fn builder_writes_golden_vectors_in_any_input_order() {
     assert_eq!(build(&[("initramfs", b"INITRAMFS"), ("image", b"KERNEL")]), hex(GOLDEN_1));
     assert_eq!(build(&[("image", b""), ("boot-args-v2", b"a2-args!"), ("boot-args-v0", b"a0")]), hex(GOLDEN_2));
 }
 
 #[test]
-fn golden_vectors_are_read() {
+fn scan_reads_golden_vectors() {
     let mut data = Vec::new();
     let bytes = hex(GOLDEN_2);
     let report = scan(bytes.as_slice(), Policy::Strict, |entry, piece| {
@@ -66,12 +66,12 @@ fn golden_vectors_are_read() {
     assert_eq!(report.entries[0].header.next_version, 2);
 }
 
-/// The format can't show three kinds of damage: the version of the first image with its id, as no image before announces
-/// it; the id of a first image that is alone with it, as no image before announces it; and a length that takes in
-/// padding, as the checksum covers both. Everything else must be found, at every offset, whatever the byte becomes. A
-/// manifest finds these as well (see `manifest`).
+/// The format cannot detect three kinds of damage: the version of the first image with its id, and the id of a first
+/// image that is the only one with it, because no earlier image announces them; and a length that includes padding,
+/// because the checksum covers both. Everything else must be detected, at every offset and for every value of the byte.
+/// A manifest detects these three as well (see `manifest`).
 #[test]
-fn damage_of_any_byte_is_found() {
+fn damage_of_any_byte_is_detected() {
     for text in [GOLDEN_1, GOLDEN_2] {
         let good = hex(text);
         let entries = read(&good, Policy::Strict).expect("no damage").entries;
@@ -110,7 +110,7 @@ fn hidden_by_the_format(entries: &[Entry], offset: u64, change: u8) -> bool {
 }
 
 #[test]
-fn each_kind_of_damage_is_named_with_its_place() {
+fn each_fault_is_reported_with_its_offset() {
     let good = hex(GOLDEN_2);
     let with = |offset: usize, byte: u8| {
         let mut bad = good.clone();
@@ -125,21 +125,21 @@ fn each_kind_of_damage_is_named_with_its_place() {
     assert_eq!(with(36, 0x11), (36, Fault::OldMinor { found: 1 }));
     assert_eq!(with(37, 0x01), (37, Fault::Reserved { found: 1 }));
     assert_eq!(with(38, 0x33), (38, Fault::Version { found: 3 }));
-    // ATF skips the extra words of a longer header; mlx-mkbfb and we refuse it.
+    // ATF skips extra words of a longer header; mlx-mkbfb and we refuse it.
     assert_eq!(with(38, 0x42), (38, Fault::HeaderWords { found: 4 }));
     assert_eq!(with(5, 0x10), (5, Fault::NextVersion { stored: 1, expected: 2 }));
     assert_eq!(with(16, 1), (16, Fault::Following { stored: 0x4800_0000_0000_0001, expected: 0x4800_0000_0000_0000 }));
     assert_eq!(with(27, 7), (27, Fault::Padding { found: 7 }));
     assert_eq!(with(24, b'b').0, 12, "a checksum");
     assert_eq!(fault(&good[..60]), (32 + 8, Fault::Truncated { need: 8, have: 4 }));
-    // Missing padding of the first image, which is the last one now.
+    // Missing padding of the first image, now the last one.
     assert_eq!(fault(&good[..28]), (8, Fault::Truncated { need: 8, have: 4 }));
     let appended = [good.as_slice(), b"DEBUG=1\n"].concat();
     assert_eq!(fault(&appended), (good.len() as u64, Fault::Magic { found: u32::from_le_bytes(*b"DEBU") }));
 }
 
 #[test]
-fn messages_hold_offset_field_and_image() {
+fn messages_contain_offset_field_and_image() {
     let mut bad = hex(GOLDEN_2);
     bad[56] ^= 1;
     let message = read(&bad, Policy::Strict).expect_err("damaged").to_string();
@@ -149,8 +149,8 @@ fn messages_hold_offset_field_and_image() {
 }
 
 #[test]
-fn what_can_be_made_anew_is_only_noted_where_asked() {
-    // The images of the first vector, exchanged.
+fn repairable_faults_are_noted_or_refused_by_policy() {
+    // The images of the first vector, swapped.
     let good = hex(GOLDEN_1);
     let swapped = [&good[32..], &good[..32]].concat();
     let report = read(&swapped, Policy::Repairable).expect("can be repaired");
@@ -165,7 +165,7 @@ fn what_can_be_made_anew_is_only_noted_where_asked() {
 }
 
 #[test]
-fn ids_without_a_name_are_noted_by_the_reader_and_refused_by_the_writer() {
+fn unknown_ids_are_noted_by_scan_and_refused_by_the_builder() {
     let mut bytes = build(&[("image", b"KERNEL")]);
     bytes[7] = 99;
     let report = read(&bytes, Policy::Strict).expect("consumers skip it");
@@ -176,7 +176,7 @@ fn ids_without_a_name_are_noted_by_the_reader_and_refused_by_the_writer() {
 }
 
 #[test]
-fn a_generation_takes_its_version_or_what_is_common() {
+fn generation_takes_its_version_or_a_common_one() {
     let bytes = build(&[("bl2", b"1"), ("bl2-v1", b"2"), ("boot-args-v2", b"3"), ("image", b"4")]);
     let report = read(&bytes, Policy::Strict).expect("no damage");
     let serves = |id, generation| report.serves(id, generation);
@@ -188,7 +188,7 @@ fn a_generation_takes_its_version_or_what_is_common() {
 }
 
 #[test]
-fn names_are_read_and_printed() {
+fn image_names_parse_and_print() {
     let name = |text: &str| text.parse::<ImageName>();
     assert_eq!(name("boot-args-v2").map(|name| name.to_string()), Ok("boot-args-v2".into()));
     assert_eq!(name("image").map(|name| name.to_string()), Ok("image-v0".into()));
@@ -199,7 +199,7 @@ fn names_are_read_and_printed() {
 
 proptest! {
     #[test]
-    fn no_input_panics(mut bytes: Vec<u8>, offset in 0_usize..200, good: bool) {
+    fn arbitrary_input_does_not_panic(mut bytes: Vec<u8>, offset in 0_usize..200, good: bool) {
         if good {
             let golden = hex(GOLDEN_2);
             let offset = offset % golden.len();
@@ -209,7 +209,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_written_is_read(lengths in prop::collection::vec((1_u8..64, 0_u8..=2, 0_usize..70_000), 1..8)) {
+    fn written_streams_scan_strictly(lengths in prop::collection::vec((1_u8..64, 0_u8..=2, 0_usize..70_000), 1..8)) {
         let mut builder = Builder::new();
         for (id, version, len) in lengths {
             let name = ImageName::new(ImageId(id), version);

@@ -1,4 +1,4 @@
-//! Writing: any set of images, in the one order that the boot stages can read.
+//! Writes any set of images, in the order that the boot stages require.
 
 use super::header::{HEADER_LEN_BYTES, Header, MINOR};
 use super::id::{Generation, ImageId, ImageName};
@@ -10,33 +10,33 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Bytes that are copied at a time.
+/// Bytes copied at a time.
 const CHUNK_LEN_BYTES: usize = 64 << 10;
 
-/// Where an image's data comes from.
+/// The source of an image's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Source {
-    /// From memory; for what is small.
+    /// Memory, for small images.
     Bytes(Vec<u8>),
-    /// From a part of a file.
+    /// A part of a file.
     File {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Where the data begins, in bytes.
+        /// The offset of the data in bytes.
         offset: u64,
-        /// How long it is, in bytes.
+        /// The length of the data in bytes.
         len_bytes: u64,
     },
-    /// One after the other.
+    /// A concatenation of sources.
     Chain(Vec<Source>),
 }
 
 impl Source {
-    /// Take a whole file.
+    /// Use a whole file.
     ///
     /// # Errors
-    /// There is no such regular file: the length must be known beforehand.
+    /// The path is not a regular file, whose length is known.
     pub fn file(path: &Path) -> io::Result<Self> {
         let metadata = std::fs::metadata(path)?;
         if !metadata.is_file() {
@@ -45,7 +45,7 @@ impl Source {
         Ok(Self::File { path: path.into(), offset: 0, len_bytes: metadata.len() })
     }
 
-    /// Return the length of the data, in bytes.
+    /// Return the length of the data in bytes.
     pub fn len_bytes(&self) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.len() as u64,
@@ -54,10 +54,10 @@ impl Source {
         }
     }
 
-    /// Read the data from its beginning.
+    /// Open the data for reading.
     ///
     /// # Errors
-    /// The file can't be opened.
+    /// The file cannot be opened.
     pub fn open(&self) -> io::Result<Box<dyn Read + '_>> {
         match self {
             Self::Bytes(bytes) => Ok(Box::new(bytes.as_slice())),
@@ -77,40 +77,40 @@ impl Source {
     }
 }
 
-/// Why a stream can't be written.
+/// Why a stream could not be written.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum WriteError {
     /// No images.
-    #[error("there is nothing to write: a boot stream has at least one image")]
+    #[error("no images: a boot stream needs at least one")]
     Empty,
-    /// The id has no place in the order.
-    #[error("{0} has no name and so no place in the boot stages' order; leave it out (`repack --drop`)")]
+    /// The id is unknown, so its place in the order is too.
+    #[error("{0} is unknown, and so is its place in the stream; leave it out (`repack --drop`)")]
     UnknownId(ImageName),
-    /// More than the header can say.
-    #[error("{name}: {len_bytes} bytes; an image has at most {max}", max = u32::MAX)]
+    /// The image is too long for the header.
+    #[error("{name}: {len_bytes} bytes exceed the maximum of an image, {max}", max = u32::MAX)]
     TooLong {
-        /// Which.
+        /// The image.
         name: ImageName,
-        /// How long, in bytes.
+        /// Its length in bytes.
         len_bytes: u64,
     },
-    /// The data has another length than its file had before.
+    /// The source changed while it was read.
     #[error("{name}: got {got} bytes instead of {expected}; its file changed while it was read")]
     Changed {
-        /// Which.
+        /// The image.
         name: ImageName,
-        /// The length when it was added, in bytes.
+        /// The expected length in bytes.
         expected: u64,
-        /// What came, in bytes.
+        /// The bytes read.
         got: u64,
     },
     /// Reading a source failed.
     #[error("{name}: cannot read: {source}")]
     Read {
-        /// Which.
+        /// The image.
         name: ImageName,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
     /// Writing failed.
@@ -118,7 +118,7 @@ pub enum WriteError {
     Write(#[from] io::Error),
 }
 
-/// A stream in the making: images by their place in the order.
+/// Builds a stream from images.
 #[derive(Debug, Default)]
 pub struct Builder {
     // The key is the stream's order: rank of the id, then version.
@@ -126,15 +126,15 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Start with nothing.
+    /// Create an empty builder.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Put an image in, in place of the one with the same name.
+    /// Insert an image, replacing the one of the same name.
     ///
     /// # Errors
-    /// The id has no place in the order, or the data is too long.
+    /// The id is unknown, or the data is too long.
     pub fn insert(&mut self, name: ImageName, source: Source) -> Result<(), WriteError> {
         let rank = name.id.rank().ok_or(WriteError::UnknownId(name))?;
         if source.len_bytes() > u64::from(u32::MAX) {
@@ -144,7 +144,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Put in all images of a scanned file, but those with the ids in `except`.
+    /// Insert all images of a scanned file, except the ids in `except`.
     ///
     /// # Errors
     /// As [`Builder::insert`].
@@ -156,14 +156,14 @@ impl Builder {
         Ok(())
     }
 
-    /// Leave out all versions of an id, and tell whether there was one.
+    /// Remove all versions of an id; return whether there was one.
     pub fn remove(&mut self, id: ImageId) -> bool {
         let before = self.images.len();
         self.images.retain(|_, (name, _)| name.id != id);
         self.images.len() < before
     }
 
-    /// Leave out what a card of this generation does not take.
+    /// Remove images that a card of this generation does not use.
     pub fn keep_for(&mut self, generation: Generation) {
         let highest = self.images.values().fold([0_u8; 256], |mut highest, (name, _)| {
             let highest_of_id = &mut highest[usize::from(name.id.0)];
@@ -178,12 +178,12 @@ impl Builder {
         self.images.values().map(|(name, source)| (*name, source))
     }
 
-    /// Write the stream from where `out` stands, and return where each image lies in it.
+    /// Write the stream at the current position of `out`; return the entries of its images.
     ///
-    /// A header goes out after its data, whose checksum it holds; each source is read once.
+    /// A header is written after its data, whose checksum it contains; each source is read once.
     ///
     /// # Errors
-    /// There are no images, a source fails or has changed, or writing fails. What was written then is of no use.
+    /// There are no images, a source failed or has changed, or writing failed. The output is unusable then.
     pub fn write_to(&self, out: &mut (impl Write + Seek)) -> Result<Vec<Entry>, WriteError> {
         if self.images.is_empty() {
             return Err(WriteError::Empty);
@@ -217,7 +217,7 @@ impl Builder {
     }
 }
 
-/// Copy an image's data with its padding; return its length in bytes and its checksum.
+/// Copy an image's data and padding; return the length of the data in bytes, and the checksum.
 fn copy(name: ImageName, source: &Source, out: &mut impl Write, buffer: &mut [u8]) -> Result<(u32, u32), WriteError> {
     let fail = |source| WriteError::Read { name, source };
     let mut reader = source.open().map_err(fail)?;

@@ -1,4 +1,4 @@
-//! The board's control thread: dials the controller, announces the device, carries out its requests.
+//! The board's control thread: dials the controller, announces the device, and executes the controller's requests.
 
 use super::shard::ShardLink;
 use super::{BoardConfig, BoardError};
@@ -7,11 +7,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::ctrl::{
-    Announce, Envelope, FrameReader, Greeting, Refusal, Request, Response, StreamError, send, shards,
-};
+use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Hello, Refusal, Request, Response, StreamError, send, shards};
 
-/// The control thread as the board sees it. Dropping it ends the thread.
+/// The board's handle of the control thread. Dropping it ends the thread.
 #[derive(Debug)]
 pub(super) struct Control {
     shared: Arc<Shared>,
@@ -19,7 +17,7 @@ pub(super) struct Control {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What board and control thread share.
+/// The state shared by board and control thread.
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
@@ -29,14 +27,14 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     registered: bool,
-    /// The connection, so that the board can end a read that waits.
+    /// The connection, so that the board can end a blocking read.
     stream: Option<TcpStream>,
     stopped: bool,
 }
 
 impl Shared {
     fn lock(&self) -> std::sync::MutexGuard<'_, State> {
-        // The state is plain flags: a panic elsewhere leaves them as good as they were.
+        // The state is plain flags, which a panic elsewhere leaves consistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -73,7 +71,7 @@ impl Drop for Control {
         let mut state = self.shared.lock();
         state.stopped = true;
         if let Some(stream) = &state.stream {
-            // Fails only if the peer was faster, which ends the read as well.
+            // This fails only if the peer closed first, which ends the read as well.
             let _ = stream.shutdown(Shutdown::Both);
         }
         drop(state);
@@ -98,10 +96,12 @@ impl Dialer {
         loop {
             match self.serve() {
                 Ok(()) => return,
-                Err(error) => tracing::debug!(device, controller = %self.controller, %error, "no controller"),
+                Err(error) => {
+                    tracing::debug!(device, controller = %self.controller, %error, "not connected to the controller")
+                }
             }
             self.shared.lock().registered = false;
-            // The board's end of the channel is dropped when it stops: then this ends at once.
+            // The board drops its end of the channel when it stops, which ends this wait at once.
             if self.stopped.recv_timeout(self.redial) != Err(RecvTimeoutError::Timeout) {
                 return;
             }
@@ -119,7 +119,7 @@ impl Dialer {
             }
             state.stream = Some(stream.try_clone()?);
         }
-        send(&mut stream, &Greeting::Device(self.announce.clone()))?;
+        send(&mut stream, &Hello::Device(self.announce.clone()))?;
         let mut reader = FrameReader::new(stream.try_clone()?);
         loop {
             let request: Envelope<Request> = match reader.recv() {
@@ -127,35 +127,35 @@ impl Dialer {
                 Err(_) if self.shared.lock().stopped => return Ok(()),
                 Err(error) => return Err(error),
             };
-            let message = self.carry_out(request.message);
-            let welcome = matches!(message, Response::Hello(_));
+            let message = self.execute(request.message);
+            let is_registered = matches!(message, Response::Announce(_));
             send(&mut stream, &Envelope { id: request.id, message })?;
-            if welcome {
+            if is_registered {
                 self.shared.lock().registered = true;
                 self.shared.changed.notify_all();
             }
         }
     }
 
-    fn carry_out(&self, request: Request) -> Response {
-        if request == Request::Hello {
-            return Response::Hello(self.announce.clone());
+    fn execute(&self, request: Request) -> Response {
+        if request == Request::Identify {
+            return Response::Announce(self.announce.clone());
         }
-        let answers: Vec<_> = self.shards.iter().map(|shard| shard.ask(request.clone())).collect();
-        let answers: Vec<Response> = answers.into_iter().filter_map(|answer| answer.recv().ok()).collect();
-        self.undo_half(&request, &answers);
-        shards::merge(answers).unwrap_or(Response::Refused(Refusal::Unknown))
+        let responses: Vec<_> = self.shards.iter().map(|shard| shard.request(request.clone())).collect();
+        let responses: Vec<Response> = responses.into_iter().filter_map(|response| response.recv().ok()).collect();
+        self.roll_back(&request, &responses);
+        shards::merge(responses).unwrap_or(Response::Refused(Refusal::Unknown))
     }
 
-    /// All shards or none: where some refuse a group, the others give it back.
-    fn undo_half(&self, request: &Request, answers: &[Response]) {
+    /// Execute a request on all shards or on none: if some refuse a group, the others release it.
+    fn roll_back(&self, request: &Request, responses: &[Response]) {
         let Some(undo) = shards::undo(request) else { return };
-        if answers.iter().all(|answer| *answer == Response::Done) {
+        if responses.iter().all(|response| *response == Response::Done) {
             return;
         }
-        for (shard, _) in self.shards.iter().zip(answers).filter(|(_, answer)| **answer == Response::Done) {
-            // A shard that ended meanwhile has nothing to give back.
-            let _ = shard.ask(undo.clone()).recv();
+        for (shard, _) in self.shards.iter().zip(responses).filter(|(_, response)| **response == Response::Done) {
+            // A shard that has ended meanwhile has nothing to release.
+            let _ = shard.request(undo.clone()).recv();
         }
     }
 }

@@ -1,9 +1,9 @@
-//! The board's engine: an emulated one, which reaches the memory of this machine's processes, or an RDMA device's, which
-//! reaches that of ranks on other hosts as well; or the double of that.
+//! The board's DMA engine: an emulated one, which accesses memory of this machine's processes; an RDMA device's, which
+//! also accesses that of ranks on other hosts; or an in-process stand-in for the latter, for tests.
 //!
-//! All connections are of one protection domain. Nothing in it is open to peers: they send messages, and are read and written;
-//! the board's own memory is registered for its own requests only. Each rank has a domain of its own, so that no key of
-//! another rank's opens its memory.
+//! All connections share one protection domain, in which nothing is exposed to peers: ranks only send messages, and the
+//! board's own memory is registered for local access. Each rank has a protection domain of its own, so no rank's key
+//! grants access to another's memory.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ use sumac_hal::{
     verbs::{OneSidedEnd, PeerEngine, SharedReceives, VerbsConfig, VerbsDomain, VerbsError, VerbsLink},
 };
 
-/// Ranks on other hosts that a board takes in at a time.
+/// The maximum number of ranks on other hosts.
 #[cfg(feature = "verbs")]
 const RANKS_MAX: usize = 128;
 
-/// An RDMA device's engine, and the domain that its connections are of.
+/// An RDMA device's engine, and its protection domain.
 #[cfg(feature = "verbs")]
 pub(super) struct VerbsEngine {
     engine: PeerEngine,
     domain: VerbsDomain,
 }
 
-/// The engine.
+/// A board's DMA engine.
 pub(super) enum BoardEngine {
     Emulated(Box<EmuEngine>),
     Exchange(Box<ExchangeDevice>),
@@ -39,7 +39,7 @@ pub(super) enum BoardEngine {
     Verbs(Box<VerbsEngine>),
 }
 
-/// Do something with whichever engine there is.
+/// Evaluates an expression on whichever engine there is.
 macro_rules! each {
     ($board:expr, $engine:ident => $does:expr) => {
         match $board {
@@ -55,8 +55,8 @@ macro_rules! each {
 }
 
 impl BoardEngine {
-    /// Take the engine of the RDMA port called `name`, for so many regions; or put the emulated one behind the double of that
-    /// name. It has the identifier that is `prefer`'s, if there is one.
+    /// Open the engine of the RDMA port `name` for `regions` regions, preferring the GID of the address `prefer`; or
+    /// connect the emulated engine to the in-process exchange of that name.
     pub(super) fn remote(
         emulated: EmuEngine,
         name: &str,
@@ -80,18 +80,18 @@ impl BoardEngine {
         #[cfg(not(feature = "verbs"))]
         {
             let _ = regions;
-            // It says what is missing.
-            sumac_hal::remote::open(name, prefer).map(|_| Self::Emulated(Box::new(emulated)))
+            // Fails with what is missing.
+            sumac_hal::rank_link::open(name, prefer).map(|_| Self::Emulated(Box::new(emulated)))
         }
     }
 
-    /// Tell whether there is something to poll, or a message.
-    pub(super) fn has_news(&mut self) -> bool {
+    /// Return whether there are completions or messages.
+    pub(super) fn has_work(&mut self) -> bool {
         match self {
             Self::Emulated(engine) => engine.has_completions(),
-            Self::Exchange(device) => device.has_news() || device.engine().has_completions(),
+            Self::Exchange(device) => device.has_work() || device.engine().has_completions(),
             #[cfg(feature = "verbs")]
-            Self::Verbs(verbs) => verbs.engine.has_news(),
+            Self::Verbs(verbs) => verbs.engine.has_work(),
         }
     }
 
@@ -100,29 +100,29 @@ impl BoardEngine {
         match self {
             Self::Emulated(engine) => engine.work(),
             Self::Exchange(device) => device.engine().work(),
-            // The card does it.
+            // The card does all of it.
             #[cfg(feature = "verbs")]
             Self::Verbs(_) => false,
         }
     }
 
-    /// Let the engine reach memory of a process of this machine.
+    /// Map memory of a process on this machine.
     pub(super) fn map(&mut self, key: RegionKey, memory: Arc<Region>) -> Result<(), EntryStatus> {
         match self {
-            Self::Emulated(engine) => engine.map(key, memory).map_err(|_| EntryStatus::NoRoom),
-            Self::Exchange(device) => device.engine().map(key, memory).map_err(|_| EntryStatus::NoRoom),
+            Self::Emulated(engine) => engine.map(key, memory).map_err(|_| EntryStatus::NoResources),
+            Self::Exchange(device) => device.engine().map(key, memory).map_err(|_| EntryStatus::NoResources),
             #[cfg(feature = "verbs")]
-            Self::Verbs(verbs) => verbs.engine.map_memory(key, memory).map_err(|_| EntryStatus::NoRoom),
+            Self::Verbs(verbs) => verbs.engine.map_memory(key, memory).map_err(|_| EntryStatus::NoResources),
         }
     }
 
-    /// Let the engine reach memory of a rank on another host.
+    /// Map memory of a rank on another host.
     pub(super) fn map_remote(&mut self, key: RegionKey, peer: u16, memory: &Memory) -> Result<(), EntryStatus> {
         match self {
             Self::Emulated(_) => Err(EntryStatus::BadRegion),
             Self::Exchange(device) => device
                 .map_remote(key, (peer, &memory.region), memory.lands)
-                .map_err(|error| error.map_or(EntryStatus::BadRegion, |_| EntryStatus::NoRoom)),
+                .map_err(|error| error.map_or(EntryStatus::BadRegion, |_| EntryStatus::NoResources)),
             #[cfg(feature = "verbs")]
             Self::Verbs(verbs) => {
                 let (engine, region) = (&mut verbs.engine, memory.region);
@@ -130,12 +130,12 @@ impl BoardEngine {
                     true => engine.map_landing(key, peer, region),
                     false => engine.map_remote(key, peer, region),
                 };
-                mapped.map_err(|_| EntryStatus::NoRoom)
+                mapped.map_err(|_| EntryStatus::NoResources)
             }
         }
     }
 
-    /// Let the engine and its processor reach the board's own memory.
+    /// Map the board's own memory, for the engine and its processor.
     pub(super) fn map_own(&mut self, key: RegionKey, memory: Arc<Region>) -> Result<(), LinkFailure> {
         match self {
             Self::Emulated(engine) => {
@@ -151,12 +151,12 @@ impl BoardEngine {
         }
     }
 
-    /// Take memory away; afterwards the engine touches it no more. False if it was not there.
+    /// Unmap memory; afterwards the engine does not access it. False if it was not mapped.
     pub(super) fn unmap(&mut self, key: RegionKey) -> bool {
         each!(self, engine => engine.unmap(key))
     }
 
-    /// Connect to a rank on another host; returns its number, and where this end is.
+    /// Connect to a rank on another host; returns the peer number and the address of this end.
     pub(super) fn connect(&mut self, rank: &LinkEnd) -> Result<(u16, LinkEnd), LinkFailure> {
         match self {
             Self::Emulated(_) => Err(LinkFailure("the board has no RDMA port".into())),
@@ -165,7 +165,7 @@ impl BoardEngine {
             Self::Verbs(verbs) => {
                 let VerbsEngine { engine, domain } = &mut **verbs;
                 if engine.peers() == RANKS_MAX {
-                    return Err(LinkFailure(format!("{RANKS_MAX} ranks of other hosts are there")));
+                    return Err(LinkFailure(format!("the limit of {RANKS_MAX} ranks on other hosts is reached")));
                 }
                 let connection = engine.messaging(domain).map_err(failure)?;
                 let mut connection = connection.ok_or_else(|| LinkFailure("the engine has no queue".into()))?;
@@ -176,7 +176,7 @@ impl BoardEngine {
         }
     }
 
-    /// End a rank's connection: afterwards nothing takes effect in its memory, and its chains end.
+    /// End a rank's connection. Afterwards no operation takes effect in its memory, and its chains end.
     pub(super) fn close(&mut self, peer: u16) {
         match self {
             Self::Emulated(_) => {}
@@ -184,13 +184,13 @@ impl BoardEngine {
             #[cfg(feature = "verbs")]
             Self::Verbs(verbs) => {
                 if let Err(error) = verbs.engine.detach(peer) {
-                    tracing::error!(%error, "a rank's connection can't be stopped, and is given back");
+                    tracing::error!(%error, "could not stop a rank's connection; destroying it");
                 }
             }
         }
     }
 
-    /// Do something with a rank's link; `None` if it has ended.
+    /// Call `does` with a rank's link; `None` if it has ended.
     pub(super) fn with_link<R>(&mut self, peer: u16, does: impl FnOnce(&mut dyn Link) -> R) -> Option<R> {
         match self {
             Self::Emulated(_) => None,
@@ -200,7 +200,7 @@ impl BoardEngine {
         }
     }
 
-    /// Let [`BoardEngine::file`] become readable when something comes from now on; look once more afterwards.
+    /// Let [`BoardEngine::file`] become readable on the next completion or message. Poll once more after this call.
     pub(super) fn arm(&mut self) {
         match self {
             Self::Emulated(_) => {}
@@ -210,7 +210,7 @@ impl BoardEngine {
         }
     }
 
-    /// Return what becomes readable, if anything does.
+    /// Return the descriptor that becomes readable, if there is one.
     pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Emulated(_) => None,

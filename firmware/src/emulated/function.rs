@@ -1,48 +1,49 @@
-//! One function: a rank's rings, its memory, its connection. What the rings bring is [`sumac_device::function`]'s.
+//! One function: a rank's rings, memory and connection. [`sumac_device::function`] processes the entries of the rings.
 //!
-//! Invariant: what is heard from a rank at a time is bounded, and so is what is kept of it.
+//! Invariant: the work done for a rank in a turn is bounded, and so is the state kept for it.
 
-mod far;
 mod memory;
+mod remote;
 #[cfg(test)]
 mod tests;
 
-pub(super) use memory::take_away;
+pub(super) use memory::unregister;
 
 use super::engine::BoardEngine;
-use far::Far;
 use memory::map;
+use remote::RemoteRank;
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 use sumac_device::Node;
-use sumac_device::function::{self, Backlog, FunctionEnd, Mappings};
+use sumac_device::function::{self, Backlog, FunctionError, Mappings};
 use sumac_hal::dma::{Capabilities, RegionKey, RegionTable};
 use sumac_hal::ids::{BootId, FunctionId};
 use sumac_hal::mmio::{COMPLETION_WORDS, CompletionEntry, EntryStatus, Features, FunctionConfig, SUBMISSION_WORDS};
 use sumac_hal::remote::CarrierError;
 use sumac_hal::shm::{
-    Bell, Bells, Connection, Function, FunctionQueue, FunctionRing, MemoryError, Message, Received, Region,
+    Bell, BellSet, Connection, Function, FunctionQueue, FunctionRing, MemoryError, Message, Received, Region,
     SocketError, ring,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
-/// The admin queue, and one for the board's shard.
+/// The admin queue, and a data queue for the board's shard.
 const QUEUES: u32 = 2;
 
-/// Places of each submission ring: runs of 16 chunks, so a gigabyte of contributions in flight at the usual length.
+/// The depth of each submission ring: with runs of 16 chunks, a gigabyte of contributions in flight at the usual chunk
+/// length.
 pub(super) const DEPTH: u32 = 1024;
 
-/// Memory handed over and not yet registered.
+/// The maximum number of memory files handed over and not yet registered.
 const HANDED_OVER_MAX: usize = 16;
 
-/// Messages taken from a connection before others get their turn; what is left is told again.
+/// Messages received from a connection in a turn; the rest is reported again.
 const MESSAGES_PER_TURN: usize = 2 * HANDED_OVER_MAX;
 
-/// What can't be made for a rank.
+/// Why a rank's function could not be created.
 #[derive(Debug, Error)]
 pub(super) enum CreateError {
     #[error(transparent)]
@@ -55,30 +56,30 @@ pub(super) enum CreateError {
     Socket(#[from] SocketError),
 }
 
-/// Why a function is at its end.
+/// Why a rank is detached.
 #[derive(Debug, Error)]
-pub(super) enum Ended {
-    /// It has left, or died, or says what it should not.
+pub(super) enum DetachReason {
+    /// Its connection was closed, or carried an invalid message.
     #[error(transparent)]
     Connection(#[from] SocketError),
-    /// It has broken its rings' rules.
+    /// It corrupted a ring, or submitted a malformed entry.
     #[error(transparent)]
-    Rings(#[from] FunctionEnd),
-    /// It hands over more memory than it registers.
-    #[error("{HANDED_OVER_MAX} files of memory were handed over, and none registered")]
+    Rings(#[from] FunctionError),
+    /// It hands over memory without registering it.
+    #[error("{HANDED_OVER_MAX} memory files were handed over without being registered")]
     Memory,
-    /// Its process on another host has ended, or left.
+    /// Its process on another host has closed the connection.
     #[error("the rank has left")]
     Left,
-    /// It talks where nothing is to be said any more.
-    #[error("a message on the connection of the set-up")]
-    Talks,
-    /// Its link is at its end, or it does not keep the rules there.
+    /// It sent data on the connection of the handshake.
+    #[error("unexpected data on the connection of the handshake")]
+    UnexpectedData,
+    /// Its link has ended, or it violates the link's protocol.
     #[error(transparent)]
     Carrier(CarrierError),
 }
 
-/// What a rank has not taken yet. It grows with what is in it: most ranks leave nothing.
+/// Completions that wait for room in the rank's ring. Grows on demand: most ranks never need it.
 #[derive(Debug, Default)]
 pub(super) struct Pending(VecDeque<CompletionEntry>);
 
@@ -105,39 +106,39 @@ impl Backlog for Pending {
     }
 }
 
-/// A rank's rings on this board.
+/// The device's ends of a rank's rings.
 pub(super) type Rings = function::Function<FunctionRing<SUBMISSION_WORDS>, FunctionRing<COMPLETION_WORDS>, Pending>;
 
-/// What a rank hands over on its connection.
-struct Hearing {
+/// A rank on this machine: its connection, and memory that it handed over.
+struct LocalRank {
     connection: Connection,
-    /// By its handle. `None`: there was no room for the descriptor.
+    /// Files by handle. `None`: the descriptor could not be received.
     handed_over: BTreeMap<u64, Option<OwnedFd>>,
 }
 
-/// A rank that has attached.
-pub(super) struct Attached {
+/// An attached rank.
+pub(super) struct AttachedRank {
     function: Function,
-    way: Way,
+    transport: Transport,
     rings: Rings,
     queues: [FunctionQueue; 2],
-    beat: u32,
+    heartbeat: u32,
 }
 
-/// How it is reached.
-enum Way {
-    /// It shares memory with the device.
-    Near { hearing: Hearing, bells: [Bell; 2] },
-    /// It is on another host.
-    Far(Box<Far>),
+/// How the rank is attached.
+enum Transport {
+    /// Through shared memory.
+    Shm { local: LocalRank, bells: [Bell; 2] },
+    /// On another host, through RDMA.
+    Rdma(Box<RemoteRank>),
 }
 
-/// The redo memory of the rank's group, and where the slots are in it: start, length of each, number.
+/// The redo memory of the rank's group, and the slots in it: offset, length of each, count.
 pub(super) type Redo<'a> = (&'a Region, (u64, usize, usize));
 
-impl Hearing {
-    /// Take what the connection says; what rings a bell says nothing.
-    fn hear(&mut self) -> Result<(), Ended> {
+impl LocalRank {
+    /// Receive messages; returns without waiting if there are none.
+    fn poll_connection(&mut self) -> Result<(), DetachReason> {
         for _ in 0..MESSAGES_PER_TURN {
             let (message, file) = match self.connection.receive(Duration::ZERO) {
                 Ok(Received { message, file }) => (message, file),
@@ -147,7 +148,7 @@ impl Hearing {
             };
             let Message::Memory { handle } = message else { return Err(SocketError::Malformed.into()) };
             if self.handed_over.len() == HANDED_OVER_MAX {
-                return Err(Ended::Memory);
+                return Err(DetachReason::Memory);
             }
             self.handed_over.insert(handle, file);
         }
@@ -155,23 +156,23 @@ impl Hearing {
     }
 }
 
-/// A rank's memory as this board maps it: files that it has handed over, and the engine.
+/// Maps the files that a rank handed over into the engine.
 struct Files<'a> {
-    hearing: &'a mut Hearing,
+    local: &'a mut LocalRank,
     engine: &'a mut BoardEngine,
 }
 
 impl Mappings for Files<'_> {
     type Memory = OwnedFd;
-    type End = Ended;
+    type Error = DetachReason;
 
-    fn find(&mut self, handle: u64) -> Result<Result<OwnedFd, EntryStatus>, Ended> {
-        if !self.hearing.handed_over.contains_key(&handle) {
-            // It was sent before the entry, so it is there.
-            self.hearing.hear()?;
+    fn find(&mut self, handle: u64) -> Result<Result<OwnedFd, EntryStatus>, DetachReason> {
+        if !self.local.handed_over.contains_key(&handle) {
+            // The message was sent before the entry, so it has arrived.
+            self.local.poll_connection()?;
         }
-        let file = self.hearing.handed_over.remove(&handle);
-        Ok(file.ok_or(EntryStatus::BadRegion).and_then(|file| file.ok_or(EntryStatus::NoRoom)))
+        let file = self.local.handed_over.remove(&handle);
+        Ok(file.ok_or(EntryStatus::BadRegion).and_then(|file| file.ok_or(EntryStatus::NoResources)))
     }
 
     fn map(&mut self, key: RegionKey, memory: OwnedFd, offset_bytes: u64, len_bytes: u64) -> Result<(), EntryStatus> {
@@ -183,18 +184,18 @@ impl Mappings for Files<'_> {
     }
 }
 
-impl Attached {
-    /// Make a function, and hand it over.
+impl AttachedRank {
+    /// Create a function and hand it over.
     pub(super) fn create(
         id: FunctionId,
         connection: Connection,
         device: (BootId, Capabilities),
         redo: Redo<'_>,
-        bells: &Bells,
+        bells: &BellSet,
     ) -> Result<Self, (Connection, CreateError)> {
-        let made = Self::make(device).and_then(|made| hand_over(&connection, &made, redo).map(|()| made));
-        let Made { function, queues, bells: own } = match made {
-            Ok(made) => made,
+        let parts = Self::new_parts(device).and_then(|parts| hand_over(&connection, &parts, redo).map(|()| parts));
+        let FunctionParts { function, queues, bells: own } = match parts {
+            Ok(parts) => parts,
             Err(error) => return Err((connection, error)),
         };
         let [admin, data] = &queues;
@@ -207,39 +208,39 @@ impl Attached {
         if let Err(error) = added {
             return Err((connection, error.into()));
         }
-        let hearing = Hearing { connection, handed_over: BTreeMap::new() };
-        Ok(Self { function, way: Way::Near { hearing, bells: own }, rings, queues, beat: 0 })
+        let local = LocalRank { connection, handed_over: BTreeMap::new() };
+        Ok(Self { function, transport: Transport::Shm { local, bells: own }, rings, queues, heartbeat: 0 })
     }
 
-    /// Make a function for a rank on another host, which the engine knows by a number.
-    pub(super) fn create_far(
+    /// Create a function for a rank on another host, whose id in the engine is `peer`.
+    pub(super) fn create_remote(
         id: FunctionId,
         (stream, peer): (TcpStream, u16),
         device: (BootId, Capabilities),
-        bells: &Bells,
+        bells: &BellSet,
     ) -> Result<Self, CreateError> {
-        let Made { function, queues, .. } = Self::make(device)?;
+        let FunctionParts { function, queues, .. } = Self::new_parts(device)?;
         let [admin, data] = queues.each_ref().map(|queue| (queue.submissions.clone(), queue.completions.clone()));
         let rings = Rings::new(id, admin, data, Pending::default());
         bells.add_connection(&stream, id.0.into())?;
-        let way = Way::Far(Box::new(Far::new(stream, peer, &queues)));
-        Ok(Self { function, way, rings, queues, beat: 0 })
+        let transport = Transport::Rdma(Box::new(RemoteRank::new(stream, peer, &queues)));
+        Ok(Self { function, transport, rings, queues, heartbeat: 0 })
     }
 
-    /// Return the engine's number of it, if it is on another host.
+    /// Return the engine's peer number, if the rank is on another host.
     pub(super) const fn peer(&self) -> Option<u16> {
-        match &self.way {
-            Way::Near { .. } => None,
-            Way::Far(far) => Some(far.peer),
+        match &self.transport {
+            Transport::Shm { .. } => None,
+            Transport::Rdma(remote) => Some(remote.peer),
         }
     }
 
-    fn make((boot_id, dma): (BootId, Capabilities)) -> Result<Made, CreateError> {
-        let features = Features::all() - Features::ARENA - Features::SILENT;
+    fn new_parts((boot_id, dma): (BootId, Capabilities)) -> Result<FunctionParts, CreateError> {
+        let features = Features::all() - Features::ARENA - Features::POLL_ONLY;
         let function = Function::create(&FunctionConfig { boot_id, features, queues: QUEUES, depth: DEPTH, dma })?;
-        // A function has the queues that it was made with.
+        // A function has the queues that it was created with.
         let queues = [0, 1].map(|index| function.queue(index).expect("as many as asked for"));
-        Ok(Made { function, queues, bells: [Bell::create()?, Bell::create()?] })
+        Ok(FunctionParts { function, queues, bells: [Bell::create()?, Bell::create()?] })
     }
 
     pub(super) const fn id(&self) -> FunctionId {
@@ -250,134 +251,139 @@ impl Attached {
         self.id().0 as u64
     }
 
-    pub(super) const fn is_number(&self, number: u64) -> bool {
+    pub(super) const fn has_number(&self, number: u64) -> bool {
         self.number() == number
     }
 
-    /// Take what its connection says.
-    pub(super) fn hear(&mut self) -> Result<(), Ended> {
-        match &mut self.way {
-            Way::Near { hearing, .. } => hearing.hear(),
-            Way::Far(far) => far.hear(),
+    /// Receive messages on its connection.
+    pub(super) fn poll_connection(&mut self) -> Result<(), DetachReason> {
+        match &mut self.transport {
+            Transport::Shm { local, .. } => local.poll_connection(),
+            Transport::Rdma(remote) => remote.poll_connection(),
         }
     }
 
-    /// Take what was submitted, as far as it can be; true if there was something.
-    pub(super) fn take<const N: usize>(
+    /// Process submissions, as many as can be admitted; true if there were any.
+    pub(super) fn poll_submissions<const N: usize>(
         &mut self,
         node: &mut Node<'_>,
         regions: &mut RegionTable<N>,
         engine: &mut BoardEngine,
         now: Instant,
-    ) -> Result<bool, Ended> {
-        match &mut self.way {
-            Way::Near { hearing, .. } => self.rings.take(node, regions, &mut Files { hearing, engine }, now),
-            Way::Far(far) => {
-                far.carry(engine)?;
-                self.rings.take(node, regions, &mut far.mappings(engine), now)
+    ) -> Result<bool, DetachReason> {
+        match &mut self.transport {
+            Transport::Shm { local, .. } => {
+                self.rings.poll_submissions(node, regions, &mut Files { local, engine }, now)
+            }
+            Transport::Rdma(remote) => {
+                remote.carry(engine)?;
+                self.rings.poll_submissions(node, regions, &mut remote.mappings(engine), now)
             }
         }
     }
 
-    /// Answer the commands whose time has come.
-    pub(super) fn finish<const N: usize>(
+    /// Complete the commands whose memory is no longer in use.
+    pub(super) fn complete_commands<const N: usize>(
         &mut self,
         node: &mut Node<'_>,
         regions: &RegionTable<N>,
         engine: &mut BoardEngine,
     ) {
-        match &mut self.way {
-            Way::Near { hearing, .. } => self.rings.finish(node, regions, &mut Files { hearing, engine }),
-            Way::Far(far) => self.rings.finish(node, regions, &mut far.mappings(engine)),
+        match &mut self.transport {
+            Transport::Shm { local, .. } => self.rings.complete_commands(node, regions, &mut Files { local, engine }),
+            Transport::Rdma(remote) => self.rings.complete_commands(node, regions, &mut remote.mappings(engine)),
         }
     }
 
-    /// Publish what is to be told; true if something was.
-    pub(super) fn publish(&mut self, engine: &mut BoardEngine) -> Result<bool, Ended> {
-        if let Way::Far(far) = &mut self.way {
-            let told = self.rings.publish(|_| {})?;
-            return Ok(far.carry(engine)? || told);
+    /// Publish completions; true if there were any.
+    pub(super) fn publish(&mut self, engine: &mut BoardEngine) -> Result<bool, DetachReason> {
+        if let Transport::Rdma(remote) = &mut self.transport {
+            let published = self.rings.publish(|_| {})?;
+            return Ok(remote.carry(engine)? || published);
         }
         let queues = &self.queues;
-        let any = self.rings.publish(|told| {
-            let queue = &queues[told.queue as usize];
-            // Who waits for a whole operation is not woken for each of its chunks.
-            if told.urgent || queue.host_wants().is_reached(told.answered) {
+        let any = self.rings.publish(|notice| {
+            let queue = &queues[notice.queue as usize];
+            // A rank that waits for a whole operation is not woken for each of its chunks.
+            if notice.urgent || queue.host_threshold().is_reached(notice.answered) {
                 ring(queue.host_bell());
             }
         })?;
         Ok(any)
     }
 
-    /// Tell whether its rings hold something that may be taken.
-    pub(super) fn has_news(&mut self) -> bool {
-        let is_carried = if let Way::Far(far) = &mut self.way { far.has_news() } else { false };
-        is_carried || self.rings.has_news()
+    /// Return whether its rings have entries to process.
+    pub(super) fn has_work(&mut self) -> bool {
+        let is_carried = if let Transport::Rdma(remote) = &mut self.transport { remote.has_work() } else { false };
+        is_carried || self.rings.has_work()
     }
 
-    /// Tell whether something waits for a place in its rings.
+    /// Return whether completions wait for room in its rings.
     pub(super) fn is_full(&self) -> bool {
-        self.rings.is_full()
+        self.rings.has_backlog()
     }
 
-    /// Show the rank that the board's shard goes on.
-    pub(super) fn beat(&mut self) {
-        self.beat = self.beat.wrapping_add(1);
-        self.function.bar().set_heartbeat(self.beat);
-        if let Way::Far(far) = &mut self.way {
-            far.beat();
+    /// Advance the heartbeat, by which the rank detects a stalled shard.
+    pub(super) fn advance_heartbeat(&mut self) {
+        self.heartbeat = self.heartbeat.wrapping_add(1);
+        self.function.bar().set_heartbeat(self.heartbeat);
+        if let Transport::Rdma(remote) = &mut self.transport {
+            remote.advance_heartbeat();
         }
     }
 
-    pub(super) fn announce(&mut self) {
-        self.queues.iter().for_each(|queue| queue.device_bell().announce());
+    pub(super) fn arm(&mut self) {
+        self.queues.iter().for_each(|queue| queue.device_bell().arm());
     }
 
-    pub(super) fn awake(&mut self) {
-        self.queues.iter().for_each(|queue| queue.device_bell().awake());
+    pub(super) fn disarm(&mut self) {
+        self.queues.iter().for_each(|queue| queue.device_bell().disarm());
     }
 
-    /// Hang up. The link of a rank on another host is the engine's to end.
-    pub(super) fn leave(self, bells: &Bells) {
+    /// Close the connection. The link of a rank on another host is closed by the engine.
+    pub(super) fn leave(self, bells: &BellSet) {
         self.function.bar().set_status(sumac_hal::mmio::DeviceStatus::FAILED);
-        match self.way {
-            Way::Near { hearing, bells: own } => {
-                // The rank may still hold the bells, so that closing them here would not take them out.
+        match self.transport {
+            Transport::Shm { local, bells: own } => {
+                // The rank may still hold the bells, so closing them here would not remove them from the set.
                 own.iter().for_each(|bell| bells.remove(bell));
-                bells.remove(&hearing.connection);
+                bells.remove(&local.connection);
             }
-            Way::Far(far) => bells.remove(&far.stream),
+            Transport::Rdma(remote) => bells.remove(&remote.stream),
         }
     }
 }
 
-impl AsMut<Rings> for Attached {
+impl AsMut<Rings> for AttachedRank {
     fn as_mut(&mut self) -> &mut Rings {
         &mut self.rings
     }
 }
 
-impl fmt::Debug for Attached {
+impl fmt::Debug for AttachedRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Attached").field("id", &self.id()).field("owed", &self.rings.owed()).finish_non_exhaustive()
+        f.debug_struct("AttachedRank")
+            .field("id", &self.id())
+            .field("outstanding", &self.rings.outstanding())
+            .finish_non_exhaustive()
     }
 }
 
-/// What a rank is to be given.
-struct Made {
+/// The parts of a new function.
+struct FunctionParts {
     function: Function,
     queues: [FunctionQueue; 2],
     bells: [Bell; 2],
 }
 
-/// Hand over what a rank needs: its function, what wakes the device, and the redo slots.
+/// Hand over a rank's function, the bells that wake the device, and the redo slots.
 fn hand_over(
     connection: &Connection,
-    made: &Made,
+    parts: &FunctionParts,
     (redo, (offset_bytes, slot_len_bytes, slots)): Redo<'_>,
 ) -> Result<(), CreateError> {
-    connection.send(&Message::Function, Some(made.function.file()))?;
-    for (queue, bell) in (0..).zip(&made.bells) {
+    connection.send(&Message::Function, Some(parts.function.file()))?;
+    for (queue, bell) in (0..).zip(&parts.bells) {
         connection.send(&Message::Bell { queue }, Some(bell.as_fd()))?;
     }
     let message = Message::Redo { offset_bytes, slot_len_bytes: slot_len_bytes as u32, slots: slots as u32 };

@@ -11,10 +11,10 @@
 //! ```
 //!
 //! Each shard is a thread with a node, a port and storage of its own; they share nothing, so the data path takes no
-//! lock. The control thread hands each request to every shard and merges what they say. A board that loses its
-//! controller goes on serving its groups, whose leases the ranks' packets renew, and dials again.
+//! lock. The control thread sends each request to every shard and merges the responses. A board that loses its
+//! controller keeps serving its groups, whose leases the ranks' packets renew, and dials again.
 
-mod bus;
+mod attach;
 mod control;
 mod engine;
 mod function;
@@ -24,10 +24,10 @@ mod shard;
 #[cfg(test)]
 mod tests;
 
-pub use bus::BusConfig;
-pub use functions::BusError;
+pub use attach::ZeroCopyConfig;
+pub use functions::ZeroCopyError;
 
-use bus::{Bus, Calls};
+use attach::{LocalListener, RemoteListener};
 use control::Control;
 use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -41,47 +41,48 @@ use sumac_hal::shm::{DeviceUserError, SocketError};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
-/// How to set up an emulated board.
+/// Configuration of an emulated board.
 #[derive(Debug, Clone)]
 pub struct BoardConfig {
     /// The device's name in the fabric.
     pub name: String,
-    /// The controller to serve.
+    /// The controller to register with.
     pub controller: SocketAddr,
-    /// Where the data ports listen.
+    /// The address that the data ports listen on.
     pub bind: IpAddr,
-    /// The first shard's UDP port; the following shards take the next ones. `None`: any that is free.
+    /// The first shard's UDP port; the others use the following ports. `None`: any free ports.
     pub data_port: Option<u16>,
-    /// Where peers send each shard's packets to, one address a shard, if that is not where the shard listens: for a
-    /// device behind address translation.
+    /// The addresses that peers send to, one per shard, if they differ from those that the shards listen on because of
+    /// address translation.
     pub advertise: Option<Vec<SocketAddr>>,
-    /// Worker threads, each with a port of its own.
+    /// The number of shards, each a thread with a port of its own.
     pub shards: u16,
-    /// Groups (and trees) that it can hold.
+    /// The maximum number of groups (and of trees).
     pub groups: u16,
-    /// Children of all groups.
+    /// The maximum number of children of all groups.
     pub children: u32,
-    /// Slots of all groups, in each shard.
+    /// The number of slots of each shard, for all groups.
     pub slots: u32,
-    /// Accumulators and staging of all slots, in each shard, in bytes.
+    /// The memory of each shard for accumulators and staging of all slots, in bytes.
     pub slot_memory_bytes: usize,
-    /// The data ports.
+    /// The configuration of the data ports.
     pub udp: UdpConfig,
-    /// The RDMA port that the data ports are on instead, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`; `None`: UDP.
+    /// The RDMA port to use for data instead of UDP, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`; `None`: UDP.
     pub verbs: Option<String>,
-    /// The processor of each shard's thread; those without one run anywhere.
+    /// The processor of each shard's thread; threads without one are not pinned.
     pub cores: Vec<usize>,
-    /// How long to wait between two attempts to reach the controller.
+    /// The pause between two attempts to reach the controller.
     pub redial: Duration,
-    /// How ranks of this machine contribute by reference; `None` if they can't. Only a board of one shard has a bus.
-    pub bus: Option<BusConfig>,
-    /// The RDMA port by whose engine ranks of other hosts contribute by reference as well, as `DEVICE[:PORT[:GID-INDEX]]` or
-    /// `auto`; it takes the place of the emulated one. `None`: they can't. Goes with `bus`.
+    /// Zero-copy contributions of ranks on this machine; `None`: unsupported. Only boards of one shard support them.
+    pub zero_copy: Option<ZeroCopyConfig>,
+    /// The RDMA port whose engine serves zero-copy contributions of ranks on other hosts, as
+    /// `DEVICE[:PORT[:GID-INDEX]]` or `auto`; it replaces the emulated engine. `None`: unsupported. Requires
+    /// `zero_copy`.
     pub rdma: Option<String>,
 }
 
 impl BoardConfig {
-    /// Describe a board on loopback with one shard and room for a few jobs.
+    /// Return the configuration of a board on loopback with one shard and room for a few jobs.
     pub fn new(name: impl Into<String>, controller: SocketAddr) -> Self {
         Self {
             name: name.into(),
@@ -94,80 +95,79 @@ impl BoardConfig {
             children: 4096,
             slots: 8192,
             slot_memory_bytes: 256 << 20,
-            // All children may send a window at once; the kernel cuts this to what it allows.
+            // All children may send a window at once; the kernel limits this to what it allows.
             udp: UdpConfig { receive_buffer_bytes: 32 << 20, ..UdpConfig::default() },
             verbs: None,
             cores: Vec::new(),
             redial: Duration::from_millis(500),
-            bus: Some(BusConfig::default()),
+            zero_copy: Some(ZeroCopyConfig::default()),
             rdma: None,
         }
     }
 }
 
-/// Why a board can't start.
+/// Why a board could not be started.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum BoardError {
-    /// The name does not fit.
+    /// The name is too long.
     #[error("device name {0:?} has {len} bytes; the limit is 64", len = .0.len())]
     Name(String),
-    /// No shard, or too many.
+    /// The number of shards is out of range.
     #[error("{0} shards; a device has 1 to {MAX_SHARDS}")]
     Shards(u16),
-    /// The shards' ports do not all exist.
+    /// The shards' ports are out of range.
     #[error(
-        "{shards} shards from data port {first} on: ports are 1 to 65535; choose another first port or fewer shards"
+        "{shards} shards from data port {first} on exceed the range of ports, 1 to 65535: choose another first port or fewer shards"
     )]
     DataPorts {
         /// The first shard's port.
         first: u16,
-        /// How many shards there are.
+        /// The number of shards.
         shards: u16,
     },
-    /// Not one address for each shard.
+    /// The number of advertised addresses differs from the number of shards.
     #[error("{given} advertised address(es) for {shards} shard(s); give one for each shard, in their order")]
     AdvertiseCount {
-        /// How many addresses.
+        /// The number of addresses.
         given: usize,
-        /// How many shards.
+        /// The number of shards.
         shards: u16,
     },
-    /// Nobody can send to an advertised address.
-    #[error("can't advertise {0}: peers need one IP address and a port other than 0")]
+    /// Peers cannot send to an advertised address.
+    #[error("cannot advertise {0}: peers need a specific IP address and a port other than 0")]
     AdvertiseAddr(SocketAddr),
     /// A data port could not be opened.
     #[error("data port: {0}")]
     Port(#[from] HostedError),
-    /// There is nothing to contribute by reference with.
-    #[error("contributions by reference: {0}; start the device without its bus to do without them")]
-    References(#[from] BusError),
-    /// Whose devices ranks let in is not told in order.
+    /// Zero-copy contributions could not be set up.
+    #[error("zero-copy: {0}; start the device with --no-shm to do without")]
+    ZeroCopy(#[from] ZeroCopyError),
+    /// The setting of the device user is invalid.
     #[error(transparent)]
     Users(#[from] DeviceUserError),
-    /// Nobody can attach.
-    #[error("bus: {0}; start the device without it to do without contributions by reference")]
-    Bus(SocketError),
-    /// The system would not start a thread or give randomness.
+    /// The socket that ranks attach to could not be opened.
+    #[error("attach socket: {0}; start the device with --no-shm to do without zero-copy")]
+    Attach(SocketError),
+    /// A system call failed.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }
 
-/// A running board. Dropping it stops its threads; in a process that was forked since, which has none of them, it does
-/// nothing.
+/// A running board. Dropping it stops its threads, except in a forked child, which has none of them.
 #[derive(Debug)]
 pub struct Board {
     announce: Announce,
-    /// There until it is dropped.
+    /// `Some` until it is dropped.
     control: Option<Control>,
-    // Their threads hand over to a shard's.
-    bus: Option<Bus>,
-    calls: Option<Calls>,
+    // Dropped before the shards, because their threads send to a shard's.
+    local: Option<LocalListener>,
+    remote: Option<RemoteListener>,
     shards: Vec<ShardHandle>,
     pid: u32,
 }
@@ -176,7 +176,7 @@ impl Board {
     /// Open the data ports, start the shards, and begin to dial the controller.
     ///
     /// # Errors
-    /// [`BoardError`]; nothing is left running.
+    /// [`BoardError`]; nothing keeps running then.
     pub fn start(config: BoardConfig) -> Result<Self, BoardError> {
         let name = Name::try_from(config.name.as_str()).map_err(|_| BoardError::Name(config.name.clone()))?;
         if config.shards == 0 || usize::from(config.shards) > MAX_SHARDS {
@@ -188,42 +188,42 @@ impl Board {
             .map(|index| start_shard(&config, index, boot_id))
             .collect::<Result<Vec<_>, BoardError>>()?;
         let capabilities =
-            shards.iter().map(|shard| shard.capabilities).reduce(narrowest).ok_or(BoardError::Shards(0))?;
+            shards.iter().map(|shard| shard.capabilities).reduce(common_capabilities).ok_or(BoardError::Shards(0))?;
         let data_addrs = match &config.advertise {
             Some(addrs) => addrs.iter().copied().map(Addr::Udp).collect(),
             None => shards.iter().map(|shard| shard.addr).collect(),
         };
-        let (bus, calls) = start_bus(&config, boot_id, &shards)?;
-        let mut announced = bus.as_ref().map(Bus::announced);
-        announced.iter_mut().for_each(|bus| bus.remote = calls.as_ref().map(Calls::addr));
-        let announce = Announce { name, boot_id, capabilities, data_addrs, bus: announced };
+        let (local, remote) = start_listeners(&config, boot_id, &shards)?;
+        let mut attach = local.as_ref().map(LocalListener::attach_point);
+        attach.iter_mut().for_each(|point| point.remote = remote.as_ref().map(RemoteListener::addr));
+        let announce = Announce { name, boot_id, capabilities, data_addrs, attach };
         let links = shards.iter().map(ShardHandle::link).collect();
         let control = Control::start(&config, announce.clone(), links)?;
-        Ok(Self { announce, control: Some(control), bus, calls, shards, pid: std::process::id() })
+        Ok(Self { announce, control: Some(control), local, remote, shards, pid: std::process::id() })
     }
 
-    /// Return what the board tells its controller of itself.
+    /// Return the announcement that the board sends to its controller.
     pub const fn announce(&self) -> &Announce {
         &self.announce
     }
 
-    /// Return where peers send each shard's packets to.
+    /// Return the addresses that peers send to, one per shard.
     pub fn data_addrs(&self) -> impl Iterator<Item = Addr> {
         self.announce.data_addrs.iter().copied()
     }
 
-    /// Return how many chains the DMA engine did not carry out, but for those that were aborted: the node tries them
-    /// again, so ranks need not notice. What ranks of this version submit fails none, in strict mode neither.
+    /// Return the number of chains that failed in the DMA engine, not counting aborted ones. The node retries them, so
+    /// ranks need not notice. Submissions of ranks of this version cause none, not even in strict mode.
     pub fn failed_chains(&self) -> u64 {
         self.shards.iter().map(ShardHandle::failed_chains).sum()
     }
 
-    /// Wait until the controller has been reached, at most `timeout`; false if it was not.
+    /// Wait until the board is registered with the controller, for at most `timeout`; false on timeout.
     pub fn wait_registered(&self, timeout: Duration) -> bool {
         self.control.as_ref().is_some_and(|control| control.wait_registered(timeout))
     }
 
-    /// Serve until the process ends or a shard's thread does, which is a bug.
+    /// Serve until the process ends, or a shard's thread does, which would be a bug.
     pub fn serve(mut self) {
         for shard in &mut self.shards {
             shard.join();
@@ -234,13 +234,13 @@ impl Board {
 impl Drop for Board {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            std::mem::forget((self.control.take(), self.bus.take(), self.calls.take()));
+            std::mem::forget((self.control.take(), self.local.take(), self.remote.take()));
             std::mem::forget(std::mem::take(&mut self.shards));
         }
     }
 }
 
-/// Check ports and advertised addresses against the number of shards, which is in its limits.
+/// Check ports and advertised addresses against the number of shards, which is in range.
 fn check_data_addrs(config: &BoardConfig) -> Result<(), BoardError> {
     let shards = config.shards;
     if let Some(first) = config.data_port
@@ -258,23 +258,23 @@ fn check_data_addrs(config: &BoardConfig) -> Result<(), BoardError> {
     }
 }
 
-/// Let ranks attach to the shard that serves them.
-fn start_bus(
+/// Start the listeners that let ranks attach to the shard that serves them.
+fn start_listeners(
     config: &BoardConfig,
     boot_id: BootId,
     shards: &[ShardHandle],
-) -> Result<(Option<Bus>, Option<Calls>), BoardError> {
-    let Some(bus) = &config.bus else { return Ok((None, None)) };
+) -> Result<(Option<LocalListener>, Option<RemoteListener>), BoardError> {
+    let Some(zero_copy) = &config.zero_copy else { return Ok((None, None)) };
     let Some((arrivals, waker)) = shards.iter().find_map(|shard| Some((shard.arrivals.clone()?, shard.waker()))) else {
         return Ok((None, None));
     };
-    let bus = Bus::start(bus, boot_id, arrivals.clone(), waker.clone())?;
-    let calls = config.rdma.as_ref().map(|_| Calls::start(config.bind, arrivals, waker)).transpose()?;
-    Ok((bus, calls))
+    let local = LocalListener::start(zero_copy, boot_id, arrivals.clone(), waker.clone())?;
+    let remote = config.rdma.as_ref().map(|_| RemoteListener::start(config.bind, arrivals, waker)).transpose()?;
+    Ok((local, remote))
 }
 
-/// What all shards can do.
-fn narrowest(a: DeviceCapabilities, b: DeviceCapabilities) -> DeviceCapabilities {
+/// Return the capabilities that both shards have.
+fn common_capabilities(a: DeviceCapabilities, b: DeviceCapabilities) -> DeviceCapabilities {
     DeviceCapabilities {
         max_packet_len_bytes: a.max_packet_len_bytes.min(b.max_packet_len_bytes),
         receive_buffer_bytes: a.receive_buffer_bytes.min(b.receive_buffer_bytes),

@@ -1,6 +1,6 @@
 //! One shard: a thread with a node, a port and storage of its own.
 
-use super::bus::Arrival;
+use super::attach::Arrival;
 use super::functions::Functions;
 use super::{BoardConfig, BoardError};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant as Clock;
-use sumac_device::{Child, Event, Node, NodeConfig, RedoSlot, Reference, References, Slot, Storage, runtime};
-use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, NoBus, Refusal, Request, Response};
+use sumac_device::{BufferRef, Child, Event, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage, runtime};
+use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, ZeroCopyRefusal};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::{Addr, Port, WaitPort};
@@ -19,21 +19,21 @@ use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
 
-/// What the board keeps of a shard.
+/// The board's handle of a shard.
 #[derive(Debug)]
 pub(super) struct ShardHandle {
     pub(super) addr: Addr,
     pub(super) capabilities: DeviceCapabilities,
-    /// Where to hand over who wants to attach, if it serves the bus.
+    /// Where attaching ranks are handed over, if this shard serves them.
     pub(super) arrivals: Option<Sender<Arrival>>,
-    /// Chains that its engine did not carry out, if it has one.
+    /// The count of failed chains, if it has an engine.
     failed_chains: Option<Arc<AtomicU64>>,
     link: ShardLink,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A way to ask a shard something from another thread.
+/// Sends requests to a shard from another thread.
 #[derive(Debug, Clone)]
 pub(super) struct ShardLink {
     requests: Sender<(Request, Sender<Response>)>,
@@ -41,11 +41,11 @@ pub(super) struct ShardLink {
 }
 
 impl ShardLink {
-    /// Hand a request over; the answer comes through the receiver, which ends without one if the shard is gone.
-    pub(super) fn ask(&self, request: Request) -> Receiver<Response> {
-        let (answer, receiver) = channel();
-        // A shard that has ended drops the sender, which the receiver sees.
-        let _ = self.requests.send((request, answer));
+    /// Send a request; the response comes through the receiver, which ends without one if the shard has ended.
+    pub(super) fn request(&self, request: Request) -> Receiver<Response> {
+        let (sender, receiver) = channel();
+        // If the shard has ended, the sender is dropped, which the receiver detects.
+        let _ = self.requests.send((request, sender));
         self.waker.wake();
         receiver
     }
@@ -84,7 +84,7 @@ impl Drop for ShardHandle {
 /// Open the shard's port and start its thread.
 pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> Result<ShardHandle, BoardError> {
     let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
-    // The board has checked that the sum is a port.
+    // The board has checked that the sum is a valid port.
     let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
     let addr = SocketAddr::new(config.bind, data_port);
     let mut port = HostedPort::open(addr, &config.udp, config.verbs.as_deref())?;
@@ -98,13 +98,13 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let (requests, inbox) = channel();
     let stop = Arc::new(AtomicBool::new(false));
     let mut tables = Tables::new(config);
-    let capabilities = Node::new(node_config, tables.lend()).capabilities();
-    let (arrivals, functions) = match &config.bus {
-        // Memory is registered with the device; only with one shard is that with one table.
-        Some(bus) if config.shards == 1 => {
+    let capabilities = Node::new(node_config, tables.storage()).capabilities();
+    let (arrivals, functions) = match &config.zero_copy {
+        // Memory is registered with the device, and only with one shard is there one table.
+        Some(zero_copy) if config.shards == 1 => {
             let (sender, arrivals) = channel();
             let remote = config.rdma.as_deref().map(|name| (name, config.bind));
-            let functions = Functions::start(bus, remote, boot_id, arrivals, waker.clone())?;
+            let functions = Functions::start(zero_copy, remote, boot_id, arrivals, waker.clone())?;
             port.watch(functions.watched()?);
             (Some(sender), Some(functions))
         }
@@ -112,7 +112,7 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     };
     let failed_chains = functions.as_ref().map(Functions::failed_chains);
     let (stopped, name) = (Arc::clone(&stop), config.name.clone());
-    // Where loopback is another machine, nobody on this one can share an address with it.
+    // If loopback denotes another machine, no process on this one can share an address with it.
     let shares = config.udp.loopback_at.is_none();
     let worker = Worker { port, node_config, inbox, stop: stopped, name, shares, joined: Vec::new(), functions };
     let core = config.cores.get(usize::from(index)).copied();
@@ -127,7 +127,7 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     Ok(ShardHandle { addr, capabilities, arrivals, failed_chains, link, stop, thread: Some(thread) })
 }
 
-/// Keep this thread on a processor. One that there is not, or that this process may not use, is no reason not to serve.
+/// Pin this thread to a processor. A processor that does not exist, or that this process may not use, is only logged.
 fn pin(core: Option<usize>) {
     let Some(core) = core else { return };
     let mut only = CpuSet::new();
@@ -135,7 +135,7 @@ fn pin(core: Option<usize>) {
         only.set(core);
     }
     if let Err(error) = sched_setaffinity(None, &only) {
-        tracing::warn!(core, %error, "a shard can't be kept on this processor; it runs on any");
+        tracing::warn!(core, %error, "cannot pin a shard to this processor; it runs on any");
     }
 }
 
@@ -147,7 +147,7 @@ struct Tables {
     slots: Vec<Slot>,
     bytes: Vec<u8>,
     redo: Vec<RedoSlot>,
-    references: Vec<Reference>,
+    references: Vec<BufferRef>,
 }
 
 impl Tables {
@@ -158,12 +158,12 @@ impl Tables {
             children: vec![Child::EMPTY; config.children as usize],
             slots: vec![Slot::EMPTY; config.slots as usize],
             bytes: vec![0; config.slot_memory_bytes],
-            redo: vec![RedoSlot::EMPTY; if config.bus.is_some() { config.slots as usize } else { 0 }],
-            references: vec![Reference::EMPTY; if config.bus.is_some() { REFERENCES } else { 0 }],
+            redo: vec![RedoSlot::EMPTY; if config.zero_copy.is_some() { config.slots as usize } else { 0 }],
+            references: vec![BufferRef::EMPTY; if config.zero_copy.is_some() { BUFFER_REFS } else { 0 }],
         }
     }
 
-    fn lend(&mut self) -> Storage<'_> {
+    fn storage(&mut self) -> Storage<'_> {
         Storage {
             groups: &mut self.groups,
             trees: &mut self.trees,
@@ -173,18 +173,18 @@ impl Tables {
         }
     }
 
-    /// Make the node, with what `functions` need if there are any.
+    /// Create the node, with zero-copy storage if there are `functions`.
     fn node(&mut self, config: NodeConfig, functions: Option<&Functions>) -> Node<'_> {
-        let Some(functions) = functions else { return Node::new(config, self.lend()) };
+        let Some(functions) = functions else { return Node::new(config, self.storage()) };
         let Self { groups, trees, children, slots, bytes, redo, references } = self;
         let (memory, capabilities) = functions.redo_memory();
-        let references = References { redo, references, memory, capabilities };
-        Node::with_references(config, Storage { groups, trees, children, slots, bytes }, references)
+        let references = ZeroCopyStorage { redo, buffers: references, memory, capabilities };
+        Node::with_zero_copy(config, Storage { groups, trees, children, slots, bytes }, references)
     }
 }
 
-/// References of all groups: slots times children of each.
-const REFERENCES: usize = 1 << 16;
+/// Buffer references of all groups: slots times children of each.
+const BUFFER_REFS: usize = 1 << 16;
 
 struct Worker {
     port: HostedPort,
@@ -192,11 +192,11 @@ struct Worker {
     inbox: Receiver<(Request, Sender<Response>)>,
     stop: Arc<AtomicBool>,
     name: String,
-    /// Whether what is sent to a shared address gets anywhere.
+    /// Whether packets to shared addresses can arrive.
     shares: bool,
-    /// Shared addresses that the port listens to, each for a group.
+    /// Shared addresses that the port has joined, each for a group.
     joined: Vec<(GroupId, Addr)>,
-    /// Ranks of this machine that contribute by reference, if this shard serves the bus.
+    /// The zero-copy ranks, if this shard serves them.
     functions: Option<Functions>,
 }
 
@@ -211,21 +211,21 @@ impl Worker {
                     Request::CreateGroup(config) => self.create_group(&mut node, config, now()),
                     request => node.control(&request, now()),
                 };
-                self.leave_gone(&node);
-                // Nobody waits for the answer if the board's control thread has ended.
+                self.leave_released(&node);
+                // If the control thread has ended, the response is not needed.
                 let _ = answer.send(response);
             }
             if let Some(functions) = &mut self.functions {
                 functions.poll_connections(&mut node);
-                functions.take(&mut node, now());
+                functions.poll_submissions(&mut node, now());
             }
             let next = runtime::poll(&mut node, &mut self.port, now());
-            let busy = self.functions.as_mut().is_some_and(|functions| functions.attend(&mut node, now));
+            let busy = self.functions.as_mut().is_some_and(|functions| functions.serve(&mut node, now));
             while let Some(event) = node.poll_event() {
                 self.log(event);
-                self.leave_gone(&node);
+                self.leave_released(&node);
             }
-            // What packets have brought may be ready for the parent only now, without a chain to wait for.
+            // Packets may have completed something for the parent just now, without a chain to wait for.
             if busy || node.poll_destination().is_some() {
                 continue;
             }
@@ -241,56 +241,55 @@ impl Worker {
         }
     }
 
-    /// Create a group, which listens to its parent's shared address if the port can.
+    /// Create a group, joining its parent's shared address if the port can.
     fn create_group(&mut self, node: &mut Node<'_>, mut config: GroupConfig, now: Instant) -> Response {
         if node.has_group(config.group) {
             return node.control(&Request::CreateGroup(config), now);
         }
-        // Shard speaks to shard: a tree's nodes have equally many.
-        if !config.by_reference.is_empty() && self.functions.is_none() {
-            return Response::Refused(Refusal::NoBus(NoBus::None));
+        // Packets go from shard to shard: all nodes of a tree have equally many.
+        if !config.zero_copy.is_empty() && self.functions.is_none() {
+            return Response::Refused(Refusal::NoZeroCopy(ZeroCopyRefusal::Unsupported));
         }
         if !self.shares {
             config.shared = None;
         }
         let shard = self.node_config.shard.index();
-        match config.parent_shared.and_then(|shared| shared.addr.behind(shard)) {
+        match config.parent_shared.and_then(|shared| shared.addr.offset_by(shard)) {
             Some(addr) if self.port.join(addr) => self.joined.push((config.group, addr)),
             _ => config.parent_shared = None,
         }
         let response = node.control(&Request::CreateGroup(config), now);
-        if let (Response::Done, Some(functions), false) =
-            (&response, &mut self.functions, config.by_reference.is_empty())
-            && let Err(refusal) = functions.expect(node, &config)
+        if let (Response::Done, Some(functions), false) = (&response, &mut self.functions, config.zero_copy.is_empty())
+            && let Err(refusal) = functions.reserve(node, &config)
         {
-            // Whole or not at all.
+            // A group is created as a whole or not at all.
             node.control(&Request::ReleaseGroup(config.group), now);
             return Response::Refused(refusal);
         }
         response
     }
 
-    /// Stop listening for groups that are gone, or were refused.
-    fn leave_gone(&mut self, node: &Node<'_>) {
+    /// Leave the shared addresses of groups that were released or refused.
+    fn leave_released(&mut self, node: &Node<'_>) {
         let port = &mut self.port;
         self.joined.retain(|(group, addr)| {
-            let stays = node.has_group(*group);
-            if !stays {
+            let exists = node.has_group(*group);
+            if !exists {
                 port.leave(*addr);
             }
-            stays
+            exists
         });
         if let Some(functions) = &mut self.functions {
-            functions.forget_gone(node);
+            functions.release_gone(node);
         }
     }
 
     fn log(&self, event: Event) {
         let device = &self.name;
         match event {
-            Event::LeaseExpired(group) => tracing::warn!(%device, %group, "lease ran out, group freed"),
+            Event::LeaseExpired(group) => tracing::warn!(%device, %group, "the lease expired; the group was freed"),
             Event::GroupFailed { group, from, reason } => {
-                tracing::warn!(%device, %group, %from, ?reason, "group can't go on");
+                tracing::warn!(%device, %group, %from, ?reason, "the group has failed");
             }
             other => tracing::info!(%device, ?other),
         }

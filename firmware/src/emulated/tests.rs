@@ -1,4 +1,4 @@
-//! Which addresses a board listens on and announces, and which it refuses. No controller is needed for either.
+//! Tests of the addresses that a board listens on, announces and refuses, which need no controller.
 
 use super::{Board, BoardConfig, BoardError};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -6,7 +6,7 @@ use sumac_hal::hosted::HostedError;
 use sumac_hal::port::Addr;
 use sumac_hal::udp::UdpError;
 
-/// A small board whose controller does not exist: nobody listens on TCP port 9 (discard, RFC 863).
+/// A small board without a controller: nothing listens on TCP port 9 (discard, RFC 863).
 fn config(shards: u16) -> BoardConfig {
     let controller = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
     BoardConfig { shards, slots: 8, slot_memory_bytes: 1 << 16, ..BoardConfig::new("board", controller) }
@@ -21,7 +21,7 @@ fn addr(port: u16) -> SocketAddr {
 }
 
 #[test]
-fn advertised_addresses_are_announced_instead_of_the_ports() {
+fn advertised_addresses_replace_the_bound_ones() {
     let plain = Board::start(config(2)).expect("a board");
     assert!(plain.data_addrs().all(|addr| matches!(addr, Addr::Udp(addr) if addr.ip().is_loopback())));
     let translated = BoardConfig { advertise: Some(vec![addr(70), addr(9)]), ..config(2) };
@@ -30,7 +30,7 @@ fn advertised_addresses_are_announced_instead_of_the_ports() {
 }
 
 #[test]
-fn the_first_data_port_is_the_one_asked_for() {
+fn data_port_in_use_is_refused_by_address() {
     let taken = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
     let port = taken.local_addr().expect("bound").port();
     let error = refused(BoardConfig { data_port: Some(port), ..config(1) });
@@ -41,11 +41,11 @@ fn the_first_data_port_is_the_one_asked_for() {
 }
 
 #[test]
-fn the_following_shards_take_the_next_ports() {
-    // A loopback address of this process's own: there, ports are free. They are below those that the system gives out.
+fn shards_use_consecutive_ports() {
+    // A loopback address that only this process uses, so its ports are free. They are below the ephemeral range.
     let [_, a, b, c] = std::process::id().to_be_bytes();
     let own = Ipv4Addr::new(127, 128 | a, b, c);
-    let taken = UdpSocket::bind((own, 7901)).expect("nobody else uses this address");
+    let taken = UdpSocket::bind((own, 7901)).expect("the address is not in use");
     let config = BoardConfig { bind: own.into(), data_port: Some(7900), ..config(2) };
     let error = refused(config.clone());
     assert!(
@@ -59,8 +59,8 @@ fn the_following_shards_take_the_next_ports() {
 }
 
 #[test]
-fn a_shard_stays_on_its_processor() {
-    // This process's first processor, and one that no machine has: that shard runs anywhere.
+fn shard_is_pinned_to_its_processor() {
+    // This process's first processor, and one that no machine has: the second shard is not pinned.
     let allowed = rustix::thread::sched_getaffinity(None).expect("own processors");
     let first = (0..rustix::thread::CpuSet::MAX_CPU).find(|&core| allowed.is_set(core)).expect("one at least");
     let config = BoardConfig { cores: vec![first, usize::MAX], ..config(2) };
@@ -76,7 +76,7 @@ fn a_shard_stays_on_its_processor() {
         let tasks = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
         tasks.into_iter().any(|task| alone(&task.path()))
     };
-    // It pins itself when it runs.
+    // The thread pins itself once it runs.
     while !is_pinned() {
         assert!(std::time::Instant::now() < limit, "shard-0 runs on more than processor {first}");
         std::thread::yield_now();
@@ -85,7 +85,7 @@ fn a_shard_stays_on_its_processor() {
 }
 
 #[test]
-fn addresses_that_can_not_be_meant_are_named() {
+fn invalid_ports_and_addresses_are_refused_by_name() {
     let advertise = |addrs: &[SocketAddr]| Some(addrs.to_vec());
     let cases = [
         (BoardConfig { data_port: Some(0), ..config(1) }, "from data port 0 on"),
@@ -96,7 +96,7 @@ fn addresses_that_can_not_be_meant_are_named() {
         (BoardConfig { advertise: advertise(&[([0, 0, 0, 0], 7).into()]), ..config(1) }, "0.0.0.0:7"),
     ];
     for (config, named) in cases {
-        let said = refused(config).to_string();
-        assert!(said.contains(named), "{said}");
+        let message = refused(config).to_string();
+        assert!(message.contains(named), "{message}");
     }
 }

@@ -1,33 +1,33 @@
-//! May this image go to this card? Decided from what was read of both, before anything of the card is touched.
+//! Decides whether an image may be written to a card, from what was read of both, before the card is modified.
 
 use super::failure::{Failure, Refusal};
 use crate::bfb::Generation;
 use crate::manifest::{BOARD, Checked};
 use crate::rshim::{CardMode, Misc};
 
-/// The longest stream, in bytes. UEFI holds kernel and file system in the card's memory, and the smallest BlueField-2 has
-/// 16 GiB of it; what is longer is taken for a mistake.
+/// The maximum length of a stream in bytes. UEFI holds kernel and file system in the card's memory, of which the
+/// smallest BlueField-2 has 16 GiB; a longer stream is taken for a mistake.
 pub const STREAM_MAX_BYTES: u64 = 4 << 30;
 
-/// What is asked of an image beyond being whole.
+/// Which epochs a card accepts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Terms {
-    /// The highest epoch that the card has had, as far as it is known.
+pub struct RollbackPolicy {
+    /// The highest epoch that the card has had, if known.
     pub had_epoch: Option<u64>,
-    /// Let older images come back.
+    /// Accept images with a lower epoch.
     pub allow_rollback: bool,
 }
 
-/// Hold an image against a card, and return the card's generation.
+/// Check that an image suits a card; returns the card's generation.
 ///
 /// # Errors
-/// The first reason why not.
-pub fn check(image: &Checked, misc: &Misc, terms: Terms) -> Result<Generation, Refusal> {
+/// The first reason for refusal.
+pub fn check(image: &Checked, misc: &Misc, policy: RollbackPolicy) -> Result<Generation, Refusal> {
     let len_bytes = image.report.len_bytes;
     if len_bytes > STREAM_MAX_BYTES {
         return Err(Refusal::TooLong { len_bytes, max_bytes: STREAM_MAX_BYTES });
     }
-    let found = || misc.dev_info.clone().unwrap_or_else(|| "a card that does not say what it is".into());
+    let found = || misc.dev_info.clone().unwrap_or_else(|| "a card that does not report its type".into());
     let generation = misc.generation().ok_or_else(|| Refusal::UnknownCard { found: found() })?;
     if let Some(manifest) = image.manifest.as_ref().filter(|manifest| manifest.board != BOARD) {
         return Err(Refusal::Board { board: manifest.board.clone(), expected: BOARD });
@@ -35,18 +35,18 @@ pub fn check(image: &Checked, misc: &Misc, terms: Terms) -> Result<Generation, R
     if !image.boots(generation) {
         return Err(Refusal::Generation { generation });
     }
-    // An image without a manifest says no epoch: it counts as the oldest.
+    // An image without a manifest has no epoch and counts as the oldest.
     let epoch = image.manifest.as_ref().map_or(0, |manifest| manifest.epoch);
-    match terms.had_epoch {
-        Some(had) if epoch < had && !terms.allow_rollback => Err(Refusal::Rollback { epoch, had }),
+    match policy.had_epoch {
+        Some(had) if epoch < had && !policy.allow_rollback => Err(Refusal::Rollback { epoch, had }),
         _ => Ok(generation),
     }
 }
 
-/// Tell whether the card takes a boot stream now, as far as `misc` shows.
+/// Check that the card accepts a boot stream now, according to `misc`.
 ///
 /// # Errors
-/// The first reason why not.
+/// The first reason for refusal.
 pub fn usable(misc: &Misc) -> Result<(), Failure> {
     if misc.mode == Some(CardMode::Nic) {
         return Err(Failure::NicMode);

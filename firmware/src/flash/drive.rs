@@ -1,12 +1,12 @@
-//! Moves what a session asks for between it and the workers, which talk to the driver.
+//! Connects a session to the worker processes, which access the driver.
 //!
-//! Nothing here waits for a worker longer than it is told to: one that hangs in the driver is killed, and left behind if
+//! Nothing here waits for a worker without a timeout: a worker that hangs in the driver is killed, and abandoned if
 //! that has no effect yet.
 
+use super::messages::{Command, Event, Outcome, Progress};
 use super::sealed::SealedImage;
 use super::session::Session;
-use super::verbs::{Command, Event, Outcome, Progress};
-use super::worker::{Order, Said};
+use super::worker::{Reply, Request};
 use crate::rshim::Misc;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -20,21 +20,21 @@ use std::thread;
 use std::time::Duration;
 use sumac_hal::time::Instant;
 
-/// The stream to write, checked beforehand.
+/// The checked stream to write.
 #[derive(Debug)]
 pub struct Image {
-    /// Its bytes, as they were checked.
+    /// The bytes that were checked.
     pub bytes: SealedImage,
-    /// What its SHA-256 was when it was checked.
+    /// Its SHA-256 when it was checked.
     pub sha256: [u8; 32],
 }
 
-/// What a worker process is for.
+/// The role of a worker process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// [`serve_misc`](super::serve_misc), with orders on stdin and answers on stdout.
+    /// [`serve_misc`](super::serve_misc), with requests on stdin and replies on stdout.
     Misc,
-    /// [`serve_boot`](super::serve_boot), with the image as stdin and answers on stdout.
+    /// [`serve_boot`](super::serve_boot), with the image as stdin and replies on stdout.
     Boot {
         /// Length of the image, in bytes.
         len_bytes: u64,
@@ -43,16 +43,16 @@ pub enum Role {
     },
 }
 
-/// Lets another thread, such as one that waits for signals, end a flashing in order.
+/// Lets another thread, such as a signal handler's, end flashing in order.
 #[derive(Debug, Clone)]
 pub struct Interrupter {
     events: Sender<Event>,
 }
 
 impl Interrupter {
-    /// Tell of a signal.
+    /// Report a signal.
     pub fn interrupt(&self, signal: i32) {
-        // When it is over, nobody listens, and that is right.
+        // This fails only once flashing has ended.
         let _ = self.events.send(Event::Signal(signal));
     }
 }
@@ -64,24 +64,24 @@ pub struct Workers<S> {
     sender: Sender<Event>,
     events: Receiver<Event>,
     misc: Worker,
-    orders: Option<ChildStdin>,
+    requests: Option<ChildStdin>,
     boot: Option<Worker>,
-    /// The worker for `boot` was killed on purpose.
+    /// The worker for `boot` was stopped deliberately.
     is_stopped: Arc<AtomicBool>,
 }
 
 impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
-    /// Start the worker for `misc`. `spawn` starts a process in a role, with this as its stdin and a pipe as its stdout.
+    /// Start the worker for `misc`. `spawn` starts a process in a role, with the given stdin and a pipe as stdout.
     ///
     /// # Errors
-    /// It can't be started.
+    /// The worker could not be started.
     pub fn start(mut spawn: S) -> io::Result<Self> {
         let (sender, events) = channel();
         let mut process = spawn(Role::Misc, Stdio::piped())?;
-        let orders = process.stdin.take();
-        // Once it has ended, the next order fails; one that it has taken must not be waited for.
+        let requests = process.stdin.take();
+        // If the worker ends, the next request fails; a request that it has received must not be waited for.
         let misc = Worker::watch(process, sender.clone(), || vec![Event::Misc(Err(Errno::PIPE))])?;
-        Ok(Self { spawn, sender, events, misc, orders, boot: None, is_stopped: Arc::default() })
+        Ok(Self { spawn, sender, events, misc, requests, boot: None, is_stopped: Arc::default() })
     }
 
     /// Return a handle that ends [`Workers::run`] in order.
@@ -89,16 +89,16 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
         Interrupter { events: self.sender.clone() }
     }
 
-    /// Read `misc`; nothing if the driver does not answer within `limit`.
+    /// Read `misc`; `None` if the driver does not respond within `limit`.
     pub fn read_misc(&mut self, limit: Duration) -> Option<Result<Box<Misc>, Errno>> {
-        self.order(Order::Read);
+        self.send_request(Request::Read);
         match self.events.recv_timeout(limit) {
             Ok(Event::Misc(misc)) => Some(misc),
             _ => None,
         }
     }
 
-    /// Flash: carry out what the session asks for until it ends. `show` is called with all that can be shown.
+    /// Flash: execute the session's commands until it ends. `show` is called with each progress report.
     pub fn run(
         mut self,
         mut session: Session,
@@ -110,8 +110,8 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
         loop {
             while let Some(command) = session.poll_transmit() {
                 match command {
-                    Command::Set(setting) => self.order(setting.into()),
-                    Command::ReadMisc => self.order(Order::Read),
+                    Command::Set(setting) => self.send_request(setting.into()),
+                    Command::ReadMisc => self.send_request(Request::Read),
                     Command::Write => self.write(image.take()),
                     Command::StopWriting => self.stop_writing(),
                 }
@@ -129,24 +129,27 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
             if let Ok(event) = received {
                 session.handle(event, clock());
             }
-            // Events that come without a pause must not keep the time from being looked at.
+            // A continuous flow of events must not delay timeouts.
             if session.poll_timeout().is_some_and(|at| clock() >= at) {
                 session.handle_timeout(clock());
             }
         }
     }
 
-    fn order(&mut self, order: Order) {
+    fn send_request(&mut self, request: Request) {
         let mut give = || -> io::Result<()> {
-            let orders = self.orders.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
-            writeln!(orders, "{}", serde_json::to_string(&order)?)?;
-            orders.flush()
+            let requests = self.requests.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+            writeln!(requests, "{}", serde_json::to_string(&request)?)?;
+            requests.flush()
         };
         if give().is_err() {
             let number = Err(Errno::IO.raw_os_error());
-            let said =
-                if order == Order::Read { Said::Misc(Err(Errno::IO.raw_os_error())) } else { Said::Set(order, number) };
-            self.tell(said.event());
+            let reply = if request == Request::Read {
+                Reply::Misc(Err(Errno::IO.raw_os_error()))
+            } else {
+                Reply::Set(request, number)
+            };
+            self.send_event(reply.event());
         }
     }
 
@@ -162,12 +165,12 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
             Worker::watch(process, self.sender.clone(), at_end)
         });
         match spawned {
-            Err(error) => self.tell(Some(Event::OpenFailed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))),
+            Err(error) => self.send_event(Some(Event::OpenFailed(Errno::from_io_error(&error).unwrap_or(Errno::IO)))),
             Ok(boot) => self.boot = Some(boot),
         }
     }
 
-    /// End the worker: the driver closes `boot` for it.
+    /// Kill the worker, which closes `boot`.
     fn stop_writing(&mut self) {
         self.is_stopped.store(true, Ordering::Relaxed);
         if let Some(boot) = &self.boot {
@@ -175,9 +178,9 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
         }
     }
 
-    fn tell(&self, event: Option<Event>) {
+    fn send_event(&self, event: Option<Event>) {
         if let Some(event) = event {
-            // This holds the other end.
+            // Cannot fail: `self` holds the receiver.
             let _ = self.sender.send(event);
         }
     }
@@ -189,16 +192,16 @@ impl<S> Drop for Workers<S> {
     }
 }
 
-/// A worker process; a thread passes on what it says and waits for its end.
+/// A worker process; a thread forwards its replies and waits for its end.
 #[derive(Debug)]
 struct Worker {
-    /// Stands for the process even when it has ended and its number is another's.
+    /// A pidfd, which never refers to another process.
     handle: OwnedFd,
 }
 
 impl Worker {
-    /// Watch a process. What `at_end` returns is told when it has ended without having said that it is done; by then
-    /// all that it had open is closed.
+    /// Watch a process. The events of `at_end` are sent if it ends without having reported that it is done; by then all
+    /// its files are closed.
     fn watch(
         mut process: Child,
         events: Sender<Event>,
@@ -207,38 +210,38 @@ impl Worker {
         let handle = match pidfd_open(Pid::from_child(&process), PidfdFlags::empty()) {
             Ok(handle) => handle,
             Err(error) => {
-                // Nobody could watch it, so it must not go on.
+                // A process that cannot be watched must not run.
                 let _ = process.kill();
                 let _ = process.wait();
                 return Err(error.into());
             }
         };
-        let answers = process.stdout.take();
+        let replies = process.stdout.take();
         thread::spawn(move || {
-            let is_done = answers.is_some_and(|answers| forward(answers, &events));
-            // It has closed its pipe, so it has ended, or says what it must not.
+            let is_done = replies.is_some_and(|replies| forward(replies, &events));
+            // It has closed its pipe or sent an invalid reply.
             let _ = process.kill();
             let _ = process.wait();
             if !is_done {
-                // Nobody may be listening any more, and that is right.
+                // The receiver may be gone, which is fine.
                 at_end().into_iter().for_each(|event| drop(events.send(event)));
             }
         });
         Ok(Self { handle })
     }
 
-    /// End it: at once, or, if it hangs in the driver, once that answers.
+    /// Kill it: at once, or, if it hangs in the driver, once the driver responds.
     fn kill(&self) {
-        // It may have ended by itself.
+        // It may have ended already.
         let _ = pidfd_send_signal(&self.handle, Signal::KILL);
     }
 }
 
-/// Pass on what a worker says until it ends, and return whether it has said that it is done.
-fn forward(answers: ChildStdout, events: &Sender<Event>) -> bool {
-    for line in BufReader::new(answers).lines() {
-        let said = line.ok().and_then(|line| serde_json::from_str::<Said>(&line).ok());
-        let Some(event) = said.and_then(Said::event) else { return false };
+/// Forward a worker's replies until it ends; return whether it has reported that it is done.
+fn forward(replies: ChildStdout, events: &Sender<Event>) -> bool {
+    for line in BufReader::new(replies).lines() {
+        let reply = line.ok().and_then(|line| serde_json::from_str::<Reply>(&line).ok());
+        let Some(event) = reply.and_then(Reply::event) else { return false };
         let is_done = matches!(event, Event::Closed | Event::OpenFailed(_));
         if events.send(event).is_err() || is_done {
             return true;

@@ -1,15 +1,15 @@
-//! The ways in which flashing ends without success: each with its own exit status, message and advice.
+//! The failures of flashing, each with its own exit status, message and advice.
 
 use crate::bfb::Generation;
 use crate::rshim::LogKind;
 use std::time::Duration;
 use thiserror::Error;
 
-/// Why nothing was written: the image must not go to this card.
+/// Why an image is refused, before anything is written.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// Too long for any card.
+    /// The stream is too long.
     #[error("the stream has {len_bytes} bytes; the limit is {max_bytes}")]
     TooLong {
         /// The stream, in bytes.
@@ -17,49 +17,47 @@ pub enum Refusal {
         /// The limit, in bytes.
         max_bytes: u64,
     },
-    /// For another kind of board.
+    /// The image is for another kind of board.
     #[error("the image is for {board:?}, the card is a {expected}")]
     Board {
-        /// What the manifest says.
+        /// The board in the manifest.
         board: String,
-        /// What the card is.
+        /// The card's board.
         expected: &'static str,
     },
-    /// A card that no image is made for.
-    #[error("{found} is no card that boot streams are known for; known are BlueField-1 to BlueField-3")]
+    /// The card's generation is unknown.
+    #[error("{found} is not a supported card; boot streams exist for BlueField-1 to BlueField-3")]
     UnknownCard {
-        /// What the card says that it is.
+        /// The card's description.
         found: String,
     },
-    /// No boot loader for this card.
+    /// The stream has no boot loader for this card.
     #[error("the stream has no boot loader (bl2) for {generation}; build it with a --base that has one")]
     Generation {
         /// The card's generation.
         generation: Generation,
     },
-    /// Older than what the card has had.
-    #[error(
-        "the image has epoch {epoch}, and the card has had {had}: older images must not come back (--allow-rollback)"
-    )]
+    /// The image is older than one that the card has had.
+    #[error("the image has epoch {epoch}, but the card has had epoch {had}: use --allow-rollback to go back")]
     Rollback {
-        /// The image's.
+        /// The image's epoch.
         epoch: u64,
-        /// The card's.
+        /// The highest epoch that the card has had.
         had: u64,
     },
 }
 
-/// Where flashing stood.
+/// The stages of flashing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Stage {
-    /// Reading and setting what `misc` shows.
+    /// Reading and setting `misc`.
     Preparing,
     /// Opening `boot`, which resets the card.
     Opening,
     /// Writing the stream.
     Writing,
-    /// All is written; the card boots.
+    /// The stream is written; the card boots.
     Booting,
 }
 
@@ -78,94 +76,94 @@ impl std::fmt::Display for Stage {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Failure {
-    /// No such folder or nodes.
-    #[error("there is no card at {0}")]
+    /// The card's folder or device nodes do not exist.
+    #[error("no card at {0}")]
     NotFound(String),
-    /// `boot` can't be opened for lack of rights.
+    /// No permission to open the card's nodes.
     #[error("no permission to use the card")]
     Permission,
-    /// Another process of ours has the lock.
+    /// Another sumac process has the lock.
     #[error("another sumac is flashing this card")]
     Locked,
     /// `ENODEV` when opening `boot`.
     #[error("the driver has no connection to the card: another backend is attached, or none")]
     NotAttached,
-    /// BF_MODE, or the boot log says it.
+    /// The card is in NIC mode, according to BF_MODE or the boot log.
     #[error("the card is in NIC mode: its Arm cores do not run")]
     NicMode,
     /// SECURE_NIC_MODE, or `EPERM` when opening `boot`.
     #[error("the card is locked (secure NIC mode) and takes no boot stream from this host")]
     SecureMode,
     /// DROP_MODE, or `EINVAL` when opening `boot`.
-    #[error("the driver is in drop mode: it throws away what is written, as another backend has the card")]
+    #[error("the driver is in drop mode: it discards what is written, because another backend uses the card")]
     DropMode,
     /// `EBUSY` when opening `boot`.
     #[error("the boot FIFO is open elsewhere")]
     Busy,
     /// `EBUSY` when writing.
-    #[error("another process is writing to the boot FIFO; the two streams are mixed up by now")]
+    #[error("another process is writing to the boot FIFO, so both streams are corrupt")]
     OtherWriter,
     /// `ETIMEDOUT` when writing.
     #[error("the card has stopped taking the stream")]
     NotDraining,
-    /// `ENODEV` and the like, once it has begun.
-    #[error("the card is gone")]
+    /// `ENODEV` or similar after flashing began.
+    #[error("the card has disappeared")]
     Gone,
-    /// Nothing decisive was seen in time.
-    #[error("not done within {limit_s} s; at the end it was {stage}", limit_s = limit.as_secs())]
+    /// Neither success nor failure was seen in time.
+    #[error("not finished within {limit_s} s; the last stage was: {stage}", limit_s = limit.as_secs())]
     TimeLimit {
-        /// The limit for all of it.
+        /// The limit for all stages.
         limit: Duration,
-        /// Where it stood.
+        /// The stage at that time.
         stage: Stage,
     },
-    /// The boot log says that the boot failed.
-    #[error("the boot log says: {line}")]
+    /// The boot log reports a failure.
+    #[error("the boot log reports: {line}")]
     Log {
         /// What kind of line.
         kind: LogKind,
         /// The line.
         line: String,
     },
-    /// `misc` does not take a setting.
-    #[error("the driver does not take {key}: {error}")]
+    /// The driver rejected a setting in `misc`.
+    #[error("the driver rejected {key}: {error}")]
     Setting {
-        /// Which.
+        /// The setting.
         key: &'static str,
-        /// What the system says.
+        /// The system's error.
         error: String,
     },
-    /// The bytes on their way to the card are not those that were checked, though these were sealed.
-    #[error("the image changed after it was checked; its last bytes were held back, so it can't boot")]
+    /// The bytes being written differ from those that were checked, although these were sealed.
+    #[error("the image changed after it was checked; its last bytes were not written, so it cannot boot")]
     ImageChanged,
-    /// The file can't be read any more.
+    /// The image cannot be read any more.
     #[error("the image cannot be read any more: {0}")]
     Image(String),
-    /// Another error of the system.
+    /// Another system error.
     #[error("{stage}: {error}")]
     Io {
-        /// Where it stood.
+        /// The stage at that time.
         stage: Stage,
-        /// What the system says.
+        /// The system's error.
         error: String,
     },
-    /// A signal.
+    /// Flashing was interrupted by a signal.
     #[error("interrupted while {stage}")]
     Interrupted {
-        /// Its number.
+        /// The number of the signal.
         signal: i32,
-        /// Where it stood.
+        /// The stage at that time.
         stage: Stage,
     },
 }
 
 impl Failure {
-    /// Return a short name that does not change, for scripts.
+    /// Return a short, stable name for scripts.
     pub const fn name(&self) -> &'static str {
         self.row().0
     }
 
-    /// Return the exit status; each kind has its own.
+    /// Return the exit status, which is unique to each kind.
     pub fn exit_status(&self) -> u8 {
         match self {
             Self::Interrupted { signal, .. } => 128_u8.saturating_add(u8::try_from(*signal).unwrap_or(0)),
@@ -173,7 +171,7 @@ impl Failure {
         }
     }
 
-    /// Return what to do about it.
+    /// Return advice on what to do.
     pub const fn advice(&self) -> &'static str {
         self.row().2
     }
@@ -184,29 +182,29 @@ impl Failure {
             Self::NotFound(_) => (
                 "not-found",
                 10,
-                "see `sumac devices`. Is the rshim service running (one instance only, it keeps a PID lock)? Under kernel lockdown it needs VFIO or UIO",
+                "see `sumac card list`. Is the rshim service running (one instance only, it keeps a PID lock)? Under kernel lockdown it needs VFIO or UIO",
             ),
             Self::NotAttached => (
                 "not-attached",
                 11,
-                "stop rshim on the other side (the BMC over USB, or this host over PCIe), or take the card with FORCE_CMD 1 in misc, and try again",
+                "stop rshim on the other side (the BMC over USB, or this host over PCIe), or take over the card with FORCE_CMD 1 in misc, and try again",
             ),
             Self::NicMode => (
                 "nic-mode",
                 12,
-                "set DPU mode with `mlxconfig -d DEVICE s INTERNAL_CPU_OFFLOAD_ENGINE=0`, then switch the host's power off and on",
+                "set DPU mode with `mlxconfig -d DEVICE s INTERNAL_CPU_OFFLOAD_ENGINE=0`, then power-cycle the host",
             ),
             Self::SecureMode => (
                 "secure-mode",
                 13,
-                "the card's owner must unlock it from the BMC or the card's own side; nothing on this host can",
+                "the card's owner has to unlock it from the BMC or from the card itself; it cannot be unlocked from this host",
             ),
             Self::DropMode => (
                 "drop-mode",
                 14,
-                "write DROP_MODE 0 to misc if no other side uses the card, or take it from there with FORCE_CMD 1",
+                "write DROP_MODE 0 to misc if no other side uses the card, or take it over with FORCE_CMD 1",
             ),
-            Self::Busy => ("busy", 15, "`fuser -v` on the boot node names who has it; end that, and try again"),
+            Self::Busy => ("busy", 15, "find the process with `fuser -v` on the boot node, end it, and try again"),
             Self::OtherWriter => (
                 "other-writer",
                 16,
@@ -215,52 +213,54 @@ impl Failure {
             Self::NotDraining => (
                 "not-draining",
                 17,
-                "the boot log above says which stage stopped; check that the image is for this part (secured or not), and that the card has power. Switch power off and on before trying again",
+                "the boot log above shows which stage stopped; check that the image is for this part (secured or not), and that the card has power. Power-cycle it before trying again",
             ),
             Self::Gone => (
                 "gone",
                 18,
-                "was the host or the card restarted? See `sumac devices`; if it does not come back, restart the rshim service, then switch power off and on",
+                "was the host or the card restarted? See `sumac card list`; if it does not come back, restart the rshim service, then power-cycle",
             ),
             Self::TimeLimit { .. } => (
                 "time-limit",
                 19,
-                "look at the console node for what the card does; it may still be at work, so don't switch it off before you have looked. --timeout gives it more time",
+                "watch the console node: the card may still be working, so do not power it off before you have looked. --timeout raises the limit",
             ),
             Self::Log { kind, .. } => match kind {
                 LogKind::Panic => (
                     "log-panic",
                     21,
-                    "a boot stage stopped: an image of it is wrong or damaged. Flash a vendor's stream to get the card back",
+                    "a boot stage stopped: one of its images is wrong or damaged. Flash a vendor's stream to recover the card",
                 ),
                 LogKind::Exception => (
                     "log-exception",
                     22,
-                    "a boot stage was stopped by the processor: an image of it is wrong or damaged. Flash a vendor's stream to get the card back",
+                    "a boot stage was stopped by the processor: one of its images is wrong or damaged. Flash a vendor's stream to recover the card",
                 ),
                 LogKind::Assert => (
                     "log-assert",
                     23,
-                    "a boot stage found the hardware or an image not as it must be; the line names the place",
+                    "a boot stage found an unexpected state of the hardware or an image; the line names the source location",
                 ),
                 LogKind::Critical => {
-                    ("log-critical", 24, "what the stream started gave up; the console node shows why")
+                    ("log-critical", 24, "the program in the stream gave up; the console node shows why")
                 }
                 _ => (
                     "log-error",
                     20,
-                    "a boot stage reported an error; `PSC error` means that the part does not accept the boot loaders (wrong signature or generation). If the card gets over it, --tolerate-errors goes on",
+                    "a boot stage reported an error; `PSC error` means that the part does not accept the boot loaders (wrong signature or generation). If the card recovers from the error, use --tolerate-errors",
                 ),
             },
             Self::Setting { .. } => {
-                ("setting", 25, "the boot could not be followed, so it was not begun; update rshim-user-space")
+                ("setting", 25, "the boot could not be monitored, so it was not started; update rshim-user-space")
             }
-            Self::Locked => ("locked", 26, "wait for it to end"),
-            Self::Permission => ("permission", 27, "run it as root, or as a user with rights on the card's nodes"),
+            Self::Locked => ("locked", 26, "wait until the other sumac has finished"),
+            Self::Permission => {
+                ("permission", 27, "run as root, or as a user with permission for the card's device nodes")
+            }
             Self::ImageChanged => {
                 ("image-changed", 28, "the copy in memory is damaged: check the host's memory, and flash again")
             }
-            Self::Image(_) => ("image", 29, "see that the file system with the image is healthy, and flash again"),
+            Self::Image(_) => ("image", 29, "check the file system with the image, and flash again"),
             Self::Io { .. } => ("io", 30, "see the system log of the rshim service"),
             Self::Interrupted { .. } => ("interrupted", 130, "flash again before the card is used"),
         }

@@ -1,8 +1,8 @@
-//! The bytes of an image, in memory that nobody can change any more: what is checked is what is pushed.
+//! An image in sealed memory: the bytes that are checked are the bytes that are written.
 //!
-//! A file can be written to, or replaced, by whoever may do that, also between its check and its push; a digest that is taken
-//! on the way finds out when most of it is on the card. So the stream is copied once, sealed, and only then looked at. It
-//! takes as much memory as the stream is long, of the kind that can be swapped out, until the push is over.
+//! A file can be modified or replaced between its check and its use, and a digest taken while writing would notice only
+//! when most of it is on the card. So the stream is copied once, sealed, and only then checked. Until flashing ends,
+//! the copy takes as much (swappable) memory as the stream is long.
 //!
 //! Invariant: the file of a [`SealedImage`] is a `memfd` sealed against writing, growing, shrinking and further seals.
 
@@ -13,22 +13,22 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::process::Stdio;
 use thiserror::Error;
 
-/// Why there is no copy of an image.
+/// Why an image could not be copied and sealed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SealError {
-    /// It is longer than any boot stream.
-    #[error("the stream has more than {STREAM_MAX_BYTES} bytes, the most that a card takes")]
+    /// The stream is too long.
+    #[error("the stream exceeds {STREAM_MAX_BYTES} bytes, the maximum that a card takes")]
     TooLong,
-    /// It can't be read.
+    /// The stream could not be read.
     #[error("{0}")]
     Read(io::Error),
-    /// The system has no memory for it, or none that can be sealed.
-    #[error("no memory for a copy of the stream, which takes as much as the stream is long: {0}")]
+    /// Memory for the copy could not be allocated or sealed.
+    #[error("could not allocate memory for a copy of the whole stream: {0}")]
     Memory(io::Error),
 }
 
-/// An image that stays as it is.
+/// An immutable copy of an image.
 #[derive(Debug)]
 pub struct SealedImage {
     file: File,
@@ -76,14 +76,14 @@ impl SealedImage {
     /// Read it from its beginning.
     ///
     /// # Errors
-    /// The system's.
+    /// The system's error.
     pub fn reader(&self) -> io::Result<impl Read + '_> {
         let mut file = &self.file;
         file.seek(SeekFrom::Start(0))?;
         Ok(file)
     }
 
-    /// Give it to a process as its input.
+    /// Convert to the stdin of a process.
     pub(super) fn into_stdin(self) -> Stdio {
         self.file.into()
     }
@@ -97,7 +97,7 @@ mod tests {
     use sha2::{Digest, Sha256};
     use std::os::fd::AsRawFd;
 
-    /// A file that is swapped between its check and its push, in place or by another of that name, is not what is pushed.
+    /// A file that is overwritten or replaced after the copy does not change what is written.
     #[test]
     fn image_swapped_between_check_and_push_sends_the_checked_bytes() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -113,12 +113,12 @@ mod tests {
         std::fs::write(&boot, "").expect("written");
         let card = Rshim::new(&folder.path().display().to_string());
         let sha256 = Sha256::digest(&checked).into();
-        serve_boot(&card, sealed.file, good.len() as u64, &sha256, &mut Vec::new()).expect("listened to");
-        assert!(std::fs::read(&boot).expect("there") == good, "what was checked, all of it");
+        serve_boot(&card, sealed.file, good.len() as u64, &sha256, &mut Vec::new()).expect("no error");
+        assert!(std::fs::read(&boot).expect("there") == good, "exactly the checked bytes");
     }
 
     #[test]
-    fn sealed_bytes_are_changed_by_nobody_who_has_the_descriptor() {
+    fn sealed_image_cannot_be_modified_through_its_descriptor() {
         let sealed = SealedImage::copy(&b"checked"[..]).expect("memory");
         let again = std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", sealed.file.as_raw_fd()));
         let mut again = again.expect("the file's mode allows it");
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn stream_beyond_the_limit_is_refused_before_it_is_read_to_its_end() {
+    fn overlong_stream_is_refused_without_reading_to_its_end() {
         let mut read = 0;
         let endless = io::repeat(1).take(u64::MAX);
         let counted = Counted { inner: endless, read: &mut read };

@@ -8,42 +8,42 @@
 //! ```
 //!
 //! Invariants:
-//! - success is a line of the boot log that came after the last byte was taken; nothing else is. What the log holds then
-//!   is read at once, and does not count;
-//! - nothing but the first line, event or time limit decides; what comes later is shown, not judged;
-//! - the ending has a limit of its own, so that a driver that hangs can't hold it up;
-//! - at most one command is under way on each of the two nodes, `misc` and `boot`;
-//! - a card that has got half a stream is reset, as it can't do anything else; one that has got all of it never is, as
-//!   it may be writing its own flash.
+//! - only a boot log line that appeared after the last byte was written counts as success. The log is read once at that
+//!   time, and those lines do not count;
+//! - the first decisive line, event or time limit determines the outcome; later ones are only shown;
+//! - restoring has a time limit of its own, so that a driver that hangs cannot delay the end;
+//! - at most one command is in flight on each of the two nodes, `misc` and `boot`;
+//! - a card that has received part of a stream is reset, because it cannot boot; a card that has received all of it is
+//!   never reset, because it may be writing its own flash.
 
 use super::failure::{Failure, Stage};
-use super::verbs::{Command, Event, Goal, Limits, Outcome, Progress, Restored};
+use super::messages::{Command, Event, Goal, Limits, Outcome, Progress, Restored};
 use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use sumac_hal::time::Instant;
 
-/// Lines of the boot log that the outcome holds.
+/// The number of boot log lines in the outcome.
 const TAIL_LINES: usize = 16;
 /// The boot mode while `boot` is open.
 const BOOT_MODE_RSHIM: u32 = 0;
-/// The boot mode that a card has when nobody has set another: eMMC.
+/// The default boot mode: eMMC.
 const BOOT_MODE_EMMC: u32 = 1;
-/// How often to look whether the driver has noticed that `boot` is closed.
+/// How often to poll whether the driver has noticed that `boot` is closed.
 const CLOSED_POLLS: u32 = 10;
 
-/// One flashing.
+/// One run of flashing a card.
 #[derive(Debug)]
 pub struct Session {
     limits: Limits,
     goal: Goal,
     len_bytes: u64,
-    /// What `misc` said before.
+    /// The settings in `misc` before.
     boot_mode_before: u32,
     display_level_before: u32,
     deadline: Instant,
     stage: Stage,
-    /// A command is under way on `misc`.
+    /// A command is in flight on `misc`.
     is_misc_busy: bool,
     /// `boot` is being opened or open.
     is_boot_open: bool,
@@ -55,46 +55,47 @@ pub struct Session {
     tail: VecDeque<String>,
     failed_polls: u32,
     next_poll: Instant,
-    /// Readings of `misc` whose lines may be older than the last byte: the one under way, and one more.
+    /// Readings of `misc` whose lines may predate the last byte: the one in flight, and one more.
     stale_readings: u32,
-    /// Commands to give, one at a time on each node.
+    /// Pending commands, executed one at a time on each node.
     queue: VecDeque<Command>,
     ending: Option<Ending>,
     shown: VecDeque<Progress>,
     is_done: bool,
 }
 
-/// The decision, and what is left to do.
+/// The outcome, and the progress of restoring.
 #[derive(Debug)]
 struct Ending {
     result: Result<String, Failure>,
     deadline: Instant,
-    /// What could not be restored.
+    /// The first setting that could not be restored, and why.
     trouble: Option<String>,
     step: Step,
 }
 
-/// How far the ending is.
+/// The steps of restoring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// `boot` is to be closed, and what is under way on `misc` to be answered.
+    /// Waits for `boot` to be closed and the command in flight on `misc` to end.
     Closing,
-    /// The driver has yet to notice the closing, and will set the boot mode when it does: setting it before would be
-    /// in vain. So many looks are left.
+    /// Waits for the driver to notice the close, upon which it sets the boot mode: a value set before would be
+    /// overwritten. Holds the polls left.
     Noticing(u32),
-    /// The settings are being made, and looked at.
+    /// Restores the settings and verifies them.
     Restoring,
 }
 
 impl Session {
-    /// Begin to flash a stream of `len_bytes` bytes to a card of which `before` was read. The time limit counts from `now`.
+    /// Start flashing a stream of `len_bytes` bytes to a card with the settings `before`. The time limit counts from
+    /// `now`.
     pub fn new(len_bytes: u64, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
         let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
         Self {
             limits,
             goal,
             len_bytes,
-            // 0 is what another flasher has left behind; it would wait for a stream for ever.
+            // 0 was left behind by another tool; a card with it would wait for a stream for ever.
             boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
             display_level_before: before.display_level.unwrap_or(0),
             deadline: now + limits.total,
@@ -117,14 +118,14 @@ impl Session {
         }
     }
 
-    /// Take an event. Then call all `poll` functions again.
+    /// Process an event. Afterwards, call all `poll` functions again.
     pub fn handle(&mut self, event: Event, now: Instant) {
         match event {
             Event::Set(setting, result) => self.on_set(setting, result, now),
             Event::Misc(result) => self.on_misc(result, now),
             Event::Opened => self.enter(Stage::Writing),
             Event::OpenFailed(errno) => {
-                // The card was not reset, and may be another's.
+                // The card was not reset, and another process may be using it.
                 (self.is_boot_open, self.was_boot_opened) = (false, false);
                 self.end(Err(on_open(errno)), now);
             }
@@ -140,13 +141,13 @@ impl Session {
             Event::WriteFailed(errno) => self.end(Err(on_write(errno, self.stage)), now),
             Event::ImageFailed(failure) => self.end(Err(failure), now),
             Event::Closed => self.is_boot_open = false,
-            Event::Signal(_) if self.ending.is_some() => self.give_up("interrupted again"),
+            Event::Signal(_) if self.ending.is_some() => self.end_early("interrupted again"),
             Event::Signal(signal) => self.end(Err(Failure::Interrupted { signal, stage: self.stage }), now),
         }
         self.advance();
     }
 
-    /// Take the time. Call it when [`Session::poll_timeout`] has passed.
+    /// Process timeouts. Call this when [`Session::poll_timeout`] has passed.
     pub fn handle_timeout(&mut self, now: Instant) {
         match &self.ending {
             None if now >= self.deadline => {
@@ -155,8 +156,8 @@ impl Session {
             }
             Some(ending) if now >= ending.deadline => {
                 let what =
-                    if self.is_boot_open { "the boot node can't be closed" } else { "the driver does not answer" };
-                self.give_up(what);
+                    if self.is_boot_open { "the boot node cannot be closed" } else { "the driver does not respond" };
+                self.end_early(what);
             }
             _ => {}
         }
@@ -169,7 +170,7 @@ impl Session {
         self.advance();
     }
 
-    /// Return the next command to carry out.
+    /// Return the next command to execute.
     pub fn poll_transmit(&mut self) -> Option<Command> {
         let command = *self.queue.front()?;
         match command {
@@ -189,7 +190,7 @@ impl Session {
         self.queue.pop_front()
     }
 
-    /// Return when [`Session::handle_timeout`] has to be called; nothing when it is over.
+    /// Return when to call [`Session::handle_timeout`]; `None` when flashing has ended.
     pub fn poll_timeout(&self) -> Option<Instant> {
         match &self.ending {
             _ if self.is_done => None,
@@ -200,12 +201,12 @@ impl Session {
         }
     }
 
-    /// Return what to show next.
+    /// Return the next progress report.
     pub fn poll_event(&mut self) -> Option<Progress> {
         self.shown.pop_front()
     }
 
-    /// Return how it ended, once it has.
+    /// Return the outcome, once flashing has ended.
     pub fn outcome(&self) -> Option<Outcome> {
         let ending = self.ending.as_ref().filter(|_| self.is_done)?;
         let restored = match &ending.trouble {
@@ -217,7 +218,7 @@ impl Session {
         Some(Outcome { result: ending.result.clone(), written_bytes: self.written_bytes, restored, log_tail })
     }
 
-    /// Tell whether `misc` is to be read now and then.
+    /// Return whether `misc` is polled.
     fn is_polling(&self) -> bool {
         match &self.ending {
             None => self.stage > Stage::Preparing,
@@ -235,7 +236,7 @@ impl Session {
     fn on_set(&mut self, setting: Setting, result: Result<(), Errno>, now: Instant) {
         self.is_misc_busy = false;
         match (&mut self.ending, setting, result) {
-            // An old driver does not know it, and then it was not set either.
+            // An old driver rejects this setting, so it was not set before either.
             (Some(_), Setting::ClearOnRead(_), _) if !self.clears_log => {}
             (Some(ending), _, Err(errno)) if ending.step == Step::Restoring => {
                 ending.trouble.get_or_insert_with(|| format!("{}: {errno}", setting.key()));
@@ -259,7 +260,7 @@ impl Session {
         if result.is_ok() {
             self.stale_readings = self.stale_readings.saturating_sub(1);
         } else {
-            // The one that was under way has failed; the next may still show lines from before.
+            // The reading in flight failed; the next may still show older lines.
             self.stale_readings = self.stale_readings.min(1);
         }
         let misc = match result {
@@ -270,13 +271,13 @@ impl Session {
         let boot_mode = misc.boot_mode;
         match &mut self.log {
             None if self.ending.is_none() => {
-                // What is in the log by now is of an earlier boot.
+                // The log's contents so far are from an earlier boot.
                 self.log = Some(LogReader::new(self.clears_log, misc.log));
                 self.queue.push_back(Command::Write);
             }
             None => {}
             Some(log) => {
-                for line in log.fresh(misc.log) {
+                for line in log.new_lines(misc.log) {
                     self.on_line(line, is_stale, now);
                 }
             }
@@ -284,14 +285,14 @@ impl Session {
         self.on_boot_mode(boot_mode);
     }
 
-    /// Take what `misc` says while it ends.
+    /// Process the boot mode while restoring.
     fn on_boot_mode(&mut self, boot_mode: Option<u32>) {
         let expected = self.boot_mode_before;
         let Some(ending) = &mut self.ending else { return };
         match ending.step {
-            Step::Noticing(looks) if boot_mode != Some(BOOT_MODE_RSHIM) || looks == 0 => self.restore(),
-            Step::Noticing(looks) => ending.step = Step::Noticing(looks - 1),
-            // The last look: seen is restored.
+            Step::Noticing(polls) if boot_mode != Some(BOOT_MODE_RSHIM) || polls == 0 => self.restore(),
+            Step::Noticing(polls) => ending.step = Step::Noticing(polls - 1),
+            // The final verification.
             Step::Restoring if self.queue.is_empty() && self.was_boot_opened && boot_mode != Some(expected) => {
                 let found = boot_mode.map_or("not shown".into(), |mode| mode.to_string());
                 ending.trouble.get_or_insert_with(|| format!("BOOT_MODE is {found}, not {expected}"));
@@ -331,7 +332,7 @@ impl Session {
             kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
                 self.end(Err(Failure::Log { kind, line }), now);
             }
-            // Before all is written, no line can be about what was written.
+            // A line from before the last byte cannot be about this stream.
             kind if self.stage == Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
                 self.end(Ok(line), now);
             }
@@ -339,7 +340,7 @@ impl Session {
         }
     }
 
-    /// Decide, unless it is decided, and begin to restore.
+    /// Set the outcome, unless it is set, and start restoring.
     fn end(&mut self, result: Result<String, Failure>, now: Instant) {
         if self.ending.is_some() {
             return;
@@ -353,14 +354,14 @@ impl Session {
         self.ending = Some(Ending { result, deadline, trouble: None, step: Step::Closing });
     }
 
-    /// Take the next step of the ending, when the one before is done.
+    /// Start the next step of restoring once the previous one is done.
     fn advance(&mut self) {
         let is_waiting = self.is_boot_open || self.is_misc_busy || !self.queue.is_empty();
         let Some(ending) = self.ending.as_mut().filter(|_| !is_waiting && !self.is_done) else { return };
         match ending.step {
             Step::Closing if !(self.was_misc_set || self.was_boot_opened) => self.is_done = true,
             Step::Closing if self.was_boot_opened => {
-                // It reads the log once more, too, which may say why.
+                // This also reads the log once more, which may show the cause.
                 ending.step = Step::Noticing(CLOSED_POLLS);
                 self.queue.push_back(Command::ReadMisc);
             }
@@ -370,14 +371,14 @@ impl Session {
         }
     }
 
-    /// Make the settings that were there before, and look at them.
+    /// Restore the previous settings and verify them.
     fn restore(&mut self) {
         if let Some(ending) = &mut self.ending {
             ending.step = Step::Restoring;
         }
         if self.was_boot_opened {
             self.queue.push_back(Command::Set(Setting::BootMode(self.boot_mode_before)));
-            // Opening resets the card already, and a card without a stream stays where it is.
+            // Opening `boot` has reset the card, and a card without a complete stream does not boot.
             if matches!(self.stage, Stage::Opening | Stage::Writing) {
                 self.queue.push_back(Command::Set(Setting::Reset));
             }
@@ -387,8 +388,8 @@ impl Session {
         self.queue.push_back(Command::ReadMisc);
     }
 
-    /// End without having restored all.
-    fn give_up(&mut self, why: &str) {
+    /// End before all settings are restored.
+    fn end_early(&mut self, why: &str) {
         if let Some(ending) = &mut self.ending {
             ending.trouble.get_or_insert_with(|| why.into());
             self.queue.clear();
@@ -401,7 +402,7 @@ fn is_gone(errno: Errno) -> bool {
     matches!(errno, Errno::NODEV | Errno::NXIO | Errno::NOENT | Errno::IO | Errno::NOTCONN)
 }
 
-/// What it means that `boot` can't be opened.
+/// Map an error of opening `boot`.
 fn on_open(errno: Errno) -> Failure {
     match errno {
         Errno::BUSY => Failure::Busy,
@@ -414,7 +415,7 @@ fn on_open(errno: Errno) -> Failure {
     }
 }
 
-/// What it means that `boot` can't be written.
+/// Map an error of writing `boot`.
 fn on_write(errno: Errno, stage: Stage) -> Failure {
     match errno {
         Errno::BUSY => Failure::OtherWriter,

@@ -1,4 +1,4 @@
-//! Sessions against a card in virtual time: every failure, every stage that can hang, and what is restored.
+//! Sessions against a simulated card in virtual time: every failure, every stage that can hang, and what is restored.
 
 use super::*;
 use crate::bfb::{Builder, Generation, ImageName, Policy, Source};
@@ -13,41 +13,41 @@ use sumac_hal::time::Instant;
 const LEN_BYTES: u64 = 10_000;
 const STEP_BYTES: u64 = 100;
 
-/// A card that answers each command a tenth of a second later.
+/// A card that responds to each command after a tenth of a second.
 #[derive(Default)]
 struct Card {
     open: Option<Errno>,
-    /// Writing fails at so many bytes.
+    /// Writing fails after this many bytes.
     write: Option<(u64, Errno)>,
     /// Setting this key fails.
     set: Option<(&'static str, Errno)>,
     /// Each reading of `misc` from this one on, counted from 0, fails or hangs.
     misc_fails_from: Option<usize>,
     misc_hangs_from: Option<usize>,
-    /// The writer hangs at so many bytes, and can't be stopped.
+    /// The writer hangs, and cannot be stopped.
     writer_hangs: bool,
-    /// What the log gets, once so many bytes were written; three seconds after that if it is all.
+    /// Lines that appear in the log once this many bytes were written; three seconds after the last byte.
     log: Vec<(u64, &'static str)>,
-    /// What is in the log before.
+    /// The log's contents before.
     old_log: Vec<&'static str>,
     keeps_log: bool,
-    /// The user's patience: a signal at this time.
+    /// The times at which the user sends a signal.
     signals_at: Vec<Duration>,
-    /// What BOOT_MODE was before.
+    /// BOOT_MODE before.
     boot_mode: u32,
-    /// The driver notices that `boot` is closed, and sets BOOT_MODE, so many readings later.
+    /// The driver notices that `boot` is closed, and sets BOOT_MODE, after this many readings.
     notices_after: usize,
-    /// What is asked of the session.
+    /// The session's goal.
     tolerates_errors: bool,
 }
 
-struct Ran {
+struct RunResult {
     outcome: Outcome,
     settings: Vec<Setting>,
     took: Duration,
 }
 
-impl Ran {
+impl RunResult {
     fn failure(&self) -> &Failure {
         self.outcome.result.as_ref().expect_err("a failure")
     }
@@ -60,7 +60,7 @@ const LIMITS: Limits = Limits {
     restore: Duration::from_secs(30),
 };
 
-fn run(card: Card, until: Until) -> Ran {
+fn run(card: Card, until: Until) -> RunResult {
     let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
     let goal = Goal { until, tolerates_errors: card.tolerates_errors };
     let mut session = Session::new(LEN_BYTES, &before, goal, LIMITS, Instant::ZERO);
@@ -69,7 +69,7 @@ fn run(card: Card, until: Until) -> Ran {
     let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
     let (mut settings, mut reads, mut written, mut boot_mode) = (Vec::new(), 0, 0, card.boot_mode);
     let (mut unread, mut writing) = (card.old_log.iter().map(|line| line.to_string()).collect::<Vec<_>>(), false);
-    let (mut told, mut opened_at, mut booting_at, mut closed_at) = (0, None, None, None);
+    let (mut log_lines, mut opened_at, mut booting_at, mut closed_at) = (0, None, None, None);
     for _ in 0..100_000 {
         let later = now + Duration::from_millis(100);
         while let Some(command) = session.poll_transmit() {
@@ -95,8 +95,8 @@ fn run(card: Card, until: Until) -> Ran {
                         LEN_BYTES => booting_at.is_some_and(|at| now - at > Duration::from_secs(3)),
                         at => opened_at.is_some() && written >= at,
                     };
-                    let due: Vec<_> = card.log[told..].iter().take_while(|(at, _)| is_due(*at)).collect();
-                    told += due.len();
+                    let due: Vec<_> = card.log[log_lines..].iter().take_while(|(at, _)| is_due(*at)).collect();
+                    log_lines += due.len();
                     unread.extend(due.into_iter().map(|(_, line)| line.to_string()));
                     if closed_at.is_some_and(|at| reads > at + card.notices_after) {
                         (boot_mode, closed_at) = (1, None);
@@ -122,7 +122,7 @@ fn run(card: Card, until: Until) -> Ran {
         }
         while session.poll_event().is_some() {}
         if let Some(outcome) = session.outcome() {
-            return Ran { outcome, settings, took: now - Instant::ZERO };
+            return RunResult { outcome, settings, took: now - Instant::ZERO };
         }
         let timeout = session.poll_timeout().expect("not over");
         let next = answers.front().map_or(timeout, |(at, _)| timeout.min(*at));
@@ -137,7 +137,7 @@ fn run(card: Card, until: Until) -> Ran {
             opened_at = opened_at.or(opened.then_some(now));
             booting_at = booting_at.or((written == LEN_BYTES).then_some(now));
             if opened || (writing && answers.is_empty()) {
-                // The next piece is under way.
+                // The next piece is in flight.
                 let at = now + Duration::from_millis(100);
                 match card.write {
                     Some((end, errno)) if written >= end => {
@@ -169,7 +169,7 @@ const READY: (u64, &str) = (LEN_BYTES, "INFO[MISC]: DPU is ready");
 const LINUX_UP: (u64, &str) = (LEN_BYTES, "INFO[MISC]: Linux up");
 
 #[test]
-fn a_card_that_says_it_is_ready_is_a_success_and_has_its_settings_back() {
+fn ready_line_is_success_and_settings_are_restored() {
     let ran = run(Card { log: vec![(0, "INFO[BL2]: start"), LINUX_UP, READY], ..card() }, Until::Ready);
     assert_eq!(ran.outcome.result, Ok(READY.1.into()));
     assert_eq!(ran.outcome.written_bytes, LEN_BYTES);
@@ -186,7 +186,7 @@ fn a_card_that_says_it_is_ready_is_a_success_and_has_its_settings_back() {
 }
 
 #[test]
-fn only_the_line_that_was_asked_for_is_success() {
+fn only_the_requested_line_is_success() {
     let log = || vec![LINUX_UP, (LEN_BYTES, "INFO[MISC]: Rebooting...")];
     let result = |until, log| run(Card { log, ..card() }, until).outcome.result;
     assert_eq!(result(Until::LinuxUp, log()), Ok(LINUX_UP.1.into()));
@@ -196,10 +196,10 @@ fn only_the_line_that_was_asked_for_is_success() {
 }
 
 #[test]
-fn lines_of_an_earlier_boot_are_no_success() {
+fn lines_from_before_the_last_byte_do_not_decide() {
     let old = || vec!["INFO[MISC]: Linux up", READY.1];
     for keeps_log in [false, true] {
-        // Without CLEAR_ON_READ, as old drivers are, the same lines come with every reading.
+        // Old drivers lack CLEAR_ON_READ: the same lines appear in every reading.
         let set = keeps_log.then_some(("CLEAR_ON_READ", Errno::INVAL));
         let ran = run(Card { old_log: old(), keeps_log, set, ..card() }, Until::Ready);
         assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
@@ -208,12 +208,12 @@ fn lines_of_an_earlier_boot_are_no_success() {
             run(Card { old_log: old(), keeps_log, set, log: vec![(LEN_BYTES, "x"), READY], ..card() }, Until::Ready);
         assert_eq!(ran.outcome.result, Ok(READY.1.into()));
     }
-    // A line before the last byte was taken can't be about this stream, even if it is read after that.
+    // A line from before the last byte cannot be about this stream, even if it is read later.
     for at in (LEN_BYTES - 12 * STEP_BYTES..LEN_BYTES).step_by(STEP_BYTES as usize) {
         let ran = run(Card { log: vec![(at, READY.1)], ..card() }, Until::Ready);
         assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "at {at}");
     }
-    // Nor is an old failure one.
+    // An old failure does not count either.
     for keeps_log in [false, true] {
         let set = keeps_log.then_some(("CLEAR_ON_READ", Errno::INVAL));
         let old_log = vec!["PANIC(BL31): PC = 0x1"];
@@ -223,7 +223,7 @@ fn lines_of_an_earlier_boot_are_no_success() {
 }
 
 #[test]
-fn every_bad_line_ends_it_while_writing_and_while_booting() {
+fn failure_line_ends_flashing_while_writing_and_while_booting() {
     for (line, kind) in [
         ("ERR[BL1]: PSC error -60", LogKind::Error),
         ("PANIC(BL31): PC = 0x1", LogKind::Panic),
@@ -232,11 +232,11 @@ fn every_bad_line_ends_it_while_writing_and_while_booting() {
         ("INFO[MISC]: CRITICAL ERROR", LogKind::Critical),
     ] {
         for at in [0, LEN_BYTES] {
-            // Success in the same reading comes too late.
+            // A success line in the same reading comes too late.
             let ran = run(Card { log: vec![(at, line), (at, READY.1)], ..card() }, Until::Ready);
             assert_eq!(*ran.failure(), Failure::Log { kind, line: line.into() });
             assert_eq!(ran.outcome.restored, Restored::Yes);
-            // Half a stream is good for nothing, all of it may be at work.
+            // A partial stream cannot boot, so the card is reset; a complete one may be running.
             assert_eq!(ran.settings.contains(&Setting::Reset), at == 0, "{line} at {at}");
             assert!(ran.took < Duration::from_secs(20), "{:?}", ran.took);
         }
@@ -246,7 +246,7 @@ fn every_bad_line_ends_it_while_writing_and_while_booting() {
 }
 
 #[test]
-fn errors_can_be_tolerated_but_nothing_worse() {
+fn tolerated_errors_do_not_end_flashing_but_worse_lines_do() {
     let log = |worse: &'static str| vec![(0, "ERR[MISC]: a fan is loud"), (LEN_BYTES, worse), READY];
     let ran = run(Card { log: log("INFO[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
     assert_eq!(ran.outcome.result, Ok(READY.1.into()));
@@ -255,7 +255,7 @@ fn errors_can_be_tolerated_but_nothing_worse() {
 }
 
 #[test]
-fn a_boot_node_that_does_not_open_leaves_the_card_alone() {
+fn failed_open_changes_no_boot_mode_and_restores_settings() {
     for (errno, failure) in [
         (Errno::BUSY, Failure::Busy),
         (Errno::NODEV, Failure::NotAttached),
@@ -273,7 +273,7 @@ fn a_boot_node_that_does_not_open_leaves_the_card_alone() {
 }
 
 #[test]
-fn a_write_that_fails_is_named_and_the_log_read_once_more() {
+fn failed_write_is_named_and_the_log_is_read_once_more() {
     for (errno, failure) in [
         (Errno::BUSY, Failure::OtherWriter),
         (Errno::TIMEDOUT, Failure::NotDraining),
@@ -295,19 +295,19 @@ fn a_write_that_fails_is_named_and_the_log_read_once_more() {
 }
 
 #[test]
-fn a_card_that_is_away_for_a_while_is_not_gone() {
-    // The first reading is the preparation's.
+fn card_is_gone_only_after_several_failed_readings() {
+    // The first reading is part of the preparation.
     let ran = run(Card { misc_fails_from: Some(0), ..card() }, Until::Ready);
     assert_eq!(*ran.failure(), Failure::Gone);
     assert!(!ran.settings.contains(&Setting::Reset) && ran.outcome.written_bytes == 0);
     let ran = run(Card { misc_fails_from: Some(1), ..card() }, Until::Ready);
     assert_eq!(*ran.failure(), Failure::Gone);
-    assert!(ran.took >= LIMITS.poll * (LIMITS.gone_polls - 1), "a reading that fails is not the end");
-    assert!(matches!(ran.outcome.restored, Restored::No(_)), "that it is restored was not seen");
+    assert!(ran.took >= LIMITS.poll * (LIMITS.gone_polls - 1), "one failed reading is not the end");
+    assert!(matches!(ran.outcome.restored, Restored::No(_)), "restoring could not be verified");
 }
 
 #[test]
-fn a_driver_that_hangs_is_left_after_the_time_limit_and_that_of_restoring() {
+fn hanging_driver_is_abandoned_after_both_time_limits() {
     for from in [0, 1, 3] {
         let ran = run(Card { misc_hangs_from: Some(from), ..card() }, Until::Ready);
         assert!(
@@ -320,11 +320,11 @@ fn a_driver_that_hangs_is_left_after_the_time_limit_and_that_of_restoring() {
     }
     let ran = run(Card { writer_hangs: true, ..card() }, Until::Ready);
     assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Writing, .. }));
-    assert_eq!(ran.outcome.restored, Restored::No("the boot node can't be closed".into()));
+    assert_eq!(ran.outcome.restored, Restored::No("the boot node cannot be closed".into()));
 }
 
 #[test]
-fn a_signal_ends_it_in_order_and_a_second_one_at_once() {
+fn signal_ends_flashing_in_order_and_a_second_one_at_once() {
     let ran = run(Card { signals_at: vec![Duration::from_millis(700)], ..card() }, Until::Ready);
     assert_eq!(*ran.failure(), Failure::Interrupted { signal: 2, stage: Stage::Writing });
     assert_eq!((ran.failure().exit_status(), &ran.outcome.restored), (130, &Restored::Yes));
@@ -339,7 +339,7 @@ fn a_signal_ends_it_in_order_and_a_second_one_at_once() {
 }
 
 #[test]
-fn the_boot_mode_of_before_comes_back_but_never_that_of_waiting_for_a_stream() {
+fn previous_boot_mode_is_restored_except_rshim() {
     for (before, after) in [(1, 1), (2, 2), (0, 1)] {
         let ran = run(Card { boot_mode: before, log: vec![READY], ..card() }, Until::Ready);
         assert!(ran.settings.contains(&Setting::BootMode(after)), "{before}");
@@ -348,31 +348,31 @@ fn the_boot_mode_of_before_comes_back_but_never_that_of_waiting_for_a_stream() {
     let set = Some(("BOOT_MODE", Errno::IO));
     let ran = run(Card { set, log: vec![READY], ..card() }, Until::Ready);
     assert!(matches!(&ran.outcome.restored, Restored::No(why) if why.contains("BOOT_MODE")));
-    assert!(ran.outcome.result.is_ok(), "the card is ready all the same");
+    assert!(ran.outcome.result.is_ok(), "the card is ready anyway");
 }
 
-/// Closing is told to the driver after the fact; it then overwrites what was set before it knew.
+/// The driver learns of the close later, and then overwrites what was set before.
 #[test]
-fn the_boot_mode_is_set_only_after_the_driver_has_noticed_the_closing() {
+fn boot_mode_is_set_after_the_driver_noticed_the_close() {
     for notices_after in [0, 1, 5] {
         let card = Card { boot_mode: 2, notices_after, write: Some((300, Errno::TIMEDOUT)), ..card() };
         let ran = run(card, Until::Ready);
         assert_eq!((ran.failure(), &ran.outcome.restored), (&Failure::NotDraining, &Restored::Yes));
     }
-    // It never does: then it is set all the same.
+    // If the driver never notices, the boot mode is set anyway.
     let card = Card { boot_mode: 2, notices_after: 10_000, write: Some((300, Errno::TIMEDOUT)), ..card() };
     assert_eq!(run(card, Until::Ready).settings.iter().filter(|set| **set == Setting::BootMode(2)).count(), 1);
 }
 
 #[test]
-fn a_log_that_can_not_be_shown_ends_it_before_the_card_is_reset() {
+fn rejected_display_level_ends_flashing_before_the_reset() {
     let ran = run(Card { set: Some(("DISPLAY_LEVEL", Errno::INVAL)), ..card() }, Until::Ready);
     assert!(matches!(ran.failure(), Failure::Setting { key: "DISPLAY_LEVEL", .. }));
     assert!(!ran.settings.contains(&Setting::BootMode(1)) && ran.outcome.written_bytes == 0);
 }
 
 #[test]
-fn each_failure_has_a_name_and_an_exit_status_of_its_own() {
+fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
     let limit = Duration::from_secs(1);
     let log = |kind| Failure::Log { kind, line: String::new() };
     let all = [
@@ -401,7 +401,7 @@ fn each_failure_has_a_name_and_an_exit_status_of_its_own() {
     ];
     let readme = include_str!("README.md");
     for (index, failure) in all.iter().enumerate() {
-        assert!(failure.exit_status() > 2, "0 to 2 mean something else");
+        assert!(failure.exit_status() > 2, "0 to 2 are reserved");
         let row = format!("| {} | {} |", failure.exit_status(), failure.name());
         assert!(readme.contains(&row) || failure.name() == "interrupted", "the table lacks {row}");
         for other in &all[..index] {
@@ -420,38 +420,38 @@ fn image(names: &[&str], len: usize) -> manifest::Checked {
     builder.insert(manifest::MANIFEST_IMAGE, Source::Bytes(sealed)).expect("fits");
     let mut out = Cursor::new(Vec::new());
     builder.write_to(&mut out).expect("memory takes it");
-    manifest::check(out.get_ref().as_slice(), Policy::Strict, Trust::Anybody).expect("whole")
+    manifest::check(out.get_ref().as_slice(), Policy::Strict, Trust::AnySigner).expect("whole")
 }
 
 #[test]
-fn an_image_must_be_for_the_card() {
-    let terms = Terms { had_epoch: None, allow_rollback: false };
+fn image_for_another_card_or_older_epoch_is_refused() {
+    let policy = RollbackPolicy { had_epoch: None, allow_rollback: false };
     let card = |info: &str| Misc::parse(&format!("DEV_INFO        {info}\n"));
     let for_three = image(&["bl2-v2", "image"], 10);
-    let checked = |misc: &Misc, terms| check(&for_three, misc, terms);
-    assert_eq!(checked(&card("BlueField-3(Rev 1)"), terms), Ok(Generation::BlueField3));
+    let checked = |misc: &Misc, policy| check(&for_three, misc, policy);
+    assert_eq!(checked(&card("BlueField-3(Rev 1)"), policy), Ok(Generation::BlueField3));
     let generation = Generation::BlueField2;
-    assert_eq!(checked(&card("BlueField-2(Rev 1)"), terms), Err(Refusal::Generation { generation }));
+    assert_eq!(checked(&card("BlueField-2(Rev 1)"), policy), Err(Refusal::Generation { generation }));
     for unknown in ["BlueField-4(Rev 0)", "ConnectX"] {
-        assert!(matches!(checked(&card(unknown), terms), Err(Refusal::UnknownCard { .. })));
+        assert!(matches!(checked(&card(unknown), policy), Err(Refusal::UnknownCard { .. })));
     }
     let three = card("BlueField-3(Rev 1)");
-    let had = |had| Terms { had_epoch: Some(had), allow_rollback: false };
+    let had = |had| RollbackPolicy { had_epoch: Some(had), allow_rollback: false };
     assert!(checked(&three, had(5)).is_ok());
     assert_eq!(checked(&three, had(6)), Err(Refusal::Rollback { epoch: 5, had: 6 }));
-    assert!(checked(&three, Terms { had_epoch: Some(6), allow_rollback: true }).is_ok());
+    assert!(checked(&three, RollbackPolicy { had_epoch: Some(6), allow_rollback: true }).is_ok());
     let mut long = image(&["bl2", "image"], 10);
     long.report.len_bytes = STREAM_MAX_BYTES + 1;
-    assert!(matches!(check(&long, &three, terms), Err(Refusal::TooLong { .. })));
+    assert!(matches!(check(&long, &three, policy), Err(Refusal::TooLong { .. })));
     let mut other = image(&["bl2", "image"], 10);
     other.manifest.as_mut().expect("is there").board = "toaster".into();
-    assert!(matches!(check(&other, &three, terms), Err(Refusal::Board { .. })));
+    assert!(matches!(check(&other, &three, policy), Err(Refusal::Board { .. })));
     let name: ImageName = "bl2-v2".parse().expect("a name");
     assert!(for_three.report.find(name).is_some());
 }
 
 #[test]
-fn a_card_must_be_usable() {
+fn card_in_nic_secure_or_drop_mode_is_refused() {
     let usable = |line: &str| usable(&Misc::parse(line));
     assert_eq!(usable("BF_MODE         DPU mode\nDROP_MODE       0 (0:normal, 1:drop)\n"), Ok(()));
     assert_eq!(usable(""), Ok(()));

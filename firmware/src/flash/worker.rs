@@ -1,13 +1,13 @@
-//! The processes that talk to the driver: what they do, and the lines in which they say it.
+//! The worker processes that access the driver, and their protocol of JSON lines.
 //!
-//! A call into the driver can hang, and then nothing, not even SIGKILL, ends the process that made it until the driver
-//! answers (Linux, fs/fuse/dev.c: a request that the driver has taken is waited for). So the process that watches the
-//! time makes none: one worker reads and sets `misc`, one writes `boot`, and whoever started them can leave them behind.
+//! A call into the driver can hang, and then not even SIGKILL ends the calling process until the driver responds
+//! (Linux, fs/fuse/dev.c: a request that was handed to the driver is waited for). The process that watches the time
+//! therefore makes no such call: one worker accesses `misc`, one writes `boot`, and their parent can abandon them.
 //!
-//! Workers are trusted, as they are the same program; a line that can't be read counts as the worker's end.
+//! Workers are trusted, because they run the same program; a malformed line counts as the end of the worker.
 
 use super::failure::Failure;
-use super::verbs::Event;
+use super::messages::Event;
 use crate::rshim::{Misc, Rshim, Setting};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -15,12 +15,12 @@ use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{self, BufRead, Read, Seek, SeekFrom, Write};
 
-/// Bytes of one write. The driver takes a write whole before it answers.
+/// The size of a write in bytes. The driver consumes a write completely before it returns.
 const CHUNK_LEN_BYTES: usize = 32 << 10;
 
-/// What a worker is told.
+/// A request to a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Order {
+pub(super) enum Request {
     /// Read `misc`.
     Read,
     /// Change a setting.
@@ -33,7 +33,7 @@ pub(super) enum Order {
     Reset,
 }
 
-impl From<Setting> for Order {
+impl From<Setting> for Request {
     fn from(setting: Setting) -> Self {
         match setting {
             Setting::DisplayLevel(level) => Self::DisplayLevel(level),
@@ -44,7 +44,7 @@ impl From<Setting> for Order {
     }
 }
 
-impl Order {
+impl Request {
     fn setting(self) -> Option<Setting> {
         match self {
             Self::Read => None,
@@ -56,13 +56,13 @@ impl Order {
     }
 }
 
-/// What a worker says; errors are numbers of the system.
+/// A worker's reply; errors are `errno` values.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Said {
+pub(super) enum Reply {
     /// The text of `misc`.
     Misc(Result<String, i32>),
-    /// A setting was made, or not.
-    Set(Order, Result<(), i32>),
+    /// The result of changing a setting.
+    Set(Request, Result<(), i32>),
     /// See [`Event`].
     Opened,
     /// See [`Event`].
@@ -71,21 +71,21 @@ pub(super) enum Said {
     Wrote(u64),
     /// See [`Event`].
     WriteFailed(i32),
-    /// The image is not what was checked.
+    /// The image differs from what was checked.
     ImageChanged,
-    /// The image can't be read.
+    /// The image cannot be read.
     ImageFailed(String),
     /// See [`Event`].
     Closed,
 }
 
-impl Said {
-    /// Return what it means to a session.
+impl Reply {
+    /// Convert to a session's event.
     pub(super) fn event(self) -> Option<Event> {
         let errno = Errno::from_raw_os_error;
         Some(match self {
             Self::Misc(text) => Event::Misc(text.map(|text| Box::new(Misc::parse(&text))).map_err(errno)),
-            Self::Set(order, result) => Event::Set(order.setting()?, result.map_err(errno)),
+            Self::Set(request, result) => Event::Set(request.setting()?, result.map_err(errno)),
             Self::Opened => Event::Opened,
             Self::OpenFailed(number) => Event::OpenFailed(errno(number)),
             Self::Wrote(bytes) => Event::Wrote(bytes),
@@ -97,55 +97,55 @@ impl Said {
     }
 }
 
-/// Be the worker for `misc`: orders in, answers out, until there are no more orders.
+/// Serve `misc`: requests in, replies out, until the requests end.
 ///
 /// # Errors
-/// Whoever gives the orders is gone.
-pub fn serve_misc(card: &Rshim, orders: impl BufRead, mut answers: impl Write) -> io::Result<()> {
-    for line in orders.lines() {
-        let order: Order = serde_json::from_str(&line?)?;
-        let said = match order.setting() {
-            Some(setting) => Said::Set(order, card.set(setting).map_err(|error| number(&error))),
-            None => Said::Misc(card.read_misc_text().map_err(|error| number(&error))),
+/// The parent has closed its pipe.
+pub fn serve_misc(card: &Rshim, requests: impl BufRead, mut replies: impl Write) -> io::Result<()> {
+    for line in requests.lines() {
+        let request: Request = serde_json::from_str(&line?)?;
+        let reply = match request.setting() {
+            Some(setting) => Reply::Set(request, card.set(setting).map_err(|error| number(&error))),
+            None => Reply::Misc(card.read_misc_text().map_err(|error| number(&error))),
         };
-        say(&mut answers, &said)?;
+        send(&mut replies, &reply)?;
     }
     Ok(())
 }
 
-/// Be the worker for `boot`: reset the card and write the image, of `len_bytes` bytes. Its last piece goes out only if
-/// all of it has the SHA-256 that it had when it was checked.
+/// Serve `boot`: reset the card and write the image of `len_bytes` bytes. The last piece is written only if the whole
+/// image has the SHA-256 that it had when it was checked.
 ///
 /// # Errors
-/// Whoever listens is gone; then `boot` is closed.
+/// The parent has closed its pipe; `boot` is closed then.
 pub fn serve_boot(
     card: &Rshim,
     image: File,
     len_bytes: u64,
     sha256: &[u8; 32],
-    mut answers: impl Write,
+    mut replies: impl Write,
 ) -> io::Result<()> {
     let mut boot = match card.open_boot() {
         Ok(boot) => boot,
-        Err(error) => return say(&mut answers, &Said::OpenFailed(number(&error))),
+        Err(error) => return send(&mut replies, &Reply::OpenFailed(number(&error))),
     };
-    say(&mut answers, &Said::Opened)?;
-    if let Err(said) = write(&mut boot, image, len_bytes, sha256, &mut answers)? {
-        say(&mut answers, &said)?;
+    send(&mut replies, &Reply::Opened)?;
+    if let Err(reply) = write(&mut boot, image, len_bytes, sha256, &mut replies)? {
+        send(&mut replies, &reply)?;
     }
     drop(boot);
-    say(&mut answers, &Said::Closed)
+    send(&mut replies, &Reply::Closed)
 }
 
-/// Write the image; the inner error is what to say, the outer one that nobody listens.
+/// Write the image. The inner error is the reply to send; the outer one is a closed pipe.
 fn write(
     boot: &mut File,
     mut image: File,
     len_bytes: u64,
     sha256: &[u8; 32],
-    answers: &mut impl Write,
-) -> io::Result<Result<(), Said>> {
-    let unreadable = |error: io::Error| Ok(Err(Said::ImageFailed(error.to_string())));
+    replies: &mut impl Write,
+) -> io::Result<Result<(), Reply>> {
+    let unreadable = |error: io::Error| Ok(Err(Reply::ImageFailed(error.to_string())));
     if let Err(error) = image.seek(SeekFrom::Start(0)) {
         return unreadable(error);
     }
@@ -156,36 +156,36 @@ fn write(
         let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
         let piece = &mut buffer[..len];
         match image.read_exact(piece) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Err(Said::ImageChanged)),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(Err(Reply::ImageChanged)),
             Err(error) => return unreadable(error),
             Ok(()) => {}
         }
         digest.update(&*piece);
         left -= len as u64;
         if left == 0 && digest.finalize_reset()[..] != *sha256 {
-            return Ok(Err(Said::ImageChanged));
+            return Ok(Err(Reply::ImageChanged));
         }
         let mut rest = &*piece;
         while !rest.is_empty() {
             match boot.write(rest) {
-                Ok(0) => return Ok(Err(Said::WriteFailed(Errno::IO.raw_os_error()))),
+                Ok(0) => return Ok(Err(Reply::WriteFailed(Errno::IO.raw_os_error()))),
                 Ok(took) => {
                     rest = &rest[took..];
-                    say(answers, &Said::Wrote(took as u64))?;
+                    send(replies, &Reply::Wrote(took as u64))?;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Ok(Err(Said::WriteFailed(number(&error)))),
+                Err(error) => return Ok(Err(Reply::WriteFailed(number(&error)))),
             }
         }
     }
     Ok(Ok(()))
 }
 
-fn say(answers: &mut impl Write, said: &Said) -> io::Result<()> {
-    let mut line = serde_json::to_vec(said)?;
+fn send(replies: &mut impl Write, reply: &Reply) -> io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
     line.push(b'\n');
-    answers.write_all(&line)?;
-    answers.flush()
+    replies.write_all(&line)?;
+    replies.flush()
 }
 
 fn number(error: &io::Error) -> i32 {
@@ -196,9 +196,9 @@ fn number(error: &io::Error) -> i32 {
 mod tests {
     use super::*;
 
-    /// A folder with ordinary files takes what a card would.
+    /// A folder with ordinary files stands in for a card.
     #[test]
-    fn the_image_goes_out_whole_only_if_it_is_what_was_checked() {
+    fn changed_image_is_detected_before_its_last_piece_is_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let card = Rshim::new(&folder.path().display().to_string());
         let image: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
@@ -207,36 +207,36 @@ mod tests {
         let sha256 = Sha256::digest(&image).into();
         let write = |len_bytes, sha256: &[u8; 32]| {
             std::fs::write(folder.path().join("boot"), "").expect("written");
-            let mut answers = Vec::new();
+            let mut replies = Vec::new();
             let file = File::open(&path).expect("there");
-            serve_boot(&card, file, len_bytes, sha256, &mut answers).expect("listened to");
-            let lines = String::from_utf8(answers).expect("text");
-            let said: Vec<Said> = lines.lines().map(|line| serde_json::from_str(line).expect("a line")).collect();
-            (said, std::fs::read(folder.path().join("boot")).expect("there"))
+            serve_boot(&card, file, len_bytes, sha256, &mut replies).expect("no error");
+            let lines = String::from_utf8(replies).expect("text");
+            let reply: Vec<Reply> = lines.lines().map(|line| serde_json::from_str(line).expect("a line")).collect();
+            (reply, std::fs::read(folder.path().join("boot")).expect("there"))
         };
-        let (said, boot) = write(image.len() as u64, &sha256);
-        assert_eq!((&said[0], said.last()), (&Said::Opened, Some(&Said::Closed)));
+        let (reply, boot) = write(image.len() as u64, &sha256);
+        assert_eq!((&reply[0], reply.last()), (&Reply::Opened, Some(&Reply::Closed)));
         assert!(boot == image);
         let pieces = image.len().div_ceil(CHUNK_LEN_BYTES);
         for (len_bytes, sha256) in [(image.len(), [0; 32]), (image.len() - 1, sha256), (image.len() + 1, sha256)] {
-            let (said, boot) = write(len_bytes as u64, &sha256);
-            assert!(said.contains(&Said::ImageChanged), "{said:?}");
+            let (reply, boot) = write(len_bytes as u64, &sha256);
+            assert!(reply.contains(&Reply::ImageChanged), "{reply:?}");
             assert_eq!(boot.len(), (pieces - 1) * CHUNK_LEN_BYTES, "the last piece is held back");
         }
     }
 
     #[test]
-    fn settings_and_readings_go_through_lines() {
+    fn misc_worker_serves_requests_line_by_line() {
         let folder = tempfile::tempdir().expect("a folder");
         std::fs::write(folder.path().join("misc"), "BOOT_MODE       1\n").expect("written");
         let card = Rshim::new(&folder.path().display().to_string());
-        let orders = [Order::Read, Setting::BootMode(2).into(), Order::Read];
-        let lines: Vec<_> = orders.iter().map(|order| serde_json::to_string(order).expect("JSON")).collect();
-        let mut answers = Vec::new();
-        serve_misc(&card, lines.join("\n").as_bytes(), &mut answers).expect("listened to");
-        let text = String::from_utf8(answers).expect("text");
+        let requests = [Request::Read, Setting::BootMode(2).into(), Request::Read];
+        let lines: Vec<_> = requests.iter().map(|request| serde_json::to_string(request).expect("JSON")).collect();
+        let mut replies = Vec::new();
+        serve_misc(&card, lines.join("\n").as_bytes(), &mut replies).expect("no error");
+        let text = String::from_utf8(replies).expect("text");
         let events: Vec<_> =
-            text.lines().filter_map(|line| serde_json::from_str::<Said>(line).expect("a line").event()).collect();
+            text.lines().filter_map(|line| serde_json::from_str::<Reply>(line).expect("a line").event()).collect();
         assert_eq!(events[1], Event::Set(Setting::BootMode(2), Ok(())));
         let Event::Misc(Ok(misc)) = &events[0] else { panic!("{events:?}") };
         assert_eq!(misc.boot_mode, Some(1));

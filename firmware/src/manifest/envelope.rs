@@ -1,8 +1,8 @@
 //! A signed JSON document: DSSE (secure-systems-lab/dsse, protocol version 1), signed with ed25519.
 //!
-//! What is signed is `DSSEv1 <type length> <type> <body length> <body>`: the type is part of it, so that a document of one
-//! kind can't stand in for one of another, and the body is the bytes as they are, so that nothing depends on how JSON is
-//! written. Nothing of a body is looked at before its signature is.
+//! The signed bytes are `DSSEv1 <type length> <type> <body length> <body>`. They include the type, so that a document
+//! of one kind cannot be passed off as another, and the body as it is, so that nothing depends on the formatting of
+//! JSON. A body is not parsed before its signature is verified.
 
 use super::hex;
 use base64ct::{Base64, Encoding};
@@ -11,58 +11,58 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
 
-/// The longest envelope, in bytes: it is read into memory before anything of it is checked.
+/// The maximum length of an envelope in bytes: it is read into memory before it is checked.
 pub const ENVELOPE_MAX_BYTES: usize = 1 << 20;
 
-/// Whom to believe.
+/// Whose signature to trust.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub enum Trust<'a> {
-    /// Only what this key has signed.
+    /// Only documents signed by this key.
     Key(&'a VerifyingKey),
-    /// Anybody: digests are checked, but whoever changed the data could have changed them too.
-    Anybody,
+    /// Any document: digests are checked, but data and digests could have been changed together.
+    AnySigner,
 }
 
-/// A document of one kind.
+/// A kind of document.
 pub trait Document: Serialize + DeserializeOwned {
-    /// The kind, as a media type.
+    /// Its media type.
     const TYPE: &'static str;
 }
 
-/// Why an envelope can't be believed.
+/// Why an envelope is rejected.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum EnvelopeError {
-    /// Longer than any that is written.
-    #[error("the manifest has more than {ENVELOPE_MAX_BYTES} bytes")]
+    /// It is too long.
+    #[error("the manifest exceeds {ENVELOPE_MAX_BYTES} bytes")]
     TooLong,
-    /// Not JSON, or not of this form.
-    #[error("it is no signed manifest (DSSE): {0}")]
+    /// It is not JSON of the expected form.
+    #[error("not a signed manifest (DSSE): {0}")]
     Form(String),
-    /// Another kind of document.
-    #[error("it is a {found:?} where a {expected:?} is due")]
+    /// It is another kind of document.
+    #[error("the document is {found:?}, not {expected:?}")]
     Type {
-        /// What it says that it is.
+        /// Its type.
         found: String,
-        /// What is due.
+        /// The expected type.
         expected: &'static str,
     },
-    /// No signature by the key.
-    #[error("it is not signed by the key {key_id}; its signatures are by: {}", signers(found))]
+    /// It is not signed by the key.
+    #[error("not signed by the key {key_id}; signed by: {}", signer_list(found))]
     NotSigned {
         /// The key's id.
         key_id: String,
-        /// The ids of the keys that it says have signed it.
+        /// The ids of the keys in its signatures.
         found: Vec<String>,
     },
-    /// A signature by the key that is wrong.
-    #[error("the signature by the key {key_id} is wrong: the manifest was changed after it was signed")]
+    /// The key's signature is invalid.
+    #[error("the signature by the key {key_id} is invalid: the manifest was changed after it was signed")]
     Forged {
         /// The key's id.
         key_id: String,
     },
-    /// What was signed can't be read.
+    /// The signed document cannot be parsed.
     #[error("the manifest cannot be read: {0}")]
     Body(#[from] serde_json::Error),
 }
@@ -82,15 +82,15 @@ struct Signed {
     sig: String,
 }
 
-/// Return a short name of a key: the first 8 bytes of its SHA-256, in hexadecimal digits.
+/// Return the id of a key: the first 8 bytes of its SHA-256, in hexadecimal.
 pub fn key_id(key: &VerifyingKey) -> String {
     hex(&Sha256::digest(key.as_bytes())[..8])
 }
 
-/// Write a document, signed if there is a key.
+/// Encode a document, signed if there is a key.
 ///
 /// # Errors
-/// The document has no JSON form, or is too long.
+/// The document cannot be encoded, or is too long.
 pub fn seal<T: Document>(document: &T, key: Option<&SigningKey>) -> Result<Vec<u8>, EnvelopeError> {
     let body = serde_json::to_vec(document)?;
     let signatures = key
@@ -105,10 +105,10 @@ pub fn seal<T: Document>(document: &T, key: Option<&SigningKey>) -> Result<Vec<u
     if bytes.len() > ENVELOPE_MAX_BYTES { Err(EnvelopeError::TooLong) } else { Ok(bytes) }
 }
 
-/// Read a document that is trusted.
+/// Verify and parse a document.
 ///
 /// # Errors
-/// It is none, of another kind, or not signed by whom to trust.
+/// It is malformed, of another kind, or not signed as required.
 pub fn open<T: Document>(bytes: &[u8], trust: Trust<'_>) -> Result<T, EnvelopeError> {
     if bytes.len() > ENVELOPE_MAX_BYTES {
         return Err(EnvelopeError::TooLong);
@@ -131,7 +131,7 @@ fn check(signatures: &[Signed], key: &VerifyingKey, message: &[u8]) -> Result<()
     let signed = signed.ok_or_else(|| EnvelopeError::NotSigned { key_id: key_id.clone(), found: found() })?;
     let mut bytes = [0; Signature::BYTE_SIZE];
     let whole = Base64::decode(&signed.sig, &mut bytes).is_ok_and(|decoded| decoded.len() == Signature::BYTE_SIZE);
-    // Strict: no keys of small order, and one signature for one message.
+    // Strict: rejects keys of small order, and allows one signature per message.
     if whole && key.verify_strict(message, &Signature::from_bytes(&bytes)).is_ok() {
         Ok(())
     } else {
@@ -146,6 +146,6 @@ fn signed_bytes(kind: &str, body: &[u8]) -> Vec<u8> {
     bytes
 }
 
-fn signers(ids: &[String]) -> String {
-    if ids.is_empty() { "nobody".into() } else { ids.join(", ") }
+fn signer_list(ids: &[String]) -> String {
+    if ids.is_empty() { "no key".into() } else { ids.join(", ") }
 }

@@ -1,9 +1,9 @@
-//! Files for the card's first file system, with a manifest of their own.
+//! Files for the card's initramfs, with a manifest of their own.
 //!
-//! Whoever builds an initramfs keeps it as it is, compressed or not: [`write_archive`] makes a second archive (cpio, `newc`)
-//! with the files that the agent is to start and their signed manifest, and the kernel unpacks concatenated archives one
-//! after the other, later files over earlier ones (Linux, Documentation/driver-api/early-userspace/buffer-format.rst).
-//! On the card, [`check`] holds the files against the manifest before any of them is started.
+//! An existing initramfs, compressed or not, stays as it is: [`write_archive`] creates a second archive (cpio, `newc`)
+//! with the files that the agent starts and their signed manifest. The kernel unpacks concatenated archives in
+//! sequence, later files over earlier ones (Linux, Documentation/driver-api/early-userspace/buffer-format.rst). On the
+//! card, [`check`] verifies the files against the manifest before any of them is started.
 
 use super::envelope::{self, Document, ENVELOPE_MAX_BYTES, EnvelopeError, Trust};
 use super::{hex, is_version, sha256_of};
@@ -16,37 +16,37 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// Where the manifest is in the card's file system.
+/// The path of the manifest in the card's file system.
 pub const MANIFEST_PATH: &str = "etc/sumac/manifest.json";
 
-/// Regular file, read and run by all, written by root.
+/// Regular file, readable and executable by all, writable by root.
 pub(crate) const MODE_FILE: u32 = 0o100_755;
 pub(crate) const MODE_MANIFEST: u32 = 0o100_444;
 const MODE_FOLDER: u32 = 0o040_755;
 /// Character device, for root only.
 const MODE_DEVICE: u32 = 0o020_600;
 
-/// What the agent may start.
+/// The manifest of the files that the agent may start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileManifest {
-    /// What people call it; that of the stream.
+    /// The version of the stream, for display.
     pub version: String,
-    /// As the stream's.
+    /// The epoch of the stream.
     pub epoch: u64,
     /// The files.
     pub files: Vec<FileDigest>,
 }
 
-/// A file and what is in it.
+/// The digest of a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileDigest {
-    /// Where it is, from the root, without a leading slash.
+    /// The path from the root, without a leading slash.
     pub path: String,
-    /// Length, in bytes.
+    /// The length in bytes.
     pub len_bytes: u64,
-    /// SHA-256, in hexadecimal digits.
+    /// The SHA-256, in hexadecimal.
     pub sha256: String,
 }
 
@@ -54,43 +54,43 @@ impl Document for FileManifest {
     const TYPE: &'static str = "application/vnd.sumac.file-manifest+json";
 }
 
-/// Why files can't be packed or believed.
+/// Why files cannot be packed or verified.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FilesError {
-    /// Not a place in the card's file system.
-    #[error("{0:?} is no place for a file; write it from the root, as /usr/bin/sumac, without . and ..")]
+    /// The path is invalid.
+    #[error("{0:?} is not a valid path; use an absolute one such as /usr/bin/sumac, without . and ..")]
     Path(String),
-    /// The version of the stream is none.
-    #[error("{0:?} is no version")]
+    /// The version is invalid.
+    #[error("{0:?} is not a version")]
     Version(String),
-    /// The manifest can't be believed.
+    /// The manifest is invalid or not trusted.
     #[error("{MANIFEST_PATH}: {0}")]
     Envelope(#[from] EnvelopeError),
-    /// More than cpio can say.
-    #[error("{path}: {len_bytes} bytes; cpio holds files of less than 4 GiB")]
+    /// The file is too long for cpio.
+    #[error("{path}: {len_bytes} bytes exceed the 4 GiB limit of cpio")]
     TooLong {
-        /// Which.
+        /// The path.
         path: String,
-        /// How long, in bytes.
+        /// The length in bytes.
         len_bytes: u64,
     },
-    /// The bytes are not those of the manifest.
-    #[error("{path}: SHA-256 is {found}, the manifest says {expected}; do not start it")]
+    /// The contents differ from the manifest.
+    #[error("{path}: SHA-256 is {found}, but the manifest has {expected}; do not start it")]
     Differs {
-        /// Which.
+        /// The path.
         path: String,
-        /// What it is.
+        /// The actual SHA-256.
         found: String,
-        /// What it should be.
+        /// The SHA-256 in the manifest.
         expected: String,
     },
-    /// A file can't be read, or the archive not written.
+    /// A file cannot be read, or the archive not written.
     #[error("{path}: {source}")]
     Io {
-        /// Which.
+        /// The path.
         path: String,
-        /// What the system says.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -98,7 +98,7 @@ pub enum FilesError {
 /// Write an archive of files, each with its path on the card, and their manifest, signed if there is a key.
 ///
 /// # Errors
-/// A path is none, a file can't be read or is too long, or writing fails. What was written then is of no use.
+/// A path is invalid, a file cannot be read or is too long, or writing failed. The output is unusable then.
 pub fn write_archive(
     files: &[(String, PathBuf)],
     version: &str,
@@ -111,7 +111,7 @@ pub fn write_archive(
     }
     let mut digests = Vec::new();
     for (path, source) in files {
-        let path = place(path)?;
+        let path = relative_path(path)?;
         let fail = |error| FilesError::Io { path: source.display().to_string(), source: error };
         let len_bytes = std::fs::metadata(source).map_err(fail)?.len();
         let sha256 = File::open(source).and_then(sha256_of).map_err(fail)?;
@@ -137,10 +137,10 @@ pub fn write_archive(
     Ok(manifest)
 }
 
-/// Hold the files below `root` against the manifest there.
+/// Verify the files below `root` against the manifest there.
 ///
 /// # Errors
-/// There is no manifest or it can't be believed; a file is missing or differs.
+/// There is no trusted manifest, or a file is missing or differs.
 pub fn check(root: &Path, trust: Trust<'_>) -> Result<FileManifest, FilesError> {
     let fail = |path: &str| {
         let path = path.to_owned();
@@ -152,8 +152,8 @@ pub fn check(root: &Path, trust: Trust<'_>) -> Result<FileManifest, FilesError> 
     file.take(limit).read_to_end(&mut sealed).map_err(fail(MANIFEST_PATH))?;
     let manifest: FileManifest = envelope::open(&sealed, trust)?;
     for FileDigest { path, len_bytes, sha256 } in &manifest.files {
-        let file = File::open(root.join(place(path)?)).map_err(fail(path))?;
-        // One byte more than is due shows in the digest.
+        let file = File::open(root.join(relative_path(path)?)).map_err(fail(path))?;
+        // An extra byte changes the digest.
         let found = hex(&sha256_of(file.take(len_bytes.saturating_add(1))).map_err(fail(path))?);
         if found != *sha256 {
             return Err(FilesError::Differs { path: path.clone(), found, expected: sha256.clone() });
@@ -163,9 +163,9 @@ pub fn check(root: &Path, trust: Trust<'_>) -> Result<FileManifest, FilesError> 
 }
 
 /// Return a path without its leading slash, if it stays below the root.
-fn place(path: &str) -> Result<String, FilesError> {
+fn relative_path(path: &str) -> Result<String, FilesError> {
     let relative = path.strip_prefix('/').unwrap_or(path);
-    // Told from the text: `Path` forgives what the kernel's unpacking does not. cpio ends names with a zero byte.
+    // Checked as text: `Path` normalises what the kernel's unpacking does not. cpio ends names with a zero byte.
     let plain = relative.split('/').all(|part| !matches!(part, "" | "." | "..") && !part.contains('\0'));
     if !plain {
         return Err(FilesError::Path(path.into()));
@@ -173,10 +173,10 @@ fn place(path: &str) -> Result<String, FilesError> {
     Ok(relative.into())
 }
 
-/// A `newc` archive in the making.
+/// Writes a `newc` archive.
 pub(crate) struct Archive<'a, W: Write> {
     out: &'a mut W,
-    /// What has an entry already.
+    /// Folders that have an entry.
     folders: BTreeSet<PathBuf>,
     inode: u32,
 }
@@ -186,7 +186,7 @@ impl<'a, W: Write> Archive<'a, W> {
         Self { out, folders: BTreeSet::new(), inode: 0 }
     }
 
-    /// Add a folder and those on the way to it.
+    /// Add a folder and its parents.
     pub(crate) fn folder(&mut self, path: &str) -> Result<(), FilesError> {
         let mut folders: Vec<_> = Path::new(path).ancestors().filter(|folder| *folder != Path::new("")).collect();
         folders.reverse();
@@ -207,13 +207,13 @@ impl<'a, W: Write> Archive<'a, W> {
         entry.write(&mut *self.out, 0).finish().map(drop).map_err(fail)
     }
 
-    /// Say that this is all.
+    /// Write the trailer.
     pub(crate) fn finish(self) -> Result<(), FilesError> {
         let fail = |source| FilesError::Io { path: "archive".into(), source };
         newc::trailer(self.out).map(drop).map_err(fail)
     }
 
-    /// Add a file and the folders on the way to it; return the SHA-256 of what was written.
+    /// Add a file and its parent folders; return the SHA-256 of the written data.
     pub(crate) fn add(
         &mut self,
         path: &str,
@@ -233,7 +233,7 @@ impl<'a, W: Write> Archive<'a, W> {
         Ok(hex(&sha2::Digest::finalize(hashing.digest)))
     }
 
-    /// Begin an entry; the same input gives the same bytes, so there are no times.
+    /// Start an entry, without times, so that the output is reproducible.
     fn entry(&mut self, path: &str, mode: u32) -> Builder {
         self.inode += 1;
         Builder::new(path).ino(self.inode).mode(mode).nlink(1)

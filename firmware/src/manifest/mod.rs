@@ -1,13 +1,13 @@
-//! What a boot stream says about itself, and how to know that it is true before the first byte is written.
+//! Signed manifests of boot streams, verified before the first byte is written.
 //!
-//! The boot stream is consumed before anything of ours runs on the card, so the *host* checks it: [`check`] reads the
-//! whole stream once, as [`bfb::scan`] does, and holds every image against the [`Manifest`] in the stream's `info` image.
-//! The manifest names board, version, epoch and the SHA-256 of every other image, in order, and is signed
-//! ([`envelope`]). What starts on the card later checks the files that it is to run against the manifest in its
-//! initramfs ([`files`]).
+//! The boot stream is consumed before our code runs on the card, so the *host* verifies it: [`check`] reads the whole
+//! stream once, as [`bfb::scan`] does, and compares every image with the [`Manifest`] in the stream's `info` image. The
+//! manifest contains board, version, epoch and the SHA-256 of every other image, in order, and is signed
+//! ([`envelope`]). On the card, files are later verified against the manifest in their initramfs before they are
+//! started ([`files`]).
 //!
-//! Invariants: with [`Trust::Key`], [`check`] returns a manifest only if every byte of the stream is the one that was
-//! signed, headers and padding included; a stream has either no manifest or one that is right.
+//! Invariants: with [`Trust::Key`], [`check`] returns a manifest only if every byte of the stream, headers and padding
+//! included, is the one that was signed; a stream has either no manifest or a correct one.
 
 pub mod envelope;
 pub mod files;
@@ -26,38 +26,38 @@ use thiserror::Error;
 
 /// The board of all BlueField-class cards.
 pub const BOARD: &str = "bluefield";
-/// Where the manifest lies.
+/// The image that holds the manifest.
 pub const MANIFEST_IMAGE: ImageName = ImageName::new(ImageId::INFO, 0);
-/// The form that is written today.
+/// The current format.
 const FORMAT: u32 = 1;
-/// The longest version, in bytes.
+/// The maximum length of a version in bytes.
 const VERSION_MAX_BYTES: usize = 64;
 
-/// What a boot stream is and what is in it.
+/// The manifest of a boot stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// The form of this document.
+    /// The format of this document.
     format: u32,
-    /// For which kind of card: [`BOARD`].
+    /// The kind of card: [`BOARD`].
     pub board: String,
-    /// What people call it.
+    /// The version, for display.
     pub version: String,
-    /// Counts up when older images must not come back, as after a hole was mended.
+    /// Incremented when older images must be refused, as after a security fix.
     pub epoch: u64,
-    /// All images but the manifest's own, in the stream's order.
+    /// All images except the manifest itself, in stream order.
     pub images: Vec<ImageDigest>,
 }
 
-/// An image and what is in it.
+/// The digest of an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ImageDigest {
-    /// Name and version, as `boot-args-v2`.
+    /// Name and version, for example `boot-args-v2`.
     pub name: String,
-    /// Length of the data, in bytes.
+    /// The length of the data in bytes.
     pub len_bytes: u64,
-    /// SHA-256 of the data, in hexadecimal digits.
+    /// The SHA-256 of the data, in hexadecimal.
     pub sha256: String,
 }
 
@@ -66,10 +66,10 @@ impl Document for Manifest {
 }
 
 impl Manifest {
-    /// Read all images of a stream in the making, and say what is in them.
+    /// Create the manifest of a builder's images, reading all of them.
     ///
     /// # Errors
-    /// The version is none, or an image can't be read.
+    /// The version is invalid, or an image cannot be read.
     pub fn of(builder: &bfb::Builder, version: &str, epoch: u64) -> Result<Self, ManifestError> {
         if !is_version(version) {
             return Err(ManifestError::Version(version.into()));
@@ -82,7 +82,7 @@ impl Manifest {
         Ok(Self { format: FORMAT, board: BOARD.into(), version: version.into(), epoch, images })
     }
 
-    /// Write it, signed if there is a key.
+    /// Encode it, signed if there is a key.
     ///
     /// # Errors
     /// It is too long.
@@ -91,78 +91,78 @@ impl Manifest {
     }
 }
 
-/// A stream that was read to its end and is whole.
+/// A stream that was read to its end and is intact.
 #[derive(Debug)]
 pub struct Checked {
-    /// What it holds.
+    /// Its contents.
     pub report: Report,
-    /// What it says about itself, if it has a manifest; then all of it is true.
+    /// Its verified manifest, if it has one.
     pub manifest: Option<Manifest>,
-    /// SHA-256 of the whole stream.
+    /// The SHA-256 of the whole stream.
     pub sha256: [u8; 32],
 }
 
 impl Checked {
-    /// Tell whether the stream can boot a card of this generation: there is a boot loader for it.
+    /// Return whether the stream has a boot loader for a card of this generation.
     pub fn boots(&self, generation: Generation) -> bool {
         self.report.serves(ImageId::BL2, generation)
     }
 }
 
-/// Why a stream or its manifest can't be believed.
+/// Why a stream or its manifest is rejected.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ManifestError {
     /// The stream itself is damaged.
     #[error(transparent)]
     Stream(#[from] BfbError),
-    /// There is no manifest where one must be.
+    /// A required manifest is missing.
     #[error(
         "the stream has no manifest (image {MANIFEST_IMAGE}); build it with `sumac image build --sign-key`, or allow it unsigned"
     )]
     Missing,
-    /// The manifest can't be believed.
+    /// The manifest is invalid or not trusted.
     #[error("manifest: {0}")]
     Envelope(#[from] EnvelopeError),
-    /// A form that came later.
-    #[error("manifest: format {0}, known is {FORMAT}; it was made by a newer version")]
+    /// The format is unknown.
+    #[error("manifest: format {0} is unknown, {FORMAT} is supported; it was made by a newer version")]
     Format(u32),
-    /// A version that is none.
+    /// The version is invalid.
     #[error(
-        "{0:?} is no version; one has 1 to {VERSION_MAX_BYTES} letters, digits, dots, dashes, pluses and underscores"
+        "{0:?} is not a version; use 1 to {VERSION_MAX_BYTES} letters, digits, dots, dashes, pluses and underscores"
     )]
     Version(String),
-    /// An image that the manifest does not know, or at another place.
-    #[error("manifest: image {index} is {found}, the manifest has {expected} there")]
+    /// The images differ from those in the manifest.
+    #[error("manifest: image {index} is {found}, but the manifest lists {expected}")]
     Images {
         /// The image, counted from 0 without the manifest.
         index: usize,
-        /// What the stream has there.
+        /// The stream's image.
         found: String,
-        /// What the manifest has there.
+        /// The manifest's image.
         expected: String,
     },
-    /// An image with other bytes.
-    #[error("manifest: {name}: {field} is {found}, the manifest says {expected}")]
+    /// An image's contents differ from the manifest.
+    #[error("manifest: {name}: {field} is {found}, but the manifest has {expected}")]
     Image {
-        /// Which.
+        /// The image.
         name: String,
-        /// What differs.
+        /// The field that differs.
         field: &'static str,
-        /// What the stream has.
+        /// The stream's value.
         found: String,
-        /// What the manifest has.
+        /// The manifest's value.
         expected: String,
     },
-    /// An image can't be read.
+    /// An image cannot be read.
     #[error(transparent)]
     Write(#[from] WriteError),
 }
 
-/// Read a whole stream, check it, and hold it against its manifest.
+/// Read and check a whole stream, and compare it with its manifest.
 ///
 /// # Errors
-/// The first damage; with [`Trust::Key`] also if there is no manifest or it is not signed by the key.
+/// The first damage; with [`Trust::Key`], also a missing manifest or a missing signature by the key.
 pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Checked, ManifestError> {
     let mut whole = Hashing { inner: stream, digest: Sha256::new() };
     let mut digests: Vec<Sha256> = Vec::new();
@@ -174,7 +174,7 @@ pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Chec
         if let Some(digest) = digests.last_mut() {
             digest.update(piece);
         }
-        // One byte more than is allowed tells that it is too long.
+        // One byte beyond the limit shows that it is too long.
         if entry.header.name == MANIFEST_IMAGE && sealed.len() <= ENVELOPE_MAX_BYTES {
             sealed.extend_from_slice(piece);
         }
@@ -183,9 +183,9 @@ pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Chec
     let sha256 = whole.digest.finalize().into();
     let manifest = match (report.find(MANIFEST_IMAGE), trust) {
         (None, Trust::Key(_)) => return Err(ManifestError::Missing),
-        (None, Trust::Anybody) => None,
-        // A vendor's stream has an `info` image of its own.
-        (Some(_), Trust::Anybody) if !is_envelope(&sealed) => None,
+        (None, Trust::AnySigner) => None,
+        // A vendor's stream has its own kind of `info` image.
+        (Some(_), Trust::AnySigner) if !is_envelope(&sealed) => None,
         (Some(_), trust) => Some(envelope::open::<Manifest>(&sealed, trust)?),
     };
     if let Some(manifest) = &manifest {
@@ -194,7 +194,7 @@ pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Chec
     Ok(Checked { report, manifest, sha256 })
 }
 
-/// Tell whether an `info` image is a signed document, and not what a vendor's tools put there.
+/// Return whether an `info` image is a signed document, rather than that of a vendor's tools.
 pub fn is_envelope(info: &[u8]) -> bool {
     let value = serde_json::from_slice::<serde_json::Value>(info);
     value.is_ok_and(|value| value.get("payloadType").is_some())
@@ -233,7 +233,7 @@ fn compare(manifest: &Manifest, entries: &[Entry], digests: Vec<Sha256>) -> Resu
     Ok(())
 }
 
-/// Return hexadecimal digits.
+/// Format bytes in hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -243,14 +243,14 @@ fn is_version(text: &str) -> bool {
     (1..=VERSION_MAX_BYTES).contains(&text.len()) && text.bytes().all(is_allowed)
 }
 
-/// Hash what a reader gives.
+/// Return the SHA-256 of a reader's data.
 fn sha256_of(reader: impl Read) -> io::Result<[u8; 32]> {
     let mut hashing = Hashing { inner: reader, digest: Sha256::new() };
     io::copy(&mut hashing, &mut io::sink())?;
     Ok(hashing.digest.finalize().into())
 }
 
-/// A reader that hashes what passes.
+/// A reader that hashes the data read.
 struct Hashing<R> {
     inner: R,
     digest: Sha256,

@@ -1,4 +1,4 @@
-//! What a manifest finds: any changed byte, other images, other keys, other kinds of documents.
+//! Tests of what a manifest detects: changed bytes, other images, other keys, other kinds of documents.
 
 use super::envelope::{key_id, open, seal};
 use super::files::FileManifest;
@@ -32,7 +32,7 @@ fn verify(bytes: &[u8], key: &VerifyingKey) -> Result<Checked, ManifestError> {
 }
 
 #[test]
-fn a_signed_stream_is_believed_and_says_what_it_is() {
+fn signed_stream_verifies_and_returns_its_manifest() {
     let bytes = stream(IMAGES, Some(&key(1)));
     let checked = verify(&bytes, &key(1).verifying_key()).expect("as it was written");
     let manifest = checked.manifest.as_ref().expect("is there");
@@ -43,7 +43,7 @@ fn a_signed_stream_is_believed_and_says_what_it_is() {
 }
 
 #[test]
-fn damage_of_any_byte_is_found() {
+fn damage_of_any_byte_is_detected() {
     let bytes = stream(IMAGES, Some(&key(1)));
     let key = key(1).verifying_key();
     for offset in 0..bytes.len() {
@@ -55,9 +55,9 @@ fn damage_of_any_byte_is_found() {
     }
 }
 
-/// The checksums are put right, as whoever means harm would.
+/// The checksums are recomputed, as an attacker would.
 #[test]
-fn changed_data_is_found_even_where_all_checksums_are_right() {
+fn changed_data_with_correct_checksums_is_detected() {
     let changes: [&[(&str, &[u8])]; 4] = [
         &[("bl2-v2", b"b00t"), ("boot-args", b"a0"), ("boot-args-v2", b"a2"), ("image", b"KERNEL")],
         &[
@@ -89,18 +89,20 @@ fn changed_data_is_found_even_where_all_checksums_are_right() {
 }
 
 #[test]
-fn only_the_trusted_key_counts() {
+fn signature_by_another_key_is_refused() {
     let (ours, theirs) = (key(1), key(2));
     let refused = |bytes: &[u8], key: &SigningKey| verify(bytes, &key.verifying_key()).expect_err("not trusted");
     let error = refused(&stream(IMAGES, Some(&theirs)), &ours);
     assert!(error.to_string().contains(&key_id(&theirs.verifying_key())), "{error}");
     let unsigned = stream(IMAGES, None);
-    assert!(refused(&unsigned, &ours).to_string().contains("nobody"));
-    assert!(check(unsigned.as_slice(), Policy::Strict, Trust::Anybody).is_ok_and(|checked| checked.manifest.is_some()));
+    assert!(refused(&unsigned, &ours).to_string().contains("no key"));
+    assert!(
+        check(unsigned.as_slice(), Policy::Strict, Trust::AnySigner).is_ok_and(|checked| checked.manifest.is_some())
+    );
 }
 
 #[test]
-fn a_stream_without_a_manifest_needs_to_be_allowed() {
+fn stream_without_a_manifest_is_refused_unless_allowed() {
     for info in [None, Some(&br#"{"Name":"a vendor's bundle"}"#[..])] {
         let mut builder = Builder::new();
         builder.insert("image".parse().expect("a name"), Source::Bytes(b"KERNEL".to_vec())).expect("fits");
@@ -109,15 +111,15 @@ fn a_stream_without_a_manifest_needs_to_be_allowed() {
         }
         let mut out = Cursor::new(Vec::new());
         builder.write_to(&mut out).expect("memory takes it");
-        let allowed = check(out.get_ref().as_slice(), Policy::Strict, Trust::Anybody).expect("allowed");
+        let allowed = check(out.get_ref().as_slice(), Policy::Strict, Trust::AnySigner).expect("allowed");
         assert!(allowed.manifest.is_none());
         assert!(verify(out.get_ref(), &key(1).verifying_key()).is_err());
     }
 }
 
-/// What is signed is what DSSE's protocol.md says.
+/// The signed bytes are those of DSSE's protocol.md.
 #[test]
-fn envelopes_are_dsse() {
+fn envelope_signs_the_dsse_encoding() {
     #[derive(Serialize, Deserialize)]
     struct Hello(String);
     impl Document for Hello {
@@ -133,12 +135,12 @@ fn envelopes_are_dsse() {
     let signed = b"DSSEv1 29 http://example.com/HelloWorld 13 \"hello world\"";
     key.verifying_key().verify_strict(signed, &signature).expect("signed over the pre-authentication encoding");
     assert!(open::<Hello>(&sealed, Trust::Key(&key.verifying_key())).is_ok());
-    // The same bytes as another kind of document.
-    assert!(matches!(open::<Manifest>(&sealed, Trust::Anybody), Err(EnvelopeError::Type { .. })));
+    // The same bytes opened as another kind of document.
+    assert!(matches!(open::<Manifest>(&sealed, Trust::AnySigner), Err(EnvelopeError::Type { .. })));
 }
 
 #[test]
-fn a_changed_envelope_is_refused() {
+fn changed_envelope_is_refused() {
     let files = FileManifest { version: "1".into(), epoch: 0, files: Vec::new() };
     let key = key(1);
     let sealed = String::from_utf8(seal(&files, Some(&key)).expect("sealed")).expect("JSON");
@@ -155,7 +157,7 @@ fn a_changed_envelope_is_refused() {
 }
 
 #[test]
-fn files_are_packed_and_checked() {
+fn packed_files_verify_and_changed_ones_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let source = folder.path().join("agent");
     std::fs::write(&source, b"#!agent").expect("written");
@@ -179,7 +181,7 @@ fn files_are_packed_and_checked() {
     }
 }
 
-/// Unpack an archive, and return the names in it.
+/// Unpack an archive; return the names in it.
 fn unpack(mut archive: &[u8], root: &std::path::Path) -> Vec<String> {
     let mut names = Vec::new();
     loop {

@@ -1,23 +1,23 @@
-//! The boot log: what a line means, and which lines of a reading are new.
+//! The boot log: the meaning of lines, and detection of new ones.
 //!
-//! The log is a scratch buffer of 1 KiB on the card that every boot stage writes to, and it wraps: what is not read in
-//! time is lost. So a line that is missing proves nothing, and only lines that were read are acted upon.
+//! The log is a scratch buffer of 1 KiB on the card that every boot stage writes to, and it wraps: lines that are not
+//! read in time are lost. So a missing line proves nothing, and only lines that were read count.
 
-/// What a line of the boot log says about the boot.
+/// The meaning of a boot log line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LogKind {
-    /// Anything that neither ends the boot nor completes it.
+    /// A line that neither ends nor completes the boot.
     Plain,
-    /// The kernel of the stream runs its first process.
+    /// The stream's kernel runs its first process.
     LinuxUp,
-    /// What the stream was to do is done, and what it started serves.
+    /// The stream has completed, and what it started is serving.
     Ready,
     /// An installer has finished and restarts the card.
     Rebooting,
     /// The card came up as a plain NIC: its Arm cores do not run.
     NicMode,
-    /// An installer gave up.
+    /// An installer has failed.
     Critical,
     /// A boot stage reports an error.
     Error,
@@ -29,8 +29,8 @@ pub enum LogKind {
     Exception,
 }
 
-/// Tell what a line means. The words are those that Mellanox/rshim-user-space's bfb-install looks for, in any case,
-/// and the levels those of its rshim_log.c.
+/// Return the meaning of a line. The phrases are those that Mellanox/rshim-user-space's bfb-install looks for, ignoring
+/// case, and the levels those of its rshim_log.c.
 pub fn kind_of(line: &str) -> LogKind {
     let line = line.trim().to_ascii_lowercase();
     let words = [
@@ -53,40 +53,40 @@ pub fn kind_of(line: &str) -> LogKind {
     let level = levels.iter().find(|(level, _)| line.starts_with(level)).map(|(_, kind)| *kind);
     match (word, level) {
         (Some(LogKind::Critical), _) => LogKind::Critical,
-        // An error is one whatever it talks about: `ERR[MISC]: not Linux up`.
+        // An error is an error whatever its text says: `ERR[MISC]: not Linux up`.
         (_, Some(kind)) | (Some(kind), None) => kind,
         (None, None) => LogKind::Plain,
     }
 }
 
-/// Finds the lines of a reading that were not in the one before.
+/// Finds the new lines of each reading.
 #[derive(Debug)]
 pub struct LogReader {
-    /// Reading empties the log.
+    /// Whether reading clears the log.
     clears: bool,
     last: Vec<String>,
 }
 
 impl LogReader {
-    /// Follow a log from the state that `last` shows; `clears` if reading empties it.
+    /// Follow a log from the state in `last`; `clears` if reading clears it.
     pub fn new(clears: bool, last: Vec<String>) -> Self {
         Self { clears, last }
     }
 
     /// Return the new lines of a reading.
     ///
-    /// Where reading does not empty the log, old lines come again, but for those that were overwritten: what the last
-    /// reading ends with and this one begins with is old. A line that repeats an old one exactly may be taken for it;
-    /// none is ever taken for new that is not.
-    pub fn fresh(&mut self, lines: Vec<String>) -> Vec<String> {
+    /// If reading does not clear the log, old lines reappear, except those that were overwritten: the longest suffix of
+    /// the last reading that is a prefix of this one is old. A new line that repeats an old one exactly may be missed,
+    /// but an old line is never reported as new.
+    pub fn new_lines(&mut self, lines: Vec<String>) -> Vec<String> {
         if self.clears {
             return lines;
         }
         let longest = self.last.len().min(lines.len());
         let known = (0..=longest).rev().find(|len| self.last[self.last.len() - len..] == lines[..*len]).unwrap_or(0);
-        let fresh = lines[known..].to_vec();
+        let new = lines[known..].to_vec();
         self.last = lines;
-        fresh
+        new
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_mean_what_they_say() {
+    fn lines_are_classified_by_level_and_phrase() {
         for (line, kind) in [
             ("INFO[BL2]: start", LogKind::Plain),
             ("WARN[UEFI]: PXE error", LogKind::Plain),
@@ -118,18 +118,18 @@ mod tests {
     }
 
     fn read(reader: &mut LogReader, lines: &str) -> String {
-        reader.fresh(lines.split_whitespace().map(str::to_owned).collect()).join(" ")
+        reader.new_lines(lines.split_whitespace().map(str::to_owned).collect()).join(" ")
     }
 
     #[test]
-    fn all_lines_are_new_where_reading_empties_the_log() {
+    fn all_lines_are_new_if_reading_clears_the_log() {
         let mut reader = LogReader::new(true, vec!["a".into()]);
         assert_eq!(read(&mut reader, "a b"), "a b");
         assert_eq!(read(&mut reader, "b c"), "b c");
     }
 
     #[test]
-    fn old_lines_are_told_from_new_ones_where_they_stay() {
+    fn only_new_lines_are_reported_if_the_log_is_kept() {
         let mut reader = LogReader::new(false, vec!["a".into(), "ready".into()]);
         assert_eq!(read(&mut reader, "a ready"), "");
         assert_eq!(read(&mut reader, "a ready b"), "b");

@@ -1,52 +1,52 @@
-//! The text of `misc`: one setting a line, name in the first 16 columns, and behind them the boot log.
+//! The text of `misc`: one setting per line with its name in the first 16 columns, followed by the boot log.
 //!
-//! Nothing is required: which lines there are depends on the card's generation, the driver's version and the display
-//! level. What can't be read is absent, not guessed.
+//! Every line is optional, depending on the card's generation, the driver's version and the display level. A value that
+//! cannot be parsed is absent.
 
 use crate::bfb::Generation;
 
-/// Who uses the card's ports.
+/// The mode of the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CardMode {
-    /// The Arm cores: what Sumac needs.
+    /// The Arm cores run, as Sumac requires.
     Dpu,
-    /// The host alone; the Arm cores do not run.
+    /// A plain NIC; the Arm cores do not run.
     Nic,
-    /// `Unknown`, `Reserved` or something new.
+    /// `Unknown`, `Reserved` or a new value.
     Other,
 }
 
-/// What `misc` says.
+/// The contents of `misc`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Misc {
-    /// What it shows.
+    /// The level of detail.
     pub display_level: Option<u32>,
-    /// DPU or NIC; only BlueField-3 says it.
+    /// DPU or NIC mode; reported only by BlueField-3.
     pub mode: Option<CardMode>,
-    /// Where the card boots from.
+    /// The boot source.
     pub boot_mode: Option<u32>,
     /// How long the driver waits for the FIFO to drain, in seconds.
     pub boot_timeout_s: Option<u32>,
-    /// Whether the driver drops what is written, as another backend has the card.
+    /// Whether the driver discards what is written, because another backend uses the card.
     pub drop_mode: Option<bool>,
-    /// Where the card is, as `pcie-0000:04:00.2`.
+    /// The card's address, for example `pcie-0000:04:00.2`.
     pub dev_name: Option<String>,
-    /// What the card is, as `BlueField-3(Rev 1)`.
+    /// The card's type, for example `BlueField-3(Rev 1)`.
     pub dev_info: Option<String>,
-    /// The part's number.
+    /// The part number.
     pub opn: Option<String>,
-    /// Since the last reset, in seconds.
+    /// The time since the last reset, in seconds.
     pub up_time_s: Option<u64>,
-    /// Whether the card takes nothing from the host.
+    /// Whether the card accepts nothing from the host.
     pub secure_nic_mode: Option<bool>,
     /// The boot log's lines, oldest first; only at display level 2.
     pub log: Vec<String>,
 }
 
 impl Misc {
-    /// Read the text.
+    /// Parse the text.
     pub fn parse(text: &str) -> Self {
         let mut misc = Self::default();
         let mut lines = text.lines().map(str::trim);
@@ -62,7 +62,7 @@ impl Misc {
         misc
     }
 
-    /// Return the card's generation, if it is one that boot streams are made for.
+    /// Return the card's generation, if it is a known one.
     pub fn generation(&self) -> Option<Generation> {
         let number = self.dev_info.as_deref()?.strip_prefix("BlueField-")?;
         match leading_number::<u32>(number)? {
@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_card_is_read() {
+    fn misc_text_with_every_line_is_parsed() {
         let misc = Misc::parse(
             "DISPLAY_LEVEL   2 (0:basic, 1:advanced, 2:log)\n\
              BF_MODE         NIC mode\n\
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_or_not_known_is_absent() {
+    fn missing_or_unknown_values_are_absent() {
         assert_eq!(Misc::parse(""), Misc::default());
         let misc = Misc::parse("DEV_INFO        BlueField-4(Rev 0)\nBOOT_MODE       x\nBF_MODE         Reserved\n");
         assert_eq!((misc.generation(), misc.boot_mode, misc.mode), (None, None, Some(CardMode::Other)));
@@ -160,7 +160,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics(text in "(DEV_INFO|UP_TIME|BlueField-|[ -~\n]|\\PC){0,40}") {
+        fn arbitrary_text_does_not_panic(text in "(DEV_INFO|UP_TIME|BlueField-|[ -~\n]|\\PC){0,40}") {
             let _ = Misc::parse(&text).generation();
         }
     }

@@ -1,11 +1,11 @@
-//! rshim: a card's boot FIFO and registers, as Mellanox/rshim-user-space shows them to a host.
+//! rshim: a card's boot FIFO and registers, as Mellanox/rshim-user-space exposes them to a host.
 //!
-//! `/dev/rshimN` holds `boot` (what is written goes to the card's boot FIFO), `misc` (settings and the boot log, as text)
-//! and `console`. **Opening `boot` resets the card**, so nothing here opens it but [`Rshim::open_boot`]; looking at a card
-//! ([`Rshim::read_misc_text`]) has no side effect but the one that was asked for with [`Setting::ClearOnRead`].
+//! `/dev/rshimN` contains `boot` (writes go to the card's boot FIFO), `misc` (settings and the boot log, as text) and
+//! `console`. **Opening `boot` resets the card**, so only [`Rshim::open_boot`] opens it; reading a card's state
+//! ([`Rshim::read_misc_text`]) has no side effect other than that of [`Setting::ClearOnRead`].
 //!
-//! Invariants: nodes are opened as they are, never created or truncated; every call is one open, one operation, one
-//! close, as the driver makes its text anew for each open and keeps none between them.
+//! Invariants: nodes are never created or truncated; every call is one open, one operation and one close, because the
+//! driver generates its text anew for each open and keeps no state in between.
 
 mod log;
 mod misc;
@@ -18,20 +18,20 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Where the driver makes its folders.
+/// Where the driver creates its folders.
 pub const DEV_FOLDER: &str = "/dev";
-/// The longest text of `misc`, in bytes; the driver's buffer has 4 KiB.
+/// The maximum length of the text of `misc` in bytes; the driver's buffer has 4 KiB.
 const MISC_MAX_BYTES: usize = 64 << 10;
 
-/// What can be set through `misc`.
+/// A setting in `misc`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Setting {
-    /// What `misc` shows: 0 the basics, 1 more, 2 the boot log.
+    /// The level of detail of `misc`: 0 basic, 1 advanced, 2 with the boot log.
     DisplayLevel(u32),
-    /// Whether reading the boot log empties it.
+    /// Whether reading the boot log clears it.
     ClearOnRead(bool),
-    /// Where the card boots from next: 0 rshim, 1 eMMC, 2 the other eMMC boot partition.
+    /// The next boot source: 0 rshim, 1 eMMC, 2 the other eMMC boot partition.
     BootMode(u32),
     /// Reset the card now.
     Reset,
@@ -58,7 +58,7 @@ impl Setting {
     }
 }
 
-/// A card's folder.
+/// A card, by its folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rshim {
     folder: PathBuf,
@@ -74,7 +74,7 @@ impl Rshim {
     /// Find the cards' folders in `root`, by number.
     ///
     /// # Errors
-    /// `root` can't be read.
+    /// `root` cannot be read.
     pub fn find(root: &Path) -> io::Result<Vec<Self>> {
         let mut found = Vec::new();
         for entry in root.read_dir()? {
@@ -93,17 +93,18 @@ impl Rshim {
         &self.folder
     }
 
-    /// Tell whether the nodes are there.
+    /// Return whether the device nodes exist.
     pub fn exists(&self) -> bool {
         self.folder.join("misc").exists() && self.folder.join("boot").exists()
     }
 
-    /// Keep others of our kind away until the lock is dropped; none is left behind by a process that dies.
+    /// Lock the card against other sumac processes until the lock is dropped; a process that ends leaves no lock
+    /// behind.
     ///
-    /// The lock is on the folder, since opening `boot` resets the card.
+    /// The lock is on the folder, because opening `boot` resets the card.
     ///
     /// # Errors
-    /// [`io::ErrorKind::WouldBlock`] if somebody has it; the folder can't be opened.
+    /// [`io::ErrorKind::WouldBlock`] if another process holds it; the folder cannot be opened.
     pub fn lock(&self) -> io::Result<Lock> {
         let folder = File::open(&self.folder)?;
         rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive)?;
@@ -113,10 +114,10 @@ impl Rshim {
     /// Read the text of `misc`, for [`Misc::parse`].
     ///
     /// # Errors
-    /// As the driver says; `ENODEV` if the card is gone.
+    /// The driver's error; `ENODEV` if the card has gone.
     pub fn read_misc_text(&self) -> io::Result<String> {
         let mut file = File::open(self.folder.join("misc"))?;
-        // The driver gives its text to the first read and nothing to the next: one read must be able to take it all.
+        // The driver returns its text in the first read only, so the buffer has to hold all of it.
         let mut buffer = vec![0; MISC_MAX_BYTES];
         let mut len = 0;
         loop {
@@ -133,11 +134,11 @@ impl Rshim {
     /// Change a setting.
     ///
     /// # Errors
-    /// As the driver says; `EINVAL` if it does not know the setting.
+    /// The driver's error; `EINVAL` if it does not support the setting.
     pub fn set(&self, setting: Setting) -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).open(self.folder.join("misc"))?;
         let line = setting.line();
-        // The driver parses each write by itself.
+        // The driver parses each write separately.
         match file.write(line.as_bytes())? {
             len if len == line.len() => Ok(()),
             len => Err(io::Error::other(format!("took {len} of {} bytes", line.len()))),
@@ -147,13 +148,13 @@ impl Rshim {
     /// Open `boot`: **resets the card**, which then waits for a boot stream. Closing sets its boot mode to eMMC.
     ///
     /// # Errors
-    /// As the driver says: `EBUSY` open elsewhere, `ENODEV` not attached, `EINVAL` drop mode, `EPERM` locked.
+    /// The driver's error: `EBUSY` open elsewhere, `ENODEV` not attached, `EINVAL` drop mode, `EPERM` locked.
     pub fn open_boot(&self) -> io::Result<File> {
         OpenOptions::new().write(true).open(self.folder.join("boot"))
     }
 }
 
-/// Keeps others of our kind away from a card.
+/// The lock of a card.
 #[derive(Debug)]
 pub struct Lock {
     _folder: File,
@@ -164,13 +165,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_below_dev_and_a_path_is_itself() {
+    fn card_name_resolves_below_dev_and_a_path_to_itself() {
         assert_eq!(Rshim::new("rshim3").folder(), Path::new("/dev/rshim3"));
         assert_eq!(Rshim::new("./x").folder(), Path::new("./x"));
     }
 
     #[test]
-    fn cards_are_found_by_number_and_locked_once() {
+    fn cards_are_found_in_numeric_order_and_locked_once() {
         let root = tempfile::tempdir().expect("a folder");
         for name in ["rshim10", "rshim2", "rshimx", "null"] {
             let folder = root.path().join(name);
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_never_made() {
+    fn missing_nodes_are_not_created() {
         let root = tempfile::tempdir().expect("a folder");
         let card = Rshim::new(&root.path().display().to_string());
         assert!(card.open_boot().is_err() && card.set(Setting::Reset).is_err());

@@ -1,4 +1,4 @@
-//! Block storage in a file or a block device of Linux: what slots lie on outside of tests.
+//! Block storage in a file or a Linux block device: what slots use outside of tests.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use sumac_hal::flash::{BlockDevice, Geometry};
 
-/// Bytes of a block: what every disk writes in one piece.
+/// The block size in bytes: the unit that every disk writes atomically.
 const BLOCK_LEN_BYTES: usize = 512;
 
 /// A file, or a block device such as `/dev/mmcblk0boot0` (which must be writable: `force_ro` 0 in its sysfs folder).
@@ -17,10 +17,10 @@ pub struct FileBlocks {
 }
 
 impl FileBlocks {
-    /// Use what is there; its length is rounded down to whole blocks.
+    /// Open an existing file; its length is rounded down to whole blocks.
     ///
     /// # Errors
-    /// It can't be opened for reading and writing.
+    /// It cannot be opened for reading and writing.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut file = OpenOptions::new().read(true).write(true).open(path)?;
         // A block device has no length in its metadata.
@@ -29,14 +29,14 @@ impl FileBlocks {
         Ok(Self { file, geometry: Geometry { block_len_bytes: BLOCK_LEN_BYTES, blocks } })
     }
 
-    /// Make a file of this length, in bytes, and use it.
+    /// Create a file of this length in bytes.
     ///
     /// # Errors
-    /// It is there already, or can't be made.
+    /// It already exists, or cannot be created.
     pub fn create(path: &Path, len_bytes: u64) -> io::Result<Self> {
         let file = OpenOptions::new().write(true).create_new(true).open(path)?;
         file.set_len(len_bytes)?;
-        // The folder must not lose the name in a power cut that the content survives.
+        // Flush the directory too, so that the name survives a power cut.
         file.sync_all()?;
         if let Some(folder) = path.parent().filter(|folder| *folder != Path::new("")) {
             File::open(folder)?.sync_all()?;
@@ -47,7 +47,7 @@ impl FileBlocks {
     fn at(&self, block: u32, len_bytes: usize) -> io::Result<u64> {
         if !self.geometry.holds(block, len_bytes) {
             let why =
-                format!("{len_bytes} bytes from block {block} on are not whole blocks of {}", self.geometry.blocks);
+                format!("{len_bytes} bytes at block {block} are not whole blocks within {}", self.geometry.blocks);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         Ok(u64::from(block) * self.geometry.block_len_bytes as u64)

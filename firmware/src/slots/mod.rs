@@ -1,25 +1,26 @@
-//! Two slots, A and B, of which one always boots: for what the agent on a card updates itself.
+//! A/B update slots, of which one always boots, for what the agent on a card updates itself.
 //!
 //! ```text
 //! slot := payload … | record | record        each record is one block; the last two of the device
 //! ```
 //!
-//! The slot that runs is never written. An update goes into the other one, is read back, and is then put *on trial*: it
-//! may be started a few times, and unless it says that it is healthy ([`Event::Healthy`]) within a time limit, or if it
-//! never comes so far, the next start takes the old one ([`Slots::select`]). So there are two guards against a bad
-//! update: [`Updater`], which runs in the new version, and the number of tries, which does not need it to run at all.
+//! The running slot is never written. An update is written to the other slot, read back, and then put *on trial*: it
+//! may be started a limited number of times, and unless it reports that it is healthy ([`Event::Healthy`]) within a
+//! time limit, the next start selects the old slot ([`Slots::select`]). There are thus two guards against a bad update:
+//! [`Updater`], which runs in the new version, and the number of tries, which works even if the new version does not
+//! run at all.
 //!
-//! Slots are two files, or the two eMMC boot partitions of a BlueField. There the payload is what [`crate::emmc`]
-//! writes, and the boot ROM knows nothing of records: whoever acts on [`Notice::Restart`] also switches the partition
-//! (`mlxbf-bootctl --swap`, EXT_CSD byte 179), with the watchdog that switches back
-//! (`mlxbf-bootctl --watchdog-swap`, 45 to 4095 s) as the guard that needs nothing of ours to run.
+//! Slots are two files, or the two eMMC boot partitions of a BlueField. In a boot partition the payload has the format
+//! of [`crate::emmc`], and the boot ROM does not read records: on [`Notice::Restart`] the caller also switches the
+//! partition (`mlxbf-bootctl --swap`, EXT_CSD byte 179), with the watchdog that switches back (`mlxbf-bootctl
+//! --watchdog-swap`, 45 to 4095 s) as the guard that does not depend on our code.
 //!
-//! Invariants, each checked by cutting power after every single write, with torn and lost writes (`tests`):
-//! - at any time one slot holds a whole payload with a record that says so: the running one, or the one confirmed last;
-//! - a record is written to the place of the older of the two, so that a torn one leaves the other;
-//! - a payload is written only after its slot's record says that it is empty, and that is safe; its record says otherwise
-//!   only after the payload is safe and was read back;
-//! - a payload with another SHA-256 than its record's is never selected.
+//! Invariants, checked by cutting power after every single write, with torn and lost writes (`tests`):
+//! - at any time one slot holds a complete payload and a record of it: the running one, or the last confirmed one;
+//! - a new record replaces the older of the slot's two records, so a torn write leaves the other intact;
+//! - a payload is written only after a record that marks the slot as empty was flushed; the record of the payload is
+//!   written only after the payload was flushed and read back;
+//! - a payload whose SHA-256 differs from its record's is never selected.
 
 mod file;
 mod record;
@@ -37,9 +38,9 @@ use std::fmt;
 use sumac_hal::flash::{BlockDevice, Geometry};
 use thiserror::Error;
 
-/// Blocks at the end of a slot that hold records.
+/// The number of blocks at the end of a slot that hold records.
 const RECORD_BLOCKS: u32 = 2;
-/// Blocks that are read at a time.
+/// The number of blocks read at a time.
 const READ_BLOCKS: usize = 128;
 
 /// One of the two slots.
@@ -77,46 +78,46 @@ impl fmt::Display for Slot {
     }
 }
 
-/// Why slots can't be used.
+/// Why slots cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum SlotError<E> {
-    /// A device fails.
+    /// A device failed.
     #[error("slot {slot}: {error}")]
     Device {
-        /// Which.
+        /// The slot.
         slot: Slot,
-        /// What it says.
+        /// The device's error.
         error: E,
     },
-    /// A device has no room for records, or blocks that are too short for one.
-    #[error("slot {slot}: {} blocks of {} bytes; it needs more than 2 blocks of at least {RECORD_LEN_BYTES}", geometry.blocks, geometry.block_len_bytes)]
+    /// A device has no room for records, or its blocks are too short for one.
+    #[error("slot {slot}: {} blocks of {} bytes; more than 2 blocks of at least {RECORD_LEN_BYTES} bytes are required", geometry.blocks, geometry.block_len_bytes)]
     Geometry {
-        /// Which.
+        /// The slot.
         slot: Slot,
         /// Its size.
         geometry: Geometry,
     },
-    /// Neither slot has a whole payload that may be started.
-    #[error("no slot can be started: A is {a}, B is {b}. Flash the card over rshim")]
+    /// Neither slot holds a complete payload that may be started.
+    #[error("no slot can be started: A is {a}, B is {b}; flash the card over rshim")]
     NothingBoots {
-        /// What slot A is.
+        /// The state of slot A.
         a: String,
-        /// What slot B is.
+        /// The state of slot B.
         b: String,
     },
 }
 
-/// What to start.
+/// The slot to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Selected {
-    /// Where it is.
+    /// The slot.
     pub slot: Slot,
-    /// What it is, after this try was counted.
+    /// Its record, after this try was counted.
     pub record: Record,
 }
 
-/// Both slots.
+/// The two slots.
 #[derive(Debug)]
 pub struct Slots<D> {
     devices: [D; 2],
@@ -126,7 +127,7 @@ impl<D: BlockDevice> Slots<D> {
     /// Use two devices; they need not be of the same size.
     ///
     /// # Errors
-    /// A device is too small for records.
+    /// A device is too small.
     pub fn new(devices: [D; 2]) -> Result<Self, SlotError<D::Error>> {
         for slot in Slot::ALL {
             let geometry = devices[slot.index()].geometry();
@@ -137,16 +138,16 @@ impl<D: BlockDevice> Slots<D> {
         Ok(Self { devices })
     }
 
-    /// Return the longest payload of a slot, in bytes.
+    /// Return the maximum length of a slot's payload, in bytes.
     pub fn capacity_bytes(&self, slot: Slot) -> u64 {
         let Geometry { block_len_bytes, blocks } = self.devices[slot.index()].geometry();
         block_len_bytes as u64 * u64::from(blocks - RECORD_BLOCKS)
     }
 
-    /// Return what a slot's record says; nothing if it never had one.
+    /// Return a slot's record; `None` if it has none.
     ///
     /// # Errors
-    /// The device fails.
+    /// The device failed.
     pub fn record(&mut self, slot: Slot) -> Result<Option<Record>, SlotError<D::Error>> {
         let mut newest: Option<Record> = None;
         for place in 0..RECORD_BLOCKS {
@@ -162,10 +163,10 @@ impl<D: BlockDevice> Slots<D> {
         Ok(newest)
     }
 
-    /// Choose what to start, and count the try if it is on trial. To be called once at each start.
+    /// Select the slot to start, and count the try if it is on trial. To be called once at each start.
     ///
     /// # Errors
-    /// Nothing boots, or a device fails.
+    /// No slot can be started, or a device failed.
     pub fn select(&mut self) -> Result<Selected, SlotError<D::Error>> {
         let mut candidates = Vec::new();
         for slot in Slot::ALL {
@@ -173,7 +174,7 @@ impl<D: BlockDevice> Slots<D> {
                 candidates.push(Selected { slot, record });
             }
         }
-        // The newest first: one on trial is newer than the one that it is to replace.
+        // Newest first: a payload on trial is newer than the one that it replaces.
         candidates.sort_by_key(|selected| std::cmp::Reverse(selected.record.sequence));
         for Selected { slot, mut record } in candidates {
             if !self.is_whole(slot, &record)? {
@@ -190,10 +191,10 @@ impl<D: BlockDevice> Slots<D> {
         Err(SlotError::NothingBoots { a, b })
     }
 
-    /// Tell whether a slot's payload is the one of the record.
+    /// Return whether a slot's payload matches the record.
     ///
     /// # Errors
-    /// The device fails.
+    /// The device failed.
     pub fn is_whole(&mut self, slot: Slot, record: &Record) -> Result<bool, SlotError<D::Error>> {
         if record.len_bytes > self.capacity_bytes(slot) {
             return Ok(false);
@@ -214,7 +215,7 @@ impl<D: BlockDevice> Slots<D> {
         Ok(digest.finalize()[..] == record.sha256)
     }
 
-    /// Write a record in place of the older one, and make it safe.
+    /// Replace the older record, and flush.
     fn write_record(&mut self, slot: Slot, mut record: Record) -> Result<Record, SlotError<D::Error>> {
         let count = self.record(slot)?.map_or(0, |newest| newest.count + 1);
         record.count = count;

@@ -1,4 +1,4 @@
-//! What a slot says about its payload, in one block with a checksum.
+//! The record of a slot's payload: one block with a checksum.
 //!
 //! ```text
 //!  0 magic "SUMACSLT"    8 format 1 u32   12 state u8   13 tries u8   14 version length u8   15 0
@@ -6,54 +6,54 @@
 //! 48 SHA-256            80 version, 44 bytes            124 CRC-32 of the 124 bytes before
 //! ```
 //!
-//! All numbers are little-endian. A block with anything else is no record: torn, never written, or of a later format.
+//! All numbers are little-endian. Any other block is not a record: torn, never written, or of a later format.
 
 use std::fmt;
 
-/// Bytes of a record; the rest of its block is zero.
+/// The length of a record in bytes; the rest of its block is zero.
 pub(super) const RECORD_LEN_BYTES: usize = 128;
-/// The longest version, in bytes.
+/// The maximum length of a version in bytes.
 pub(super) const VERSION_MAX_BYTES: usize = 44;
 
 const MAGIC: &[u8; 8] = b"SUMACSLT";
 const FORMAT: u32 = 1;
 
-/// What may be done with a payload.
+/// The state of a payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum State {
-    /// It is being written, or was given up.
+    /// It is being written, or was abandoned.
     Empty,
-    /// It is whole, and may be started so many times until it says that it is healthy.
+    /// It is complete, and may be started this many more times before it has to report that it is healthy.
     Trial {
-        /// Starts that are left.
+        /// The remaining number of starts.
         tries_left: u8,
     },
-    /// It has said that it is healthy.
+    /// It has reported that it is healthy.
     Confirmed,
 }
 
-/// What is in a slot.
+/// The record of a slot's payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Record {
-    /// What may be done with it.
+    /// Its state.
     pub state: State,
-    /// Counts the records of this slot: the higher of two is the newer.
+    /// The number of this record in its slot: of two records, the higher is the newer.
     pub(super) count: u64,
-    /// Counts updates over both slots: the higher of two payloads is the newer.
+    /// The number of the update across both slots: of two payloads, the higher is the newer.
     pub sequence: u64,
-    /// As in the manifest; older ones must not come back.
+    /// The epoch of the manifest; a lower one is refused.
     pub epoch: u64,
-    /// Length of the payload, in bytes.
+    /// The length of the payload in bytes.
     pub len_bytes: u64,
     /// SHA-256 of the payload.
     pub sha256: [u8; 32],
-    /// What people call it.
+    /// The version, for display.
     pub version: String,
 }
 
 impl Record {
-    /// Tell whether it may be started.
+    /// Return whether it may be started.
     pub(super) fn may_start(&self) -> bool {
         match self.state {
             State::Empty | State::Trial { tries_left: 0 } => false,
@@ -61,7 +61,7 @@ impl Record {
         }
     }
 
-    /// Read a block.
+    /// Parse a block.
     pub(super) fn parse(block: &[u8]) -> Option<Self> {
         let bytes = block.get(..RECORD_LEN_BYTES)?;
         let (bytes, crc) = bytes.split_at(RECORD_LEN_BYTES - 4);
@@ -89,7 +89,7 @@ impl Record {
         })
     }
 
-    /// Write it to a block of zeros; a version that is too long is cut.
+    /// Write it to a zeroed block; an overlong version is truncated.
     pub(super) fn emit(&self, block: &mut [u8]) {
         let (state, tries) = match self.state {
             State::Empty => (0, 0),
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_reads_back_and_any_damage_is_found() {
+    fn record_round_trips_and_any_flipped_bit_is_detected() {
         for state in [State::Empty, State::Trial { tries_left: 3 }, State::Confirmed] {
             let mut block = vec![0; 512];
             record(state).emit(&mut block);

@@ -1,4 +1,4 @@
-//! Power fails after every single write, with torn and lost writes, and something that is known always boots.
+//! Power fails after every single write, with torn and lost writes, and a known version always boots.
 
 use super::*;
 use std::cell::RefCell;
@@ -11,15 +11,15 @@ use sumac_hal::time::Instant;
 const BLOCK_LEN_BYTES: usize = 128;
 const BLOCKS: u32 = 12;
 
-/// What both devices hang on: fails when its budget of writes and flushes is used up.
+/// The power of both devices, which fails when its budget of writes and flushes is used up.
 #[derive(Debug)]
 struct Power {
-    /// Operations until it fails.
+    /// The number of operations until it fails.
     left: usize,
     used: usize,
 }
 
-/// A device with a cache that is lost with power.
+/// A device whose cache is lost with power.
 #[derive(Debug, Clone)]
 struct Ram {
     power: Rc<RefCell<Power>>,
@@ -34,7 +34,7 @@ struct NoPower;
 
 impl Ram {
     fn new(power: &Rc<RefCell<Power>>) -> Self {
-        // Not zero: what was never written is anything.
+        // Not zero: blocks that were never written hold arbitrary bytes.
         Self { power: power.clone(), safe: vec![0xa5; BLOCK_LEN_BYTES * BLOCKS as usize], cache: Vec::new() }
     }
 
@@ -49,14 +49,14 @@ impl Ram {
         &mut bytes[block as usize * BLOCK_LEN_BYTES..][..BLOCK_LEN_BYTES]
     }
 
-    /// Power fails: each cached write is there, lost or torn.
+    /// Power fails: each cached write is kept, lost or torn.
     fn fail(&mut self, rng: &mut Rng) {
         for (block, data) in std::mem::take(&mut self.cache) {
             let to = Self::block(&mut self.safe, block);
             match rng.below(4) {
                 0 => {}
                 1 => to.copy_from_slice(&data),
-                // Torn: new up to somewhere, or from somewhere on.
+                // Torn: new up to some byte, or from some byte on.
                 2 => {
                     let at = rng.below(BLOCK_LEN_BYTES + 1);
                     if rng.below(2) == 0 {
@@ -92,7 +92,7 @@ impl BlockDevice for Ram {
     fn write(&mut self, block: u32, data: &[u8]) -> Result<(), NoPower> {
         assert!(self.geometry().holds(block, data.len()));
         for (block, data) in (block..).zip(data.chunks(BLOCK_LEN_BYTES)) {
-            // The one that is under way when power fails may have been carried out in part.
+            // The write in flight when power fails may have been executed in part.
             self.cache.push((block, data.to_vec()));
             self.draw()?;
         }
@@ -138,7 +138,7 @@ fn policy() -> Policy {
 
 type Failed = UpdateError<NoPower>;
 
-/// Write a version into the other slot.
+/// Write a version to the other slot.
 fn update(slots: &mut Slots<Ram>, running: Option<Selected>, version: u64) -> Result<(), Failed> {
     let mut updater = Updater::new(policy(), running, Instant::ZERO);
     updater.handle(Event::Begin(&offer(version)), slots)?;
@@ -150,7 +150,7 @@ fn update(slots: &mut Slots<Ram>, running: Option<Selected>, version: u64) -> Re
     Ok(())
 }
 
-/// Start, and say that it is healthy.
+/// Start, and report that it is healthy if `is_healthy`.
 fn start(slots: &mut Slots<Ram>, is_healthy: bool) -> Result<Selected, Failed> {
     let selected = slots.select()?;
     let mut updater = Updater::new(policy(), Some(selected.clone()), Instant::ZERO);
@@ -160,8 +160,9 @@ fn start(slots: &mut Slots<Ram>, is_healthy: bool) -> Result<Selected, Failed> {
     Ok(selected)
 }
 
-/// The life of a card, with the version that was confirmed last, or 0 when there is one on trial: the first version, then two updates of which the second one is never healthy.
-fn life(slots: &mut Slots<Ram>, reached: &RefCell<Option<u64>>) -> Result<(), Failed> {
+/// Run a card through its first version and two updates, the second of which never becomes healthy. `reached` holds the
+/// version that was confirmed last, or 0 while a version is on trial.
+fn card_lifecycle(slots: &mut Slots<Ram>, reached: &RefCell<Option<u64>>) -> Result<(), Failed> {
     update(slots, None, 1)?;
     *reached.borrow_mut() = Some(0);
     start(slots, true)?;
@@ -184,23 +185,23 @@ fn check_payload(slots: &mut Slots<Ram>, selected: &Selected) {
     let version: u64 = selected.record.version.parse().expect("a version that was written");
     let mut bytes = vec![0; BLOCK_LEN_BYTES * BLOCKS as usize];
     slots.devices[selected.slot.index()].read(0, &mut bytes).expect("power");
-    assert!(bytes.starts_with(&payload(version)), "{selected:?} holds something else");
+    assert!(bytes.starts_with(&payload(version)), "{selected:?} holds another payload");
 }
 
 #[test]
-fn power_fails_after_every_write_and_a_known_version_boots() {
+fn power_loss_after_any_write_leaves_a_known_version_bootable() {
     let power = Rc::new(RefCell::new(Power { left: usize::MAX, used: 0 }));
     let mut slots = Slots::new([Ram::new(&power), Ram::new(&power)]).expect("large enough");
-    life(&mut slots, &RefCell::default()).expect("power");
+    card_lifecycle(&mut slots, &RefCell::default()).expect("power");
     let operations = power.borrow().used;
-    assert!(operations > 40, "{operations}: each block and each flush is one");
+    assert!(operations > 40, "{operations}: each block and each flush counts");
     let mut booted = BTreeSet::new();
     for budget in 0..operations {
         for seed in 0..64 {
             let power = Rc::new(RefCell::new(Power { left: budget, used: 0 }));
             let mut slots = Slots::new([Ram::new(&power), Ram::new(&power)]).expect("large enough");
             let reached = RefCell::default();
-            let error = life(&mut slots, &reached).expect_err("power fails");
+            let error = card_lifecycle(&mut slots, &reached).expect_err("power fails");
             assert!(matches!(error, UpdateError::Slot(SlotError::Device { error: NoPower, .. })), "{error}");
             let mut rng = Rng(budget as u64 * 1000 + seed);
             slots.devices.iter_mut().for_each(|device| device.fail(&mut rng));
@@ -208,7 +209,7 @@ fn power_fails_after_every_write_and_a_known_version_boots() {
             let reached = *reached.borrow();
             let selected = match slots.select() {
                 Ok(selected) => selected,
-                // Before the first version was put on trial there is nothing to boot.
+                // Before the first version was put on trial, nothing can boot.
                 Err(SlotError::NothingBoots { .. }) if reached.is_none() => continue,
                 Err(error) => panic!("after {budget} writes, seed {seed}: {error}"),
             };
@@ -220,15 +221,15 @@ fn power_fails_after_every_write_and_a_known_version_boots() {
                 "after {budget} writes, seed {seed}: {version}, though {reached} was confirmed"
             );
             booted.insert((reached, version));
-            goes_on(&mut slots, selected);
+            check_next_update(&mut slots, selected);
         }
     }
-    // All that may be met is met: each version, before and after it was confirmed.
+    // Every reachable state occurred: each version, before and after it was confirmed.
     assert_eq!(booted, BTreeSet::from([(0, 1), (1, 1), (1, 2), (2, 2), (2, 3)]));
 }
 
-/// After a power failure an update works as ever.
-fn goes_on(slots: &mut Slots<Ram>, selected: Selected) {
+/// After a power failure, the next update works as usual.
+fn check_next_update(slots: &mut Slots<Ram>, selected: Selected) {
     let mut updater = Updater::new(policy(), Some(selected.clone()), Instant::ZERO);
     updater.handle(Event::Healthy, slots).expect("power");
     let running = slots.select().expect("confirmed");
@@ -249,7 +250,7 @@ fn slots_with(version: u64) -> (Slots<Ram>, Selected) {
 }
 
 #[test]
-fn an_update_that_is_not_healthy_in_time_is_rolled_back() {
+fn update_not_healthy_in_time_is_rolled_back() {
     let (mut slots, running) = slots_with(1);
     update(&mut slots, Some(running.clone()), 2).expect("power");
     let selected = slots.select().expect("on trial");
@@ -259,7 +260,7 @@ fn an_update_that_is_not_healthy_in_time_is_rolled_back() {
     assert_eq!(updater.poll_event(), None);
     updater.handle_timeout(deadline);
     assert_eq!(updater.poll_event(), Some(Notice::RollBack { slot: running.slot }));
-    // It comes to its senses too late.
+    // It becomes healthy too late.
     updater.handle(Event::Healthy, &mut slots).expect("power");
     assert_eq!((updater.poll_event(), updater.poll_timeout()), (None, None));
     slots.select().expect("the second try");
@@ -267,7 +268,7 @@ fn an_update_that_is_not_healthy_in_time_is_rolled_back() {
 }
 
 #[test]
-fn a_confirmed_version_is_confirmed_once_and_watched_no_more() {
+fn confirmed_version_has_no_deadline_and_no_further_notice() {
     let (mut slots, running) = slots_with(1);
     let mut updater = Updater::new(policy(), Some(running.clone()), Instant::ZERO);
     assert_eq!(updater.poll_timeout(), None);
@@ -277,7 +278,7 @@ fn a_confirmed_version_is_confirmed_once_and_watched_no_more() {
 }
 
 #[test]
-fn what_must_not_be_written_is_refused_and_what_runs_is_not_touched() {
+fn invalid_update_is_refused_and_running_slot_is_unchanged() {
     let (mut slots, running) = slots_with(4);
     let before = slots.devices[running.slot.index()].safe.clone();
     let mut updater = Updater::new(policy(), Some(running.clone()), Instant::ZERO);
@@ -309,7 +310,7 @@ fn what_must_not_be_written_is_refused_and_what_runs_is_not_touched() {
 }
 
 #[test]
-fn a_payload_that_rots_is_not_started() {
+fn corrupt_payload_is_not_started() {
     let (mut slots, running) = slots_with(1);
     update(&mut slots, Some(running.clone()), 2).expect("power");
     slots.devices[running.slot.other().index()].safe[100] ^= 1;
@@ -319,7 +320,7 @@ fn a_payload_that_rots_is_not_started() {
     assert!(error.contains("1 (epoch 0), confirmed") && error.contains("on trial, 2 tries left"), "{error}");
 }
 
-/// A device that is too small never gets so far that it could fail.
+/// A device that is too small; never accessed.
 #[derive(Debug)]
 struct Small(Geometry);
 
@@ -344,7 +345,7 @@ impl BlockDevice for Small {
 }
 
 #[test]
-fn devices_need_room_for_records() {
+fn device_without_room_for_records_is_refused() {
     let is_usable = |block_len_bytes, blocks| {
         let device = || Small(Geometry { block_len_bytes, blocks });
         Slots::new([device(), device()]).is_ok()
@@ -353,13 +354,13 @@ fn devices_need_room_for_records() {
 }
 
 #[test]
-fn two_files_are_slots() {
+fn files_work_as_slots() {
     let folder = tempfile::tempdir().expect("a folder");
     let paths = ["a", "b"].map(|name| folder.path().join(name));
     let open = |path: &std::path::PathBuf| FileBlocks::open(path).expect("opens");
     for path in &paths {
         FileBlocks::create(path, 64 << 10).expect("made");
-        assert!(FileBlocks::create(path, 64 << 10).is_err(), "what is there is not overwritten");
+        assert!(FileBlocks::create(path, 64 << 10).is_err(), "an existing file is not overwritten");
     }
     for version in 1..=3 {
         let mut slots = Slots::new(paths.each_ref().map(open)).expect("large enough");

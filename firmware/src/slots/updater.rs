@@ -1,11 +1,11 @@
-//! Updating from the inside: takes an image in pieces, puts it on trial, and confirms it or rolls back.
+//! Updates the other slot: receives an image in pieces, puts it on trial, and confirms it or rolls back.
 //!
 //! ```text
 //! Idle ── Begin ──> Writing ── Chunk … ── Finish ──> Restart notice      (the other slot is on trial)
 //! OnTrial ── Healthy ──> Idle          OnTrial ── time limit ──> RollBack notice
 //! ```
 //!
-//! Invariant: the running slot is never written but for its record, when it is confirmed.
+//! Invariant: the running slot is never written, except for its record when it is confirmed.
 
 use super::record::{Record, State, VERSION_MAX_BYTES};
 use super::{Selected, Slot, SlotError, Slots};
@@ -15,151 +15,152 @@ use sumac_hal::flash::BlockDevice;
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
-/// How trials go.
+/// The limits of a trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// How often an update may be started before it is given up; at least 1.
+    /// How often an update may be started before it is abandoned; at least 1.
     pub tries: u8,
-    /// How long a started update has to say that it is healthy.
+    /// How long a started update has to report that it is healthy.
     pub confirm_within: Duration,
 }
 
 impl Default for Policy {
-    /// One retry, as power may fail in the first try; five minutes, within `mlxbf-bootctl`'s longest watchdog.
+    /// One retry, because power may fail during the first try; five minutes, within the limit of `mlxbf-bootctl`'s
+    /// watchdog.
     fn default() -> Self {
         Self { tries: 2, confirm_within: Duration::from_secs(300) }
     }
 }
 
-/// What an update is, from a manifest whose signature was checked.
+/// The description of an update, from a manifest whose signature was checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Offer {
-    /// What people call it.
+    /// The version, for display.
     pub version: String,
-    /// Must not be lower than that of what runs.
+    /// The epoch, which must not be lower than that of the running payload.
     pub epoch: u64,
-    /// Length, in bytes.
+    /// The length in bytes.
     pub len_bytes: u64,
-    /// SHA-256.
+    /// The SHA-256 of the payload.
     pub sha256: [u8; 32],
 }
 
-/// What happened.
+/// An event for the updater.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event<'a> {
-    /// An update is to be written; one that was under way is given up.
+    /// Start writing an update; one in progress is abandoned.
     Begin(&'a Offer),
-    /// The next bytes of it.
+    /// The next bytes of the update.
     Chunk(&'a [u8]),
-    /// All bytes have come.
+    /// The update is complete.
     Finish,
-    /// What runs has shown that it works.
+    /// The running payload is healthy.
     Healthy,
 }
 
-/// What the caller should do.
+/// An action for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Notice {
-    /// The update is whole and on trial: restart, into this slot.
+    /// The update is written and on trial: restart into this slot.
     Restart {
-        /// Where it is.
+        /// The slot of the update.
         slot: Slot,
     },
-    /// What runs is confirmed; the watchdog can be stopped.
+    /// The running payload is confirmed; the watchdog can be stopped.
     Confirmed,
-    /// What runs has not become healthy in time: restart, and the old one is taken.
+    /// The running payload did not become healthy in time: restart, which selects the old slot.
     RollBack {
-        /// Where the old one is.
+        /// The old slot.
         slot: Slot,
     },
 }
 
-/// Why an update does not go on.
+/// Why an update failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum UpdateError<E> {
-    /// A device fails.
+    /// A slot failed.
     #[error(transparent)]
     Slot(#[from] SlotError<E>),
-    /// What runs could not be gone back to.
-    #[error("what runs is on trial itself; it must be healthy before it is replaced")]
+    /// The running payload is on trial, so the old one must be kept.
+    #[error("the running version is on trial; it has to become healthy before the next update")]
     OnTrial,
-    /// Older than what runs.
-    #[error("the update has epoch {epoch}, what runs has {running}: older images must not come back")]
+    /// The update is older than the running payload.
+    #[error("the update has epoch {epoch}, but the running version has epoch {running}: rollback is refused")]
     Rollback {
-        /// The update's.
+        /// The update's epoch.
         epoch: u64,
-        /// That of what runs.
+        /// The running payload's epoch.
         running: u64,
     },
-    /// Longer than the slot.
-    #[error("the update has {len_bytes} bytes, slot {slot} holds {capacity_bytes}")]
+    /// The update exceeds the slot.
+    #[error("the update has {len_bytes} bytes, but slot {slot} holds only {capacity_bytes}")]
     TooLong {
-        /// The update, in bytes.
+        /// The length of the update in bytes.
         len_bytes: u64,
-        /// Which slot.
+        /// The slot.
         slot: Slot,
-        /// The slot, in bytes.
+        /// The capacity of the slot in bytes.
         capacity_bytes: u64,
     },
-    /// Longer than a record holds.
-    #[error("the version {0:?} has more than {VERSION_MAX_BYTES} bytes")]
+    /// The version does not fit the record.
+    #[error("the version {0:?} exceeds {VERSION_MAX_BYTES} bytes")]
     Version(String),
-    /// No update is under way.
-    #[error("no update was begun")]
+    /// No update is in progress.
+    #[error("no update is in progress")]
     NotBegun,
-    /// More or fewer bytes than were offered.
-    #[error("the update has {len_bytes} bytes so far; {offered} were offered")]
+    /// The update's length differs from the announced one.
+    #[error("the update has {len_bytes} bytes so far, but {offered} were announced")]
     Length {
-        /// What came, in bytes.
+        /// The bytes received.
         len_bytes: u64,
-        /// What was offered, in bytes.
+        /// The bytes announced.
         offered: u64,
     },
-    /// Other bytes than were offered, or the device does not keep them.
-    #[error("the update reads back with another SHA-256 than was offered")]
+    /// The payload differs from the announced one, or the device does not retain it.
+    #[error("the SHA-256 of the update differs from the announced one")]
     Digest,
 }
 
-/// An update that is being written.
+/// An update in progress.
 #[derive(Debug)]
 struct Writing {
-    /// Where it goes.
+    /// The target slot.
     slot: Slot,
     offer: Offer,
     digest: Sha256,
     len_bytes: u64,
-    /// Bytes that do not fill a block yet.
+    /// Bytes that do not fill a block.
     rest: Vec<u8>,
     next_block: u32,
 }
 
-/// The state of updating.
+/// The state machine of updates.
 #[derive(Debug)]
 pub struct Updater {
     policy: Policy,
-    /// What runs; nothing if it was started from elsewhere, as over rshim.
+    /// The running slot; `None` if the system was started in another way, such as over rshim.
     running: Option<Selected>,
-    /// When what runs must have become healthy.
+    /// The deadline for the running payload to become healthy.
     deadline: Option<Instant>,
     writing: Option<Writing>,
     notice: Option<Notice>,
 }
 
 impl Updater {
-    /// Begin in what [`Slots::select`] has chosen, or in what was started from elsewhere.
+    /// Create an updater in the slot that [`Slots::select`] has selected, or `None` if started in another way.
     pub fn new(policy: Policy, running: Option<Selected>, now: Instant) -> Self {
         let is_on_trial = running.as_ref().is_some_and(|running| running.record.state != State::Confirmed);
         let deadline = is_on_trial.then(|| now + policy.confirm_within);
         Self { policy, running, deadline, writing: None, notice: None }
     }
 
-    /// Take an event.
+    /// Process an event.
     ///
     /// # Errors
-    /// The update does not go on and is given up; what runs is not touched.
+    /// The update failed and is abandoned; the running slot is unchanged.
     pub fn handle<D: BlockDevice>(
         &mut self,
         event: Event<'_>,
@@ -177,7 +178,7 @@ impl Updater {
         result
     }
 
-    /// Take the time. Call it when [`Updater::poll_timeout`] has passed.
+    /// Process timeouts. Call this when [`Updater::poll_timeout`] has passed.
     pub fn handle_timeout(&mut self, now: Instant) {
         if let (Some(deadline), Some(running)) = (self.deadline, &self.running)
             && now >= deadline
@@ -187,18 +188,18 @@ impl Updater {
         }
     }
 
-    /// Return when [`Updater::handle_timeout`] has to be called.
+    /// Return when to call [`Updater::handle_timeout`].
     pub fn poll_timeout(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Return what to do next.
+    /// Return the next notice.
     pub fn poll_event(&mut self) -> Option<Notice> {
         self.notice.take()
     }
 
-    /// Return the slot to write to, and the epoch of what stays: that which runs or, started from elsewhere (over rshim),
-    /// the best that there is, so that one slot always holds a whole payload.
+    /// Return the slot to write, and the epoch of the one that is kept: the running slot or, if started in another way
+    /// (over rshim), the better of the two, so that one slot always holds a complete payload.
     fn target<D: BlockDevice>(&self, slots: &mut Slots<D>) -> Result<(Slot, Option<u64>), UpdateError<D::Error>> {
         if let Some(running) = &self.running {
             return Ok((running.slot.other(), Some(running.record.epoch)));
@@ -271,7 +272,7 @@ impl Updater {
             slots.write(slot, writing.next_block, &writing.rest)?;
         }
         slots.flush(slot)?;
-        // Newer than all there is: the running one, and what the slot had before.
+        // Higher than every existing number: that of the running slot, and of what the target slot held before.
         let mut newest = 0;
         for slot in Slot::ALL {
             newest = slots.record(slot)?.map_or(newest, |record| newest.max(record.sequence));
@@ -287,9 +288,10 @@ impl Updater {
     }
 
     fn confirm<D: BlockDevice>(&mut self, slots: &mut Slots<D>) -> Result<(), UpdateError<D::Error>> {
-        // Once the time is over, the roll-back has been announced, and stays.
+        // Once the deadline has passed, the rollback was announced and is final.
         if let (Some(running), Some(_)) = (&mut self.running, self.deadline) {
-            // Not confirmed before that is written: else the next update would take the place of what is.
+            // Mark it as confirmed only after the record is written; otherwise the next update could overwrite the only
+            // confirmed slot.
             let record = Record { state: State::Confirmed, ..running.record.clone() };
             running.record = slots.write_record(running.slot, record)?;
             self.deadline = None;

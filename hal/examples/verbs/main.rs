@@ -79,7 +79,7 @@ impl Testbed for VerbsBed {
     }
 
     /// The number of a queue pair that was closed again: they are not given out anew so soon.
-    fn nowhere(&mut self) -> Addr {
+    fn unused_addr(&mut self) -> Addr {
         self.open().local_addr()
     }
 
@@ -88,7 +88,7 @@ impl Testbed for VerbsBed {
     }
 
     /// Soft-RoCE's work is done by the kernel's threads, which need a processor.
-    fn pass(&mut self) {
+    fn advance(&mut self) {
         std::thread::sleep(Duration::from_micros(50));
     }
 }

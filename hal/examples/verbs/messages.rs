@@ -201,7 +201,7 @@ fn fenced(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
 fn gone(engine: &mut PeerEngine, ranks: [Rank; 2]) {
     let [_, mut two] = ranks;
     engine.arm();
-    assert!(!engine.has_news(), "nothing is under way");
+    assert!(!engine.has_work(), "nothing is under way");
     send(&mut two.end, &[1]).expect("it goes on");
     let file = engine.file().expect("it has a queue").as_fd().try_clone_to_owned().expect("a file");
     let mut fds = [rustix::event::PollFd::new(&file, rustix::event::PollFlags::IN)];

@@ -1,4 +1,4 @@
-//! What a controller and a device say to each other.
+//! The messages between a controller and a device, and the types that configure a device.
 
 use super::stats::Stats;
 use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
@@ -14,67 +14,68 @@ use heapless::{String, Vec};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The longest name of a device in bytes.
+/// The longest [`Name`], in bytes.
 pub const MAX_NAME_LEN: usize = 64;
 
-/// A device's name, as the fabric knows it.
+/// A name in the fabric, such as a device's.
 pub type Name = String<MAX_NAME_LEN>;
 
-/// A request or response with the number that pairs them.
+/// A request or a response, with the id that matches one to the other.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Envelope<M> {
-    /// Chosen by the requester, echoed by the response.
+    /// Chosen by the requester; the response repeats it.
     pub id: u32,
     /// The message.
     pub message: M,
 }
 
-/// What a device says first.
+/// What a device reports about itself when it connects, and on [`Request::Identify`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Announce {
-    /// Its name in the fabric.
+    /// The device's name in the fabric.
     pub name: Name,
-    /// Its life.
+    /// The device's current incarnation.
     pub boot_id: BootId,
-    /// What it can do.
+    /// Limits and supported operations.
     pub capabilities: DeviceCapabilities,
-    /// Where its shards receive packets, in order of shard.
+    /// Where the device's shards receive packets, in shard order.
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
-    /// How ranks on its own machine contribute by reference; `None` if they can't.
-    pub bus: Option<Bus>,
+    /// Where ranks attach for zero-copy; `None` if the device does not support it.
+    pub attach: Option<AttachPoint>,
 }
 
-/// A device's bus towards the processes of its machine: what the feature `shm` speaks.
+/// Where ranks attach to a device for zero-copy: over shared memory (feature `shm`), or over RDMA from another host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Bus {
-    /// The machine: processes that name another one can't share memory with the device.
+pub struct AttachPoint {
+    /// The device's machine. Only processes on the same machine can share memory with the device.
     pub machine: Name,
-    /// The name that the device listens on.
+    /// The name of the Unix socket that the device listens on.
     pub socket: Name,
-    /// Whose process listens there.
-    pub user: BusUser,
-    /// The memory for redo slots, in bytes.
+    /// The user of the process that listens there.
+    pub user: DeviceUser,
+    /// Total memory for redo slots (PROTOCOL 7), in bytes.
     pub redo_memory_bytes: u64,
-    /// Where ranks of other hosts ask to be let in ([`remote`](crate#by-reference)), over TCP; `None` if they can't.
+    /// The TCP address at which ranks on other hosts attach ([zero-copy over RDMA](crate#zero-copy)); `None` if the
+    /// device does not support RDMA.
     pub remote: Option<SocketAddr>,
 }
 
-/// The user of the process that a device's bus is reached by, as its system numbers users.
+/// The user that a device's process runs as, and whom it serves over shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct BusUser {
-    /// The user.
+pub struct DeviceUser {
+    /// The user id.
     pub uid: u32,
-    /// Whether ranks of all users are let in, not only of this one and of the superuser.
+    /// Whether ranks of all users may attach. Otherwise only this user and the superuser may.
     pub serves_all: bool,
 }
 
-impl BusUser {
-    /// The superuser, whose device serves all.
+impl DeviceUser {
+    /// The superuser, whose device serves every user.
     pub const ROOT: Self = Self { uid: 0, serves_all: true };
 
-    /// Tell whether ranks of a user are let in.
-    pub const fn serves(self, rank: u32) -> bool {
-        self.serves_all || rank == self.uid || rank == 0
+    /// Return whether ranks of user `uid` may attach.
+    pub const fn serves(self, uid: u32) -> bool {
+        self.serves_all || uid == self.uid || uid == 0
     }
 }
 
@@ -86,78 +87,78 @@ impl ChildMask {
     /// The empty set.
     pub const EMPTY: Self = Self([0; MAX_CHILDREN / 64]);
 
-    /// Put a child in; one that no node can have is left out.
+    /// Add a child. An index of [`MAX_CHILDREN`] or more is ignored.
     pub fn insert(&mut self, child: ChildIndex) {
         if let Some(word) = self.0.get_mut(usize::from(child.0) / 64) {
             *word |= 1 << (child.0 % 64);
         }
     }
 
-    /// Tell whether a child is in.
+    /// Return whether a child is in the set.
     pub fn contains(&self, child: ChildIndex) -> bool {
         self.0.get(usize::from(child.0) / 64).is_some_and(|word| word >> (child.0 % 64) & 1 == 1)
     }
 
-    /// Tell whether no child is in.
+    /// Return whether the set is empty.
     pub fn is_empty(&self) -> bool {
         *self == Self::EMPTY
     }
 
-    /// Return the children that are in, in order.
+    /// Iterate over the children in the set, in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = ChildIndex> {
         (0..MAX_CHILDREN as u16).map(ChildIndex).filter(|child| self.contains(*child))
     }
 }
 
-/// The first message on a connection to a controller: who dials.
+/// The first message on a connection to a controller: who is connecting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-// One a connection: see `Request` on its size.
+// Sent once per connection; see `Request` on the size.
 #[allow(clippy::large_enum_variant)]
-pub enum Greeting {
-    /// A device, which then answers requests.
+pub enum Hello {
+    /// A device. It answers requests from then on.
     Device(Announce),
-    /// A program on a host, which then sends requests of its own kind.
+    /// A program on a host, such as a rank. It sends requests from then on.
     Client,
 }
 
-/// What a device can do, over all its shards.
+/// A device's limits and supported operations, over all its shards unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceCapabilities {
-    /// The longest packet on its port, in bytes.
+    /// The longest packet that the device's port sends or receives, in bytes.
     pub max_packet_len_bytes: u32,
-    /// What its port buffers, in bytes.
+    /// The size of the port's receive buffer, in bytes.
     pub receive_buffer_bytes: u32,
-    /// Groups that it can hold.
+    /// The maximum number of groups.
     pub groups: u16,
-    /// Children that one group can have.
+    /// The maximum number of children per group.
     pub children: u16,
-    /// Slots of all groups, in one shard.
+    /// Slots per shard, shared by all groups.
     pub slots: u32,
-    /// Bytes for accumulators and staging, in one shard.
+    /// Bytes per shard for accumulators and staging.
     pub slot_memory_bytes: u64,
-    /// Bit n: element type number n ([`Dtype::to_wire`](crate::op::Dtype::to_wire)).
+    /// Supported element types: bit n stands for wire number n ([`Dtype::to_wire`](crate::op::Dtype::to_wire)).
     pub dtypes: u32,
-    /// Bit n: operator number n.
+    /// Supported operators: bit n stands for wire number n.
     pub ops: u32,
-    /// Bit n: collective number n.
+    /// Supported collectives: bit n stands for wire number n.
     pub collectives: u32,
 }
 
-/// In which order the contributions of a slot combine (PROTOCOL 9).
+/// The order in which the contributions to a slot are combined (PROTOCOL 9).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Order {
-    /// As they come: least memory, bits of float sums may differ from run to run.
+    /// As they arrive. Needs the least memory, but the bits of float sums may differ from run to run.
     Arrival,
-    /// Left to right over the children, ((c0 + c1) + c2) + ...
+    /// Left to right over the children: ((c0 + c1) + c2) + ...
     TreeFold,
-    /// Pairwise over aligned blocks of children, (c0 + c1) + (c2 + c3), ...
+    /// Pairwise over aligned blocks of children: (c0 + c1) + (c2 + c3), ...
     TreePairwise,
 }
 
 impl Order {
-    /// Return how many chunk buffers a slot of this order needs for `children`.
+    /// Return how many chunk buffers a slot needs for `children` in this order.
     pub const fn stages(self, children: u16) -> usize {
         match self {
             Self::Arrival => 1,
@@ -169,19 +170,19 @@ impl Order {
 /// A node's parent in a tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct NodeParent {
-    /// Where the parent's shards receive, in order of shard.
+    /// Where the parent's shards receive packets, in shard order.
     pub data_addrs: Vec<Addr, MAX_SHARDS>,
-    /// Which child of the parent this node is.
+    /// This node's child index at the parent.
     pub child: ChildIndex,
 }
 
-/// A shared address that a parent sends results to, as one of its children knows it.
+/// The shared address to which a parent sends results for all its children at once, as a child uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SharedLink {
-    /// What to listen to ([`Port::join`](crate::port::Port::join)) for the parent's first shard; its other shards take
-    /// the addresses [behind](Addr::behind) it, so that an inner node's shard hears only what it needs.
+    /// The address to join ([`Port::join`](crate::port::Port::join)) for the parent's first shard. The other shards use
+    /// the addresses that [follow](Addr::offset_by), so that an inner node's shard receives only what it needs.
     pub addr: Addr,
-    /// The key of what arrives there: the parent's for [`ChildIndex::ALL`].
+    /// The key of packets that arrive there: the parent's key for [`ChildIndex::ALL`].
     pub key: u64,
 }
 
@@ -190,28 +191,28 @@ pub struct SharedLink {
 pub struct TreeConfig {
     /// The tree.
     pub tree: TreeId,
-    /// `None` at the root.
+    /// The parent; `None` at the root.
     pub parent: Option<NodeParent>,
-    /// How many children (nodes or ranks) it has here, in declared order.
+    /// The number of children (nodes or ranks) on this node, in declared order.
     pub children: u16,
-    /// Which rank each of them is, [`TreeConfig::NODE`] for a node: what ranks are named by that are late. Empty: nobody
-    /// is named, and no operation goes on without anybody.
+    /// The rank of each child, or [`TreeConfig::NODE`] for a child that is a node. Reports of stragglers use it. If it
+    /// is empty, stragglers are not reported and no operation continues without them.
     pub ranks: Vec<u16, MAX_CHILDREN>,
 }
 
 impl TreeConfig {
-    /// In place of a rank: the child is a node.
+    /// Stands in [`TreeConfig::ranks`] for a child that is a node.
     pub const NODE: u16 = u16::MAX;
 }
 
-/// The timers of a group's hops in microseconds; see [`HopTimers`].
+/// The timers of a group's hops, in microseconds; see [`HopTimers`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct TimersConfig {
-    /// The least time before a probe.
+    /// The shortest time before a probe.
     pub probe_min_us: u32,
-    /// The most, after back-off.
+    /// The longest time before a probe, after back-off.
     pub probe_max_us: u32,
-    /// Silence after which a hop is dead.
+    /// A hop that is silent for this long is dead.
     pub dead_us: u32,
 }
 
@@ -229,181 +230,180 @@ impl From<TimersConfig> for HopTimers {
     }
 }
 
-/// A group on one node of its tree.
+/// A group's configuration on one node of its tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GroupConfig {
     /// The group.
     pub group: GroupId,
-    /// The tree that it lives on.
+    /// The tree that carries the group.
     pub tree: TreeId,
-    /// Its first epoch.
+    /// The group's first epoch.
     pub epoch: Epoch,
-    /// In which order contributions combine.
+    /// The order in which contributions are combined.
     pub order: Order,
-    /// What the children's keys are made of.
+    /// The secret from which the children's keys are derived.
     pub secret: GroupSecret,
     /// This node's key as a child of its parent; 0 at the root.
     pub parent_key: u64,
-    /// Where this node's first shard may send one result to all its children at once, the others
-    /// [behind](Addr::behind) it; `None`: to each of them only.
+    /// The address to which this node's first shard may send a result for all its children at once. The other shards
+    /// use the addresses that [follow](Addr::offset_by). `None`: the node sends to each child separately.
     pub shared: Option<Addr>,
-    /// The shared address of its parent, if this node is to listen there. A board whose port can't, takes it out.
+    /// The parent's shared address, if this node is to listen there. A board whose port cannot listen there clears it.
     pub parent_shared: Option<SharedLink>,
-    /// The most contributions that a rank may have in flight, over all shards; at most half the slots.
+    /// The maximum number of contributions that a rank may have in flight, over all shards; at most half the slots.
     pub window_max: u16,
-    /// Slots on this node, in each shard; at least twice what of the window can fall into one shard.
+    /// Slots per shard on this node: at least twice the part of the window that can fall into one shard.
     pub slots: u16,
-    /// The payload limit of a packet in this group, in bytes: the smallest of its tree.
+    /// The largest payload of a packet in this group, in bytes: the smallest limit in the tree.
     pub chunk_len_bytes: u16,
-    /// The ranks of the communicator, over the whole tree: what the root divides averages by.
+    /// The number of ranks in the whole tree. The root divides averages by it.
     pub ranks: NonZeroU32,
-    /// How long it lives without a valid packet or a renewal; an answer to what a node has asked for itself is none.
+    /// The lease: how long the group survives without a valid packet or a renewal, in milliseconds. Replies to requests
+    /// that the node itself sent do not count.
     pub lease_ms: u32,
-    /// The timers of its hops.
+    /// The timers of the group's hops.
     pub timers: TimersConfig,
-    /// The children that contribute by reference, over the device's [`Bus`]: from packets nothing is taken for theirs.
-    pub by_reference: ChildMask,
+    /// The zero-copy children, which attach at the device's [`AttachPoint`]. Packets in their name are dropped.
+    pub zero_copy: ChildMask,
 }
 
-/// What a controller asks of a device.
+/// A request from a controller to a device.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-// One message exists at a time, on the control path: its size costs nothing, and a device has no heap to box in.
+// There is one message at a time, on the control path, so its size does not matter; a device has no heap for a box.
 #[allow(clippy::large_enum_variant)]
 pub enum Request {
-    /// Say who you are, again.
-    Hello,
+    /// Send the [`Announce`] again.
+    Identify,
     /// Take a place in a tree.
     InstallTree(TreeConfig),
-    /// Forget a tree that no group lives on.
+    /// Remove a tree that no group uses.
     RemoveTree(TreeId),
-    /// Reserve a group's slots and memory, all or nothing.
+    /// Create a group: reserve its slots and memory, all or nothing.
     CreateGroup(GroupConfig),
-    /// Extend a group's lease by its full length.
+    /// Restart a group's lease.
     RenewGroup(GroupId),
-    /// Free a group.
+    /// Release a group's resources.
     ReleaseGroup(GroupId),
-    /// Report counters and use.
+    /// Report counters and resource usage.
     Stats,
-    /// Free all groups and trees.
+    /// Release all groups and trees.
     Reset,
 }
 
-/// What a device answers.
+/// A device's response to a [`Request`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
-// One response exists at a time, on the control path: its size costs nothing, and a device has no heap to box in.
+// See `Request` on the size.
 #[allow(clippy::large_enum_variant)]
 pub enum Response {
-    /// To Hello.
-    Hello(Announce),
-    /// Done.
+    /// Response to [`Request::Identify`].
+    Announce(Announce),
+    /// The request was carried out.
     Done,
-    /// Not done, nothing changed.
+    /// The request was refused; nothing changed.
     Refused(Refusal),
-    /// To Stats.
+    /// Response to [`Request::Stats`].
     Stats(Stats),
 }
 
-/// Why a device refuses; nothing was changed.
+/// Why a device refused a request. A refused request changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The group exists.
-    #[error("{0} exists already; release it first")]
+    /// The group already exists.
+    #[error("{0} already exists; release it first")]
     GroupExists(GroupId),
     /// No such group.
-    #[error("{0} does not exist here; it was released, its lease ran out, or the device restarted")]
+    #[error("{0} does not exist on this device: it was released, its lease expired, or the device restarted")]
     NoGroup(GroupId),
     /// No such tree.
-    #[error("{0} is not installed here")]
+    #[error("{0} is not installed on this device")]
     NoTree(TreeId),
-    /// A group lives on the tree.
+    /// A group uses the tree.
     #[error("{0} is in use by a group")]
     TreeInUse(TreeId),
     /// Too many trees or groups.
-    #[error("all {limit} group entries are taken; release a group")]
+    #[error("all {limit} group entries are in use; release a group")]
     NoEntry {
-        /// Entries of this device.
+        /// The number of entries on this device.
         limit: u16,
     },
     /// The tree's child count is out of range.
-    #[error("{children} children; this device takes 1 to {limit}")]
+    #[error("{children} children; this device supports 1 to {limit}")]
     Children {
-        /// Asked for.
+        /// Requested.
         children: u16,
-        /// The most.
+        /// The maximum.
         limit: u16,
     },
-    /// Not enough child entries left.
-    #[error("{need} child entries are needed in one run, which the device does not have free")]
+    /// Not enough contiguous child entries are free.
+    #[error("not enough free child entries: the group needs {need} contiguous ones")]
     NoChildren {
-        /// Asked for.
+        /// The number required.
         need: u32,
     },
-    /// Not enough slots left.
-    #[error("{need} slots are needed in one run, which the device does not have free")]
+    /// Not enough contiguous slots are free.
+    #[error("not enough free slots: the group needs {need} contiguous ones per shard")]
     NoSlots {
-        /// Asked for, per shard.
+        /// The number required, per shard.
         need: u32,
     },
-    /// Not enough slot memory left.
-    #[error("{need} bytes of slot memory are needed in one run, which the device does not have free")]
+    /// Not enough contiguous slot memory is free.
+    #[error("not enough free slot memory: the group needs {need} contiguous bytes per shard")]
     NoMemory {
-        /// Asked for, per shard.
+        /// The number required, per shard.
         need: u64,
     },
-    /// `window_max` breaks `1 <= window_max <= slots / 2` or the protocol's limit.
-    #[error(
-        "window {window} with {slots} slots; the window must be at least 1, at most half the slots and at most 256"
-    )]
+    /// `window_max` violates `1 <= window_max <= slots / 2` or the protocol's limit.
+    #[error("window of {window} chunks with {slots} slots; the window must be 1 to 256 and at most half the slots")]
     Window {
-        /// Asked for.
+        /// Requested.
         window: u16,
-        /// Asked for.
+        /// Requested.
         slots: u16,
     },
-    /// The chunk does not fit the device's packets or holds no element.
-    #[error("chunk of {chunk_len_bytes} bytes; this device takes 64 to {limit}, in multiples of 16")]
+    /// The chunk does not fit the device's packets, or no element fits the chunk.
+    #[error("chunk of {chunk_len_bytes} bytes; this device supports 64 to {limit}, in multiples of 16")]
     Chunk {
-        /// Asked for.
+        /// Requested.
         chunk_len_bytes: u16,
-        /// The most.
+        /// The maximum.
         limit: u32,
     },
-    /// The parent has another number of shards.
-    #[error("the parent has {parent} shards, this device {own}; they must be equal")]
+    /// The parent has a different number of shards.
+    #[error("the parent has {parent} shards and this device {own}; the numbers must be equal")]
     Shards {
-        /// Addresses given.
+        /// Shards of the parent: the number of its addresses.
         parent: u16,
-        /// Of this device.
+        /// Shards of this device.
         own: u16,
     },
-    /// Children can't contribute by reference here.
-    #[error("the device takes no contributions by reference: {0}")]
-    NoBus(NoBus),
-    /// Not enough memory left for redo slots.
-    #[error("{need} bytes of memory for redo slots are needed in one run, which the device does not have free")]
+    /// The device cannot serve zero-copy children.
+    #[error("the device cannot serve zero-copy ranks: {0}")]
+    NoZeroCopy(ZeroCopyRefusal),
+    /// Not enough contiguous memory is free for redo slots.
+    #[error("not enough free memory for redo slots: the group needs {need} contiguous bytes")]
     NoRedoMemory {
-        /// Asked for.
+        /// The number required.
         need: u64,
     },
-    /// The request is not known to this version.
-    #[error("the device does not know this request")]
+    /// This version does not know the request.
+    #[error("unknown request: the device runs another version")]
     Unknown,
 }
 
-/// Why children can't contribute by reference.
+/// Why a device cannot serve a group's zero-copy children.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
-pub enum NoBus {
-    /// The board has none.
-    #[error("it has no bus")]
-    None,
-    /// The engine's chains are too short, or its steps, or its alignment is more than chunks keep.
-    #[error("its engine does not take chunks of the group's length")]
+pub enum ZeroCopyRefusal {
+    /// The board has no attach point.
+    #[error("zero-copy is not enabled on it")]
+    Unsupported,
+    /// The DMA engine's limits on chains, steps or alignment rule out the group's chunks.
+    #[error("its DMA engine does not support the group's chunk size or number of children")]
     Engine,
-    /// The group is not among those that an engine can tell apart.
-    #[error("the groups that its engine can tell apart are taken")]
+    /// The engine has no free entry for another group.
+    #[error("all groups that its DMA engine can distinguish are in use")]
     Groups,
 }

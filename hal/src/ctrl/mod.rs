@@ -1,19 +1,20 @@
-//! The control plane: postcard messages in checked frames, over any byte stream or datagram.
+//! The control plane: postcard messages in checksummed frames, over any byte stream or datagram.
 //!
 //! | offset | field | type | meaning |
 //! |---|---|---|---|
 //! | 0 | magic | u16 | `"Sc"`, 0x6353 |
 //! | 2 | version | u16 | [`VERSION`] of the messages inside |
-//! | 4 | len | u32 | bits 0..31: bytes of the message in this frame, at most [`MAX_MESSAGE_LEN`]; bit 31: the message goes on in the next frame |
+//! | 4 | len | u32 | bits 0..31: bytes of the message in this frame, at most [`MAX_MESSAGE_LEN`]; bit 31: the message continues in the next frame |
 //! | 8 | crc | u32 | CRC-32C of bytes 0..8 followed by the CRC-32C of the message, little-endian |
 //! | 12 | message | | postcard |
 //!
-//! A message of more than [`MAX_MESSAGE_LEN`] bytes is cut into fragments, a frame each. Only byte streams of hosted programs
-//! carry them ([`FrameBuffer`]), up to the limit of whoever reads; a device refuses them.
+//! A message of more than [`MAX_MESSAGE_LEN`] bytes is split into fragments, one per frame. Only byte streams between
+//! hosted programs carry fragments ([`FrameBuffer`]), up to the reader's limit. A device refuses them.
 //!
-//! A controller and a device speak [`Request`] and [`Response`]; other pairs put their own messages in the same
-//! frames. The device dials, greets ([`Greeting`]), and then answers requests in order. Until
-//! authentication exists (PROTOCOL 10), control ports listen on loopback only: who can reach one can command it.
+//! A controller and a device exchange [`Request`] and [`Response`]; other peers put their own messages in the same
+//! frames. The device connects, sends a [`Hello`], and then answers requests in order. Control connections are not
+//! authenticated (PROTOCOL 10): whoever can reach a control port can command it, so control ports listen on loopback
+//! only.
 
 mod messages;
 pub mod shards;
@@ -24,61 +25,61 @@ mod stream;
 mod tests;
 
 pub use messages::{
-    Announce, Bus, BusUser, ChildMask, DeviceCapabilities, Envelope, Greeting, GroupConfig, MAX_NAME_LEN, Name, NoBus,
-    NodeParent, Order, Refusal, Request, Response, SharedLink, TimersConfig, TreeConfig,
+    Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, MAX_NAME_LEN, Name,
+    NodeParent, Order, Refusal, Request, Response, SharedLink, TimersConfig, TreeConfig, ZeroCopyRefusal,
 };
-pub use stats::{Counters, DropReason, StackUse, Stats};
+pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]
 pub use stream::{FrameBuffer, FrameReader, StreamError, encode_frames, fragment, send};
 
-use crate::wire::crc32c;
+use crate::crc::crc32c;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-/// The version of the messages; raised with any change of their bytes.
+/// The version of the messages. It increases with every change of their encoding.
 pub const VERSION: u16 = 10;
 
-/// The length of a frame's header in bytes.
+/// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;
 
-/// The longest message, or fragment of one, in a frame, in bytes.
+/// The longest message or fragment in one frame, in bytes.
 pub const MAX_MESSAGE_LEN: usize = 64 * 1024;
 
-/// In the header's length: the message goes on in the next frame.
+/// Flag in the header's length field: the message continues in the next frame.
 const MORE: u32 = 1 << 31;
 
 const MAGIC: u16 = u16::from_le_bytes(*b"Sc");
 
-/// Why bytes are not a frame, or a message does not fit.
+/// Why bytes are not a valid frame, or why a message cannot be encoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FrameError {
     /// Not a control frame.
-    #[error("magic is {0:#06x}, not 0x6353: the peer does not speak Sumac's control protocol")]
+    #[error("magic is {0:#06x}, expected 0x6353: the peer does not speak Sumac's control protocol")]
     Magic(u16),
-    /// Messages of another version.
-    #[error("control version is {0}; this build speaks version {VERSION}")]
+    /// The peer uses another version of the messages.
+    #[error("the peer speaks control version {0} and this build version {VERSION}; use the same release on both sides")]
     Version(u16),
-    /// Longer than any message.
-    #[error("message of {len} bytes is over the limit")]
+    /// Longer than the limit.
+    #[error("a message of {len} bytes is over the limit")]
     TooLong {
-        /// By the header.
+        /// The message's length, by the header.
         len: usize,
     },
-    /// A part of a message where only whole ones are taken.
-    #[error("the frame is a fragment of a message; this peer takes whole messages only")]
+    /// A fragment where only whole messages are accepted.
+    #[error("the frame is a fragment of a message; only whole messages are accepted here")]
     Fragment,
-    /// Damaged.
-    #[error("checksum is {found:#010x}, computed {computed:#010x}")]
+    /// The frame is damaged.
+    #[error("checksum is {found:#010x}, expected {computed:#010x}: the frame is damaged")]
     Checksum {
-        /// By the header.
+        /// In the header.
         found: u32,
-        /// By the bytes.
+        /// Computed from the bytes.
         computed: u32,
     },
-    /// Not the message that was expected here.
-    #[error("the frame's message is not of the expected kind")]
+    /// The frame does not hold a message of the expected type.
+    #[error("the frame does not hold a message of the expected type")]
     Message,
     /// The caller's buffer is too small for the message.
     #[error("the buffer of {len} bytes is too small for the frame")]
@@ -88,7 +89,7 @@ pub enum FrameError {
     },
 }
 
-/// Write `message` as a frame at the head of `buffer` and return the frame's bytes.
+/// Write `message` as a frame at the start of `buffer`, and return the frame's bytes.
 ///
 /// # Errors
 /// [`FrameError::Buffer`] or [`FrameError::TooLong`].
@@ -104,7 +105,7 @@ pub fn encode<'b, M: Serialize>(message: &M, buffer: &'b mut [u8]) -> Result<&'b
     Ok(frame)
 }
 
-/// Write the header of a frame whose message is in place.
+/// Write the header of a frame whose message is already in place.
 fn seal(frame: &mut [u8], more: u32) {
     let len = (frame.len() - FRAME_HEADER_LEN) as u32 | more;
     frame[0..2].copy_from_slice(&MAGIC.to_le_bytes());
@@ -114,10 +115,10 @@ fn seal(frame: &mut [u8], more: u32) {
     frame[8..12].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Return the length of the frame at the head of `bytes` once its header is there, `None` before.
+/// Return the length of the frame at the start of `bytes`, or `None` while its header is incomplete.
 ///
 /// # Errors
-/// [`FrameError`] if what stands there is not a frame of this version; a stream can't recover from that.
+/// [`FrameError`] if the bytes are not a frame of this version, or are a fragment. A stream cannot recover from that.
 pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
     match read_header(bytes)? {
         Some((_, true)) => Err(FrameError::Fragment),
@@ -125,7 +126,7 @@ pub fn frame_len(bytes: &[u8]) -> Result<Option<usize>, FrameError> {
     }
 }
 
-/// Return the length of the frame at the head of `bytes`, and whether its message goes on in the next one.
+/// Return the length of the frame at the start of `bytes`, and whether its message continues in the next frame.
 fn read_header(bytes: &[u8]) -> Result<Option<(usize, bool)>, FrameError> {
     let Some(header) = bytes.get(..FRAME_HEADER_LEN) else { return Ok(None) };
     let magic = u16::from_le_bytes([header[0], header[1]]);
@@ -144,11 +145,11 @@ fn read_header(bytes: &[u8]) -> Result<Option<(usize, bool)>, FrameError> {
     Ok(Some((FRAME_HEADER_LEN + len, word & MORE != 0)))
 }
 
-/// Read the message of the frame at the head of `bytes`; `Ok(None)` if more bytes are needed. Returns it with
-/// the frame's length.
+/// Decode the frame at the start of `bytes`. Returns the message and the frame's length, or `Ok(None)` if more bytes
+/// are needed.
 ///
 /// # Errors
-/// [`FrameError`] if what stands there is not a frame, is damaged or holds another kind of message.
+/// [`FrameError`] if the bytes are not a frame, are damaged, or hold a message of another type.
 pub fn decode<M: DeserializeOwned>(bytes: &[u8]) -> Result<Option<(M, usize)>, FrameError> {
     let Some(len) = frame_len(bytes)? else { return Ok(None) };
     let Some(frame) = bytes.get(..len) else { return Ok(None) };
@@ -163,7 +164,7 @@ fn check_crc(frame: &[u8]) -> Result<(), FrameError> {
     if found == computed { Ok(()) } else { Err(FrameError::Checksum { found, computed }) }
 }
 
-/// The checksum in two levels, like the data plane's: over the header up to it, then over the message's own.
+/// Two levels, as in the data plane: over the header before the checksum, followed by the message's own checksum.
 fn frame_crc(frame: &[u8]) -> u32 {
     let mut bytes = [0; FRAME_HEADER_LEN];
     bytes[..8].copy_from_slice(&frame[..8]);

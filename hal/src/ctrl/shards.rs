@@ -1,9 +1,9 @@
-//! One device out of several shards: each carries out every request, and what they say becomes one answer.
+//! A device with several shards: every shard carries out every request, and their responses are merged into one.
 
 use super::{Request, Response, Stats};
 
-/// Merge what the shards answer to one request: the first refusal if there is one, the sum of their stats. `None` if
-/// nobody answers.
+/// Merge the shards' responses to one request: the first refusal if there is one, else the sum of their stats. `None`
+/// if there are no responses.
 pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
     answers.into_iter().reduce(|merged, answer| match (merged, answer) {
         (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
@@ -12,7 +12,7 @@ pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
             sum.slots_used += slots_used;
             sum.slot_memory_used_bytes += slot_memory_used_bytes;
             sum.counters.merge(counters);
-            // All stacks of a device are as long.
+            // All stacks of a device have the same size.
             sum.stack = sum.stack.into_iter().chain(stack).max_by_key(|stack| stack.used_bytes);
             Response::Stats(sum)
         }
@@ -20,8 +20,8 @@ pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
     })
 }
 
-/// Return what takes a request back where it was carried out, if other shards have refused it: a group is on all shards or
-/// on none.
+/// Return the request that undoes `request` on the shards that carried it out, for when another shard has refused it. A
+/// group exists on all shards or on none.
 pub const fn undo(request: &Request) -> Option<Request> {
     match request {
         Request::CreateGroup(config) => Some(Request::ReleaseGroup(config.group)),
@@ -31,12 +31,12 @@ pub const fn undo(request: &Request) -> Option<Request> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Counters, Refusal, StackUse};
+    use super::super::{Counters, Refusal, StackUsage};
     use super::*;
     use crate::ids::{BootId, GroupId, TreeId};
 
     #[test]
-    fn one_refusal_is_the_devices() {
+    fn one_refusing_shard_refuses_for_the_device() {
         let refused = Response::Refused(Refusal::NoGroup(GroupId(1)));
         assert_eq!(merge([Response::Done, refused.clone(), Response::Done]), Some(refused));
         assert_eq!(merge([Response::Done, Response::Done]), Some(Response::Done));
@@ -44,21 +44,21 @@ mod tests {
     }
 
     #[test]
-    fn stats_add_up() {
+    fn merged_stats_are_summed_over_shards() {
         let stats = |slots_used| {
             let counters = Counters { packets_in: 5, ..Counters::default() };
-            let stack = (slots_used < 5).then_some(StackUse { used_bytes: 100 - slots_used, of_bytes: 200 });
+            let stack = (slots_used < 5).then_some(StackUsage { used_bytes: 100 - slots_used, size_bytes: 200 });
             Stats { boot_id: BootId(1), groups: 1, trees: 1, slots_used, slot_memory_used_bytes: 100, counters, stack }
         };
         let Some(Response::Stats(sum)) = merge([3, 4, 5].map(|slots| Response::Stats(stats(slots)))) else {
             panic!("no sum");
         };
         assert_eq!((sum.slots_used, sum.slot_memory_used_bytes, sum.counters.packets_in), (12, 300, 15));
-        assert_eq!(sum.stack.map(|stack| stack.used_bytes), Some(97), "the one that has least left");
+        assert_eq!(sum.stack.map(|stack| stack.used_bytes), Some(97), "the stack with the least room left");
     }
 
     #[test]
-    fn only_what_reserves_is_taken_back() {
+    fn requests_that_reserve_nothing_have_no_undo() {
         assert_eq!(undo(&Request::RemoveTree(TreeId(1))), None);
         assert_eq!(undo(&Request::Stats), None);
     }

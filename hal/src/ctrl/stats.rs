@@ -1,52 +1,52 @@
-//! Counters: what a device has seen and done since it booted.
+//! The counters that a device keeps from boot on, and its report of them.
 
 use crate::ids::BootId;
 use core::fmt;
 use serde::{Deserialize, Serialize};
 
-/// Why a packet was dropped. Every drop has a reason and is counted.
+/// Why a packet was dropped. Every dropped packet is counted under one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum DropReason {
-    /// Not a whole packet of this version, or damaged.
+    /// Incomplete, damaged, or of another version.
     Malformed = 0,
-    /// A kind that nobody sends in that direction, or fields that contradict each other.
+    /// A kind that is not sent in that direction, or fields that contradict each other.
     BadKind = 1,
-    /// No such group here.
+    /// This node does not have the group.
     UnknownGroup = 2,
-    /// Of another epoch.
+    /// Sent in another epoch.
     WrongEpoch = 3,
     /// A child index that the group does not have.
     BadChild = 4,
-    /// The key is not the child's.
+    /// The key does not belong to the child.
     BadKey = 5,
-    /// From another address than the child is pinned to.
+    /// Sent from an address other than the one that the child is pinned to.
     BadSource = 6,
-    /// A seq of another shard.
+    /// The seq belongs to another shard.
     BadShard = 7,
-    /// `have` is above what was sent down.
+    /// `have` is above the seqs that were answered.
     BadMark = 8,
-    /// Payload length or element count do not fit the seq.
+    /// Payload length or element count do not match the seq.
     BadShape = 9,
-    /// The slot has moved on.
+    /// The slot already holds a later chunk.
     Stale = 10,
-    /// Already in.
+    /// The child has already contributed.
     Duplicate = 11,
-    /// The slot still holds something that a child has not got.
+    /// The slot still holds a result that some child has not received.
     SlotBusy = 12,
     /// Beyond the child's window.
     OverWindow = 13,
-    /// An answer to nothing that was asked.
+    /// A reply that does not belong to any request.
     Unexpected = 14,
-    /// The queue of replies is full.
+    /// The reply queue is full.
     QueueFull = 15,
-    /// From who was not there in an operation's time: the group goes on without, or is about to.
+    /// From a straggler: the group is continuing without this child, or is about to.
     Late = 16,
 }
 
 impl DropReason {
-    /// Every reason, in order of number.
+    /// Every reason, in numerical order.
     pub const ALL: [Self; 17] = [
         Self::Malformed,
         Self::BadKind,
@@ -67,7 +67,7 @@ impl DropReason {
         Self::Late,
     ];
 
-    /// Return its name in tables.
+    /// Return the reason's name, as shown in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Malformed => "malformed",
@@ -97,57 +97,57 @@ impl fmt::Display for DropReason {
     }
 }
 
-/// What a node counts; all since boot.
+/// A node's counters since boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Counters {
-    /// Packets received, dropped ones too.
+    /// Packets received, including dropped ones.
     pub packets_in: u64,
-    /// Their bytes.
+    /// Bytes of the packets received.
     pub bytes_in: u64,
     /// Packets sent.
     pub packets_out: u64,
-    /// Their bytes.
+    /// Bytes of the packets sent.
     pub bytes_out: u64,
-    /// Contributions taken in.
+    /// Contributions accepted.
     pub contributions: u64,
     /// Seqs completed at this node.
     pub completed: u64,
     /// Answers (Result, Done) sent for the first time.
     pub answers: u64,
-    /// Results sent to all children in one packet; each counts as an answer to each of them.
+    /// Results sent to all children in one packet. Each also counts as an answer to every child.
     pub answers_shared: u64,
-    /// Answers sent again.
+    /// Answers retransmitted.
     pub answers_resent: u64,
-    /// Contributions sent up again.
+    /// Contributions retransmitted to the parent.
     pub contributions_resent: u64,
     /// Naks sent.
     pub naks: u64,
     /// Probes answered.
     pub probes_in: u64,
-    /// Probes sent up.
+    /// Probes sent to the parent.
     pub probes_out: u64,
-    /// Decisions to go on without ranks that were carried out.
+    /// Decisions to continue without stragglers that were carried out.
     pub cuts: u64,
     /// Window halvings.
     pub window_cuts: u64,
-    /// Groups ended by their lease.
+    /// Groups freed because their lease expired.
     pub leases_expired: u64,
-    /// Packets dropped, by [`DropReason`] number.
+    /// Packets dropped, indexed by [`DropReason`].
     pub dropped: [u64; 17],
 }
 
 impl Counters {
-    /// Count a drop.
+    /// Count a dropped packet.
     pub fn drop_packet(&mut self, reason: DropReason) {
         self.dropped[reason as usize] += 1;
     }
 
-    /// Return how many packets were dropped for `reason`.
+    /// Return the number of packets dropped for `reason`.
     pub const fn dropped(&self, reason: DropReason) -> u64 {
         self.dropped[reason as usize]
     }
 
-    /// Add another shard's counters.
+    /// Add the counters of another shard.
     pub fn merge(&mut self, other: &Self) {
         let Self {
             packets_in,
@@ -190,14 +190,14 @@ impl Counters {
     }
 }
 
-/// A device's report of itself.
+/// A device's report of its counters and resource usage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stats {
-    /// The life that the counters belong to.
+    /// The incarnation that the counters belong to.
     pub boot_id: BootId,
-    /// Groups that live here.
+    /// Groups on this device.
     pub groups: u16,
-    /// Trees installed here.
+    /// Trees installed on this device.
     pub trees: u16,
     /// Slots in use, over all shards.
     pub slots_used: u32,
@@ -205,15 +205,16 @@ pub struct Stats {
     pub slot_memory_used_bytes: u64,
     /// The counters, over all shards.
     pub counters: Counters,
-    /// The stack of the shard that has come nearest to its end; `None` where nobody measures it.
-    pub stack: Option<StackUse>,
+    /// Stack usage of the shard that came closest to its limit; `None` where it is not measured.
+    pub stack: Option<StackUsage>,
 }
 
-/// How far a stack was ever used: its high-water mark.
+/// The high-water mark of a stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StackUse {
-    /// How many bytes of it were ever used.
+pub struct StackUsage {
+    /// The most bytes in use at any time.
     pub used_bytes: u32,
-    /// How long it is.
-    pub of_bytes: u32,
+    /// The size of the stack in bytes.
+    #[serde(rename = "of_bytes")]
+    pub size_bytes: u32,
 }

@@ -7,8 +7,8 @@ use core::num::NonZeroU32;
 use proptest::prelude::*;
 
 fn group() -> GroupConfig {
-    let mut by_reference = ChildMask::EMPTY;
-    [0, 3, 64, 255].into_iter().for_each(|child| by_reference.insert(ChildIndex(child)));
+    let mut zero_copy = ChildMask::EMPTY;
+    [0, 3, 64, 255].into_iter().for_each(|child| zero_copy.insert(ChildIndex(child)));
     GroupConfig {
         group: GroupId(0x1234),
         tree: TreeId(5),
@@ -24,7 +24,7 @@ fn group() -> GroupConfig {
         ranks: NonZeroU32::new(600).unwrap(),
         lease_ms: 30_000,
         timers: HopTimers::DEFAULT.into(),
-        by_reference,
+        zero_copy,
     }
 }
 
@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 10, byte for byte. A change here is a new version.
+/// Version 10, byte for byte. Any change requires a new version.
 #[test]
-fn golden_bytes_of_version_10() {
+fn version_10_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -58,7 +58,7 @@ const GOLDEN_CREATE: &str = "53630a005000000095ddf8940203b4240501020209090909090
 const GOLDEN_REFUSED: &str = "53630a00040000002fc223b202020740";
 
 #[test]
-fn messages_round_trip() {
+fn announce_and_stats_round_trip() {
     let name: Name = "leaf-1".try_into().unwrap();
     let capabilities = DeviceCapabilities {
         max_packet_len_bytes: 65507,
@@ -73,15 +73,15 @@ fn messages_round_trip() {
     };
     let data_addrs = [Addr::Udp("[::1]:9".parse().unwrap())].into_iter().collect();
     let (machine, socket) = ("here".try_into().unwrap(), "leaf-1.7".try_into().unwrap());
-    let user = BusUser { uid: 1000, serves_all: true };
-    let bus = Bus { machine, socket, user, redo_memory_bytes: 9, remote: Some("[::1]:8".parse().unwrap()) };
-    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs, bus: Some(bus) };
+    let user = DeviceUser { uid: 1000, serves_all: true };
+    let attach = AttachPoint { machine, socket, user, redo_memory_bytes: 9, remote: Some("[::1]:8".parse().unwrap()) };
+    let announce = Announce { name, boot_id: BootId(7), capabilities, data_addrs, attach: Some(attach) };
     let bytes = frame(&announce);
     assert_eq!(decode::<Announce>(&bytes).unwrap(), Some((announce, bytes.len())));
 
     let mut counters = Counters::default();
     counters.drop_packet(DropReason::QueueFull);
-    let (slot_memory_used_bytes, stack) = (4, Some(StackUse { used_bytes: 5, of_bytes: 6 }));
+    let (slot_memory_used_bytes, stack) = (4, Some(StackUsage { used_bytes: 5, size_bytes: 6 }));
     let stats =
         Stats { boot_id: BootId(7), groups: 1, trees: 2, slots_used: 3, slot_memory_used_bytes, counters, stack };
     let bytes = frame(&Envelope { id: 9, message: Response::Stats(stats) });
@@ -90,7 +90,7 @@ fn messages_round_trip() {
 }
 
 #[test]
-fn streams_wait_for_whole_frames_and_damage_is_named() {
+fn partial_frame_waits_and_damaged_frame_fails() {
     let good = frame(&Envelope { id: 1, message: Request::Stats });
     for len in 0..good.len() {
         assert_eq!(decode::<Envelope<Request>>(&good[..len]), Ok(None), "{len} bytes");
@@ -99,7 +99,7 @@ fn streams_wait_for_whole_frames_and_damage_is_named() {
         let mut bad = good.clone();
         bad[i] ^= 0x10;
         let error = decode::<Envelope<Request>>(&bad);
-        // A longer length asks for bytes that never come; everything else is an error at once.
+        // A larger length only waits for more bytes; everything else is an error at once.
         assert!(error.is_err() || (4..8).contains(&i) && error == Ok(None), "byte {i}: {error:?}");
     }
     assert_eq!(decode::<Envelope<Request>>(&[0; 12]), Err(FrameError::Magic(0)));
@@ -108,7 +108,7 @@ fn streams_wait_for_whole_frames_and_damage_is_named() {
 
 proptest! {
     #[test]
-    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn arbitrary_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         let _ = decode::<Envelope<Request>>(&bytes);
         let mut framed = frame(&0_u8);
         framed.extend_from_slice(&bytes);

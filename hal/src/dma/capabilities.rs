@@ -1,23 +1,23 @@
-//! What an engine can do, and the check of a step against it.
+//! The capabilities of engines, and the check of a step against them.
 
-use super::{Address, Covers, Status, Step};
+use super::{Address, Coverage, Status, Step};
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
 use core::fmt;
 
-/// Which family of engines one is of.
+/// The family of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Profile {
-    /// It moves bytes: the engines of NVIDIA BlueField (DOCA DMA, mlx5 MMO), Intel DSA, AMD SDMA, copy engines of
-    /// GPUs. The runtime's own kernels do the arithmetic.
+    /// Copies bytes: NVIDIA BlueField (DOCA DMA, mlx5 MMO), Intel DSA, AMD SDMA, copy engines of GPUs. The runtime's
+    /// kernels do the arithmetic.
     CopyOnly = 1,
-    /// It also combines a source into a destination of the same type: Huawei Ascend's SDMA, with sum, min and max of
-    /// i8, i16, i32, f16, bf16 and f32 (CANN, `aclrtReduceAsync`). Narrow floats are rounded at every step.
+    /// Also combines a source into a destination of the same type: Huawei Ascend's SDMA, with sum, min and max of i8,
+    /// i16, i32, f16, bf16 and f32 (CANN, `aclrtReduceAsync`). Narrow floats are rounded at every step.
     InlineReduce = 2,
-    /// It also widens, accumulates in the accumulator type and rounds once: no engine that can be bought, but what
-    /// one should do, and what the emulated one does.
+    /// Also widens, accumulates in the accumulator type and rounds once, as the emulated engine does. No commercial
+    /// engine is known to.
     Full = 3,
 }
 
@@ -25,7 +25,7 @@ impl Profile {
     /// Every profile.
     pub const ALL: [Self; 3] = [Self::CopyOnly, Self::InlineReduce, Self::Full];
 
-    /// Return the name used in tables, logs and options.
+    /// Return the name for tables, logs and options.
     pub const fn name(self) -> &'static str {
         match self {
             Self::CopyOnly => "copy-only",
@@ -51,7 +51,7 @@ macro_rules! sets {
             /// The empty set.
             pub const NONE: Self = Self(0);
 
-            /// Return the set of these.
+            /// Return the set of `items`.
             pub const fn of(items: &[$item]) -> Self {
                 let (mut bits, mut at) = (0, 0);
                 while at < items.len() {
@@ -61,17 +61,17 @@ macro_rules! sets {
                 Self(bits)
             }
 
-            /// Tell whether `item` is in the set.
+            /// Return whether `item` is in the set.
             pub const fn contains(self, item: $item) -> bool {
                 self.0 >> item.to_wire() & 1 == 1
             }
 
-            /// Return the bits as a register holds them: bit n for wire number n.
+            /// Return the set as a register value: bit n stands for wire number n.
             pub const fn bits(self) -> u32 {
                 self.0
             }
 
-            /// Return the set of a register's bits; those of numbers that this version does not know stay set.
+            /// Return the set with this register value. Bits of unknown numbers are kept.
             pub const fn from_bits(bits: u32) -> Self {
                 Self(bits)
             }
@@ -86,32 +86,32 @@ sets! {
     OpSet of ReduceOp;
 }
 
-/// What an engine can do.
+/// The capabilities of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// The family.
+    /// The engine's family.
     pub profile: Profile,
-    /// The types of the sources that it reduces, and, if it is [`Profile::Full`], of the outputs.
+    /// The supported types of sources of reductions and, for [`Profile::Full`], of outputs.
     pub dtypes: DtypeSet,
-    /// The operators that it has.
+    /// The supported operators.
     pub ops: OpSet,
-    /// What every address has to be a multiple of, in bytes: a power of two.
+    /// The required alignment of every address, in bytes: a power of two.
     pub alignment_bytes: u32,
-    /// The most bytes that one step reads or writes.
+    /// The maximum length that one step reads or writes, in bytes.
     pub max_len_bytes: u32,
-    /// The most steps of a chain.
+    /// The maximum number of steps of a chain.
     pub max_steps: u32,
-    /// The most descriptors (steps) that wait in its queue.
+    /// The queue's capacity in descriptors (steps).
     pub queue_depth: u32,
 }
 
-/// What the reducing engines of today have.
+/// The element types and operators of today's inline-reducing engines.
 const INLINE_DTYPES: DtypeSet = DtypeSet::of(&[Dtype::I8, Dtype::I16, Dtype::I32, Dtype::F16, Dtype::Bf16, Dtype::F32]);
 const INLINE_OPS: OpSet = OpSet::of(&[ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max]);
 
 impl Capabilities {
-    /// Describe an engine of a profile with no limits of its own beyond `max_steps` and `queue_depth`.
+    /// Return the capabilities of an engine of this profile, with no limits other than `max_steps` and `queue_depth`.
     pub const fn new(profile: Profile, max_steps: u32, queue_depth: u32) -> Self {
         let (dtypes, ops) = match profile {
             Profile::CopyOnly => (DtypeSet::NONE, OpSet::NONE),
@@ -121,35 +121,36 @@ impl Capabilities {
         Self { profile, dtypes, ops, alignment_bytes: 1, max_len_bytes: u32::MAX, max_steps, queue_depth }
     }
 
-    /// Replace the alignment; `alignment_bytes` is a power of two.
+    /// Set the alignment, a power of two.
     #[must_use]
     pub const fn with_alignment(mut self, alignment_bytes: u32) -> Self {
         self.alignment_bytes = alignment_bytes;
         self
     }
 
-    /// Replace the longest step.
+    /// Set the maximum length of a step, in bytes.
     #[must_use]
     pub const fn with_max_len(mut self, max_len_bytes: u32) -> Self {
         self.max_len_bytes = max_len_bytes;
         self
     }
 
-    /// Tell whether the engine can reduce elements of `dtype` with `op`, in the accumulator type or in `dtype`. It
-    /// takes what both it and [`Kernel`] have.
+    /// Return whether the engine can reduce elements of `dtype` with `op`, in the accumulator type or in `dtype`. Both
+    /// the engine and [`Kernel`] must support it.
     pub const fn reduces(&self, dtype: Dtype, op: ReduceOp) -> bool {
         self.dtypes.contains(dtype) && self.ops.contains(op) && Kernel::new(dtype, op).is_some()
     }
 
-    /// Check a step as far as it can be without the regions.
+    /// Check a step against the capabilities, without the regions.
     ///
     /// # Errors
-    /// The status that the chain ends with: [`Status::Unsupported`], [`Status::TooLong`] or [`Status::Misaligned`].
+    /// The status of the chain: [`Status::Unsupported`], [`Status::TooLong`], [`Status::Misaligned`] or
+    /// [`Status::Overlap`].
     pub fn check(&self, step: &Step) -> Result<(), Status> {
         if !self.supports(step) {
             return Err(Status::Unsupported);
         }
-        let covers = if let Step::Publish { covers, .. } = *step { covers } else { Covers::NOTHING };
+        let covers = if let Step::Publish { covers, .. } = *step { covers } else { Coverage::NONE };
         let longest = step.src_len_bytes().max(step.dst_len_bytes()).max(covers.len_bytes.into());
         if longest == 0 || longest > u64::from(self.max_len_bytes) {
             return Err(Status::TooLong);
@@ -160,8 +161,8 @@ impl Capabilities {
         if word || misaligned(step.dst()) || step.src().is_some_and(misaligned) {
             return Err(Status::Misaligned);
         }
-        // The words would be part of what they vouch for.
-        if !covers.is_nothing() && covers.skip_bytes < Covers::SKIP_MIN_BYTES {
+        // The published words would be among the bytes that the checksum covers.
+        if !covers.is_empty() && covers.offset_bytes < Coverage::OFFSET_MIN_BYTES {
             return Err(Status::Overlap);
         }
         Ok(())

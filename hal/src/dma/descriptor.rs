@@ -1,4 +1,4 @@
-//! What a chain is made of, and its descriptors' 64 bytes.
+//! The steps of a chain, and their encoding as descriptors.
 //!
 //! A descriptor is one cache line of eight little-endian words:
 //!
@@ -9,100 +9,100 @@
 //! | 0 | 8..16 | operator, 0 for none |
 //! | 0 | 16..24, 24..32, 32..40 | source, accumulator, output type, 0 for none |
 //! | 0 | 40..48 | scope |
-//! | 0 | 48..64 | the scope's generation: how often it was aborted before, modulo 2^16 |
+//! | 0 | 48..64 | the scope's generation: how often it has been aborted, modulo 2^16 |
 //! | 1 | 0..64 | tag: seq |
 //! | 2 | 0..32, 32..64 | tag: slot, attempt |
 //! | 3 | 0..16, 32..64 | source: region's index, generation; or the first word to publish |
 //! | 4 | 0..64 | source: offset in bytes; or the second word to publish |
 //! | 5 | 0..16, 32..64 | destination: region's index, generation |
 //! | 6 | 0..64 | destination: offset in bytes |
-//! | 7 | 0..32, 32..64 | length in bytes (copy, and what a publication covers) or elements; number of ranks (store), or
-//! how far behind the words a publication covers |
+//! | 7 | 0..32 | length in elements, or in bytes (copy; bytes that a publication covers) |
+//! | 7 | 32..64 | number of ranks (store), or the offset of the bytes that a publication covers |
 //!
-//! All other bits are 0. Invariant: `parse` gives back what `emit` was given, and takes nothing else.
+//! All other bits are 0. Invariant: `parse` is the exact inverse of `emit`.
 
+use crate::crc::crc32c;
 use crate::op::{Dtype, ReduceOp};
-use crate::wire::crc32c;
 
-/// The words of a descriptor.
+/// The length of a descriptor in words.
 pub const DESCRIPTOR_WORDS: usize = 8;
 
-/// The name of a region of registered memory. A generation is never given out twice for an index, so a name that was
-/// kept too long names nothing.
+/// The key of a region of registered memory. Generations of an index are never reused, so a stale key refers to
+/// nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct RegionKey {
-    /// Where the region is in the table of its device.
+    /// The region's index in the device's table.
     pub index: u16,
-    /// Which of the regions that were there.
+    /// Distinguishes the regions that have had this index.
     pub generation: u32,
 }
 
 impl RegionKey {
-    /// Return the word that travels.
+    /// Return the key as one word.
     pub const fn to_bits(self) -> u64 {
         self.index as u64 | (self.generation as u64) << 32
     }
 
-    /// Rebuild a key from its word; `None` if that has bits that no key has.
+    /// Return the key with this word; `None` if reserved bits are set.
     pub const fn from_bits(bits: u64) -> Option<Self> {
         let key = Self { index: bits as u16, generation: (bits >> 32) as u32 };
         if key.to_bits() == bits { Some(key) } else { None }
     }
 }
 
-/// A place in registered memory.
+/// An address in registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Address {
     /// The region.
     pub region: RegionKey,
-    /// The distance from its beginning.
+    /// The offset from the start of the region.
     pub offset_bytes: u64,
 }
 
-/// What a completion is recognised by. The engine does not look at it.
+/// Identifies a completion. The engine does not interpret it.
 ///
-/// A slot's memory is used again only when all tags of its former attempts have come back (PROTOCOL 7).
+/// A slot's memory is reused only after all tags of earlier attempts have completed (PROTOCOL 7).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Tag {
     /// The sequence number of the chunk.
     pub seq: u64,
-    /// The slot that it is reduced in.
+    /// The slot that the chunk is reduced in.
     pub slot: u32,
-    /// Which try this is.
+    /// The number of the attempt.
     pub attempt: u32,
 }
 
-/// What [`Engine::abort`](super::Engine::abort) ends together: a group, or the device's all.
+/// The set of chains that [`Engine::abort`](super::Engine::abort) ends together, such as those of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Scope(pub u8);
 
-/// One step of a chain. Lengths are of elements, except for copies.
+/// One step of a chain. Lengths are in elements, except for copies.
 ///
-/// Where the operator is a location, an element is a pair of the named type and an index, as for
-/// [`Kernel`](crate::reduce::Kernel). Pairs accumulate as they are, so their first contribution is copied.
+/// For operators with an index, an element is a pair of a value and an index, as in [`Kernel`](crate::reduce::Kernel).
+/// Pairs are accumulated without widening, so their first contribution is copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
-    /// `dst = src`, byte by byte.
+    /// `dst = src`, as bytes.
     Copy {
-        /// Where from.
+        /// The source.
         src: Address,
-        /// Where to.
+        /// The destination.
         dst: Address,
-        /// How many bytes.
+        /// The length in bytes.
         len_bytes: u32,
     },
-    /// `dst = src`, the first contribution of a reduction, widened.
+    /// `dst = widen(src)`: the first contribution of a reduction.
     Load {
         /// The type of `src`.
         source: Dtype,
         /// The type of `dst`.
         accumulator: Dtype,
-        /// Where from.
+        /// The source.
         src: Address,
-        /// Where to.
+        /// The destination.
         dst: Address,
-        /// How many elements.
+        /// The number of elements.
         count: u32,
     },
     /// `dst = dst op src`.
@@ -111,18 +111,18 @@ pub enum Step {
         op: ReduceOp,
         /// The type of `src`.
         source: Dtype,
-        /// The type of `dst`. Where it is `source` and narrower than that type's usual accumulator, each step rounds.
+        /// The type of `dst`. If it is `source` and narrower than that type's accumulator, every step rounds.
         accumulator: Dtype,
-        /// Where from.
+        /// The source.
         src: Address,
         /// The accumulators.
         dst: Address,
-        /// How many elements.
+        /// The number of elements.
         count: u32,
     },
-    /// `dst = round(src)`: the result of `ranks` contributions. `dst` may be `src` if both types are of one size.
+    /// `dst = round(src)`: the result of `ranks` contributions. `dst` may equal `src` if both types have the same size.
     Store {
-        /// The operator: averages are divided here.
+        /// The operator; averages are divided in this step.
         op: ReduceOp,
         /// The type of `src`.
         accumulator: Dtype,
@@ -130,102 +130,102 @@ pub enum Step {
         output: Dtype,
         /// The accumulators.
         src: Address,
-        /// Where to.
+        /// The destination.
         dst: Address,
-        /// How many elements.
+        /// The number of elements.
         count: u32,
-        /// How many ranks contributed.
+        /// The number of ranks that contributed.
         ranks: u32,
     },
-    /// Write two words, 8-byte aligned; the second, then the first, each in one piece. Where it covers bytes, a third
-    /// word comes before both: their CRC-32C (bits 0..32), and their length (bits 32..64).
+    /// Write two 8-byte aligned words atomically, first the second, then the first. If the publication covers bytes, a
+    /// third word is written before both: the bytes' CRC-32C (bits 0..32) and length (bits 32..64).
     Publish {
-        /// Where to.
+        /// The destination.
         dst: Address,
-        /// What.
+        /// The words.
         words: [u64; 2],
-        /// What the third word is about.
-        covers: Covers,
+        /// The bytes that the third word covers.
+        covers: Coverage,
     },
 }
 
-/// The bytes that a publication vouches for, in the region that it is written to.
+/// The bytes that a publication's checksum covers, in the region that it is written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Covers {
-    /// How far behind the publication's first byte they begin; at least [`Covers::SKIP_MIN_BYTES`].
-    pub skip_bytes: u32,
-    /// How many they are; 0 for none, and then there is no third word.
+pub struct Coverage {
+    /// The offset of the bytes from the publication; at least [`Coverage::OFFSET_MIN_BYTES`].
+    pub offset_bytes: u32,
+    /// The number of bytes. If it is 0, there is no third word.
     pub len_bytes: u32,
 }
 
-impl Covers {
+impl Coverage {
     /// No bytes.
-    pub const NOTHING: Self = Self { skip_bytes: 0, len_bytes: 0 };
+    pub const NONE: Self = Self { offset_bytes: 0, len_bytes: 0 };
 
-    /// The length of the three words.
-    pub const SKIP_MIN_BYTES: u32 = 24;
+    /// The smallest offset: the length of the three words.
+    pub const OFFSET_MIN_BYTES: u32 = 24;
 
-    /// Return the third word of a publication that covers `bytes`: what its reader compares it with.
-    pub fn word(bytes: &[u8]) -> u64 {
-        Self::word_of(crc32c(bytes), bytes.len())
+    /// Return the third word of a publication that covers `bytes`.
+    pub fn checksum_word(bytes: &[u8]) -> u64 {
+        Self::checksum_word_of(crc32c(bytes), bytes.len())
     }
 
-    pub(crate) const fn word_of(crc: u32, len_bytes: usize) -> u64 {
+    pub(crate) const fn checksum_word_of(crc: u32, len_bytes: usize) -> u64 {
         (len_bytes as u64) << 32 | crc as u64
     }
 
-    /// Return where the bytes begin, of a publication at `dst`; `None` where there is no such address.
+    /// Return the address of the bytes for a publication at `dst`, or `None` on overflow.
     pub const fn at(self, dst: Address) -> Option<Address> {
-        match dst.offset_bytes.checked_add(self.skip_bytes as u64) {
+        match dst.offset_bytes.checked_add(self.offset_bytes as u64) {
             Some(offset_bytes) => Some(Address { offset_bytes, ..dst }),
             None => None,
         }
     }
 
-    /// Tell whether there are none.
-    pub const fn is_nothing(self) -> bool {
+    /// Return whether no bytes are covered.
+    pub const fn is_empty(self) -> bool {
         self.len_bytes == 0
     }
 }
 
-/// A list of steps under one tag.
+/// A list of steps with one tag.
 #[derive(Debug, Clone, Copy)]
 pub struct Chain<'a> {
-    /// What its completion will say.
+    /// The tag of the chain's completion.
     pub tag: Tag,
-    /// What aborts it.
+    /// The scope that aborts the chain.
     pub scope: Scope,
-    /// What to do, in order.
+    /// The steps, in order.
     pub steps: &'a [Step],
 }
 
-/// A step as it travels through a queue.
+/// A step in a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
     /// The chain's tag.
     pub tag: Tag,
     /// The chain's scope.
     pub scope: Scope,
-    /// How often the scope was aborted before the chain was submitted, modulo 2^16.
+    /// How often the scope had been aborted when the chain was submitted, modulo 2^16.
     pub scope_generation: u16,
     /// Whether the next descriptor belongs to the same chain.
     pub more: bool,
-    /// What to do.
+    /// The step.
     pub step: Step,
 }
 
-/// Why eight words are no descriptor.
+/// Why words are not a valid descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DescriptorError {
-    /// The kind is none of this version's.
-    #[error("descriptor kind {0} is unknown")]
+    /// This version does not know the kind.
+    #[error("unknown descriptor kind {0}")]
     Kind(u8),
-    /// An operator or a type is none of this version's, or is given where none belongs.
-    #[error("word 0 of the descriptor, {0:#x}, names an operator or a type that this version does not know")]
+    /// An operator or a type is unknown, or not allowed for the kind.
+    #[error("word 0 of the descriptor is {0:#x}: unknown or unexpected operator or type")]
     Types(u64),
-    /// Bits that must be 0 are not.
-    #[error("bits that must be 0 are set in word {0} of the descriptor")]
+    /// Reserved bits are set.
+    #[error("reserved bits are set in word {0} of the descriptor")]
     Reserved(u8),
 }
 
@@ -235,7 +235,7 @@ const REDUCE: u8 = 3;
 const STORE: u8 = 4;
 const PUBLISH: u8 = 5;
 
-/// The bit of the first word that says that a chain goes on.
+/// Flag in the first word: the next descriptor belongs to the same chain.
 const MORE: u64 = 1 << 7;
 
 /// The fields of a descriptor that depend on its kind.
@@ -251,7 +251,7 @@ struct Fields {
 }
 
 impl Step {
-    /// Return what the step writes.
+    /// Return the address that the step writes to.
     pub const fn dst(&self) -> Address {
         match *self {
             Self::Copy { dst, .. }
@@ -262,7 +262,7 @@ impl Step {
         }
     }
 
-    /// Return what the step reads, apart from accumulators.
+    /// Return the address that the step reads from, other than accumulators.
     pub const fn src(&self) -> Option<Address> {
         match *self {
             Self::Copy { src, .. } | Self::Load { src, .. } | Self::Reduce { src, .. } | Self::Store { src, .. } => {
@@ -272,7 +272,7 @@ impl Step {
         }
     }
 
-    /// Return the length of what the step writes, in bytes.
+    /// Return how many bytes the step writes.
     pub const fn dst_len_bytes(&self) -> u64 {
         match *self {
             Self::Copy { len_bytes, .. } => len_bytes as u64,
@@ -280,12 +280,12 @@ impl Step {
             Self::Reduce { op, accumulator: dtype, count, .. } | Self::Store { op, output: dtype, count, .. } => {
                 len_bytes(dtype, Some(op), count)
             }
-            Self::Publish { covers, .. } if covers.is_nothing() => 16,
-            Self::Publish { .. } => Covers::SKIP_MIN_BYTES as u64,
+            Self::Publish { covers, .. } if covers.is_empty() => 16,
+            Self::Publish { .. } => Coverage::OFFSET_MIN_BYTES as u64,
         }
     }
 
-    /// Return the length of what the step reads at [`Step::src`], in bytes.
+    /// Return how many bytes the step reads at [`Step::src`].
     pub const fn src_len_bytes(&self) -> u64 {
         match *self {
             Self::Copy { len_bytes, .. } => len_bytes as u64,
@@ -334,21 +334,21 @@ impl Step {
                 src: words,
                 dst: at(dst),
                 length: covers.len_bytes,
-                ranks: covers.skip_bytes,
+                ranks: covers.offset_bytes,
                 ..Fields::default()
             },
         }
     }
 }
 
-/// Return the length of `count` elements: values, or pairs.
+/// Return the length of `count` elements, each a value or a pair, in bytes.
 const fn len_bytes(dtype: Dtype, op: Option<ReduceOp>, count: u32) -> u64 {
     let values = if matches!(op, Some(op) if op.is_located()) { 2 } else { 1 };
     values * count as u64 * dtype.size_bytes() as u64
 }
 
 impl Descriptor {
-    /// Return the words that travel.
+    /// Return the descriptor's words.
     pub fn emit(&self) -> [u64; DESCRIPTOR_WORDS] {
         let Fields { kind, op, types, src, dst, length, ranks } = self.step.fields();
         let number = |dtype: Option<Dtype>| u64::from(dtype.map_or(0, Dtype::to_wire));
@@ -365,10 +365,10 @@ impl Descriptor {
         [head, self.tag.seq, tag, src[0], src[1], dst[0], dst[1], length]
     }
 
-    /// Read a descriptor from the words that travel.
+    /// Parse a descriptor from its words.
     ///
     /// # Errors
-    /// [`DescriptorError`], if no descriptor of this version has these words.
+    /// [`DescriptorError`] if the words are not a valid descriptor of this version.
     pub fn parse(words: &[u64; DESCRIPTOR_WORDS]) -> Result<Self, DescriptorError> {
         let step = parse_step(words)?;
         let tag = Tag { seq: words[1], slot: words[2] as u32, attempt: (words[2] >> 32) as u32 };
@@ -379,7 +379,7 @@ impl Descriptor {
             more: words[0] & MORE != 0,
             step,
         };
-        // What a kind has no use for must be 0: then a later version can give it a meaning.
+        // Unused fields must be 0, so that later versions can assign them.
         match descriptor.emit().iter().zip(words).position(|(ours, theirs)| ours != theirs) {
             None => Ok(descriptor),
             Some(0) => Err(DescriptorError::Types(words[0])),
@@ -418,12 +418,12 @@ fn parse_step(words: &[u64; DESCRIPTOR_WORDS]) -> Result<Step, DescriptorError> 
             count: length,
             ranks,
         },
-        // What covers nothing begins nowhere.
+        // Without covered bytes, the offset must be 0.
         PUBLISH if length == 0 && ranks != 0 => return Err(DescriptorError::Reserved(7)),
         PUBLISH => Step::Publish {
             dst: at(5)?,
             words: [words[3], words[4]],
-            covers: Covers { skip_bytes: ranks, len_bytes: length },
+            covers: Coverage { offset_bytes: ranks, len_bytes: length },
         },
         kind => return Err(DescriptorError::Kind(kind)),
     })

@@ -1,23 +1,23 @@
-//! Sums of shared memory that are added as they are read, for the commonest types.
+//! Sums that are added while shared memory is read, for the most common types.
 //!
-//! What [`shared`](super::shared) copies first and `reduce` combines then goes through the nearest cache twice. Here a
-//! loop, in assembler for the same reason as there, reads each byte of a source once, straight into a register, and adds
-//! to accumulators of this side's own.
+//! A copy by [`shared`](super::shared), followed by a combination in `reduce`, moves data through the nearest cache
+//! twice. The loops here, written in assembly for the same reason as there, read each source byte once, into a
+//! register, and add it to private accumulators.
 //!
-//! Invariant: the bits are those of [`Kernel::combine`], but for payloads of NaNs, of which partials may have any
-//! (`reduce`): the same additions, rounded once each, in the mode that Rust runs in. Processors without an implementation
-//! here, and Miri, add nothing.
+//! Invariant: the result is bitwise that of [`Kernel::combine`], except for the payloads of NaNs, which partial results
+//! leave open (`reduce`): the same additions, each rounded once, in Rust's rounding mode. Other processors, and Miri,
+//! add nothing here.
 
 use crate::reduce::Kernel;
 
-/// Combine the first elements of shared memory into accumulators; return how many.
+/// Combine a prefix of the elements in shared memory into accumulators, and return its number of elements.
 ///
-/// The rest is up to who calls: a few, or all, where there is no loop for this kernel or this processor.
+/// The caller combines the rest: a few elements, or all if there is no loop for this kernel or processor.
 ///
 /// # Safety
-/// As many elements from `from` on as there are accumulators can be read by this process, whatever its peers do.
+/// `from` must be readable for as many elements as there are accumulators, whatever peers do.
 pub(crate) unsafe fn combine(kernel: Kernel, acc: &mut [u8], from: *const u8) -> usize {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { imp::combine(kernel, acc, from) }
 }
 
@@ -32,9 +32,9 @@ mod imp {
         if !matches!(kernel.op(), ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum) {
             return 0;
         }
-        // Processors before those with VBMI2 lower their clock for 64-byte vectors (`reduce::dispatch`).
+        // Processors without VBMI2 lower their clock for 64-byte vectors (`reduce::dispatch`).
         if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("avx512vbmi2") {
-            // SAFETY: the caller's promise, and the processor has the instructions.
+            // SAFETY: guaranteed by the caller, and the processor has the instructions.
             unsafe { add_by_64(kernel, acc, from) }
         } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
             // SAFETY: the same.
@@ -44,12 +44,12 @@ mod imp {
         }
     }
 
-    /// Add four vectors of elements a turn to the accumulators from `$to` to `$end`. `$read` takes `$size` bytes of elements
-    /// to a vector of `$len` bytes, `$widen` makes accumulators of four of them, and `$add` adds.
+    /// Add four vectors of elements per iteration to the accumulators from `$to` to `$end`. `$read` loads `$size` bytes
+    /// of elements into a vector of `$len` bytes, `$widen` converts four of them to accumulators, and `$add` adds.
     ///
-    /// `$line`s are where cache lines begin in the elements of a turn. Those of one soon to come are prefetched: sources
-    /// are read by parts too short for a processor to notice the stream.
-    macro_rules! turns {
+    /// `$line` are the offsets of cache lines in the elements of an iteration. Later lines are prefetched, because
+    /// sources are read in parts that are too short for the hardware prefetcher.
+    macro_rules! add_loop {
         (
             $class:ident, $len:literal, ($to:ident, $end:ident, $from:ident),
             $read:literal $size:literal [$($line:literal)*] [$($widen:literal)*] $add:literal
@@ -86,15 +86,15 @@ mod imp {
         };
     }
 
-    /// Define a function that adds by vectors of `$len` bytes; narrow elements are half as long.
+    /// Define a function that adds vectors of `$len` bytes; vectors of narrow elements are half as long.
     macro_rules! add_by {
         (
             $name:ident, $features:literal, $class:ident, $len:literal $lines:tt, $half:literal $half_lines:tt
         ) => {
-            /// Add elements to as many accumulators as are whole turns; return how many.
+            /// Add elements to the accumulators of all whole iterations, and return their number.
             ///
             /// # Safety
-            /// As `combine`, and the processor has the instructions.
+            /// As `combine`; the processor must support the instructions.
             #[target_feature(enable = $features)]
             pub(super) unsafe fn $name(kernel: Kernel, acc: &mut [u8], from: *const u8) -> usize {
                 let whole = acc.len() / (4 * $len) * (4 * $len);
@@ -103,24 +103,24 @@ mod imp {
                 }
                 let to = acc.as_mut_ptr();
                 let end = to.wrapping_add(whole);
-                // SAFETY: every loop reads the elements of `whole` bytes of accumulators, which the caller has promised,
-                // reads and writes those accumulators, which are borrowed, both at any alignment, and changes these
-                // registers and the flags only. What a peer writes meanwhile changes the sums and neither addresses
-                // nor lengths. What is prefetched need not exist.
+                // SAFETY: each loop reads the elements for `whole` bytes of accumulators, which the caller guarantees,
+                // and reads and writes those accumulators, which are borrowed, both at any alignment. It changes only
+                // these registers and the flags. Concurrent writes of a peer change sums, not addresses or lengths.
+                // Prefetched addresses need not be valid.
                 unsafe {
                     match kernel.dtype() {
-                        Dtype::F32 => turns!($class, $len, (to, end, from), "vmovups" $len $lines [] "vaddps"),
-                        Dtype::F64 => turns!($class, $len, (to, end, from), "vmovups" $len $lines [] "vaddpd"),
+                        Dtype::F32 => add_loop!($class, $len, (to, end, from), "vmovups" $len $lines [] "vaddps"),
+                        Dtype::F64 => add_loop!($class, $len, (to, end, from), "vmovups" $len $lines [] "vaddpd"),
                         Dtype::I32 | Dtype::U32 => {
-                            turns!($class, $len, (to, end, from), "vmovups" $len $lines [] "vpaddd");
+                            add_loop!($class, $len, (to, end, from), "vmovups" $len $lines [] "vpaddd");
                         }
                         Dtype::I64 | Dtype::U64 => {
-                            turns!($class, $len, (to, end, from), "vmovups" $len $lines [] "vpaddq");
+                            add_loop!($class, $len, (to, end, from), "vmovups" $len $lines [] "vpaddq");
                         }
                         Dtype::F16 => {
-                            turns!($class, $len, (to, end, from), "vcvtph2ps" $half $half_lines [] "vaddps");
+                            add_loop!($class, $len, (to, end, from), "vcvtph2ps" $half $half_lines [] "vaddps");
                         }
-                        Dtype::Bf16 => turns!(
+                        Dtype::Bf16 => add_loop!(
                             $class, $len, (to, end, from),
                             "vpmovzxwd" $half $half_lines
                             ["vpslld {a}, {a}, 16" "vpslld {b}, {b}, 16" "vpslld {c}, {c}, 16" "vpslld {d}, {d}, 16"]
@@ -164,7 +164,7 @@ mod tests {
         let mut adds: Vec<(_, _, Add)> = Vec::new();
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
             adds.push(("by 32", 128, |kernel, acc, from| {
-                // SAFETY: the processor has the instructions, and the rest is this function's promise.
+                // SAFETY: the processor has the instructions; the caller guarantees the rest.
                 unsafe { imp::add_by_32(kernel, acc, from) }
             }));
         }
@@ -177,7 +177,7 @@ mod tests {
         adds
     }
 
-    /// Return accumulators with each NaN made canonical.
+    /// Return the accumulators with canonical NaNs.
     fn finished(kernel: Kernel, mut acc: Vec<u8>) -> Vec<u8> {
         let wide = Kernel::new(kernel.accumulator(), ReduceOp::Sum).expect("sums of accumulators");
         let count = acc.len() / wide.element_bytes();
@@ -186,13 +186,13 @@ mod tests {
     }
 
     fn check(kernel: Kernel, acc: &[u8], src: &[u8]) {
-        for (name, turn, add) in adds() {
+        for (name, stride, add) in adds() {
             let mut fused = acc.to_vec();
             // SAFETY: `src` has an element for each accumulator.
             let count = unsafe { add(kernel, &mut fused, src.as_ptr()) };
             let done = count * kernel.accumulator_bytes();
-            assert_eq!(done, acc.len() / turn * turn, "{name}");
-            assert_eq!(fused[done..], acc[done..], "{name} went beyond the last turn");
+            assert_eq!(done, acc.len() / stride * stride, "{name}");
+            assert_eq!(fused[done..], acc[done..], "{name} changed accumulators beyond the last iteration");
             let mut expected = acc[..done].to_vec();
             kernel.combine(&mut expected, &src[..count * kernel.element_bytes()], false);
             fused.truncate(done);
@@ -200,8 +200,8 @@ mod tests {
         }
     }
 
-    /// Return little-endian values out of random bits, of which some are made special: zero, infinity, NaN, or a
-    /// subnormal, of either sign, of the type whose exponent and fraction have so many bits.
+    /// Return little-endian values from random bits. Some become a zero, an infinity, a NaN or a subnormal, of either
+    /// sign, of the float type with this many exponent and fraction bits.
     fn values(bits: &[u64], size_bytes: usize, (exponent, fraction): (u32, u32)) -> Vec<u8> {
         let (ones, sign) = (((1_u64 << exponent) - 1) << fraction, 1_u64 << (exponent + fraction));
         let each = bits.iter().map(|&bits| match bits % 8 {
@@ -233,7 +233,7 @@ mod tests {
             let kernel = Kernel::new(DTYPES[dtype], ReduceOp::Sum).expect("sums");
             let (acc, src): (Vec<u64>, Vec<u64>) = bits.into_iter().unzip();
             let acc = values(&acc, kernel.accumulator_bytes(), parts(kernel.accumulator()));
-            // At any alignment.
+            // Start at any alignment.
             let mut unaligned = std::vec![0; skip];
             unaligned.extend(values(&src, kernel.element_bytes(), parts(kernel.dtype())));
             check(kernel, &acc, &unaligned[skip..]);
@@ -252,11 +252,11 @@ mod tests {
     }
 
     #[test]
-    fn other_kernels_are_not_fused() {
+    fn kernels_without_a_loop_combine_nothing() {
         for (dtype, op) in [(Dtype::F32, ReduceOp::Max), (Dtype::F32, ReduceOp::Prod), (Dtype::I8, ReduceOp::Sum)] {
             let kernel = Kernel::new(dtype, op).expect("a kernel");
             let (mut acc, src) = ([1; 1024], [1; 1024]);
-            // SAFETY: `src` is as long.
+            // SAFETY: `src` has as many elements.
             assert_eq!(unsafe { combine(kernel, &mut acc, src.as_ptr()) }, 0);
             assert_eq!(acc, [1; 1024]);
         }

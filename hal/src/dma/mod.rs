@@ -1,8 +1,8 @@
-//! A DMA engine: it copies between registered memory, and some reduce in flight.
+//! DMA engines, which copy between registered memory; some also reduce in flight.
 //!
-//! A [`Chain`] is a list of [`Step`]s over registered memory, with one [`Tag`] and one [`Completion`]. It is what a
-//! device submits for one chunk: pull the first contribution into the redo slot, reduce the others into it, publish
-//! the slot, and write the result to those who want it.
+//! A [`Chain`] is a list of [`Step`]s over registered memory, with one [`Tag`] and one [`Completion`]. A device submits
+//! one chain per chunk: it pulls the first contribution into the redo slot, reduces the others into it, publishes the
+//! slot, and writes the result to the ranks that want it.
 //!
 //! ```text
 //! step                      redo slot, in L2     registered memory of ranks
@@ -15,24 +15,24 @@
 //! Copy                      result ->              output of rank 1
 //! ```
 //!
-//! (For f32 the result takes the place of the accumulators: the `Store` is from and to the same address.)
+//! (For f32 the result replaces the accumulators: source and destination of the `Store` are the same.)
 //!
-//! Why a chain and not single descriptors: it says which steps share an accumulator, so an engine may run them
-//! *segment by segment* and keep the accumulator in its nearest cache; each source is read once and each destination
-//! written once. An engine without that runs them one after the other, as a fenced list (DSA's batch, an RDMA work
-//! request with a fence, a stream of Ascend's), with the same bytes as result.
+//! A chain, unlike single descriptors, tells which steps share an accumulator. An engine can therefore run it *segment
+//! by segment* and keep the accumulator in its nearest cache, reading each source and writing each destination once.
+//! Other engines run the steps one after the other as a fenced list (a DSA batch, RDMA work requests with a fence, an
+//! Ascend stream), with bitwise the same result.
 //!
-//! Rules that every engine keeps:
-//! - The steps of a chain take effect in order, as if each was done before the next began, and no step runs after one
-//!   that failed. Chains take effect in any order.
-//! - [`Step::Publish`] is visible after everything before it in the chain, and before everything behind it.
-//! - A chain that was taken completes exactly once. Its memory is quiet from then on, and not before.
-//! - What a step may touch is checked against the regions as they are when it runs; nothing else is ever touched.
+//! Every engine follows these rules:
+//! - The steps of a chain take effect in order, as if each completed before the next started. No step runs after a
+//!   failed one. Different chains take effect in any order.
+//! - [`Step::Publish`] becomes visible after the effects of all earlier steps and before those of all later steps.
+//! - An accepted chain completes exactly once. The engine accesses its memory until then, and not afterwards.
+//! - Each step is checked against the regions as they are when it runs. The engine accesses nothing else.
 //!
-//! Engines differ in what they can ([`Capabilities`]): copy only (NVIDIA BlueField's DMA and mlx5's MMO, Intel DSA);
-//! reduce in the element type (Huawei Ascend's SDMA: sum, min, max of i8, i16, i32, f16, bf16, f32); or all of it, with
-//! wider accumulators. A descriptor names source, accumulator and output types, because 256 + 1 + 1 in bf16 and in f32
-//! are different numbers (PROTOCOL 9).
+//! Engines differ in their [`Capabilities`]. Some only copy (NVIDIA BlueField's DMA and mlx5's MMO, Intel DSA), some
+//! reduce in the element type (Huawei Ascend's SDMA: sum, min, max of i8, i16, i32, f16, bf16, f32), and some do
+//! everything, with wider accumulators. A descriptor names source, accumulator and output types, because 256 + 1 + 1
+//! has different results in bf16 and f32 (PROTOCOL 9).
 
 mod capabilities;
 mod descriptor;
@@ -47,7 +47,7 @@ mod tests;
 
 pub use capabilities::{Capabilities, DtypeSet, OpSet, Profile};
 pub use descriptor::{
-    Address, Chain, Covers, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag,
+    Address, Chain, Coverage, DESCRIPTOR_WORDS, Descriptor, DescriptorError, RegionKey, Scope, Step, Tag,
 };
 pub use memory::{Backing, DmaMemory};
 pub use processor::Processor;
@@ -56,7 +56,7 @@ pub use region::{RegionError, RegionTable, RegisterError, Span};
 use core::fmt;
 use core::time::Duration;
 
-/// How a chain ended.
+/// The status of a completed chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -65,19 +65,19 @@ pub enum Status {
     Done = 0,
     /// A step names a region that does not exist.
     BadRegion = 1,
-    /// A step names a region that was deregistered, or that another took the place of.
+    /// A step names a region that was deregistered or replaced.
     StaleRegion = 2,
     /// A step reaches beyond the end of its region.
     OutOfBounds = 3,
-    /// An address or a length is not a multiple of what the engine or the element type asks for.
+    /// An address or a length violates the alignment of the engine or the element type.
     Misaligned = 4,
-    /// The engine does not have this step, or not for these types.
+    /// The engine does not support the step, or not for these types.
     Unsupported = 5,
-    /// A length is 0 or more than the engine takes, or the chain has more steps.
+    /// A length is 0 or exceeds the engine's limit, or the chain has too many steps.
     TooLong = 6,
-    /// What a step writes overlaps what it reads, or (strict mode) what another chain in flight touches.
+    /// A step's destination overlaps its source or, in strict mode, memory of another chain in flight.
     Overlap = 7,
-    /// [`Engine::abort`] came first. Some steps may have taken effect.
+    /// [`Engine::abort`] ended the chain. Some steps may have taken effect.
     Aborted = 8,
     /// The hardware failed: a bus error, a fault, a dead engine.
     Hardware = 9,
@@ -98,7 +98,7 @@ impl Status {
         Self::Hardware,
     ];
 
-    /// Return the status of a number, if this version knows it.
+    /// Return the status with this wire number, if this version knows it.
     pub fn from_wire(number: u8) -> Option<Self> {
         Self::ALL.get(usize::from(number)).copied()
     }
@@ -113,7 +113,7 @@ impl fmt::Display for Status {
             Self::OutOfBounds => "beyond the end of the region",
             Self::Misaligned => "misaligned address or length",
             Self::Unsupported => "not supported by this engine",
-            Self::TooLong => "length 0, or longer than the engine takes",
+            Self::TooLong => "length is 0 or exceeds the engine's limit",
             Self::Overlap => "overlapping memory",
             Self::Aborted => "aborted",
             Self::Hardware => "the engine failed",
@@ -121,77 +121,76 @@ impl fmt::Display for Status {
     }
 }
 
-/// The end of a chain.
+/// The completion of a chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
     /// The chain's tag.
     pub tag: Tag,
-    /// How it ended.
+    /// The chain's status.
     pub status: Status,
-    /// The step that failed, 0-based; the number of steps if none did.
+    /// The index of the step that failed; the number of steps if none did.
     pub step: u16,
 }
 
-/// Why an engine did not take a chain. Nothing of it runs, and no completion comes.
+/// Why an engine did not accept a chain. No step runs, and there is no completion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubmitError {
-    /// Poll for completions and try again.
-    #[error("the engine's queue of {depth} descriptors is full: poll, then submit again")]
+    /// The queue is full. Poll for completions and submit again.
+    #[error("the DMA engine's queue of {depth} descriptors is full; poll for completions and submit again")]
     Full {
-        /// The descriptors that the queue holds.
+        /// The queue's capacity in descriptors.
         depth: u32,
     },
-    /// No queue would ever hold it.
-    #[error("a chain of {steps} steps is not 1 to {max}: cut it")]
+    /// The chain is empty or exceeds the engine's limit.
+    #[error("chain of {steps} steps; the DMA engine supports 1 to {max}")]
     Length {
         /// The steps of the chain.
         steps: usize,
-        /// The most that the engine takes.
+        /// The maximum number of steps.
         max: u32,
     },
-    /// The engine is gone; what it had taken completes as [`Status::Hardware`].
-    #[error("the engine has stopped: start it anew")]
+    /// The engine has stopped. Accepted chains complete with [`Status::Hardware`].
+    #[error("the DMA engine has stopped; restart it")]
     Stopped,
 }
 
 /// A DMA engine's queue.
 pub trait Engine {
-    /// Return what this engine can do; fixed for its life.
+    /// Return the engine's capabilities. They never change.
     fn capabilities(&self) -> &Capabilities;
 
-    /// Take a chain. It starts at once, and its completion comes through [`Engine::poll`]: also for descriptors that
-    /// are wrong.
+    /// Submit a chain. It starts at once and completes through [`Engine::poll`], even if its steps are invalid.
     ///
     /// # Errors
-    /// [`SubmitError`], and then nothing was taken.
+    /// [`SubmitError`] if the chain was not accepted.
     fn submit(&mut self, chain: Chain<'_>) -> Result<(), SubmitError>;
 
-    /// Take completions, as many as there are and fit, and return how many.
+    /// Take up to `completions.len()` completions, and return their number.
     fn poll(&mut self, completions: &mut [Completion]) -> usize;
 
-    /// Make every chain of `scope` that was taken before end soon, as [`Status::Aborted`] if it was not done.
+    /// Abort all chains of `scope` that were submitted so far. Unfinished ones complete soon, with [`Status::Aborted`].
     ///
-    /// The memory of a scope is quiet when all its tags have come back, which takes an engine that is alive no longer
-    /// than the segment at hand. This is the fence of PROTOCOL 6 as far as an engine can give it; one that is dead
-    /// needs its function reset.
+    /// The engine has stopped accessing a scope's memory once all its tags have completed, which takes a working engine
+    /// no longer than its current segment. This is the engine's part of the fence of PROTOCOL 6. A dead engine needs a
+    /// function reset.
     fn abort(&mut self, scope: Scope);
 }
 
-/// An engine whose user can sleep until there is something to poll.
+/// An engine that can block until there is a completion.
 pub trait WaitEngine: Engine {
-    /// Sleep until a completion is there or `timeout` has passed; true if one is there.
+    /// Block until there is a completion or `timeout` expires. Returns whether there is one.
     fn wait(&mut self, timeout: Option<Duration>) -> bool;
 }
 
-/// A device's own memory: the engine reaches it under keys like any other, and the device's processor works on it
-/// between two chains. This is how a [`Profile::CopyOnly`] engine reduces: it copies contributions into this memory,
-/// the runtime's kernels combine them there, and it copies the result out.
+/// A device's local memory. The engine accesses it by key like any other, and the device's processor works on it
+/// between chains. This is how a device with a [`Profile::CopyOnly`] engine reduces: the engine copies contributions
+/// into local memory, the runtime's kernels combine them there, and the engine copies the result out.
 pub trait LocalMemory {
-    /// Let `work` write to `dst` and read `src`.
+    /// Call `work` with `dst` for writing and `src` for reading.
     ///
     /// # Errors
-    /// [`Status::BadRegion`] if either is not the device's own, [`Status::OutOfBounds`], and [`Status::Overlap`] if
-    /// they overlap, or a chain in flight writes one of them or reads `dst`. Then `work` was not called.
+    /// [`Status::BadRegion`] if either is not local memory, [`Status::OutOfBounds`], or [`Status::Overlap`] if they
+    /// overlap, or a chain in flight writes either of them or reads `dst`. `work` is not called then.
     fn with_local<R>(&mut self, dst: Span, src: Span, work: impl FnOnce(&mut [u8], &[u8]) -> R) -> Result<R, Status>;
 }

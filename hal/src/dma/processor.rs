@@ -1,39 +1,39 @@
-//! The engine of a device that has none: its processor does each chain at once, as it is submitted.
+//! A DMA engine for devices without one: the processor runs each chain synchronously when it is submitted.
 //!
-//! Memory is given as atomics, because others read and write it at the same time: other processors, or another machine's
-//! processes across a BAR. Chains of a caller never overlap in time, so nothing is ever in flight when a call returns:
-//! an abort finds nothing, and a region that is unmapped is quiet at once.
+//! Memory is passed as atomics, because other processors, or processes across a BAR, access it concurrently. No chain
+//! is in flight when a call returns. An abort therefore has nothing to do, and an unmapped region is no longer
+//! accessed.
 //!
 //! Invariants:
-//! - a step touches bytes of mapped regions only, each checked against its region just before;
-//! - there is a place for the completion of every chain that is taken.
+//! - a step accesses only bytes of mapped regions, each checked against its region just before;
+//! - there is room for the completion of every accepted chain.
 
-use super::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
+use super::kernels::{Action, Elements, WORKSPACE_LEN_BYTES, Workspace};
 use super::shared::covers_word;
 use super::{
-    Address, Capabilities, Chain, Completion, Covers, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
+    Address, Capabilities, Chain, Completion, Coverage, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status,
     Step, SubmitError,
 };
 use core::slice;
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 use heapless::Deque;
 
-/// What the engine reaches under an index.
+/// What is mapped at an index.
 #[derive(Debug, Clone, Copy)]
-struct Place<'m> {
-    /// The last generation that was mapped here; 0 for none.
+struct Mapping<'m> {
+    /// The last generation that was mapped at this index; 0 if none was.
     generation: u32,
     memory: Option<&'m [AtomicU64]>,
 }
 
-/// A processor as an engine, with `REGIONS` regions and room for `COMPLETIONS` chains that have ended.
+/// A processor as an engine, with `REGIONS` regions and room for `COMPLETIONS` completions.
 #[derive(Debug)]
 pub struct Processor<'m, const REGIONS: usize, const COMPLETIONS: usize> {
     capabilities: Capabilities,
-    places: [Place<'m>; REGIONS],
-    /// The region of the device's own memory.
+    mappings: [Mapping<'m>; REGIONS],
+    /// The region of the device's local memory.
     local: Option<RegionKey>,
-    ended: Deque<Completion, COMPLETIONS>,
+    completed: Deque<Completion, COMPLETIONS>,
     workspace: Workspace,
 }
 
@@ -42,33 +42,34 @@ fn overlaps(a: Elements, b: Elements) -> bool {
 }
 
 impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, COMPLETIONS> {
-    /// Make one that reaches nothing yet, and takes chains of up to `max_steps`.
+    /// Return an engine without mapped regions that accepts chains of up to `max_steps` steps.
     pub const fn new(max_steps: u32) -> Self {
         const { assert!(REGIONS > 0 && REGIONS <= 1 << 16, "a region's index has 16 bits") };
         let queue_depth = max_steps.saturating_mul(COMPLETIONS as u32);
         Self {
             capabilities: Capabilities::new(Profile::Full, max_steps, queue_depth),
-            places: [Place { generation: 0, memory: None }; REGIONS],
+            mappings: [Mapping { generation: 0, memory: None }; REGIONS],
             local: None,
-            ended: Deque::new(),
+            completed: Deque::new(),
             workspace: Workspace::new(),
         }
     }
 
-    /// Reach memory under a key; false if the index is beyond the table, something is mapped there, or the generation
-    /// does not come after the last one.
-    #[must_use = "what is not mapped can't be reached"]
+    /// Map memory under a key. Returns false if the index is out of range or in use, or the generation is not newer
+    /// than the last one at this index.
+    #[must_use = "the memory may not have been mapped"]
     pub fn map(&mut self, key: RegionKey, memory: &'m [AtomicU64]) -> bool {
-        let Some(place) = self.places.get_mut(usize::from(key.index)) else { return false };
-        if place.memory.is_some() || key.generation <= place.generation {
+        let Some(mapping) = self.mappings.get_mut(usize::from(key.index)) else { return false };
+        if mapping.memory.is_some() || key.generation <= mapping.generation {
             return false;
         }
-        *place = Place { generation: key.generation, memory: Some(memory) };
+        *mapping = Mapping { generation: key.generation, memory: Some(memory) };
         true
     }
 
-    /// The same for the device's own memory, of which there is one region: nobody else in this program touches it any more.
-    #[must_use = "what is not mapped can't be reached"]
+    /// Map the device's local memory, of which there is one region. Nothing else in this program may access it from
+    /// then on.
+    #[must_use = "the memory may not have been mapped"]
     pub fn map_local(&mut self, key: RegionKey, memory: &'m [AtomicU64]) -> bool {
         let mapped = self.local.is_none() && self.map(key, memory);
         if mapped {
@@ -77,38 +78,39 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         mapped
     }
 
-    /// Reach a region no more; false if nothing is mapped there under this key.
+    /// Unmap a region. Returns false if the key is not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
-        let place = self.places.get_mut(usize::from(key.index)).filter(|place| place.generation == key.generation);
-        place.is_some_and(|place| place.memory.take().is_some())
+        let mapping =
+            self.mappings.get_mut(usize::from(key.index)).filter(|mapping| mapping.generation == key.generation);
+        mapping.is_some_and(|mapping| mapping.memory.take().is_some())
     }
 
-    /// Reach those regions only that are to be kept.
+    /// Unmap all regions for which `keep` returns false.
     pub fn retain(&mut self, keep: impl Fn(RegionKey) -> bool) {
-        for (index, place) in self.places.iter_mut().enumerate() {
-            if place.memory.is_some() && !keep(RegionKey { index: index as u16, generation: place.generation }) {
-                place.memory = None;
+        for (index, mapping) in self.mappings.iter_mut().enumerate() {
+            if mapping.memory.is_some() && !keep(RegionKey { index: index as u16, generation: mapping.generation }) {
+                mapping.memory = None;
             }
         }
     }
 
-    /// Tell whether a chain has ended that was not polled.
+    /// Return whether there are completions to poll.
     pub fn has_completions(&self) -> bool {
-        !self.ended.is_empty()
+        !self.completed.is_empty()
     }
 
     fn bytes(&self, address: Address, len_bytes: u64) -> Result<Elements, Status> {
-        let place = self.places.get(usize::from(address.region.index)).ok_or(Status::BadRegion)?;
-        let memory = match place.memory {
-            Some(memory) if place.generation == address.region.generation => memory,
-            _ if (1..=place.generation).contains(&address.region.generation) => return Err(Status::StaleRegion),
+        let mapping = self.mappings.get(usize::from(address.region.index)).ok_or(Status::BadRegion)?;
+        let memory = match mapping.memory {
+            Some(memory) if mapping.generation == address.region.generation => memory,
+            _ if (1..=mapping.generation).contains(&address.region.generation) => return Err(Status::StaleRegion),
             _ => return Err(Status::BadRegion),
         };
         let end = address.offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
         if end > size_of_val(memory) as u64 {
             return Err(Status::OutOfBounds);
         }
-        // `AtomicU64` may be written through a shared borrow, so through the pointer that this makes.
+        // `AtomicU64` permits writes through a shared borrow, and so through this pointer.
         let base = memory.as_ptr().cast_mut().cast::<u8>().wrapping_add(address.offset_bytes as usize);
         Ok(Elements { base, len_bytes: len_bytes as usize })
     }
@@ -130,19 +132,19 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
             _ if overlaps(src, dst) => return Err(Status::Overlap),
             action => action,
         };
-        // `check` has seen to it that there is at least one.
+        // `check` has ensured that `count` is not 0.
         let (dst_bytes, src_bytes) = (dst.len_bytes / count, src.len_bytes / count);
-        let block = KEPT_LEN_BYTES / dst_bytes.max(src_bytes);
+        let block = WORKSPACE_LEN_BYTES / dst_bytes.max(src_bytes);
         for from in (0..count).step_by(block) {
             let elements = block.min(count - from);
             let cut = |of: Elements, bytes: usize| Elements {
                 base: of.base.wrapping_add(from * bytes),
                 len_bytes: elements * bytes,
             };
-            // SAFETY: both lie in memory that is borrowed for 'm as atomics, so it stays, and may be read and written
-            // through a shared borrow; they are disjoint, or one. Who writes there meanwhile, which a peer across a BAR can
-            // whenever it likes, spoils the numbers and nothing else: they are copied before they are used, and none is an
-            // index or a length.
+            // SAFETY: both lie in memory that is borrowed for 'm as atomics, so it stays valid and may be read and
+            // written through a shared borrow. They are disjoint or identical. A peer across a BAR can write there at
+            // any time, but only corrupts values: they are copied before they are used, and none is an index or a
+            // length.
             unsafe {
                 self.workspace.step(action, elements, cut(dst, dst_bytes), cut(src, src_bytes), false, None);
                 self.workspace.flush();
@@ -151,29 +153,29 @@ impl<'m, const REGIONS: usize, const COMPLETIONS: usize> Processor<'m, REGIONS, 
         Ok(())
     }
 
-    /// Write two words so that they come after all writes before, and before all behind; and before them what they cover.
-    fn publish(&self, dst: Address, words: [u64; 2], covers: Covers) -> Result<(), Status> {
-        let third = if covers.is_nothing() {
+    /// Write the two words, preceded by the checksum of what they cover, after all earlier and before all later writes.
+    fn publish(&self, dst: Address, words: [u64; 2], covers: Coverage) -> Result<(), Status> {
+        let third = if covers.is_empty() {
             None
         } else {
             let at = covers.at(dst).ok_or(Status::OutOfBounds)?;
             let covered = self.bytes(at, covers.len_bytes.into())?;
-            // SAFETY: the bytes lie in memory that is borrowed for 'm as atomics. Who writes there meanwhile, against the
-            // rules, gets a checksum that does not fit.
+            // SAFETY: the bytes lie in memory that is borrowed for 'm as atomics. A peer that writes there meanwhile,
+            // against the rules, only makes the checksum wrong.
             Some(unsafe { covers_word(covered.base, covered.len_bytes) })
         };
-        let place = self.places.get(usize::from(dst.region.index)).and_then(|place| place.memory);
-        // `check` has seen to the alignment, `bytes` to the bounds and the generation.
+        let mapping = self.mappings.get(usize::from(dst.region.index)).and_then(|mapping| mapping.memory);
+        // `check` has checked the alignment, `bytes` the bounds and the generation.
         let first = dst.offset_bytes as usize / 8;
-        let Some([to_first, to_second]) = place.and_then(|memory| memory.get(first..first + 2)) else {
+        let Some([to_first, to_second]) = mapping.and_then(|memory| memory.get(first..first + 2)) else {
             return Err(Status::OutOfBounds);
         };
-        if let (Some(third), Some(to_third)) = (third, place.and_then(|memory| memory.get(first + 2))) {
+        if let (Some(third), Some(to_third)) = (third, mapping.and_then(|memory| memory.get(first + 2))) {
             to_third.store(third.to_le(), Ordering::Release);
         }
         to_second.store(words[1].to_le(), Ordering::Release);
         to_first.store(words[0].to_le(), Ordering::Release);
-        // What follows in the chain overwrites what this told about.
+        // Later steps of the chain overwrite the inputs of the published result.
         fence(Ordering::SeqCst);
         Ok(())
     }
@@ -189,20 +191,20 @@ impl<const REGIONS: usize, const COMPLETIONS: usize> Engine for Processor<'_, RE
         if steps == 0 || steps > max as usize {
             return Err(SubmitError::Length { steps, max });
         }
-        if self.ended.is_full() {
+        if self.completed.is_full() {
             return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
         }
         let run = |(at, step)| Some((self.run(step).err()?, at));
         let failed = chain.steps.iter().enumerate().find_map(run);
         let (status, step) = failed.unwrap_or((Status::Done, steps));
-        // There is room, as was seen above.
-        let _ = self.ended.push_back(Completion { tag: chain.tag, status, step: step as u16 });
+        // There is room: checked above.
+        let _ = self.completed.push_back(Completion { tag: chain.tag, status, step: step as u16 });
         Ok(())
     }
 
     fn poll(&mut self, completions: &mut [Completion]) -> usize {
         let mut count = 0;
-        for (to, from) in completions.iter_mut().zip(core::iter::from_fn(|| self.ended.pop_front())) {
+        for (to, from) in completions.iter_mut().zip(core::iter::from_fn(|| self.completed.pop_front())) {
             *to = from;
             count += 1;
         }
@@ -210,7 +212,7 @@ impl<const REGIONS: usize, const COMPLETIONS: usize> Engine for Processor<'_, RE
     }
 
     fn abort(&mut self, _scope: Scope) {
-        // Every chain that was taken has ended.
+        // Every accepted chain has completed.
     }
 }
 
@@ -223,9 +225,9 @@ impl<const REGIONS: usize, const COMPLETIONS: usize> LocalMemory for Processor<'
         if overlaps(dst, src) {
             return Err(Status::Overlap);
         }
-        // SAFETY: both lie in memory that is borrowed for 'm, and they are disjoint. It is the device's own, which nobody
-        // else writes: `map_local` asks for that. A peer that can write across a BAR all the same, and does, spoils
-        // numbers: what `work` is given it combines, and takes no index or length from.
+        // SAFETY: both lie in memory that is borrowed for 'm, and they are disjoint. It is local memory, which
+        // `map_local` requires nothing else to access. A peer that writes there across a BAR nevertheless only corrupts
+        // values: `work` combines them and takes no index or length from them.
         let (dst, src) = unsafe {
             (slice::from_raw_parts_mut(dst.base, dst.len_bytes), slice::from_raw_parts(src.base, src.len_bytes))
         };
@@ -261,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_reduces_publishes_and_delivers() {
+    fn chain_reduces_publishes_and_copies_the_result() {
         let (own, rank) = (memory(), memory());
         let mut engine = Processor::<4, 2>::new(8);
         assert!(engine.map_local(OWN, &own) && engine.map(RANK, &rank));
@@ -270,18 +272,18 @@ mod tests {
             Step::Load { source, accumulator, src: at(RANK, 8), dst: at(OWN, 64), count: 2 },
             Step::Reduce { op, source, accumulator, src: at(RANK, 80), dst: at(OWN, 64), count: 2 },
             Step::Store { op, accumulator, output: Dtype::U64, src: at(OWN, 64), dst: at(OWN, 64), count: 2, ranks: 2 },
-            Step::Publish { dst: at(OWN, 0), words: [5, 6], covers: Covers { skip_bytes: 64, len_bytes: 16 } },
+            Step::Publish { dst: at(OWN, 0), words: [5, 6], covers: Coverage { offset_bytes: 64, len_bytes: 16 } },
             Step::Copy { src: at(OWN, 64), dst: at(RANK, 8), len_bytes: 16 },
         ];
         assert_eq!(run(&mut engine, &steps), (Status::Done, 5));
         let read = |memory: &[AtomicU64], at: usize| memory[at].load(Ordering::Relaxed);
-        assert_eq!([0, 1, 2, 3].map(|at| read(&rank, at)), [0, 1 + 10, 2 + 11, 3], "only what was named");
+        assert_eq!([0, 1, 2, 3].map(|at| read(&rank, at)), [0, 1 + 10, 2 + 11, 3], "only the named words change");
         let result: Vec<u8> = [11_u64, 13].iter().flat_map(|value| value.to_ne_bytes()).collect();
-        assert_eq!([0, 1, 2, 3].map(|at| read(&own, at)), [5, 6, Covers::word(&result), 3]);
+        assert_eq!([0, 1, 2, 3].map(|at| read(&own, at)), [5, 6, Coverage::checksum_word(&result), 3]);
     }
 
     #[test]
-    fn a_step_outside_of_its_region_touches_nothing_and_ends_the_chain() {
+    fn invalid_step_writes_nothing_and_ends_the_chain() {
         let (own, rank) = (memory(), memory());
         let mut engine = Processor::<4, 2>::new(8);
         assert!(engine.map_local(OWN, &own) && engine.map(RANK, &rank));
@@ -294,24 +296,24 @@ mod tests {
         let publish = Step::Publish { dst: at(OWN, 504), words: [1, 2], covers: Default::default() };
         assert_eq!(ends(&mut engine, publish), (Status::OutOfBounds, 1));
         let covering =
-            |dst, skip_bytes| Step::Publish { dst, words: [1, 2], covers: Covers { skip_bytes, len_bytes: 8 } };
+            |dst, offset_bytes| Step::Publish { dst, words: [1, 2], covers: Coverage { offset_bytes, len_bytes: 8 } };
         assert_eq!(ends(&mut engine, covering(at(OWN, 0), 505)), (Status::OutOfBounds, 1));
         assert_eq!(ends(&mut engine, covering(at(OWN, 496), 24)), (Status::OutOfBounds, 1));
         assert_eq!(ends(&mut engine, covering(at(OWN, 0), 16)), (Status::Overlap, 1));
         let nobody = RegionKey { index: 2, generation: 1 };
         assert_eq!(ends(&mut engine, copy(at(nobody, 0), at(OWN, 0))), (Status::BadRegion, 1));
-        assert!(engine.unmap(RANK) && !engine.unmap(RANK) && !engine.map(RANK, &rank), "a key is used once");
+        assert!(engine.unmap(RANK) && !engine.unmap(RANK) && !engine.map(RANK, &rank), "a key is mapped only once");
         assert_eq!(run(&mut engine, &[good]), (Status::StaleRegion, 0));
-        assert!(engine.map(RegionKey { generation: 2, ..RANK }, &rank), "another key is free");
+        assert!(engine.map(RegionKey { generation: 2, ..RANK }, &rank), "a newer key can be mapped");
         engine.retain(|key| key == OWN);
         let again = RegionKey { generation: 2, ..RANK };
         assert_eq!(run(&mut engine, &[copy(at(OWN, 0), at(again, 0))]), (Status::StaleRegion, 0));
         assert_eq!(own[63].load(Ordering::Relaxed), 63);
-        assert_eq!(rank[8].load(Ordering::Relaxed), 8, "what follows a step that failed is not done");
+        assert_eq!(rank[8].load(Ordering::Relaxed), 8, "steps after a failed one do not run");
     }
 
     #[test]
-    fn no_chain_is_taken_without_a_place_for_its_completion() {
+    fn submit_fails_while_completions_are_full() {
         let own = memory();
         let mut engine = Processor::<4, 2>::new(8);
         assert!(engine.map_local(OWN, &own));

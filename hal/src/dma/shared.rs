@@ -1,75 +1,74 @@
-//! Memory that others read and write at the same time: ranks' buffers, redo slots, what hardware fills.
+//! Copies to and from memory that peers access concurrently: ranks' buffers, redo slots, memory that hardware writes.
 //!
-//! Nobody keeps a peer from writing where this process reads: another process, a card, or another machine's processor does
-//! it whenever it misbehaves. A Rust reference to such bytes says that this can't be, and so does a plain read or write
-//! through a pointer. So whatever reaches such memory goes through [`transfer`], which is a copy of single bytes, each of
-//! them read once and written once, atomically and in no order: what C++ proposes as `atomic_load_per_byte_memcpy` (WG21
-//! P1478) and Rust as `AtomicPerByte` (RFC 3301). Neither language has it yet, and a loop of relaxed atomics is not made
-//! into vectors, so the copy is in assembler, as those proposals advise: the compiler can't look into it, and so can't
-//! read a byte twice, or conclude anything from it. Processors without an implementation here, and Miri, have relaxed
-//! atomics.
+//! A misbehaving peer, be it another process, a card or a processor across a BAR, can write to this memory at any time.
+//! Rust references and plain pointer accesses assume the opposite. All accesses therefore use [`transfer`], which
+//! copies single bytes, each read once and written once, atomically and unordered. C++ proposes this as
+//! `atomic_load_per_byte_memcpy` (WG21 P1478) and Rust as `AtomicPerByte` (RFC 3301). Neither language has it yet, and
+//! compilers do not vectorize a loop of relaxed atomics, so the copy is written in assembly, as those proposals
+//! suggest: the compiler cannot see into it, and so cannot read a byte twice or draw conclusions from its value. Other
+//! processors, and Miri, use relaxed atomics.
 //!
-//! What a byte is that a peer writes meanwhile: the old one or the new one. Bytes that belong together may be of
-//! different times. They are copied into memory of this side's own before anything is computed from them.
+//! A byte that a peer writes during a copy is either the old or the new one, and neighbouring bytes may differ in age.
+//! Therefore bytes are copied into private memory before anything is computed from them.
 
-use super::Covers;
+use super::Coverage;
 use crate::crc::Crc32c;
 use core::sync::atomic::{AtomicU8, Ordering};
 
-/// Copy `len_bytes` bytes between memory that others may read and write at the same time.
+/// Copy `len_bytes` bytes between memory that peers may access concurrently.
 ///
 /// # Safety
-/// As many bytes from `from` on can be read, and from `to` on written, by this process, whatever its peers do. The two do
-/// not overlap, by addresses; where both are one memory under two addresses, what is read is a mixture.
+/// `from` must be readable and `to` writable for `len_bytes` bytes, whatever peers do. Their addresses must not
+/// overlap. If they are the same memory at two addresses, the result is a mixture of old and new bytes.
 pub(crate) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: guaranteed by the caller.
     unsafe { imp::transfer(to, from, len_bytes) }
 }
 
-/// Copy bytes out of memory that others may write at the same time.
+/// Copy `to.len()` bytes out of memory that peers may write concurrently.
 ///
 /// # Safety
-/// As many bytes from `from` on can be read by this process, whatever its peers do.
+/// `from` must be readable for `to.len()` bytes, whatever peers do.
 pub(crate) unsafe fn copy_out(to: &mut [u8], from: *const u8) {
-    // SAFETY: `to` is borrowed for writing, so it can't overlap what has no reference; the rest the caller promises.
+    // SAFETY: `to` is borrowed mutably, so it cannot overlap memory without references; the caller guarantees the rest.
     unsafe { imp::read(to.as_mut_ptr(), from, to.len()) }
 }
 
-/// Copy bytes into memory that others may read and write at the same time.
+/// Copy `from.len()` bytes into memory that peers may access concurrently.
 ///
 /// # Safety
-/// As many bytes from `to` on can be written by this process, whatever its peers do.
+/// `to` must be writable for `from.len()` bytes, whatever peers do.
 pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     // SAFETY: as above.
     unsafe { transfer(to, from.as_ptr(), from.len()) }
 }
 
-/// Return [`Covers::word`](super::Covers::word) of bytes that others may write at the same time.
+/// Return [`Coverage::checksum_word`](super::Coverage::checksum_word) of bytes that peers may write concurrently.
 ///
 /// # Safety
-/// As many bytes from `from` on can be read by this process, whatever its peers do.
+/// `from` must be readable for `len_bytes` bytes, whatever peers do.
 pub(crate) unsafe fn covers_word(from: *const u8, len_bytes: usize) -> u64 {
     let (mut crc, mut block) = (Crc32c::new(), [0; CRC_BLOCK_LEN_BYTES]);
     for at in (0..len_bytes).step_by(CRC_BLOCK_LEN_BYTES) {
         let block = &mut block[..CRC_BLOCK_LEN_BYTES.min(len_bytes - at)];
-        // SAFETY: the caller's promise, as the block ends before `len_bytes` do.
+        // SAFETY: the block lies within the bytes that the caller guarantees.
         unsafe { copy_out(block, from.wrapping_add(at)) };
         crc.update(block);
     }
-    Covers::word_of(crc.value(), len_bytes)
+    Coverage::checksum_word_of(crc.value(), len_bytes)
 }
 
-/// Bytes that a checksum is taken of at a time: on the stack, which boards have little of.
+/// The block size of a checksum, in bytes. The block is on the stack, which is small on boards.
 const CRC_BLOCK_LEN_BYTES: usize = if cfg!(feature = "std") { 4096 } else { 512 };
 
-/// [`transfer`] by relaxed atomics: slow, and for every processor.
+/// [`transfer`] with relaxed atomics: slow, but portable.
 ///
 /// # Safety
 /// As [`transfer`].
 #[cfg_attr(all(any(target_arch = "x86_64", target_arch = "aarch64"), not(miri)), allow(dead_code))]
 unsafe fn transfer_by_atomics(to: *mut u8, from: *const u8, len_bytes: usize) {
     for at in 0..len_bytes {
-        // SAFETY: both bytes are among those that the caller has promised; bytes have no alignment.
+        // SAFETY: both bytes are among those that the caller guarantees, and a byte is always aligned.
         let (to, from) = unsafe { (AtomicU8::from_ptr(to.add(at)), AtomicU8::from_ptr(from.cast_mut().add(at))) };
         to.store(from.load(Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -79,32 +78,32 @@ unsafe fn transfer_by_atomics(to: *mut u8, from: *const u8, len_bytes: usize) {
 mod imp {
     use core::arch::asm;
 
-    /// Bytes from which on vectors pay.
+    /// The length in bytes from which vector instructions pay off.
     #[cfg(feature = "std")]
     const VECTORS_FROM_LEN_BYTES: usize = 256;
 
     pub(super) unsafe fn read(to: *mut u8, from: *const u8, len_bytes: usize) {
         #[cfg(feature = "std")]
         if len_bytes >= VECTORS_FROM_LEN_BYTES && std::arch::is_x86_feature_detected!("avx") {
-            // SAFETY: the caller's promise, and the processor has the instructions.
+            // SAFETY: guaranteed by the caller, and the processor has the instructions.
             unsafe { by_vectors(to, from, len_bytes) };
             return;
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { by_string(to, from, len_bytes) };
     }
 
-    /// By strings: what is written is not read before.
+    /// Uses string instructions, which do not read the destination first.
     pub(super) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { by_string(to, from, len_bytes) };
     }
 
     /// # Safety
     /// As `transfer`.
     unsafe fn by_string(to: *mut u8, from: *const u8, len_bytes: usize) {
-        // SAFETY: reads and writes the bytes that the caller has promised, and changes these registers only. The direction
-        // flag is clear by the calling convention.
+        // SAFETY: accesses only the bytes that the caller guarantees, and changes only these registers. The calling
+        // convention clears the direction flag.
         unsafe {
             asm!(
                 "rep movsb",
@@ -123,8 +122,8 @@ mod imp {
     unsafe fn by_vectors(to: *mut u8, from: *const u8, len_bytes: usize) {
         let whole = len_bytes & !127;
         if whole > 0 {
-            // SAFETY: reads and writes the first `whole` bytes, 128 at a time, at any alignment, and changes these
-            // registers only.
+            // SAFETY: accesses only the first `whole` bytes, 128 at a time and at any alignment, and changes only these
+            // registers.
             unsafe {
                 asm!(
                     "2:",
@@ -167,8 +166,8 @@ mod imp {
     pub(super) unsafe fn transfer(to: *mut u8, from: *const u8, len_bytes: usize) {
         let whole = len_bytes & !31;
         if whole > 0 {
-            // SAFETY: reads and writes the first `whole` of the bytes that the caller has promised, 32 at a time, at any
-            // alignment, which normal memory grants; it changes these registers only.
+            // SAFETY: accesses only the first `whole` bytes that the caller guarantees, 32 at a time and at any
+            // alignment, which normal memory permits. It changes only these registers.
             unsafe {
                 asm!(
                     "2:",
@@ -222,7 +221,7 @@ mod tests {
     use std::vec::Vec;
 
     #[test]
-    fn transfer_copies_every_length_at_every_alignment_and_nothing_else() {
+    fn transfer_copies_exactly_the_bytes_at_any_length_and_alignment() {
         let from: Vec<u8> = (0..700_u32).map(|at| (at * 7 + 1) as u8).collect();
         let lens = (0..70).chain([127, 128, 129, 255, 256, 257, 300, 511, 512, 640]);
         for len in lens {

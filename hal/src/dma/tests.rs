@@ -1,4 +1,4 @@
-//! Descriptors byte for byte, capabilities by profile, and the table of regions against a model.
+//! Golden descriptors, capabilities of each profile, and the region table compared with a model.
 
 use super::*;
 use crate::ids::FunctionId;
@@ -11,7 +11,7 @@ fn at(index: u16, generation: u32, offset_bytes: u64) -> Address {
 }
 
 #[test]
-fn golden_words_of_every_kind() {
+fn descriptors_of_every_kind_encode_to_golden_words() {
     let (src, dst) = (at(3, 7, 0x1000), at(4, 9, 0x2000));
     let (source, accumulator, op) = (Dtype::Bf16, Dtype::F32, ReduceOp::Sum);
     let descriptor = |step, more| Descriptor {
@@ -37,7 +37,7 @@ fn golden_words_of_every_kind() {
         assert_eq!(descriptor(step, more).emit(), words, "{step:?}");
         assert_eq!(Descriptor::parse(&words), Ok(descriptor(step, more)));
     }
-    let covers = [Covers::NOTHING, Covers { skip_bytes: 64, len_bytes: 99 }];
+    let covers = [Coverage::NONE, Coverage { offset_bytes: 64, len_bytes: 99 }];
     for (covers, last) in covers.into_iter().zip([0, 64 << 32 | 99]) {
         let publish = Step::Publish { dst, words: [1, u64::MAX], covers };
         let head = [0xcdef_ab00_0000_0005, 0x1122_3344_5566_7788, 0x6_0000_0005];
@@ -46,16 +46,16 @@ fn golden_words_of_every_kind() {
         assert_eq!(Descriptor::parse(&words), Ok(descriptor(publish, false)));
     }
     let nowhere = [5, 0, 0, 1, 2, 0x9_0000_0004, 0x2000, 64 << 32];
-    assert_eq!(Descriptor::parse(&nowhere), Err(DescriptorError::Reserved(7)), "what covers nothing begins nowhere");
+    assert_eq!(Descriptor::parse(&nowhere), Err(DescriptorError::Reserved(7)), "an offset without covered bytes");
 }
 
 proptest! {
     #[test]
-    fn whatever_parses_is_emitted_again(
+    fn words_that_parse_are_emitted_unchanged(
         mut words in any::<[u64; DESCRIPTOR_WORDS]>(),
         kind in 0..8_u64, op in 0..16_u64, types in any::<[u8; 3]>(), clear in any::<bool>(),
     ) {
-        // Random words rarely parse: most runs make them plausible.
+        // Random words rarely parse, so half of the runs make them plausible.
         if clear {
             words[0] = kind | op << 8 | words[0] & 0xffff_ff00_0000_0000;
             for (at, dtype) in types.iter().enumerate() {
@@ -72,7 +72,7 @@ proptest! {
 }
 
 #[test]
-fn bits_without_a_meaning_are_refused() {
+fn reserved_and_unexpected_bits_are_refused() {
     let step = Step::Copy { src: at(0, 1, 0), dst: at(1, 1, 0), len_bytes: 1 };
     let tag = Tag { seq: 0, slot: 0, attempt: 0 };
     let words = Descriptor { tag, scope: Scope(0), scope_generation: 0, more: false, step }.emit();
@@ -88,7 +88,7 @@ fn bits_without_a_meaning_are_refused() {
 }
 
 #[test]
-fn profiles_differ_in_what_they_reduce() {
+fn each_profile_supports_its_steps() {
     let (src, dst, op) = (at(0, 1, 0), at(1, 1, 0), ReduceOp::Sum);
     let reduce = |source, accumulator| Step::Reduce { op, source, accumulator, src, dst, count: 4 };
     let minloc = |dtype| Step::Reduce { op: ReduceOp::MinLoc, source: dtype, accumulator: dtype, src, dst, count: 4 };
@@ -117,7 +117,7 @@ fn profiles_differ_in_what_they_reduce() {
 }
 
 #[test]
-fn lengths_and_alignment_are_checked() {
+fn check_refuses_invalid_lengths_and_alignment() {
     let capabilities = Capabilities::new(Profile::Full, 8, 8).with_alignment(64).with_max_len(4096);
     let copy = |offset_bytes, len_bytes| {
         capabilities.check(&Step::Copy { src: at(0, 1, offset_bytes), dst: at(1, 1, 64), len_bytes })
@@ -132,14 +132,14 @@ fn lengths_and_alignment_are_checked() {
         covers: Default::default(),
     });
     assert_eq!(word, Err(Status::Misaligned));
-    // An accumulator is wider than its source, and counts as well.
+    // The limit applies to the accumulators, which are wider than the source.
     let wide =
         Step::Load { source: Dtype::F16, accumulator: Dtype::F32, src: at(0, 1, 0), dst: at(1, 1, 0), count: 1025 };
     assert_eq!(capabilities.check(&wide), Err(Status::TooLong));
 }
 
 #[test]
-fn statuses_keep_their_numbers() {
+fn status_numbers_round_trip() {
     for (number, status) in Status::ALL.into_iter().enumerate() {
         assert_eq!((status as usize, Status::from_wire(number as u8)), (number, Some(status)));
     }
@@ -156,7 +156,7 @@ enum Operation {
 }
 
 fn operation() -> impl Strategy<Value = Operation> {
-    // Offsets and lengths also at the end of the number range, where sums overflow.
+    // Includes offsets and lengths at the end of the number range, where sums overflow.
     let far = prop_oneof![4 => 0..40_u64, 1 => (u64::MAX - 2)..=u64::MAX];
     prop_oneof![
         3 => (0..3_u32, 0..32_u64).prop_map(|(owner, len_bytes)| Operation::Register { owner, len_bytes }),
@@ -168,7 +168,7 @@ fn operation() -> impl Strategy<Value = Operation> {
     ]
 }
 
-/// What the model knows of a key that was given out.
+/// The model's state of a key.
 #[derive(Debug, Clone, Copy)]
 struct Known {
     owner: u32,
@@ -179,7 +179,7 @@ struct Known {
 
 proptest! {
     #[test]
-    fn regions_follow_the_model(operations in prop::collection::vec(operation(), 0..200)) {
+    fn region_table_behaves_like_its_model(operations in prop::collection::vec(operation(), 0..200)) {
         const OWNER_BYTES: u64 = 40;
         const ALL_BYTES: u64 = 60;
         let mut table = RegionTable::<4>::new(2).with_max_bytes(OWNER_BYTES, ALL_BYTES);
@@ -202,15 +202,15 @@ proptest! {
                         prop_assert!(bytes(&known, Some(owner)) + len_bytes <= OWNER_BYTES);
                         prop_assert!(bytes(&known, None) + len_bytes <= ALL_BYTES);
                         let new = known.insert(key, Known { owner, len_bytes, live: true, uses: 0 });
-                        prop_assert!(new.is_none(), "a key is given out once");
+                        prop_assert!(new.is_none(), "keys are unique");
                     }
                     Err(RegisterError::Empty) => prop_assert_eq!(len_bytes, 0),
-                    Err(RegisterError::Share { .. }) => prop_assert_eq!(taken(&known, Some(owner)), 2),
-                    Err(RegisterError::ShareBytes { held_bytes, .. }) => {
+                    Err(RegisterError::RegionQuota { .. }) => prop_assert_eq!(taken(&known, Some(owner)), 2),
+                    Err(RegisterError::ByteQuota { held_bytes, .. }) => {
                         prop_assert_eq!(held_bytes, bytes(&known, Some(owner)));
                         prop_assert!(held_bytes + len_bytes > OWNER_BYTES);
                     }
-                    Err(RegisterError::FullBytes { held_bytes, .. }) => {
+                    Err(RegisterError::DeviceBytes { held_bytes, .. }) => {
                         prop_assert_eq!(held_bytes, bytes(&known, None));
                         prop_assert!(held_bytes + len_bytes > ALL_BYTES);
                     }
@@ -256,7 +256,7 @@ proptest! {
 }
 
 #[test]
-fn a_foreign_region_is_as_unknown_as_none() {
+fn region_of_another_owner_is_reported_as_unknown() {
     let mut table = RegionTable::<4>::new(4);
     let key = table.register(FunctionId(0), 100).expect("room");
     let address = Address { region: key, offset_bytes: 0 };

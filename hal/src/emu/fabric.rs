@@ -1,14 +1,14 @@
-//! The links: who is busy until when, what is on its way, and what became of it.
+//! The fabric: emulated links in virtual time, and the packets in flight on them.
 //!
-//! A packet leaves when its sender's link is free and takes `len / bandwidth` to leave; it travels for the path's
-//! latency; then it queues for its receiver's link, which takes as long again, or is dropped when that queue is full
-//! (incast). A delay that a rule sets comes on top of the latency.
+//! A packet leaves when its sender's link is free, which it occupies for `len / bandwidth`. It travels for the path's
+//! latency. Then it queues for its receiver's link, which it occupies for as long, or is dropped if that queue is full
+//! (incast). The delay of a rule is added to the latency.
 //!
 //! Invariants:
-//! - `sent + duplicated == delivered + dropped + in_flight`, after every call;
-//! - the order of events is the order of (time, number), and no map is iterated in an order of its own;
-//! - what damage a packet takes follows from the seed and from which packet of its path it is, so that a run whose
-//!   faults are repeated from a list is the same run.
+//! - `sent + duplicated == delivered + dropped + in_flight` after every call;
+//! - events are ordered by (time, number), and no map is iterated in an unspecified order;
+//! - the damage of a packet depends only on the seed and on its path and number, so that a run with the recorded faults
+//!   of another is identical to it.
 
 use super::{Frame, NthPacket, Rng, Rule, Verdict, damage, decide};
 use crate::port::Addr;
@@ -18,21 +18,22 @@ use core::hash::{Hash, Hasher};
 use core::time::Duration;
 use std::collections::BTreeMap;
 
-/// What a path is like.
+/// The properties of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LinkConfig {
-    /// From the sender's link to the receiver's.
+    /// The time from the sender's link to the receiver's link.
     pub latency: Duration,
-    /// Of the sender's and of the receiver's link; `None`: they take no time.
+    /// The bandwidth of the sender's and the receiver's link; `None` if transmission takes no time.
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// How many bytes may queue for the receiver's link; `None`: any number. Only a link that takes time has a queue.
+    /// The capacity of the queue for the receiver's link, in bytes; `None` if unlimited. Only a link with a bandwidth
+    /// queues.
     pub receive_queue_bytes: Option<usize>,
-    /// Beyond how many queued bytes packets are marked as having met congestion (ECN-CE); `None`: never.
+    /// The queue length in bytes above which packets are marked for congestion (ECN-CE); `None` to never mark.
     pub mark_queue_bytes: Option<usize>,
 }
 
 impl Default for LinkConfig {
-    /// One microsecond, and no limits.
+    /// A latency of one microsecond and no limits.
     fn default() -> Self {
         Self {
             latency: Duration::from_micros(1),
@@ -53,53 +54,53 @@ impl LinkConfig {
     }
 }
 
-/// A packet that has arrived.
+/// A delivered packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Delivery {
-    /// When.
+    /// When it arrived.
     pub at: Instant,
-    /// From whom.
+    /// The sender.
     pub from: Addr,
-    /// At whom.
+    /// The receiver.
     pub to: Addr,
-    /// Its bytes, damaged or not.
+    /// Its bytes, which may be damaged.
     pub bytes: Vec<u8>,
-    /// It met congestion on its way.
+    /// Whether it was marked for congestion.
     pub is_marked: bool,
 }
 
-/// What a fabric has counted.
+/// The counters of a fabric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Counters {
     /// Packets sent.
     pub sent: u64,
-    /// Copies made by rules.
+    /// Duplicates made by rules.
     pub duplicated: u64,
-    /// Packets and copies handed out.
+    /// Packets and duplicates delivered.
     pub delivered: u64,
-    /// Packets lost by rules.
+    /// Packets dropped by rules.
     pub dropped_by_rule: u64,
-    /// Packets and copies that found the receiver's queue full.
+    /// Packets and duplicates dropped because the receiver's queue was full.
     pub dropped_by_queue: u64,
     /// Packets damaged by rules.
     pub corrupted: u64,
     /// Packets delayed by rules.
     pub delayed: u64,
-    /// Packets and copies marked in the receiver's queue.
+    /// Packets and duplicates marked for congestion.
     pub marked: u64,
 }
 
-/// Names a rule, to take it away again.
+/// Identifies a rule for [`Fabric::remove_rule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RuleId(u64);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
-    /// Reaches the queue of the receiver's link.
+    /// The packet reaches the queue of the receiver's link.
     Arrive,
-    /// Leaves that link.
+    /// The packet leaves that link.
     Deliver,
 }
 
@@ -131,13 +132,13 @@ pub struct Fabric {
     event_numbers: u64,
     rule_numbers: u64,
     counters: Counters,
-    /// What rules did so far, if that is recorded.
+    /// The faults so far, if they are recorded.
     faults: Option<Vec<NthPacket>>,
     log: LogHash,
 }
 
 impl Fabric {
-    /// Make a fabric in which all paths are like `default_link`, and chance comes from `seed`.
+    /// Return a fabric in which all paths have the properties of `default_link`. `seed` determines all random choices.
     pub fn new(seed: u64, default_link: LinkConfig) -> Self {
         Self {
             seed,
@@ -156,12 +157,12 @@ impl Fabric {
         }
     }
 
-    /// Make the path `from` -> `to` (that way only) like `link` from now on.
+    /// Set the properties of the path `from` -> `to`, in that direction only.
     pub fn set_link(&mut self, from: Addr, to: Addr, link: LinkConfig) {
         self.links.insert((from, to), link);
     }
 
-    /// Add a rule behind the others.
+    /// Add a rule after the others.
     pub fn add_rule(&mut self, rule: impl Rule + 'static) -> RuleId {
         self.rule_numbers += 1;
         let id = RuleId(self.rule_numbers);
@@ -169,23 +170,23 @@ impl Fabric {
         id
     }
 
-    /// Take a rule away; nothing happens if it is gone already.
+    /// Remove a rule. Does nothing if it was already removed.
     pub fn remove_rule(&mut self, id: RuleId) {
         self.rules.retain(|(other, _)| *other != id);
     }
 
-    /// Record from now on what rules do to packets; the list grows with every fault.
+    /// Record all faults from now on. The list grows with every fault.
     pub fn record_faults(&mut self) {
         self.faults.get_or_insert_default();
     }
 
-    /// Return what rules did since [`Fabric::record_faults`], in the order of sending.
-    /// [`Script`](super::Script) repeats it.
+    /// Return the faults since [`Fabric::record_faults`], in the order of sending. [`Script`](super::Script) repeats
+    /// them.
     pub fn faults(&self) -> &[NthPacket] {
         self.faults.as_deref().unwrap_or_default()
     }
 
-    /// Send a packet at `now`, which must not be before any earlier call's.
+    /// Send a packet at `now`, which must not be earlier than in previous calls.
     pub fn send(&mut self, now: Instant, from: Addr, to: Addr, bytes: &[u8]) {
         let nth = self.paths.entry((from, to)).or_default();
         *nth += 1;
@@ -230,7 +231,7 @@ impl Fabric {
         self.schedule(arrival + delay, InFlight { stage: Stage::Arrive, from, to, bytes, is_marked: false });
     }
 
-    /// Return the next packet that has arrived by `now`, in order of arrival.
+    /// Return the next packet that has arrived by `now`, in order of arrival, if any.
     pub fn poll_delivery(&mut self, now: Instant) -> Option<Delivery> {
         while let Some(entry) = self.events.first_entry() {
             let at = entry.key().0;
@@ -253,27 +254,27 @@ impl Fabric {
         None
     }
 
-    /// Return when something happens next: at that time call [`Fabric::poll_delivery`], which may yet have nothing.
+    /// Return the time of the next event. Call [`Fabric::poll_delivery`] then; it may still return `None`.
     pub fn next_event(&self) -> Option<Instant> {
         self.events.first_key_value().map(|(&(at, _), _)| at)
     }
 
-    /// Return when the link of `from` has sent what it was given: before that a port would have to queue.
+    /// Return when the link of `from` becomes free.
     pub fn ready_at(&self, from: Addr) -> Instant {
         self.nodes.get(&from).map_or(Instant::ZERO, |node| node.sending_until)
     }
 
-    /// Return what was counted so far.
+    /// Return the counters.
     pub fn counters(&self) -> Counters {
         self.counters
     }
 
-    /// Return the number of packets and copies on their way.
+    /// Return the number of packets and duplicates in flight.
     pub fn in_flight(&self) -> u64 {
         self.events.len() as u64
     }
 
-    /// Return a hash of all that has happened: times, paths, bytes and fates, in order.
+    /// Return a hash of all events: their times, paths, bytes and outcomes, in order.
     pub fn log_hash(&self) -> u64 {
         self.log.finish()
     }
@@ -297,7 +298,7 @@ impl Fabric {
         self.schedule(done, packet);
     }
 
-    /// Return the chance that decides how the packet `nth` of a path is damaged.
+    /// Return the generator for the damage of packet `nth` of a path.
     fn damage(&self, from: Addr, to: Addr, nth: u64) -> Rng {
         let mut hasher = LogHash::default();
         (self.seed, from, to, nth).hash(&mut hasher);
@@ -324,7 +325,7 @@ impl fmt::Debug for Fabric {
     }
 }
 
-/// FNV-1a (Fowler, Noll, Vo) over words of 8 bytes, and a shift, so that high bits reach low ones.
+/// FNV-1a (Fowler, Noll, Vo) over 8-byte words, with a shift that carries high bits into low ones.
 #[derive(Debug)]
 struct LogHash(u64);
 

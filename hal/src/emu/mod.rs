@@ -1,9 +1,9 @@
-//! Emulated hardware: links on virtual time, with faults on demand, and a [DMA engine](dma).
+//! Emulated hardware: network links in virtual time with injected faults, and a [DMA engine](dma).
 //!
-//! Fake hardware moves bytes; it does not understand them, so nothing here knows [`wire`](crate::wire). The fabric has
-//! no clock, thread or socket either: the caller says what time it is, and the same seed and the same calls give the
-//! same deliveries, the same counters and the same [`Fabric::log_hash`]. The DMA engine works for real, on threads of
-//! its own: what it does to memory does not depend on when, but the order in which chains complete does.
+//! Emulated hardware moves bytes and does not interpret them, so nothing here depends on [`wire`](crate::wire). The
+//! fabric has no clock, threads or sockets: the caller passes the time, and the same seed and calls give the same
+//! deliveries, the same counters and the same [`Fabric::log_hash`]. The DMA engine runs on real threads. Its effect on
+//! memory does not depend on timing, but the order in which chains complete does.
 
 pub mod dma;
 mod fabric;

@@ -1,7 +1,6 @@
-//! A [`Port`] on an emulated fabric: the smallest implementation of the contract, for tests of what stands on ports.
+//! A minimal [`Port`] on an emulated fabric, for tests of code that uses ports.
 //!
-//! Invariants: the transmit queue and the inbox are bounded as the capabilities say; time moves only by the `now`
-//! that the calls bring.
+//! Invariants: transmit queue and inbox are bounded by the capabilities; time advances only by the `now` of each call.
 
 use super::{Delivery, Fabric};
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken};
@@ -10,14 +9,14 @@ use std::cell::{RefCell, RefMut};
 use std::collections::{BTreeMap, VecDeque};
 use std::rc::Rc;
 
-/// How a port is made.
+/// The parameters of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmuPortConfig {
     /// The longest packet, in bytes.
     pub max_packet_len_bytes: usize,
-    /// The bytes of packets that wait for a receiver that is not looking; more are lost.
+    /// The capacity of the receive buffer, in bytes. Packets that do not fit are lost.
     pub receive_buffer_bytes: usize,
-    /// The packets that wait for a flush.
+    /// The capacity of the transmit queue, in packets.
     pub queue_packets: usize,
 }
 
@@ -27,7 +26,7 @@ impl Default for EmuPortConfig {
     }
 }
 
-/// A fabric that ports share. Clones are the same fabric.
+/// A fabric that ports share. Clones refer to the same fabric.
 #[derive(Debug, Clone)]
 pub struct EmuNet {
     shared: Rc<RefCell<Shared>>,
@@ -48,12 +47,12 @@ struct Inbox {
 }
 
 impl EmuNet {
-    /// Share `fabric`.
+    /// Wrap `fabric` for sharing.
     pub fn new(fabric: Fabric) -> Self {
         Self { shared: Rc::new(RefCell::new(Shared { fabric, inboxes: BTreeMap::new() })) }
     }
 
-    /// Make the port of node `node`. A second one of the same node takes over the first one's inbox.
+    /// Return the port with address `node`. A second port with the same address replaces the inbox of the first.
     pub fn port(&self, node: u32, config: EmuPortConfig) -> EmuPort {
         let addr = Addr::Emu(node);
         let inbox = Inbox { limit_bytes: config.receive_buffer_bytes, ..Inbox::default() };
@@ -67,10 +66,10 @@ impl EmuNet {
         }
     }
 
-    /// Return the fabric, to set links and rules or to read counters.
+    /// Borrow the fabric, to set links and rules or to read counters.
     ///
     /// # Panics
-    /// If a fabric that was returned before still lives.
+    /// If it is already borrowed.
     pub fn fabric(&self) -> RefMut<'_, Fabric> {
         RefMut::map(self.shared.borrow_mut(), |shared| &mut shared.fabric)
     }
@@ -80,7 +79,7 @@ impl Shared {
     /// Move what has arrived by `now` into the inboxes.
     fn deliver(&mut self, now: Instant) {
         while let Some(delivery) = self.fabric.poll_delivery(now) {
-            // Nobody there: lost, as on a wire.
+            // No port has this address: the packet is lost.
             let Some(inbox) = self.inboxes.get_mut(&delivery.to) else { continue };
             if inbox.bytes + delivery.bytes.len() > inbox.limit_bytes {
                 inbox.overflows += 1;
@@ -103,13 +102,13 @@ pub struct EmuPort {
 }
 
 impl EmuPort {
-    /// Return how many packets were lost because nobody took those before them.
+    /// Return how many packets were lost because the receive buffer was full.
     pub fn overflows(&self) -> u64 {
         self.net.shared.borrow().inboxes.get(&self.addr).map_or(0, |inbox| inbox.overflows)
     }
 }
 
-/// A packet that has arrived.
+/// A received packet.
 #[derive(Debug)]
 pub struct EmuRx {
     delivery: Delivery,
@@ -125,7 +124,7 @@ impl RxToken for EmuRx {
     }
 }
 
-/// Room for one packet.
+/// Permission to send one packet.
 #[derive(Debug)]
 pub struct EmuTx<'a> {
     port: &'a mut EmuPort,

@@ -1,22 +1,22 @@
-//! The generator behind every random choice of the emulation: SplitMix64 (Steele, Lea, Flood: Fast splittable
-//! pseudorandom number generators, OOPSLA 2014). Its output is part of what a seed means, so it is written here and
-//! not taken from a crate that may change it.
+//! The random number generator of the emulation: SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+//! generators, OOPSLA 2014). It is implemented here so that a seed keeps its meaning; a crate might change the
+//! sequence.
 
 use core::time::Duration;
 
-/// A seeded generator: the same seed gives the same numbers on every machine and in every version.
+/// A seeded generator. A seed gives the same numbers on every machine and in every version.
 #[derive(Debug, Clone)]
 pub struct Rng {
     state: u64,
 }
 
 impl Rng {
-    /// Start from `seed`; any will do.
+    /// Return a generator for any `seed`.
     pub const fn new(seed: u64) -> Self {
         Self { state: seed }
     }
 
-    /// Draw 64 bits.
+    /// Draw 64 random bits.
     pub const fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;
@@ -31,7 +31,7 @@ impl Rng {
         ((self.next_u64() as u128 * limit as u128) >> 64) as u64
     }
 
-    /// Draw true `per_mille` times in a thousand.
+    /// Draw true with a probability of `per_mille` / 1000.
     pub const fn per_mille(&mut self, per_mille: u16) -> bool {
         self.below(1000) < per_mille as u64
     }
@@ -48,14 +48,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn golden_numbers() {
-        // The reference implementation's first outputs for seed 1234567.
+    fn output_matches_the_reference_implementation() {
+        // The first outputs of the reference implementation for seed 1234567.
         let mut rng = Rng::new(1_234_567);
         assert_eq!([rng.next_u64(), rng.next_u64()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973]);
     }
 
     #[test]
-    fn shares_come_out_as_asked() {
+    fn draws_have_the_requested_probability_and_range() {
         let mut rng = Rng::new(1);
         let hits = (0..100_000).filter(|_| rng.per_mille(100)).count();
         assert!((9_500..10_500).contains(&hits), "{hits}");

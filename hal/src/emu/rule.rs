@@ -1,7 +1,9 @@
-//! Faults as rules: each packet is shown to every rule in turn, and the first that does not let it pass decides.
+//! Fault injection by rules. Every rule is applied to a packet in turn, and the first verdict other than
+//! [`Verdict::Pass`] decides.
 //!
-//! A rule knows no fabric: it sees a packet, the time as the caller tells it, and the caller's generator. So the same
-//! rules act on the [`Fabric`](super::Fabric)'s virtual links and on packets of real sockets ([`decide`], [`damage`]).
+//! A rule does not depend on a fabric: it gets a packet, the time and a random generator from the caller. The same
+//! rules therefore work on the virtual links of a [`Fabric`](super::Fabric) and on packets of real sockets ([`decide`],
+//! [`damage`]).
 
 use super::Rng;
 use crate::port::Addr;
@@ -10,26 +12,26 @@ use core::ops::Range;
 use core::time::Duration;
 use std::collections::BTreeMap;
 
-/// A packet as a rule sees it, when it is sent.
+/// A packet that is being sent, as passed to rules.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Frame<'a> {
-    /// How many packets were sent into the fabric before it.
+    /// The number of packets sent before it, on all paths.
     pub index: u64,
-    /// Which packet of its path (sender, receiver) it is, from 1.
+    /// Its number on its path (sender, receiver), counted from 1.
     pub nth: u64,
-    /// When it was sent.
+    /// When it is sent.
     pub at: Instant,
-    /// By whom.
+    /// The sender.
     pub from: Addr,
-    /// To whom.
+    /// The receiver.
     pub to: Addr,
-    /// Its bytes.
+    /// The packet.
     pub bytes: &'a [u8],
 }
 
 impl<'a> Frame<'a> {
-    /// Describe a packet: the `nth` of its path, from 1, and the `index`-th of all, from 0, sent at `at`.
+    /// Return a frame with these fields.
     pub const fn new(index: u64, nth: u64, at: Instant, (from, to): (Addr, Addr), bytes: &'a [u8]) -> Self {
         Self { index, nth, at, from, to, bytes }
     }
@@ -38,27 +40,27 @@ impl<'a> Frame<'a> {
 /// What happens to a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing, as far as this rule is concerned.
+    /// This rule does not affect the packet.
     Pass,
-    /// It arrives later than it would, and others may overtake it.
+    /// It is delayed, and other packets may overtake it.
     Deliver {
-        /// By how much.
+        /// The extra delay.
         delay: Duration,
     },
-    /// It arrives, and a copy arrives later.
+    /// It arrives, and a duplicate arrives later.
     Duplicate {
-        /// The copy's delay.
+        /// The extra delay of the duplicate.
         delay: Duration,
     },
-    /// It arrives with 1 to 3 bits flipped, or cut short.
+    /// It arrives with 1 to 3 bits flipped, or truncated.
     Corrupt,
     /// It is lost.
     Drop,
 }
 
-/// Decides what happens to packets. Closures `FnMut(&Frame, &mut Rng) -> Verdict` are rules too.
+/// A rule that decides what happens to packets. Closures `FnMut(&Frame, &mut Rng) -> Verdict` are rules too.
 pub trait Rule {
-    /// Decide about one packet. All randomness comes from `rng`: then the seed says it all.
+    /// Decide about one packet. All randomness must come from `rng`, so that the seed determines everything.
     fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict;
 }
 
@@ -68,7 +70,7 @@ impl<F: FnMut(&Frame<'_>, &mut Rng) -> Verdict> Rule for F {
     }
 }
 
-/// Show a packet to rules in turn, and return the first verdict that does not let it pass.
+/// Apply the rules to a packet in turn, and return the first verdict other than [`Verdict::Pass`].
 pub fn decide<'r, R: Rule + ?Sized + 'r>(
     rules: impl IntoIterator<Item = &'r mut R>,
     frame: &Frame<'_>,
@@ -78,8 +80,8 @@ pub fn decide<'r, R: Rule + ?Sized + 'r>(
     verdicts.find(|verdict| *verdict != Verdict::Pass).unwrap_or(Verdict::Pass)
 }
 
-/// Do what [`Verdict::Corrupt`] says: flip 1 to 3 bits, or, one time in four, cut the packet short. It is never as it was,
-/// unless it is empty.
+/// Damage a packet as for [`Verdict::Corrupt`]: flip 1 to 3 bits or, with a probability of 1/4, truncate it. The packet
+/// always changes unless it is empty.
 pub fn damage(bytes: &mut Vec<u8>, rng: &mut Rng) {
     if bytes.is_empty() {
         return;
@@ -90,48 +92,48 @@ pub fn damage(bytes: &mut Vec<u8>, rng: &mut Rng) {
     }
     let bits = bytes.len() as u64 * 8;
     let first = rng.below(bits);
-    // Distinct bits, so that no two flips cancel out: neighbours of the first, as in a burst.
+    // Flip distinct bits, so that no two flips cancel out.
     for i in 0..=rng.below(3).min(bits - 1) {
         let bit = (first + i * (1 + bits / 5)) % bits;
         bytes[(bit / 8) as usize] ^= 1 << (bit % 8);
     }
 }
 
-/// Another rule, for a while.
+/// Applies a rule during a period of time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct During<R> {
-    /// When.
+    /// The period.
     pub during: Range<Instant>,
-    /// What then holds.
+    /// The rule.
     pub rule: R,
 }
 
 impl<R: Rule> Rule for During<R> {
     fn on_packet(&mut self, frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
-        // It draws before and after as well, so that the other rules' dice do not depend on the time.
+        // Draw outside of the period as well, so that the random numbers of other rules do not depend on it.
         let verdict = self.rule.on_packet(frame, rng);
         if self.during.contains(&frame.at) { verdict } else { Verdict::Pass }
     }
 }
 
-/// Faults by chance, on every path; shares are in thousandths, and each packet suffers one at most.
+/// Random faults on every path. Probabilities are in thousandths, and each packet gets at most one fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RandomFaults {
-    /// Packets lost.
+    /// The share of packets that are lost.
     pub loss_per_mille: u16,
-    /// Packets doubled.
+    /// The share of packets that are duplicated.
     pub duplicate_per_mille: u16,
-    /// Packets delayed by up to `delay_max`, so that others overtake them.
+    /// The share of packets that are delayed by up to `delay_max`, so that others overtake them.
     pub reorder_per_mille: u16,
-    /// Packets damaged.
+    /// The share of packets that are damaged.
     pub corrupt_per_mille: u16,
-    /// The longest extra delay of a doubled or delayed packet.
+    /// The maximum extra delay of a duplicate or a delayed packet.
     pub delay_max: Duration,
 }
 
 impl Rule for RandomFaults {
     fn on_packet(&mut self, _frame: &Frame<'_>, rng: &mut Rng) -> Verdict {
-        // Two draws per packet, whatever comes of them: a share that is changed leaves the other packets' dice alone.
+        // Always two draws per packet, so that a changed probability does not affect the draws for other packets.
         let die = rng.below(1000) as u16;
         let delay = rng.duration_up_to(self.delay_max);
         let mut bound = 0;
@@ -151,14 +153,14 @@ impl Rule for RandomFaults {
     }
 }
 
-/// Loses everything from one set of nodes to another, for a while; the way back stays open.
+/// Drops all packets from one set of ports to another for a period. The other direction is not affected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Partition {
-    /// The senders cut off.
+    /// The senders.
     pub from: Vec<Addr>,
-    /// Those that do not hear them.
+    /// The receivers.
     pub to: Vec<Addr>,
-    /// When.
+    /// The period.
     pub during: Range<Instant>,
 }
 
@@ -169,17 +171,17 @@ impl Rule for Partition {
     }
 }
 
-/// Delays everything from one set of nodes to another, for a while: what is sent behind overtakes nothing, as on a
-/// longer way, until the while is over.
+/// Delays all packets from one set of ports to another for a period. Packets sent in the period do not overtake each
+/// other, as on a longer path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SlowLink {
-    /// The senders that are slow.
+    /// The senders.
     pub from: Vec<Addr>,
-    /// To whom.
+    /// The receivers.
     pub to: Vec<Addr>,
-    /// When.
+    /// The period.
     pub during: Range<Instant>,
-    /// By how much.
+    /// The extra delay.
     pub delay: Duration,
 }
 
@@ -190,17 +192,17 @@ impl Rule for SlowLink {
     }
 }
 
-/// Does something to one packet of a path: "lose the third from a to b". This is also how a fabric records the faults
-/// of a run ([`Fabric::faults`](super::Fabric::faults)).
+/// A fault of one packet of a path, such as "drop the third from a to b". A fabric records the faults of a run in this
+/// form ([`Fabric::faults`](super::Fabric::faults)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NthPacket {
     /// The path's sender.
     pub from: Addr,
     /// The path's receiver.
     pub to: Addr,
-    /// Which packet of the path, from 1.
+    /// The packet's number on the path, counted from 1.
     pub nth: u64,
-    /// What happens to it.
+    /// What happens to the packet.
     pub verdict: Verdict,
 }
 
@@ -211,14 +213,14 @@ impl Rule for NthPacket {
     }
 }
 
-/// Repeats the faults of another run, or what is left of them: every packet that is not named passes.
+/// Repeats recorded faults of another run, or a subset of them. All other packets pass.
 #[derive(Debug, Clone, Default)]
 pub struct Script {
     verdicts: BTreeMap<(Addr, Addr, u64), Verdict>,
 }
 
 impl Script {
-    /// Make a script of these faults. Of two for one packet the later is taken.
+    /// Return a script with these faults. If a packet has two, the later one applies.
     pub fn new(faults: &[NthPacket]) -> Self {
         Self { verdicts: faults.iter().map(|fault| ((fault.from, fault.to, fault.nth), fault.verdict)).collect() }
     }

@@ -12,7 +12,7 @@ fn us(us: u64) -> Instant {
     Instant::from_nanos(us * 1000)
 }
 
-/// A link of 1 byte per microsecond, 10 us long.
+/// A link with a bandwidth of 1 byte per microsecond and a latency of 10 us.
 fn slow() -> LinkConfig {
     LinkConfig {
         latency: Duration::from_micros(10),
@@ -33,16 +33,17 @@ fn drain(fabric: &mut Fabric) -> Vec<(u64, Addr, usize)> {
 }
 
 #[test]
-fn bytes_take_their_time_on_both_links() {
+fn packet_occupies_both_links_for_its_length() {
     let mut fabric = Fabric::new(1, slow());
     fabric.send(us(0), A, B, &[0; 100]);
     fabric.send(us(0), A, B, &[0; 50]);
-    // 100 on A's link, 10 on the way, 100 on B's; the second leaves A at 150, and finds B's link busy until 210.
+    // 100 us on A's link, 10 us of latency, 100 us on B's link. The second leaves A at 150 and waits for B's link until
+    // 210.
     assert_eq!(drain(&mut fabric), [(210, A, 100), (260, A, 50)]);
 }
 
 #[test]
-fn a_link_says_when_it_is_free() {
+fn ready_at_returns_when_the_senders_link_is_free() {
     let mut fabric = Fabric::new(1, slow());
     assert_eq!(fabric.ready_at(A), us(0));
     fabric.send(us(5), A, B, &[0; 100]);
@@ -51,7 +52,7 @@ fn a_link_says_when_it_is_free() {
 }
 
 #[test]
-fn paths_differ_by_direction() {
+fn set_link_applies_to_one_direction() {
     let mut fabric = Fabric::new(1, slow());
     fabric.set_link(B, A, LinkConfig { latency: Duration::from_micros(3), ..LinkConfig::default() });
     fabric.send(us(0), B, A, &[0; 100]);
@@ -60,7 +61,7 @@ fn paths_differ_by_direction() {
 }
 
 #[test]
-fn nothing_arrives_before_its_time() {
+fn packet_is_not_delivered_before_its_arrival() {
     let mut fabric = Fabric::new(1, slow());
     fabric.send(us(0), A, B, &[0; 100]);
     assert_eq!(fabric.poll_delivery(us(209)), None);
@@ -69,7 +70,7 @@ fn nothing_arrives_before_its_time() {
 }
 
 #[test]
-fn incast_fills_the_receivers_queue() {
+fn incast_drops_packets_at_a_full_queue() {
     let mut fabric = Fabric::new(1, slow());
     for from in 10..14 {
         fabric.send(us(0), Addr::Emu(from), B, &[0; 100]);
@@ -82,7 +83,7 @@ fn incast_fills_the_receivers_queue() {
 }
 
 #[test]
-fn the_first_rule_that_minds_decides() {
+fn first_verdict_other_than_pass_decides() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     fabric.add_rule(NthPacket { from: A, to: B, nth: 3, verdict: Verdict::Drop });
     let late = Verdict::Deliver { delay: Duration::from_micros(50) };
@@ -101,7 +102,7 @@ fn the_first_rule_that_minds_decides() {
 }
 
 #[test]
-fn a_partition_cuts_one_way_for_a_while() {
+fn partition_drops_one_direction_for_its_period() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     fabric.add_rule(Partition { from: vec![A, C], to: vec![B], during: us(10)..us(20) });
     for at in [9, 10, 19, 20] {
@@ -115,7 +116,7 @@ fn a_partition_cuts_one_way_for_a_while() {
 }
 
 #[test]
-fn a_rule_for_a_while_holds_no_longer_and_leaves_the_others_their_dice() {
+fn during_limits_a_rule_without_changing_other_rules_draws() {
     let path = (Addr::Emu(0), Addr::Emu(1));
     let all = RandomFaults { loss_per_mille: 1000, ..RandomFaults::default() };
     let some = RandomFaults { loss_per_mille: 500, ..RandomFaults::default() };
@@ -124,7 +125,7 @@ fn a_rule_for_a_while_holds_no_longer_and_leaves_the_others_their_dice() {
         let mut first = During { during, rule: all };
         let mut rules: [Box<dyn Rule>; 2] = [
             Box::new(move |frame: &Frame<'_>, rng: &mut Rng| {
-                // Whatever it says, the next rule is asked as well.
+                // Ignore its verdict, so that the next rule is applied as well.
                 let _ = first.on_packet(frame, rng);
                 Verdict::Pass
             }),
@@ -144,7 +145,7 @@ fn a_rule_for_a_while_holds_no_longer_and_leaves_the_others_their_dice() {
 }
 
 #[test]
-fn a_slow_link_delays_one_way_for_a_while() {
+fn slow_link_delays_one_direction_for_its_period() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     fabric.add_rule(SlowLink { from: vec![A], to: vec![B], during: us(10)..us(20), delay: Duration::from_micros(100) });
     for at in [9, 10, 19, 20] {
@@ -158,7 +159,7 @@ fn a_slow_link_delays_one_way_for_a_while() {
 }
 
 #[test]
-fn duplicates_are_copies_and_damage_is_damage() {
+fn duplicates_equal_the_packet_and_damage_changes_it() {
     let mut fabric = Fabric::new(1, LinkConfig::default());
     let delay = Duration::from_micros(7);
     fabric.add_rule(NthPacket { from: A, to: B, nth: 1, verdict: Verdict::Duplicate { delay } });
@@ -184,7 +185,7 @@ fn duplicates_are_copies_and_damage_is_damage() {
 }
 
 #[test]
-fn shares_of_faults_come_out_as_asked() {
+fn random_faults_have_the_requested_probabilities() {
     let mut fabric = Fabric::new(8, LinkConfig::default());
     fabric.add_rule(RandomFaults {
         loss_per_mille: 100,
@@ -204,7 +205,7 @@ fn shares_of_faults_come_out_as_asked() {
     }
 }
 
-/// One run: a few hundred packets between four nodes under faults.
+/// Run a few hundred packets between four ports with faults.
 fn swarm(seed: u64, faults: impl Rule + 'static, queue: Option<usize>) -> Fabric {
     let link = LinkConfig { receive_queue_bytes: queue, ..slow() };
     let mut fabric = Fabric::new(seed, link);
@@ -225,7 +226,7 @@ fn swarm(seed: u64, faults: impl Rule + 'static, queue: Option<usize>) -> Fabric
 
 proptest! {
     #[test]
-    fn every_packet_is_accounted_for_and_the_seed_says_it_all(
+    fn every_packet_is_counted_and_the_seed_determines_the_run(
         seed: u64, loss in 0_u16..300, duplicate in 0_u16..300, reorder in 0_u16..300, corrupt in 0_u16..100, queue in proptest::option::of(50_usize..500)
     ) {
         let faults = RandomFaults {
@@ -239,7 +240,7 @@ proptest! {
         prop_assert_eq!(one.log_hash(), two.log_hash());
         prop_assert_eq!(one.counters(), two.counters());
         prop_assert_ne!(one.log_hash(), swarm(seed.wrapping_add(1), faults, queue).log_hash());
-        // The list of what was done to packets is the run, damage and all.
+        // The recorded faults repeat the run, including the damage.
         let again = swarm(seed, Script::new(one.faults()), queue);
         prop_assert_eq!((again.log_hash(), again.faults()), (one.log_hash(), one.faults()));
         let counters = one.counters();
@@ -249,7 +250,7 @@ proptest! {
 }
 
 #[test]
-fn ports_lose_what_their_inbox_cannot_hold() {
+fn port_drops_packets_beyond_its_receive_buffer() {
     use crate::port::{Port, RxToken, TxToken};
     let net = EmuNet::new(Fabric::new(1, LinkConfig::default()));
     let mut a = net.port(1, EmuPortConfig::default());
@@ -258,7 +259,7 @@ fn ports_lose_what_their_inbox_cannot_hold() {
         a.transmit(B, us(0)).unwrap().consume(|buffer| (buffer[..40].fill(1), (40, ())).1);
     }
     a.flush(us(0));
-    assert!(b.receive(us(0)).is_none(), "it is still on its way");
+    assert!(b.receive(us(0)).is_none(), "it is still in flight");
     assert_eq!(b.receive(us(5)).unwrap().consume(|from, bytes| (from, bytes.len())), (A, 40));
     assert!(b.receive(us(5)).is_some());
     assert!(b.receive(us(5)).is_none());

@@ -1,40 +1,40 @@
-//! The registers, and where the queues are: made by a device, probed by a host.
+//! The registers and the positions of the queues: created by a device, probed by a host.
 //!
-//! Invariant: a `Bar` lies wholly in the words that it was made of, and its queues in it.
+//! Invariant: a `Bar` and all its queues lie within the memory that it was created from.
 
 use super::entry::{COMPLETION_WORDS, SUBMISSION_WORDS};
 use crate::dma::{Capabilities, DtypeSet, OpSet, Profile};
 use crate::ids::BootId;
-use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing, Wanted};
+use crate::ring::{Doorbell, Indices, Line, RingError, SharedRing, WakeThreshold};
 use bitflags::bitflags;
 use core::marker::PhantomData;
 use core::mem::offset_of;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// "SUMA" in ASCII, the first byte lowest.
+/// "SUMA" in ASCII, as a little-endian number.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"SUMA");
 
-/// Layouts of another major version are refused. Since 2, the records of redo slots have checksums of their results.
+/// The major version of the layout; others are refused. Version 2 added checksums of results to redo records.
 pub const VERSION_MAJOR: u16 = 2;
 
-/// A later minor version only gives a meaning to what was reserved.
+/// The minor version of the layout. Minor versions only assign reserved fields.
 pub const VERSION_MINOR: u16 = 0;
 
-/// The most queues of a function: the admin queue, and one for each of the device's shards.
+/// The maximum number of queues of a function: the admin queue, and one per shard of the device.
 pub const QUEUES_MAX: u32 = 64;
 
-/// The smallest depth of a queue.
+/// The minimum depth of a queue.
 pub const DEPTH_MIN: u32 = 2;
 
-/// The largest depth of a queue.
+/// The maximum depth of a queue.
 pub const DEPTH_MAX: u32 = 1 << 12;
 
-/// What a device's engine may ask addresses to be a multiple of, at most: a page, which memory always keeps. A host sizes
-/// buffers by it.
+/// The strictest alignment that a device's DMA engine may require: a page, which memory always provides. Hosts align
+/// buffers to it.
 pub const DMA_ALIGNMENT_MAX_BYTES: u32 = 4096;
 
-/// What a BAR's address is a multiple of.
+/// The alignment of a BAR's address.
 pub const BAR_ALIGNMENT_BYTES: usize = 4096;
 
 const CONTROL_OFFSET: usize = 0x1000;
@@ -42,54 +42,55 @@ const QUEUES_OFFSET: usize = 0x2000;
 const ENTRIES_OFFSET: usize = 0x400;
 
 bitflags! {
-    /// What a device has.
+    /// Optional features of a device.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct Features: u32 {
-        /// It takes contributions by reference.
-        const BY_REFERENCE = 1 << 0;
-        /// It lets go of a rank's memory on [`AdminCommand::Fence`](super::AdminCommand::Fence).
+        /// The device serves zero-copy children.
+        const ZERO_COPY = 1 << 0;
+        /// The device stops accessing a rank's memory on [`AdminCommand::Fence`](super::AdminCommand::Fence).
         const FENCE = 1 << 1;
-        /// Its redo slots are in memory that outlives its runtime (PROTOCOL 7).
+        /// The redo slots are in memory that outlives the device's runtime (PROTOCOL 7).
         const REDO = 1 << 2;
-        /// Its heartbeat changes with each turn of its runtime, and there is a turn whenever it is rung: one that stands
-        /// still then is stuck or stopped. Since version 1.1.
+        /// The heartbeat changes with each iteration of the device's runtime, and every doorbell causes one. A
+        /// heartbeat that does not change after a doorbell means that the runtime is stuck or stopped. Since version
+        /// 1.1.
         const HEARTBEAT = 1 << 3;
-        /// It takes how long an operation waits for ranks ([`OperationLimit`](super::OperationLimit)), and says who has no
-        /// part in one. Since version 1.2.
+        /// The device supports straggler limits ([`OperationLimit`](super::OperationLimit)) and reports the ranks that
+        /// an operation was completed without. Since version 1.2.
         const STRAGGLERS = 1 << 4;
-        /// It reaches only the arena that comes with the function: a rank takes its memory from there, and registers it by
-        /// its offset as the handle. Since version 1.3.
+        /// The device can access only the arena that comes with the function. A rank allocates its memory there and
+        /// registers it with its offset as the handle. Since version 1.3.
         const ARENA = 1 << 5;
-        /// It can't wake a rank: who waits for it looks again before long. Since version 1.3.
-        const SILENT = 1 << 6;
+        /// The device cannot wake ranks, so they have to poll. Since version 1.3.
+        const POLL_ONLY = 1 << 6;
     }
 }
 
 bitflags! {
-    /// How a device is.
+    /// The status of a device.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct DeviceStatus: u32 {
         /// All registers are valid and the queues are served.
         const READY = 1 << 0;
-        /// It takes no new work and finishes what it has.
+        /// The device accepts no new work and finishes what it has.
         const DRAINING = 1 << 1;
-        /// It has given up on this function: attach anew.
+        /// The device no longer serves this function; the rank must attach again.
         const FAILED = 1 << 2;
     }
 }
 
 bitflags! {
-    /// What a host asks of the whole function.
+    /// Requests of the host that concern the whole function.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct HostControl: u32 {
         /// The queues are in use.
         const ENABLE = 1 << 0;
-        /// The host is leaving: end everything, and release its memory.
+        /// The host is detaching: abort all work and release its memory.
         const RESET = 1 << 1;
     }
 }
 
-/// The device's registers: for their offsets only. Each is read and written as one atomic of its size.
+/// The device's registers, for their offsets only. Each is accessed as one atomic of its size.
 #[repr(C)]
 struct Registers {
     magic: u32,
@@ -109,14 +110,14 @@ struct Registers {
     dma_max_len_bytes: u32,
 }
 
-/// The head of a queue's block; the entries follow.
+/// The start of a queue's block; the entries follow.
 #[repr(C)]
 struct QueueHead {
     submissions: Indices,
     completions: Indices,
     device_bell: Line,
     host_bell: Line,
-    host_wants: Line,
+    host_threshold: Line,
 }
 
 const _: () = {
@@ -140,116 +141,116 @@ const _: () = {
     assert!(offset_of!(QueueHead, completions) == 0x100);
     assert!(offset_of!(QueueHead, device_bell) == 0x200);
     assert!(offset_of!(QueueHead, host_bell) == 0x280);
-    assert!(offset_of!(QueueHead, host_wants) == 0x300);
+    assert!(offset_of!(QueueHead, host_threshold) == 0x300);
     assert!(size_of::<QueueHead>() <= ENTRIES_OFFSET);
     assert!(ENTRIES_OFFSET.is_multiple_of(align_of::<QueueHead>()));
 };
 
-/// Return the distance of two queues of `depth` in bytes: a head, and 128 bytes for each place.
+/// Return the distance in bytes between queues of `depth`: a head, and 128 bytes per submission.
 pub const fn queue_stride_bytes(depth: u32) -> usize {
     (ENTRIES_OFFSET + depth as usize * 8 * (SUBMISSION_WORDS + 2 * COMPLETION_WORDS)).next_multiple_of(4096)
 }
 
-/// Return the length in bytes of a BAR with so many queues of `depth`.
+/// Return the length in bytes of a BAR with `queues` queues of `depth`.
 pub const fn bar_len_bytes(queues: u32, depth: u32) -> usize {
     QUEUES_OFFSET + queues as usize * queue_stride_bytes(depth)
 }
 
-/// What a device's function is to be.
+/// The parameters of a function.
 #[derive(Debug, Clone, Copy)]
 pub struct FunctionConfig {
-    /// The device's life.
+    /// The device's incarnation.
     pub boot_id: BootId,
-    /// What it has.
+    /// The device's features.
     pub features: Features,
-    /// The number of queues with the admin queue, 2 to [`QUEUES_MAX`].
+    /// The number of queues including the admin queue, 2 to [`QUEUES_MAX`].
     pub queues: u32,
-    /// The depth of each, a power of two from [`DEPTH_MIN`] to [`DEPTH_MAX`].
+    /// The depth of each queue: a power of two from [`DEPTH_MIN`] to [`DEPTH_MAX`].
     pub depth: u32,
-    /// What its engine can do.
+    /// The capabilities of the DMA engine.
     pub dma: Capabilities,
 }
 
-/// Why no function was made.
+/// Why a function cannot be created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BarError {
     /// The memory is not aligned.
-    #[error("a BAR is aligned to {BAR_ALIGNMENT_BYTES} bytes: not at {address:#x}")]
+    #[error("BAR at {address:#x} is not aligned to {BAR_ALIGNMENT_BYTES} bytes")]
     Unaligned {
-        /// Where it is.
+        /// The memory's address.
         address: usize,
     },
-    /// The queues are not.
+    /// The number or depth of the queues is out of range.
     #[error(
-        "a function has 2 to {QUEUES_MAX} queues, of {DEPTH_MIN} to {DEPTH_MAX}, a power of two: not {queues} of {depth}"
+        "{queues} queues of depth {depth}; a function has 2 to {QUEUES_MAX} queues, with a depth of {DEPTH_MIN} to \
+         {DEPTH_MAX} that is a power of two"
     )]
     Queues {
-        /// How many.
+        /// The number of queues.
         queues: u32,
-        /// How deep.
+        /// The depth.
         depth: u32,
     },
-    /// The memory is shorter.
-    #[error("the BAR needs {needed} bytes, and has {len_bytes}")]
+    /// The memory is too short.
+    #[error("the BAR needs {needed} bytes, but the memory has {len_bytes}")]
     TooShort {
-        /// What there must be.
+        /// The required length in bytes.
         needed: usize,
-        /// What there is.
+        /// The length of the memory in bytes.
         len_bytes: usize,
     },
 }
 
-/// Why memory is not a function that this version can use.
+/// Why memory is not a function that this version supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProbeError {
-    /// Its first word is another.
-    #[error("this is no Sumac device: magic {0:#010x}, expected {MAGIC:#010x}")]
+    /// The magic is wrong.
+    #[error("not a Sumac device: magic is {0:#010x}, expected {MAGIC:#010x}")]
     Magic(u32),
-    /// Its layout is of another major version.
-    #[error("the device's layout is version {major}.{minor}, and {VERSION_MAJOR}.x is needed: update the older side")]
+    /// The layout has another major version.
+    #[error(
+        "the device has layout version {major}.{minor}, this build supports {VERSION_MAJOR}.x; update the older side"
+    )]
     Version {
         /// The major version.
         major: u16,
         /// The minor version.
         minor: u16,
     },
-    /// It is not ready, or has failed.
-    #[error("the device is not ready: status {0:?}")]
+    /// The device is not ready, or has failed.
+    #[error("the device is not ready: status is {0:?}")]
     Status(DeviceStatus),
-    /// Its registers contradict each other or the memory.
-    #[error("the device's registers are wrong: {0}")]
+    /// The registers contradict each other or the memory.
+    #[error("invalid device registers: {0}")]
     Registers(#[from] BarError),
-    /// Its engine asks for more than memory keeps.
-    #[error(
-        "the device's engine asks for addresses at multiples of {found} bytes, where memory keeps at most \
-         {DMA_ALIGNMENT_MAX_BYTES}"
-    )]
+    /// The DMA engine requires a stricter alignment than is supported.
+    #[error("the device's DMA engine requires an alignment of {found} bytes; the maximum is {DMA_ALIGNMENT_MAX_BYTES}")]
     Alignment {
-        /// What it asks for.
+        /// The alignment that it requires, in bytes.
         found: u32,
     },
-    /// Its registers hold a stride or a profile that is not.
-    #[error("register {offset:#x} of the device holds {value:#x}, which no device of this version has there")]
+    /// A register holds an invalid value.
+    #[error("device register {offset:#x} holds {value:#x}, which is not valid in this version")]
     Value {
         /// The register's offset.
         offset: usize,
-        /// What it holds.
+        /// The register's value.
         value: u64,
     },
 }
 
-/// What a host has read from a device's registers, and checked.
+/// What a host has read from a device's registers and checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Identity {
-    /// The device's life.
+    /// The device's incarnation.
     pub boot_id: BootId,
-    /// The minor version of its layout.
+    /// The minor version of the layout.
     pub version_minor: u16,
-    /// What it has.
+    /// The device's features.
     pub features: Features,
-    /// What its engine can do; the limits of its own queues are not told.
+    /// The capabilities of the DMA engine, without the limits of its internal queues.
     pub dma: Capabilities,
 }
 
@@ -262,7 +263,7 @@ pub struct Bar<'a> {
     memory: PhantomData<&'a [AtomicU64]>,
 }
 
-// SAFETY: all accesses are to atomics, whatever the other side does to them.
+// SAFETY: all accesses are atomic, whatever the other side does.
 unsafe impl Send for Bar<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Bar<'_> {}
@@ -274,19 +275,19 @@ pub struct Queue<'a> {
     pub submissions: SharedRing<'a, SUBMISSION_WORDS>,
     /// From device to host.
     pub completions: SharedRing<'a, COMPLETION_WORDS>,
-    /// What wakes the device.
+    /// Wakes the device.
     pub device_bell: Doorbell<&'a AtomicU32>,
-    /// What wakes the host.
+    /// Wakes the host.
     pub host_bell: Doorbell<&'a AtomicU32>,
-    /// What the host waits for.
-    pub host_wants: Wanted<&'a AtomicU32>,
+    /// The count of answered chunks at which the host wants to be woken.
+    pub host_threshold: WakeThreshold<&'a AtomicU32>,
 }
 
 impl<'a> Bar<'a> {
-    /// Make a function in zeroed memory, as its device, and say that it is ready.
+    /// Create a function in zeroed memory, as the device, and set [`DeviceStatus::READY`].
     ///
     /// # Errors
-    /// [`BarError`].
+    /// [`BarError`]: the memory is misaligned or too short, or the queues are out of range.
     pub fn create(memory: &'a [AtomicU64], config: &FunctionConfig) -> Result<Self, BarError> {
         let bar = Self::in_memory(memory, config.queues, config.depth)?;
         let word = |offset, value: u32| bar.word(offset).store(value.to_le(), Ordering::Relaxed);
@@ -308,12 +309,12 @@ impl<'a> Bar<'a> {
         Ok(bar)
     }
 
-    /// Look at a function as its host: check every register, and trust none of them again.
+    /// Probe a function, as the host. Every register is read and checked exactly once.
     ///
     /// # Errors
-    /// [`ProbeError`].
+    /// [`ProbeError`]: the memory is not a function of this version, is not ready, or has an invalid register.
     pub fn probe(memory: &'a [AtomicU64]) -> Result<(Self, Identity), ProbeError> {
-        // Enough for the registers; a BAR of one queue less than there can be is too short below.
+        // The smallest BAR, to read the registers; the real size is checked below.
         let registers = Self::in_memory(memory, 2, DEPTH_MIN)?;
         let status = registers.status();
         let word = |offset: usize| u32::from_le(registers.word(offset).load(Ordering::Relaxed));
@@ -376,7 +377,7 @@ impl<'a> Bar<'a> {
         Ok(Self { base: NonNull::from(memory).cast(), queues, depth, memory: PhantomData })
     }
 
-    /// Return how many queues there are, with the admin queue.
+    /// Return the number of queues, including the admin queue.
     pub const fn queues(&self) -> u32 {
         self.queues
     }
@@ -386,10 +387,7 @@ impl<'a> Bar<'a> {
         self.depth
     }
 
-    /// Return a queue; 0 is the admin queue. `None` if there are not as many.
-    ///
-    /// # Panics
-    /// Never: the depths that a BAR can have all make rings.
+    /// Return queue `index`, or `None` if there are fewer. Queue 0 is the admin queue.
     pub fn queue(&self, index: u32) -> Option<Queue<'a>> {
         if index >= self.queues {
             return None;
@@ -415,19 +413,19 @@ impl<'a> Bar<'a> {
                 completions: SharedRing::new(&head.completions, completions)?,
                 device_bell: Doorbell::new(&head.device_bell.word),
                 host_bell: Doorbell::new(&head.host_bell.word),
-                host_wants: Wanted::new(&head.host_wants.word),
+                host_threshold: WakeThreshold::new(&head.host_threshold.word),
             })
         };
         queue().ok()
     }
 
-    /// Return the device's status; whatever it wrote before is visible afterwards.
+    /// Return the device's status, with acquire ordering.
     pub fn status(&self) -> DeviceStatus {
         let status = self.word(offset_of!(Registers, status)).load(Ordering::Acquire);
         DeviceStatus::from_bits_truncate(u32::from_le(status))
     }
 
-    /// Set the status, as the device.
+    /// Set the status, as the device, with release ordering.
     pub fn set_status(&self, status: DeviceStatus) {
         self.word(offset_of!(Registers, status)).store(status.bits().to_le(), Ordering::Release);
     }
@@ -442,27 +440,28 @@ impl<'a> Bar<'a> {
         self.word(offset_of!(Registers, heartbeat)).store(beat.to_le(), Ordering::Relaxed);
     }
 
-    /// Return what the host asks for.
+    /// Return the host's requests.
     pub fn control(&self) -> HostControl {
         let control = self.word(CONTROL_OFFSET).load(Ordering::Acquire);
         HostControl::from_bits_truncate(u32::from_le(control))
     }
 
-    /// Ask for something, as the host.
+    /// Set the requests, as the host.
     pub fn set_control(&self, control: HostControl) {
         self.word(CONTROL_OFFSET).store(control.bits().to_le(), Ordering::Release);
     }
 
-    /// Return a register of 32 bits, below those of the queues.
+    /// Return a 32-bit register, at an offset below the queues.
     fn word(&self, offset: usize) -> &'a AtomicU32 {
         debug_assert!(offset.is_multiple_of(4) && offset < QUEUES_OFFSET);
         // SAFETY: the registers are the first bytes of the memory, which is borrowed for 'a as atomics, so nobody has a
-        // plain reference to them. Each is reached by atomics of its own size only, here and by all that follow the layout; a
-        // peer that writes it in other pieces makes a value of them, and every value is one that the reader checks.
+        // plain reference to them. Each is reached by atomics of its own size only, here and by all that follow the
+        // layout; a peer that writes it in other pieces makes a value of them, and every value is one that the reader
+        // checks.
         unsafe { self.base.add(offset).cast().as_ref() }
     }
 
-    /// Return a register of 64 bits.
+    /// Return a 64-bit register, at an offset below the queues.
     fn wide(&self, offset: usize) -> &'a AtomicU64 {
         debug_assert!(offset.is_multiple_of(8) && offset < QUEUES_OFFSET);
         // SAFETY: as above.

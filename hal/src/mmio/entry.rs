@@ -1,55 +1,61 @@
-//! What goes through the queues: 64 bytes to the device, 32 bytes back, in little-endian words.
+//! Queue entries: 64 bytes to the device and 32 bytes back, in little-endian 64-bit words.
 //!
-//! A contribution (opcode 1 by reference, 2 empty):
+//! A contribution (opcode 1: zero-copy, 2: empty):
 //!
 //! | word | bits | field |
 //! |---|---|---|
 //! | 0 | 0..8 | opcode |
-//! | 0 | 8..16 | flags: 1 the rank wants the result at `dst` |
+//! | 0 | 8..16 | flags: 1 = the rank wants the result at `dst` |
 //! | 0 | 16..24, 24..32, 32..40 | collective, element type, operator; 0 for none |
-//! | 0 | 40..48 | bits 32..40 of the operation's elements |
-//! | 0 | 48..64 | count: how many chunks in a row, at least 1 |
+//! | 0 | 40..48 | bits 32..40 of the operation's element count |
+//! | 0 | 48..64 | count: the number of consecutive chunks, at least 1 |
 //! | 1 | 0..32, 32..64 | group, epoch |
 //! | 2 | 0..64 | seq of the first chunk |
-//! | 3 | 0..32 | elements of all of them |
-//! | 3 | 32..48 | lag: seq - `have`; every seq below `have` has landed here (PROTOCOL 1) |
+//! | 3 | 0..32 | the number of elements in these chunks |
+//! | 3 | 32..48 | lag: seq - `have` (PROTOCOL 1) |
 //! | 3 | 48..64 | root |
 //! | 4 | 0..32 | signature of the operation |
-//! | 4 | 32..48, 48..64 | index of the source's region, of the destination's |
-//! | 5 | 0..32, 32..64 | generation of the source's region, of the destination's |
-//! | 6, 7 | 0..48 | offset in the source's region, in the destination's, in bytes |
-//! | 6, 7 | 48..64 | bits 0..16 of the operation's elements, bits 16..32 |
+//! | 4 | 32..48, 48..64 | region index of the source, of the destination |
+//! | 5 | 0..32, 32..64 | region generation of the source, of the destination |
+//! | 6, 7 | 0..48 | offset in bytes in the source region, in the destination region |
+//! | 6, 7 | 48..64 | bits 0..16 of the operation's element count, bits 16..32 |
 //!
-//! The operation's root and elements are there to name it where ranks differ; what does not fit is told as the most that
-//! does. An offset that does not fit is none that a region has, and stays none.
+//! The operation's root and element count only serve to describe it in mismatch errors, and saturate. An offset that
+//! does not fit saturates as well; it is beyond any region, so the entry is refused as out of bounds.
 //!
-//! How long an operation waits for ranks (3), before its first contribution on the same queue: word 0 bit 8 it goes on
-//! without who is missing then; word 1 as of the contribution; word 2 the operation's first seq, word 3 how many seqs it
-//! has, word 4 the limit in microseconds. It is not answered: what is wrong with it is wrong with what follows, too.
+//! A straggler limit (opcode 3), before the operation's first contribution on the same queue. Word 0 bit 8: the
+//! operation completes without the missing ranks; word 1: group and epoch, as in a contribution; word 2: the
+//! operation's first seq; word 3: its number of seqs; word 4: the limit in microseconds. It has no completion: whatever
+//! is wrong with it is also wrong with the contributions that follow.
 //!
-//! An admin command (on queue 0): word 0 the opcode, word 1 a cookie, then register (16): handle of the memory, offset
-//! and length in bytes; deregister (17): the region's key; fence (18): group and epoch as in word 1 above.
+//! An admin command, on queue 0. Word 0: the opcode; word 1: a cookie. Then for register (16): the memory's handle, the
+//! offset and the length in bytes; for deregister (17): the region key; for fence (18): group and epoch, as in word 1
+//! above.
 //!
-//! A completion: word 0 bits 0..8 the opcode, 8..16 the status, 16..32 count, 32..48 window, 48..64 the slowest rank's
-//! number and one, 0 if none is known; words 1 and 2 as of the contribution; word 3 bits 0..32 `stable` - seq as a signed
-//! number, 32..64 how late the slowest rank was in microseconds. For an admin command (16): words 1 the cookie, 2 the value. Before an answer of
-//! mismatch or of what is unsupported, the operations that it speaks of (2): words 1 and 2, each packed by
-//! [`pack_op`](crate::wire::pack_op); nothing else in word 0. Half of a set of ranks (3), always followed by the other:
-//! word 0 bit 16 it is the second, bits 32..48 the number of the decision to go on without them, or 0 before an answer of
-//! [`EntryStatus::Stragglers`]; word 1 the first seq that they have no part in; words 2 and 3 a bit for each rank.
+//! A completion has its opcode in bits 0..8 of word 0:
+//! - an answer (1). Word 0: bits 8..16 status, 16..32 count, 32..48 window, 48..64 the slowest rank plus one, or 0 if
+//!   unknown; words 1 and 2 as in the contribution; word 3: bits 0..32 `stable` - seq as a signed number, 32..64 how
+//!   late the slowest rank was, in microseconds;
+//! - operations (2), before an answer of mismatch or unsupported. Words 1 and 2: the operations concerned, each packed
+//!   by [`pack_op`](crate::wire::pack_op);
+//! - half of a set of ranks (3), always followed by the other half. Word 0: bit 16 it is the second half, bits 32..48
+//!   the number of the decision to continue without these ranks, or 0 before an answer of [`EntryStatus::Stragglers`];
+//!   word 1: the first seq that they do not take part in; words 2 and 3: one bit per rank;
+//! - the reply to an admin command (16). Word 0: bits 8..16 status; word 1: the cookie; word 2: the value.
 //!
-//! By reference there is no `have` of more than 2^16 behind, because windows are shorter; so 16 bits of distance do.
-//! Invariant: `parse` gives back what `emit` was given, and takes nothing else: what has no meaning is 0.
+//! The lag fits 16 bits because windows are shorter.
+//!
+//! Invariant: `parse` is the exact inverse of `emit`. Unused bits must be 0.
 
 use crate::dma::{Address, RegionKey};
 use crate::ids::{ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
-use crate::wire::{Limit, RankMask};
+use crate::wire::{RankMask, StragglerLimit};
 
-/// The words of a submission entry: one cache line.
+/// The length of a submission entry in words: one cache line.
 pub const SUBMISSION_WORDS: usize = 8;
 
-/// The words of a completion entry.
+/// The length of a completion entry in words.
 pub const COMPLETION_WORDS: usize = 4;
 
 const REFERENCE: u8 = 1;
@@ -63,25 +69,25 @@ const WANT: u64 = 1 << 8;
 const CUTS: u64 = 1 << 8;
 const SECOND: u64 = 1 << 16;
 
-/// The highest offset of an entry: 256 TiB, which no region has.
+/// The largest offset in an entry: 256 TiB, beyond any region.
 const OFFSET_MAX: u64 = (1 << 48) - 1;
 
-/// The most elements of an operation that an entry tells.
+/// The largest element count of an operation in an entry.
 const TOTAL_MAX: u64 = (1 << 40) - 1;
 
-/// What a rank submits.
+/// An entry that a rank submits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SubmissionEntry {
     /// On a data queue: a contribution to a run of chunks.
     Contribution(Contribution),
-    /// On a data queue, before the contributions to the operation.
+    /// On a data queue, before the operation's contributions: its straggler limit.
     Limit(OperationLimit),
-    /// On the admin queue.
+    /// On the admin queue: a command.
     Admin {
-        /// What its completion is recognised by.
+        /// Identifies the command's completion.
         cookie: u64,
-        /// What to do.
+        /// The command.
         command: AdminCommand,
     },
 }
@@ -91,15 +97,15 @@ pub enum SubmissionEntry {
 pub struct Contribution {
     /// The group.
     pub group: GroupId,
-    /// Its epoch, as the rank knows it.
+    /// The group's epoch at the rank.
     pub epoch: Epoch,
     /// The first chunk.
     pub seq: ChunkNo,
-    /// How many chunks in a row, at least 1.
+    /// The number of consecutive chunks, at least 1.
     pub count: u16,
-    /// The elements of all of them together.
+    /// The number of elements in all of them.
     pub elements: u32,
-    /// `seq - have`: how many chunks before this have not landed yet.
+    /// `seq - have`: the number of chunks before `seq` that have not all landed.
     pub lag: u16,
     /// The collective.
     pub collective: Collective,
@@ -107,53 +113,54 @@ pub struct Contribution {
     pub dtype: Option<Dtype>,
     /// The operator, `None` for a barrier.
     pub op: Option<ReduceOp>,
-    /// The root, to name the operation.
+    /// The operation's root, for mismatch errors.
     pub root: Rank,
-    /// The elements of the whole operation, to name it.
+    /// The number of elements of the whole operation, for mismatch errors.
     pub total: u64,
     /// The operation's signature.
     pub signature: u32,
-    /// Where the rank's data is; `None` if it has nothing to add (`Empty`).
+    /// Where the rank's data is; `None` if it has nothing to contribute (`Empty`).
     pub src: Option<Address>,
     /// Where the result goes; `None` if the rank does not want it.
     pub dst: Option<Address>,
 }
 
-/// How long an operation waits for ranks to come to it.
+/// The straggler limit of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OperationLimit {
     /// The group.
     pub group: GroupId,
-    /// Its epoch, as the rank knows it.
+    /// The group's epoch at the rank.
     pub epoch: Epoch,
     /// The operation's first chunk.
     pub seq: ChunkNo,
-    /// How many chunks it has.
+    /// The operation's number of chunks.
     pub chunks: u64,
-    /// How long, and what then.
-    pub limit: Limit,
+    /// The limit.
+    pub limit: StragglerLimit,
 }
 
-/// What only the admin queue takes.
+/// A command on the admin queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AdminCommand {
-    /// Let the device reach memory that was handed over before; the completion's value is the region's key.
+    /// Register memory that was passed to the device before. The completion's value is the region key.
     Register {
-        /// The name that the memory was handed over with.
+        /// The handle under which the memory was passed.
         handle: u64,
-        /// Where the region begins in it.
+        /// Where the region starts in the memory.
         offset_bytes: u64,
-        /// How long the region is.
+        /// The length of the region in bytes.
         len_bytes: u64,
     },
-    /// Take a region back. It completes when nothing in flight uses the region any more.
+    /// Deregister a region. Completes when nothing in flight uses the region.
     Deregister {
         /// The region.
         region: RegionKey,
     },
-    /// Let go of this rank's memory in an epoch of a group: it completes when nothing that the rank has submitted there
-    /// can read or write any more (PROTOCOL 6). The rank takes no further part; the others go on without it.
+    /// Fence this rank's memory in an epoch of a group (PROTOCOL 6). Completes when no entry that the rank has
+    /// submitted there can read or write memory. The rank no longer takes part in the group; the other ranks are not
+    /// affected.
     Fence {
         /// The group.
         group: GroupId,
@@ -162,48 +169,48 @@ pub enum AdminCommand {
     },
 }
 
-/// How an entry ended.
+/// The outcome of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum EntryStatus {
-    /// The result is at `dst`; or the admin command is done.
+    /// The result is at `dst`, or the admin command was carried out.
     Result = 0,
-    /// Everybody has contributed, and nobody below wants the result.
+    /// All ranks have contributed, and the result is not wanted here.
     Done = 1,
-    /// The entry is malformed, or on a queue that does not take it.
+    /// The entry is malformed, or on the wrong queue.
     Malformed = 16,
     /// The device does not know the group.
     UnknownGroup = 17,
-    /// The group is of another epoch.
+    /// The group is in another epoch.
     StaleEpoch = 18,
     /// A seq is beyond the window.
     Window = 19,
     /// Ranks have called different operations.
     Mismatch = 20,
-    /// A region does not exist, or is not the rank's.
+    /// A region does not exist, or belongs to another rank.
     BadRegion = 21,
     /// A region has been deregistered.
     StaleRegion = 22,
-    /// A reference reaches beyond its region.
+    /// An address range reaches beyond its region.
     OutOfBounds = 23,
-    /// The engine asks for another alignment.
+    /// An address does not have the alignment that the DMA engine requires.
     Misaligned = 24,
-    /// The device's engine and kernels do not have the operation.
+    /// The device supports the operation neither in its DMA engine nor in its kernels.
     Unsupported = 25,
-    /// A table of the device is full, or the rank has its share.
-    NoRoom = 26,
-    /// A node or a rank on the way is silent.
+    /// A table of the device is full, or the rank's share of it is.
+    NoResources = 26,
+    /// A node or a rank in the tree is silent.
     PathLost = 27,
-    /// A fence came first.
+    /// The rank was fenced before the entry completed.
     Fenced = 28,
-    /// The engine failed.
+    /// The DMA engine failed.
     Hardware = 29,
-    /// Ranks did not come to the operation within its limit, and it has no result without them.
+    /// Ranks did not post the operation within its limit, and it fails because of them.
     Stragglers = 30,
-    /// The group goes on without this rank, which did not come to an operation within its limit.
+    /// The group continues without this rank, which did not post an operation within its limit.
     Excluded = 31,
-    /// The rank's regions would have more bytes, together, than the device lets a rank have.
+    /// The rank's regions would exceed its quota of registered bytes.
     Quota = 32,
 }
 
@@ -222,7 +229,7 @@ impl EntryStatus {
         Self::OutOfBounds,
         Self::Misaligned,
         Self::Unsupported,
-        Self::NoRoom,
+        Self::NoResources,
         Self::PathLost,
         Self::Fenced,
         Self::Hardware,
@@ -231,19 +238,19 @@ impl EntryStatus {
         Self::Quota,
     ];
 
-    /// Return the status of a number, if this version knows it.
+    /// Return the status with this wire number, if this version knows it.
     pub fn from_wire(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|&status| status as u8 == number)
     }
 }
 
-/// What a device answers; each entry that was submitted is answered once.
+/// A completion from a device. Each contribution's chunks and each admin command are completed exactly once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CompletionEntry {
-    /// To a contribution, or to a part of its run.
+    /// Completes a contribution, or a part of its run.
     Answer {
-        /// How it ended.
+        /// The outcome.
         status: EntryStatus,
         /// The group.
         group: GroupId,
@@ -251,65 +258,66 @@ pub enum CompletionEntry {
         epoch: Epoch,
         /// The first chunk.
         seq: ChunkNo,
-        /// How many chunks in a row.
+        /// The number of consecutive chunks.
         count: u16,
-        /// How many chunks may be in flight (PROTOCOL 3).
+        /// The granted window, in chunks (PROTOCOL 3).
         window: u16,
-        /// Every seq below has landed at every rank. It travels as its distance from `seq`, of 2^31 at most.
+        /// Every seq below has landed at every rank. Encoded as the distance from `seq`, clamped to 32 bits.
         stable: ChunkNo,
-        /// Which rank was the last to contribute to `seq`, and how many microseconds after the first; of the first 65,535
+        /// The last rank to contribute to `seq`, and how many microseconds after the first. Only for the first 65,535
         /// ranks.
         slowest: Option<(Rank, u32)>,
     },
-    /// To an admin command.
+    /// Completes an admin command.
     Admin {
-        /// How it ended.
+        /// The outcome.
         status: EntryStatus,
         /// The command's cookie.
         cookie: u64,
-        /// What it gave: the key of a region.
+        /// The command's value: for a registration, the region key.
         value: u64,
     },
-    /// To nothing: which operations the next answer of [`EntryStatus::Mismatch`] or [`EntryStatus::Unsupported`] speaks
-    /// of, each packed by [`pack_op`](crate::wire::pack_op).
+    /// Completes nothing; names the operations of the next answer of [`EntryStatus::Mismatch`] or
+    /// [`EntryStatus::Unsupported`], each packed by [`pack_op`](crate::wire::pack_op).
     Operations {
         /// The operation that is unsupported, or that was called first.
         first: u64,
-        /// Another that was called.
+        /// A different operation that was called.
         other: u64,
     },
-    /// To nothing: one half of a set of ranks that did not come to an operation; see [`CompletionEntry::missing`].
+    /// Completes nothing; one half of a set of ranks that did not post an operation in time. See
+    /// [`CompletionEntry::missing`].
     Missing {
-        /// The number of the decision to go on without them, from 1 on; 0: the next answer of
-        /// [`EntryStatus::Stragglers`] speaks of them.
+        /// The number of the decision to continue without them, counted from 1. 0: they are the ranks of the next
+        /// answer of [`EntryStatus::Stragglers`].
         decision: u16,
-        /// The half for ranks from 128 on, which comes behind the other.
+        /// Whether this is the second half: ranks from 128 on.
         second: bool,
-        /// The first chunk that they have no part in.
+        /// The first chunk that they do not take part in.
         seq: ChunkNo,
-        /// The half.
+        /// The half of the set, see [`RankMask::halves`].
         ranks: [u64; 2],
     },
 }
 
-/// Why words are no entry.
+/// Why words are not a valid entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[non_exhaustive]
 pub enum EntryError {
-    /// The opcode is none of this version's.
-    #[error("opcode {0} is unknown")]
+    /// This version does not know the opcode.
+    #[error("unknown opcode {0}")]
     Opcode(u8),
-    /// A field holds what this version does not know, or bits that must be 0 are not.
-    #[error("word {word} of the entry, {value:#x}, has bits that no entry of this version has")]
+    /// A field has an unknown value, or reserved bits are not 0.
+    #[error("word {word} of the entry is {value:#x}, which is not valid in this version")]
     Field {
         /// The word's index.
         word: u8,
-        /// What it holds.
+        /// The word's value.
         value: u64,
     },
 }
 
-/// Compare what was parsed, emitted again, with what came.
+/// Return `parsed` if its encoding equals the words that it was parsed from.
 fn exact<T, const N: usize>(parsed: T, emitted: [u64; N], words: &[u64; N]) -> Result<T, EntryError> {
     match (0..N).find(|&word| emitted[word] != words[word]) {
         None => Ok(parsed),
@@ -318,13 +326,13 @@ fn exact<T, const N: usize>(parsed: T, emitted: [u64; N], words: &[u64; N]) -> R
 }
 
 impl SubmissionEntry {
-    /// Return the words that travel.
+    /// Return the entry's words.
     pub fn emit(&self) -> [u64; SUBMISSION_WORDS] {
         match *self {
             Self::Contribution(contribution) => contribution.emit(),
             Self::Limit(OperationLimit { group, epoch, seq, chunks, limit }) => {
                 let head = u64::from(LIMIT) | if limit.cuts { CUTS } else { 0 };
-                [head, view(group, epoch), seq.0, chunks, limit.us.into(), 0, 0, 0]
+                [head, group_epoch(group, epoch), seq.0, chunks, limit.us.into(), 0, 0, 0]
             }
             Self::Admin { cookie, command } => {
                 let (opcode, arguments) = match command {
@@ -332,24 +340,24 @@ impl SubmissionEntry {
                         (REGISTER, [handle, offset_bytes, len_bytes])
                     }
                     AdminCommand::Deregister { region } => (DEREGISTER, [region.to_bits(), 0, 0]),
-                    AdminCommand::Fence { group, epoch } => (FENCE, [view(group, epoch), 0, 0]),
+                    AdminCommand::Fence { group, epoch } => (FENCE, [group_epoch(group, epoch), 0, 0]),
                 };
                 [u64::from(opcode), cookie, arguments[0], arguments[1], arguments[2], 0, 0, 0]
             }
         }
     }
 
-    /// Read an entry from the words that travel.
+    /// Parse an entry from its words.
     ///
     /// # Errors
-    /// [`EntryError`], if no entry of this version has these words.
+    /// [`EntryError`] if the words are not a valid entry of this version.
     pub fn parse(words: &[u64; SUBMISSION_WORDS]) -> Result<Self, EntryError> {
         let admin = |command| Self::Admin { cookie: words[1], command };
         let entry = match words[0] as u8 {
             REFERENCE | EMPTY => Self::Contribution(Contribution::parse(words)?),
             LIMIT => {
-                let (group, epoch) = from_view(words[1]);
-                let limit = Limit { us: words[4] as u32, cuts: words[0] & CUTS != 0 };
+                let (group, epoch) = parse_group_epoch(words[1]);
+                let limit = StragglerLimit { us: words[4] as u32, cuts: words[0] & CUTS != 0 };
                 Self::Limit(OperationLimit { group, epoch, seq: ChunkNo(words[2]), chunks: words[3], limit })
             }
             REGISTER => admin(AdminCommand::Register { handle: words[2], offset_bytes: words[3], len_bytes: words[4] }),
@@ -360,7 +368,7 @@ impl SubmissionEntry {
                 })
             }
             FENCE => {
-                let (group, epoch) = from_view(words[2]);
+                let (group, epoch) = parse_group_epoch(words[2]);
                 admin(AdminCommand::Fence { group, epoch })
             }
             opcode => return Err(EntryError::Opcode(opcode)),
@@ -385,7 +393,7 @@ impl Contribution {
         let regions = u64::from(src.region.index) << 32 | u64::from(dst.region.index) << 48;
         [
             head,
-            view(self.group, self.epoch),
+            group_epoch(self.group, self.epoch),
             self.seq.0,
             u64::from(self.elements) | u64::from(self.lag) << 32 | u64::from(self.root.0.min(0xffff)) << 48,
             u64::from(self.signature) | regions,
@@ -398,7 +406,7 @@ impl Contribution {
     fn parse(words: &[u64; SUBMISSION_WORDS]) -> Result<Self, EntryError> {
         let head = words[0];
         let unknown = EntryError::Field { word: 0, value: head };
-        let (group, epoch) = from_view(words[1]);
+        let (group, epoch) = parse_group_epoch(words[1]);
         let address = |index: u64, generation: u64, offset: u64| Address {
             region: RegionKey { index: index as u16, generation: generation as u32 },
             offset_bytes: offset & OFFSET_MAX,
@@ -438,13 +446,13 @@ const MISSING: u8 = 3;
 const ADMIN: u8 = 16;
 
 impl CompletionEntry {
-    /// Return what tells of ranks that have no part in `seq` and what follows it, in this order.
+    /// Return the two entries, in order, that report that `ranks` take no part from `seq` on.
     pub fn missing(decision: u16, seq: ChunkNo, ranks: &RankMask) -> [Self; 2] {
         let [first, second] = ranks.halves();
         [(false, first), (true, second)].map(|(second, ranks)| Self::Missing { decision, second, seq, ranks })
     }
 
-    /// Return the words that travel.
+    /// Return the entry's words.
     pub fn emit(&self) -> [u64; COMPLETION_WORDS] {
         let head = |opcode: u8, status: EntryStatus| u64::from(opcode) | u64::from(status as u8) << 8;
         match *self {
@@ -455,7 +463,7 @@ impl CompletionEntry {
                 let behind = stable.0.wrapping_sub(seq.0) as i64;
                 let behind = behind.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
                 let ahead = u64::from(late_us) << 32 | u64::from(behind as u32);
-                [head(ANSWER, status) | run, view(group, epoch), seq.0, ahead]
+                [head(ANSWER, status) | run, group_epoch(group, epoch), seq.0, ahead]
             }
             Self::Admin { status, cookie, value } => [head(ADMIN, status), cookie, value, 0],
             Self::Operations { first, other } => [u64::from(OPERATIONS), first, other, 0],
@@ -466,16 +474,16 @@ impl CompletionEntry {
         }
     }
 
-    /// Read an entry from the words that travel.
+    /// Parse an entry from its words.
     ///
     /// # Errors
-    /// [`EntryError`], if no entry of this version has these words.
+    /// [`EntryError`] if the words are not a valid entry of this version.
     pub fn parse(words: &[u64; COMPLETION_WORDS]) -> Result<Self, EntryError> {
         let head = words[0];
         let status = EntryStatus::from_wire((head >> 8) as u8).ok_or(EntryError::Field { word: 0, value: head })?;
         let entry = match head as u8 {
             ANSWER => {
-                let (group, epoch) = from_view(words[1]);
+                let (group, epoch) = parse_group_epoch(words[1]);
                 Self::Answer {
                     status,
                     group,
@@ -501,10 +509,10 @@ impl CompletionEntry {
     }
 }
 
-fn view(group: GroupId, epoch: Epoch) -> u64 {
+fn group_epoch(group: GroupId, epoch: Epoch) -> u64 {
     u64::from(group.0) | u64::from(epoch.to_bits()) << 32
 }
 
-fn from_view(word: u64) -> (GroupId, Epoch) {
+fn parse_group_epoch(word: u64) -> (GroupId, Epoch) {
     (GroupId(word as u32), Epoch::from_bits((word >> 32) as u32))
 }

@@ -1,18 +1,18 @@
-//! The layout word for word, hosts of hostile devices, devices of hostile hosts, and entries byte for byte.
+//! Golden tests of registers and entries, and tests of each side against a hostile peer.
 
 use super::*;
 use crate::dma::{Address, Capabilities, Profile, RegionKey};
 use crate::ids::{BootId, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
 use crate::ring::{Consumer, Memory, Producer};
-use crate::wire::{Limit, RankMask};
+use crate::wire::{RankMask, StragglerLimit};
 use core::sync::atomic::{AtomicU64, Ordering};
 use proptest::prelude::*;
 
 const QUEUES: u32 = 3;
 const DEPTH: u32 = 4;
 
-/// Zeroed memory, aligned as a BAR is.
+/// Zeroed memory with the alignment of a BAR.
 struct Aligned {
     words: Vec<AtomicU64>,
     start: usize,
@@ -43,7 +43,7 @@ impl Aligned {
 fn config() -> FunctionConfig {
     FunctionConfig {
         boot_id: BootId(0x1122_3344_5566_7788),
-        features: Features::BY_REFERENCE | Features::FENCE,
+        features: Features::ZERO_COPY | Features::FENCE,
         queues: QUEUES,
         depth: DEPTH,
         dma: Capabilities::new(Profile::InlineReduce, 8, 8).with_alignment(64).with_max_len(1 << 20),
@@ -57,10 +57,10 @@ fn device() -> Aligned {
 }
 
 #[test]
-fn golden_registers() {
+fn registers_are_at_their_golden_offsets() {
     let memory = device();
     let dma = config().dma;
-    assert_eq!((Features::ARENA.bits(), Features::SILENT.bits()), (0x20, 0x40));
+    assert_eq!((Features::ARENA.bits(), Features::POLL_ONLY.bits()), (0x20, 0x40));
     let expected = [
         (0x00, 0x0002_0000_414d_5553),
         (0x08, 0x1122_3344_5566_7788),
@@ -75,7 +75,7 @@ fn golden_registers() {
     for (offset, value) in expected {
         assert_eq!(memory.load(offset), value, "register {offset:#x}");
     }
-    assert!((0x48..memory.len * 8).step_by(8).all(|offset| memory.load(offset) == 0), "all the rest is 0");
+    assert!((0x48..memory.len * 8).step_by(8).all(|offset| memory.load(offset) == 0), "all other words are 0");
 
     let (bar, _) = Bar::probe(memory.words()).expect("a device");
     bar.set_control(HostControl::ENABLE | HostControl::RESET);
@@ -85,7 +85,7 @@ fn golden_registers() {
 }
 
 #[test]
-fn a_host_reads_what_the_device_wrote() {
+fn probe_returns_what_create_wrote() {
     let memory = device();
     let (bar, identity) = Bar::probe(memory.words()).expect("a device");
     assert_eq!((bar.queues(), bar.depth()), (QUEUES, DEPTH));
@@ -109,8 +109,8 @@ fn queues_carry_entries_both_ways_and_do_not_overlap() {
         let mark = u64::from(index) + 1;
         assert_eq!(submit.push_batch(&[[mark; SUBMISSION_WORDS]; 9]), Ok(DEPTH as usize));
         assert_eq!(complete.push_batch(&[[mark; COMPLETION_WORDS]; 9]), Ok(2 * DEPTH as usize));
-        host.host_bell.announce();
-        device.device_bell.announce();
+        host.host_bell.arm();
+        device.device_bell.arm();
     }
     for index in 0..QUEUES {
         let queue = host.queue(index).expect("a queue");
@@ -121,7 +121,7 @@ fn queues_carry_entries_both_ways_and_do_not_overlap() {
         let mut taken = [[0; COMPLETION_WORDS]; 2 * DEPTH as usize];
         assert_eq!(Consumer::new(queue.completions).pop_batch(&mut taken), Ok(2 * DEPTH as usize));
         assert!(taken.iter().flatten().all(|&word| word == mark));
-        assert!(queue.host_bell.ring() && queue.device_bell.ring(), "each bell was announced once");
+        assert!(queue.host_bell.ring() && queue.device_bell.ring(), "each bell was armed once");
         assert!(!queue.host_bell.ring() && !queue.device_bell.ring());
     }
     // The entries of the last queue end where the layout says, and the registers are untouched.
@@ -131,7 +131,7 @@ fn queues_carry_entries_both_ways_and_do_not_overlap() {
 }
 
 #[test]
-fn a_function_that_cannot_be_is_not_made() {
+fn create_refuses_invalid_queues_and_memory() {
     let memory = Aligned::new(bar_len_bytes(QUEUES, DEPTH));
     let create = |queues, depth| Bar::create(memory.words(), &FunctionConfig { queues, depth, ..config() }).err();
     for (queues, depth) in [(1, 4), (QUEUES_MAX + 1, 4), (3, 1), (3, 6), (3, DEPTH_MAX * 2)] {
@@ -144,21 +144,21 @@ fn a_function_that_cannot_be_is_not_made() {
 }
 
 #[test]
-fn each_wrong_register_is_named() {
+fn probe_reports_each_invalid_register() {
     let cases = [
-        (0x00, 0x0002_0000_4141_5553, "no Sumac device"),
+        (0x00, 0x0002_0000_4141_5553, "not a Sumac device"),
         (0x00, 0x0001_0003_414d_5553, "version 1.3"),
         (0x10, 0x4000, "0x10"),
         (0x18, 0x0_0000_0003, "not ready"),
         (0x18, 0x5_0000_0003, "not ready"),
         (0x20, 0x4_0000_0001, "2 to 64 queues"),
         (0x20, 0x4_0000_0004, "needs"),
-        (0x20, 0x3_0000_0003, "a power of two"),
+        (0x20, 0x3_0000_0003, "3 queues of depth 3"),
         (0x28, 0x2000, "0x28"),
         (0x30, 9, "0x30"),
         (0x38, 3 << 32, "0x3c"),
-        (0x38, 8192 << 32, "multiples of 8192 bytes, where memory keeps at most 4096"),
-        (0x38, 1 << 63, "multiples of 2147483648 bytes"),
+        (0x38, 8192 << 32, "an alignment of 8192 bytes; the maximum is 4096"),
+        (0x38, 1 << 63, "an alignment of 2147483648 bytes"),
     ];
     for (offset, value, message) in cases {
         let memory = device();
@@ -170,7 +170,7 @@ fn each_wrong_register_is_named() {
 
 proptest! {
     #[test]
-    fn a_hostile_device_can_only_be_refused_or_used_within_its_memory(
+    fn hostile_device_cannot_make_the_host_leave_its_memory(
         garbage in prop::collection::vec((0..0x80_usize, any::<u64>(), any::<bool>()), 1..20),
     ) {
         let memory = device();
@@ -187,7 +187,7 @@ proptest! {
     }
 
     #[test]
-    fn a_hostile_host_can_only_break_its_own_queues(
+    fn hostile_host_poisons_queues_without_panic(
         garbage in prop::collection::vec((0x1000..0x5000_usize, any::<u64>(), any::<bool>()), 1..200),
     ) {
         let memory = device();
@@ -205,7 +205,7 @@ proptest! {
                 prop_assert_eq!(entry.emit(), words);
             }
             let pushed = completions.push(&[0; COMPLETION_WORDS]);
-            prop_assert!(!poisoned || popped.is_err() || pushed.is_err(), "poison is for ever");
+            prop_assert!(!poisoned || popped.is_err() || pushed.is_err(), "poison is permanent");
             poisoned |= popped.is_err() || pushed.is_err();
             let _ = (bar.control(), bar.status(), queue.device_bell.ring(), queue.host_bell.ring());
         }
@@ -232,7 +232,7 @@ fn contribution() -> Contribution {
 }
 
 #[test]
-fn golden_submissions() {
+fn submissions_encode_to_golden_words() {
     let full = contribution();
     let (root, total) = (Rank(0), 0);
     let full_of_nothing = Contribution { src: None, dst: None, dtype: None, op: None, ..full };
@@ -268,7 +268,7 @@ fn golden_submissions() {
                 epoch: full.epoch,
                 seq: ChunkNo(0x44),
                 chunks: 0x55,
-                limit: Limit { us: 0x6666_7777, cuts: true },
+                limit: StragglerLimit { us: 0x6666_7777, cuts: true },
             }),
             [0x103, 0x2_0003_0000_1111, 0x44, 0x55, 0x6666_7777, 0, 0, 0],
         ),
@@ -281,7 +281,7 @@ fn golden_submissions() {
 }
 
 #[test]
-fn what_does_not_fit_an_entry_is_the_most_that_does() {
+fn root_total_and_offsets_saturate_in_entries() {
     let huge = Address { offset_bytes: u64::MAX, ..Address::default() };
     let full =
         Contribution { root: Rank(u32::MAX), total: u64::MAX, src: Some(huge), dst: Some(huge), ..contribution() };
@@ -294,7 +294,7 @@ fn what_does_not_fit_an_entry_is_the_most_that_does() {
 }
 
 #[test]
-fn golden_completions() {
+fn completions_encode_to_golden_words() {
     let (group, epoch) = (GroupId(0x1111), Epoch { term: 2, counter: 3 });
     let status = EntryStatus::Fenced;
     let answer = CompletionEntry::Answer {
@@ -331,7 +331,7 @@ fn golden_completions() {
 }
 
 #[test]
-fn entries_with_bits_that_mean_nothing_are_refused() {
+fn entries_with_reserved_or_unknown_bits_are_refused() {
     let words = SubmissionEntry::Contribution(contribution()).emit();
     let with = |word: usize, bits: u64| {
         let mut words = words;
@@ -342,7 +342,7 @@ fn entries_with_bits_that_mean_nothing_are_refused() {
     assert_eq!(with(0, 1 << 15), field(0, 1 << 15), "an unknown flag");
     assert_eq!(with(0, 0xf0 << 24), field(0, 0xf0 << 24), "an unknown type");
     assert_eq!(with(0, 8 << 48), field(0, 8 << 48), "no chunks");
-    assert_eq!(with(0, WANT_BIT), field(4, 0), "a destination that nobody wants");
+    assert_eq!(with(0, WANT_BIT), field(4, 0), "a destination without the want flag");
     assert_eq!(with(0, 0xff), Some(EntryError::Opcode(0xfe)));
     assert_eq!(CompletionEntry::parse(&[0x0201, 0, 0, 0]), Err(EntryError::Field { word: 0, value: 0x0201 }));
     assert_eq!(CompletionEntry::parse(&[4, 0, 0, 0]), Err(EntryError::Opcode(4)));

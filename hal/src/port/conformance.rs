@@ -1,12 +1,12 @@
-//! The conformance suite: what every [`Port`] must do, checked from outside.
+//! The conformance suite for implementations of [`Port`].
 //!
-//! [`run`] (and [`run_wait`] for a [`WaitPort`](super::WaitPort)) drives any implementation through the rules of
-//! [`port`](super) on a [`Testbed`] that loses nothing of itself, and returns the first rule that it breaks. What
-//! arrives is compared as a multiset of byte strings with what was sent, so that a packet that was merged, split,
-//! cut, damaged, doubled or delivered to somebody else cannot pass for another.
+//! [`run`], and [`run_wait`] for a [`WaitPort`](super::WaitPort), check an implementation against the rules of
+//! [`port`](super) on a lossless [`Testbed`], and return the first violation. Received packets are compared with sent
+//! ones as a multiset of byte strings, so that merged, split, truncated, damaged, duplicated and misdirected packets
+//! are all detected.
 //!
-//! The suite knows no implementation, reads no clock and measures no time: patience is counted in
-//! [`Testbed::pass`]es. A port that blocks where it must not makes it hang.
+//! The suite depends on no implementation and reads no clock: it counts calls of [`Testbed::advance`]. A port that
+//! blocks where it must not makes it hang.
 
 mod checks;
 #[cfg(test)]
@@ -20,38 +20,38 @@ use crate::time::Instant;
 use std::collections::BTreeMap;
 use thiserror::Error;
 
-/// How many [`Testbed::pass`]es without progress the suite stands before it calls a packet lost or a queue stuck.
-pub const PATIENCE_PASSES: usize = 20_000;
+/// The number of [`Testbed::advance`] calls without progress after which a packet counts as lost or a queue as stuck.
+pub const TIMEOUT_STEPS: usize = 20_000;
 
-/// How many passes it looks for packets that must not arrive.
-const SILENCE_PASSES: usize = 50;
+/// How many steps the suite watches for unexpected packets.
+const QUIET_STEPS: usize = 50;
 
-/// Where ports are tested: makes them, connects them, and lets time pass.
+/// Creates and connects the ports under test, and controls time.
 pub trait Testbed {
     /// The implementation under test.
     type Port: Port;
 
-    /// Make `n` ports that reach each other, without loss as long as their receive buffers hold.
+    /// Return `n` connected ports. Packets are not lost as long as they fit the receive buffers.
     fn ports(&mut self, n: usize) -> Vec<Self::Port>;
 
-    /// Return an address of the ports' kind where nobody listens.
-    fn nowhere(&mut self) -> Addr;
+    /// Return an address of the ports' kind that no port uses.
+    fn unused_addr(&mut self) -> Addr;
 
-    /// Return the time.
+    /// Return the current time.
     fn now(&self) -> Instant;
 
-    /// Let some time pass. [`PATIENCE_PASSES`] of it are ample for a packet to arrive.
-    fn pass(&mut self);
+    /// Advance time by a step. [`TIMEOUT_STEPS`] steps must be ample for a packet to arrive.
+    fn advance(&mut self);
 }
 
-/// A rule of the contract that a port has broken.
+/// A rule that a port violates.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// Packets were sent and did not arrive, although there was room for them.
+    /// Packets did not arrive, although there was room for them.
     #[error("{check}: {missing} of {sent} packets did not arrive; the shortest has {len_bytes} bytes")]
     Missing {
-        /// Which check found it.
+        /// The check that failed.
         check: &'static str,
         /// Packets sent.
         sent: usize,
@@ -60,94 +60,96 @@ pub enum Violation {
         /// The length of the shortest one missing.
         len_bytes: usize,
     },
-    /// A packet arrived that nobody sent there, or oftener than it was sent.
-    #[error("{check}: a packet of {len_bytes} bytes arrived at {at} that was not sent there, or once too often")]
-    Foreign {
-        /// Which check found it.
+    /// A packet arrived that was not sent there, or more often than it was sent.
+    #[error(
+        "{check}: an unexpected packet of {len_bytes} bytes arrived at {at}: it was not sent there, or is a duplicate"
+    )]
+    Unexpected {
+        /// The check that failed.
         check: &'static str,
         /// Where it arrived.
         at: Addr,
-        /// Its length.
+        /// The packet's length.
         len_bytes: usize,
     },
-    /// The receiver sees another address than the sender's.
-    #[error("{check}: a packet of {expected} arrived as from {seen}")]
+    /// The receiver sees a wrong sender address.
+    #[error("{check}: a packet from {expected} arrived with the sender address {seen}")]
     Address {
-        /// Which check found it.
+        /// The check that failed.
         check: &'static str,
         /// The sender's [`Port::local_addr`].
         expected: Addr,
-        /// What the receiver saw.
+        /// The address that the receiver saw.
         seen: Addr,
     },
-    /// The transmit queue has no end.
-    #[error("{check}: the queue took {packets} packets without a flush and never said that it is full")]
+    /// The transmit queue is unbounded.
+    #[error("{check}: the queue accepted {packets} packets without a flush and never became full")]
     NeverFull {
-        /// Which check found it.
+        /// The check that failed.
         check: &'static str,
         /// Packets queued.
         packets: usize,
     },
-    /// The transmit queue stays full for ever.
-    #[error("{check}: the queue is full after {flushes} flushes")]
+    /// The transmit queue stays full.
+    #[error("{check}: the queue is still full after {flushes} flushes")]
     StuckFull {
-        /// Which check found it.
+        /// The check that failed.
         check: &'static str,
-        /// Flushes tried.
+        /// The number of flushes.
         flushes: usize,
     },
-    /// The capabilities promise something that is not so.
-    #[error("{check}: the capabilities say {name} is {promised}, but it is {found}")]
+    /// A declared capability is wrong.
+    #[error("{check}: {name} is declared as {declared}, but is {found}")]
     Capability {
-        /// Which check found it.
+        /// The check that failed.
         check: &'static str,
-        /// Which capability.
+        /// The name of the capability.
         name: &'static str,
-        /// What it says.
-        promised: usize,
-        /// What was found.
+        /// The declared value.
+        declared: usize,
+        /// The observed value.
         found: usize,
     },
-    /// A wait went on although there was something to come back for.
-    #[error("{check}: a wait slept on although there was a reason to return")]
-    SleptOver {
-        /// Which check found it.
+    /// A wait did not end although it should have.
+    #[error("{check}: a wait did not end although there was a reason to")]
+    MissedWakeUp {
+        /// The check that failed.
         check: &'static str,
     },
-    /// A wait came back for another reason than there was.
-    #[error("{check}: the wait returned {found:?} instead of {expected:?}")]
-    Wake {
-        /// Which check found it.
+    /// A wait returned a wrong reason.
+    #[error("{check}: the wait returned {found:?}, expected {expected:?}")]
+    WrongWake {
+        /// The check that failed.
         check: &'static str,
-        /// The reason there was.
+        /// The actual reason.
         expected: super::Wake,
-        /// The reason it gave.
+        /// The reason that it returned.
         found: super::Wake,
     },
 }
 
-/// Check every rule for a [`Port`].
+/// Check an implementation of [`Port`] against every rule.
 ///
 /// # Errors
-/// The first rule that it breaks.
+/// The first [`Violation`].
 pub fn run<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     checks::empty_queue_receives_nothing(bed)?;
     checks::every_length_arrives(bed)?;
-    checks::no_bytes_are_no_packet(bed)?;
-    checks::an_abandoned_token_leaves_nothing(bed)?;
+    checks::empty_token_sends_nothing(bed)?;
+    checks::dropped_token_sends_nothing(bed)?;
     checks::replies_reach_the_sender(bed)?;
-    checks::equal_runs_stay_apart(bed)?;
-    checks::mixed_lengths_stay_apart(bed)?;
-    checks::a_full_queue_recovers(bed)?;
+    checks::equal_packets_are_not_merged(bed)?;
+    checks::mixed_lengths_are_not_merged(bed)?;
+    checks::full_queue_recovers(bed)?;
     checks::long_bursts_arrive(bed)?;
     checks::gathered_packets_arrive(bed)?;
-    checks::many_peers(bed)?;
-    checks::capabilities_hold(bed)?;
-    checks::an_unreachable_peer_harms_nobody(bed)
+    checks::many_peers_exchange_packets(bed)?;
+    checks::receive_buffer_holds_its_capacity(bed)?;
+    checks::unreachable_peer_does_not_affect_others(bed)
 }
 
-/// Bytes that are the same for the same `seed` and `len_bytes`, and differ for others: SplitMix64's output (Steele,
-/// Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+/// Return bytes that depend on `seed` and `len_bytes`: the output of SplitMix64 (Steele, Lea, Flood: Fast splittable
+/// pseudorandom number generators, 2014).
 fn content(seed: u64, len_bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x2545_f491_4f6c_dd1d) ^ len_bytes as u64;
     let mut bytes = Vec::with_capacity(len_bytes + 8);
@@ -162,43 +164,43 @@ fn content(seed: u64, len_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// One check in progress: what was sent and is still to arrive, by receiver.
-struct Ledger {
+/// The packets of one check that have been sent and not yet received, by receiver.
+struct Expectations {
     check: &'static str,
     sent: usize,
     due: BTreeMap<Addr, BTreeMap<Vec<u8>, usize>>,
 }
 
-impl Ledger {
+impl Expectations {
     fn new(check: &'static str) -> Self {
         Self { check, sent: 0, due: BTreeMap::new() }
     }
 
-    /// Queue `bytes`; flush and let time pass as long as the queue is full.
+    /// Send `bytes`. While the queue is full, flush and advance time.
     fn send<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port, to: Addr, bytes: &[u8]) -> Result<(), Violation> {
-        for _ in 0..PATIENCE_PASSES {
+        for _ in 0..TIMEOUT_STEPS {
             if let Some(token) = port.transmit(to, bed.now()) {
                 token.consume(|buffer| (put(buffer, bytes), ()));
                 self.expect(to, bytes);
                 return Ok(());
             }
             port.flush(bed.now());
-            bed.pass();
+            bed.advance();
         }
-        Err(Violation::StuckFull { check: self.check, flushes: PATIENCE_PASSES })
+        Err(Violation::StuckFull { check: self.check, flushes: TIMEOUT_STEPS })
     }
 
-    /// Note that `bytes` are on their way to `to`.
+    /// Record that `bytes` have been sent to `to`.
     fn expect(&mut self, to: Addr, bytes: &[u8]) {
         self.sent += 1;
         *self.due.entry(to).or_default().entry(bytes.to_vec()).or_default() += 1;
     }
 
-    /// Strike off a packet that arrived.
-    fn strike(&mut self, at: Addr, bytes: &[u8]) -> Result<(), Violation> {
-        let foreign = Violation::Foreign { check: self.check, at, len_bytes: bytes.len() };
-        let due = self.due.get_mut(&at).ok_or(foreign.clone())?;
-        let count = due.get_mut(bytes).ok_or(foreign)?;
+    /// Check off a received packet.
+    fn check_off(&mut self, at: Addr, bytes: &[u8]) -> Result<(), Violation> {
+        let unexpected = Violation::Unexpected { check: self.check, at, len_bytes: bytes.len() };
+        let due = self.due.get_mut(&at).ok_or(unexpected.clone())?;
+        let count = due.get_mut(bytes).ok_or(unexpected)?;
         *count -= 1;
         if *count == 0 {
             due.remove(bytes);
@@ -206,31 +208,31 @@ impl Ledger {
         Ok(())
     }
 
-    fn is_settled(&self, at: Addr) -> bool {
+    fn is_complete(&self, at: Addr) -> bool {
         self.due.get(&at).is_none_or(BTreeMap::is_empty)
     }
 
-    /// Take whatever has arrived at `port` by now; return how many packets that was.
+    /// Receive what has arrived at `port`, and return the number of packets.
     fn drain<B: Testbed>(&mut self, bed: &B, port: &mut B::Port) -> Result<usize, Violation> {
         let at = port.local_addr();
         let mut packets = 0;
         while let Some(token) = port.receive(bed.now()) {
-            token.consume(|_, bytes| self.strike(at, bytes))?;
+            token.consume(|_, bytes| self.check_off(at, bytes))?;
             packets += 1;
         }
         Ok(packets)
     }
 
-    /// Take packets at `port` until all that is due there has arrived.
-    fn settle_soon<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port) -> Result<(), Violation> {
+    /// Receive at `port` until all expected packets have arrived.
+    fn receive_all<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port) -> Result<(), Violation> {
         let at = port.local_addr();
-        let mut idle_passes = 0;
-        while !self.is_settled(at) && idle_passes < PATIENCE_PASSES {
+        let mut idle_steps = 0;
+        while !self.is_complete(at) && idle_steps < TIMEOUT_STEPS {
             if self.drain(bed, port)? > 0 {
-                idle_passes = 0;
+                idle_steps = 0;
             } else {
-                bed.pass();
-                idle_passes += 1;
+                bed.advance();
+                idle_steps += 1;
             }
         }
         if let Some(due) = self.due.get(&at).filter(|due| !due.is_empty()) {
@@ -245,28 +247,28 @@ impl Ledger {
         Ok(())
     }
 
-    /// The same, and see that nothing else arrives.
-    fn settle<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port) -> Result<(), Violation> {
-        self.settle_soon(bed, port)?;
-        for _ in 0..SILENCE_PASSES {
+    /// Like [`Expectations::receive_all`], and check that nothing else arrives.
+    fn receive_exactly<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port) -> Result<(), Violation> {
+        self.receive_all(bed, port)?;
+        for _ in 0..QUIET_STEPS {
             self.drain(bed, port)?;
-            bed.pass();
+            bed.advance();
         }
         Ok(())
     }
 }
 
-/// Copy as much of `bytes` as fits; a port whose buffer is too short is found out by what arrives.
+/// Copy as much of `bytes` as fits. If the buffer is too short, the received packet reveals it.
 fn put(buffer: &mut [u8], bytes: &[u8]) -> usize {
     let len = bytes.len().min(buffer.len());
     buffer[..len].copy_from_slice(&bytes[..len]);
     len
 }
 
-/// Make two ports.
+/// Return two connected ports.
 fn pair<B: Testbed>(bed: &mut B) -> (B::Port, B::Port) {
     let mut ports = bed.ports(2);
-    let b = ports.pop().expect("a testbed makes as many ports as it is asked for");
-    let a = ports.pop().expect("a testbed makes as many ports as it is asked for");
+    let b = ports.pop().expect("the testbed returns two ports");
+    let a = ports.pop().expect("the testbed returns two ports");
     (a, b)
 }

@@ -1,17 +1,17 @@
-//! A port: a queue of packets in and a queue of packets out.
+//! Ports: network interfaces that send and receive packets.
 //!
-//! I/O happens when a *token* is consumed (as in smoltcp's `phy`): the receiver sees the packet where the
-//! port has it, the sender writes it where the port wants it, and neither allocates. A port moves bytes; it
-//! does not understand them.
+//! I/O happens when a *token* is consumed, as in smoltcp's `phy`. The receiver reads a packet where the port holds it,
+//! and the sender writes it where the port needs it, without allocation. A port moves bytes and does not interpret
+//! them.
 //!
-//! The contract, checked for every implementation by the conformance suite (`port::conformance`, test-only):
-//! - a packet arrives whole or not at all, with the bytes and the length it was sent with;
-//! - packets may be lost, doubled and reordered, never merged or split;
-//! - the sender's address as the receiver sees it can be replied to, and is the same for all its packets;
-//! - `receive` and `transmit` never block; a full queue says so (`None`) and takes packets again after
-//!   [`Port::flush`], sooner or later;
-//! - nothing leaves later than the next `flush`; what has left may have left earlier;
-//! - a packet sent to a shared address arrives, as its sender's, at each port that has joined it.
+//! Every implementation must follow these rules, which the conformance suite checks (`port::conformance`, for tests):
+//! - a packet arrives with the bytes and the length it was sent with, or not at all;
+//! - packets may be lost, duplicated and reordered, but never merged or split;
+//! - the receiver sees the sender's address, which is the same for all its packets and can be replied to;
+//! - `receive` and `transmit` never block; a full queue returns `None`, and has room again some time after
+//!   [`Port::flush`];
+//! - a packet leaves at the next `flush` at the latest;
+//! - a packet to a shared address arrives at every port that has joined it, with the sender's own address.
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
@@ -22,26 +22,26 @@ use core::net::{Ipv6Addr, SocketAddr};
 use core::time::Duration;
 use serde::{Deserialize, Serialize};
 
-/// Where a packet comes from or goes to.
+/// The address of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Addr {
     /// A UDP socket.
     Udp(SocketAddr),
-    /// A node of an emulated fabric.
+    /// A port of an emulated fabric.
     Emu(u32),
     /// A queue pair of an RDMA port.
     Verbs(VerbsAddr),
 }
 
-/// An unreliable-datagram queue pair, as others reach it.
+/// The address of an unreliable-datagram queue pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct VerbsAddr {
-    /// The port's global identifier; on RoCE an IP address, one of IPv4 mapped into IPv6.
+    /// The port's global identifier (GID); on RoCE an IP address, with IPv4 mapped into IPv6.
     pub gid: [u8; 16],
-    /// The port's local identifier; 0 on RoCE.
+    /// The port's local identifier (LID); 0 on RoCE.
     pub lid: u16,
-    /// The queue pair's number, of 24 bits.
+    /// The queue pair number (QPN), 24 bits.
     pub qpn: u32,
 }
 
@@ -54,9 +54,9 @@ impl fmt::Display for VerbsAddr {
 }
 
 impl Addr {
-    /// Return the address `n` places behind this one: a shard's, where `self` is the first shard's. `None` behind the
-    /// last, and behind a queue pair: their numbers are the hardware's choice.
-    pub fn behind(self, n: u16) -> Option<Self> {
+    /// Return the address `n` after this one: that of shard `n` if `self` is the first shard's. `None` on overflow, and
+    /// for queue pairs if `n` is not 0, because the hardware chooses their numbers.
+    pub fn offset_by(self, n: u16) -> Option<Self> {
         match self {
             Self::Udp(addr) => Some(Self::Udp(SocketAddr::new(addr.ip(), addr.port().checked_add(n)?))),
             Self::Emu(node) => Some(Self::Emu(node.checked_add(u32::from(n))?)),
@@ -75,86 +75,86 @@ impl fmt::Display for Addr {
     }
 }
 
-/// What a port can do; fixed for its life.
+/// The capabilities of a port. They never change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// The longest packet that it carries, in bytes, header and payload.
+    /// The longest packet in bytes, header and payload.
     pub max_packet_len_bytes: usize,
-    /// The bytes that it can hold for a receiver that is not looking; the rest is dropped.
+    /// How many received bytes the port buffers until they are taken; further packets are dropped.
     pub receive_buffer_bytes: usize,
-    /// The most packets that it moves in one go: a good number to handle between two flushes.
+    /// The number of packets that the port moves at once: a good number to handle between flushes.
     pub burst_packets: usize,
 }
 
 impl Capabilities {
-    /// Describe a port that carries packets up to `max_packet_len_bytes` and buffers `receive_buffer_bytes`.
+    /// Return capabilities with these values.
     pub const fn new(max_packet_len_bytes: usize, receive_buffer_bytes: usize, burst_packets: usize) -> Self {
         Self { max_packet_len_bytes, receive_buffer_bytes, burst_packets }
     }
 }
 
-/// A packet to send whose header and payload lie apart.
+/// A packet to send whose header and payload are in separate buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct Gather<'a> {
-    /// To whom.
+    /// The destination.
     pub to: Addr,
-    /// The first bytes of the packet.
+    /// The first part of the packet.
     pub header: &'a [u8],
-    /// The rest; may be empty.
+    /// The rest of the packet; may be empty.
     pub payload: &'a [u8],
 }
 
-/// A packet that has arrived.
+/// A received packet.
 pub trait RxToken {
-    /// Tell whether the network says that the packet met congestion on its way (ECN-CE, RFC 3168). A port that can't
-    /// know says no.
+    /// Return whether the network has marked the packet for congestion (ECN-CE, RFC 3168). False if the port cannot
+    /// tell.
     fn is_marked(&self) -> bool {
         false
     }
 
-    /// Hand the packet and its sender's address to `f`.
+    /// Call `f` with the sender's address and the packet.
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R;
 }
 
-/// Room for one packet in the transmit queue.
+/// Permission to send one packet: room in the transmit queue.
 pub trait TxToken {
-    /// Let `f` fill a buffer of the port's `max_packet_len_bytes`, and queue its first `n` bytes, where `n` is
-    /// the first half of what `f` returns. `n == 0` queues nothing.
+    /// Call `f` with a buffer of the port's `max_packet_len_bytes`. `f` returns the number of bytes to send and a
+    /// result, which is returned. If that number is 0, nothing is sent.
     ///
     /// # Panics
-    /// If `n` is more than the buffer's length: that is a bug of the caller.
+    /// If the number exceeds the buffer's length.
     fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R;
 }
 
-/// A queue of packets in and a queue of packets out.
+/// A network interface that sends and receives packets; see [the module](self) for its rules.
 pub trait Port {
-    /// A packet that has arrived.
+    /// A received packet.
     type Rx<'a>: RxToken
     where
         Self: 'a;
-    /// Room for one packet.
+    /// Permission to send one packet.
     type Tx<'a>: TxToken
     where
         Self: 'a;
 
-    /// Return what this port can do.
+    /// Return the port's capabilities.
     fn capabilities(&self) -> Capabilities;
 
     /// Return the address that peers send to.
     fn local_addr(&self) -> Addr;
 
-    /// Take the next packet that has arrived by `now`.
+    /// Return the next packet that has arrived by `now`, if any.
     fn receive(&mut self, now: Instant) -> Option<Self::Rx<'_>>;
 
-    /// Reserve room for one packet to `to`; `None` if the queue is full.
+    /// Return a token to send one packet to `to`, or `None` if the queue is full.
     fn transmit(&mut self, to: Addr, now: Instant) -> Option<Self::Tx<'_>>;
 
-    /// Return how many packets [`Port::transmit`] would take now, whatever their length.
+    /// Return how many packets of any length [`Port::transmit`] would accept now.
     fn room(&self) -> usize;
 
-    /// Send packets whose headers and payloads lie apart, and flush: what a port that can gather does without
-    /// copying payloads. Those beyond [`Port::room`] are lost.
+    /// Send packets with separate headers and payloads, and flush. A port with scatter-gather support overrides this to
+    /// avoid copying payloads. Packets beyond [`Port::room`] are lost.
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {
         for Gather { to, header, payload } in packets {
             let Some(token) = self.transmit(to, now) else { break };
@@ -167,32 +167,32 @@ pub trait Port {
         self.flush(now);
     }
 
-    /// Listen to a shared address: what anybody sends there arrives here too from now on. False if this port can't, or
-    /// does already: then nothing has changed.
+    /// Join a shared address: packets to it arrive here too from now on. Returns false, and does nothing, if the port
+    /// does not support it or has already joined.
     fn join(&mut self, _group: Addr) -> bool {
         false
     }
 
-    /// Stop listening to a shared address. Nothing happens if the port does not.
+    /// Leave a shared address. Does nothing if the port has not joined it.
     fn leave(&mut self, _group: Addr) {}
 
-    /// Put everything queued on the wire. Packets to a peer that cannot be reached are lost, as on a wire.
+    /// Send all queued packets. Packets to an unreachable peer are lost.
     fn flush(&mut self, now: Instant);
 }
 
-/// Why a waiting port came back.
+/// Why a wait ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wake {
-    /// A packet is there, or may be.
+    /// A packet may have arrived.
     Packet,
-    /// Somebody used the port's waker.
+    /// The port's waker was used.
     Woken,
-    /// The time is up.
+    /// The timeout expired.
     Timeout,
 }
 
-/// A port whose thread can sleep until there is something to do.
+/// A port on which a thread can wait.
 pub trait WaitPort: Port {
-    /// Sleep until a packet arrives, the port is woken or `timeout` has passed (`None`: no limit).
+    /// Block until a packet arrives, the port is woken, or `timeout` expires. `None` means no timeout.
     fn wait(&mut self, timeout: Option<Duration>) -> Wake;
 }

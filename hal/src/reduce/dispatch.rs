@@ -1,24 +1,24 @@
-//! From numbers known at run time to a loop: by element type and operator, and by what the processor can do.
+//! Selection of the loop for an element type, an operator and the processor, at run time.
 //!
-//! With the feature `std`, `multiversion` compiles each function three times, and the first call picks: AVX-512 with
-//! 64-byte vectors, AVX2, or what the crate is built for, which on x86-64 is SSE2 and on AArch64 NEON. Without it,
-//! the target features of the build decide. Every version gives the same bits: wider vectors do the same operations
-//! to more elements, and the compiler never fuses a multiplication with an addition.
+//! With the feature `std`, `multiversion` compiles each function three times, and the first call selects one: AVX-512
+//! with 64-byte vectors, AVX2, or the crate's target, which is SSE2 on x86-64 and NEON on AArch64. Without the feature,
+//! the target features of the build decide. All versions give bitwise equal results: wider vectors run the same
+//! operations on more elements, and the compiler never fuses a multiplication with an addition.
 //!
-//! `multiversion` adds the features of Ice Lake to those that the AVX-512 version names here: older processors lower
-//! their clock for 64-byte vectors, and run the AVX2 version. Zen 4 and later have them all. Builds that tune for a
-//! processor by name (`-C target-cpu=x86-64-v4`) may ask the compiler for 32-byte vectors even in the AVX-512
-//! version; the bench shows what came out.
+//! `multiversion` adds the features of Ice Lake to those listed here for AVX-512, because older processors lower their
+//! clock for 64-byte vectors; they run the AVX2 version. Zen 4 and later have all features. Builds for a named
+//! processor (`-C target-cpu=x86-64-v4`) may use 32-byte vectors even in the AVX-512 version; the benchmark shows the
+//! effect.
 
 use super::element::{Accumulator, Bf16, E4m3, E5m2, Element, F16};
-use super::last::{Average, Keep, Times, Truth};
+use super::epilogue::{Average, Identity, Scale, ToBool};
 use super::located::{Pair32, Pair64};
 use super::loops;
 use super::operator::{Band, Bor, Bxor, Land, Lxor, Max, Min, Operator, Prod, Sum};
 use crate::op::{Dtype, ReduceOp};
 
-/// Define, for each function of [`portable`], one of the same name that picks among its versions; and for the tests
-/// a module of the same without AVX-512.
+/// Define, for each function of [`portable`], one of the same name that selects among its versions, and for the tests a
+/// module of the same functions without AVX-512.
 macro_rules! dispatched {
     (@targets $targets:tt $($name:ident($($arg:ident: $ty:ty),*), $doc:literal;)*) => {$(
         #[doc = $doc]
@@ -33,7 +33,7 @@ macro_rules! dispatched {
             $($name $args, $doc;)*
         }
 
-        /// What a processor without AVX-512 runs, for tests on one that has it.
+        /// The versions for a processor without AVX-512, for tests on one that has it.
         #[cfg(all(test, feature = "std"))]
         pub(in crate::reduce) mod avx2 {
             use super::*;
@@ -47,13 +47,13 @@ dispatched! {
     combine(source: Dtype, op: ReduceOp, acc: &mut [u8], src: &[u8]), "Combine elements of type `source` into accumulators.";
     finish(dtype: Dtype, op: ReduceOp, ranks: u32, acc: &mut [u8]), "Finish accumulators as wide as `dtype`, in place.";
     store(dtype: Dtype, op: ReduceOp, ranks: u32, dst: &mut [u8], acc: &[u8]), "Finish f32 accumulators as a narrower float type.";
-    scale(dtype: Dtype, times: Times, dst: &mut [u8], src: &[u8]), "Multiply elements.";
+    scale(dtype: Dtype, scale: Scale, dst: &mut [u8], src: &[u8]), "Multiply elements.";
 }
 
-/// The choice of a loop by type and operator, to be inlined into each version.
+/// The selection of a loop by type and operator, inlined into each version.
 ///
-/// Few enough loops for a device's flash: integers of a size share what does not depend on their sign, and bits what
-/// does not depend on their size.
+/// To save flash on devices, integers of the same size share loops that do not depend on their sign, and bitwise
+/// operators share one loop for all sizes.
 pub(in crate::reduce) mod portable {
     use super::*;
 
@@ -70,7 +70,7 @@ pub(in crate::reduce) mod portable {
         };
     }
 
-    /// Run `$f::<element, accumulator, size of each, operator>` where integers' signs don't matter.
+    /// Run `$f::<element, accumulator, size of each, operator>` for operators that ignore the sign of integers.
     macro_rules! for_number {
         ($dtype:expr, $f:ident($($arg:expr),*)) => {
             match $dtype {
@@ -83,7 +83,7 @@ pub(in crate::reduce) mod portable {
         };
     }
 
-    /// Run `$f::<element, accumulator, size of each, operator>` where they do.
+    /// Run `$f::<element, accumulator, size of each, operator>` for operators that depend on the sign of integers.
     macro_rules! for_ordered {
         ($dtype:expr, $f:ident($($arg:expr),*)) => {
             match $dtype {
@@ -139,7 +139,7 @@ pub(in crate::reduce) mod portable {
         };
     }
 
-    /// `acc = src`; nothing where the accumulators are of type `source`.
+    /// `acc = widen(src)`. Does nothing if the accumulators have type `source`.
     #[inline(always)]
     pub(in crate::reduce) fn load(source: Dtype, acc: &mut [u8], src: &[u8]) {
         for_narrow!(source, load(acc, src), _ => {});
@@ -163,57 +163,57 @@ pub(in crate::reduce) mod portable {
         }
     }
 
-    /// `acc = round(last(acc))`; nothing where that changes nothing, or `dtype` is narrower than its accumulator.
+    /// `acc = round(epilogue(acc))`. Does nothing if that has no effect or `dtype` is narrower than its accumulator.
     #[inline(always)]
     pub(in crate::reduce) fn finish(dtype: Dtype, op: ReduceOp, ranks: u32, acc: &mut [u8]) {
         use loops::finish;
         match (op, dtype) {
             (ReduceOp::Avg, _) => average(dtype, Average { ranks }, acc),
-            (ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor, _) => for_size!(dtype, finish(Truth, acc)),
-            (ReduceOp::MinLoc | ReduceOp::MaxLoc, Dtype::F32) => finish::<Pair32<f32>, 8>(Keep, acc),
-            (ReduceOp::MinLoc | ReduceOp::MaxLoc, Dtype::F64) => finish::<Pair64<f64>, 16>(Keep, acc),
+            (ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor, _) => for_size!(dtype, finish(ToBool, acc)),
+            (ReduceOp::MinLoc | ReduceOp::MaxLoc, Dtype::F32) => finish::<Pair32<f32>, 8>(Identity, acc),
+            (ReduceOp::MinLoc | ReduceOp::MaxLoc, Dtype::F64) => finish::<Pair64<f64>, 16>(Identity, acc),
             (ReduceOp::MinLoc | ReduceOp::MaxLoc, _) => {}
-            (_, Dtype::F32) => finish::<f32, 4>(Keep, acc),
-            (_, Dtype::F64) => finish::<f64, 8>(Keep, acc),
+            (_, Dtype::F32) => finish::<f32, 4>(Identity, acc),
+            (_, Dtype::F64) => finish::<f64, 8>(Identity, acc),
             _ => {}
         }
     }
 
-    /// `dst = round(last(acc))` for f32 accumulators of a narrower type; nothing for others.
+    /// `dst = round(epilogue(acc))` for types narrower than their f32 accumulators. Does nothing for other types.
     #[inline(always)]
     pub(in crate::reduce) fn store(dtype: Dtype, op: ReduceOp, ranks: u32, dst: &mut [u8], acc: &[u8]) {
         if op == ReduceOp::Avg {
             for_narrow!(dtype, store(Average { ranks }, dst, acc), _ => {});
         } else {
-            for_narrow!(dtype, store(Keep, dst, acc), _ => {});
+            for_narrow!(dtype, store(Identity, dst, acc), _ => {});
         }
     }
 
     /// `dst = round(src x scalar)`.
     #[inline(always)]
-    pub(in crate::reduce) fn scale(dtype: Dtype, times: Times, dst: &mut [u8], src: &[u8]) {
-        for_number!(dtype, map(times, dst, src));
+    pub(in crate::reduce) fn scale(dtype: Dtype, scale: Scale, dst: &mut [u8], src: &[u8]) {
+        for_number!(dtype, map(scale, dst, src));
     }
 
     #[inline(always)]
-    fn average(dtype: Dtype, last: Average, acc: &mut [u8]) {
+    fn average(dtype: Dtype, epilogue: Average, acc: &mut [u8]) {
         use loops::finish;
         match dtype {
-            Dtype::I8 => finish::<i8, 1>(last, acc),
-            Dtype::U8 => finish::<u8, 1>(last, acc),
-            Dtype::I16 => finish::<i16, 2>(last, acc),
-            Dtype::U16 => finish::<u16, 2>(last, acc),
-            Dtype::I32 => finish::<i32, 4>(last, acc),
-            Dtype::U32 => finish::<u32, 4>(last, acc),
-            Dtype::I64 => finish::<i64, 8>(last, acc),
-            Dtype::U64 => finish::<u64, 8>(last, acc),
-            Dtype::F32 => finish::<f32, 4>(last, acc),
-            Dtype::F64 => finish::<f64, 8>(last, acc),
+            Dtype::I8 => finish::<i8, 1>(epilogue, acc),
+            Dtype::U8 => finish::<u8, 1>(epilogue, acc),
+            Dtype::I16 => finish::<i16, 2>(epilogue, acc),
+            Dtype::U16 => finish::<u16, 2>(epilogue, acc),
+            Dtype::I32 => finish::<i32, 4>(epilogue, acc),
+            Dtype::U32 => finish::<u32, 4>(epilogue, acc),
+            Dtype::I64 => finish::<i64, 8>(epilogue, acc),
+            Dtype::U64 => finish::<u64, 8>(epilogue, acc),
+            Dtype::F32 => finish::<f32, 4>(epilogue, acc),
+            Dtype::F64 => finish::<f64, 8>(epilogue, acc),
             Dtype::F16 | Dtype::Bf16 | Dtype::E4m3 | Dtype::E5m2 => {}
         }
     }
 
-    /// [`loops::combine`] for elements that are their own accumulators.
+    /// [`loops::combine`] for types that are their own accumulators.
     #[inline(always)]
     fn same<A, const N: usize>(op: impl Operator<A>, acc: &mut [u8], src: &[u8])
     where

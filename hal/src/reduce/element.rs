@@ -1,6 +1,6 @@
-//! What the loops know of an element type: its bytes, how it becomes an accumulator, and how it is rounded back.
+//! Element types: their bytes, widening to accumulators, and rounding back.
 //!
-//! Invariant: `round(widen(x)) == x` for every x but NaN, which becomes the canonical one.
+//! Invariant: `round(widen(x)) == x` for every x except NaNs, which become canonical.
 
 use super::narrow;
 
@@ -10,7 +10,7 @@ const F32_NAN: u32 = 0x7fc0_0000;
 /// The canonical NaN of binary64.
 const F64_NAN: u64 = 0x7ff8_0000_0000_0000;
 
-/// A type that reductions are computed in; `N` is its size in bytes.
+/// An accumulator type; `N` is its size in bytes.
 pub(super) trait Accumulator<const N: usize>: Copy {
     /// Read a little-endian value.
     fn from_le(bytes: [u8; N]) -> Self;
@@ -18,11 +18,11 @@ pub(super) trait Accumulator<const N: usize>: Copy {
     fn to_le(self) -> [u8; N];
 }
 
-/// A type of elements in packets and user memory, `N` bytes each, that accumulates in `A`.
+/// An element type in packets and user memory, `N` bytes each, that is accumulated in `A`.
 pub(super) trait Element<A, const N: usize> {
-    /// Read a little-endian element, exactly.
+    /// Read a little-endian element and widen it exactly.
     fn widen(bytes: [u8; N]) -> A;
-    /// Round an accumulator to nearest even, NaNs to the canonical one, and write it little-endian.
+    /// Round an accumulator to nearest even, NaNs to the canonical NaN, and write it as little-endian bytes.
     fn round(value: A) -> [u8; N];
 }
 
@@ -38,13 +38,13 @@ pub(super) struct E4m3;
 /// OCP E5M2, accumulated in f32.
 pub(super) struct E5m2;
 
-/// Return an f32, NaNs made canonical.
+/// Return the value, or the canonical NaN if it is a NaN.
 #[inline(always)]
 pub(super) fn canonical_f32(value: f32) -> f32 {
     if value.is_nan() { f32::from_bits(F32_NAN) } else { value }
 }
 
-/// Return an f64, NaNs made canonical.
+/// Return the value, or the canonical NaN if it is a NaN.
 #[inline(always)]
 pub(super) fn canonical_f64(value: f64) -> f64 {
     if value.is_nan() { f64::from_bits(F64_NAN) } else { value }

@@ -1,12 +1,12 @@
-//! {value, index} pairs, of which the one with the least or greatest value is kept.
+//! Minimum and maximum of {value, index} pairs.
 //!
-//! A pair is a value and an unsigned index of the same size, little-endian, the value first. Pairs are totally
-//! ordered: NaNs come first, then values (-0 < +0), then indices from the lowest. So ties, also among NaNs, go to the
-//! lowest index, and the operators are commutative and associative to the bit, but for the payloads of two NaNs at
-//! one index, which [`Element::round`] makes canonical.
+//! A pair is a value followed by an unsigned index of the same size, little-endian. Pairs are totally ordered: NaNs
+//! first, then by value (-0 < +0), then by index. So ties, also among NaNs, go to the lowest index, and the operators
+//! are commutative and associative bit by bit, except for the payloads of two NaNs with the same index, which
+//! [`Element::round`] makes canonical.
 //!
-//! The order is computed as integers: a float's bits, those below the sign inverted if it is negative, order as it
-//! does (IEEE 754-2019, 5.10, totalOrder). The greatest value comes first by inverting all bits.
+//! The order is computed on integers: the bits of a float, with those below the sign inverted if it is negative, are
+//! ordered like the float (IEEE 754-2019, 5.10, totalOrder). For the maximum, all bits are inverted.
 
 use super::element::{Accumulator, Element, canonical_f32, canonical_f64};
 use super::operator::{Max, Min, Operator};
@@ -24,10 +24,10 @@ pub(super) struct Pair64<V> {
     kind: PhantomData<V>,
 }
 
-/// A type of values: what their bits mean. `B` holds the bits, and `S` is the signed integer of that size.
+/// A value type. `B` holds its bits, and `S` is the signed integer of the same size.
 pub(super) trait Value<B, S>: Copy {
-    /// Return where a value lies among all of its type that are not NaN.
-    fn place(bits: B) -> S;
+    /// Return an integer that orders the values other than NaN.
+    fn rank(bits: B) -> S;
     /// Return whether the bits are a NaN.
     fn is_nan(bits: B) -> bool;
     /// Return the bits, made canonical if they are a NaN.
@@ -38,7 +38,7 @@ macro_rules! integer_values {
     ($($ty:ident $bits:ident $signed:ident $flip:expr;)*) => {$(
         impl Value<$bits, $signed> for $ty {
             #[inline(always)]
-            fn place(bits: $bits) -> $signed {
+            fn rank(bits: $bits) -> $signed {
                 (bits ^ $flip) as $signed
             }
 
@@ -66,7 +66,7 @@ macro_rules! float_values {
     ($($ty:ident $bits:ident $signed:ident $canonical:ident;)*) => {$(
         impl Value<$bits, $signed> for $ty {
             #[inline(always)]
-            fn place(bits: $bits) -> $signed {
+            fn rank(bits: $bits) -> $signed {
                 let sign = bits as $signed >> ($bits::BITS - 1);
                 bits as $signed ^ (sign as $bits >> 1) as $signed
             }
@@ -90,23 +90,23 @@ float_values! {
 }
 
 impl<V: Value<u32, i32>> Pair32<V> {
-    /// Return a number that is least for the pair to keep.
+    /// Return a number that is smallest for the preferred pair.
     #[inline(always)]
     fn key(self, greatest: bool) -> i64 {
         let bits = self.0 as u32;
-        let place = if greatest { !V::place(bits) } else { V::place(bits) };
-        // No float but a NaN has the least place, nor the greatest, which inverted is the least.
-        let place = if V::is_nan(bits) { i32::MIN } else { place };
-        i64::from(place) << 32 | (self.0 >> 32) as i64
+        let rank = if greatest { !V::rank(bits) } else { V::rank(bits) };
+        // Only NaNs have the smallest or the largest rank; inverted, the largest is the smallest.
+        let rank = if V::is_nan(bits) { i32::MIN } else { rank };
+        i64::from(rank) << 32 | (self.0 >> 32) as i64
     }
 }
 
 impl<V: Value<u64, i64>> Pair64<V> {
-    /// Return a number that is least for the value to keep.
+    /// Return a number that is smallest for the preferred value.
     #[inline(always)]
     fn key(self, greatest: bool) -> i64 {
-        let place = if greatest { !V::place(self.value) } else { V::place(self.value) };
-        if V::is_nan(self.value) { i64::MIN } else { place }
+        let rank = if greatest { !V::rank(self.value) } else { V::rank(self.value) };
+        if V::is_nan(self.value) { i64::MIN } else { rank }
     }
 
     #[inline(always)]

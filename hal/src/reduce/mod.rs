@@ -1,22 +1,21 @@
-//! The arithmetic of a reduction: one kernel for every element type and operator.
+//! The arithmetic of reductions: one kernel for each element type and operator.
 //!
-//! Device, DMA engine and host all combine with these, so that the bits of a result do not depend on who computed
-//! it (PROTOCOL 9). The rules, each pinned by `tests`:
+//! Devices, DMA engines and hosts all use these kernels, so that a result is bitwise the same wherever it is computed
+//! (PROTOCOL 9). The rules, each covered by `tests`:
 //!
-//! - The first contribution is copied ([`Kernel::load`]), never added to 0.0: a lone -0.0 stays -0.0.
-//! - Float arithmetic rounds to nearest even once an operation; nothing is contracted to a fused multiply-add, and
-//!   subnormals are kept as long as the caller's thread has not asked its processor to flush them.
+//! - The first contribution is copied ([`Kernel::load`]), not added to 0.0: a single -0.0 stays -0.0.
+//! - Each float operation rounds once, to nearest even. Nothing is contracted to a fused multiply-add. Subnormals are
+//!   kept unless the caller's thread has set its processor to flush them.
 //! - Types narrower than their accumulator are rounded once, to nearest even, at the end ([`Kernel::finish`],
-//!   [`Kernel::store`]), where averages are divided too.
-//! - Each NaN that leaves a kernel's rounding is the one canonical quiet NaN of its type; a partial may still carry
-//!   another payload.
-//! - Every operator is commutative: after the rounding, `a op b` and `b op a` have equal bits, so an executor may
-//!   put either on the left. Those of integers, minima, maxima and locations are associative to the bit as well;
-//!   what is not is told by [`Kernel::depends_on_order`].
+//!   [`Kernel::store`]). Averages are divided there as well.
+//! - Rounding turns every NaN into the canonical quiet NaN of its type. A partial result may carry any payload.
+//! - Every operator is commutative: after rounding, `a op b` and `b op a` are bitwise equal, so either may be the left
+//!   operand. Integer operators, minima, maxima and locations are also associative bit by bit; see
+//!   [`Kernel::depends_on_order`].
 //!
 //! # Types
 //!
-//! Values are little-endian bytes at any alignment, as they come out of packets and user memory.
+//! Values are little-endian bytes at any alignment, as in packets and user memory.
 //!
 //! | type | element | accumulator, partial | overflow | canonical NaN |
 //! |---|---|---|---|---|
@@ -28,47 +27,46 @@
 //! | f8e5m2 | the upper half of a binary16, 1 B | f32 | in f32; 61,440 and up round to infinity | 7e |
 //! | f8e4m3 | 4 exponent bits of bias 7, 3 of fraction, no infinities, 1 B | f32 | in f32; above 464 NaN | 7f |
 //!
-//! The two fp8 types are those of the OCP 8-bit Floating Point Specification (OFP8), rounded by its *non-saturating*
-//! mode, as NumPy's ml_dtypes and PyTorch round. Saturating would give a finite 448 or 57,344 in place of a sum that
-//! left the range, which nobody can tell from a result; and -inf + inf has to be a NaN anyway.
+//! The two fp8 types are those of the OCP 8-bit Floating Point Specification (OFP8), rounded in its *non-saturating*
+//! mode, like NumPy's ml_dtypes and PyTorch. In saturating mode, a sum out of range would become a finite 448 or
+//! 57,344, which cannot be told from a correct result.
 //!
 //! # Operators
 //!
-//! What one means for integers, for f32 and f64, and for the narrow floats, which differ from f32 only in that their
-//! elements are widened exactly before and rounded after.
+//! The table defines each operator for integers and for f32 and f64. Narrow floats differ from f32 only in that
+//! elements are widened exactly before and rounded afterwards.
 //!
 //! | operator | integers | floats | NaN, zeros, ties |
 //! |---|---|---|---|
-//! | sum | modulo 2^bits | one rounding an addition | NaN if any is, or for +inf + -inf; -0 only from -0 + -0 |
-//! | prod | modulo 2^bits | one rounding a multiplication | NaN if any is, or for 0 x inf; signs of zeros multiply |
+//! | sum | modulo 2^bits | one rounding per addition | NaN if any is, or for +inf + -inf; -0 only from -0 + -0 |
+//! | prod | modulo 2^bits | one rounding per multiplication | NaN if any is, or for 0 x inf; signs of zeros multiply |
 //! | avg | the sum modulo 2^bits, divided by the number of ranks, truncated towards 0 | the sum, one division in the accumulator type | as sum |
-//! | premul_sum | sum of what [`Kernel::scale`] gave: scalar x element modulo 2^bits | sum of what it gave: one rounding to the accumulator type, one to the element | as sum |
+//! | premul_sum | sum of the results of [`Kernel::scale`]: scalar x element modulo 2^bits | sum of its results, each rounded to the accumulator type, then to the element type | as sum |
 //! | min, max | by value | IEEE 754-2019 `minimum`, `maximum`: exact | NaN if any is; -0 < +0 |
 //! | minloc, maxloc | {value, index} pairs, by value: i32 u32 i64 u64 | the same: f32 f64 | NaN before any number; -0 < +0; equal values and NaNs: the lowest index |
 //! | band, bor, bxor | bit by bit | refused | |
 //! | land, lor, lxor | any value but 0 is true; the result is 1 or 0 | refused | |
 //!
-//! A *pair* is a value and an unsigned index of the same size, the value first: 8 B for 32-bit values, 16 B for
-//! 64-bit ones. An element of such an operation is a pair, and counts count pairs.
+//! A *pair* is a value followed by an unsigned index of the same size: 8 B for 32-bit values, 16 B for 64-bit values.
+//! For these operators an element is a pair, and counts are in pairs.
 //!
-//! Refused, and so answered by [`Kernel::why_not`]:
-//! - *bitwise operators on floats*: as in MPI, whose bitwise operators take integers and bytes (MPI 4.1, 6.9.2);
-//!   those who mean the bits of floats pass them as unsigned integers.
-//! - *logical operators on floats*: as in MPI, whose logical operators take integers only. Whether a rounded sum
-//!   is exactly zero is rarely what is meant; a comparison's result, as an integer, says it.
-//! - *locations of 8- and 16-bit values and narrow floats*: an index as wide as the value, which keeps pairs
-//!   aligned and free of padding, would end at 255 or 65,535. Widened values lose nothing.
+//! Not supported; [`Kernel::unsupported_reason`] returns the reason:
+//! - *bitwise operators on floats*. MPI's bitwise operators also take only integers and bytes (MPI 4.1, 6.9.2). To
+//!   combine the bits of floats, pass them as unsigned integers.
+//! - *logical operators on floats*. MPI's logical operators also take only integers. Pass the result of a comparison.
+//! - *locations of 8- and 16-bit values and narrow floats*. The index is as wide as the value, which keeps pairs
+//!   aligned and free of padding, so it would end at 255 or 65,535. Widen the values, which is exact.
 //!
 //! # Speed
 //!
-//! The loops (`loops`) are plain Rust over arrays of bytes, which the compiler vectorises for whatever it builds
-//! for. With the feature `std` they are compiled for wider vectors too, and the widest that the processor has is
-//! picked at run time (`dispatch`). `benches/reduce.rs` prints each pair's speed as a share of the f32 sum's.
+//! The loops (`loops`) are plain Rust over arrays of bytes, which the compiler vectorizes for its target. With the
+//! feature `std` they are also compiled for wider vectors, and the widest that the processor supports is selected at
+//! run time (`dispatch`). `benches/reduce.rs` prints the speed of each type and operator relative to the f32 sum.
 #![forbid(unsafe_code)]
 
 mod dispatch;
 mod element;
-mod last;
+mod epilogue;
 mod located;
 mod loops;
 mod narrow;
@@ -78,10 +76,10 @@ mod tests;
 
 use crate::op::{Dtype, ReduceOp};
 
-/// How elements of one type combine under one operator.
+/// The arithmetic of one operator on elements of one type.
 ///
-/// A kernel is two bytes and copies freely. Its methods panic where slices disagree in length, as
-/// [`slice::copy_from_slice`] does: lengths that come from outside go through [`Kernel::count`] first.
+/// A kernel is two bytes and `Copy`. Its methods panic if the lengths of slices do not match, like
+/// [`slice::copy_from_slice`]. Check untrusted lengths with [`Kernel::count`] first.
 ///
 /// ```
 /// use sumac_hal::{op::{Dtype, ReduceOp}, reduce::Kernel};
@@ -99,15 +97,15 @@ pub struct Kernel {
     op: ReduceOp,
 }
 
-/// Why elements can't be multiplied ([`Kernel::scale`]).
+/// Why elements cannot be scaled ([`Kernel::scale`]).
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScaleError {
-    /// Only contributions to a premultiplied sum are multiplied.
-    #[error("{0} takes no scalar; only premul_sum does")]
+    /// The operator does not take a scalar.
+    #[error("{0} does not take a scalar; only premul_sum does")]
     Operator(ReduceOp),
-    /// Integers are multiplied by integers.
-    #[error("a scalar of {scalar} for {dtype}: integers take whole numbers from -2^63 to below 2^64")]
+    /// The scalar for an integer type is not a whole number in range.
+    #[error("scalar {scalar} for {dtype}: integers take whole numbers from -2^63 to below 2^64")]
     Scalar {
         /// The element type.
         dtype: Dtype,
@@ -116,22 +114,23 @@ pub enum ScaleError {
     },
 }
 
-/// Bytes of results that [`Kernel::finish`] keeps in the stack at a time: several of the widest vectors' worth.
+/// The size of the block of results that [`Kernel::finish`] keeps on the stack, in bytes: several of the widest
+/// vectors.
 const FINISH_BLOCK_BYTES: usize = 512;
 
-/// Bytes of accumulators that [`Kernel::store`] copies and finishes at a time: what stays in any L1 cache.
+/// The size of the block of accumulators that [`Kernel::store`] copies and finishes at a time, in bytes. It fits any L1
+/// cache.
 const STORE_BLOCK_BYTES: usize = 4096;
 
 impl Kernel {
-    /// Return the kernel of an element type and an operator, or `None` if the two do not go together.
-    ///
-    /// [`Kernel::why_not`] says why not.
+    /// Return the kernel for an element type and an operator, or `None` if the combination is not supported; see
+    /// [`Kernel::unsupported_reason`].
     pub const fn new(dtype: Dtype, op: ReduceOp) -> Option<Self> {
-        if Self::why_not(dtype, op).is_some() { None } else { Some(Self { dtype, op }) }
+        if Self::unsupported_reason(dtype, op).is_some() { None } else { Some(Self { dtype, op }) }
     }
 
-    /// Return why an element type and an operator do not go together, for messages; `None` if they do.
-    pub const fn why_not(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
+    /// Return why an element type and an operator are not supported together, for error messages; `None` if they are.
+    pub const fn unsupported_reason(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
         match op {
             ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor if !dtype.is_integer() => {
                 Some("bitwise operators take integers; pass the bits of floats as unsigned integers")
@@ -146,7 +145,7 @@ impl Kernel {
         }
     }
 
-    /// Return the element type of the operation; of the value, where an element is a pair.
+    /// Return the element type; for pairs, the type of the value.
     pub const fn dtype(&self) -> Dtype {
         self.dtype
     }
@@ -156,38 +155,38 @@ impl Kernel {
         self.op
     }
 
-    /// Return the type of accumulators and partials; of their value, where an element is a pair.
+    /// Return the type of accumulators and partial results; for pairs, the type of the value.
     pub const fn accumulator(&self) -> Dtype {
         self.dtype.accumulator()
     }
 
-    /// Return the type of a source's elements: the accumulator type if it is a partial, `dtype` otherwise.
+    /// Return the type of a source's elements: the accumulator type if it is a partial result, else the element type.
     pub const fn source(&self, partial: bool) -> Dtype {
         if partial { self.accumulator() } else { self.dtype }
     }
 
-    /// Return the size of an element in bytes: of a value, or of a pair.
+    /// Return the size of an element, a value or a pair, in bytes.
     pub const fn element_bytes(&self) -> usize {
         self.source_bytes(false)
     }
 
-    /// Return the size of an accumulator, and of an element of a partial, in bytes.
+    /// Return the size of an accumulator, and of an element of a partial result, in bytes.
     pub const fn accumulator_bytes(&self) -> usize {
         self.source_bytes(true)
     }
 
-    /// Return the size of a source's element in bytes: of a partial's, or of a contribution's.
+    /// Return the size of a source's element, in a partial result or a contribution, in bytes.
     pub const fn source_bytes(&self, partial: bool) -> usize {
         self.source(partial).size_bytes() * if self.op.is_located() { 2 } else { 1 }
     }
 
-    /// Return whether the bits of a result depend on the order in which contributions combine: where they round.
+    /// Return whether the bits of a result depend on the order in which contributions are combined, because they round.
     pub const fn depends_on_order(&self) -> bool {
         let rounds = matches!(self.op, ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg | ReduceOp::PremulSum);
         rounds && !self.dtype.is_integer()
     }
 
-    /// Return how many elements a source of `len_bytes` bytes holds, or `None` if that is not a whole number.
+    /// Return the number of elements in a source of `len_bytes` bytes, or `None` if it is not a whole number.
     pub const fn count(&self, len_bytes: usize, partial: bool) -> Option<usize> {
         let size_bytes = self.source_bytes(partial);
         if len_bytes.is_multiple_of(size_bytes) { Some(len_bytes / size_bytes) } else { None }
@@ -195,7 +194,7 @@ impl Kernel {
 
     /// Set the accumulators to the first contribution: `acc = src`, element by element.
     ///
-    /// `acc` holds accumulators; `src` holds as many elements of [`Kernel::source`].
+    /// `acc` holds accumulators; `src` holds as many elements of type [`Kernel::source`].
     ///
     /// # Panics
     /// If `src` is not a whole number of elements, or `acc` does not hold exactly as many.
@@ -220,12 +219,12 @@ impl Kernel {
         dispatch::combine(self.source(partial), self.op, acc, src);
     }
 
-    /// Make results of the first `count` accumulators in `bytes`, in place, and return their length.
+    /// Convert the first `count` accumulators in `bytes` to results, in place, and return the length of the results.
     ///
-    /// An average is divided by `ranks`, the number of ranks that the operation is over; other operators don't look
-    /// at it. Accumulators are rounded to `dtype`. The result lies at the head of `bytes`, `count` x
-    /// [`Kernel::element_bytes`] long; where `dtype` is narrower than its accumulator, the bytes between it and the
-    /// accumulators' end are left in no particular state. Bytes behind the accumulators are not touched.
+    /// Averages are divided by `ranks`, the number of ranks of the operation; other operators ignore it. Accumulators
+    /// are rounded to the element type. The results are at the start of `bytes`, `count` x [`Kernel::element_bytes`]
+    /// long. The bytes between their end and the end of the accumulators are unspecified; bytes after the accumulators
+    /// are unchanged.
     ///
     /// # Panics
     /// If `bytes` is shorter than `count` accumulators, or `ranks` is 0.
@@ -238,12 +237,12 @@ impl Kernel {
             self.accumulator(),
             bytes.len()
         );
-        assert!(ranks > 0, "a result is of one rank or more");
+        assert!(ranks > 0, "ranks must not be 0");
         if size_bytes == acc_bytes {
             dispatch::finish(self.dtype, self.op, ranks, &mut bytes[..count * acc_bytes]);
             return count * size_bytes;
         }
-        // In blocks through the stack: a result lands on accumulators that were read in its own block or before.
+        // In blocks through the stack: results overwrite only accumulators that have been read.
         let mut block = [0; FINISH_BLOCK_BYTES];
         let each = FINISH_BLOCK_BYTES / size_bytes;
         for first in (0..count).step_by(each) {
@@ -255,15 +254,14 @@ impl Kernel {
         count * size_bytes
     }
 
-    /// Make results of the accumulators `acc` in `dst`: [`Kernel::finish`] out of place.
+    /// Convert the accumulators `acc` to results in `dst`: [`Kernel::finish`] out of place.
     ///
     /// # Panics
-    /// If `dst` is not a whole number of elements of `dtype`, `acc` does not hold exactly as many accumulators, or
-    /// `ranks` is 0.
+    /// If `dst` is not a whole number of elements, `acc` does not hold exactly as many accumulators, or `ranks` is 0.
     #[track_caller]
     pub fn store(&self, dst: &mut [u8], acc: &[u8], ranks: u32) {
         self.check(acc.len(), dst.len(), false);
-        assert!(ranks > 0, "a result is of one rank or more");
+        assert!(ranks > 0, "ranks must not be 0");
         if self.element_bytes() != self.accumulator_bytes() {
             return dispatch::store(self.dtype, self.op, ranks, dst, acc);
         }
@@ -273,16 +271,16 @@ impl Kernel {
         }
     }
 
-    /// Make a contribution to a premultiplied sum: `dst = src x scalar`, element by element.
+    /// Scale a contribution to a premultiplied sum: `dst = src x scalar`, element by element.
     ///
-    /// Both slices hold elements of `dtype`. Floats are multiplied in the accumulator type, to which `scalar` is
-    /// rounded first, and the product is rounded to `dtype`. Integers are multiplied modulo 2^bits.
+    /// Both slices hold elements of the element type. Floats are multiplied in the accumulator type, to which `scalar`
+    /// is rounded first, and the product is rounded to the element type. Integers are multiplied modulo 2^bits.
     ///
     /// # Errors
-    /// [`ScaleError`]; nothing is written then.
+    /// [`ScaleError`] if the operator or the type does not take the scalar. Nothing is written then.
     ///
     /// # Panics
-    /// If `src` is not a whole number of elements, or `dst` is not as long.
+    /// If `src` is not a whole number of elements, or `dst` has another length.
     #[track_caller]
     pub fn scale(&self, dst: &mut [u8], src: &[u8], scalar: f64) -> Result<(), ScaleError> {
         if self.op != ReduceOp::PremulSum {
@@ -297,7 +295,7 @@ impl Kernel {
             src.len(),
             self.dtype
         );
-        dispatch::scale(self.dtype, last::Times { float: scalar, integer }, dst, src);
+        dispatch::scale(self.dtype, epilogue::Scale { float: scalar, integer }, dst, src);
         Ok(())
     }
 
@@ -310,14 +308,14 @@ impl Kernel {
         assert!(
             fits,
             "{acc_len_bytes} bytes of {} accumulators and {other_len_bytes} bytes of {} are not equally many elements: \
-             check outside lengths with Kernel::count",
+             check untrusted lengths with Kernel::count",
             self.accumulator(),
             self.source(partial)
         );
     }
 }
 
-/// Return a whole number from -2^63 to below 2^64 modulo 2^64, `None` for any other number.
+/// Return a whole number from -2^63 to below 2^64 modulo 2^64, or `None` for any other number.
 fn modulo_2_64(scalar: f64) -> Option<u64> {
     const TWO_63: f64 = (1_u64 << 63) as f64;
     if (-TWO_63..0.0).contains(&scalar) {

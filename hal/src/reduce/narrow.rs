@@ -1,11 +1,11 @@
-//! Conversion between f32 and its narrower relatives (f16, bf16, fp8 E4M3 and E5M2), as the bits of each.
+//! Conversion between f32 and the narrow floats f16, bf16, fp8 E4M3 and fp8 E5M2.
 //!
-//! Written without branches, in 32-bit integer and float operations that every vector unit has: the `half` crate
-//! asks the processor's features at each element, which no compiler vectorises, and a table of 256 entries is a
-//! gather. Widening is exact. Narrowing rounds to nearest even, keeps subnormals, makes every NaN canonical, and
-//! overflows to infinity, or in E4M3, which has none, to NaN: the non-saturating conversions of the OCP 8-bit
-//! Floating Point Specification (OFP8, section 5.2.1). No operation here gives a subnormal f32 from a normal one, so
-//! that nothing is slow or lost where the processor flushes those.
+//! The code is branch-free and uses only 32-bit integer and float operations that every vector unit has. The `half`
+//! crate checks the processor's features for each element, which compilers cannot vectorize, and a table of 256 entries
+//! needs gathers. Widening is exact. Narrowing rounds to nearest even, keeps subnormals and makes NaNs canonical. It
+//! overflows to infinity, or in E4M3, which has none, to NaN: the non-saturating conversions of the OCP 8-bit Floating
+//! Point Specification (OFP8, section 5.2.1). No operation makes a subnormal f32 from a normal one, so
+//! nothing is slow, or lost on processors that flush subnormals.
 //!
 //! The method for the formats with fewer exponent bits than f32 is Fabian Giesen's: a re-biased exponent for normal
 //! numbers, and one float addition that aligns the significand of subnormal ones ("Half to float done quic" and
@@ -17,7 +17,7 @@ pub(super) const F16_NAN: u16 = 0x7e00;
 /// The canonical NaN of bfloat16.
 pub(super) const BF16_NAN: u16 = 0x7fc0;
 
-/// The canonical NaN of E4M3: besides its negative the only one. It follows the greatest number, 448 = 0x7e.
+/// The canonical NaN of E4M3; its negative is the only other NaN. It follows the greatest number, 448 = 0x7e.
 pub(super) const E4M3_NAN: u8 = 0x7f;
 
 /// The canonical NaN of E5M2.
@@ -40,12 +40,12 @@ const E4M3_BIAS: u32 = 7;
 const E5M2_FRACTION_BITS: u32 = 2;
 const E5M2_INFINITY: u32 = 0x7c;
 
-/// Return 2^exponent, a normal number, as the bits of an f32.
+/// Return the bits of the f32 2^exponent, a normal number.
 const fn power_of_two(exponent: i32) -> u32 {
     ((F32_BIAS as i32 + exponent) as u32) << F32_FRACTION_BITS
 }
 
-/// Return the f32 bits of a finite magnitude in a narrower format.
+/// Widen a finite magnitude of a narrower format to the bits of an f32.
 #[inline(always)]
 fn widen<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32) -> u32 {
     let least_normal = const { power_of_two(1 - BIAS as i32) };
@@ -56,8 +56,7 @@ fn widen<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32) -> u32 {
     if shifted < 1 << F32_FRACTION_BITS { subnormal } else { normal }
 }
 
-/// Round the magnitude of an f32, in bits, to a narrower format; `most` (its infinity or NaN) is where overflow goes,
-/// and NaNs too.
+/// Round the magnitude of an f32, as bits, to a narrower format. Overflow and NaNs give `most`: its infinity or NaN.
 #[inline(always)]
 fn narrow<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32, most: u32) -> u32 {
     let shift = const { F32_FRACTION_BITS - FRACTION_BITS };
@@ -69,7 +68,7 @@ fn narrow<const FRACTION_BITS: u32, const BIAS: u32>(magnitude: u32, most: u32) 
     let align = const { power_of_two(1 - BIAS as i32 + (F32_FRACTION_BITS - FRACTION_BITS) as i32) };
     let subnormal = (f32::from_bits(magnitude) + f32::from_bits(align)).to_bits().wrapping_sub(align);
     let finite = if magnitude < const { power_of_two(1 - BIAS as i32) } { subnormal } else { normal };
-    // As signed numbers, which the two are not too large for: the oldest vector units compare no others.
+    // Compared as signed numbers, which both fit: old vector units support no other comparison.
     (finite as i32).min(most as i32) as u32
 }
 
@@ -81,7 +80,7 @@ pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let rebias = const { (F32_BIAS - F16_BIAS) << F32_FRACTION_BITS };
     let least_normal = const { power_of_two(1 - F16_BIAS as i32) };
     let infinity = const { F16_INFINITY << (F32_FRACTION_BITS - F16_FRACTION_BITS) };
-    // Twice the difference of the biases takes an exponent of all ones to one of all ones.
+    // Adding twice the difference of the biases maps an exponent of all ones to one of all ones.
     let normal = shifted + if shifted >= infinity { 2 * rebias } else { rebias };
     // As in `widen`.
     let subnormal = (f32::from_bits(shifted + least_normal) - f32::from_bits(least_normal)).to_bits();
@@ -107,7 +106,7 @@ pub(super) fn bf16_to_f32(bits: u16) -> f32 {
 #[inline(always)]
 pub(super) fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
-    // As in `narrow`; a carry out of the significand raises the exponent, in the end to infinity. Only NaNs wrap.
+    // As in `narrow`. A carry out of the significand increments the exponent, up to infinity. Only NaNs wrap around.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
     if bits & F32_MAGNITUDE > F32_INFINITY { BF16_NAN } else { rounded as u16 }
 }
@@ -121,12 +120,12 @@ pub(super) fn e4m3_to_f32(bits: u8) -> f32 {
     f32::from_bits(sign | if magnitude == u32::from(E4M3_NAN) { F32_NAN } else { finite })
 }
 
-/// Round an f32 to an E4M3; what rounds to more than 448 becomes NaN.
+/// Round an f32 to an E4M3. Values that round to more than 448 become NaN.
 #[inline(always)]
 pub(super) fn f32_to_e4m3(value: f32) -> u8 {
     let bits = value.to_bits();
     let magnitude = narrow::<E4M3_FRACTION_BITS, E4M3_BIAS>(bits & F32_MAGNITUDE, u32::from(E4M3_NAN));
-    // 448 + 32 would be E4M3_NAN's own bits: overflow and NaN meet there, and lose their sign.
+    // 448 + 32 would have the bits of E4M3_NAN. Overflow and NaN share them, without a sign.
     let sign = (bits >> 24) & 0x80;
     (if magnitude == u32::from(E4M3_NAN) { magnitude } else { sign | magnitude }) as u8
 }

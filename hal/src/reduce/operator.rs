@@ -1,7 +1,8 @@
-//! What an operator does to two accumulators.
+//! Operators on two accumulators.
 //!
-//! Each is a value computed without branches, so that the loops around it vectorise. Invariant: `apply(a, b)` and
-//! `apply(b, a)` are equal bits, or both NaN.
+//! All are branch-free, so that the loops around them vectorize.
+//!
+//! Invariant: `apply(a, b)` and `apply(b, a)` are bitwise equal, or both NaN.
 
 /// An operator on accumulators of type `A`.
 pub(super) trait Operator<A> {
@@ -24,16 +25,17 @@ pub(super) struct Max;
 /// Bitwise and.
 pub(super) struct Band;
 
-/// Bitwise or. It serves the logical or too, whose result becomes 0 or 1 at the end ([`super::last::Truth`]).
+/// Bitwise or; also used for the logical or, whose result the epilogue converts to 0 or 1
+/// ([`super::epilogue::ToBool`]).
 pub(super) struct Bor;
 
 /// Bitwise exclusive or.
 pub(super) struct Bxor;
 
-/// Logical and: 1 where neither is 0, else 0.
+/// Logical and: 1 if neither operand is 0, else 0.
 pub(super) struct Land;
 
-/// Logical exclusive or: 1 where one is 0 and the other not, else 0.
+/// Logical exclusive or: 1 if exactly one operand is 0, else 0.
 pub(super) struct Lxor;
 
 macro_rules! operators {
@@ -47,7 +49,7 @@ macro_rules! operators {
     )*)*};
 }
 
-// Sums, products and bits of signed integers are those of unsigned ones.
+// Sums, products and logical operators have the same bits for signed and unsigned integers.
 macro_rules! integer_operators {
     ($($unsigned:ident $signed:ident)*) => {
         operators! {$(
@@ -67,10 +69,10 @@ macro_rules! integer_operators {
     };
 }
 
-// `if a < b { a } else { b }` is one instruction on most vector units, and takes b where neither is less: of zeros that
-// differ in sign, and of NaNs. Asked both ways round, it gives the same bits twice, two zeros, or both operands, of
-// which one is a NaN. Or-ing the magnitudes keeps a NaN a NaN, and the others as they are; or-ing signs prefers the
-// negative zero, and-ing the positive.
+// `if a < b { a } else { b }` is one instruction on most vector units. It returns b if neither is less: for zeros that
+// differ in sign, and for NaNs. Evaluated in both orders, it gives the same bits twice, two zeros, or both operands,
+// one of which is a NaN. The bitwise or of the magnitudes keeps a NaN a NaN and leaves other values unchanged. The or
+// of the signs prefers the negative zero, the and the positive zero.
 macro_rules! float_operators {
     ($($ty:ident)*) => {
         operators! {$(

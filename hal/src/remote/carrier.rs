@@ -1,11 +1,11 @@
-//! Rings to messages and back: plays, at one side, the rank or the device that is at the other.
+//! Carries ring entries over a link: on each side a carrier stands in for the rank or device on the other.
 //!
 //! Invariants:
-//! - Entries arrive in order, each once: they wait in their ring for a message, in a message for credit, and at the other side
-//!   for a place in its ring. Nothing is thrown away, and what waits is bounded.
-//! - A side has at most [`CREDITS`] counted messages at its peer that the peer has not said to have taken, so [`BUFFERS`]
-//!   places for each connection are always enough; a peer that sends more is at its end.
-//! - Nothing is allocated in a turn, but for memory that is handed over.
+//! - Entries arrive in order, each once. They wait in their ring for a message, in a message for credit, and on the
+//!   receiving side for a place in its ring. Nothing is dropped, and the backlog is bounded.
+//! - A side has at most [`CREDITS`] counted messages that the peer has not acknowledged, so [`BUFFERS`] receive buffers
+//!   a connection always suffice; a peer that sends more ends its connection.
+//! - A turn allocates nothing, except when memory is handed over.
 
 use super::message::{Body, Head, Memory, MessageError};
 use super::message::{ENTRIES_LEN_BYTES, HEAD_LEN_BYTES, MESSAGE_LEN_BYTES};
@@ -16,124 +16,124 @@ use std::collections::VecDeque;
 use std::fmt;
 use thiserror::Error;
 
-/// Counted messages that a side may have at its peer.
+/// Counted messages that a side may have outstanding.
 pub const CREDITS: u32 = 8;
 
-/// Places for messages that a connection needs: the counted ones, and those that only give credit back, of which one goes for
-/// each half of the credits.
+/// Receive buffers that a connection needs: one for each counted message, and for the messages that only return credit,
+/// of which there is one for each half of the credits.
 pub const BUFFERS: usize = CREDITS as usize + 4;
 
-/// Arrivals that are taken before others get their turn: more than there can be of messages, and runs of results.
+/// Arrivals consumed from one link in a turn: more than the messages that can be outstanding, plus a run of results.
 const ARRIVALS_PER_TURN: usize = 256;
 
 /// The admin queue, and one for data.
 const QUEUES: usize = 2;
 
-/// The most entries in a message: those of the shorter kind.
+/// The maximum number of entries in a message, for the shorter entry type.
 const BATCH: usize = ENTRIES_LEN_BYTES / 32;
 
-/// Why a carrier can't go on.
+/// Why a carrier failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CarrierError {
-    /// The connection is at its end.
+    /// The connection has ended.
     #[error(transparent)]
     Link(#[from] LinkError),
-    /// What came is no message.
+    /// A malformed message arrived.
     #[error(transparent)]
     Message(#[from] MessageError),
-    /// The peer says to have taken what was not sent.
-    #[error("the peer says to have taken {said} messages, where {sent} were sent and {known} were taken before")]
+    /// The peer acknowledges messages that were not sent.
+    #[error("the peer acknowledges {acked} messages, but {sent} were sent and {known} were acknowledged before")]
     Credit {
-        /// What it says.
-        said: u32,
-        /// What was sent, ever.
+        /// The peer's count.
+        acked: u32,
+        /// Messages sent so far.
         sent: u32,
-        /// What it said before.
+        /// The peer's previous count.
         known: u32,
     },
-    /// The peer sends more than it may.
-    #[error("the peer sends more than {CREDITS} messages without having been told that any was taken")]
+    /// The peer exceeds its credits.
+    #[error("the peer has more than {CREDITS} messages outstanding: it ignores flow control")]
     Flood,
-    /// A ring is broken: by a bug of this process.
+    /// A ring is corrupt, which is a bug of this process.
     #[error(transparent)]
     Ring(#[from] Poisoned),
 }
 
-/// What a turn has heard besides entries.
+/// What a carrier received besides ring entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Heard {
+pub enum CarrierEvent {
     /// The peer has handed memory over.
     Memory(Memory),
-    /// A result is whole at this offset of the landing area.
+    /// A result is complete at this offset of the landing area.
     Landed(u32),
-    /// How many turns the peer has had.
-    Beat(u32),
+    /// The peer's count of turns.
+    Heartbeat(u32),
 }
 
-/// What was counted.
+/// Counters of a carrier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct CarrierStats {
-    /// Messages sent, those that only give credit back among them.
+    /// Messages sent, including those that only return credit.
     pub sent_messages: u64,
     /// Entries in them.
     pub sent_entries: u64,
-    /// Messages that came.
+    /// Messages received.
     pub received_messages: u64,
-    /// Results that were announced.
+    /// Results announced by the peer.
     pub landed: u64,
 }
 
-/// What is said besides entries.
+/// What is to be sent besides ring entries.
 #[derive(Debug, Default)]
 pub struct Outbox {
-    /// Memory to hand over; it goes before the entries that speak of it.
+    /// Memory to hand over; it is sent before the entries that refer to it.
     memory: VecDeque<Memory>,
-    asks: bool,
-    answers: bool,
-    /// This side's turns.
-    beat: u32,
+    requests_heartbeat: bool,
+    is_heartbeat_due: bool,
+    /// This side's count of turns.
+    heartbeat: u32,
 }
 
-/// Room for a message.
+/// A message buffer.
 type Buffer = Box<[u8; MESSAGE_LEN_BYTES]>;
 
-/// A message of which not all entries have found a place in their ring.
-struct Held {
+/// A message whose entries are not all in their ring yet.
+struct PendingMessage {
     bytes: Buffer,
     len: usize,
-    /// Where the first entry is that has none.
+    /// The offset of the first entry that is not.
     at: usize,
     queue: usize,
 }
 
-/// One side of a function that is on two hosts: sends entries of `OUT` words, and takes those of `IN` words.
+/// One side of a function that spans two hosts: sends entries of `OUT` words and receives entries of `IN` words.
 pub struct Carrier<const OUT: usize, const IN: usize> {
     from: [Consumer<FunctionRing<OUT>, OUT>; QUEUES],
     into: [Producer<FunctionRing<IN>, IN>; QUEUES],
     outbox: Outbox,
-    /// A message that the link had no room for; empty if there is none.
+    /// A message that the link had no room for, and its length; 0 if there is none.
     unsent: (Buffer, usize),
     is_counted: bool,
-    /// What came and waits, the first one first: what comes behind it is heard all the same, so that a full ring keeps no word
-    /// of credit or life waiting.
-    held: VecDeque<Held>,
-    /// For as many as there can be, and the one that comes.
+    /// Messages received whose entries wait for room, oldest first. Later messages are still read, so a full ring
+    /// delays neither credit nor heartbeats.
+    pending: VecDeque<PendingMessage>,
+    /// Buffers for all outstanding messages and the next arrival.
     spare: Vec<Buffer>,
-    /// Counted messages: sent, and of these taken by the peer; those that came, of these taken, and told as taken; modulo
-    /// 2^32.
+    /// Counted messages, modulo 2^32: sent, and of these acknowledged by the peer; received, of these consumed, and
+    /// acknowledged.
     sent: u32,
-    taken_there: u32,
-    came: u32,
-    taken: u32,
-    told: u32,
+    sent_acked: u32,
+    received: u32,
+    consumed: u32,
+    received_acked: u32,
     stats: CarrierStats,
 }
 
 impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
-    /// Carry entries out of `from`, and into `into`: of the admin queue and of the data queue, which nobody else empties and
-    /// fills.
+    /// Carry entries out of `from` and into `into`, each an admin queue and a data queue. Nothing else drains or fills
+    /// them.
     pub fn new(from: [FunctionRing<OUT>; QUEUES], into: [FunctionRing<IN>; QUEUES]) -> Self {
         let buffer = || Box::new([0; MESSAGE_LEN_BYTES]);
         Self {
@@ -142,59 +142,59 @@ impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
             outbox: Outbox::default(),
             unsent: (buffer(), 0),
             is_counted: false,
-            held: VecDeque::with_capacity(CREDITS as usize),
+            pending: VecDeque::with_capacity(CREDITS as usize),
             spare: (0..=CREDITS).map(|_| buffer()).collect(),
             sent: 0,
-            taken_there: 0,
-            came: 0,
-            taken: 0,
-            told: 0,
+            sent_acked: 0,
+            received: 0,
+            consumed: 0,
+            received_acked: 0,
             stats: CarrierStats::default(),
         }
     }
 
-    /// Hand memory over, before any entry that is submitted from now on.
+    /// Hand memory over, ahead of any entry submitted from now on.
     pub fn hand_over(&mut self, memory: Memory) {
         self.outbox.memory.push_back(memory);
     }
 
-    /// Ask the peer to say that it goes on.
-    pub const fn ask(&mut self) {
-        self.outbox.asks = true;
+    /// Request a heartbeat from the peer.
+    pub const fn request_heartbeat(&mut self) {
+        self.outbox.requests_heartbeat = true;
     }
 
-    /// Count a turn of this side.
-    pub const fn beat(&mut self) {
-        self.outbox.beat = self.outbox.beat.wrapping_add(1);
+    /// Advance this side's heartbeat.
+    pub const fn advance_heartbeat(&mut self) {
+        self.outbox.heartbeat = self.outbox.heartbeat.wrapping_add(1);
     }
 
-    /// Return what was counted.
+    /// Return the counters.
     pub const fn stats(&self) -> CarrierStats {
         self.stats
     }
 
-    /// Tell whether there is something to carry out, or something that came waits for a place.
-    pub fn has_news(&mut self) -> bool {
+    /// Return whether there is something to send, or a received entry now has room in its ring.
+    pub fn has_work(&mut self) -> bool {
         let is_out = self.has_credit() && self.from.iter_mut().any(|ring| ring.available() != Ok(0));
-        is_out || self.held.front().is_some_and(|held| self.into[held.queue].room() != Ok(0))
+        is_out || self.pending.front().is_some_and(|pending| self.into[pending.queue].room() != Ok(0))
     }
 
-    /// Take what has come, and send what is to go; true if there was anything.
+    /// Receive all arrivals and send all pending messages; true if there were any.
     ///
     /// # Errors
-    /// [`CarrierError`]: this is the end. What came before it was taken.
-    pub fn turn(&mut self, link: &mut dyn Link, mut hear: impl FnMut(Heard)) -> Result<bool, CarrierError> {
-        let came = self.receive(link, &mut hear)?;
-        Ok(self.send(link)? || came)
+    /// [`CarrierError`]: the connection has ended. Earlier arrivals were processed.
+    pub fn poll(&mut self, link: &mut dyn Link, mut on_event: impl FnMut(CarrierEvent)) -> Result<bool, CarrierError> {
+        let received = self.receive(link, &mut on_event)?;
+        Ok(self.send(link)? || received)
     }
 
-    fn receive(&mut self, link: &mut dyn Link, hear: &mut impl FnMut(Heard)) -> Result<bool, CarrierError> {
+    fn receive(&mut self, link: &mut dyn Link, on_event: &mut impl FnMut(CarrierEvent)) -> Result<bool, CarrierError> {
         let mut any = self.deliver()?;
         for _ in 0..ARRIVALS_PER_TURN {
             let Some(mut bytes) = self.spare.pop() else { break };
             let arrived = link.receive(&mut bytes);
             let spare = match arrived {
-                Ok(Some(Arrived::Message(len))) => self.take(bytes, len, hear)?,
+                Ok(Some(Arrived::Message(len))) => self.take(bytes, len, on_event)?,
                 _ => Some(bytes),
             };
             self.spare.extend(spare);
@@ -202,7 +202,7 @@ impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
                 None => break,
                 Some(Arrived::Landed(offset)) => {
                     self.stats.landed += 1;
-                    hear(Heard::Landed(offset));
+                    on_event(CarrierEvent::Landed(offset));
                 }
                 Some(Arrived::Message(_)) => _ = self.deliver()?,
             }
@@ -211,62 +211,62 @@ impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
         Ok(any)
     }
 
-    /// Read a message that has come; returns its buffer, unless it has entries.
+    /// Process a received message; returns its buffer unless entries in it have to wait.
     fn take(
         &mut self,
         bytes: Buffer,
         len: usize,
-        hear: &mut impl FnMut(Heard),
+        on_event: &mut impl FnMut(CarrierEvent),
     ) -> Result<Option<Buffer>, CarrierError> {
         self.stats.received_messages += 1;
         let none = MessageError { len_bytes: len, kind: bytes[0] };
         let message = bytes.get(..len).ok_or(none)?;
         let head = Head::parse(message, IN * 8)?;
-        let (said, sent, known) = (head.taken, self.sent, self.taken_there);
-        if said.wrapping_sub(known) > sent.wrapping_sub(known) {
-            return Err(CarrierError::Credit { said, sent, known });
+        let (acked, sent, known) = (head.consumed, self.sent, self.sent_acked);
+        if acked.wrapping_sub(known) > sent.wrapping_sub(known) {
+            return Err(CarrierError::Credit { acked, sent, known });
         }
-        self.taken_there = said;
-        self.outbox.answers |= head.asks;
-        hear(Heard::Beat(head.beat));
+        self.sent_acked = acked;
+        self.outbox.is_heartbeat_due |= head.requests_heartbeat;
+        on_event(CarrierEvent::Heartbeat(head.heartbeat));
         if head.body == Body::Nothing {
             return Ok(Some(bytes));
         }
-        if self.came.wrapping_sub(self.told) >= CREDITS {
+        if self.received.wrapping_sub(self.received_acked) >= CREDITS {
             return Err(CarrierError::Flood);
         }
-        self.came = self.came.wrapping_add(1);
+        self.received = self.received.wrapping_add(1);
         if let Body::Entries { queue, .. } = head.body {
-            self.held.push_back(Held { bytes, len, at: HEAD_LEN_BYTES, queue: queue.into() });
+            self.pending.push_back(PendingMessage { bytes, len, at: HEAD_LEN_BYTES, queue: queue.into() });
             return Ok(None);
         }
-        hear(Heard::Memory(Memory::parse(message)?));
-        self.taken = self.taken.wrapping_add(1);
+        on_event(CarrierEvent::Memory(Memory::parse(message)?));
+        self.consumed = self.consumed.wrapping_add(1);
         Ok(Some(bytes))
     }
 
-    /// Put what came into its rings, as far as there is room; true if something was put there.
+    /// Move received entries into their rings as far as there is room; true if any was moved.
     fn deliver(&mut self) -> Result<bool, CarrierError> {
         let mut any = false;
-        while let Some(held) = self.held.front_mut() {
-            while held.at < held.len {
-                // A message is whole entries.
-                let bytes = &held.bytes[held.at..];
+        while let Some(pending) = self.pending.front_mut() {
+            while pending.at < pending.len {
+                // `Head::parse` ensures that a message holds whole entries.
+                let bytes = &pending.bytes[pending.at..];
                 let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| bytes[8 * at + byte]));
-                if !self.into[held.queue].push(&std::array::from_fn(word))? {
+                if !self.into[pending.queue].push(&std::array::from_fn(word))? {
                     return Ok(any);
                 }
                 any = true;
-                held.at += IN * 8;
+                pending.at += IN * 8;
             }
-            self.taken = self.taken.wrapping_add(1);
-            self.spare.extend(self.held.pop_front().map(|held| held.bytes));
+            self.consumed = self.consumed.wrapping_add(1);
+            self.spare.extend(self.pending.pop_front().map(|pending| pending.bytes));
         }
         Ok(any)
     }
 
     const fn has_credit(&self) -> bool {
-        self.sent.wrapping_sub(self.taken_there) < CREDITS
+        self.sent.wrapping_sub(self.sent_acked) < CREDITS
     }
 
     fn send(&mut self, link: &mut dyn Link) -> Result<bool, CarrierError> {
@@ -275,21 +275,21 @@ impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
             if self.unsent.1 == 0 && !self.write()? {
                 return Ok(any);
             }
-            // What is known by now, which may be more than when the message was written.
+            // Acknowledge everything consumed by now, which may be more than when the message was written.
             let message = &mut self.unsent.0[..self.unsent.1];
-            message[4..8].copy_from_slice(&self.taken.to_le_bytes());
+            message[4..8].copy_from_slice(&self.consumed.to_le_bytes());
             if !link.send(message)? {
                 return Ok(any);
             }
             any = true;
             self.unsent.1 = 0;
-            self.told = self.taken;
+            self.received_acked = self.consumed;
             self.sent = self.sent.wrapping_add(u32::from(self.is_counted));
             self.stats.sent_messages += 1;
         }
     }
 
-    /// Write the next message; false if there is none to be sent.
+    /// Write the next message; false if nothing is to be sent.
     fn write(&mut self) -> Result<bool, CarrierError> {
         let (mut body, mut len) = (Body::Nothing, HEAD_LEN_BYTES);
         let has_credit = self.has_credit();
@@ -313,12 +313,17 @@ impl<const OUT: usize, const IN: usize> Carrier<OUT, IN> {
                 break;
             }
         }
-        let is_credit_due = self.taken.wrapping_sub(self.told) >= CREDITS / 2;
-        if body == Body::Nothing && !(self.outbox.asks || self.outbox.answers || is_credit_due) {
+        let is_credit_due = self.consumed.wrapping_sub(self.received_acked) >= CREDITS / 2;
+        if body == Body::Nothing && !(self.outbox.requests_heartbeat || self.outbox.is_heartbeat_due || is_credit_due) {
             return Ok(false);
         }
-        let head = Head { body, taken: self.taken, beat: self.outbox.beat, asks: self.outbox.asks };
-        (self.outbox.asks, self.outbox.answers) = (false, false);
+        let head = Head {
+            body,
+            consumed: self.consumed,
+            heartbeat: self.outbox.heartbeat,
+            requests_heartbeat: self.outbox.requests_heartbeat,
+        };
+        (self.outbox.requests_heartbeat, self.outbox.is_heartbeat_due) = (false, false);
         head.emit(&mut self.unsent.0[..]);
         (self.unsent.1, self.is_counted) = (len, body != Body::Nothing);
         Ok(true)
@@ -329,7 +334,7 @@ impl<const OUT: usize, const IN: usize> fmt::Debug for Carrier<OUT, IN> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Carrier")
             .field("sent", &self.sent)
-            .field("taken", &self.taken)
+            .field("consumed", &self.consumed)
             .field("stats", &self.stats)
             .finish_non_exhaustive()
     }

@@ -1,7 +1,9 @@
-//! The double of a link: two queues of one process, and memory that both sides find by its key. It does what a reliable
-//! connection does as far as [`Link`] and [`RankLink`] tell, so that all but the hardware is tested on any machine.
+//! An in-process link for tests: two queues, and memory that both sides find by its key. It behaves as a reliable
+//! connection as far as [`Link`] and [`RankLink`] specify, so that everything but the hardware is tested on any
+//! machine.
 //!
-//! Invariant: what was announced to a rank is whole, and is announced before the device hears that it is written.
+//! Invariant: a result is complete when it is announced to a rank, and announced before the device learns that it is
+//! written.
 
 #[cfg(feature = "emu")]
 mod device;
@@ -18,10 +20,10 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Names of exchanges begin with this.
+/// The prefix of exchanges' names.
 const PREFIX: &str = "exchange:";
 
-/// What is under way to an end at most, as a queue pair's room is bounded.
+/// The maximum number of parcels in flight to an end, as the depth of a queue pair is bounded.
 const PARCELS_MAX: usize = 4096;
 
 enum Parcel {
@@ -43,11 +45,11 @@ struct State {
     next_key: u32,
 }
 
-/// Where ends meet.
+/// A registry of ends and of the memory that they expose.
 #[derive(Clone, Default)]
 pub struct Exchange(Arc<Mutex<State>>);
 
-/// An end.
+/// One end of an in-process link.
 pub struct ExchangeLink {
     exchange: Exchange,
     number: usize,
@@ -62,17 +64,17 @@ impl fmt::Debug for ExchangeLink {
 }
 
 impl Exchange {
-    /// Return the exchange of this process by this name; `None` if the name is not one of an exchange.
+    /// Return this process's exchange of this name; `None` if the name does not begin with `exchange:`.
     pub fn named(name: &str) -> Option<Self> {
         static ALL: Mutex<BTreeMap<String, Exchange>> = Mutex::new(BTreeMap::new());
         let name = name.strip_prefix(PREFIX)?;
         Some(ALL.lock().unwrap_or_else(PoisonError::into_inner).entry(name.to_owned()).or_default().clone())
     }
 
-    /// Make an end.
+    /// Create an end.
     ///
     /// # Errors
-    /// [`LinkFailure`]: the system has no event to give.
+    /// [`LinkFailure`] if the system has no eventfd left.
     pub fn rank_link(&self) -> Result<ExchangeLink, LinkFailure> {
         let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         let event = Arc::new(event.map_err(|errno| LinkFailure(format!("an event: {errno}")))?);
@@ -83,7 +85,7 @@ impl Exchange {
         Ok(ExchangeLink { exchange: self.clone(), number, event, keys: Vec::new() })
     }
 
-    /// Take all links down that there are, for ever: nothing that is under way arrives.
+    /// Take all existing links down for good: nothing in flight arrives.
     pub fn cut(&self) {
         let mut state = self.lock();
         for end in &mut state.ends {
@@ -93,18 +95,18 @@ impl Exchange {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Queues and a table: a panic elsewhere leaves them as good as they were.
+        // A panic elsewhere leaves these queues and tables consistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 fn wake(event: &OwnedFd) {
-    // It can fail only when the counter is full, and then it is readable.
+    // This fails only if the counter is full, and then it is readable.
     let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
 }
 
 impl State {
-    /// Put something into the peer's inbox; false if there is no room.
+    /// Put a parcel into the peer's inbox; false if there is no room.
     fn put(&mut self, from: usize, parcel: Parcel) -> Result<bool, LinkError> {
         if !self.ends[from].is_open {
             return Err(LinkError::Fenced);
@@ -140,7 +142,7 @@ impl ExchangeLink {
     pub fn land(&mut self, region: &RemoteRegion, offset: u32, result: &[u8]) {
         let mut state = self.exchange.lock();
         state.memory.get(&region.rkey).expect("memory of the peer").write(offset as usize, result);
-        // A peer that is gone is told nothing.
+        // If the peer has closed the connection, it needs no notification.
         let _ = state.put(self.number, Parcel::Landed(offset));
     }
 }
@@ -216,7 +218,7 @@ impl RankLink for ExchangeLink {
     }
 
     fn arm(&mut self) {
-        // What it was woken for is looked at after this.
+        // The caller polls after this.
         let _ = rustix::io::read(&*self.event, &mut [0; 8]);
     }
 

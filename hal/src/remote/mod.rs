@@ -1,5 +1,5 @@
-//! A function on another host: what a rank's rings carry goes as messages over a reliable connection, and the data goes by
-//! itself, pulled and pushed by the device (RDMA READ and WRITE).
+//! A function on another host: ring entries travel as messages over a reliable connection, and the device moves the
+//! data itself with RDMA READ and WRITE.
 //!
 //! ```text
 //!   rank                                                             device
@@ -9,54 +9,57 @@
 //!   memory <============ READ contributions, WRITE results ============ engine
 //! ```
 //!
-//! Both sides have an ordinary function's rings ([`mmio`](crate::mmio)) in memory of their own, so that rank and device run the
-//! same code as over shared memory; a [`Carrier`] at each side plays the one who is not there. What carries messages is a
-//! [`Link`]: a queue pair (`verbs`), or two queues of one process (`Exchange`, with the feature `double`), by which all but the
-//! hardware is tested on any machine.
+//! Both sides have the rings of an ordinary function ([`mmio`](crate::mmio)) in their own memory, so rank and device
+//! run the same code as over shared memory; on each side a [`Carrier`] stands in for the remote one. Messages travel
+//! over a [`Link`]: a queue pair (`verbs`), or two queues of one process (`Exchange`, feature `double`), with which
+//! everything but the hardware is tested on any machine.
 //!
 //! | file | what |
 //! |---|---|
-//! | `carrier` | rings to messages and back, with credits |
-//! | `message` | every byte of a message |
-//! | `handshake` | who may connect: the set-up over TCP, proven by the child's key |
-//! | `region` | memory of the other side |
-//! | `exchange` | the double of a link |
+//! | `carrier` | ring entries to messages and back, with credits |
+//! | `message` | the message format |
+//! | `handshake` | connection set-up over TCP, authenticated by the child's key |
+//! | `region` | a peer's memory: address, length, key |
+//! | `exchange` | an in-process link for tests |
 //!
-//! # A device whose memory nobody can read (PROTOCOL 4 to 8)
+//! # A device whose memory ranks cannot read (PROTOCOL 4 to 8)
 //!
-//! Over shared memory a result is published in a *redo slot*, which ranks read after the device's death; so the device may
-//! write results over inputs, and may call a result held as soon as it has answered. Over a network a dead device's redo slots
-//! are lost, and so is an answer that was on its way. Three rules take their place:
+//! Over shared memory a result is published in a *redo slot*, which ranks can still read after the device has died. The
+//! device may therefore overwrite inputs with results, and may count a result as delivered once it has answered. Over a
+//! network the redo slots are lost with the device, and so is an answer in flight. Three rules replace them:
 //!
-//! 1. *The device never writes to a caller's memory.* Results land in a *landing area* of the rank, and the rank copies them
-//!    out when it takes the answer. A caller's memory is opened for reading only; the hardware refuses anything else. So an
-//!    input is intact until its own rank has the whole result (PROTOCOL 7's "unpublished: inputs are intact"), and a torn write
-//!    tears nothing that anybody reads.
-//! 2. *A result is announced in the same operation that writes it*: a WRITE into a landing area carries its place as immediate
-//!    data, which the hardware queues at the rank once all bytes are there, and before the device hears that the write is done.
-//!    The device counts a result as held ([`have`](crate#by-reference)) when it hears that. So whatever it tells others to be
-//!    stable is at every rank in memory and announced there, though the answer may be lost with the device: `k < stable` =>
-//!    every live rank can give result k. After the end, the rank looks its open chunks up among the announcements; they are
-//!    to it what records in redo slots are over shared memory.
-//! 3. *A rank keeps what it returned until it is stable*, as ranks by packets do (PROTOCOL 5), because no redo slot does.
+//! 1. *The device never writes to a caller's memory.* Results are written to a *landing area* of the rank, and the rank
+//!    copies them out when it takes the answer. A caller's memory is registered for remote reads only, which the
+//!    hardware enforces. An input therefore stays intact until its own rank has the whole result (PROTOCOL 7:
+//!    "unpublished: inputs are intact"), and a torn write affects nothing that anybody reads.
+//! 2. *A result is announced by the operation that writes it*: an RDMA WRITE to the landing area carries its offset as
+//!    immediate data, which the hardware queues at the rank once all bytes have arrived, and before the device sees the
+//!    completion. The device counts a result as delivered ([`have`](crate#zero-copy)) on that completion. Whatever it
+//!    reports as stable is thus in the memory of every rank and announced there, even if the answer is lost with the
+//!    device: `k < stable` => every rank that runs can provide result k. After the device has ended, a rank looks its
+//!    open chunks up among the announcements, which take the place of the records in redo slots.
+//! 3. *A rank keeps a returned result until it is stable*, as ranks that use packets do (PROTOCOL 5), because no redo
+//!    slot does.
 //!
-//! Repair needs, of each chunk, a holder or all inputs. A chunk that some survivor landed or has announced has a holder. Of one
-//! that none has, `have` of no survivor passed it, so it is not stable and nobody was told so; each survivor's input is either
-//! untouched in the caller's memory (1), or, of an operation that has returned, kept (3). Neither depends on what the device
-//! did last. The announcements of a place are those of the chunk that is open there: a place is given to another chunk only
-//! when the rank has taken the answer, and taking it takes the announcement.
+//! For each chunk, recovery needs a holder of the result or all inputs. A chunk that has landed or was announced at
+//! some survivor has a holder. For any other chunk, `have` of no survivor is past it, so it is not stable and was never
+//! reported as stable; each survivor's input is either untouched in the caller's memory (rule 1) or, if the operation
+//! has returned, kept (rule 3). Neither depends on the device's last actions. An announcement always refers to the
+//! chunk that is open at that offset: an offset is reused only after the rank has taken the answer, and taking the
+//! answer consumes the announcement.
 //!
 //! # The fence (PROTOCOL 6)
 //!
-//! A rank asks the device to let go, as over shared memory. One that does not answer is fenced here: the queue pair goes to its
-//! error state, what is on its way is drained, and the registrations are given back, so that no key opens anything, by
-//! whichever connection. A device does the same to a rank that is gone. Both are done before anything is salvaged.
+//! A rank first asks the device to release its memory, as over shared memory. A device that does not answer is fenced
+//! here: the queue pair is moved to the error state, operations in flight are drained, and the memory is deregistered,
+//! so that no key opens it through any connection. A device does the same to a rank that has gone. Both happen before
+//! any result is salvaged.
 //!
-//! # A dead peer
+//! # Detection of a dead peer
 //!
-//! is an error by name, in a time with a limit: a send, READ or WRITE that is not acknowledged ([`LinkError::PeerGone`]); the end
-//! of the TCP connection of the set-up, which stays open for that; or a runtime that stands still, whose count of turns
-//! travels in each message.
+//! A dead peer is detected in bounded time, by one of: a SEND, READ or WRITE that is not acknowledged
+//! ([`LinkError::PeerGone`]); the end of the TCP connection of the set-up, which stays open for this purpose; a stalled
+//! heartbeat, the counter of the peer's turns that every message carries.
 
 mod carrier;
 #[cfg(feature = "double")]
@@ -67,14 +70,14 @@ mod region;
 #[cfg(test)]
 mod tests;
 
-pub use carrier::{BUFFERS, CREDITS, Carrier, CarrierError, CarrierStats, Heard, Outbox};
+pub use carrier::{BUFFERS, CREDITS, Carrier, CarrierError, CarrierEvent, CarrierStats, Outbox};
 #[cfg(all(feature = "double", feature = "emu"))]
 pub use exchange::ExchangeDevice;
 #[cfg(feature = "double")]
 pub use exchange::{Exchange, ExchangeLink};
 pub use message::{MESSAGE_LEN_BYTES, Memory, MessageError};
 #[cfg(feature = "verbs")]
-pub(crate) use region::inside;
+pub(crate) use region::check_range;
 pub use region::{RegionError, RemoteRegion};
 
 use crate::shm::Region;
@@ -84,72 +87,73 @@ use std::os::fd::BorrowedFd;
 use std::string::String;
 use thiserror::Error;
 
-/// Why a connection is at its end.
+/// Why a connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LinkError {
-    /// The peer's hardware does not let us there: a range outside, a key that was revoked, or of somebody else.
-    #[error("the peer's memory is not open to this access")]
+    /// The peer's hardware refused the access: a range outside the region, or a key that was revoked or belongs to
+    /// another domain.
+    #[error("the peer's hardware refused access to its memory: the range or the key is not valid")]
     RemoteAccess,
-    /// The peer does not answer.
-    #[error("the peer does not answer")]
+    /// The peer does not respond.
+    #[error("the peer does not respond")]
     PeerGone,
-    /// The connection was fenced here.
-    #[error("the connection was ended here")]
+    /// The connection was fenced on this side.
+    #[error("the connection was fenced on this side")]
     Fenced,
-    /// Something else, by its number in `enum ibv_wc_status`.
-    #[error("the RDMA device says status {0}")]
+    /// Any other status, by its number in `enum ibv_wc_status`.
+    #[error("the RDMA device reported completion status {0} (enum ibv_wc_status)")]
     Status(u32),
 }
 
-/// An end of a connection, as the other has to know it. Only those who make links read it.
+/// The address of one end of a connection, opaque to all but the implementation of the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkEnd(pub [u8; LINK_END_LEN_BYTES]);
 
 /// The length of a [`LinkEnd`] in bytes.
 pub const LINK_END_LEN_BYTES: usize = 28;
 
-/// What a link has brought.
+/// What a link has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrived {
-    /// A message of so many bytes.
+    /// A message of this many bytes.
     Message(usize),
-    /// The peer has written all of a result at this offset of the landing area.
+    /// The peer has written a whole result at this offset of the landing area.
     Landed(u32),
 }
 
-/// An end of a reliable connection: messages in order, each once.
+/// One end of a reliable connection, which delivers each message once and in order.
 pub trait Link {
-    /// Send a message, of [`MESSAGE_LEN_BYTES`] at most; false, and nothing, if there is no room now.
+    /// Send a message of at most [`MESSAGE_LEN_BYTES`]. Returns false, and sends nothing, if there is no room now.
     ///
     /// # Errors
-    /// [`LinkError`]: the connection is at its end.
+    /// [`LinkError`] if the connection has ended.
     fn send(&mut self, message: &[u8]) -> Result<bool, LinkError>;
 
-    /// Take what has come; also after the end what came before it.
+    /// Take the next arrival. After the connection has ended, this still returns what arrived before.
     ///
     /// # Errors
-    /// [`LinkError`]: the connection is at its end, and nothing is left.
+    /// [`LinkError`] if the connection has ended and no arrival is left.
     fn receive(&mut self, into: &mut [u8; MESSAGE_LEN_BYTES]) -> Result<Option<Arrived>, LinkError>;
 }
 
-/// What a peer may do with memory.
+/// The access that a peer gets to memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// Read it: a caller's buffer.
+    /// Read: a caller's buffer.
     Read,
-    /// Read and write it: the landing area.
+    /// Read and write: the landing area.
     Land,
 }
 
-/// Why a link can't be made, or memory not be exposed. The text says what to do.
+/// Why a link could not be created, or memory not exposed. The text says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0}")]
 pub struct LinkFailure(pub String);
 
-/// A rank's end.
+/// The rank's end of a link.
 pub trait RankLink: Link + Send + fmt::Debug {
-    /// Return what the device has to know.
+    /// Return the address of this end, for the device.
     fn end(&self) -> LinkEnd;
 
     /// Connect to the device's end.
@@ -158,47 +162,25 @@ pub trait RankLink: Link + Send + fmt::Debug {
     /// [`LinkFailure`]
     fn connect(&mut self, device: &LinkEnd) -> Result<(), LinkFailure>;
 
-    /// Let the device reach memory until it is withdrawn; the link keeps a mapping of it.
+    /// Let the device access memory until it is withdrawn; the link keeps a mapping of it.
     ///
     /// # Errors
     /// [`LinkFailure`]
     fn expose(&mut self, memory: Region, access: Access) -> Result<RemoteRegion, LinkFailure>;
 
-    /// Take memory away from the device, by the key that it was told.
+    /// Withdraw memory from the device, by its remote key.
     fn withdraw(&mut self, rkey: u32);
 
-    /// End the connection: afterwards nothing that the device has begun takes effect here (PROTOCOL 6), and no key that it
-    /// knows opens anything. What has come before can still be taken.
+    /// End the connection. Afterwards no operation that the device has begun takes effect here (PROTOCOL 6), and no key
+    /// that it was given is valid. Earlier arrivals can still be taken.
     ///
     /// # Errors
-    /// [`LinkFailure`]: the landing area must not be trusted.
+    /// [`LinkFailure`]: the landing area must not be read.
     fn fence(&mut self) -> Result<(), LinkFailure>;
 
-    /// Let [`RankLink::file`] become readable when something comes; look once more afterwards.
+    /// Let [`RankLink::file`] become readable on the next arrival. Poll once more after this call.
     fn arm(&mut self);
 
-    /// Return what becomes readable.
+    /// Return the descriptor that becomes readable.
     fn file(&self) -> BorrowedFd<'_>;
-}
-
-/// Open a rank's link on the RDMA port called `name` (see `VerbsLink`), with the identifier that is `prefer`'s if there is
-/// one; or, with the feature `double`, on the double called `exchange:NAME`.
-///
-/// # Errors
-/// [`LinkFailure`]
-pub fn open(name: &str, prefer: std::net::IpAddr) -> Result<std::boxed::Box<dyn RankLink>, LinkFailure> {
-    #[cfg(feature = "double")]
-    if let Some(exchange) = Exchange::named(name) {
-        return Ok(std::boxed::Box::new(exchange.rank_link()?));
-    }
-    #[cfg(feature = "verbs")]
-    return crate::verbs::rank_link(name, prefer);
-    #[cfg(not(feature = "verbs"))]
-    {
-        let _ = prefer;
-        Err(LinkFailure(std::format!(
-            "RDMA port {name}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
-             libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
-        )))
-    }
 }

@@ -1,35 +1,35 @@
-//! Memory of the other side, as it was told.
+//! A peer's memory, as the peer described it.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// A peer's region, as it was told.
+/// A peer's region, as the peer described it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteRegion {
-    /// Where it begins, as the peer's hardware knows it.
+    /// Its start address, as the peer's hardware uses it in operations.
     pub addr: u64,
     /// Its length in bytes.
     pub len_bytes: u64,
-    /// What opens it.
+    /// The key that grants access to it.
     pub rkey: u32,
-    /// Counts how often it was revoked.
+    /// How often it was revoked.
     pub generation: u32,
 }
 
-/// A range that is not inside its region.
+/// A range outside its region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[error("{len_bytes} bytes at {offset} of a region of {region_len_bytes}")]
+#[error("{len_bytes} bytes at offset {offset} exceed a region of {region_len_bytes} bytes")]
 pub struct RegionError {
-    /// Where it begins.
+    /// The offset of the range in bytes.
     pub offset: u64,
-    /// Its length.
+    /// The length of the range in bytes.
     pub len_bytes: u64,
-    /// That of the region.
+    /// The length of the region in bytes.
     pub region_len_bytes: u64,
 }
 
-/// Check that a range is inside a region of this length.
-pub(crate) fn inside(offset: u64, len_bytes: u64, region_len_bytes: u64) -> Result<(), RegionError> {
+/// Check that a range lies inside a region of `region_len_bytes`.
+pub(crate) fn check_range(offset: u64, len_bytes: u64, region_len_bytes: u64) -> Result<(), RegionError> {
     let fits = offset.checked_add(len_bytes).is_some_and(|end| end <= region_len_bytes);
     if fits { Ok(()) } else { Err(RegionError { offset, len_bytes, region_len_bytes }) }
 }
@@ -40,7 +40,7 @@ impl RemoteRegion {
     /// # Errors
     /// [`RegionError`]
     pub fn at(&self, offset: u64, len_bytes: u64) -> Result<u64, RegionError> {
-        inside(offset, len_bytes, self.len_bytes)?;
+        check_range(offset, len_bytes, self.len_bytes)?;
         let outside = RegionError { offset, len_bytes, region_len_bytes: self.len_bytes };
         self.addr.checked_add(offset).ok_or(outside)
     }
@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_end_inside_their_region() {
+    fn range_beyond_region_or_address_space_is_refused() {
         let region = RemoteRegion { addr: u64::MAX - 99, len_bytes: 100, rkey: 1, generation: 0 };
         assert_eq!(region.at(0, 100), Ok(u64::MAX - 99));
         assert_eq!(region.at(99, 1), Ok(u64::MAX));

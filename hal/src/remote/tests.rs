@@ -1,4 +1,4 @@
-//! Carriers over the double: what arrives, in which order, and what ends them.
+//! Carriers over an in-memory pipe: delivery order, flow control, and protocol violations.
 
 use super::message::{Body, HEAD_LEN_BYTES, Head};
 use super::*;
@@ -11,7 +11,7 @@ use std::vec::Vec;
 
 const DEPTH: u32 = 64;
 
-/// A link that loses nothing, with room for so many messages.
+/// A lossless link with room for `room` messages.
 #[derive(Default)]
 struct Pipe {
     sent: Vec<Vec<u8>>,
@@ -36,13 +36,13 @@ impl Link for Pipe {
     }
 }
 
-/// A side: its carrier, and the other ends of the rings.
+/// One side: its carrier, and the other ends of its rings.
 struct Side<const OUT: usize, const IN: usize> {
     carrier: Carrier<OUT, IN>,
     into: [Producer<FunctionRing<OUT>, OUT>; 2],
     from: [Consumer<FunctionRing<IN>, IN>; 2],
     pipe: Pipe,
-    heard: Vec<Heard>,
+    events: Vec<CarrierEvent>,
     _function: Function,
 }
 
@@ -51,12 +51,12 @@ impl<const OUT: usize, const IN: usize> Side<OUT, IN> {
         let (out, taken) = (from.clone().map(Producer::new), into.clone().map(Consumer::new));
         let pipe = Pipe { room: 1000, ..Pipe::default() };
         let carrier = Carrier::new(from, into);
-        Self { carrier, into: out, from: taken, pipe, heard: Vec::new(), _function: function }
+        Self { carrier, into: out, from: taken, pipe, events: Vec::new(), _function: function }
     }
 
-    fn turn(&mut self) -> Result<bool, CarrierError> {
-        let heard = &mut self.heard;
-        self.carrier.turn(&mut self.pipe, |word| heard.push(word))
+    fn poll(&mut self) -> Result<bool, CarrierError> {
+        let events = &mut self.events;
+        self.carrier.poll(&mut self.pipe, |event| events.push(event))
     }
 }
 
@@ -82,29 +82,29 @@ fn sides() -> (Rank, Device) {
     (rank, Side::new(function, completions, submissions))
 }
 
-/// Carry what each has sent to the other.
+/// Deliver each side's messages to the other.
 fn exchange(rank: &mut Rank, device: &mut Device) {
     device.pipe.arrived.extend(rank.pipe.sent.drain(..));
     rank.pipe.arrived.extend(device.pipe.sent.drain(..));
 }
 
-/// A thousand entries go through rings of 64 and a link of one message, in order, each once, whoever is slow.
+/// A thousand entries pass through rings of 64 and a link with room for one message.
 #[test]
-fn entries_arrive_in_order_each_once_however_little_room_there_is() {
+fn entries_arrive_once_and_in_order_with_room_for_one_message() {
     let (mut rank, mut device) = sides();
     (rank.pipe.room, device.pipe.room) = (1, 1);
-    let (mut submitted, mut taken, mut answered, mut heard) = (0_u64, 0_u64, 0_u64, 0_u64);
+    let (mut submitted, mut taken, mut answered, mut received) = (0_u64, 0_u64, 0_u64, 0_u64);
     let mut turns = 0;
-    while heard < 1000 {
+    while received < 1000 {
         turns += 1;
-        assert!(turns < 100_000, "stuck at {submitted} {taken} {answered} {heard}");
+        assert!(turns < 100_000, "stuck at {submitted} {taken} {answered} {received}");
         while submitted < 1000 && rank.into[1].push(&[submitted; 8]).expect("whole") {
             submitted += 1;
         }
-        rank.turn().expect("it goes on");
-        device.turn().expect("it goes on");
+        rank.poll().expect("no error");
+        device.poll().expect("no error");
         exchange(&mut rank, &mut device);
-        // A device that takes three at a time, and a rank that looks now and then.
+        // The device takes three entries a round, the rank polls every seventh round.
         for _ in 0..3 {
             if let Some(entry) = device.from[1].pop().expect("whole") {
                 assert_eq!(entry, [taken; 8]);
@@ -116,58 +116,58 @@ fn entries_arrive_in_order_each_once_however_little_room_there_is() {
         }
         if turns % 7 == 0 {
             while let Some(entry) = rank.from[1].pop().expect("whole") {
-                assert_eq!(entry, [heard; 4]);
-                heard += 1;
+                assert_eq!(entry, [received; 4]);
+                received += 1;
             }
         }
         assert!(device.pipe.arrived.len() <= BUFFERS && rank.pipe.arrived.len() <= BUFFERS);
     }
-    let (sent, came) = (rank.carrier.stats(), device.carrier.stats());
-    assert_eq!((sent.sent_entries, came.sent_entries), (1000, 1000));
-    // As many as fit: rings of 64 make messages of 32 entries.
+    let (sent, received) = (rank.carrier.stats(), device.carrier.stats());
+    assert_eq!((sent.sent_entries, received.sent_entries), (1000, 1000));
+    // Messages are filled: rings of 64 make messages of 32 entries.
     assert!(sent.sent_messages < 500, "{sent:?}");
 }
 
-/// A whole batch is one message, and an idle side says nothing but the credit that it owes.
+/// A batch is sent as one message; an idle side sends only the credit that it has not returned yet.
 #[test]
-fn a_batch_is_one_message_and_silence_is_none() {
+fn batch_is_one_message_and_idle_side_sends_nothing_unasked() {
     let (mut rank, mut device) = sides();
     for batch in 0..3 {
         assert_eq!(rank.into[1].push_batch(&[[batch; 8]; 32]), Ok(32));
-        rank.turn().expect("it goes on");
+        rank.poll().expect("no error");
     }
     assert_eq!(rank.pipe.sent.len(), 3);
     exchange(&mut rank, &mut device);
     for _ in 0..10 {
-        device.turn().expect("it goes on");
+        device.poll().expect("no error");
     }
-    assert!(device.pipe.sent.is_empty(), "three are not half of the credits, and there are no answers");
-    rank.carrier.ask();
-    rank.turn().expect("it goes on");
+    assert!(device.pipe.sent.is_empty(), "three messages are less than half of the credits, and nothing was answered");
+    rank.carrier.request_heartbeat();
+    rank.poll().expect("no error");
     exchange(&mut rank, &mut device);
-    device.carrier.beat();
-    device.turn().expect("it goes on");
+    device.carrier.advance_heartbeat();
+    device.poll().expect("no error");
     exchange(&mut rank, &mut device);
-    rank.turn().expect("it goes on");
-    assert_eq!(rank.heard, [Heard::Beat(1)], "who is asked says so");
+    rank.poll().expect("no error");
+    assert_eq!(rank.events, [CarrierEvent::Heartbeat(1)], "a requested heartbeat is sent");
 }
 
-/// Who takes nothing out gets so many messages and no more; then nothing is lost.
+/// A receiver that consumes nothing gets `CREDITS` messages; nothing is lost once it does.
 #[test]
-fn without_credit_nothing_is_sent() {
+fn sender_without_credit_stops_and_resumes_without_loss() {
     let (mut rank, mut device) = sides();
     let mut count = 0;
     for _ in 0..20 {
         count += rank.into[1].push_batch(&[[7; 8]; 8]).expect("whole");
-        rank.turn().expect("it goes on");
+        rank.poll().expect("no error");
     }
     assert_eq!(rank.pipe.sent.len(), CREDITS as usize);
     let mut taken = 0;
     for _ in 0..20 {
         exchange(&mut rank, &mut device);
-        device.turn().expect("it goes on");
+        device.poll().expect("no error");
         exchange(&mut rank, &mut device);
-        rank.turn().expect("it goes on");
+        rank.poll().expect("no error");
         while device.from[1].pop().expect("whole").is_some() {
             taken += 1;
         }
@@ -176,21 +176,21 @@ fn without_credit_nothing_is_sent() {
 }
 
 #[test]
-fn memory_goes_before_the_entry_that_speaks_of_it() {
+fn memory_is_sent_before_the_entry_that_refers_to_it() {
     let (mut rank, mut device) = sides();
     let region = RemoteRegion { addr: 1, len_bytes: 2, rkey: 3, generation: 4 };
     let memory = Memory { handle: 5, region, lands: true };
     rank.into[0].push(&[9; 8]).expect("whole");
     rank.carrier.hand_over(memory);
-    rank.turn().expect("it goes on");
+    rank.poll().expect("no error");
     exchange(&mut rank, &mut device);
-    device.turn().expect("it goes on");
-    assert_eq!(device.heard, [Heard::Beat(0), Heard::Memory(memory), Heard::Beat(0)]);
+    device.poll().expect("no error");
+    assert_eq!(device.events, [CarrierEvent::Heartbeat(0), CarrierEvent::Memory(memory), CarrierEvent::Heartbeat(0)]);
     assert_eq!(device.from[0].pop(), Ok(Some([9; 8])));
 }
 
-/// One message of a peer that does not keep the rules.
-fn said(head: Head, body: &[u8]) -> Vec<u8> {
+/// A message of a peer that violates the protocol.
+fn message(head: Head, body: &[u8]) -> Vec<u8> {
     let mut message = std::vec![0; HEAD_LEN_BYTES];
     head.emit(&mut message);
     message.extend_from_slice(body);
@@ -198,18 +198,22 @@ fn said(head: Head, body: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn who_does_not_keep_the_rules_is_at_its_end() {
-    let entry = Head { body: Body::Entries { queue: 1, count: 1 }, taken: 0, beat: 0, asks: false };
+fn protocol_violation_ends_the_connection() {
+    let entry =
+        Head { body: Body::Entries { queue: 1, count: 1 }, consumed: 0, heartbeat: 0, requests_heartbeat: false };
     let nothing = Head { body: Body::Nothing, ..entry };
     let ends = |messages: &[Vec<u8>]| {
         let (_, mut device) = sides();
         device.pipe.room = 0;
         device.pipe.arrived.extend(messages.iter().cloned());
-        device.turn().expect_err("it is at its end")
+        device.poll().expect_err("a protocol violation")
     };
     assert!(matches!(ends(&[std::vec![1, 2, 3]]), CarrierError::Message(_)));
-    assert!(matches!(ends(&[said(entry, &[0; 32])]), CarrierError::Message(_)), "an entry of the other direction");
-    assert!(matches!(ends(&[said(Head { taken: 1, ..nothing }, &[])]), CarrierError::Credit { said: 1, sent: 0, .. }));
-    let flood: Vec<_> = (0..=CREDITS).map(|_| said(entry, &[0; 64])).collect();
+    assert!(matches!(ends(&[message(entry, &[0; 32])]), CarrierError::Message(_)), "an entry of the other direction");
+    assert!(matches!(
+        ends(&[message(Head { consumed: 1, ..nothing }, &[])]),
+        CarrierError::Credit { acked: 1, sent: 0, .. }
+    ));
+    let flood: Vec<_> = (0..=CREDITS).map(|_| message(entry, &[0; 64])).collect();
     assert_eq!(ends(&flood), CarrierError::Flood);
 }

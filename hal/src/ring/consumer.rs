@@ -1,10 +1,10 @@
-//! The end of a ring that entries come out of.
+//! The consuming end of a ring.
 
 use super::{Memory, PeerIndex, Poisoned};
 
-/// The end that reads entries.
+/// The end that takes entries out.
 ///
-/// There must be one for each ring. It starts at index 0, so over memory that nobody has used yet.
+/// Each ring must have exactly one. It starts at index 0, so the ring's memory must be fresh.
 #[derive(Debug)]
 pub struct Consumer<M, const WORDS: usize> {
     memory: M,
@@ -13,39 +13,39 @@ pub struct Consumer<M, const WORDS: usize> {
 }
 
 impl<M: Memory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
-    /// Take the consumer's end of a fresh ring.
+    /// Return the consumer of a fresh ring.
     pub fn new(memory: M) -> Self {
         Self { memory, consumed: 0, produced: PeerIndex::new() }
     }
 
-    /// Take the end of a ring whose indices both are `index`.
+    /// Return the consumer of a ring whose indices are both `index`.
     #[cfg(test)]
     pub(super) fn starting_at(memory: M, index: u32) -> Self {
         Self { memory, consumed: index, produced: PeerIndex { valid: index, poisoned: None } }
     }
 
-    /// Return the number of places.
+    /// Return the capacity in entries.
     pub fn capacity(&self) -> u32 {
         self.memory.capacity()
     }
 
-    /// Return how many entries are there.
+    /// Return the number of entries that are ready.
     ///
     /// # Errors
-    /// [`Poisoned`], now and for ever, if the producer has broken the protocol.
+    /// [`Poisoned`], permanently, if the producer has violated the protocol.
     pub fn available(&mut self) -> Result<u32, Poisoned> {
         let limit = self.consumed.wrapping_add(self.capacity());
         let produced = self.produced.update(self.memory.produced(), limit)?;
         Ok(produced.wrapping_sub(self.consumed))
     }
 
-    /// Copy out as many entries as are there and fit, hand their places back together, and return how many.
+    /// Take out up to `entries.len()` entries, release their places with one store, and return their number.
     ///
     /// # Errors
-    /// [`Poisoned`], now and for ever, if the producer has broken the protocol; then nothing came out.
+    /// [`Poisoned`], permanently, if the producer has violated the protocol; no entry was taken then.
     pub fn pop_batch(&mut self, entries: &mut [[u64; WORDS]]) -> Result<usize, Poisoned> {
         let known = self.produced.valid.wrapping_sub(self.consumed);
-        // The producer's cache line is fetched only when all that is known to be there has been taken.
+        // Fetch the producer's cache line only when all entries known to be ready have been taken.
         let available = match self.produced.poisoned {
             Some(poisoned) => return Err(poisoned),
             None if known > 0 => known,
@@ -62,7 +62,7 @@ impl<M: Memory<WORDS>, const WORDS: usize> Consumer<M, WORDS> {
         Ok(count)
     }
 
-    /// Copy out the oldest entry and hand its place back; `None` if the ring is empty.
+    /// Take out the oldest entry; `None` if the ring is empty.
     ///
     /// # Errors
     /// As [`Consumer::pop_batch`].

@@ -1,36 +1,37 @@
-//! Waking a sleeper, and nobody else, without losing a wake-up.
+//! Wake-ups that are never lost, and are sent only to a side that sleeps.
 //!
-//! A wake-up is a system call (or an interrupt), and most of the time the other side is awake. So who is about to
-//! sleep says so in one word, *looks again*, and only then sleeps; who has published something wakes a sleeper that
-//! has said so. Both sides store, fence and load, in that order, so at least one of them sees the other's store
-//! (Dekker's pattern): either the ringer sees the announcement, or the sleeper sees the news.
+//! A wake-up costs a system call or an interrupt, and most of the time the other side is awake. A side that is about to
+//! sleep therefore arms its doorbell, *checks again* for work, and only then sleeps. A side that publishes work rings
+//! the doorbell, which sends a wake-up only if it is armed. Both sides store, fence and load, in that order, so at
+//! least one of them sees the other's store (Dekker's pattern): either the ringer sees the armed doorbell, or the
+//! sleeper sees the work.
 //!
 //! ```text
 //! sleeper                                 ringer
-//! word = ASLEEP                           publish news
+//! word = ASLEEP                           publish work
 //! fence                                   fence
-//! news there? word = AWAKE, go on         word == ASLEEP? word = AWAKE, wake
-//! sleep while word == ASLEEP              (else nothing: a load of a shared line)
+//! work? word = AWAKE, go on               word == ASLEEP? word = AWAKE, wake
+//! sleep while word == ASLEEP              (otherwise one load of a shared line)
 //! ```
 //!
-//! The sleep itself has to compare the word and block in one step, as `futex(2)` does. The word only ever delays:
-//! a peer that writes nonsense into it can wake the sleeper for nothing or not at all, so a sleeper that does not
-//! trust its peer bounds its sleep.
+//! The sleep must compare the word and block atomically, as `futex(2)` does. A peer that writes garbage into the word
+//! can cause spurious or missing wake-ups and nothing worse, so a sleeper that does not trust its peer limits its
+//! sleep.
 
 use core::sync::atomic::{AtomicU32, Ordering, fence};
 
-/// A word that both sides can reach.
+/// A word that both sides can access.
 pub trait Word {
-    /// Load the word; no order is needed.
+    /// Load the word; relaxed ordering suffices.
     fn load(&self) -> u32;
 
-    /// Store the word; no order is needed.
+    /// Store the word; relaxed ordering suffices.
     fn store(&self, value: u32);
 
-    /// Exchange the word; no order is needed.
+    /// Exchange the word; relaxed ordering suffices.
     fn swap(&self, value: u32) -> u32;
 
-    /// A sequentially consistent fence.
+    /// Execute a sequentially consistent fence.
     fn fence(&self);
 }
 
@@ -70,74 +71,74 @@ impl<W: Word + ?Sized> Word for &W {
     }
 }
 
-/// What one sleeper is woken by; any number of others may ring it.
+/// A doorbell that wakes one sleeper. Any number of ringers may share it.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Doorbell<W> {
     word: W,
 }
 
 impl<W: Word> Doorbell<W> {
-    /// The word's value while its owner sleeps, or is about to.
+    /// The word's value while the owner sleeps or is about to.
     pub const ASLEEP: u32 = 1;
 
     /// The word's value otherwise.
     pub const AWAKE: u32 = 0;
 
-    /// Make a doorbell of a word that holds [`Doorbell::AWAKE`].
+    /// Return a doorbell over a word that holds [`Doorbell::AWAKE`].
     pub const fn new(word: W) -> Self {
         Self { word }
     }
 
-    /// Return the word, to sleep on while it is [`Doorbell::ASLEEP`].
+    /// Return the word. The owner sleeps while it is [`Doorbell::ASLEEP`].
     pub const fn word(&self) -> &W {
         &self.word
     }
 
-    /// Announce a sleep. What is waited for must be looked at once more between this and the sleep.
-    pub fn announce(&self) {
+    /// Announce a sleep. Check for work once more between this call and the sleep.
+    pub fn arm(&self) {
         self.word.store(Self::ASLEEP);
         self.word.fence();
     }
 
-    /// Take the announcement back: after a sleep, or instead of one.
-    pub fn awake(&self) {
+    /// Revoke the announcement, after a sleep or in place of one.
+    pub fn disarm(&self) {
         self.word.store(Self::AWAKE);
     }
 
-    /// Tell, after something was published, whether a sleeper has to be woken, by exactly the caller.
-    #[must_use = "a sleeper that nobody wakes sleeps on"]
+    /// Call it after publishing work. Returns true if the caller, and no other ringer, must wake the sleeper.
+    #[must_use = "if this returns true, the caller must wake the sleeper"]
     pub fn ring(&self) -> bool {
         self.word.fence();
         self.word.load() == Self::ASLEEP && self.word.swap(Self::AWAKE) == Self::ASLEEP
     }
 }
 
-/// How far a count has to come before a sleeper wants to be woken: who waits for a whole operation is not woken for each
-/// of its chunks.
+/// The count at which a sleeper is to be woken, so that a rank that waits for a whole operation is not woken for each
+/// chunk. virtio calls this `used_event`.
 ///
-/// The sleeper sets it before it announces its sleep. Whoever has brought the count on looks at it, and rings the
-/// [`Doorbell`] if it is reached. Either that look sees the new word, or the sleeper's second look sees the news: it is
-/// the doorbell's own pattern, with the same fences.
+/// The sleeper sets the threshold before it arms its [`Doorbell`]. The other side compares its count after each
+/// increase and rings the doorbell once the threshold is reached. Either it sees the new threshold, or the sleeper's
+/// second check sees the count: this is the doorbell's pattern, with the same fences.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Wanted<W> {
+pub struct WakeThreshold<W> {
     word: W,
 }
 
-impl<W: Word> Wanted<W> {
-    /// Make one of a word; what it holds counts as wanted.
+impl<W: Word> WakeThreshold<W> {
+    /// Return the threshold that is stored in `word`.
     pub const fn new(word: W) -> Self {
         Self { word }
     }
 
-    /// Say, before [`Doorbell::announce`], that the sleeper waits until the count is `wanted`, modulo 2^32.
-    pub fn set(&self, wanted: u32) {
-        self.word.store(wanted);
+    /// Set the threshold to `count`, modulo 2^32. Call it before [`Doorbell::arm`].
+    pub fn set(&self, count: u32) {
+        self.word.store(count);
     }
 
-    /// Tell, after the news was published, whether the sleeper has waited for no more than `count`.
+    /// Call it after publishing `count`. Returns whether the threshold is reached.
     pub fn is_reached(&self, count: u32) -> bool {
         self.word.fence();
-        // The two are less than 2^31 apart.
+        // Count and threshold are less than 2^31 apart.
         count.wrapping_sub(self.word.load()) as i32 >= 0
     }
 }

@@ -1,65 +1,65 @@
-//! Rings between two sides that do not trust each other: one producer, one consumer, fixed capacity.
+//! Single-producer, single-consumer rings of fixed capacity between two sides that do not trust each other.
 //!
-//! A ring is an array of entries and two free-running 32-bit indices. The producer writes entries and then publishes
-//! `produced`; the consumer copies entries out and then hands the places back through `consumed`. Each side writes
-//! one index and reads the other; they lie 128 bytes apart, because processors that fetch cache lines in pairs would
-//! otherwise bounce both (Intel's optimization manual, "spatial prefetcher").
+//! A ring is an array of entries with two free-running 32-bit indices. The producer writes entries and then publishes
+//! `produced`. The consumer copies entries out and then releases their places through `consumed`. Each side writes one
+//! index and reads the other. The indices are 128 bytes apart, because processors that prefetch pairs of cache lines
+//! would otherwise bounce both (Intel's optimization manual, "spatial prefetcher").
 //!
 //! Invariants:
-//! - Nothing that the other side can write is trusted. Each side keeps its own index and the last valid one of its
-//!   peer in private memory, and never reads its own index back. An index of the peer that went backwards, or more
-//!   than the capacity away, poisons this end for good: it moves nothing any more and says why ([`Poisoned`]).
-//! - An entry is copied out before anybody looks at it: what is checked is what is used.
-//! - An entry is written before the index that covers it is published (release), and read after that index was
-//!   (acquire). A place is handed back after its entry was copied out, in the same way.
-//! - A batch is published by one store, and needs one ring of the [`Doorbell`].
+//! - Nothing that the other side can write is trusted. Each side keeps its own index and its peer's last valid index in
+//!   private memory, and never reads its own index back. A peer's index that moves backwards, or is more than the
+//!   capacity away, poisons this end permanently: every later call fails with [`Poisoned`].
+//! - An entry is copied out before it is examined, so that the peer cannot change it between check and use.
+//! - An entry is written before the index that covers it is published (release), and read after that index is loaded
+//!   (acquire). A place is released, in the same way, after its entry has been copied out.
+//! - A batch is published by one store, and rings the [`Doorbell`] at most once.
 //!
-//! The ends reach the memory through [`Memory`], so that one code runs over shared memory ([`SharedRing`]), a heap
-//! (`OwnedRing`, feature `std`) and the cells of `loom`, which tries every interleaving of it in the tests.
-//! Volatile accesses would not do here: they order nothing between processors.
+//! Both ends access the memory through [`Memory`], so that the same code runs over shared memory ([`SharedRing`]), the
+//! heap (`OwnedRing`, feature `std`) and `loom`, which tries every interleaving in the tests. Volatile accesses would
+//! not suffice: they do not order accesses between processors.
 
 mod consumer;
 mod doorbell;
 #[cfg(feature = "std")]
 mod owned;
-mod patience;
 mod producer;
 mod shared;
+mod spin;
 #[cfg(test)]
 mod tests;
 
 pub use consumer::Consumer;
-pub use doorbell::{Doorbell, Wanted, Word};
+pub use doorbell::{Doorbell, WakeThreshold, Word};
 #[cfg(feature = "std")]
 pub use owned::OwnedRing;
-pub use patience::{Patience, Pause};
 pub use producer::Producer;
 pub use shared::{CAPACITY_MAX, Indices, Line, RingError, SharedRing};
+pub use spin::{Pause, SpinPolicy};
 
-/// The memory of a ring of entries of `WORDS` 64-bit words.
+/// The memory of a ring whose entries have `WORDS` 64-bit words.
 ///
-/// The methods neither check nor remember anything; [`Producer`] and [`Consumer`] do. `place` is below
+/// The methods are unchecked accesses without state; [`Producer`] and [`Consumer`] do the checks. `place` is below
 /// [`Memory::capacity`].
 pub trait Memory<const WORDS: usize> {
-    /// Return the number of places: a power of two, fixed, and from trusted memory.
+    /// Return the number of entries: a constant power of two that the peer cannot change.
     fn capacity(&self) -> u32;
 
-    /// Load what the producer has published, with acquire order.
+    /// Load the producer's index with acquire ordering.
     fn produced(&self) -> u32;
 
-    /// Publish all entries before `produced`, with release order.
+    /// Publish all entries before `produced` with release ordering.
     fn set_produced(&self, produced: u32);
 
-    /// Load what the consumer has handed back, with acquire order.
+    /// Load the consumer's index with acquire ordering.
     fn consumed(&self) -> u32;
 
-    /// Hand back all places before `consumed`, with release order.
+    /// Release all places before `consumed` with release ordering.
     fn set_consumed(&self, consumed: u32);
 
-    /// Copy an entry out.
+    /// Copy an entry out of the ring.
     fn read(&self, place: u32) -> [u64; WORDS];
 
-    /// Copy an entry in.
+    /// Copy an entry into the ring.
     fn write(&self, place: u32, entry: &[u64; WORDS]);
 }
 
@@ -93,23 +93,23 @@ impl<M: Memory<WORDS> + ?Sized, const WORDS: usize> Memory<WORDS> for &M {
     }
 }
 
-/// The peer has broken the ring's protocol: this end moves nothing any more.
+/// The peer has violated the ring's protocol. This end no longer moves entries.
 ///
-/// What is in the ring is lost; the queue has to be attached anew, over fresh memory.
+/// The entries in the ring are lost. The queue must be attached again over fresh memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[error(
-    "the peer moved its ring index from {from} to {to}, where {limit} is the furthest it may be: attach a fresh queue"
+    "the peer moved its ring index from {from} to {to}, beyond the limit of {limit}; attach again with a new queue"
 )]
 pub struct Poisoned {
     /// The peer's last valid index.
     pub from: u32,
-    /// What it has written.
+    /// The index that the peer has written.
     pub to: u32,
-    /// The furthest that a correct peer can be.
+    /// The largest valid index at that time.
     pub limit: u32,
 }
 
-/// The peer's index as it was last known to be valid.
+/// The peer's last valid index.
 #[derive(Debug, Clone, Copy)]
 struct PeerIndex {
     valid: u32,
@@ -121,12 +121,12 @@ impl PeerIndex {
         Self { valid: 0, poisoned: None }
     }
 
-    /// Take over what the peer has written, if a correct peer could have: from the last index on, up to `limit`.
+    /// Accept the index that the peer has written if it is valid: at least the last one, at most `limit`.
     fn update(&mut self, written: u32, limit: u32) -> Result<u32, Poisoned> {
         if let Some(poisoned) = self.poisoned {
             return Err(poisoned);
         }
-        // Both distances are at most the capacity for a correct peer, so wrapping at 2^32 cannot confuse them.
+        // Both distances are at most the capacity for a correct peer, so wrap-around at 2^32 is harmless.
         if written.wrapping_sub(self.valid) > limit.wrapping_sub(self.valid) {
             let poisoned = Poisoned { from: self.valid, to: written, limit };
             self.poisoned = Some(poisoned);

@@ -1,24 +1,24 @@
-//! A ring on the heap, between threads of one process.
+//! Rings on the heap, between threads of one process.
 
 use super::shared::check_capacity;
 use super::{Indices, Memory, RingError, SharedRing};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-/// The memory of a ring, shared by the two ends that hold it.
+/// The memory of a ring, shared by its two ends.
 #[derive(Debug, Clone)]
 pub struct OwnedRing<const WORDS: usize> {
     shared: Arc<(Indices, Box<[AtomicU64]>)>,
 }
 
 impl<const WORDS: usize> OwnedRing<WORDS> {
-    /// Allocate a ring of `capacity` places.
+    /// Allocate a ring of `capacity` entries.
     ///
     /// # Errors
     /// As [`SharedRing::new`].
     pub fn new(capacity: u32) -> Result<Self, RingError> {
         let words = capacity as usize * WORDS;
-        // Before memory is asked for.
+        // Check before allocating.
         check_capacity::<WORDS>(words)?;
         let entries: Box<[_]> = (0..words).map(|_| AtomicU64::new(0)).collect();
         Ok(Self { shared: Arc::new((Indices::default(), entries)) })

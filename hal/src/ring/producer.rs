@@ -1,10 +1,10 @@
-//! The end of a ring that entries go into.
+//! The producing end of a ring.
 
 use super::{Memory, PeerIndex, Poisoned};
 
-/// The end that writes entries.
+/// The end that puts entries in.
 ///
-/// There must be one for each ring. It starts at index 0, so over memory that nobody has used yet.
+/// Each ring must have exactly one. It starts at index 0, so the ring's memory must be fresh.
 #[derive(Debug)]
 pub struct Producer<M, const WORDS: usize> {
     memory: M,
@@ -13,37 +13,37 @@ pub struct Producer<M, const WORDS: usize> {
 }
 
 impl<M: Memory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
-    /// Take the producer's end of a fresh ring.
+    /// Return the producer of a fresh ring.
     pub fn new(memory: M) -> Self {
         Self { memory, produced: 0, consumed: PeerIndex::new() }
     }
 
-    /// Take the end of a ring whose indices both are `index`.
+    /// Return the producer of a ring whose indices are both `index`.
     #[cfg(test)]
     pub(super) fn starting_at(memory: M, index: u32) -> Self {
         Self { memory, produced: index, consumed: PeerIndex { valid: index, poisoned: None } }
     }
 
-    /// Return the number of places.
+    /// Return the capacity in entries.
     pub fn capacity(&self) -> u32 {
         self.memory.capacity()
     }
 
-    /// Return how many entries [`Producer::push_batch`] takes now.
+    /// Return how many entries fit into the ring now.
     ///
     /// # Errors
-    /// [`Poisoned`], now and for ever, if the consumer has broken the protocol.
+    /// [`Poisoned`], permanently, if the consumer has violated the protocol.
     pub fn room(&mut self) -> Result<u32, Poisoned> {
         let consumed = self.consumed.update(self.memory.consumed(), self.produced)?;
         Ok(self.capacity() - self.produced.wrapping_sub(consumed))
     }
 
-    /// Put in as many of the entries as there is room for, publish them together, and return how many.
+    /// Put in as many of the entries as fit, publish them with one store, and return their number.
     ///
     /// # Errors
-    /// [`Poisoned`], now and for ever, if the consumer has broken the protocol; then nothing went in.
+    /// [`Poisoned`], permanently, if the consumer has violated the protocol; no entry was put in then.
     pub fn push_batch(&mut self, entries: &[[u64; WORDS]]) -> Result<usize, Poisoned> {
-        // Room as far as it is known: the consumer's cache line is fetched only if that is too little.
+        // Fetch the consumer's cache line only when the room that is known is not enough.
         let known = self.capacity() - self.produced.wrapping_sub(self.consumed.valid);
         let wanted = u32::try_from(entries.len()).unwrap_or(u32::MAX);
         let room = match self.consumed.poisoned {
@@ -62,7 +62,7 @@ impl<M: Memory<WORDS>, const WORDS: usize> Producer<M, WORDS> {
         Ok(entries.len())
     }
 
-    /// Put in one entry and publish it; false if the ring is full.
+    /// Put in one entry and publish it. Returns false if the ring is full.
     ///
     /// # Errors
     /// As [`Producer::push_batch`].

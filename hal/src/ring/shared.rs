@@ -1,16 +1,16 @@
-//! A ring in memory that another process, or a device, maps as well.
+//! Rings in memory that another process or a device also maps.
 //!
-//! All words are little-endian atomics, so that a peer that ignores the protocol can spoil values, but not this
-//! side's memory safety. Entries are copied word by word with relaxed order: the indices order them.
+//! All words are little-endian atomics: a peer that ignores the protocol can corrupt values, but not this side's memory
+//! safety. Entries are copied word by word with relaxed ordering; the indices order them.
 
 use super::Memory;
 use core::mem::offset_of;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// The largest number of places of a ring: far below 2^31, so that index distances are never ambiguous.
+/// The maximum capacity in entries; far below 2^31, so that index distances are unambiguous.
 pub const CAPACITY_MAX: u32 = 1 << 16;
 
-/// A word with two cache lines of its own, 128 bytes.
+/// A word that occupies two cache lines, 128 bytes.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub struct Line {
@@ -23,7 +23,7 @@ pub struct Line {
 /// | offset | size | field | written by |
 /// |---|---|---|---|
 /// | 0x00 | 4 | `produced`: entries ever published, modulo 2^32 | producer |
-/// | 0x80 | 4 | `consumed`: places ever handed back, modulo 2^32 | consumer |
+/// | 0x80 | 4 | `consumed`: entries ever taken out, modulo 2^32 | consumer |
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Indices {
@@ -43,21 +43,23 @@ pub struct SharedRing<'a, const WORDS: usize> {
     capacity: u32,
 }
 
-/// Why memory can't be a ring.
+/// Why memory cannot hold a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
-    /// Indices wrap around by masking.
-    #[error("{words} words are not a power of two of entries of {entry_words} words, at most {CAPACITY_MAX}")]
+    /// The capacity is not a power of two up to [`CAPACITY_MAX`].
+    #[error(
+        "{words} words for entries of {entry_words} words; the capacity must be a power of two up to {CAPACITY_MAX}"
+    )]
     Capacity {
-        /// The words of the memory.
+        /// The number of words.
         words: usize,
-        /// The words of an entry.
+        /// The number of words per entry.
         entry_words: usize,
     },
 }
 
-/// Return how many entries `words` are, if a ring can have so many.
+/// Return the capacity of a ring over `words` words, if it is valid.
 pub(super) fn check_capacity<const WORDS: usize>(words: usize) -> Result<u32, RingError> {
     const { assert!(WORDS > 0, "an entry has words") };
     let error = RingError::Capacity { words, entry_words: WORDS };
@@ -67,15 +69,15 @@ pub(super) fn check_capacity<const WORDS: usize>(words: usize) -> Result<u32, Ri
 }
 
 impl<'a, const WORDS: usize> SharedRing<'a, WORDS> {
-    /// Make a ring of its indices and the words of its entries.
+    /// Return a ring over its indices and the words of its entries.
     ///
     /// # Errors
-    /// [`RingError::Capacity`] unless the words are a power of two of entries, at most [`CAPACITY_MAX`].
+    /// [`RingError::Capacity`] unless the number of entries is a power of two up to [`CAPACITY_MAX`].
     pub fn new(indices: &'a Indices, entries: &'a [AtomicU64]) -> Result<Self, RingError> {
         Ok(Self { indices, entries, capacity: check_capacity::<WORDS>(entries.len())? })
     }
 
-    /// Make a ring of what [`SharedRing::new`] has taken before.
+    /// Return a ring over memory that [`check_capacity`] has accepted.
     #[cfg(feature = "std")]
     pub(super) fn from_checked(indices: &'a Indices, entries: &'a [AtomicU64]) -> Self {
         Self { indices, entries, capacity: (entries.len() / WORDS) as u32 }

@@ -1,10 +1,10 @@
-//! A function that owns its memory: rings without a lifetime, for threads and structures of an operating system.
+//! A function that owns its memory, so that threads and long-lived structures can hold its rings without a lifetime.
 
 use super::mapping::{BarMemory, MemoryError};
 use crate::mmio::{
     Bar, BarError, COMPLETION_WORDS, FunctionConfig, Identity, ProbeError, SUBMISSION_WORDS, bar_len_bytes,
 };
-use crate::ring::{Doorbell, Memory, SharedRing, Wanted};
+use crate::ring::{Doorbell, Memory, SharedRing, WakeThreshold};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -32,53 +32,53 @@ pub struct FunctionQueue {
     pub completions: FunctionRing<COMPLETION_WORDS>,
     device_bell: Doorbell<&'static AtomicU32>,
     host_bell: Doorbell<&'static AtomicU32>,
-    host_wants: Wanted<&'static AtomicU32>,
+    host_threshold: WakeThreshold<&'static AtomicU32>,
     _memory: Arc<BarMemory>,
 }
 
-/// Why there is no function.
+/// Why a function could not be created or opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FunctionError {
-    /// There is no memory for it.
+    /// Its memory could not be allocated or mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// It can't be as asked for.
+    /// The configuration is invalid.
     #[error(transparent)]
     Bar(#[from] BarError),
-    /// It is none that this version can use.
+    /// The device's function is not one that this version supports.
     #[error(transparent)]
     Probe(#[from] ProbeError),
 }
 
 impl Function {
-    /// Make a function, as its device.
+    /// Create a function, on the device's side.
     ///
     /// # Errors
     /// [`FunctionError`].
     pub fn create(config: &FunctionConfig) -> Result<Self, FunctionError> {
-        // What is out of range is refused below; the length only must not overflow before that.
+        // `Bar::create` below refuses values that are out of range; the clamp only keeps the length from overflowing.
         let (queues, depth) = (config.queues.min(crate::mmio::QUEUES_MAX), config.depth.min(crate::mmio::DEPTH_MAX));
         let memory = Arc::new(BarMemory::create(bar_len_bytes(queues, depth))?);
-        let bar = Bar::create(forever(&memory), config)?;
+        let bar = Bar::create(extend_lifetime(&memory), config)?;
         Ok(Self { bar, memory })
     }
 
-    /// Use a function that a device has handed over, as its host.
+    /// Open a function that a device has handed over, on the host's side.
     ///
     /// # Errors
     /// [`FunctionError`].
     pub fn open(file: OwnedFd) -> Result<(Self, Identity), FunctionError> {
         let max_len_bytes = bar_len_bytes(crate::mmio::QUEUES_MAX, crate::mmio::DEPTH_MAX) as u64;
         let memory = Arc::new(BarMemory::open(file, max_len_bytes)?);
-        let (bar, identity) = Bar::probe(forever(&memory))?;
+        let (bar, identity) = Bar::probe(extend_lifetime(&memory))?;
         Ok((Self { bar, memory }, identity))
     }
 
-    /// Return the descriptor, to hand over.
+    /// Return the descriptor to hand over.
     ///
     /// # Panics
-    /// If the function was itself handed over: of that, no descriptor is kept.
+    /// If the function was opened from a descriptor, which it does not keep.
     #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
         self.memory.file()
@@ -89,7 +89,7 @@ impl Function {
         self.bar
     }
 
-    /// Return a queue; 0 is the admin queue. `None` if there are not as many.
+    /// Return queue `index`, where 0 is the admin queue, or `None` if it does not exist.
     pub fn queue(&self, index: u32) -> Option<FunctionQueue> {
         let queue = self.bar.queue(index)?;
         let memory = || self.memory.clone();
@@ -98,35 +98,35 @@ impl Function {
             completions: FunctionRing { ring: queue.completions, _memory: memory() },
             device_bell: queue.device_bell,
             host_bell: queue.host_bell,
-            host_wants: queue.host_wants,
+            host_threshold: queue.host_threshold,
             _memory: memory(),
         })
     }
 }
 
-/// Borrow memory for as long as the program runs.
+/// Extend a borrow of the memory to `'static`.
 ///
-/// Sound only in this module: whatever keeps the borrow keeps the `Arc` beside it, and hands the borrow out for no
-/// longer than itself is borrowed.
-fn forever(memory: &Arc<BarMemory>) -> &'static [std::sync::atomic::AtomicU64] {
+/// Sound only in this module: every structure that stores the borrow also stores the `Arc`, and lends the memory out
+/// for no longer than the structure itself is borrowed.
+fn extend_lifetime(memory: &Arc<BarMemory>) -> &'static [std::sync::atomic::AtomicU64] {
     // SAFETY: see above; the mapping does not move when the `Arc` does.
     unsafe { &*std::ptr::from_ref(memory.words()) }
 }
 
 impl FunctionQueue {
-    /// Return what wakes the device.
+    /// Return the doorbell that wakes the device.
     pub fn device_bell(&self) -> Doorbell<&AtomicU32> {
         self.device_bell
     }
 
-    /// Return what wakes the host.
+    /// Return the doorbell that wakes the host.
     pub fn host_bell(&self) -> Doorbell<&AtomicU32> {
         self.host_bell
     }
 
-    /// Return what the host waits for.
-    pub fn host_wants(&self) -> Wanted<&AtomicU32> {
-        self.host_wants
+    /// Return the completion index that the host waits for.
+    pub fn host_threshold(&self) -> WakeThreshold<&AtomicU32> {
+        self.host_threshold
     }
 }
 

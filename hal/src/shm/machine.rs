@@ -1,10 +1,10 @@
-//! Which processes can share memory: those of one running kernel that see the same sockets and the same processes.
+//! The identity of the machine for shared memory: one running kernel, one network namespace and one PID namespace.
 
 use crate::ctrl::Name;
 use std::fs;
 
-/// Return the name of this machine as far as shared memory goes: the kernel's boot id, and the namespaces that abstract
-/// sockets and process numbers are of. `None` where the system does not tell.
+/// Return an identifier that is equal for two processes exactly if they can share memory: the kernel's boot id, and the
+/// namespaces of abstract sockets and process ids. `None` if `/proc` does not provide them.
 pub fn machine() -> Option<Name> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let mut name = Name::new();
@@ -28,8 +28,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_is_the_same_each_time() {
-        let name = machine().expect("Linux tells");
+    fn machine_called_twice_returns_the_same_name() {
+        let name = machine().expect("/proc is mounted");
         assert_eq!(machine(), Some(name.clone()));
         assert_eq!(name.split('.').count(), 3, "{name}");
     }

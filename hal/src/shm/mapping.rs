@@ -1,12 +1,12 @@
-//! Anonymous memory that processes share.
+//! Anonymous memory shared between processes.
 //!
 //! Invariants:
-//! - A mapping lies over a `memfd` that nobody can shrink, grow or unseal any more: every byte of it stays accessible.
-//! - It stays at its address until it is dropped, also where it is severed.
-//! - What is severed are whole pages. What is on them meanwhile is copied: whoever writes there during the copy may find
-//!   that undone. So a caller severs pages that nobody in this process writes to.
-//! - Memory that was handed over to be read is never written but by the mapping that was there before: a descriptor that
-//!   is open for reading only would not do, because who has one can open its file again.
+//! - A mapping is backed by a `memfd` that no process can shrink, grow or unseal: every byte of it stays accessible.
+//! - It keeps its address until it is dropped, even when pages of it are severed.
+//! - Severing works on whole pages, whose contents are copied. A write to such a page during the copy may be lost, so
+//!   callers sever only pages that no thread of this process writes to.
+//! - Memory handed over as read-only can be written only through the mapping that existed before. A descriptor opened
+//!   read-only would not ensure this, because its holder can reopen the file through `/proc`.
 
 use crate::dma::shared::{copy_in, copy_out, transfer};
 use crate::dma::{Backing, DmaMemory};
@@ -23,60 +23,60 @@ use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::AtomicU64;
 
-/// What no process may change about shared memory any more: for those who have it.
+/// The seals of shared memory once another process has it.
 const SEALS: SealFlags = SIZE_SEALS.union(SealFlags::SEAL);
 
-/// The same while nobody else has it.
+/// The seals while no other process has it.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// The size of the huge pages that [`Pages::Huge`] asks for.
 const HUGE_PAGE_LEN_BYTES: usize = 2 << 20;
 
-/// What memory is made of.
+/// The page size of the memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Pages {
-    /// The system's pages; transparent huge pages where it gives them to shared memory
+    /// The system's page size; transparent huge pages where enabled for shared memory
     /// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
     #[default]
     Normal,
-    /// Pages of 2 MiB from the system's pool (`/proc/sys/vm/nr_hugepages`); an error if it has none.
+    /// Pages of 2 MiB from the system's pool (`/proc/sys/vm/nr_hugepages`); an error if the pool is exhausted.
     Huge,
 }
 
-/// Why there is no memory.
+/// Why memory could not be created or mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The length is 0, or more than is allowed.
-    #[error("shared memory of {len_bytes} bytes is not 1 to {max}")]
+    /// The length is 0 or above the limit.
+    #[error("shared memory must be 1 to {max} bytes long, not {len_bytes}")]
     Length {
-        /// What was asked for, or handed over.
+        /// The length requested or handed over, in bytes.
         len_bytes: u64,
-        /// The most that there may be.
+        /// The limit in bytes.
         max: u64,
     },
-    /// The memory of a peer could vanish under an access.
-    #[error("the memory that was handed over is not sealed against resizing, or is no memfd")]
+    /// The peer could resize its memory, so that an access would fault.
+    #[error("the peer's memory is not a memfd sealed against resizing (F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL)")]
     Unsealed,
-    /// Others may write to the memory for ever.
-    #[error("this memory was handed over to be written: hand it over for reading before that, or take other memory")]
+    /// The memory was already handed over as writable, which cannot be revoked.
+    #[error("this memory was already handed over as writable: hand it over as read-only first, or use other memory")]
     Writable,
-    /// The system refuses.
-    #[error("{call} of {len_bytes} bytes of shared memory: {errno}")]
+    /// A system call failed.
+    #[error("{call} failed for {len_bytes} bytes of shared memory: {errno}")]
     System {
         /// The system call.
         call: &'static str,
-        /// The length.
+        /// The length in bytes.
         len_bytes: u64,
         /// Why.
         errno: Errno,
     },
 }
 
-/// Return the length of memory that a peer has handed over, if nobody can change it.
+/// Return the length of a peer's memory if it is sealed against resizing.
 fn sealed_len_bytes(file: BorrowedFd<'_>) -> Result<u64, MemoryError> {
-    // Not a memfd: no seals, and an error.
+    // A file that is no memfd has no seals: the call fails.
     if !fcntl_get_seals(file).is_ok_and(|seals| seals.contains(SEALS)) {
         return Err(MemoryError::Unsealed);
     }
@@ -88,18 +88,18 @@ fn sealed_len_bytes(file: BorrowedFd<'_>) -> Result<u64, MemoryError> {
 struct Mapping {
     base: NonNull<u8>,
     len_bytes: usize,
-    /// To hand over what was made here. What was handed over needs none: the mapping holds the memory, and descriptors
-    /// are few.
+    /// The descriptor of memory created here, to hand over. Opened memory keeps none: the mapping holds the memory, and
+    /// descriptors are scarce.
     file: Option<OwnedFd>,
     pages: Pages,
-    /// Which file it maps, and from where on. The mapping keeps the file, but for pages that were severed: those are no
-    /// engine's any more.
+    /// The mapped file and offset. Severed pages no longer belong to that file, but no engine uses those any more.
     backing: Backing,
-    /// The process that has it, if those that it forks have it not.
-    only_in: Option<u32>,
+    /// The only process that has the mapping, if forked children do not inherit it.
+    owner_pid: Option<u32>,
 }
 
-// SAFETY: the mapping belongs to this value; what is done through its address, its users answer for.
+// SAFETY: the mapping belongs to this value. Code that accesses memory through its address ensures that the access is
+// sound.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -122,25 +122,25 @@ impl Mapping {
         ftruncate(&file, len_bytes as u64).map_err(failed("ftruncate"))?;
         fcntl_add_seals(&file, seals).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         let mut mapping = Self::map(&file, len_bytes, pages, ProtFlags::READ | ProtFlags::WRITE)?;
-        // No page faults later. The system may not know the hint, and need not follow it.
+        // Populate the pages now, so that none faults later. The kernel may ignore the hint.
         mapping.advise(Advice::LinuxPopulateWrite);
         mapping.file = Some(file);
         Ok(mapping)
     }
 
-    /// Map memory that a peer has handed over.
+    /// Map all of a peer's memory.
     fn open(file: OwnedFd, max_len_bytes: u64, protection: ProtFlags) -> Result<Self, MemoryError> {
         let len_bytes = sealed_len_bytes(file.as_fd())?;
         let max = max_len_bytes.min(isize::MAX as u64);
         if len_bytes == 0 || len_bytes > max {
             return Err(MemoryError::Length { len_bytes, max });
         }
-        // Its pages are touched when they are used: to touch all at once would take as long, and as much memory, as the
-        // peer likes. An honest one has them already.
+        // Pages are not populated: the peer could choose a length that takes long and much memory. A correct
+        // peer has populated them already.
         Self::map(&file, len_bytes as usize, Pages::Normal, protection)
     }
 
-    /// Map a part of memory that a peer has handed over.
+    /// Map a part of a peer's memory.
     fn open_at(file: BorrowedFd<'_>, offset_bytes: u64, len_bytes: usize) -> Result<Self, MemoryError> {
         let len = len_bytes as u64;
         let whole = sealed_len_bytes(file)?;
@@ -164,35 +164,35 @@ impl Mapping {
         let unknown = |errno| MemoryError::System { call: "fstat", len_bytes: len_bytes as u64, errno };
         let status = fstat(file).map_err(unknown)?;
         let backing = Backing::of_file(status.st_dev, status.st_ino, offset_bytes);
-        // SAFETY: a new mapping, at an address that the system chooses.
+        // SAFETY: a new mapping, at an address that the kernel chooses.
         let base = unsafe { mmap(ptr::null_mut(), len_bytes, protection, MapFlags::SHARED, file, offset_bytes) };
         let failed = |errno| MemoryError::System { call: "mmap", len_bytes: len_bytes as u64, errno };
         let base = NonNull::new(base.map_err(failed)?.cast()).ok_or(failed(Errno::INVAL))?;
-        let mapping = Self { base, len_bytes, file: None, pages, backing, only_in: None };
+        let mapping = Self { base, len_bytes, file: None, pages, backing, owner_pid: None };
         mapping.advise(Advice::LinuxHugepage);
         Ok(mapping)
     }
 
-    /// Give the system a hint that changes no contents, which it need not follow.
+    /// Advise the kernel; the hint changes no contents and may be ignored.
     fn advise(&self, hint: Advice) {
         // SAFETY: the range is the mapping's; the advice changes no contents.
         let _ = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, hint) };
     }
 
-    /// Keep it from processes that this one forks: they would write where a peer takes it for this one's doing.
+    /// Exclude the mapping from forked children: what they wrote there, a peer would take for this process's doing.
     fn keep_from_forks(mut self) -> Self {
         // SAFETY: the range is the mapping's, and nothing changes in this process.
-        let kept = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, Advice::LinuxDontFork) };
-        self.only_in = kept.is_ok().then(std::process::id);
+        let excluded = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, Advice::LinuxDontFork) };
+        self.owner_pid = excluded.is_ok().then(std::process::id);
         self
     }
 
     #[track_caller]
     fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_ref().expect("memory that was made here, neither handed over nor severed").as_fd()
+        self.file.as_ref().expect("only memory created here and not severed has a descriptor").as_fd()
     }
 
-    /// Return the length of its pages.
+    /// Return the page size in bytes.
     fn page_len_bytes(&self) -> usize {
         match self.pages {
             Pages::Normal => page_size(),
@@ -200,37 +200,38 @@ impl Mapping {
         }
     }
 
-    /// Put fresh memory with the same contents at the same addresses, for these pages.
+    /// Replace these pages with private memory of the same contents at the same addresses.
     fn sever(&mut self, ranges: &[Range<usize>]) -> Result<(), MemoryError> {
         let (page, whole) = (self.page_len_bytes(), self.len_bytes);
         for range in ranges {
             let is_pages = range.start.is_multiple_of(page) && (range.end.is_multiple_of(page) || range.end == whole);
             let is_inside = range.start < range.end && range.end <= whole;
-            assert!(is_pages && is_inside, "{range:?} of {whole} bytes is no range of whole pages of {page}");
+            assert!(is_pages && is_inside, "{range:?} of {whole} bytes is not a range of whole pages of {page} bytes");
         }
         let rounded = |range: &Range<usize>| range.len().next_multiple_of(page);
         let len_bytes: usize = ranges.iter().map(rounded).sum();
         if len_bytes == 0 {
             return Ok(());
         }
-        let mut fresh = Self::create("sumac-severed", len_bytes, self.pages, SIZE_SEALS)?;
-        // What is at its addresses is this memory's from here on, piece by piece; what holds it is the mappings.
-        drop((self.file.take(), fresh.file.take()));
+        let mut replacement = Self::create("sumac-severed", len_bytes, self.pages, SIZE_SEALS)?;
+        // The new pages move to this mapping's addresses one range at a time. The mappings keep the memory alive, so
+        // neither descriptor is needed any more.
+        drop((self.file.take(), replacement.file.take()));
         for range in ranges {
             let len_bytes = rounded(range);
             let to = self.base.as_ptr().wrapping_add(range.start);
-            // SAFETY: both ranges are mapped, as pages are mapped whole, and are `range.len()` long. That a device still
-            // writes to one of them makes the copy a mixture of old and new where it does, as any read of such memory is.
-            unsafe { transfer(fresh.base.as_ptr(), to, range.len()) };
-            let (from, flags) = (fresh.base.as_ptr(), MremapFlags::MAYMOVE);
-            // SAFETY: the first pages of the fresh mapping move over these, in one step; both are equally long, and
-            // nobody else knows the fresh ones.
+            // SAFETY: both ranges are mapped, because pages are mapped whole, and are `range.len()` long. If a device
+            // still writes to the source, the copy is a mixture of old and new, as any read of such memory is.
+            unsafe { transfer(replacement.base.as_ptr(), to, range.len()) };
+            let (from, flags) = (replacement.base.as_ptr(), MremapFlags::MAYMOVE);
+            // SAFETY: the first pages of the new mapping atomically replace these; both ranges are equally long, and
+            // only this function has the new one's address.
             let moved = unsafe { mremap_fixed(from.cast(), len_bytes, len_bytes, flags, to.cast()) };
             moved.map_err(|errno| MemoryError::System { call: "mremap", len_bytes: len_bytes as u64, errno })?;
-            // They are not the fresh mapping's any more: what it unmaps in the end is the rest.
-            fresh.len_bytes -= len_bytes;
-            // SAFETY: inside of the mapping, or at its end.
-            fresh.base = unsafe { fresh.base.add(len_bytes) };
+            // The new mapping keeps only the rest, which it unmaps when dropped.
+            replacement.len_bytes -= len_bytes;
+            // SAFETY: inside the mapping, or at its end.
+            replacement.base = unsafe { replacement.base.add(len_bytes) };
         }
         Ok(())
     }
@@ -238,22 +239,23 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // A forked child has something else there by now, or nothing; and all of it may have been moved elsewhere.
-        if self.len_bytes == 0 || self.only_in.is_some_and(|pid| pid != std::process::id()) {
+        // In a forked child, or after all pages were moved away, there is nothing to unmap.
+        if self.len_bytes == 0 || self.owner_pid.is_some_and(|pid| pid != std::process::id()) {
             return;
         }
-        // SAFETY: the mapping is this value's own. It can fail only for a range that is none.
+        // SAFETY: the mapping belongs to this value. The call fails only for an invalid range.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len_bytes) };
     }
 }
 
-/// Memory for data, which a device's engine reads and writes.
+/// Memory for data that a device's DMA engine reads and writes.
 #[derive(Debug)]
 pub struct Region {
     mapping: Mapping,
 }
 
-// SAFETY: the mapping is sealed, so it stays accessible, and `Region` gives out no reference unless its user promises.
+// SAFETY: the mapping is sealed, so it stays accessible, and `Region` gives out references only through unsafe
+// functions.
 unsafe impl DmaMemory for Region {
     fn base(&self) -> NonNull<u8> {
         self.mapping.base
@@ -269,7 +271,7 @@ unsafe impl DmaMemory for Region {
 }
 
 impl Region {
-    /// Make zeroed memory; huge pages make its length a multiple of 2 MiB.
+    /// Create zeroed memory. With huge pages its length is rounded up to a multiple of 2 MiB.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -277,7 +279,7 @@ impl Region {
         Ok(Self { mapping: Mapping::create("sumac-region", len_bytes, pages, SIZE_SEALS)? })
     }
 
-    /// Map what a peer has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    /// Map the memory that a peer has handed over, if it is at most `max_len_bytes` long and sealed against resizing.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -285,8 +287,8 @@ impl Region {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)? })
     }
 
-    /// Map `len_bytes` bytes at `offset_bytes` of what a peer has handed over, a multiple of the page's length, if nobody
-    /// can resize it.
+    /// Map `len_bytes` bytes at `offset_bytes`, a multiple of the page size, of the memory that a peer has handed over,
+    /// if it is sealed against resizing.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -294,20 +296,20 @@ impl Region {
         Ok(Self { mapping: Mapping::open_at(file, offset_bytes, len_bytes)? })
     }
 
-    /// Return the descriptor, to hand over: others may write from now on, unless it was handed over for reading before.
+    /// Return the descriptor to hand over as writable, unless the memory was handed over as read-only before.
     ///
     /// # Panics
-    /// If the memory was itself handed over, or severed: of that, no descriptor is kept.
+    /// If the memory was opened from a descriptor, or severed: neither keeps one.
     #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
         let file = self.mapping.file();
-        // It fails where that was done before. Whoever the memory is handed over to finds out if it ever fails else.
+        // This fails if the seal was set before. If it fails for another reason, the receiver notices the missing seal.
         let _ = fcntl_add_seals(file, SealFlags::SEAL);
         file
     }
 
-    /// Return the descriptor, for a device in another process that is to write to the memory: its file is still to be handed
-    /// over for [`ReadOnly`], once the device has mapped it, and until then to nobody else.
+    /// Return the descriptor for a device in another process that writes to the memory. Once the device has mapped it,
+    /// the file is handed over as [`ReadOnly`]; until then, pass it to no other process.
     ///
     /// # Panics
     /// As [`Region::file`].
@@ -316,11 +318,11 @@ impl Region {
         self.mapping.file()
     }
 
-    /// Return a descriptor to hand over for [`ReadOnly`]. From now on nobody can write to the memory but through this
-    /// value, whichever way the file is opened.
+    /// Return a descriptor to hand over as [`ReadOnly`]. From now on only existing mappings can write to the memory,
+    /// however the file is reopened.
     ///
     /// # Errors
-    /// [`MemoryError::Writable`] after [`Region::file`], or what the system refuses.
+    /// [`MemoryError::Writable`] after [`Region::file`], or [`MemoryError::System`].
     pub fn read_only_file(&self) -> Result<OwnedFd, MemoryError> {
         let (file, len_bytes) = (self.mapping.file(), self.mapping.len_bytes as u64);
         let failed = |call| move |errno| MemoryError::System { call, len_bytes, errno };
@@ -329,62 +331,63 @@ impl Region {
             if seals.contains(SealFlags::SEAL) {
                 return Err(MemoryError::Writable);
             }
-            // The mapping that is there stays as it is; no other one can be made to write.
+            // Existing mappings stay writable; no new writable one can be created.
             fcntl_add_seals(file, SealFlags::FUTURE_WRITE | SealFlags::SEAL).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         }
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(failed("open"))
     }
 
-    /// Return the length of the pages that [`Region::sever`] takes away.
+    /// Return the size in bytes of the pages that [`Region::sever`] replaces.
     pub fn page_len_bytes(&self) -> usize {
         self.mapping.page_len_bytes()
     }
 
-    /// Cut these bytes off from everybody who has mapped the memory: afterwards it has the same contents at the same
-    /// address, and what others write goes elsewhere. It is the fence of PROTOCOL 6 against a device that can't be ended;
-    /// what the device was writing meanwhile is a mixture of old and new.
+    /// Replace these bytes with private memory of the same contents at the same address, so that writes of other
+    /// processes no longer reach them. This is the fence of PROTOCOL 6 against a device whose process cannot be ended;
+    /// bytes that the device writes during the call are a mixture of old and new.
     ///
-    /// Nobody in this process may write to these bytes meanwhile: the write may be undone. Other bytes are not touched.
+    /// No thread of this process may write to these bytes during the call, because the write may be lost. Other bytes
+    /// are not touched.
     ///
     /// # Errors
-    /// [`MemoryError`], and then the contents are as they were, and others may reach some of it.
+    /// [`MemoryError`]. The contents are unchanged, but other processes may still reach some of the bytes.
     ///
     /// # Panics
-    /// If a range is empty, reaches beyond the memory, or does not begin and end between pages
-    /// ([`Region::page_len_bytes`]) or at the memory's end.
+    /// If a range is empty, exceeds the memory, or is not aligned to [`Region::page_len_bytes`] (its end may be the
+    /// memory's end).
     #[track_caller]
     pub fn sever(&mut self, ranges: &[Range<usize>]) -> Result<(), MemoryError> {
         self.mapping.sever(ranges)
     }
 
-    /// Copy bytes in. What an engine reads there meanwhile is a mixture of old and new.
+    /// Copy bytes in. An engine that reads them concurrently sees a mixture of old and new.
     ///
     /// # Panics
-    /// If they do not fit.
+    /// If they exceed the memory.
     #[track_caller]
     pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: `at` has checked the bounds, and the mapping is sealed, so that peers can't take it away.
+        // SAFETY: `at` has checked the bounds, and the mapping is sealed, so peers cannot shrink it.
         unsafe { copy_in(at, bytes) };
     }
 
-    /// Copy bytes out: a mixture of old and new where an engine writes meanwhile.
+    /// Copy bytes out. They are a mixture of old and new if an engine writes concurrently.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If the range exceeds the memory.
     #[track_caller]
     pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: as above. A peer that writes meanwhile makes each byte the old one or the new one.
+        // SAFETY: as above. For each byte, a concurrent write yields the old or the new value.
         unsafe { copy_out(bytes, at) };
     }
 
     /// Borrow the memory.
     ///
     /// # Safety
-    /// For as long as the slice lives, nobody else writes to the memory: no descriptor that names it is in flight, in
-    /// this process or another.
+    /// While the slice exists, nothing else writes to the memory: no descriptor that refers to it is in flight, in this
+    /// process or another.
     pub unsafe fn as_slice(&self) -> &[u8] {
         // SAFETY: the mapping is valid, and the caller keeps writers out.
         unsafe { slice::from_raw_parts(self.mapping.base.as_ptr(), self.mapping.len_bytes) }
@@ -393,8 +396,8 @@ impl Region {
     /// Borrow the memory to write to it.
     ///
     /// # Safety
-    /// For as long as the slice lives, nobody else reads or writes the memory: no descriptor that names it is in
-    /// flight, in this process or another.
+    /// While the slice exists, nothing else reads or writes the memory: no descriptor that refers to it is in flight,
+    /// in this process or another.
     pub unsafe fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: the mapping is valid, and the caller keeps everybody else out.
         unsafe { slice::from_raw_parts_mut(self.mapping.base.as_ptr(), self.mapping.len_bytes) }
@@ -409,14 +412,14 @@ impl Region {
     }
 }
 
-/// Memory of others, to read: what a device leaves behind.
+/// A peer's memory, mapped read-only: the redo slots that outlive a device.
 #[derive(Debug)]
 pub struct ReadOnly {
     mapping: Mapping,
 }
 
 impl ReadOnly {
-    /// Map what a peer has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    /// Map the memory that a peer has handed over, if it is at most `max_len_bytes` long and sealed against resizing.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -424,30 +427,30 @@ impl ReadOnly {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ)? })
     }
 
-    /// Copy bytes out: a mixture of old and new where its owner writes meanwhile. False, and nothing, if there are not
-    /// as many.
+    /// Copy bytes out; they are a mixture of old and new if the owner writes concurrently. Returns false, and copies
+    /// nothing, if the range exceeds the memory.
     pub fn read(&self, offset_bytes: u64, bytes: &mut [u8]) -> bool {
         let end = offset_bytes.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > self.mapping.len_bytes as u64) {
             return false;
         }
         let at = self.mapping.base.as_ptr().wrapping_add(offset_bytes as usize);
-        // SAFETY: the bounds were checked, and the mapping is sealed. Its owner's writes meanwhile make each byte the old
-        // one or the new one.
+        // SAFETY: the bounds were checked, and the mapping is sealed. For each byte, a concurrent write yields the old
+        // or the new value.
         unsafe { copy_out(bytes, at) };
         true
     }
 }
 
-/// Memory of registers, rings and doorbells, which both sides write at the same time: atomics. A forked child has none of
-/// it (`MADV_DONTFORK`), and an access there is a fault.
+/// Memory of registers, rings and doorbells, which both sides access concurrently through atomics. Forked children do
+/// not inherit it (`MADV_DONTFORK`): an access there faults.
 #[derive(Debug)]
 pub struct BarMemory {
     mapping: Mapping,
 }
 
 impl BarMemory {
-    /// Make zeroed memory for a BAR, as its device.
+    /// Create zeroed memory for a BAR, on the device's side.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -456,7 +459,7 @@ impl BarMemory {
         Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)?.keep_from_forks() })
     }
 
-    /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and nobody can resize it.
+    /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and sealed against resizing.
     ///
     /// # Errors
     /// [`MemoryError`].
@@ -464,10 +467,10 @@ impl BarMemory {
         Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)?.keep_from_forks() })
     }
 
-    /// Return the descriptor, to hand over.
+    /// Return the descriptor to hand over.
     ///
     /// # Panics
-    /// If the memory was itself handed over: of that, no descriptor is kept.
+    /// If the memory was opened from a descriptor, which it does not keep.
     #[track_caller]
     pub fn file(&self) -> BorrowedFd<'_> {
         self.mapping.file()
@@ -475,8 +478,8 @@ impl BarMemory {
 
     /// Return the memory.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned and stays accessible; all access to it, here and elsewhere, is to be by
-        // atomics, and what a peer does instead can spoil values only.
+        // SAFETY: the mapping is page-aligned and stays accessible. Both sides access it through atomics; a peer that
+        // does not can corrupt values only.
         unsafe { slice::from_raw_parts(self.mapping.base.as_ptr().cast(), self.mapping.len_bytes / 8) }
     }
 }

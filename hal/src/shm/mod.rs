@@ -1,19 +1,21 @@
-//! The bus between processes of one machine: shared memory, doorbells that are futexes, and what is handed over.
+//! Shared memory between processes of one machine: BARs, doorbells, registered memory and the socket that hands them
+//! over.
 //!
-//! A device process listens on a [`Listener`]. A rank connects, gets the memory of its function ([`BarMemory`], see
-//! [`mmio`](crate::mmio)), and hands over memory of its own ([`Region`]) for the device's DMA engine: what PCIe does by
-//! enumeration and by the IOMMU. All of it travels as file descriptors through the socket (`SCM_RIGHTS`), and the
-//! memory is `memfd`s: nothing has a name, so nothing is left behind, whoever is killed at whatever moment.
+//! A device process listens on a [`Listener`]. A rank connects, receives the memory of its function ([`BarMemory`], see
+//! [`mmio`](crate::mmio)) and hands over its own memory ([`Region`]) for the device's DMA engine; between a host and a
+//! PCIe card, enumeration and the IOMMU do this. Everything travels through the socket as file descriptors
+//! (`SCM_RIGHTS`), and all memory is `memfd`s. Nothing has a name in a file system, so nothing is left behind when a
+//! process is killed.
 //!
 //! Invariants:
-//! - Memory of others is mapped only if it is sealed against being resized, so that no access can fault.
-//! - [`Region`]s are for engines and have no Rust references into them; [`BarMemory`] is atomics.
-//! - A rank talks to devices of its own user, of the superuser, and of the user that the administrator names
-//!   ([`DeviceUsers`]). A device talks to ranks of its own user and of the superuser; the superuser's device, and that of
-//!   the user who is named, to ranks of all users. Which rank one is, its token has to prove to who handed the token out.
-//! - A forked child has no part in it: it has no registers and no rings ([`BarMemory`]), and what it drops is not touched
-//!   ([`ProcessMark`]). [`Region`]s it has, with whoever shares them.
-//! - A peer's death is seen: the socket hangs up, and [`Peer`] tells by its process.
+//! - Memory of another process is mapped only if it is sealed against resizing, so no access can fault.
+//! - DMA engines access [`Region`]s, so no Rust reference points into them; [`BarMemory`] consists of atomics.
+//! - A rank accepts devices of its own user, of root, and of the user that the administrator names ([`DeviceUsers`]). A
+//!   device accepts ranks of its own user and of root; a device run by root or by the named user accepts ranks of all
+//!   users. The rank's identity is proven by its attach key, not by its user.
+//! - A forked child does not inherit the connection: it has no registers and no rings ([`BarMemory`]), and its drops
+//!   leave the parent's resources alone ([`ProcessMark`]). It does inherit [`Region`]s.
+//! - The death of a peer is detected: the socket hangs up, and [`Peer`] holds a pidfd of its process.
 
 mod bell;
 mod function;
@@ -28,7 +30,7 @@ mod tests;
 mod users;
 mod wait;
 
-pub use bell::{Bell, Bells};
+pub use bell::{Bell, BellSet};
 pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
 pub use machine::machine;
 pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};

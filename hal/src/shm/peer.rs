@@ -1,4 +1,4 @@
-//! The process on the other side: who it is, whether it is alive, and how to be sure that it is not.
+//! The process at the other end of a socket: its identity, whether it is alive, and how to make sure that it has ended.
 
 use super::ready::readable;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -8,10 +8,10 @@ use rustix::time::{ClockId, clock_gettime};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
-/// `SO_PEERPIDFD` of Linux 6.5 and later, `include/uapi/asm-generic/socket.h`. Where it is not known, the system says so.
+/// `SO_PEERPIDFD` of Linux 6.5 and later, `include/uapi/asm-generic/socket.h`. Older kernels answer `ENOPROTOOPT`.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// A process, by a descriptor that never names another one.
+/// A process, held by a pidfd, which never refers to another process.
 #[derive(Debug)]
 pub struct Peer {
     pid: i32,
@@ -19,24 +19,25 @@ pub struct Peer {
     process: OwnedFd,
 }
 
-/// What could not be found out or done about a process.
+/// A system call that inspects or signals the peer's process failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{call} of process {pid}: {errno}")]
 pub struct PeerError {
     /// The system call.
     pub call: &'static str,
-    /// The process; 0 if it is in a PID namespace that this one does not see.
+    /// The process id; 0 if the process is in a PID namespace that this one does not see.
     pub pid: i32,
-    /// Why.
+    /// The system's error.
     pub errno: Errno,
 }
 
 impl Peer {
-    /// Take hold of the process at the other end of a socket that has just been connected.
+    /// Open a pidfd of the process at the other end of a socket that has just been connected.
     ///
-    /// Linux 6.5 hands out the process itself. Before that there is its number only, which another process may have by now:
-    /// then it has to be older than this call, and the socket still connected once it is held. That leaves a process which
-    /// has ended and left the socket to a child, and whose number was given away before this call.
+    /// Linux 6.5 hands out the pidfd itself. Older kernels report only the process id, which may have been reused: the
+    /// process must then be older than this call, and the socket must still be connected once the pidfd is open. What
+    /// this cannot detect is a process that ended and left its socket to a child, and whose id was reused before this
+    /// call.
     pub(super) fn of(socket: &OwnedFd) -> Result<Self, PeerError> {
         let now = boot_time();
         let (pid, uid) = credentials(socket)?;
@@ -47,18 +48,18 @@ impl Peer {
         Ok(Self { pid, uid, process })
     }
 
-    /// Return the process's number; 0 if it is in a PID namespace that this one does not see.
+    /// Return the process id; 0 if the process is in a PID namespace that this one does not see.
     pub fn pid(&self) -> i32 {
         self.pid
     }
 
-    /// Return its user, as it was when it connected or listened.
+    /// Return the user id of the process at the time it connected or listened.
     pub fn uid(&self) -> u32 {
         self.uid
     }
 
-    /// Wait until the process has ended, or `timeout` has passed; true if it has ended. Then no access of it to any
-    /// memory can take effect any more: it is the fence of PROTOCOL 6.
+    /// Wait until the process has ended or `timeout` has passed; true if it has ended. No access of an ended process to
+    /// any memory can still take effect: this is the fence of PROTOCOL 6.
     ///
     /// # Errors
     /// [`PeerError`].
@@ -66,10 +67,10 @@ impl Peer {
         readable(&self.process, timeout).map_err(|errno| PeerError { call: "poll", pid: self.pid(), errno })
     }
 
-    /// End the process by force. [`Peer::wait`] tells when it has.
+    /// Kill the process. [`Peer::wait`] reports when it has ended.
     ///
     /// # Errors
-    /// [`PeerError`]; not if it has ended already.
+    /// [`PeerError`]. A process that has already ended is not an error.
     pub fn kill(&self) -> Result<(), PeerError> {
         match pidfd_send_signal(&self.process, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -85,8 +86,8 @@ impl AsFd for Peer {
     }
 }
 
-/// Return the number and the user of the process at the other end. The number is 0 in other PID namespaces, which
-/// `rustix`'s type for it can't say.
+/// Return the process id and user id of the peer. The process id is 0 across PID namespaces, which `rustix`'s type
+/// cannot represent.
 fn credentials(socket: &OwnedFd) -> Result<(i32, u32), PeerError> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     // SAFETY: the structure is what this option fills, plain numbers, and outlives the call.
@@ -95,12 +96,12 @@ fn credentials(socket: &OwnedFd) -> Result<(i32, u32), PeerError> {
     Ok((found.pid, found.uid))
 }
 
-/// Return the process at the other end; [`Errno::NOPROTOOPT`] before Linux 6.5.
+/// Return a pidfd of the peer; [`Errno::NOPROTOOPT`] before Linux 6.5.
 fn process_of(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
     let mut file: libc::c_int = -1;
-    // SAFETY: this option fills a number, which outlives the call.
+    // SAFETY: this option writes one integer, which outlives the call.
     unsafe { socket_option(socket, SO_PEERPIDFD, &mut file) }?;
-    // SAFETY: the system has just made this descriptor, close-on-exec, for this call: nobody else has it.
+    // SAFETY: the kernel has just created this descriptor, close-on-exec, for this call; nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(file) })
 }
 
@@ -119,13 +120,14 @@ unsafe fn socket_option<T>(socket: &OwnedFd, option: libc::c_int, value: &mut T)
     }
 }
 
-/// Take hold of a process by its number, if it was there at a time since boot and the socket is still connected afterwards.
+/// Open a pidfd by process id, and check that the process existed at time `at` since boot and that the socket is still
+/// connected afterwards.
 fn by_number(socket: &OwnedFd, pid: i32, at: Duration) -> Result<OwnedFd, PeerError> {
     let failed = |errno| PeerError { call: "pidfd_open", pid, errno };
     let number = Pid::from_raw(pid).ok_or(failed(Errno::SRCH))?;
     let process = pidfd_open(number, PidfdFlags::empty()).map_err(failed)?;
-    let began = began_at(pid).ok_or(failed(Errno::SRCH))?;
-    // What was read is of this process if it is alive: nobody else has its number before it has ended.
+    let began = start_time(pid).ok_or(failed(Errno::SRCH))?;
+    // `began` belongs to this process if it is still alive: its id is not reused before it has ended.
     let has_ended = readable(&process, Duration::ZERO).map_err(failed)?;
     let mut hung_up = [PollFd::new(socket, PollFlags::empty())];
     poll(&mut hung_up, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).map_err(failed)?;
@@ -135,10 +137,10 @@ fn by_number(socket: &OwnedFd, pid: i32, at: Duration) -> Result<OwnedFd, PeerEr
     Ok(process)
 }
 
-/// Return when a process began, since boot, in whole ticks (proc(5), `/proc/PID/stat`, field 22).
-fn began_at(pid: i32) -> Option<Duration> {
+/// Return the start time of a process since boot, in whole ticks (proc(5), `/proc/PID/stat`, field 22).
+fn start_time(pid: i32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name, the second field, may hold anything, also brackets.
+    // The second field, the program's name, may contain any character, including parentheses.
     let (_, fields) = stat.rsplit_once(')')?;
     let ticks: u64 = fields.split_ascii_whitespace().nth(19)?.parse().ok()?;
     // SAFETY: it has no conditions.
@@ -162,34 +164,36 @@ mod tests {
         socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).expect("sockets")
     }
 
-    /// Tests that would pass by the other way, too, would not tell when this one stops to work.
+    /// The other tests also pass with the fallback by process id, so they would not notice if this call stopped
+    /// working.
     #[test]
-    fn peer_is_held_by_its_socket_where_the_kernel_can() {
+    fn peer_pidfd_comes_from_the_socket_since_linux_6_5() {
         let (ours, _theirs) = pair();
         match process_of(&ours) {
-            Ok(process) => assert_eq!(readable(&process, Duration::ZERO), Ok(false), "this process lives"),
-            Err(errno) => assert_eq!(errno, Errno::NOPROTOOPT, "a kernel before 6.5"),
+            Ok(process) => assert_eq!(readable(&process, Duration::ZERO), Ok(false), "this process has not ended"),
+            Err(errno) => assert_eq!(errno, Errno::NOPROTOOPT, "only kernels before 6.5 lack it"),
         }
         let (pid, uid) = credentials(&ours).expect("a socket");
         assert_eq!((pid as u32, uid), (std::process::id(), rustix::process::getuid().as_raw()));
     }
 
     #[test]
-    fn process_by_number_is_refused_if_it_began_later_or_the_socket_is_closed() {
+    fn process_by_id_is_refused_if_younger_or_ended_or_disconnected() {
         let (ours, theirs) = pair();
         let own = std::process::id() as i32;
         assert!(by_number(&ours, own, boot_time()).is_ok());
-        // A number that was given to another process after the connection was there.
-        let before = began_at(own).expect("Linux tells").checked_sub(Duration::from_secs(1)).expect("later than boot");
+        // The id was reused after the connection was made.
+        let before =
+            start_time(own).expect("/proc is mounted").checked_sub(Duration::from_secs(1)).expect("later than boot");
         let refused = |result: Result<OwnedFd, PeerError>| result.expect_err("another process").errno;
         assert_eq!(refused(by_number(&ours, own, before)), Errno::SRCH);
-        // One that has ended, and has its number still.
+        // The process has ended and was not reaped yet.
         let mut child = Command::new("true").spawn().expect("a process");
         let pid = child.id() as i32;
-        let process = pidfd_open(Pid::from_raw(pid).expect("a number"), PidfdFlags::empty()).expect("it is ours");
+        let process = pidfd_open(Pid::from_raw(pid).expect("a number"), PidfdFlags::empty()).expect("own child");
         assert_eq!(readable(&process, Duration::from_secs(60)), Ok(true));
         assert_eq!(refused(by_number(&ours, pid, boot_time())), Errno::SRCH);
-        child.wait().expect("it is ours");
+        child.wait().expect("own child");
         assert_eq!(refused(by_number(&ours, 0, boot_time())), Errno::SRCH, "in another namespace");
         drop(theirs);
         assert_eq!(refused(by_number(&ours, own, boot_time())), Errno::SRCH);

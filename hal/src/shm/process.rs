@@ -1,21 +1,21 @@
-//! Whether this is still the process that made a value.
+//! Detects whether the current process is a fork of the one that created a value.
 //!
-//! A forked child has copies of all memory and descriptors of its parent, but of its threads only the one that forked, and
-//! locks as they were. What would be done there for the parent's connections and devices, be it by a drop, ends the parent's
-//! work or waits for ever. So what owns such things asks its mark first.
+//! A forked child has copies of its parent's memory and descriptors, but only the thread that forked, and locks in
+//! whatever state they were. If a drop in the child acted on the parent's connections and devices, it would end the
+//! parent's work or block for ever. Owners of such resources therefore check a [`ProcessMark`] first.
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::process;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Enough for a word; the system makes a page of it.
+/// One word; the kernel rounds it up to a page.
 const LEN_BYTES: usize = size_of::<AtomicU32>();
 
-/// Tells a process from those that it forks.
+/// Distinguishes a process from its forked children.
 #[derive(Debug)]
 pub struct ProcessMark {
-    /// Private memory that reads as 0 in every forked child (`MADV_WIPEONFORK`); `None` where the system has none.
+    /// Private memory that reads as 0 in every forked child (`MADV_WIPEONFORK`); `None` if the kernel lacks it.
     page: Option<NonNull<AtomicU32>>,
     pid: u32,
 }
@@ -32,15 +32,15 @@ impl Default for ProcessMark {
 }
 
 impl ProcessMark {
-    /// Mark this process.
+    /// Mark the current process.
     pub fn new() -> Self {
         Self { page: wiped_on_fork(), pid: process::id() }
     }
 
-    /// Tell whether this process was forked from the one that made the mark. Where the system wipes memory on fork
-    /// (Linux 4.14), this is one load.
+    /// Return whether this process was forked from the one that created the mark. With `MADV_WIPEONFORK` (Linux 4.14)
+    /// this is one load.
     pub fn is_forked(&self) -> bool {
-        // SAFETY: the page is mapped as long as this value lives, and has room for the word.
+        // SAFETY: the page is mapped for as long as this value exists, and has room for the word.
         self.page
             .map_or_else(|| process::id() != self.pid, |page| unsafe { page.as_ref() }.load(Ordering::Relaxed) == 0)
     }
@@ -58,11 +58,11 @@ impl Drop for ProcessMark {
 /// Map a word that is 1 here and 0 in every forked child.
 fn wiped_on_fork() -> Option<NonNull<AtomicU32>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping, at an address that the system chooses.
+    // SAFETY: a new mapping, at an address that the kernel chooses.
     let base = unsafe { mmap_anonymous(ptr::null_mut(), LEN_BYTES, protection, MapFlags::PRIVATE) }.ok()?;
-    // SAFETY: the range is that of the mapping, to which nobody has a reference.
+    // SAFETY: the range is the mapping's, and no reference to it exists.
     if unsafe { madvise(base, LEN_BYTES, Advice::LinuxWipeOnFork) }.is_err() {
-        // SAFETY: the mapping was made above, and nobody knows it.
+        // SAFETY: the mapping was created above and was not shared.
         let _ = unsafe { munmap(base, LEN_BYTES) };
         return None;
     }

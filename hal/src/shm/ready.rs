@@ -1,13 +1,13 @@
-//! Waiting for a descriptor: for as long as was asked for, whatever signals the process gets meanwhile.
+//! Waits for a descriptor up to a deadline, across interruptions by signals.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// Wait until there is something to read, or `timeout` has passed; true if there is something. A hang-up counts.
+/// Wait until `file` is readable or hung up, or `timeout` has passed; true if it is ready.
 pub(super) fn readable(file: impl AsFd, timeout: Duration) -> Result<bool, Errno> {
-    // A time beyond all times is none.
+    // A timeout beyond the clock's range means no deadline.
     let deadline = Instant::now().checked_add(timeout);
     let mut left = timeout;
     loop {

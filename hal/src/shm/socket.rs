@@ -1,30 +1,32 @@
-//! How a rank and a device find each other and hand memory over.
+//! The Unix socket through which a rank attaches to a device and both hand memory over.
 //!
-//! A socket of the abstract namespace: it has no file, and goes with its process. Messages are 32 bytes, little-endian:
+//! The socket is in the abstract namespace: it has no file and disappears with its process. Messages are 32 bytes,
+//! little-endian:
 //!
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 4 | magic "SUMS" |
 //! | 4 | 2 | version, 1 |
 //! | 6 | 2 | kind: 1 attach, 2 function, 3 memory, 4 refused, 5 bell, 6 redo, 7 arena |
-//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo, arena: where the group's slots, or the arena, begin in the memory, in bytes |
-//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32); arena: its bytes |
+//! | 8 | 8 | attach: group (32 bits), child (16); memory: handle; refused: reason; bell: queue; redo, arena: byte offset in the memory |
+//! | 16 | 8 | attach: key; redo: bytes of a slot (32 bits), slots (32); arena: its length in bytes |
 //! | 24 | 8 | 0 |
 //!
-//! Functions, memory, bells, redo slots and arenas come with one file descriptor; the others with none.
+//! Functions, memory, bells, redo slots and arenas carry one file descriptor; the others carry none.
 //!
-//! A rank attaches; the device answers with what is refused, or with the function, a bell for each of its queues, and
-//! the redo slots of the rank's group. From then on only memory is handed over, and either side's end is seen.
+//! A rank sends `attach`. The device answers with `refused`, or with the function, a bell for each of its queues, and
+//! the redo slots of the rank's group. From then on only memory is handed over, and each side detects the end of the
+//! other.
 //!
-//! A device that reaches no memory of the rank's own making ([`Features::ARENA`](crate::mmio::Features::ARENA)) hands over
-//! an arena last; the rank takes its memory from there, and hands over none. Behind such a socket there may be a broker, which
-//! is not the device itself.
+//! A device that cannot access memory allocated by the rank ([`Features::ARENA`](crate::mmio::Features::ARENA)) hands
+//! over an arena last; the rank allocates its memory there and hands over none. Such a socket may belong to a broker
+//! instead of the device itself.
 
 use super::peer::{Peer, PeerError};
 use super::ready::readable;
 use super::users::{DEVICE_USER_VARIABLE, DeviceUsers};
 use crate::ids::{ChildIndex, GroupId};
-pub use crate::mmio::desk::AttachRefusal;
+pub use crate::mmio::admission::AttachRefusal;
 use rustix::io::{Errno, fcntl_dupfd_cloexec, retry_on_intr};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -42,23 +44,23 @@ const MESSAGE_LEN: usize = 32;
 const MAGIC: [u8; 4] = *b"SUMS";
 const VERSION: u16 = 1;
 
-/// Ranks that may wait to be accepted.
+/// The maximum number of connections waiting to be accepted.
 const BACKLOG: i32 = 128;
 
-/// How long a device may wait for a rank to take a message: a few fit in at once.
+/// How long a device waits for a rank to receive a message. The socket buffers a few.
 const SEND_LIMIT: Duration = Duration::from_secs(1);
 
-/// What goes through the socket.
+/// A message on the socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Message {
-    /// From a rank, first of all: which child of which group it is, and what proves it.
+    /// From a rank, first: the child that it is, and the key that proves it.
     Attach {
         /// The group.
         group: GroupId,
         /// The child of the device's node.
         child: ChildIndex,
-        /// The key of that link, which its controller has given it.
+        /// The key of that link, from the controller.
         key: u64,
     },
     /// From the device: the rank's function. With a descriptor.
@@ -68,32 +70,32 @@ pub enum Message {
         /// What [`AdminCommand::Register`](crate::mmio::AdminCommand::Register) will call it.
         handle: u64,
     },
-    /// From the device: no.
+    /// From the device: the rank is refused.
     Refused {
         /// Why.
         reason: AttachRefusal,
     },
-    /// From the device: what wakes it when it sleeps ([`Bell`](super::Bell)). With a descriptor.
+    /// From the device: the bell that wakes it ([`Bell`](super::Bell)). With a descriptor.
     Bell {
-        /// The queue that it is for.
+        /// The queue of the bell.
         queue: u32,
     },
-    /// From the device: the redo slots of the group, to read what was published when the device is gone. With a
-    /// descriptor.
+    /// From the device: the group's redo slots, from which ranks read published results after the device has died. With
+    /// a descriptor.
     Redo {
-        /// Where they begin in the memory.
+        /// Their offset in the memory, in bytes.
         offset_bytes: u64,
-        /// The length of each.
+        /// The length of each slot in bytes.
         slot_len_bytes: u32,
-        /// How many there are.
+        /// The number of slots.
         slots: u32,
     },
-    /// From a device that has [`Features::ARENA`](crate::mmio::Features::ARENA), last of all: the only memory that it
-    /// reaches. With a descriptor.
+    /// From a device with [`Features::ARENA`](crate::mmio::Features::ARENA), last: the only memory that it can access.
+    /// With a descriptor.
     Arena {
-        /// Where it begins in the memory.
+        /// Its offset in the memory, in bytes.
         offset_bytes: u64,
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
     },
 }
@@ -103,15 +105,15 @@ pub enum Message {
 pub struct Received {
     /// The message.
     pub message: Message,
-    /// The descriptor; there if and only if the message has one.
+    /// The descriptor; present exactly if the kind of message has one.
     pub file: Option<OwnedFd>,
 }
 
-/// Why two processes do not talk.
+/// Why an operation on the socket failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SocketError {
-    /// The name is taken, too long, or nobody listens there.
+    /// The name is taken or too long, or no process listens on it.
     #[error("device '{name}': {call}: {errno}")]
     Name {
         /// The device's name.
@@ -121,10 +123,10 @@ pub enum SocketError {
         /// Why.
         errno: Errno,
     },
-    /// Somebody else's process.
+    /// The peer's process belongs to a user that is not accepted.
     #[error(
-        "process {pid} belongs to user {uid}, with whom this one shares no memory: run device and ranks as one user, or \
-         the device as root, or name the device's user to both in {DEVICE_USER_VARIABLE}"
+        "process {pid} belongs to user {uid}, with whom this process does not share memory: run device and ranks as one \
+         user, run the device as root, or set {DEVICE_USER_VARIABLE} to the device's user for both"
     )]
     User {
         /// The process.
@@ -132,25 +134,25 @@ pub enum SocketError {
         /// Its user.
         uid: u32,
     },
-    /// The peer's process can't be watched.
+    /// The peer's process cannot be watched.
     #[error(transparent)]
     Peer(#[from] PeerError),
-    /// The other side is gone.
-    #[error("the other side has closed the connection")]
+    /// The peer has closed the connection.
+    #[error("the peer closed the connection")]
     Closed,
-    /// Nothing came in time, or nobody took what was sent.
-    #[error("the other side did not answer, or take what was sent, within {0:?}")]
+    /// No message arrived in time, or the peer did not receive one.
+    #[error("the peer sent or received nothing within {0:?}")]
     Timeout(Duration),
-    /// What came is no message, or lacks its descriptor.
-    #[error("what came is no message of this version")]
+    /// The message is malformed, or its descriptor is missing or unexpected.
+    #[error("malformed message, or a message of another version")]
     Malformed,
-    /// A message came, and its descriptor found no room here. The connection can be used further.
-    #[error("this process has no room for the descriptor that came: raise its limit of open files (`ulimit -n`)")]
+    /// A message arrived, but this process could not open its descriptor. The connection stays usable.
+    #[error("out of file descriptors for a message that carries one: raise the limit of open files (`ulimit -n`)")]
     NoDescriptor {
         /// The message.
         message: Message,
     },
-    /// The system refuses.
+    /// A system call failed.
     #[error("{call}: {errno}")]
     System {
         /// The system call.
@@ -160,7 +162,7 @@ pub enum SocketError {
     },
 }
 
-/// Where a device waits for ranks.
+/// A device's listening socket.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -183,7 +185,7 @@ fn open(name: &str) -> Result<(OwnedFd, SocketAddrUnix), SocketError> {
 }
 
 impl Listener {
-    /// Listen under a name of the machine's (of its network namespace's) abstract sockets.
+    /// Listen on a name in the abstract namespace of this network namespace.
     ///
     /// # Errors
     /// [`SocketError::Name`].
@@ -195,24 +197,24 @@ impl Listener {
         Ok(Self { socket, serves_all: false })
     }
 
-    /// Accept ranks of all users, not only of this process's own and of the superuser.
+    /// Accept ranks of all users instead of only this process's user and root.
     #[must_use]
     pub fn serving_all(mut self, serves_all: bool) -> Self {
         self.serves_all = serves_all;
         self
     }
 
-    /// Wait for the next rank; `None` if none has come within `timeout`.
+    /// Wait for the next rank; `None` if no rank has connected within `timeout`.
     ///
     /// # Errors
-    /// [`SocketError`]; of a rank that may not, or is gone already: the next one may be welcome. Where this process has no
-    /// room for a connection ([`SocketError::System`]), whoever is next waits on.
+    /// [`SocketError`]: this rank was refused or has gone; accept the next one. After [`SocketError::System`] (no
+    /// descriptors left), the next rank stays in the backlog.
     pub fn accept(&self, timeout: Duration) -> Result<Option<Connection>, SocketError> {
         if !wait(&self.socket, timeout)? {
             return Ok(None);
         }
-        // A connection takes two descriptors, the second for its process. Who is accepted and finds no room for that could
-        // only be hung up on.
+        // A connection takes two descriptors, the second for the pidfd. Reserve it first, since an accepted rank that
+        // finds no descriptor left could only be disconnected.
         let second = fcntl_dupfd_cloexec(&self.socket, 0);
         let second = second.map_err(|errno| SocketError::System { call: "fcntl(F_DUPFD_CLOEXEC)", errno })?;
         let socket = retry_on_intr(|| accept_with(&self.socket, SocketFlags::CLOEXEC));
@@ -225,31 +227,31 @@ impl Listener {
 }
 
 impl AsFd for Listener {
-    /// Readable when a rank waits.
+    /// Readable when a rank waits to be accepted.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 }
 
 impl Connection {
-    /// Connect to the device of a name, of this process's own user or of the superuser; as [`Connection::open_of`].
+    /// Connect to the device `name` if it belongs to this process's user or root; see [`Connection::open_of`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Connection::open_of`].
     pub fn open(name: &str, limit: Duration) -> Result<Self, SocketError> {
         Self::open_of(name, limit, DeviceUsers::own())
     }
 
-    /// Connect to the device of a name, if it is of one of these users; neither this nor any [`Connection::send`] takes longer than `limit`, which is
-    /// more than 0; twice that, if a signal comes.
+    /// Connect to the device `name` if it belongs to one of these users. Neither this call nor any [`Connection::send`]
+    /// takes longer than `limit`, which must not be 0 (twice `limit` if interrupted by a signal).
     ///
     /// # Errors
-    /// [`SocketError`]; [`SocketError::Timeout`] of a device that does not accept, [`SocketError::User`] of one that belongs
-    /// to somebody else.
+    /// [`SocketError`]; [`SocketError::Timeout`] if the device does not accept, [`SocketError::User`] if it belongs to
+    /// another user.
     pub fn open_of(name: &str, limit: Duration, users: DeviceUsers) -> Result<Self, SocketError> {
         let (socket, addr) = open(name)?;
         limit_sends(&socket, limit)?;
-        match within(limit, || connect(&socket, &addr)) {
+        match retry_within(limit, || connect(&socket, &addr)) {
             Ok(()) => Self::new(socket, limit, |device| users.admit(device)),
             Err(Errno::AGAIN) => Err(SocketError::Timeout(limit)),
             Err(errno) => Err(SocketError::Name { name: name.into(), call: "connect", errno }),
@@ -264,15 +266,15 @@ impl Connection {
         Ok(Self { socket, peer, send_limit })
     }
 
-    /// Return the process on the other side.
+    /// Return the peer's process.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// Send a message, with a descriptor if it is of a kind that has one.
+    /// Send a message, with a descriptor if its kind has one.
     ///
     /// # Errors
-    /// [`SocketError`]; [`SocketError::Malformed`] if there is a descriptor too many or too few.
+    /// [`SocketError`]; [`SocketError::Malformed`] if the descriptor is missing or unexpected.
     pub fn send(&self, message: &Message, file: Option<BorrowedFd<'_>>) -> Result<(), SocketError> {
         if message.has_file() != file.is_some() {
             return Err(SocketError::Malformed);
@@ -286,7 +288,7 @@ impl Connection {
             control.push(SendAncillaryMessage::ScmRights(&files));
         }
         let send = || sendmsg(&self.socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
-        match within(self.send_limit, send) {
+        match retry_within(self.send_limit, send) {
             Ok(_) => Ok(()),
             Err(Errno::AGAIN) => Err(SocketError::Timeout(self.send_limit)),
             Err(Errno::PIPE | Errno::CONNRESET) => Err(SocketError::Closed),
@@ -294,18 +296,19 @@ impl Connection {
         }
     }
 
-    /// Say that nothing more is sent, which the other side sees as the end; it may go on sending.
+    /// Close this side for sending, which the peer receives as the end of the connection; the peer may continue to
+    /// send.
     ///
     /// # Errors
-    /// [`SocketError::System`]; where the other side is gone, that there is nobody to tell.
-    pub fn hang_up(&self) -> Result<(), SocketError> {
+    /// [`SocketError::System`], also if the peer has gone.
+    pub fn shutdown_write(&self) -> Result<(), SocketError> {
         shutdown(&self.socket, Shutdown::Write).map_err(|errno| SocketError::System { call: "shutdown", errno })
     }
 
     /// Wait for the next message.
     ///
     /// # Errors
-    /// [`SocketError`]; after [`SocketError::Malformed`] the peer is not to be believed any more.
+    /// [`SocketError`]; after [`SocketError::Malformed`] do not trust the peer any more.
     pub fn receive(&self, timeout: Duration) -> Result<Received, SocketError> {
         if !wait(&self.socket, timeout)? {
             return Err(SocketError::Timeout(timeout));
@@ -321,7 +324,8 @@ impl Connection {
             Err(Errno::CONNRESET) => (0, false),
             Err(errno) => return Err(SocketError::System { call: "recvmsg", errno }),
         };
-        // Descriptors beyond the first have no room and are closed by the kernel; these close when dropped.
+        // The kernel closes descriptors beyond the first, for which there is no room; any that arrived close when
+        // dropped.
         let mut files = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(files) => Some(files),
             _ => None,
@@ -343,7 +347,7 @@ impl Connection {
 }
 
 impl AsFd for Connection {
-    /// Readable when a message is there, or the other side is gone.
+    /// Readable when a message waits or the peer has closed.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -392,30 +396,30 @@ impl Message {
             7 => Self::Arena { offset_bytes: value, len_bytes: second },
             _ => return None,
         };
-        // Magic, version and everything that has no meaning.
+        // Checks magic, version and reserved bits in one comparison.
         (message.emit() == *bytes).then_some(message)
     }
 }
 
-/// Let the socket's calls that send, `connect` among them, end with `AGAIN` after so long.
+/// Limit the time of calls that send, `connect` included: they fail with `AGAIN` after `limit`.
 fn limit_sends(socket: &OwnedFd, limit: Duration) -> Result<(), SocketError> {
     let failed = |errno| SocketError::System { call: "setsockopt(SO_SNDTIMEO)", errno };
     set_socket_timeout(socket, Timeout::Send, Some(limit)).map_err(failed)
 }
 
-/// Make such a call again when a signal has ended it, unless it has had its time.
-fn within<R>(limit: Duration, mut call: impl FnMut() -> Result<R, Errno>) -> Result<R, Errno> {
-    let begun = Instant::now();
+/// Repeat such a call when a signal interrupts it, until `limit` has passed.
+fn retry_within<R>(limit: Duration, mut call: impl FnMut() -> Result<R, Errno>) -> Result<R, Errno> {
+    let start = Instant::now();
     loop {
         match call() {
-            Err(Errno::INTR) if begun.elapsed() < limit => {}
+            Err(Errno::INTR) if start.elapsed() < limit => {}
             Err(Errno::INTR) => return Err(Errno::AGAIN),
             returned => return returned,
         }
     }
 }
 
-/// Wait until a socket has something; false if nothing has come.
+/// Wait until a socket is readable; false on timeout.
 fn wait(socket: &OwnedFd, timeout: Duration) -> Result<bool, SocketError> {
     readable(socket, timeout).map_err(|errno| SocketError::System { call: "poll", errno })
 }

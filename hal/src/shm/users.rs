@@ -1,48 +1,49 @@
-//! Whose devices a rank lets at its memory.
+//! Which users' devices may access a rank's memory.
 //!
-//! A device maps the memory of ranks, and may read and write all of it for as long as it lives. So a rank shares memory with
-//! devices of its own user and of the superuser, who can reach it anyway, and with those of one user that the
-//! administrator names. A rank of the superuser is no exception: whoever listens under a device's name would get its memory.
+//! A device maps the memory of its ranks and can read and write all of it until it ends. A rank therefore
+//! shares memory only with devices of its own user and of root, who can reach that memory anyway, and of one user whom
+//! the administrator names. Ranks of root are no exception: otherwise any process that listens under a device's name
+//! would get their memory.
 
 use rustix::process::geteuid;
 use serde::{Deserialize, Serialize};
 
-/// The variable by which an administrator names the user of the machine's devices: a number, or a name of `/etc/passwd`.
-/// Both sides go by it: a rank lets such a device in, and a device of that user serves ranks of all users.
+/// The environment variable that names the user of the machine's devices: a user id, or a name in `/etc/passwd`. Both
+/// sides read it: ranks accept devices of that user, and a device of that user serves ranks of all users.
 pub const DEVICE_USER_VARIABLE: &str = "SUMAC_DEVICE_USER";
 
-/// Where names of users are looked up.
+/// Where user names are looked up.
 const PASSWD: &str = "/etc/passwd";
 
-/// Whose devices a rank lets at its memory, beside the superuser's.
+/// The users, besides root, whose devices may access a rank's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceUsers {
     /// The rank's own user.
     pub own: u32,
-    /// The user that the administrator has named.
+    /// The user that the administrator named.
     pub named: Option<u32>,
 }
 
-/// The variable makes no sense.
+/// The variable's value is not a user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{DEVICE_USER_VARIABLE}={value:?}: {why}; give the number of the devices' user, or a name of {PASSWD}")]
+#[error("{DEVICE_USER_VARIABLE}={value:?}: {why}; set it to the user id of the devices, or to a name in {PASSWD}")]
 pub struct DeviceUserError {
-    /// What it says.
+    /// The variable's value.
     pub value: String,
-    /// What is wrong with that.
+    /// Why it is invalid.
     pub why: String,
 }
 
 impl DeviceUsers {
-    /// Let in devices of this process's own user.
+    /// Accept devices of this process's own user.
     pub fn own() -> Self {
         Self { own: geteuid().as_raw(), named: None }
     }
 
-    /// Let in devices of this process's own user, and of the one that [`DEVICE_USER_VARIABLE`] names, if it is set.
+    /// Accept devices of this process's own user, and of the user that [`DEVICE_USER_VARIABLE`] names, if it is set.
     ///
     /// # Errors
-    /// [`DeviceUserError`]: a user that can't be found is not taken for none.
+    /// [`DeviceUserError`]. A user that does not exist is an error, not an absent setting.
     pub fn from_env() -> Result<Self, DeviceUserError> {
         let Some(value) = std::env::var_os(DEVICE_USER_VARIABLE) else { return Ok(Self::own()) };
         let value = value.to_string_lossy();
@@ -51,33 +52,32 @@ impl DeviceUsers {
         Ok(Self { named: Some(named), ..Self::own() })
     }
 
-    /// Tell whether devices of a user are let in.
+    /// Return whether devices of this user are accepted.
     pub const fn admit(&self, device: u32) -> bool {
         let is_named = matches!(self.named, Some(named) if named == device);
         device == 0 || device == self.own || is_named
     }
 
-    /// Tell whether a device, run by the process that these are of, serves the ranks of all users: the superuser's does, and
-    /// that of the user whom the administrator has named.
+    /// Return whether a device run by this process serves ranks of all users: those of root and of the named user do.
     pub const fn serve_all(&self) -> bool {
         let is_named = matches!(self.named, Some(named) if named == self.own);
         self.own == 0 || is_named
     }
 }
 
-/// Return the number of a user who is given by that or by name.
+/// Return the user id for a user id or a name.
 fn parse(value: &str, passwd: impl FnOnce() -> Result<String, String>) -> Result<u32, String> {
     if let Ok(number) = value.parse() {
         return Ok(number);
     }
     if value.is_empty() {
-        return Err("it is empty".into());
+        return Err("the value is empty".into());
     }
     // name:password:uid:...
     let passwd = passwd()?;
     let mut users = passwd.lines().map(|line| line.split(':'));
     let number = users.find_map(|mut fields| (fields.next() == Some(value)).then(|| fields.nth(1)?.parse().ok())?);
-    number.ok_or_else(|| "there is no such user".into())
+    number.ok_or_else(|| "no such user".into())
 }
 
 #[cfg(test)]
@@ -85,20 +85,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn device_user_is_a_number_or_a_name_of_the_file() {
+    fn parse_takes_a_user_id_or_a_name_in_passwd() {
         let passwd =
             || Ok("root:x:0:0::/root:/bin/sh\nsumac:x:977:977::/:/bin/false\nbroken\nodd:x:-1:0::/:\n".to_owned());
         assert_eq!(parse("1000", || panic!("a number needs no file")), Ok(1000));
         assert_eq!((parse("sumac", passwd), parse("root", passwd)), (Ok(977), Ok(0)));
         for unknown in ["suma", "x", "broken", "odd", "-1", "4294967296", "sumac "] {
-            assert_eq!(parse(unknown, passwd), Err("there is no such user".into()), "{unknown}");
+            assert_eq!(parse(unknown, passwd), Err("no such user".into()), "{unknown}");
         }
         assert!(parse("", passwd).is_err());
         assert_eq!(parse("sumac", || Err("no file".into())), Err("no file".into()));
     }
 
     #[test]
-    fn devices_of_other_users_are_let_in_by_name_alone() {
+    fn admit_takes_root_own_and_named_user_only() {
         let rank = |own, named| DeviceUsers { own, named };
         for (users, admitted, refused) in [
             (rank(1000, None), [0, 1000, 1000], [1001, 977]),

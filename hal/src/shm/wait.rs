@@ -1,10 +1,11 @@
-//! Sleeping on doorbells and ringing them, across processes.
+//! Sleeps on doorbells and rings them, across processes.
 //!
-//! A sleep is `futex(2)`, which compares the doorbell's word and blocks in one step, or `futex_waitv(2)` (Linux 5.16)
-//! for a device that several ranks can wake. Invariant: between announcing a sleep and sleeping, the news is looked at
-//! again; see [`Doorbell`]. A peer that spoils the word delays this side only until the deadline of its sleep.
+//! A thread sleeps in `futex(2)`, which compares the doorbell's word and blocks in one step, or in `futex_waitv(2)`
+//! (Linux 5.16) if several ranks can wake it. Invariant: after a sleep is announced and before the thread blocks, the
+//! condition is checked again; see [`Doorbell`]. A peer that corrupts the word can delay this side only until its
+//! deadline.
 
-use crate::ring::{Doorbell, Patience, Pause};
+use crate::ring::{Doorbell, Pause, SpinPolicy};
 use rustix::io::Errno;
 use rustix::thread::ClockId;
 use rustix::thread::futex::{self, Flags, Timespec, Wait, WaitFlags, WaitPtr, WaitvFlags};
@@ -13,27 +14,27 @@ use std::sync::atomic::AtomicU32;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The most doorbells that one can sleep on: the kernel's limit.
+/// The maximum number of doorbells a thread can sleep on: the kernel's limit.
 pub const SLEEPER_BELLS_MAX: usize = 128;
 
 const ASLEEP: u32 = Doorbell::<&AtomicU32>::ASLEEP;
 
-/// Why nobody can sleep.
+/// Why a thread cannot sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WaitError {
-    /// Nothing could wake the sleeper, or the kernel takes fewer.
-    #[error("one sleeps on 1 to {SLEEPER_BELLS_MAX} doorbells: not {0}")]
+    /// No doorbell, or more than the kernel accepts.
+    #[error("a thread can sleep on 1 to {SLEEPER_BELLS_MAX} doorbells, not {0}")]
     Bells(usize),
-    /// The kernel is too old.
-    #[error("sleeping on several doorbells needs futex_waitv, which Linux has since 5.16")]
+    /// The kernel lacks `futex_waitv`.
+    #[error("sleeping on several doorbells needs futex_waitv: use Linux 5.16 or later")]
     OldKernel,
-    /// The system refuses.
+    /// The system call failed.
     #[error("futex: {0}")]
     System(Errno),
 }
 
-/// Wake whoever sleeps on a doorbell, after something was published for it.
+/// Wake the thread that sleeps on a doorbell, after something was published for it.
 pub fn ring(bell: Doorbell<&AtomicU32>) {
     if bell.ring() {
         wake(bell);
@@ -41,40 +42,41 @@ pub fn ring(bell: Doorbell<&AtomicU32>) {
 }
 
 fn wake(bell: Doorbell<&AtomicU32>) {
-    // It can fail only for an address that is none. One sleeper has one word.
+    // This fails only for an invalid address. Each word has at most one sleeper.
     let _ = futex::wake(bell.word(), Flags::empty(), 1);
 }
 
-/// How one thread waits for news.
+/// Waits for a condition: spins, yields, then sleeps on doorbells.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiter {
-    patience: Patience,
+    spin: SpinPolicy,
 }
 
 impl Waiter {
-    /// Wait with this patience.
-    pub const fn new(patience: Patience) -> Self {
-        Self { patience }
+    /// Wait with this spin.
+    pub const fn new(spin: SpinPolicy) -> Self {
+        Self { spin }
     }
 
-    /// Wait until there is news or `deadline` has passed (`None`: no limit); true if there is news.
+    /// Wait until `ready` returns true or `deadline` has passed (`None`: no limit); true if it is ready.
     ///
-    /// Whoever makes news rings one of the bells afterwards. `news` is called often, and has to be quick.
+    /// The thread or process that makes the condition true rings one of the bells afterwards. `ready` is called often
+    /// and has to be cheap.
     ///
     /// # Errors
-    /// [`WaitError`], where it would have to sleep and can't.
+    /// [`WaitError`] if the thread has to sleep and cannot.
     pub fn wait(
         &self,
         bells: &[Doorbell<&AtomicU32>],
         deadline: Option<Instant>,
-        mut news: impl FnMut() -> bool,
+        mut ready: impl FnMut() -> bool,
     ) -> Result<bool, WaitError> {
-        let mut looks = 0;
+        let mut polls = 0;
         loop {
-            if news() {
+            if ready() {
                 return Ok(true);
             }
-            match self.patience.after(looks) {
+            match self.spin.after(polls) {
                 Pause::Spin => std::hint::spin_loop(),
                 Pause::Yield => thread::yield_now(),
                 Pause::Sleep => {
@@ -82,20 +84,20 @@ impl Waiter {
                     if left.is_some_and(|left| left.is_zero()) {
                         return Ok(false);
                     }
-                    bells.iter().for_each(Doorbell::announce);
-                    let slept = if news() { Ok(()) } else { sleep(bells, left) };
-                    bells.iter().for_each(Doorbell::awake);
+                    bells.iter().for_each(Doorbell::arm);
+                    let slept = if ready() { Ok(()) } else { sleep(bells, left) };
+                    bells.iter().for_each(Doorbell::disarm);
                     slept?;
                 }
             }
-            looks = looks.saturating_add(1);
+            polls = polls.saturating_add(1);
         }
     }
 }
 
-/// Sleep while no bell was rung; also return for no reason.
+/// Sleep until a bell is rung; may also return spuriously.
 fn sleep(bells: &[Doorbell<&AtomicU32>], left: Option<Duration>) -> Result<(), WaitError> {
-    // Out of the structure's range means never: 292 billion years.
+    // A duration out of the structure's range (292 billion years) means no timeout.
     let left = left.and_then(|left| Timespec::try_from(left).ok());
     let slept = match bells {
         [bell] => futex::wait(bell.word(), Flags::empty(), ASLEEP.to_le(), left.as_ref()),
@@ -103,7 +105,7 @@ fn sleep(bells: &[Doorbell<&AtomicU32>], left: Option<Duration>) -> Result<(), W
         _ => return Err(WaitError::Bells(bells.len())),
     };
     match slept {
-        // Rung before the sleep, rung while asleep, a signal, or time is up.
+        // Rung before or during the sleep, interrupted by a signal, or timed out.
         Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
         Err(Errno::NOSYS) => Err(WaitError::OldKernel),
         Err(errno) => Err(WaitError::System(errno)),
@@ -117,7 +119,7 @@ fn sleep_on_many(bells: &[Doorbell<&AtomicU32>], left: Option<Timespec>) -> Resu
         wait.uaddr = WaitPtr::new(std::ptr::from_ref(*bell.word()).cast_mut().cast());
         wait.flags = WaitFlags::SIZE_U32;
     }
-    // This call takes a time of the clock, the other one a duration.
+    // This call takes an absolute time, the other one a duration.
     let until = left.map(|left| clock_gettime(ClockId::Monotonic) + left);
     futex::waitv(&waits[..bells.len()], WaitvFlags::empty(), until.as_ref(), ClockId::Monotonic).map(|_| ())
 }

@@ -5,16 +5,17 @@
 //! On loopback, where a small datagram costs microseconds, that is a factor of ten and more (`benches/udp.rs`).
 //!
 //! Invariants:
-//! - sending and receiving take no lock and allocate nothing; all buffers are made by [`UdpPort::bind`];
+//! - sending and receiving take no lock and allocate nothing: [`UdpPort::bind`] creates all buffers;
 //! - no call but [`WaitPort::wait`] blocks;
-//! - everything leaves by one socket, so that peers see one address; shared addresses have sockets of their own to
-//!   receive by;
-//! - packets that the kernel has no room for stay queued, in order; those that can't be sent are dropped and counted.
+//! - everything is sent from one socket, so that peers see one address; each shared (multicast) address has a socket of
+//!   its own to receive on;
+//! - packets that the kernel has no room for stay queued, in order; packets that cannot be sent are dropped and
+//!   counted.
 //!
-//! A port ignores the `now` that it is given: the kernel's clock is the wire's.
+//! A port ignores the `now` that it is given: the kernel's clock drives the network.
 
 mod config;
-mod joined;
+mod multicast;
 mod rx;
 mod sys;
 #[cfg(test)]
@@ -27,7 +28,7 @@ pub use wait::Waker;
 
 use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
-use joined::Joined;
+use multicast::MulticastGroups;
 use rustix::net::sockopt;
 use rx::{Next, RxQueue};
 use std::io;
@@ -36,20 +37,21 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 use tx::TxQueue;
 
-/// The most packets of the transmit queue.
+/// The maximum number of packets in the transmit queue.
 const TX_PACKETS: usize = 256;
 
-/// What the transmit arena aims at: within a second-level cache.
+/// The target size of the transmit arena: it fits a second-level cache.
 const TX_ARENA_BYTES: usize = 512 << 10;
 
-/// The fewest packets that the arena has room for, however long they are.
+/// The minimum number of packets that the arena holds, however long they are.
 const TX_MIN_PACKETS: usize = 32;
 
-/// The most packets of one gathered send.
-const MAX_LENT: usize = 64;
+/// The maximum number of packets in one gathered send.
+const GATHER_PACKETS_MAX: usize = 64;
 
-/// A kernel buffer of `n` bytes surely holds `n * 2 / 5` bytes of packets of 1 KiB and more: it counts allocated
-/// memory (`truesize`), which is rounded up to powers of two and has some 600 bytes of its own per packet.
+/// A kernel buffer of `n` bytes holds at least `n * 2 / 5` bytes of packets of 1 KiB and more: the kernel counts
+/// allocated memory (`truesize`), which is rounded up to powers of two and includes about 600 bytes of overhead a
+/// packet.
 const TRUESIZE_RATIO: (usize, usize) = (2, 5);
 
 /// A port over a UDP socket.
@@ -58,12 +60,12 @@ pub struct UdpPort {
     local_addr: SocketAddr,
     config: UdpConfig,
     capabilities: Capabilities,
-    joined: Joined,
+    groups: MulticastGroups,
     rx: RxQueue,
     tx: TxQueue,
     gro: bool,
     waker: Waker,
-    /// What else ends a wait.
+    /// Another descriptor that ends a wait.
     watched: Option<OwnedFd>,
     stats: UdpStats,
 }
@@ -83,7 +85,7 @@ impl UdpPort {
             socket.set_nonblocking(true)?;
             let receive_buffer_bytes = set_buffers(&socket, config)?;
             let local_addr = socket.local_addr()?;
-            joined::prepare_to_share(&socket, local_addr);
+            multicast::prepare(&socket, local_addr);
             enable_ecn(&socket, local_addr);
             Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
         };
@@ -96,7 +98,7 @@ impl UdpPort {
         Ok(Self {
             local_addr,
             config: *config,
-            joined: Joined::new(),
+            groups: MulticastGroups::new(),
             capabilities: Capabilities::new(max_packet_len_bytes, receive_buffer_bytes, burst_packets),
             rx: RxQueue::new(max_packet_len_bytes, gro),
             tx: TxQueue::new(TX_PACKETS, arena_len_bytes, max_packet_len_bytes, gso),
@@ -108,7 +110,7 @@ impl UdpPort {
         })
     }
 
-    /// Return what the port has counted so far.
+    /// Return the port's counters.
     pub fn stats(&self) -> UdpStats {
         self.stats
     }
@@ -123,38 +125,38 @@ impl UdpPort {
         self.waker.clone()
     }
 
-    /// Let waits end with [`Wake::Woken`] also when `file` is readable, as often as it still is.
+    /// Let waits also end with [`Wake::Woken`] whenever `file` is readable (level-triggered).
     pub fn watch(&mut self, file: OwnedFd) {
         self.watched = Some(file);
     }
 
-    /// Return the address if this socket can send there.
+    /// Return the destination on the network, if this socket can send there.
     fn reachable(&self, to: Addr) -> Option<SocketAddr> {
         match to {
             Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => {
-                Some(self.config.outside(to))
+                Some(self.config.to_network_addr(to))
             }
             _ => None,
         }
     }
 
-    /// Return what becomes readable when packets arrive, for a loop that waits on several things. Take packets until
-    /// there are none before waiting on it: those already fetched in a batch do not make it readable. A
-    /// [`Port::join`] may change it.
+    /// Return the descriptor that becomes readable when packets arrive, for an event loop. Receive until there are no
+    /// packets before waiting on it: packets already fetched in a batch do not make it readable. [`Port::join`] may
+    /// change the descriptor.
     pub fn poll_fd(&self) -> BorrowedFd<'_> {
-        self.joined.poll_fd().unwrap_or(self.socket.as_fd())
+        self.groups.poll_fd().unwrap_or(self.socket.as_fd())
     }
 
-    /// Ask the kernel for packets if there are none left; return whether there are some now.
+    /// Fetch packets from the kernel if the batch is used up; return whether there are any.
     fn fill(&mut self) -> bool {
-        if self.joined.is_empty() {
+        if self.groups.is_empty() {
             return self.rx.fill(self.socket.as_fd(), &mut self.stats);
         }
         if self.rx.has_packet() {
             return true;
         }
-        let Self { joined, rx, stats, socket, .. } = self;
-        joined.in_turn(socket.as_fd(), |fd| rx.fill(fd, stats))
+        let Self { groups, rx, stats, socket, .. } = self;
+        groups.fill_in_turn(socket.as_fd(), |fd| rx.fill(fd, stats))
     }
 }
 
@@ -168,15 +170,15 @@ impl std::fmt::Debug for UdpPort {
     }
 }
 
-/// Say that this end understands congestion marks, and ask for those that arrive. Where the system has no word for it
-/// (and over IPv6, for now), losses alone tell of congestion.
+/// Declare this end ECN-capable and ask for marks on received packets. Where the kernel does not support this (and over
+/// IPv6, for now), only losses signal congestion.
 fn enable_ecn(socket: &UdpSocket, local_addr: SocketAddr) {
     /// ECN-capable transport, ECT(0) (RFC 3168, section 5).
     const ECT_0: u8 = 0b10;
     if local_addr.is_ipv4() {
-        let asked = rustix::net::sockopt::set_ip_recvtos(socket, true);
-        // Without it the port works as well as before there were marks.
-        let _ = asked.and_then(|()| rustix::net::sockopt::set_ip_tos(socket, ECT_0));
+        let enabled = rustix::net::sockopt::set_ip_recvtos(socket, true);
+        // Optional: without marks, losses signal congestion.
+        let _ = enabled.and_then(|()| rustix::net::sockopt::set_ip_tos(socket, ECT_0));
     }
 }
 
@@ -198,10 +200,10 @@ impl RxToken for UdpRx<'_> {
     }
 }
 
-/// Room in the transmit arena.
+/// A buffer in the transmit arena.
 pub struct UdpTx<'a> {
     tx: &'a mut TxQueue,
-    /// `None` where this socket can't send: the packet is written, dropped and counted.
+    /// `None` if this socket cannot send there: the packet is written, dropped and counted.
     to: Option<SocketAddr>,
     stats: &'a mut UdpStats,
 }
@@ -214,7 +216,7 @@ impl std::fmt::Debug for UdpTx<'_> {
 
 impl TxToken for UdpTx<'_> {
     fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
-        // `transmit` saw that there is room, and has held the queue since.
+        // `transmit` checked that there is room, and has borrowed the queue since.
         let buffer = self.tx.reserve().unwrap_or_default();
         let room = buffer.len();
         let (len_bytes, result) = f(buffer);
@@ -245,7 +247,7 @@ impl Port for UdpPort {
             return None;
         }
         let Next { from, is_marked, message, range } = self.rx.advance()?;
-        let from = self.config.inside(from);
+        let from = self.config.to_peer_addr(from);
         Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
     }
 
@@ -256,36 +258,36 @@ impl Port for UdpPort {
     }
 
     fn room(&self) -> usize {
-        self.tx.room().min(MAX_LENT)
+        self.tx.room().min(GATHER_PACKETS_MAX)
     }
 
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, _now: Instant) {
-        // Room is for packets in the arena, where those go that the kernel does not take at once.
-        let mut room = self.tx.room().min(MAX_LENT);
-        let mut lent: heapless::Vec<&'a [u8], MAX_LENT> = heapless::Vec::new();
+        // Room refers to the arena, where packets go that the kernel does not take at once.
+        let mut room = self.tx.room().min(GATHER_PACKETS_MAX);
+        let mut borrowed: heapless::Vec<&'a [u8], GATHER_PACKETS_MAX> = heapless::Vec::new();
         for Gather { to, header, payload } in packets {
             let Some(to) = self.reachable(to).filter(|_| room > 0) else {
                 self.stats.send_dropped_packets += 1;
                 continue;
             };
             room -= 1;
-            // As many payloads as room, and room for as many.
-            let index = lent.len();
-            if lent.push(payload).is_ok() {
-                self.tx.lend(to, header, index, payload.len());
+            // Cannot fail: the array holds `GATHER_PACKETS_MAX`, the bound of `room`.
+            let index = borrowed.len();
+            if borrowed.push(payload).is_ok() {
+                self.tx.queue_borrowed(to, header, index, payload.len());
             }
         }
-        self.tx.flush_lent(self.socket.as_fd(), &lent, &mut self.stats);
+        self.tx.flush_borrowed(self.socket.as_fd(), &borrowed, &mut self.stats);
     }
 
     fn join(&mut self, group: Addr) -> bool {
-        // What is sent to a shared address does not leave an emulated machine's network, nor come into it.
+        // Multicast does not cross an emulated machine's network in either direction.
         self.config.loopback_at.is_none()
-            && self.joined.join(group, self.socket.as_fd(), self.local_addr, &self.config, self.gro).is_ok()
+            && self.groups.join(group, self.socket.as_fd(), self.local_addr, &self.config, self.gro).is_ok()
     }
 
     fn leave(&mut self, group: Addr) {
-        self.joined.leave(group);
+        self.groups.leave(group);
     }
 
     fn flush(&mut self, _now: Instant) {
@@ -299,14 +301,14 @@ impl WaitPort for UdpPort {
     }
 }
 
-/// Size the socket's buffers, and return how many bytes of packets the receive buffer holds.
+/// Size the socket's buffers; return how many bytes of packets the receive buffer holds.
 fn set_buffers(socket: &UdpSocket, config: &UdpConfig) -> io::Result<usize> {
-    // The kernel doubles what it is asked for, to have room for its own (socket(7)); both figures are in its terms.
+    // The kernel doubles the requested size to account for its overhead (socket(7)); both figures include it.
     let (part, whole) = TRUESIZE_RATIO;
-    let asked = config.receive_buffer_bytes.saturating_mul(whole).div_ceil(2 * part).min(i32::MAX as usize / 2);
-    // Beyond the system's limit for who may (CAP_NET_ADMIN); up to it for everybody else.
-    if sockopt::set_socket_recv_buffer_size_force(socket, asked).is_err() {
-        sockopt::set_socket_recv_buffer_size(socket, asked)?;
+    let requested = config.receive_buffer_bytes.saturating_mul(whole).div_ceil(2 * part).min(i32::MAX as usize / 2);
+    // With CAP_NET_ADMIN this exceeds the system's limit; otherwise the limit applies.
+    if sockopt::set_socket_recv_buffer_size_force(socket, requested).is_err() {
+        sockopt::set_socket_recv_buffer_size(socket, requested)?;
     }
     let send = config.send_buffer_bytes.min(i32::MAX as usize / 2);
     if sockopt::set_socket_send_buffer_size_force(socket, send).is_err() {

@@ -1,10 +1,10 @@
-//! The receive side: batches of messages, handed out a packet at a time.
+//! The receive queue: messages arrive in batches and are handed out packet by packet.
 //!
-//! With `UDP_GRO` one message holds a run of packets of one sender; it is cut here, where it lies, without a copy.
+//! With `UDP_GRO` one message holds a run of packets from one sender, which is split in place, without a copy.
 //!
 //! Invariants:
 //! - nothing here allocates after `new`;
-//! - what is handed out is one whole packet; messages that can't be are dropped and counted.
+//! - only whole packets are handed out; other messages are dropped and counted.
 
 use super::UdpStats;
 use super::sys::RecvBatch;
@@ -13,28 +13,28 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 
-/// How many bytes of buffers one call may fill: what fits beside the working set in a second-level cache.
+/// Buffer bytes that one call may fill: they fit a second-level cache beside the working set.
 const BATCH_BYTES: usize = 512 << 10;
 
-/// How many bytes one call is meant to bring: they are read twice right afterwards (checksum, then sum or copy), which
-/// is fastest while they lie near the core, and small enough for the peers on other cores not to wait for the answer.
+/// Bytes that one call is meant to fetch. Each is read twice soon afterwards (checksum, then sum or copy), which is
+/// fastest while it is cached, and a short call does not delay the answers to peers on other cores.
 const CALL_BYTES: usize = 128 << 10;
 
-/// The most messages of one call.
+/// The maximum number of messages in one call.
 const MAX_MESSAGES: usize = 64;
 
-/// How often one `fill` calls again because of an error or because all that came was useless: work per call is bounded.
+/// How often one `fill` repeats the call after an error or useless messages, to bound its work.
 const MAX_ATTEMPTS: usize = 8;
 
-/// The bytes that the kernel coalesces at most.
+/// The maximum length of a coalesced message in bytes.
 const MAX_COALESCED_BYTES: usize = 65_535;
 
-/// A message that is still to be handed out.
+/// A message whose packets are not all handed out.
 struct Pending {
     message: usize,
     from: SocketAddr,
     is_marked: bool,
-    /// Where its first packet starts.
+    /// The offset of its first packet.
     start_bytes: usize,
     len_bytes: usize,
     segment_len_bytes: usize,
@@ -45,27 +45,27 @@ pub(super) struct Next {
     pub(super) from: SocketAddr,
     /// The network marked it (ECN-CE).
     pub(super) is_marked: bool,
-    /// In which message it lies, and where.
+    /// Its message, and its range there.
     pub(super) message: usize,
     pub(super) range: Range<usize>,
 }
 
-/// Packets that have arrived.
+/// Received packets.
 pub(super) struct RxQueue {
     batch: RecvBatch,
     pending: Vec<Pending>,
-    /// The next packet: in which pending message, and how many bytes behind that one's start.
+    /// The next packet: its pending message, and its offset in that message.
     next: usize,
     offset: usize,
     max_packet_len_bytes: usize,
-    /// The longest message of the last call: the next one's are taken to be as long.
+    /// The longest message of the last call, used as the estimate for the next call.
     longest_bytes: usize,
 }
 
 impl RxQueue {
-    /// Make a queue for packets of up to `max_packet_len_bytes`, coalesced ones if `gro`.
+    /// Create a queue for packets of up to `max_packet_len_bytes`, with coalescing if `gro`.
     pub(super) fn new(max_packet_len_bytes: usize, gro: bool) -> Self {
-        // One byte more than a packet, so that a longer one is seen to be longer.
+        // One byte more than a packet, so that an overlong packet is detected.
         let stride_bytes = if gro { MAX_COALESCED_BYTES } else { max_packet_len_bytes + 1 };
         let stride_bytes = stride_bytes.next_multiple_of(64);
         let messages = (BATCH_BYTES / stride_bytes).clamp(1, MAX_MESSAGES);
@@ -79,12 +79,12 @@ impl RxQueue {
         }
     }
 
-    /// Whether a packet can be handed out without asking the kernel.
+    /// Return whether a packet can be handed out without a system call.
     pub(super) fn has_packet(&self) -> bool {
         self.next < self.pending.len()
     }
 
-    /// Ask the kernel for packets if there are none left; return whether there are some now.
+    /// Fetch packets from the kernel if the batch is used up; return whether there are any.
     pub(super) fn fill(&mut self, fd: BorrowedFd<'_>, stats: &mut UdpStats) -> bool {
         for _ in 0..MAX_ATTEMPTS {
             if self.has_packet() {
@@ -101,7 +101,7 @@ impl RxQueue {
         self.has_packet()
     }
 
-    /// Step over the next packet and return where it came from and lies.
+    /// Return the next packet and advance past it.
     pub(super) fn advance(&mut self) -> Option<Next> {
         let pending = self.pending.get(self.next)?;
         let start = pending.start_bytes + self.offset;
@@ -122,7 +122,7 @@ impl RxQueue {
         &self.batch.buffer(message)[range]
     }
 
-    /// Sort out the `count` messages that have just arrived.
+    /// Validate the `count` messages that were just received.
     fn accept(&mut self, count: usize, stats: &mut UdpStats) {
         self.pending.clear();
         self.next = 0;
@@ -136,7 +136,7 @@ impl RxQueue {
                 stats.receive_errors += 1;
                 continue;
             };
-            // Behind a run of packets that are too long there may be a shorter one that is not.
+            // The last packet of an overlong run may be short enough.
             let too_long = arrived.truncated || segment_len_bytes > self.max_packet_len_bytes;
             let start_bytes = if too_long { len_bytes - len_bytes % segment_len_bytes } else { 0 };
             stats.receive_truncated += (start_bytes / segment_len_bytes) as u64;

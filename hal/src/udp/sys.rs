@@ -1,9 +1,9 @@
-//! The system calls that no safe crate offers without allocating: `sendmmsg`, `recvmmsg` and UDP's
-//! segmentation options (Linux 4.18 for `UDP_SEGMENT`, 5.0 for `UDP_GRO`; see udp(7)).
+//! System calls that no safe crate offers without allocating: `sendmmsg`, `recvmmsg` and UDP's segmentation options
+//! (Linux 4.18 for `UDP_SEGMENT`, 5.0 for `UDP_GRO`; see udp(7)).
 //!
 //! All unsafe code of the port is here, behind safe functions. Invariants:
-//! - every pointer handed to the kernel is made from a live borrow within the same call, and none is used after it;
-//! - the kernel's lengths are clamped to the buffers before a slice is cut by them.
+//! - every pointer handed to the kernel is derived from a live borrow within the same call, and none is used after it;
+//! - lengths reported by the kernel are clamped to the buffers before a slice is taken.
 
 use rustix::io::Errno;
 use std::mem::{self, MaybeUninit};
@@ -49,7 +49,7 @@ impl SockName {
                 libc::AF_INET6 => {
                     let v6 = self.v6;
                     let ip = Ipv6Addr::from(v6.sin6_addr.s6_addr);
-                    // The flow label is the sender's business of the moment, and no part of who it is.
+                    // The flow label is not part of the sender's identity.
                     Some(SocketAddrV6::new(ip, u16::from_be(v6.sin6_port), 0, v6.sin6_scope_id).into())
                 }
                 _ => None,
@@ -84,7 +84,7 @@ impl From<SocketAddr> for SockName {
     }
 }
 
-/// Room for two control messages with an integer in each (24 bytes on 64-bit machines), aligned as the kernel wants it.
+/// Room for two control messages with an integer each (24 bytes on 64-bit machines), with the kernel's alignment.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
 struct Control([u8; 64]);
@@ -92,22 +92,23 @@ struct Control([u8; 64]);
 /// Storage whose contents are rebuilt by each call.
 struct Scratch<T>(Vec<T>);
 
-// SAFETY: what keeps `T` from being `Send` are raw pointers to buffers. They are written and used within one call of
-// `SendBatch::send` or `RecvBatch::recv`, which hold the only reference to the storage; between calls nobody reads them.
+// SAFETY: `T` is not `Send` because of raw pointers to buffers. They are written and used within one call of
+// `SendBatch::send` or `RecvBatch::recv`, which hold the only reference to the storage; between calls nothing reads
+// them.
 unsafe impl<T> Send for Scratch<T> {}
 
 /// One message of a batch: one or more equal-size packets (the last may be shorter) to one destination.
 #[derive(Clone, Copy)]
 pub(super) struct Message {
-    /// Where to.
+    /// The destination.
     pub(super) to: SockName,
-    /// Which of the batch's ranges it takes.
+    /// Its range of the batch's parts.
     pub(super) parts: (usize, usize),
     /// The size of all packets but the last, for the kernel to cut the message by; 0 for a single packet.
     pub(super) segment_len_bytes: u16,
 }
 
-/// What `sendmmsg` reads.
+/// The arguments of `sendmmsg`.
 pub(super) struct SendBatch {
     headers: Scratch<libc::mmsghdr>,
     iovecs: Scratch<libc::iovec>,
@@ -119,22 +120,22 @@ pub(super) struct SendBatch {
 pub(super) enum Part {
     /// Start and length in the arena.
     Arena(usize, usize),
-    /// One of the lent slices, by index.
-    Lent(usize),
+    /// One of the borrowed slices, by index.
+    Borrowed(usize),
 }
 
 impl Part {
     /// Return its length in bytes.
-    pub(super) fn len(self, lent: &[&[u8]]) -> usize {
+    pub(super) fn len(self, borrowed: &[&[u8]]) -> usize {
         match self {
             Self::Arena(_, len) => len,
-            Self::Lent(index) => lent[index].len(),
+            Self::Borrowed(index) => borrowed[index].len(),
         }
     }
 }
 
 impl SendBatch {
-    /// Make room for `messages` messages of `parts` pieces in all.
+    /// Allocate for `messages` messages of `parts` parts in total.
     pub(super) fn new(messages: usize, parts: usize) -> Self {
         Self {
             headers: Scratch(Vec::with_capacity(messages)),
@@ -143,13 +144,13 @@ impl SendBatch {
         }
     }
 
-    /// Send `messages`, whose packets are `parts` of `arena` and of the slices `lent`, without blocking.
+    /// Send `messages`, whose packets are `parts` of `arena` and of the slices `borrowed`, without blocking.
     ///
     /// # Returns
-    /// How many messages the kernel took, from the first on.
+    /// How many messages the kernel accepted, from the first on.
     ///
     /// # Errors
-    /// What kept the first message from being sent.
+    /// The error of the first message.
     ///
     /// # Panics
     /// If a range is outside the arena, or a message's parts are outside `parts`.
@@ -157,7 +158,7 @@ impl SendBatch {
         &mut self,
         fd: BorrowedFd<'_>,
         arena: &[u8],
-        lent: &[&[u8]],
+        borrowed: &[&[u8]],
         messages: &[Message],
         parts: &[Part],
     ) -> Result<usize, Errno> {
@@ -165,7 +166,7 @@ impl SendBatch {
         self.iovecs.0.extend(parts.iter().map(|part| {
             let bytes = match *part {
                 Part::Arena(start, len) => &arena[start..][..len],
-                Part::Lent(index) => lent[index],
+                Part::Borrowed(index) => borrowed[index],
             };
             libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() }
         }));
@@ -186,11 +187,7 @@ impl SendBatch {
         }
         let count = self.headers.0.len() as libc::c_uint;
         let headers = self.headers.0.as_mut_ptr();
-        // Not by libc's function: musl's is a loop of `sendmsg`, a call into the kernel for each message.
-        // SAFETY: every pointer in the headers was made above from `arena`, `lent`, `messages` and own storage,
-        // which are borrowed until the call returns and were not moved or resized since; `sendmmsg` writes only to
-        // the headers (`msg_len`). Padding that a libc has where the kernel has the upper half of a length is zero, as
-        // the headers began as zeroes.
+        // Not libc's function: musl's loops over `sendmsg`, a system call for each message.
         let sent = unsafe {
             libc::syscall(libc::SYS_sendmmsg, fd.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as libc::c_int)
         };
@@ -201,19 +198,19 @@ impl SendBatch {
 /// One message as it arrived.
 #[derive(Clone, Copy)]
 pub(super) struct Arrived {
-    /// From whom; `None` if the kernel named a family that is not the Internet's.
+    /// The sender; `None` if it is not an IP address.
     pub(super) from: Option<SocketAddr>,
     /// Its length in bytes.
     pub(super) len_bytes: usize,
     /// The size of all packets in it but the last; its length if it is one packet.
     pub(super) segment_len_bytes: usize,
-    /// It was longer than the buffer, and cut.
+    /// It was longer than the buffer and truncated.
     pub(super) truncated: bool,
     /// The network marked it (ECN-CE).
     pub(super) marked: bool,
 }
 
-/// What `recvmmsg` fills: `messages` buffers of `stride_bytes` each.
+/// The arguments of `recvmmsg`: `messages` buffers of `stride_bytes` each.
 pub(super) struct RecvBatch {
     headers: Scratch<libc::mmsghdr>,
     iovecs: Scratch<libc::iovec>,
@@ -224,7 +221,7 @@ pub(super) struct RecvBatch {
 }
 
 impl RecvBatch {
-    /// Make room for `messages` messages of up to `stride_bytes`.
+    /// Allocate for `messages` messages of up to `stride_bytes`.
     pub(super) fn new(messages: usize, stride_bytes: usize) -> Self {
         Self {
             headers: Scratch(Vec::with_capacity(messages)),
@@ -236,13 +233,13 @@ impl RecvBatch {
         }
     }
 
-    /// Receive up to `limit` messages of what is there, without blocking.
+    /// Receive up to `limit` messages, without blocking.
     ///
     /// # Returns
-    /// How many messages arrived, at least 1.
+    /// How many messages were received, at least 1.
     ///
     /// # Errors
-    /// `AGAIN` if there is nothing, or what the kernel says.
+    /// `AGAIN` if no message waits, or another error of the kernel.
     pub(super) fn recv(&mut self, fd: BorrowedFd<'_>, limit: usize) -> Result<usize, Errno> {
         self.headers.0.clear();
         self.iovecs.0.clear();
@@ -261,7 +258,7 @@ impl RecvBatch {
             self.headers.0.push(header);
         }
         let count = self.headers.0.len() as libc::c_uint;
-        // SAFETY: every pointer in the headers was made above from this batch's own storage, which nobody else can
+        // SAFETY: every pointer in the headers was made above from this batch's own storage, which nothing else can
         // reach during the call and which was not moved or resized since; the lengths beside them are the buffers'.
         let received = unsafe {
             libc::recvmmsg(fd.as_raw_fd(), self.headers.0.as_mut_ptr(), count, libc::MSG_DONTWAIT as _, ptr::null_mut())
@@ -273,12 +270,12 @@ impl RecvBatch {
     pub(super) fn arrived(&self, i: usize) -> Arrived {
         let header = &self.headers.0[i];
         let len_bytes = (header.msg_len as usize).min(self.stride_bytes);
-        let notes = Notes::read(&header.msg_hdr, &self.controls.0[i]);
+        let control_data = ControlData::read(&header.msg_hdr, &self.controls.0[i]);
         Arrived {
             from: self.names.0[i].to_socket_addr(),
             len_bytes,
-            segment_len_bytes: notes.segment_len_bytes.unwrap_or(len_bytes),
-            marked: notes.marked,
+            segment_len_bytes: control_data.segment_len_bytes.unwrap_or(len_bytes),
+            marked: control_data.marked,
             truncated: header.msg_hdr.msg_flags & libc::MSG_TRUNC != 0,
         }
     }
@@ -289,22 +286,22 @@ impl RecvBatch {
     }
 }
 
-/// Ask the kernel whether it segments datagrams (`UDP_SEGMENT`).
+/// Return whether the kernel segments datagrams (`UDP_SEGMENT`).
 pub(super) fn has_gso(fd: BorrowedFd<'_>) -> bool {
     let mut value = MaybeUninit::<libc::c_int>::uninit();
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: `value` and `len` live until the call returns, and `len` is the size of `value`, which is not read.
+    // SAFETY: `value` and `len` are valid until the call returns, and `len` is the size of `value`, which is not read.
     let rc = unsafe {
         libc::getsockopt(fd.as_raw_fd(), libc::SOL_UDP, libc::UDP_SEGMENT, value.as_mut_ptr().cast(), &raw mut len)
     };
     rc == 0
 }
 
-/// Have the kernel coalesce what arrives (`UDP_GRO`); return whether it will.
+/// Make the kernel coalesce received packets (`UDP_GRO`); return whether it will.
 pub(super) fn enable_gro(fd: BorrowedFd<'_>) -> bool {
     let on: libc::c_int = 1;
     let len = size_of::<libc::c_int>() as libc::socklen_t;
-    // SAFETY: `on` lives until the call returns, and `len` is its size.
+    // SAFETY: `on` is valid until the call returns, and `len` is its size.
     let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_UDP, libc::UDP_GRO, ptr::from_ref(&on).cast(), len) };
     rc == 0
 }
@@ -318,7 +315,7 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Tell the kernel to cut the message into segments of `len_bytes`.
+/// Have the kernel cut the message into segments of `len_bytes`.
 fn put_segment_len(header: &mut libc::msghdr, control: &mut Control, len_bytes: u16) {
     header.msg_control = control.0.as_mut_ptr().cast();
     // SAFETY: `control` is aligned and, with 32 bytes, has room for a header and a `u16` (`CMSG_SPACE(2)` is 24 on
@@ -333,23 +330,23 @@ fn put_segment_len(header: &mut libc::msghdr, control: &mut Control, len_bytes: 
     }
 }
 
-/// What the kernel attached to a message.
+/// The control data of a received message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Notes {
+struct ControlData {
     /// The size of its packets, if it coalesced several.
     segment_len_bytes: Option<usize>,
-    /// The network marked it: both bits of the field for explicit congestion notification are set (RFC 3168).
+    /// The network marked it: both ECN bits are set (RFC 3168).
     marked: bool,
 }
 
-impl Notes {
-    /// Read the control messages. Their headers are read from the borrowed storage, not through the pointers of the
+impl ControlData {
+    /// Parse the control messages. Their headers are read from the borrowed storage, not through the pointers of the
     /// last call.
     fn read(header: &libc::msghdr, control: &Control) -> Self {
         #[allow(clippy::unnecessary_cast, reason = "the type of msg_controllen differs between C libraries")]
         let filled = (header.msg_controllen as usize).min(control.0.len());
         let mut rest = &control.0[..filled];
-        let mut notes = Self::default();
+        let mut control_data = Self::default();
         while let Some((cmsg, data)) = rest.split_at_checked(CMSG_HEADER_LEN) {
             let word = |at: usize| i32::from_ne_bytes([cmsg[at], cmsg[at + 1], cmsg[at + 2], cmsg[at + 3]]);
             #[allow(clippy::unnecessary_cast, reason = "the type of cmsg_len differs between C libraries")]
@@ -364,14 +361,14 @@ impl Notes {
             match (word(level_at), word(type_at), &data[..data_len]) {
                 (libc::SOL_UDP, libc::UDP_GRO, &[a, b, c, d, ..]) => {
                     let value = libc::c_int::from_ne_bytes([a, b, c, d]);
-                    notes.segment_len_bytes = usize::try_from(value).ok().filter(|&len| len > 0);
+                    control_data.segment_len_bytes = usize::try_from(value).ok().filter(|&len| len > 0);
                 }
-                (libc::IPPROTO_IP, libc::IP_TOS, &[tos, ..]) => notes.marked = tos & ECN_MASK == ECN_CE,
+                (libc::IPPROTO_IP, libc::IP_TOS, &[tos, ..]) => control_data.marked = tos & ECN_MASK == ECN_CE,
                 _ => {}
             }
             rest = data.get(data_len.next_multiple_of(size_of::<usize>())..).unwrap_or_default();
         }
-        notes
+        control_data
     }
 }
 
@@ -391,7 +388,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn addresses_survive_the_kernels_layout() {
+    fn addresses_round_trip_through_the_kernels_layout() {
         for text in ["127.0.0.1:1", "10.255.0.7:65535", "[::1]:4791", "[fe80::1%3]:9"] {
             let addr: SocketAddr = text.parse().unwrap();
             assert_eq!(SockName::from(addr).to_socket_addr(), Some(addr));
@@ -400,28 +397,29 @@ mod tests {
     }
 
     #[test]
-    fn segment_length_is_read_back_from_where_it_is_put() {
+    fn segment_length_round_trips_through_control_data() {
         let mut control = Control([0; 64]);
         let mut header = zeroed_header().msg_hdr;
         put_segment_len(&mut header, &mut control, 1472);
-        // What is sent (a u16 as UDP_SEGMENT) is not what arrives (an int as UDP_GRO).
-        assert_eq!(Notes::read(&header, &control), Notes::default());
+        // Sent as a u16 (UDP_SEGMENT), received as an int (UDP_GRO).
+        assert_eq!(ControlData::read(&header, &control), ControlData::default());
         // SAFETY: as in `put_segment_len`.
         unsafe {
             let cmsg = control.0.as_mut_ptr().cast::<libc::cmsghdr>();
             (*cmsg).cmsg_type = libc::UDP_GRO;
             (*cmsg).cmsg_len = libc::CMSG_LEN(size_of::<libc::c_int>() as u32) as _;
         }
-        assert_eq!(Notes::read(&header, &control).segment_len_bytes, Some(1472));
+        assert_eq!(ControlData::read(&header, &control).segment_len_bytes, Some(1472));
     }
 
     #[test]
-    fn a_batch_of_two_destinations_and_one_segmented_message() {
+    fn batch_with_a_segmented_message_reaches_two_destinations() {
         let socket = || UdpSocket::bind("127.0.0.1:0").unwrap();
         let (a, b, c) = (socket(), socket(), socket());
         let arena: Vec<u8> = (0..=99).collect();
-        let lent = [5; 10];
-        let parts = [Part::Arena(0, 40), Part::Arena(40, 40), Part::Arena(80, 10), Part::Arena(90, 10), Part::Lent(0)];
+        let borrowed = [5; 10];
+        let parts =
+            [Part::Arena(0, 40), Part::Arena(40, 40), Part::Arena(80, 10), Part::Arena(90, 10), Part::Borrowed(0)];
         let to = |socket: &UdpSocket| SockName::from(socket.local_addr().unwrap());
         let gso = has_gso(a.as_fd());
         let messages = [
@@ -429,7 +427,7 @@ mod tests {
             Message { to: to(&c), parts: (3, 5), segment_len_bytes: 0 },
         ];
         let mut batch = SendBatch::new(2, 5);
-        assert_eq!(batch.send(a.as_fd(), &arena, &[&lent], &messages, &parts), Ok(2));
+        assert_eq!(batch.send(a.as_fd(), &arena, &[&borrowed], &messages, &parts), Ok(2));
         let mut recv = RecvBatch::new(4, 64);
         let n = recv.recv(b.as_fd(), 4).unwrap();
         let lens: Vec<usize> = (0..n).map(|i| recv.arrived(i).len_bytes).collect();
@@ -437,7 +435,7 @@ mod tests {
         assert_eq!(recv.arrived(0).from, Some(a.local_addr().unwrap()));
         assert_eq!(recv.buffer(0)[..40], arena[..40]);
         assert_eq!(recv.recv(c.as_fd(), 4), Ok(1));
-        assert_eq!((&recv.buffer(0)[..10], &recv.buffer(0)[10..20]), (&arena[90..], &lent[..]));
+        assert_eq!((&recv.buffer(0)[..10], &recv.buffer(0)[10..20]), (&arena[90..], &borrowed[..]));
         assert_eq!(recv.recv(c.as_fd(), 4), Err(Errno::AGAIN));
         a.send_to(&[7; 65], c.local_addr().unwrap()).unwrap();
         assert_eq!(recv.recv(c.as_fd(), 4), Ok(1));

@@ -1,4 +1,4 @@
-//! The conformance suite on real sockets, and what is particular to them.
+//! The conformance suite on real sockets, and tests specific to UDP.
 
 use super::*;
 use crate::port::conformance::{Testbed, Violation, WaitTestbed, run, run_wait};
@@ -10,7 +10,7 @@ struct UdpBed {
     addr: SocketAddr,
     config: UdpConfig,
     start: std::time::Instant,
-    /// An address whose socket is closed again.
+    /// The address of a socket that was closed.
     gone: Option<SocketAddr>,
 }
 
@@ -27,7 +27,7 @@ impl Testbed for UdpBed {
         (0..n).map(|_| UdpPort::bind(self.addr, &self.config).unwrap()).collect()
     }
 
-    fn nowhere(&mut self) -> Addr {
+    fn unused_addr(&mut self) -> Addr {
         let addr = *self.gone.get_or_insert_with(|| UdpSocket::bind(self.addr).unwrap().local_addr().unwrap());
         Addr::Udp(addr)
     }
@@ -36,7 +36,7 @@ impl Testbed for UdpBed {
         Instant::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
 
-    fn pass(&mut self) {
+    fn advance(&mut self) {
         std::thread::yield_now();
     }
 }
@@ -87,13 +87,13 @@ fn conforms_over_ipv6() {
     conforms(addr, UdpConfig::default());
 }
 
-/// A port whose `wait` is broken.
-struct Deaf {
+/// A port whose `wait` ignores packets or wakes.
+struct FaultyPort {
     inner: UdpPort,
-    to_packets: bool,
+    ignores_packets: bool,
 }
 
-impl Port for Deaf {
+impl Port for FaultyPort {
     type Rx<'a> = UdpRx<'a>;
     type Tx<'a> = UdpTx<'a>;
 
@@ -122,64 +122,66 @@ impl Port for Deaf {
     }
 }
 
-impl WaitPort for Deaf {
+impl WaitPort for FaultyPort {
     fn wait(&mut self, _timeout: Option<Duration>) -> Wake {
         match self.inner.wait(Some(Duration::ZERO)) {
-            Wake::Packet if self.to_packets => Wake::Timeout,
-            Wake::Woken if !self.to_packets => Wake::Timeout,
+            Wake::Packet if self.ignores_packets => Wake::Timeout,
+            Wake::Woken if !self.ignores_packets => Wake::Timeout,
             other => other,
         }
     }
 }
 
-struct DeafBed {
+struct FaultyTestbed {
     bed: UdpBed,
-    to_packets: bool,
+    ignores_packets: bool,
 }
 
-impl Testbed for DeafBed {
-    type Port = Deaf;
+impl Testbed for FaultyTestbed {
+    type Port = FaultyPort;
 
-    fn ports(&mut self, n: usize) -> Vec<Deaf> {
-        let to_packets = self.to_packets;
-        self.bed.ports(n).into_iter().map(|inner| Deaf { inner, to_packets }).collect()
+    fn ports(&mut self, n: usize) -> Vec<FaultyPort> {
+        let ignores_packets = self.ignores_packets;
+        self.bed.ports(n).into_iter().map(|inner| FaultyPort { inner, ignores_packets }).collect()
     }
 
-    fn nowhere(&mut self) -> Addr {
-        self.bed.nowhere()
+    fn unused_addr(&mut self) -> Addr {
+        self.bed.unused_addr()
     }
 
     fn now(&self) -> Instant {
         self.bed.now()
     }
 
-    fn pass(&mut self) {
-        self.bed.pass();
+    fn advance(&mut self) {
+        self.bed.advance();
     }
 }
 
-impl WaitTestbed for DeafBed {
-    fn waker(&mut self, port: &Deaf) -> Box<dyn Fn() + Send> {
+impl WaitTestbed for FaultyTestbed {
+    fn waker(&mut self, port: &FaultyPort) -> Box<dyn Fn() + Send> {
         self.bed.waker(&port.inner)
     }
 }
 
 #[test]
-fn a_port_that_sleeps_over_things_is_found_out() {
-    for (to_packets, expected) in [(true, Wake::Packet), (false, Wake::Woken)] {
+fn conformance_rejects_a_port_whose_wait_ignores_packets_or_wakes() {
+    for (ignores_packets, expected) in [(true, Wake::Packet), (false, Wake::Woken)] {
         let bed = UdpBed::new(LOOPBACK, UdpConfig::default());
-        let found = run_wait(&mut DeafBed { bed, to_packets });
-        assert!(matches!(found, Err(Violation::Wake { expected: other, .. }) if other == expected), "{found:?}");
+        let found = run_wait(&mut FaultyTestbed { bed, ignores_packets });
+        assert!(matches!(found, Err(Violation::WrongWake { expected: other, .. }) if other == expected), "{found:?}");
     }
 }
 
 #[test]
-fn bad_configurations_are_named() {
+fn invalid_configurations_are_refused() {
     let any = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
     assert!(matches!(UdpPort::bind(any, &UdpConfig::default()), Err(UdpError::Unspecified { addr }) if addr == any));
-    for asked in [0, MAX_DATAGRAM_LEN_BYTES + 1] {
-        let config = UdpConfig { max_packet_len_bytes: Some(asked), ..UdpConfig::default() };
-        assert!(matches!(UdpPort::bind(LOOPBACK, &config), Err(UdpError::PacketLength { asked: a }) if a == asked));
+    for requested in [0, MAX_DATAGRAM_LEN_BYTES + 1] {
+        let config = UdpConfig { max_packet_len_bytes: Some(requested), ..UdpConfig::default() };
+        assert!(
+            matches!(UdpPort::bind(LOOPBACK, &config), Err(UdpError::PacketLength { requested: a }) if a == requested)
+        );
     }
     let taken = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
     let error = UdpPort::bind(taken.local_addr, &UdpConfig::default()).unwrap_err();
@@ -187,7 +189,7 @@ fn bad_configurations_are_named() {
 }
 
 #[test]
-fn loopback_takes_the_longest_datagram() {
+fn loopback_port_takes_the_longest_datagram() {
     let port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
     assert_eq!(port.capabilities().max_packet_len_bytes, MAX_DATAGRAM_LEN_BYTES);
     let peer = Some(SocketAddr::from((Ipv4Addr::LOCALHOST, 9)));
@@ -200,13 +202,13 @@ fn send(port: &mut UdpPort, to: Addr, len: usize) {
 }
 
 #[test]
-fn the_wrong_kind_of_destination_is_dropped_and_counted() {
+fn invalid_destinations_are_dropped_and_counted() {
     let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
     send(&mut port, Addr::Emu(1), 10);
     send(&mut port, Addr::Udp(SocketAddr::from((Ipv6Addr::LOCALHOST, 9))), 10);
     send(&mut port, Addr::Udp(LOOPBACK), 10);
     assert_eq!(port.stats().send_dropped_packets, 3);
-    // The kernel refuses a broadcast by a socket that has not asked for it; a run too, and runs still work after it.
+    // The kernel refuses a broadcast on a socket without SO_BROADCAST, also as a run; runs still work afterwards.
     let broadcast = Addr::Udp(SocketAddr::from((Ipv4Addr::BROADCAST, 9)));
     (0..5).for_each(|_| send(&mut port, broadcast, 10));
     let own = port.local_addr();
@@ -217,9 +219,9 @@ fn the_wrong_kind_of_destination_is_dropped_and_counted() {
     assert_eq!((port.stats().send_dropped_packets, port.stats().sent_packets), (8, 5));
 }
 
-/// Another address of loopback plays the host of an emulated machine.
+/// Another loopback address acts as the host of an emulated machine.
 #[test]
-fn addresses_of_loopback_mean_the_host_of_an_emulated_machine() {
+fn loopback_addresses_translate_to_the_emulated_machines_host() {
     let at = Ipv4Addr::new(127, 0, 0, 2);
     let host = UdpSocket::bind((at, 0)).unwrap();
     host.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
@@ -232,13 +234,13 @@ fn addresses_of_loopback_mean_the_host_of_an_emulated_machine() {
     assert_eq!((len, from), (10, port.local_addr));
     host.send_to(&buffer[..len], from).unwrap();
     assert_eq!(port.wait(Some(Duration::from_secs(30))), Wake::Packet);
-    let packet = port.receive(Instant::ZERO).expect("what was waited for");
+    let packet = port.receive(Instant::ZERO).expect("a packet");
     assert_eq!(packet.consume(|from, bytes| (from, bytes.len())), (Addr::Udp(known), 10));
     assert!(!port.join(Addr::Udp("239.255.1.2:20000".parse().unwrap())), "the host can't share its addresses");
 }
 
 #[test]
-fn runs_cross_the_kernel_in_few_calls() {
+fn runs_to_four_destinations_take_one_call_with_gso() {
     let config = UdpConfig { max_packet_len_bytes: Some(1472), ..UdpConfig::default() };
     let mut ports = UdpBed::new(LOOPBACK, config).ports(5);
     let mut device = ports.pop().unwrap();
@@ -262,7 +264,7 @@ fn runs_cross_the_kernel_in_few_calls() {
 }
 
 #[test]
-fn what_is_too_long_for_a_receiver_is_dropped_and_counted() {
+fn overlong_packets_are_dropped_and_counted() {
     for gro in [Offload::Auto, Offload::Off] {
         let mut a = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
         let config = UdpConfig { max_packet_len_bytes: Some(100), gro, ..UdpConfig::default() };
@@ -278,7 +280,7 @@ fn what_is_too_long_for_a_receiver_is_dropped_and_counted() {
 }
 
 #[test]
-fn empty_datagrams_are_no_packets() {
+fn empty_datagram_is_dropped_and_counted() {
     let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
     let foreign = UdpSocket::bind(LOOPBACK).unwrap();
     foreign.send_to(&[], port.local_addr).unwrap();
@@ -287,18 +289,18 @@ fn empty_datagrams_are_no_packets() {
     assert_eq!(port.stats().receive_errors, 1);
 }
 
-/// Two ports and a sender, and an address that both have joined; `None` if this kernel has no multicast on loopback.
+/// A sender, and two ports that have joined one group; `None` if this kernel has no multicast on loopback.
 fn shared() -> Option<(UdpPort, [UdpPort; 2], Addr)> {
     let mut ports = UdpBed::new(LOOPBACK, UdpConfig::default()).ports(3);
     let (a, mut b, mut c) = (ports.pop()?, ports.pop()?, ports.pop()?);
-    // Nobody else's port: that of the sender, whose socket is bound to another address.
+    // A port number that is not in use: the sender's, whose socket is bound to another address.
     let Addr::Udp(own) = a.local_addr() else { return None };
     let group = Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, 77, 1), own.port())));
     if !b.join(group) {
         eprintln!("skipped: this machine does not let a socket join a multicast group on loopback");
         return None;
     }
-    assert!(c.join(group), "what one may, the other may");
+    assert!(c.join(group), "as the first one could");
     Some((a, [b, c], group))
 }
 
@@ -312,7 +314,7 @@ fn wait_for(port: &mut UdpPort) -> (Addr, usize) {
 }
 
 #[test]
-fn one_packet_to_a_shared_address_reaches_each_port_as_its_senders() {
+fn packet_to_a_group_reaches_each_member_from_its_sender() {
     let Some((mut sender, mut members, group)) = shared() else { return };
     for len in [60_000, 1000, 1000, 999] {
         send(&mut sender, group, len);
@@ -326,13 +328,13 @@ fn one_packet_to_a_shared_address_reaches_each_port_as_its_senders() {
         assert!(member.receive(Instant::ZERO).is_none());
         send(&mut sender, member.local_addr(), 5);
         sender.flush(Instant::ZERO);
-        assert_eq!(wait_for(member), (sender.local_addr(), 5), "its own address is as good as before");
+        assert_eq!(wait_for(member), (sender.local_addr(), 5), "the member's own address still works");
     }
-    assert!(sender.receive(Instant::ZERO).is_none(), "who has not joined hears nothing");
+    assert!(sender.receive(Instant::ZERO).is_none(), "the sender has not joined");
 }
 
 #[test]
-fn poll_fd_is_readable_for_either_address() {
+fn poll_fd_is_readable_for_own_and_group_address() {
     use rustix::event::{PollFd, PollFlags, poll};
     let Some((mut sender, [mut member, _other], group)) = shared() else { return };
     for to in [group, member.local_addr()] {
@@ -346,7 +348,7 @@ fn poll_fd_is_readable_for_either_address() {
 }
 
 #[test]
-fn neither_address_starves_the_other() {
+fn own_and_group_address_do_not_starve_each_other() {
     let Some((mut sender, [mut member, _other], group)) = shared() else { return };
     let own = member.local_addr();
     for _ in 0..20 {
@@ -360,25 +362,25 @@ fn neither_address_starves_the_other() {
 }
 
 #[test]
-fn who_has_left_hears_nothing_and_may_join_again() {
-    let Some((mut sender, [mut stays, mut leaves], group)) = shared() else { return };
-    assert!(!stays.join(group), "joined already");
-    assert!(!stays.join(sender.local_addr()) && !stays.join(Addr::Emu(1)), "no shared addresses");
-    leaves.leave(group);
+fn port_that_left_a_group_receives_nothing_until_it_joins_again() {
+    let Some((mut sender, [mut member, mut leaver], group)) = shared() else { return };
+    assert!(!member.join(group), "joined already");
+    assert!(!member.join(sender.local_addr()) && !member.join(Addr::Emu(1)), "not multicast addresses");
+    leaver.leave(group);
     send(&mut sender, group, 10);
     sender.flush(Instant::ZERO);
-    // What has reached one would have reached the other.
-    assert_eq!(wait_for(&mut stays).1, 10);
-    assert!(leaves.receive(Instant::ZERO).is_none());
-    assert!(leaves.join(group));
+    // A packet that reached one member would have reached the other.
+    assert_eq!(wait_for(&mut member).1, 10);
+    assert!(leaver.receive(Instant::ZERO).is_none());
+    assert!(leaver.join(group));
     send(&mut sender, group, 11);
     sender.flush(Instant::ZERO);
-    assert_eq!(wait_for(&mut leaves).1, 11);
+    assert_eq!(wait_for(&mut leaver).1, 11);
 }
 
-/// What routers mark arrives as marked, beside packets that the kernel coalesces and that are not.
+/// Congestion marks are reported for the packets that carry them, also when the kernel coalesces others.
 #[test]
-fn marks_of_congestion_arrive() {
+fn congestion_marks_are_reported_per_packet() {
     let mut port = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
     let sender = std::net::UdpSocket::bind(LOOPBACK).unwrap();
     let Addr::Udp(to) = port.local_addr() else { panic!("a UDP port") };
@@ -389,7 +391,7 @@ fn marks_of_congestion_arrive() {
         let token = port.receive(Instant::ZERO).expect("a packet");
         assert_eq!((token.is_marked(), token.consume(|_, bytes| bytes.to_vec())), (expected, vec![tos; 9]));
     }
-    // What the port sends says that it understands marks.
+    // The port's own packets declare ECN capability.
     rustix::net::sockopt::set_ip_recvtos(&sender, true).unwrap();
     assert_eq!(rustix::net::sockopt::ip_tos(&port.socket).unwrap(), 0b10);
 }

@@ -1,13 +1,13 @@
-//! The transmit queue: an arena that tokens write into, sorted by destination.
+//! The transmit queue: an arena that tokens write into, with packets sorted by destination.
 //!
 //! A device answers child 0, 1, 2, 3 and then child 0 again, so neighbours in the queue seldom share a destination.
-//! Packets are therefore chained per destination (a *bin*), and a flush sends each bin's runs of equal length as
-//! one segmented message: the kernel walks its stack once a run. Packets to one destination keep their order.
+//! Packets are therefore chained per destination (a *bin*), and a flush sends each bin's runs of equal length as one
+//! segmented message, for which the kernel traverses its stack once. Packets to one destination keep their order.
 //!
 //! Invariants:
 //! - nothing here allocates after `new`;
-//! - the arena fills from its start and is reset only when every packet has left or was dropped, so queued bytes
-//!   never move;
+//! - the arena fills from its start and is reset only when every packet was sent or dropped, so queued bytes never
+//!   move;
 //! - a packet is counted once: sent, dropped, or still queued.
 
 use super::UdpStats;
@@ -18,13 +18,13 @@ use std::mem;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 
-/// The most segments that the kernel cuts one message into (`UDP_MAX_SEGMENTS` before Linux 6.9; 128 since).
+/// The maximum number of segments of one message (`UDP_MAX_SEGMENTS` before Linux 6.9; 128 since).
 const MAX_SEGMENTS: usize = 64;
 
-/// The most messages handed to the kernel in one call.
+/// The maximum number of messages in one call.
 const MAX_MESSAGES: usize = 64;
 
-/// Packets start on cache lines, as vector loads and stores like them.
+/// Packets are aligned to cache lines, for vector loads and stores.
 const ALIGN_BYTES: usize = 64;
 
 /// No packet: the end of a chain.
@@ -32,25 +32,25 @@ const NONE: u32 = u32::MAX;
 
 /// A queued packet: a head in the arena, and possibly a payload elsewhere.
 struct Entry {
-    /// Where the head begins in the arena.
+    /// The head's offset in the arena.
     start: usize,
     head_len_bytes: usize,
     payload: Payload,
-    /// Of head and payload.
+    /// The length of head and payload.
     len_bytes: usize,
     /// The next packet of the same bin.
     next: u32,
 }
 
-/// Where a packet's payload lies.
+/// The location of a packet's payload.
 #[derive(Clone, Copy)]
 enum Payload {
-    /// Behind the head, as part of it.
+    /// In the arena, contiguous with the head.
     Joined,
-    /// In the slices lent for the flush that is going on, by index.
-    Lent(usize),
-    /// In the arena, where the flush has put it because the kernel did not take it.
-    Kept(usize),
+    /// In the slices borrowed for the current flush, by index.
+    Borrowed(usize),
+    /// In the arena, copied by the flush because the kernel did not accept the packet.
+    Copied(usize),
 }
 
 /// The packets to one destination.
@@ -61,7 +61,7 @@ struct Bin {
     tail: u32,
 }
 
-/// A message of the batch being sent: how to strike its packets off if the kernel takes it.
+/// A message of the batch being sent, and how to remove its packets once the kernel has accepted it.
 struct Planned {
     bin: usize,
     /// The first packet after it.
@@ -69,19 +69,20 @@ struct Planned {
     packets: usize,
 }
 
-/// Packets on their way out.
+/// Packets queued for sending.
 pub(super) struct TxQueue {
     arena: Box<[u8]>,
     used_bytes: usize,
     max_packet_len_bytes: usize,
     entries: Vec<Entry>,
-    /// Bins by first use. Those before `first_bin` are empty.
+    /// Bins in order of first use. Those before `first_bin` are empty.
     bins: Vec<Bin>,
     first_bin: usize,
     /// Open-addressed: hash of a destination -> bin + 1, 0 for free.
     table: Box<[u16]>,
     gso: bool,
-    /// The kernel has just refused a run: is it the run, or the destination?
+    /// The kernel has refused a run: send single packets, to find out whether segmentation or the destination is the
+    /// cause.
     doubt_gso: bool,
     batch: SendBatch,
     messages: Vec<Message>,
@@ -90,7 +91,7 @@ pub(super) struct TxQueue {
 }
 
 impl TxQueue {
-    /// Make room for `packets` packets (at most 32768) in an arena of `arena_len_bytes`.
+    /// Create a queue for `packets` packets (at most 32768) in an arena of `arena_len_bytes`.
     pub(super) fn new(packets: usize, arena_len_bytes: usize, max_packet_len_bytes: usize, gso: bool) -> Self {
         Self {
             arena: vec![0; arena_len_bytes].into_boxed_slice(),
@@ -99,7 +100,7 @@ impl TxQueue {
             entries: Vec::with_capacity(packets),
             bins: Vec::with_capacity(packets),
             first_bin: 0,
-            // Twice the most bins, so that a free cell is always near.
+            // Twice the maximum number of bins, so that probe sequences stay short.
             table: vec![0; (2 * packets).next_power_of_two()].into_boxed_slice(),
             gso,
             doubt_gso: false,
@@ -110,12 +111,12 @@ impl TxQueue {
         }
     }
 
-    /// Whether runs of packets leave as segmented messages.
+    /// Return whether runs of packets are sent as segmented messages.
     pub(super) fn gso(&self) -> bool {
         self.gso
     }
 
-    /// Whether nothing is queued.
+    /// Return whether the queue is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -140,13 +141,13 @@ impl TxQueue {
         arena.min(self.entries.capacity() - self.entries.len())
     }
 
-    /// Queue a packet of `header` and the payload that [`TxQueue::flush_lent`] gets as number `index`. The caller
-    /// has seen that there is room, and flushes before anything else.
-    pub(super) fn lend(&mut self, to: SocketAddr, header: &[u8], index: usize, payload_len_bytes: usize) {
+    /// Queue a packet of `header` and the payload that [`TxQueue::flush_borrowed`] gets at `index`. The caller has
+    /// checked that there is room, and flushes before any other call.
+    pub(super) fn queue_borrowed(&mut self, to: SocketAddr, header: &[u8], index: usize, payload_len_bytes: usize) {
         let len_bytes = header.len() + payload_len_bytes;
         assert!(len_bytes <= self.max_packet_len_bytes, "packet of {len_bytes} bytes is over the port's limit");
         self.arena[self.used_bytes..][..header.len()].copy_from_slice(header);
-        let payload = if payload_len_bytes > 0 { Payload::Lent(index) } else { Payload::Joined };
+        let payload = if payload_len_bytes > 0 { Payload::Borrowed(index) } else { Payload::Joined };
         self.push(to, header.len(), payload, len_bytes);
     }
 
@@ -164,34 +165,33 @@ impl TxQueue {
         bin.tail = index;
     }
 
-    /// Send what the kernel takes; keep the rest in order.
+    /// Send what the kernel accepts; keep the rest in order.
     pub(super) fn flush(&mut self, fd: BorrowedFd<'_>, stats: &mut UdpStats) {
-        self.flush_lent(fd, &[], stats);
+        self.flush_borrowed(fd, &[], stats);
     }
 
-    /// The same, with the payloads lent since the last flush. What the kernel does not take is copied, so that
-    /// nothing refers to them afterwards.
-    pub(super) fn flush_lent(&mut self, fd: BorrowedFd<'_>, lent: &[&[u8]], stats: &mut UdpStats) {
-        self.send(fd, lent, stats);
+    /// As [`TxQueue::flush`], with the payloads borrowed since the last flush. Payloads that the kernel does not accept
+    /// are copied, so that nothing refers to them afterwards.
+    pub(super) fn flush_borrowed(&mut self, fd: BorrowedFd<'_>, borrowed: &[&[u8]], stats: &mut UdpStats) {
+        self.send(fd, borrowed, stats);
         if !self.is_empty() {
-            self.keep(lent);
+            self.copy_borrowed(borrowed);
         }
     }
 
-    /// Copy the payloads lent, as the packets stay.
-    fn keep(&mut self, lent: &[&[u8]]) {
+    /// Copy the borrowed payloads of packets that stay queued.
+    fn copy_borrowed(&mut self, borrowed: &[&[u8]]) {
         for entry in &mut self.entries {
-            let Payload::Lent(index) = entry.payload else { continue };
-            // Of those that have left nothing is read any more; copying them too keeps this loop plain, and the
-            // room for all of them was there.
-            let payload = lent[index];
+            let Payload::Borrowed(index) = entry.payload else { continue };
+            // Packets already sent are copied too, which keeps this loop simple; there was room for all of them.
+            let payload = borrowed[index];
             self.arena[self.used_bytes..][..payload.len()].copy_from_slice(payload);
-            entry.payload = Payload::Kept(self.used_bytes);
+            entry.payload = Payload::Copied(self.used_bytes);
             self.used_bytes += payload.len().next_multiple_of(ALIGN_BYTES);
         }
     }
 
-    fn send(&mut self, fd: BorrowedFd<'_>, lent: &[&[u8]], stats: &mut UdpStats) {
+    fn send(&mut self, fd: BorrowedFd<'_>, borrowed: &[&[u8]], stats: &mut UdpStats) {
         while !self.is_empty() {
             self.plan();
             if self.messages.is_empty() {
@@ -199,16 +199,17 @@ impl TxQueue {
                 return;
             }
             stats.send_calls += 1;
-            match self.batch.send(fd, &self.arena, lent, &self.messages, &self.parts) {
+            match self.batch.send(fd, &self.arena, borrowed, &self.messages, &self.parts) {
                 Ok(taken) => {
-                    // What it refused as a run it takes packet by packet: a route or interface that can't segment.
+                    // The kernel accepts the packets one by one but not as a run: the route or interface cannot
+                    // segment.
                     self.gso &= !mem::take(&mut self.doubt_gso);
                     for planned in &self.planned[..taken] {
                         self.bins[planned.bin].head = planned.rest;
                         stats.sent_packets += planned.packets as u64;
                     }
                     let parts = self.messages[..taken].last().map_or(0, |message| message.parts.1);
-                    stats.sent_bytes += self.parts[..parts].iter().map(|part| part.len(lent) as u64).sum::<u64>();
+                    stats.sent_bytes += self.parts[..parts].iter().map(|part| part.len(borrowed) as u64).sum::<u64>();
                 }
                 Err(Errno::INTR) => {}
                 Err(Errno::AGAIN | Errno::NOBUFS) => {
@@ -226,7 +227,7 @@ impl TxQueue {
         }
     }
 
-    /// Gather the next messages: all of the first bins' runs, as far as they fit into one call.
+    /// Gather the next messages: the runs of the first bins, as many as fit one call.
     fn plan(&mut self) {
         self.messages.clear();
         self.parts.clear();
@@ -257,7 +258,7 @@ impl TxQueue {
         }
     }
 
-    /// Find or make the bin of a destination.
+    /// Find or create the bin of a destination.
     fn bin_of(&mut self, to: SocketAddr) -> usize {
         let mask = self.table.len() - 1;
         let mut cell = hash(to) & mask;
@@ -282,8 +283,8 @@ impl TxQueue {
     }
 }
 
-/// Spread destinations over the table (Fibonacci hashing: Knuth, TAOCP 3, 6.4). Who they are is this host's choice,
-/// so nobody can aim at one cell.
+/// Hash a destination (Fibonacci hashing: Knuth, TAOCP 3, 6.4). This host chooses its destinations, so no one else can
+/// provoke collisions.
 fn hash(to: SocketAddr) -> usize {
     let ip = match to {
         SocketAddr::V4(to) => u64::from(u32::from(*to.ip())),
@@ -296,8 +297,8 @@ fn hash(to: SocketAddr) -> usize {
     (mixed >> 40) as usize
 }
 
-/// Append the run that starts at `head` to `parts`, and return the packet after it and its length in packets: equal lengths, the last may be
-/// shorter, within what one message may hold.
+/// Append the run that starts at `head` to `parts`; return the packet after it and its length in packets. The packets
+/// of a run are equally long, except that the last may be shorter, and fit one message.
 fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Part>) -> (u32, usize) {
     let segment_len = entries[head as usize].len_bytes;
     let limit = if gso { MAX_SEGMENTS } else { 1 };
@@ -310,8 +311,8 @@ fn take_run(entries: &[Entry], mut head: u32, gso: bool, parts: &mut Vec<Part>) 
         parts.push(Part::Arena(entry.start, entry.head_len_bytes));
         match entry.payload {
             Payload::Joined => {}
-            Payload::Lent(index) => parts.push(Part::Lent(index)),
-            Payload::Kept(start) => parts.push(Part::Arena(start, entry.len_bytes - entry.head_len_bytes)),
+            Payload::Borrowed(index) => parts.push(Part::Borrowed(index)),
+            Payload::Copied(start) => parts.push(Part::Arena(start, entry.len_bytes - entry.head_len_bytes)),
         }
         packets += 1;
         total += entry.len_bytes;
@@ -353,38 +354,38 @@ mod tests {
     }
 
     #[test]
-    fn a_run_ends_behind_a_shorter_packet_and_before_a_longer_one() {
+    fn run_ends_after_a_shorter_and_before_a_longer_packet() {
         let lens = [(1, 500), (1, 500), (1, 400), (1, 500), (1, 600), (1, 600)];
         assert_eq!(runs(&mut queue(&lens)), [(0, 3, 500), (0, 1, 0), (0, 2, 600)]);
     }
 
     #[test]
-    fn a_run_keeps_to_the_kernels_limits() {
+    fn run_stays_within_the_segment_and_datagram_limits() {
         assert_eq!(runs(&mut queue(&[(1, 8); 100])), [(0, 64, 8), (0, 36, 8)]);
         // 65507 / 2000 = 32.75
         assert_eq!(runs(&mut queue(&[(1, 2000); 50])), [(0, 32, 2000), (0, 18, 2000)]);
     }
 
     #[test]
-    fn a_payload_that_stays_is_copied() {
+    fn borrowed_payload_that_stays_queued_is_copied() {
         let to = SocketAddr::from(([127, 0, 0, 1], 9));
         let mut tx = TxQueue::new(8, 1 << 12, 200, true);
         let room = tx.room();
         let payload = [3; 150];
-        tx.lend(to, &[1; 10], 0, payload.len());
-        tx.lend(to, &[2; 20], 1, 0);
-        tx.keep(&[&payload, &[]]);
+        tx.queue_borrowed(to, &[1; 10], 0, payload.len());
+        tx.queue_borrowed(to, &[2; 20], 1, 0);
+        tx.copy_borrowed(&[&payload, &[]]);
         assert!(tx.room() < room, "copies take room");
         tx.plan();
         let bytes = |part: &Part| match *part {
             Part::Arena(start, len) => &tx.arena[start..][..len],
-            Part::Lent(_) => panic!("a payload is still lent"),
+            Part::Borrowed(_) => panic!("a payload is still borrowed"),
         };
         assert_eq!(tx.parts.iter().map(bytes).collect::<Vec<_>>(), [&[1; 10][..], &payload, &[2; 20]]);
     }
 
     #[test]
-    fn a_full_queue_offers_no_room() {
+    fn full_queue_reserves_nothing() {
         let mut tx = TxQueue::new(4, 1 << 20, 100, true);
         for _ in 0..4 {
             assert!(tx.reserve().is_some());
@@ -399,7 +400,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_packet_is_planned_once_and_in_order(lens in prop::collection::vec((0_u16..5, 1_usize..4), 1..200)) {
+        fn packets_are_planned_once_and_in_order_per_destination(lens in prop::collection::vec((0_u16..5, 1_usize..4), 1..200)) {
             let mut tx = queue(&lens.iter().map(|&(port, len)| (port, len * 100)).collect::<Vec<_>>());
             let mut seen: Vec<Vec<usize>> = vec![Vec::new(); 5];
             loop {
@@ -411,7 +412,7 @@ mod tests {
                     let port = tx.bins[bin].to.port();
                     seen[usize::from(port)].extend(tx.parts[from..to].iter().map(|part| match part {
                             Part::Arena(start, _) => *start,
-                            Part::Lent(_) => panic!("nothing is lent here"),
+                            Part::Borrowed(_) => panic!("nothing is borrowed here"),
                         }));
                     tx.bins[bin].head = tx.planned[i].rest;
                 }

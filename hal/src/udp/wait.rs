@@ -1,10 +1,10 @@
-//! Sleeping until there is something to do, and being woken from another thread.
+//! Waits for packets, and wake-ups from other threads.
 //!
-//! A wake-up across cores costs some 20 us, so a wait first looks a little, then yields a few times (which is enough
-//! when the peer shares the core), and only then sleeps in `ppoll`.
+//! A wake-up across cores costs about 20 us, so a wait first spins, then yields a few times (which suffices when the
+//! peer shares the core), and only then sleeps in `ppoll`.
 //!
-//! Invariant: a wake is never lost. The flag is looked at before each sleep, and whoever raises it makes the eventfd
-//! readable afterwards; an eventfd that is readable without the flag only costs one turn of the loop.
+//! Invariant: no wake is lost. The flag is checked before each sleep, and it is raised before the eventfd is made
+//! readable; a readable eventfd without the flag costs only one turn of the loop.
 
 use super::UdpPort;
 use crate::port::Wake;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// How often a wait yields before it sleeps.
 const YIELDS: u32 = 4;
 
-/// A yield that took this long went to somebody who computes, not to a peer that answers.
+/// A yield that takes this long went to a thread that computes, not to a peer about to answer.
 const LONG_YIELD: Duration = Duration::from_micros(200);
 
 struct Shared {
@@ -38,27 +38,27 @@ impl Waker {
         Ok(Self { shared: Arc::new(Shared { raised: AtomicBool::new(false), event }) })
     }
 
-    /// Make the port's current wait, or else its next one, return [`Wake::Woken`]. Wakes before that count as one.
+    /// Make the port's current or next wait return [`Wake::Woken`]. Several wakes before it count as one.
     pub fn wake(&self) {
         if !self.shared.raised.swap(true, Ordering::AcqRel) {
-            // It can fail only when the counter is full, and then it is readable.
+            // This fails only if the counter is full, and then it is readable.
             let _ = rustix::io::write(&self.shared.event, &1_u64.to_ne_bytes());
         }
     }
 
-    /// Return what becomes readable with a wake.
+    /// Return the descriptor that a wake makes readable.
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
         self.shared.event.as_fd()
     }
 
-    /// Make it unreadable again if the wake that made it so has been taken.
+    /// Reset the descriptor, unless a wake is pending.
     pub(crate) fn drain_unraised(&self) {
         if !self.shared.raised.load(Ordering::Acquire) {
             self.drain();
         }
     }
 
-    /// Take the wake, if there is one.
+    /// Consume a pending wake; return whether there was one.
     pub(crate) fn take(&self) -> bool {
         let raised = self.shared.raised.swap(false, Ordering::AcqRel);
         if raised {
@@ -68,7 +68,7 @@ impl Waker {
     }
 
     fn drain(&self) {
-        // Empty is fine: the waker has raised the flag and not yet written.
+        // It may be empty: the waker raises the flag before it writes.
         let _ = rustix::io::read(&self.shared.event, &mut [0_u8; 8][..]);
     }
 }
@@ -81,29 +81,29 @@ impl std::fmt::Debug for Waker {
 
 /// A port that can be waited on.
 pub(crate) trait Sleeper {
-    /// Return how long a wait looks for packets before it gives its processor away.
+    /// Return how long a wait spins before it yields.
     fn spin(&self) -> Duration;
 
-    /// Take a wake, if there is one.
+    /// Consume a pending wake; return whether there was one.
     fn take_wake(&mut self) -> bool;
 
-    /// Look for a packet without sleeping.
+    /// Fetch a packet without sleeping; return whether there is one.
     fn find_packet(&mut self) -> bool;
 
-    /// Sleep until there may be something, or time is up; return what is known of it.
+    /// Sleep until something may have arrived or the timeout has passed; return the cause, if known.
     fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake>;
 }
 
-/// Wait for a packet or a wake: look a little, then yield a few times, and only then sleep.
+/// Wait for a packet or a wake: spin, then yield a few times, then sleep.
 pub(crate) fn wait_on(port: &mut impl Sleeper, timeout: Option<Duration>) -> Wake {
-    if let Some(wake) = look(port) {
+    if let Some(wake) = check(port) {
         return wake;
     }
     if timeout == Some(Duration::ZERO) {
         return Wake::Timeout;
     }
     let start = Instant::now();
-    // A timeout beyond the clock's end is none.
+    // A timeout beyond the clock's range means no deadline.
     let deadline = timeout.and_then(|timeout| start.checked_add(timeout));
     let spin_until = start + port.spin();
     let mut yields = 0;
@@ -117,21 +117,22 @@ pub(crate) fn wait_on(port: &mut impl Sleeper, timeout: Option<Duration>) -> Wak
         } else if yields < YIELDS {
             yields += 1;
             std::thread::yield_now();
-            // Whoever took a whole slice will take the next: a sleeper is preferred when its packet comes.
+            // A thread that used a whole time slice will use the next one too; a sleeping thread is preferred when its
+            // packet arrives.
             if now.elapsed() > LONG_YIELD {
                 yields = YIELDS;
             }
         } else if let Some(wake) = port.sleep(deadline.map(|deadline| deadline - now)) {
             return wake;
         }
-        if let Some(wake) = look(port) {
+        if let Some(wake) = check(port) {
             return wake;
         }
     }
 }
 
-/// Look for a packet or a wake without sleeping.
-pub(crate) fn look(port: &mut impl Sleeper) -> Option<Wake> {
+/// Check for a packet or a wake without sleeping.
+pub(crate) fn check(port: &mut impl Sleeper) -> Option<Wake> {
     if port.take_wake() {
         Some(Wake::Woken)
     } else if port.find_packet() {
@@ -154,21 +155,21 @@ impl Sleeper for UdpPort {
         self.fill()
     }
 
-    /// Sleep until a socket or the waker has something, packets that the kernel refused can leave, or time is up. Woken:
-    /// what is watched besides has something.
+    /// Sleep until a socket or the waker is ready, packets that the kernel refused can be sent, or the timeout has
+    /// passed. `Woken` if the watched descriptor is readable.
     fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake> {
         let unsent = !self.tx.is_empty();
         let events = if unsent { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN };
         let event = PollFd::from_borrowed_fd(self.waker.file(), PollFlags::IN);
-        // With nothing joined or watched, the third and the fourth are the first once more.
+        // Without groups or a watched descriptor, the third and fourth repeat the first.
         let all = PollFd::from_borrowed_fd(self.poll_fd(), PollFlags::IN);
         let watched = self.watched.as_ref().map_or(self.poll_fd(), AsFd::as_fd);
         let watched = PollFd::from_borrowed_fd(watched, PollFlags::IN);
         let mut fds = [PollFd::new(&self.socket, events), event, all, watched];
-        // Out of the structure's range means never: 292 billion years.
+        // A duration out of the structure's range (292 billion years) means no timeout.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            return None; // Interrupted: the caller's loop looks again.
+            return None; // Interrupted: the caller's loop checks again.
         }
         let [socket, event, _, watched] = fds.map(|fd| fd.revents());
         if event.contains(PollFlags::IN) {

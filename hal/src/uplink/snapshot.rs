@@ -1,40 +1,39 @@
-//! A hop without its times: two that behave alike, whatever happens and in whatever order, then compare equal.
+//! Hops without times, for state-space search: two hops that behave alike under all events compare equal.
 
-use super::{Asked, MAX_WINDOW, Uplink};
+use super::{MAX_WINDOW, OutstandingProbe, Uplink};
 use crate::rtt::Rtt;
 use crate::time::Instant;
 use core::time::Duration;
 
-/// The length of a step of [`stamp`](super::stamp).
+/// The resolution of [`timestamp`](super::timestamp).
 const STEP_NS: u64 = 1 << 16;
 
 impl Uplink {
-    /// All moments that [`Uplink::forget_time`] leaves lie before this one.
-    pub const AFTERWARDS: Instant = Instant::from_nanos(4 * STEP_NS);
+    /// Later than every instant that [`Uplink::forget_time`] leaves.
+    pub const RESUME_AT: Instant = Instant::from_nanos(4 * STEP_NS);
 
-    /// Replace every moment by one that says only what came first: whether a timer is armed, and what was sent after the
-    /// probe that is out. Call it with all that was done until [`Uplink::AFTERWARDS`], and go on at that moment: an armed
-    /// timer is due then, and no hop is dead.
+    /// Replace every instant by one that keeps only the order: whether a timer is armed, and what was sent after the
+    /// outstanding probe. Continue at [`Uplink::RESUME_AT`]: an armed timer is due then, and no hop is dead.
     pub fn forget_time(&mut self) {
         const PROBED: Instant = Instant::from_nanos(2 * STEP_NS);
         let mut sent_at = [0; MAX_WINDOW as usize];
-        if let Some(Asked { token, at, sent_below }) = self.probe {
+        if let Some(OutstandingProbe { token, at, sent_below }) = self.probe {
             for local in (self.answered_below..sent_below).filter(|&local| !self.bit(local)) {
                 let place = (local % MAX_WINDOW) as usize;
-                let later = (self.sent_at[place].wrapping_sub(super::stamp(at)) as i32) > 0;
+                let later = (self.sent_at[place].wrapping_sub(super::timestamp(at)) as i32) > 0;
                 sent_at[place] = if later { 3 } else { 1 };
             }
-            self.probe = Some(Asked { token, at: PROBED, sent_below });
+            self.probe = Some(OutstandingProbe { token, at: PROBED, sent_below });
         }
         self.sent_at = sent_at;
         self.rtt = Rtt::UNKNOWN;
         self.backoff = 0;
         self.probe_at = self.probe_at.map(|_| Instant::ZERO);
-        self.heard_at = Self::AFTERWARDS;
+        self.active_at = Self::RESUME_AT;
     }
 
-    /// Forget the probe that is out and what its token was: allowed while no packet with a token of this hop is on its
-    /// way, since then nothing can come of either.
+    /// Forget the outstanding probe and its token. Valid only while no packet with a token of this hop is in flight:
+    /// nothing can depend on either then.
     pub fn forget_probe(&mut self) {
         self.probe = None;
         self.probe_count = 0;
@@ -42,16 +41,16 @@ impl Uplink {
     }
 }
 
-const _: () = assert!(Uplink::AFTERWARDS.as_nanos() < Duration::from_millis(1).as_nanos() as u64);
+const _: () = assert!(Uplink::RESUME_AT.as_nanos() < Duration::from_millis(1).as_nanos() as u64);
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::uplink::HopTimers;
 
-    /// Machines that did the same at other moments become equal; what was sent after the probe stays told apart.
+    /// Hops that did the same at different times become equal, except for what was sent after the probe.
     #[test]
-    fn what_stays_is_the_order() {
+    fn hops_without_times_differ_only_in_order() {
         let hop = |times: [u64; 3], again: Option<u64>| {
             let mut up = Uplink::new(HopTimers::DEFAULT, 1);
             let at = |ms| Instant::from_nanos(ms * 1_000_000);
@@ -69,12 +68,12 @@ mod tests {
         assert_ne!(hop([1, 2, 50], Some(0)), hop([1, 2, 50], Some(1)));
         let resent = |mut up: Uplink| {
             let mut resent = Vec::new();
-            assert!(up.on_status(2, 0, 0, Uplink::AFTERWARDS, |local| resent.push(local)));
+            assert!(up.on_status(2, 0, 0, Uplink::RESUME_AT, |local| resent.push(local)));
             resent
         };
         assert_eq!(resent(hop([1, 2, 50], None)), [0, 1]);
         assert_eq!(resent(hop([1, 2, 50], Some(1))), [0]);
         let mut up = hop([1, 2, 50], None);
-        assert!(!up.is_dead(Uplink::AFTERWARDS) && up.poll_probe(Uplink::AFTERWARDS).is_some());
+        assert!(!up.is_dead(Uplink::RESUME_AT) && up.poll_probe(Uplink::RESUME_AT).is_some());
     }
 }

@@ -1,4 +1,4 @@
-//! What a verbs port is set up with, why it can't be, and what it counts.
+//! Configuration, errors and counters of a verbs port.
 
 use std::fmt;
 use std::io;
@@ -7,28 +7,28 @@ use std::str::FromStr;
 use std::time::Duration;
 use thiserror::Error;
 
-/// Which port of which RDMA device, and which of its identifiers: `DEVICE[:PORT[:GID-INDEX]]`, or `auto`.
+/// An RDMA device, port and GID: `DEVICE[:PORT[:GID-INDEX]]`, or `auto`.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct VerbsLink {
-    /// The device; `None`: the first with an active port.
+    /// The device; `None`: the first one with an active port.
     pub device: Option<String>,
-    /// The port, counted from 1; `None`: the first that is active.
+    /// The port, counted from 1; `None`: the first active one.
     pub port: Option<u8>,
-    /// The index in the port's table of identifiers; `None`: RoCE version 2 over the address asked for or else over any
-    /// of IPv4, then over one of IPv6, then what there is.
+    /// The index in the port's GID table; `None`: RoCE version 2 with the preferred address, else with any IPv4
+    /// address, else with an IPv6 address, else the first entry.
     pub gid_index: Option<u8>,
 }
 
-/// What names no port.
+/// The text is not an RDMA port.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("{0:?} names no RDMA port; give DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX, as in mlx5_0:1:3, or auto")]
-pub struct NoLink(String);
+pub struct ParseLinkError(String);
 
 impl FromStr for VerbsLink {
-    type Err = NoLink;
+    type Err = ParseLinkError;
 
-    fn from_str(text: &str) -> Result<Self, NoLink> {
-        let wrong = || NoLink(text.to_owned());
+    fn from_str(text: &str) -> Result<Self, ParseLinkError> {
+        let wrong = || ParseLinkError(text.to_owned());
         let mut parts = text.split(':');
         let device = parts.next().filter(|device| !device.is_empty()).ok_or_else(wrong)?;
         let mut number = || parts.next().map(|part| part.parse::<u8>().map_err(|_| wrong())).transpose();
@@ -47,20 +47,20 @@ impl fmt::Display for VerbsLink {
     }
 }
 
-/// The name of whatever port is active.
+/// The name that selects any active port.
 const AUTO: &str = "auto";
 
-/// How to set up a [`VerbsPort`](super::VerbsPort).
+/// Configuration of a [`VerbsPort`](super::VerbsPort).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsConfig {
-    /// Which port.
+    /// The RDMA port.
     pub link: VerbsLink,
-    /// The address that its identifier should be, where the link does not say which identifier.
+    /// The address whose GID is preferred, unless `link` names a GID index.
     pub prefer: Option<IpAddr>,
-    /// How many bytes of packets of 1 KiB and more to hold for a receiver that is not looking. The device may take fewer
-    /// packets (`max_qp_wr`): the capabilities say what there is.
+    /// How many bytes of packets, of 1 KiB and more each, to buffer until they are received. The device may limit the
+    /// number of buffers (`max_qp_wr`): the capabilities report the result.
     pub receive_buffer_bytes: usize,
-    /// How long `wait` looks for packets before it yields and then sleeps.
+    /// How long `wait` spins before it yields and then sleeps.
     pub spin: Duration,
 }
 
@@ -70,33 +70,33 @@ impl Default for VerbsConfig {
     }
 }
 
-/// Why a verbs port can't be opened.
+/// Why a verbs port could not be opened.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum VerbsError {
-    /// The library can't list devices.
+    /// The library cannot list devices.
     #[error(
         "can't list RDMA devices: {source}; load ib_uverbs and the device's driver (modprobe), or rdma_rxe for Soft-RoCE"
     )]
     Devices {
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
     /// There is no device of this name.
     #[error("there is no RDMA device {wanted}; there are: {}", list(have))]
     NoDevice {
-        /// Which was asked for.
+        /// The requested device.
         wanted: String,
-        /// Which there are.
+        /// The existing devices.
         have: Vec<String>,
     },
-    /// Nothing that is up.
+    /// No port is active.
     #[error("no port of {device} is active; see `rdma link`, and that its network interface is up")]
     NotActive {
-        /// Which device was asked for.
+        /// The requested device.
         device: String,
     },
-    /// No identifier by which peers could send to the port.
+    /// The port has no GID to which peers could send.
     #[error("port {port} of {device} has no identifier{}; see that its network interface has an IP address",
             index.map_or_else(String::new, |index| format!(" at index {index}")))]
     NoGid {
@@ -104,33 +104,33 @@ pub enum VerbsError {
         device: String,
         /// The port.
         port: u8,
-        /// The index asked for.
+        /// The requested index.
         index: Option<u8>,
     },
-    /// Memory can't be registered.
+    /// Memory could not be registered.
     #[error(
         "can't register {len_bytes} bytes with the RDMA device: {source}; raise the limit of locked memory (ulimit -l, LimitMEMLOCK=)"
     )]
     Register {
-        /// How much.
+        /// The length in bytes.
         len_bytes: usize,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The library or the kernel refused.
+    /// A call of the library failed.
     #[error("{device}: can't {what}: {source}")]
     Refused {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// On which device.
+        /// The device.
         device: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl VerbsError {
-    /// Make an error of what the system said last.
+    /// Create an error from `errno`.
     pub(super) fn last(what: &'static str, device: &str) -> Self {
         Self::Refused { what, device: device.into(), source: io::Error::last_os_error() }
     }
@@ -140,32 +140,31 @@ fn list(names: &[String]) -> String {
     if names.is_empty() { "none".into() } else { names.join(", ") }
 }
 
-/// What a port has counted since it was opened.
+/// Counters of a port since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct VerbsStats {
-    /// Packets that the device took.
+    /// Packets that the device accepted.
     pub sent_packets: u64,
     /// Their bytes.
     pub sent_bytes: u64,
-    /// Those of them that went with their requests, so that the device had no memory to read.
+    /// Packets sent inline, which the device did not have to read from memory.
     pub sent_inline: u64,
     /// Calls that posted packets.
     pub send_posts: u64,
-    /// Completions of sent packets: one a post.
+    /// Completions of sent packets: one per post.
     pub send_completions: u64,
-    /// Packets dropped here: impossible destinations, or such that no way leads to, or lost in a restart of the queue
-    /// pair.
+    /// Packets dropped: invalid or unresolvable destinations, or lost in a restart of the queue pair.
     pub send_dropped_packets: u64,
-    /// Packets that arrived.
+    /// Packets received.
     pub received_packets: u64,
     /// Their bytes.
     pub received_bytes: u64,
-    /// Looks at the completion queue of packets that arrive, empty ones included.
+    /// Polls of the receive completion queue, empty ones included.
     pub receive_polls: u64,
-    /// Calls that gave buffers back to the device.
+    /// Calls that posted receive buffers.
     pub receive_posts: u64,
-    /// Packets dropped that did not say from where, were empty or too long, and receptions that failed.
+    /// Packets dropped because they had no source address, were empty or too long, and failed receptions.
     pub receive_errors: u64,
     /// Restarts of the queue pair after an error.
     pub restarts: u64,
@@ -176,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn links_are_named_as_elsewhere_in_the_field() {
+    fn links_parse_and_print_in_the_usual_notation() {
         let link = |device: &str, port, gid_index| Ok(VerbsLink { device: Some(device.into()), port, gid_index });
         assert_eq!("auto".parse(), Ok(VerbsLink::default()));
         assert_eq!("mlx5_0".parse(), link("mlx5_0", None, None));
@@ -186,12 +185,12 @@ mod tests {
             assert_eq!(text.parse::<VerbsLink>().map(|link| link.to_string()), Ok(text.to_owned()));
         }
         for text in ["", ":1", "a:0", "a:x", "a:1:256", "a:1:1:1", "auto:1", "a:"] {
-            assert_eq!(text.parse::<VerbsLink>(), Err(NoLink(text.into())));
+            assert_eq!(text.parse::<VerbsLink>(), Err(ParseLinkError(text.into())));
         }
     }
 
     #[test]
-    fn the_page_names_every_error() {
+    fn readme_lists_every_error() {
         let page = include_str!("README.md");
         let source = || io::Error::from_raw_os_error(12);
         let errors = [
@@ -203,7 +202,7 @@ mod tests {
             VerbsError::Refused { what: "create a queue pair", device: "a".into(), source: source() },
         ];
         let named: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next()).collect();
-        for text in errors.iter().map(ToString::to_string).chain([NoLink("a:b".into()).to_string()]) {
+        for text in errors.iter().map(ToString::to_string).chain([ParseLinkError("a:b".into()).to_string()]) {
             assert!(named.iter().any(|words| words.len() > 10 && text.contains(words)), "{text}");
         }
     }

@@ -1,4 +1,4 @@
-//! A queue pair for unreliable datagrams, and the ways that they go by.
+//! An unreliable-datagram queue pair, and the address handles that it sends with.
 
 use super::config::VerbsError;
 use super::objects::{Completions, Domain, GidEntry};
@@ -7,23 +7,23 @@ use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// A way to a port, by which a queue pair sends datagrams.
-pub(super) struct Path {
+/// An address handle: the route to a port.
+pub(super) struct AddressHandle {
     raw: NonNull<ibv::ibv_ah>,
     _domain: Arc<Domain>,
 }
 
 // SAFETY: as of `Context`.
-unsafe impl Send for Path {}
+unsafe impl Send for AddressHandle {}
 
-impl Path {
-    /// Make a way from the identifier `from` to the port of `gid` and `lid`. On RoCE the kernel looks up the link address
-    /// meanwhile, which takes as long as the other host takes to answer, at most about a second.
+impl AddressHandle {
+    /// Create a handle for the port of `gid` and `lid`, with `from` as the source. On RoCE the kernel resolves the link
+    /// address during this call, which blocks until the other host answers, for at most about a second.
     pub(super) fn new(domain: &Arc<Domain>, from: &GidEntry, gid: [u8; 16], lid: u16) -> Result<Self, VerbsError> {
-        let mut attr = way(from, gid, lid);
+        let mut attr = address_attr(from, gid, lid);
         // SAFETY: a domain, and attributes that are read only.
         let raw = NonNull::new(unsafe { ibv::ibv_create_ah(domain.raw.as_ptr(), &raw mut attr) });
-        let raw = raw.ok_or_else(|| VerbsError::last("find the way to a peer", &domain.context.name))?;
+        let raw = raw.ok_or_else(|| VerbsError::last("resolve a peer's address", &domain.context.name))?;
         Ok(Self { raw, _domain: Arc::clone(domain) })
     }
 
@@ -32,15 +32,15 @@ impl Path {
     }
 }
 
-impl Drop for Path {
+impl Drop for AddressHandle {
     fn drop(&mut self) {
-        // SAFETY: given back once, when nothing that goes by it is on its way.
+        // SAFETY: destroyed once, when no packet that uses it is in flight.
         unsafe { ibv::ibv_destroy_ah(self.raw.as_ptr()) };
     }
 }
 
-/// Describe the way from the identifier `from` to the port of `gid` and `lid`.
-pub(super) fn way(from: &GidEntry, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr {
+/// Return the attributes of the route from `from` to the port of `gid` and `lid`.
+pub(super) fn address_attr(from: &GidEntry, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr {
     ibv::ibv_ah_attr {
         grh: ibv::ibv_global_route {
             dgid: ibv::ibv_gid { raw: gid },
@@ -56,25 +56,25 @@ pub(super) fn way(from: &GidEntry, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr 
     }
 }
 
-/// As far as a packet may go: the default of Linux for IP.
+/// The default of Linux for IP.
 const HOP_LIMIT: u8 = 64;
 
 /// ECN-capable transport, ECT(0) (RFC 3168, section 5).
 const ECT_0: u8 = 0b10;
 
-/// A queue pair for unreliable datagrams.
+/// An unreliable-datagram queue pair.
 pub(super) struct Datagrams {
     pub(super) pair: QueuePair,
     port: u8,
     pub(super) max_inline_len_bytes: usize,
 }
 
-/// The key of all queue pairs of this kind, without which a datagram is dropped by the hardware. It is no secret: it keeps
-/// the packets of other programs away ("SUMA" in ASCII; the top bit is the system's).
+/// The Q_Key of all these queue pairs: the hardware drops datagrams with another one. It is not secret, but keeps
+/// packets of other programs away ("SUMA" in ASCII; the top bit is reserved).
 pub(super) const Q_KEY: u32 = 0x5355_4d41;
 
 impl Datagrams {
-    /// Make a queue pair with room for so many packets on their way out and in; it is not ready yet.
+    /// Create a queue pair with room for `sends` and `receives` packets; it is not ready yet.
     pub(super) fn new(
         domain: &Arc<Domain>,
         port: u8,
@@ -92,12 +92,12 @@ impl Datagrams {
             };
             QueuePair::new(domain, ibv::ibv_qp_type::IBV_QPT_UD, (send, receive), cap)
         };
-        // What is sent inline is a wish: not all devices have so much.
+        // Inline sends are optional: not all devices support as much.
         let (pair, max_inline_len_bytes) = with_inline(INLINE_LEN_BYTES).or_else(|_| with_inline(0))?;
         Ok(Self { pair, port, max_inline_len_bytes })
     }
 
-    /// Make it ready to receive and to send, from whatever state it is in.
+    /// Bring it to ready-to-send, from any state.
     pub(super) fn start(&mut self) -> Result<(), VerbsError> {
         use ibv::ibv_qp_attr_mask as mask;
         use ibv::ibv_qp_state as state;
@@ -114,5 +114,5 @@ impl Datagrams {
     }
 }
 
-/// What is to be sent with the request itself: a header of the wire, and small payloads.
+/// The length of packets to send inline: a wire header and small payloads.
 const INLINE_LEN_BYTES: u32 = 192;

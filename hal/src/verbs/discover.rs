@@ -1,11 +1,11 @@
-//! Which devices there are, and which port and identifier a port is opened on.
+//! Discovery of RDMA devices, and selection of a port and GID.
 
 use super::config::{VerbsConfig, VerbsError, VerbsLink};
 use super::objects::{Context, GidEntry, PortAttr, with_devices};
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 
-/// A port of an RDMA device, for a person to choose one.
+/// A port of an RDMA device, for display.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct VerbsDevice {
@@ -13,13 +13,13 @@ pub struct VerbsDevice {
     pub device: String,
     /// The port, counted from 1.
     pub port: u8,
-    /// Whether it is up.
+    /// Whether it is active.
     pub is_active: bool,
     /// Whether it is RoCE; else InfiniBand.
     pub is_roce: bool,
-    /// The longest packet on its link, in bytes.
+    /// The MTU of its link in bytes.
     pub mtu_bytes: usize,
-    /// The identifier that a port would take, and its index.
+    /// The GID that would be selected, and its index.
     pub gid: Option<([u8; 16], u8)>,
 }
 
@@ -42,7 +42,7 @@ pub fn devices() -> Result<Vec<VerbsDevice>, VerbsError> {
     Ok(found)
 }
 
-/// Return the active port that has this address as an identifier, if there is one: of RoCE version 2 before others.
+/// Return the active port that has a GID of this address, if any, with a preference for RoCE version 2.
 ///
 /// # Errors
 /// [`VerbsError`]
@@ -62,7 +62,7 @@ pub fn link_at(addr: IpAddr) -> Result<Option<VerbsLink>, VerbsError> {
     Ok(None)
 }
 
-/// Return the identifier that goes with an address.
+/// Return the GID of an IP address.
 fn gid_of(addr: IpAddr) -> [u8; 16] {
     match addr {
         IpAddr::V4(addr) => addr.to_ipv6_mapped().octets(),
@@ -74,15 +74,15 @@ fn names() -> Result<Vec<String>, VerbsError> {
     with_devices(|devices| devices.iter().map(|(name, _)| name.clone()).collect())
 }
 
-/// What a port is opened on.
-pub(super) struct Place {
+/// The device, port and GID that a port is opened on.
+pub(super) struct PortLocation {
     pub(super) context: Arc<Context>,
     pub(super) attr: PortAttr,
     pub(super) gid: GidEntry,
 }
 
-/// Find what a configuration asks for.
-pub(super) fn find(config: &VerbsConfig) -> Result<Place, VerbsError> {
+/// Find the first port that matches the configuration.
+pub(super) fn find(config: &VerbsConfig) -> Result<PortLocation, VerbsError> {
     let link = &config.link;
     let candidates = match &link.device {
         Some(device) => vec![device.clone()],
@@ -103,7 +103,7 @@ pub(super) fn find(config: &VerbsConfig) -> Result<Place, VerbsError> {
                 None => best(&gids, port, config.prefer),
             };
             match gid {
-                Some(gid) => return Ok(Place { context, attr, gid }),
+                Some(gid) => return Ok(PortLocation { context, attr, gid }),
                 None => no_gid = Some(VerbsError::NoGid { device: device.clone(), port, index: link.gid_index }),
             }
         }
@@ -113,8 +113,8 @@ pub(super) fn find(config: &VerbsConfig) -> Result<Place, VerbsError> {
     }))
 }
 
-/// Choose among the identifiers of a port: that of the preferred address, then RoCE version 2 (which routers forward) over
-/// IPv4, then over IPv6 but for addresses of the link only, then what comes first.
+/// Select a GID of a port: that of the preferred address, then RoCE version 2 (which is routable) over IPv4, then over
+/// IPv6 except link-local addresses, then the first entry.
 fn best(gids: &[GidEntry], port: u8, prefer: Option<IpAddr>) -> Option<GidEntry> {
     let prefer = prefer.map(gid_of);
     let rank = |entry: &GidEntry| {
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_identifier_is_one_that_others_can_route_to() {
+    fn best_gid_is_preferred_then_routable() {
         let local: IpAddr = "fe80::1".parse().expect("an address");
         let wide: IpAddr = "2001:db8::1".parse().expect("an address");
         let (a, b) = (IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)), IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)));
@@ -154,6 +154,6 @@ mod tests {
             [None, Some(0), Some(1), Some(2), Some(2), Some(4)]
         );
         assert_eq!((index(6, Some(b)), index(6, Some(wide)), index(6, Some(a))), (Some(5), Some(2), Some(4)));
-        assert_eq!(best(&all, 2, None), None, "another port's are no use");
+        assert_eq!(best(&all, 2, None), None, "GIDs of other ports do not count");
     }
 }

@@ -1,26 +1,27 @@
-//! Who sent a datagram: the 40 bytes in front of it, which a device writes there.
+//! The sender of a datagram, from the 40 bytes that a device writes in front of it.
 //!
-//! They are an InfiniBand global route header, which has the form of an IPv6 header, or, for RoCE over IPv4, 20 bytes of
-//! anything and an IPv4 header (InfiniBand Architecture Specification, annex A17). No flag says which. As in Linux, what
-//! does not begin like an IPv6 header is IPv4's; what does is IPv4's if the checksum of an IPv4 header is right (RFC 791).
-//! Soft-RoCE leaves the checksum out of packets that stay on the host, and zeros in front of an IPv4 header.
+//! They are an InfiniBand global route header, which has the form of an IPv6 header, or, for RoCE over IPv4, 20
+//! undefined bytes and an IPv4 header (InfiniBand Architecture Specification, annex A17). No flag distinguishes them.
+//! As in Linux, a header that does not begin like IPv6 is IPv4; one that does is IPv4 if the IPv4 checksum is correct
+//! (RFC 791). Soft-RoCE omits the checksum of packets that stay on the host, and writes zeros in front of an IPv4
+//! header.
 
-/// The length of what is in front of each datagram.
+/// The length of the header in front of each datagram.
 pub(super) const GRH_LEN_BYTES: usize = 40;
 
-/// Where the IPv4 header begins.
+/// The offset of the IPv4 header.
 const IPV4_AT: usize = 20;
 
-/// What the header says.
+/// The contents of the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Origin {
-    /// The sender's identifier.
+    /// The sender's GID.
     pub(super) gid: [u8; 16],
-    /// Whether the network says that the packet met congestion (RFC 3168).
+    /// Whether the network marked the packet (ECN-CE, RFC 3168).
     pub(super) is_marked: bool,
 }
 
-/// Read the header; `None` if it is none.
+/// Parse the header; `None` if it is invalid.
 pub(super) fn origin(header: &[u8; GRH_LEN_BYTES]) -> Option<Origin> {
     let ipv4 = &header[IPV4_AT..];
     let begins_as_ipv6 = header[0] >> 4 == 6;
@@ -33,7 +34,7 @@ pub(super) fn origin(header: &[u8; GRH_LEN_BYTES]) -> Option<Origin> {
     }
     let mut gid = [0; 16];
     gid.copy_from_slice(&header[8..24]);
-    // The traffic class lies across the first two bytes.
+    // The traffic class spans the first two bytes.
     begins_as_ipv6.then_some(Origin { gid, is_marked: header[1] >> 4 & 0b11 == 0b11 })
 }
 
@@ -66,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn both_kinds_of_headers_say_who_sent_and_whether_it_was_marked() {
+    fn ipv4_and_ipv6_headers_yield_sender_and_mark() {
         let mapped = |ip: [u8; 4]| std::net::Ipv4Addr::from(ip).to_ipv6_mapped().octets();
         for (class, is_marked) in [(0, false), (0b10, false), (0b01, false), (0b11, true), (0xfc, false), (0xff, true)]
         {
@@ -78,14 +79,14 @@ mod tests {
     }
 
     #[test]
-    fn bytes_in_front_of_an_ipv4_header_say_nothing() {
+    fn bytes_in_front_of_an_ipv4_header_are_ignored() {
         let mut header = ipv4(0, [10, 9, 0, 1]);
         header[..IPV4_AT].fill(0x66);
         assert_eq!(origin(&header).map(|origin| origin.gid[12..].to_vec()), Some(vec![10, 9, 0, 1]));
     }
 
     #[test]
-    fn what_is_no_header_is_nobodys() {
+    fn invalid_headers_yield_no_sender() {
         assert_eq!(origin(&[0; GRH_LEN_BYTES]), None);
         let mut options = ipv4(0, [10, 9, 0, 1]);
         options[IPV4_AT] = 0x46;
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_checksum_decides_only_where_there_is_a_doubt() {
+    fn checksum_matters_only_if_the_header_begins_like_ipv6() {
         let mut header = ipv4(0, [10, 9, 0, 1]);
         header[IPV4_AT + 10..][..2].fill(0);
         assert_eq!(origin(&header).map(|origin| origin.gid[12..].to_vec()), Some(vec![10, 9, 0, 1]));

@@ -1,16 +1,16 @@
-//! The DMA engine of a card, as mlx5 gives it away: `mlx5dv_wr_memcpy` (rdma-core; BlueField-2 and later).
+//! The DMA engine of an mlx5 card: `mlx5dv_wr_memcpy` (rdma-core; BlueField-2 and later).
 //!
-//! Copies are work of a reliable queue pair that is connected to itself, and move bytes between any memory that is
-//! registered in its domain, by the card's own engine. Written by rdma-core's manual pages (mlx5dv_wr_post(3),
+//! Copies are work requests of a reliable queue pair that is connected to itself; the card's engine moves the bytes
+//! between memory registered in its domain. Written from rdma-core's manual pages (mlx5dv_wr_post(3),
 //! mlx5dv_create_qp(3)) and compiled against its header; not run on a card yet.
 //!
-//! Invariant: what is posted is of memory that [`Copying`] keeps registered until its completion, or until the queue pair is
-//! gone.
+//! Invariant: a posted copy refers only to memory that [`CopyEngine`] keeps registered until its completion, or until
+//! the queue pair is destroyed.
 
 use super::config::{VerbsConfig, VerbsError};
-use super::copying::{Copier, Copy, Copying, DEPTH, Ended, MapMemoryError, NotPosted};
-use super::discover::{self, Place};
-use super::memory::Lent;
+use super::copying::{BatchOutcome, Copier, Copy, CopyEngine, DEPTH, MapMemoryError, NotPosted};
+use super::discover::{self, PortLocation};
+use super::memory::Registration;
 use super::mlx5::{MemcpyError, Mlx5, PairCalls};
 use super::objects::{Completions, Context, Domain};
 use super::one_sided::{OneSidedEnd, connect, prepare};
@@ -22,21 +22,21 @@ use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Ask the device called `name` how many bytes a DMA copy of its may have.
+/// Return the maximum length of a DMA copy of the device `name`, in bytes.
 ///
 /// # Errors
-/// [`MemcpyError`]: why it does none.
+/// [`MemcpyError`] if it supports none.
 pub fn max_memcpy_len_bytes(name: &str) -> Result<u32, MemcpyError> {
     Mlx5::load()?.max_memcpy_len_bytes(&*Context::open(name)?)
 }
 
-/// A card's DMA engine: it copies, and publishes; see [`Engine`] and [`LocalMemory`].
+/// A card's DMA engine, which supports copies and publications; see [`Engine`] and [`LocalMemory`].
 pub struct MemcpyEngine {
-    engine: Copying<Queue>,
+    engine: CopyEngine<Queue>,
 }
 
 impl MemcpyEngine {
-    /// Open the engine of the device that is asked for, for `regions` regions.
+    /// Open the engine of the configured device, for `regions` regions.
     ///
     /// # Errors
     /// [`MemcpyError`]
@@ -44,10 +44,10 @@ impl MemcpyEngine {
         let mlx5 = Mlx5::load()?;
         let place = discover::find(config)?;
         let max_len_bytes = mlx5.max_memcpy_len_bytes(&place.context)?;
-        Ok(Self { engine: Copying::new(Queue::new(mlx5, &place)?, max_len_bytes, regions) })
+        Ok(Self { engine: CopyEngine::new(Queue::new(mlx5, &place)?, max_len_bytes, regions) })
     }
 
-    /// Let chains reach memory under `key`.
+    /// Map memory for chains under `key`.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -55,7 +55,7 @@ impl MemcpyEngine {
         self.engine.map(key, memory, false)
     }
 
-    /// The same for the device's own memory, which its processor works on as well.
+    /// Map the device's own memory, which its processor accesses as well.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -63,7 +63,7 @@ impl MemcpyEngine {
         self.engine.map(key, memory, true)
     }
 
-    /// Take memory away; when this returns, the card does not touch it. False if it is not there.
+    /// Unmap memory; afterwards the card does not access it. False if it was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
         self.engine.unmap(key)
     }
@@ -99,9 +99,9 @@ impl std::fmt::Debug for MemcpyEngine {
     }
 }
 
-/// The queue pair, and what it is used by.
+/// The queue pair and its extended operations.
 struct Queue {
-    /// `None`: given up.
+    /// `None` after it was stopped.
     pair: Option<QueuePair>,
     extended: NonNull<ibv::ibv_qp_ex>,
     calls: NonNull<PairCalls>,
@@ -109,14 +109,14 @@ struct Queue {
     domain: Arc<Domain>,
 }
 
-// SAFETY: as of `Context`; the pointers are into the queue pair, which is this value's.
+// SAFETY: as of `Context`; the pointers refer to the queue pair, which this value owns.
 unsafe impl Send for Queue {}
 
 impl Queue {
-    fn new(mlx5: Mlx5, place: &Place) -> Result<Self, VerbsError> {
-        let Place { context, attr, gid } = place;
+    fn new(mlx5: Mlx5, place: &PortLocation) -> Result<Self, VerbsError> {
+        let PortLocation { context, attr, gid } = place;
         let domain = Domain::new(context)?;
-        // One for each copy, as a queue pair that fails gives all back.
+        // One entry for each copy, because a failed queue pair completes every one.
         let completions = Completions::new(context, DEPTH as usize, None)?;
         let what = "create a queue pair for DMA copies";
         let init = ibv::ibv_qp_init_attr_ex {
@@ -138,9 +138,9 @@ impl Queue {
         // SAFETY: domain and queues of this device.
         let raw = NonNull::new(unsafe { mlx5.create_pair(context, init) });
         let raw = raw.ok_or_else(|| VerbsError::last(what, &context.name))?;
-        // SAFETY: just made, of these.
+        // SAFETY: just created with these.
         let mut pair = unsafe { QueuePair::adopt(raw, &domain, (&completions, &completions)) };
-        // SAFETY: a queue pair that was made with extended operations, which both calls only look up.
+        // SAFETY: the queue pair was created with extended operations, which both calls only look up.
         let (extended, calls) = unsafe {
             let extended = ibv::ibv_qp_to_qp_ex(pair.raw().as_ptr());
             (NonNull::new(extended), NonNull::new(extended).and_then(|_| NonNull::new(mlx5.calls_of(extended))))
@@ -159,12 +159,12 @@ impl Queue {
 }
 
 impl Copier for Queue {
-    type Registration = Lent;
+    type Registration = Registration;
 
-    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Lent, u32), VerbsError> {
-        let lent = Lent::new(&self.domain, memory)?;
-        let lkey = lent.lkey();
-        Ok((lent, lkey))
+    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Registration, u32), VerbsError> {
+        let registration = Registration::new(&self.domain, memory)?;
+        let lkey = registration.lkey();
+        Ok((registration, lkey))
     }
 
     fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted> {
@@ -172,8 +172,8 @@ impl Copier for Queue {
             return Err(NotPosted::Failed);
         }
         let extended = self.extended.as_ptr();
-        // SAFETY: the queue pair is there, and this thread has it; its driver has these calls, or is not asked. What is
-        // copied stays registered, see the head of this file.
+        // SAFETY: the queue pair exists and is used by this thread only; operations that its driver lacks are not
+        // called. Memory stays registered, see the module's invariant.
         unsafe {
             let (Some(start), Some(complete), Some(abort)) =
                 ((*extended).wr_start, (*extended).wr_complete, (*extended).wr_abort)
@@ -195,16 +195,20 @@ impl Copier for Queue {
         }
     }
 
-    fn poll(&mut self) -> Option<Ended> {
+    fn poll(&mut self) -> Option<BatchOutcome> {
         let mut taken = [ibv::ibv_wc::default()];
         match self.completions.poll(&mut taken) {
             0 => None,
-            _ => Some(if taken[0].error().is_none() { Ended::Done(taken[0].wr_id()) } else { Ended::Failed }),
+            _ => Some(if taken[0].error().is_none() {
+                BatchOutcome::Done(taken[0].wr_id())
+            } else {
+                BatchOutcome::Failed
+            }),
         }
     }
 
     fn stop(&mut self) {
-        // Destroyed: the card has let go of all that was posted.
+        // Destroying the queue pair ends everything that was posted.
         self.pair = None;
     }
 }

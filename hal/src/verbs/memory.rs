@@ -1,6 +1,6 @@
-//! Registered memory: allocated here, reached by the device until it is dropped.
+//! Memory registered with the device until it is dropped.
 //!
-//! Invariant: memory is freed only when the device has let go of it; what it does not let go of is left to it.
+//! Invariant: memory is freed only once it is deregistered; if that fails, it is leaked.
 
 use super::config::VerbsError;
 use super::objects::Domain;
@@ -11,8 +11,8 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Memory that the device reaches: zeroed, of this value's own, and registered until it is dropped.
-pub(super) struct Registered {
+/// Zeroed memory owned by this value and registered until it is dropped.
+pub(super) struct RegisteredBuffer {
     mr: NonNull<ibv::ibv_mr>,
     base: NonNull<u8>,
     layout: std::alloc::Layout,
@@ -20,37 +20,37 @@ pub(super) struct Registered {
 }
 
 // SAFETY: the memory belongs to this value.
-unsafe impl Send for Registered {}
+unsafe impl Send for RegisteredBuffer {}
 
 fn exposed_access() -> ibv::ibv_access_flags {
     use ibv::ibv_access_flags as access;
     access::IBV_ACCESS_LOCAL_WRITE | access::IBV_ACCESS_REMOTE_WRITE | access::IBV_ACCESS_REMOTE_READ
 }
 
-/// Register memory; null if that can't be.
+/// Register memory; null on failure.
 ///
 /// # Safety
-/// The memory is all there, and stays until it is deregistered.
+/// The memory is valid until it is deregistered.
 unsafe fn register(
     domain: &Domain,
     base: NonNull<u8>,
     len_bytes: usize,
     access: ibv::ibv_access_flags,
 ) -> *mut ibv::ibv_mr {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller ensures that the memory is valid until it is deregistered.
     unsafe { ibv::ibv_reg_mr(domain.raw.as_ptr(), base.as_ptr().cast(), len_bytes, access.0.cast_signed()) }
 }
 
-/// Where registered memory begins: at a page, as devices like it.
+/// Alignment of registered memory. Devices translate addresses per page, so buffers start at a page boundary.
 const PAGE_LEN_BYTES: usize = 4096;
 
-impl Registered {
+impl RegisteredBuffer {
     /// Allocate and register `len_bytes`, more than 0, for the device's own reads and writes.
     pub(super) fn new(domain: &Arc<Domain>, len_bytes: usize) -> Result<Self, VerbsError> {
         Self::with_access(domain, len_bytes, ibv::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
     }
 
-    /// The same for reads and writes of peers, too.
+    /// Like [`Self::new`], but peers can read and write the memory as well.
     pub(super) fn exposed(domain: &Arc<Domain>, len_bytes: usize) -> Result<Self, VerbsError> {
         Self::with_access(domain, len_bytes, exposed_access())
     }
@@ -58,39 +58,39 @@ impl Registered {
     fn with_access(domain: &Arc<Domain>, len_bytes: usize, access: ibv::ibv_access_flags) -> Result<Self, VerbsError> {
         let too_long = || VerbsError::Register { len_bytes, source: io::Error::from(io::ErrorKind::OutOfMemory) };
         let layout = std::alloc::Layout::from_size_align(len_bytes.max(1), PAGE_LEN_BYTES).map_err(|_| too_long())?;
-        // SAFETY: the layout has a size.
+        // SAFETY: the size of the layout is at least 1.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(too_long)?;
-        // SAFETY: memory of this length, which stays until it is deregistered in `drop`.
+        // SAFETY: the allocation has this length and is freed in `drop`, after it is deregistered.
         let mr = unsafe { register(domain, base, len_bytes, access) };
         let Some(mr) = NonNull::new(mr) else {
             let source = io::Error::last_os_error();
-            // SAFETY: allocated with this layout, and nobody else knows of it.
+            // SAFETY: it was allocated with this layout and is not registered.
             unsafe { std::alloc::dealloc(base.as_ptr(), layout) };
             return Err(VerbsError::Register { len_bytes, source });
         };
         Ok(Self { mr, base, layout, domain: Arc::clone(domain) })
     }
 
-    /// Take the memory away from everybody who has its key: it has another one afterwards.
-    pub(super) fn renew(&mut self) -> Result<(), VerbsError> {
+    /// Register the memory under a new key, which invalidates the old one.
+    pub(super) fn reregister(&mut self) -> Result<(), VerbsError> {
         let len_bytes = self.layout.size();
         let failed = || VerbsError::Register { len_bytes, source: io::Error::last_os_error() };
-        // The new one first, so that the keys differ. SAFETY: as in `with_access`.
-        let fresh = unsafe { register(&self.domain, self.base, len_bytes, exposed_access()) };
-        let fresh = NonNull::new(fresh).ok_or_else(failed)?;
-        // SAFETY: registered; this is the only one who knows of either.
+        // The old registration is released afterwards, so the two keys differ. SAFETY: as in `with_access`.
+        let new = unsafe { register(&self.domain, self.base, len_bytes, exposed_access()) };
+        let new = NonNull::new(new).ok_or_else(failed)?;
+        // SAFETY: registered, and owned by this value.
         if unsafe { ibv::ibv_dereg_mr(self.mr.as_ptr()) } != 0 {
             let error = failed();
             // SAFETY: as above.
-            unsafe { ibv::ibv_dereg_mr(fresh.as_ptr()) };
+            unsafe { ibv::ibv_dereg_mr(new.as_ptr()) };
             return Err(error);
         }
-        self.mr = fresh;
+        self.mr = new;
         Ok(())
     }
 
     pub(super) fn rkey(&self) -> u32 {
-        // SAFETY: a registration that is still there.
+        // SAFETY: `mr` remains registered until `self` is dropped.
         unsafe { self.mr.as_ref() }.rkey
     }
 
@@ -98,21 +98,21 @@ impl Registered {
         self.layout.size()
     }
 
-    /// Copy bytes out, which peers may be writing: then they are of either time.
+    /// Copy bytes out; they are a mixture of old and new if a peer writes concurrently.
     ///
     /// # Panics
-    /// If they are not all inside: a bug of the caller.
+    /// If the range exceeds the memory: a bug of the caller.
     pub(super) fn copy_out(&self, offset: usize, into: &mut [u8]) {
         self.check(offset, into.len());
-        // SAFETY: inside memory of this value's own. Peers write it through the device whenever they like: nobody has a
-        // reference to it, and each byte is copied once, the old one or the new one.
+        // SAFETY: inside memory owned by this value. Peers may write it through the device at any time: no code has a
+        // reference to it, and each byte is copied once, its old or its new value.
         unsafe { copy_out(into, self.base.as_ptr().add(offset)) };
     }
 
-    /// Copy bytes in, which peers may be reading.
+    /// Copy bytes in; peers may read them concurrently.
     ///
     /// # Panics
-    /// If they do not all fit inside: a bug of the caller.
+    /// If the range exceeds the memory: a bug of the caller.
     pub(super) fn copy_in(&mut self, offset: usize, from: &[u8]) {
         self.check(offset, from.len());
         // SAFETY: as above.
@@ -120,33 +120,34 @@ impl Registered {
     }
 
     pub(super) fn lkey(&self) -> u32 {
-        // SAFETY: a registration that is still there.
+        // SAFETY: `mr` remains registered until `self` is dropped.
         unsafe { self.mr.as_ref() }.lkey
     }
 
-    /// Return the address of a range for the device.
+    /// Return the device's address of a range.
     ///
     /// # Panics
-    /// If the range is not all inside: a bug of the caller.
+    /// If the range exceeds the memory: a bug of the caller.
     pub(super) fn device_addr(&self, offset: usize, len_bytes: usize) -> u64 {
         self.check(offset, len_bytes);
         (self.base.as_ptr() as usize + offset) as u64
     }
 
-    /// Return bytes.
+    /// Borrow a range.
     ///
     /// # Safety
-    /// The device must not write them as long as the slice lives.
+    /// The device must not write the range while the slice exists.
     pub(super) unsafe fn bytes(&self, offset: usize, len_bytes: usize) -> &[u8] {
         self.check(offset, len_bytes);
-        // SAFETY: inside, initialised when allocated; the caller vouches that nobody writes.
+        // SAFETY: inside memory that was initialised when allocated; the caller ensures that the device does not write
+        // it.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len_bytes) }
     }
 
-    /// Return bytes to write.
+    /// Borrow a range to write to it.
     ///
     /// # Safety
-    /// The device must neither read nor write them as long as the slice lives.
+    /// The device must neither read nor write the range while the slice exists.
     pub(super) unsafe fn bytes_mut(&mut self, offset: usize, len_bytes: usize) -> &mut [u8] {
         self.check(offset, len_bytes);
         // SAFETY: as above, and this value is borrowed for writing.
@@ -159,22 +160,22 @@ impl Registered {
     }
 }
 
-/// Somebody else's memory, registered for the device's own reads and writes until this is dropped.
-pub(super) struct Lent {
+/// Registration of memory that others own, for the device's local access, until it is dropped.
+pub(super) struct Registration {
     mr: NonNull<ibv::ibv_mr>,
     memory: Arc<dyn DmaMemory>,
     _domain: Arc<Domain>,
 }
 
 // SAFETY: the registration belongs to this value, and the memory may be reached from any thread.
-unsafe impl Send for Lent {}
+unsafe impl Send for Registration {}
 
-impl Lent {
+impl Registration {
     pub(super) fn new(domain: &Arc<Domain>, memory: &Arc<dyn DmaMemory>) -> Result<Self, VerbsError> {
         Self::with_access(domain, memory, ibv::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE)
     }
 
-    /// The same for a peer's reads, and, if it may, for its writes.
+    /// As [`Registration::new`], also for a peer's reads and, if `may_write`, its writes.
     pub(super) fn exposed(
         domain: &Arc<Domain>,
         memory: &Arc<dyn DmaMemory>,
@@ -190,7 +191,7 @@ impl Lent {
         access: ibv::ibv_access_flags,
     ) -> Result<Self, VerbsError> {
         let len_bytes = memory.len_bytes();
-        // SAFETY: `DmaMemory` is valid until it is dropped, which is after it is deregistered.
+        // SAFETY: `DmaMemory` is valid until it is dropped, which is after its deregistration.
         let mr = unsafe { register(domain, memory.base(), len_bytes, access) };
         let failed = || VerbsError::Register { len_bytes, source: io::Error::last_os_error() };
         let mr = NonNull::new(mr).ok_or_else(failed)?;
@@ -198,7 +199,7 @@ impl Lent {
     }
 
     pub(super) fn lkey(&self) -> u32 {
-        // SAFETY: a registration that is still there.
+        // SAFETY: `mr` remains registered until `self` is dropped.
         unsafe { self.mr.as_ref() }.lkey
     }
 
@@ -208,20 +209,20 @@ impl Lent {
     }
 }
 
-impl Drop for Lent {
+impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: registered, once given back. If that fails, the device could still write: the memory is left to it.
+        // SAFETY: registered, and deregistered once. If that fails, the device could still write: leak the memory.
         if unsafe { ibv::ibv_dereg_mr(self.mr.as_ptr()) } != 0 {
             std::mem::forget(Arc::clone(&self.memory));
         }
     }
 }
 
-impl Drop for Registered {
+impl Drop for RegisteredBuffer {
     fn drop(&mut self) {
-        // SAFETY: registered, once given back. If that fails, a queue pair could still write: the memory is left to it.
+        // SAFETY: registered, and deregistered once. If that fails, a queue pair could still write: leak the memory.
         if unsafe { ibv::ibv_dereg_mr(self.mr.as_ptr()) } == 0 {
-            // SAFETY: allocated with this layout, and the device has let go of it.
+            // SAFETY: allocated with this layout, and deregistered.
             unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) };
         }
     }

@@ -1,7 +1,7 @@
-//! What is used of mlx5's own interface (`infiniband/mlx5dv.h`), found at run time: hosts with other devices do not have its
-//! library, and need not.
+//! The part of mlx5's own interface (`infiniband/mlx5dv.h`) that is used, loaded at run time, because hosts with other
+//! devices do not have the library.
 //!
-//! Invariant: the structures here are laid out as the header's; the test compiles that claim against it.
+//! Invariant: the structures have the layout of the header's; a test compiles this claim against the header.
 
 use super::config::VerbsError;
 use super::objects::Context;
@@ -9,31 +9,31 @@ use ibverbs_sys as ibv;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use thiserror::Error;
 
-/// The library, which libibverbs itself loads for devices of mlx5.
+/// The library, which libibverbs loads for mlx5 devices.
 const LIBRARY: &CStr = c"libmlx5.so.1";
 
-/// Why a device does no DMA copies.
+/// Why a device supports no DMA copies.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MemcpyError {
-    /// No library.
+    /// The library could not be loaded.
     #[error("{0}; Debian: apt-get install ibverbs-providers")]
     NoLibrary(String),
-    /// A library without a function.
+    /// The library lacks a function.
     #[error("libmlx5 has no {0}: install a newer rdma-core")]
     OldLibrary(&'static str),
-    /// Another vendor's device.
-    #[error("{0} is no device of mlx5 (ConnectX, BlueField)")]
+    /// The device is not an mlx5 device.
+    #[error("{0} is not an mlx5 device (ConnectX, BlueField)")]
     NotMlx5(String),
-    /// One without the engine, or that does not give it away.
-    #[error("{0} does no DMA copies (mlx5's MMO): BlueField-2 and later do, where firmware and DEVX allow it")]
+    /// The device lacks the engine, or does not expose it.
+    #[error("{0} supports no DMA copies (mlx5 MMO): use BlueField-2 or later, with firmware and DEVX that allow them")]
     NoEngine(String),
-    /// Something else.
+    /// Another verbs error.
     #[error(transparent)]
     Verbs(#[from] VerbsError),
 }
 
-/// `struct mlx5dv_context`, up to what is asked for; a library fills in only that, and what stands first.
+/// `struct mlx5dv_context`, up to the requested field; the library fills in only that and the leading fields.
 #[repr(C)]
 struct DeviceAttr {
     version: u8,
@@ -52,7 +52,7 @@ struct PairAttr {
     send_ops_flags: u64,
 }
 
-/// `struct mlx5dv_qp_ex`, up to what is called.
+/// `struct mlx5dv_qp_ex`, up to the operation used.
 #[repr(C)]
 pub(super) struct PairCalls {
     comp_mask: u64,
@@ -67,13 +67,13 @@ type CreatePair =
 type CallsOf = unsafe extern "C" fn(*mut ibv::ibv_qp_ex) -> *mut PairCalls;
 
 /// MLX5DV_CONTEXT_MASK_WR_MEMCPY_LENGTH
-const ASK_MEMCPY_LENGTH: u64 = 1 << 12;
+const QUERY_MEMCPY_LENGTH: u64 = 1 << 12;
 /// MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS
 const WITH_SEND_OPS: u64 = 1 << 2;
 /// MLX5DV_QP_EX_WITH_MEMCPY
 const WITH_MEMCPY: u64 = 1 << 4;
 
-/// The library's functions; it stays loaded.
+/// The library's functions; the library stays loaded.
 #[derive(Clone, Copy)]
 pub(super) struct Mlx5 {
     query_device: QueryDevice,
@@ -84,15 +84,15 @@ pub(super) struct Mlx5 {
 impl Mlx5 {
     /// Load the library.
     pub(super) fn load() -> Result<Self, MemcpyError> {
-        // SAFETY: the name of a library whose loading runs no code but its own; libibverbs does the same.
+        // SAFETY: loading this library runs only its own initialisers; libibverbs does the same.
         let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
-            return Err(MemcpyError::NoLibrary(why()));
+            return Err(MemcpyError::NoLibrary(loader_error()));
         }
         let query_device = find(library, c"mlx5dv_query_device", "mlx5dv_query_device")?;
         let create_pair = find(library, c"mlx5dv_create_qp", "mlx5dv_create_qp")?;
         let calls_of = find(library, c"mlx5dv_qp_ex_from_ibv_qp_ex", "mlx5dv_qp_ex_from_ibv_qp_ex")?;
-        // SAFETY: functions of these names have these types (see the test), and a library that is never closed keeps them.
+        // SAFETY: the functions of these names have these types (see the test), and the library is never closed.
         unsafe {
             Ok(Self {
                 query_device: std::mem::transmute::<*mut c_void, QueryDevice>(query_device),
@@ -102,54 +102,59 @@ impl Mlx5 {
         }
     }
 
-    /// Return how many bytes a copy of the device's may have.
+    /// Return the maximum length of a copy in bytes.
     pub(super) fn max_memcpy_len_bytes(&self, context: &Context) -> Result<u32, MemcpyError> {
-        let mut attr =
-            DeviceAttr { version: 0, flags: 0, comp_mask: ASK_MEMCPY_LENGTH, before: [0; 13], max_wr_memcpy_length: 0 };
-        // SAFETY: an open device, and room for what is asked for.
+        let mut attr = DeviceAttr {
+            version: 0,
+            flags: 0,
+            comp_mask: QUERY_MEMCPY_LENGTH,
+            before: [0; 13],
+            max_wr_memcpy_length: 0,
+        };
+        // SAFETY: an open device, and room for the requested fields.
         match unsafe { (self.query_device)(context.raw.as_ptr(), &raw mut attr) } {
             0 => {}
             libc::EOPNOTSUPP => return Err(MemcpyError::NotMlx5(context.name.clone())),
             status => context.check(status, "query the device (mlx5)")?,
         }
-        let is_told = attr.comp_mask & ASK_MEMCPY_LENGTH != 0;
+        let is_reported = attr.comp_mask & QUERY_MEMCPY_LENGTH != 0;
         match u32::try_from(attr.max_wr_memcpy_length).unwrap_or(u32::MAX) {
-            1.. if is_told => Ok(u32::try_from(attr.max_wr_memcpy_length).unwrap_or(u32::MAX)),
+            1.. if is_reported => Ok(u32::try_from(attr.max_wr_memcpy_length).unwrap_or(u32::MAX)),
             _ => Err(MemcpyError::NoEngine(context.name.clone())),
         }
     }
 
-    /// Make a queue pair that copies; null, and an error of the system, if that can't be.
+    /// Create a queue pair for copies; null, with `errno` set, on failure.
     ///
     /// # Safety
-    /// The attributes are of objects of this device.
+    /// The attributes refer to objects of this device.
     pub(super) unsafe fn create_pair(&self, context: &Context, mut attr: ibv::ibv_qp_init_attr_ex) -> *mut ibv::ibv_qp {
         let mut own =
             PairAttr { comp_mask: WITH_SEND_OPS, create_flags: 0, dc_init_attr: [0; 2], send_ops_flags: WITH_MEMCPY };
-        // SAFETY: the caller's promise; both structures are valid for the call.
+        // SAFETY: the caller ensures the attributes; both structures are valid for the call.
         unsafe { (self.create_pair)(context.raw.as_ptr(), &raw mut attr, &raw mut own) }
     }
 
-    /// Return the calls of a queue pair that was made by [`Mlx5::create_pair`].
+    /// Return the operations of a queue pair created by [`Mlx5::create_pair`].
     ///
     /// # Safety
-    /// It is one, and the calls are used as long as it lives.
+    /// `pair` was created by [`Mlx5::create_pair`], and the operations are used only while it exists.
     pub(super) unsafe fn calls_of(&self, pair: *mut ibv::ibv_qp_ex) -> *mut PairCalls {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that `pair` was created by this library and exists.
         unsafe { (self.calls_of)(pair) }
     }
 }
 
 impl PairCalls {
-    /// Build a copy into the work that was begun; false if the queue pair has no such call.
+    /// Add a copy to the work request being built; false if the queue pair lacks the operation.
     ///
     /// # Safety
-    /// `calls` are of a queue pair that lives, work was begun on it, and source and destination are registered, and stay so
-    /// until its completion.
+    /// `calls` belong to a queue pair that exists and on which a work request was started; source and destination stay
+    /// registered until its completion.
     pub(super) unsafe fn memcpy(calls: *mut Self, dst: (u32, u64), src: (u32, u64), len_bytes: usize) -> bool {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller ensures that the queue pair exists.
         let Some(memcpy) = (unsafe { (*calls).wr_memcpy }) else { return false };
-        // SAFETY: the caller's promise.
+        // SAFETY: as above; a work request was started, and both ranges stay registered.
         unsafe { memcpy(calls, dst.0, dst.1, src.0, src.1, len_bytes) };
         true
     }
@@ -161,15 +166,15 @@ fn find(library: *mut c_void, name: &CStr, text: &'static str) -> Result<*mut c_
     if found.is_null() { Err(MemcpyError::OldLibrary(text)) } else { Ok(found) }
 }
 
-/// Return what the loader says of its last failure.
-fn why() -> String {
+/// Return the loader's message about its last failure.
+fn loader_error() -> String {
     // SAFETY: a string that is valid until this thread's next call, or null.
-    let said: *const c_char = unsafe { libc::dlerror() };
-    if said.is_null() {
+    let text: *const c_char = unsafe { libc::dlerror() };
+    if text.is_null() {
         return format!("can't load {}", LIBRARY.to_string_lossy());
     }
     // SAFETY: as above.
-    unsafe { CStr::from_ptr(said) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 #[cfg(test)]
@@ -179,7 +184,7 @@ mod tests {
     use std::mem::offset_of;
     use std::process::{Command, Stdio};
 
-    /// The header is there wherever this builds: it comes with what the library is linked by.
+    /// The header is installed wherever this builds, along with the library.
     fn compile(program: &str) -> Result<(), String> {
         let mut compiler = Command::new("cc")
             .args(["-x", "c", "-fsyntax-only", "-Werror", "-"])
@@ -209,7 +214,7 @@ mod tests {
             offset("mlx5dv_qp_init_attr", "send_ops_flags", offset_of!(PairAttr, send_ops_flags)),
             format!("_Static_assert(sizeof(struct mlx5dv_qp_init_attr) == {}, \"\");\n", size_of::<PairAttr>()),
             offset("mlx5dv_qp_ex", "wr_memcpy", offset_of!(PairCalls, wr_memcpy)),
-            constant("MLX5DV_CONTEXT_MASK_WR_MEMCPY_LENGTH", ASK_MEMCPY_LENGTH),
+            constant("MLX5DV_CONTEXT_MASK_WR_MEMCPY_LENGTH", QUERY_MEMCPY_LENGTH),
             constant("MLX5DV_QP_INIT_ATTR_MASK_SEND_OPS_FLAGS", WITH_SEND_OPS),
             constant("MLX5DV_QP_EX_WITH_MEMCPY", WITH_MEMCPY),
             "int (*query)(struct ibv_context *, struct mlx5dv_context *) = mlx5dv_query_device;\n\
@@ -225,23 +230,26 @@ mod tests {
     }
 
     #[test]
-    fn structures_constants_and_functions_are_the_headers() {
-        compile(&claims()).expect("the header says the same");
+    fn structures_constants_and_functions_match_the_header() {
+        compile(&claims()).expect("the header agrees");
         let wrong = claims().replace("wr_memcpy) == 88", "wr_memcpy) == 80");
         assert!(compile(&wrong).expect_err("a wrong offset").contains("mlx5dv_qp_ex.wr_memcpy"));
     }
 
     #[test]
-    fn who_has_no_library_or_another_device_is_told_so() {
-        for (error, said) in [
-            (MemcpyError::NotMlx5("rxe0".into()), "rxe0 is no device of mlx5"),
+    fn errors_name_the_device_or_library() {
+        for (error, text) in [
+            (MemcpyError::NotMlx5("rxe0".into()), "rxe0 is not an mlx5 device"),
             (MemcpyError::NoEngine("mlx5_0".into()), "BlueField-2"),
             (MemcpyError::OldLibrary("mlx5dv_create_qp"), "newer rdma-core"),
         ] {
-            assert!(error.to_string().contains(said), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
         }
-        // SAFETY: a name that is nobody's.
+        // SAFETY: no library of this name exists.
         assert!(unsafe { libc::dlopen(c"libsumac-none.so.1".as_ptr(), libc::RTLD_NOW) }.is_null());
-        assert!(MemcpyError::NoLibrary(why()).to_string().contains("libsumac-none.so.1"), "the loader's own words");
+        assert!(
+            MemcpyError::NoLibrary(loader_error()).to_string().contains("libsumac-none.so.1"),
+            "the loader's own words"
+        );
     }
 }

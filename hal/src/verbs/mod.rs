@@ -1,41 +1,42 @@
 #![doc = include_str!("README.md")]
 //! # The port
 //!
-//! Packets are datagrams of a queue pair.
+//! Packets are datagrams of an unreliable-datagram (UD) queue pair.
 //!
-//! An address is a queue pair's ([`VerbsAddr`]): its port's identifier and its number. Nothing is connected, so anybody
-//! who knows it can send there, as to a UDP socket, and what arrives is checked by those who read it. The hardware moves
-//! packets up to the link's MTU (at most 4096 bytes) between memory that was registered when the port was opened; the
-//! kernel has no part in it but for sleeping, and for finding the way to a host that was not sent to before.
+//! An address ([`VerbsAddr`]) is the GID of a port and the number of a queue pair. There are no connections: every
+//! host that has an address can send to it, as with UDP, and the readers of a packet validate it. The hardware moves
+//! packets of up to the link's MTU (at most 4096 bytes) to and from memory that was registered when the port was
+//! opened. The kernel is involved only to sleep, and to resolve a host that was not sent to before.
 //!
 //! Invariants:
-//! - sending and receiving take no lock and allocate nothing; all buffers, requests and ways have their room from
-//!   [`VerbsPort::open`] on. The first packet to a host is the exception: the library finds the way there, and the kernel
-//!   may wait for that host's link address for up to about a second. A host that is not found is not looked for again
-//!   within a second;
-//! - a flush posts once and asks for one completion, however many packets leave;
-//! - a queue pair that fails (a link that is down, a device that is reset) is restarted under its old number: what was on
-//!   its way is lost, as on a wire;
-//! - nothing that is the device's is touched: who owns a place or buffer stands at the head of `tx` and `rx`.
+//! - sending and receiving take no lock and allocate nothing: [`VerbsPort::open`] creates all buffers, requests and
+//!   address handles. The exception is the first packet to a host, for which the library resolves the host's link
+//!   address, which may block for up to about a second. A host that could not be resolved is not tried again within a
+//!   second;
+//! - a flush posts once and requests one completion, however many packets are sent;
+//! - a queue pair that fails (link down, device reset) is restarted under its old number; packets in flight are lost,
+//!   as on a network;
+//! - memory owned by the device is not touched; the modules `tx` and `rx` define who owns a slot or buffer.
 //!
 //! # One-sided connections
 //!
-//! A [`VerbsDomain`] has regions that peers read and write by themselves ([`ExposedRegion`]) and connections by which they do
-//! ([`OneSided`]): what contributions by reference need on another host, with bounds, generations, and a fence. A [`PeerEngine`] makes a
-//! copy-only [`Engine`](crate::dma::Engine) of them, which pulls from peers and writes back. No rank or device uses them yet: by
-//! reference still takes one machine.
+//! A [`VerbsDomain`] holds regions that peers access with RDMA READ and WRITE ([`ExposedRegion`]) and the connections
+//! over which they do ([`OneSided`]), with bounds, generations and a fence. A [`PeerEngine`] builds a copy-only
+//! [`Engine`](crate::dma::Engine) on them, which pulls from peers and writes back: zero-copy contributions of ranks on
+//! other hosts ([`remote`](crate::remote)).
 //!
 //! # DMA copies
 //!
-//! A BlueField-2 or later copies between registered memory by an engine of its own ([`MemcpyEngine`], a copy-only
-//! [`Engine`](crate::dma::Engine)); other devices say why they do not ([`MemcpyError`]). It was not run on a card yet.
+//! A BlueField-2 or later copies between registered memory with a DMA engine of its own ([`MemcpyEngine`], a copy-only
+//! [`Engine`](crate::dma::Engine)); for other devices, [`MemcpyError`] reports why not. It has not run on a card yet.
 //!
-//! # What it was tried on
+//! # Tested on
 //!
-//! Soft-RoCE (`rdma_rxe`) does all of this in the kernel, by system calls: it shows that the port is right, and nothing of
-//! its speed. The classic calls (`ibv_post_send`, `ibv_poll_cq`) are used, because rxe's newer ones have bugs in
-//! distributions that are in use.
+//! Soft-RoCE (`rdma_rxe`) implements all of this in the kernel, through system calls: it shows that the port is
+//! correct, and nothing about its speed. The classic calls (`ibv_post_send`, `ibv_poll_cq`) are used, because rxe's
+//! newer ones have bugs in distributions that are in use.
 
+mod address_cache;
 mod config;
 mod copying;
 mod datagrams;
@@ -47,7 +48,6 @@ mod mlx5;
 mod objects;
 mod one_sided;
 mod pair;
-mod paths;
 mod peers;
 mod rank;
 mod region;
@@ -58,7 +58,7 @@ mod tx;
 mod wait;
 
 pub use crate::remote::{LinkError, RegionError, RemoteRegion};
-pub use config::{NoLink, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
+pub use config::{ParseLinkError, VerbsConfig, VerbsError, VerbsLink, VerbsStats};
 pub use copying::MapMemoryError;
 pub use discover::{VerbsDevice, devices, link_at};
 pub use memcpy::{MemcpyEngine, max_memcpy_len_bytes};
@@ -72,39 +72,40 @@ pub use shared_receives::{ReceiveStats, SharedReceives};
 use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::Waker;
+use address_cache::AddressCache;
 use datagrams::Datagrams;
-use discover::Place;
+use discover::PortLocation;
 use objects::{Channel, Completions, Domain};
-use paths::Paths;
 use rx::{Failed, RxQueue};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant as Clock};
 use tx::{PACKETS, TxQueue};
 
-/// What a buffer counts for, whatever packet is in it: the suite's shortest.
-const PROMISED_LEN_BYTES: usize = 1024;
+/// The bytes that a buffer counts for in the capabilities, whatever packet is in it: the shortest maximum packet length
+/// of the conformance suite.
+const GUARANTEED_LEN_BYTES: usize = 1024;
 
-/// How long a queue pair that was restarted is left alone.
+/// The minimum time between two restarts of a queue pair.
 const RESTART_PAUSE: Duration = Duration::from_millis(10);
 
-/// How often a stopped queue pair is asked for what it has left.
-const DRAIN_LOOKS: u32 = 10_000;
+/// How often a stopped queue pair is polled for outstanding completions.
+const DRAIN_POLLS: u32 = 10_000;
 
 /// A port over a queue pair.
 pub struct VerbsPort {
-    // First, so that the device has let go of the memory of the others before they go.
+    // First, so that the device releases the memory of the other fields before they are dropped.
     pair: Datagrams,
     rx: RxQueue,
     tx: TxQueue,
-    paths: Paths,
+    addresses: AddressCache,
     channel: Arc<Channel>,
     addr: VerbsAddr,
     device: String,
     capabilities: Capabilities,
     spin: Duration,
     waker: Waker,
-    /// What else ends a wait.
+    /// Another descriptor that ends a wait.
     watched: Option<OwnedFd>,
     restarted: Option<Clock>,
     stats: VerbsStats,
@@ -116,10 +117,11 @@ impl VerbsPort {
     /// # Errors
     /// See [`VerbsError`].
     pub fn open(config: &VerbsConfig) -> Result<Self, VerbsError> {
-        let Place { context, attr, gid } = discover::find(config)?;
+        let PortLocation { context, attr, gid } = discover::find(config)?;
         let limits = context.device_attr()?;
         let most = usize::try_from(limits.max_qp_wr.min(limits.max_cqe)).unwrap_or(usize::MAX);
-        let buffers = (config.receive_buffer_bytes / PROMISED_LEN_BYTES).clamp(2 * rx::BATCH, most.max(2 * rx::BATCH));
+        let buffers =
+            (config.receive_buffer_bytes / GUARANTEED_LEN_BYTES).clamp(2 * rx::BATCH, most.max(2 * rx::BATCH));
         let domain = Domain::new(&context)?;
         let channel = Channel::new(&context)?;
         let sent = Completions::new(&context, PACKETS, None)?;
@@ -133,11 +135,11 @@ impl VerbsPort {
         let mut port = Self {
             rx: RxQueue::new(&domain, &arrived, (buffers, attr.mtu_bytes), attr.is_ethernet)?,
             tx: TxQueue::new(&domain, &sent, attr.mtu_bytes, pair.max_inline_len_bytes)?,
-            paths: Paths::new(&domain, gid),
+            addresses: AddressCache::new(&domain, gid),
             channel,
             addr: VerbsAddr { gid: gid.gid, lid: if attr.is_ethernet { 0 } else { attr.lid }, qpn: pair.pair.number() },
             device: format!("{}:{}:{}", context.name, gid.port, gid.index),
-            capabilities: Capabilities::new(attr.mtu_bytes, buffers * PROMISED_LEN_BYTES, rx::BATCH),
+            capabilities: Capabilities::new(attr.mtu_bytes, buffers * GUARANTEED_LEN_BYTES, rx::BATCH),
             spin: config.spin,
             waker,
             watched: None,
@@ -149,12 +151,12 @@ impl VerbsPort {
         Ok(port)
     }
 
-    /// Return what the port has counted so far.
+    /// Return the port's counters.
     pub const fn stats(&self) -> VerbsStats {
         self.stats
     }
 
-    /// Return the RDMA port and identifier that it is on, as a [`VerbsLink`] is written.
+    /// Return the RDMA port and GID index in use, in the format of a [`VerbsLink`].
     pub fn link(&self) -> &str {
         &self.device
     }
@@ -164,44 +166,44 @@ impl VerbsPort {
         self.waker.clone()
     }
 
-    /// Let waits end with [`Wake::Woken`] also when `file` is readable, as often as it still is.
+    /// Let waits also end with [`Wake::Woken`] whenever `file` is readable (level-triggered).
     pub fn watch(&mut self, file: OwnedFd) {
         self.watched = Some(file);
     }
 
-    /// Make the queue pair ready, with all buffers. An error without a word is that buffers were not taken.
+    /// Bring the queue pair up with all buffers posted. `Err(None)`: posting buffers failed.
     fn start(&mut self) -> Result<(), Option<VerbsError>> {
         self.pair.start()?;
         self.rx.start(&mut self.pair, &mut self.stats).map_err(|Failed| None)
     }
 
-    /// Restart the queue pair, unless that was done just now.
+    /// Restart the queue pair, unless it was restarted within [`RESTART_PAUSE`].
     fn restart(&mut self) {
         if self.restarted.is_some_and(|at| at.elapsed() < RESTART_PAUSE) {
             self.tx.discard(&mut self.stats);
             return;
         }
-        // One that can't be stopped is reset all the same, and then has nothing left.
+        // One that cannot be stopped is reset anyway, and then has nothing outstanding.
         let _ = self.pair.pair.stop();
-        for _ in 0..DRAIN_LOOKS {
+        for _ in 0..DRAIN_POLLS {
             self.tx.take(&mut self.stats);
             if self.rx.drain() && !self.tx.is_in_flight() {
                 break;
             }
             std::thread::yield_now();
         }
-        // As long as this fails, the next packet brings it here again.
+        // If this fails, the next packet triggers another restart.
         let _ = self.start();
         self.tx.restart(&mut self.stats);
-        self.paths.clear();
+        self.addresses.clear();
         self.stats.restarts += 1;
         self.restarted = Some(Clock::now());
     }
 
-    /// Take in packets if there are none left; return whether there are some now.
+    /// Fetch packets if the batch is used up; return whether there are any.
     fn fill(&mut self) -> bool {
         match self.rx.fill(&mut self.pair, &mut self.stats) {
-            Ok(there_are) => there_are,
+            Ok(has_packets) => has_packets,
             Err(Failed) => {
                 self.restart();
                 false
@@ -239,10 +241,10 @@ impl RxToken for VerbsRx<'_> {
     }
 }
 
-/// A place in registered memory.
+/// A slot of the transmit queue, in registered memory.
 pub struct VerbsTx<'a> {
     port: &'a mut VerbsPort,
-    /// `None` where no queue pair can be: the packet is written, dropped and counted.
+    /// `None` if the address is invalid: the packet is written, dropped and counted.
     to: Option<VerbsAddr>,
 }
 
@@ -254,13 +256,13 @@ impl std::fmt::Debug for VerbsTx<'_> {
 
 impl TxToken for VerbsTx<'_> {
     fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
-        let VerbsPort { tx, paths, stats, .. } = self.port;
-        // `transmit` saw that there is room, and has held the queue since.
+        let VerbsPort { tx, addresses, stats, .. } = self.port;
+        // `transmit` checked that there is room, and has borrowed the queue since.
         let buffer = tx.reserve().unwrap_or_default();
         let room = buffer.len();
         let (len_bytes, result) = f(buffer);
         assert!(len_bytes <= room, "a packet of {len_bytes} bytes was claimed in a buffer of {room}");
-        if len_bytes > 0 && !self.to.is_some_and(|to| tx.commit(&to, len_bytes, paths)) {
+        if len_bytes > 0 && !self.to.is_some_and(|to| tx.commit(&to, len_bytes, addresses)) {
             stats.send_dropped_packets += 1;
         }
         result
@@ -293,7 +295,7 @@ impl Port for VerbsPort {
 
     fn transmit(&mut self, to: Addr, _now: Instant) -> Option<VerbsTx<'_>> {
         let to = match to {
-            // Numbers have 24 bits; 0 and 1 are the fabric's own.
+            // Queue pair numbers have 24 bits; 0 and 1 are reserved for management.
             Addr::Verbs(to) if (2..1 << 24).contains(&to.qpn) => Some(to),
             _ => None,
         };

@@ -1,8 +1,8 @@
-//! The library's objects, each owned by one value that gives it back.
+//! Owners of libibverbs objects, which destroy them when dropped.
 //!
 //! Invariants:
-//! - What an object was made from lives as long as it does: each holds its parents, and lets go of itself first.
-//! - Pointers into the library stay in this folder; nothing outside sees one.
+//! - Each object keeps its parents alive and is destroyed before them.
+//! - Pointers into the library do not leave this folder.
 
 use super::config::VerbsError;
 use ibverbs_sys as ibv;
@@ -24,7 +24,7 @@ unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// A port of a device, as the library describes it.
+/// The attributes of a port.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PortAttr {
     pub(super) is_active: bool,
@@ -33,30 +33,30 @@ pub(super) struct PortAttr {
     pub(super) lid: u16,
 }
 
-/// An entry of a port's table of identifiers.
+/// An entry of a port's GID table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct GidEntry {
     pub(super) gid: [u8; 16],
     pub(super) port: u8,
     pub(super) index: u8,
-    /// RoCE version 2, over UDP; else InfiniBand's own, or RoCE version 1.
+    /// RoCE version 2 (over UDP); else InfiniBand or RoCE version 1.
     pub(super) is_v2: bool,
 }
 
-/// The most entries of a device's tables that are looked at.
+/// The maximum number of GID entries read from a device.
 const MAX_GIDS: usize = 1024;
 
-/// Return the names of this machine's devices, and open one: the library gives both by a list of its own.
-pub(super) fn with_devices<R>(look: impl FnOnce(&[(String, *mut ibv::ibv_device)]) -> R) -> Result<R, VerbsError> {
+/// Call `visit` with the names and handles of this machine's devices, which are valid only during the call.
+pub(super) fn with_devices<R>(visit: impl FnOnce(&[(String, *mut ibv::ibv_device)]) -> R) -> Result<R, VerbsError> {
     let mut count = 0;
-    // SAFETY: the count is a valid place; the list is given back below.
+    // SAFETY: the count is writable; the list is freed below.
     let list = unsafe { ibv::ibv_get_device_list(&raw mut count) };
     if list.is_null() {
         return Err(VerbsError::Devices { source: io::Error::last_os_error() });
     }
     let devices: Vec<_> = (0..usize::try_from(count).unwrap_or(0))
         .map(|nth| {
-            // SAFETY: the list has `count` devices, whose names are strings that live as long as it.
+            // SAFETY: the list has `count` devices, whose names are strings that are valid as long as the list is.
             let (device, name) = unsafe {
                 let device = *list.add(nth);
                 (device, CStr::from_ptr(ibv::ibv_get_device_name(device)))
@@ -64,8 +64,8 @@ pub(super) fn with_devices<R>(look: impl FnOnce(&[(String, *mut ibv::ibv_device)
             (name.to_string_lossy().into_owned(), device)
         })
         .collect();
-    let result = look(&devices);
-    // SAFETY: from ibv_get_device_list, given back once. Devices that were opened stay.
+    let result = visit(&devices);
+    // SAFETY: from ibv_get_device_list, freed once. Opened devices stay valid.
     unsafe { ibv::ibv_free_device_list(list) };
     Ok(result)
 }
@@ -77,7 +77,7 @@ impl Context {
             let have = || devices.iter().map(|(name, _)| name.clone()).collect();
             let found = devices.iter().find(|(known, _)| known == name);
             let (name, device) = found.ok_or_else(|| VerbsError::NoDevice { wanted: name.into(), have: have() })?;
-            // SAFETY: a device of the list, which is still there.
+            // SAFETY: a device of the list, which is not freed yet.
             let raw = NonNull::new(unsafe { ibv::ibv_open_device(*device) });
             let raw = raw.ok_or_else(|| VerbsError::last("open the device", name))?;
             Ok(Arc::new(Self { raw, name: name.clone() }))
@@ -89,20 +89,20 @@ impl Context {
         // SAFETY: an open device, and room for its attributes.
         let status = unsafe { ibv::ibv_query_device(self.raw.as_ptr(), attr.as_mut_ptr()) };
         self.check(status, "query the device")?;
-        // SAFETY: filled in; and zeros are a value of it as well.
+        // SAFETY: filled in, and all zeros would be valid too.
         Ok(unsafe { attr.assume_init() })
     }
 
     pub(super) fn port_attr(&self, port: u8) -> Result<PortAttr, VerbsError> {
         let mut attr = ibv::ibv_port_attr::default();
-        // SAFETY: an open device; the function fills in the older, shorter form of the structure (verbs.h wraps it in the
-        // same way), which the whole one begins with.
+        // SAFETY: an open device; the function fills in the older, shorter form of the structure (verbs.h wraps it in
+        // the same way), which is a prefix of the full one.
         let status = unsafe { ibv::ibv_query_port(self.raw.as_ptr(), port, (&raw mut attr).cast()) };
         self.check(status, "query the port")?;
         Ok(PortAttr {
             is_active: attr.state == ibv::ibv_port_state::IBV_PORT_ACTIVE,
             is_ethernet: u32::from(attr.link_layer) == ibv::IBV_LINK_LAYER_ETHERNET,
-            // 1 is 256 bytes, each further one twice as much (enum ibv_mtu).
+            // `enum ibv_mtu`: 1 is 256 bytes, each further value twice as much.
             mtu_bytes: 128 << attr.active_mtu.min(5),
             lid: attr.lid,
         })
@@ -111,8 +111,8 @@ impl Context {
     /// Return the valid entries of the tables of all ports.
     pub(super) fn gids(&self) -> Result<Vec<GidEntry>, VerbsError> {
         let mut entries: Vec<ibv::ibv_gid_entry> = Vec::with_capacity(MAX_GIDS);
-        // SAFETY: room for as many entries, of the size that is told; the function writes whole entries and returns how
-        // many.
+        // SAFETY: room for as many entries, of the given size; the function writes whole entries and returns their
+        // number.
         let count = unsafe {
             let len = size_of::<ibv::ibv_gid_entry>();
             let count = ibv::_ibv_query_gid_table(self.raw.as_ptr(), entries.as_mut_ptr(), MAX_GIDS, 0, len);
@@ -125,7 +125,7 @@ impl Context {
         }
         let entry = |entry: &ibv::ibv_gid_entry| {
             Some(GidEntry {
-                // SAFETY: every 16 bytes are an identifier.
+                // SAFETY: any 16 bytes are a valid GID.
                 gid: unsafe { entry.gid.raw },
                 port: u8::try_from(entry.port_num).ok()?,
                 index: u8::try_from(entry.gid_index).ok()?,
@@ -151,7 +151,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: open, closed once, and all that was made from it is gone: each holds this.
+        // SAFETY: open, closed once, and all objects created from it are gone, as each holds this.
         unsafe { ibv::ibv_close_device(self.raw.as_ptr()) };
     }
 }
@@ -178,15 +178,15 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: given back once, after all that was made in it.
+        // SAFETY: deallocated once, after all objects in it.
         unsafe { ibv::ibv_dealloc_pd(self.raw.as_ptr()) };
     }
 }
 
-/// What becomes readable when a completion queue that was armed has something.
+/// A completion channel, whose descriptor becomes readable when an armed completion queue has an entry.
 pub(super) struct Channel {
     raw: NonNull<ibv::ibv_comp_channel>,
-    /// The channel's own descriptor, doubled: it can be lent as long as this lives.
+    /// A duplicate of the channel's descriptor, which can be borrowed from this value.
     fd: OwnedFd,
     _context: Arc<Context>,
 }
@@ -202,18 +202,18 @@ impl Channel {
         // SAFETY: an open device.
         let raw = NonNull::new(unsafe { ibv::ibv_create_comp_channel(context.raw.as_ptr()) });
         let raw = raw.ok_or_else(|| VerbsError::last(what, &context.name))?;
-        // SAFETY: the channel was just made, and its descriptor is open as long as it.
-        let doubled = unsafe { BorrowedFd::borrow_raw(raw.as_ref().fd.as_raw_fd()) }.try_clone_to_owned();
-        let nonblocking = doubled.and_then(|fd| {
+        // SAFETY: the channel was just created, and its descriptor is open as long as it exists.
+        let duplicate = unsafe { BorrowedFd::borrow_raw(raw.as_ref().fd.as_raw_fd()) }.try_clone_to_owned();
+        let nonblocking = duplicate.and_then(|fd| {
             let flags = rustix::fs::fcntl_getfl(&fd)?;
-            // Of the open file, which both descriptors are of.
+            // The flag belongs to the open file, which both descriptors share.
             rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
             Ok(fd)
         });
         match nonblocking {
             Ok(fd) => Ok(Arc::new(Self { raw, fd, _context: Arc::clone(context) })),
             Err(source) => {
-                // SAFETY: just made, and nobody else has it.
+                // SAFETY: just created, and not shared.
                 unsafe { ibv::ibv_destroy_comp_channel(raw.as_ptr()) };
                 Err(VerbsError::Refused { what, device: context.name.clone(), source })
             }
@@ -224,11 +224,11 @@ impl Channel {
         std::os::fd::AsFd::as_fd(&self.fd)
     }
 
-    /// Take the events that there are. One queue hangs on this channel, so they are all its.
+    /// Consume all pending events. One completion queue uses this channel, so they are all its.
     pub(super) fn take_events(&self) {
         loop {
             let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: a channel, and two places for what it says; it does not block.
+            // SAFETY: a channel, and two writable results; the call does not block.
             if unsafe { ibv::ibv_get_cq_event(self.raw.as_ptr(), &raw mut cq, &raw mut context) } != 0 {
                 return;
             }
@@ -240,7 +240,7 @@ impl Channel {
 
 impl Drop for Channel {
     fn drop(&mut self) {
-        // SAFETY: given back once, after the queue that hung on it.
+        // SAFETY: destroyed once, after the queue that used it.
         unsafe { ibv::ibv_destroy_comp_channel(self.raw.as_ptr()) };
     }
 }
@@ -258,7 +258,7 @@ unsafe impl Send for Completions {}
 unsafe impl Sync for Completions {}
 
 impl Completions {
-    /// Make a queue of `entries`, which tells `channel` if there is one.
+    /// Create a completion queue of `entries`, which notifies `channel` if given.
     pub(super) fn new(
         context: &Arc<Context>,
         entries: usize,
@@ -266,28 +266,28 @@ impl Completions {
     ) -> Result<Arc<Self>, VerbsError> {
         let entries = i32::try_from(entries).unwrap_or(i32::MAX);
         let raw_channel = channel.map_or(ptr::null_mut(), |channel| channel.raw.as_ptr());
-        // SAFETY: an open device, and a channel of it or none; vector 0 is always there.
+        // SAFETY: an open device, and its channel or none; vector 0 always exists.
         let raw = unsafe { ibv::ibv_create_cq(context.raw.as_ptr(), entries, ptr::null_mut(), raw_channel, 0) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("create a completion queue", &context.name))?;
         Ok(Arc::new(Self { raw, context: Arc::clone(context), _channel: channel.cloned() }))
     }
 
-    /// Take completions into `into`; returns how many.
+    /// Poll completions into `into`; returns how many.
     pub(super) fn poll(&self, into: &mut [ibv::ibv_wc]) -> usize {
-        // SAFETY: the driver's own function for this device; it writes at most as many completions as there is room for.
-        // Each driver has one.
+        // SAFETY: the driver's own function for this device, which every driver has; it writes at most as many
+        // completions as fit.
         let polled = unsafe {
             let ops = &self.context.raw.as_ref().ops;
             let room = i32::try_from(into.len()).unwrap_or(i32::MAX);
             ops.poll_cq.map(|poll| poll(self.raw.as_ptr(), room, into.as_mut_ptr()))
         };
-        // Negative: the device is gone, and nothing comes from it any more.
+        // Negative: the device is gone, and no completions come any more.
         usize::try_from(polled.unwrap_or(0)).unwrap_or(0).min(into.len())
     }
 
-    /// Ask for an event on the channel for the next completion. What came before it makes none.
+    /// Request an event on the channel for the next completion. Earlier completions cause none.
     pub(super) fn arm(&self) {
-        // SAFETY: as in `poll`. What could fail is the device, which then does not wake anybody.
+        // SAFETY: as in `poll`. If the device fails, no thread is woken.
         unsafe {
             let ops = &self.context.raw.as_ref().ops;
             ops.req_notify_cq.map(|arm| arm(self.raw.as_ptr(), 0));
@@ -297,7 +297,7 @@ impl Completions {
 
 impl Drop for Completions {
     fn drop(&mut self) {
-        // SAFETY: given back once, after the queue pairs that used it; all events are acknowledged as they are taken.
+        // SAFETY: destroyed once, after the queue pairs that used it; every event is acknowledged when it is consumed.
         unsafe { ibv::ibv_destroy_cq(self.raw.as_ptr()) };
     }
 }

@@ -1,18 +1,19 @@
-//! A connection by which one side reads and writes the other's memory (RDMA READ and WRITE; a reliable connection).
+//! A reliable connection through which one side accesses the other's memory with RDMA READ and WRITE.
 //!
-//! Both ends say who they are ([`OneSided::end`]) over the control plane, and connect to each other. Operations are queued
-//! and leave together: a flush posts once and asks for one completion, for the last; as a reliable connection completes in
-//! order, that one tells of all before it. The hardware sends again what is lost; a peer that does not answer for some
-//! seconds is gone ([`LinkError::PeerGone`]).
+//! Both ends exchange their addresses ([`OneSided::end`]) over the control plane and connect to each other. Operations
+//! are queued and posted together: a flush posts once and requests one completion, for the last operation; a reliable
+//! connection completes in order, so this covers all before it. The hardware retransmits lost packets; a peer that does
+//! not acknowledge for some seconds is considered dead ([`LinkError::PeerGone`]).
 //!
 //! Invariants:
 //! - Queueing, flushing and polling take no lock and allocate nothing.
 //! - `done <= posted <= written <= done + OPERATIONS`.
-//! - The first error ends the connection: what was queued behind it has not taken place, or not wholly.
-//! - After [`OneSided::fence`] nothing that the peer has begun by this connection takes effect in memory of this side.
+//! - The first error ends the connection: operations queued after the failed one did not take place, or only in part.
+//! - After [`OneSided::fence`] no operation that the peer has begun through this connection takes effect in local
+//!   memory.
 
 use super::config::VerbsError;
-use super::datagrams::way;
+use super::datagrams::address_attr;
 use super::objects::Completions;
 use super::pair::QueuePair;
 use super::region::{ExposedRegion, VerbsDomain};
@@ -25,37 +26,37 @@ use std::ptr;
 use std::sync::Arc;
 use thiserror::Error;
 
-/// Operations in flight.
+/// The maximum number of operations in flight.
 const OPERATIONS: usize = 128;
 
-/// Completions taken in one look.
+/// Completions fetched in one call.
 const BATCH: usize = 16;
 
-/// 4.096 us * 2^16, so 268 ms, without an acknowledgement: sent again, so often (InfiniBand Architecture Specification,
-/// 9.7.6.1.3). One more would be for ever: to every device for a peer that is not ready, to Soft-RoCE also for one that is
-/// silent. A quarter of the time gives peers up that are there: on a lossy link between machines that share a processor,
-/// seven losses in a row and pauses of half a second happen.
+/// The acknowledgement timeout, 4.096 us * 2^16 = 268 ms, and the number of retries (InfiniBand Architecture
+/// Specification, 9.7.6.1.3). 7 retries would mean unlimited: on every device for a receiver that is not ready, on
+/// Soft-RoCE also for one that sends nothing. A quarter of the timeout ends connections to peers that still run: on a
+/// lossy link between machines that share a processor, seven losses in a row and pauses of half a second occur.
 const TIMEOUT: u8 = 16;
 const RETRIES: u8 = 6;
 
-/// How often the kernel is asked to find the other host: about a second each time.
+/// How often the kernel tries to resolve the other host, about a second each time.
 const FIND_TRIES: u32 = 3;
 
-/// How often a stopped connection is asked for what it has left.
-const DRAIN_LOOKS: u32 = 100_000;
+/// How often a stopped connection is polled for outstanding completions.
+const DRAIN_POLLS: u32 = 100_000;
 
-/// An end of a connection, as the other has to know it.
+/// The address of one end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OneSidedEnd {
-    /// Its port's global identifier.
+    /// The GID of its port.
     pub gid: [u8; 16],
-    /// Its port's local identifier; 0 on RoCE.
+    /// The LID of its port; 0 on RoCE.
     pub lid: u16,
-    /// Its queue pair.
+    /// The number of its queue pair.
     pub qpn: u32,
-    /// The number of its first packet, of 24 bits.
+    /// Its initial packet sequence number, 24 bits.
     pub psn: u32,
-    /// The longest packet of its port in bytes.
+    /// The MTU of its port in bytes.
     pub mtu_bytes: u16,
 }
 
@@ -63,36 +64,36 @@ pub struct OneSidedEnd {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PostError {
-    /// As many as can be are in flight: flush and poll.
+    /// The maximum number of operations is in flight: flush and poll.
     #[error("{OPERATIONS} operations are in flight: flush and poll")]
     Full,
-    /// The range here, or there.
+    /// The local or remote range is out of bounds.
     #[error(transparent)]
     Range(#[from] RegionError),
-    /// Longer than any message.
+    /// The operation is too long.
     #[error("{len_bytes} bytes in one operation; the limit is {MESSAGE_MAX_BYTES}")]
     Length {
-        /// What was asked for.
+        /// The requested length.
         len_bytes: u64,
     },
-    /// The connection is at its end.
+    /// The connection has ended.
     #[error(transparent)]
     Link(#[from] LinkError),
 }
 
-/// The longest operation: that of Soft-RoCE, the shortest known.
+/// The maximum length of an operation: Soft-RoCE's limit, the lowest known.
 pub(super) const MESSAGE_MAX_BYTES: u32 = 8 << 20;
 
-/// How far the operations of a connection are.
+/// The progress of a connection's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// All operations of a lower number are complete.
     pub done: u64,
-    /// What ended the connection: the operation `done` is the one that failed.
+    /// The error that ended the connection; operation `done` is the one that failed.
     pub error: Option<LinkError>,
 }
 
-/// An end of a connection.
+/// One end of a connection.
 pub struct OneSided {
     pair: QueuePair,
     completions: Arc<Completions>,
@@ -103,37 +104,37 @@ pub struct OneSided {
     posted: u64,
     done: u64,
     error: Option<LinkError>,
-    /// Completions of what was posted last, also failed ones.
+    /// The number after the last completed operation, also a failed one.
     returned: u64,
     end: OneSidedEnd,
     from: super::objects::GidEntry,
     reads: u8,
-    /// Where messages lie until they are acknowledged, on a connection that sends some.
+    /// Buffers of messages until they are acknowledged, on a connection with messages.
     slots: Option<Slots>,
     stats: LinkStats,
 }
 
-/// What a connection has counted.
+/// Counters of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct LinkStats {
-    /// Operations: reads, writes and messages.
+    /// Operations queued: reads, writes and messages.
     pub operations: u64,
     /// Calls that posted operations.
     pub posts: u64,
-    /// Completions that were asked for: one a post.
+    /// Completions received: one per post.
     pub completions: u64,
-    /// Looks at the completion queue, empty ones included.
+    /// Polls of the completion queue, empty ones included.
     pub polls: u64,
-    /// Bytes that were asked for from the peer's memory.
+    /// Bytes read from the peer's memory.
     pub read_bytes: u64,
-    /// Bytes that were sent to the peer's memory.
+    /// Bytes written to the peer's memory.
     pub written_bytes: u64,
-    /// Messages.
+    /// Messages sent.
     pub messages: u64,
 }
 
-// SAFETY: the requests point to pieces of this connection, which moves as a whole.
+// SAFETY: the requests point to pieces of this connection, in heap memory that moves with it.
 unsafe impl Send for OneSided {}
 
 impl OneSided {
@@ -142,7 +143,7 @@ impl OneSided {
         let completions = Completions::new(context, OPERATIONS, receives.map(|receives| &receives.channel))?;
         let cap = ibv::ibv_qp_cap {
             max_send_wr: OPERATIONS as u32,
-            // Nothing is received, which some devices take for a mistake.
+            // Nothing is received, but some devices refuse 0.
             max_recv_wr: 1,
             max_send_sge: 1,
             max_recv_sge: 1,
@@ -184,21 +185,21 @@ impl OneSided {
         })
     }
 
-    /// Return what the other end has to know.
+    /// Return the address of this end, for the other one.
     pub const fn end(&self) -> OneSidedEnd {
         self.end
     }
 
-    /// Connect to the other end, which does the same.
+    /// Connect to the other end, which has to do the same.
     ///
     /// # Errors
-    /// [`VerbsError`], also if the other host is not found.
+    /// [`VerbsError`], also if the other host cannot be resolved.
     pub fn connect(&mut self, peer: &OneSidedEnd) -> Result<(), VerbsError> {
         connect(&mut self.pair, &self.from, (&self.end, peer), self.reads)
     }
 
-    /// Queue: read `len_bytes` at `there.1` of the peer's region into this side's at `here.1`. Returns the operation's
-    /// number.
+    /// Queue an RDMA READ of `len_bytes` from the peer's region at offset `there.1` into the local region at offset
+    /// `here.1`. Returns the operation's number.
     ///
     /// # Errors
     /// [`PostError`]; nothing is queued then.
@@ -211,7 +212,8 @@ impl OneSided {
         self.queue(ibv::ibv_wr_opcode::IBV_WR_RDMA_READ, (here.0, here.1), there, len_bytes)
     }
 
-    /// Queue: write `len_bytes` of this side's region at `here.1` to the peer's at `there.1`. Returns the operation's number.
+    /// Queue an RDMA WRITE of `len_bytes` from the local region at offset `here.1` to the peer's at offset `there.1`.
+    /// Returns the operation's number.
     ///
     /// # Errors
     /// [`PostError`]; nothing is queued then.
@@ -238,14 +240,15 @@ impl OneSided {
         self.queue_checked((opcode, None), here, (remote_addr, there.0.rkey), length)
     }
 
-    /// Send a message of at most [`MESSAGE_LEN_BYTES`](crate::remote::MESSAGE_LEN_BYTES), behind what is queued, which leaves
-    /// with it; false, and nothing, if there is no room now, or never on a connection without messages.
+    /// Send a message of at most [`MESSAGE_LEN_BYTES`](crate::remote::MESSAGE_LEN_BYTES), together with the operations
+    /// queued before it. Returns false, and sends nothing, if there is no room now, or if the connection has no
+    /// messages.
     ///
     /// # Errors
-    /// [`LinkError`]: the connection is at its end.
+    /// [`LinkError`] if the connection has ended.
     pub fn send(&mut self, message: &[u8]) -> Result<bool, LinkError> {
         self.error.map_or(Ok(()), Err)?;
-        // Only when it looks full: what is waited for is polled for anyway.
+        // Poll only if it looks full: completions that somebody waits for are polled for anyway.
         if !self.has_room_for_message() {
             self.poll().error.map_or(Ok(()), Err)?;
         }
@@ -256,7 +259,7 @@ impl OneSided {
         let Some(slots) = &mut self.slots else { return Ok(false) };
         let here = slots.write(message, nth);
         let opcode = ibv::ibv_wr_opcode::IBV_WR_SEND;
-        // It has room, and no error.
+        // Cannot fail: there is room, and no error.
         let queued = self.queue_checked((opcode, None), here, (0, 0), message.len() as u32);
         debug_assert_eq!(queued, Ok(nth));
         self.stats.messages += 1;
@@ -268,18 +271,18 @@ impl OneSided {
         self.room() > 0 && self.slots.as_ref().is_some_and(|slots| slots.has_room(self.done))
     }
 
-    /// Return what was counted.
+    /// Return the counters.
     pub const fn stats(&self) -> LinkStats {
         self.stats
     }
 
-    /// Let the channel of the shared queue become readable when something is complete.
+    /// Let the channel of the shared queue become readable on the next completion.
     pub(super) fn arm(&self) {
         self.completions.arm();
     }
 
-    /// Queue what was checked: an address and key here, and there, and at most [`MESSAGE_MAX_BYTES`]; with a word for the peer
-    /// if the opcode takes one.
+    /// Queue an operation that was checked: local address and key, remote address and key, and at most
+    /// [`MESSAGE_MAX_BYTES`]; with immediate data if the opcode takes it.
     pub(super) fn queue_checked(
         &mut self,
         (opcode, word): (ibv::ibv_wr_opcode::Type, Option<u32>),
@@ -292,8 +295,8 @@ impl OneSided {
             return Err(PostError::Full);
         }
         let nth = self.written;
-        self.pieces[place(nth)] = ibv::ibv_sge { addr, length, lkey };
-        let request = &mut self.requests[place(nth)];
+        self.pieces[ring_index(nth)] = ibv::ibv_sge { addr, length, lkey };
+        let request = &mut self.requests[ring_index(nth)];
         (request.wr_id, request.opcode, request.send_flags) = (nth, opcode, 0);
         request.__bindgen_anon_1.imm_data = word.unwrap_or(0).to_be();
         request.wr.rdma = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr, rkey };
@@ -307,47 +310,47 @@ impl OneSided {
         Ok(nth)
     }
 
-    /// Return how many operations there is room for.
+    /// Return how many more operations can be queued.
     pub(super) const fn room(&self) -> usize {
-        // `written - done` never exceeds it.
+        // `written - done` never exceeds `OPERATIONS`.
         OPERATIONS - (self.written - self.done) as usize
     }
 
-    /// Tell whether nothing is in flight.
+    /// Return whether nothing is in flight.
     pub(super) const fn is_idle(&self) -> bool {
         self.written == self.done
     }
 
-    /// Return what ended the connection, as far as was looked.
+    /// Return the error that ended the connection, if one was polled.
     pub const fn error(&self) -> Option<LinkError> {
         self.error
     }
 
-    /// Let what is queued leave.
+    /// Post the queued operations.
     pub fn flush(&mut self) {
         if self.posted == self.written || self.error.is_some() {
             return;
         }
         for nth in self.posted..self.written {
             let is_last = nth + 1 == self.written;
-            let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[place(nth + 1)] };
-            let request = &mut self.requests[place(nth)];
+            let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[ring_index(nth + 1)] };
+            let request = &mut self.requests[ring_index(nth)];
             request.next = next;
             if is_last {
                 request.send_flags = ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
             }
         }
         self.stats.posts += 1;
-        let first = &raw mut self.requests[place(self.posted)];
-        // SAFETY: the chain is of this connection's requests, which stay where they are, as their pieces do; regions that
-        // are dropped meanwhile are deregistered before their memory goes, so that the device refuses them.
+        let first = &raw mut self.requests[ring_index(self.posted)];
+        // SAFETY: the chain consists of this connection's requests, which stay in place with their pieces; regions
+        // dropped meanwhile are deregistered before their memory is freed, so the device refuses them.
         match unsafe { self.pair.post_send(first) } {
             Ok(()) => self.posted = self.written,
             Err(errno) => self.error = Some(LinkError::Status(errno.unsigned_abs())),
         }
     }
 
-    /// Look how far the operations are.
+    /// Poll for completions; return the progress.
     pub fn poll(&mut self) -> Progress {
         loop {
             self.stats.polls += 1;
@@ -361,7 +364,7 @@ impl OneSided {
                 }
                 match error_of(completion) {
                     None => self.done = nth + 1,
-                    // In order: what is before it is complete.
+                    // Completions are in order: all operations before it are complete.
                     error => (self.done, self.error) = (nth, error),
                 }
             }
@@ -371,15 +374,15 @@ impl OneSided {
         }
     }
 
-    /// End the connection: afterwards nothing that the peer has begun takes effect in memory of this side, and what this
-    /// side has begun is complete or will not be. What this peer had keys of is revoked, so that it can't come by another
-    /// connection either.
+    /// End the connection. Afterwards no operation that the peer has begun takes effect in local memory, and every
+    /// local operation has completed or never will. The given regions, whose keys the peer has, are revoked, so that no
+    /// other connection can access them either.
     ///
     /// # Errors
-    /// [`VerbsError`]: then the peer may still reach the regions, and they must not be trusted.
+    /// [`VerbsError`]: the peer may still access the regions, and their contents must not be trusted.
     pub fn fence<'a>(&mut self, regions: impl IntoIterator<Item = &'a mut ExposedRegion>) -> Result<(), VerbsError> {
         self.pair.stop()?;
-        for _ in 0..DRAIN_LOOKS {
+        for _ in 0..DRAIN_POLLS {
             self.poll();
             if self.returned >= self.posted {
                 break;
@@ -402,7 +405,7 @@ impl std::fmt::Debug for OneSided {
     }
 }
 
-/// Open a new reliable queue pair of this port to peers' reads and writes.
+/// Initialise a new reliable queue pair on this port, with remote read and write access.
 pub(super) fn prepare(pair: &mut QueuePair, port: u8) -> Result<(), VerbsError> {
     let access = ibv::ibv_access_flags::IBV_ACCESS_REMOTE_READ | ibv::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE;
     let attr = ibv::ibv_qp_attr {
@@ -426,13 +429,13 @@ pub(super) fn connect(
     let mtu_bytes = peer.mtu_bytes.min(here.mtu_bytes).max(256);
     let attr = ibv::ibv_qp_attr {
         qp_state: ibv::ibv_qp_state::IBV_QPS_RTR,
-        // 256 bytes are 1, each doubling one more (enum ibv_mtu).
+        // `enum ibv_mtu`: 256 bytes are 1, each doubling adds 1.
         path_mtu: mtu_bytes.ilog2() - 7,
         dest_qp_num: peer.qpn & PSN_MASK,
         rq_psn: peer.psn & PSN_MASK,
         max_dest_rd_atomic: reads,
         min_rnr_timer: 12,
-        ah_attr: way(from, peer.gid, peer.lid),
+        ah_attr: address_attr(from, peer.gid, peer.lid),
         ..ibv::ibv_qp_attr::default()
     };
     let further = mask::IBV_QP_AV
@@ -445,7 +448,8 @@ pub(super) fn connect(
     loop {
         match pair.modify(attr, further) {
             Ok(()) => break,
-            // The kernel asks once for the other host's link address, and the question or its answer was lost.
+            // The kernel asks only once for the other host's link address, and the request or its answer may have been
+            // lost.
             Err(VerbsError::Refused { source, .. })
                 if source.kind() == std::io::ErrorKind::TimedOut && tries.next().is_some() => {}
             Err(error) => return Err(error),
@@ -480,10 +484,10 @@ fn error_of(completion: &ibv::ibv_wc) -> Option<LinkError> {
     })
 }
 
-/// Numbers of packets and queue pairs have 24 bits.
+/// Packet sequence numbers and queue pair numbers have 24 bits.
 const PSN_MASK: u32 = (1 << 24) - 1;
 
-/// Draw the first packet's number: one that packets of an earlier connection do not have.
+/// Draw a random initial packet sequence number, so that packets of an earlier connection are not accepted.
 fn random_psn(context: &super::objects::Context) -> Result<u32, VerbsError> {
     let mut bytes = [0; 4];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()).map_err(|errno| {
@@ -492,6 +496,6 @@ fn random_psn(context: &super::objects::Context) -> Result<u32, VerbsError> {
     Ok(u32::from_ne_bytes(bytes) & PSN_MASK)
 }
 
-fn place(nth: u64) -> usize {
+fn ring_index(nth: u64) -> usize {
     (nth % OPERATIONS as u64) as usize
 }

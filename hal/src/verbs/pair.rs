@@ -1,4 +1,4 @@
-//! A queue pair of either kind: what both have in common.
+//! A queue pair, of either type.
 
 use super::config::VerbsError;
 use super::objects::{Completions, Domain};
@@ -13,7 +13,7 @@ pub(super) struct QueuePair {
     pub(super) domain: Arc<Domain>,
     _send: Arc<Completions>,
     _receive: Arc<Completions>,
-    /// Held, as the others are.
+    /// Kept alive, as the completion queues are.
     srq: Option<Arc<Srq>>,
 }
 
@@ -21,7 +21,7 @@ pub(super) struct QueuePair {
 unsafe impl Send for QueuePair {}
 
 impl QueuePair {
-    /// Make a queue pair of this type and these limits; returns with it how many bytes go inline.
+    /// Create a queue pair of this type and with these limits; returns also how many bytes can be sent inline.
     pub(super) fn new(
         domain: &Arc<Domain>,
         qp_type: ibv::ibv_qp_type::Type,
@@ -31,7 +31,7 @@ impl QueuePair {
         Self::sharing(domain, qp_type, (send, receive, None), cap)
     }
 
-    /// The same for one that receives in a queue that others receive in, too, if there is one.
+    /// As [`QueuePair::new`], receiving from a shared receive queue if `srq` is given.
     pub(super) fn sharing(
         domain: &Arc<Domain>,
         qp_type: ibv::ibv_qp_type::Type,
@@ -49,16 +49,16 @@ impl QueuePair {
         // SAFETY: a domain and queues of one device; the attributes are valid for the call.
         let raw = NonNull::new(unsafe { ibv::ibv_create_qp(domain.raw.as_ptr(), &raw mut init) });
         let raw = raw.ok_or_else(|| VerbsError::last("create a queue pair", &domain.context.name))?;
-        // SAFETY: just made, of these.
+        // SAFETY: just created with these.
         let mut pair = unsafe { Self::adopt(raw, domain, (send, receive)) };
         pair.srq = srq.cloned();
         Ok((pair, init.cap.max_inline_data as usize))
     }
 
-    /// Own a queue pair that was made in another way.
+    /// Take ownership of a raw queue pair.
     ///
     /// # Safety
-    /// It is of this domain and these queues, and nobody else gives it back.
+    /// It belongs to this domain and these queues, and nobody else destroys it.
     pub(super) unsafe fn adopt(
         raw: NonNull<ibv::ibv_qp>,
         domain: &Arc<Domain>,
@@ -73,36 +73,38 @@ impl QueuePair {
     }
 
     pub(super) fn number(&self) -> u32 {
-        // SAFETY: a queue pair that is still there; its number never changes.
+        // SAFETY: the queue pair exists; its number never changes.
         unsafe { self.raw.as_ref() }.qp_num
     }
 
-    /// Change the state, and what else the mask names.
+    /// Change the state, and the attributes in the mask.
     pub(super) fn modify(
         &mut self,
         mut attr: ibv::ibv_qp_attr,
         further: ibv::ibv_qp_attr_mask,
     ) -> Result<(), VerbsError> {
         let mask = ibv::ibv_qp_attr_mask::IBV_QP_STATE | further;
-        // SAFETY: a queue pair, and attributes of which the library reads those that the mask names.
+        // SAFETY: the queue pair exists; the library reads only the attributes in the mask.
         let status = unsafe { ibv::ibv_modify_qp(self.raw.as_ptr(), &raw mut attr, mask.0.cast_signed()) };
         self.domain.context.check(status, "change a queue pair's state")
     }
 
-    /// Let everything that is on its way come back as failed; from then on the device does nothing more for a peer.
+    /// Move to the error state: everything in flight completes with an error, and from then on the device performs no
+    /// operation for a peer.
     pub(super) fn stop(&mut self) -> Result<(), VerbsError> {
         let attr = ibv::ibv_qp_attr { qp_state: ibv::ibv_qp_state::IBV_QPS_ERR, ..ibv::ibv_qp_attr::default() };
         self.modify(attr, ibv::ibv_qp_attr_mask(0))
     }
 
-    /// Post a chain of requests to send. An error says that from some request on they were not taken.
+    /// Post a chain of send requests. On an error, the requests from some point of the chain on were not posted.
     ///
     /// # Safety
-    /// The chain is valid: each request and its pieces stay until its completion, or a later one's, has been taken; its
-    /// memory is registered in this domain and nobody writes it meanwhile; its ways lead from this domain.
+    /// The chain is valid: each request and its pieces stay in place until its completion, or a later one's, was
+    /// polled; its memory is registered in this domain and not written meanwhile; its address handles belong to this
+    /// domain.
     pub(super) unsafe fn post_send(&mut self, first: *mut ibv::ibv_send_wr) -> Result<(), i32> {
         let mut refused = ptr::null_mut();
-        // SAFETY: the driver's own function for this device, and the caller's promise.
+        // SAFETY: the driver's own function for this device; the caller ensures the rest.
         let status = unsafe {
             let ops = &self.domain.context.raw.as_ref().ops;
             ops.post_send.map(|post| post(self.raw.as_ptr(), first, &raw mut refused))
@@ -110,11 +112,11 @@ impl QueuePair {
         if status == Some(0) { Ok(()) } else { Err(status.unwrap_or(libc::ENOSYS)) }
     }
 
-    /// Post a chain of buffers to receive in. An error says that from some buffer on they were not taken.
+    /// Post a chain of receive buffers. On an error, the buffers from some point of the chain on were not posted.
     ///
     /// # Safety
-    /// The chain is valid during the call; its memory is registered in this domain, and nobody reads or writes it until
-    /// its completion has been taken, or this queue pair is gone or stopped.
+    /// The chain is valid during the call; its memory is registered in this domain and not accessed until its
+    /// completion was polled, or this queue pair is destroyed or stopped.
     pub(super) unsafe fn post_receive(&mut self, first: *mut ibv::ibv_recv_wr) -> Result<(), i32> {
         let mut refused = ptr::null_mut();
         // SAFETY: as in `post_send`.
@@ -128,7 +130,7 @@ impl QueuePair {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: given back once; afterwards the device touches none of its memory.
+        // SAFETY: destroyed once; afterwards the device does not access its memory.
         unsafe { ibv::ibv_destroy_qp(self.raw.as_ptr()) };
     }
 }

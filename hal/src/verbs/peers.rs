@@ -1,17 +1,17 @@
-//! A copy-only DMA engine over one-sided connections: it pulls from peers' memory (RDMA READ) into this side's, and writes
-//! back (RDMA WRITE). With it a device reduces by reference what ranks of other hosts have.
+//! A copy-only DMA engine over one-sided connections: it pulls from peers' memory (RDMA READ) into local memory and
+//! writes back (RDMA WRITE). A device uses it for zero-copy contributions of ranks on other hosts.
 //!
-//! A batch may be for several peers; it has ended when it has at each. One connection completes in order, and asks for one
-//! completion a batch.
+//! A batch may involve several peers, and ends when it has ended at each. A connection completes in order, so one
+//! completion is requested per batch.
 //!
 //! Invariants:
-//! - Submitting and polling allocate nothing, once the peers are connected.
-//! - What is posted is of memory that the engine keeps registered until its batch has ended.
-//! - A connection that has ended takes the chains that were at its peer along, each once, and nobody else's.
+//! - Submitting and polling allocate nothing once the peers are connected.
+//! - A posted operation refers only to memory that the engine keeps registered until its batch has ended.
+//! - When a connection ends, every chain that accesses its peer fails, once, and no other chain does.
 
 use super::config::VerbsError;
-use super::copying::{CHAINS, Copier, Copy, Copying, Ended, MapMemoryError, NotPosted};
-use super::memory::Lent;
+use super::copying::{BatchOutcome, CHAINS, Copier, Copy, CopyEngine, MapMemoryError, NotPosted};
+use super::memory::Registration;
 use super::objects::Domain;
 use super::one_sided::{LinkStats, MESSAGE_MAX_BYTES, OneSided};
 use super::region::VerbsDomain;
@@ -25,18 +25,18 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// An engine that reaches the memory of peers.
+/// A DMA engine that accesses the memory of peers.
 pub struct PeerEngine {
-    engine: Copying<Peers>,
+    engine: CopyEngine<Peers>,
 }
 
 impl PeerEngine {
-    /// Make an engine in this domain, for `regions` regions of its own and of peers.
+    /// Create an engine in this domain, for `regions` regions, local and remote.
     pub fn new(domain: &VerbsDomain, regions: usize) -> Self {
         Self::with_receives(domain, regions, None)
     }
 
-    /// The same for one whose peers also send messages, which arrive in a queue of the domain.
+    /// As [`PeerEngine::new`], for peers that also send messages, which arrive in a queue of the domain.
     pub fn with_receives(domain: &VerbsDomain, regions: usize, receives: impl Into<Option<SharedReceives>>) -> Self {
         let peers = Peers {
             links: Vec::new(),
@@ -45,15 +45,15 @@ impl PeerEngine {
             receives: receives.into(),
             domain: Arc::clone(&domain.domain),
         };
-        Self { engine: Copying::new(peers, MESSAGE_MAX_BYTES, regions) }
+        Self { engine: CopyEngine::new(peers, MESSAGE_MAX_BYTES, regions) }
     }
 
-    /// Take a connection of the engine's domain; returns the peer's number.
+    /// Add a connection of the engine's domain; returns the peer's number.
     pub fn attach(&mut self, connection: OneSided) -> u16 {
         self.engine.copier_mut().attach(connection)
     }
 
-    /// End a peer's connection: afterwards nothing that was posted to it takes effect, and its chains end as
+    /// End a peer's connection. Afterwards no operation posted to it takes effect, and its chains end with
     /// [`Status::Hardware`].
     ///
     /// # Errors
@@ -62,8 +62,8 @@ impl PeerEngine {
         self.engine.copier_mut().detach(peer)
     }
 
-    /// Make an end in `domain`, which is the engine's own, for a peer that sends messages; `None` of an engine without a queue
-    /// for them. [`PeerEngine::attach`] takes it.
+    /// Create an end in `domain`, the engine's own, for a peer that sends messages, to be passed to
+    /// [`PeerEngine::attach`]; `None` if the engine has no queue for messages.
     ///
     /// # Errors
     /// [`VerbsError`]
@@ -71,7 +71,7 @@ impl PeerEngine {
         self.engine.copier().receives.as_ref().map(|receives| domain.messaging(receives)).transpose()
     }
 
-    /// Return a peer's link for messages; `None` if it has none.
+    /// Return a peer's message link; `None` if it has none.
     pub fn link(&mut self, peer: u16) -> Option<PeerLink<'_>> {
         let peers = self.engine.copier_mut();
         let is_there = peers.links.get(usize::from(peer)).is_some_and(|link| link.connection.is_some());
@@ -83,27 +83,27 @@ impl PeerEngine {
         self.engine.copier().links.iter().filter(|link| link.connection.is_some()).count()
     }
 
-    /// Tell whether a peer's message, or the end of a chain, can be taken now.
-    pub fn has_news(&mut self) -> bool {
+    /// Return whether a peer's message, or the end of a chain, can be taken now.
+    pub fn has_work(&mut self) -> bool {
         let peers = self.engine.copier_mut();
-        peers.look();
+        peers.poll_connections();
         peers.receive();
         !peers.ended.is_empty() || peers.links.iter().any(|link| !link.inbox.is_empty())
     }
 
-    /// Let [`PeerEngine::file`] become readable when something comes or ends from now on; look once more afterwards.
+    /// Let [`PeerEngine::file`] become readable on the next arrival or completion. Poll once more after this call.
     pub fn arm(&mut self) {
         let Peers { links, receives, .. } = self.engine.copier_mut();
         receives.iter().for_each(SharedReceives::arm);
         links.iter().filter_map(|link| link.connection.as_ref()).for_each(OneSided::arm);
     }
 
-    /// Return what becomes readable; `None` of an engine without a queue for messages.
+    /// Return the descriptor that becomes readable; `None` if the engine has no queue for messages.
     pub fn file(&self) -> Option<BorrowedFd<'_>> {
         self.engine.copier().receives.as_ref().map(|receives| receives.channel.fd())
     }
 
-    /// Return what a peer's connection has counted, and what all have received.
+    /// Return the counters of a peer's connection, and those of all receptions.
     pub fn stats(&self, peer: u16) -> (LinkStats, ReceiveStats) {
         let Peers { links, receives, .. } = self.engine.copier();
         let connection = links.get(usize::from(peer)).and_then(|link| link.connection.as_ref());
@@ -113,12 +113,12 @@ impl PeerEngine {
         )
     }
 
-    /// Return what has ended a peer's connection, if it has.
+    /// Return the error that ended a peer's connection, if any.
     pub fn error(&self, peer: u16) -> Option<LinkError> {
         self.engine.copier().links.get(usize::from(peer)).map_or(Some(LinkError::Fenced), Link::error)
     }
 
-    /// Let chains reach this side's own memory under `key`, and its processor as well.
+    /// Map local memory for chains under `key`, which the processor accesses as well.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -126,7 +126,7 @@ impl PeerEngine {
         self.engine.map(key, memory, true)
     }
 
-    /// Let chains reach memory of another process of this machine under `key`.
+    /// Map memory of another process on this machine for chains under `key`.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -134,7 +134,7 @@ impl PeerEngine {
         self.engine.map(key, memory, false)
     }
 
-    /// Let chains reach memory of a peer under `key`, as the peer has told of it.
+    /// Map a peer's memory for chains under `key`.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -142,7 +142,7 @@ impl PeerEngine {
         self.engine.map_remote(key, (peer, region), false)
     }
 
-    /// The same for memory where results land: the peer is told of each that is whole, by its offset.
+    /// Map a peer's landing area: the peer is notified of each complete result, by its offset.
     ///
     /// # Errors
     /// [`MapMemoryError`]
@@ -150,7 +150,7 @@ impl PeerEngine {
         self.engine.map_remote(key, (peer, region), true)
     }
 
-    /// Take memory away; when this returns, nothing touches it. False if it is not there.
+    /// Unmap memory; afterwards nothing accesses it. False if it was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
         self.engine.unmap(key)
     }
@@ -186,20 +186,20 @@ impl std::fmt::Debug for PeerEngine {
     }
 }
 
-/// A peer's connection; `None` once it was detached.
+/// A peer: its connection, `None` once detached.
 struct Link {
     connection: Option<OneSided>,
-    /// Batches that it has part in: the operation behind each one's last, and the batch.
+    /// Batches in flight at this peer: the number after each one's last operation, and the batch.
     marks: VecDeque<(u64, u64)>,
-    /// Operations of the batch that is being posted.
+    /// Operations that the batch being posted needs.
     wanted: usize,
-    /// Its queue pair.
+    /// The number of its queue pair.
     qpn: u32,
-    /// What has come of it and was not taken.
+    /// Arrivals that were not taken.
     inbox: VecDeque<Received>,
 }
 
-/// A peer's link for messages.
+/// A peer's message link.
 pub struct PeerLink<'a> {
     peers: &'a mut Peers,
     peer: usize,
@@ -225,7 +225,7 @@ impl MessageLink for PeerLink<'_> {
         let link = &mut self.peers.links[self.peer];
         match link.inbox.pop_front() {
             Some(received) => Ok(self.peers.receives.as_mut().map(|receives| receives.take(received, into))),
-            // What became of messages is looked at when nothing comes: a peer that is gone says nothing else.
+            // Without arrivals, poll for the completion of sent messages: that is how a dead peer is noticed.
             None => match link.connection.as_mut().filter(|connection| !connection.is_idle()) {
                 Some(connection) => connection.poll().error.map_or(Ok(None), Err),
                 None => link.error().map_or(Ok(None), Err),
@@ -243,18 +243,18 @@ impl Link {
 /// A batch that has not ended.
 #[derive(Debug, Clone, Copy, Default)]
 struct Batch {
-    /// Connections that it waits for.
+    /// Connections at which it has not ended.
     open: u16,
     is_lost: bool,
 }
 
 /// All connections.
 struct Peers {
-    // Before the domain; and the engine lets go of its memory after them.
+    // Declared before the domain; the engine deregisters its memory after this.
     links: Vec<Link>,
-    /// By their numbers.
+    /// Indexed by batch number.
     batches: [Batch; CHAINS],
-    ended: VecDeque<Ended>,
+    ended: VecDeque<BatchOutcome>,
     receives: Option<SharedReceives>,
     domain: Arc<Domain>,
 }
@@ -264,7 +264,7 @@ impl Peers {
         let (marks, inbox) = (VecDeque::with_capacity(CHAINS), VecDeque::with_capacity(BUFFERS));
         let qpn = connection.end().qpn;
         let link = Link { connection: Some(connection), marks, wanted: 0, qpn, inbox };
-        // A number whose connection has ended, and that no batch waits for, is free.
+        // Reuse the number of a peer whose connection has ended and that no batch waits for.
         let free = self.links.iter().position(|link| link.connection.is_none() && link.marks.is_empty());
         let at = free.unwrap_or(self.links.len());
         if at == self.links.len() {
@@ -272,7 +272,7 @@ impl Peers {
         } else {
             self.links[at] = link;
         }
-        // As many as a device has children, which have numbers of 16 bits.
+        // A device's children have 16-bit numbers.
         at as u16
     }
 
@@ -284,37 +284,38 @@ impl Peers {
         link.connection = None;
         let inbox = std::mem::take(&mut link.inbox);
         self.receives.iter_mut().for_each(|receives| inbox.iter().for_each(|&received| receives.discard(received)));
-        self.look();
+        self.poll_connections();
         Ok(())
     }
 
-    /// Take what has come of any peer. What is nobody's any more is given back.
+    /// Take arrivals of all peers. Those of unknown queue pairs are discarded.
     fn receive(&mut self) {
         let Self { links, receives, .. } = self;
         let Some(receives) = receives else { return };
-        let mut nobodys: heapless::Vec<Received, { 2 * BUFFERS }> = heapless::Vec::new();
+        let mut unknown: heapless::Vec<Received, { 2 * BUFFERS }> = heapless::Vec::new();
         receives.poll(|qpn, received| {
             match links.iter_mut().find(|link| link.qpn == qpn && link.connection.is_some()) {
                 Some(link) => link.inbox.push_back(received),
-                // As many as a connection can have had on its way.
-                None => _ = nobodys.push(received),
+                // Bounded by what one connection can have in flight.
+                None => _ = unknown.push(received),
             }
         });
-        nobodys.into_iter().for_each(|received| receives.discard(received));
+        unknown.into_iter().for_each(|received| receives.discard(received));
     }
 
-    /// Take what connections have completed, or have taken along.
-    fn look(&mut self) {
+    /// Take completed batches, and those that failed with their connection.
+    fn poll_connections(&mut self) {
         let Self { links, batches, ended, .. } = self;
         for link in links {
-            // What is not waited for is not looked at.
+            // No batch waits for this connection.
             if link.marks.is_empty() {
                 continue;
             }
             let progress = link.connection.as_mut().map(OneSided::poll);
             let done = progress.map_or(0, |progress| progress.done);
             let is_over = progress.is_none_or(|progress| progress.error.is_some());
-            // Whatever ended it, nothing of it is to come any more; one that can't be stopped is given back.
+            // Whatever ended it, no operation may take effect any more; a connection that cannot be fenced is
+            // destroyed.
             link.connection.take_if(|connection| is_over && connection.fence([]).is_err());
             while let Some(&(end, number)) = link.marks.front() {
                 let is_done = end <= done;
@@ -326,13 +327,18 @@ impl Peers {
                 batch.open -= 1;
                 batch.is_lost |= !is_done;
                 if batch.open == 0 {
-                    ended.push_back(if batch.is_lost { Ended::Lost(number) } else { Ended::Done(number) });
+                    ended.push_back(if batch.is_lost {
+                        BatchOutcome::Lost(number)
+                    } else {
+                        BatchOutcome::Done(number)
+                    });
                 }
             }
         }
     }
 
-    /// Count what a batch wants of each connection; how many are over, and whether all others have room.
+    /// Count the operations that a batch needs at each connection; return whether any has ended, and whether all others
+    /// have room.
     fn has_room(&mut self, copies: &[Copy]) -> (bool, bool) {
         self.links.iter_mut().for_each(|link| link.wanted = 0);
         let (mut is_over, mut has_room) = (false, true);
@@ -351,18 +357,18 @@ impl Peers {
 }
 
 impl Copier for Peers {
-    type Registration = Lent;
+    type Registration = Registration;
 
-    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Lent, u32), VerbsError> {
-        let lent = Lent::new(&self.domain, memory)?;
-        let lkey = lent.lkey();
-        Ok((lent, lkey))
+    fn register(&mut self, memory: &Arc<dyn DmaMemory>) -> Result<(Registration, u32), VerbsError> {
+        let registration = Registration::new(&self.domain, memory)?;
+        let lkey = registration.lkey();
+        Ok((registration, lkey))
     }
 
     fn post(&mut self, copies: &[Copy], number: u64) -> Result<(), NotPosted> {
         let (is_over, has_room) = self.has_room(copies);
         if is_over {
-            self.ended.push_back(Ended::Lost(number));
+            self.ended.push_back(BatchOutcome::Lost(number));
             return Ok(());
         }
         if !has_room {
@@ -378,19 +384,19 @@ impl Copier for Peers {
                 (None, Some(peer)) => (ibv_wr_opcode::IBV_WR_RDMA_WRITE, peer, src, dst),
                 (None, None) => {
                     let at = |addr: u64| std::ptr::with_exposed_provenance_mut::<u8>(addr as usize);
-                    // SAFETY: the engine has found both ranges in memory of this process that is mapped, and that they do not
-                    // overlap; it is memory of devices, to which nobody has references.
+                    // SAFETY: the engine found both ranges in mapped memory of this process, disjoint; it is memory of
+                    // devices, to which no references exist.
                     unsafe { at(dst.addr).copy_from_nonoverlapping(at(src.addr), len_bytes as usize) };
                     continue;
                 }
             };
             let link = &mut self.links[usize::from(peer)];
             let queued = link.connection.as_mut().map(|connection| {
-                let there_is = (there.addr, there.key);
-                connection.queue_checked((opcode, there.word), (here.addr, here.key), there_is, len_bytes)
+                let remote = (there.addr, there.key);
+                connection.queue_checked((opcode, there.word), (here.addr, here.key), remote, len_bytes)
             });
             let Some(Ok(nth)) = queued else {
-                // There was room, and no error; whatever it is, the chain is told.
+                // Unexpected, as there was room and no error; the chain fails.
                 batch.is_lost = true;
                 continue;
             };
@@ -407,20 +413,20 @@ impl Copier for Peers {
         });
         let Batch { open, is_lost } = self.batches[number as usize];
         if open == 0 {
-            self.ended.push_back(if is_lost { Ended::Lost(number) } else { Ended::Done(number) });
+            self.ended.push_back(if is_lost { BatchOutcome::Lost(number) } else { BatchOutcome::Done(number) });
         }
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Ended> {
+    fn poll(&mut self) -> Option<BatchOutcome> {
         if self.ended.is_empty() {
-            self.look();
+            self.poll_connections();
         }
         self.ended.pop_front()
     }
 
     fn stop(&mut self) {
-        // Dropped, a connection's queue pair is gone, and all that was posted with it.
+        // Dropping a connection destroys its queue pair, which ends everything that was posted.
         self.links.clear();
     }
 }

@@ -1,13 +1,13 @@
-//! A rank's end of the way by reference: one connection to its leaf device, with messages, and memory that the device reads
-//! and writes.
+//! A rank's end of the `rdma` transport: one connection to its leaf device, with messages and memory that the device
+//! reads and writes.
 //!
 //! Invariants:
-//! - A caller's memory is registered for reads only, the landing area also for writes.
-//! - After [`RankLink::fence`] the queue pair is in its error state and drained, and nothing is registered.
-//! - Places for what arrives are as many as there can be: results that wait to be taken, and messages.
+//! - A caller's memory is registered for remote reads only, the landing area also for writes.
+//! - After [`RankLink::fence`] the queue pair is in the error state and drained, and no memory is registered.
+//! - There are receive buffers for everything that can be outstanding: results not yet taken, and messages.
 
 use super::config::{VerbsConfig, VerbsError, VerbsLink};
-use super::memory::Lent;
+use super::memory::Registration;
 use super::one_sided::{OneSided, OneSidedEnd};
 use super::region::VerbsDomain;
 use super::shared_receives::SharedReceives;
@@ -22,11 +22,11 @@ use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-/// The most results that can have landed and not be taken: as a rank has places for answers.
+/// The maximum number of results announced and not taken: a rank has as many places for answers.
 const LANDED_MAX: usize = 1024;
 
 impl OneSidedEnd {
-    /// Return the bytes that travel.
+    /// Serialize for the handshake.
     pub fn to_link_end(self) -> LinkEnd {
         let mut bytes = [0; LINK_END_LEN_BYTES];
         bytes[..16].copy_from_slice(&self.gid);
@@ -37,7 +37,7 @@ impl OneSidedEnd {
         LinkEnd(bytes)
     }
 
-    /// Read them.
+    /// Deserialize.
     pub fn from_link_end(end: &LinkEnd) -> Self {
         let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|nth| end.0[at + nth]));
         let half = |at: usize| u16::from_le_bytes([end.0[at], end.0[at + 1]]);
@@ -48,11 +48,11 @@ impl OneSidedEnd {
 
 /// A rank's end.
 pub struct RankEnd {
-    // First, so that nothing arrives any more when the others go.
+    // First, so that nothing can arrive when the other fields are dropped.
     connection: OneSided,
     receives: SharedReceives,
-    exposed: Vec<Lent>,
-    /// What has come and was not taken.
+    exposed: Vec<Registration>,
+    /// Arrivals that were not taken.
     inbox: VecDeque<super::shared_receives::Received>,
     domain: VerbsDomain,
 }
@@ -66,7 +66,7 @@ impl std::fmt::Debug for RankEnd {
 /// Open a rank's link on an RDMA port.
 ///
 /// # Errors
-/// [`LinkFailure`]: of [`VerbsError`], or a name that is none.
+/// [`LinkFailure`]: an invalid name, or a [`VerbsError`].
 pub fn rank_link(name: &str, prefer: IpAddr) -> Result<Box<dyn RankLink>, LinkFailure> {
     let link = name.parse::<VerbsLink>().map_err(|why| LinkFailure(why.to_string()))?;
     let config = VerbsConfig { link, prefer: Some(prefer), ..VerbsConfig::default() };
@@ -79,7 +79,7 @@ fn failure(error: VerbsError) -> LinkFailure {
 }
 
 impl RankEnd {
-    /// Make an end in a domain of its own.
+    /// Create an end in a domain of its own.
     ///
     /// # Errors
     /// [`VerbsError`]
@@ -90,7 +90,7 @@ impl RankEnd {
         Ok(Self { connection, receives, exposed: Vec::new(), inbox, domain })
     }
 
-    /// Return what was counted.
+    /// Return the counters of the connection and of receptions.
     pub const fn stats(&self) -> (super::LinkStats, super::ReceiveStats) {
         (self.connection.stats(), self.receives.stats())
     }
@@ -108,7 +108,7 @@ impl Link for RankEnd {
         }
         match self.inbox.pop_front() {
             Some(received) => Ok(Some(self.receives.take(received, into))),
-            // What became of messages is looked at when nothing comes: a peer that is gone says nothing else.
+            // Without arrivals, poll for the completion of sent messages: that is how a dead peer is noticed.
             None if self.connection.is_idle() => self.connection.error().map_or(Ok(None), Err),
             None => self.connection.poll().error.map_or(Ok(None), Err),
         }
@@ -126,15 +126,17 @@ impl RankLink for RankEnd {
 
     fn expose(&mut self, memory: Region, access: Access) -> Result<RemoteRegion, LinkFailure> {
         let memory: Arc<dyn DmaMemory> = Arc::new(memory);
-        let lent = Lent::exposed(&self.domain.domain, &memory, access == Access::Land).map_err(failure)?;
+        let registration =
+            Registration::exposed(&self.domain.domain, &memory, access == Access::Land).map_err(failure)?;
         let addr = memory.base().as_ptr().expose_provenance() as u64;
-        let region = RemoteRegion { addr, len_bytes: memory.len_bytes() as u64, rkey: lent.rkey(), generation: 0 };
-        self.exposed.push(lent);
+        let region =
+            RemoteRegion { addr, len_bytes: memory.len_bytes() as u64, rkey: registration.rkey(), generation: 0 };
+        self.exposed.push(registration);
         Ok(region)
     }
 
     fn withdraw(&mut self, rkey: u32) {
-        self.exposed.retain(|lent| lent.rkey() != rkey);
+        self.exposed.retain(|registration| registration.rkey() != rkey);
     }
 
     fn fence(&mut self) -> Result<(), LinkFailure> {
@@ -158,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_travel_whole() {
+    fn end_round_trips_through_link_end() {
         let gid = std::array::from_fn(|nth| nth as u8);
         let end = OneSidedEnd { gid, lid: 0x1112, qpn: 0x21_2223, psn: 0x31_3233, mtu_bytes: 4096 };
         assert_eq!(OneSidedEnd::from_link_end(&end.to_link_end()), end);

@@ -1,53 +1,54 @@
-//! Memory that peers read and write without asking: who may, where, and until when.
+//! Memory that peers access with one-sided operations: access rights, bounds and revocation.
 //!
 //! Invariants:
-//! - What a peer is told of a region ([`RemoteRegion`]) is good until the region is revoked; afterwards the hardware refuses
-//!   its key, whoever uses it, and the next one has a higher generation.
-//! - A range is checked against both regions before anything is posted. What a peer says of its own region can be a lie:
-//!   then the peer's hardware refuses, and the connection ends with [`LinkError::RemoteAccess`](super::LinkError).
-//! - A key opens a region to every connection of its domain. Peers that must not reach each other's regions get domains of
-//!   their own.
+//! - A region's description ([`RemoteRegion`]) is valid until the region is revoked; afterwards the hardware refuses
+//!   its key from every peer, and the next description has a higher generation.
+//! - A range is checked against both regions before it is posted. If a peer's description of its own region is wrong,
+//!   the peer's hardware refuses the access, and the connection ends with
+//!   [`LinkError::RemoteAccess`](super::LinkError).
+//! - A key grants access through every connection of its domain. Peers that must not access each other's regions get
+//!   separate domains.
 
 use super::config::{VerbsConfig, VerbsError};
-use super::discover::{self, Place};
-use super::memory::Registered;
+use super::discover::{self, PortLocation};
+use super::memory::RegisteredBuffer;
 use super::objects::{Domain, GidEntry, PortAttr};
 use super::one_sided::OneSided;
 use super::shared_receives::SharedReceives;
-use crate::remote::{RegionError, RemoteRegion, inside};
+use crate::remote::{RegionError, RemoteRegion, check_range};
 use std::sync::Arc;
 
-/// A device's port, and what belongs together on it: regions, and the connections by which peers reach them.
+/// A protection domain on an RDMA port: regions, and the connections through which peers access them.
 pub struct VerbsDomain {
     pub(super) domain: Arc<Domain>,
     pub(super) gid: GidEntry,
     pub(super) attr: PortAttr,
-    /// RDMA READs that a connection may have on their way, in each direction.
+    /// RDMA READs that a connection may have outstanding, in each direction.
     pub(super) reads: u8,
 }
 
 impl VerbsDomain {
-    /// Open a domain on the port that is asked for.
+    /// Open a domain on the configured port.
     ///
     /// # Errors
     /// [`VerbsError`]
     pub fn open(config: &VerbsConfig) -> Result<Self, VerbsError> {
-        let Place { context, attr, gid } = discover::find(config)?;
+        let PortLocation { context, attr, gid } = discover::find(config)?;
         let limits = context.device_attr()?;
         let reads = limits.max_qp_rd_atom.min(limits.max_qp_init_rd_atom).clamp(1, MAX_READS);
-        // Clamped to less than a byte.
+        // Clamped to at most `MAX_READS`.
         Ok(Self { domain: Domain::new(&context)?, gid, attr, reads: reads as u8 })
     }
 
-    /// Allocate memory, zeroed, that peers of this domain's connections may read and write.
+    /// Allocate zeroed memory that peers of this domain's connections may read and write.
     ///
     /// # Errors
     /// [`VerbsError::Register`]
     pub fn expose(&self, len_bytes: usize) -> Result<ExposedRegion, VerbsError> {
-        Ok(ExposedRegion { memory: Registered::exposed(&self.domain, len_bytes)?, generation: 0 })
+        Ok(ExposedRegion { memory: RegisteredBuffer::exposed(&self.domain, len_bytes)?, generation: 0 })
     }
 
-    /// Make an end of a connection.
+    /// Create one end of a connection.
     ///
     /// # Errors
     /// [`VerbsError`]
@@ -55,7 +56,7 @@ impl VerbsDomain {
         OneSided::new(self, None)
     }
 
-    /// Make an end that also sends messages, and receives them in a shared queue of this domain.
+    /// Create an end that also sends messages, and receives them in a shared queue of this domain.
     ///
     /// # Errors
     /// [`VerbsError`]
@@ -70,17 +71,17 @@ impl std::fmt::Debug for VerbsDomain {
     }
 }
 
-/// RDMA READs on their way at a time; more bring nothing on one link.
+/// Maximum outstanding RDMA READs: more do not increase the throughput of one link.
 const MAX_READS: i32 = 16;
 
-/// Memory of this process that peers reach.
+/// Memory of this process that peers access.
 pub struct ExposedRegion {
-    memory: Registered,
+    memory: RegisteredBuffer,
     generation: u32,
 }
 
 impl ExposedRegion {
-    /// Return what a peer needs to know.
+    /// Return the description for a peer.
     pub fn remote(&self) -> RemoteRegion {
         let len_bytes = self.memory.len_bytes();
         let addr = self.memory.device_addr(0, len_bytes);
@@ -92,40 +93,40 @@ impl ExposedRegion {
         self.memory.len_bytes()
     }
 
-    /// Copy bytes out. Those that a peer is writing meanwhile are of either time.
+    /// Copy bytes out; they are a mixture of old and new if a peer writes concurrently.
     ///
     /// # Errors
     /// [`RegionError`]
     pub fn read(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
-        inside(offset as u64, into.len() as u64, self.memory.len_bytes() as u64)?;
+        check_range(offset as u64, into.len() as u64, self.memory.len_bytes() as u64)?;
         self.memory.copy_out(offset, into);
         Ok(())
     }
 
-    /// Copy bytes in. Those that a peer is reading meanwhile it gets as they were or as they are.
+    /// Copy bytes in; a peer that reads concurrently sees a mixture of old and new.
     ///
     /// # Errors
     /// [`RegionError`]
     pub fn write(&mut self, offset: usize, from: &[u8]) -> Result<(), RegionError> {
-        inside(offset as u64, from.len() as u64, self.memory.len_bytes() as u64)?;
+        check_range(offset as u64, from.len() as u64, self.memory.len_bytes() as u64)?;
         self.memory.copy_in(offset, from);
         Ok(())
     }
 
-    /// Take the region away from all peers: the key that they have opens it no more. What they are told next does.
+    /// Revoke all peers' access: their key becomes invalid. The next description has a new key.
     ///
     /// # Errors
-    /// [`VerbsError::Register`]; then nothing has changed.
+    /// [`VerbsError::Register`]; nothing has changed then.
     pub fn revoke(&mut self) -> Result<(), VerbsError> {
-        self.memory.renew()?;
+        self.memory.reregister()?;
         self.generation += 1;
         Ok(())
     }
 
-    /// Return the address of a range for this domain's device, and its key there.
+    /// Return the device's address of a range, and its local key.
     pub(super) fn local(&self, offset: u64, len_bytes: u64) -> Result<(u64, u32), RegionError> {
-        inside(offset, len_bytes, self.memory.len_bytes() as u64)?;
-        // Inside memory that is there.
+        check_range(offset, len_bytes, self.memory.len_bytes() as u64)?;
+        // In range, so it fits `usize`.
         Ok((self.memory.device_addr(offset as usize, len_bytes as usize), self.memory.lkey()))
     }
 }

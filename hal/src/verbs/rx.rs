@@ -1,31 +1,31 @@
-//! Packets that have arrived.
+//! The receive queue.
 //!
-//! All buffers are the device's but those of the batch that was taken last; they go back in one call when the batch has
-//! been looked at.
+//! The device owns all buffers except those of the batch that was polled last; these are posted again in one call when
+//! the batch is used up.
 //!
 //! Invariants:
-//! - A buffer of the batch is not the device's until the batch is used up.
-//! - What is said of buffers that were posted before a restart is not listened to.
+//! - The device does not own a buffer of the batch until the batch is used up.
+//! - Completions of buffers posted before a restart are ignored.
 
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::Datagrams;
 use super::grh::{GRH_LEN_BYTES, Origin, origin};
-use super::memory::Registered;
+use super::memory::RegisteredBuffer;
 use super::objects::{Completions, Domain};
 use crate::port::VerbsAddr;
 use ibverbs_sys as ibv;
 use std::ptr;
 use std::sync::Arc;
 
-/// Packets taken, and buffers given back, in one go.
+/// Packets polled, and buffers posted, in one call.
 pub(super) const BATCH: usize = 64;
 
 /// The queue pair has to be restarted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Failed;
 
-/// The longest packet that any port can send in one piece: the largest MTU of InfiniBand. Buffers are that long whatever
-/// the own MTU is, because what is too long for one can stop a queue pair.
+/// The maximum MTU of InfiniBand. Buffers are that long whatever this port's MTU is, because a packet too long for its
+/// buffer can stop a queue pair.
 const LONGEST_LEN_BYTES: usize = 4096;
 
 /// A packet of the batch.
@@ -37,29 +37,29 @@ pub(super) struct Next {
     len_bytes: usize,
 }
 
-/// Packets that have arrived.
+/// The receive queue: buffers, and the batch that was polled last.
 pub(super) struct RxQueue {
-    memory: Registered,
+    memory: RegisteredBuffer,
     stride_bytes: usize,
     max_packet_len_bytes: usize,
     buffers: usize,
     requests: Box<[ibv::ibv_recv_wr]>,
-    /// What the requests point to.
+    /// The scatter entries that the requests point to.
     _pieces: Box<[ibv::ibv_sge]>,
     completions: Arc<Completions>,
     is_ethernet: bool,
     taken: Box<[ibv::ibv_wc]>,
     /// Packets of the batch.
     count: usize,
-    /// The next of them.
+    /// The index of the next packet.
     cursor: usize,
-    /// Counts restarts.
-    life: u32,
-    /// Buffers that the device has.
+    /// The number of restarts.
+    incarnation: u32,
+    /// Buffers owned by the device.
     posted: usize,
 }
 
-// SAFETY: the requests point to pieces of this queue, which moves as a whole.
+// SAFETY: the requests point to pieces of this queue, in heap memory that moves with it.
 unsafe impl Send for RxQueue {}
 
 impl RxQueue {
@@ -70,10 +70,10 @@ impl RxQueue {
         is_ethernet: bool,
     ) -> Result<Self, VerbsError> {
         let stride_bytes = (GRH_LEN_BYTES + LONGEST_LEN_BYTES).next_multiple_of(64);
-        let memory = Registered::new(domain, buffers * stride_bytes)?;
+        let memory = RegisteredBuffer::new(domain, buffers * stride_bytes)?;
         let piece = |buffer| ibv::ibv_sge {
             addr: memory.device_addr(buffer * stride_bytes, stride_bytes),
-            // A few thousand.
+            // At most a few thousand bytes.
             length: stride_bytes as u32,
             lkey: memory.lkey(),
         };
@@ -95,38 +95,38 @@ impl RxQueue {
             taken,
             count: 0,
             cursor: 0,
-            life: 0,
+            incarnation: 0,
             posted: 0,
         })
     }
 
-    /// Give the device all buffers, after a start or restart of the queue pair.
+    /// Post all buffers, after a start or restart of the queue pair.
     pub(super) fn start(&mut self, pair: &mut Datagrams, stats: &mut VerbsStats) -> Result<(), Failed> {
-        self.life = self.life.wrapping_add(1);
+        self.incarnation = self.incarnation.wrapping_add(1);
         (self.count, self.cursor, self.posted) = (0, 0, 0);
         let mut first = 0;
         while first < self.buffers {
             let count = BATCH.min(self.buffers - first);
-            self.give(pair, (first..first + count).map(|buffer| buffer as u64), stats)?;
+            self.post_buffers(pair, (first..first + count).map(|buffer| buffer as u64), stats)?;
             first += count;
         }
         Ok(())
     }
 
-    /// Give buffers to the device.
-    fn give(
+    /// Post buffers.
+    fn post_buffers(
         &mut self,
         pair: &mut Datagrams,
         buffers: impl Iterator<Item = u64>,
         stats: &mut VerbsStats,
     ) -> Result<(), Failed> {
         let mut chain: heapless::Vec<usize, BATCH> = heapless::Vec::new();
-        // A batch is as long as it can be.
+        // Callers pass at most a batch.
         buffers.for_each(|buffer| chain.push(buffer as usize).unwrap_or_default());
         let mut next: *mut ibv::ibv_recv_wr = ptr::null_mut();
         for &buffer in chain.iter().rev() {
             let request = &mut self.requests[buffer];
-            request.wr_id = u64::from(self.life) << 32 | buffer as u64;
+            request.wr_id = u64::from(self.incarnation) << 32 | buffer as u64;
             request.next = next;
             next = request;
         }
@@ -134,13 +134,13 @@ impl RxQueue {
             return Ok(());
         }
         stats.receive_posts += 1;
-        // SAFETY: the chain is of this queue's requests; their buffers are read only when they have been taken.
+        // SAFETY: the chain consists of this queue's requests; their buffers are read only after their completion.
         unsafe { pair.pair.post_receive(next) }.map_err(|_| Failed)?;
         self.posted += chain.len();
         Ok(())
     }
 
-    /// Take in packets if there are none left; return whether there are some now, or that the queue pair has failed.
+    /// Fetch packets if the batch is used up; return whether there are any, or that the queue pair has failed.
     pub(super) fn fill(&mut self, pair: &mut Datagrams, stats: &mut VerbsStats) -> Result<bool, Failed> {
         while self.cursor == self.count {
             if self.count > 0 {
@@ -149,12 +149,12 @@ impl RxQueue {
                 let mut batch = [0; BATCH];
                 let mut own = 0;
                 for completion in &self.taken[..used] {
-                    if completion.wr_id() >> 32 == u64::from(self.life) {
+                    if completion.wr_id() >> 32 == u64::from(self.incarnation) {
                         batch[own] = completion.wr_id() & 0xffff_ffff;
                         own += 1;
                     }
                 }
-                self.give(pair, batch.into_iter().take(own), stats)?;
+                self.post_buffers(pair, batch.into_iter().take(own), stats)?;
             }
             stats.receive_polls += 1;
             self.count = self.completions.poll(&mut self.taken);
@@ -163,13 +163,13 @@ impl RxQueue {
             }
             let mut failed = 0;
             for completion in &self.taken[..self.count] {
-                if completion.wr_id() >> 32 == u64::from(self.life) {
+                if completion.wr_id() >> 32 == u64::from(self.incarnation) {
                     self.posted -= 1;
                     failed += u64::from(!completion.is_valid());
                 }
             }
             if failed > 0 {
-                // A buffer that is given to a queue pair in this state comes back at once.
+                // A buffer posted to a queue pair in this state would complete with an error at once.
                 stats.receive_errors += failed;
                 return Err(Failed);
             }
@@ -177,12 +177,12 @@ impl RxQueue {
         Ok(true)
     }
 
-    /// Take the next packet of the batch. Those that are none are left out, so that it can be empty afterwards.
+    /// Return the next packet of the batch; invalid ones are skipped, so that the batch may then be empty.
     pub(super) fn advance(&mut self, stats: &mut VerbsStats) -> Option<Next> {
         while self.cursor < self.count {
             let completion = self.taken[self.cursor];
             self.cursor += 1;
-            if completion.wr_id() >> 32 != u64::from(self.life) {
+            if completion.wr_id() >> 32 != u64::from(self.incarnation) {
                 continue;
             }
             match self.next(&completion) {
@@ -204,7 +204,7 @@ impl RxQueue {
             return None;
         }
         let buffer = (completion.wr_id() & 0xffff_ffff) as usize;
-        // SAFETY: a buffer of the batch, which is not the device's.
+        // SAFETY: a buffer of the batch, which the device does not own.
         let header = unsafe { self.memory.bytes(buffer * self.stride_bytes, GRH_LEN_BYTES) };
         let Origin { gid, is_marked } = origin(header.first_chunk()?)?;
         let lid = if self.is_ethernet { 0 } else { completion.slid };
@@ -214,22 +214,22 @@ impl RxQueue {
     /// Return the bytes of a packet of the batch.
     pub(super) fn bytes(&self, next: &Next) -> &[u8] {
         let offset = next.buffer * self.stride_bytes + GRH_LEN_BYTES;
-        // SAFETY: a buffer of the batch, which is not the device's until `fill` has used the batch up, and that takes this
-        // queue for writing.
+        // SAFETY: a buffer of the batch, which the device does not own until `fill`, which borrows this queue mutably,
+        // has used the batch up.
         unsafe { self.memory.bytes(offset, next.len_bytes) }
     }
 
-    /// Ask to be told of the next packet.
+    /// Request an event for the next packet.
     pub(super) fn arm(&self) {
         self.completions.arm();
     }
 
-    /// Throw away what a stopped queue pair gives back; true if it has given back all.
+    /// Discard the completions of a stopped queue pair; true if all buffers were returned.
     pub(super) fn drain(&mut self) -> bool {
         (self.count, self.cursor) = (0, 0);
         loop {
             let count = self.completions.poll(&mut self.taken);
-            let own = self.taken[..count].iter().filter(|taken| taken.wr_id() >> 32 == u64::from(self.life));
+            let own = self.taken[..count].iter().filter(|taken| taken.wr_id() >> 32 == u64::from(self.incarnation));
             self.posted -= own.count();
             if count < BATCH {
                 return self.posted == 0;

@@ -1,12 +1,12 @@
-//! Where messages of all connections of a domain arrive: a shared receive queue (SRQ), so that room is for what comes at a
-//! time and not for each connection.
+//! A shared receive queue (SRQ) for the messages of all connections of a domain: buffers are needed for what arrives at
+//! a time, not for each connection.
 //!
 //! Invariants:
-//! - A buffer is the device's, or holds one message of one connection until it is given back.
-//! - Looking takes no lock and allocates nothing; buffers go back many at a time, in one post.
+//! - A buffer is owned by the device, or holds one message of one connection until it is posted again.
+//! - Polling takes no lock and allocates nothing; many buffers are posted again in one call.
 
 use super::config::VerbsError;
-use super::memory::Registered;
+use super::memory::RegisteredBuffer;
 use super::objects::{Channel, Completions, Domain};
 use super::region::VerbsDomain;
 use crate::remote::{Arrived, MESSAGE_LEN_BYTES};
@@ -14,13 +14,13 @@ use ibverbs_sys as ibv;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Completions taken in one look.
+/// Completions fetched in one call.
 const BATCH: usize = 32;
 
-/// Buffers that are given back at a time, unless nothing else is to be done.
-const GIVE_BACK: usize = 16;
+/// Free buffers that trigger a post.
+const REPOST_BATCH: usize = 16;
 
-/// A shared receive queue. The queue pairs on it hold it.
+/// A shared receive queue, kept alive by the queue pairs that use it.
 pub(super) struct Srq {
     raw: NonNull<ibv::ibv_srq>,
     domain: Arc<Domain>,
@@ -49,10 +49,10 @@ impl Srq {
     /// Post a chain of buffers.
     ///
     /// # Safety
-    /// As of `QueuePair::post_receive`.
+    /// As for `QueuePair::post_receive`.
     unsafe fn post(&self, first: *mut ibv::ibv_recv_wr) -> bool {
         let mut refused = ptr::null_mut();
-        // SAFETY: the driver's own function for this device, and the caller's promise.
+        // SAFETY: the driver's own function for this device; the caller ensures the rest.
         let status = unsafe {
             let ops = &self.domain.context.raw.as_ref().ops;
             ops.post_srq_recv.map(|post| post(self.raw.as_ptr(), first, &raw mut refused))
@@ -63,33 +63,33 @@ impl Srq {
 
 impl Drop for Srq {
     fn drop(&mut self) {
-        // SAFETY: given back once, after the queue pairs on it.
+        // SAFETY: destroyed once, after the queue pairs that used it.
         unsafe { ibv::ibv_destroy_srq(self.raw.as_ptr()) };
     }
 }
 
-/// A message in its buffer, or the word of a result that has landed.
+/// A message in its buffer, or the announcement of a result.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Received {
     Message { buffer: u32, len: u32 },
     Landed(u32),
 }
 
-/// What was counted of a domain's arrivals.
+/// Counters of a shared receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct ReceiveStats {
-    /// Messages.
+    /// Messages received.
     pub messages: u64,
-    /// Results that were announced.
+    /// Results announced.
     pub landed: u64,
-    /// Looks at the completion queue, empty ones included.
+    /// Polls of the completion queue, empty ones included.
     pub polls: u64,
-    /// Calls that gave buffers back to the device.
+    /// Calls that posted buffers.
     pub posts: u64,
 }
 
-/// The messages of all connections of a domain that are made with it.
+/// The receive queue for the messages of a domain's connections.
 pub struct SharedReceives {
     pub(super) srq: Arc<Srq>,
     pub(super) completions: Arc<Completions>,
@@ -97,18 +97,18 @@ pub struct SharedReceives {
     requests: Box<[ibv::ibv_recv_wr]>,
     _pieces: Box<[ibv::ibv_sge]>,
     taken: [ibv::ibv_wc; BATCH],
-    /// Buffers to give back.
+    /// Buffers to post again.
     free: Vec<u32>,
     stats: ReceiveStats,
-    // Behind what could still write to it.
-    memory: Registered,
+    // Dropped after everything that could still write to it.
+    memory: RegisteredBuffer,
 }
 
-// SAFETY: the requests point to pieces of this value, which moves as a whole.
+// SAFETY: the requests point to pieces of this value, in heap memory that moves with it.
 unsafe impl Send for SharedReceives {}
 
 impl SharedReceives {
-    /// Make a queue of so many buffers.
+    /// Create a queue of `buffers` buffers.
     ///
     /// # Errors
     /// [`VerbsError`]
@@ -117,7 +117,7 @@ impl SharedReceives {
         let channel = Channel::new(context)?;
         let completions = Completions::new(context, buffers, Some(&channel))?;
         let srq = Srq::new(&domain.domain, buffers)?;
-        let memory = Registered::new(&domain.domain, buffers * MESSAGE_LEN_BYTES)?;
+        let memory = RegisteredBuffer::new(&domain.domain, buffers * MESSAGE_LEN_BYTES)?;
         let piece = |buffer: usize| ibv::ibv_sge {
             addr: memory.device_addr(buffer * MESSAGE_LEN_BYTES, MESSAGE_LEN_BYTES),
             length: MESSAGE_LEN_BYTES as u32,
@@ -138,15 +138,15 @@ impl SharedReceives {
             stats: ReceiveStats::default(),
             memory,
         };
-        if receives.give_back() { Ok(receives) } else { Err(VerbsError::last("post buffers", &context.name)) }
+        if receives.repost() { Ok(receives) } else { Err(VerbsError::last("post buffers", &context.name)) }
     }
 
-    /// Return what was counted.
+    /// Return the counters.
     pub const fn stats(&self) -> ReceiveStats {
         self.stats
     }
 
-    /// Take what has arrived, each with the number of its queue pair; returns whether there was anything.
+    /// Call `each` for every arrival, with the number of its queue pair; returns whether there was any.
     pub(super) fn poll(&mut self, mut each: impl FnMut(u32, Received)) -> bool {
         let mut any = false;
         loop {
@@ -154,7 +154,7 @@ impl SharedReceives {
             let count = self.completions.poll(&mut self.taken);
             for completion in &self.taken[..count] {
                 let buffer = completion.wr_id() as u32;
-                // What a connection that has ended gives back says nothing.
+                // Buffers returned by a connection that has ended are empty.
                 if !completion.is_valid() {
                     self.free.push(buffer);
                     continue;
@@ -167,14 +167,14 @@ impl SharedReceives {
                     }
                     None => {
                         self.stats.messages += 1;
-                        // At most as long as the buffer.
+                        // At most the length of the buffer.
                         each(completion.qp_num, Received::Message { buffer, len: completion.len() as u32 });
                     }
                 }
             }
             any |= count > 0;
-            if self.free.len() >= GIVE_BACK {
-                self.give_back();
+            if self.free.len() >= REPOST_BATCH {
+                self.repost();
             }
             if count < BATCH {
                 return any;
@@ -182,7 +182,7 @@ impl SharedReceives {
         }
     }
 
-    /// Copy a message out, and give its buffer back.
+    /// Copy a message out and release its buffer.
     pub(super) fn take(&mut self, received: Received, into: &mut [u8; MESSAGE_LEN_BYTES]) -> Arrived {
         match received {
             Received::Landed(offset) => Arrived::Landed(offset),
@@ -195,18 +195,18 @@ impl SharedReceives {
         }
     }
 
-    /// Give a message's buffer back unread.
+    /// Release a message's buffer unread.
     pub(super) fn discard(&mut self, received: Received) {
         if let Received::Message { buffer, .. } = received {
             self.free.push(buffer);
-            if self.free.len() >= GIVE_BACK {
-                self.give_back();
+            if self.free.len() >= REPOST_BATCH {
+                self.repost();
             }
         }
     }
 
-    /// Give all free buffers to the device. They stay here if it does not take them now.
-    fn give_back(&mut self) -> bool {
+    /// Post all free buffers. They stay free if the device does not accept them now.
+    fn repost(&mut self) -> bool {
         let mut next: *mut ibv::ibv_recv_wr = ptr::null_mut();
         for &buffer in &self.free {
             let request = &mut self.requests[buffer as usize];
@@ -217,7 +217,8 @@ impl SharedReceives {
             return true;
         }
         self.stats.posts += 1;
-        // SAFETY: the chain is of this value's requests, whose buffers are read only between their completion and this.
+        // SAFETY: the chain consists of this value's requests, whose buffers are read only between their completion and
+        // this post.
         let posted = unsafe { self.srq.post(next) };
         if posted {
             self.free.clear();
@@ -225,7 +226,7 @@ impl SharedReceives {
         posted
     }
 
-    /// Let the channel become readable when something arrives.
+    /// Let the channel become readable on the next arrival.
     pub(super) fn arm(&self) {
         self.channel.take_events();
         self.completions.arm();

@@ -1,38 +1,38 @@
-//! Where messages lie from when they are queued until the peer's hardware has acknowledged them.
+//! Buffers for messages, from when they are queued until the peer's hardware has acknowledged them.
 //!
-//! Invariant: a slot is written again only when its message, or a later operation, is complete.
+//! Invariant: a slot is reused only when its message, or a later operation, has completed.
 
 use super::config::VerbsError;
-use super::memory::Registered;
+use super::memory::RegisteredBuffer;
 use super::objects::Domain;
 use crate::remote::{BUFFERS, MESSAGE_LEN_BYTES};
 use std::sync::Arc;
 
-/// As many as the peer takes without a word.
+/// As many as the peer has receive buffers for.
 const SLOTS: usize = BUFFERS;
 
 /// The slots of a connection.
 pub(super) struct Slots {
-    memory: Registered,
-    /// For each the number behind its message's.
+    memory: RegisteredBuffer,
+    /// For each slot, the number after its message's operation.
     used: [u64; SLOTS],
     next: usize,
 }
 
 impl Slots {
     pub(super) fn new(domain: &Arc<Domain>) -> Result<Self, VerbsError> {
-        Ok(Self { memory: Registered::new(domain, SLOTS * MESSAGE_LEN_BYTES)?, used: [0; SLOTS], next: 0 })
+        Ok(Self { memory: RegisteredBuffer::new(domain, SLOTS * MESSAGE_LEN_BYTES)?, used: [0; SLOTS], next: 0 })
     }
 
-    /// Tell whether the next slot is free, where operations below `done` are complete.
+    /// Return whether the next slot is free, where operations below `done` have completed.
     pub(super) const fn has_room(&self, done: u64) -> bool {
         self.used[self.next] <= done
     }
 
-    /// Write a message into the next slot, for operation `nth`; returns its address, and key.
+    /// Copy a message into the next slot, for operation `nth`; returns its address and key.
     ///
     /// # Panics
-    /// If it is too long: a bug of the caller.
+    /// If the message is too long: a bug of the caller.
     pub(super) fn write(&mut self, message: &[u8], nth: u64) -> (u64, u32) {
         assert!(message.len() <= MESSAGE_LEN_BYTES, "a message of {} bytes", message.len());
         let offset = self.next * MESSAGE_LEN_BYTES;

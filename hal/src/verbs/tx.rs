@@ -1,33 +1,33 @@
-//! Packets on their way out.
+//! The transmit queue.
 //!
-//! The queue is a ring of places in registered memory, each with its work request, made once. A flush chains the requests
-//! of what was written since the last one, asks for one completion, for the last of them, and posts the chain in one
-//! call. Datagrams complete in order, so that completion frees all places before it.
+//! The queue is a ring of slots in registered memory, each with a work request that was created once. A flush chains
+//! the requests written since the last one, requests one completion, for the last of them, and posts the chain in one
+//! call. Datagrams complete in order, so that completion frees all slots before it.
 //!
 //! Invariants:
-//! - `done <= posted <= written <= done + PACKETS`; the places from `done` on to `posted` are the device's.
-//! - A post is a whole chain or an error that restarts the queue pair: no request is in flight without a completion to
-//!   come, its own or a later one's.
+//! - `done <= posted <= written <= done + PACKETS`; the device owns the slots from `done` to `posted`.
+//! - A chain is posted as a whole, or the queue pair is restarted: every request in flight is covered by a completion
+//!   to come, its own or a later one.
 
+use super::address_cache::AddressCache;
 use super::config::{VerbsError, VerbsStats};
 use super::datagrams::{Datagrams, Q_KEY};
-use super::memory::Registered;
+use super::memory::RegisteredBuffer;
 use super::objects::{Completions, Domain};
-use super::paths::Paths;
 use crate::port::VerbsAddr;
 use ibverbs_sys as ibv;
 use std::ptr;
 use std::sync::Arc;
 
-/// Places.
+/// The number of slots.
 pub(super) const PACKETS: usize = 256;
 
-/// Completions taken in one look.
+/// Completions fetched in one call.
 const BATCH: usize = 16;
 
-/// Packets on their way out.
+/// The transmit queue.
 pub(super) struct TxQueue {
-    memory: Registered,
+    memory: RegisteredBuffer,
     stride_bytes: usize,
     max_packet_len_bytes: usize,
     max_inline_len_bytes: usize,
@@ -38,11 +38,11 @@ pub(super) struct TxQueue {
     written: u64,
     posted: u64,
     done: u64,
-    /// Something failed, so the queue pair takes nothing any more.
+    /// An operation failed, so the queue pair accepts nothing any more.
     has_failed: bool,
 }
 
-// SAFETY: the requests point to pieces and ways of this port, which moves as a whole.
+// SAFETY: the requests point to pieces and address handles of this port, in heap memory that moves with it.
 unsafe impl Send for TxQueue {}
 
 impl TxQueue {
@@ -53,7 +53,7 @@ impl TxQueue {
         max_inline_len_bytes: usize,
     ) -> Result<Self, VerbsError> {
         let stride_bytes = max_packet_len_bytes.next_multiple_of(64);
-        let memory = Registered::new(domain, PACKETS * stride_bytes)?;
+        let memory = RegisteredBuffer::new(domain, PACKETS * stride_bytes)?;
         let piece = |place| ibv::ibv_sge {
             addr: memory.device_addr(place * stride_bytes, max_packet_len_bytes),
             length: 0,
@@ -88,7 +88,7 @@ impl TxQueue {
         })
     }
 
-    /// Return how many packets of any length there is room for.
+    /// Return how many more packets of any length fit.
     pub(super) fn room(&self) -> usize {
         PACKETS - self.len()
     }
@@ -103,28 +103,31 @@ impl TxQueue {
         if self.room() == 0 {
             return None;
         }
-        let offset = place(self.written) * self.stride_bytes;
-        // SAFETY: a place that is not the device's: it was freed by a completion, or never posted.
+        let offset = ring_index(self.written) * self.stride_bytes;
+        // SAFETY: the device does not own this slot: it was freed by a completion, or never posted.
         Some(unsafe { self.memory.bytes_mut(offset, self.max_packet_len_bytes) })
     }
 
-    /// Queue the first `len_bytes` of the buffer that `reserve` returned; false if no way leads there.
-    pub(super) fn commit(&mut self, to: &VerbsAddr, len_bytes: usize, paths: &mut Paths) -> bool {
-        let at = place(self.written);
-        let Some(path) = paths.find(to, self.written, self.done) else { return false };
-        // It is within the longest packet, and so within 4096.
+    /// Queue the first `len_bytes` of the buffer that `reserve` returned; false if the host cannot be resolved.
+    pub(super) fn commit(&mut self, to: &VerbsAddr, len_bytes: usize, addresses: &mut AddressCache) -> bool {
+        let at = ring_index(self.written);
+        let Some(handle) = addresses.find(to, self.written, self.done) else { return false };
+        // At most 4096.
         self.pieces[at].length = len_bytes as u32;
         let request = &mut self.requests[at];
         request.wr_id = self.written;
-        request.wr.ud =
-            ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_3 { ah: path.as_ptr(), remote_qpn: to.qpn, remote_qkey: Q_KEY };
+        request.wr.ud = ibv::ibv_send_wr__bindgen_ty_2__bindgen_ty_3 {
+            ah: handle.as_ptr(),
+            remote_qpn: to.qpn,
+            remote_qkey: Q_KEY,
+        };
         let is_inline = len_bytes <= self.max_inline_len_bytes;
         request.send_flags = if is_inline { ibv::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 };
         self.written += 1;
         true
     }
 
-    /// Free the places of what has left, and post what was written. False: the queue pair takes nothing any more.
+    /// Free the slots of sent packets and post what was written. Returns false if the queue pair has failed.
     pub(super) fn flush(&mut self, pair: &mut Datagrams, stats: &mut VerbsStats) -> bool {
         self.take(stats);
         if self.has_failed {
@@ -135,29 +138,29 @@ impl TxQueue {
         }
         self.chain();
         stats.send_posts += 1;
-        let first = &raw mut self.requests[place(self.posted)];
-        // SAFETY: the chain is of this queue's requests, which stay where they are, as their pieces do; their places are
-        // not written until a completion frees them, and the ways stay until then.
+        let first = &raw mut self.requests[ring_index(self.posted)];
+        // SAFETY: the chain consists of this queue's requests, which stay in place with their pieces; their slots are
+        // not written until a completion frees them, and their address handles exist until then.
         if unsafe { pair.pair.post_send(first) }.is_err() {
             self.has_failed = true;
             return false;
         }
         for nth in self.posted..self.written {
             stats.sent_packets += 1;
-            stats.sent_bytes += u64::from(self.pieces[place(nth)].length);
-            let flags = self.requests[place(nth)].send_flags;
+            stats.sent_bytes += u64::from(self.pieces[ring_index(nth)].length);
+            let flags = self.requests[ring_index(nth)].send_flags;
             stats.sent_inline += u64::from(flags & ibv::ibv_send_flags::IBV_SEND_INLINE.0 != 0);
         }
         self.posted = self.written;
         true
     }
 
-    /// Chain what was written, with one completion for all of it.
+    /// Chain the requests written since the last flush, with one completion for all.
     fn chain(&mut self) {
         for nth in self.posted..self.written {
             let is_last = nth + 1 == self.written;
-            let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[place(nth + 1)] };
-            let request = &mut self.requests[place(nth)];
+            let next: *mut _ = if is_last { ptr::null_mut() } else { &raw mut self.requests[ring_index(nth + 1)] };
+            let request = &mut self.requests[ring_index(nth)];
             request.next = next;
             if is_last {
                 request.send_flags |= ibv::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -165,13 +168,13 @@ impl TxQueue {
         }
     }
 
-    /// Take completions, and free the places before them.
+    /// Poll for completions, and free the slots that they cover.
     pub(super) fn take(&mut self, stats: &mut VerbsStats) {
         while self.done < self.posted {
             let count = self.completions.poll(&mut self.taken);
             for completion in &self.taken[..count] {
                 stats.send_completions += 1;
-                // Those of before a restart say nothing.
+                // Completions from before a restart are ignored.
                 if (self.done..self.posted).contains(&completion.wr_id()) {
                     self.done = completion.wr_id() + 1;
                     self.has_failed |= !completion.is_valid();
@@ -183,18 +186,18 @@ impl TxQueue {
         }
     }
 
-    /// Whether the device still has packets.
+    /// Return whether packets are in flight.
     pub(super) fn is_in_flight(&self) -> bool {
         self.done < self.posted
     }
 
-    /// Drop what was written and not posted.
+    /// Drop packets that were written but not posted.
     pub(super) fn discard(&mut self, stats: &mut VerbsStats) {
         stats.send_dropped_packets += self.written - self.posted;
         self.written = self.posted;
     }
 
-    /// Begin anew after the queue pair was stopped; what was there is lost.
+    /// Start over after the queue pair was stopped; all queued packets are lost.
     pub(super) fn restart(&mut self, stats: &mut VerbsStats) {
         stats.send_dropped_packets += self.len() as u64;
         (self.done, self.posted) = (self.written, self.written);
@@ -202,7 +205,7 @@ impl TxQueue {
     }
 }
 
-/// Return the place of a packet by its number.
-fn place(nth: u64) -> usize {
+/// Return the slot of packet number `nth`.
+fn ring_index(nth: u64) -> usize {
     (nth % PACKETS as u64) as usize
 }

@@ -1,14 +1,14 @@
-//! Sleeping until a packet arrives, and being woken from another thread.
+//! Waits for packets, and wake-ups from other threads.
 //!
-//! As in [`udp`](crate::udp), a wait first looks a little, then yields a few times, and only then sleeps, on the completion
-//! channel. Where the hardware is emulated by this machine's own processors, yielding is what lets it work.
+//! As in [`udp`](crate::udp), a wait first spins, then yields a few times, and only then sleeps, on the completion
+//! channel. Where processors of this machine emulate the hardware, yielding lets them work.
 //!
-//! Invariant: no packet is slept over. The queue is armed before the last look: what comes after that makes the channel
-//! readable.
+//! Invariant: no wake-up is lost. The queue is armed before the last check, so a packet that arrives later makes the
+//! channel readable.
 
 use super::VerbsPort;
 use crate::port::Wake;
-use crate::udp::wait::{Sleeper, look};
+use crate::udp::wait::{Sleeper, check};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -26,20 +26,21 @@ impl Sleeper for VerbsPort {
         self.fill()
     }
 
-    /// Sleep until the channel or the waker has something, or time is up. Woken: what is watched besides has something.
+    /// Sleep until the channel or the waker is ready, or the timeout has passed. `Woken` if the watched descriptor is
+    /// readable.
     fn sleep(&mut self, timeout: Option<Duration>) -> Option<Wake> {
         self.rx.arm();
-        if let Some(wake) = look(self) {
+        if let Some(wake) = check(self) {
             return Some(wake);
         }
         let channel = self.channel.fd();
-        // With nothing watched, the third is the first once more.
+        // Without a watched descriptor, the third repeats the first.
         let watched = self.watched.as_ref().map_or(channel, AsFd::as_fd);
         let mut fds = [channel, self.waker.file(), watched].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        // Out of the structure's range means never: 292 billion years.
+        // A duration out of the structure's range (292 billion years) means no timeout.
         let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            return None; // Interrupted: the caller's loop looks again.
+            return None; // Interrupted: the caller's loop checks again.
         }
         let [channel, woken, watched] = fds.map(|fd| fd.revents().contains(PollFlags::IN));
         if woken {

@@ -1,40 +1,42 @@
-//! What a header means: kinds, flags, reasons, and [`Repr`].
+//! The parsed header, [`Repr`], and its kinds, flags and reasons.
 
 use super::{Packet, WireError};
 use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, OpDesc, ReduceOp};
 use bitflags::bitflags;
 
-/// What a packet is for (PROTOCOL 1 and 3).
+/// The kind of a packet (PROTOCOL 1 and 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// Up: a contribution, inline.
+    /// Up: an inline contribution.
     Data = 1,
-    /// Up: a contribution, by reference.
+    /// Up: a zero-copy contribution.
     Ref = 2,
-    /// Up: nothing to add; "I have posted this operation".
+    /// Up: the sender has posted the operation and has nothing to add.
     Empty = 3,
     /// Down: the result of a seq.
     Result = 4,
-    /// Down: a seq is complete, and nobody below receives it.
+    /// Down: a seq is complete, and no rank below receives its result.
     Done = 5,
-    /// Up: what is the matter with these seqs? Also carries `have`.
+    /// Up: a request for the state of some seqs. Also carries `have`.
     Probe = 6,
-    /// Down: the answer to a Probe.
+    /// Down: the reply to a Probe.
     Status = 7,
-    /// Either way: see [`NakReason`].
+    /// Both directions: see [`NakReason`].
     Nak = 8,
-    /// Up, with a [`RankMask`](super::RankMask): these ranks below have not come to the operation that begins at `seq`,
-    /// and are held back until the root has decided. Up, bare: say again what was decided as `view`. Down: who below has
-    /// not come to the operation at `seq`? Also the answer to the first, until there is a decision.
+    /// Up, with a [`RankMask`](super::RankMask): these ranks below have not posted the operation that starts at `seq`.
+    /// Their contributions are held back until the root decides. Up, without a mask: request decision number `view`
+    /// again. Down: asks which ranks below have not posted the operation at `seq`; also acknowledges the first form
+    /// until the root decides.
     Late = 9,
-    /// Down, with a [`RankMask`](super::RankMask): from the operation at `seq` on, the group goes on without these ranks.
+    /// Down, with a [`RankMask`](super::RankMask): from the operation at `seq` on, the group continues without these
+    /// ranks.
     Cut = 10,
 }
 
 impl Kind {
-    /// Return the kind of a wire number.
+    /// Return the kind with this wire number, if this version knows it.
     pub const fn from_wire(number: u8) -> Option<Self> {
         Some(match number {
             1 => Self::Data,
@@ -52,34 +54,35 @@ impl Kind {
     }
 }
 
-/// What a Nak says.
+/// What a Nak reports or requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum NakReason {
-    /// Down: your contribution to `seq` did not arrive while later ones did. Up: the result of `seq` did not.
+    /// Down: the child's contribution to `seq` is missing, but later ones have arrived. Up: the answer to `seq` is
+    /// missing.
     Missing = 1,
-    /// Down: send your contribution to `seq` again, under the attempt of this packet (PROTOCOL 7).
+    /// Down: the child is to send its contribution to `seq` again, with the attempt of this packet (PROTOCOL 7).
     Resend = 2,
-    /// Down: the epoch of your packet is not the group's; `epoch` is yours, echoed.
+    /// Down: the packet's epoch is not the group's. `epoch` echoes that of the packet.
     WrongEpoch = 3,
-    /// Down: this device has no such group: it has restarted, or the group was released.
+    /// Down: the device does not have the group: it has restarted, or the group was released.
     UnknownGroup = 4,
-    /// Up: my subtree called different operations at `seq`. Down: some ranks did.
+    /// Up: ranks below the sender called different operations at `seq`. Down: some ranks did.
     Mismatch = 5,
     /// Down: the hop towards the root is dead.
     PathLost = 6,
-    /// Either way: this node can't do that operation (type, operator or collective).
+    /// Both directions: a node does not support the operation's collective, type or operator.
     Unsupported = 7,
-    /// Down, with a [`RankMask`](super::RankMask): these ranks had not come to the operation at `seq` in its time, and it
-    /// has no result without them.
+    /// Down, with a [`RankMask`](super::RankMask): these ranks did not post the operation at `seq` in time, and it
+    /// fails because of them.
     Stragglers = 8,
-    /// Down: the group goes on without you.
+    /// Down: the group continues without the receiver.
     Excluded = 9,
 }
 
 impl NakReason {
-    /// Return the reason of a wire number.
+    /// Return the reason with this wire number, if this version knows it.
     pub const fn from_wire(number: u8) -> Option<Self> {
         Some(match number {
             1 => Self::Missing,
@@ -97,36 +100,36 @@ impl NakReason {
 }
 
 bitflags! {
-    /// Bits that qualify a packet.
+    /// Flags of a packet.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
     pub struct Flags: u16 {
         /// The payload holds partial results in the accumulator type, not elements of the operation's type.
         const PARTIAL = 1 << 0;
-        /// Up: somebody at or below the sender receives the result of this seq.
+        /// Up: the sender or a rank below it receives the result of this seq.
         const WANT = 1 << 1;
-        /// The packet met congestion (ECN-CE) on its way.
+        /// The packet experienced congestion (ECN-CE).
         const CONGESTED = 1 << 2;
-        /// Up, on a contribution: the sender listens to the group's shared address, and may get the result there.
+        /// Up, on a contribution: the sender listens at the shared address, and the result may be sent there.
         const SHARED = 1 << 3;
-        /// On Data, Empty and Late: the operation does not wait longer than a limit for ranks to come to it.
+        /// On Data, Empty and Late: the operation waits for stragglers only up to a limit.
         const LIMITED = 1 << 4;
-        /// With `LIMITED`: it is completed without them then; else it fails.
+        /// With `LIMITED`: the operation then completes without them. Otherwise it fails.
         const CUTS = 1 << 5;
     }
 }
 
-/// How long an operation waits for ranks to come to it.
+/// How long an operation waits for stragglers, and what happens then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Limit {
-    /// In microseconds, from the first rank's contribution on.
+pub struct StragglerLimit {
+    /// The time in microseconds, starting with the first rank's contribution.
     pub us: u32,
-    /// It is completed without the ranks that are missing then; else it fails.
+    /// The operation completes without the missing ranks. Otherwise it fails.
     pub cuts: bool,
 }
 
-impl Limit {
-    /// Return the signature of an operation with this limit, where `signature` is that of one without: ranks that give
-    /// it other limits call different things.
+impl StragglerLimit {
+    /// Return the signature of an operation with this limit, given its `signature` without one. Calls with different
+    /// limits are different calls.
     pub fn sign(self, signature: u32) -> u32 {
         let mut bytes = [u8::from(self.cuts); 9];
         bytes[..4].copy_from_slice(&signature.to_le_bytes());
@@ -135,32 +138,30 @@ impl Limit {
     }
 }
 
-/// The meaningful form of a header.
-///
-/// The payload is not in it: it lies behind the header, `payload_len_bytes` long.
+/// A parsed header. The payload, `payload_len_bytes` long, follows it in the packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Repr {
-    /// What the packet is for.
+    /// The kind of packet.
     pub kind: Kind,
-    /// Qualifiers.
+    /// The flags.
     pub flags: Flags,
-    /// The collective, `None` where it does not apply.
+    /// The operation's collective; `None` where it does not apply.
     pub collective: Option<Collective>,
-    /// The operation's element type, `None` for none.
+    /// The operation's element type, if it has one.
     pub dtype: Option<Dtype>,
-    /// The operator, `None` for none.
+    /// The operation's operator, if it has one.
     pub op: Option<ReduceOp>,
-    /// Why, if this is a Nak.
+    /// The reason; present exactly in a Nak.
     pub reason: Option<NakReason>,
     /// The group.
     pub group: GroupId,
-    /// The group's epoch as the sender knows it.
+    /// The group's epoch at the sender.
     pub epoch: Epoch,
-    /// Whose link this is.
+    /// The child whose link the packet belongs to.
     pub child: ChildIndex,
-    /// How many seqs the packet covers.
+    /// The number of seqs that the packet covers.
     pub count: u16,
-    /// The first of them.
+    /// The first seq.
     pub seq: ChunkNo,
     /// Up: `have`. Down: `stable`.
     pub mark: ChunkNo,
@@ -168,31 +169,31 @@ pub struct Repr {
     pub key: u64,
     /// The operation's signature.
     pub signature: u32,
-    /// Drawn by the child, echoed by the node.
+    /// Chosen by the child, echoed by the node.
     pub token: u32,
-    /// Down: how many contributions may be in flight.
+    /// Down: the granted window, in contributions.
     pub window: u16,
-    /// Bytes behind the header.
+    /// The payload's length in bytes.
     pub payload_len_bytes: u16,
-    /// The attempt at the seq.
+    /// The attempt at the seq (PROTOCOL 7).
     pub attempt: u16,
-    /// Decisions to go on without ranks: down, how many were made; up in a bare Late, which one is asked for.
+    /// Decisions to continue without stragglers. Down: how many were made. Up, in a Late without a mask: which one is
+    /// requested.
     pub view: u16,
     /// See the table in [`wire`](crate::wire).
     pub bits: u64,
     /// See the table in [`wire`](crate::wire).
     pub bits2: u64,
-    /// The operation's root, rank 0 if it has none.
+    /// The operation's root, or rank 0 if it has none.
     pub root: Rank,
-    /// The rank that was the last to contribute, if one is known: as far as the sender knows, and in answers as the root
-    /// saw it.
+    /// The last rank to contribute, if known. Up: among the ranks at or below the sender. Down: as the root saw it.
     pub slowest: Option<Rank>,
-    /// How long it came after the first, in microseconds.
+    /// How long after the first rank it contributed, in microseconds.
     pub late_us: u32,
 }
 
 impl Repr {
-    /// Return a header of `kind` for one link of a group, everything else zero or absent.
+    /// Return a header of `kind` for one link of a group, with all other fields zero or `None`.
     pub const fn new(kind: Kind, group: GroupId, epoch: Epoch, child: ChildIndex, key: u64) -> Self {
         Self {
             kind,
@@ -222,10 +223,10 @@ impl Repr {
         }
     }
 
-    /// Read the header of a checked packet.
+    /// Parse the header of a checked packet.
     ///
     /// # Errors
-    /// [`WireError`] names the first field with a number that this version does not know.
+    /// [`WireError::UnknownNumber`] for the first field whose number this version does not know.
     pub fn parse<T: AsRef<[u8]>>(packet: &Packet<T>) -> Result<Self, WireError> {
         fn known<V>(number: u8, from: fn(u8) -> Option<V>, field: &'static str) -> Result<Option<V>, WireError> {
             match (number, from(number)) {
@@ -273,8 +274,8 @@ impl Repr {
         super::HEADER_LEN + self.payload_len_bytes as usize
     }
 
-    /// Write the header and its checksum; `payload_crc` is [`payload_crc`](super::payload_crc) of the payload,
-    /// which is already in its place or will be.
+    /// Write the header and its checksum. `payload_crc` is the [`payload_crc`](super::payload_crc) of the payload,
+    /// which may be written before or afterwards.
     ///
     /// # Panics
     /// If the buffer is shorter than [`Repr::packet_len`].
@@ -307,7 +308,7 @@ impl Repr {
         packet.seal(payload_crc);
     }
 
-    /// Write the operation that a contribution or an answer belongs to into the fields that describe it.
+    /// Set the fields that describe the operation.
     pub fn set_op(&mut self, desc: &OpDesc) {
         self.collective = Some(desc.collective);
         self.dtype = desc.dtype;
@@ -316,28 +317,30 @@ impl Repr {
         self.bits = desc.count;
     }
 
-    /// Say how long the operation waits for ranks to come to it, which begins `distance` seqs before this one.
-    pub fn set_limit(&mut self, limit: Limit, distance: u32) {
+    /// Set the operation's straggler limit. `distance` is the number of seqs between the operation's first seq and this
+    /// one.
+    pub fn set_limit(&mut self, limit: StragglerLimit, distance: u32) {
         self.flags |= Flags::LIMITED;
         self.flags.set(Flags::CUTS, limit.cuts);
         self.bits2 = u64::from(limit.us) << 32 | u64::from(distance);
     }
 
-    /// Return how long the operation waits for ranks to come to it, and how many seqs before this one it begins.
-    pub fn limit(&self) -> Option<(Limit, u32)> {
-        let limit = Limit { us: (self.bits2 >> 32) as u32, cuts: self.flags.contains(Flags::CUTS) };
+    /// Return the operation's straggler limit, if it has one, and the distance of this seq from the operation's first
+    /// seq.
+    pub fn limit(&self) -> Option<(StragglerLimit, u32)> {
+        let limit = StragglerLimit { us: (self.bits2 >> 32) as u32, cuts: self.flags.contains(Flags::CUTS) };
         self.flags.contains(Flags::LIMITED).then_some((limit, self.bits2 as u32))
     }
 
-    /// Describe the operation that a contribution belongs to, if it names a collective.
+    /// Return the operation that the packet describes; `None` if it names no collective.
     pub fn op_desc(&self) -> Option<OpDesc> {
         let collective = self.collective?;
         Some(OpDesc { collective, dtype: self.dtype, op: self.op, root: self.root, count: self.bits })
     }
 }
 
-/// Pack an operation into 64 bits for Nak(Mismatch), from the lowest: 4 bits of collective, 5 of type, 5 of operator,
-/// 14 of root, 36 of count. What does not fit is told as the most that does: it only names an error.
+/// Pack an operation into 64 bits for Nak(Mismatch). From the lowest bit: 4 bits collective, 5 type, 5 operator, 14
+/// root, 36 count. Root and count saturate; they only appear in an error message.
 pub fn pack_op(desc: &OpDesc) -> u64 {
     let number = |wire: u8, bits: u32| u64::from(wire) & ((1 << bits) - 1);
     let root = u64::from(desc.root.0).min((1 << 14) - 1);
@@ -348,7 +351,7 @@ pub fn pack_op(desc: &OpDesc) -> u64 {
         | desc.count.min((1 << 36) - 1) << 28
 }
 
-/// Unpack what [`pack_op`] packed; `None` if a number is not of this version.
+/// Unpack an operation that [`pack_op`] packed; `None` if this version does not know one of the numbers.
 pub fn unpack_op(packed: u64) -> Option<OpDesc> {
     let bits = |from: u32, bits: u32| packed >> from & ((1 << bits) - 1);
     let some = |number: u64| (number != 0).then_some(number as u8);
@@ -361,7 +364,7 @@ pub fn unpack_op(packed: u64) -> Option<OpDesc> {
     })
 }
 
-// The numbers have to fit the bits that a packed operation has for them.
+// All wire numbers must fit their fields in a packed operation.
 const _: () = {
     let mut i = 0;
     while i < Collective::ALL.len() {

@@ -1,63 +1,63 @@
-//! The view of a packet's bytes.
+//! [`Packet`]: a packet's fields, read and written in place.
 
 use super::{HEADER_LEN, MAGIC, VERSION, crc32c};
 use thiserror::Error;
 
-/// Why bytes are not a packet of this version.
+/// Why bytes are not a valid packet of this version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum WireError {
     /// Shorter than a header.
-    #[error("{len} bytes are too few for a header of 96")]
+    #[error("packet of {len} bytes is shorter than the header of 96 bytes")]
     Truncated {
         /// The buffer's length in bytes.
         len: usize,
     },
-    /// Not Sumac's.
-    #[error("magic is {found:#010x}, not 0x434d5553 (\"SUMC\")")]
+    /// Not a Sumac packet.
+    #[error("magic is {found:#010x}, expected 0x434d5553 (\"SUMC\")")]
     Magic {
-        /// What stands in its place.
+        /// The packet's magic.
         found: u32,
     },
-    /// Of another version.
-    #[error("header version is {found}; this build speaks version 1")]
+    /// A packet of another version.
+    #[error("header version is {found}; this build supports version 1")]
     Version {
         /// The packet's version.
         found: u8,
     },
-    /// The length field and the buffer disagree.
-    #[error("the header promises {promised} payload bytes, the packet has {present}")]
+    /// The length field does not match the packet's length.
+    #[error("the header declares {declared} payload bytes, but the packet has {actual}")]
     Length {
-        /// By the header.
-        promised: usize,
-        /// By the buffer.
-        present: usize,
+        /// In the header.
+        declared: usize,
+        /// In the packet.
+        actual: usize,
     },
-    /// Damaged on the way.
-    #[error("checksum is {found:#010x}, computed {computed:#010x}")]
+    /// The packet is damaged.
+    #[error("checksum is {found:#010x}, expected {computed:#010x}: the packet is damaged")]
     Checksum {
-        /// By the header.
+        /// In the header.
         found: u32,
-        /// By the bytes.
+        /// Computed from the bytes.
         computed: u32,
     },
-    /// A number that this version does not know.
-    #[error("{field} number {number} is unknown to this version")]
+    /// This version does not know a field's number.
+    #[error("unknown {field} number {number}: the sender may be a newer version")]
     UnknownNumber {
-        /// Which field.
+        /// The name of the field.
         field: &'static str,
-        /// Its content.
+        /// The field's value.
         number: u8,
     },
 }
 
-/// A view of a buffer as a packet.
+/// A packet in a buffer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packet<T> {
     buffer: T,
 }
 
-/// Fields by name: byte ranges within the header.
+/// The byte range of each field in the header.
 mod field {
     use core::ops::Range;
     pub(super) const MAGIC: Range<usize> = 0..4;
@@ -89,12 +89,12 @@ mod field {
     pub(super) const CRC: Range<usize> = 92..96;
 }
 
-/// Return the checksum of a payload, as [`Repr::emit`](super::Repr::emit) takes it; 0 for an empty one.
+/// Return the checksum of a payload for [`Repr::emit`](super::Repr::emit); 0 if it is empty.
 pub fn payload_crc(payload: &[u8]) -> u32 {
     if payload.is_empty() { 0 } else { crc32c(payload) }
 }
 
-/// Return the packet's checksum: over the header up to the checksum, then over the payload's.
+/// Return the packet's checksum: over the header before the checksum field, followed by the payload's checksum.
 fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
     let mut bytes = [0_u8; HEADER_LEN];
     bytes[..field::CRC.start].copy_from_slice(&header[..field::CRC.start]);
@@ -139,20 +139,20 @@ macro_rules! write_byte {
 }
 
 impl<T: AsRef<[u8]>> Packet<T> {
-    /// View a buffer without looking at it.
+    /// View a buffer as a packet, without any check.
     pub const fn new_unchecked(buffer: T) -> Self {
         Self { buffer }
     }
 
-    /// View a buffer that holds exactly one whole, undamaged packet of this version.
+    /// View a buffer as a packet if it holds exactly one intact packet of this version.
     ///
     /// # Errors
-    /// [`WireError`], the first of: too short, foreign, of another version, wrong length, damaged.
+    /// [`WireError`] for the first failed check of: header length, magic, version, payload length, checksum.
     pub fn new_checked(buffer: T) -> Result<Self, WireError> {
         Self::new_checked_with_crc(buffer).map(|(packet, _)| packet)
     }
 
-    /// The same, and return the payload's checksum too ([`payload_crc`]), for who sends that payload on.
+    /// Like [`Packet::new_checked`], but also return the [`payload_crc`], for nodes that forward the payload.
     ///
     /// # Errors
     /// As [`Packet::new_checked`].
@@ -168,9 +168,9 @@ impl<T: AsRef<[u8]>> Packet<T> {
         if packet.version() != VERSION {
             return Err(WireError::Version { found: packet.version() });
         }
-        let (promised, present) = (usize::from(packet.payload_len()), len - HEADER_LEN);
-        if promised != present {
-            return Err(WireError::Length { promised, present });
+        let (declared, actual) = (usize::from(packet.payload_len()), len - HEADER_LEN);
+        if declared != actual {
+            return Err(WireError::Length { declared, actual });
         }
         let payload_crc = payload_crc(packet.payload());
         let computed = packet_crc(packet.buffer.as_ref(), payload_crc);
@@ -180,7 +180,7 @@ impl<T: AsRef<[u8]>> Packet<T> {
         Ok((packet, payload_crc))
     }
 
-    /// Give the buffer back.
+    /// Return the buffer.
     pub fn into_inner(self) -> T {
         self.buffer
     }
@@ -229,7 +229,7 @@ impl<T: AsRef<[u8]>> Packet<T> {
         payload_len: u16 = PAYLOAD_LEN;
         /// Return the attempt field.
         attempt: u16 = ATTEMPT;
-        /// Return the field that counts decisions to go on without ranks.
+        /// Return the view field: the number of decisions to continue without stragglers.
         view: u16 = VIEW;
         /// Return the first bitmap field.
         bits: u64 = BITS;
@@ -237,22 +237,22 @@ impl<T: AsRef<[u8]>> Packet<T> {
         bits2: u64 = BITS2;
         /// Return the root field.
         root: u32 = ROOT;
-        /// Return the field of the slowest rank: its number and one, 0 for none.
+        /// Return the slowest-rank field: the rank plus one, or 0 if unknown.
         slowest: u32 = SLOWEST;
-        /// Return how late it was, in microseconds.
+        /// Return the lateness field: how late that rank was, in microseconds.
         late_us: u32 = LATE_US;
         /// Return the checksum field.
         crc: u32 = CRC;
     }
 
-    /// Return the bytes behind the header.
+    /// Return the payload.
     pub fn payload(&self) -> &[u8] {
         &self.buffer.as_ref()[HEADER_LEN..]
     }
 }
 
 impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
-    /// Return the bytes behind the header, to be written.
+    /// Return the payload for writing.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         &mut self.buffer.as_mut()[HEADER_LEN..]
     }
@@ -294,7 +294,7 @@ impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
         set_late_us: u32 = LATE_US;
     }
 
-    /// Write the checksum, last.
+    /// Write the checksum. Call it after all other fields are set.
     pub(super) fn seal(&mut self, payload_crc: u32) {
         let crc = packet_crc(self.buffer.as_ref(), payload_crc);
         self.buffer.as_mut()[field::CRC].copy_from_slice(&crc.to_le_bytes());

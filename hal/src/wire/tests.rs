@@ -41,9 +41,9 @@ fn emit(repr: &Repr, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Version 1, byte for byte. A change here is a new version.
+/// Version 1, byte for byte. Any change requires a new version.
 #[test]
-fn golden_bytes_of_version_1() {
+fn version_1_encodes_to_golden_bytes() {
     #[rustfmt::skip]
     let golden: [u8; 100] = [
         0x53, 0x55, 0x4d, 0x43, 0x01, 0x01, 0x03, 0x00, 0x01, 0x0a, 0x01, 0x00, 0x74, 0x73, 0x72, 0x71,
@@ -58,7 +58,7 @@ fn golden_bytes_of_version_1() {
 }
 
 #[test]
-fn crc32c_check_value() {
+fn crc32c_matches_check_value_and_portable_implementation() {
     // The check value of CRC-32/ISCSI: "123456789" -> 0xe3069283.
     assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     const PORTABLE: ::crc::Crc<u32> = ::crc::Crc::<u32>::new(&::crc::CRC_32_ISCSI);
@@ -69,11 +69,11 @@ fn crc32c_check_value() {
 }
 
 #[test]
-fn each_kind_of_damage_is_named() {
+fn damaged_packet_fails_the_matching_check() {
     let good = emit(&sample(), &[1, 2, 3, 4]);
     let check = |bytes: &[u8]| Packet::new_checked(bytes.to_vec()).map(|_| ()).unwrap_err();
     assert_eq!(check(&good[..95]), WireError::Truncated { len: 95 });
-    assert_eq!(check(&good[..99]), WireError::Length { promised: 4, present: 3 });
+    assert_eq!(check(&good[..99]), WireError::Length { declared: 4, actual: 3 });
     let mut bad = good.clone();
     bad[0] = 0;
     assert!(matches!(check(&bad), WireError::Magic { .. }));
@@ -90,7 +90,7 @@ fn each_kind_of_damage_is_named() {
 }
 
 #[test]
-fn unknown_numbers_are_named() {
+fn unknown_number_is_refused_with_its_field() {
     for (offset, field) in [(5, "kind"), (8, "collective"), (9, "dtype"), (10, "op")] {
         let mut bytes = emit(&sample(), &[1, 2, 3, 4]);
         bytes[offset] = 0xee;
@@ -100,7 +100,7 @@ fn unknown_numbers_are_named() {
 }
 
 #[test]
-fn packed_operations_round_trip() {
+fn packed_operation_round_trips_and_saturates() {
     let last = (Dtype::ALL[Dtype::ALL.len() - 1], ReduceOp::ALL[ReduceOp::ALL.len() - 1]);
     for desc in [
         OpDesc::barrier(),
@@ -117,20 +117,21 @@ fn packed_operations_round_trip() {
 }
 
 #[test]
-fn limits_and_unknown_ranks_travel() {
-    let limit = Limit { us: 0xffff_fffe, cuts: true };
+fn straggler_limit_round_trips_and_changes_the_signature() {
+    let limit = StragglerLimit { us: 0xffff_fffe, cuts: true };
     let mut repr = Repr { slowest: None, bits2: 0, ..sample() };
     assert_eq!(repr.limit(), None);
     repr.set_limit(limit, 77);
     let bytes = emit(&repr, &[1, 2, 3, 4]);
     let parsed = Repr::parse(&Packet::new_checked(&bytes[..]).expect("whole")).expect("known");
     assert_eq!((parsed.limit(), parsed.slowest), (Some((limit, 77)), None));
-    let others = [Limit { us: 1, ..limit }, Limit { cuts: false, ..limit }].map(|other| other.sign(5));
+    let others =
+        [StragglerLimit { us: 1, ..limit }, StragglerLimit { cuts: false, ..limit }].map(|other| other.sign(5));
     assert!(!others.contains(&limit.sign(5)) && others[0] != others[1] && limit.sign(5) != limit.sign(6));
 }
 
 #[test]
-fn masks_travel_as_bits_of_bytes() {
+fn rank_mask_round_trips_as_little_endian_bits() {
     let mask: RankMask = [0, 9, 255, 256].map(Rank).into_iter().collect();
     let bytes = mask.to_bytes();
     assert_eq!((bytes[0], bytes[1], bytes[31], mask.len()), (1, 2, 0x80, 3));
@@ -140,7 +141,7 @@ fn masks_travel_as_bits_of_bytes() {
 
 proptest! {
     #[test]
-    fn round_trip(seq: u64, mark: u64, key: u64, bits: u64, child: u16, window: u16, payload in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn header_and_payload_round_trip(seq: u64, mark: u64, key: u64, bits: u64, child: u16, window: u16, payload in prop::collection::vec(any::<u8>(), 0..300)) {
         let repr = Repr {
             seq: ChunkNo(seq), mark: ChunkNo(mark), key, bits, child: ChildIndex(child), window,
             payload_len_bytes: payload.len() as u16,
@@ -153,7 +154,7 @@ proptest! {
     }
 
     #[test]
-    fn no_bytes_panic(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+    fn arbitrary_bytes_do_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
         if let Ok(packet) = Packet::new_checked(&bytes[..]) {
             let _ = Repr::parse(&packet);
         }

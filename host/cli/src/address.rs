@@ -1,4 +1,4 @@
-//! Which controller a subcommand asks: an option, or the variables that ranks use too.
+//! The address of the controller to query: an option, or the variables that ranks use as well.
 
 use crate::exit::Failure;
 use anyhow::{Context, anyhow};
@@ -6,25 +6,25 @@ use clap::Args;
 use std::net::{SocketAddr, ToSocketAddrs};
 use sumac::comm::DEFAULT_PORT;
 
-/// Options that name a controller.
+/// Options that specify a controller.
 #[derive(Debug, Args)]
 pub(crate) struct ControllerAddress {
-    /// The controller [default: that of MASTER_ADDR and SUMAC_PORT]
+    /// Address of the controller [default: MASTER_ADDR and SUMAC_PORT]
     #[arg(long, value_name = "ADDRESS")]
     controller: Option<SocketAddr>,
-    /// The controller's host
+    /// Host of the controller
     #[arg(long, env = "MASTER_ADDR", hide = true)]
     master_addr: Option<String>,
-    /// The controller's port
+    /// Port of the controller
     #[arg(long, env = "SUMAC_PORT", hide = true)]
     port: Option<u16>,
 }
 
 impl ControllerAddress {
-    /// Return the controller that is named, by an option or a variable.
+    /// Return the controller that an option or a variable specifies, if one does.
     ///
     /// # Errors
-    /// A name without an address.
+    /// The name cannot be resolved.
     pub(crate) fn named(&self) -> Result<Option<SocketAddr>, Failure> {
         match self {
             Self { controller: Some(addr), .. } => Ok(Some(*addr)),
@@ -33,10 +33,10 @@ impl ControllerAddress {
         }
     }
 
-    /// The same, with the library's defaults for what is not named.
+    /// Return the specified controller, with the library's defaults for what is not specified.
     ///
     /// # Errors
-    /// A name without an address.
+    /// The name cannot be resolved.
     pub(crate) fn or_default(&self) -> Result<SocketAddr, Failure> {
         if let Some(addr) = self.controller {
             return Ok(addr);

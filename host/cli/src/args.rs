@@ -1,9 +1,9 @@
-//! The command line: what `--help` says, and which subcommands there are.
+//! The command line: subcommands and the texts of `--help`.
 
 use crate::board::{EmulateArgs, LogArgs};
+use crate::card::CardArgs;
 use crate::chaos::ChaosArgs;
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
-use crate::devices::DevicesArgs;
 use crate::doctor::DoctorArgs;
 use crate::flash::FlashArgs;
 use crate::flash::worker::WorkerArgs;
@@ -15,139 +15,139 @@ use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
 use clap::{ArgAction, Parser, Subcommand};
 
-/// Reductions inside the network: run, measure, plan and inspect
+/// In-network reduction: run, measure, plan and inspect
 ///
-/// Sumac runs collectives in the network: devices beside the switches add the ranks' data as it passes, in
-/// aggregation trees that a controller plans on the fabric. Where the tree can't be used, ranks reduce among themselves
-/// by ring or halving-doubling, and say why.
+/// Sumac runs collectives in the network. Devices beside the switches reduce the ranks' data as it passes, along an
+/// aggregation tree that a controller plans on the fabric. When no tree is available, ranks fall back to host
+/// collectives such as ring and halving-doubling, and report the reason.
 ///
-/// `sumac perf` shows all of it on one machine, with devices emulated by ordinary processes.
+/// `sumac perf` runs all of this on one machine, with devices emulated by ordinary processes.
 #[derive(Debug, Parser)]
 #[command(name = "sumac", version, after_long_help = AFTER_HELP)]
 pub(crate) struct Cli {
-    /// Log more to stderr: -v what happens, -vv details, -vvv packets
+    /// Log more to stderr: -v events, -vv details, -vvv packets
     #[arg(short, long, action = ArgAction::Count, global = true, display_order = 900)]
     pub(crate) verbose: u8,
     #[command(subcommand)]
     pub(crate) command: Command,
 }
 
-/// What to do.
+/// The subcommands, in the order in which the help lists them.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Measure all-reduces through a tree of emulated devices, by ring and by halving-doubling
+    /// Measure collectives through a tree of emulated devices and through host collectives
     ///
-    /// Starts a controller, the devices of a tree and the ranks as processes of this machine, runs every
-    /// operation through each path, checks every element of every iteration, and prints nccl-tests' columns.
+    /// Starts a controller, the devices of a tree and the ranks as processes on this machine, runs every operation with
+    /// each algorithm, checks every element of every iteration, and prints the columns of nccl-tests.
     ///
-    /// time is the median over the iterations of the slowest rank's time; algbw is size / time; busbw is algbw times
-    /// 2 (N-1) / N for N ranks, nccl-tests' factor, whatever the path. algo is what was asked for, path what was taken.
+    /// time is the median over the iterations of the slowest rank's time. algbw is size / time. busbw is algbw times
+    /// the factor of nccl-tests, 2 (N-1) / N for an all-reduce of N ranks, whatever the path. algo is the requested
+    /// algorithm, path the one that ran.
     #[command(after_long_help = PERF_HELP)]
     Perf(PerfArgs),
-    /// Reduce the arrays of .npy or .safetensors files, one rank process per file
+    /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
-    /// All inputs are checked before anything is started: names, shapes and element types must be the same; .npy
-    /// arrays may be in C or Fortran order. The output has the first input's order and metadata. It appears whole or not at
-    /// all.
+    /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy
+    /// files may be in C or Fortran order. The output takes its order and metadata from the first input and is written
+    /// atomically.
     #[command(after_long_help = ALL_REDUCE_HELP)]
     AllReduce(AllReduceArgs),
-    /// Reduce the arrays of files, and cut the result into one part a rank
+    /// Reduce arrays from files and split the result into one part per rank
     ///
-    /// As all-reduce; each array is cut along axis 0, which must be a multiple of the number of ranks, and rank r writes
-    /// the r-th part, in C order. The parts appear all or none.
+    /// Works like all-reduce, then splits each array along axis 0, whose length must be a multiple of the number of
+    /// ranks. Rank r writes part r in C order. Either all parts are written or none.
     #[command(after_long_help = REDUCE_SCATTER_HELP)]
     ReduceScatter(ReduceScatterArgs),
-    /// Join the arrays of files along axis 0, as numpy.concatenate does, in order of the inputs
+    /// Concatenate arrays from files along axis 0, in the order of the inputs
     ///
-    /// Names, element types and the other axes must be the same. The output is in C order and has the first input's
-    /// metadata.
+    /// The result equals that of numpy.concatenate. Names, element types and all other axes must be the same. The
+    /// output is in C order and takes its metadata from the first input.
     #[command(after_long_help = ALL_GATHER_HELP)]
     AllGather(AllGatherArgs),
-    /// Send one rank's file to all others, and check that all got the same bytes
+    /// Send one rank's file to all others and check that all received the same bytes
     ///
-    /// The output is written by the rank behind the root, from what it got.
+    /// The rank after the root writes the output, from the bytes that it received.
     #[command(after_long_help = BROADCAST_HELP)]
     Broadcast(BroadcastArgs),
     /// Run an emulated device: the device runtime as an ordinary process
     ///
-    /// Prints `ready NAME` once the controller knows it; serves until SIGINT or SIGTERM.
+    /// Prints `ready NAME` once it has registered with the controller, and serves until SIGINT or SIGTERM.
     ///
-    /// With one worker it also takes contributions by reference of ranks on this machine: its DMA engine, emulated by
-    /// threads, reads and writes their memory.
+    /// With one shard it also serves ranks on this machine zero-copy: its DMA engine, emulated by threads, reads and
+    /// writes their memory.
     ///
-    /// Children are known by the address that their packets come from. What stands between them and the device (see
-    /// --advertise) must give each child an address of its own, and keep it.
+    /// The device identifies children by the source address of their packets. A relay or address translation in between
+    /// (see --advertise) must give each child an address of its own that does not change.
     Device(DeviceArgs),
-    /// Run a controller: plans trees, admits jobs, creates and releases their groups
+    /// Run a controller: it plans trees, admits jobs, and creates and releases their groups
     ///
-    /// Prints `listening ADDRESS`; serves until SIGINT or SIGTERM.
+    /// Prints `listening ADDRESS` and serves until SIGINT or SIGTERM.
     Controller(ControllerArgs),
-    /// Lose, double, reorder, damage and delay packets between ranks and devices, as the simulator's links do
+    /// Drop, duplicate, reorder, corrupt and delay packets between ranks and devices
     ///
-    /// A proxy over UDP. Each client gets a socket of its own towards the target, so that the target sees one address a
-    /// client, as behind address translation. Prints `relaying LISTEN to TARGET` for each link; relays until SIGINT or
-    /// SIGTERM, and prints what it did to packets then, and at each SIGUSR1.
+    /// A UDP proxy with the fault rules of the simulator. Each client gets its own socket towards the target, so the
+    /// target sees one address per client, as behind address translation. Prints `relaying LISTEN to TARGET` for each
+    /// link and relays until SIGINT or SIGTERM. Prints packet counters when it ends, and at each SIGUSR1.
     ///
-    /// Devices tell their children to send here with --advertise. What a device sends once for all its children, by
-    /// multicast, does not come by.
+    /// Start devices with --advertise so that their children send here. Multicast results, which a device sends once
+    /// for all its children, bypass the proxy.
     ///
-    /// Each packet suffers one fault at most. A place in the table of clients is kept by those that the target answers;
-    /// when it is full, others lose theirs to whoever comes.
+    /// Each packet suffers at most one fault. When the client table is full, clients that got no reply are evicted
+    /// first.
     #[command(after_long_help = CHAOS_HELP)]
     Chaos(ChaosArgs),
-    /// Show what a controller knows: fabric, devices and jobs
+    /// Show a controller's fabric, devices and jobs
     Status(StatusArgs),
-    /// Test every link of a cluster on its own: rank to device, and device to device
+    /// Test each link of a cluster: rank to device, and device to device
     ///
-    /// Asks the controller that --controller, MASTER_ADDR or SUMAC_PORT name, and tests from here; where none is
-    /// named, starts devices on this machine as perf does. Every device is tested alone, then every pair of devices, by
-    /// jobs whose tree is pinned to them. Exit status 1 if a link loses more than --max-loss, or does not work.
+    /// Tests the devices of the controller named by --controller, MASTER_ADDR or SUMAC_PORT, from this host. Without
+    /// one, starts a controller and devices on this machine, as perf does. Each device is tested alone, then each pair
+    /// of devices, by jobs whose tree is pinned to them. The exit status is 1 if a link fails or loses more than
+    /// --max-loss.
     ///
-    /// round trip is the median of small operations; of a link between devices, what it adds to the link of the
-    /// device that is reached from here. bandwidth is that of large operations, each way at once; between devices, that
-    /// of the whole way from here.
+    /// round trip is the median time of small operations. For a link between devices, it is the time that the link adds
+    /// to the link between this host and the nearer device. bandwidth is that of large operations, in both directions
+    /// at once. For a link between devices, it is measured end to end from this host.
     #[command(after_long_help = SELFTEST_HELP)]
     Selftest(SelftestArgs),
-    /// Plan the aggregation tree of some hosts on a fabric
+    /// Plan an aggregation tree for a set of hosts on a fabric
     ///
-    /// Picks a root and a tree with the fewest levels and the least link sharing, within each node's limit.
+    /// Picks the root and the tree with the fewest levels and the least link sharing, within the limits of each node.
     #[command(after_long_help = PLAN_HELP)]
     Plan(PlanArgs),
-    /// Say what this machine can do, and why not
+    /// Check this machine's capabilities
     ///
-    /// Every line is ok, warn (works, but worse than it could) or missing, with what to do about it. Exit status 1 if
-    /// something that perf needs does not work.
+    /// Each line is ok, warn (works below its potential) or missing, with a remedy. The exit status is 1 if something
+    /// that perf needs does not work.
     Doctor(DoctorArgs),
-    /// Boot streams for BlueField-class cards and images of boards: list, verify, build, run, extract, repack
+    /// Work with boot streams for BlueField-class cards and with board images
     Image(ImageArgs),
-    /// Print a board's log as text: time, level, message and source line
+    /// Decode a board's log: time, level, message and source line
     ///
-    /// A board's serial port carries log frames (defmt); their texts are in its image.
+    /// A board writes defmt frames to its serial port. The strings that they refer to are in its image.
     Log(LogArgs),
-    /// Become an emulator, as `image run` has it
+    /// Run QEMU for `image run` (internal)
     #[command(hide = true)]
     Emulate(EmulateArgs),
-    /// Push a boot stream to a BlueField-class card over rshim, and follow its boot
+    /// Push a boot stream to a BlueField-class card over rshim and follow its boot
     ///
-    /// Image and card are checked before anything is changed. The card counts as flashed when it says so, never before.
-    /// Ctrl-C stops writing and puts the card's settings back.
+    /// Checks the image and the card before it changes anything. A card counts as flashed only once it reports so
+    /// itself. Ctrl-C stops writing and restores the card's settings.
     #[command(after_long_help = FLASH_HELP)]
     Flash(FlashArgs),
-    /// List the cards that this host can flash, and what they say of themselves
-    ///
-    /// Reads each card's `misc`, and nothing else: opening its boot node would reset it.
-    Devices(DevicesArgs),
-    /// What talks to a card's driver for flash and devices
+    /// Work with the cards that this host can flash
+    Card(CardArgs),
+    /// Talk to a card's driver for `flash` and `card list` (internal)
     #[command(hide = true)]
     RshimWorker(WorkerArgs),
-    /// One rank of perf or a collective on files; its job comes on stdin
+    /// Run one rank of perf or of a collective on files; reads its job from stdin (internal)
     #[command(hide = true)]
     Rank,
 }
 
 const AFTER_HELP: &str = "\
 EXAMPLES
-  sumac perf                                    every path, 8 B to 16 MiB, 4 ranks
+  sumac perf                                    tree, ring and hd; 8 B to 16 MiB; 4 ranks
   sumac perf -e 1M --algo tree --ranks 8 --json
   sumac plan --topology fabric.txt --hosts 64
   sumac all-reduce --input a.npy --input b.npy --output sum.npy
@@ -156,28 +156,39 @@ EXAMPLES
   sumac doctor
 
 EXIT STATUS
-  0    done; every element was right
+  0    success; every checked element was correct
   1    the run failed, or a result was wrong
-  2    bad input or usage; nothing was written
-  10+  flash failed; each way has its own, see `sumac flash --help`
-  130  interrupted by Ctrl-C (128 + the number of the signal)
+  2    invalid input or usage; nothing was started or written
+  10+  flash failed; the status tells how, see `sumac flash --help`
+  130  interrupted by Ctrl-C (128 + the signal's number)
 
 ENVIRONMENT
-  RANK, WORLD_SIZE  this rank and how many there are, as launchers set them (library)
-  MASTER_ADDR       the controller's host [default: 127.0.0.1] (library, status, selftest)
-  SUMAC_PORT        the controller's port [default: 7847] (library, status, selftest)
-  SUMAC_JOB         the job's name: ranks of the same name meet [default: default] (library)
-  SUMAC_ATTACH      how the rank reaches its leaf device: auto, udp, shm, verbs or rdma
-                    [default: auto] (library)
-  SUMAC_DEVICE_USER  the user, by number or name, whose devices share memory with ranks of other users: set it for both
-                    [default: none; devices of the rank's own user and of root do] (library, perf, device)
-  SUMAC_VERBS       the RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active] (library)
-  SUMAC_TENANT      on whose account the job runs, where the controller has quotas [default: default] (library)
-  SUMAC_WAIT_FOR_TREE  seconds that joining waits in the controller's queue for a tree [default: 0] (library)
-  SUMAC_CARDS       where flash keeps what each card has had [default: /var/lib/sumac/cards]
-  SUMAC_LOG         log filter, as in `debug` or `sumac::controller=trace`; wins over -v
+  Read by this command:
+  MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
+  SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
+  SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
+                       device and ranks [default: none; devices of the rank's own user and of root may]
+  SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
+  SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
-Results go to stdout, logs and errors to stderr. Control ports listen on loopback only, as nothing is authenticated yet.";
+  Read by programs that join with JoinConfig::from_env, beside MASTER_ADDR, SUMAC_PORT and SUMAC_DEVICE_USER:
+  RANK, WORLD_SIZE     this rank and the number of ranks, as launchers set them
+  SUMAC_JOB            the job's name, the same on all ranks [default: default]
+  SUMAC_HOST           this host's name in the fabric [default: by order of host]
+  SUMAC_BIND           the IP address of this host that devices and other ranks reach [default: MASTER_ADDR's]
+  SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
+  SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]
+  SUMAC_ORDER          order of reduction: arrival, fold or pairwise [default: arrival]
+  SUMAC_ALGO           algorithm of calls that name none [default: auto]
+  SUMAC_DEADLINE       deadline of calls that name none, in seconds [default: 60]
+  SUMAC_STRAGGLER      wait, deadline:SECONDS or partial:SECONDS [default: wait]
+  SUMAC_REPAIR         1 to recover from lost devices, 0 to fail [default: 1]
+  SUMAC_TENANT         tenant that the job is accounted to [default: default]
+  SUMAC_WAIT_FOR_TREE  seconds to queue for a tree while joining [default: 0]
+  SUMAC_JOIN_TIMEOUT   seconds to wait for the other ranks [default: 60]
+  SUMAC_UDP_*          MAX_PACKET, PEER, RECEIVE_BUFFER, SEND_BUFFER, GSO, GRO and SPIN_US of the data port
+
+Results go to stdout, logs and errors to stderr. Control ports are not authenticated yet and listen on loopback only.";
 
 const PERF_HELP: &str = "\
 EXAMPLES
@@ -187,27 +198,31 @@ EXAMPLES
   sumac perf --collective reduce_scatter,all_gather,barrier --algo tree,auto
   sumac perf --explain --algo auto --order fold -b 8 -e 16M
   sumac perf --topology fabric.ibnetdiscover --ranks 16
-  sumac perf --attach udp --algo tree
+  sumac perf --transport udp --algo tree
   sumac perf --fault kill-device -b 1M -e 16M --algo tree
 
 JSON
-  One object a row: collective dtype op ranks size_bytes count algo path attach time_us p99_us algbw_gbytes_s
+  One object per row: collective dtype op ranks size_bytes count algo path transport time_us p99_us algbw_gbytes_s
   busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us. wire_bytes and cpu_us
-  are the most of any rank, per operation; repair_bytes is the most that a rank sent to others to repair; wrong and
-  retransmits are sums over ranks and iterations; op is null where nothing combines, dtype too of a barrier. attach is
-  how ranks reach the tree, shm, udp, verbs, rdma or mixed; host on other paths. With --explain: operation
-  requested overridden chosen attach candidates[{path cost_us ruled_out}]; attach is null where there is no tree.
+  are maxima over ranks, per operation. repair_bytes is the maximum that one rank sent for recovery. wrong and
+  retransmits are sums over ranks and iterations. op is null for collectives that do not reduce; dtype is also null for
+  a barrier. transport is how ranks reach the tree: shm, udp, verbs, rdma or mixed; on other paths it is host. With
+  --explain: operation requested overridden chosen transport candidates[{path cost_us ruled_out}]; transport is null
+  where there is no tree.
 
 FAULTS
-  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree: the ranks
-  complete what was on its way among themselves, and repaired is true; in rows by a schedule, that may be the next
-  barrier. A dead device is noticed by what it shared or, a second later, by its connection to the controller; a cut
-  link, where only packets are lost, after 5 s. A killed controller is missed by no operation; one that is started
-  again at once (restart-controller) is told of the job by its ranks, which move to a tree of its own later, and nothing
-  is repaired. A killed rank ends the run: the others say who it was.
+  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree. The ranks
+  complete the operations in flight among themselves, and repaired is true. In rows that use a host collective, that may
+  be the next barrier. A dead device is detected through shared memory or, a second later, through its connection to the
+  controller. A cut link loses packets only and is detected after 5 s.
+
+  kill-controller affects no operation. After restart-controller, the ranks report their job to the new controller and
+  later migrate to a tree that it plans; nothing is repaired. kill-rank ends the run: the other ranks report which rank
+  failed.
 
 EXIT STATUS
-  0 all elements right, 1 wrong elements, a failed run or a killed rank, 2 bad usage or topology, 130 interrupted";
+  0 all elements correct; 1 wrong elements, a failed run or a killed rank; 2 invalid usage or topology;
+  130 interrupted";
 
 const ALL_REDUCE_HELP: &str = "\
 EXAMPLES
@@ -216,12 +231,12 @@ EXAMPLES
   sumac all-reduce --op avg --input a.safetensors --input b.safetensors --output mean.safetensors
 
 FILES
-  .safetensors: every tensor, by name; tensors that only some inputs have are an error that names them. Tensors of one
-  element type share operations of up to 25 MiB. I8 U8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 F8_E4M3 F8_E5M2.
-  Any other name: .npy of |i1 |u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8.
+  .safetensors: every tensor, matched by name. A tensor that an input lacks is an error that names it. Tensors of one
+  element type share operations of up to 25 MiB. Types: I8 U8 I16 U16 I32 U32 I64 U64 F16 BF16 F32 F64 F8_E4M3 F8_E5M2.
+  Any other name: .npy with elements of type |i1 |u1 <i2 <u2 <i4 <u4 <i8 <u8 <f2 <f4 <f8.
 
 EXIT STATUS
-  0 written, 1 the run failed, 2 bad input; there is no output file unless the status is 0";
+  0 written; 1 the run failed; 2 invalid input. Unless the status is 0, there is no output file.";
 
 const REDUCE_SCATTER_HELP: &str = "\
 EXAMPLES
@@ -229,20 +244,20 @@ EXAMPLES
   sumac reduce-scatter --op max --input a.safetensors --input b.safetensors --output-dir parts
 
 FILES
-  As in `sumac all-reduce --help`. In parts of .safetensors files every tensor is cut.
+  See `sumac all-reduce --help`. In .safetensors files every tensor is split.
 
 EXIT STATUS
-  0 written, 1 the run failed, 2 bad input; there are no parts unless the status is 0";
+  0 written; 1 the run failed; 2 invalid input. Unless the status is 0, there are no output files.";
 
 const ALL_GATHER_HELP: &str = "\
 EXAMPLES
   sumac all-gather --input part-0.npy --input part-1.npy --output whole.npy
 
 FILES
-  As in `sumac all-reduce --help`. Where axis 0 differs, shorter arrays travel padded to the longest.
+  See `sumac all-reduce --help`. Where lengths of axis 0 differ, shorter arrays are padded to the longest in transit.
 
 EXIT STATUS
-  0 written, 1 the run failed, 2 bad input; there is no output file unless the status is 0";
+  0 written; 1 the run failed; 2 invalid input. Unless the status is 0, there is no output file.";
 
 const BROADCAST_HELP: &str = "\
 EXAMPLES
@@ -250,7 +265,8 @@ EXAMPLES
   sumac broadcast --input a.npy --root 2 --ranks 3 --output b.npy
 
 EXIT STATUS
-  0 written, and all ranks got the same; 1 the run failed; 2 bad input; there is no output file unless the status is 0";
+  0 written, and all ranks received the same bytes; 1 the run failed; 2 invalid input. Unless the status is 0, there is
+  no output file.";
 
 const CHAOS_HELP: &str = "\
 EXAMPLES
@@ -260,29 +276,29 @@ EXAMPLES
   sumac chaos --listen [::1]:0 --to [::1]:7900 --listen [::1]:0 --to [::1]:7901 --rules rules.toml --seed 7 --json
 
 RULES
-  [[rule]] in TOML, of: link (which --listen, from 1) direction (up, down, both) at for loss duplicate corrupt reorder
-  late delay. Each packet is shown to the rules in order, and the first that does something to it decides; delays come on
-  top. Shares are in steps of 0.1%, times whole numbers of us, ms or s.
+  A TOML file of [[rule]] tables with the keys link (number of the --listen, from 1) direction (up, down, both) at for
+  loss duplicate corrupt reorder late delay. Each packet passes through the rules in order; the first fault decides, and
+  delays add up. Rates are percentages in steps of 0.1%, times are whole numbers of us, ms or s.
 
 JSON
-  One object a link: listen to clients replaced up{} down{}, each of received sent lost duplicated corrupted reordered
+  One object per link: listen to clients replaced up{} down{}, each of received sent lost duplicated corrupted reordered
   overflowed refused stray unsent.
 
 EXIT STATUS
-  0 ended by SIGINT or SIGTERM, 1 the system did not let it relay, 2 bad usage, rules or addresses";
+  0 ended by SIGINT or SIGTERM; 1 a system call failed while relaying; 2 invalid usage, rules or addresses";
 
 const SELFTEST_HELP: &str = "\
 EXAMPLES
-  sumac selftest                                  the links of devices that it starts here
+  sumac selftest                                  devices that it starts on this machine
   sumac selftest --controller 127.0.0.1:7847
   sumac selftest --device leaf0 --device spine0 --max-loss 0.01 --json
 
 JSON
-  One object a link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
-  device; figures of a link over which nothing came back are null; problem is null if ok.
+  One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
+  device. Figures are null for a link over which no result came back. problem is null if ok is true.
 
 EXIT STATUS
-  0 all links good, 1 a link is bad or the controller is not reached, 2 bad usage, 130 interrupted";
+  0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";
 
 const PLAN_HELP: &str = "\
 EXAMPLES
@@ -291,8 +307,8 @@ EXAMPLES
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
 
 JSON
-  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]; the root is
-  level 0 and its parent null; children are names of nodes and `rank N`.";
+  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]. The root is
+  level 0 and has a null parent. children are names of nodes and `rank N`.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES
@@ -305,14 +321,14 @@ JSON
   written_bytes restored not_restored boot_log[]
 
 EXIT STATUS
-  0 the card is ready   1 the run failed   2 bad usage or image, nothing was written
+  0 the card is ready   1 the run failed   2 invalid usage or image, nothing was written
   10 not-found     11 not-attached  12 nic-mode       13 secure-mode  14 drop-mode
   15 busy          16 other-writer  17 not-draining   18 gone         19 time-limit
   20 log-error     21 log-panic     22 log-exception  23 log-assert   24 log-critical
   25 setting       26 locked        27 permission     28 image-changed
   29 image         30 io            128 + n interrupted by signal n, as 130 for Ctrl-C
 
-What to do in each case is printed with the failure, and in the documentation of sumac_firmware::flash.";
+Each failure is printed with its remedy, which the documentation of sumac_firmware::flash lists, too.";
 
 #[cfg(test)]
 mod tests {
@@ -321,12 +337,12 @@ mod tests {
     use sumac::comm::DEFAULT_PORT;
 
     #[test]
-    fn the_options_are_consistent() {
+    fn command_line_definition_is_valid() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn the_help_names_the_ports_that_the_library_uses() {
+    fn help_shows_the_library_default_port() {
         assert!(AFTER_HELP.contains(&format!("[default: {DEFAULT_PORT}]")));
     }
 }

@@ -1,8 +1,8 @@
-//! `sumac doctor`: what this machine can do, and why not.
+//! `sumac doctor`: check this machine's capabilities.
 //!
-//! Everything is tried or read, nothing is changed. A line is `ok`, `warn` (works, but worse than it could) or `missing`
-//! (not there), with what to do about it; the exit status is 1 if something that `perf` needs does not work. Below the
-//! findings stands which DMA engines there are, and which hardware has which.
+//! Capabilities are tried or read; nothing is changed. Each line is `ok`, `warn` (works below its potential), `missing`
+//! (not available) or `BROKEN` (needed, and does not work), with a remedy. The exit status is 1 if something is broken.
+//! A table of the DMA engine profiles follows.
 
 mod shm;
 mod verbs;
@@ -21,29 +21,29 @@ use sumac_hal::udp::{UdpConfig, UdpPort};
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {}
 
-/// How well something is.
+/// The state of a capability.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Health {
     Ok,
-    /// Works, but worse than it could.
+    /// Works below its potential.
     Warn,
-    /// Not there; nothing that is needed.
+    /// Not available, and not needed.
     Missing,
     /// Needed, and does not work.
     Broken,
 }
 
-/// One finding.
+/// The result of a check.
 #[derive(Debug)]
 struct Finding {
     health: Health,
     what: &'static str,
     found: String,
-    /// What to do about it.
+    /// The remedy or the consequence.
     advice: String,
 }
 
-/// Look at everything and print it.
+/// Check everything and print the findings.
 pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = vec![cores(), round_trip(), simd()];
     findings.extend(udp());
@@ -73,12 +73,13 @@ pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
 
 fn cores() -> Finding {
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    // `perf` unasked: 4 ranks and 2 devices.
+    // The defaults of `perf`: 4 ranks, 2 devices and a controller.
     let (health, advice) = match cores {
         7.. => (Health::Ok, String::new()),
         _ => (
             Health::Warn,
-            "`perf` starts 4 ranks and 2 devices: they take turns here, and times hold the scheduler's share".into(),
+            "`perf` starts 4 ranks and 2 devices by default; they share cores here, and times include scheduling"
+                .into(),
         ),
     };
     Finding { health, what: "cores", found: cores.to_string(), advice }
@@ -86,23 +87,25 @@ fn cores() -> Finding {
 
 fn round_trip() -> Finding {
     let (health, found, advice) = match machine::cache_line_round_trip_ns() {
-        Some(ns) if ns < 200.0 => (Health::Ok, format!("{ns:.0} ns there and back"), ""),
-        Some(ns) => {
-            (Health::Warn, format!("{ns:.0} ns there and back"), "small messages are slow: the cores share no cache")
-        }
-        None => (Health::Missing, "not measured".into(), "there is one core, or another process keeps it busy"),
+        Some(ns) if ns < 200.0 => (Health::Ok, format!("{ns:.0} ns round trip"), ""),
+        Some(ns) => (
+            Health::Warn,
+            format!("{ns:.0} ns round trip"),
+            "small messages are slow, because the cores share no cache",
+        ),
+        None => (Health::Missing, "not measured".into(), "there is only one core, or another process keeps it busy"),
     };
     Finding { health, what: "cache line", found, advice: advice.into() }
 }
 
 fn simd() -> Finding {
     let (found, widest) = widest_vectors();
-    let advice = if widest { "" } else { "reductions run on narrower vectors; results are the same to the bit" };
+    let advice = if widest { "" } else { "reductions use narrower vectors; results are bit-identical" };
     let health = if widest { Health::Ok } else { Health::Warn };
     Finding { health, what: "vectors", found: found.into(), advice: advice.into() }
 }
 
-/// Return what the kernels run on, by the same features that they ask for, and whether it is the widest that they have.
+/// Return the vector extension that the kernels use, and whether it is the widest that they support.
 fn widest_vectors() -> (&'static str, bool) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -124,7 +127,7 @@ fn widest_vectors() -> (&'static str, bool) {
     }
     #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     {
-        ("what the build's target has", false)
+        ("the baseline of the build target", false)
     }
 }
 
@@ -133,7 +136,7 @@ fn udp() -> Vec<Finding> {
     let port = match UdpPort::bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), &config) {
         Ok(port) => port,
         Err(error) => {
-            let advice = "devices and ranks talk over UDP on loopback; is `lo` up?".into();
+            let advice = "devices and ranks use UDP on loopback; check that `lo` is up".into();
             return vec![Finding { health: Health::Broken, what: "UDP port", found: error.to_string(), advice }];
         }
     };
@@ -141,7 +144,7 @@ fn udp() -> Vec<Finding> {
         health: if has { Health::Ok } else { Health::Warn },
         what,
         found: if has { "yes" } else { "no" }.into(),
-        advice: if has { "" } else { "a system call carries fewer packets; Linux 5.0 and later have it" }.into(),
+        advice: if has { "" } else { "each system call carries fewer packets; Linux 5.0 and later support it" }.into(),
     };
     let (gso, gro) = port.offloads();
     let capabilities = port.capabilities();
@@ -162,7 +165,7 @@ fn receive_buffer(got_bytes: usize, wanted_bytes: usize) -> Finding {
     let limit = fs::read_to_string("/proc/sys/net/core/rmem_max").unwrap_or_else(|_| "unknown".into());
     let enough = got_bytes >= wanted_bytes;
     // The kernel counts its own overhead against the limit: 5/2 of the payload, see the port's documentation.
-    let advice = format!("windows are smaller for it; `sysctl -w net.core.rmem_max={}` as root", wanted_bytes / 2 * 5);
+    let advice = format!("windows are smaller; run `sysctl -w net.core.rmem_max={}` as root", wanted_bytes / 2 * 5);
     Finding {
         health: if enough { Health::Ok } else { Health::Warn },
         what: "receive buffer",
@@ -176,14 +179,14 @@ fn tcp() -> Finding {
         Ok(_) => Finding {
             health: Health::Ok,
             what: "TCP port",
-            found: "loopback can be listened on".into(),
+            found: "can listen on loopback".into(),
             advice: String::new(),
         },
         Err(error) => Finding {
             health: Health::Broken,
             what: "TCP port",
             found: error.to_string(),
-            advice: "the controller and the schedules listen on loopback; is `lo` up?".into(),
+            advice: "controllers and ranks listen on loopback; check that `lo` is up".into(),
         },
     }
 }
@@ -193,15 +196,16 @@ fn huge_pages() -> Finding {
     let chosen = chosen(&setting);
     let (health, advice) = match chosen {
         Some("always") => (Health::Ok, ""),
-        Some(_) => {
-            (Health::Warn, "large buffers cost more TLB misses; write `always` to .../transparent_hugepage/enabled")
-        }
-        None => (Health::Missing, "the kernel has none; large buffers cost more TLB misses"),
+        Some(_) => (
+            Health::Warn,
+            "large buffers cause more TLB misses; write `always` to /sys/kernel/mm/transparent_hugepage/enabled",
+        ),
+        None => (Health::Missing, "the kernel has none; large buffers cause more TLB misses"),
     };
     Finding { health, what: "huge pages", found: chosen.unwrap_or("none").into(), advice: advice.into() }
 }
 
-/// Return the choice among a setting's values, as the kernel marks it: `always [madvise] never`.
+/// Return the active value of a kernel setting, which is in brackets: `always [madvise] never`.
 fn chosen(setting: &str) -> Option<&str> {
     setting.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen)
 }
@@ -215,11 +219,11 @@ fn cuda() -> Finding {
 }
 
 fn gpu_direct() -> Finding {
-    let staged = "GPU buffers go through pinned memory instead".to_owned();
+    let staged = "GPU buffers are staged in pinned memory instead".to_owned();
     let (health, found, advice) = match sumac::gpu::direct::probe_direct() {
         Ok(Ok(device)) => {
             let found = format!("{device} registers the GPU's memory (dma-buf)");
-            (Health::Ok, found, "communicators do not use it yet: GPU buffers go through pinned memory".into())
+            (Health::Ok, found, "communicators do not use it yet: GPU buffers are staged in pinned memory".into())
         }
         Ok(Err(why)) => (Health::Missing, why.to_string(), staged),
         Err(error) => (Health::Missing, error.to_string(), staged),

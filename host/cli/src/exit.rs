@@ -1,11 +1,11 @@
-//! Exit statuses, and how a failure reaches the user.
+//! Exit statuses and error messages.
 //!
 //! | status | meaning |
 //! |---|---|
-//! | 0 | done, every element right |
+//! | 0 | success; every checked element was correct |
 //! | 1 | the run failed, or a result was wrong |
-//! | 2 | bad input or usage; nothing was started and nothing written |
-//! | 10 to 30 | `flash` failed; each way has its own, see `sumac_firmware::flash` |
+//! | 2 | invalid input or usage; nothing was started or written |
+//! | 10 to 30 | `flash` failed; the status tells how, see `sumac_firmware::flash` |
 //! | 128 + n | ended by signal n: 130 for Ctrl-C |
 
 use std::io;
@@ -14,45 +14,45 @@ use std::process::ExitCode;
 /// Why the command ends with a status other than 0.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// Status 2: the user can put it right by asking for something else.
+    /// Status 2: invalid input or usage.
     Input(anyhow::Error),
-    /// Status 1: it was tried and went wrong.
+    /// Status 1: the run failed.
     Run(anyhow::Error),
-    /// Status 1 without a message: what is wrong has been printed already.
+    /// Status 1 without a message: the failure has been printed already.
     Reported,
-    /// This status, without a message: what is wrong has been printed already.
+    /// This status without a message: the failure has been printed already.
     Status(u8),
-    /// Status 128 + n: signal n asked for it.
+    /// Status 128 + n: ended by signal n.
     Signal(i32),
 }
 
 impl Failure {
-    /// Call something a fault of the input.
+    /// Convert an error to [`Failure::Input`].
     pub(crate) fn input(error: impl Into<anyhow::Error>) -> Self {
         Self::Input(error.into())
     }
 
-    /// Call something a fault of the run.
+    /// Convert an error to [`Failure::Run`].
     pub(crate) fn run(error: impl Into<anyhow::Error>) -> Self {
         Self::Run(error.into())
     }
 }
 
 impl From<io::Error> for Failure {
-    /// Writing results failed; a reader that went away (`sumac plan | head`) needs no message.
+    /// Convert an error of writing results. A closed pipe (`sumac plan | head`) needs no message.
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::BrokenPipe { Self::Reported } else { Self::run(error) }
     }
 }
 
-/// Print a line on stderr, for whoever still reads it.
-pub(crate) fn tell(line: std::fmt::Arguments<'_>) {
+/// Print a line on stderr, and ignore errors.
+pub(crate) fn print_line(line: std::fmt::Arguments<'_>) {
     use std::io::Write;
-    // Nobody is left to be told that it failed.
+    // There is no other place to report the error.
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Print the failure, if there is one, and return the status.
+/// Print the failure, if there is one, and return the exit status.
 pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
     let (error, status) = match outcome {
         Ok(()) => return ExitCode::SUCCESS,
@@ -64,15 +64,15 @@ pub(crate) fn report(outcome: Result<(), Failure>) -> ExitCode {
         Err(Failure::Run(error)) => (error, 1),
         Err(Failure::Input(error)) => (error, 2),
     };
-    tell!("error: {}", chain(&error));
+    message!("error: {}", chain(&error));
     ExitCode::from(status)
 }
 
-/// Join an error and its causes, leaving out a cause that the message names already.
+/// Join an error and its causes, without causes that the message contains already.
 fn chain(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |text, cause| match text.as_str() {
         "" => cause,
-        told if told.contains(&cause) => text,
+        message if message.contains(&cause) => text,
         _ => format!("{text}: {cause}"),
     })
 }
@@ -83,7 +83,7 @@ mod tests {
     use anyhow::Context;
 
     #[test]
-    fn a_cause_is_said_once() {
+    fn repeated_cause_is_printed_once() {
         let error = anyhow::anyhow!("no such file").context("cannot read x: no such file");
         assert_eq!(chain(&error), "cannot read x: no such file");
         let error = Err::<(), _>(anyhow::anyhow!("inner")).context("outer").unwrap_err();

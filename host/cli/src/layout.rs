@@ -1,7 +1,7 @@
-//! Which emulated devices and ranks make up a run: a fabric, and the tree planned on it.
+//! The devices and ranks of a run: a fabric and the tree planned on it.
 //!
-//! The supervisor plans the same tree that the controller will, in order to start one device for each of its nodes and
-//! to place each rank at a host; the controller then plans on the devices that registered.
+//! The supervisor plans the same tree as the controller, in order to start one device per node and to place each rank
+//! at a host. The controller then plans on the devices that have registered.
 
 use anyhow::Context;
 use std::fmt::Write;
@@ -12,13 +12,13 @@ use sumac::topo::Fabric;
 /// A run's fabric, devices and hosts.
 #[derive(Debug)]
 pub(crate) struct Layout {
-    /// What the controller reads.
+    /// The fabric that the controller reads.
     pub(crate) source: Source,
-    /// The devices of the tree's nodes, by name, the root's first.
+    /// Names of the devices at the tree's nodes, the root's first.
     pub(crate) devices: Vec<String>,
     /// The host of each rank.
     pub(crate) hosts: Vec<String>,
-    /// The device that each rank contributes to, by its index.
+    /// Index of the leaf device of each rank.
     pub(crate) leaves: Vec<usize>,
     /// Levels of the tree.
     pub(crate) levels: usize,
@@ -27,23 +27,23 @@ pub(crate) struct Layout {
 /// Where the fabric comes from.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Source {
-    /// A file of the user's.
+    /// A file that the user gave.
     File(PathBuf),
-    /// Made up here, in the project's TOML.
+    /// A generated fabric in TOML.
     Toml(String),
 }
 
 impl Layout {
-    /// Plan `ranks` ranks on the fabric of a file.
+    /// Plan a tree for `ranks` ranks on the fabric in a file.
     pub(crate) fn from_file(path: &Path, ranks: u32) -> anyhow::Result<Self> {
         let fabric = Fabric::read(path)?;
         Self::plan(&fabric, Source::File(path.into()), ranks)
             .with_context(|| format!("{}: no tree for {ranks} ranks", path.display()))
     }
 
-    /// Plan `ranks` ranks on a made-up fabric: one switch, or two leaves and a spine, each with an aggregation node.
-    /// With two leaves the planner takes one of them for the root: the data goes through one node less than with
-    /// the spine for the root, in as many levels.
+    /// Plan a tree for `ranks` ranks on a generated fabric: one switch, or two leaves and a spine, each with an
+    /// aggregation node. With two leaves the planner picks one of them as the root: the tree has as many levels as with
+    /// the spine as the root, and one node less.
     pub(crate) fn generated(levels: u8, ranks: u32) -> anyhow::Result<Self> {
         let leaves = if levels > 1 && ranks > 1 { 2 } else { 1 };
         let leaf_of = |rank| u64::from(rank) * leaves / u64::from(ranks.max(1));
@@ -64,11 +64,11 @@ impl Layout {
     }
 }
 
-/// Write down a fabric of leaves with their ranks, and a spine above them if there are two.
+/// Generate a fabric of leaves with their ranks, and a spine if there are two leaves.
 fn toml(leaves: u64, ranks: u32, leaf_of: impl Fn(u32) -> u64) -> String {
     let mut text = String::new();
     let mut add = |line: std::fmt::Arguments<'_>| {
-        // Writing to a string can't fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "{line}");
     };
     let switches = (0..leaves).map(|leaf| format!("leaf{leaf}")).chain((leaves > 1).then(|| "spine0".into()));
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_levels_are_two_leaves_of_which_one_is_the_root() {
+    fn two_levels_have_two_leaves_and_no_spine_device() {
         for ranks in [4, 5, 8, 64] {
             let layout = Layout::generated(2, ranks).expect("a plan");
             assert_eq!((layout.levels, layout.devices), (2, vec!["leaf0".into(), "leaf1".into()]), "{ranks} ranks");
@@ -101,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn every_number_of_ranks_has_a_tree() {
+    fn any_number_of_ranks_has_a_tree() {
         for ranks in 1..=9 {
             let one = Layout::generated(1, ranks).expect("a plan");
             assert_eq!((one.levels, one.devices.len()), (1, 1), "{ranks} ranks");
@@ -111,9 +111,9 @@ mod tests {
     }
 
     #[test]
-    fn a_fabric_that_lacks_hosts_is_refused_with_both_numbers() {
+    fn too_small_fabric_error_names_both_numbers_of_hosts() {
         let fabric = Fabric::from_toml(&toml(1, 3, |_| 0)).expect("a fabric");
         let error = Layout::plan(&fabric, Source::Toml(String::new()), 9).expect_err("too many");
-        assert_eq!(error.to_string(), "9 hosts are asked for, the fabric has 3");
+        assert_eq!(error.to_string(), "9 hosts requested, but the fabric has 3");
     }
 }

@@ -1,14 +1,14 @@
-//! Logs go to stderr, so that stdout stays the result.
+//! Logging to stderr, so that stdout holds nothing but results.
 //!
-//! `SUMAC_LOG` holds a filter in `tracing`'s syntax (`debug`, `sumac::controller=trace`) and wins over `-v`; without either,
-//! warnings and errors are shown.
+//! `SUMAC_LOG` is a filter in the syntax of `tracing` (`debug`, `sumac::controller=trace`) and overrides `-v`. By
+//! default, warnings and errors are logged.
 
 use tracing_subscriber::EnvFilter;
 
-/// The variable with the filter.
+/// The variable that holds the filter.
 pub(crate) const LOG_VARIABLE: &str = "SUMAC_LOG";
 
-/// Start logging; `verbose` is how often `-v` was given.
+/// Initialise logging; `verbose` is the number of `-v`.
 pub(crate) fn init(verbose: u8) {
     let level = match verbose {
         0 => "warn",
@@ -16,7 +16,7 @@ pub(crate) fn init(verbose: u8) {
         2 => "debug",
         _ => "trace",
     };
-    let asked = std::env::var(LOG_VARIABLE).unwrap_or_default();
-    let filter = if asked.is_empty() { EnvFilter::new(level) } else { EnvFilter::new(asked) };
+    let filter = std::env::var(LOG_VARIABLE).unwrap_or_default();
+    let filter = if filter.is_empty() { EnvFilter::new(level) } else { EnvFilter::new(filter) };
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
 }

@@ -1,6 +1,6 @@
-//! The one figure of a machine that small messages hang on: how long a cache line takes from core to core and back.
+//! The round trip of a cache line between two cores, which dominates the latency of small messages.
 //!
-//! It differs by a factor of five between hosts of the same virtual machine type, so it stands beside every table.
+//! It differs by a factor of five between hosts of the same virtual machine type, so every table shows it.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::hint::spin_loop;
@@ -8,14 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to measure at most: a core that is busy with something else must not hold the command up.
+/// The time limit of the measurement: a busy core must not delay the command.
 const LIMIT: Duration = Duration::from_millis(50);
 
-/// Round trips of one batch; the fastest batch counts, as it was disturbed the least.
+/// Round trips per batch. The fastest batch counts, because it was disturbed the least.
 const BATCH: u32 = 1000;
 
 /// Return the round trip of a cache line between two of this process's cores in nanoseconds; `None` if there is only
-/// one, or no batch was finished in time.
+/// one core or no batch finished in time.
 pub(crate) fn cache_line_round_trip_ns() -> Option<f64> {
     let allowed = sched_getaffinity(None).ok()?;
     let mut cores = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu));
@@ -23,7 +23,7 @@ pub(crate) fn cache_line_round_trip_ns() -> Option<f64> {
     let (line, stop) = (AtomicU32::new(0), AtomicBool::new(false));
     thread::scope(|scope| {
         let echo = scope.spawn(|| {
-            // Odd numbers come, the next even one goes back.
+            // Reply to each odd number with the next even one.
             pin(there)?;
             while !stop.load(Ordering::Relaxed) {
                 let seen = line.load(Ordering::Acquire);
@@ -35,7 +35,7 @@ pub(crate) fn cache_line_round_trip_ns() -> Option<f64> {
             }
             Some(())
         });
-        // On a thread of its own: the caller's stays where it may run.
+        // Pinned on a thread of its own, so that the caller's affinity does not change.
         let measure = scope.spawn(|| {
             let best = pin(here).and_then(|()| fastest_batch(&line));
             stop.store(true, Ordering::Relaxed);

@@ -1,24 +1,25 @@
-//! The `sumac` command: the one place where controller, devices and ranks are put together.
+//! The `sumac` command, which composes controller, devices and ranks.
 //!
-//! Every subcommand is a module with its options (clap) and a `run`. Three kinds of process come from this one
-//! binary: the *supervisor* (`perf`, `all-reduce`, ...) starts a controller, emulated devices and ranks as children of its
-//! own, talks to them in lines over pipes ([`cluster`]), and leaves none of them behind.
+//! Every subcommand is a module with its options (clap) and a `run` function. A *supervisor* (`perf`, `all-reduce`,
+//! ...) starts a controller, emulated devices and ranks as child processes of the same binary, exchanges lines with
+//! them over pipes ([`cluster`]), and ends all of them.
 //!
-//! Invariants: results go to stdout and everything else to stderr; the exit status is one of those in
-//! [`exit`]; no outside input (option, file, environment, peer) panics.
+//! Invariants: results go to stdout and everything else to stderr. The exit status is one of those in [`exit`]. No
+//! external input (option, file, environment, peer) causes a panic.
 
-/// Print a line on stderr. A reader that has gone away misses it; that is no reason to end, as `eprintln!` would.
-macro_rules! tell {
-    ($($arg:tt)*) => { $crate::exit::tell(format_args!($($arg)*)) };
+/// Print a line on stderr. Unlike `eprintln!`, it ignores a closed stderr.
+macro_rules! message {
+    ($($arg:tt)*) => { $crate::exit::print_line(format_args!($($arg)*)) };
 }
 
 mod address;
 mod args;
 mod board;
+mod card;
 mod chaos;
 mod cluster;
 mod collective;
-mod devices;
+mod deprecated;
 mod doctor;
 mod exit;
 mod files;
@@ -46,9 +47,15 @@ use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    // First of all: from here on, a supervised process can't outlive its supervisor.
+    // First, so that a supervised process cannot outlive its supervisor.
     cluster::die_with_supervisor();
-    let cli = Cli::parse();
+    let arguments = deprecated::Arguments::new(std::env::args_os());
+    // The processes that a supervisor starts have its environment, and it has warned already.
+    if !cluster::is_supervised() {
+        let variables = sumac::comm::environment::check().into_iter().map(|warning| warning.to_string());
+        arguments.warnings.into_iter().chain(variables).for_each(|warning| message!("warning: {warning}"));
+    }
+    let cli = Cli::parse_from(arguments.args);
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(&args, cli.verbose),
@@ -67,7 +74,7 @@ fn main() -> ExitCode {
         Command::Log(args) => board::show_log(&args),
         Command::Emulate(args) => board::emulate(&args),
         Command::Flash(args) => flash::run(&args),
-        Command::Devices(args) => devices::run(&args),
+        Command::Card(args) => card::run(&args),
         Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
     };

@@ -1,68 +1,67 @@
-//! Options that several subcommands share, and how names become the library's types.
+//! Options that several subcommands share, and parsers for the library's types.
 
 use anyhow::ensure;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
-use sumac::controller::proto::{BadTenant, check_tenant};
+use sumac::controller::proto::{InvalidTenant, check_tenant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::Profile;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
-pub(crate) use sumac::{Algo, Attach};
+pub(crate) use sumac::{Algo, Transport};
 
-/// Accept an algorithm's name.
+/// Parse the name of an algorithm.
 pub(crate) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
     PossibleValuesParser::new(Algo::ALL.map(Algo::name)).try_map(|name| Algo::from_str(&name))
 }
 
-/// Accept the name of a way to reach a leaf device.
-pub(crate) fn attach_parser() -> impl TypedValueParser<Value = Attach> {
-    PossibleValuesParser::new(Attach::ALL.map(Attach::name)).try_map(|name| Attach::from_str(&name))
+/// Parse the name of a transport.
+pub(crate) fn transport_parser() -> impl TypedValueParser<Value = Transport> {
+    PossibleValuesParser::new(Transport::ALL.map(Transport::name)).try_map(|name| Transport::from_str(&name))
 }
 
-/// Check that this build can attach in this way.
+/// Check that this build has the transport.
 ///
 /// # Errors
-/// It can't: what to build it with.
-pub(crate) fn check_built(attach: Attach) -> anyhow::Result<()> {
+/// It has not; the message tells what to build with.
+pub(crate) fn check_built(transport: Transport) -> anyhow::Result<()> {
     ensure!(
-        cfg!(feature = "verbs") || !matches!(attach, Attach::Verbs | Attach::Rdma),
-        "to attach by {attach}: this build has no verbs; build with `--features verbs`, which takes cmake, libclang and \
+        cfg!(feature = "verbs") || !matches!(transport, Transport::Verbs | Transport::Rdma),
+        "--transport {transport}: not built in; build with `--features verbs`, which needs cmake, libclang and \
          libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
     );
     Ok(())
 }
 
-/// The RDMA port that is whichever is active.
+/// Stands for the first active RDMA port.
 pub(crate) const ANY_LINK: &str = "auto";
 
 /// RDMA ports for several processes of one machine.
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
 pub(crate) struct Links {
-    /// Over RDMA verbs, the RDMA ports that devices and ranks take in turn, comma-separated: DEVICE, DEVICE:PORT or
-    /// DEVICE:PORT:GID-INDEX, as in mlx5_0:1, or auto, the first that is active
+    /// RDMA ports that devices and ranks use in turn, comma-separated: DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX, as
+    /// in mlx5_0:1, or `auto` for the first active one
     #[arg(long = "verbs", value_name = "LINK", value_delimiter = ',')]
     links: Vec<String>,
 }
 
 impl Links {
-    /// Return the RDMA port that process number `nth` takes.
+    /// Return the RDMA port of process number `nth`.
     pub(crate) fn in_turn(&self, nth: usize) -> Option<String> {
         self.links.get(nth % self.links.len().max(1)).cloned()
     }
 
-    /// Whether none is named.
+    /// Whether no port is named.
     pub(crate) fn is_empty(&self) -> bool {
         self.links.is_empty()
     }
 
-    /// Return the options of so many devices to which ranks attach in this way: by which they receive over verbs, or reach
-    /// ranks' memory by RDMA.
-    pub(crate) fn of_devices(&self, attach: Attach, devices: usize) -> Vec<(usize, Vec<String>)> {
-        let name = match attach {
-            Attach::Verbs => "verbs",
-            Attach::Rdma => "rdma",
+    /// Return the options with which so many devices serve ranks of this transport.
+    pub(crate) fn of_devices(&self, transport: Transport, devices: usize) -> Vec<(usize, Vec<String>)> {
+        let name = match transport {
+            Transport::Verbs => "verbs",
+            Transport::Rdma => "rdma",
             _ => return Vec::new(),
         };
         let option = |nth| format!("--{name}={}", self.in_turn(nth).as_deref().unwrap_or(ANY_LINK));
@@ -70,48 +69,48 @@ impl Links {
     }
 }
 
-/// Accept a tenant's name.
-pub(crate) fn tenant(name: &str) -> Result<String, BadTenant> {
+/// Parse the name of a tenant.
+pub(crate) fn tenant(name: &str) -> Result<String, InvalidTenant> {
     check_tenant(name).map(|()| name.to_owned())
 }
 
-/// Accept the name of a DMA engine's profile.
+/// Parse the name of a DMA engine profile.
 pub(crate) fn profile_parser() -> impl TypedValueParser<Value = Profile> {
     PossibleValuesParser::new(Profile::ALL.map(Profile::name))
         .try_map(|name| Profile::ALL.into_iter().find(|profile| profile.name() == name).ok_or(Unknown))
 }
 
-/// Accept an element type's name.
+/// Parse the name of an element type.
 pub(crate) fn dtype_parser() -> impl TypedValueParser<Value = Dtype> {
     let names = Dtype::ALL.iter().map(|dtype| dtype.name());
     PossibleValuesParser::new(names).try_map(|name| Dtype::from_name(&name).ok_or(Unknown))
 }
 
-/// Accept an operator's name.
+/// Parse the name of an operator.
 pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
     let names = ReduceOp::ALL.iter().map(|op| op.name());
     PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
 }
 
-/// Accept the name of an operator that takes plain arrays: no pairs with locations, no scalar for each rank.
+/// Parse the name of an operator for plain arrays: without locations and without a scalar per rank.
 pub(crate) fn array_op_parser() -> impl TypedValueParser<Value = ReduceOp> {
     let plain = |op: &&ReduceOp| !op.is_located() && **op != ReduceOp::PremulSum;
     let names = ReduceOp::ALL.iter().filter(plain).map(|op| op.name());
     PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
 }
 
-/// Accept a collective's name.
+/// Parse the name of a collective.
 pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
-    // All-to-all-v has counts of its own at each rank, which no option says.
+    // All-to-all-v needs counts per rank, for which there is no option.
     let names = Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV);
     let names = names.map(|collective| collective.name());
     PossibleValuesParser::new(names).try_map(|name| Collective::from_name(&name).ok_or(Unknown))
 }
 
-/// The order in which contributions combine, by the name on the command line.
+/// The order of reduction, by its name on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum OrderName {
-    /// As contributions come: least memory, float sums may differ in their last bits from run to run
+    /// As contributions arrive: needs the least memory; the last bits of float sums may differ between runs
     Arrival,
     /// Left to right over a node's children
     Fold,
@@ -129,13 +128,13 @@ impl From<OrderName> for Order {
     }
 }
 
-/// A name that its own list does not hold: the two lists differ, which is a fault of this program.
+/// A name that passed the parser and is not in the list: the two lists differ, which is a bug.
 #[derive(Debug)]
 struct Unknown;
 
 impl fmt::Display for Unknown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("this version does not know it")
+        f.write_str("not supported by this version")
     }
 }
 

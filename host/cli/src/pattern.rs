@@ -1,32 +1,32 @@
-//! What ranks put into their buffers, and what must come out: values that no error can leave unchanged.
+//! Test values and expected results: missing, duplicated, stale and misplaced contributions change the result.
 //!
 //! Element e of rank r in iteration i is `own_r[(e + i * STRIDE) mod PERIOD]`, where `own_r` is a table of hashed
-//! values; the expected result is the same index into one table of reductions. So filling is a copy and checking a
-//! comparison of memory, which leaves the machine to what is measured, and still:
+//! values. The expected result is the same index into a table of reductions. Filling a buffer is thus a copy and
+//! checking it a memory comparison, which takes little time away from the measurement. Still:
 //!
-//! - values depend on rank, element and iteration: a missing, doubled or stale contribution shows;
-//! - [`PERIOD`] is prime: a chunk that lands in another chunk's place shows, unless the two are a multiple of
-//!   65,521 elements apart;
-//! - results are exact whatever their order: floats are integers whose partial sums the type holds, or factors of a
-//!   power of two; integers are hashed over their whole range and wrap.
+//! - Values depend on rank, element and iteration, so missing, duplicated and stale contributions are detected.
+//! - [`PERIOD`] is prime, so a chunk in another chunk's place is detected, unless the two are a multiple of 65,521
+//!   elements apart.
+//! - Results are exact in any order of reduction: floats are integers whose partial sums the type represents exactly,
+//!   or powers of two; integers are hashed over their whole range and wrap.
 //!
-//! Where elements are only moved the result is another rank's table; each is computed when it is first needed.
+//! For collectives that only move data, the expected result is another rank's table. Tables are computed on first use.
 
 use half::{bf16, f16};
 use std::cell::OnceCell;
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// After how many elements values repeat: the largest prime below 2^16.
+/// The number of elements after which values repeat: the largest prime below 2^16.
 const PERIOD: usize = 65_521;
 
-/// How far an iteration shifts the values: a prime, so that the shifts of 65,521 iterations in a row differ.
+/// The shift of values per iteration: a prime, so that 65,521 consecutive iterations all differ.
 const STRIDE: usize = 7919;
 
-/// What every rank multiplies its own contribution to a premultiplied sum by.
+/// The scalar by which each rank multiplies its contribution to a premultiplied sum.
 pub(crate) const SCALE: f64 = 2.0;
 
-/// All ranks' values, and everybody's result, of an element type and operator.
+/// The values of all ranks and their reduction, for an element type and operator.
 #[derive(Debug)]
 pub(crate) struct Pattern {
     dtype: Dtype,
@@ -35,12 +35,12 @@ pub(crate) struct Pattern {
     reduced: OnceCell<Vec<u8>>,
 }
 
-/// Whose values a buffer is compared with.
+/// The expected contents of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Expected {
-    /// The reduction of all ranks'.
+    /// The reduction of all ranks' values.
     Reduced,
-    /// One rank's.
+    /// One rank's values.
     Of(u32),
 }
 
@@ -51,7 +51,7 @@ impl Pattern {
         Self { dtype, op, tables, reduced: OnceCell::new() }
     }
 
-    /// Return the length of an element in bytes: of a value, or of a pair with its index.
+    /// Return the length of an element in bytes: of a value, or of a value with its index.
     pub(crate) fn element_bytes(&self) -> usize {
         self.dtype.size_bytes() * if self.op.is_located() { 2 } else { 1 }
     }
@@ -65,7 +65,7 @@ impl Pattern {
         }
     }
 
-    /// Return how many elements of `buffer` are not those of `iteration`, from element `first` on.
+    /// Return the number of elements of `buffer` that differ from those of `iteration`, from element `first` on.
     pub(crate) fn wrong(&self, buffer: &[u8], expected: Expected, iteration: u64, first: usize) -> u64 {
         let table = match expected {
             Expected::Reduced => self.reduced.get_or_init(|| self.reduce()),
@@ -84,7 +84,7 @@ impl Pattern {
         wrong
     }
 
-    /// Return the runs of `table` that `len_bytes` bytes of `iteration` consist of.
+    /// Return the slices of `table` that make up `len_bytes` bytes of `iteration`.
     fn parts<'a>(
         &self,
         table: &'a [u8],
@@ -109,7 +109,7 @@ impl Pattern {
         })
     }
 
-    /// Compute everybody's result in integers that hold every type's values.
+    /// Compute the result in integers that hold the values of every type.
     fn reduce(&self) -> Vec<u8> {
         let ranks = self.tables.len() as u32;
         let divisor = if self.op == ReduceOp::Avg { ranks } else { 1 };
@@ -118,7 +118,7 @@ impl Pattern {
         for index in 0..PERIOD as u64 {
             let mut values = (0..ranks).map(|rank| self.value(rank, index));
             let result = match self.op {
-                // These are not a fold of values: truth comes first.
+                // Logical operators reduce truth values.
                 ReduceOp::Land => (i128::from(values.all(|value| value.0 != 0)), 0),
                 ReduceOp::Lor => (i128::from(values.any(|value| value.0 != 0)), 0),
                 ReduceOp::Lxor => (i128::from(values.filter(|value| value.0 != 0).count() % 2 == 1), 0),
@@ -149,18 +149,18 @@ impl Pattern {
         }
     }
 
-    /// Return a value of a rank and, where the operator has one, its index.
+    /// Return a value of a rank and, for operators with a location, its index.
     fn value(&self, rank: u32, index: u64) -> (i128, u64) {
         let ranks = self.tables.len() as u32;
         let hash = splitmix64(index ^ (u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let location = if self.op.is_located() { splitmix64(hash) % 100 } else { 0 };
         let value = match (self.dtype, exact_max(self.dtype)) {
-            // One factor of 2 among all ranks, the rest signs: every product is +-2.
+            // One rank contributes 2 or -2, the others 1 or -1: every product is 2 or -2.
             (_, Some(_)) if self.op == ReduceOp::Prod => {
                 let sign = if hash & 1 == 0 { 1 } else { -1 };
                 if index % u64::from(ranks.max(1)) == u64::from(rank) { 2 * sign } else { sign }
             }
-            // Beyond `exact_max` ranks (256 of bf16) no other value adds up exactly.
+            // Beyond `exact_max` ranks (256 for bf16), only zeros add up exactly.
             (_, Some(max)) if i64::from(rank) >= max => 0,
             (_, Some(max)) => {
                 let most = (max / i64::from(ranks.max(1))).max(1);
@@ -178,8 +178,8 @@ impl Pattern {
         (value, location)
     }
 
-    /// Append the quotient of a value in the type's bytes, and its index if there is one; integers wrap, and quotients
-    /// are of what is left then.
+    /// Append a value divided by `divisor` in the type's bytes, and its index if there is one. Integers wrap before the
+    /// division.
     fn push(&self, (value, location): (i128, u64), divisor: u32, bytes: &mut Vec<u8>) {
         let size = self.dtype.size_bytes();
         let divisor = i128::from(divisor);
@@ -202,7 +202,7 @@ impl Pattern {
     }
 }
 
-/// Return an integer as its type holds it.
+/// Wrap an integer to its type.
 fn wrap(dtype: Dtype, value: i128) -> i128 {
     match dtype {
         Dtype::I8 => i128::from(value as i8),
@@ -216,7 +216,8 @@ fn wrap(dtype: Dtype, value: i128) -> i128 {
     }
 }
 
-/// Return the greatest integer up to which the type holds all of them, `None` where it wraps instead.
+/// Return the greatest integer up to which the type represents all integers exactly; `None` for integer types, which
+/// wrap.
 fn exact_max(dtype: Dtype) -> Option<i64> {
     match dtype {
         Dtype::E5m2 => Some(1 << 3),
@@ -245,7 +246,7 @@ mod tests {
     /// More than one period.
     const COUNT: usize = PERIOD + 1000;
 
-    /// Reduce the ranks' buffers with the project's kernels, in the order given.
+    /// Reduce the ranks' buffers in the given order with the library's kernels.
     fn reduce(pattern: &Pattern, order: &[u32], iteration: u64) -> Vec<u8> {
         let kernel = Kernel::new(pattern.dtype, pattern.op).expect("they go together");
         let mut acc = vec![0; COUNT * kernel.accumulator_bytes()];
@@ -268,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn any_order_gives_the_expected_result_and_errors_show() {
+    fn results_are_exact_in_any_order_and_errors_are_detected() {
         for &dtype in Dtype::ALL {
             for &op in ReduceOp::ALL.iter().filter(|&&op| Kernel::new(dtype, op).is_some()) {
                 let pattern = Pattern::new(dtype, op, RANKS);
@@ -278,24 +279,29 @@ mod tests {
                 }
                 if op == ReduceOp::Sum {
                     // Few values of fp8 add up exactly, so some of them are 0.
-                    assert!(wrong(&reduce(&pattern, &[0, 1, 2, 4], 9)) > COUNT as u64 / 2, "{dtype}: one is missing");
-                    assert!(wrong(&reduce(&pattern, &[0, 1, 2, 3, 4], 8)) > COUNT as u64 / 2, "{dtype}: stale");
+                    assert!(
+                        wrong(&reduce(&pattern, &[0, 1, 2, 4], 9)) > COUNT as u64 / 2,
+                        "{dtype}: a missing contribution"
+                    );
+                    assert!(
+                        wrong(&reduce(&pattern, &[0, 1, 2, 3, 4], 8)) > COUNT as u64 / 2,
+                        "{dtype}: a stale contribution"
+                    );
                 }
             }
         }
     }
 
     #[test]
-    fn one_wrong_byte_is_one_wrong_element() {
+    fn one_wrong_byte_counts_as_one_wrong_element() {
         let pattern = Pattern::new(Dtype::F32, ReduceOp::Sum, RANKS);
         let mut bytes = reduce(&pattern, &[0, 1, 2, 3, 4], 0);
         bytes[801] ^= 1;
         assert_eq!(pattern.wrong(&bytes, Expected::Reduced, 0, 0), 1);
     }
 
-    /// A block of a buffer is what the whole buffer has there, and no other rank's.
     #[test]
-    fn blocks_are_parts_of_the_whole() {
+    fn block_equals_its_part_of_the_whole_buffer_and_differs_between_ranks() {
         let pattern = Pattern::new(Dtype::U16, ReduceOp::Max, RANKS);
         let (mut whole, mut part) = (vec![0; COUNT * 2], vec![0; 500]);
         pattern.fill(&mut whole, 3, 7, 0);
@@ -306,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn many_ranks_of_a_narrow_type_still_add_up() {
+    fn sums_of_600_bf16_ranks_stay_exact() {
         let pattern = Pattern::new(Dtype::Bf16, ReduceOp::Sum, 600);
         let total: i128 = (0..600).map(|rank| pattern.value(rank, 3).0.abs()).sum();
         assert!(total <= 256 && total > 100, "{total}");

@@ -1,4 +1,4 @@
-//! `sumac plan`: the aggregation tree of some hosts on a real fabric.
+//! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
 
 use crate::exit::Failure;
 use clap::Args;
@@ -11,16 +11,16 @@ use sumac::topo::Fabric;
 /// `sumac plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// The fabric: raw output of ibnetdiscover, ibsim's .net, or the project's .toml
+    /// Fabric description: raw output of ibnetdiscover, an ibsim .net file, or TOML
     #[arg(long, value_name = "FILE")]
     topology: PathBuf,
-    /// The first N hosts in natural name order, a comma-separated list of names or GUIDs, or `all`
+    /// Hosts: the first N in natural name order, a comma-separated list of names or GUIDs, or `all`
     #[arg(long, value_name = "N|LIST")]
     hosts: HostSelection,
-    /// Most children of an aggregation node
+    /// Maximum number of children of an aggregation node
     #[arg(long, value_name = "N", default_value_t = Limits::default().max_children)]
     max_children: usize,
-    /// Print the tree for Graphviz
+    /// Print the tree in DOT format, for Graphviz
     #[arg(long, conflicts_with = "json")]
     dot: bool,
     /// Print the tree as JSON
@@ -28,7 +28,7 @@ pub(crate) struct PlanArgs {
     json: bool,
 }
 
-/// Plan and print.
+/// Plan the tree and print it.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let fabric = Fabric::read(&args.topology).map_err(Failure::input)?;
     for warning in fabric.warnings() {
@@ -47,7 +47,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     Ok(out.flush()?)
 }
 
-/// The documented keys and no other, so that what scripts read stays what is documented.
+/// The JSON form. It has exactly the documented keys, independently of the library's types.
 #[derive(Debug, Serialize)]
 struct PlanJson<'a> {
     levels: usize,
@@ -63,7 +63,7 @@ struct NodeJson<'a> {
     name: &'a str,
     level: usize,
     parent: Option<&'a str>,
-    /// Names of nodes, and `rank N`.
+    /// Names of nodes and `rank N`.
     children: Vec<String>,
 }
 

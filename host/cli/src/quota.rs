@@ -1,15 +1,15 @@
-//! Quotas as `sumac controller --quota` takes them: `TENANT=groups:2,slots:64,memory:16M`.
+//! The quotas of `sumac controller --quota`: `TENANT=groups:2,slots:64,memory:16M`.
 
 use crate::size::{SizeBytes, SizeError};
 use anyhow::ensure;
 use std::collections::BTreeMap;
 use std::num::ParseIntError;
 use std::str::FromStr;
-use sumac::controller::proto::{BadTenant, check_tenant};
+use sumac::controller::proto::{InvalidTenant, check_tenant};
 use sumac::controller::{Quota, Quotas};
 use thiserror::Error;
 
-/// Stands for every tenant that is not named.
+/// Stands for every tenant without a quota of its own.
 const OTHERS: &str = "*";
 
 /// One tenant's quota.
@@ -19,30 +19,30 @@ pub(crate) struct TenantQuota {
     quota: Quota,
 }
 
-/// Why a text is no quota.
+/// Why a quota cannot be parsed.
 #[derive(Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(crate) enum QuotaError {
-    /// Something is missing, or not known.
-    #[error("{0:?} is no limit; write TENANT=groups:N,slots:N,memory:SIZE with at least one of the three")]
+    /// A part is missing or unknown.
+    #[error("{0:?} is not a limit; use TENANT=groups:N,slots:N,memory:SIZE with at least one of the three")]
     Syntax(String),
-    /// No tenant can be called that.
+    /// The tenant's name is invalid.
     #[error(transparent)]
-    Tenant(#[from] BadTenant),
-    /// A limit twice.
+    Tenant(#[from] InvalidTenant),
+    /// A limit is given twice.
     #[error("{0} is given twice; give each limit once")]
     Twice(String),
-    /// No number.
-    #[error("{value:?} is no number of {what}: {source}")]
+    /// A value is not a number.
+    #[error("{value:?} is not a number of {what}: {source}")]
     Number {
-        /// Of what.
+        /// The limit.
         what: String,
-        /// The text.
+        /// The value.
         value: String,
-        /// What is wrong with it.
+        /// Why it cannot be parsed.
         source: ParseIntError,
     },
-    /// No size.
+    /// A value is not a size.
     #[error(transparent)]
     Size(#[from] SizeError),
 }
@@ -77,15 +77,15 @@ impl FromStr for TenantQuota {
     }
 }
 
-/// Put the quotas of all tenants together.
+/// Combine the quotas of all tenants.
 ///
 /// # Errors
-/// A tenant that is named twice.
+/// A tenant is given twice.
 pub(crate) fn all(quotas: &[TenantQuota]) -> anyhow::Result<Quotas> {
     let mut tenants = BTreeMap::new();
     for TenantQuota { tenant, quota } in quotas {
         let is_new = tenants.insert(tenant.clone(), *quota).is_none();
-        ensure!(is_new, "--quota names {tenant} twice; give all its limits at once");
+        ensure!(is_new, "--quota names {tenant} twice; combine its limits in one option");
     }
     let other = tenants.remove(OTHERS).unwrap_or_default();
     Ok(Quotas { other, tenants })
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_taken_as_written() {
+    fn quotas_parse_in_any_order_and_default_to_others() {
         let quota = Quota { groups: Some(2), slots: Some(64), memory_bytes: Some(16 << 20) };
         assert_eq!(parse("a=slots:64,groups:2,memory:16M"), Ok(TenantQuota { tenant: "a".into(), quota }));
         let others = parse("*=groups:0").expect("a quota");
@@ -113,18 +113,18 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_named() {
+    fn invalid_quota_error_names_the_part() {
         let cases = [
-            ("a", "\"a\" is no limit"),
-            ("a=", "\"\" is no limit"),
-            ("a=groups", "\"groups\" is no limit"),
-            ("a=chunks:3", "\"chunks:3\" is no limit"),
-            ("a=groups:x", "\"x\" is no number of groups"),
-            ("a=slots:-1", "\"-1\" is no number of slots"),
-            ("a=memory:much", "\"much\" is no size"),
+            ("a", "\"a\" is not a limit"),
+            ("a=", "\"\" is not a limit"),
+            ("a=groups", "\"groups\" is not a limit"),
+            ("a=chunks:3", "\"chunks:3\" is not a limit"),
+            ("a=groups:x", "\"x\" is not a number of groups"),
+            ("a=slots:-1", "\"-1\" is not a number of slots"),
+            ("a=memory:much", "\"much\" is not a size"),
             ("a=groups:1,groups:2", "groups is given twice"),
-            ("=groups:1", "is no tenant"),
-            ("a b=groups:1", "is no tenant"),
+            ("=groups:1", "is not a valid tenant name"),
+            ("a b=groups:1", "is not a valid tenant name"),
         ];
         for (text, named) in cases {
             let error = parse(text).expect_err("refused");

@@ -1,4 +1,4 @@
-//! Message sizes as people write them: `8`, `4K`, `16M`, `1GiB`. Units are powers of 1024, as in nccl-tests.
+//! Message sizes with units: `8`, `4K`, `16M`, `1GiB`. Units are powers of 1024, as in nccl-tests.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,15 +8,15 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct SizeBytes(pub(crate) u64);
 
-/// Why a text is no size.
+/// Why a size cannot be parsed.
 #[derive(Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(crate) enum SizeError {
-    /// No digits, or something else than a unit behind them.
-    #[error("{0:?} is no size; write a whole number of bytes with K, M or G behind it if you like, as in 8, 4K or 16M")]
+    /// No digits, or an unknown unit.
+    #[error("{0:?} is not a size; use a whole number of bytes, optionally with K, M or G, as in 8, 4K or 16M")]
     Syntax(String),
-    /// More than can be addressed.
-    #[error("{0} is more than {limit} bytes", limit = u64::MAX)]
+    /// More than 64 bits.
+    #[error("{0} exceeds the limit of {limit} bytes", limit = u64::MAX)]
     TooLarge(String),
 }
 
@@ -55,7 +55,7 @@ impl fmt::Display for SizeBytes {
 
 /// Return the sizes of a sweep: from `begin` to `end`, each `factor` times the one before.
 ///
-/// A sweep from 0 goes on at 8 bytes, since no factor leaves 0. `factor` is at least 2.
+/// A sweep from 0 continues at 8 bytes, because no factor leads away from 0. `factor` is at least 2.
 pub(crate) fn sweep(begin: SizeBytes, end: SizeBytes, factor: u32) -> Vec<SizeBytes> {
     let next = |size: &SizeBytes| match size.0 {
         0 => Some(SizeBytes(8)),
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused_by_name() {
+    fn invalid_sizes_are_refused_with_their_text() {
         for text in ["", "K", "-1", "1.5M", "8 apples", "0x10"] {
             assert_eq!(text.parse::<SizeBytes>(), Err(SizeError::Syntax(text.into())));
         }
@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sweep_includes_its_end_and_leaves_zero() {
+    fn sweep_includes_its_end_and_continues_from_zero_at_8() {
         let sizes = |b, e, f| sweep(SizeBytes(b), SizeBytes(e), f).iter().map(|size| size.0).collect::<Vec<_>>();
         assert_eq!(sizes(8, 512, 8), [8, 64, 512]);
         assert_eq!(sizes(8, 511, 8), [8, 64]);
@@ -98,7 +98,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_reads_back(bytes: u64, shift in 0_u32..40) {
+        fn printed_sizes_parse_back(bytes: u64, shift in 0_u32..40) {
             let size = SizeBytes(bytes >> shift << (shift / 2));
             prop_assert_eq!(size.to_string().parse(), Ok(size));
         }

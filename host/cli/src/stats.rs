@@ -1,16 +1,16 @@
-//! The figures of a row: nccl-tests' bandwidths, and the median and 99th percentile of the slowest rank.
+//! The figures of a row: the bandwidths of nccl-tests, and median and 99th percentile of the slowest rank's time.
 
 use sumac_hal::op::Collective;
 
 /// Return, per iteration, the time of the slowest rank; `times_ns[rank][iteration]`.
 ///
-/// Ranks that report fewer iterations shorten the answer: what was not measured by all is not a measurement.
+/// Only iterations that all ranks report count.
 pub(crate) fn slowest_ns(times_ns: &[Vec<u64>]) -> Vec<u64> {
     let iterations = times_ns.iter().map(Vec::len).min().unwrap_or(0);
     (0..iterations).map(|i| times_ns.iter().map(|rank| rank[i]).max().unwrap_or(0)).collect()
 }
 
-/// Return the median in nanoseconds, the mean of the middle two for an even number; 0 of nothing.
+/// Return the median in nanoseconds, the mean of the middle two for an even number; 0 without values.
 pub(crate) fn median_ns(times_ns: &[u64]) -> f64 {
     let mut sorted = times_ns.to_vec();
     sorted.sort_unstable();
@@ -21,9 +21,8 @@ pub(crate) fn median_ns(times_ns: &[u64]) -> f64 {
     }
 }
 
-/// Return the 99th percentile by the nearest-rank rule: the smallest value that at least 99 % do not exceed; 0 of nothing.
-///
-/// Below 100 values that is the greatest one.
+/// Return the 99th percentile by the nearest-rank rule: the smallest value that at least 99 % do not exceed; 0 without
+/// values. For fewer than 100 values it is the maximum.
 pub(crate) fn p99_ns(times_ns: &[u64]) -> u64 {
     let mut sorted = times_ns.to_vec();
     sorted.sort_unstable();
@@ -31,14 +30,14 @@ pub(crate) fn p99_ns(times_ns: &[u64]) -> u64 {
     sorted.get(nearest_rank.saturating_sub(1)).copied().unwrap_or(0)
 }
 
-/// Return the algorithm bandwidth in GB/s (1e9 bytes): size over time; 0 where no time passed.
+/// Return the algorithm bandwidth in GB/s (1e9 bytes): size over time; 0 if no time passed.
 pub(crate) fn algbw_gbytes_s(size_bytes: u64, time_ns: f64) -> f64 {
     if time_ns > 0.0 { size_bytes as f64 / time_ns } else { 0.0 }
 }
 
-/// Return what nccl-tests multiplies the algorithm bandwidth by to get the bus bandwidth (`doc/PERFORMANCE.md` there),
-/// whatever path is taken: 2 (N-1) / N for an all-reduce, (N-1) / N where each rank has a block, 1 where a whole buffer
-/// goes to or from one rank; nothing moves in a barrier.
+/// Return the factor by which nccl-tests multiplies the algorithm bandwidth to get the bus bandwidth
+/// (`doc/PERFORMANCE.md` there), whatever the path: 2 (N-1) / N for an all-reduce, (N-1) / N where each rank owns a
+/// block, 1 where one rank sends or receives the whole buffer, and 0 for a barrier.
 pub(crate) fn bus_factor(collective: Collective, ranks: u32) -> f64 {
     let share = (f64::from(ranks) - 1.0) / f64::from(ranks.max(1));
     match collective {
@@ -54,21 +53,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_slowest_rank_counts_in_each_iteration() {
+    fn slowest_takes_the_maximum_over_ranks_of_each_iteration() {
         assert_eq!(slowest_ns(&[vec![1, 9, 3], vec![5, 2, 4]]), [5, 9, 4]);
         assert_eq!(slowest_ns(&[vec![1, 9], vec![5]]), [5]);
         assert_eq!(slowest_ns(&[]), [0_u64; 0]);
     }
 
     #[test]
-    fn medians_of_odd_even_and_no_values() {
+    fn median_of_odd_even_and_no_values() {
         assert_eq!(median_ns(&[3, 1, 2]), 2.0);
         assert_eq!(median_ns(&[4, 1, 2, 3]), 2.5);
         assert_eq!(median_ns(&[]), 0.0);
     }
 
     #[test]
-    fn the_99th_percentile_is_a_measured_value() {
+    fn p99_is_a_measured_value() {
         let values: Vec<u64> = (1..=200).rev().collect();
         assert_eq!(p99_ns(&values), 198);
         assert_eq!(p99_ns(&values[..100]), 199);
@@ -77,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn bandwidths_are_those_of_nccl_tests() {
+    fn bandwidths_match_nccl_tests() {
         // 16 MiB in 1 ms over 4 ranks.
         let algbw = algbw_gbytes_s(16 << 20, 1e6);
         assert!((algbw - 16.777_216).abs() < 1e-9);

@@ -1,4 +1,4 @@
-//! `sumac status`: what a controller knows.
+//! `sumac status`: a controller's fabric, devices, tenants and jobs.
 
 use crate::address::ControllerAddress;
 use crate::exit::Failure;
@@ -7,19 +7,19 @@ use std::fmt;
 use std::io::{self, Write};
 use sumac::controller::proto::{DeviceStatus, JobStatus, StatusReport, TenantStatus};
 use sumac::controller::status;
-use sumac_hal::ctrl::{Bus, StackUse};
+use sumac_hal::ctrl::{AttachPoint, StackUsage};
 
 /// `sumac status`.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     controller: ControllerAddress,
-    /// Print everything as JSON
+    /// Print the whole report as JSON
     #[arg(long)]
     json: bool,
 }
 
-/// Ask and print.
+/// Query the controller and print its report.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
     let report = status(args.controller.or_default()?).map_err(Failure::run)?;
     let mut out = io::stdout().lock();
@@ -32,13 +32,13 @@ pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
     Ok(out.flush()?)
 }
 
-/// Text of somebody else, with what a terminal would act on escaped.
-struct Plain<'t>(&'t str);
+/// Untrusted text: control characters that a terminal would interpret are escaped.
+struct Escaped<'t>(&'t str);
 
-impl fmt::Display for Plain<'_> {
+impl fmt::Display for Escaped<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.chars().try_for_each(|c| match c {
-            // What turns the direction of writing, too.
+            // Characters that change the writing direction, too.
             c if c.is_control()
                 || matches!(c, '\u{200e}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}') =>
             {
@@ -56,7 +56,7 @@ fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {
             "fabric   {} switches, {} hosts, {} aggregation nodes",
             fabric.switches, fabric.hosts, fabric.aggregation_nodes
         )?,
-        None => writeln!(out, "fabric   none: every device is a switch that all hosts hang on")?,
+        None => writeln!(out, "fabric   none: every device counts as a switch to which all hosts are connected")?,
     }
     writeln!(out, "devices  {}", report.devices.len())?;
     report.devices.iter().try_for_each(|device| write_device(out, device))?;
@@ -66,7 +66,7 @@ fn write_report(out: &mut impl Write, report: &StatusReport) -> io::Result<()> {
     report.jobs.iter().try_for_each(|job| write_job(out, job))?;
     match report.jobs_left_out {
         0 => Ok(()),
-        more => writeln!(out, "  and {more} more, for which the report has no room"),
+        more => writeln!(out, "  and {more} more that do not fit into the report"),
     }
 }
 
@@ -76,10 +76,10 @@ fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
         None => held.to_string(),
     };
     let TenantStatus { name, groups, slots, memory_bytes, quota } = tenant;
-    let name = Plain(name);
+    let name = Escaped(name);
     writeln!(
         out,
-        "  {name}  groups {}  most slots of a device {}  most bytes of one {}",
+        "  {name}  groups {}  slots (max per device) {}  memory bytes (max per device) {}",
         of(*groups, quota.groups),
         of(*slots, quota.slots),
         of(*memory_bytes, quota.memory_bytes)
@@ -87,7 +87,7 @@ fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
 }
 
 fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
-    let known = if device.in_fabric { "" } else { "  NOT IN THE FABRIC: its name is no switch's" };
+    let known = if device.in_fabric { "" } else { "  NOT IN THE FABRIC: no switch has this name" };
     match &device.stats {
         Ok(stats) => {
             let (groups, slots) = (device.capabilities.groups, device.capabilities.slots);
@@ -97,29 +97,29 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus) -> io::Result<()> {
             writeln!(
                 out,
                 "  {}  groups {}/{groups}  slots {}/{slots}  packets in {} out {}  dropped {dropped}{}{}{known}",
-                Plain(&device.name),
+                Escaped(&device.name),
                 stats.groups,
                 stats.slots_used,
                 counters.packets_in,
                 counters.packets_out,
                 stats.stack.map(describe_stack).unwrap_or_default(),
-                describe_bus(device.bus.as_ref())
+                describe_attach_point(device.attach.as_ref())
             )
         }
-        Err(why) => writeln!(out, "  {}  DOES NOT ANSWER: {}{known}", Plain(&device.name), Plain(why)),
+        Err(why) => writeln!(out, "  {}  NO REPLY: {}{known}", Escaped(&device.name), Escaped(why)),
     }
 }
 
-fn describe_stack(StackUse { used_bytes, of_bytes }: StackUse) -> String {
-    format!("  stack used {used_bytes} of {of_bytes} bytes")
+fn describe_stack(StackUsage { used_bytes, size_bytes }: StackUsage) -> String {
+    format!("  stack used {used_bytes} of {size_bytes} bytes")
 }
 
-fn describe_bus(bus: Option<&Bus>) -> String {
+fn describe_attach_point(bus: Option<&AttachPoint>) -> String {
     match bus {
         Some(bus) => {
-            format!("  bus on machine {}, {} bytes for redo slots", Plain(&bus.machine), bus.redo_memory_bytes)
+            format!("  zero-copy on machine {}, {} bytes for redo slots", Escaped(&bus.machine), bus.redo_memory_bytes)
         }
-        None => "  no bus".into(),
+        None => "  no zero-copy".into(),
     }
 }
 
@@ -132,23 +132,23 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
     let tree = match &job.tree {
         None => String::new(),
         Some(Ok(tree)) => format!(
-            "  {} on {} levels: {}  {} of {} ranks by reference",
+            "  {}, {} levels: {}  {} of {} ranks zero-copy",
             tree.group,
             tree.levels,
-            Plain(&tree.devices.join(" ")),
-            tree.by_reference,
+            Escaped(&tree.devices.join(" ")),
+            tree.zero_copy_ranks,
             job.world
         ),
-        Some(Err(why)) => format!("  no tree: {}", Plain(why)),
+        Some(Err(why)) => format!("  no tree: {}", Escaped(why)),
     };
-    // Most jobs keep the tree that they begin with.
+    // The view is 0 unless the job has changed its tree.
     let view = if job.view > 0 { format!("  view {}", job.view) } else { String::new() };
     let queue = match (job.queue, job.is_offered) {
         (Some(place), _) => format!("  {place}"),
-        (None, true) => "  a tree is offered".to_owned(),
+        (None, true) => "  migrating to a tree".to_owned(),
         (None, false) => String::new(),
     };
-    let (name, tenant, joined, world) = (Plain(&job.name), Plain(&job.tenant), job.joined, job.world);
+    let (name, tenant, joined, world) = (Escaped(&job.name), Escaped(&job.tenant), job.joined, job.world);
     writeln!(out, "  {name}  {state}  tenant {tenant}  ranks {joined}/{world}{view}{tree}{queue}")
 }
 
@@ -156,7 +156,7 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
 mod tests {
     use super::*;
     use sumac::controller::Quota;
-    use sumac::controller::proto::{JobTree, QueuePlace};
+    use sumac::controller::proto::{JobTree, QueuePosition};
     use sumac_hal::ctrl::Name;
     use sumac_hal::ids::GroupId;
 
@@ -167,11 +167,11 @@ mod tests {
     }
 
     #[test]
-    fn a_job_says_how_many_ranks_are_by_reference() {
-        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec!["leaf0".into()], by_reference: 3 };
+    fn job_line_shows_zero_copy_ranks_and_view() {
+        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec!["leaf0".into()], zero_copy_ranks: 3 };
         let job = JobStatus { tree: Some(Ok(tree)), ..job() };
         let text = written(&job);
-        assert!(text.ends_with("ranks 4/4  group 7 on 1 levels: leaf0  3 of 4 ranks by reference\n"), "{text}");
+        assert!(text.ends_with("ranks 4/4  group 7, 1 levels: leaf0  3 of 4 ranks zero-copy\n"), "{text}");
         let text = written(&JobStatus { view: 2, ..job });
         assert!(text.contains("ranks 4/4  view 2  group 7"), "{text}");
     }
@@ -191,25 +191,25 @@ mod tests {
     }
 
     #[test]
-    fn a_job_without_a_tree_says_why_and_where_it_stands() {
-        let place = QueuePlace { position: 2, of: 3 };
-        let waits = JobStatus { tree: Some(Err("no slots".into())), queue: Some(place), ..job() };
-        let text = written(&waits);
+    fn job_line_without_a_tree_shows_reason_and_queue_position() {
+        let place = QueuePosition { position: 2, of: 3 };
+        let queued = JobStatus { tree: Some(Err("no slots".into())), queue: Some(place), ..job() };
+        let text = written(&queued);
         assert!(
-            text.contains("tenant t  ranks 4/4  no tree: no slots  number 2 of 3 in the queue for a tree"),
+            text.contains("tenant t  ranks 4/4  no tree: no slots  position 2 of 3 in the queue for a tree"),
             "{text}"
         );
-        let offered = written(&JobStatus { queue: None, is_offered: true, ..waits });
-        assert!(offered.ends_with("no tree: no slots  a tree is offered\n"), "{offered}");
+        let offered = written(&JobStatus { queue: None, is_offered: true, ..queued });
+        assert!(offered.ends_with("no tree: no slots  migrating to a tree\n"), "{offered}");
         let joining = JobStatus { running: false, queue: Some(place), ..job() };
         assert!(written(&joining).contains("j  waiting for a tree  "));
         assert!(written(&JobStatus { joined: 3, ..joining }).contains("j  waiting for ranks  "));
     }
 
     #[test]
-    fn text_of_others_is_escaped_before_it_reaches_the_terminal() {
+    fn control_characters_of_untrusted_text_are_escaped() {
         let evil = "a\u{1b}[2Jb\r\n\u{9b}c\u{202e}";
-        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec![evil.into()], by_reference: 0 };
+        let tree = JobTree { group: GroupId(7), levels: 1, devices: vec![evil.into()], zero_copy_ranks: 0 };
         let name = evil.to_owned();
         let job = JobStatus { name: name.clone(), tenant: name.clone(), tree: Some(Ok(tree)), ..job() };
         let without = JobStatus { tree: Some(Err(name.clone())), ..job.clone() };
@@ -224,21 +224,21 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_says_what_it_holds_of_what_it_may() {
+    fn tenant_line_shows_usage_and_quota() {
         let quota = Quota { groups: Some(2), slots: None, memory_bytes: Some(4096) };
         let tenant = TenantStatus { name: "t".into(), groups: 1, slots: 64, memory_bytes: 1024, quota };
         let mut text = Vec::new();
         write_tenant(&mut text, &tenant).expect("memory");
         let text = String::from_utf8(text).expect("text");
-        assert_eq!(text, "  t  groups 1/2  most slots of a device 64  most bytes of one 1024/4096\n");
+        assert_eq!(text, "  t  groups 1/2  slots (max per device) 64  memory bytes (max per device) 1024/4096\n");
     }
 
     #[test]
-    fn a_bus_says_where_it_is() {
+    fn device_line_shows_zero_copy_machine_and_redo_memory() {
         let name = |text| Name::try_from(text).expect("short");
-        let user = sumac_hal::ctrl::BusUser::ROOT;
-        let bus = Bus { machine: name("m"), socket: name("s"), user, redo_memory_bytes: 4096, remote: None };
-        assert_eq!(describe_bus(Some(&bus)), "  bus on machine m, 4096 bytes for redo slots");
-        assert_eq!(describe_bus(None), "  no bus");
+        let user = sumac_hal::ctrl::DeviceUser::ROOT;
+        let bus = AttachPoint { machine: name("m"), socket: name("s"), user, redo_memory_bytes: 4096, remote: None };
+        assert_eq!(describe_attach_point(Some(&bus)), "  zero-copy on machine m, 4096 bytes for redo slots");
+        assert_eq!(describe_attach_point(None), "  no zero-copy");
     }
 }

@@ -1,38 +1,37 @@
-//! `sumac rank` (hidden): one rank, told by its supervisor what to do.
+//! `sumac rank` (hidden): one rank, which runs the job that its supervisor sends.
 //!
-//! In the timed part of an iteration there is the operation and nothing else: no allocation, no output, no filling and
-//! no checking. Every iteration starts after a barrier, so that the time is the operation's and not that of waiting for
-//! a rank that is still checking its last result.
+//! The timed part of an iteration contains nothing but the operation: no allocation, output, filling or checking. Every
+//! iteration starts after a barrier, so the time does not include waiting for a rank that is still checking its
+//! previous result.
 
 use crate::collective;
 use crate::exit::Failure;
-use crate::job::{Case, Measured, RankJob, Repair, Report, Work};
-use crate::perf::Explained;
+use crate::job::{Case, Explained, Measured, RankJob, Repair, Report, Work, now_ns};
 use crate::stats;
 use crate::workload::{Check, MemoryKind, Workload};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
-use sumac::select::Attached;
-use sumac::{Algo, Attach, CallOptions, Communicator, JoinConfig, Outcome};
+use sumac::select::TreeTransport;
+use sumac::{Algo, CallOptions, Communicator, JoinConfig, Outcome, Transport};
 use sumac_hal::op::OpDesc;
 
-/// Read the job from stdin, do it, and report on stdout.
+/// Read the job from stdin, run it, and report on stdout.
 pub(crate) fn run() -> Result<(), Failure> {
     let mut line = String::new();
     io::stdin().read_line(&mut line)?;
     let job: RankJob = serde_json::from_str(&line)
-        .context("stdin holds no job for a rank; `sumac perf`, `sumac all-reduce` and the like start ranks")
+        .context("stdin contains no job; ranks are started by `sumac perf`, `sumac all-reduce` and the like")
         .map_err(Failure::Input)?;
     let mut config = JoinConfig::new(job.controller, job.job.as_str(), job.rank, job.world);
     config.host = Some(job.host.clone());
     config.order = job.order.unwrap_or(config.order);
-    config.attach = job.attach;
+    config.transport = job.transport;
     config.verbs = job.verbs.clone();
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
-    report(&Report::Joined { attached: attached(&job, &communicator)? })?;
+    report(&Report::Joined { transport: tree_transport(&job, &communicator)? })?;
     match &job.work {
         &Work::Perf { ref cases, warmup, iterations, memory, check, announced } => {
             let (iteration, workload) = (0, None);
@@ -54,36 +53,37 @@ pub(crate) fn run() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Return how the ranks reach their tree, if there is one. Fails where this one insists on shared memory or RDMA and there
-/// is no tree: what is done instead would not be what was asked for. Explaining does nothing else.
-fn attached(job: &RankJob, communicator: &Communicator) -> Result<Option<Attached>, Failure> {
+/// Return the transport to the tree, if there is one.
+///
+/// A transport that was requested explicitly and is unavailable is an error, unless the job only explains.
+fn tree_transport(job: &RankJob, communicator: &Communicator) -> Result<Option<TreeTransport>, Failure> {
     let explanation = communicator.explain(&OpDesc::barrier(), Algo::Tree);
-    let insists =
-        matches!(job.attach, Attach::Shm | Attach::Verbs | Attach::Rdma) && !matches!(job.work, Work::Explain { .. });
+    let is_explicit = matches!(job.transport, Transport::Shm | Transport::Verbs | Transport::Rdma);
+    let is_required = is_explicit && !matches!(job.work, Work::Explain { .. });
     match explanation.refusal() {
-        Some(why) if insists => Err(Failure::Run(anyhow!("--attach {}: {why}", job.attach))),
-        _ => Ok(explanation.attached),
+        Some(why) if is_required => Err(Failure::Run(anyhow!("--transport {}: {why}", job.transport))),
+        _ => Ok(explanation.transport),
     }
 }
 
-/// What stays from case to case.
+/// The state that is kept from case to case.
 #[derive(Debug)]
 struct Bench<'a> {
     communicator: &'a Communicator,
     warmup: u32,
     iterations: u32,
     check: Check,
-    /// The measured iteration whose beginning is reported, and whose end waits for the supervisor.
+    /// The measured iteration whose start is reported and after which the rank waits for its supervisor.
     announced: Option<u32>,
     memory: MemoryKind,
-    /// Counts on over all cases, so that no case's values are an earlier one's.
+    /// Counts over all cases, so that no case repeats the values of an earlier one.
     iteration: u64,
-    /// The buffers of an operation, which its next algorithm takes over.
+    /// The buffers of the previous case, reused if the next one differs only in its algorithm.
     workload: Option<(OpDesc, Workload)>,
 }
 
 impl Bench<'_> {
-    /// Measure a case: those iterations count that come after the warm-up.
+    /// Measure a case. The warm-up does not count.
     fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
         let desc = case.desc();
         usize::try_from(case.size_bytes()).map_err(Failure::run)?;
@@ -118,13 +118,13 @@ impl Bench<'_> {
         self.workload = Some((desc, workload));
         match outcome {
             Ok(()) => Ok(Report::Measured(sum)),
-            // Nothing was started, at no rank.
+            // Nothing was started on any rank.
             Err(sumac::Error::NotPossible(why)) => Ok(Report::NotPossible { why: why.to_string() }),
             Err(error) => Err(failed(case, &error)),
         }
     }
 
-    /// Run iterations in values of their own.
+    /// Run every iteration with values of its own and check it.
     fn each_checked(
         &mut self,
         workload: &mut Workload,
@@ -139,7 +139,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Run iterations that have nothing but a barrier between them.
+    /// Run iterations with nothing but a barrier between them, and check one operation before and one after.
     fn back_to_back(
         &mut self,
         workload: &mut Workload,
@@ -160,7 +160,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Run an iteration in new values, and return how many elements came out wrong.
+    /// Run an iteration with new values and return the number of wrong elements.
     fn checked(
         &mut self,
         workload: &mut Workload,
@@ -171,7 +171,7 @@ impl Bench<'_> {
         workload.fill(self.iteration);
         let iteration = sum.as_deref().map_or(0, Measured::iteration);
         self.timed(workload, options, sum.as_deref_mut())?;
-        // Nobody's check takes a core from a rank that is still being timed.
+        // Wait for all ranks, so that no check takes a core from a rank that is still being timed.
         self.barrier(sum, iteration)?;
         Ok(workload.wrong(self.iteration))
     }
@@ -188,7 +188,7 @@ impl Bench<'_> {
         let is_announced = sum.is_some() && self.announced == Some(iteration);
         if let Some(sum) = sum.as_deref().filter(|_| is_announced) {
             let (at_ns, usual_ns) = (now_ns(), stats::median_ns(&sum.times_ns) as u64);
-            // Where nobody listens any more, the supervisor has ended, and this process ends, too.
+            // If nobody reads the report, the supervisor has ended, and this process ends with it.
             let _ = report(&Report::Begins { at_ns, usual_ns });
         }
         let cpu_before = cpu_time();
@@ -206,15 +206,14 @@ impl Bench<'_> {
             add(sum, outcome);
         }
         if is_announced {
-            // Whatever comes, the supervisor does nothing more to this row; and what it did is noticed here at the latest.
+            // Whatever the line says, the fault has been injected; the barrier detects it at the latest.
             let _ = io::stdin().read_line(&mut String::new());
             self.barrier(sum, iteration)?;
         }
         Ok(())
     }
 
-    /// Wait for all ranks, before or after an iteration. No figure of a row counts this, but that something was repaired
-    /// here.
+    /// Wait for all ranks before or after an iteration. Of this call, a row counts nothing but a recovery.
     fn barrier(&self, sum: Option<&mut Measured>, iteration: u32) -> Result<(), sumac::Error> {
         let start = Instant::now();
         let outcome = self.communicator.barrier()?;
@@ -229,7 +228,7 @@ impl Bench<'_> {
 }
 
 impl Measured {
-    /// Return the number of the iteration that is measured next, or now.
+    /// Return the number of the iteration that is being measured, or that is next.
     fn iteration(&self) -> u32 {
         u32::try_from(self.times_ns.len()).unwrap_or(u32::MAX)
     }
@@ -256,12 +255,6 @@ fn failed(case: &Case, error: &sumac::Error) -> Failure {
 fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
-}
-
-/// Return the clock that all processes of this machine share.
-pub(crate) fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    nanos(Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).unwrap_or(0)))
 }
 
 fn report(report: &Report) -> Result<(), Failure> {

@@ -1,10 +1,10 @@
-//! One rank's buffers in a measurement: what is put in before an operation of any collective, and what must have come
-//! out of it.
+//! One rank's buffers in a measurement: filling them before an operation and checking them after it.
 //!
-//! Operations run in place, in one buffer that is as long as the longer of input and output, but all-to-all, which has
-//! two. What is left from the iteration before is other values, so what is not written shows as wrong.
+//! Operations run in place, in one buffer of the length of the longer of input and output, except all-to-all, which has
+//! two buffers. A buffer still holds the values of the previous iteration, so elements that an operation fails to write
+//! are detected.
 //!
-//! [`memory`] is the only place that makes a buffer.
+//! [`memory`] is the only function that creates buffers.
 
 use crate::pattern::{Expected, Pattern, SCALE};
 use clap::ValueEnum;
@@ -13,12 +13,12 @@ use std::ops::{Deref, DerefMut, Range};
 use sumac::{Buffer, Buffers, CallOptions, Communicator, Outcome};
 use sumac_hal::op::{Collective, OpDesc, ReduceOp};
 
-/// Which memory a buffer is in.
+/// The memory of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub(crate) enum MemoryKind {
-    /// The communicator's, which devices on this machine reach where it is
+    /// Memory of the communicator, which devices access zero-copy
     Registered,
-    /// The process's own, as any program has it
+    /// Ordinary memory of the process
     Plain,
 }
 
@@ -35,15 +35,15 @@ impl MemoryKind {
 /// Which iterations are checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub(crate) enum Check {
-    /// Each one, in new values: every element is written before the operation and read after it, which leaves the
-    /// caches as a program does that computes in between
+    /// Every iteration, with new values: each element is written before the operation and read after it, which leaves
+    /// the caches as in a program that computes between operations
     Every,
-    /// One before and one after those that are timed, which run on zeros with nothing in between, as MPI's and NCCL's
-    /// benchmarks have them
+    /// One iteration before and one after the timed ones, which run back to back on zeros, as in the benchmarks of MPI
+    /// and NCCL
     Ends,
 }
 
-/// A buffer.
+/// A buffer in one kind of memory.
 #[derive(Debug)]
 enum Memory {
     Registered(Buffer<u8>),
@@ -70,7 +70,7 @@ impl DerefMut for Memory {
     }
 }
 
-/// Make a zeroed buffer.
+/// Create a zeroed buffer.
 fn memory(communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Result<Memory, sumac::Error> {
     match kind {
         MemoryKind::Registered => communicator.alloc(len_bytes).map(Memory::Registered),
@@ -78,7 +78,7 @@ fn memory(communicator: &Communicator, kind: MemoryKind, len_bytes: usize) -> Re
     }
 }
 
-/// An operation and its buffers at one rank.
+/// An operation and its buffers on one rank.
 #[derive(Debug)]
 pub(crate) struct Workload {
     desc: OpDesc,
@@ -86,15 +86,15 @@ pub(crate) struct Workload {
     ranks: u32,
     pattern: Pattern,
     buffer: Memory,
-    /// The input, where it is a buffer of its own.
+    /// The input, if it has a buffer of its own.
     input: Option<Memory>,
 }
 
 impl Workload {
-    /// Make a communicator's rank's buffers; their content is any.
+    /// Create the buffers of this rank.
     ///
     /// # Errors
-    /// The communicator's, if it has no memory for them.
+    /// The communicator has no memory for them.
     pub(crate) fn new(desc: OpDesc, communicator: &Communicator, kind: MemoryKind) -> Result<Self, sumac::Error> {
         let (rank, ranks) = (communicator.rank(), communicator.size());
         let dtype = desc.dtype.unwrap_or(sumac_hal::op::Dtype::F32);
@@ -119,7 +119,7 @@ impl Workload {
         block(&self.desc, rank, self.ranks)
     }
 
-    /// Put in what this rank contributes to `iteration`.
+    /// Fill in this rank's contribution to `iteration`.
     pub(crate) fn fill(&mut self, iteration: u64) {
         let (own, at_root) = (self.block(self.rank), self.desc.root.0 == self.rank);
         let size = self.desc.element_bytes();
@@ -128,7 +128,7 @@ impl Workload {
         }
         let (buffer, first) = match self.desc.collective {
             Collective::Broadcast | Collective::Scatter if !at_root => return,
-            // A block of its own, or the same block among all.
+            // The buffer holds either the rank's block alone or all blocks.
             Collective::Gather if !at_root => (&mut self.buffer[..], own.start),
             Collective::AllGather | Collective::Gather => {
                 (&mut self.buffer[own.start * size..own.end * size], own.start)
@@ -138,7 +138,7 @@ impl Workload {
         self.pattern.fill(buffer, self.rank, iteration, first);
     }
 
-    /// Put in zeros, which every operator and collective makes into zeros.
+    /// Fill the buffers with zeros, of which every operator and collective makes zeros.
     pub(crate) fn clear(&mut self) {
         self.buffer.fill(0);
         if let Some(input) = &mut self.input {
@@ -146,13 +146,13 @@ impl Workload {
         }
     }
 
-    /// Return how many elements are not the zeros that [`clear`](Self::clear) has put in.
+    /// Return the number of elements that are not zero, after [`clear`](Self::clear).
     pub(crate) fn not_clear(&self) -> u64 {
         let size = self.desc.element_bytes().max(1);
         self.buffer.chunks(size).filter(|element| element.iter().any(|&byte| byte != 0)).count() as u64
     }
 
-    /// Run the operation: what is timed.
+    /// Run the operation. This is the timed part.
     pub(crate) fn run(&mut self, communicator: &Communicator, options: &CallOptions) -> Result<Outcome, sumac::Error> {
         let scalar = (self.desc.op == Some(ReduceOp::PremulSum)).then_some(SCALE);
         let options = CallOptions { scalar, ..*options };
@@ -163,7 +163,7 @@ impl Workload {
         communicator.run(&self.desc, buffers, &options)
     }
 
-    /// Return how many elements are not what `iteration` gives this rank.
+    /// Return the number of elements that differ from this rank's result of `iteration`.
     pub(crate) fn wrong(&self, iteration: u64) -> u64 {
         let (own, root) = (self.block(self.rank), self.desc.root.0);
         let size = self.desc.element_bytes();

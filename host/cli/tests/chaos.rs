@@ -1,5 +1,4 @@
-//! `sumac chaos` itself: what it refuses, what it says, what it does by its rules, and who keeps a place in it. Whole jobs
-//! through it are in `lossy.rs`.
+//! `sumac chaos` itself: usage errors, counters, rules and client eviction. `lossy.rs` runs whole jobs through it.
 
 mod common;
 mod proxy;
@@ -19,20 +18,20 @@ fn addr(socket: &UdpSocket) -> SocketAddr {
     socket.local_addr().expect("bound")
 }
 
-/// Send a packet through, and an answer back; returns where the packet came from.
+/// Send a packet through the proxy and a reply back. Returns the source address that the target saw.
 fn exchange(client: &UdpSocket, target: &UdpSocket, bytes: &[u8]) -> SocketAddr {
     let mut buffer = [0; 64];
     client.send(bytes).expect("sent");
     let (len, from) = target.recv_from(&mut buffer).expect("a packet");
     assert_eq!(buffer[..len], *bytes);
     target.send_to(&[bytes, bytes].concat(), from).expect("sent");
-    assert_eq!(client.recv(&mut buffer).expect("the answer, from where was sent to"), 2 * bytes.len());
+    assert_eq!(client.recv(&mut buffer).expect("the reply"), 2 * bytes.len());
     assert_eq!(buffer[..2 * bytes.len()], [bytes, bytes].concat());
     from
 }
 
 #[test]
-fn each_client_is_an_address_of_its_own_on_each_link() {
+fn target_sees_one_address_per_client_and_link() {
     let targets = [open(), open()];
     let mut proxy = Proxy::start(&targets.each_ref().map(addr), "");
     let clients = [open(), open()];
@@ -48,9 +47,9 @@ fn each_client_is_an_address_of_its_own_on_each_link() {
     seen.sort();
     seen.dedup();
     assert_eq!(seen.len(), 4, "{seen:?}");
-    // Who is not the target gets nothing through.
+    // Packets that do not come from the target are not relayed.
     open().send_to(&[9], seen[0]).expect("sent");
-    // What it says while it runs is what it had done a turn ago.
+    // Counters of a running proxy lag behind by one turn.
     while proxy.counts().iter().any(|counts| counts.down.sent < 6) {}
     let counts = proxy.finish();
     for (counts, target) in counts.iter().zip(&targets) {
@@ -59,7 +58,7 @@ fn each_client_is_an_address_of_its_own_on_each_link() {
     }
 }
 
-/// Send numbered packets through a proxy, and return those that have arrived when it has ended.
+/// Send numbered packets through a proxy and return those that have arrived when it ends.
 fn arrivals(options: &str) -> Vec<Vec<u8>> {
     const COUNT: u8 = 200;
     let (client, target) = (open(), open());
@@ -77,7 +76,7 @@ fn arrivals(options: &str) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_seed_says_what_becomes_of_each_packet() {
+fn same_seed_repeats_the_same_faults() {
     let options = |seed| format!("--loss 20% --corrupt 10% --seed {seed}");
     let first = arrivals(&options(1));
     assert!((120..180).contains(&first.len()), "{first:?}");
@@ -87,7 +86,7 @@ fn the_seed_says_what_becomes_of_each_packet() {
 }
 
 #[test]
-fn a_file_of_rules_holds_for_its_link_its_way_and_its_time() {
+fn rules_file_applies_by_link_direction_and_time() {
     let dir = Dir::new("chaos-rules");
     let rules = "[[rule]]\nlink = 2\ndirection = 'up'\nloss = '100%'\n[[rule]]\nat = '1000s'\nloss = '100%'\n";
     let path = dir.write("rules.toml", rules.as_bytes());
@@ -104,18 +103,18 @@ fn a_file_of_rules_holds_for_its_link_its_way_and_its_time() {
 }
 
 #[test]
-fn what_is_delayed_comes_later_and_all_of_it() {
+fn delay_applies_to_both_directions() {
     let (client, target) = (open(), open());
     let proxy = Proxy::start(&[addr(&target)], "--delay 20ms --cut down --at 1000s --for 1s");
     client.connect(proxy.addrs()[0]).expect("connected");
     let begun = std::time::Instant::now();
     exchange(&client, &target, &[1]);
-    assert!(begun.elapsed() >= Duration::from_millis(40), "there and back: {:?}", begun.elapsed());
+    assert!(begun.elapsed() >= Duration::from_millis(40), "round trip: {:?}", begun.elapsed());
     proxy.finish();
 }
 
 #[test]
-fn who_sends_from_many_addresses_takes_nobodys_place() {
+fn many_source_addresses_never_evict_clients_with_replies() {
     let target = open();
     let mut proxy = Proxy::start(&[addr(&target)], "--clients 16");
     let front = proxy.addrs()[0];
@@ -130,9 +129,9 @@ fn who_sends_from_many_addresses_takes_nobodys_place() {
     many.iter().for_each(|socket| _ = socket.send_to(&[9], front).expect("sent"));
     while proxy.counts()[0].up.received < 33 + 200 {}
     let mut buffer = [0; 64];
-    (0..200).for_each(|_| assert_eq!(target.recv(&mut buffer).expect("passed on"), 1));
+    (0..200).for_each(|_| assert_eq!(target.recv(&mut buffer).expect("relayed"), 1));
     for (client, &from) in clients.iter().zip(&froms) {
-        assert_eq!(exchange(client, &target, &[3]), from, "it has its place still");
+        assert_eq!(exchange(client, &target, &[3]), from, "it keeps its socket");
     }
     let late = open();
     late.connect(front).expect("connected");
@@ -143,7 +142,7 @@ fn who_sends_from_many_addresses_takes_nobodys_place() {
 }
 
 #[test]
-fn bad_usage_ends_with_2_and_says_what_is_possible() {
+fn invalid_usage_exits_with_2_and_names_the_limit() {
     let dir = Dir::new("chaos-usage");
     let bad = dir.write("bad.toml", b"[[rule]]\nloss = '5%'\nlos = '1%'\n");
     let (taken, link) = (open(), ["--listen", "127.0.0.1:0", "--to", "127.0.0.1:9"]);
@@ -153,7 +152,7 @@ fn bad_usage_ends_with_2_and_says_what_is_possible() {
         (vec!["--listen", "127.0.0.1:0"], "--to <ADDRESS>"),
         (with(&["--listen", "127.0.0.1:0"]), "2 --listen and 1 --to"),
         (vec!["--listen", "127.0.0.1:0", "--to", "127.0.0.1:0"], "a port other than 0"),
-        (vec!["--listen", "0.0.0.0:7", "--to", "127.0.0.1:7"], "go round for ever"),
+        (vec!["--listen", "0.0.0.0:7", "--to", "127.0.0.1:7"], "would loop for ever"),
         (vec!["--listen", "127.0.0.1", "--to", "127.0.0.1:7"], "127.0.0.1"),
         (vec!["--listen", &taken, "--to", "127.0.0.1:7"], "listen on"),
         (with(&["--loss", "5"]), "0% to 100% in steps of 0.1%"),
@@ -162,7 +161,7 @@ fn bad_usage_ends_with_2_and_says_what_is_possible() {
         (with(&["--at", "2s"]), "--cut"),
         (with(&["--cut", "left"]), "up, down, both"),
         (with(&["--clients", "0"]), "1..=4096"),
-        (with(&["--queue", "5G"]), "4G is the most"),
+        (with(&["--queue", "5G"]), "exceeds the limit of 4G"),
         ([&link[..], &["--rules", &bad]].concat(), "unknown field `los`"),
     ];
     for (args, named) in cases {

@@ -1,6 +1,6 @@
-//! The command as a user meets it: exit statuses, messages, output.
+//! The command line as users see it: exit statuses, messages, output.
 //!
-//! Whole clusters of processes on loopback; nothing here depends on how fast they are.
+//! Tests run clusters of processes on loopback and do not depend on their speed.
 
 mod common;
 
@@ -18,7 +18,7 @@ const PERF_KEYS: [&str; 21] = [
     "count",
     "algo",
     "path",
-    "attach",
+    "transport",
     "time_us",
     "p99_us",
     "algbw_gbytes_s",
@@ -49,7 +49,7 @@ fn perf_runs_every_path_and_counts_no_wrong_element() {
         assert_eq!((row["algo"].as_str(), row["path"].as_str()), (Some(*algo), Some(*algo)), "{row}");
         assert_eq!((row["wrong"].as_u64(), row["ranks"].as_u64()), (Some(0), Some(4)), "{row}");
         // Each rank sends its data at least once, unless the device's engine fetches it.
-        let fetched = row["attach"] == "shm";
+        let fetched = row["transport"] == "shm";
         assert!(fetched || row["wire_bytes"].as_u64() >= row["size_bytes"].as_u64(), "{row}");
         let (time, algbw) = (row["time_us"].as_f64(), row["algbw_gbytes_s"].as_f64());
         let (time, algbw) = (time.expect("a number"), algbw.expect("a number"));
@@ -72,19 +72,19 @@ fn perf_takes_types_operators_levels_and_barriers() {
 }
 
 #[test]
-fn a_way_that_is_ruled_out_is_left_out_with_its_reason() {
+fn impossible_algorithm_is_skipped_with_its_reason() {
     let args = ["perf", "--json", "-e", "8", "-n", "1", "--order", "fold", "--levels", "1"];
     let output = sumac(&args);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     assert_eq!(stdout(&output).lines().count(), 1, "{}", stdout(&output));
-    for way in ["ring left out: ", "hd left out: "] {
-        assert!(stderr(&output).contains(way), "{}", stderr(&output));
+    for skipped in ["ring skipped: ", "hd skipped: "] {
+        assert!(stderr(&output).contains(skipped), "{}", stderr(&output));
     }
     let output = sumac(&[&args[..], &["--algo", "hd"]].concat());
     assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
 }
 
-/// Every collective by the cheapest way, and where a type that is neither float nor wide and a pair come in.
+/// Every collective by `auto` and `tree`, then narrow types and operators with locations.
 #[test]
 fn perf_checks_every_collective() {
     let collectives = "all_reduce,reduce,broadcast,reduce_scatter,all_gather,gather,scatter,all_to_all,barrier";
@@ -106,71 +106,83 @@ fn perf_checks_every_collective() {
 }
 
 #[test]
-fn a_row_says_how_its_ranks_were_attached() {
-    let found =
-        rows(&["perf", "--json", "-e", "8", "-n", "1", "--algo", "tree,ring", "--attach", "udp", "--memory", "plain"]);
-    let attach: Vec<_> = found.iter().map(|row| row["attach"].as_str()).collect();
-    assert_eq!(attach, [Some("udp"), Some("host")], "{found:?}");
-    let output = sumac(&["perf", "-e", "8", "-n", "1", "--algo", "tree", "--attach", "udp"]);
-    assert!(stdout(&output).contains("# attach udp, by packets"), "{}", stdout(&output));
+fn row_names_the_transport_of_its_ranks() {
+    let found = rows(&[
+        "perf",
+        "--json",
+        "-e",
+        "8",
+        "-n",
+        "1",
+        "--algo",
+        "tree,ring",
+        "--transport",
+        "udp",
+        "--memory",
+        "plain",
+    ]);
+    let transport: Vec<_> = found.iter().map(|row| row["transport"].as_str()).collect();
+    assert_eq!(transport, [Some("udp"), Some("host")], "{found:?}");
+    let output = sumac(&["perf", "-e", "8", "-n", "1", "--algo", "tree", "--transport", "udp"]);
+    assert!(stdout(&output).contains("# transport udp, packets"), "{}", stdout(&output));
 }
 
-/// Shared memory takes a device of one shard.
+/// Shared memory needs a device with one shard.
 #[test]
-fn shared_memory_that_cannot_be_had_fails_the_run_with_the_reason() {
+fn unavailable_explicit_transport_fails_the_run_with_the_reason() {
     let dir = Dir::new("insists");
     let input = dir.write("in.npy", &npy_f32(&[1.0; 6], "(6,)"));
     let out = dir.path("out.npy");
-    let perf = sumac(&["perf", "-e", "8", "--shards", "2", "--attach", "shm"]);
+    let perf = sumac(&["perf", "-e", "8", "--shards", "2", "--transport", "shm"]);
     assert_eq!(exit_status(&perf), 1, "{}", stderr(&perf));
-    for part in ["--attach shm", "rank 0 asks for shared memory", "leaf0", "the device has 2 shards"] {
+    for part in ["--transport shm", "rank 0 requires shared memory", "leaf0", "the device has 2 shards"] {
         assert!(stderr(&perf).contains(part), "{}", stderr(&perf));
     }
     assert!(stdout(&perf).is_empty(), "{}", stdout(&perf));
     let explained =
-        rows(&["perf", "--json", "--explain", "-e", "8", "--shards", "2", "--attach", "shm", "--algo", "auto"]);
+        rows(&["perf", "--json", "--explain", "-e", "8", "--shards", "2", "--transport", "shm", "--algo", "auto"]);
     let why = explained[0]["candidates"][0]["ruled_out"].as_str().expect("no tree");
-    assert!(why.contains("the device has 2 shards") && explained[0]["attach"].is_null(), "{why}");
-    let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", "rope"]);
+    assert!(why.contains("the device has 2 shards") && explained[0]["transport"].is_null(), "{why}");
+    let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--transport", "rope"]);
     assert_eq!(exit_status(&files), 2, "{}", stderr(&files));
     assert_eq!(dir.names(), ["in.npy"]);
 }
 
 #[test]
 #[cfg(not(feature = "verbs"))]
-fn rdma_is_refused_before_anything_starts_where_it_is_not_built_in() {
+fn verbs_transports_are_refused_before_anything_starts_if_not_built_in() {
     let selftest = sumac(&["selftest", "--verbs", "auto"]);
     assert_eq!(exit_status(&selftest), 2, "{}", stderr(&selftest));
-    for attach in ["verbs", "rdma"] {
-        let perf = sumac(&["perf", "-e", "8", "--attach", attach]);
+    for transport in ["verbs", "rdma"] {
+        let perf = sumac(&["perf", "-e", "8", "--transport", transport]);
         assert_eq!(exit_status(&perf), 2, "{}", stderr(&perf));
         assert!(stderr(&perf).contains("build with `--features verbs`"), "{}", stderr(&perf));
-        let dir = Dir::new(attach);
+        let dir = Dir::new(transport);
         let (input, out) = (dir.write("in.npy", &npy_f32(&[1.0; 6], "(6,)")), dir.path("out.npy"));
-        let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--attach", attach]);
+        let files = sumac(&["all-reduce", "--input", &input, "--output", &out, "--transport", transport]);
         assert_eq!(exit_status(&files), 2, "{}", stderr(&files));
         assert_eq!(dir.names(), ["in.npy"]);
     }
 }
 
 #[test]
-fn a_device_without_a_bus_is_named_by_the_rank_that_insists_on_one() {
+fn device_without_shared_memory_is_named_to_the_rank_that_requires_it() {
     let mut controller = common::serve(&["controller", "--listen", "127.0.0.1:0"]);
     let line = controller.line();
     let addr = line.strip_prefix("listening ").expect("an address").to_owned();
-    let mut device = common::serve(&["device", "--name", "leaf7", "--no-bus", "--controller", &addr]);
+    let mut device = common::serve(&["device", "--name", "leaf7", "--no-shm", "--controller", &addr]);
     assert_eq!(device.line(), "ready leaf7");
     let report = stdout(&sumac(&["status", "--controller", &addr]));
-    assert!(report.contains("leaf7") && report.contains("no bus"), "{report}");
-    // Rank 1 attaches like this, rank 0 as it can.
-    let run = |attach: &str| -> Vec<Output> {
+    assert!(report.contains("leaf7") && report.contains("no zero-copy"), "{report}");
+    // Rank 1 uses this transport, rank 0 any.
+    let run = |transport: &str| -> Vec<Output> {
         let case =
             json!({ "collective": "AllReduce", "dtype": "F32", "op": "Sum", "root": 0, "count": 8, "algo": "Tree" });
         let work = json!({ "Perf": { "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered", "check": "Every" } });
         let start = |rank: u32| {
             let job = json!({
-                "controller": addr, "job": format!("one-{attach}"), "rank": rank, "world": 2,
-                "host": format!("host-{rank}"), "order": null, "attach": if rank == 1 { attach } else { "Auto" },
+                "controller": addr, "job": format!("one-{transport}"), "rank": rank, "world": 2,
+                "host": format!("host-{rank}"), "order": null, "transport": if rank == 1 { transport } else { "Auto" },
                 "deadline_ms": 60_000, "work": work,
             });
             spawn_rank(&format!("{job}\n"))
@@ -180,21 +192,21 @@ fn a_device_without_a_bus_is_named_by_the_rank_that_insists_on_one() {
     };
     for output in run("Udp") {
         assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
-        assert!(stdout(&output).contains("ByPackets"), "{}", stdout(&output));
+        assert!(stdout(&output).contains("Packets"), "{}", stdout(&output));
     }
     let outputs = run("Shm");
     assert_eq!(exit_status(&outputs[1]), 1, "{}", stdout(&outputs[1]));
-    let said = stderr(&outputs[1]);
-    for part in ["rank 1 asks for shared memory", "leaf7", "the device has no bus", "`udp`"] {
-        assert!(said.contains(part), "{said}");
+    let error = stderr(&outputs[1]);
+    for part in ["rank 1 requires shared memory", "leaf7", "the device does not offer zero-copy", "`udp`"] {
+        assert!(error.contains(part), "{error}");
     }
-    // The other one is told as well.
-    assert!(stderr(&outputs[0]).contains("the device has no bus"), "{}", stderr(&outputs[0]));
+    // The other rank gets the reason, too.
+    assert!(stderr(&outputs[0]).contains("the device does not offer zero-copy"), "{}", stderr(&outputs[0]));
     device.interrupt_and_expect_success();
     controller.interrupt_and_expect_success();
 }
 
-/// Start a rank on a job.
+/// Start a rank and send it a job.
 fn spawn_rank(job: &str) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
     command.arg("rank").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -204,7 +216,7 @@ fn spawn_rank(job: &str) -> Child {
 }
 
 #[test]
-fn explain_names_costs_reasons_and_overrides() {
+fn explain_lists_costs_reasons_and_overrides() {
     let dir = Dir::new("explain");
     let file = dir.path("overrides.toml");
     std::fs::write(&file, "[[override]]\npath = \"hd\"\nmin_bytes = 100\n").expect("a file");
@@ -212,7 +224,7 @@ fn explain_names_costs_reasons_and_overrides() {
     let found = rows(&args.split_whitespace().chain([file.as_str()]).collect::<Vec<_>>());
     assert_eq!(found.len(), 2);
     assert!(found[0]["overridden"].is_null() && found[1]["overridden"] == "hd", "{found:?}");
-    let hd = found[1]["candidates"].as_array().expect("candidates").iter().find(|way| way["path"] == "hd");
+    let hd = found[1]["candidates"].as_array().expect("candidates").iter().find(|candidate| candidate["path"] == "hd");
     let why = hd.expect("hd")["ruled_out"].as_str().expect("its sums are paired otherwise");
     assert!(why.contains("TreeFold"), "{why}");
     assert_ne!(found[1]["chosen"], "hd", "what is not possible is not taken");
@@ -223,27 +235,27 @@ fn explain_names_costs_reasons_and_overrides() {
 }
 
 #[test]
-fn perf_builds_the_tree_of_a_real_fabric() {
+fn perf_builds_a_tree_from_an_ibnetdiscover_dump() {
     let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
     let output = sumac(&["perf", "--topology", fabric, "--ranks", "2", "-e", "8", "-n", "2", "--algo", "tree"]);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
-    assert!(stdout(&output).contains("0 wrong elements: all right"), "{}", stdout(&output));
+    assert!(stdout(&output).contains("0 wrong elements: OK"), "{}", stdout(&output));
 }
 
 #[test]
-fn bad_usage_ends_with_2_and_names_what_is_wrong() {
+fn invalid_usage_exits_with_2_and_names_the_fault() {
     let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/two-leaves.ibnetdiscover");
     let cases: [(&[&str], &str); 15] = [
         (&["perf", "-b", "1M", "-e", "8"], "-b 1M"),
         (&["perf", "-b", "eight"], "eight"),
         (&["perf", "--algo", "magic"], "magic"),
         (&["perf", "--ranks", "0"], "0"),
-        (&["perf", "--attach", "roce"], "auto, udp, shm"),
+        (&["perf", "--transport", "roce"], "auto, udp, shm"),
         (&["perf", "--memory", "stolen"], "registered, plain"),
         (&["device", "--name", "d", "--dma-profile", "fast"], "copy-only, inline-reduce, full"),
-        (&["device", "--name", "d", "--no-bus", "--dma-threads", "4"], "--no-bus"),
+        (&["device", "--name", "d", "--no-shm", "--dma-threads", "4"], "--no-shm"),
         (&["perf", "--topology", "/nonexistent"], "/nonexistent"),
-        (&["perf", "--topology", fabric, "--ranks", "99"], "99 hosts are asked for"),
+        (&["perf", "--topology", fabric, "--ranks", "99"], "99 hosts requested"),
         (&["plan", "--topology", fabric, "--hosts", "nobody"], "nobody"),
         (&["controller", "--listen", "0.0.0.0:0"], "0.0.0.0:0 is not a loopback address"),
         (&["device", "--name", "d", "--data-port", "65535", "--shards", "2"], "data port 65535"),
@@ -274,7 +286,7 @@ fn plan_prints_the_documented_keys() {
 }
 
 #[test]
-fn all_reduce_adds_files_and_leaves_nothing_else() {
+fn all_reduce_writes_the_sum_and_no_other_file() {
     let dir = Dir::new("adds");
     let inputs: Vec<_> =
         (0..3).map(|r| dir.write(&format!("r{r}.npy"), &npy_f32(&[1.5 * r as f32, 2.0, -1.0], "(3,)"))).collect();
@@ -289,7 +301,7 @@ fn all_reduce_adds_files_and_leaves_nothing_else() {
 }
 
 #[test]
-fn all_reduce_refuses_inputs_that_do_not_go_together() {
+fn all_reduce_refuses_mismatched_inputs() {
     let dir = Dir::new("refuses");
     let good = dir.write("good.npy", &npy_f32(&[1.0; 6], "(6,)"));
     let shape = dir.write("shape.npy", &npy_f32(&[1.0; 6], "(2, 3)"));
@@ -300,15 +312,15 @@ fn all_reduce_refuses_inputs_that_do_not_go_together() {
         [(&shape, ["(2, 3)", "(6,)"]), (&short, ["20 bytes", "24"]), (&foreign, ["not a .npy file", "NUMPY"])]
     {
         let output = sumac(&["all-reduce", "--input", &good, "--input", bad, "--output", &out]);
-        let said = stderr(&output);
-        assert_eq!(exit_status(&output), 2, "{said}");
-        assert!(said.contains(bad.as_str()) && values.iter().all(|value| said.contains(value)), "{said}");
+        let error = stderr(&output);
+        assert_eq!(exit_status(&output), 2, "{error}");
+        assert!(error.contains(bad.as_str()) && values.iter().all(|value| error.contains(value)), "{error}");
     }
     assert_eq!(dir.names(), ["foreign.npy", "good.npy", "shape.npy", "short.npy"]);
 }
 
 #[test]
-fn status_shows_what_has_registered() {
+fn status_shows_registered_devices() {
     let mut controller = common::serve(&["controller", "--listen", "127.0.0.1:0"]);
     let line = controller.line();
     let addr = line.strip_prefix("listening ").expect("an address").to_owned();
@@ -327,7 +339,7 @@ fn status_shows_what_has_registered() {
 }
 
 #[test]
-fn doctor_names_what_is_there_and_what_is_not() {
+fn doctor_reports_every_capability() {
     let output = sumac(&["doctor"]);
     let text = stdout(&output);
     for what in [
@@ -349,7 +361,7 @@ fn doctor_names_what_is_there_and_what_is_not() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_crash() {
+fn closed_stdout_causes_no_panic() {
     let mut perf = Command::new(env!("CARGO_BIN_EXE_sumac"))
         .args(["perf", "--json", "-e", "8", "-n", "1"])
         .stdout(Stdio::piped())
@@ -357,15 +369,15 @@ fn a_reader_that_goes_away_is_no_crash() {
         .spawn()
         .expect("started");
     let mut first = String::new();
-    // The pipe is closed after the first row; later rows find no reader.
+    // The pipe is closed after the first row.
     BufReader::new(perf.stdout.take().expect("piped")).read_line(&mut first).expect("a row");
     let output = perf.wait_with_output().expect("ended");
     assert!(!stderr(&output).contains("panicked"), "{}", stderr(&output));
 }
 
-/// Nobody reads stderr: what is said there is lost, and the status is still the run's.
+/// A closed stderr does not change the exit status.
 #[test]
-fn messages_that_nobody_reads_are_no_crash() {
+fn closed_stderr_causes_no_panic() {
     let mut perf = Command::new(env!("CARGO_BIN_EXE_sumac"))
         .args(["perf", "--algo", "bruck", "-e", "8"])
         .stdout(Stdio::null())
@@ -373,5 +385,5 @@ fn messages_that_nobody_reads_are_no_crash() {
         .spawn()
         .expect("started");
     drop(perf.stderr.take());
-    assert_eq!(perf.wait().expect("ended").code(), Some(1), "no way is possible: a failed run, not a panic");
+    assert_eq!(perf.wait().expect("ended").code(), Some(1), "no algorithm is possible: a failed run, not a panic");
 }

@@ -1,7 +1,7 @@
-//! Controllers that contend for the same ranks and devices, and what dies while a job is taken over.
+//! Controllers that contend for the same ranks and devices, and failures during the takeover of a job.
 //!
-//! Controllers and devices are processes of their own. Ranks are threads, and reach their controller through a relay each,
-//! as do the devices, so that each of them may be turned to another controller alone.
+//! Controllers and devices are processes. Ranks are threads. Ranks and devices reach their controller through a relay each,
+//! so that each of them can be redirected to another controller alone.
 
 mod common;
 
@@ -13,15 +13,15 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sumac::comm::{CallOptions, Canceller};
-use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JobStatus};
+use sumac::controller::proto::{ClientReply, ClientRequest, JobStatus, Transport};
 use sumac::controller::status;
 use sumac::{Algo, Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
-use sumac_hal::ctrl::{FrameReader, Greeting, send};
+use sumac_hal::ctrl::{FrameReader, Hello, send};
 
-/// More than anything here takes.
+/// The limit of every wait; a passing test never reaches it.
 const LONG: Duration = Duration::from_secs(30);
 
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 const RANKS: u32 = 3;
 
@@ -32,11 +32,11 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + LONG;
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// A controller at this address; port 0 is any that is free.
+/// Start a controller at this address; port 0 picks a free one.
 fn controller(listen: SocketAddr) -> (Server, SocketAddr) {
     let mut controller = serve(&["controller", "--listen", &listen.to_string(), "--prefer-tree", "--lease", "2"]);
     let line = controller.line();
@@ -62,13 +62,13 @@ fn has_device(addr: SocketAddr, name: &str) -> bool {
     status(addr).expect("a report").devices.iter().any(|device| device.name == name)
 }
 
-/// The way of one rank or device to a controller, which may be turned to another one.
+/// A relay between one rank or device and a controller, which can be redirected.
 struct Relay {
     addr: SocketAddr,
-    shared: Arc<Mutex<Turned>>,
+    shared: Arc<Mutex<Target>>,
 }
 
-struct Turned {
+struct Target {
     to: SocketAddr,
     open: Vec<TcpStream>,
 }
@@ -77,18 +77,18 @@ impl Relay {
     fn start(to: SocketAddr) -> Self {
         let listener = TcpListener::bind(anywhere()).expect("a port");
         let addr = listener.local_addr().expect("bound");
-        let shared = Arc::new(Mutex::new(Turned { to, open: Vec::new() }));
-        let turned = Arc::clone(&shared);
-        // It goes with the test's process.
+        let shared = Arc::new(Mutex::new(Target { to, open: Vec::new() }));
+        let target = Arc::clone(&shared);
+        // The thread ends with the test's process.
         thread::spawn(move || {
             for near in listener.incoming().map_while(Result::ok) {
-                let to = turned.lock().expect("no panic").to;
+                let to = target.lock().expect("no panic").to;
                 let Ok(far) = TcpStream::connect(to) else { continue };
                 let copy = |stream: &TcpStream| stream.try_clone().expect("a descriptor");
-                turned.lock().expect("no panic").open.extend([copy(&near), copy(&far)]);
+                target.lock().expect("no panic").open.extend([copy(&near), copy(&far)]);
                 for (mut from, mut to) in [(copy(&near), copy(&far)), (far, near)] {
                     thread::spawn(move || {
-                        // Whichever way it ends, it ends.
+                        // However copying ends, close both connections.
                         let _ = io::copy(&mut from, &mut to);
                         let _ = to.shutdown(Shutdown::Both);
                         let _ = from.shutdown(Shutdown::Both);
@@ -99,16 +99,16 @@ impl Relay {
         Self { addr, shared }
     }
 
-    /// Cut what is open, and lead there what comes from now on.
-    fn turn(&self, to: SocketAddr) {
-        let mut turned = self.shared.lock().expect("no panic");
-        turned.to = to;
-        // One that has ended is fine.
-        turned.open.drain(..).for_each(|stream| drop(stream.shutdown(Shutdown::Both)));
+    /// Close all open connections and redirect new ones.
+    fn redirect(&self, to: SocketAddr) {
+        let mut target = self.shared.lock().expect("no panic");
+        target.to = to;
+        // Fails for a connection that has ended.
+        target.open.drain(..).for_each(|stream| drop(stream.shutdown(Shutdown::Both)));
     }
 }
 
-/// Add up, and look at every element.
+/// Run an all-reduce and check every element.
 fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
     let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
     let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| round * i + rank).collect();
@@ -118,7 +118,7 @@ fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
     Ok(outcome)
 }
 
-/// What a rank does in a thread of its own, until it is stopped or fails.
+/// A rank that works on a thread of its own until it is stopped or fails.
 struct Member {
     thread: JoinHandle<Result<(), Error>>,
     progress: Arc<Progress>,
@@ -129,19 +129,19 @@ struct Member {
 struct Progress {
     rounds: AtomicU64,
     in_tree: AtomicU64,
-    /// Of rank 0, it is what all do.
+    /// Ends the work of all ranks, if it is set for rank 0.
     stops: AtomicBool,
 }
 
-/// Add up until rank 0 is to stop, all behind the same round.
+/// Run rounds until rank 0 is to stop. All ranks stop after the same round.
 fn work(comm: &Communicator, progress: &Progress) -> Result<(), Error> {
-    let by_schedule = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
+    let host_collective = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
     for round in 0.. {
         let outcome = add(comm, round)?;
         progress.rounds.fetch_add(1, Ordering::SeqCst);
         progress.in_tree.fetch_add((outcome.path == Path::Tree).into(), Ordering::SeqCst);
         let mut stops = [u64::from(comm.rank() == 0 && progress.stops.load(Ordering::SeqCst))];
-        comm.all_reduce_with(&mut stops, ReduceOp::Max, &by_schedule)?;
+        comm.all_reduce_with(&mut stops, ReduceOp::Max, &host_collective)?;
         if stops[0] > 0 {
             break;
         }
@@ -150,11 +150,11 @@ fn work(comm: &Communicator, progress: &Progress) -> Result<(), Error> {
 }
 
 impl Member {
-    /// Join a job, each rank at its own address, and begin to work.
-    fn join_all(name: &str, attach: Attach, addrs: [SocketAddr; RANKS as usize]) -> Vec<Self> {
+    /// Let all ranks join a job, each at its own address, and begin to work.
+    fn join_all(name: &str, transport: Transport, addrs: [SocketAddr; RANKS as usize]) -> Vec<Self> {
         let joining = (0..).zip(addrs).map(|(rank, addr)| {
             let mut config = JoinConfig::new(addr, name, rank, RANKS);
-            (config.attach, config.deadline) = (attach, Duration::from_secs(15));
+            (config.transport, config.deadline) = (transport, Duration::from_secs(15));
             thread::spawn(move || Communicator::join(config).expect("join"))
         });
         let joining: Vec<_> = joining.collect();
@@ -175,10 +175,10 @@ impl Member {
         members
     }
 
-    /// Wait until a counter has gone on by so many.
+    /// Wait until a counter has increased by `more`.
     fn wait_for(&self, counter: impl Fn(&Progress) -> &AtomicU64, more: u64) {
         let before = counter(&self.progress).load(Ordering::SeqCst);
-        wait_until("the job does not go on", || {
+        wait_until("the job makes no progress", || {
             assert!(!self.thread.is_finished(), "the rank has ended");
             counter(&self.progress).load(Ordering::SeqCst) >= before + more
         });
@@ -190,15 +190,15 @@ impl Member {
     }
 }
 
-/// End a job in good order.
+/// End a job in order.
 fn stop(members: Vec<Member>) {
     members[0].progress.stops.store(true, Ordering::SeqCst);
-    members.into_iter().for_each(|member| member.end().expect("nothing happened to it"));
+    members.into_iter().for_each(|member| member.end().expect("the job is intact"));
 }
 
-/// Check that the ranks that are left name the dead one, at the same call.
-fn expect_loss_of(dead: u32, left: Vec<Member>) {
-    let errors: Vec<Error> = left.into_iter().map(|member| member.end().expect_err("a rank is dead")).collect();
+/// Assert that all survivors name the dead rank and the same first failed call.
+fn expect_loss_of(dead: u32, survivors: Vec<Member>) {
+    let errors: Vec<Error> = survivors.into_iter().map(|member| member.end().expect_err("a rank is dead")).collect();
     let calls: Vec<u64> = errors
         .iter()
         .map(|error| match error {
@@ -206,31 +206,31 @@ fn expect_loss_of(dead: u32, left: Vec<Member>) {
             other => panic!("{other}"),
         })
         .collect();
-    assert!(calls.windows(2).all(|pair| pair[0] == pair[1]), "they fail from call {calls:?} on");
+    assert!(calls.windows(2).all(|pair| pair[0] == pair[1]), "first failed calls: {calls:?}");
 }
 
 #[test]
-fn controller_at_a_taken_address_ends_with_2_and_names_it() {
+fn controller_at_a_used_address_exits_with_2_and_names_it() {
     let (_first, addr) = controller(anywhere());
     let _device = device("one", addr);
-    let members = Member::join_all("job", Attach::Auto, [addr; 3]);
+    let members = Member::join_all("job", Transport::Auto, [addr; 3]);
     let second = sumac(&["controller", "--listen", &addr.to_string()]);
     assert_eq!(exit_status(&second), 2);
     assert!(stderr(&second).contains(&addr.to_string()), "{}", stderr(&second));
     members[0].wait_for(|progress| &progress.in_tree, 5);
-    assert_eq!(job(addr, "job").map(|job| job.view), Some(0), "the job has heard of it");
+    assert_eq!(job(addr, "job").map(|job| job.view), Some(0), "the job was affected");
     stop(members);
 }
 
-/// Two controllers with devices and jobs of the same names have nothing to do with each other.
+/// Two controllers with devices and jobs of the same names are independent.
 #[test]
-fn same_names_at_two_controllers_are_two_jobs() {
-    for attach in [Attach::Udp, Attach::Shm] {
+fn jobs_of_the_same_name_at_two_controllers_are_independent() {
+    for transport in [Transport::Udp, Transport::Shm] {
         let controllers = [controller(anywhere()), controller(anywhere())];
         let devices = [0, 1].map(|at| device("one", controllers[at].1));
-        let [one, other] = [0, 1].map(|at| Member::join_all("job", attach, [controllers[at].1; 3]));
+        let [one, other] = [0, 1].map(|at| Member::join_all("job", transport, [controllers[at].1; 3]));
         one[0].wait_for(|progress| &progress.in_tree, 5);
-        // One of them ends with all that it has: the other job goes on in its tree.
+        // One controller ends with its device; the other job continues in its tree.
         let [(first, _), (_second, addr)] = controllers;
         let [device, _other_device] = devices;
         first.kill();
@@ -245,21 +245,21 @@ fn same_names_at_two_controllers_are_two_jobs() {
     }
 }
 
-/// The device does what its new controller says, and no longer what the old one did: that job goes on without it, and
-/// another one has it.
+/// A redirected device serves only its new controller. The old controller's job continues without it, and a job of the
+/// new one uses it.
 #[test]
-fn device_that_is_turned_to_another_controller_serves_that_one_alone() {
+fn device_redirected_to_another_controller_serves_only_that_one() {
     let ((_first, of_first), (_second, of_second)) = (controller(anywhere()), controller(anywhere()));
-    let way = Relay::start(of_first);
-    let _device = device("one", way.addr);
-    let members = Member::join_all("job", Attach::Udp, [of_first; 3]);
+    let relay = Relay::start(of_first);
+    let _device = device("one", relay.addr);
+    let members = Member::join_all("job", Transport::Udp, [of_first; 3]);
     members[0].wait_for(|progress| &progress.in_tree, 3);
-    way.turn(of_second);
-    wait_until("it has not come", || has_device(of_second, "one"));
-    wait_until("it has not gone", || !has_device(of_first, "one"));
+    relay.redirect(of_second);
+    wait_until("the device does not register", || has_device(of_second, "one"));
+    wait_until("the device is still registered", || !has_device(of_first, "one"));
     members[0].wait_for(|progress| &progress.rounds, 5);
-    // What the first controller has made there is not the second's, and goes when nobody renews it.
-    let others = Member::join_all("job", Attach::Udp, [of_second; 3]);
+    // The first controller's group on the device expires without renewals.
+    let others = Member::join_all("job", Transport::Udp, [of_second; 3]);
     others[0].wait_for(|progress| &progress.in_tree, 5);
     assert!(job(of_first, "job").is_some_and(|job| job.tree.is_none_or(|tree| tree.is_err())), "a tree of no device");
     members[0].wait_for(|progress| &progress.rounds, 5);
@@ -267,29 +267,29 @@ fn device_that_is_turned_to_another_controller_serves_that_one_alone() {
     stop(others);
 }
 
-/// Two of three ranks find another controller where theirs was, while the third is still at the old one: each controller
-/// takes who is not there for lost. Whatever is decided, no rank returns a wrong sum, and every error names what happened.
+/// Two of three ranks are redirected to another controller, and each controller takes its absent ranks for lost. Whatever
+/// the ranks decide, none returns a wrong sum, and every error names the reason.
 #[test]
-fn ranks_at_two_controllers_end_by_name() {
-    for attach in [Attach::Udp, Attach::Shm] {
+fn ranks_split_between_two_controllers_end_with_named_errors() {
+    for transport in [Transport::Udp, Transport::Shm] {
         let ((_first, of_first), (_second, of_second)) = (controller(anywhere()), controller(anywhere()));
         let _devices = [device("one", of_first), device("two", of_second)];
-        let ways = [(); 3].map(|()| Relay::start(of_first));
-        let members = Member::join_all("job", attach, [0, 1, 2].map(|rank: usize| ways[rank].addr));
-        ways[..2].iter().for_each(|way| way.turn(of_second));
-        // To the first controller the two are dead, which it tells the third: it is alone.
+        let relays = [(); 3].map(|()| Relay::start(of_first));
+        let members = Member::join_all("job", transport, [0, 1, 2].map(|rank: usize| relays[rank].addr));
+        relays[..2].iter().for_each(|relay| relay.redirect(of_second));
+        // The first controller reports the two as dead to the third, which is then alone.
         let mut errors = members.into_iter().map(|member| member.end().expect_err("the job is torn"));
         let [zero, one, two] = [(); 3].map(|()| errors.next().expect("three"));
         for error in [&zero, &one, &two] {
             let is_named =
                 matches!(error, Error::RanksFailed { .. } | Error::Partitioned { .. } | Error::OutcomeUnknown { .. });
-            assert!(is_named, "{attach}: {zero}; {one}; {two}");
+            assert!(is_named, "{transport}: {zero}; {one}; {two}");
         }
-        // Those that are together agree.
+        // The two ranks at the second controller agree.
         if let (Error::RanksFailed { ranks: a, operation: at, .. }, Error::RanksFailed { ranks: b, operation, .. }) =
             (&zero, &one)
         {
-            assert_eq!((a, at), (b, operation), "{attach}");
+            assert_eq!((a, at), (b, operation), "{transport}");
         }
         for addr in [of_first, of_second] {
             wait_until("the torn job stays", || status(addr).expect("a report").jobs.is_empty());
@@ -297,17 +297,18 @@ fn ranks_at_two_controllers_end_by_name() {
     }
 }
 
-/// A rank dies about when the next controller takes its job over: when some ranks have found it, or all, or move.
+/// A rank dies around the takeover of its job: after some ranks have reconnected, after all have, or while they
+/// migrate.
 #[test]
-fn rank_that_dies_while_its_job_is_taken_over_is_named() {
+fn survivors_name_rank_killed_during_takeover() {
     for (nth, pause_ms) in [0, 150, 400, 700].into_iter().enumerate() {
-        let attach = if nth % 2 == 0 { Attach::Shm } else { Attach::Udp };
+        let transport = if nth % 2 == 0 { Transport::Shm } else { Transport::Udp };
         let (first, addr) = controller(anywhere());
         let _device = device("one", addr);
-        let mut members = Member::join_all("job", attach, [addr; 3]);
+        let mut members = Member::join_all("job", transport, [addr; 3]);
         first.kill();
         let (_second, _) = controller(addr);
-        // Choosing a moment is all that this is for.
+        // The sleep chooses a moment; nothing is synchronised by it.
         thread::sleep(Duration::from_millis(pause_ms));
         let dead = members.remove(nth % 3);
         dead.canceller.cancel();
@@ -316,67 +317,73 @@ fn rank_that_dies_while_its_job_is_taken_over_is_named() {
     }
 }
 
-/// What a controller that takes a job over comes to before it is gone again.
+/// How far a takeover gets before the controller is gone again.
 #[derive(Clone, Copy)]
 enum Until {
-    /// All ranks have come back, and none has heard so.
-    Come,
-    /// These have heard.
+    /// All ranks have reconnected, and none has got a reply.
+    Reconnected,
+    /// So many ranks have got a reply.
     Resumed(u32),
-    /// All know of an offer, and so many where to move.
-    Told(u32),
+    /// All ranks have got an offer, and so many the migration point.
+    Migrating(u32),
 }
 
-/// Take a job over from a controller that was at this address, up to a point.
+/// Take over a job at the address of its former controller, up to a point.
 fn take_over(addr: SocketAddr, until: Until) {
     let listener = TcpListener::bind(addr).expect("its port");
     let mut ranks: Vec<(u32, TcpStream, FrameReader<TcpStream>)> = Vec::new();
     let mut view = 0;
     while ranks.len() < RANKS as usize {
-        let (stream, _) = listener.accept().expect("somebody dials");
+        let (stream, _) = listener.accept().expect("a connection");
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
-        // Devices dial as well, and are left alone.
-        if let Ok(Greeting::Client) = reader.recv() {
-            let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank of before") };
+        // Ignore devices, which connect as well.
+        if let Ok(Hello::Client) = reader.recv() {
+            let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank that resumes") };
             view = u32::max(view, known.view + 1);
             ranks.push((known.request.rank.0, stream, reader));
         }
     }
     ranks.sort_by_key(|(rank, ..)| *rank);
-    let tell = |ranks: &mut [(u32, TcpStream, FrameReader<TcpStream>)], some: u32, reply: ClientReply| {
+    let send_to = |ranks: &mut [(u32, TcpStream, FrameReader<TcpStream>)], some: u32, reply: ClientReply| {
         let some = ranks.iter_mut().take(some as usize);
         some.for_each(|(_, stream, _)| send(stream, &reply).expect("it listens"));
     };
     match until {
-        Until::Come => {}
-        Until::Resumed(some) => tell(&mut ranks, some, ClientReply::Resumed { view }),
-        Until::Told(some) => {
-            tell(&mut ranks, RANKS, ClientReply::Resumed { view });
-            tell(&mut ranks, RANKS, ClientReply::Offer { view });
+        Until::Reconnected => {}
+        Until::Resumed(some) => send_to(&mut ranks, some, ClientReply::Resumed { view }),
+        Until::Migrating(some) => {
+            send_to(&mut ranks, RANKS, ClientReply::Resumed { view });
+            send_to(&mut ranks, RANKS, ClientReply::Offer { view });
             let promised = ranks.iter_mut().map(|(_, _, reader)| {
                 loop {
-                    if let ClientRequest::Pause { at, .. } = reader.recv().expect("it answers") {
+                    if let ClientRequest::Pause { at, .. } = reader.recv().expect("a reply") {
                         break at;
                     }
                 }
             });
             let call = promised.max().expect("there are ranks");
-            tell(&mut ranks, some, ClientReply::MoveAt { view, call });
+            send_to(&mut ranks, some, ClientReply::MoveAt { view, call });
         }
     }
 }
 
-const POINTS: [Until; 6] =
-    [Until::Come, Until::Resumed(1), Until::Resumed(3), Until::Told(0), Until::Told(2), Until::Told(3)];
+const POINTS: [Until; 6] = [
+    Until::Reconnected,
+    Until::Resumed(1),
+    Until::Resumed(3),
+    Until::Migrating(0),
+    Until::Migrating(2),
+    Until::Migrating(3),
+];
 
-/// With a rank's death right after it, the others agree on who is dead, with the controller after that.
+/// A rank dies right after the controller. The survivors agree on the dead rank with the controller after that.
 #[test]
-fn rank_that_dies_with_a_controller_in_mid_change_is_named() {
+fn survivors_name_rank_killed_with_a_controller_during_takeover() {
     for (nth, until) in POINTS.into_iter().enumerate() {
-        let attach = if nth % 2 == 0 { Attach::Shm } else { Attach::Udp };
+        let transport = if nth % 2 == 0 { Transport::Shm } else { Transport::Udp };
         let (first, addr) = controller(anywhere());
         let _device = device("one", addr);
-        let mut members = Member::join_all("job", attach, [addr; 3]);
+        let mut members = Member::join_all("job", transport, [addr; 3]);
         first.kill();
         take_over(addr, until);
         let dead = members.remove(nth % 3);
@@ -387,14 +394,15 @@ fn rank_that_dies_with_a_controller_in_mid_change_is_named() {
     }
 }
 
-/// With the device's death right after it, the ranks go on among themselves, and in the tree of the next device.
+/// The device dies right after the controller. The ranks continue among themselves, then in the tree of the next
+/// device.
 #[test]
-fn device_that_dies_with_a_controller_in_mid_change_is_got_over() {
+fn job_survives_device_killed_with_a_controller_during_takeover() {
     for (nth, until) in POINTS.into_iter().enumerate() {
-        let attach = if nth % 2 == 0 { Attach::Udp } else { Attach::Shm };
+        let transport = if nth % 2 == 0 { Transport::Udp } else { Transport::Shm };
         let (first, addr) = controller(anywhere());
         let old = device("one", addr);
-        let members = Member::join_all("job", attach, [addr; 3]);
+        let members = Member::join_all("job", transport, [addr; 3]);
         first.kill();
         take_over(addr, until);
         old.kill();

@@ -1,5 +1,5 @@
-//! A controller whose job has as many ranks as a job may have: each a connection of one process, which joins, is told the
-//! places of all, and leaves.
+//! A job with the maximum number of ranks. Each rank is a connection of this process that joins, receives the
+//! membership and leaves.
 
 mod common;
 
@@ -10,20 +10,20 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 use sumac::controller::limits::{RANKS_MAX, REPLY_LEN_MAX};
-use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JoinRequest, Membership, Terms};
+use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Membership, Terms, Transport};
 use sumac::controller::status;
-use sumac_hal::ctrl::{FrameBuffer, Greeting, Order, encode_frames, send};
+use sumac_hal::ctrl::{FrameBuffer, Hello, Order, encode_frames, send};
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
-/// What a rank reads of: all check what they get frame by frame, every so many decode it.
+/// All ranks check the frames of their reply; one in this many decodes it.
 const DECODED_EVERY: usize = 1024;
 
-/// Longer than all of it takes on a busy machine.
+/// Longer than the test takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// What this process has open beside its connections.
-const DESCRIPTORS_BESIDE: u64 = 64;
+/// An upper bound of the other descriptors of this process.
+const OTHER_DESCRIPTORS: u64 = 64;
 
 /// One rank.
 struct Member {
@@ -31,9 +31,10 @@ struct Member {
     inbox: Inbox,
 }
 
-/// What came of its messages.
+/// The state of its reply.
 enum Inbox {
-    /// The bytes of the header so far, and how much of the frame's message is to come, by a frame that goes on.
+    /// Checks frames: the header so far, the bytes left in the frame, whether more frames follow, and the bytes
+    /// received.
     Counted {
         header: Vec<u8>,
         left: usize,
@@ -55,7 +56,7 @@ impl Inbox {
         Self::Counted { header: Vec::new(), left: 0, has_more: true, bytes: 0 }
     }
 
-    /// Take what has come. Returns the length of the message, once it is whole.
+    /// Process received bytes. Returns the length of the message once it is complete.
     fn take(&mut self, mut came: &[u8]) -> Option<usize> {
         match self {
             Self::Done => panic!("more than one message"),
@@ -105,33 +106,33 @@ fn request(rank: u32, world: u32) -> JoinRequest {
         host: None,
         order: Order::Arrival,
         mesh_addr: addr(rank),
-        repair_addr: addr(rank + RANKS_MAX),
+        recovery_addr: addr(rank + RANKS_MAX),
         max_packet_len_bytes: 1500,
-        attach: Attach::Udp,
+        transport: Transport::Udp,
         machine: None,
         device_users: DeviceUsers::own(),
         terms: Terms::default(),
     }
 }
 
-/// Connect a rank, and let it ask to join.
+/// Connect a rank and send its request to join.
 fn join(addr: SocketAddr, rank: u32, world: u32) -> Member {
     let mut stream = TcpStream::connect(addr).expect("it is accepted");
-    let mut said = encode_frames(&Greeting::Client).expect("a greeting");
-    said.extend(encode_frames(&ClientRequest::Join(request(rank, world))).expect("a request"));
-    stream.write_all(&said).expect("into an empty buffer");
+    let mut bytes = encode_frames(&Hello::Client).expect("a hello");
+    bytes.extend(encode_frames(&ClientRequest::Join(request(rank, world))).expect("a request"));
+    stream.write_all(&bytes).expect("into an empty buffer");
     stream.set_nonblocking(true).expect("a socket");
     Member { stream, inbox: Inbox::new(rank as usize) }
 }
 
-/// Read until all members have their message. Returns the lengths of those that were not decoded.
+/// Read until all members have their reply. Returns the lengths of those that were not decoded.
 fn read_all(members: &mut [Member]) -> Vec<usize> {
     let deadline = Instant::now() + LIMIT;
     let mut buffer = vec![0; 1 << 20];
     let mut lens = Vec::new();
     let mut open: Vec<usize> = (0..members.len()).collect();
     while !open.is_empty() {
-        assert!(Instant::now() < deadline, "{} of {} have not been told", open.len(), members.len());
+        assert!(Instant::now() < deadline, "{} of {} ranks have no reply", open.len(), members.len());
         let mut fds: Vec<PollFd<'_>> = open.iter().map(|&at| PollFd::new(&members[at].stream, PollFlags::IN)).collect();
         poll(&mut fds, Some(&Timespec { tv_sec: 1, tv_nsec: 0 })).expect("a wait");
         let ready: Vec<usize> =
@@ -141,7 +142,7 @@ fn read_all(members: &mut [Member]) -> Vec<usize> {
             let member = &mut members[at];
             loop {
                 match (&member.stream).read(&mut buffer) {
-                    Ok(0) => panic!("rank {at} is hung up on"),
+                    Ok(0) => panic!("the controller closed the connection of rank {at}"),
                     Ok(len) => {
                         if let Some(len) = member.inbox.take(&buffer[..len]) {
                             if matches!(member.inbox, Inbox::Counted { .. }) {
@@ -168,7 +169,7 @@ fn controller() -> (Server, SocketAddr) {
     (controller, addr)
 }
 
-/// The most memory that a process has had in RAM, in KiB.
+/// Return the peak resident memory of a process, in KiB.
 fn peak_kib(server: &Server) -> u64 {
     let path = format!("/proc/{}/status", server.pid().as_raw_nonzero());
     let text = std::fs::read_to_string(path).expect("it runs");
@@ -177,39 +178,41 @@ fn peak_kib(server: &Server) -> u64 {
 }
 
 #[test]
-fn ranks_up_to_the_limit_join_and_one_more_is_refused_by_name() {
+fn maximum_number_of_ranks_join_and_a_larger_job_is_refused() {
     let limit = getrlimit(Resource::Nofile);
-    let wanted = u64::from(RANKS_MAX) + DESCRIPTORS_BESIDE;
+    let wanted = u64::from(RANKS_MAX) + OTHER_DESCRIPTORS;
     let maximum = limit.maximum.map(|maximum| maximum.max(wanted));
     setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum }).expect("descriptors for all ranks");
 
     let (controller, addr) = controller();
     let began = Instant::now();
     let mut members: Vec<Member> = (0..RANKS_MAX).map(|rank| join(addr, rank, RANKS_MAX)).collect();
-    let asked = began.elapsed();
+    let requested = began.elapsed();
     let lens = read_all(&mut members);
     eprintln!(
-        "{RANKS_MAX} ranks: asked within {asked:?}, told within {:?}, {} bytes each; the controller's peak: {} KiB",
+        "{RANKS_MAX} ranks: requested within {requested:?}, replied within {:?}, {} bytes each; the controller's peak: {} KiB",
         began.elapsed(),
         lens[0],
         peak_kib(&controller)
     );
-    assert!(lens.iter().all(|len| *len == lens[0]), "all are told as much");
+    assert!(lens.iter().all(|len| *len == lens[0]), "all replies have the same length");
     for (rank, member) in members.iter().enumerate().step_by(DECODED_EVERY) {
-        let Inbox::Decoded { membership: Some(told), .. } = &member.inbox else { panic!("rank {rank} is told") };
-        assert!(told.tree.as_ref().is_err_and(|why| why.contains("no device")), "{:?}", told.tree);
-        assert_eq!((told.mesh.len(), told.repair_mesh.len()), (RANKS_MAX as usize, RANKS_MAX as usize));
-        assert!((0..).zip(&told.mesh).all(|(rank, addr)| *addr == request(rank, 1).mesh_addr));
-        assert!((0..).zip(&told.repair_mesh).all(|(rank, addr)| *addr == request(rank, 1).repair_addr));
+        let Inbox::Decoded { membership: Some(joined), .. } = &member.inbox else {
+            panic!("rank {rank} has no membership")
+        };
+        assert!(joined.tree.as_ref().is_err_and(|why| why.contains("no device")), "{:?}", joined.tree);
+        assert_eq!((joined.mesh.len(), joined.recovery_mesh.len()), (RANKS_MAX as usize, RANKS_MAX as usize));
+        assert!((0..).zip(&joined.mesh).all(|(rank, addr)| *addr == request(rank, 1).mesh_addr));
+        assert!((0..).zip(&joined.recovery_mesh).all(|(rank, addr)| *addr == request(rank, 1).recovery_addr));
     }
-    let report = status(addr).expect("a report beside them");
+    let report = status(addr).expect("a report");
     assert_eq!((report.jobs[0].joined, report.jobs[0].running), (RANKS_MAX, true));
 
     let refused = sumac::controller::Session::join(addr, request(0, RANKS_MAX + 1), LIMIT, |_| None);
     let why = refused.expect_err("too many").to_string();
-    assert!(why.contains("16385 ranks; a job has at most 16384"), "{why}");
+    assert!(why.contains("16385 ranks requested; a job has at most 16384"), "{why}");
 
-    // Half of them leave, and half die at once.
+    // Half of the ranks leave, the others disconnect.
     for member in members.iter_mut().step_by(2) {
         send(&mut member.stream, &ClientRequest::Leave).expect("into an empty buffer");
     }

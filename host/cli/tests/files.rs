@@ -1,6 +1,7 @@
-//! Collectives on files, as a user meets them: what is written, and what is refused with nothing written.
+//! Collectives on files: outputs, and errors that leave no output.
 //!
-//! Whole clusters of processes on loopback; results are compared with sums computed here, read by the formats' own crates.
+//! Each test runs a cluster of processes on loopback and compares results, read by other crates, with sums computed
+//! here.
 
 mod common;
 
@@ -43,7 +44,7 @@ fn all_reduce_adds_tensor_by_tensor_and_keeps_the_metadata() {
     inputs.iter().for_each(|input| args.extend(["--input", input]));
     let output = sumac(&args);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
-    // One operation a type.
+    // One operation per element type.
     assert!(stdout(&output).contains("sum of 3 files of 3 tensors, 52 bytes, paths tree x 3, "), "{}", stdout(&output));
     let bytes = fs::read(&out).expect("the output");
     let sum = SafeTensors::deserialize(&bytes).expect("a good file");
@@ -59,7 +60,7 @@ fn all_reduce_adds_tensor_by_tensor_and_keeps_the_metadata() {
 }
 
 #[test]
-fn inputs_that_do_not_go_together_end_with_2_and_no_output() {
+fn mismatched_inputs_exit_with_2_and_no_output() {
     let dir = Dir::new("mixed");
     let good = dir.write("good.safetensors", &state(0));
     let w = [0; 32];
@@ -74,24 +75,24 @@ fn inputs_that_do_not_go_together_end_with_2_and_no_output() {
     ];
     for (one, other, out, named) in cases {
         let output = sumac(&["all-reduce", "--input", one, "--input", other, "--output", out]);
-        let said = stderr(&output);
-        assert_eq!(exit_status(&output), 2, "{said}");
-        assert!(named.iter().all(|named| said.contains(named)), "{said}");
+        let text = stderr(&output);
+        assert_eq!(exit_status(&output), 2, "{text}");
+        assert!(named.iter().all(|named| text.contains(named)), "{text}");
     }
     let output = sumac(&["all-reduce", "--op", "band", "--input", &good, "--output", &out]);
     assert_eq!(exit_status(&output), 2);
-    assert!(stderr(&output).contains("no band of "), "{}", stderr(&output));
+    assert!(stderr(&output).contains("cannot apply band to "), "{}", stderr(&output));
     assert_eq!(dir.names(), ["array.npy", "fewer.safetensors", "good.safetensors"]);
 }
 
-/// Run a command that must end with 0, and return what it printed.
+/// Run a command that must succeed, and return its stdout.
 fn expect_success(args: &[&str]) -> String {
     let output = sumac(args);
     assert_eq!(exit_status(&output), 0, "{args:?}: {}", stderr(&output));
     stdout(&output)
 }
 
-/// Read the shape and the elements of a .npy file with another crate than the command does.
+/// Read the shape and the elements of a .npy file with the npyz crate.
 fn read_npy(path: &str) -> (Vec<u64>, Vec<f32>) {
     let bytes = fs::read(path).expect("a file");
     let file = npyz::NpyFile::new(&bytes[..]).expect("an array");
@@ -109,7 +110,7 @@ fn cuttable(rank: u8) -> Vec<u8> {
 }
 
 #[test]
-fn reduce_scatter_cuts_the_sum_along_axis_0_and_all_gather_joins_it_again() {
+fn all_gather_restores_the_parts_of_reduce_scatter() {
     let dir = Dir::new("scatter");
     let values = |rank: u8| (0..12_u8).map(|i| f32::from(i * (rank + 1))).collect::<Vec<_>>();
     let inputs: Vec<_> =
@@ -117,8 +118,8 @@ fn reduce_scatter_cuts_the_sum_along_axis_0_and_all_gather_joins_it_again() {
     let pattern = dir.path("part-{rank}.npy");
     let mut args = vec!["reduce-scatter", "--output", &pattern];
     inputs.iter().for_each(|input| args.extend(["--input", input]));
-    let said = expect_success(&args);
-    assert!(said.contains("sum of 3 arrays (6, 2) of f32, in 3 parts of (2, 2), path "), "{said}");
+    let text = expect_success(&args);
+    assert!(text.contains("sum of 3 arrays (6, 2) of f32, in 3 parts of (2, 2), path "), "{text}");
     let sum: Vec<f32> = (0..12_u8).map(|i| f32::from(i) * 6.0).collect();
     let parts: Vec<_> = (0..3).map(|rank| dir.path(&format!("part-{rank}.npy"))).collect();
     for (part, expected) in parts.iter().zip(sum.chunks(4)) {
@@ -127,15 +128,15 @@ fn reduce_scatter_cuts_the_sum_along_axis_0_and_all_gather_joins_it_again() {
     let whole = dir.path("whole.npy");
     let mut args = vec!["all-gather", "--output", &whole];
     parts.iter().for_each(|part| args.extend(["--input", part]));
-    let said = expect_success(&args);
-    assert!(said.contains("3 files joined to array (6, 2) of f32, path "), "{said}");
+    let text = expect_success(&args);
+    assert!(text.contains("3 files concatenated to array (6, 2) of f32, path "), "{text}");
     assert_eq!(read_npy(&whole), (vec![6, 2], sum));
     let names = ["part-0.npy", "part-1.npy", "part-2.npy", "r0.npy", "r1.npy", "r2.npy", "whole.npy"];
     assert_eq!(dir.names(), names);
 }
 
 #[test]
-fn tensors_are_cut_and_joined_one_by_one() {
+fn tensors_are_split_and_concatenated_one_by_one() {
     let dir = Dir::new("parts");
     let inputs = [0, 1].map(|rank| dir.write(&format!("r{rank}.safetensors"), &cuttable(rank)));
     let parts = dir.path("parts");
@@ -163,7 +164,7 @@ fn tensors_are_cut_and_joined_one_by_one() {
 }
 
 #[test]
-fn all_gather_joins_what_differs_along_axis_0() {
+fn all_gather_concatenates_arrays_of_different_lengths() {
     let dir = Dir::new("joins");
     let values: Vec<f32> = (0..12_u8).map(f32::from).collect();
     // Rank 1's array is in Fortran order: its rows are 6 8 10 and 7 9 11.
@@ -180,20 +181,20 @@ fn all_gather_joins_what_differs_along_axis_0() {
 }
 
 #[test]
-fn broadcast_writes_what_another_rank_got() {
+fn broadcast_writes_the_bytes_that_another_rank_received() {
     let dir = Dir::new("broadcast");
     let values: Vec<f32> = (0..=255_u8).map(f32::from).collect();
     for (name, bytes) in [("a.npy", npy_f32(&values, "(16, 16)")), ("a.safetensors", state(3))] {
         let input = dir.write(name, &bytes);
         let out = dir.path(&format!("copy-of-{name}"));
-        let said = expect_success(&["broadcast", "--input", &input, "--output", &out, "--root", "1", "--ranks", "3"]);
-        assert!(said.contains("from rank 1 to all of 3"), "{said}");
+        let text = expect_success(&["broadcast", "--input", &input, "--output", &out, "--root", "1", "--ranks", "3"]);
+        assert!(text.contains("from rank 1 to all of 3"), "{text}");
         assert_eq!(fs::read(&out).expect("the output"), bytes);
     }
 }
 
 #[test]
-fn what_can_not_be_cut_joined_or_sent_ends_with_2_and_no_output() {
+fn invalid_collectives_on_files_exit_with_2_and_no_output() {
     let dir = Dir::new("uncut");
     let five = dir.write("five.npy", &npy_f32(&[1.0; 10], "(5, 2)"));
     let other = dir.write("other.npy", &npy_f32(&[1.0; 15], "(5, 3)"));
@@ -206,7 +207,7 @@ fn what_can_not_be_cut_joined_or_sent_ends_with_2_and_no_output() {
             &["reduce-scatter", "--input", &five, "--input", &five, "--output", &parts],
             &["five.npy", "axis 0 has 5", "2"],
         ),
-        (&["reduce-scatter", "--input", &five, "--output", &out], &["out.npy: needs {rank}", "1 ranks"]),
+        (&["reduce-scatter", "--input", &five, "--output", &out], &["out.npy: must contain {rank}", "1 ranks"]),
         (&["reduce-scatter", "--input", &five, "--output-dir", &nowhere], &["nowhere: no such directory"]),
         (&["reduce-scatter", "--input", &scalar, "--output", &tensors], &["tensor \"step\": shape () has no axis 0"]),
         (&["reduce-scatter", "--input", &five], &["--output"]),
@@ -219,9 +220,9 @@ fn what_can_not_be_cut_joined_or_sent_ends_with_2_and_no_output() {
     ];
     for (args, named) in cases {
         let output = sumac(args);
-        let said = stderr(&output);
-        assert_eq!(exit_status(&output), 2, "{args:?}: {said}");
-        assert!(named.iter().all(|named| said.contains(named)), "{args:?}: {said}");
+        let text = stderr(&output);
+        assert_eq!(exit_status(&output), 2, "{args:?}: {text}");
+        assert!(named.iter().all(|named| text.contains(named)), "{args:?}: {text}");
     }
     assert_eq!(dir.names(), ["five.npy", "other.npy", "scalar.safetensors"]);
 }

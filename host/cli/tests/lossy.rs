@@ -1,9 +1,8 @@
-//! All-reduces of real processes over real UDP sockets, with `sumac chaos` before each device.
+//! All-reduces of real processes over real UDP sockets, with `sumac chaos` in front of each device.
 //!
-//! A controller, two devices and four ranks, each a process of its own, in a tree of two levels; every packet
-//! between a rank and its leaf and between the leaf and the root goes through a proxy that loses, doubles, holds
-//! back and damages some. The ranks check every element. Nothing is timed: a test that goes wrong ends at the ranks'
-//! deadline.
+//! A controller, two devices and four ranks, each a process, form a tree of two levels. Every packet between a rank and
+//! its leaf and between the leaf and the root passes through a proxy that drops, duplicates, delays and corrupts some
+//! of them. The ranks check every element. Nothing is timed; a hanging test ends at the ranks' deadline.
 
 mod common;
 mod proxy;
@@ -17,10 +16,10 @@ use std::time::{Duration, Instant};
 
 const RANKS: u32 = 4;
 
-/// Who sends and is no child.
-const STRANGERS: u64 = 1000;
+/// The number of senders that are not children.
+const UNKNOWN_SENDERS: u64 = 1000;
 
-/// Two leaves of two hosts each. The planner takes one leaf for the root, as there is no device at the spine.
+/// Two leaves with two hosts each. The planner picks one leaf as the root, because the spine has no device.
 const FABRIC: &str = r#"
 switch = [
     { name = "leaf0", aggregation = true },
@@ -38,17 +37,17 @@ link = [
 ]
 "#;
 
-/// The devices, and how many children each has in the tree: two ranks, and at the root the other leaf.
+/// The devices and the number of their children in the tree: two ranks, and for the root the other leaf.
 const DEVICES: [(&str, u64); 2] = [("leaf0", 3), ("leaf1", 2)];
 
-/// One cluster at a time: so the ports of a device are free, and every child of this process is the cluster's.
+/// Serialises the tests, so that the devices' ports are free and all child processes belong to one cluster.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// What to run.
+/// A test's configuration.
 struct Scenario {
     /// Options of the proxies.
     faults: &'static str,
-    /// Whether others send to the proxies as well.
+    /// Whether unknown senders send to the proxies, too.
     is_crowded: bool,
     shards: u16,
     order: &'static str,
@@ -56,16 +55,16 @@ struct Scenario {
     cases: Vec<Value>,
 }
 
-/// What came of it.
+/// The results of a test.
 struct Outcome {
-    /// Every rank's rows.
+    /// The rows of each rank.
     measured: Vec<Vec<Value>>,
-    /// Of every device's proxy, a link a shard.
+    /// The counters of each device's proxy, with one link per shard.
     links: [Vec<Counts>; 2],
 }
 
 impl Scenario {
-    /// Start a cluster, let its ranks do their work, end it in order, and see that nothing is left.
+    /// Run the ranks on a cluster, end it in order, and assert that no process remains.
     fn run(&self) -> Outcome {
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let mut controller = serve_with(&["controller", "--listen", "127.0.0.1:0", "--topology", "-"], FABRIC);
@@ -87,10 +86,10 @@ impl Scenario {
         Outcome { measured, links }
     }
 
-    /// Start the `nth` device and its proxy, and wait until the controller knows it.
+    /// Start device `nth` and its proxy, and wait until it has registered.
     fn device(&self, nth: usize, controller: &str) -> (Server, Proxy) {
         let (name, _) = DEVICES[nth];
-        // A loopback address of this process's own, where ports below those that the system gives out are free.
+        // A loopback address of this process's own: there, ports below the ephemeral range are free.
         let [_, a, b, c] = std::process::id().to_be_bytes();
         let bind = Ipv4Addr::new(127, 64 | a, b, c);
         let first = 7900 + 10 * nth as u16;
@@ -115,16 +114,16 @@ impl Scenario {
         let (host, order) = (format!("h{rank}"), self.order);
         let job = json!({
             "controller": controller, "job": "lossy", "rank": rank, "world": RANKS, "host": host, "order": order,
-            // Only packets can be lost.
-            "attach": "Udp", "deadline_ms": 60_000, "work": work,
+            // Only packets can be dropped.
+            "transport": "Udp", "deadline_ms": 60_000, "work": work,
         });
         format!("{job}\n")
     }
 
-    /// Read what a rank has printed: that it has joined, then a row a case, through the tree and without an error.
+    /// Parse a rank's output: its transport, then one row per case, each through the tree and without wrong elements.
     fn rows(&self, lines: &[String]) -> Vec<Value> {
         let lines: Vec<Value> = lines.iter().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-        let joined = json!({ "Joined": { "attached": "ByPackets" } });
+        let joined = json!({ "Joined": { "transport": "Packets" } });
         assert_eq!((lines.first(), lines.len()), (Some(&joined), 1 + self.cases.len()), "{lines:?}");
         let rows: Vec<Value> = lines[1..].iter().map(|line| line["Measured"].clone()).collect();
         for (row, case) in rows.iter().zip(&self.cases) {
@@ -139,22 +138,22 @@ impl Scenario {
     }
 }
 
-/// Send to a proxy from many addresses, when it knows the children of its device.
+/// Send to a proxy from many addresses, once it has admitted the children of its device.
 fn crowd(proxy: &mut Proxy, children: u64) {
     let deadline = Instant::now() + Duration::from_secs(60);
     let is_known = |counts: &Counts| counts.clients == children && counts.down.received >= 16 * children;
     while !proxy.counts().iter().all(is_known) {
         assert!(Instant::now() < deadline, "{:?}", proxy.counts());
     }
-    for _ in 0..STRANGERS {
-        let stranger = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
-        proxy.addrs().iter().for_each(|addr| _ = stranger.send_to(&[9; 64], addr).expect("sent"));
+    for _ in 0..UNKNOWN_SENDERS {
+        let sender = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
+        proxy.addrs().iter().for_each(|addr| _ = sender.send_to(&[9; 64], addr).expect("sent"));
     }
 }
 
 impl Outcome {
-    /// Every child of every device came through its proxy, with an address of its own, and no packet got lost there that
-    /// was not meant to.
+    /// Assert that every child used its proxy with an address of its own, and that the proxy dropped no packet except
+    /// by its rules.
     fn expect_every_link_relayed(&self) {
         for (links, (device, children)) in self.links.iter().zip(DEVICES) {
             for counts in links {
@@ -167,10 +166,10 @@ impl Outcome {
         }
     }
 
-    /// Each of these was done to packets both ways on every link.
-    fn expect_done(&self, done: impl Fn(Lane) -> Vec<u64>) {
+    /// Assert that these faults occurred in both directions on every link.
+    fn expect_faults(&self, faults: impl Fn(Lane) -> Vec<u64>) {
         for counts in self.links.iter().flatten() {
-            let all = [done(counts.up), done(counts.down)].concat();
+            let all = [faults(counts.up), faults(counts.down)].concat();
             assert!(all.iter().all(|&count| count > 0), "{counts:?}");
         }
     }
@@ -185,7 +184,7 @@ fn all_reduce(dtype: &str, op: &str, count: u64) -> Value {
 }
 
 #[test]
-fn a_proxy_without_faults_changes_nothing() {
+fn proxy_without_faults_relays_every_packet() {
     let cases = vec![
         all_reduce("F32", "Sum", 0),
         all_reduce("F32", "Sum", 2),
@@ -204,7 +203,7 @@ fn a_proxy_without_faults_changes_nothing() {
 }
 
 #[test]
-fn one_packet_in_twenty_lost_is_made_up_for() {
+fn all_reduce_is_correct_at_5_percent_loss() {
     let cases = vec![
         all_reduce("I32", "Sum", 2),
         all_reduce("F16", "Sum", 3001),
@@ -215,12 +214,12 @@ fn one_packet_in_twenty_lost_is_made_up_for() {
         Scenario { faults: "--loss 5%", is_crowded: false, shards: 1, order: "TreePairwise", iterations: 25, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    outcome.expect_done(|lane| vec![lane.lost]);
+    outcome.expect_faults(|lane| vec![lane.lost]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
 }
 
 #[test]
-fn every_fault_at_once_is_survived() {
+fn all_reduce_is_correct_at_20_percent_loss_with_all_other_faults() {
     let cases = vec![
         all_reduce("F32", "Sum", 2),
         all_reduce("Bf16", "Sum", 333),
@@ -231,29 +230,29 @@ fn every_fault_at_once_is_survived() {
     let scenario = Scenario { faults, is_crowded: false, shards: 1, order: "TreeFold", iterations: 6, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
+    outcome.expect_faults(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
 }
 
 #[test]
-fn a_way_that_loses_doubles_reorders_and_damages_some_and_takes_its_time_gives_right_values() {
+fn all_reduce_is_correct_with_all_faults_and_delay() {
     let cases = vec![all_reduce("F32", "Sum", 1), all_reduce("Bf16", "Sum", 5000), all_reduce("I64", "Sum", 1 << 16)];
     let faults = "--loss 5% --duplicate 2% --reorder 5% --corrupt 1% --delay 100us..300us";
     let scenario = Scenario { faults, is_crowded: false, shards: 1, order: "TreePairwise", iterations: 5, cases };
     let outcome = scenario.run();
     outcome.expect_every_link_relayed();
-    outcome.expect_done(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
+    outcome.expect_faults(|lane| vec![lane.lost, lane.duplicated, lane.reordered, lane.corrupted]);
     assert!(outcome.retransmits() > 0, "{:?}", outcome.measured);
 }
 
 #[test]
-fn strangers_at_a_proxy_take_no_rank_its_place() {
+fn unknown_senders_do_not_evict_ranks_from_the_proxy() {
     let cases = vec![all_reduce("I64", "Sum", 1 << 16)];
     let faults = "--loss 1% --clients 8";
     let scenario = Scenario { faults, is_crowded: true, shards: 1, order: "TreePairwise", iterations: 60, cases };
     let outcome = scenario.run();
     for counts in outcome.links.iter().flatten() {
-        // A stranger's port may be given out again.
-        assert!(counts.replaced > STRANGERS / 2 && counts.up.refused == 0, "{counts:?}");
+        // The system may reuse a sender's port.
+        assert!(counts.replaced > UNKNOWN_SENDERS / 2 && counts.up.refused == 0, "{counts:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! What is left of a cluster when its supervisor is interrupted or killed, or when a child dies: nothing.
+//! No process of a cluster remains after its supervisor is interrupted or killed, or after a child dies.
 
 mod common;
 
@@ -8,9 +8,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
-/// A supervisor and what it has started. A test that fails takes it along.
+/// A supervisor and its children. Dropping it kills them.
 struct Running {
-    /// Until its end has been waited for.
+    /// `None` once it has been reaped.
     supervisor: Option<Child>,
     stdout: BufReader<ChildStdout>,
     children: Vec<Process>,
@@ -25,7 +25,7 @@ impl Running {
         Self { supervisor: Some(supervisor), stdout, children: Vec::new() }
     }
 
-    /// Start a measurement whose second row takes far longer than the test, and wait for the first.
+    /// Start a measurement whose second row takes far longer than the test, and wait for its first row.
     fn perf() -> Self {
         let mut running =
             Self::start(&["perf", "--json", "-b", "8", "-e", "64M", "-f", "8388608", "-n", "100", "--algo", "tree"]);
@@ -49,7 +49,7 @@ impl Running {
         self.children.iter().find(|child| child.command.contains(command)).expect("such a child")
     }
 
-    /// Wait for the supervisor and then for each child; one that stays fails the test.
+    /// Wait for the supervisor and then for each child. A child that remains fails the test.
     fn end(mut self) -> Output {
         self.stdout.read_to_end(&mut Vec::new()).expect("read");
         let output = self.supervisor.take().expect("waited for once").wait_with_output().expect("ended");
@@ -65,7 +65,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(supervisor) = &mut self.supervisor {
-            // Its children die with it. It may have ended by itself.
+            // Its children die with it. It may have ended already.
             let _ = supervisor.kill();
             let _ = supervisor.wait();
         }
@@ -73,7 +73,7 @@ impl Drop for Running {
 }
 
 #[test]
-fn ctrl_c_ends_everything_with_130() {
+fn interrupted_perf_ends_all_processes_with_130() {
     let running = Running::perf();
     running.signal(Signal::INT);
     let output = running.end();
@@ -81,14 +81,14 @@ fn ctrl_c_ends_everything_with_130() {
 }
 
 #[test]
-fn a_killed_supervisor_takes_its_children_along() {
+fn children_die_with_their_killed_supervisor() {
     let running = Running::perf();
     running.signal(Signal::KILL);
     assert_eq!(running.end().status.code(), None);
 }
 
 #[test]
-fn a_device_that_dies_ends_the_run_and_is_named() {
+fn killed_device_fails_the_run_and_is_named() {
     let running = Running::perf();
     kill_process(running.child("--name=leaf1").pid, Signal::KILL).expect("running");
     let output = running.end();
@@ -97,19 +97,19 @@ fn a_device_that_dies_ends_the_run_and_is_named() {
 }
 
 #[test]
-fn a_rank_that_dies_ends_the_run() {
+fn killed_rank_fails_the_run() {
     let running = Running::perf();
     kill_process(running.child(" rank").pid, Signal::KILL).expect("running");
     let output = running.end();
     assert_eq!(exit_status(&output), 1, "{}", stderr(&output));
-    // Either the dead rank is seen first, or another one that noticed it.
+    // The supervisor sees either the dead rank first, or another one that failed because of it.
     assert!(stderr(&output).contains("error: rank "), "{}", stderr(&output));
 }
 
 #[test]
-fn an_interrupted_selftest_ends_with_130() {
+fn interrupted_selftest_ends_with_130() {
     let mut running = Running::start(&["selftest", "-n", "1000000", "--levels", "1"]);
-    // The table's head comes when the cluster is up; from then on it measures, for far longer than the test takes.
+    // The table's header is printed when the cluster is up; measuring then takes far longer than the test.
     let mut head = String::new();
     running.stdout.read_line(&mut head).expect("the table's head");
     running.children = children(running.supervisor().id());
@@ -120,13 +120,13 @@ fn an_interrupted_selftest_ends_with_130() {
 }
 
 #[test]
-fn an_interrupted_all_reduce_leaves_no_file() {
+fn interrupted_all_reduce_leaves_no_file() {
     let dir = Dir::new("interrupted");
     let values = vec![1.0; 1 << 23];
     let inputs = ["a.npy", "b.npy"].map(|name| dir.write(name, &npy_f32(&values, "(8388608,)")));
     let out = dir.path("out.npy");
     let mut running = Running::start(&["all-reduce", "--input", &inputs[0], "--input", &inputs[1], "--output", &out]);
-    // Signals are taken over before anything else is begun; so with the first child, this one is in order.
+    // Signal handlers are installed before the first child starts, so the signal ends the command in order.
     while running.children.is_empty() {
         let ended = running.supervisor.as_mut().and_then(|supervisor| supervisor.try_wait().expect("asked"));
         assert_eq!(ended, None, "it ended before it had a child");

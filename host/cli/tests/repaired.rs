@@ -1,37 +1,37 @@
-//! Controller, devices and ranks, each a process of its own, where a lost tree is repaired: ranks go on with right
-//! results when a device is killed or stopped at any moment, and also when a second thing dies while they repair.
+//! Recovery of real processes from a lost tree: ranks continue with correct results when a device is killed or stopped
+//! at any moment, also when a second process dies during the recovery.
 //!
-//! As in `faults.rs`, moments are drawn by a seeded generator, what a process does then is the machine's to say, and a
-//! failure names its seed.
+//! As in `faults.rs`, a seeded generator draws the moments of faults, and a failure names its seed. What a process is
+//! doing at that moment depends on the machine.
 
 mod common;
 mod members;
 
 use common::Server;
 use members::{
-    Cluster, DEADLINE, DeviceMemory, Ending, Later, Member, Memory, Seen, Sockets, Task, be_a_rank, now_ns, signal,
+    Cluster, DEADLINE, DeviceMemory, Ending, Member, Memory, Recheck, Seen, Sockets, Task, now_ns, run_rank, signal,
     start,
 };
 use rustix::process::Signal;
 use std::time::Duration;
 use sumac_hal::emu::Rng;
 
-/// Rounds of a job that survives: the first two or three before the fault, the others after it.
+/// Rounds of a job that recovers: two or three before the fault, the others after it.
 const ROUNDS: u64 = 5;
 
 /// More rounds than any test waits for.
-const FOR_EVER: u64 = 1 << 40;
+const UNLIMITED: u64 = 1 << 40;
 
-/// How long a repair takes, about.
-const REPAIRING: Duration = Duration::from_millis(25);
+/// The approximate time of a recovery.
+const RECOVERY_TIME: Duration = Duration::from_millis(25);
 
 #[test]
 #[ignore = "a rank of other tests"]
 fn rank_process() {
-    be_a_rank();
+    run_rank();
 }
 
-/// Start a job that gets over the loss of its tree, and wait until a random moment of an operation, or a little after.
+/// Start a job with recovery and wait until a random moment of an operation, or a little after it.
 fn job(cluster: &mut Cluster, rng: &mut Rng, ranks: u32, memory: Memory, rounds: u64) -> Vec<Member> {
     let task = cluster.task(ranks, memory, rounds, DEADLINE);
     let mut members = start(&Task { repair: true, rounds_values: rng.below(3) == 0, ..task });
@@ -40,12 +40,12 @@ fn job(cluster: &mut Cluster, rng: &mut Rng, ranks: u32, memory: Memory, rounds:
     members
 }
 
-/// Choosing a moment is all that this is for.
+/// Choose a random moment for a fault. Nothing is synchronised by the sleep.
 fn pause(rng: &mut Rng, at_most: Duration) {
     std::thread::sleep(rng.duration_up_to(at_most));
 }
 
-/// Mostly by reference; seldom in packets, where it takes seconds to notice that a device is gone.
+/// Mostly zero-copy; rarely packets, where it takes seconds to detect a lost device.
 fn memory_of(nth: u64) -> Memory {
     match nth % 10 {
         2 | 5 | 8 => Memory::Plain,
@@ -54,51 +54,53 @@ fn memory_of(nth: u64) -> Memory {
     }
 }
 
-/// See that all rounds went well at all ranks, that a repair was made in the same round wherever it was made in one,
-/// and that the last round took the tree, or did not; end the members. Returns how many ranks were in a repaired call.
-fn expect_all_well(members: Vec<Member>, is_by_tree: bool, context: &str) -> usize {
+/// Assert that all rounds succeeded on all ranks, that at least one rank recovered within a call, and that the last
+/// round took the tree or did not; then end the members. Returns how many ranks recovered within a call.
+fn expect_success(members: Vec<Member>, is_by_tree: bool, context: &str) -> usize {
     let mut members = members;
     let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
     for ending in &endings {
         assert_eq!((ending.error.as_deref(), ending.rounds), (None, ROUNDS), "{context}: {ending:?}");
         assert_eq!(ending.by_tree, is_by_tree, "{context}: {ending:?}");
     }
-    // A rank that is in no call takes part all the same, and has no call to say so.
-    let said: Vec<&Vec<u64>> = endings.iter().map(|ending| &ending.repaired).filter(|said| !said.is_empty()).collect();
-    assert!(!said.is_empty(), "{context}: {endings:?}");
+    // A rank outside calls takes part in the recovery, too, but has no call that reports it.
+    let repaired: Vec<&Vec<u64>> =
+        endings.iter().map(|ending| &ending.repaired).filter(|rounds| !rounds.is_empty()).collect();
+    assert!(!repaired.is_empty(), "{context}: {endings:?}");
     for member in &mut members {
-        let Later { changed } = member.look_again();
+        let Recheck { changed } = member.recheck();
         assert_eq!(changed, 0, "{context}: elements changed after the last round");
     }
-    let said = said.len();
+    let repaired = repaired.len();
     members.into_iter().for_each(Member::end);
-    said
+    repaired
 }
 
-/// See that all that are left name the same rank and the same call: before it, every call of each went well, and none
-/// behind it did. A schedule keeps nothing for others, so that who had returned from that call by one may stand alone.
-fn expect_the_same(endings: &[Ending], victim: u64, context: &str) {
-    let told = |ending: &Ending| {
-        let rest = ending.text.strip_prefix(&format!("rank {victim} is lost: call ")).map(str::to_owned);
-        let (call, _) = rest.as_ref().and_then(|rest| rest.split_once(' ')).expect("a call is named");
+/// Assert that all survivors name the same rank and the same first failed call, that all earlier calls succeeded, and
+/// that no later one did. A rank that had already returned from that call, by a host collective, may keep its result
+/// alone.
+fn expect_same_error(endings: &[Ending], victim: u64, context: &str) {
+    let failed_call = |ending: &Ending| {
+        let rest = ending.text.strip_prefix(&format!("rank {victim} is lost: collective #")).map(str::to_owned);
+        let (call, _) = rest.as_ref().and_then(|rest| rest.split_once(' ')).expect("the error names a call");
         call.parse::<u64>().expect("a number")
     };
-    let call = told(&endings[0]);
+    let call = failed_call(&endings[0]);
     for ending in endings {
-        assert_eq!(told(ending), call, "{context}: {endings:?}");
-        let stands_alone = ending.rounds == call + 1 && !ending.by_tree;
-        assert!(ending.rounds == call || stands_alone, "{context}: {endings:?}");
+        assert_eq!(failed_call(ending), call, "{context}: {endings:?}");
+        let keeps_result_alone = ending.rounds == call + 1 && !ending.by_tree;
+        assert!(ending.rounds == call || keeps_result_alone, "{context}: {endings:?}");
     }
 }
 
-/// Run a job that needs its tree.
+/// Run a job that requires its tree.
 fn run_well(cluster: &mut Cluster, ranks: u32, memory: Memory, context: &str) {
     let mut members = cluster.job(ranks, memory, 2, DEADLINE);
     members.iter_mut().for_each(|member| assert_eq!(member.ending().error, None, "{context}"));
     members.into_iter().for_each(Member::end);
 }
 
-/// Take the device that serves the only job out of some.
+/// Remove and return the device that serves the only job.
 fn serving(cluster: &Cluster, devices: &mut Vec<(String, Server)>) -> (String, Server) {
     let names = cluster.devices_of_the_job();
     let at = devices.iter().position(|(name, _)| *name == names[0]).expect("a device of these");
@@ -111,7 +113,7 @@ fn two_devices(cluster: &Cluster, nth: u64) -> Vec<(String, Server)> {
 }
 
 #[test]
-fn a_device_that_is_killed_at_any_moment_is_got_over() {
+fn job_survives_device_killed_at_any_moment() {
     const KILLS: u64 = 12;
     let mut cluster = Cluster::start();
     let (mut in_a_call, mut ranks_of_all) = (0, 0);
@@ -124,7 +126,7 @@ fn a_device_that_is_killed_at_any_moment_is_got_over() {
         let sockets = Sockets::of(device.pid());
         let members = job(&mut cluster, &mut rng, ranks, memory, ROUNDS);
         device.kill();
-        in_a_call += expect_all_well(members, false, &context);
+        in_a_call += expect_success(members, false, &context);
         ranks_of_all += ranks;
         sockets.wait_until_gone(&context);
     }
@@ -133,7 +135,7 @@ fn a_device_that_is_killed_at_any_moment_is_got_over() {
 }
 
 #[test]
-fn a_job_whose_device_is_killed_moves_to_another() {
+fn job_whose_device_is_killed_moves_to_another_device() {
     const KILLS: u64 = 10;
     let mut cluster = Cluster::start();
     let mut devices = two_devices(&cluster, 0);
@@ -145,7 +147,7 @@ fn a_job_whose_device_is_killed_moves_to_another() {
         let members = job(&mut cluster, &mut Rng::new(nth), 3, memory, ROUNDS);
         let (_, victim) = serving(&cluster, &mut devices);
         victim.kill();
-        expect_all_well(members, true, &context);
+        expect_success(members, true, &context);
         let (name, left) = &devices[0];
         let (_, before) = before.iter().find(|(known, _)| known == name).expect("it was there");
         before.wait_for(left.pid(), &context);
@@ -156,7 +158,7 @@ fn a_job_whose_device_is_killed_moves_to_another() {
 }
 
 #[test]
-fn the_device_that_a_job_moves_to_may_be_killed_as_well() {
+fn job_survives_second_device_killed_during_recovery() {
     const KILLS: u64 = 10;
     let mut cluster = Cluster::start();
     for nth in 0..KILLS {
@@ -167,15 +169,15 @@ fn the_device_that_a_job_moves_to_may_be_killed_as_well() {
         let members = job(&mut cluster, &mut rng, 3, memory, ROUNDS);
         let (_, victim) = serving(&cluster, &mut devices);
         victim.kill();
-        pause(&mut rng, 2 * REPAIRING);
+        pause(&mut rng, 2 * RECOVERY_TIME);
         devices.into_iter().for_each(|(_, device)| device.kill());
-        expect_all_well(members, false, &context);
+        expect_success(members, false, &context);
     }
     cluster.end(Vec::new());
 }
 
 #[test]
-fn a_rank_that_is_killed_during_a_repair_is_named() {
+fn survivors_name_rank_killed_during_recovery() {
     const KILLS: u64 = 12;
     let mut cluster = Cluster::start();
     let mut seen = Seen::default();
@@ -184,18 +186,18 @@ fn a_rank_that_is_killed_during_a_repair_is_named() {
         let context = format!("kills {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
         let device = cluster.device(&format!("device{nth}"));
-        let mut members = job(&mut cluster, &mut rng, 3, memory, FOR_EVER);
+        let mut members = job(&mut cluster, &mut rng, 3, memory, UNLIMITED);
         device.kill();
-        pause(&mut rng, REPAIRING);
+        pause(&mut rng, RECOVERY_TIME);
         let (victim, killed) = (rng.below(3), now_ns());
         members.remove(victim as usize).kill();
         let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
         for ending in &endings {
             seen.note(ending, killed, DEADLINE, &["RanksFailed"], &context);
         }
-        expect_the_same(&endings, victim, &context);
+        expect_same_error(&endings, victim, &context);
         for member in &mut members {
-            let Later { changed } = member.look_again();
+            let Recheck { changed } = member.recheck();
             assert_eq!(changed, 0, "{context}: elements changed after the call had returned");
         }
         members.into_iter().for_each(Member::end);
@@ -205,7 +207,7 @@ fn a_rank_that_is_killed_during_a_repair_is_named() {
 }
 
 #[test]
-fn a_controller_that_is_killed_during_a_repair_is_not_needed() {
+fn recovery_completes_without_controller() {
     for nth in 0..8 {
         let memory = [Memory::Registered, Memory::Plain, Memory::Registered, Memory::Packets][(nth % 4) as usize];
         let context = format!("kills {nth}, seed {nth}, {memory:?}");
@@ -214,16 +216,16 @@ fn a_controller_that_is_killed_during_a_repair_is_not_needed() {
         let device = cluster.device("device");
         let members = job(&mut cluster, &mut rng, 3, memory, ROUNDS);
         device.kill();
-        pause(&mut rng, REPAIRING);
+        pause(&mut rng, RECOVERY_TIME);
         cluster.kill_controller();
-        expect_all_well(members, false, &context);
+        expect_success(members, false, &context);
         cluster.end(Vec::new());
     }
 }
 
-/// Nobody says who is dead: most of the ranks go on by what they see, and what is left of two does not.
+/// Without a controller, a majority of ranks agrees on the failed rank; the survivor of two ranks ends as partitioned.
 #[test]
-fn without_a_controller_most_ranks_agree_on_who_was_killed() {
+fn majority_agrees_on_killed_rank_without_controller() {
     const KILLS: u64 = 6;
     for nth in 0..KILLS {
         let memory = memory_of(nth);
@@ -232,9 +234,9 @@ fn without_a_controller_most_ranks_agree_on_who_was_killed() {
         let (mut rng, mut seen) = (Rng::new(nth), Seen::default());
         let mut cluster = Cluster::start();
         let device = cluster.device("device");
-        let mut members = job(&mut cluster, &mut rng, ranks, memory, FOR_EVER);
+        let mut members = job(&mut cluster, &mut rng, ranks, memory, UNLIMITED);
         cluster.kill_controller();
-        pause(&mut rng, REPAIRING);
+        pause(&mut rng, RECOVERY_TIME);
         let (victim, killed) = (rng.below(u64::from(ranks)), now_ns());
         members.remove(victim as usize).kill();
         let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
@@ -243,10 +245,10 @@ fn without_a_controller_most_ranks_agree_on_who_was_killed() {
             seen.note(ending, killed, DEADLINE, &[expected], &context);
         }
         if ranks > 2 {
-            expect_the_same(&endings, victim, &context);
+            expect_same_error(&endings, victim, &context);
         }
         for member in &mut members {
-            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+            assert_eq!(member.recheck().changed, 0, "{context}: elements changed after the call had returned");
         }
         members.into_iter().for_each(Member::end);
         drop(device);
@@ -254,15 +256,15 @@ fn without_a_controller_most_ranks_agree_on_who_was_killed() {
     }
 }
 
-/// Whoever is silent is taken for dead by most of the others, and hears of that when it goes on.
+/// The majority excludes a silent rank, which learns of it when it continues.
 #[test]
-fn a_rank_that_is_stopped_without_a_controller_is_left_behind() {
+fn majority_excludes_stopped_rank_without_controller() {
     for (nth, memory) in (0..).zip([Memory::Registered, Memory::Packets]) {
         let context = format!("stop {nth}, seed {nth}, {memory:?}");
         let (mut rng, mut seen) = (Rng::new(nth), Seen::default());
         let mut cluster = Cluster::start();
         let device = cluster.device("device");
-        let mut members = job(&mut cluster, &mut rng, 3, memory, FOR_EVER);
+        let mut members = job(&mut cluster, &mut rng, 3, memory, UNLIMITED);
         cluster.kill_controller();
         let (at, stopped) = (rng.below(3), now_ns());
         let mut victim = members.remove(at as usize);
@@ -271,13 +273,13 @@ fn a_rank_that_is_stopped_without_a_controller_is_left_behind() {
         for ending in &endings {
             seen.note(ending, stopped, DEADLINE, &["RanksFailed"], &context);
         }
-        expect_the_same(&endings, at, &context);
+        expect_same_error(&endings, at, &context);
         let continued = now_ns();
         signal(victim.pid(), Signal::CONT);
         seen.note(&victim.ending(), continued, DEADLINE, &["Partitioned"], &context);
         members.push(victim);
         for member in &mut members {
-            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+            assert_eq!(member.recheck().changed, 0, "{context}: elements changed after the call had returned");
         }
         members.into_iter().for_each(Member::end);
         println!("{context}: {seen:?}");
@@ -286,9 +288,9 @@ fn a_rank_that_is_stopped_without_a_controller_is_left_behind() {
     }
 }
 
-/// No device dies: each call of the tree ends alike at all that are left.
+/// No device dies: each call through the tree ends the same on all survivors.
 #[test]
-fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {
+fn survivors_agree_on_rank_killed_in_the_tree() {
     const KILLS: u64 = 10;
     let mut cluster = Cluster::start();
     let device = cluster.device("device");
@@ -297,7 +299,7 @@ fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {
         let memory = memory_of(nth);
         let context = format!("kill {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
-        let mut members = job(&mut cluster, &mut rng, 3, memory, FOR_EVER);
+        let mut members = job(&mut cluster, &mut rng, 3, memory, UNLIMITED);
         let (victim, killed) = (rng.below(3), now_ns());
         members.remove(victim as usize).kill();
         let endings: Vec<Ending> = members.iter_mut().map(Member::ending).collect();
@@ -305,9 +307,9 @@ fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {
             seen.note(ending, killed, DEADLINE, &["RanksFailed"], &context);
             assert!(ending.by_tree, "{context}: {ending:?}");
         }
-        expect_the_same(&endings, victim, &context);
+        expect_same_error(&endings, victim, &context);
         for member in &mut members {
-            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the call had returned");
+            assert_eq!(member.recheck().changed, 0, "{context}: elements changed after the call had returned");
         }
         members.into_iter().for_each(Member::end);
     }
@@ -315,9 +317,10 @@ fn a_rank_that_is_killed_in_the_tree_is_agreed_on() {
     cluster.end(vec![device]);
 }
 
-/// In packets every rank notices; by reference the ranks of the other leaf do, and take the stopped one's memory away.
+/// With packets every rank detects the stop. With zero-copy, the ranks of the other leaf do, and revoke the stopped
+/// device's access to memory.
 #[test]
-fn a_device_that_is_stopped_is_got_over_and_writes_nothing_more_when_it_goes_on() {
+fn job_survives_stopped_device_which_writes_nothing_after_it_continues() {
     for (nth, memory) in (0..).zip([Memory::Packets, Memory::Registered, Memory::Plain]) {
         let context = format!("stop {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
@@ -325,13 +328,13 @@ fn a_device_that_is_stopped_is_got_over_and_writes_nothing_more_when_it_goes_on(
         let names: &[&str] = if memory == Memory::Packets { &["device"] } else { &["leaf0", "leaf1"] };
         let devices: Vec<Server> = names.iter().map(|name| cluster.device(name)).collect();
         let ranks = 2 * names.len() as u32;
-        // A device that has got a parent once keeps the descriptor that it waits for it with.
+        // A device that has had a parent keeps the descriptor with which it waits for it.
         let with_parent = |held: DeviceMemory| DeviceMemory { files: held.files + 1, ..held };
         let before: Vec<_> = devices.iter().map(|device| with_parent(DeviceMemory::of(device.pid()))).collect();
         let mut members = job(&mut cluster, &mut rng, ranks, memory, ROUNDS);
         let stopped = now_ns();
         signal(devices[0].pid(), Signal::STOP);
-        // Half of them go on while the ranks do, the others when these have done their last round.
+        // Half of the devices continue while the ranks work, the others after the ranks' last round.
         if nth % 2 == 0 {
             while !members[0].round().repaired {}
             let took = Duration::from_nanos(now_ns() - stopped);
@@ -345,10 +348,10 @@ fn a_device_that_is_stopped_is_got_over_and_writes_nothing_more_when_it_goes_on(
         if nth % 2 == 1 {
             signal(devices[0].pid(), Signal::CONT);
         }
-        // What the device had in its hands it has finished, when it has served all of a later job.
+        // Once the device has served a later job completely, it has finished all earlier work.
         run_well(&mut cluster, ranks, memory, &context);
         for member in &mut members {
-            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the last round");
+            assert_eq!(member.recheck().changed, 0, "{context}: elements changed after the last round");
         }
         members.into_iter().for_each(Member::end);
         before.iter().zip(&devices).for_each(|(before, device)| before.wait_for(device.pid(), &context));

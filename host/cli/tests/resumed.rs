@@ -1,7 +1,7 @@
-//! A controller that is killed under a running job, and another that is started at its address: operations go on
-//! meanwhile, the job is known to the next one by what its ranks say, and gets a tree there.
+//! Takeover of a running job: its controller is killed and another one starts at the same address. Operations continue
+//! meanwhile, the ranks report their job to the new controller, and it assigns a tree.
 //!
-//! Controller and devices are processes of their own; ranks are threads here, but for those that are killed.
+//! Controllers and devices are processes; ranks are threads.
 
 mod common;
 
@@ -11,42 +11,42 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::comm::{CallOptions, ControllerState};
-use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JobStatus, StatusReport};
+use sumac::controller::proto::{ClientReply, ClientRequest, JobStatus, StatusReport, Transport};
 use sumac::controller::status;
 use sumac::select::Algo;
 use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
-use sumac_hal::ctrl::{FrameReader, Greeting, send};
+use sumac_hal::ctrl::{FrameReader, Hello, send};
 use sumac_hal::emu::Rng;
 
-/// More than anything here takes.
+/// The limit of every wait; a passing test never reaches it.
 const LONG: Duration = Duration::from_secs(30);
 
-/// How often to look.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How often to poll.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 const RANKS: u32 = 3;
 
 /// Elements of an operation: enough for several chunks.
 const LEN: usize = 100_000;
 
-/// How long a group lives that nobody renews, in seconds.
+/// The lease of groups, in seconds.
 const LEASE_S: u64 = 2;
 
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + LONG;
     while !is_so() {
         assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// A controller that may be killed, and started again.
-struct Place {
+/// A controller that can be killed and restarted.
+struct Restartable {
     addr: SocketAddr,
     controller: Option<Server>,
 }
 
-impl Place {
+impl Restartable {
     fn start() -> Self {
         let mut place = Self { addr: SocketAddr::from(([127, 0, 0, 1], 0)), controller: None };
         place.start_controller();
@@ -79,7 +79,7 @@ impl Place {
         self.report().jobs.into_iter().find(|job| job.name == name)
     }
 
-    /// Wait until all ranks of a job are back, and it has a tree; returns its devices.
+    /// Wait until all ranks of a job have reconnected and it has a tree; return the tree's devices.
     fn wait_for_tree(&self, name: &str, ranks: u32) -> Vec<String> {
         let mut devices = Vec::new();
         wait_until("the job has no tree", || {
@@ -91,32 +91,32 @@ impl Place {
         devices
     }
 
-    /// Wait until no device holds anything.
+    /// Wait until no device holds groups, slots or memory.
     fn wait_until_free(&self, devices: usize) {
         let deadline = Instant::now() + LONG;
         loop {
             let report = self.report();
-            let stats = report.devices.iter().map(|device| device.stats.as_ref().expect("it answers"));
+            let stats = report.devices.iter().map(|device| device.stats.as_ref().expect("a reply"));
             let held: Vec<_> =
                 stats.map(|stats| (stats.groups, stats.slots_used, stats.slot_memory_used_bytes)).collect();
             if held == vec![(0, 0, 0); devices] {
                 return;
             }
             assert!(Instant::now() < deadline, "groups, slots and bytes that devices hold: {held:?}");
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// What ranks have done so far.
+/// The progress of the ranks.
 #[derive(Default)]
 struct Progress {
     rounds: AtomicU64,
     in_tree: AtomicU64,
     repaired: AtomicU64,
-    /// They are to stop, all behind the same round.
+    /// Tells the ranks to stop; all stop after the same round.
     stops: AtomicBool,
-    /// They are to make no calls for a while.
+    /// Tells the ranks to make no calls for a while.
     rests: AtomicBool,
 }
 
@@ -125,19 +125,19 @@ impl Progress {
         self.rounds.load(Ordering::SeqCst)
     }
 
-    /// Wait until a counter has gone on by so many.
+    /// Wait until a counter has increased by `more`.
     fn wait_for(&self, what: &str, counter: impl Fn(&Self) -> &AtomicU64, more: u64) {
         let before = counter(self).load(Ordering::SeqCst);
         wait_until(what, || counter(self).load(Ordering::SeqCst) >= before + more);
     }
 }
 
-fn join(addr: SocketAddr, job: &str, rank: u32, attach: Attach) -> Communicator {
-    let config = JoinConfig { attach, ..JoinConfig::new(addr, job, rank, RANKS) };
+fn join(addr: SocketAddr, job: &str, rank: u32, transport: Transport) -> Communicator {
+    let config = JoinConfig { transport, ..JoinConfig::new(addr, job, rank, RANKS) };
     Communicator::join(config).expect("join")
 }
 
-/// Add up, and look at every element.
+/// Run an all-reduce and check every element.
 fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
     let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
     let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| round * i + rank).collect();
@@ -147,8 +147,8 @@ fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
     Ok(outcome)
 }
 
-/// Do rounds until all ranks are to stop. Around the operation that is counted, another is under way, so that a job moves
-/// also between its start and its end.
+/// Run rounds until all ranks are to stop. Another operation is in flight around the counted one, so that a job also
+/// migrates between its start and its end.
 fn work(comm: &Communicator, progress: &Progress) {
     for round in 0.. {
         let ones = vec![round + u64::from(comm.rank()); LEN / 4];
@@ -156,27 +156,32 @@ fn work(comm: &Communicator, progress: &Progress) {
         let outcome = add(comm, round).expect("a sum");
         let (maxima, _) = started.wait().expect("a maximum");
         assert!(maxima.iter().all(|&max| max == round + u64::from(RANKS) - 1), "round {round} is wrong");
-        // By a schedule, beside which the tree is looked after.
-        let by_schedule = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
+        // A host collective, during which the rank also advances the tree.
+        let host_collective = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
         let mut stops = [u64::from(progress.stops.load(Ordering::SeqCst))];
-        let told = comm.all_reduce_with(&mut stops, ReduceOp::Max, &by_schedule).expect("a maximum");
+        let voted = comm.all_reduce_with(&mut stops, ReduceOp::Max, &host_collective).expect("a maximum");
         if comm.rank() == 0 {
             let count = |counter: &AtomicU64, is_so| counter.fetch_add(u64::from(is_so), Ordering::SeqCst);
             count(&progress.in_tree, outcome.path == Path::Tree);
-            count(&progress.repaired, outcome.repaired || told.repaired);
+            count(&progress.repaired, outcome.repaired || voted.repaired);
             count(&progress.rounds, true);
         }
         if stops[0] > 0 {
             return;
         }
         while progress.rests.load(Ordering::SeqCst) {
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 }
 
-/// Run a job while `script` does something to its surroundings, and end it.
-fn under_a_job(place: &mut Place, name: &str, attach: Attach, script: impl FnOnce(&mut Place, &Progress)) {
+/// Run a job, call `script` meanwhile, and end the job.
+fn with_job(
+    place: &mut Restartable,
+    name: &str,
+    transport: Transport,
+    script: impl FnOnce(&mut Restartable, &Progress),
+) {
     let progress = Progress::default();
     let addr = place.addr;
     thread::scope(|scope| {
@@ -185,7 +190,7 @@ fn under_a_job(place: &mut Place, name: &str, attach: Attach, script: impl FnOnc
             .map(|rank| {
                 let progress = &progress;
                 scope.spawn(move || {
-                    let comm = join(addr, name, rank, attach);
+                    let comm = join(addr, name, rank, transport);
                     work(&comm, progress);
                     comm.leave();
                 })
@@ -198,7 +203,7 @@ fn under_a_job(place: &mut Place, name: &str, attach: Attach, script: impl FnOnc
     });
 }
 
-/// Ends the ranks, also when the script fails.
+/// Stops the ranks when it is dropped, also if the script fails.
 struct Stop<'p>(&'p Progress);
 
 impl Drop for Stop<'_> {
@@ -209,12 +214,12 @@ impl Drop for Stop<'_> {
 }
 
 #[test]
-fn a_job_goes_on_without_its_controller_and_with_the_next_one() {
-    for attach in [Attach::Udp, Attach::Shm] {
-        let mut place = Place::start();
+fn job_continues_without_controller_and_with_the_next_one() {
+    for transport in [Transport::Udp, Transport::Shm] {
+        let mut place = Restartable::start();
         let mut devices: Vec<_> = ["one", "two"].map(|name| (name, place.device(name))).into();
-        under_a_job(&mut place, "job", attach, |place, progress| {
-            // In the middle of operations.
+        with_job(&mut place, "job", transport, |place, progress| {
+            // Operations are in flight.
             place.kill_controller();
             progress.wait_for("no round without a controller", |progress| &progress.rounds, 5);
             assert_eq!(progress.rounds(), progress.in_tree.load(Ordering::SeqCst), "all of them in the tree");
@@ -222,30 +227,30 @@ fn a_job_goes_on_without_its_controller_and_with_the_next_one() {
             let serving = place.wait_for_tree("job", RANKS);
             progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
             assert_eq!(progress.repaired.load(Ordering::SeqCst), 0, "nothing was lost");
-            // The next controller sees to what happens from then on.
+            // The next controller handles later failures.
             let at = devices.iter().position(|(name, _)| *name == serving[0]).expect("a device of these");
             devices.remove(at).1.kill();
             progress.wait_for("no repair", |progress| &progress.repaired, 1);
             progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
             assert_eq!(place.wait_for_tree("job", RANKS), [devices[0].0]);
         });
-        // What the job had of the tree before is free by then as well.
+        // The resources of the former tree are free by then, too.
         place.wait_until_free(1);
         assert!(place.report().jobs.is_empty());
     }
 }
 
 #[test]
-fn two_restarts_in_a_row_are_one_more() {
-    let mut place = Place::start();
+fn job_survives_repeated_controller_restarts() {
+    let mut place = Restartable::start();
     let _device = place.device("one");
-    under_a_job(&mut place, "job", Attach::Udp, |place, progress| {
+    with_job(&mut place, "job", Transport::Udp, |place, progress| {
         for _ in 0..2 {
             place.kill_controller();
             place.start_controller();
         }
         place.wait_for_tree("job", RANKS);
-        // Some ranks may have found the one in between, and be on their way.
+        // Some ranks may have found the controller in between and be migrating.
         for _ in 0..4 {
             place.kill_controller();
             progress.wait_for("no round", |progress| &progress.rounds, 2);
@@ -258,16 +263,16 @@ fn two_restarts_in_a_row_are_one_more() {
     place.wait_until_free(1);
 }
 
-/// Nobody renews the group of a job that rests: it has ended when the job goes on.
+/// The group of an idle job is not renewed and expires before the job continues.
 #[test]
-fn a_job_that_rested_without_a_controller_for_longer_than_a_lease_gets_another_tree() {
-    for attach in [Attach::Udp, Attach::Shm] {
-        let mut place = Place::start();
+fn job_idle_without_controller_for_longer_than_a_lease_gets_another_tree() {
+    for transport in [Transport::Udp, Transport::Shm] {
+        let mut place = Restartable::start();
         let device = place.device("one");
-        under_a_job(&mut place, "job", attach, |place, progress| {
+        with_job(&mut place, "job", transport, |place, progress| {
             progress.rests.store(true, Ordering::SeqCst);
             place.kill_controller();
-            // That it is over nobody says.
+            // Wait for the lease to expire, which no message reports.
             thread::sleep(Duration::from_secs(2 * LEASE_S));
             progress.rests.store(false, Ordering::SeqCst);
             progress.wait_for("no round", |progress| &progress.rounds, 3);
@@ -280,18 +285,18 @@ fn a_job_that_rested_without_a_controller_for_longer_than_a_lease_gets_another_t
     }
 }
 
-/// A device that dies while nobody is there is got over by schedules, and the next controller has another.
+/// The job survives by host collectives, and the next controller provides another device.
 #[test]
-fn a_device_that_dies_without_a_controller_is_replaced_by_the_next_one() {
-    let mut place = Place::start();
+fn device_killed_without_controller_is_replaced_by_the_next_controller() {
+    let mut place = Restartable::start();
     let device = place.device("one");
-    under_a_job(&mut place, "job", Attach::Shm, |place, progress| {
+    with_job(&mut place, "job", Transport::Shm, |place, progress| {
         place.kill_controller();
         device.kill();
         progress.wait_for("no repair", |progress| &progress.repaired, 1);
         place.start_controller();
         wait_until("the job is not known", || place.job("job").is_some_and(|job| job.running));
-        // It comes after the ranks.
+        // The device registers after the ranks.
         let device = place.device("two");
         assert_eq!(place.wait_for_tree("job", RANKS), ["two"]);
         progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
@@ -299,22 +304,22 @@ fn a_device_that_dies_without_a_controller_is_replaced_by_the_next_one() {
     });
 }
 
-/// A device of the tree from before, or of the one after, dies about when the ranks move.
+/// The device of the former tree dies around the migration of the ranks.
 #[test]
-fn a_device_that_dies_while_its_job_moves_is_got_over() {
+fn job_survives_device_killed_during_migration() {
     for nth in 0..4 {
-        let (attach, mut rng) = (if nth % 2 == 0 { Attach::Shm } else { Attach::Udp }, Rng::new(nth));
-        let mut place = Place::start();
+        let (transport, mut rng) = (if nth % 2 == 0 { Transport::Shm } else { Transport::Udp }, Rng::new(nth));
+        let mut place = Restartable::start();
         let first = place.device("one");
         let mut second = None;
-        under_a_job(&mut place, "job", attach, |place, progress| {
+        with_job(&mut place, "job", transport, |place, progress| {
             second = Some(place.device("two"));
             place.kill_controller();
             place.start_controller();
             wait_until("the job is not offered a tree", || {
                 place.job("job").is_some_and(|job| job.is_offered || job.tree.is_some_and(|tree| tree.is_ok()))
             });
-            // Choosing a moment is all that this is for.
+            // The sleep chooses a moment; nothing is synchronised by it.
             thread::sleep(rng.duration_up_to(Duration::from_millis(40)));
             first.kill();
             progress.wait_for("no round", |progress| &progress.rounds, 10);
@@ -325,10 +330,10 @@ fn a_device_that_dies_while_its_job_moves_is_got_over() {
     }
 }
 
-/// All that are left name the dead rank, whether before or after the next controller is there, and shrink with that.
+/// The survivors name the dead rank, whether before or after the takeover, and shrink with the new controller.
 #[test]
-fn a_rank_that_dies_without_a_controller_is_lost_to_the_next_one_too() {
-    let mut place = Place::start();
+fn rank_lost_without_controller_is_lost_for_the_next_one_too() {
+    let mut place = Restartable::start();
     let _device = place.device("one");
     let (died, is_back) = (AtomicBool::new(false), AtomicBool::new(false));
     let wait_for = |flag: &AtomicBool| wait_until("a flag", || flag.load(Ordering::SeqCst));
@@ -338,23 +343,23 @@ fn a_rank_that_dies_without_a_controller_is_lost_to_the_next_one_too() {
             .map(|rank| {
                 let (died, is_back) = (&died, &is_back);
                 scope.spawn(move || {
-                    let comm = join(addr, "job", rank, Attach::Shm);
+                    let comm = join(addr, "job", rank, Transport::Shm);
                     (0..3).for_each(|round| drop(add(&comm, round).expect("a sum")));
                     wait_for(died);
                     if rank == 2 {
-                        // As a process that ends: its connections close, and it says nothing.
+                        // Like a process that ends: its connections close without a message.
                         return;
                     }
                     let error = (3..).find_map(|round| add(&comm, round).err()).expect("one ends it");
                     assert!(matches!(&error, Error::RanksFailed { ranks, .. } if ranks.len() == 1), "{error}");
                     wait_for(is_back);
                     wait_until("the controller does not take the job over", || {
-                        comm.controller() == ControllerState::Present
+                        comm.controller() == ControllerState::Connected
                     });
-                    let left = comm.shrink().expect("both are there");
-                    assert_eq!((left.rank(), left.size()), (rank, 2));
-                    assert_eq!(add(&left, 9).expect("a sum").path, Path::Tree);
-                    left.leave();
+                    let shrunk = comm.shrink().expect("both are there");
+                    assert_eq!((shrunk.rank(), shrunk.size()), (rank, 2));
+                    assert_eq!(add(&shrunk, 9).expect("a sum").path, Path::Tree);
+                    shrunk.leave();
                 })
             })
             .collect();
@@ -368,17 +373,17 @@ fn a_rank_that_dies_without_a_controller_is_lost_to_the_next_one_too() {
     place.wait_until_free(1);
 }
 
-/// A controller that takes a job over, offers it a tree, and is gone when it has told `told` of the ranks where to move.
-fn tell_some_and_die(addr: SocketAddr, told: &[u32]) {
+/// Take over a job, offer it a tree, and end after the ranks in `notified` have got the migration point.
+fn notify_some_and_end(addr: SocketAddr, notified: &[u32]) {
     let listener = TcpListener::bind(addr).expect("its port");
     let mut ranks: Vec<(u32, TcpStream, FrameReader<TcpStream>)> = Vec::new();
     let mut last_view = 0;
     while ranks.len() < RANKS as usize {
-        let (stream, _) = listener.accept().expect("somebody dials");
+        let (stream, _) = listener.accept().expect("a connection");
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
-        // Devices dial as well, and are left alone.
-        if let Ok(Greeting::Client) = reader.recv() {
-            let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank of before") };
+        // Ignore devices, which connect as well.
+        if let Ok(Hello::Client) = reader.recv() {
+            let Ok(ClientRequest::Resume(known)) = reader.recv() else { panic!("a rank that resumes") };
             last_view = last_view.max(known.view);
             ranks.push((known.request.rank.0, stream, reader));
         }
@@ -390,28 +395,28 @@ fn tell_some_and_die(addr: SocketAddr, told: &[u32]) {
     }
     let promised = ranks.iter_mut().map(|(_, _, reader)| {
         loop {
-            if let ClientRequest::Pause { at, .. } = reader.recv().expect("it answers") {
+            if let ClientRequest::Pause { at, .. } = reader.recv().expect("a reply") {
                 break at;
             }
         }
     });
     let call = promised.max().expect("there are ranks");
-    for (_, stream, _) in ranks.iter_mut().filter(|(rank, ..)| told.contains(rank)) {
+    for (_, stream, _) in ranks.iter_mut().filter(|(rank, ..)| notified.contains(rank)) {
         send(stream, &ClientReply::MoveAt { view, call }).expect("it listens");
     }
 }
 
-/// None of them goes where others do not follow, and none waits for those that do not come.
+/// No rank migrates without the others, and none waits for ranks that do not migrate.
 #[test]
-fn a_controller_that_dies_when_it_has_told_some_ranks_where_to_move_parts_nobody() {
-    for (told, attach) in
-        [(&[][..], Attach::Shm), (&[0], Attach::Udp), (&[1, 2], Attach::Shm), (&[0, 1, 2], Attach::Udp)]
+fn ranks_stay_together_if_controller_dies_while_it_announces_a_migration() {
+    for (notified, transport) in
+        [(&[][..], Transport::Shm), (&[0], Transport::Udp), (&[1, 2], Transport::Shm), (&[0, 1, 2], Transport::Udp)]
     {
-        let mut place = Place::start();
+        let mut place = Restartable::start();
         let _device = place.device("one");
-        under_a_job(&mut place, "job", attach, |place, progress| {
+        with_job(&mut place, "job", transport, |place, progress| {
             place.kill_controller();
-            tell_some_and_die(place.addr, told);
+            notify_some_and_end(place.addr, notified);
             progress.wait_for("no round", |progress| &progress.rounds, 20);
             place.start_controller();
             place.wait_for_tree("job", RANKS);

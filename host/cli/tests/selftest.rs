@@ -1,6 +1,6 @@
-//! `sumac selftest` on real processes: good links, a lossy one behind a proxy, and one that leads nowhere.
+//! `sumac selftest` with real processes: good links, a lossy link behind a proxy, and a dead link.
 //!
-//! Nothing is timed; a link that should answer and does not ends the test at the operation's deadline.
+//! Nothing is timed; an operation without a reply ends at its deadline.
 
 mod common;
 mod proxy;
@@ -10,7 +10,7 @@ use proxy::Proxy;
 use serde_json::Value;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
 
-/// A controller and devices that are named a, b, ...
+/// A controller and its devices.
 struct Cluster {
     addr: String,
     devices: Vec<Server>,
@@ -32,7 +32,7 @@ impl Cluster {
         self.devices.push(device);
     }
 
-    /// Test all links; returns the exit status and a row a link, by its ends.
+    /// Test all links. Returns the exit status and one row per link, named by its ends.
     fn selftest(&self, more: &[&str]) -> (i32, Vec<(String, Value)>) {
         let args = ["selftest", "--json", "--controller", &self.addr, "-n", "100", "-e", "4M", "--max-loss", "1"];
         let output = sumac(&[&args[..], more].concat());
@@ -53,16 +53,16 @@ fn names(rows: &[(String, Value)], keep: impl Fn(&Value) -> bool) -> Vec<&str> {
     rows.iter().filter(|(_, row)| keep(row)).map(|(name, _)| name.as_str()).collect()
 }
 
-/// Return a port of a loopback address of this process's own, where the system gives out none.
+/// Return a port on a loopback address of this process's own, below the ephemeral range.
 fn own_addr(port: u16) -> SocketAddr {
     let [_, a, b, c] = std::process::id().to_be_bytes();
     SocketAddr::from((Ipv4Addr::new(127, 64 | a, b, c), port))
 }
 
 #[test]
-fn a_lossy_link_is_named_and_others_are_not() {
+fn only_lossy_links_are_reported() {
     let mut cluster = Cluster::start();
-    // All that goes to b loses packets, and so do the answers.
+    // Packets to and from b are dropped.
     let at = own_addr(7900);
     let proxy = Proxy::start(&[at], "--loss 10% --seed 7");
     let (bind, advertise) = (format!("--bind={}", at.ip()), format!("--advertise={}", proxy.addrs()[0]));
@@ -80,7 +80,7 @@ fn a_lossy_link_is_named_and_others_are_not() {
         if row["ok"] == false {
             let problem = row["problem"].as_str().expect("a sentence");
             assert!(lost > 0 && problem.starts_with(&name.replace('-', " - ")), "{row}");
-            assert!(problem.contains("loses") && problem.contains("look at"), "{row}");
+            assert!(problem.contains("loses") && problem.contains("check the error and drop counters"), "{row}");
         }
     }
     let counts = proxy.finish();
@@ -88,9 +88,9 @@ fn a_lossy_link_is_named_and_others_are_not() {
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_named() {
+fn dead_link_is_reported_with_its_deadline() {
     let mut cluster = Cluster::start();
-    // It is open, so that nothing answers there, and nobody reads it.
+    // An open socket that nobody reads: no reply and no ICMP error.
     let nowhere = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
     let advertise = format!("--advertise={}", nowhere.local_addr().expect("bound"));
     let bind = format!("--bind={}", own_addr(0).ip());
@@ -98,7 +98,7 @@ fn a_link_that_leads_nowhere_is_named() {
     cluster.device("b", &[]);
     let (status, rows) = cluster.selftest(&["--timeout", "1"]);
     assert_eq!(status, 1);
-    // From b, which is reached, a is not.
+    // The link between a and b is tested from b, which is reachable.
     assert_eq!(names(&rows, |_| true), ["rank-a", "rank-b", "b-a"]);
     assert_eq!(names(&rows, |row| row["ok"] == true), ["rank-b"], "{rows:#?}");
     let problem = rows[0].1["problem"].as_str().expect("a sentence");
@@ -109,7 +109,7 @@ fn a_link_that_leads_nowhere_is_named() {
 }
 
 #[test]
-fn without_a_controller_it_tests_a_cluster_of_its_own() {
+fn selftest_without_controller_tests_its_own_cluster() {
     let output = sumac(&["selftest", "-n", "20", "-e", "1M", "--max-loss", "1"]);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let text = stdout(&output);
@@ -121,11 +121,11 @@ fn without_a_controller_it_tests_a_cluster_of_its_own() {
 }
 
 #[test]
-fn bad_usage_ends_with_2_and_names_the_value() {
+fn invalid_usage_exits_with_2_and_names_the_value() {
     for (args, named) in [
         (&["selftest", "--max-loss", "101"][..], "--max-loss 101"),
         (&["selftest", "-e", "4"], "-e 4"),
-        (&["selftest", "--device", "nobody", "--levels", "1"], "nobody: the controller knows leaf0"),
+        (&["selftest", "--device", "nobody", "--levels", "1"], "nobody has not registered; registered devices: leaf0"),
         (&["selftest", "--topology", "/nonexistent"], "/nonexistent"),
     ] {
         let output = sumac(args);

@@ -1,13 +1,13 @@
-//! A device by reference that is stopped in the middle of an operation and goes on later: nothing of it hangs up, and
-//! nobody else notices, so only its heartbeat tells. The ranks get over it well before their deadline, and what it had in
-//! its hands when it was stopped reaches nobody's memory when it goes on.
+//! A zero-copy device that is stopped in the middle of an operation and continues later. None of its connections close,
+//! so only its missing heartbeat reveals the stop. The ranks recover well before their deadline, and the device's
+//! pending work reaches no memory when it continues.
 //!
-//! As in `repaired.rs`, moments are drawn by a seeded generator, and a failure names its seed.
+//! As in `repaired.rs`, a seeded generator draws the moments, and a failure names its seed.
 
 mod common;
 mod members;
 
-use members::{Cluster, DeviceMemory, Ending, Member, Memory, Task, be_a_rank, now_ns, signal, start};
+use members::{Cluster, DeviceMemory, Ending, Member, Memory, Task, now_ns, run_rank, signal, start};
 use rustix::process::{Pid, Signal};
 use std::fs;
 use std::time::Duration;
@@ -15,42 +15,42 @@ use sumac_hal::emu::Rng;
 
 const ROUNDS: u64 = 6;
 
-/// How long a call may take: far more than it takes to get over a stop.
-const PATIENT: Duration = Duration::from_secs(60);
+/// The deadline of a call: far more than a recovery takes.
+const LONG_DEADLINE: Duration = Duration::from_secs(60);
 
-/// What a stop may cost: 5 s of silence, the way back and the other rounds, on a machine that does something else first.
-const NOTICED: Duration = Duration::from_secs(20);
+/// The limit for detection (5 s of silence), recovery and the other rounds, on a loaded machine.
+const RECOVERY_LIMIT: Duration = Duration::from_secs(20);
 
-/// How long a straggler is away: longer than any device may be silent.
+/// How long a straggler is stopped: longer than a device may be silent.
 const AWAY: Duration = Duration::from_secs(7);
 
 #[test]
 #[ignore = "a rank of other tests"]
 fn rank_process() {
-    be_a_rank();
+    run_rank();
 }
 
-/// Wait until all members begin an operation, and then until a random moment of it.
+/// Wait until all members begin an operation, and then until a random moment in it.
 fn wait_within_an_operation(members: &mut [Member], rng: &mut Rng) {
     let first = members.iter_mut().map(Member::second_round).min().expect("a member");
-    // Choosing the moment is all that this is for.
+    // The sleep chooses a random moment; nothing is synchronised by it.
     std::thread::sleep(rng.duration_up_to(first));
 }
 
 #[test]
-fn the_only_device_of_a_job_is_got_over_when_it_is_stopped() {
+fn job_recovers_from_its_only_device_stopped() {
     for (nth, memory) in (0..).zip([Memory::Registered, Memory::Plain, Memory::Registered]) {
         let context = format!("stop {nth}, seed {nth}, {memory:?}");
         let mut rng = Rng::new(nth);
         let mut cluster = Cluster::start();
         let device = cluster.device("device");
         let before = DeviceMemory::of(device.pid());
-        let task = cluster.task(3, memory, ROUNDS, PATIENT);
+        let task = cluster.task(3, memory, ROUNDS, LONG_DEADLINE);
         let mut members = start(&Task { repair: true, rounds_values: nth == 2, ..task });
         wait_within_an_operation(&mut members, &mut rng);
         let stopped = now_ns();
         signal(device.pid(), Signal::STOP);
-        // One goes on while the ranks do, the others when these have done their last round.
+        // The first device continues while the ranks work, the others after the ranks' last round.
         if nth == 0 {
             while !members[0].round().repaired {}
             signal(device.pid(), Signal::CONT);
@@ -60,13 +60,13 @@ fn the_only_device_of_a_job_is_got_over_when_it_is_stopped() {
             assert_eq!((ending.error.as_deref(), ending.rounds), (None, ROUNDS), "{context}: {ending:?}");
             assert!(!ending.repaired.is_empty(), "{context}: {ending:?}");
             let took = Duration::from_nanos(ending.at_ns.saturating_sub(stopped));
-            assert!(took < NOTICED, "{context}: {took:?}: {ending:?}");
+            assert!(took < RECOVERY_LIMIT, "{context}: {took:?}: {ending:?}");
         }
         signal(device.pid(), Signal::CONT);
-        // What the device had in its hands it has finished, when it has served all of a later job.
-        cluster.run_well(memory, &context);
+        // Once the device has served a later job completely, it has finished all earlier work.
+        cluster.run_successfully(memory, &context);
         for member in &mut members {
-            assert_eq!(member.look_again().changed, 0, "{context}: elements changed after the last round");
+            assert_eq!(member.recheck().changed, 0, "{context}: elements changed after the last round");
         }
         members.into_iter().for_each(Member::end);
         before.wait_for(device.pid(), &context);
@@ -77,24 +77,25 @@ fn the_only_device_of_a_job_is_got_over_when_it_is_stopped() {
 /// Return the processor time that a process has used.
 fn cpu_time(process: Pid) -> Duration {
     let stat = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid())).expect("it runs");
-    // Behind the name, which may hold anything: the state is the first field, user and system time are 12th and 13th.
+    // The fields follow the name, which may contain anything: state is the first, user and system time are 12th and
+    // 13th.
     let (_, fields) = stat.rsplit_once(')').expect("a name");
     let ticks = fields.split_whitespace().skip(11).take(2).map(|ticks| ticks.parse::<u64>().expect("a number"));
-    // 100 a second, on every Linux that user space sees.
+    // 100 ticks per second: the value that Linux shows to user space.
     Duration::from_millis(10 * ticks.sum::<u64>())
 }
 
-/// Who waits for it rings the device, which turns, and sleeps on.
+/// Waiting ranks ring the device, which checks its queues and sleeps again.
 #[test]
-fn a_device_that_sleeps_while_ranks_wait_for_a_straggler_is_alive_and_idle() {
+fn device_stays_alive_and_idle_while_ranks_wait_for_a_straggler() {
     let mut cluster = Cluster::start();
     let device = cluster.device("device");
-    let task = cluster.task(2, Memory::Registered, ROUNDS, PATIENT);
+    let task = cluster.task(2, Memory::Registered, ROUNDS, LONG_DEADLINE);
     let mut members = start(&Task { repair: true, ..task });
     members.iter_mut().for_each(|member| _ = member.second_round());
     signal(members[1].pid(), Signal::STOP);
     let before = cpu_time(device.pid());
-    // How long it is away is chosen here.
+    // The sleep is the time for which the rank is stopped.
     std::thread::sleep(AWAY);
     let used = cpu_time(device.pid()) - before;
     signal(members[1].pid(), Signal::CONT);
@@ -105,7 +106,7 @@ fn a_device_that_sleeps_while_ranks_wait_for_a_straggler_is_alive_and_idle() {
     }
     assert!(used < AWAY / 50, "{used:?}");
     for member in &mut members {
-        assert_eq!(member.look_again().changed, 0);
+        assert_eq!(member.recheck().changed, 0);
     }
     members.into_iter().for_each(Member::end);
     cluster.end(vec![device]);

@@ -1,5 +1,5 @@
-//! A rank whose process is stopped in the middle of an operation and goes on later, as under a debugger or a scheduler of
-//! jobs: the others wait for it, also to leave, and nobody's result is wrong or lost.
+//! A rank whose process is stopped in the middle of an operation and continues later, as under a debugger or a job
+//! scheduler. The others wait for it, also to leave, and no result is wrong or lost.
 
 mod common;
 
@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
-use sumac::controller::proto::Attach;
+use sumac::controller::proto::Transport;
 use sumac::{Communicator, JoinConfig, ReduceOp};
 
 const RANKS: u32 = 3;
@@ -21,13 +21,13 @@ const RANKS: u32 = 3;
 /// The rank that is stopped.
 const STOPPED: usize = 1;
 
-/// Long enough for a machine that does something else first; a test that works never waits for it.
+/// Long enough for a loaded machine; a passing test never waits for it.
 const LONG: Duration = Duration::from_secs(60);
 
 /// How long a rank is stopped: longer than a hop may be silent.
 const AWAY: Duration = Duration::from_secs(7);
 
-/// How long ranks are watched that are not to leave yet.
+/// How long the test checks that ranks do not leave yet.
 const WATCHED: Duration = Duration::from_secs(1);
 
 /// The variable that holds a rank's task.
@@ -43,9 +43,10 @@ struct Task {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Work {
-    /// Add up many times, and say so before each.
+    /// Run many all-reduces, and print a line before each.
     Rounds(u64),
-    /// Add up once; one rank stops itself when it has contributed, the others do not contribute before they are told.
+    /// Run one all-reduce. One rank stops itself after it has contributed; the others contribute only after a line on
+    /// stdin.
     StopBeforeTheResult,
 }
 
@@ -54,7 +55,7 @@ enum Work {
 fn rank_process() {
     let task = std::env::var(TASK).expect("started by a test");
     let (parent, task): (i32, Task) = serde_json::from_str(&task).expect("a task");
-    // It ends with the test, also with one that does not come to kill it.
+    // It is killed with the test, even if the test cannot do so itself.
     set_parent_process_death_signal(Some(Signal::KILL)).expect("any process may");
     if getppid().map(Pid::as_raw_pid) == Some(parent) {
         work(&task);
@@ -73,7 +74,7 @@ fn check(values: &[u64], round: u64) {
 
 fn work(task: &Task) {
     let config = JoinConfig {
-        attach: if task.by_packets { Attach::Udp } else { Attach::Shm },
+        transport: if task.by_packets { Transport::Udp } else { Transport::Shm },
         deadline: LONG,
         ..JoinConfig::new(task.controller, "suspended", task.rank, RANKS)
     };
@@ -91,7 +92,7 @@ fn work(task: &Task) {
         Work::StopBeforeTheResult => {
             comm.barrier().expect("all are there");
             if task.rank as usize != STOPPED {
-                std::io::stdin().read_line(&mut String::new()).expect("told to go on");
+                std::io::stdin().read_line(&mut String::new()).expect("the line on which to continue");
             }
             let handle = comm.start_all_reduce(input(256, 0), ReduceOp::Sum).expect("room");
             if task.rank as usize == STOPPED {
@@ -104,7 +105,7 @@ fn work(task: &Task) {
     println!("={:?}", comm.leave_within(LONG));
 }
 
-/// A running rank, which is killed with the test if nothing ended it before.
+/// A running rank. Dropping it kills the process.
 struct Member {
     process: Child,
     lines: Receiver<String>,
@@ -121,10 +122,10 @@ impl Member {
             .expect("a process");
         let from = BufReader::new(process.stdout.take().expect("piped"));
         let (to, lines) = channel();
-        // Ends with the rank.
+        // The thread ends with the rank.
         std::thread::spawn(move || {
             let lines = from.lines().map_while(Result::ok);
-            // The harness has written the beginning of the line.
+            // The test harness has written the beginning of the line.
             lines.filter_map(|line| Some(line.split_once('=')?.1.to_owned())).try_for_each(|line| to.send(line))
         });
         Self { process, lines }
@@ -149,7 +150,7 @@ impl Member {
 
     fn end(mut self) {
         self.expect("done");
-        self.expect("Settled");
+        self.expect("Clean");
         assert!(self.process.wait().expect("it is ours").success());
     }
 }
@@ -175,7 +176,7 @@ fn start(by_packets: bool, work: Work) -> (Server, Server, Vec<Member>) {
 }
 
 #[test]
-fn rank_stopped_in_an_operation_goes_on_with_it() {
+fn rank_stopped_in_an_operation_completes_it_after_it_continues() {
     const ROUNDS: u64 = 6;
     for by_packets in [true, false] {
         let (_controller, _device, members) = start(by_packets, Work::Rounds(ROUNDS));
@@ -183,7 +184,7 @@ fn rank_stopped_in_an_operation_goes_on_with_it() {
             members.iter().for_each(|member| member.expect("round"));
             if round == 2 {
                 members[STOPPED].signal(Signal::STOP);
-                // How long it is away is chosen here.
+                // The sleep is the time for which the rank is stopped.
                 std::thread::sleep(AWAY);
                 members[STOPPED].signal(Signal::CONT);
             }
@@ -192,9 +193,9 @@ fn rank_stopped_in_an_operation_goes_on_with_it() {
     }
 }
 
-/// The others have the last result, and stay until the one that is stopped has it: also where the device dies meanwhile.
+/// The other ranks have the last result and stay until the stopped rank has it, too, even if the device dies meanwhile.
 #[test]
-fn ranks_that_leave_wait_for_a_stopped_one() {
+fn leaving_ranks_wait_for_a_stopped_rank() {
     for (by_packets, dies) in [(true, false), (false, false), (true, true), (false, true)] {
         let (_controller, device, members) = start(by_packets, Work::StopBeforeTheResult);
         members[STOPPED].until_stopped();
@@ -215,7 +216,7 @@ fn ranks_that_leave_wait_for_a_stopped_one() {
         members[STOPPED].expect("done");
         for member in &members {
             let left = member.lines.recv_timeout(LONG);
-            assert_eq!(left.as_deref(), Ok("Settled"), "by packets: {by_packets}, device dies: {dies}");
+            assert_eq!(left.as_deref(), Ok("Clean"), "by packets: {by_packets}, device dies: {dies}");
         }
     }
 }

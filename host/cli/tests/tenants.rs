@@ -1,5 +1,5 @@
-//! Tenants, quotas, the queue and leases, as processes: what the options do, what `sumac status` shows, and what becomes of
-//! groups whose controller is stopped or killed.
+//! Tenants, quotas, the queue and leases with real processes: options, the output of `sumac status`, and groups whose
+//! controller is stopped or killed.
 
 mod common;
 
@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 
-/// How long anything here may take.
-const SOON: Duration = Duration::from_secs(40);
+/// The limit of every wait; a passing test never reaches it.
+const LIMIT: Duration = Duration::from_secs(40);
 
 fn controller(options: &[&str]) -> (Server, String) {
     let mut args = vec!["controller", "--listen", "127.0.0.1:0", "--prefer-tree"];
@@ -29,7 +29,7 @@ fn device(controller: &str, slots: &str) -> Server {
     server
 }
 
-/// Join as the only two ranks of a job.
+/// Join both ranks of a job.
 fn join(controller: &str, job: &str, tenant: &str) -> Vec<Communicator> {
     let addr: SocketAddr = controller.parse().expect("an address");
     let config = |rank| JoinConfig { tenant: tenant.into(), ..JoinConfig::new(addr, job, rank, 2) };
@@ -40,7 +40,7 @@ fn join(controller: &str, job: &str, tenant: &str) -> Vec<Communicator> {
     })
 }
 
-/// Add at both ranks; returns the path and why not the tree.
+/// Run an all-reduce on both ranks. Returns the path and the reason of a fallback.
 fn add(ranks: &[Communicator]) -> (Path, Option<String>, bool) {
     thread::scope(|scope| {
         let add = |comm: &Communicator| {
@@ -64,7 +64,7 @@ fn report(controller: &str) -> Value {
 }
 
 fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let give_up = Instant::now() + SOON;
+    let give_up = Instant::now() + LIMIT;
     while !done() {
         assert!(Instant::now() < give_up, "{what}");
         thread::yield_now();
@@ -72,12 +72,12 @@ fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 #[test]
-fn quotas_that_make_no_sense_are_usage_errors() {
+fn invalid_quotas_leases_and_tenants_are_usage_errors() {
     let cases: [(&[&str], &str); 6] = [
         (&["--quota", "a"], "TENANT=groups:N,slots:N,memory:SIZE"),
-        (&["--quota", "a=groups:many"], "\"many\" is no number of groups"),
-        (&["--quota", "a=chunks:3"], "\"chunks:3\" is no limit"),
-        (&["--quota", "two words=groups:3"], "is no tenant"),
+        (&["--quota", "a=groups:many"], "\"many\" is not a number of groups"),
+        (&["--quota", "a=chunks:3"], "\"chunks:3\" is not a limit"),
+        (&["--quota", "two words=groups:3"], "is not a valid tenant name"),
         (&["--quota", "a=groups:1", "--quota", "a=slots:2"], "names a twice"),
         (&["--lease", "0"], "1..=86400"),
     ];
@@ -91,7 +91,7 @@ fn quotas_that_make_no_sense_are_usage_errors() {
 }
 
 #[test]
-fn status_shows_tenants_quotas_and_places_in_the_queue() {
+fn status_shows_tenants_quotas_and_queue_positions() {
     let quotas = ["--quota", "team-a=groups:1,memory:64M", "--quota", "*=slots:4096", "--quota", "guest=groups:0"];
     let (mut controller, address) = controller(&quotas);
     let mut device = device(&address, "8192");
@@ -100,8 +100,8 @@ fn status_shows_tenants_quotas_and_places_in_the_queue() {
     let second = join(&address, "second", "team-a");
     let (path, fallback, _) = add(&second);
     let why = fallback.expect("the tree was wanted");
-    assert!(path != Path::Tree && why.contains("tenant team-a holds 1 of the 1 groups of its quota"), "{why}");
-    assert!(why.ends_with("number 1 of 1 in the queue for a tree"), "{why}");
+    assert!(path != Path::Tree && why.contains("tenant team-a holds 1 of 1 groups"), "{why}");
+    assert!(why.ends_with("position 1 of 1 in the queue for a tree"), "{why}");
 
     let table = stdout(&sumac(&["status", "--controller", &address]));
     let line = |begin: &str| table.lines().find(|line| line.starts_with(begin)).unwrap_or_else(|| panic!("{table}"));
@@ -109,7 +109,7 @@ fn status_shows_tenants_quotas_and_places_in_the_queue() {
     assert!(line("  team-a ").ends_with("/67108864"), "{table}");
     assert!(line("  guest ").contains("groups 0/0  "), "{table}");
     assert!(line("  first ").contains("tenant team-a  ranks 2/2  group "), "{table}");
-    assert!(line("  second ").ends_with("number 1 of 1 in the queue for a tree"), "{table}");
+    assert!(line("  second ").ends_with("position 1 of 1 in the queue for a tree"), "{table}");
     let json = report(&address);
     let jobs = json["jobs"].as_array().expect("jobs");
     let second_job = jobs.iter().find(|job| job["name"] == "second").expect("it runs");
@@ -118,24 +118,24 @@ fn status_shows_tenants_quotas_and_places_in_the_queue() {
     let team = tenants.iter().find(|tenant| tenant["name"] == "team-a").expect("it has jobs");
     assert_eq!((&team["groups"], &team["quota"]["groups"]), (&1.into(), &1.into()));
 
-    // The selftest's jobs are somebody's, too.
+    // The jobs of selftest count towards quotas, too.
     let guest = sumac(&["selftest", "--controller", &address, "--tenant", "guest", "-n", "1", "-e", "1K"]);
     assert_eq!(exit_status(&guest), 1, "{}", stdout(&guest));
-    assert!(stdout(&guest).contains("tenant guest holds 0 of the 0 groups"), "{}", stdout(&guest));
+    assert!(stdout(&guest).contains("tenant guest holds 0 of 0 groups"), "{}", stdout(&guest));
     let other = sumac(&["selftest", "--controller", &address, "--tenant", "other", "-n", "1", "-e", "1K"]);
     assert_eq!(exit_status(&other), 0, "{} {}", stdout(&other), stderr(&other));
 
     first.into_iter().for_each(Communicator::leave);
-    wait_for("the tree is not given on", || add(&second).0 == Path::Tree);
+    wait_for("the tree is not assigned to the next job", || add(&second).0 == Path::Tree);
     second.into_iter().for_each(Communicator::leave);
     controller.interrupt_and_expect_success();
     device.interrupt_and_expect_success();
 }
 
-/// Nobody renews the lease of a job that does nothing while its controller is stopped: it runs out at the device. When the
-/// controller goes on, it learns of that, and the job gets another tree, on the same device, before it needs it.
+/// The lease of an idle job expires at the device while its controller is stopped. When the controller continues, it
+/// learns of that, and assigns the job another tree on the same device.
 #[test]
-fn a_lease_that_has_run_out_is_noticed_and_made_good() {
+fn job_gets_another_tree_after_its_lease_expired() {
     let (controller, address) = controller(&["--lease", "1"]);
     let _device = device(&address, "8192");
     let ranks = join(&address, "idle", "default");
@@ -151,15 +151,15 @@ fn a_lease_that_has_run_out_is_noticed_and_made_good() {
     wait_for("the ranks do not take it", || add(&ranks).0 == Path::Tree);
     let json = report(&address);
     assert_eq!(json["devices"][0]["stats"]["Ok"]["counters"]["leases_expired"], 1);
-    assert_eq!(json["devices"][0]["stats"]["Ok"]["groups"], 1, "the other one is gone");
+    assert_eq!(json["devices"][0]["stats"]["Ok"]["groups"], 1, "the expired group is gone");
     ranks.into_iter().for_each(Communicator::leave);
 }
 
-/// A controller that is killed leaves a group on the device. As long as the ranks use it, it stays, also where the next
-/// controller, which has the job from its ranks, has no room for a tree of its own for them. When they are gone, it ends with
-/// its lease, and its slots go to who has waited for them.
+/// A killed controller leaves a group on the device. The group lives as long as its ranks use it, even if the next
+/// controller, to which the ranks report the job, has no room for a tree of its own. When the ranks are gone, the group
+/// expires, and its slots go to the next job in the queue.
 #[test]
-fn a_killed_controller_leaves_no_group_for_ever() {
+fn orphaned_group_lives_while_used_and_then_expires() {
     let (first, address) = controller(&["--lease", "2"]);
     // Room for one window of one chunk.
     let _device = device(&address, "2");
@@ -169,20 +169,23 @@ fn a_killed_controller_leaves_no_group_for_ever() {
     let mut second = serve(&["controller", "--listen", &address, "--prefer-tree", "--lease", "2"]);
     assert_eq!(second.line(), format!("listening {address}"));
     let slots_used = || report(&address)["devices"][0]["stats"]["Ok"]["slots_used"].clone();
-    wait_for("the device does not dial", || slots_used() == 2);
-    // Its packets alone keep its group, for longer than a lease.
+    wait_for("the device does not register", || slots_used() == 2);
+    // Packets alone keep the group alive for longer than its lease.
     let begun = Instant::now();
     wait_for("the tree is lost", || {
         assert_eq!(add(&orphan).0, Path::Tree);
         begun.elapsed() > Duration::from_secs(5)
     });
-    let waits = join(&address, "next", "default");
-    let (path, fallback, _) = add(&waits);
+    let queued = join(&address, "next", "default");
+    let (path, fallback, _) = add(&queued);
     let why = fallback.expect("the tree was wanted");
-    assert!(path != Path::Tree && why.contains("leaf0: it refused: 2 slots are needed"), "{why}");
+    assert!(
+        path != Path::Tree && why.contains("leaf0: refused: not enough free slots: the group needs 2 contiguous"),
+        "{why}"
+    );
     assert!(why.ends_with("in the queue for a tree"), "{why}");
     drop(orphan);
-    wait_for("the slots are not given on", || add(&waits).0 == Path::Tree);
+    wait_for("the slots are not assigned to the next job", || add(&queued).0 == Path::Tree);
     assert_eq!(slots_used(), 2);
-    waits.into_iter().for_each(Communicator::leave);
+    queued.into_iter().for_each(Communicator::leave);
 }

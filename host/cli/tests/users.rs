@@ -1,13 +1,13 @@
-//! Ranks and a device of different users: whom ranks let at their memory, and what becomes of those that do not.
+//! Ranks and a device of different users: ranks share memory only with devices of their own user or of root.
 
 mod common;
 
 use common::{Server, exit_status, serve, serve_as, stderr, stdout, sumac};
 use std::net::SocketAddr;
 use std::thread;
-use sumac::{Attach, Communicator, JoinConfig, Path, ReduceOp};
+use sumac::{Communicator, JoinConfig, Path, ReduceOp, Transport};
 
-/// A user who owns nothing.
+/// An unprivileged user.
 const OTHER_USER: u32 = 65_534;
 
 fn cluster() -> Option<(Server, Server, SocketAddr)> {
@@ -19,11 +19,11 @@ fn cluster() -> Option<(Server, Server, SocketAddr)> {
     Some((controller, device, address.parse().expect("an address")))
 }
 
-/// Add at two ranks that reach the device in this way, and return the path, why it is not the tree, and how many ranks
-/// contribute by reference in the tree.
-fn add(controller: SocketAddr, attach: Attach) -> (Path, Option<String>, Option<u64>) {
+/// Run an all-reduce on two ranks with this transport. Returns the path, the reason of a fallback, and the number of
+/// zero-copy ranks in the tree.
+fn add(controller: SocketAddr, transport: Transport) -> (Path, Option<String>, Option<u64>) {
     let rank = |rank| {
-        let config = JoinConfig { attach, ..JoinConfig::new(controller, attach.name(), rank, 2) };
+        let config = JoinConfig { transport, ..JoinConfig::new(controller, transport.name(), rank, 2) };
         let comm = Communicator::join(config).expect("joined");
         let mut values = [u64::from(rank) + 1; 100];
         let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
@@ -37,19 +37,19 @@ fn add(controller: SocketAddr, attach: Attach) -> (Path, Option<String>, Option<
         assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
         let report: serde_json::Value = serde_json::from_str(&stdout(&output)).expect("JSON");
         let jobs = report["jobs"].as_array().expect("a list");
-        let job = jobs.iter().find(|job| job["name"] == attach.name()).expect("it is there while its ranks are");
-        let by_reference = job["tree"]["Ok"]["by_reference"].as_u64();
-        (outcome.path, outcome.fallback, by_reference)
+        let job = jobs.iter().find(|job| job["name"] == transport.name()).expect("it is there while its ranks are");
+        let zero_copy_ranks = job["tree"]["Ok"]["by_reference"].as_u64();
+        (outcome.path, outcome.fallback, zero_copy_ranks)
     })
 }
 
-/// The device would map all of the ranks' memory, and theirs is root's, where CI runs the test.
+/// A device maps the ranks' memory, which belongs to root where CI runs the test.
 #[test]
-fn ranks_send_packets_to_a_device_of_another_user_and_refuse_to_share_memory_with_it() {
+fn device_of_another_user_gets_packets_and_no_shared_memory() {
     let Some((_controller, _device, controller)) = cluster() else { return };
-    assert_eq!(add(controller, Attach::Auto), (Path::Tree, None, Some(0)));
-    let (path, fallback, by_reference) = add(controller, Attach::Shm);
+    assert_eq!(add(controller, Transport::Auto), (Path::Tree, None, Some(0)));
+    let (path, fallback, zero_copy_ranks) = add(controller, Transport::Shm);
     let why = fallback.expect("a reason");
-    assert!(path != Path::Tree && by_reference.is_none());
+    assert!(path != Path::Tree && zero_copy_ranks.is_none());
     assert!(why.contains("shared memory") && why.contains("user 65534") && why.contains("SUMAC_DEVICE_USER"), "{why}");
 }

@@ -1,13 +1,13 @@
-//! Every type, operator and algorithm on the GPU: against float64, and against the bits of the double.
+//! Every type, operator and algorithm on the GPU, compared with float64 and with the bits of a fake GPU.
 //!
-//! The double can stand in for the GPU too, so that what checks is itself checked where there is none ([`rehearse`]).
+//! A fake can also stand in for the GPU under test, so that the checks themselves are tested without one ([`dry_run`]).
 
 use super::{Draws, get, put, write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::Cuda;
 use sumac::gpu::engine::{Bulk, Family, GpuEngine};
-use sumac::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
+use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
 use sumac::schedule::{ALGORITHMS, Place, Problem, tree::Tree};
 use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
 use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
@@ -16,22 +16,22 @@ use sumac_hal::reduce::Kernel;
 const ALGOS: [Algo; 6] =
     [Algo::Ring, Algo::HalvingDoubling, Algo::RecursiveDoubling, Algo::Binomial, Algo::HostTree, Algo::Pairwise];
 
-/// Long enough for a kernel that is compiled on the way.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Long enough for a kernel that is compiled on first use.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How a GPU is opened once more, and how much is done to it.
+/// How to open the GPU again, and how much to check.
 struct Check<'a, G> {
     another: &'a dyn Fn() -> Result<G, GpuError>,
     ranks: &'a [u32],
-    /// No operation has more.
+    /// Maximum number of elements of an operation.
     elements: usize,
-    /// What keeps the GPU busy for longer than handing it over takes.
+    /// Enough bytes to keep the GPU busy for longer than submission takes.
     long_bytes: usize,
-    /// After that no more operations are compared.
+    /// When to stop comparing operations.
     until: Instant,
 }
 
-/// Check everything for as long as there is time; return how many operations there was none for.
+/// Check everything within the time limit; returns the number of operations that were left out.
 pub(super) fn run(cuda: &Cuda, limit: Duration) -> Result<usize, String> {
     let another = || cuda.another();
     let (ranks, until) = (&[1, 2, 3, 4, 8], Instant::now() + limit);
@@ -39,7 +39,7 @@ pub(super) fn run(cuda: &Cuda, limit: Duration) -> Result<usize, String> {
     check(&Check { another: &another, ranks, elements: 20_000, long_bytes: 512 << 20, until })
 }
 
-/// Get the code of all kernels, compiled on all cores.
+/// Load all kernels, compiled on all cores.
 fn preload(cuda: &Cuda) -> Result<(), String> {
     let all = Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)));
     let (kernels, next, begun): (Vec<_>, _, _) = (all.collect(), AtomicUsize::new(0), Instant::now());
@@ -53,27 +53,27 @@ fn preload(cuda: &Cuda) -> Result<(), String> {
     std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
         workers.into_iter().try_for_each(|worker| match worker.join() {
-            Ok(result) => result.map_err(words),
+            Ok(result) => result.map_err(to_text),
             Err(_) => Err("a thread that loads kernels panicked".to_owned()),
         })
     })?;
-    println!("{} kernels are in the GPU after {:.1} s", kernels.len(), begun.elapsed().as_secs_f64());
+    println!("loaded {} kernels in {:.1} s", kernels.len(), begun.elapsed().as_secs_f64());
     Ok(())
 }
 
-/// Check the double against the double.
-pub(super) fn rehearse() -> Result<(), String> {
-    let another = || Ok(Double::new(3, 1 << 28));
+/// Check a fake GPU against another.
+pub(super) fn dry_run() -> Result<(), String> {
+    let another = || Ok(FakeGpu::new(3, 1 << 28));
     let long = Instant::now() + Duration::from_secs(3600);
     let mut short = Check { another: &another, ranks: &[1, 3, 4], elements: 200, long_bytes: 1 << 20, until: long };
     match check(&short)? {
         0 => {}
-        left_out => return Err(format!("{left_out} operations were left out of the rehearsal")),
+        left_out => return Err(format!("{left_out} operations were left out of the dry run")),
     }
-    // No time at all: everything is left out, and said to be.
+    // Without any time, everything is left out, and reported as such.
     (short.ranks, short.until) = (&[3], Instant::now());
     match check(&short)? {
-        0 => Err("a check without time left nothing out".into()),
+        0 => Err("a check without any time should leave everything out".into()),
         _ => Ok(()),
     }
 }
@@ -88,7 +88,7 @@ fn check<G: Bulk>(check: &Check<'_, G>) -> Result<usize, String> {
     for &ranks in check.ranks {
         for &dtype in Dtype::ALL {
             let mut group = group(check, pieces(), ranks)?;
-            let mut double = double(ranks)?;
+            let mut fake = fake(ranks)?;
             for &op in ReduceOp::ALL {
                 let Some(kernel) = Kernel::new(dtype, op) else { continue };
                 for algo in ALGOS {
@@ -99,29 +99,27 @@ fn check<G: Bulk>(check: &Check<'_, G>) -> Result<usize, String> {
                         }
                         let count = 1 + (draws.next() >> 32) as usize % check.elements;
                         let data = Data::all_reduce(&mut draws, &kernel, ranks, count);
-                        compare(&mut group, &mut double, (algo, is_in_place), &data)?;
+                        compare(&mut group, &mut fake, (algo, is_in_place), &data)?;
                         compared += 1;
                     }
                 }
             }
         }
-        compared += others(&mut group(check, pieces(), ranks)?, &mut double(ranks)?, &mut draws)?;
+        compared += others(&mut group(check, pieces(), ranks)?, &mut fake(ranks)?, &mut draws)?;
     }
-    println!(
-        "{compared} operations have the bits of the same schedule on the CPU, and all-reduced floats float64's values"
-    );
+    println!("{compared} operations match the CPU's bits, and all-reduced floats match float64 within rounding");
     if left_out > 0 {
-        println!("{left_out} operations were left out: the time was up");
+        println!("{left_out} operations were left out: the time limit was reached");
     }
     Ok(left_out)
 }
 
-/// One operation and what goes into it.
+/// An operation and its inputs.
 struct Data {
     desc: OpDesc,
     kernel: Option<Kernel>,
     inputs: Vec<Vec<u8>>,
-    /// The bytes of each rank's result.
+    /// The length of each rank's result in bytes.
     outputs: Vec<usize>,
     scalars: Vec<f64>,
 }
@@ -140,8 +138,8 @@ impl Data {
     }
 }
 
-/// The other collectives, by every algorithm that there is.
-fn others<G: Gpu>(group: &mut Group<G>, double: &mut Group<Double>, draws: &mut Draws) -> Result<usize, String> {
+/// The other collectives, by every algorithm.
+fn others<G: Gpu>(group: &mut Group<G>, fake: &mut Group<FakeGpu>, draws: &mut Draws) -> Result<usize, String> {
     let ranks = group.ranks();
     let tree = Tree::flat(ranks, Order::TreeFold).map_err(|error| error.to_string())?;
     let mut compared = 0;
@@ -163,44 +161,44 @@ fn others<G: Gpu>(group: &mut Group<G>, double: &mut Group<Double>, draws: &mut 
                 scalars: Vec::new(),
             };
             let algo = algorithm.path().name().parse().map_err(|error| format!("{algorithm:?}: {error}"))?;
-            compare(group, double, (algo, false), &data)?;
+            compare(group, fake, (algo, false), &data)?;
             compared += 1;
         }
     }
     Ok(compared)
 }
 
-fn words(error: GpuError) -> String {
+fn to_text(error: GpuError) -> String {
     error.to_string()
 }
 
-/// Short pieces, so that every message is more than one.
+/// Short pieces, so that every message has several.
 fn pieces() -> GroupOptions {
     GroupOptions { piece_bytes: 4096, ..GroupOptions::default() }
 }
 
-fn double(ranks: u32) -> Result<Group<Double>, String> {
-    Group::new(Double::new(1, 1 << 30), ranks, pieces()).map_err(words)
+fn fake(ranks: u32) -> Result<Group<FakeGpu>, String> {
+    Group::new(FakeGpu::new(1, 1 << 30), ranks, pieces()).map_err(to_text)
 }
 
 fn group<G: Bulk>(check: &Check<'_, G>, options: GroupOptions, ranks: u32) -> Result<Group<G>, String> {
-    (check.another)().and_then(|gpu| Group::new(gpu, ranks, options)).map_err(words)
+    (check.another)().and_then(|gpu| Group::new(gpu, ranks, options)).map_err(to_text)
 }
 
-/// Run one operation on both, and compare.
+/// Run an operation on both, and compare the results.
 fn compare<G: Gpu>(
     group: &mut Group<G>,
-    double: &mut Group<Double>,
+    fake: &mut Group<FakeGpu>,
     (algo, is_in_place): (Algo, bool),
     data: &Data,
 ) -> Result<(), String> {
     let what = format!("{} by {algo}, {} ranks, in place: {is_in_place}", data.desc, group.ranks());
     let ours = reduced(group, algo, is_in_place, data).map_err(|error| format!("{what}: {error}"))?;
-    let theirs = reduced(double, algo, is_in_place, data).map_err(|error| format!("{what}, on the double: {error}"))?;
+    let theirs = reduced(fake, algo, is_in_place, data).map_err(|error| format!("{what}, on the fake GPU: {error}"))?;
     for (rank, (found, wanted)) in ours.iter().zip(&theirs).enumerate() {
         if let Some(at) = (0..found.len()).find(|&at| found[at] != wanted[at]) {
             let (found, wanted) = (found[at], wanted[at]);
-            return Err(format!("{what}: byte {at} of rank {rank} is {found:#x} where the CPU has {wanted:#x}"));
+            return Err(format!("{what}: byte {at} of rank {rank} is {found:#x}, the CPU has {wanted:#x}"));
         }
     }
     match data.kernel.filter(|_| data.scalars.is_empty()) {
@@ -209,7 +207,7 @@ fn compare<G: Gpu>(
     }
 }
 
-/// Run an operation, and return every rank's result.
+/// Run an operation and return every rank's result.
 fn reduced<G: Gpu>(group: &mut Group<G>, algo: Algo, is_in_place: bool, data: &Data) -> Result<Vec<Vec<u8>>, GpuError> {
     let stream = group.gpu().stream()?;
     let lens = data.inputs.iter().zip(&data.outputs);
@@ -217,7 +215,7 @@ fn reduced<G: Gpu>(group: &mut Group<G>, algo: Algo, is_in_place: bool, data: &D
     let memory = memory.collect::<Result<Vec<_>, _>>()?;
     let request = Request { desc: data.desc, algo, buffers: &memory, scalars: &data.scalars };
     let work = group.start(&request, &[])?;
-    group.wait(work, Instant::now() + PATIENCE)?;
+    group.wait(work, Instant::now() + TIMEOUT)?;
     memory.iter().zip(&data.outputs).map(|(buffers, &len)| get(group.gpu(), &stream, output(buffers), len)).collect()
 }
 
@@ -239,7 +237,7 @@ fn output<M>(buffers: &GpuBuffers<M>) -> &M {
     }
 }
 
-/// Draw elements: floats from -1 to 1, integers of any bits, and few indices, so that there are ties.
+/// Draw elements: floats from -1 to 1, integers of any bits, and few distinct indices, so that there are ties.
 fn elements(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
     let (dtype, size) = (kernel.dtype(), kernel.dtype().size_bytes());
     let rounder = Kernel::new(dtype, ReduceOp::Sum);
@@ -262,7 +260,7 @@ fn elements(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Return floats as float64; `None` for integers and pairs, which are compared by their bits alone.
+/// Convert floats to float64; `None` for integers and pairs, which are compared by their bits only.
 fn values(kernel: &Kernel, bytes: &[u8]) -> Option<Vec<f64>> {
     let dtype = kernel.dtype();
     if dtype.is_integer() || kernel.op().is_located() {
@@ -276,12 +274,12 @@ fn values(kernel: &Kernel, bytes: &[u8]) -> Option<Vec<f64>> {
     Some(wide.as_chunks().0.iter().map(|element| f64::from(f32::from_le_bytes(*element))).collect())
 }
 
-/// Compare a result with float64's: within what the roundings on the way may make.
+/// Compare a result with float64's, within the possible rounding errors.
 fn against_float64(kernel: &Kernel, inputs: &[Vec<u8>], found: &[u8]) -> Result<(), String> {
     let all: Option<Vec<Vec<f64>>> = inputs.iter().map(|input| values(kernel, input)).collect();
     let (Some(all), Some(found)) = (all, values(kernel, found)) else { return Ok(()) };
     let ranks = all.len() as f64;
-    // Half a unit in the last place of 1, of the element and of the accumulator; a least subnormal besides.
+    // Half a unit in the last place of 1, for the element and for the accumulator, and the least subnormal.
     let (element, accumulator, least) = match kernel.dtype() {
         Dtype::F64 => (2_f64.powi(-53), 2_f64.powi(-53), 0.0),
         Dtype::F32 => (2_f64.powi(-24), 2_f64.powi(-24), 2_f64.powi(-149)),
@@ -303,72 +301,72 @@ fn against_float64(kernel: &Kernel, inputs: &[Vec<u8>], found: &[u8]) -> Result<
         };
         let margin = wanted.abs() * element * 1.01 + on_the_way * accumulator * (ranks + 1.0) + least;
         if (found - wanted).abs() > margin {
-            return Err(format!("element {index} is {found} where float64 has {wanted}, and {margin} is allowed"));
+            return Err(format!("element {index} is {found}, float64 gives {wanted}, and the tolerance is {margin}"));
         }
     }
     Ok(())
 }
 
-/// A captured operation, repeated.
+/// Check that a captured operation can be replayed.
 fn repeats<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
     let mut group = group(check, pieces(), 4)?;
-    let stream = group.gpu().stream().map_err(words)?;
+    let stream = group.gpu().stream().map_err(to_text)?;
     let ones: Vec<u8> = (0..10_000).flat_map(|_| 1_i32.to_le_bytes()).collect();
     let upload = || put(group.gpu(), &stream, &ones).map(GpuBuffers::InPlace);
-    let buffers = (0..4).map(|_| upload()).collect::<Result<Vec<_>, _>>().map_err(words)?;
+    let buffers = (0..4).map(|_| upload()).collect::<Result<Vec<_>, _>>().map_err(to_text)?;
     let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 10_000);
     let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
-    let repeat = group.capture(&request).map_err(words)?;
+    let repeat = group.capture(&request).map_err(to_text)?;
     for _ in 0..5 {
-        let work = group.replay(&repeat, &[]).map_err(words)?;
-        group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
+        let work = group.replay(&repeat, &[]).map_err(to_text)?;
+        group.wait(work, Instant::now() + TIMEOUT).map_err(to_text)?;
     }
-    let found = get(group.gpu(), &stream, output(&buffers[3]), ones.len()).map_err(words)?;
+    let found = get(group.gpu(), &stream, output(&buffers[3]), ones.len()).map_err(to_text)?;
     if !found.as_chunks().0.iter().all(|sum| i32::from_le_bytes(*sum) == 1024) {
-        return Err("a captured operation, repeated five times over four ranks, is not 4^5".into());
+        return Err("a captured operation, replayed five times over four ranks, does not give 4^5".into());
     }
-    println!("a captured operation repeats");
+    println!("a captured operation can be replayed");
     Ok(())
 }
 
-/// A deadline that passes with kernels in flight, and the group afterwards.
+/// Check a deadline that passes with kernels in flight, and the group afterwards.
 fn ends<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
     let mut group = group(check, GroupOptions::default(), 8)?;
-    let (len, stream) = (check.long_bytes, group.gpu().stream().map_err(words)?);
+    let (len, stream) = (check.long_bytes, group.gpu().stream().map_err(to_text)?);
     let memory = || group.gpu().alloc(len).map(GpuBuffers::InPlace);
-    let buffers = (0..8).map(|_| memory()).collect::<Result<Vec<_>, _>>().map_err(words)?;
+    let buffers = (0..8).map(|_| memory()).collect::<Result<Vec<_>, _>>().map_err(to_text)?;
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len as u64 / 4);
     let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
-    let work = group.start(&request, &[]).map_err(words)?;
+    let work = group.start(&request, &[]).map_err(to_text)?;
     let begun = Instant::now();
     match group.wait(work, begun) {
         Err(GpuError::Deadline) => {
             println!("a deadline ended an operation in {:.1} ms", begun.elapsed().as_secs_f64() * 1e3);
         }
-        other => return Err(format!("a deadline that had passed gave {other:?}")),
+        other => return Err(format!("waiting with an expired deadline returned {other:?}")),
     }
     let ones: Vec<u8> = (0..len / 4).flat_map(|_| 1_f32.to_le_bytes()).collect();
     for each in &buffers {
-        write(group.gpu(), &stream, output(each), &ones).map_err(words)?;
+        write(group.gpu(), &stream, output(each), &ones).map_err(to_text)?;
     }
-    let work = group.start(&request, &[]).map_err(words)?;
-    group.wait(work, Instant::now() + PATIENCE).map_err(words)?;
-    let found = get(group.gpu(), &stream, output(&buffers[5]), len).map_err(words)?;
+    let work = group.start(&request, &[]).map_err(to_text)?;
+    group.wait(work, Instant::now() + TIMEOUT).map_err(to_text)?;
+    let found = get(group.gpu(), &stream, output(&buffers[5]), len).map_err(to_text)?;
     if !found.as_chunks().0.iter().all(|sum| f32::from_le_bytes(*sum) == 8.0) {
-        return Err("after a deadline the next sum is wrong".into());
+        return Err("the first sum after an expired deadline is wrong".into());
     }
-    println!("the group goes on after a deadline");
+    println!("the group works after an expired deadline");
     Ok(())
 }
 
-/// A buffer through pinned chunks.
+/// Check a buffer that goes through pinned chunks.
 fn stages<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
-    let gpu = (check.another)().map_err(words)?;
+    let gpu = (check.another)().map_err(to_text)?;
     staged(&gpu, check.long_bytes / 50 + 1)
-        .map_err(words)?
+        .map_err(to_text)?
         .then_some(())
-        .ok_or_else(|| "a buffer did not come back through pinned chunks as it went".to_owned())?;
-    println!("a buffer goes through pinned chunks");
+        .ok_or_else(|| "a buffer was changed on its way through pinned chunks".to_owned())?;
+    println!("a buffer passes through pinned chunks intact");
     Ok(())
 }
 
@@ -380,7 +378,7 @@ fn staged<G: Gpu>(gpu: &G, len_bytes: usize) -> Result<bool, GpuError> {
     gpu.copy(&producer, part(&memory), part(&source))?;
     gpu.record(&produced, &producer)?;
     let mut staging = Staging::new(gpu, 1 << 20)?;
-    staging.run(gpu, &memory, &produced, Instant::now() + PATIENCE, |chunk| {
+    staging.run(gpu, &memory, &produced, Instant::now() + TIMEOUT, |chunk| {
         chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
         Ok::<_, GpuError>(())
     })?;
@@ -388,28 +386,28 @@ fn staged<G: Gpu>(gpu: &G, len_bytes: usize) -> Result<bool, GpuError> {
     Ok(found.iter().zip(&bytes).all(|(found, byte)| *found == byte.wrapping_add(1)))
 }
 
-/// The copy engine's reductions, against the CPU's kernels.
+/// Compare the copy engine's reductions with the CPU's kernels.
 fn engines<G: Bulk>(check: &Check<'_, G>, draws: &mut Draws) -> Result<(), String> {
     for family in [Family::Sums, Family::Integers] {
-        let gpu = (check.another)().map_err(words)?;
+        let gpu = (check.another)().map_err(to_text)?;
         if let Err(error) = gpu.check_bulk() {
             println!("{error}");
             return Ok(());
         }
-        let mut engine = GpuEngine::new(gpu, family).map_err(words)?;
+        let mut engine = GpuEngine::new(gpu, family).map_err(to_text)?;
         for &dtype in Dtype::ALL {
             for &op in ReduceOp::ALL {
                 let Some(kernel) = Kernel::new(dtype, op).filter(|_| engine.capabilities().reduces(dtype, op)) else {
                     continue;
                 };
-                // Several tiles for some blocks, and a last one that is not full.
+                // Several tiles for some blocks, and a last tile that is not full.
                 let len = 16 * (1 + (draws.next() >> 32) as usize % (check.elements * 100));
                 engine_one(&mut engine, &kernel, len, draws)
                     .map_err(|error| format!("the copy engine's {dtype} {op}: {error}"))?;
             }
         }
     }
-    println!("the copy engine's reductions have the bits of the CPU's kernels");
+    println!("the copy engine's reductions match the CPU kernels bit for bit");
     Ok(())
 }
 
@@ -421,8 +419,8 @@ fn engine_one<G: Bulk>(
 ) -> Result<(), String> {
     let count = len / kernel.element_bytes();
     let (src, dst) = (elements(draws, kernel, count), elements(draws, kernel, count));
-    let stream = engine.gpu().stream().map_err(words)?;
-    let upload = |bytes: &[u8]| put(engine.gpu(), &stream, bytes).map_err(words);
+    let stream = engine.gpu().stream().map_err(to_text)?;
+    let upload = |bytes: &[u8]| put(engine.gpu(), &stream, bytes).map_err(to_text);
     let (from, to) = (upload(&src)?, upload(&dst)?);
     let from_key = engine.register(from).ok_or("no region is free")?;
     let to_key = engine.register(to.clone()).ok_or("no region is free")?;
@@ -438,10 +436,10 @@ fn engine_one<G: Bulk>(
     let tag = Tag { seq: 1, slot: 0, attempt: 0 };
     engine.submit(Chain { tag, scope: Scope(0), steps: &[step] }).map_err(|error| error.to_string())?;
     let mut ends = [Completion { tag, status: Status::Aborted, step: 0 }];
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while engine.poll(&mut ends) == 0 {
         if Instant::now() > deadline {
-            return Err("it does not end".into());
+            return Err("it did not complete in time".into());
         }
     }
     let mut accumulators = vec![0; count * kernel.accumulator_bytes()];
@@ -449,12 +447,12 @@ fn engine_one<G: Bulk>(
     kernel.combine(&mut accumulators, &src, false);
     let mut wanted = vec![0; len];
     kernel.store(&mut wanted, &accumulators, 1);
-    let found = get(engine.gpu(), &stream, &to, len).map_err(words)?;
+    let found = get(engine.gpu(), &stream, &to, len).map_err(to_text)?;
     engine.deregister(from_key);
     engine.deregister(to_key);
     match (ends[0].status, wanted == found) {
         (Status::Done, true) => Ok(()),
-        (Status::Done, false) => Err(format!("{count} elements have other bits")),
+        (Status::Done, false) => Err(format!("the bits of {count} elements differ")),
         (status, _) => Err(status.to_string()),
     }
 }

@@ -1,9 +1,9 @@
-//! Tables: passes beside the copy that is measured in the same run, all-reduces of ranks on one GPU, small messages,
-//! and what communicates beside a matrix product.
+//! Measurements: passes relative to a copy in the same run, all-reduces of ranks on one GPU, small messages, and
+//! communication beside a matrix product.
 //!
-//! Times are medians. "Moved" is what the passes of an operation read and write, so its rate can be compared with the
-//! copy's, which reads and writes each byte. Each row is printed when it is measured; one that can't be had says why,
-//! and the others go on. Figures are printed of a GPU alone: [`rehearse`] runs the same on the double and prints
+//! Times are medians. "Moved" is what the passes of an operation read and write, so its rate is comparable with the
+//! copy's, which reads and writes each byte. Each row is printed when it is measured; a row that cannot be measured
+//! says why, and the others go on. Only a real GPU gives figures: [`dry_run`] runs the same on a fake GPU and prints
 //! none.
 
 use super::out::Out;
@@ -12,28 +12,28 @@ use std::time::{Duration, Instant};
 use sumac::gpu::cuda::{Cuda, Product};
 use sumac::gpu::engine::Bulk;
 use sumac::gpu::trace::Kind;
-use sumac::gpu::{Double, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
+use sumac::gpu::{FakeGpu, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
 use sumac::{Algo, Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
 const MIB: usize = 1 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How much is done, and with what.
+/// What to measure, and with what.
 struct Bench<'a, G: Gpu, P> {
     gpu: &'a G,
     another: &'a dyn Fn() -> Result<G, GpuError>,
-    /// Hands something to compute to a stream: one unit of it.
+    /// Enqueues one unit of computation on a stream.
     compute: P,
-    /// The bytes that stand for a MiB.
+    /// The number of bytes in a "MiB": fewer in a dry run.
     mib: usize,
     rounds: usize,
 }
 
-/// The sections of the tables, each of which can be run alone.
+/// The sections, each of which can be run alone.
 pub(super) const SECTIONS: [&str; 4] = ["passes", "all-reduce", "small", "overlap"];
 
-/// Run one section on the GPU; `trace` is where the last one writes what ran when.
+/// Run one section on the GPU. `overlap` writes a timeline to `trace`.
 pub(super) fn run(cuda: &Cuda, section: &str, out: &mut Out, trace: Option<&str>) -> Result<(), String> {
     let another = || cuda.another();
     let product = match section {
@@ -45,32 +45,32 @@ pub(super) fn run(cuda: &Cuda, section: &str, out: &mut Out, trace: Option<&str>
     bench.section(section, out, trace).map_err(|error| error.to_string())
 }
 
-/// Run all sections on the double, small; nothing of it is a figure.
-pub(super) fn rehearse() -> Result<(), String> {
-    let gpu = Double::new(5, 1 << 26);
+/// Run all sections on a fake GPU, with small sizes and without figures.
+pub(super) fn dry_run() -> Result<(), String> {
+    let gpu = FakeGpu::new(5, 1 << 26);
     let another = || Ok(gpu.clone());
-    let (a, b) = (gpu.alloc(5_000).map_err(words)?, gpu.alloc(5_000).map_err(words)?);
+    let (a, b) = (gpu.alloc(5_000).map_err(to_text)?, gpu.alloc(5_000).map_err(to_text)?);
     let whole = |memory| Part { memory, at: 0, len_bytes: 5_000 };
     let compute = |on: &_| gpu.copy(on, whole(&a), whole(&b));
     let mut bench = Bench { gpu: &gpu, another: &another, compute, mib: 64, rounds: 2 };
-    let trace = std::env::temp_dir().join(format!("sumac-rehearsal-{}.json", std::process::id()));
+    let trace = std::env::temp_dir().join(format!("sumac-dry-run-{}.json", std::process::id()));
     for section in SECTIONS {
-        let mut out = Out::rehearsal();
-        bench.section(section, &mut out, trace.to_str()).map_err(words)?;
+        let mut out = Out::dry_run();
+        bench.section(section, &mut out, trace.to_str()).map_err(to_text)?;
         if out.failed() > 0 {
-            return Err(format!("the rehearsal of {section} has {} rows that failed", out.failed()));
+            return Err(format!("{} rows of the dry run of {section} failed", out.failed()));
         }
     }
     let written = std::fs::read_to_string(&trace).map_err(|error| format!("{}: {error}", trace.display()))?;
     std::fs::remove_file(&trace).map_err(|error| error.to_string())?;
     if !(written.contains("\"compute\"") && written.contains("\"communication\"")) {
-        return Err("the trace of the rehearsal lacks a kind of span".into());
+        return Err("the trace of the dry run lacks a kind of span".into());
     }
-    println!("the tables were rehearsed on the double, without figures");
+    println!("dry run of the tables: passed on a fake GPU, without figures");
     Ok(())
 }
 
-fn words(error: GpuError) -> String {
+fn to_text(error: GpuError) -> String {
     error.to_string()
 }
 
@@ -86,11 +86,11 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
             "all-reduce" => self.all_reduces(out),
             "small" => self.small_messages(out),
             "overlap" => self.overlap(out, trace),
-            other => Err(GpuError::Invalid(format!("{other} is no section; there are {}", SECTIONS.join(", ")))),
+            other => Err(GpuError::Invalid(format!("unknown section {other}: choose one of {}", SECTIONS.join(", ")))),
         }
     }
 
-    /// Return the median time in seconds of what `body` hands to a stream, by the GPU's clock.
+    /// Return the median time in seconds of what `body` enqueues on a stream, by the GPU's clock.
     fn timed(&self, on: &G::Stream, mut body: impl FnMut() -> Result<(), GpuError>) -> Result<f64, GpuError> {
         let (begin, end) = (self.gpu.timer()?, self.gpu.timer()?);
         body()?;
@@ -105,7 +105,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         Ok(median(times))
     }
 
-    /// Return memory of random bits: what a GPU draws, and so its clock, hangs on the data.
+    /// Allocate memory of random bits: a GPU's power draw, and so its clock, depends on the data.
     fn random(&self, len_bytes: usize) -> Result<G::Memory, GpuError> {
         let stream = self.gpu.stream()?;
         let memory = self.gpu.alloc(len_bytes)?;
@@ -123,7 +123,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         Ok(memory)
     }
 
-    /// Return what a copy of 256 MiB reads and writes in a second.
+    /// Return the bytes per second that a copy of 256 MiB reads and writes, and its time in seconds.
     fn copy_rate(&self) -> Result<(f64, f64), GpuError> {
         let len_bytes = 256 * self.mib;
         let (stream, a, b) = (self.gpu.stream()?, self.gpu.alloc(len_bytes)?, self.random(len_bytes)?);
@@ -132,7 +132,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         Ok((2.0 * len_bytes as f64 / seconds, seconds))
     }
 
-    /// Measure copies and passes at 256 MiB.
+    /// Measure copies and passes of 256 MiB.
     fn passes(&self, out: &mut Out) -> Result<(), GpuError> {
         let len_bytes = 256 * self.mib;
         let stream = self.gpu.stream()?;
@@ -168,7 +168,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
                 let seconds = self.timed(&stream, || self.gpu.land(&stream, &code, &fused))?;
                 Ok(moved(3.0 * len_bytes as f64, seconds, copy, goal))
             });
-            // In flight: the destination is read by the memory's own units, so as much is moved, by other means.
+            // "In flight": the memory's own units read the destination, so the same amount is moved by other means.
             if op == ReduceOp::Sum && sumac::gpu::engine::bulk_instruction(dtype, op).is_some() {
                 out.row(&format!("{dtype} {op} in flight"), &[], || {
                     self.gpu.check_bulk()?;
@@ -185,7 +185,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         Group::new((self.another)()?, ranks, GroupOptions::default())
     }
 
-    /// Return the median time in seconds from handing over to knowing that it is done, by the host's clock.
+    /// Return the median time in seconds from submission to detected completion, by the host's clock.
     fn waited(
         &self,
         group: &mut Group<G>,
@@ -195,8 +195,8 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         for round in 0..=self.rounds {
             let begun = Instant::now();
             let work = start(group)?;
-            group.wait(work, begun + PATIENCE)?;
-            // The first one loads code and makes memory.
+            group.wait(work, begun + TIMEOUT)?;
+            // The first round loads code and allocates memory.
             if round > 0 {
                 times.push(begun.elapsed().as_secs_f64());
             }
@@ -246,7 +246,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         Ok(())
     }
 
-    /// Measure an all-reduce and as much computing, alone and at the same time, and trace the last round.
+    /// Measure all-reduces and an equal amount of computation, alone and at the same time, and trace one round.
     fn overlap(&mut self, out: &mut Out, trace: Option<&str>) -> Result<(), GpuError> {
         out.head(&["4 ranks, f32 sum, beside matrix products", "us"]);
         let (ranks, len_bytes) = (4, 64 * self.mib);
@@ -267,7 +267,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         };
         computed(&group, &mut self.compute, 1)?;
         let one = computed(&group, &mut self.compute, 1)?.max(1e-7);
-        // As long as the all-reduces.
+        // As much computation as the all-reduces take.
         let (sums, times) = (8, ((8.0 * alone / one) as usize).clamp(1, 1000));
         let (mut computing, mut communicating, mut both) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..self.rounds.min(7) {
@@ -287,7 +287,7 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
                 }
             }
             group.gpu().record(&end, &stream)?;
-            works.into_iter().try_for_each(|work| group.wait(work, begun + PATIENCE))?;
+            works.into_iter().try_for_each(|work| group.wait(work, begun + TIMEOUT))?;
             until(group.gpu(), &end)?;
             if round > 0 || self.rounds < 3 {
                 both.push(begun.elapsed().as_secs_f64());
@@ -299,10 +299,10 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
         }
         let (computing, communicating, both) = (median(computing), median(communicating), median(both));
         let hidden = (computing + communicating - both) / computing.min(communicating);
-        out.row(&format!("{times} products of two matrices alone"), &[], || Ok(vec![us(computing)]));
+        out.row(&format!("{times} matrix products alone"), &[], || Ok(vec![us(computing)]));
         out.row(&format!("{sums} all-reduces alone"), &[], || Ok(vec![us(communicating)]));
         out.row("both at the same time", &[], || Ok(vec![us(both)]));
-        out.row("overlap efficiency: what is saved, of the shorter", &[], || {
+        out.row("overlap efficiency: time saved, as a share of the shorter", &[], || {
             Ok(vec![format!("{:.1} %", hidden * 100.0)])
         });
         Ok(())
@@ -314,28 +314,30 @@ fn write_trace(timeline: &sumac::gpu::trace::Timeline, to: Option<&str>, out: &m
     let overlap = timeline.overlap();
     for kind in [Kind::Compute, Kind::Communication] {
         if !timeline.spans.iter().any(|span| span.kind == kind) {
-            return Err(GpuError::Invalid(format!("a trace without {kind:?}")));
+            return Err(GpuError::Invalid(format!("the trace has no {kind:?} spans")));
         }
     }
     let efficiency = overlap.efficiency() * 100.0;
-    out.row("by the trace: time when both run, of the shorter", &[], || Ok(vec![format!("{efficiency:.1} %")]));
+    out.row("by the trace: time when both run, as a share of the shorter", &[], || {
+        Ok(vec![format!("{efficiency:.1} %")])
+    });
     let Some(path) = to else { return Ok(()) };
     let mut bytes = Vec::new();
     let written = timeline.write(&mut bytes).and_then(|()| std::fs::write(path, bytes));
     written.map_err(|error| GpuError::Invalid(format!("{path}: {error}")))?;
-    out.note(&format!("{} spans are in {path}, for ui.perfetto.dev", timeline.spans.len()));
+    out.note(&format!("wrote {} spans to {path}, for ui.perfetto.dev", timeline.spans.len()));
     Ok(())
 }
 
 fn reduced<G: Gpu>(group: &mut Group<G>, request: &Request<'_, G::Memory>, times: usize) -> Result<f64, GpuError> {
     let begun = Instant::now();
     let works = (0..times).map(|_| group.start(request, &[])).collect::<Result<Vec<_>, _>>()?;
-    works.into_iter().try_for_each(|work| group.wait(work, begun + PATIENCE))?;
+    works.into_iter().try_for_each(|work| group.wait(work, begun + TIMEOUT))?;
     Ok(begun.elapsed().as_secs_f64())
 }
 
 fn until<G: Gpu>(gpu: &G, event: &G::Event) -> Result<(), GpuError> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !gpu.is_done(event)? {
         if Instant::now() > deadline {
             return Err(GpuError::Deadline);
@@ -353,7 +355,7 @@ fn gb(rate: f64) -> String {
     format!("{:.0}", rate / 1e9)
 }
 
-/// Return the columns of something that moves bytes: time, rate, share of the copy's, and the goal for that.
+/// Return the columns of a row that moves bytes: time, rate, share of the copy's rate, and the goal for that.
 fn moved(bytes: f64, seconds: f64, copy: f64, goal: Option<f64>) -> Vec<String> {
     let share = bytes / seconds / copy * 100.0;
     let verdict = |goal: f64| format!("{goal:.0} %: {}", if share >= goal { "met" } else { "missed" });

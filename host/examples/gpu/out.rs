@@ -1,14 +1,14 @@
-//! Tables that are printed row by row, within a time, whatever becomes of single rows.
+//! Tables that are printed row by row within a time limit. A failed row does not stop the others.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
 use sumac::gpu::GpuError;
 
-/// Where rows go.
+/// The output of a run.
 pub(super) struct Out {
     until: Instant,
-    /// Of a rehearsal no figure is printed.
-    is_rehearsal: bool,
+    /// A dry run prints no figures.
+    is_dry_run: bool,
     failed: usize,
     left_out: usize,
 }
@@ -16,25 +16,25 @@ pub(super) struct Out {
 impl Out {
     /// Print rows that begin within `limit`.
     pub(super) fn new(limit: Duration) -> Self {
-        Self { until: Instant::now() + limit, is_rehearsal: false, failed: 0, left_out: 0 }
+        Self { until: Instant::now() + limit, is_dry_run: false, failed: 0, left_out: 0 }
     }
 
-    /// Print no row.
-    pub(super) fn rehearsal() -> Self {
-        Self { is_rehearsal: true, ..Self::new(Duration::from_secs(3600)) }
+    /// Print nothing.
+    pub(super) fn dry_run() -> Self {
+        Self { is_dry_run: true, ..Self::new(Duration::from_secs(3600)) }
     }
 
-    /// Return how many rows failed.
+    /// Return the number of failed rows.
     pub(super) const fn failed(&self) -> usize {
         self.failed
     }
 
-    /// Return how many rows there was no time or no room for.
+    /// Return the number of rows that were left out for lack of time or memory.
     pub(super) const fn left_out(&self) -> usize {
         self.left_out
     }
 
-    /// Tell whether the time is up.
+    /// Return whether the time limit has passed.
     pub(super) fn is_late(&self) -> bool {
         Instant::now() >= self.until
     }
@@ -43,11 +43,11 @@ impl Out {
         self.line(&format!("\n| {} |\n|{}", columns.join(" | "), "---|".repeat(columns.len())));
     }
 
-    pub(super) fn note(&self, words: &str) {
-        self.line(&format!("\n{words}"));
+    pub(super) fn note(&self, text: &str) {
+        self.line(&format!("\n{text}"));
     }
 
-    /// Measure and print a row: what it is called, what it is about, and its figures, or why there are none.
+    /// Measure and print a row: its name, its parameters, and its figures or why there are none.
     pub(super) fn row(
         &mut self,
         name: &str,
@@ -76,11 +76,11 @@ impl Out {
     }
 
     fn line(&self, line: &str) {
-        if self.is_rehearsal {
+        if self.is_dry_run {
             return;
         }
         println!("{line}");
-        // Whoever ends this process must not take the rows that there are with it.
+        // Rows must survive if the process is killed.
         let _ = std::io::stdout().flush();
     }
 }

@@ -1,7 +1,7 @@
-//! Ranks in processes of their own, one after the other on the GPUs that there are, by CUDA's handles; where those
-//! can't be had, staged, and the reason. NCCL beside them, where each rank has a GPU of its own.
+//! Ranks in processes of their own, assigned to the GPUs in turn, over CUDA IPC handles; staged through the host where
+//! those are unavailable, with the reason. NCCL beside them, where each rank has its own GPU.
 //!
-//! Rank 0 starts the others as children of its own and listens to them; what they say to each other goes through it.
+//! Rank 0 spawns the others as child processes and relays their messages.
 
 use super::out::Out;
 use super::{Draws, put};
@@ -12,16 +12,16 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::{Cuda, CudaOptions};
 use sumac::gpu::nccl::Nccl;
-use sumac::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, Peered, Reduced, Way};
-use sumac::gpu::{Double, Gpu, GpuBuffers, GpuError, Group, Part, Request};
+use sumac::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, PeerTransport, Peered, Reduced};
+use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, Part, Request};
 use sumac::{Algo, Dtype, Error, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-const PATIENCE: Duration = Duration::from_secs(60);
-/// What is checked.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The algorithms to check.
 const ALGOS: [Algo; 3] = [Algo::Ring, Algo::HalvingDoubling, Algo::Binomial];
 
-/// One rank's connection to rank 0, or rank 0's to all others.
+/// A rank's connection to rank 0, or rank 0's to all others.
 struct Star {
     rank: u32,
     ranks: u32,
@@ -36,7 +36,7 @@ impl Star {
             let mut rank = [0; 4];
             stream.read_exact(&mut rank)?;
             let place = streams.get_mut((u32::from_le_bytes(rank) as usize).wrapping_sub(1));
-            *place.ok_or_else(|| io::Error::other("a rank that there is not"))? = Some(stream);
+            *place.ok_or_else(|| io::Error::other("the rank is out of range"))? = Some(stream);
         }
         Ok(Self { rank: 0, ranks, streams: Mutex::new(streams.into_iter().flatten().collect()) })
     }
@@ -52,26 +52,26 @@ impl Star {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         streams.iter().try_for_each(|stream| stream.set_read_timeout(Some(left)))?;
         if self.rank > 0 {
-            say(&mut streams[0], bytes)?;
-            return (0..self.ranks).map(|_| hear(&mut streams[0])).collect();
+            send(&mut streams[0], bytes)?;
+            return (0..self.ranks).map(|_| receive(&mut streams[0])).collect();
         }
         let mut all = vec![bytes.to_vec()];
         for stream in streams.iter_mut() {
-            all.push(hear(stream)?);
+            all.push(receive(stream)?);
         }
         for stream in streams.iter_mut() {
-            all.iter().try_for_each(|bytes| say(stream, bytes))?;
+            all.iter().try_for_each(|bytes| send(stream, bytes))?;
         }
         Ok(all)
     }
 }
 
-fn say(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
+fn send(stream: &mut TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&(bytes.len() as u32).to_le_bytes())?;
     stream.write_all(bytes)
 }
 
-fn hear(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+fn receive(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut len = [0; 4];
     stream.read_exact(&mut len)?;
     let mut bytes = vec![0; u32::from_le_bytes(len) as usize];
@@ -108,20 +108,20 @@ impl Bootstrap for Star {
     }
 }
 
-/// The ranks of a run, and how much they do.
+/// The size of a run.
 #[derive(Clone, Copy)]
 struct Size {
     ranks: u32,
     elements: usize,
-    /// The bytes of what is timed.
+    /// The size of the timed all-reduce in bytes.
     timed_bytes: usize,
     rounds: usize,
 }
 
-/// Start the other ranks, run as rank 0, and print what became of it.
+/// Spawn the other ranks, run as rank 0, and print the results.
 pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), String> {
     let gpus = Cuda::count().map_err(|error| error.to_string())?;
-    out.head(&[&format!("processes on {gpus} GPUs, f32 sum of 256 MiB"), "ranks", "way", "us"]);
+    out.head(&[&format!("processes on {gpus} GPUs, f32 sum of 256 MiB"), "ranks", "path", "us"]);
     for ranks in [2, 4, 8] {
         if out.is_late() {
             out.row("all", &[ranks.to_string()], || Ok(Vec::new()));
@@ -150,15 +150,15 @@ pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), 
         for child in &mut children {
             let status = child.0.wait().map_err(|error| error.to_string())?;
             if !status.success() {
-                return Err(format!("of {ranks} processes one ended with {status}"));
+                return Err(format!("one of {ranks} processes failed: {status}"));
             }
         }
     }
     Ok(())
 }
 
-/// Run as one of the others.
-pub(super) fn follow(options: CudaOptions, rank_of: u32, ranks: u32, addr: &str) -> Result<(), String> {
+/// Run as one of the other ranks.
+pub(super) fn run_peer(options: CudaOptions, rank_of: u32, ranks: u32, addr: &str) -> Result<(), String> {
     let gpus = Cuda::count().map_err(|error| error.to_string())?.max(1);
     let options = CudaOptions { ordinal: rank_of as usize % gpus, ..options };
     let gpu = Cuda::open(options).map_err(|error| error.to_string())?;
@@ -166,9 +166,9 @@ pub(super) fn follow(options: CudaOptions, rank_of: u32, ranks: u32, addr: &str)
     rank(gpu, star, Size { ranks, elements: 50_000, timed_bytes: 256 << 20, rounds: 11 }).map(|_| ())
 }
 
-/// The same on the double, in threads.
-pub(super) fn rehearse() -> Result<(), String> {
-    let (machine, size) = (Double::new(3, 1 << 28), Size { ranks: 3, elements: 100, timed_bytes: 4096, rounds: 2 });
+/// Do the same on a fake GPU, in threads.
+pub(super) fn dry_run() -> Result<(), String> {
+    let (machine, size) = (FakeGpu::new(3, 1 << 28), Size { ranks: 3, elements: 100, timed_bytes: 4096, rounds: 2 });
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|error| error.to_string())?;
     let addr = listener.local_addr().map_err(|error| error.to_string())?.to_string();
     std::thread::scope(|scope| {
@@ -184,32 +184,32 @@ pub(super) fn rehearse() -> Result<(), String> {
         let first = rank(machine.process(0), star, size)?;
         let ways: Vec<&str> = first.iter().map(|(_, figures)| figures[0].as_str()).collect();
         if ways != ["direct", "nccl"] {
-            return Err(format!("the rehearsal of processes went {ways:?}"));
+            return Err(format!("the dry run took the paths {ways:?}"));
         }
         others.into_iter().try_for_each(|rank| rank.join().map_err(|_| "a rank panicked".to_owned())?.map(|_| ()))
     })?;
-    println!("ranks in processes of their own were rehearsed on the double");
+    println!("dry run of ranks in processes: passed on a fake GPU");
     Ok(())
 }
 
-/// Kill a child that is still there when something has failed.
+/// Kills a child process that is still running when something has failed.
 struct Reaped(Child);
 
 impl Drop for Reaped {
     fn drop(&mut self) {
-        // Who has ended already can't be killed, which is as well.
+        // Killing fails if it has already exited, which is fine.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// What was timed, by which way, and how long it took.
+/// What was timed, and its path and time.
 type Row = (&'static str, Vec<String>);
 
-/// Take part as one rank: check bits against the same schedules on the double, then time one of them, and NCCL.
+/// Run one rank: compare bits with the same schedules on a fake GPU, then time one of them, and NCCL.
 fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, String> {
     let me = star.rank as usize;
-    let deadline = || Instant::now() + PATIENCE;
+    let deadline = || Instant::now() + TIMEOUT;
     let stream = gpu.stream().map_err(|error| error.to_string())?;
     let mut peers =
         PeerGroup::join(gpu, star, PeerOptions::default(), deadline()).map_err(|error| error.to_string())?;
@@ -221,17 +221,17 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, St
             let inputs: Vec<Vec<u8>> = (0..size.ranks).map(|rank| input(rank, dtype, size.elements)).collect();
             let memory = put(peers.gpu(), &stream, &inputs[me]).map_err(|error| failed(&error))?;
             let shared = peers.share(&memory, deadline()).map_err(|error| failed(&error))?;
-            // What is staged has one way alone.
+            // Staged memory supports only one path.
             let algo = if shared.why_staged().is_some() { Algo::Auto } else { algo };
             let is_exact = shared.why_staged().is_none();
             let outcome = peers.all_reduce(&shared, (dtype, op, algo), &[], deadline());
             let outcome = outcome.map_err(|error| failed(&error))?;
             let found = super::get(peers.gpu(), &stream, &memory, inputs[me].len()).map_err(|error| failed(&error))?;
-            if is_exact != matches!(outcome.way, Way::Direct(_)) && peers.why_no_nccl().is_some() {
-                return Err(failed(&format!("it went {:?}", outcome.way)));
+            if is_exact != matches!(outcome.transport, PeerTransport::Direct(_)) && peers.why_no_nccl().is_some() {
+                return Err(failed(&format!("it took the path {:?}", outcome.transport)));
             }
-            if is_exact && found != on_the_double(dtype, op, algo, &inputs).map_err(|error| failed(&error))?[me] {
-                return Err(failed(&"other bits than those of one process"));
+            if is_exact && found != on_the_fake(dtype, op, algo, &inputs).map_err(|error| failed(&error))?[me] {
+                return Err(failed(&"the bits differ from those of a single process"));
             }
             peers.unshare(shared, deadline()).map_err(|error| failed(&error))?;
         }
@@ -260,7 +260,7 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, St
     Ok(rows)
 }
 
-/// What a rank contributes: the same in every process.
+/// A rank's contribution: the same in every process.
 fn input(rank: u32, dtype: Dtype, elements: usize) -> Vec<u8> {
     let mut draws = Draws::seeded(u64::from(rank) + 77);
     let element = |_| match dtype {
@@ -271,16 +271,16 @@ fn input(rank: u32, dtype: Dtype, elements: usize) -> Vec<u8> {
     (0..elements).flat_map(element).collect()
 }
 
-fn on_the_double(dtype: Dtype, op: ReduceOp, algo: Algo, inputs: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, GpuError> {
+fn on_the_fake(dtype: Dtype, op: ReduceOp, algo: Algo, inputs: &[Vec<u8>]) -> Result<Vec<Vec<u8>>, GpuError> {
     let options = PeerOptions::default().group;
-    let mut group = Group::new(Double::new(1, 1 << 28), inputs.len() as u32, options)?;
+    let mut group = Group::new(FakeGpu::new(1, 1 << 28), inputs.len() as u32, options)?;
     let stream = group.gpu().stream()?;
     let memory = inputs.iter().map(|input| put(group.gpu(), &stream, input)).collect::<Result<Vec<_>, _>>()?;
     let buffers: Vec<_> = memory.iter().cloned().map(GpuBuffers::InPlace).collect();
     let count = inputs[0].len() / dtype.size_bytes();
     let request = Request { desc: OpDesc::all_reduce(dtype, op, count as u64), algo, buffers: &buffers, scalars: &[] };
     let work = group.start(&request, &[])?;
-    group.wait(work, Instant::now() + PATIENCE)?;
+    group.wait(work, Instant::now() + TIMEOUT)?;
     let whole = |memory| Part { memory, at: 0, len_bytes: inputs[0].len() };
     Ok(memory.iter().map(|memory| group.gpu().download_now(whole(memory).memory)).collect())
 }

@@ -1,6 +1,6 @@
-//! The collectives as methods of [`Communicator`]: each blocks until it is done at this rank.
+//! Blocking collectives. Each returns when it is complete at this rank.
 //!
-//! Lengths are NCCL's: where ranks own blocks, all blocks have the same length. [`Communicator::run`] takes any count
+//! Lengths follow NCCL: where ranks own blocks, all blocks have the same length. [`Communicator::run`] takes any count
 //! of any collective, with blocks that differ by one element.
 
 use super::{CallOptions, Communicator, Element, Error, Outcome};
@@ -10,11 +10,12 @@ use sumac_hal::op::{Collective, Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
 impl Communicator {
-    /// Run an operation that is described at run time, on the bytes of whole little-endian elements: one buffer for
-    /// input and output, or two. How long they have to be is in a table of [`crate::comm`].
+    /// Run an operation that is described at run time, on bytes of whole little-endian elements, in place or from an
+    /// input to an output. [`crate::comm`] has a table of the buffer lengths.
     ///
     /// # Errors
-    /// [`Error::Argument`] if type and operator don't go together or lengths are wrong, else [`Error`].
+    /// [`Error::Argument`] if type and operator do not go together or a buffer has the wrong length; otherwise any
+    /// [`Error`] if the operation failed or was rejected.
     pub fn run<'b>(
         &self,
         desc: &OpDesc,
@@ -25,18 +26,18 @@ impl Communicator {
         self.lock()?.run(*desc, &mut buffers.into(), options)
     }
 
-    /// Combine `buffer` element by element over all ranks; every rank gets the result in place.
+    /// All-reduce in place: combine `buffer` elementwise over all ranks; every rank gets the result.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_reduce<T: Element>(&self, buffer: &mut [T], op: ReduceOp) -> Result<Outcome, Error> {
         self.all_reduce_with(buffer, op, &CallOptions::default())
     }
 
-    /// The same with options.
+    /// All-reduce in place with options.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_reduce_with<T: Element>(
         &self,
         buffer: &mut [T],
@@ -47,28 +48,29 @@ impl Communicator {
         self.run(&desc, bytemuck::cast_slice_mut(buffer), options)
     }
 
-    /// The same from `input` to `output`, which are equally long.
+    /// All-reduce from `input` to `output`, which have the same length.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_reduce_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<Outcome, Error> {
         let desc = OpDesc::all_reduce(T::DTYPE, op, elements(input, Some(op))?);
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Combine `buffer` over all ranks to `root`, which gets the result in place; the other ranks' stay as they are.
+    /// Reduce in place: combine `buffer` elementwise over all ranks. `root` gets the result; the other ranks' buffers
+    /// are unchanged.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn reduce<T: Element>(&self, buffer: &mut [T], op: ReduceOp, root: u32) -> Result<Outcome, Error> {
         let desc = OpDesc::reduce(T::DTYPE, op, Rank(root), elements(buffer, Some(op))?);
         self.run(&desc, bytemuck::cast_slice_mut(buffer), &CallOptions::default())
     }
 
-    /// The same from `input` to `output`, which is as long at `root` and empty elsewhere.
+    /// Reduce from `input` to `output`, which has the same length at `root` and is empty elsewhere.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn reduce_into<T: Element>(
         &self,
         input: &[T],
@@ -77,117 +79,117 @@ impl Communicator {
         root: u32,
     ) -> Result<Outcome, Error> {
         let desc = OpDesc::reduce(T::DTYPE, op, Rank(root), elements(input, Some(op))?);
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give every rank `root`'s `buffer`.
+    /// Broadcast `root`'s `buffer` to all ranks.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn broadcast<T: Element>(&self, buffer: &mut [T], root: u32) -> Result<Outcome, Error> {
         let desc = OpDesc::broadcast(T::DTYPE, Rank(root), elements(buffer, None)?);
         self.run(&desc, bytemuck::cast_slice_mut(buffer), &CallOptions::default())
     }
 
-    /// Combine `input` over all ranks; rank r gets block r of the result in `output`, whose length times the number
-    /// of ranks is that of `input`.
+    /// Reduce-scatter: combine `input` elementwise over all ranks; rank r gets block r of the result in `output`.
+    /// `input` is as long as `output` times the number of ranks.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn reduce_scatter<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<Outcome, Error> {
         self.in_blocks(input.len(), output.len())?;
         let desc = OpDesc::reduce_scatter(T::DTYPE, op, elements(input, Some(op))?);
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give every rank all ranks' `input`, in the order of ranks.
+    /// All-gather: every rank gets the `input` of all ranks in `output`, in rank order.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_gather<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<Outcome, Error> {
         self.in_blocks(output.len(), input.len())?;
         let desc = OpDesc::all_gather(T::DTYPE, elements(output, None)?);
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give `root` all ranks' `input`, in the order of ranks; `output` is empty elsewhere.
+    /// Gather: `root` gets the `input` of all ranks in `output`, in rank order. `output` is empty elsewhere.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn gather<T: Element>(&self, input: &[T], output: &mut [T], root: u32) -> Result<Outcome, Error> {
         if self.rank() == root {
             self.in_blocks(output.len(), input.len())?;
         }
         let desc = self.blocks::<T>(Collective::Gather, root, input.len())?;
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give rank r block r of `root`'s `input`, which is empty elsewhere.
+    /// Scatter: rank r gets block r of `root`'s `input`, which is empty elsewhere.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn scatter<T: Element>(&self, input: &[T], output: &mut [T], root: u32) -> Result<Outcome, Error> {
         if self.rank() == root {
             self.in_blocks(input.len(), output.len())?;
         }
         let desc = self.blocks::<T>(Collective::Scatter, root, output.len())?;
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give rank r block r of every rank's `input`, in the order of ranks.
+    /// All-to-all: rank r gets block r of every rank's `input`, in rank order.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_to_all<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<Outcome, Error> {
         let block = input.len() / self.size() as usize;
         self.in_blocks(input.len(), block)?;
         let desc = self.blocks::<T>(Collective::AllToAll, 0, block)?;
-        self.run(&desc, apart(input, output), &CallOptions::default())
+        self.run(&desc, separate(input, output), &CallOptions::default())
     }
 
-    /// Give rank r the `send_counts[r]` elements of `input` behind those for the ranks before it, and take
-    /// `recv_counts[r]` elements from each rank r, in the order of ranks. What a rank sends to another has to be as
-    /// long as the other takes from it.
+    /// All-to-all with blocks of any length: send `send_counts[r]` elements of `input` to each rank r, and receive
+    /// `recv_counts[r]` elements from it. Blocks lie behind each other in rank order. What a rank sends must be as long
+    /// as what its peer receives.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn all_to_all_v<T: Element>(
         &self,
         (input, send_counts): (&[T], &[usize]),
         (output, recv_counts): (&mut [T], &[usize]),
     ) -> Result<Outcome, Error> {
-        let buffers = apart(input, output);
+        let buffers = separate(input, output);
         self.lock()?.all_to_all_v(T::DTYPE, buffers, send_counts, recv_counts, &CallOptions::default())
     }
 
-    /// Wait until every rank has called this.
+    /// Barrier: wait until every rank has called this.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn barrier(&self) -> Result<Outcome, Error> {
         self.barrier_with(&CallOptions::default())
     }
 
-    /// The same with options.
+    /// Barrier with options.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the operation failed or was rejected.
     pub fn barrier_with(&self, options: &CallOptions) -> Result<Outcome, Error> {
         self.run(&OpDesc::barrier(), Buffers::InPlace(&mut []), options)
     }
 
-    /// Check that `whole` elements are a block of `block` for each rank.
+    /// Check that `whole` elements are one block of `block` elements for each rank.
     fn in_blocks(&self, whole: usize, block: usize) -> Result<(), Error> {
         let ranks = self.size() as usize;
         match block.checked_mul(ranks) == Some(whole) {
             true => Ok(()),
             false => Err(Error::Argument(format!(
-                "{whole} elements are not {ranks} blocks of {block}; Communicator::run takes blocks that differ"
+                "{whole} elements are not {ranks} blocks of {block}; use Communicator::run, which takes any count"
             ))),
         }
     }
 
-    /// Describe an operation that moves a block of `block` elements for each rank.
+    /// Describe an operation that moves one block of `block` elements for each rank.
     fn blocks<T: Element>(&self, collective: Collective, root: u32, block: usize) -> Result<OpDesc, Error> {
         let count = (block as u64).checked_mul(u64::from(self.size()));
         let count = count.ok_or_else(|| Error::Argument(format!("{} blocks of {block} elements", self.size())))?;
@@ -195,22 +197,22 @@ impl Communicator {
     }
 }
 
-/// Check that a description makes sense: what combines has an operator that goes with its type, what is moved has none.
+/// Check that an operation is valid: reductions have an operator that is defined for their type, data movement has
+/// none.
 pub(super) fn check(desc: &OpDesc) -> Result<(), Error> {
     let needs_dtype = desc.collective != Collective::Barrier;
     let fits = (desc.op.is_some(), desc.dtype.is_some()) == (desc.collective.reduces(), needs_dtype);
     if !fits {
-        let what =
-            format!("{desc}: operations that combine have a type and an operator, others that move a type alone");
+        let what = format!("{desc}: a reduction needs a type and an operator, data movement a type only");
         return Err(Error::Argument(what));
     }
-    match desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::why_not(dtype, op)) {
+    match desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::unsupported_reason(dtype, op)) {
         Some(why) => Err(Error::Argument(format!("{desc}: {why}"))),
         None => Ok(()),
     }
 }
 
-/// Return how many elements of an operation a slice holds: for operators with locations, pairs of values.
+/// Return how many elements a slice holds. For operators with locations, an element is a pair of a value and an index.
 pub(super) fn elements<T: Element>(values: &[T], op: Option<ReduceOp>) -> Result<u64, Error> {
     let each = if op.is_some_and(ReduceOp::is_located) { 2 } else { 1 };
     if !values.len().is_multiple_of(each) {
@@ -223,6 +225,6 @@ pub(super) fn elements<T: Element>(values: &[T], op: Option<ReduceOp>) -> Result
     Ok((values.len() / each) as u64)
 }
 
-fn apart<'b, T: Element>(input: &'b [T], output: &'b mut [T]) -> Buffers<'b> {
+fn separate<'b, T: Element>(input: &'b [T], output: &'b mut [T]) -> Buffers<'b> {
     Buffers::Separate { input: bytemuck::cast_slice(input), output: bytemuck::cast_slice_mut(output) }
 }

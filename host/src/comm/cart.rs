@@ -1,7 +1,7 @@
-//! Ranks as a grid: the groups of data-, pipeline- and tensor-parallel training.
+//! Cartesian rank grids, for data, pipeline and tensor parallelism.
 //!
-//! Row-major, as MPI's Cartesian topologies: the last axis varies fastest. So the axis that talks most (tensor
-//! parallelism) comes last, and its ranks are neighbours, below the same leaf.
+//! Ranks are row-major, as in MPI's Cartesian topologies: the last axis varies fastest. Put the axis that communicates
+//! most (tensor parallelism) last; its ranks are then neighbours below the same leaf.
 
 use super::split::SplitError;
 use super::{Communicator, Error};
@@ -13,7 +13,7 @@ pub struct Cart {
 }
 
 impl Cart {
-    /// Describe a grid by its axes' names and lengths.
+    /// Make a grid from the names and lengths of its axes.
     ///
     /// ```
     /// # use sumac::Cart;
@@ -24,17 +24,17 @@ impl Cart {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] if an axis has no ranks or no name of its own, or there are more than 2^32 ranks.
+    /// [`Error::Argument`] if an axis is empty, a name is used twice, or there are more than 2^32 ranks.
     pub fn new(axes: &[(&str, u32)]) -> Result<Self, Error> {
         let twice = axes.iter().enumerate().find(|(i, axis)| axes[..*i].iter().any(|other| other.0 == axis.0));
         if let Some((_, (name, _))) = twice {
-            return Err(Error::Argument(format!("two axes are called {name:?}")));
+            return Err(Error::Argument(format!("axis {name:?} occurs twice; each axis needs a name of its own")));
         }
         if let Some((name, _)) = axes.iter().find(|axis| axis.1 == 0) {
-            return Err(Error::Argument(format!("axis {name:?} has no ranks")));
+            return Err(Error::Argument(format!("axis {name:?} has length 0; an axis needs at least one rank")));
         }
         let ranks = axes.iter().try_fold(1_u32, |ranks, axis| ranks.checked_mul(axis.1));
-        ranks.ok_or_else(|| Error::Argument("a grid of more than 2^32 ranks".into()))?;
+        ranks.ok_or_else(|| Error::Argument("the grid has more than 2^32 ranks".into()))?;
         Ok(Self { axes: axes.iter().map(|(name, len)| ((*name).to_owned(), *len)).collect() })
     }
 
@@ -43,24 +43,24 @@ impl Cart {
         self.axes.iter().map(|axis| axis.1).product()
     }
 
-    /// Return a rank's place on each axis; `None` if it is not in the grid.
+    /// Return a rank's coordinates; `None` if it is not in the grid.
     pub fn coordinates(&self, rank: u32) -> Option<Vec<u32>> {
-        let mut left = rank;
+        let mut remaining = rank;
         let mut places: Vec<u32> = self
             .axes
             .iter()
             .rev()
             .map(|(_, len)| {
-                let place = left % len;
-                left /= len;
+                let place = remaining % len;
+                remaining /= len;
                 place
             })
             .collect();
         places.reverse();
-        (left == 0).then_some(places)
+        (remaining == 0).then_some(places)
     }
 
-    /// Return the rank at a place; `None` if there is none.
+    /// Return the rank at these coordinates; `None` if there is none.
     pub fn rank(&self, coordinates: &[u32]) -> Option<u32> {
         if coordinates.len() != self.axes.len() {
             return None;
@@ -69,7 +69,7 @@ impl Cart {
         places.try_fold(0, |rank, ((_, len), &place)| (place < *len).then_some(rank * len + place))
     }
 
-    /// Return the rank `distance` places further on an axis, round its end; `None` for an unknown axis or rank.
+    /// Return the rank `distance` steps further along an axis, with wrap-around; `None` for an unknown axis or rank.
     pub fn neighbour(&self, rank: u32, axis: &str, distance: i64) -> Option<u32> {
         let index = self.index(axis)?;
         let mut places = self.coordinates(rank)?;
@@ -79,7 +79,7 @@ impl Cart {
         self.rank(&places)
     }
 
-    /// Return a rank's line along an axis: the color and the key by which its ranks split off.
+    /// Return the line through a rank along an axis, as the color and key to split by.
     fn line(&self, rank: u32, axis: &str) -> Option<(u32, i64)> {
         let index = self.index(axis)?;
         let mut places = self.coordinates(rank)?;
@@ -94,17 +94,18 @@ impl Cart {
 }
 
 impl Communicator {
-    /// Return the communicator of this rank's line along an axis of a grid: the ranks that differ in that place alone.
-    /// All ranks call this, as a collective.
+    /// Split the communicator into lines along an axis: return the communicator of the ranks that differ from this one
+    /// only in that coordinate. This is a collective call.
     ///
     /// # Errors
-    /// [`SplitError`]; [`Error::Argument`] in it if the grid has another size, or no such axis.
+    /// [`SplitError`], with [`Error::Argument`] in it if the grid has another size or no such axis.
     pub fn split_along(&self, grid: &Cart, axis: &str) -> Result<Self, SplitError> {
         let exchange = |what: String| SplitError::Exchange { name: self.name(), source: Error::Argument(what) };
         if grid.size() != self.size() {
-            return Err(exchange(format!("a grid of {} ranks for {}", grid.size(), self.size())));
+            return Err(exchange(format!("the grid has {} ranks, the communicator {}", grid.size(), self.size())));
         }
-        let (color, key) = grid.line(self.rank(), axis).ok_or_else(|| exchange(format!("no axis {axis:?}")))?;
+        let (color, key) =
+            grid.line(self.rank(), axis).ok_or_else(|| exchange(format!("the grid has no axis {axis:?}")))?;
         let line = self.split(Some(color), key)?;
         line.ok_or_else(|| exchange(format!("rank {} is on no line along {axis:?}", self.rank())))
     }
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn places_and_ranks_are_inverse() {
+    fn coordinates_and_ranks_are_inverse() {
         let grid = grid();
         for rank in 0..24 {
             let places = grid.coordinates(rank).expect("inside");
@@ -131,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_part_the_ranks() {
+    fn lines_partition_the_ranks() {
         for (axis, len) in [("data", 2), ("pipeline", 3), ("tensor", 4)] {
             let mut lines: BTreeMap<u32, Vec<i64>> = BTreeMap::new();
             for rank in 0..24 {
@@ -145,15 +146,15 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_go_round() {
+    fn neighbours_wrap_around() {
         assert_eq!(grid().neighbour(0, "pipeline", -1), Some(8));
         assert_eq!(grid().neighbour(8, "pipeline", 4), Some(0));
-        assert_eq!(grid().neighbour(0, "pipeline", i64::MAX), Some(4), "2^63 - 1 is 1 round an axis of 3");
+        assert_eq!(grid().neighbour(0, "pipeline", i64::MAX), Some(4), "2^63 - 1 is 1 modulo 3");
         assert_eq!(grid().neighbour(24, "pipeline", 1), None);
     }
 
     #[test]
-    fn grids_that_make_no_sense_are_refused() {
+    fn invalid_grid_is_rejected() {
         assert!(Cart::new(&[("data", 2), ("data", 2)]).is_err());
         assert!(Cart::new(&[("data", 0)]).is_err());
         assert!(Cart::new(&[("data", 1 << 20), ("tensor", 1 << 20)]).is_err());

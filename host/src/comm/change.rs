@@ -1,31 +1,34 @@
-//! What a communicator does when its tree is lost under operations, or ranks are: it changes its view, together with all
-//! ranks that live ([`crate::recovery`] says who agrees how, and what is done about which chunk).
+//! The driver of a view change: what a communicator does when its tree or ranks are lost under operations. Together
+//! with all surviving ranks it changes its view; [`crate::recovery`] decides how ranks agree, and what is done about
+//! each chunk.
 //!
-//! It is done by those that wait for an operation within their call, be it one that runs by a schedule or a message, and
-//! by the others on a thread ([`super::lost`]). A schedule that is under way rests meanwhile, as other ranks may come to
-//! it only when their earlier operations are repaired; so it shares neither connections nor numbers with this. In order:
-//! 1. freeze: nothing is taken in from the tree any more, and the device no longer writes; what it had published is landed;
-//! 2. accounts: everybody tells the coordinator what it has, and gets what all have;
-//! 3. pieces: what is missing is moved or computed again, and landed, whole chunks at a time; over connections of this
-//!    attempt alone, so that what is left of another can't be mistaken for it;
-//! 4. another tree, if the controller has one, and all ranks are alive;
-//! 5. commit: all have come so far, and all have the new tree or none.
+//! Ranks that wait in a call, also for a host collective or a message, do it within that call; the others on a thread
+//! ([`super::notices`]). A host collective in progress is suspended meanwhile, because other ranks may reach it only
+//! after their earlier operations are recovered. So recovery shares neither connections nor sequence numbers with it.
+//! The steps:
+//! 1. Freeze: this rank takes in nothing more from the tree, and the device writes nothing more. Results that the
+//!    device has published are copied.
+//! 2. Reports: each rank sends the coordinator what it has, and gets the reports of all.
+//! 3. Pieces: missing results are moved or recomputed, and written in whole chunks, over connections of this attempt
+//!    only, so that leftovers of another attempt cannot be mistaken for them.
+//! 4. Another tree, if the controller has one and all ranks are alive.
+//! 5. Commit: all ranks have come this far, and either all have the new tree or none.
 //!
-//! Until 5 no repaired operation returns. A rank that dies meanwhile has all others begin again at 2. Then the
-//! communicator goes on, or, where ranks are dead, ends, at all that live with the same error; each chunk of a buffer is
-//! wholly old or wholly new then, and the error says which.
+//! No recovered operation returns before step 5. If a rank dies meanwhile, the others start again at step 2. Then the
+//! communicator continues, or, if ranks are dead, ends with the same error on all survivors. In that case each chunk of
+//! a buffer is either old or new, and the error says which.
 
 use super::core::Core;
-use super::error::{Error, Fresh};
-use super::grace::Grace;
-use super::lost::Lost;
-use super::parley::{Inbox, Mail, authority};
-use super::progress::{Deadline, InFlight, Lent};
-use super::repair::Found;
+use super::error::{Error, OutputState};
+use super::grace_period::GracePeriod;
+use super::membership::{Inbox, PeerEvent, authority};
+use super::notices::Notices;
+use super::progress::{BorrowedBuffers, Deadline, InFlight};
+use super::recover::NewTree;
 use super::tree::Tree;
 use crate::exec::{ExecError, Interrupt, JobToken};
 use crate::recovery::{
-    self, Account, Ballot, Dead, Decision, End, Event, Landed, Ledger, Message, Outcome, Unrepairable, View,
+    self, Ballot, ChunkInventory, Dead, Decision, End, Event, Landed, Message, Outcome, RankReport, Unrecoverable, View,
 };
 use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
@@ -38,44 +41,44 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 use sumac_hal::time;
 
-/// How often the pieces of a plan look whether they are still wanted.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often the execution of a plan checks whether it is still wanted.
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What is left of this rank's operations: those of the tree, and where it is among its calls.
-pub(super) struct Left<'t, 'c, 'b> {
+/// This rank's pending operations: those in the tree, and its position among the calls.
+pub(super) struct PendingOps<'t, 'c, 'b> {
     pub(super) tree: Option<&'t Tree>,
     pub(super) buffers: &'t mut InFlight<'c, 'b>,
     pub(super) landed: &'t mut Landed,
-    /// The calls of operations of the tree.
+    /// The call numbers of operations in the tree.
     calls: BTreeMap<OpId, u64>,
     open: u64,
 }
 
-/// How a change went.
-struct Settled {
+/// A committed view change.
+struct AgreedChange {
     outcome: Outcome<Decision>,
-    /// The tree to go on with.
-    found: Option<Found>,
-    /// Which tree it is the loss of, counted alike at all ranks.
+    /// The tree to continue with.
+    new_tree: Option<NewTree>,
+    /// Which tree was lost, counted alike on all ranks.
     trees: u32,
 }
 
-/// A change on its way.
-struct Talks {
-    view: View<Account, Decision>,
+/// A view change in progress.
+struct ViewChange {
+    view: View<RankReport, Decision>,
     clock: Clock,
     inbox: Arc<Inbox>,
-    /// Where connections are taken for the ballot that was promised last.
+    /// The listener for the connections of the ballot that was promised last.
     bound: Option<(Ballot, TcpListener, SocketAddr)>,
-    /// The tree that was found with the last plan that was done here.
-    found: Option<Found>,
-    /// Which tree the ranks of the last plan have lost.
+    /// The tree that was found when the last plan was executed here.
+    new_tree: Option<NewTree>,
+    /// The tree that the ranks of the last plan have lost.
     trees: u32,
-    /// What they have found out about an offer, by its view.
+    /// What they have agreed on about an offer, by its view.
     settled: Option<(u32, Option<u64>)>,
 }
 
-/// A clock that begins with the change.
+/// A clock that starts with the view change.
 struct Clock(Instant);
 
 impl Clock {
@@ -89,110 +92,119 @@ impl Clock {
 }
 
 impl Core {
-    /// Tell whether an error is one that a change of the view may mend, or make the same at all ranks.
-    pub(super) fn is_repairable(&self, error: &Error) -> bool {
+    /// Return whether a view change may recover from an error, or make it the same on all ranks.
+    pub(super) fn is_recoverable(&self, error: &Error) -> bool {
         let is_loss = self.tree.is_some() && error.is_loss_of_tree() || matches!(error, Error::RankLost { .. });
-        self.parley.is_some() && self.ended.is_none() && is_loss
+        self.channel.is_some() && self.ended.is_none() && is_loss
     }
 
-    /// Say why the view has to change, as others say so.
-    pub(super) fn loss(&self) -> Error {
+    /// Return why the view must change, as reported by the controller.
+    pub(super) fn loss_error(&self) -> Error {
         let dead = || self.lost_rank().map_or(Error::PathLost, |rank| Error::RankLost { rank });
-        self.lost.word().unwrap_or_else(dead)
+        self.notices.job_error().unwrap_or_else(dead)
     }
 
-    /// Tell whether the view has to change; that a rank is gone which had left is no reason.
-    pub(super) fn is_unsettled(&self) -> bool {
-        let gone = self.gone();
-        let had_left = !gone.is_empty() && self.lost.ranks().into_iter().all(|rank| gone.contains(rank));
-        self.lost.is_unsettled(self.epoch) && (!had_left || self.lost.word().is_some())
+    /// Return whether the view must change. The loss of ranks that were excluded before is no reason.
+    pub(super) fn needs_view_change(&self) -> bool {
+        let excluded = self.excluded_ranks();
+        let were_excluded =
+            !excluded.is_empty() && self.notices.lost_ranks().into_iter().all(|rank| excluded.contains(rank));
+        self.notices.needs_view_change(self.epoch) && (!were_excluded || self.notices.job_error().is_some())
     }
 
-    /// Count a look at all that others have sent, if the view has to change; returns whether there were enough of them
-    /// for that, and else how long until the next one counts.
-    pub(super) fn look_in_grace(&mut self) -> ControlFlow<(), Option<Duration>> {
-        if !self.is_unsettled() {
+    /// If the view must change, count a poll of everything that other ranks have sent. Breaks when the grace period is
+    /// over; otherwise returns how long until the next poll counts.
+    pub(super) fn check_grace_period(&mut self) -> ControlFlow<(), Option<Duration>> {
+        if !self.needs_view_change() {
             return ControlFlow::Continue(None);
         }
-        self.grace.look(Instant::now()).map_or(ControlFlow::Break(()), |wait| ControlFlow::Continue(Some(wait)))
+        self.grace.poll(Instant::now()).map_or(ControlFlow::Break(()), |wait| ControlFlow::Continue(Some(wait)))
     }
 
-    /// Return what ends this communicator at all ranks, if it has come: who heard of it before may be gone since.
-    fn word_of_others(&mut self) -> Option<Error> {
+    /// Return the error that ends this communicator on all ranks, if it has arrived. The rank that reported it may be
+    /// gone.
+    fn group_error(&mut self) -> Option<Error> {
         self.pump(None);
-        self.tree_error().filter(Error::is_word_of_tree).or_else(|| self.lost.word())
+        self.tree_error().filter(Error::is_group_error).or_else(|| self.notices.job_error())
     }
 
-    /// Make good what the loss of the tree, or of ranks, has left, with all other ranks. Afterwards operations of the
-    /// lost tree with lower numbers than what is returned are complete, and started ones behind are on their new way; the
-    /// buffers of the blocking call, `lent`, are not: it is for its caller to begin again.
+    /// Recover from the loss of the tree or of ranks, together with all surviving ranks. Afterwards, operations of the
+    /// lost tree with lower numbers than the returned one are complete, and later started ones are launched again. The
+    /// blocking call whose buffers are `borrowed` starts its own operation again.
     ///
     /// # Errors
-    /// What the communicator ends with: `cause`, if nothing can be done about it. Operations below `completed_below` are
-    /// complete all the same.
+    /// The error that the communicator ends with: `cause` if recovery is not possible. Operations below
+    /// `completed_below` are complete all the same.
     pub(super) fn change_view(
         &mut self,
-        lent: Option<Lent<'_, '_>>,
+        borrowed: Option<BorrowedBuffers<'_, '_>>,
         cause: &Error,
         deadline: Deadline,
     ) -> Result<OpId, Error> {
-        // Where ranks have left, results are over others than a change would complete them with.
-        if self.parley.is_none() || self.ended.is_some() || !self.gone().is_empty() {
+        // Where ranks were excluded, recovery would complete results over different members.
+        if self.channel.is_none() || self.ended.is_some() || !self.excluded_ranks().is_empty() {
             return Err(cause.clone());
         }
-        let (began, sent_before) = (Instant::now(), self.repaired_bytes);
+        let (began, sent_before) = (Instant::now(), self.recovery_bytes);
         let (job, rank, view) = (self.config.job.clone(), self.config.rank, self.view);
-        tracing::warn!(job, rank, view, %cause, "the view changes");
+        tracing::warn!(job, rank, view, %cause, "changing the view");
         let mut tree = self.tree.take();
         if tree.is_some() {
             if let Some(session) = self.session.as_ref().filter(|_| cause.is_loss_of_tree()) {
                 session.suspect(self.job_view());
             }
-            self.situation.tree = Err(format!("its tree was lost ({cause})"));
-            self.forget_choices();
+            self.selection.tree = Err(format!("the tree was lost ({cause})"));
+            self.clear_selection_cache();
         }
-        let (calls, open) = self.calls_left(lent.as_ref().map(|lent| lent.op));
+        let (calls, open) = self.pending_calls(borrowed.as_ref().map(|borrowed| borrowed.op));
         let (mut owned, mut landed) = (std::mem::take(&mut self.owned), Landed::default());
-        let mut buffers = InFlight { owned: &mut owned, lent };
+        let mut buffers = InFlight { owned: &mut owned, borrowed };
         tree.iter_mut().for_each(|tree| tree.salvage(&mut buffers));
-        let mut left = Left { tree: tree.as_ref(), buffers: &mut buffers, landed: &mut landed, calls, open };
-        let settled = self.settle_view(&mut left, deadline);
-        self.parley.iter().for_each(|parley| parley.inbox().watch(Vec::new(), self.lost.has_controller()));
+        let mut pending = PendingOps { tree: tree.as_ref(), buffers: &mut buffers, landed: &mut landed, calls, open };
+        let settled = self.agree_on_view(&mut pending, deadline);
+        self.channel.iter().for_each(|channel| channel.inbox().watch(Vec::new(), self.notices.has_controller()));
         (self.owned, self.landed) = (owned, landed);
         if let Some(stats) = tree.as_ref().map(Tree::stats) {
             self.past_bytes += stats.bytes_out;
             self.past_retransmits += stats.retransmits;
         }
         let first_above = |cut: u64| {
-            let ops = tree.as_ref().map(|tree| tree.remains().ops());
+            let ops = tree.as_ref().map(|tree| tree.recovery_source().ops());
             ops.map_or(OpId(0), |ops| ops.in_flight().find(|op| op.end() > cut).map_or(ops.next_id(), |op| op.id))
         };
         let mut is_behind = false;
         let (cut, result) = match settled {
-            Ok(Settled { outcome, found, trees }) => {
+            Ok(AgreedChange { outcome, new_tree, trees }) => {
                 is_behind = self.view < trees;
                 self.view = trees;
-                (outcome.decision.cut, ended(&outcome, cause, began.elapsed()).map_or(Ok(found), Err))
+                (outcome.decision.cut, final_error(&outcome, cause, began.elapsed()).map_or(Ok(new_tree), Err))
             }
-            // What the device had answered is here, whatever becomes of the others.
+            // Results that the device had published are here, whatever happens to the others.
             Err(error) => (0, Err(error)),
         };
-        // Of a tree that others have moved from already, everything is complete here.
+        // Everything of a tree that other ranks have already migrated from is complete here.
         let completed_below = if is_behind { OpId(u64::MAX) } else { first_above(cut) };
-        let (took, repair_bytes) = (began.elapsed(), self.repaired_bytes - sent_before);
+        let (took, repair_bytes) = (began.elapsed(), self.recovery_bytes - sent_before);
         let took_ms = took.as_millis() as u64;
         match result {
-            Ok(found) => {
-                self.repaired = (self.repaired.0 + 1, self.repaired.1 + took);
-                self.install(found);
-                let on = self.tree.as_ref().map_or("schedules", |_| "another tree");
-                tracing::warn!(job, rank, view, repair_bytes, took_ms, on, "repaired");
+            Ok(new_tree) => {
+                self.recoveries = (self.recoveries.0 + 1, self.recoveries.1 + took);
+                self.install(new_tree);
+                let on = self.tree.as_ref().map_or("host collectives", |_| "another tree");
+                tracing::warn!(job, rank, view, repair_bytes, took_ms, on, "recovered");
                 self.relaunch(completed_below);
                 Ok(completed_below)
             }
             Err(error) => {
-                // What ends it is logged with what the buffer holds, which the call knows.
-                tracing::warn!(job, rank, view, repair_bytes, took_ms, "the communicator can't go on");
+                // The call logs the error itself, which says what its buffer holds.
+                tracing::warn!(
+                    job,
+                    rank,
+                    view,
+                    repair_bytes,
+                    took_ms,
+                    "recovery failed: the communicator cannot continue"
+                );
                 self.completed_below = self.completed_below.max(completed_below.0);
                 self.tree = tree;
                 Err(error.ending())
@@ -200,176 +212,186 @@ impl Core {
         }
     }
 
-    /// Change the view because others ask for it, outside of any call.
-    pub(super) fn serve_change(&mut self) {
-        let is_tree_lost = self.tree.is_some() && self.lost.repair_wanted() > self.job_view();
-        let is_wanted = is_tree_lost || self.is_unsettled();
-        if !is_wanted || self.has_ended() || self.parley.is_none() || self.lost.is_cancelled() {
+    /// Change the view outside of any call, because other ranks request it.
+    pub(super) fn change_view_if_requested(&mut self) {
+        let is_tree_lost = self.tree.is_some() && self.notices.first_usable_view() > self.job_view();
+        let is_wanted = is_tree_lost || self.needs_view_change();
+        if !is_wanted || self.has_ended() || self.channel.is_none() || self.notices.is_cancelled() {
             return;
         }
-        if let Some(word) = self.word_of_others() {
-            return self.note_untold_end(word);
+        if let Some(error) = self.group_error() {
+            return self.note_unreported_end(error);
         }
-        let (limit, cause) = (self.config.deadline, if is_tree_lost { Error::PathLost } else { self.loss() });
+        let (limit, cause) = (self.config.deadline, if is_tree_lost { Error::PathLost } else { self.loss_error() });
         if let Err(error) = self.change_view(None, &cause, (Instant::now() + limit, limit)) {
-            self.note_untold_end(error);
+            self.note_unreported_end(error);
         }
     }
 
-    /// Remember an error that ends the communicator, and that no call returns: the next one does, which has not begun.
-    pub(super) fn note_untold_end(&mut self, error: Error) {
-        self.note_end(&error.with_fresh(Fresh::Elements(Vec::new())));
-        self.is_untold = true;
+    /// Record an error that ends the communicator outside of a call. The next call returns it.
+    pub(super) fn note_unreported_end(&mut self, error: Error) {
+        self.note_end(&error.with_output(OutputState::Elements(Vec::new())));
+        self.is_end_unreported = true;
     }
 
-    /// Return what the loss of a rank that a schedule has met is to all ranks.
-    pub(super) fn after_loss(&mut self, error: Error, deadline: Deadline) -> Error {
-        let is_told = matches!(error, Error::Schedule(ExecError::Interrupted { .. }));
-        let is_loss = is_told && self.is_unsettled() && !self.lost.is_cancelled();
-        if self.is_repairable(&error) || is_loss && self.parley.is_some() && self.ended.is_none() {
-            if let Some(word) = self.word_of_others() {
-                return word;
+    /// Return the error that all ranks get for the loss of a rank that a host collective noticed.
+    pub(super) fn agreed_loss_error(&mut self, error: Error, deadline: Deadline) -> Error {
+        let was_interrupted = matches!(error, Error::Schedule(ExecError::Interrupted { .. }));
+        let is_loss = was_interrupted && self.needs_view_change() && !self.notices.is_cancelled();
+        if self.is_recoverable(&error) || is_loss && self.channel.is_some() && self.ended.is_none() {
+            if let Some(error) = self.group_error() {
+                return error;
             }
             return self.change_view(None, &error, deadline).err().unwrap_or(error);
         }
         error
     }
 
-    /// Return which elements of an operation's output are results by now.
-    pub(super) fn fresh(&self, op: OpId) -> Fresh {
-        let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return Fresh::Unspecified };
-        let left = self.landed.over(remains);
-        if recovery::is_unknown(&left, op) { Fresh::Unspecified } else { Fresh::Elements(recovery::fresh(&left, op)) }
+    /// Return which elements of an operation's output hold results.
+    pub(super) fn output_state(&self, op: OpId) -> OutputState {
+        let Some(source) = self.tree.as_ref().map(Tree::recovery_source) else { return OutputState::Unspecified };
+        let pending = self.landed.over(source);
+        if recovery::is_unknown(&pending, op) {
+            OutputState::Unspecified
+        } else {
+            OutputState::Elements(recovery::completed_elements(&pending, op))
+        }
     }
 
-    /// Tell whether memory was taken from a device that went on, and nobody knows what is in the caller's.
-    pub(super) fn is_in_doubt(&self) -> bool {
-        let Some(remains) = self.tree.as_ref().map(Tree::remains) else { return false };
-        let left = self.landed.over(remains);
-        remains.ops().in_flight().any(|op| recovery::is_unknown(&left, op.id))
+    /// Return whether a device kept writing while memory was taken from it, so that the contents of a caller's buffer
+    /// are unknown.
+    pub(super) fn is_output_unknown(&self) -> bool {
+        let Some(source) = self.tree.as_ref().map(Tree::recovery_source) else { return false };
+        let pending = self.landed.over(source);
+        source.ops().in_flight().any(|op| recovery::is_unknown(&pending, op.id))
     }
 
-    /// Return the calls of operations in the tree, and the first call that is not complete and not there.
-    fn calls_left(&self, lent: Option<OpId>) -> (BTreeMap<OpId, u64>, u64) {
+    /// Return the call numbers of operations in the tree, and the first incomplete call that is not there.
+    fn pending_calls(&self, borrowed: Option<OpId>) -> (BTreeMap<OpId, u64>, u64) {
         let unfinished = || self.started.values().filter(|started| started.finished.is_none());
         let in_tree = |started: &super::started::Started| started.tree_op.filter(|op| self.owned.contains_key(op));
         let mut calls: BTreeMap<OpId, u64> =
             unfinished().filter_map(|started| Some((in_tree(started)?, started.call))).collect();
-        calls.extend(lent.zip(self.calling));
-        let pending = self.calling.filter(|_| lent.is_none());
+        calls.extend(borrowed.zip(self.calling));
+        let pending = self.calling.filter(|_| borrowed.is_none());
         let elsewhere = unfinished().filter(|started| in_tree(started).is_none()).map(|started| started.call);
-        let open = elsewhere.chain(pending).chain(self.scheduling).chain([self.lost.offers.begun()]).min();
+        let open = elsewhere.chain(pending).chain(self.scheduling).chain([self.notices.migration.begun()]).min();
         (calls, open.unwrap_or(0))
     }
 
-    /// Agree with all ranks that live, and do what was agreed.
-    fn settle_view(&mut self, left: &mut Left<'_, '_, '_>, deadline: Deadline) -> Result<Settled, Error> {
-        let Some(inbox) = self.parley.as_ref().map(|parley| Arc::clone(parley.inbox())) else {
-            return Err(self.loss());
+    /// Agree with all surviving ranks on a plan, and execute it.
+    fn agree_on_view(
+        &mut self,
+        pending: &mut PendingOps<'_, '_, '_>,
+        deadline: Deadline,
+    ) -> Result<AgreedChange, Error> {
+        let Some(inbox) = self.channel.as_ref().map(|channel| Arc::clone(channel.inbox())) else {
+            return Err(self.loss_error());
         };
         let (clock, own) = (Clock(Instant::now()), (Rank(self.config.rank), self.config.world));
-        let view = View::new(own, Dead::new(), self.lost.has_controller(), clock.at(deadline.0));
-        let mut talks = Talks { view, clock, inbox, bound: None, found: None, trees: self.view, settled: None };
-        self.hear_of_deaths(&mut talks.view);
-        if !talks.inbox.has_mail() {
-            talks.view.begin();
+        let view = View::new(own, Dead::new(), self.notices.has_controller(), clock.at(deadline.0));
+        let mut change =
+            ViewChange { view, clock, inbox, bound: None, new_tree: None, trees: self.view, settled: None };
+        self.report_deaths(&mut change.view);
+        if !change.inbox.has_event() {
+            change.view.begin();
         }
-        talks.view.handle_timeout(talks.clock.now());
+        change.view.handle_timeout(change.clock.now());
         loop {
-            self.speak(&mut talks.view);
-            if let Some(event) = talks.view.poll_event() {
-                match self.on_event(event, &mut talks, left, deadline) {
+            self.transmit_all(&mut change.view);
+            if let Some(event) = change.view.poll_event() {
+                match self.on_event(event, &mut change, pending, deadline) {
                     Ok(None) => continue,
                     Ok(Some(settled)) => return Ok(settled),
                     Err(error) => {
-                        talks.view.give_up();
-                        self.speak(&mut talks.view);
+                        change.view.give_up();
+                        self.transmit_all(&mut change.view);
                         return Err(error);
                     }
                 }
             }
-            if self.lost.is_cancelled() {
-                talks.view.give_up();
-                self.speak(&mut talks.view);
+            if self.notices.is_cancelled() {
+                change.view.give_up();
+                self.transmit_all(&mut change.view);
                 return Err(Error::Cancelled);
             }
-            if let Some(word) = self.lost.word() {
-                talks.view.give_up();
-                self.speak(&mut talks.view);
-                return Err(word);
+            if let Some(error) = self.notices.job_error() {
+                change.view.give_up();
+                self.transmit_all(&mut change.view);
+                return Err(error);
             }
-            if self.hear_of_deaths(&mut talks.view) {
+            if self.report_deaths(&mut change.view) {
                 continue;
             }
-            let wait = talks.view.poll_timeout() - talks.clock.now();
-            match talks.inbox.next(wait) {
-                Some(Mail::Said(from, said)) => talks.view.handle(from, *said, talks.clock.now()),
-                Some(Mail::Gone(rank)) => talks.view.rank_died(rank, authority(self.lost.has_controller())),
-                Some(Mail::Silent(rank)) if !self.lost.has_controller() => {
-                    talks.view.rank_died(rank, authority(false));
+            let wait = change.view.poll_timeout() - change.clock.now();
+            match change.inbox.next(wait) {
+                Some(PeerEvent::Message(from, message)) => change.view.handle(from, *message, change.clock.now()),
+                Some(PeerEvent::Gone(rank)) => change.view.rank_died(rank, authority(self.notices.has_controller())),
+                Some(PeerEvent::Silent(rank)) if !self.notices.has_controller() => {
+                    change.view.rank_died(rank, authority(false));
                 }
-                Some(Mail::Silent(_)) | None => {}
+                Some(PeerEvent::Silent(_)) | None => {}
             }
-            talks.view.handle_timeout(talks.clock.now());
+            change.view.handle_timeout(change.clock.now());
         }
     }
 
-    /// Do what the view wants; returns how it has changed, if it has.
+    /// Handle an event of the view change. Returns the committed change, if there is one.
     fn on_event(
         &mut self,
-        event: Event<Account, Decision>,
-        talks: &mut Talks,
-        left: &mut Left<'_, '_, '_>,
+        event: Event<RankReport, Decision>,
+        change: &mut ViewChange,
+        pending: &mut PendingOps<'_, '_, '_>,
         deadline: Deadline,
-    ) -> Result<Option<Settled>, Error> {
+    ) -> Result<Option<AgreedChange>, Error> {
         match event {
             Event::Promise { ballot } => {
-                let bound = match talks.bound.take_if(|(of, ..)| *of == ballot) {
+                let bound = match change.bound.take_if(|(of, ..)| *of == ballot) {
                     Some(bound) => bound,
                     None => self.bind(ballot)?,
                 };
-                let address = talks.bound.insert(bound).2;
-                let offered = self.lost.offers.offered();
-                talks.view.promise(ballot, Account { offered, ..account(left, address, self.view) });
+                let address = change.bound.insert(bound).2;
+                let offered = self.notices.migration.offered();
+                change.view.promise(ballot, RankReport { offered, ..report(pending, address, self.view) });
                 Ok(None)
             }
-            Event::Run { ballot, accounts } => {
-                talks.found = None;
-                let (trees, accounts) = recovery::of_last_tree(&accounts);
-                talks.trees = trees;
-                let own = accounts.get(&Rank(self.config.rank)).and_then(|account| account.offered);
-                let all = accounts.values().filter_map(|account| account.offered);
-                talks.settled = own.and_then(|own| Some((own.view, recovery::settled(own, all)?)));
-                let listener = talks.bound.take().map(|(_, listener, _)| listener);
-                let attempt = (ballot, &accounts, listener);
-                match self.carry_out(left, attempt, (talks.view.dead(), &talks.inbox), deadline) {
-                    Ok((decision, found)) => {
-                        let word = found.as_ref().map_or(0, |found: &Found| found.group);
-                        talks.found = found;
-                        talks.view.done(ballot, decision, word);
+            Event::Run { ballot, reports } => {
+                change.new_tree = None;
+                let (trees, reports) = recovery::in_latest_tree(&reports);
+                change.trees = trees;
+                let own = reports.get(&Rank(self.config.rank)).and_then(|report| report.offered);
+                let all = reports.values().filter_map(|report| report.offered);
+                change.settled = own.and_then(|own| Some((own.view, recovery::agreed_migration(own, all)?)));
+                let listener = change.bound.take().map(|(_, listener, _)| listener);
+                let attempt = (ballot, &reports, listener);
+                match self.run_plan(pending, attempt, (change.view.dead(), &change.inbox), deadline) {
+                    Ok((decision, new_tree)) => {
+                        let vote = new_tree.as_ref().map_or(0, |new_tree: &NewTree| new_tree.group);
+                        change.new_tree = new_tree;
+                        change.view.done(ballot, decision, vote);
                     }
                     Err(error) => {
                         let (job, rank) = (&self.config.job, self.config.rank);
-                        tracing::info!(job, rank, %error, "an attempt to repair fails");
-                        talks.view.failed(ballot, talks.clock.now());
+                        tracing::info!(job, rank, %error, "a recovery attempt failed");
+                        change.view.failed(ballot, change.clock.now());
                     }
                 }
                 Ok(None)
             }
             Event::Committed(outcome) => {
-                self.speak(&mut talks.view);
-                let (commit, dead) = (outcome.clone(), talks.view.dead().clone());
+                self.transmit_all(&mut change.view);
+                let (commit, dead) = (outcome.clone(), change.view.dead().clone());
                 self.epoch += 1;
-                self.grace = Grace::default();
-                if let Some(parley) = &self.parley {
-                    parley.settle(dead.clone(), Message::Commit { outcome: commit, dead });
+                self.grace = GracePeriod::default();
+                if let Some(channel) = &self.channel {
+                    channel.install_view(dead.clone(), Message::Commit { outcome: commit, dead });
                 }
-                let offered = talks.settled.and_then(|(view, call)| self.lost.offers.settle(view, call));
-                self.answer_offer(offered);
-                let found = talks.found.take().filter(|found| found.group == outcome.word);
-                Ok(Some(Settled { outcome, found, trees: talks.trees }))
+                let offered = change.settled.and_then(|(view, call)| self.notices.migration.settle(view, call));
+                self.reply_to_offer(offered);
+                let new_tree = change.new_tree.take().filter(|new_tree| new_tree.group == outcome.vote);
+                Ok(Some(AgreedChange { outcome, new_tree, trees: change.trees }))
             }
-            Event::Ended(end) => Err(self.out(end, talks.view.dead(), deadline.1)),
+            Event::Ended(end) => Err(self.end_error(end, change.view.dead(), deadline.1)),
         }
     }
 
@@ -380,74 +402,76 @@ impl Core {
         Ok((ballot, listener, address))
     }
 
-    /// Tell the view who is dead by the controller's word; true if that is news.
-    fn hear_of_deaths(&self, view: &mut View<Account, Decision>) -> bool {
+    /// Report the ranks that the controller says are dead; returns whether that is news.
+    fn report_deaths(&self, view: &mut View<RankReport, Decision>) -> bool {
         let known = view.dead().len();
-        for rank in self.lost.ranks() {
+        for rank in self.notices.lost_ranks() {
             if view.dead().get(&rank) != Some(&authority(true)) {
                 view.rank_died(rank, authority(true));
             }
         }
-        if !self.lost.has_controller() && view.controller_lost() {
+        if !self.notices.has_controller() && view.controller_lost() {
             return true;
         }
         view.dead().len() > known
     }
 
-    /// Send what there is to say, and watch those that have to answer.
-    fn speak(&self, view: &mut View<Account, Decision>) {
-        let Some(parley) = &self.parley else { return };
-        while let Some((to, said)) = view.poll_transmit() {
-            parley.say(to, &said);
+    /// Send the queued messages, and monitor the ranks that must reply.
+    fn transmit_all(&self, view: &mut View<RankReport, Decision>) {
+        let Some(channel) = &self.channel else { return };
+        while let Some((to, message)) = view.poll_transmit() {
+            channel.send_view_message(to, &message);
         }
-        parley.inbox().watch(view.awaited(), self.lost.has_controller());
+        channel.inbox().watch(view.awaited(), self.notices.has_controller());
     }
 
-    /// Say what it is to the caller that this rank is out.
-    fn out(&self, end: End, dead: &Dead, waited: Duration) -> Error {
-        let (desc, fresh, ranks) = (OpDesc::barrier(), Fresh::default(), self.config.world);
+    /// Convert the way in which this rank was left out of the change into an error.
+    fn end_error(&self, end: End, dead: &Dead, waited: Duration) -> Error {
+        let (desc, output, ranks) = (OpDesc::barrier(), OutputState::default(), self.config.world);
         match end {
-            End::Partitioned => Error::Partitioned { left: ranks - dead.len() as u32, ranks, fresh },
+            End::Partitioned => Error::Partitioned { reachable: ranks - dead.len() as u32, ranks, output },
             End::Deadline => Error::Deadline { desc, waited },
-            End::Unknown => Error::OutcomeUnknown { desc, waited, fresh },
+            End::Unknown => Error::OutcomeUnknown { desc, waited, output },
         }
     }
 
-    /// Do what all accounts together come to: move and compute what is missing, and find another tree.
-    fn carry_out(
+    /// Execute the plan that follows from all reports: move and compute what is missing, and find another tree.
+    fn run_plan(
         &mut self,
-        left: &mut Left<'_, '_, '_>,
-        (ballot, accounts, listener): (Ballot, &BTreeMap<Rank, Account>, Option<TcpListener>),
+        pending: &mut PendingOps<'_, '_, '_>,
+        (ballot, reports, listener): (Ballot, &BTreeMap<Rank, RankReport>, Option<TcpListener>),
         (dead, inbox): (&Dead, &Inbox),
         deadline: Deadline,
-    ) -> Result<(Decision, Option<Found>), Error> {
-        let unsound = |rank| Error::Schedule(ExecError::Protocol { rank, what: "its ledger makes no sense".into() });
-        let is_behind = accounts.values().any(|account| account.trees > self.view);
-        if let Some(ops) = left.tree.filter(|_| !is_behind).map(|tree| tree.remains().ops()) {
-            let is_sound = |account: &Account| account.ledger.is_sound(self.config.world, |desc| ops.chunks(desc));
-            let broken = accounts.iter().find(|(_, account)| !is_sound(account));
+    ) -> Result<(Decision, Option<NewTree>), Error> {
+        let unsound =
+            |rank| Error::Schedule(ExecError::Protocol { rank, what: "it sent an invalid chunk inventory".into() });
+        let is_behind = reports.values().any(|report| report.trees > self.view);
+        if let Some(ops) = pending.tree.filter(|_| !is_behind).map(|tree| tree.recovery_source().ops()) {
+            let is_valid = |report: &RankReport| report.inventory.is_valid(self.config.world, |desc| ops.chunks(desc));
+            let broken = reports.iter().find(|(_, report)| !is_valid(report));
             broken.map_or(Ok(()), |(&rank, _)| Err(unsound(rank)))?;
         }
-        let (plan, decision) = recovery::decide(accounts, self.config.world);
+        let (plan, decision) = recovery::decide(reports, self.config.world);
         if !plan.pieces.is_empty() {
-            let listener = listener.ok_or_else(|| Error::Argument("an attempt without a listener".into()))?;
-            let lost = Arc::clone(&self.lost);
-            let mut urgent = Urgent::new(&lost, inbox, dead, Rank(self.config.rank));
-            let mut lines = self.lines_of(ballot, accounts, listener)?;
-            let ran =
-                plan.pieces.iter().try_for_each(|piece| self.run_piece(left, piece, &mut lines, deadline, &mut urgent));
-            self.repaired_bytes += lines.sent_bytes();
+            let listener = listener.ok_or_else(|| Error::Argument("a recovery attempt has no listener".into()))?;
+            let notices = Arc::clone(&self.notices);
+            let mut interrupt = PlanInterrupt::new(&notices, inbox, dead, Rank(self.config.rank));
+            let mut attempt_connections = self.connect_survivors(ballot, reports, listener)?;
+            let ran = plan.pieces.iter().try_for_each(|piece| {
+                self.run_piece(pending, piece, &mut attempt_connections, deadline, &mut interrupt)
+            });
+            self.recovery_bytes += attempt_connections.sent_bytes();
             ran?;
         }
-        let all_live = accounts.len() == self.config.world as usize;
-        let finds = all_live && left.tree.is_some() && decision.failure.is_none();
+        let all_live = reports.len() == self.config.world as usize;
+        let finds = all_live && pending.tree.is_some() && decision.failure.is_none();
         Ok((decision, if finds { self.find_tree(deadline) } else { None }))
     }
 
-    /// The name of an attempt on its connections.
+    /// Return the token that identifies an attempt on its connections.
     pub(super) fn token_of(&self, ballot: Ballot) -> JobToken {
         let parts = [self.epoch, ballot.attempt.into(), ballot.coordinator.0.into()];
-        // SplitMix64's finalizer, over one part after the other.
+        // SplitMix64's finalizer over each part in turn.
         JobToken(parts.into_iter().fold(self.token.0, |token, part| {
             let mixed = (token ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
             let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -457,60 +481,64 @@ impl Core {
     }
 }
 
-/// Return what a communicator ends with; `None`: it goes on.
-fn ended(outcome: &Outcome<Decision>, cause: &Error, waited: Duration) -> Option<Error> {
+/// Return the error that the communicator ends with; `None` if it continues.
+fn final_error(outcome: &Outcome<Decision>, cause: &Error, waited: Duration) -> Option<Error> {
     match outcome.decision.failure {
-        Some(Unrepairable::Mismatch { first, other }) => return Some(Error::mismatch(first, other)),
-        Some(why @ Unrepairable::Forgotten { .. }) => {
-            tracing::error!(%why, %cause, "nothing can be repaired");
-            // Somebody has had the result, and does not have it any more.
-            return Some(Error::OutcomeUnknown { desc: OpDesc::barrier(), waited, fresh: Fresh::default() });
+        Some(Unrecoverable::Mismatch { first, other }) => return Some(Error::mismatch(first, other)),
+        Some(why @ Unrecoverable::ChunkLost { .. }) => {
+            tracing::error!(%why, %cause, "recovery is not possible");
+            // Some rank had the result, and has it no longer.
+            return Some(Error::OutcomeUnknown { desc: OpDesc::barrier(), waited, output: OutputState::default() });
         }
         None => {}
     }
     let (ranks, operation) = (outcome.dead.clone(), outcome.decision.operation);
-    (!ranks.is_empty()).then(|| Error::RanksFailed { ranks, operation, fresh: Fresh::default() })
+    (!ranks.is_empty()).then(|| Error::RanksFailed { ranks, operation, output: OutputState::default() })
 }
 
-fn account(left: &Left<'_, '_, '_>, address: SocketAddr, trees: u32) -> Account {
-    let remains = left.tree.map(Tree::remains);
-    let ledger = remains.map_or_else(|| Ledger::new(0), |remains| recovery::ledger(&left.landed.over(remains)));
-    let in_flight = remains.into_iter().flat_map(|remains| remains.ops().in_flight());
-    let calls = in_flight.filter_map(|op| Some((op.end(), *left.calls.get(&op.id)?))).collect();
-    Account { ledger, calls, open: left.open, address, trees, offered: None }
+fn report(pending: &PendingOps<'_, '_, '_>, address: SocketAddr, trees: u32) -> RankReport {
+    let source = pending.tree.map(Tree::recovery_source);
+    let inventory =
+        source.map_or_else(|| ChunkInventory::new(0), |source| recovery::inventory(&pending.landed.over(source)));
+    let in_flight = source.into_iter().flat_map(|source| source.ops().in_flight());
+    let calls = in_flight.filter_map(|op| Some((op.end(), *pending.calls.get(&op.id)?))).collect();
+    RankReport { inventory, calls, open: pending.open, address, trees, offered: None }
 }
 
-/// Ends the pieces of a plan that is not wanted any more.
-pub(super) struct Urgent<'c> {
-    lost: &'c Lost,
+/// Interrupts the execution of a plan that another attempt replaces.
+pub(super) struct PlanInterrupt<'c> {
+    notices: &'c Notices,
     inbox: &'c Inbox,
     dead: &'c Dead,
     rank: Rank,
     checked: Instant,
 }
 
-impl<'c> Urgent<'c> {
-    fn new(lost: &'c Lost, inbox: &'c Inbox, dead: &'c Dead, rank: Rank) -> Self {
-        Self { lost, inbox, dead, rank, checked: Instant::now() }
+impl<'c> PlanInterrupt<'c> {
+    fn new(notices: &'c Notices, inbox: &'c Inbox, dead: &'c Dead, rank: Rank) -> Self {
+        Self { notices, inbox, dead, rank, checked: Instant::now() }
     }
 }
 
-impl Interrupt for Urgent<'_> {
+impl Interrupt for PlanInterrupt<'_> {
     fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
         self.checked = Instant::now();
-        let has_died = self.lost.ranks().iter().any(|rank| !self.dead.contains_key(rank));
-        if has_died || self.lost.is_cancelled() || self.inbox.is_pressing(self.dead, self.lost.has_controller()) {
-            let reason = "another attempt takes the place of this one".into();
+        let has_died = self.notices.lost_ranks().iter().any(|rank| !self.dead.contains_key(rank));
+        if has_died
+            || self.notices.is_cancelled()
+            || self.inbox.interrupts_plan(self.dead, self.notices.has_controller())
+        {
+            let reason = "replaced by another recovery attempt".into();
             return Err(ExecError::Interrupted { rank: self.rank, reason });
         }
         Ok(())
     }
 
     fn wake_at(&self) -> Option<Instant> {
-        Some(self.checked + LOOK_EVERY)
+        Some(self.checked + CHECK_INTERVAL)
     }
 }

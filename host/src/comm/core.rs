@@ -1,148 +1,148 @@
-//! What a communicator is made of, and the life of a blocking operation from call to outcome; `started` has the others,
-//! `progress` moves both on.
+//! The state of a communicator, and how a blocking operation runs from call to outcome. [`super::started`] has
+//! asynchronous operations, and [`super::progress`] advances both.
 
-use super::choices::Choices;
 use super::element::Element;
-use super::error::{Error, Fresh};
+use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::grace::Grace;
+use super::grace_period::GracePeriod;
 use super::join::JoinConfig;
-use super::lost::Lost;
-use super::parley::Parley;
-use super::progress::{Deadline, InTheTree};
-use super::started::{InTree, Started};
+use super::membership::MembershipChannel;
+use super::notices::Notices;
+use super::progress::{Deadline, TreeRun};
+use super::selection_cache::SelectionCache;
+use super::started::{Started, TreeBuffers};
 use super::tree::Tree;
 use super::{CallOptions, Outcome};
 use crate::controller::Session;
-use crate::controller::proto::QueuePlace;
+use crate::controller::proto::QueuePosition;
 use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::recovery::Landed;
 use crate::schedule::{Buffer, Place, Schedule, pairwise};
-use crate::select::{Algo, Explanation, Situation, explain};
+use crate::select::{Algo, Explanation, SelectionContext, explain};
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError, Transfer};
-use crate::transport::packets::{MAX_OPS, OpId, Verdict};
+use crate::transport::packets::{CompletionInfo, MAX_OPS, OpId};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
-use sumac_hal::wire::Limit;
+use sumac_hal::wire::StragglerLimit;
 
-/// What was counted when an operation began.
+/// Counters at the beginning of an operation.
 #[derive(Clone, Copy)]
-pub(super) struct Mark {
-    /// Repairs so far.
+pub(super) struct CounterSnapshot {
+    /// Recoveries so far.
     view: u32,
     wire_bytes: u64,
     retransmits: u64,
     at: Instant,
 }
 
-/// Connections between ranks, and how many operations ran over them by schedules.
-pub(super) struct Lines {
+/// Connections between ranks, and the number of host collectives that have run over them.
+pub(super) struct Connections {
     pub(super) mesh: Mesh,
     pub(super) scheduled: u64,
 }
 
-impl Lines {
+impl Connections {
     pub(super) const fn new(mesh: Mesh) -> Self {
         Self { mesh, scheduled: 0 }
     }
 }
 
-/// What a communicator is made of.
+/// The state of a communicator.
 pub(super) struct Core {
     pub(super) config: JoinConfig,
-    pub(super) situation: Situation,
+    pub(super) selection: SelectionContext,
     pub(super) tree: Option<Tree>,
     pub(super) place: Place,
-    /// How many ranks have this one's address.
+    /// The number of ranks with this one's IP address.
     pub(super) ranks_here: usize,
-    /// The ways between ranks for what the program calls; none while they are at work.
-    pub(super) calls: Option<Lines>,
-    /// What ranks say to each other about their view; `None` where losses are not repaired.
-    pub(super) parley: Option<Parley>,
-    /// The job's name on connections.
+    /// Connections for the program's host collectives and messages; `None` while in use.
+    pub(super) connections: Option<Connections>,
+    /// The membership channel; `None` without recovery.
+    pub(super) channel: Option<MembershipChannel>,
+    /// The token that identifies the job on connections.
     pub(super) token: JobToken,
-    /// How often the view has changed.
+    /// Number of view changes so far.
     pub(super) epoch: u64,
-    /// What is left of the time that operations get since the view was called in question.
-    pub(super) grace: Grace,
-    /// The call that runs, by its number.
+    /// The grace period of operations since the view was called into question.
+    pub(super) grace: GracePeriod,
+    /// The number of the call that is running.
     pub(super) calling: Option<u64>,
-    /// The started call whose schedule runs.
+    /// The number of the started call whose schedule is running.
     pub(super) scheduling: Option<u64>,
-    /// What the last change of the view has landed.
+    /// The chunks that the last view change recovered here.
     pub(super) landed: Landed,
-    /// What was sent between ranks to repair.
-    pub(super) repaired_bytes: u64,
-    /// How often that went well, and how long it took.
-    pub(super) repaired: (u32, Duration),
-    /// What had been sent over `calls` when they were put to work.
-    pub(super) called_bytes: u64,
+    /// Bytes sent to other ranks for recovery.
+    pub(super) recovery_bytes: u64,
+    /// The number of successful recoveries, and their total time.
+    pub(super) recoveries: (u32, Duration),
+    /// Bytes that had been sent over `connections` when they were taken into use.
+    pub(super) sent_before_call_bytes: u64,
     pub(super) session: Option<Session>,
-    pub(super) lost: std::sync::Arc<Lost>,
-    /// Buffers of started operations that are in the tree.
-    pub(super) owned: BTreeMap<OpId, InTree>,
+    pub(super) notices: std::sync::Arc<Notices>,
+    /// Buffers of started operations in the tree.
+    pub(super) owned: BTreeMap<OpId, TreeBuffers>,
     pub(super) started: BTreeMap<u64, Started>,
-    /// Started schedules that have not run, in the order of posting.
+    /// Started host collectives that have not run, in the order of posting.
     pub(super) schedules: VecDeque<u64>,
     pub(super) next_handle: u64,
-    /// Operations below are complete in the tree.
+    /// Operations with lower numbers are complete in the tree.
     pub(super) completed_below: u64,
-    /// How many trees this communicator has lost and got over, or moved to.
+    /// The number of trees that this communicator has recovered or migrated from.
     pub(super) view: u32,
-    /// The view of the job, as the controller counts; see [`Core::job_view`].
+    /// The job's view, as the controller counts; see [`Core::job_view`].
     pub(super) job_view: u32,
-    /// What was counted at the trees before.
+    /// Counters of earlier trees.
     pub(super) past_bytes: u64,
     pub(super) past_retransmits: u64,
     splits: u64,
     pub(super) ended: Option<Error>,
-    /// It has ended outside of any call: the next one is the first to say why.
-    pub(super) is_untold: bool,
-    /// What is known of operations that are complete in the tree and whose callers have yet to hear of it, by view.
-    pub(super) verdicts: BTreeMap<(u32, OpId), Verdict>,
-    choices: Choices,
-    /// The place in the queue that they were made in.
-    queue_place: Option<QueuePlace>,
-    fallback_told: bool,
+    /// The communicator ended outside of a call, so the next one reports the error.
+    pub(super) is_end_unreported: bool,
+    /// Details of completed operations in the tree that are not yet reported to their callers, by view.
+    pub(super) completions: BTreeMap<(u32, OpId), CompletionInfo>,
+    selection_cache: SelectionCache,
+    /// The queue position that the cached selections depend on.
+    queue_position: Option<QueuePosition>,
+    fallback_logged: bool,
 }
 
 impl std::fmt::Debug for Core {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Core").field("config", &self.config).field("situation", &self.situation).finish_non_exhaustive()
+        f.debug_struct("Core").field("config", &self.config).field("selection", &self.selection).finish_non_exhaustive()
     }
 }
 
 impl Core {
     pub(super) fn new(
         (config, place, ranks_here): (JoinConfig, Place, usize),
-        situation: Situation,
+        selection: SelectionContext,
         tree: Option<Tree>,
-        (calls, parley, token): (Lines, Option<Parley>, JobToken),
+        (connections, channel, token): (Connections, Option<MembershipChannel>, JobToken),
         session: Session,
-        lost: std::sync::Arc<Lost>,
+        notices: std::sync::Arc<Notices>,
     ) -> Self {
         Self {
             config,
-            situation,
+            selection,
             tree,
             place,
             ranks_here,
-            calls: Some(calls),
-            parley,
+            connections: Some(connections),
+            channel,
             token,
             epoch: 0,
-            grace: Grace::default(),
+            grace: GracePeriod::default(),
             calling: None,
             scheduling: None,
             landed: Landed::default(),
-            repaired_bytes: 0,
-            repaired: (0, Duration::ZERO),
-            called_bytes: 0,
+            recovery_bytes: 0,
+            recoveries: (0, Duration::ZERO),
+            sent_before_call_bytes: 0,
             session: Some(session),
-            lost,
+            notices,
             owned: BTreeMap::new(),
             started: BTreeMap::new(),
             schedules: VecDeque::new(),
@@ -154,24 +154,24 @@ impl Core {
             past_retransmits: 0,
             splits: 0,
             ended: None,
-            is_untold: false,
-            verdicts: BTreeMap::new(),
-            choices: Choices::default(),
-            queue_place: None,
-            fallback_told: false,
+            is_end_unreported: false,
+            completions: BTreeMap::new(),
+            selection_cache: SelectionCache::default(),
+            queue_position: None,
+            fallback_logged: false,
         }
     }
 
-    /// Return memory for operations: registered with the leaf device if there is one that takes it. That a communicator is
-    /// at its end is for its next call to say.
+    /// Allocate memory for operations, registered with the leaf device if there is one. If the communicator has ended,
+    /// its next call reports that.
     pub(super) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
-        let goes_on = self.ended.is_none() && !self.lost.is_cancelled();
-        let Some(Tree::Reference(driver)) = self.tree.as_mut().filter(|_| goes_on) else {
+        let is_active = self.ended.is_none() && !self.notices.is_cancelled();
+        let Some(Tree::ZeroCopy(driver)) = self.tree.as_mut().filter(|_| is_active) else {
             return Ok(RegisteredBuffer::plain(len));
         };
         match driver.alloc(len) {
-            // The next operation finds that too, and is repaired: without the device, memory is memory.
-            Err(RegisterError::Gone) if self.config.repair => Ok(RegisteredBuffer::plain(len)),
+            // The next operation notices this too, and recovers. Without the device, ordinary memory will do.
+            Err(RegisterError::DeviceLost) if self.config.repair => Ok(RegisteredBuffer::plain(len)),
             allocated => allocated.map_err(|reason| Error::Memory {
                 device: driver.device().into(),
                 len_bytes: len.saturating_mul(size_of::<T>()),
@@ -180,29 +180,29 @@ impl Core {
         }
     }
 
-    /// Return what a sub-communicator takes over, and the number of this split.
+    /// Return the configuration that a sub-communicator inherits, and the number of this split.
     pub(super) fn next_split(&mut self) -> (JoinConfig, u64) {
         self.splits += 1;
         (self.config.clone(), self.splits - 1)
     }
 
     pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
-        let found = self.judge(desc, options.algo.unwrap_or(self.config.algo));
-        self.judge_stragglers(desc, options, found)
+        let found = self.evaluate(desc, options.algo.unwrap_or(self.config.algo));
+        self.apply_straggler_policy(desc, options, found)
     }
 
-    fn judge(&self, desc: &OpDesc, algo: Algo) -> Explanation {
-        // Why there is no tree changes with the queue, and nothing else does.
-        match (&self.situation.tree, self.lost.queue_place()) {
+    fn evaluate(&self, desc: &OpDesc, algo: Algo) -> Explanation {
+        // Only the reason why there is no tree depends on the queue.
+        match (&self.selection.tree, self.notices.queue_position()) {
             (Err(why), Some(place)) => {
                 let tree = Err(format!("{why}; {place}"));
-                explain(&Situation { tree, ..self.situation.clone() }, desc, algo)
+                explain(&SelectionContext { tree, ..self.selection.clone() }, desc, algo)
             }
-            _ => explain(&self.situation, desc, algo),
+            _ => explain(&self.selection, desc, algo),
         }
     }
 
-    /// Run an operation to its end.
+    /// Run an operation to completion.
     pub(super) fn run(
         &mut self,
         desc: OpDesc,
@@ -215,16 +215,17 @@ impl Core {
     }
 
     fn run_to_end(&mut self, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> Result<Outcome, Error> {
-        self.usable()?;
+        self.check_usable()?;
         let extent = Extent::of(&desc, self.place)?;
         extent.check(&desc, buffers)?;
         let scaled = premultiply(&desc, &extent, buffers, options)?;
-        let (deadline, before) = (self.deadline(options), self.mark());
+        let (deadline, before) = (self.deadline(options), self.snapshot());
         let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         ready.map_err(|error| self.end(error, &desc, before))?;
-        let begun = self.mark();
+        let begun = self.snapshot();
         let buffers = match (&scaled, buffers) {
-            // A buffer for both gets nothing but results: the call may yet be refused, or say which of them are there.
+            // Scale into a separate input, so that the caller's buffer receives only results: the call may still be
+            // rejected, or report which elements are results.
             (Some(input), Buffers::InPlace(buffer)) => {
                 Buffers::Separate { input, output: &mut buffer[extent.output.clone()] }
             }
@@ -235,17 +236,17 @@ impl Core {
         let result = self.run_call((desc, options), &extent, buffers, (deadline, begun));
         result.map_err(|error| {
             let error = self.end(error, &desc, begun);
-            self.refuse(error)
+            self.release_rejected_call(error)
         })
     }
 
-    /// Run an operation that is counted; an error that is harmless has changed nothing.
+    /// Run a counted operation. A rejection has had no effect.
     fn run_call(
         &mut self,
         (desc, options): (OpDesc, &CallOptions),
         extent: &Extent,
         mut buffers: Buffers<'_>,
-        (deadline, begun): (Deadline, Mark),
+        (deadline, begun): (Deadline, CounterSnapshot),
     ) -> Result<Outcome, Error> {
         let limit = self.limit(options);
         loop {
@@ -254,40 +255,41 @@ impl Core {
                 self.run_by_schedule((&desc, limit), path, buffers, deadline)?;
                 return Ok(self.outcome((path, None), fallback, begun));
             }
-            if let InTheTree::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
-                extent.keep_own(&desc, &mut buffers);
+            if let TreeRun::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
+                extent.copy_own(&desc, &mut buffers);
                 let outcome = self.outcome((path, Some(transfer)), fallback, begun);
-                return Ok(self.with_verdict(op, outcome));
+                return Ok(self.with_completion(op, outcome));
             }
         }
     }
 
-    /// Take the number of the call back, if it was refused: ranks count what others hear of, so that their numbers are
-    /// the same. A program that mends its call makes it as the call that it would have been.
-    pub(super) fn refuse(&mut self, error: Error) -> Error {
-        if error.is_harmless()
+    /// If the call was rejected, take its number back: other ranks do not know of it, and numbers must agree. The
+    /// corrected call gets the same number.
+    pub(super) fn release_rejected_call(&mut self, error: Error) -> Error {
+        if error.is_rejection()
             && let Some(call) = self.calling.take()
         {
-            self.uncount(call);
+            self.uncount_call(call);
         }
         error
     }
 
-    /// Take a call's number away; those behind it move up.
-    pub(super) fn uncount(&mut self, call: u64) {
-        self.lost.offers.uncount();
+    /// Take a call's number back; later calls move up.
+    pub(super) fn uncount_call(&mut self, call: u64) {
+        self.notices.migration.uncount_call();
         let started = self.started.values_mut().map(|started| &mut started.call);
         let others = self.calling.iter_mut().chain(&mut self.scheduling);
         started.chain(others).filter(|number| **number > call).for_each(|number| *number -= 1);
     }
 
-    /// Wait until another operation may be posted: an endpoint takes so many at a time, and so many schedules wait for
-    /// their turn. Nothing has been sent for the call, or changed.
+    /// Wait until another operation may be posted: the number of operations in an endpoint and of started host
+    /// collectives is bounded. Nothing has been sent for the call.
     ///
-    /// A schedule that all ranks have started is run here: who waits for it may be who has to make room.
+    /// Runs a started host collective if all ranks have started it, because a rank that waits for it may be the one
+    /// that must make room.
     ///
     /// # Errors
-    /// [`Error::TooManyInFlight`] when the deadline passes; else what ends the communicator.
+    /// [`Error::TooManyInFlight`] if the deadline passes, or an error that ends the communicator.
     pub(super) fn make_room(&mut self, deadline: Deadline) -> Result<(), Error> {
         self.reclaim_dropped();
         while !self.has_room() {
@@ -300,7 +302,7 @@ impl Core {
                     return Err(Error::TooManyInFlight { limit: MAX_OPS, waited });
                 }
                 Err(Error::Deadline { .. }) => {}
-                stepped => self.get_over(stepped, deadline)?,
+                stepped => self.recover_from(stepped, deadline)?,
             }
         }
         Ok(())
@@ -310,49 +312,49 @@ impl Core {
         self.tree.as_ref().is_none_or(Tree::has_room) && self.schedules.len() < MAX_OPS
     }
 
-    /// Tell whether the oldest started schedule is one that all ranks have started, or has to run for room.
+    /// Return whether the oldest started host collective must run: all ranks have started it, or there is no room.
     fn is_schedule_due(&self) -> bool {
         let Some(oldest) = self.schedules.front() else { return false };
-        let told = self.started.get(oldest).and_then(|started| started.tree_op);
-        self.schedules.len() >= MAX_OPS || told.is_some_and(|op| op.0 < self.completed_below)
+        let announced = self.started.get(oldest).and_then(|started| started.tree_op);
+        self.schedules.len() >= MAX_OPS || announced.is_some_and(|op| op.0 < self.completed_below)
     }
 
-    /// Schedules that were started before must run before: the other ranks wait for them in that order.
+    /// Run a host collective. Earlier started ones run first, because the other ranks wait for them in that order.
     fn run_by_schedule(
         &mut self,
-        (desc, limit): (&OpDesc, Option<Limit>),
+        (desc, limit): (&OpDesc, Option<StragglerLimit>),
         path: Path,
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let schedule = self.schedule(desc, path, &buffers)?;
         self.run_started(deadline)?;
-        let told = self.tell_tree(desc, path, limit)?;
-        self.run_told((desc, path), &schedule, buffers, told, deadline)
+        let announced = self.announce_to_tree(desc, path, limit)?;
+        self.run_announced((desc, path), &schedule, buffers, announced, deadline)
     }
 
-    /// Run a schedule of which the tree was told.
-    pub(super) fn run_told(
+    /// Run a host collective that was announced to the tree.
+    pub(super) fn run_announced(
         &mut self,
-        way: (&OpDesc, Path),
+        operation: (&OpDesc, Path),
         schedule: &Schedule,
         buffers: Buffers<'_>,
-        told: Option<OpId>,
+        announced: Option<OpId>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let view = self.view;
-        // The others know of it: nothing that it meets is harmless.
-        let result = self.run_schedule(way, schedule, buffers, deadline).map_err(Error::ending);
-        // Another tree knows nothing of it.
-        let told = told.filter(|_| self.view == view);
+        // Other ranks know of it, so no error is a rejection.
+        let result = self.run_schedule(operation, schedule, buffers, deadline).map_err(Error::ending);
+        // A new tree does not know the announcement.
+        let announced = announced.filter(|_| self.view == view);
         result.map_err(|error| {
-            let error = self.verdict(told, error, deadline);
-            self.after_loss(error, deadline)
+            let error = self.wait_for_group_error(announced, error, deadline);
+            self.agreed_loss_error(error, deadline)
         })
     }
 
-    /// Exchange blocks of any length. Counts differ from rank to rank, so that only the collective and the type are
-    /// compared; lengths that do not match are the executor's to find.
+    /// Exchange blocks of any length. Counts differ between ranks, so only collective and type are compared; the
+    /// executor detects lengths that do not match.
     pub(super) fn all_to_all_v(
         &mut self,
         dtype: Dtype,
@@ -361,7 +363,7 @@ impl Core {
         recv_counts: &[usize],
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
-        self.usable()?;
+        self.check_usable()?;
         let collective = Collective::AllToAllV;
         let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
         let schedule = pairwise::all_to_all_v(self.place, send_counts, recv_counts)
@@ -370,29 +372,29 @@ impl Core {
         self.algo_for(&desc, &CallOptions { algo: Some(Algo::Pairwise), ..*options })?;
         let limit = self.limit(options);
         let deadline = self.deadline(options);
-        let begun = self.mark();
+        let begun = self.snapshot();
         let path = Path::Pairwise;
         let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         let begins = begins.and_then(|()| self.run_started(deadline));
         let result = begins.and_then(|()| {
-            let told = self.tell_tree(&desc, path, limit)?;
-            self.run_told((&desc, path), &schedule, buffers, told, deadline)
+            let announced = self.announce_to_tree(&desc, path, limit)?;
+            self.run_announced((&desc, path), &schedule, buffers, announced, deadline)
         });
         let result = result.map_err(|error| {
             let error = self.end(error, &desc, begun);
-            self.refuse(error)
+            self.release_rejected_call(error)
         });
         self.calling = None;
         result?;
         Ok(self.outcome((path, None), None, begun))
     }
 
-    pub(super) fn usable(&mut self) -> Result<(), Error> {
+    pub(super) fn check_usable(&mut self) -> Result<(), Error> {
         match &self.ended {
-            Some(error) if std::mem::take(&mut self.is_untold) => Err(error.clone()),
-            // What a call that has not begun would write to is as it was.
-            Some(error) => Err(Error::Ended(Box::new(error.clone().with_fresh(Fresh::Elements(Vec::new()))))),
-            None if self.lost.is_cancelled() => {
+            Some(error) if std::mem::take(&mut self.is_end_unreported) => Err(error.clone()),
+            // The call has not begun, so its output is unchanged.
+            Some(error) => Err(Error::Ended(Box::new(error.clone().with_output(OutputState::Elements(Vec::new()))))),
+            None if self.notices.is_cancelled() => {
                 self.note_end(&Error::Cancelled);
                 Err(Error::Cancelled)
             }
@@ -400,49 +402,51 @@ impl Core {
         }
     }
 
-    /// Choose the path; what was left open and can't go through the tree is a fallback, which is logged.
+    /// Select the path. If the algorithm was left open and the tree is unavailable, that is a fallback, which is logged
+    /// once.
     pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(Path, Option<String>), Error> {
         if self.config.world == 1 {
             return Ok((Path::Local, None));
         }
         let algo = self.algo_for(desc, options)?;
-        let queue_place = self.lost.queue_place();
-        if std::mem::replace(&mut self.queue_place, queue_place) != queue_place {
-            self.forget_choices();
+        let queue_position = self.notices.queue_position();
+        if std::mem::replace(&mut self.queue_position, queue_position) != queue_position {
+            self.clear_selection_cache();
         }
-        if let Some(chosen) = self.choices.find(desc, algo) {
+        if let Some(chosen) = self.selection_cache.find(desc, algo) {
             return Ok(chosen);
         }
-        let explanation = self.judge(desc, algo);
+        let explanation = self.evaluate(desc, algo);
         let Some(path) = explanation.chosen else {
             let reason = explanation.refusal().cloned();
             return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
         };
         let fallback = explanation.fallback().map(ToString::to_string);
-        if let Some(why) = fallback.as_ref().filter(|_| !self.fallback_told) {
+        if let Some(why) = fallback.as_ref().filter(|_| !self.fallback_logged) {
             let (job, rank) = (&self.config.job, self.config.rank);
-            tracing::warn!(job, rank, path = path.name(), %why, "falls back from the tree (told once)");
-            self.fallback_told = true;
+            tracing::warn!(job, rank, path = path.name(), %why, "falling back from the tree (logged once)");
+            self.fallback_logged = true;
         }
         let chosen = (path, fallback);
-        self.choices.keep(*desc, algo, &chosen);
+        self.selection_cache.keep(*desc, algo, &chosen);
         Ok(chosen)
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {
-        let limit = self.patience(options);
+        let limit = self.call_timeout(options);
         (Instant::now() + limit, limit)
     }
 
-    /// Return what was sent to other ranks past the tree.
+    /// Return the bytes sent directly to other ranks.
     fn sent_bytes(&self) -> u64 {
-        let calls = self.calls.as_ref().map_or(self.called_bytes, |lines| lines.mesh.sent_bytes());
-        calls + self.repaired_bytes
+        let calls =
+            self.connections.as_ref().map_or(self.sent_before_call_bytes, |connections| connections.mesh.sent_bytes());
+        calls + self.recovery_bytes
     }
 
-    pub(super) fn mark(&self) -> Mark {
+    pub(super) fn snapshot(&self) -> CounterSnapshot {
         let stats = self.tree.as_ref().map(Tree::stats).unwrap_or_default();
-        Mark {
+        CounterSnapshot {
             view: self.view,
             wire_bytes: self.past_bytes + stats.bytes_out + self.sent_bytes(),
             retransmits: self.past_retransmits + stats.retransmits,
@@ -454,9 +458,9 @@ impl Core {
         &self,
         (path, transfer): (Path, Option<Transfer>),
         fallback: Option<String>,
-        begun: Mark,
+        begun: CounterSnapshot,
     ) -> Outcome {
-        let now = self.mark();
+        let now = self.snapshot();
         Outcome {
             path,
             transfer,
@@ -465,75 +469,77 @@ impl Core {
             retransmits: now.retransmits - begun.retransmits,
             repaired: now.view > begun.view,
             slowest: None,
-            missing: self.gone(),
+            missing: self.excluded_ranks(),
         }
     }
 
-    /// What was possible is perhaps not any more.
-    pub(super) fn forget_choices(&mut self) {
-        self.choices = Choices::default();
-        self.fallback_told = false;
+    /// Invalidate cached selections: available paths have changed.
+    pub(super) fn clear_selection_cache(&mut self) {
+        self.selection_cache = SelectionCache::default();
+        self.fallback_logged = false;
     }
 
-    /// The communicator ends, unless the error changed nothing.
-    pub(super) fn end(&mut self, error: Error, desc: &OpDesc, begun: Mark) -> Error {
+    /// End the communicator, unless the error is a rejection. Completes the error with what the call knows.
+    pub(super) fn end(&mut self, error: Error, desc: &OpDesc, begun: CounterSnapshot) -> Error {
         let error = match error {
             Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
             Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
             Error::TooManyInFlight { limit, .. } => Error::TooManyInFlight { limit, waited: begun.at.elapsed() },
-            Error::OutcomeUnknown { waited, fresh, .. } => Error::OutcomeUnknown { desc: *desc, waited, fresh },
+            Error::OutcomeUnknown { waited, output, .. } => Error::OutcomeUnknown { desc: *desc, waited, output },
             other => other,
         };
         let had_ended = self.ended.is_some();
         self.note_end(&error);
         match &self.ended {
-            Some(Error::OutcomeUnknown { fresh, .. }) if !had_ended && !error.says_fresh() && self.is_in_doubt() => {
-                Error::OutcomeUnknown { desc: *desc, waited: begun.at.elapsed(), fresh: fresh.clone() }
+            Some(Error::OutcomeUnknown { output, .. })
+                if !had_ended && !error.describes_output() && self.is_output_unknown() =>
+            {
+                Error::OutcomeUnknown { desc: *desc, waited: begun.at.elapsed(), output: output.clone() }
             }
             _ => error,
         }
     }
 
-    /// Remember the error that ends the communicator. Buffers go back to the caller, so nobody else may write there.
+    /// Record the error that ends the communicator, and stop all access to buffers, which go back to the caller.
     pub(super) fn note_end(&mut self, error: &Error) {
-        if !error.is_harmless() && self.ended.is_none() {
+        if !error.is_rejection() && self.ended.is_none() {
             let (job, rank) = (&self.config.job, self.config.rank);
-            tracing::warn!(job, rank, %error, "the communicator ends");
+            tracing::warn!(job, rank, %error, "the communicator has ended");
             self.ended = Some(error.clone());
-            if let (Some(session), Some(over)) = (&self.session, error.to_all()) {
-                session.over(over);
+            if let (Some(session), Some(reason)) = (&self.session, error.abort_reason()) {
+                session.abort(reason);
             }
             self.tree.iter_mut().for_each(Tree::retire);
-            self.parley.iter().for_each(Parley::end);
-            if self.is_in_doubt() && !error.says_fresh() {
-                let (desc, waited, fresh) = (OpDesc::barrier(), Duration::ZERO, Fresh::Unspecified);
-                self.ended = Some(Error::OutcomeUnknown { desc, waited, fresh });
+            self.channel.iter().for_each(MembershipChannel::end);
+            if self.is_output_unknown() && !error.describes_output() {
+                let (desc, waited, output) = (OpDesc::barrier(), Duration::ZERO, OutputState::Unspecified);
+                self.ended = Some(Error::OutcomeUnknown { desc, waited, output });
             }
-            // Nothing writes there any more.
-            self.reclaim_abandoned();
+            // Nothing writes to their buffers any more.
+            self.reclaim_detached();
         }
         if matches!(error, Error::Cancelled) {
-            // Without a word of leaving: the controller tells the others that this rank is lost.
+            // Drop the session without leaving, so that the controller reports this rank as lost.
             self.session = None;
         }
     }
 }
 
-/// Check the buffers of an exchange of uneven blocks before anything is told to anybody.
+/// Check the buffers of an exchange of uneven blocks, before anything is announced.
 fn check_uneven(schedule: &Schedule, dtype: Dtype, buffers: &Buffers<'_>) -> Result<(), Error> {
     let Buffers::Separate { input, output } = buffers else { return Ok(()) };
     for (what, found, which) in [("an input", input.len(), Buffer::Input), ("an output", output.len(), Buffer::Output)]
     {
         let expected = schedule.layout().len(which) * dtype.size_bytes();
         if found != expected {
-            return Err(Error::Argument(format!("{what} of {found} bytes, where the counts add up to {expected}")));
+            return Err(Error::Argument(format!("{what} of {found} bytes, but the counts add up to {expected}")));
         }
     }
     Ok(())
 }
 
-/// Return a rank's own contribution to a premultiplied sum, multiplied by the scalar of the call; `None` for any other
-/// operation. The caller's buffers stay as they are.
+/// Return a rank's scaled contribution to a premultiplied sum; `None` for any other operation. The caller's buffers are
+/// not changed.
 pub(super) fn premultiply(
     desc: &OpDesc,
     extent: &Extent,
@@ -544,7 +550,7 @@ pub(super) fn premultiply(
         (Some(ReduceOp::PremulSum), scalar) => scalar.unwrap_or(1.0),
         (_, None) => return Ok(None),
         (_, Some(scalar)) => {
-            return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes one")));
+            return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes a scalar")));
         }
     };
     let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(None) };

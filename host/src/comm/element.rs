@@ -1,13 +1,13 @@
-//! What buffers are made of.
+//! Element types of operations, and buffers that started operations may own.
 
 use super::{Communicator, Error};
 use crate::transport::memory::Buffer;
 use std::any::Any;
 use sumac_hal::op::Dtype;
 
-/// A Rust type that is an element type of operations.
+/// A Rust type that operations take as elements.
 pub trait Element: bytemuck::Pod + Send + 'static {
-    /// Which one.
+    /// The element type that it stands for.
     const DTYPE: Dtype;
 }
 
@@ -34,17 +34,17 @@ element! {
     half::bf16: Bf16,
 }
 
-// Values travel as they lie in memory, which the wire wants little-endian.
+// Elements are sent as they are in memory, and the wire is little-endian.
 const _: () = assert!(cfg!(target_endian = "little"), "buffers are reduced in place and must be little-endian");
 
-/// A buffer that the communicator owns while its operation is on its way.
-pub(super) trait OwnedBuffer: Send {
+/// A type-erased [`OwnedBuffer`], which the communicator owns until its operation completes.
+pub(super) trait ErasedBuffer: Send {
     fn bytes(&self) -> &[u8];
     fn bytes_mut(&mut self) -> &mut [u8];
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
 }
 
-impl<B: Held> OwnedBuffer for B {
+impl<B: OwnedBuffer> ErasedBuffer for B {
     fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(self.values())
     }
@@ -58,24 +58,24 @@ impl<B: Held> OwnedBuffer for B {
     }
 }
 
-/// A container that a started operation holds until it is waited for: [`Vec`], or [`Buffer`], which the leaf device
-/// reads and writes by itself where the communicator attaches by reference.
+/// A buffer that a started operation takes ownership of: a [`Vec`], or a [`Buffer`], on which operations are zero-copy
+/// where the rank shares memory with its leaf device.
 ///
-/// Its values stay where they are when it moves.
-pub trait Held: sealed::Sealed + Send + Sized + 'static {
-    /// What it contains.
+/// Moving the container does not move its values. This trait is sealed.
+pub trait OwnedBuffer: sealed::Sealed + Send + Sized + 'static {
+    /// The type of its elements.
     type Element: Element;
 
-    /// Borrow the values.
+    /// Return the elements.
     fn values(&self) -> &[Self::Element];
 
-    /// Borrow the values to write to them.
+    /// Return the elements for writing.
     fn values_mut(&mut self) -> &mut [Self::Element];
 
-    /// Make one of zeroes.
+    /// Make a buffer of `len` zeroes.
     ///
     /// # Errors
-    /// [`Error::Memory`] if there is none that the device reaches.
+    /// [`Error::Memory`] if no registered memory is available.
     fn zeroed(comm: &Communicator, len: usize) -> Result<Self, Error>;
 }
 
@@ -86,7 +86,7 @@ mod sealed {
 impl<T> sealed::Sealed for Vec<T> {}
 impl<T: Element> sealed::Sealed for Buffer<T> {}
 
-impl<T: Element> Held for Vec<T> {
+impl<T: Element> OwnedBuffer for Vec<T> {
     type Element = T;
 
     fn values(&self) -> &[T] {
@@ -102,7 +102,7 @@ impl<T: Element> Held for Vec<T> {
     }
 }
 
-impl<T: Element> Held for Buffer<T> {
+impl<T: Element> OwnedBuffer for Buffer<T> {
     type Element = T;
 
     fn values(&self) -> &[T] {

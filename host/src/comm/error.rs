@@ -1,6 +1,6 @@
-//! What a call on a communicator can end in.
+//! Errors of calls on a communicator.
 
-use crate::controller::proto::Over;
+use crate::controller::proto::AbortReason;
 use crate::exec::ExecError;
 use crate::select::RuledOut;
 use crate::transport::memory::RegisterError;
@@ -13,160 +13,178 @@ use sumac_hal::op::OpDesc;
 use sumac_hal::wire::RankMask;
 use thiserror::Error;
 
-/// Why an operation has no result.
+/// Why a call failed.
 ///
-/// [`Error::Argument`], [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`] change nothing
-/// ([`Error::is_harmless`]): nothing was sent, the call does not count among those of the communicator, and the caller's
-/// buffer is as it was, so the call can be made again. [`Error::Forked`] changes nothing either, but it is final in the
-/// process that gets it. Any other error is the end of the communicator: its ranks
-/// may be at different operations, and every later call returns [`Error::Ended`]. The caller's buffer then holds, chunk
-/// by chunk, its input or the result (after a schedule: anything); where ranks have died, [`Fresh`] says which.
+/// Four errors reject a call before it has any effect ([`Error::is_rejection`]): [`Error::Argument`],
+/// [`Error::NotPossible`], [`Error::Memory`] and [`Error::TooManyInFlight`]. Nothing was sent, the caller's buffer is
+/// unchanged, and the call does not count in the common order of calls, so you can correct it and call again.
+/// [`Error::Forked`] has no effect either, but it is final for the process that gets it.
+///
+/// Any other error ends the communicator, because its ranks may be at different operations; every later call returns
+/// [`Error::Ended`]. The caller's buffer then holds, chunk by chunk, its input or the result; after a host collective
+/// it is unspecified. If ranks failed, [`OutputState`] says which elements hold results.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Ranks called different things. All of them get this error.
-    #[error("ranks called different operations: {}; all ranks must make the same calls in the same order", two(.first, .other))]
+    /// Ranks called different operations. All of them get this error.
+    #[error(
+        "ranks called different operations: {}; all ranks must make the same calls in the same order",
+        describe_mismatch(.first, .other)
+    )]
     Mismatch {
         /// One of the operations.
         first: OpDesc,
-        /// Another. Equal to `first` if only the algorithm or the cost table differs.
+        /// Another one. Equal to `first` if only the algorithm or the cost table differs.
         other: OpDesc,
     },
-    /// The rank that a message goes to or comes from is gone; or any rank, in a communicator that does not repair
+    /// The peer of a message is lost; or any rank, in a communicator without recovery
     /// ([`JoinConfig::repair`](super::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.
         rank: Rank,
     },
-    /// Ranks of the job are gone. All that are left agree on which, and on the first call that fails; calls before it are
-    /// complete at all of them. Who had returned from that call or a later one, having all of its own result, keeps that.
-    #[error("{}: call {operation} fails at all ranks that are left, and all calls behind it; {fresh}", are_lost(.ranks))]
+    /// Ranks failed. All survivors agree on which, and on the first call that failed. Earlier calls are complete on all
+    /// of them. A rank that had already returned from this call or a later one, because it needed nothing more, keeps
+    /// its result.
+    #[error(
+        "{}: collective #{operation} and all later ones were aborted on all surviving ranks; {output}",
+        describe_lost(.ranks)
+    )]
     RanksFailed {
-        /// The ranks, in order.
+        /// The failed ranks in ascending order.
         ranks: Vec<Rank>,
-        /// The number of the first call that fails, among the collectives called on this communicator, from 0.
+        /// The first call that failed: its number among the collectives on this communicator, from 0.
         operation: u64,
         /// What the buffer holds.
-        fresh: Fresh,
+        output: OutputState,
     },
-    /// Too few ranks are in reach of each other to go on without the controller, which is gone; or the others go on
-    /// without this one.
+    /// This rank can reach too few ranks to continue without a controller, or the others continue without this rank.
     #[error(
-        "of {ranks} ranks this one reaches {left}, itself included, which is no majority; the controller, which could say who is dead, is gone or has others go on without this rank; {fresh}"
+        "this rank reaches {reachable} of {ranks} ranks, itself included, which is no majority, \
+         and no controller lets it continue: it is unreachable, or has excluded this rank; {output}"
     )]
     Partitioned {
-        /// How many ranks this one reaches, itself included.
-        left: u32,
-        /// How many there were.
+        /// The number of ranks that this one reaches, itself included.
+        reachable: u32,
+        /// The number of ranks of the communicator.
         ranks: u32,
         /// What the buffer holds.
-        fresh: Fresh,
+        output: OutputState,
     },
-    /// The ranks did not agree in time on what became of the operation, or a device went on while memory was taken from
-    /// it, and nobody has the result that it wrote; others may have completed the operation.
+    /// The outcome cannot be determined: the ranks did not agree on it in time, or a device kept writing while its
+    /// memory was taken away, and no rank has the result. Other ranks may have completed the operation.
     #[error(
-        "it is not known whether {desc} completed at other ranks: after {} ms they do not agree on its result, or nobody has it any more; {fresh}",
+        "cannot tell whether {desc} completed on other ranks: after {} ms they have not agreed on its \
+         result, or no rank has it any more; {output}",
         waited.as_millis()
     )]
     OutcomeUnknown {
         /// The operation.
         desc: OpDesc,
-        /// How long it has taken to find out.
+        /// How long this rank waited for an agreement.
         waited: Duration,
         /// What the buffer holds.
-        fresh: Fresh,
+        output: OutputState,
     },
-    /// The way to the tree's root is dead.
+    /// A device on the path to the tree's root stopped answering.
     #[error("the path through the tree is lost: a device stopped answering")]
     PathLost,
-    /// The device has no such group any more.
-    #[error("a device of the tree no longer knows the group: it restarted, or the lease ran out")]
+    /// A device of the tree no longer knows the job's group.
+    #[error("a device of the tree no longer knows the group: it restarted, or the lease expired")]
     GroupLost,
-    /// The leaf device, which reads and writes this rank's memory, is gone. What it had published was still delivered.
-    #[error("device {device} is gone: its process has ended or closed the connection; join again once it is back")]
+    /// The leaf device, which reads and writes this rank's memory, is gone. Results that it had published were still
+    /// delivered.
+    #[error("device {device} is gone: its process exited or closed the connection; join again once it is back")]
     DeviceLost {
         /// The device.
         device: String,
     },
-    /// The leaf device refused a contribution by reference, or broke the protocol.
-    #[error("device {device}: {error}; joining with `attach: udp` does without shared memory")]
+    /// The leaf device rejected a zero-copy contribution, or violated the protocol.
+    #[error("device {device}: {error}; join with `transport: udp` to avoid shared memory")]
     Device {
         /// The device.
         device: String,
-        /// What it did.
+        /// What the device did.
         error: EndpointError,
     },
-    /// There is no memory that the leaf device reaches; nothing else has changed.
-    #[error("{len_bytes} bytes for device {device} to reach: {reason}; a slice of any other memory works too")]
+    /// Memory could not be registered with the leaf device. Nothing else has changed.
+    #[error("cannot register {len_bytes} bytes for device {device}: {reason}; a slice of any other memory works too")]
     Memory {
         /// The device.
         device: String,
-        /// How many.
+        /// The size of the allocation in bytes.
         len_bytes: usize,
-        /// Why not.
+        /// Why it failed.
         reason: RegisterError,
     },
-    /// Ranks did not come to an operation within its limit ([`Straggler`](super::Straggler)). All that did get this error.
-    #[error("ranks {missing} had not come to the operation within its limit, and it has no result without them")]
+    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](super::Straggler)). All ranks that
+    /// did get this error.
+    #[error(
+        "ranks {missing} did not enter the operation within its straggler limit, and it has no result without them"
+    )]
     Stragglers {
-        /// Who.
+        /// The ranks that were late.
         missing: RankMask,
     },
-    /// This rank did not come to an operation within its limit, and the others go on without it.
-    #[error("the other ranks go on without this one, which had not come to an operation within its limit")]
+    /// This rank did not enter an operation within its straggler limit, and the others go on without it.
+    #[error("this rank did not enter an operation within its straggler limit, and the other ranks go on without it")]
     Excluded,
     /// The deadline passed.
     #[error("{desc} did not complete within {} ms", waited.as_millis())]
     Deadline {
         /// The operation.
         desc: OpDesc,
-        /// How long it was given.
+        /// The deadline of the call, as a duration.
         waited: Duration,
     },
-    /// As many operations are in flight as a communicator takes, and none has completed within the call's time. Nothing
-    /// was sent.
-    #[error("{limit} operations are in flight, and none has completed within {} ms; wait for one first", waited.as_millis())]
+    /// The limit of operations in flight is reached, and none completed before the call's deadline. Nothing was sent.
+    #[error(
+        "{limit} operations are in flight, and none completed within {} ms; wait for one first",
+        waited.as_millis()
+    )]
     TooManyInFlight {
-        /// How many a communicator takes.
+        /// The limit.
         limit: usize,
-        /// How long the call has waited for room.
+        /// How long the call waited for room.
         waited: Duration,
     },
-    /// What was asked for is not possible; nothing was sent.
+    /// The requested path is not available. Nothing was sent.
     #[error("not possible: {0}")]
     NotPossible(#[from] RuledOut),
-    /// A device does not know the operation, though it said so.
-    #[error("a device of the tree can't do {0}")]
+    /// A device of the tree does not support the operation, although it had announced that it does.
+    #[error("a device of the tree does not support {0}")]
     Unsupported(OpDesc),
-    /// The call makes no sense; nothing was sent.
+    /// An argument is invalid. Nothing was sent.
     #[error("{0}")]
     Argument(String),
-    /// A schedule failed in another way.
+    /// A host collective failed for another reason.
     #[error(transparent)]
     Schedule(ExecError),
-    /// This process was forked from the one that joined. Nothing was done; the communicator goes on there.
+    /// This process was forked from the one that joined. The call had no effect; the communicator goes on in the
+    /// parent.
     #[error(
-        "this process was forked from the one that joined: only that one can use the communicator; this one can join anew"
+        "this process was forked from the one that joined, and cannot use its communicator; \
+         join a job from this process"
     )]
     Forked,
-    /// This rank's own program ended the communicator.
-    #[error("cancelled by this rank's own program; the other ranks are told that it is lost")]
+    /// This rank's own program ended the communicator ([`Canceller`](super::Canceller)).
+    #[error("cancelled by this rank's own program; the other ranks see it as lost")]
     Cancelled,
     /// An earlier call ended the communicator.
-    #[error("the communicator is at its end since an earlier call failed: {0}")]
+    #[error("the communicator has ended, because an earlier call failed: {0}")]
     Ended(Box<Self>),
 }
 
-fn two(first: &OpDesc, other: &OpDesc) -> String {
+fn describe_mismatch(first: &OpDesc, other: &OpDesc) -> String {
     if first == other {
-        format!("{first}, by different algorithms or cost tables")
+        format!("{first}, with different algorithms or cost tables")
     } else {
         format!("one {first}, another {other}")
     }
 }
 
-fn are_lost(ranks: &[Rank]) -> String {
+fn describe_lost(ranks: &[Rank]) -> String {
     let numbers: Vec<String> = ranks.iter().map(|rank| rank.0.to_string()).collect();
     match &numbers[..] {
         [] => "ranks are lost".into(),
@@ -175,27 +193,28 @@ fn are_lost(ranks: &[Rank]) -> String {
     }
 }
 
-/// What the output of a call that failed holds.
+/// What the output buffer of a failed call holds.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Fresh {
-    /// These elements of it hold the result, and all others are as they were: runs in rising order, counted from the
-    /// output's beginning. None, if the call had not begun.
+pub enum OutputState {
+    /// These elements hold results, and all others are unchanged. Ranges are in ascending order, in elements from the
+    /// beginning of the output. Empty if the call had not begun.
     Elements(Vec<Range<u64>>),
-    /// A schedule was at work on it: anything, also where an input and it are the same buffer.
+    /// A host collective was writing to it: the contents are unspecified, also of a buffer that is both input and
+    /// output.
     #[default]
     Unspecified,
 }
 
-impl fmt::Display for Fresh {
+impl fmt::Display for OutputState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Elements(runs) = self else { return f.write_str("the output may hold anything") };
+        let Self::Elements(runs) = self else { return f.write_str("the output is unspecified") };
         match &runs[..] {
-            [] => f.write_str("the output is as it was"),
-            [run] => write!(f, "of the output, elements {}..{} are new and all others old", run.start, run.end),
+            [] => f.write_str("the output is unchanged"),
+            [run] => write!(f, "output elements {}..{} hold results, all others are unchanged", run.start, run.end),
             [first, .., last] => write!(
                 f,
-                "of the output, {} runs of elements from {} to below {} are new and all others old",
+                "{} ranges of output elements within {}..{} hold results, all others are unchanged",
                 runs.len(),
                 first.start,
                 last.end
@@ -205,36 +224,37 @@ impl fmt::Display for Fresh {
 }
 
 impl Error {
-    /// Tell whether it says what the output holds.
-    pub(super) const fn says_fresh(&self) -> bool {
+    /// Return whether the error describes the output.
+    pub(super) const fn describes_output(&self) -> bool {
         matches!(self, Self::RanksFailed { .. } | Self::Partitioned { .. } | Self::OutcomeUnknown { .. })
     }
 
-    /// The same for a call whose output is like this.
-    pub(super) fn with_fresh(mut self, known: Fresh) -> Self {
-        if let Self::RanksFailed { fresh, .. } | Self::Partitioned { fresh, .. } | Self::OutcomeUnknown { fresh, .. } =
-            &mut self
+    /// Return the error with this description of the output, if it has one.
+    pub(super) fn with_output(mut self, state: OutputState) -> Self {
+        if let Self::RanksFailed { output, .. }
+        | Self::Partitioned { output, .. }
+        | Self::OutcomeUnknown { output, .. } = &mut self
         {
-            *fresh = known;
+            *output = state;
         }
         self
     }
 
-    /// A mismatch, with the two operations in an order that does not depend on who noticed.
+    /// Make a [`Error::Mismatch`] with the operations in a canonical order, so that it is the same whoever noticed it.
     pub(super) fn mismatch(a: OpDesc, b: OpDesc) -> Self {
         let key = |desc: &OpDesc| (desc.collective, desc.dtype, desc.op, desc.root, desc.count);
         let (first, other) = if key(&a) <= key(&b) { (a, b) } else { (b, a) };
         Self::Mismatch { first, other }
     }
 
-    /// Tell whether the communicator can be used further, as the call has changed nothing.
-    pub const fn is_harmless(&self) -> bool {
+    /// Return whether the call was rejected before it had any effect. The communicator remains usable.
+    pub const fn is_rejection(&self) -> bool {
         matches!(self, Self::Argument(_) | Self::NotPossible(_) | Self::Memory { .. } | Self::TooManyInFlight { .. })
     }
 }
 
 impl Error {
-    /// What a group's end is to a caller; `device` is the rank's leaf.
+    /// Convert the error of a group in the tree; `device` is the rank's leaf.
     pub(super) fn in_tree(error: EndpointError, device: &str) -> Self {
         match error {
             EndpointError::Mismatch { first, other } => Self::mismatch(first, other),
@@ -244,45 +264,46 @@ impl Error {
             EndpointError::Stragglers { missing } => Self::Stragglers { missing },
             EndpointError::Excluded => Self::Excluded,
             EndpointError::DeviceLost => Self::DeviceLost { device: device.into() },
-            error @ (EndpointError::Device { .. } | EndpointError::Broken(_)) => {
+            error @ (EndpointError::Device { .. } | EndpointError::Protocol(_)) => {
                 Self::Device { device: device.into(), error }
             }
         }
     }
 
-    /// The same as the end of a communicator: what is harmless before anything was done is not any more.
+    /// Turn a rejection into an error that ends the communicator: the operation had already begun.
     pub(super) fn ending(self) -> Self {
-        if !self.is_harmless() {
+        if !self.is_rejection() {
             return self;
         }
-        Self::Schedule(ExecError::Invalid { what: format!("an operation that had begun can't go on: {self}") })
+        Self::Schedule(ExecError::Invalid { what: format!("an operation that had begun cannot continue: {self}") })
     }
 
-    /// Tell whether it is what the tree says of the ranks' calls: that counts for what runs beside the tree, too.
-    pub(super) const fn is_word_of_tree(&self) -> bool {
+    /// Return whether the tree's root reports this error to all ranks. It then also ends what runs beside the tree.
+    pub(super) const fn is_group_error(&self) -> bool {
         matches!(self, Self::Mismatch { .. } | Self::Stragglers { .. } | Self::Excluded)
     }
 
-    /// The same as what ranks are told that have not heard of it yet; `None` if it is this rank's alone, or they notice.
-    pub(super) fn to_all(&self) -> Option<Over> {
+    /// Return what the controller reports to ranks that do not know of the error yet; `None` if it concerns only this
+    /// rank, or if they notice it themselves.
+    pub(super) fn abort_reason(&self) -> Option<AbortReason> {
         match *self {
-            Self::Mismatch { first, other } => Some(Over::Mismatch { first, other }),
-            Self::Stragglers { missing } => Some(Over::Stragglers { missing: missing.iter().collect() }),
+            Self::Mismatch { first, other } => Some(AbortReason::Mismatch { first, other }),
+            Self::Stragglers { missing } => Some(AbortReason::Stragglers { missing: missing.iter().collect() }),
             _ => None,
         }
     }
 
-    /// Tell whether it is the tree that is lost, which a schedule does not need.
+    /// Return whether the tree is lost. Host collectives do not need it.
     pub(super) const fn is_loss_of_tree(&self) -> bool {
         matches!(self, Self::PathLost | Self::GroupLost | Self::DeviceLost { .. } | Self::Device { .. })
     }
 }
 
-impl From<Over> for Error {
-    fn from(over: Over) -> Self {
+impl From<AbortReason> for Error {
+    fn from(over: AbortReason) -> Self {
         match over {
-            Over::Mismatch { first, other } => Self::mismatch(first, other),
-            Over::Stragglers { missing } => {
+            AbortReason::Mismatch { first, other } => Self::mismatch(first, other),
+            AbortReason::Stragglers { missing } => {
                 let mut mask = RankMask::default();
                 missing.into_iter().for_each(|rank| mask.insert(rank));
                 Self::Stragglers { missing: mask }
@@ -316,27 +337,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_is_lost_and_what_is_new_is_said() {
-        let failed = |ranks: &[u32], fresh| Error::RanksFailed {
+    fn ranks_failed_display_names_ranks_call_and_output() {
+        let failed = |ranks: &[u32], output| Error::RanksFailed {
             ranks: ranks.iter().copied().map(Rank).collect(),
             operation: 7,
-            fresh,
+            output,
         };
-        let text = failed(&[3], Fresh::Elements(std::iter::once(0..64).collect())).to_string();
-        assert!(text.starts_with("rank 3 is lost: call 7 fails at all ranks that are left"), "{text}");
-        assert!(text.ends_with("elements 0..64 are new and all others old"), "{text}");
-        let text = failed(&[1, 2, 5], Fresh::Elements(vec![4..8, 12..16])).to_string();
+        let text = failed(&[3], OutputState::Elements(std::iter::once(0..64).collect())).to_string();
+        assert!(text.starts_with("rank 3 is lost: collective #7 and all later ones were aborted"), "{text}");
+        assert!(text.ends_with("output elements 0..64 hold results, all others are unchanged"), "{text}");
+        let text = failed(&[1, 2, 5], OutputState::Elements(vec![4..8, 12..16])).to_string();
         assert!(text.starts_with("ranks 1, 2 and 5 are lost: "), "{text}");
-        assert!(text.ends_with("2 runs of elements from 4 to below 16 are new and all others old"), "{text}");
+        assert!(
+            text.ends_with("2 ranges of output elements within 4..16 hold results, all others are unchanged"),
+            "{text}"
+        );
     }
 
-    /// A repair that fails has left ranks at different points, whatever it failed with.
+    /// A failed recovery leaves ranks at different points, whatever the error was.
     #[test]
-    fn what_ends_a_repair_ends_the_communicator() {
+    fn ending_error_is_no_rejection_and_keeps_its_text() {
         for error in [Error::Argument("no schedule".into()), Error::PathLost, Error::Cancelled] {
             let text = error.to_string();
             let ending = error.ending();
-            assert!(!ending.is_harmless() && ending.to_string().contains(&text), "{ending}");
+            assert!(!ending.is_rejection() && ending.to_string().contains(&text), "{ending}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How long an operation's buffers have to be, and where input and output lie if they are one buffer: the table in
+//! Buffer lengths of an operation at one rank, and where input and output lie if they share one buffer: the table in
 //! [`crate::comm`], in bytes.
 
 use super::error::Error;
@@ -7,31 +7,34 @@ use crate::schedule::{Place, Span};
 use std::ops::Range;
 use sumac_hal::op::{Collective, OpDesc};
 
-/// The bytes of an operation's buffers at one rank.
+/// The byte ranges of an operation's buffers at one rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Extent {
-    /// The length of one buffer for both.
+    /// The length of a buffer for both input and output.
     pub(super) whole: usize,
-    /// Where the input lies in it; its length alone, if it is a buffer of its own.
+    /// The input's range in it. If the input is a separate buffer, only its length matters.
     pub(super) input: Range<usize>,
-    /// The same of the output.
+    /// The output's range, likewise.
     pub(super) output: Range<usize>,
 }
 
 impl Extent {
-    /// Work out the buffers of an operation at `place`.
+    /// Compute the buffers of an operation at `place`.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the root is no rank, or the buffers are beyond the address space.
+    /// [`Error::Argument`] if the root is not a rank, or the buffers exceed the address space.
     pub(super) fn of(desc: &OpDesc, place: Place) -> Result<Self, Error> {
         let (rank, ranks) = (place.rank(), place.ranks());
         if desc.collective.is_rooted() && desc.root.0 >= ranks {
-            return Err(Error::Argument(format!("root {} of {ranks} ranks; they count from 0", desc.root.0)));
+            return Err(Error::Argument(format!(
+                "root {} is not a rank: the communicator has {ranks}, counted from 0",
+                desc.root.0
+            )));
         }
         let each = desc.element_bytes();
-        let beyond = || Error::Argument(format!("{desc}: {} elements are beyond the address space", desc.count));
-        let count = usize::try_from(desc.count).map_err(|_| beyond())?;
-        count.checked_mul(each.max(1)).ok_or_else(beyond)?;
+        let too_large = || Error::Argument(format!("{desc}: {} elements exceed the address space", desc.count));
+        let count = usize::try_from(desc.count).map_err(|_| too_large())?;
+        count.checked_mul(each.max(1)).ok_or_else(too_large)?;
         let all = 0..count * each;
         let own = Span::of_blocks(count, ranks, rank.0, rank.0 + 1);
         let own = own.start * each..own.end() * each;
@@ -53,7 +56,7 @@ impl Extent {
         Ok(Self { whole: input.end.max(output.end), input, output })
     }
 
-    /// Check that the caller's buffers are as long as they have to be.
+    /// Check the lengths of the caller's buffers.
     ///
     /// # Errors
     /// [`Error::Argument`] names both lengths.
@@ -73,7 +76,7 @@ impl Extent {
         }
     }
 
-    /// Return the input in the caller's buffers.
+    /// Return the input within the caller's buffers.
     pub(super) fn input<'b>(&self, buffers: &'b Buffers<'_>) -> &'b [u8] {
         match buffers {
             Buffers::InPlace(buffer) => &buffer[self.input.clone()],
@@ -81,7 +84,7 @@ impl Extent {
         }
     }
 
-    /// Return the output in the caller's buffers.
+    /// Return the output within the caller's buffers.
     pub(super) fn output<'b>(&self, buffers: &'b mut Buffers<'_>) -> &'b mut [u8] {
         match buffers {
             Buffers::InPlace(buffer) => &mut buffer[self.output.clone()],
@@ -89,13 +92,13 @@ impl Extent {
         }
     }
 
-    /// Put what a rank contributes by moving it to where it would receive it: a tree does not send it back. Done when the
-    /// rest has come, as an operation that is refused, or fails, leaves all but results as it was.
-    pub(super) fn keep_own(&self, desc: &OpDesc, buffers: &mut Buffers<'_>) {
+    /// Copy a rank's own contribution to a broadcast or an all-gather into its output: the tree does not send it back.
+    /// Done after the rest has arrived, because a rejected or failed operation leaves everything but results unchanged.
+    pub(super) fn copy_own(&self, desc: &OpDesc, buffers: &mut Buffers<'_>) {
         if let (Buffers::Separate { input, output }, Collective::Broadcast | Collective::AllGather) =
             (buffers, desc.collective)
         {
-            // An all-gather's own block begins in the output where it would in a buffer for both.
+            // An all-gather's own block begins at the same offset as in a buffer for both.
             output[self.input.start..][..input.len()].copy_from_slice(input);
         }
     }
@@ -110,9 +113,9 @@ mod tests {
     use sumac_hal::ids::Rank;
     use sumac_hal::op::{Dtype, ReduceOp};
 
-    /// The buffers of a communicator are those of every schedule for the same collective.
+    /// Communicator and schedules agree on the buffers of every collective.
     #[test]
-    fn schedules_have_the_same_buffers() {
+    fn extents_match_the_layout_of_every_schedule() {
         for algorithm in ALGORITHMS {
             for (ranks, count) in [(1, 5), (2, 0), (3, 7), (4, 8), (7, 3), (8, 100)] {
                 let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
@@ -139,16 +142,16 @@ mod tests {
     }
 
     #[test]
-    fn wrong_lengths_are_named_with_both_figures() {
+    fn wrong_length_is_rejected_with_both_lengths() {
         let desc = OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 8);
         let extent = Extent::of(&desc, Place::new(Rank(1), 4).expect("inside")).expect("fits");
         let (input, mut output) = ([0; 32], [0; 4]);
         let error = extent.check(&desc, &Buffers::Separate { input: &input, output: &mut output });
         let text = error.expect_err("too short").to_string();
         assert!(text.contains("4 bytes") && text.contains("needs 8"), "{text}");
-        let far = OpDesc { count: u64::MAX, ..desc };
-        assert!(Extent::of(&far, Place::new(Rank(1), 4).expect("inside")).is_err());
-        let rootless = OpDesc::broadcast(Dtype::F32, Rank(4), 8);
-        assert!(Extent::of(&rootless, Place::new(Rank(1), 4).expect("inside")).is_err());
+        let too_large = OpDesc { count: u64::MAX, ..desc };
+        assert!(Extent::of(&too_large, Place::new(Rank(1), 4).expect("inside")).is_err());
+        let invalid_root = OpDesc::broadcast(Dtype::F32, Rank(4), 8);
+        assert!(Extent::of(&invalid_root, Place::new(Rank(1), 4).expect("inside")).is_err());
     }
 }

@@ -1,18 +1,17 @@
-//! How a rank becomes a member.
+//! Joining: the configuration of a rank, and how it becomes a member of its job and takes its place in a tree.
 
-use super::core::{Core, Lines};
-use super::lost::Lost;
-use super::parley::Parley;
+use super::core::{Connections, Core};
+use super::environment;
+use super::membership::MembershipChannel;
+use super::notices::Notices;
 use super::straggler::Straggler;
-use super::tree::{Tree, seating};
-use crate::controller::proto::{
-    Attach, ClientRequest, DEFAULT_TENANT, JoinRequest, Terms, TreeMembership, UnknownAttach, check_tenant,
-};
+use super::tree::{Tree, attach_params};
+use crate::controller::proto::{ClientRequest, DEFAULT_TENANT, JoinRequest, Terms, Transport, TreeMembership};
 use crate::controller::{ClientError, Notice, Session};
 use crate::exec::{JobToken, Mesh, MeshError};
 use crate::schedule::Place;
-use crate::select::{Algo, Declared, Situation};
-use crate::transport::memory::{AttachError, ReferenceDriver, Remote};
+use crate::select::{Algo, Declared, SelectionContext};
+use crate::transport::memory::{AttachError, Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::TreeDriver;
 use std::net::{IpAddr, SocketAddr, TcpListener};
@@ -26,51 +25,55 @@ use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
-/// How a rank joins its job.
+/// How a rank joins its job. Start from [`JoinConfig::new`] or [`JoinConfig::from_env`] and change fields.
 #[derive(Debug, Clone)]
 pub struct JoinConfig {
-    /// The controller.
+    /// The controller's address.
     pub controller: SocketAddr,
-    /// The job's name: ranks with the same name meet.
+    /// The job's name. Ranks that give the same name to the same controller form a job.
     pub job: String,
-    /// Which rank this is.
+    /// This rank, from 0 to `world - 1`.
     pub rank: u32,
-    /// How many there are.
+    /// The number of ranks in the job.
     pub world: u32,
-    /// This rank's host as the fabric calls it. `None` at all ranks: the hosts in natural name order.
+    /// The name of this rank's host in the fabric. `None`, on all ranks, assigns ranks to hosts in natural sort order
+    /// of their names.
     pub host: Option<String>,
-    /// The order in which contributions combine; the same at all ranks.
+    /// The order in which contributions are combined, which determines the bits of floating-point results. Must be the
+    /// same on all ranks.
     pub order: Order,
-    /// The algorithm of calls that do not name one.
+    /// The default algorithm of calls. Default [`Algo::Auto`], the cheapest path.
     pub algo: Algo,
-    /// The deadline of calls that do not name one.
+    /// The default time limit of calls. Default 60 s.
     pub deadline: Duration,
-    /// How long to wait for the other ranks.
+    /// How long joining waits for the other ranks. Default 60 s.
     pub join_timeout: Duration,
-    /// The address of this host that devices and other ranks can reach.
+    /// The local address to bind to; devices and other ranks must be able to reach it.
     pub bind: IpAddr,
-    /// The data port.
+    /// Options of the UDP data port.
     pub udp: UdpConfig,
     /// How to reach the leaf device.
-    pub attach: Attach,
-    /// The RDMA port for [`Attach::Verbs`] and [`Attach::Rdma`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the first that is active.
+    pub transport: Transport,
+    /// The RDMA port for [`Transport::Verbs`] and [`Transport::Rdma`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the
+    /// first active one.
     pub verbs: Option<String>,
-    /// Whether operations whose tree is lost are completed by the ranks, and later ones go on without it or on another
-    /// ([`Outcome::repaired`](super::Outcome::repaired) says so). The same at all ranks. Without it, the loss of the tree
-    /// is the communicator's end.
+    /// Whether to recover from the loss of a tree: the ranks complete interrupted operations among themselves
+    /// ([`Outcome::repaired`](super::Outcome::repaired)), and later ones use another tree or host collectives. Without
+    /// recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
     pub repair: bool,
-    /// On whose account the job runs, as the controller's quotas name them; the same at all ranks.
+    /// The tenant whose quota the job counts against. Must be the same on all ranks.
     pub tenant: String,
-    /// How long joining waits, in the controller's queue, for a tree that others hold; the same at all ranks. Afterwards, or
-    /// without waiting by default, the job runs by schedules, and moves to a tree when its turn comes if it may
-    /// [repair](Self::repair).
+    /// How long joining waits in the controller's queue for a tree, if other jobs hold the resources. Then, or at once
+    /// with the default of 0, the job starts with host collectives and migrates to a tree when its turn comes, provided
+    /// that [`repair`](Self::repair) is on. Must be the same on all ranks.
     pub wait_for_tree: Duration,
-    /// What becomes of operations to which ranks come late, where the call does not say; the same at all ranks.
+    /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
 }
 
 impl JoinConfig {
-    /// Describe a rank with the defaults: loopback, `Order::Arrival`, the cheapest path, 60 s for a call.
+    /// Configure a rank with the defaults: bound to the controller's IP address, [`Order::Arrival`], [`Algo::Auto`], a
+    /// time limit of 60 s for calls and for joining, and recovery.
     pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
         Self {
             controller,
@@ -84,7 +87,7 @@ impl JoinConfig {
             join_timeout: Duration::from_secs(60),
             bind: controller.ip(),
             udp: UdpConfig::default(),
-            attach: Attach::Auto,
+            transport: Transport::Auto,
             verbs: None,
             repair: true,
             tenant: DEFAULT_TENANT.to_owned(),
@@ -93,111 +96,102 @@ impl JoinConfig {
         }
     }
 
-    /// Describe a rank by the environment, as launchers set it: `RANK`, `WORLD_SIZE`, `MASTER_ADDR` (default
-    /// 127.0.0.1), `SUMAC_PORT` (default [`DEFAULT_PORT`]), `SUMAC_JOB` (default `default`), `SUMAC_ATTACH` (`auto`,
-    /// `udp`, `shm`, `verbs` or `rdma`; default `auto`), `SUMAC_VERBS` (the RDMA port), `SUMAC_TENANT` (default `default`) and
-    /// `SUMAC_WAIT_FOR_TREE` (seconds; default 0).
+    /// Describe a rank by environment variables. Variables that are not set leave the defaults of [`JoinConfig::new`].
+    ///
+    /// | field | variable | value |
+    /// |---|---|---|
+    /// | `rank` | `RANK` | required |
+    /// | `world` | `WORLD_SIZE` | required |
+    /// | `controller` | `MASTER_ADDR`, `SUMAC_PORT` | host and port; default 127.0.0.1 and [`DEFAULT_PORT`] |
+    /// | `job` | `SUMAC_JOB` | default `default` |
+    /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
+    /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
+    /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`], as `auto`, `tree` or `ring` |
+    /// | `deadline` | `SUMAC_DEADLINE` | seconds |
+    /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
+    /// | `bind` | `SUMAC_BIND` | an IP address |
+    /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
+    /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
+    /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
+    /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
+    /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
+    /// | `repair` | `SUMAC_REPAIR` | `1` or `0` |
+    /// | `tenant` | `SUMAC_TENANT` | default `default` |
+    /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
+    /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
+    ///
+    /// Seconds may have decimals. [`UdpConfig::loopback_at`], which only emulated machines need, has no variable.
+    ///
+    /// The first call in a process logs a warning for each variable that begins with `SUMAC_` and is unknown or
+    /// deprecated ([`environment::check`]).
     ///
     /// # Errors
-    /// [`JoinError::Environment`] names the variable that is missing or makes no sense.
+    /// [`JoinError::Environment`] names the variable that is missing or invalid.
     pub fn from_env() -> Result<Self, JoinError> {
-        Self::from_variables(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        environment::warn_once();
+        environment::read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 
-    fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self, JoinError> {
-        let number = |name| -> Result<u32, JoinError> {
-            let value = variable(name).ok_or_else(|| environment(name, "it is not set; launchers set it"))?;
-            value.parse().map_err(|_| environment(name, format!("{value:?} is not a number")))
-        };
-        let (rank, world) = (number("RANK")?, number("WORLD_SIZE")?);
-        let host = variable("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-        let port = match variable("SUMAC_PORT") {
-            Some(value) => {
-                value.parse().map_err(|_| environment("SUMAC_PORT", format!("{value:?} is not a port number")))?
-            }
-            None => DEFAULT_PORT,
-        };
-        let resolved = std::net::ToSocketAddrs::to_socket_addrs(&(host.as_str(), port));
-        let addr = resolved.ok().and_then(|mut addrs| addrs.next());
-        let addr = addr.ok_or_else(|| environment("MASTER_ADDR", format!("{host:?} is no address")))?;
-        let job = variable("SUMAC_JOB").unwrap_or_else(|| "default".into());
-        let attach = match variable("SUMAC_ATTACH") {
-            Some(value) => value.parse().map_err(|why: UnknownAttach| environment("SUMAC_ATTACH", why.to_string()))?,
-            None => Attach::Auto,
-        };
-        let tenant = variable("SUMAC_TENANT").unwrap_or_else(|| DEFAULT_TENANT.to_owned());
-        check_tenant(&tenant).map_err(|why| environment("SUMAC_TENANT", why.to_string()))?;
-        let wait_for_tree = match variable("SUMAC_WAIT_FOR_TREE") {
-            Some(_) => Duration::from_secs(u64::from(number("SUMAC_WAIT_FOR_TREE")?)),
-            None => Duration::ZERO,
-        };
-        let verbs = variable("SUMAC_VERBS");
-        Ok(Self { attach, verbs, tenant, wait_for_tree, ..Self::new(addr, job, rank, world) })
-    }
-
-    /// Open a data port for the way to the leaf.
+    /// Open the data port towards the leaf device.
     fn open_port(&self) -> Result<HostedPort, HostedError> {
-        let verbs = (self.attach == Attach::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
+        let verbs = (self.transport == Transport::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
         HostedPort::open(SocketAddr::new(self.bind, 0), &self.udp, verbs)
     }
 }
 
-fn environment(name: &'static str, why: impl Into<String>) -> JoinError {
-    JoinError::Environment { name, why: why.into() }
-}
-
-/// The port of controllers that are not told another.
+/// The default TCP port of controllers.
 pub const DEFAULT_PORT: u16 = 7847;
 
-/// Why a rank is not a member.
+/// Why a rank could not join its job.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum JoinError {
-    /// An environment variable.
+    /// An environment variable is missing or invalid.
     #[error("environment variable {name}: {why}")]
     Environment {
-        /// Which.
+        /// The variable.
         name: &'static str,
         /// What is wrong with it.
         why: String,
     },
-    /// The controller, or the job there.
+    /// The controller cannot be reached, or refused the rank.
     #[error(transparent)]
     Controller(#[from] ClientError),
-    /// The data port.
+    /// The data port could not be opened.
     #[error("data port: {0}")]
     Port(#[from] HostedError),
-    /// The port for schedules.
-    #[error("listen for other ranks on {addr}: {source}")]
+    /// The port for connections between ranks could not be opened.
+    #[error("cannot listen for other ranks on {addr}: {source}")]
     Listen {
         /// The address.
         addr: IpAddr,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The connections for schedules.
+    /// The connections between ranks failed.
     #[error(transparent)]
     Mesh(#[from] MeshError),
-    /// The leaf device, by reference.
-    #[error("attach to device {device} by reference: {reason}; joining with `attach: udp` avoids it")]
+    /// Attaching to the leaf device for zero-copy operations failed.
+    #[error("cannot attach to device {device}: {reason}; join with `transport: udp` to use packets instead")]
     Attach {
         /// The device.
         device: String,
         /// What went wrong.
         reason: AttachError,
     },
-    /// The controller gave something that makes no sense.
-    #[error("the controller's answer makes no sense: {0}")]
+    /// The controller's reply is invalid.
+    #[error("invalid reply from the controller: {0}")]
     Membership(String),
 }
 
-/// Join: returns what a communicator is made of.
+/// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (listener, mesh_addr) = listen(config.bind)?;
-    let (repair_listener, repair_addr) = listen(config.bind)?;
+    let (recovery_listener, recovery_addr) = listen(config.bind)?;
     let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
-    let device_users = DeviceUsers::from_env().map_err(|error| environment(DEVICE_USER_VARIABLE, error.to_string()))?;
+    let device_users =
+        DeviceUsers::from_env().map_err(|error| environment::invalid(DEVICE_USER_VARIABLE, error.to_string()))?;
     let request = JoinRequest {
         job: config.job.clone(),
         rank,
@@ -205,53 +199,55 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         host: config.host.clone(),
         order: config.order,
         mesh_addr,
-        repair_addr,
+        recovery_addr,
         max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
-        attach: config.attach,
-        machine: config.attach.may_share_memory().then(sumac_hal::shm::machine).flatten(),
+        transport: config.transport,
+        machine: config.transport.may_share_memory().then(sumac_hal::shm::machine).flatten(),
         device_users,
         terms: Terms {
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
-            moves: config.repair,
+            accepts_migration: config.repair,
         },
     };
-    let lost = Arc::new(super::lost::Lost::new(port.waker()));
-    let watch = Arc::clone(&lost);
-    let may_repair = config.repair;
+    let notices = Arc::new(super::notices::Notices::new(port.waker()));
+    let watch = Arc::clone(&notices);
+    let may_recover = config.repair;
     let on_notice = move |notice| match notice {
-        Notice::Offer { view } if may_repair => watch.offers.offer(view).map(|at| ClientRequest::Pause { view, at }),
+        Notice::Offer { view } if may_recover => {
+            watch.migration.offer(view).map(|at| ClientRequest::Pause { view, at })
+        }
         other => {
             match other {
-                Notice::RankLost(rank) => watch.set(rank),
-                Notice::Over(over) => watch.over(over),
-                Notice::ControllerLost => watch.controller_gone(),
+                Notice::RankLost(rank) => watch.rank_lost(rank),
+                Notice::Aborted(reason) => watch.job_aborted(reason),
+                Notice::ControllerLost => watch.controller_lost(),
                 Notice::ControllerBack { view } => watch.controller_back(view),
-                Notice::NotResumed(refusal) => watch.refused(refusal.to_string()),
-                Notice::Repair { view } => watch.repair(view),
-                Notice::MoveAt { view, call } => watch.offers.move_at(view, call),
-                Notice::Withdrawn => watch.offers.withdraw(),
-                Notice::Queued(place) => watch.set_queue_place(place),
-                // Without an answer of this rank nobody moves.
+                Notice::ResumeRefused(refusal) => watch.rejoin_refused(refusal.to_string()),
+                Notice::TreeLost { view } => watch.tree_lost(view),
+                Notice::MoveAt { view, call } => watch.migration.move_at(view, call),
+                Notice::OfferWithdrawn => watch.migration.withdraw(),
+                Notice::Queued(place) => watch.set_queue_position(place),
+                // Without a reply from this rank, no rank migrates.
                 Notice::Offer { .. } => {}
             }
             None
         }
     };
     let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
-    lost.begin_queue(membership.queue);
+    notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
     let token = JobToken(membership.mesh_token);
-    let calls = Lines::new(Mesh::new(place, token, listener, membership.mesh)?);
-    let parley = (may_repair && world > 1).then(|| {
-        let caller = Arc::clone(&lost);
-        let on_call = move |epoch| caller.call(epoch);
-        Parley::start((rank, token), repair_listener, membership.repair_mesh, on_call)
+    let connections = Connections::new(Mesh::new(place, token, listener, membership.mesh)?);
+    let channel = (may_recover && world > 1).then(|| {
+        let caller = Arc::clone(&notices);
+        let on_view_change = move |epoch| caller.view_change_requested(epoch);
+        MembershipChannel::start((rank, token), recovery_listener, membership.recovery_mesh, on_view_change)
     });
-    let parley = parley.transpose().map_err(|source| JoinError::Listen { addr: config.bind, source })?;
-    parley.iter().for_each(|parley| lost.set_inbox(Arc::clone(parley.inbox())));
-    let situation = Situation {
+    let channel = channel.transpose().map_err(|source| JoinError::Listen { addr: config.bind, source })?;
+    channel.iter().for_each(|channel| notices.set_inbox(Arc::clone(channel.inbox())));
+    let selection = SelectionContext {
         ranks: world,
         order: config.order,
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
@@ -259,24 +255,24 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             .map_err(|error| JoinError::Membership(error.to_string()))?,
         table: membership.table,
     };
-    let table_version = situation.table.version;
+    let table_version = selection.table.version;
     let tree = match membership.tree {
         Ok(tree) => {
             if tree.parents.is_empty() || tree.window_max == 0 {
-                return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+                return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
             }
             config.host = config.host.or_else(|| tree.host.clone());
-            Some(take_seat(&config, &tree, ranks_here, table_version, (port, &lost))?)
+            Some(attach_to_tree(&config, &tree, ranks_here, table_version, (port, &notices))?)
         }
         Err(why) => {
             if world > 1 {
                 let queue = membership.queue.map(|place| place.to_string());
-                tracing::warn!(job = config.job, %rank, %why, queue, "no tree: schedules only");
+                tracing::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
             }
             None
         }
     };
-    Ok(Core::new((config, place, ranks_here), situation, tree, (calls, parley, token), session, lost))
+    Ok(Core::new((config, place, ranks_here), selection, tree, (connections, channel, token), session, notices))
 }
 
 /// Listen for the connections of other ranks.
@@ -285,113 +281,71 @@ pub(super) fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinErro
     bound.map(|(addr, listener)| (listener, addr)).map_err(|source| JoinError::Listen { addr, source })
 }
 
-/// Take this rank's seat in a tree.
-fn take_seat(
+/// Attach to the leaf device of a tree.
+fn attach_to_tree(
     config: &JoinConfig,
     tree: &TreeMembership,
     ranks_here: usize,
     table_version: u32,
-    (port, lost): (HostedPort, &Lost),
+    (port, notices): (HostedPort, &Notices),
 ) -> Result<Tree, JoinError> {
-    let Some(mut seating) = seating(tree, (Rank(config.rank), config.world), ranks_here, table_version) else {
-        return Ok(by_packets(config, tree, port, table_version));
+    let Some(mut attach_params) = attach_params(tree, (Rank(config.rank), config.world), ranks_here, table_version)
+    else {
+        return Ok(packet_tree(config, tree, port, table_version));
     };
-    if config.attach == Attach::Rdma {
-        let addr = tree.bus.as_ref().and_then(|bus| bus.remote);
-        let addr = addr.ok_or_else(|| JoinError::Membership(format!("{:?} lets nobody in by RDMA", tree.leaf)))?;
+    if config.transport == Transport::Rdma {
+        let addr = tree.attach.as_ref().and_then(|bus| bus.remote);
+        let addr = addr.ok_or_else(|| JoinError::Membership(format!("device {:?} does not accept RDMA", tree.leaf)))?;
         let link = config.verbs.clone().unwrap_or_else(|| "auto".into());
-        seating.remote = Some(Remote { addr, link, prefer: config.bind });
+        attach_params.remote = Some(Remote { addr, link, prefer: config.bind });
     }
-    let driver = ReferenceDriver::attach(&seating);
-    let driver = driver.map_err(|reason| JoinError::Attach { device: seating.device, reason })?;
-    lost.attach(driver.waker());
-    Ok(Tree::Reference(Box::new(driver)))
+    let driver = ZeroCopyDriver::attach(&attach_params);
+    let driver = driver.map_err(|reason| JoinError::Attach { device: attach_params.device, reason })?;
+    notices.set_memory_waker(driver.waker());
+    Ok(Tree::ZeroCopy(Box::new(driver)))
 }
 
-/// Take this rank's seat in a later tree of its communicator.
-pub(super) fn enter(
+/// Attach to a later tree of the communicator.
+pub(super) fn attach_to_new_tree(
     config: &JoinConfig,
     ranks_here: usize,
     tree: TreeMembership,
     table_version: u32,
-    lost: &Lost,
+    notices: &Notices,
 ) -> Result<Tree, JoinError> {
     if tree.parents.is_empty() || tree.window_max == 0 {
-        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
     }
     let port = config.open_port()?;
-    lost.set_wakers(Some(port.waker()), None);
-    take_seat(config, &tree, ranks_here, table_version, (port, lost))
+    notices.set_wakers(Some(port.waker()), None);
+    attach_to_tree(config, &tree, ranks_here, table_version, (port, notices))
 }
 
-/// Put an endpoint on the data port.
-fn by_packets(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort, table_version: u32) -> Tree {
+/// Make an endpoint on the data port.
+fn packet_tree(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort, table_version: u32) -> Tree {
     let (rank, world) = (Rank(config.rank), config.world);
-    if let Some(why) = &tree.by_packets {
-        tracing::info!(job = config.job, %rank, device = tree.leaf, why, "contributes by packets, not by reference");
+    if let Some(why) = &tree.packets_reason {
+        let device = &tree.leaf;
+        tracing::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
     }
-    // First listen, then say so: contributions do.
+    // Listen before announcing it: contributions carry the key.
     let shared_key =
-        tree.shared.filter(|shared| listen_to(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
+        tree.shared.filter(|shared| join_shared(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
     if tree.shared.is_some() && shared_key.is_none() {
-        tracing::info!(job = config.job, %rank, "can't listen to the shared address: results come one by one");
+        tracing::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
     }
     let endpoint = tree.endpoint((rank, world), shared_key, table_version);
     Tree::Packets(Box::new(TreeDriver::new(Endpoint::new(endpoint), port)))
 }
 
-/// Listen to the shared address of each of the leaf's shards, the first at `first`; false, and to none, if that can't be.
-fn listen_to(port: &mut HostedPort, first: Addr, shards: usize) -> bool {
+/// Join the shared (multicast) address of each of the leaf's shards, the first of which is `first`. Joins all, or none
+/// and returns false.
+fn join_shared(port: &mut HostedPort, first: Addr, shards: usize) -> bool {
     let shards = 0..u16::try_from(shards).unwrap_or(u16::MAX);
-    let joined = shards.clone().take_while(|&shard| first.behind(shard).is_some_and(|addr| port.join(addr))).count();
+    let joined = shards.clone().take_while(|&shard| first.offset_by(shard).is_some_and(|addr| port.join(addr))).count();
     if joined < shards.len() {
-        shards.take(joined).filter_map(|shard| first.behind(shard)).for_each(|addr| port.leave(addr));
+        shards.take(joined).filter_map(|shard| first.offset_by(shard)).for_each(|addr| port.leave(addr));
         return false;
     }
     true
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn read(variables: &[(&str, &str)]) -> Result<JoinConfig, JoinError> {
-        let all = [("RANK", "1"), ("WORLD_SIZE", "2")].iter().chain(variables).rev();
-        JoinConfig::from_variables(|name| {
-            all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).into())
-        })
-    }
-
-    #[test]
-    fn the_environment_describes_a_rank() {
-        let plain = read(&[]).expect("all that is needed");
-        assert_eq!((plain.rank, plain.world, plain.job.as_str(), plain.attach), (1, 2, "default", Attach::Auto));
-        assert_eq!(plain.controller, SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
-        let told = read(&[("SUMAC_PORT", "9"), ("SUMAC_JOB", "j"), ("SUMAC_ATTACH", "shm")]).expect("in their forms");
-        assert_eq!((told.controller.port(), told.job.as_str(), told.attach), (9, "j", Attach::Shm));
-        let over = read(&[("SUMAC_ATTACH", "verbs"), ("SUMAC_VERBS", "mlx5_0:1")]).expect("in their forms");
-        assert_eq!((over.attach, over.verbs.as_deref()), (Attach::Verbs, Some("mlx5_0:1")));
-    }
-
-    #[test]
-    fn the_environment_says_whose_the_job_is() {
-        let plain = read(&[]).expect("all that is needed");
-        assert_eq!((plain.tenant.as_str(), plain.wait_for_tree), ("default", Duration::ZERO));
-        let told = read(&[("SUMAC_TENANT", "team-a"), ("SUMAC_WAIT_FOR_TREE", "90")]).expect("in their forms");
-        assert_eq!((told.tenant.as_str(), told.wait_for_tree), ("team-a", Duration::from_secs(90)));
-    }
-
-    #[test]
-    fn a_variable_that_makes_no_sense_is_named_with_its_value() {
-        for (name, value, known) in [
-            ("SUMAC_ATTACH", "roce", "auto, udp, shm, verbs, rdma"),
-            ("SUMAC_PORT", "70000", "port"),
-            ("RANK", "first", "number"),
-            ("SUMAC_TENANT", "a=b", "letters, digits"),
-            ("SUMAC_WAIT_FOR_TREE", "soon", "number"),
-        ] {
-            let error = read(&[(name, value)]).expect_err("refused").to_string();
-            assert!(error.contains(name) && error.contains(value) && error.contains(known), "{error}");
-        }
-    }
 }

@@ -1,18 +1,20 @@
-//! Leaving a job in good order: not before every rank has every result that this one may be needed for (PROTOCOL 5).
+//! Leaving a job gracefully: not before every rank has every result for which recovery might need this one (PROTOCOL
+//! 5).
 //!
-//! A result reaches the ranks one by one. If a device dies before it has reached all of them, those that have it, or
-//! their contribution, repair it for the others; a rank that has left can't. So a rank leaves when all others have what
-//! it has posted. The ranks themselves say so ([`super::parley`]), outside of calls too: what the tree reports (`stable`)
-//! reaches them one by one as well, and a rank that has not heard it needs those that have.
+//! Results reach ranks one by one. If a device dies before it has delivered a result to all of them, the ranks that
+//! have the result, or their contribution to it, recover it for the others; a rank that has left cannot. So a rank
+//! leaves when all others have the results of everything that it has posted. The ranks report this among themselves
+//! ([`super::membership`]), outside of calls too: the tree's own report (`stable`) also reaches ranks one by one, and a
+//! rank that lacks it depends on those that have it.
 //!
 //! Invariants:
-//! - nothing that was started is left half done: other ranks wait for it;
-//! - a rank that leaves changes no view unless others ask for it: they do if they lack a result;
-//! - a rank that leaves waits for others no longer than its deadline, and says so.
+//! - a rank completes everything that it has started before it leaves, because other ranks wait for it;
+//! - a leaving rank starts no view change, but takes part in one; other ranks start one if they lack a result;
+//! - a rank waits for others no longer than its time limit, and reports a timeout.
 
 use super::core::Core;
 use super::error::Error;
-use super::parley::{Landed, Parley};
+use super::membership::{MembershipChannel, Watermark};
 use super::progress::Deadline;
 use std::time::{Duration, Instant};
 
@@ -21,129 +23,139 @@ use std::time::{Duration, Instant};
 #[non_exhaustive]
 pub enum Departure {
     /// All ranks have the results of all operations in the tree that this rank took part in.
-    Settled,
-    /// It is not known whether all have within the time: if a device of the tree dies now, an operation that completed
-    /// here may be lost to them, which they are told ([`Error::RanksFailed`], or the loss of the tree).
-    Unsettled {
-        /// How long this rank has waited.
+    Clean,
+    /// It is unknown whether all ranks have them: the time limit passed. If a device of the tree dies now, other ranks
+    /// may lose an operation that completed here; they get an error ([`Error::RanksFailed`], or the loss of the tree).
+    Unconfirmed {
+        /// How long this rank waited.
         waited: Duration,
     },
-    /// The communicator had ended before, or an operation that was still on its way has failed.
+    /// The communicator had ended before, or a started operation failed.
     Failed(Error),
 }
 
 impl Core {
-    /// Leave the job: the controller frees the group when all ranks have.
+    /// Leave the job. The controller frees the group when all ranks have left.
     pub(super) fn leave(&mut self, limit: Duration) -> Departure {
-        let departure = self.settle_all(limit);
+        let departure = self.drain(limit);
         match &departure {
-            Departure::Settled => self.parley.iter().for_each(Parley::say_goodbye),
-            Departure::Unsettled { waited } => {
+            Departure::Clean => self.channel.iter().for_each(MembershipChannel::announce_departure),
+            Departure::Unconfirmed { waited } => {
                 let (job, rank) = (&self.config.job, self.config.rank);
-                tracing::warn!(job, rank, ?waited, "leaves, though ranks may still need results");
+                tracing::warn!(
+                    job,
+                    rank,
+                    ?waited,
+                    "leaving, although other ranks may still need results from this one"
+                );
             }
             Departure::Failed(_) => {}
         }
-        self.parley.iter().for_each(Parley::end);
+        self.channel.iter().for_each(MembershipChannel::end);
         if let Some(session) = self.session.take() {
             session.leave();
         }
         departure
     }
 
-    fn settle_all(&mut self, limit: Duration) -> Departure {
+    fn drain(&mut self, limit: Duration) -> Departure {
         let began = Instant::now();
         let deadline = (began + limit, limit);
-        if let Err(error) = self.usable() {
-            return if self.had_settled(deadline) { Departure::Settled } else { Departure::Failed(error) };
+        if let Err(error) = self.check_usable() {
+            return if self.had_all_results(deadline) { Departure::Clean } else { Departure::Failed(error) };
         }
         let ended = self.run_started(deadline).and_then(|()| self.end_started_in_tree(deadline));
         let stable = ended.and_then(|()| self.wait_until_stable(deadline));
         match stable {
-            Ok(true) => Departure::Settled,
-            Ok(false) => Departure::Unsettled { waited: began.elapsed() },
+            Ok(true) => Departure::Clean,
+            Ok(false) => Departure::Unconfirmed { waited: began.elapsed() },
             Err(error) => {
                 self.note_end(&error);
-                if self.had_settled(deadline) { Departure::Settled } else { Departure::Failed(error) }
+                if self.had_all_results(deadline) { Departure::Clean } else { Departure::Failed(error) }
             }
         }
     }
 
-    /// Tell whether all ranks had everything before this communicator ended: then those that it misses have left.
-    fn had_settled(&self, deadline: Deadline) -> bool {
+    /// Return whether all ranks had all results before this communicator ended: then the ranks that it misses left
+    /// gracefully.
+    fn had_all_results(&self, deadline: Deadline) -> bool {
         let is_loss = matches!(self.ended, Some(Error::RanksFailed { .. }));
         let is_complete = self.tree.as_ref().is_some_and(|tree| tree.have() >= tree.end());
-        let Some(parley) = self.parley.as_ref().filter(|_| is_loss && is_complete) else { return false };
-        // Rank 0 has sent that before it left; it may still be on its way.
-        let until = deadline.0.min(Instant::now() + WORD_OF_LOSS);
-        while !parley.inbox().is_stable(self.posted()) && Instant::now() < until {
-            parley.inbox().wait_for_stable(self.posted(), LOOK_INTERVAL);
+        let Some(channel) = self.channel.as_ref().filter(|_| is_loss && is_complete) else { return false };
+        // Rank 0 reported this before it left; the report may still be on its way.
+        let until = deadline.0.min(Instant::now() + LOSS_REPORT_TIMEOUT);
+        while !channel.inbox().is_stable(self.posted()) && Instant::now() < until {
+            channel.inbox().wait_for_stable(self.posted(), POLL_INTERVAL);
         }
-        parley.inbox().is_stable(self.posted())
+        channel.inbox().is_stable(self.posted())
     }
 
-    /// Wait until all ranks have the results of all that was posted; false if that can't be had, or not in time.
+    /// Wait until all ranks have the results of everything that this one has posted; false if the time limit passes
+    /// first, or nobody can tell.
     fn wait_until_stable(&mut self, deadline: Deadline) -> Result<bool, Error> {
         let mut asks_at = Instant::now();
-        let mut gone_at = None;
+        let mut give_up_at = None;
         let mut interval = ASK_INTERVAL;
         while !self.is_stable() {
-            let Some(inbox) = self.parley.as_ref().map(|parley| std::sync::Arc::clone(parley.inbox())) else {
+            let Some(inbox) = self.channel.as_ref().map(|channel| std::sync::Arc::clone(channel.inbox())) else {
                 return Ok(true);
             };
             let now = Instant::now();
             if now >= deadline.0 {
                 return Ok(false);
             }
-            if inbox.is_coordinator_gone() && now >= *gone_at.get_or_insert(now + WORD_OF_LOSS) {
-                // It has not said that all have everything, and nobody says that it died.
+            if inbox.is_coordinator_gone() && now >= *give_up_at.get_or_insert(now + LOSS_REPORT_TIMEOUT) {
+                // Rank 0 disconnected without reporting that all ranks have everything, and the controller does not
+                // report it dead.
                 return Ok(false);
             }
             if now >= asks_at {
-                self.parley.iter().for_each(|parley| parley.ask_for_stable(self.posted()));
+                self.channel.iter().for_each(|channel| channel.ask_for_stable(self.posted()));
                 (asks_at, interval) = (now + interval, (interval * 2).min(ASK_INTERVAL_MAX));
             }
             match self.advance(None, deadline) {
-                Ok(idle) => inbox.wait_for_stable(self.posted(), idle.min(LOOK_INTERVAL)),
+                Ok(idle) => inbox.wait_for_stable(self.posted(), idle.min(POLL_INTERVAL)),
                 Err(Error::Deadline { .. }) => return Ok(false),
-                // It has all that it needs of that tree.
-                Err(error) if error.is_loss_of_tree() && !self.is_unsettled() => {
-                    inbox.wait_for_stable(self.posted(), LOOK_INTERVAL);
+                // This rank needs nothing more from that tree.
+                Err(error) if error.is_loss_of_tree() && !self.needs_view_change() => {
+                    inbox.wait_for_stable(self.posted(), POLL_INTERVAL);
                 }
                 Err(error) => {
-                    // From here on it matters who is gone.
-                    inbox.stay();
-                    self.get_over(Err(error), deadline)?;
+                    // This rank does not leave yet, so a disconnected rank counts as dead again.
+                    inbox.cancel_leaving();
+                    self.recover_from(Err(error), deadline)?;
                 }
             }
         }
         Ok(true)
     }
 
-    /// Tell whether all ranks have what this one has posted in its tree, or nobody could make anything of it.
+    /// Return whether all ranks have the results of what this one has posted in its tree, or could not use more of
+    /// them.
     fn is_stable(&self) -> bool {
-        // Where ranks were left out, or losses are not repaired, nobody asks for results; schedules keep none.
-        let Some(tree) = self.tree.as_ref().filter(|tree| tree.gone().is_empty()) else { return true };
-        self.parley.as_ref().is_none_or(|parley| parley.inbox().is_stable(Landed::new(self.view, tree.end().0)))
+        // Results are needed only for recovery, which is off where ranks were excluded or recovery is disabled. Host
+        // collectives retain no results.
+        let Some(tree) = self.tree.as_ref().filter(|tree| tree.excluded_ranks().is_empty()) else { return true };
+        self.channel.as_ref().is_none_or(|channel| channel.inbox().is_stable(Watermark::new(self.view, tree.end().0)))
     }
 
-    /// Return where this rank's operations in the tree end.
-    fn posted(&self) -> Landed {
-        Landed::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.end().0))
+    /// Return the watermark behind the last operation that this rank has posted in the tree.
+    fn posted(&self) -> Watermark {
+        Watermark::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.end().0))
     }
 
-    /// Let others know, if they ask, which results this rank has.
-    pub(super) fn publish_landed(&self) {
-        if let Some(parley) = &self.parley {
-            parley.inbox().publish(Landed::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.have().0)));
+    /// Publish which results this rank has, for other ranks that ask.
+    pub(super) fn publish_watermark(&self) {
+        if let Some(channel) = &self.channel {
+            channel.inbox().publish(Watermark::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.have().0)));
         }
     }
 }
 
-/// How soon the ranks are asked again, at first and at last: notes may be lost.
+/// The interval at which the ranks are asked again, and its maximum after backoff: messages may be lost.
 const ASK_INTERVAL: Duration = Duration::from_millis(20);
 const ASK_INTERVAL_MAX: Duration = Duration::from_millis(320);
-/// How often the tree is looked at meanwhile.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
-/// How soon the controller says of a rank whose process has ended that it is lost.
-const WORD_OF_LOSS: Duration = Duration::from_millis(500);
+/// The interval at which the tree is polled meanwhile.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How long the controller may take to report a rank lost whose process has ended.
+const LOSS_REPORT_TIMEOUT: Duration = Duration::from_millis(500);

@@ -1,11 +1,12 @@
-//! Point to point: messages from one rank to another, beside collectives.
+//! Point-to-point messages.
 //!
-//! The n-th message from a to b meets the n-th receive at b from a; tag and length must be the same at both ends. A
-//! blocking send may wait for its receiver. Collectives and messages don't wait for each other.
+//! Messages from a to b match receives at b from a in order: the n-th message meets the n-th receive. Tag and length
+//! must be the same on both ends. A blocking send may wait for its receiver. Messages and collectives do not block each
+//! other.
 
 use super::core::Core;
-use super::own::Own;
 use super::progress::Deadline;
+use super::shared::SharedCore;
 use super::{CallOptions, Communicator, Element, Error};
 use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
@@ -13,28 +14,29 @@ use std::marker::PhantomData;
 use sumac_hal::ids::Rank;
 
 impl Communicator {
-    /// Send `values` to rank `to`, which receives them with the same tag.
+    /// Send `values` to rank `to`, which receives them with the same tag. May block until the receiver is ready.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`]; both ends get one if tag or length differ.
     pub fn send<T: Element>(&self, values: &[T], to: u32, tag: u32) -> Result<(), Error> {
         let bytes = bytemuck::cast_slice(values);
         self.lock()?.transfer(&mut [Message::Send { peer: Rank(to), tag, bytes }], &CallOptions::default())
     }
 
-    /// Receive as many values as `values` is long from rank `from`.
+    /// Receive exactly `values.len()` values from rank `from`.
     ///
     /// # Errors
-    /// [`Error`]; if tag or length are not the sender's, both ends get one.
+    /// [`Error`]; both ends get one if tag or length differ from the sender's.
     pub fn receive<T: Element>(&self, values: &mut [T], from: u32, tag: u32) -> Result<(), Error> {
         let bytes = bytemuck::cast_slice_mut(values);
         self.lock()?.transfer(&mut [Message::Receive { peer: Rank(from), tag, bytes }], &CallOptions::default())
     }
 
-    /// Send and receive at the same time, as neighbours in a ring or a grid do: neither waits for the other.
+    /// Send to one rank and receive from another at the same time, without deadlock, for neighbours in a ring or a
+    /// grid.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if either message fails.
     pub fn send_receive<T: Element>(
         &self,
         (values, to): (&[T], u32),
@@ -46,19 +48,19 @@ impl Communicator {
         self.lock()?.transfer(&mut [send, receive], &CallOptions::default())
     }
 
-    /// Start to send `values` to rank `to`; [`MessageHandle::wait`] gives them back. As many as 4096 messages may be on
-    /// their way; then this waits for one to be through, at most until the communicator's deadline.
+    /// Start to send `values` to rank `to`; [`MessageHandle::wait`] returns them. Up to 4096 messages may be in flight.
+    /// At the limit this waits for one to complete, at most until the communicator's deadline.
     ///
     /// # Errors
-    /// [`Error`]; the values are gone then.
+    /// [`Error`]; the values are lost.
     pub fn start_send<T: Element>(&self, values: Vec<T>, to: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
         self.post(values, to, tag, Direction::Send)
     }
 
-    /// Start to receive `count` values from rank `from`; [`MessageHandle::wait`] gives them.
+    /// Start to receive `count` values from rank `from`; [`MessageHandle::wait`] returns them.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the message cannot be posted.
     pub fn start_receive<T: Element>(&self, count: usize, from: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
         self.post(vec![T::zeroed(); count], from, tag, Direction::Receive)
     }
@@ -71,45 +73,46 @@ impl Communicator {
         direction: Direction,
     ) -> Result<MessageHandle<T>, Error> {
         let ticket = self.lock()?.post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
-        Ok(MessageHandle { own: self.own.clone(), ticket, values: PhantomData, is_finished: false })
+        Ok(MessageHandle { core: self.core.clone(), ticket, values: PhantomData, is_finished: false })
     }
 }
 
-/// A started message.
+/// A message that has been started, and owns its values.
 ///
-/// Dropping it abandons the message, which goes on, as the other end waits for it: its memory goes when it is through.
-/// Forgetting it ([`std::mem::forget`]) is safe: the communicator then keeps the memory for good.
+/// Dropping the handle detaches the message: it continues, because the other end waits for it, and its memory is freed
+/// when it completes. Forgetting it ([`std::mem::forget`]) is safe: the communicator then keeps the memory for its
+/// lifetime.
 #[derive(Debug)]
-#[must_use = "a started message gives its values back when it is waited for"]
+#[must_use = "`wait` returns the message's values"]
 pub struct MessageHandle<T> {
-    own: Own,
+    core: SharedCore,
     ticket: Ticket,
     values: PhantomData<T>,
     is_finished: bool,
 }
 
 impl<T: Element> MessageHandle<T> {
-    /// Wait until the message is through, and get its values.
+    /// Wait until the message is complete and return its values.
     ///
     /// # Errors
-    /// [`Error`].
+    /// [`Error`] if the message failed. The values are lost.
     pub fn wait(mut self) -> Result<Vec<T>, Error> {
         self.is_finished = true;
-        let buffer = self.own.lock()?.wait_message(self.ticket, &CallOptions::default())?;
+        let buffer = self.core.lock()?.wait_message(self.ticket, &CallOptions::default())?;
         let values = buffer.into_any().downcast::<Typed<T>>();
-        values.map(|values| values.0).map_err(|_| Error::Argument("the message's values are gone".into()))
+        values.map(|values| values.0).map_err(|_| Error::Argument("the values of this message are gone".into()))
     }
 }
 
 impl<T> Drop for MessageHandle<T> {
     fn drop(&mut self) {
         if !self.is_finished {
-            self.own.reclaim(|dropped| dropped.push_message(self.ticket));
+            self.core.reclaim(|dropped| dropped.push_message(self.ticket));
         }
     }
 }
 
-/// Values as a message's memory.
+/// A vector as the memory of a message.
 struct Typed<T>(Vec<T>);
 
 impl<T: Element> MessageBuffer for Typed<T> {
@@ -128,10 +131,11 @@ impl<T: Element> MessageBuffer for Typed<T> {
 
 impl Core {
     fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
-        self.usable()?;
+        self.check_usable()?;
         let deadline = self.deadline(options);
-        let result =
-            self.beside(deadline, |lines, along| message::transfer(&mut lines.mesh, messages, deadline.0, along));
+        let result = self.with_progress(deadline, |connections, progress| {
+            message::transfer(&mut connections.mesh, messages, deadline.0, progress)
+        });
         self.message_result(result, deadline)
     }
 
@@ -142,14 +146,14 @@ impl Core {
         tag: u32,
         buffer: Box<dyn MessageBuffer>,
     ) -> Result<Ticket, Error> {
-        self.usable()?;
+        self.check_usable()?;
         let deadline = self.deadline(&CallOptions::default());
-        let result = self.beside(deadline, |lines, along| {
-            if !message::make_room(&mut lines.mesh, deadline.0, along)? {
+        let result = self.with_progress(deadline, |connections, progress| {
+            if !message::make_room(&mut connections.mesh, deadline.0, progress)? {
                 return Ok(None);
             }
-            let ticket = lines.mesh.post(peer, direction, tag, buffer)?;
-            message::poll(&mut lines.mesh, along).map(|()| Some(ticket))
+            let ticket = connections.mesh.post(peer, direction, tag, buffer)?;
+            message::poll(&mut connections.mesh, progress).map(|()| Some(ticket))
         });
         let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
         self.message_result(result, deadline)?.ok_or(too_many)
@@ -157,16 +161,18 @@ impl Core {
 
     fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
         let deadline = self.deadline(options);
-        let result = self.beside(deadline, |lines, along| message::wait(&mut lines.mesh, ticket, deadline.0, along));
+        let result = self.with_progress(deadline, |connections, progress| {
+            message::wait(&mut connections.mesh, ticket, deadline.0, progress)
+        });
         self.message_result(result, deadline)
     }
 
-    /// A message that fails ends the communicator, unless nothing was sent. Where its rank is lost, this names it; what
-    /// the communicator ends with is what all ranks agree on.
+    /// A failed message ends the communicator, unless nothing was sent. If its peer is lost, the error names that rank,
+    /// while the communicator ends with the error that all ranks agree on.
     fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
-        result.inspect_err(|error| match self.after_loss(error.clone(), deadline) {
+        result.inspect_err(|error| match self.agreed_loss_error(error.clone(), deadline) {
             end if end == *error => self.note_end(error),
-            end => self.note_untold_end(end),
+            end => self.note_unreported_end(end),
         })
     }
 }

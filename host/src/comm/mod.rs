@@ -1,24 +1,14 @@
-//! Communicators: what a program calls.
+//! The API: communicators and the collectives on them. [The front page](crate) introduces it; this page is the
+//! reference.
 //!
-//! ```no_run
-//! use sumac::{Communicator, JoinConfig, ReduceOp};
+//! All ranks make the same calls in the same order. If they do not, every rank gets the same [`Error::Mismatch`]. No
+//! call blocks longer than its deadline. A call that falls back from the tree says so: [`Outcome`] reports the path
+//! taken and the reason, and [`Communicator::explain`] reports them in advance.
 //!
-//! let comm = Communicator::join(JoinConfig::from_env()?)?;
-//! let mut gradients = vec![comm.rank() as f32; 1 << 20];
-//! let outcome = comm.all_reduce(&mut gradients, ReduceOp::Sum)?;
-//! println!("by {}: {}", outcome.path.name(), gradients[0]);
-//! comm.leave();
-//! # Ok::<(), Box<dyn std::error::Error>>(())
-//! ```
+//! # Buffer lengths
 //!
-//! All ranks make the same calls in the same order; ranks that call different things all get [`Error::Mismatch`].
-//! No call hangs: each has a deadline. Nothing takes another path in silence: [`Outcome`] says which was taken and
-//! why, and [`Communicator::explain`] says it beforehand.
-//!
-//! # How long buffers are
-//!
-//! `n` is the operation's count: the elements of all blocks where ranks own blocks, which are those of
-//! [`Span::of_blocks`](crate::schedule::Span) (equal where the number of ranks divides n).
+//! `n` is the operation's count. Where ranks own blocks, it counts the elements of all blocks together;
+//! [`Span::of_blocks`](crate::schedule::Span) computes them (blocks are equal if the number of ranks divides n).
 //!
 //! | collective | input | output | in place |
 //! |---|---|---|---|
@@ -33,86 +23,93 @@
 //!
 //! # Memory
 //!
-//! A rank that shares memory with its leaf device contributes by reference: the device's engine fetches from
-//! [`Communicator::alloc`]ed buffers and writes results back there. Slices of any other memory go through a buffer in
-//! between, which costs two copies; [`Outcome::transfer`] says which it was. Such a buffer may outlive the communicator.
-//! No call returns while the device could still write to what it was given, whatever it returns.
+//! Where a rank shares memory with its leaf device, operations on registered memory ([`Communicator::alloc`]) are
+//! zero-copy: the device's engine reads contributions from the buffer and writes results back to it. Slices of any
+//! other memory go through a bounce buffer, at the cost of two copies. [`Outcome::transfer`] says which it was. A
+//! [`Buffer`] may outlive its communicator.
 //!
-//! # When a device dies
+//! When a call returns, with a result or an error, the device no longer writes to its buffers.
 //!
-//! Operations whose tree is lost are completed by the ranks among themselves, to the bit as the declared order says, and
-//! later ones go on through another tree if the controller has one, else by schedules: [`Outcome::repaired`],
-//! [`Outcome::fallback`] and the log say so. Ranks that are in no call take part on a thread of their own. What the death
-//! costs is the time to notice it (at once where memory is shared, else the limit for silent hops) and the movement of
-//! what is missing. Memory that the lost device reached is ordinary memory to the next one. [`JoinConfig::repair`] turns it
-//! all off.
+//! # Device failures
 //!
-//! Ranks that were left out before ([`Straggler::Partial`]) would be needed: then nothing is repaired.
+//! If the tree fails, the ranks complete the interrupted operations among themselves. Results keep the bits of the
+//! declared order. Later operations use another tree if the controller has one, and host collectives otherwise.
+//! [`Outcome::repaired`], [`Outcome::fallback`] and the log report it. A rank that is not in a call takes part on a
+//! thread of its own. Recovery costs the time to detect the failure (immediate where memory is shared, otherwise the
+//! time limit for silent hops) plus the transfer of what is missing. Memory registered with the lost device is ordinary
+//! memory to the next one. [`JoinConfig::repair`] disables recovery.
 //!
-//! # When ranks die
+//! Once [`Straggler::Partial`] has excluded ranks, the communicator no longer recovers from the loss of its tree:
+//! recovery needs all ranks.
 //!
-//! Those that are left agree on who is dead, and on the first call that fails: [`Error::RanksFailed`] is the same at all of
-//! them. Calls before it complete at all, from what some of them have of the results; a broadcast from a live root, or a
-//! barrier, that all of them had entered is one of these. [`Fresh`] says what the buffer of a call that fails holds. Whoever
-//! is left may go on in a communicator of its own: [`Communicator::shrink`]. A schedule keeps no results for others: who
-//! had returned from the call that fails, having gone there by one, keeps its own.
+//! # Rank failures
 //!
-//! The controller says who is dead. Where it is gone, ranks that no longer hear of others go on without them if they are
-//! more than half of all; else they end with [`Error::Partitioned`]. Where they can't agree in time, [`Error::Deadline`]
-//! says that nothing was decided, and [`Error::OutcomeUnknown`] that others may have. Operations go on meanwhile, and a
-//! controller that starts at the same address takes the job over, as soon as all its ranks have found it, or 10 s after the
-//! first has, if they are more than half by then: who has not come counts as lost. It offers the job a tree that it knows,
-//! in place of the one from before. [`Communicator::controller`] says where that stands; a rank that is not taken in, as
-//! when another job has its name by then, goes on without a controller.
+//! Survivors agree on which ranks failed and on the first call that fails; all of them get the same
+//! [`Error::RanksFailed`]. Earlier calls complete on every survivor, from the results that some of them have. A
+//! barrier, and a broadcast from a surviving root, completes if all survivors had entered it. [`OutputState`] says what
+//! the output of a failed call holds. Survivors continue in a new communicator ([`Communicator::shrink`]). Host
+//! collectives retain no results for recovery: a rank that had already returned from the failed call by one keeps its
+//! result.
 //!
-//! # When ranks come late
+//! The controller decides which ranks are dead. Without a controller, ranks that can no longer reach others go on
+//! without them if they are a strict majority; a minority ends with [`Error::Partitioned`]. If the survivors cannot
+//! agree in time, [`Error::Deadline`] means that nothing was decided, and [`Error::OutcomeUnknown`] that other ranks
+//! may have decided.
 //!
-//! [`Outcome::slowest`] names the rank that came last to an operation, and how late it was. What becomes of an operation
-//! to which ranks come too late is the caller's choice, for each call or in [`JoinConfig::straggler`]: it waits for them
-//! until its deadline ([`Straggler::Wait`], the default), fails for all by name ([`Straggler::Deadline`]), or is completed
-//! without them ([`Straggler::Partial`]), which [`Outcome::missing`] says and which ends the communicator for them.
+//! Operations continue while the controller is down. A controller that starts at the same address takes the job over
+//! once all its ranks have reconnected, or 10 s after the first did if a majority has by then; ranks that have not are
+//! considered lost. It then offers the job a new tree. [`Communicator::controller`] reports the state. A rank that is
+//! refused, for instance because another job has taken the name, goes on without a controller.
+//!
+//! # Stragglers
+//!
+//! [`Outcome::slowest`] names the rank that entered an operation last, and how late it was. The straggler policy is per
+//! call ([`CallOptions::straggler`]), with a default in [`JoinConfig::straggler`]: wait until the deadline
+//! ([`Straggler::Wait`], the default), fail on all ranks with the stragglers named ([`Straggler::Deadline`]), or
+//! complete without them ([`Straggler::Partial`]), which [`Outcome::missing`] reports and which ends the communicator
+//! for them.
 //!
 //! # Forked processes
 //!
-//! A communicator is of the process that joined. In a process that this one forks, as data loaders do, every call on it and
-//! on its handles is [`Error::Forked`], and dropping them does nothing: the parent's job goes on. Such a process can join a
-//! job of its own. It reads a [`Buffer`] as any other memory; where the device reaches the buffer, parent and child share
-//! it, so what the child writes there the parent has in its own. While it lives it keeps copies of the parent's
-//! connections: if the parent dies, its sockets stay open until the child has ended too, and others notice the death by
-//! silence.
+//! A communicator belongs to the process that joined. In a child that this process forks, as data loaders do, every
+//! call on the communicator and its handles returns [`Error::Forked`], and dropping them has no effect: the parent's
+//! job goes on. The child can join a job of its own. It can read a [`Buffer`]. If the buffer is registered, parent and
+//! child share it, so the parent sees what the child writes. The child inherits the parent's connections: if the parent
+//! dies, its sockets stay open until the child exits, and other ranks detect the death by timeout.
 //!
 //! # Progress
 //!
-//! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for; an operation whose
-//! handle is dropped goes on, and its buffer goes when it has completed ([`Communicator::outstanding`] counts them). They
-//! advance while any call of the communicator runs; there is no progress thread.
+//! Started operations ([`Communicator::start_all_reduce`]) own their buffer until they are waited for. If you drop the
+//! handle, the operation continues, and its buffer is freed when it completes ([`Communicator::outstanding`] counts
+//! such operations). Operations advance while any call of the communicator runs; there is no progress thread.
 //!
-//! 1024 operations may be in flight. A call waits for room until its deadline, and moves on what is in flight; if there
-//! is none then, it fails with [`Error::TooManyInFlight`], having changed nothing.
+//! Up to 1024 operations may be in flight. At the limit, a call waits for room until its deadline and advances the
+//! operations in flight meanwhile; then it fails with [`Error::TooManyInFlight`] and has no effect.
 
 mod bucket;
 mod calls;
 mod cart;
 mod change;
-mod choices;
 mod core;
 mod dropped;
 mod element;
+pub mod environment;
 mod error;
 mod extent;
-mod grace;
+mod grace_period;
 mod handle;
+#[cfg(feature = "snapshot")]
+pub mod harness;
 mod join;
 mod leave;
-mod lost;
+mod membership;
 mod messages;
-mod offer;
-mod own;
-mod parley;
+mod migration;
+mod notices;
 mod progress;
-#[cfg(feature = "snapshot")]
-pub mod rehearsal;
-mod repair;
+mod recover;
+mod selection_cache;
+mod shared;
 mod shrink;
 mod split;
 mod start;
@@ -126,112 +123,114 @@ pub use crate::transport::packets::Slowest;
 pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
-pub use element::{Element, Held};
-pub use error::{Error, Fresh};
+pub use element::{Element, OwnedBuffer};
+pub use error::{Error, OutputState};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use leave::Departure;
-pub use lost::ControllerState;
 pub use messages::MessageHandle;
+pub use notices::ControllerState;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
 pub use straggler::Straggler;
 
 use self::core::Core;
-use self::lost::Lost;
-use self::own::Own;
-use crate::controller::proto::QueuePlace;
+use self::notices::Notices;
+use self::shared::SharedCore;
+use crate::controller::proto::QueuePosition;
 use crate::select::{Algo, Explanation};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::wire::RankMask;
 
-/// How one call differs from the communicator's defaults.
+/// Options of one call. Fields that are `None` use the communicator's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CallOptions {
-    /// The algorithm; the same at all ranks.
+    /// The algorithm. Must be the same on all ranks.
     pub algo: Option<Algo>,
-    /// How long the call may take.
+    /// How long the call may take, from now.
     pub deadline: Option<Duration>,
-    /// What this rank multiplies its own contribution by; for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum) alone, where it is 1 by default.
+    /// The factor that scales this rank's contribution, for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum)
+    /// only. Default 1.
     pub scalar: Option<f64>,
-    /// What becomes of the operation if ranks come late to it; the same at all ranks.
+    /// What to do if ranks are late. Must be the same on all ranks.
     pub straggler: Option<Straggler>,
 }
 
-/// What became of an operation.
+/// How a completed operation was carried out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Outcome {
     /// The path taken.
     pub path: Path,
-    /// How the bytes got to the leaf device and back; `None` for what went past it.
+    /// How the payload moved between this rank and its leaf device; `None` for host collectives.
     pub transfer: Option<Transfer>,
-    /// Why not the tree, if the choice was open and the tree not possible.
+    /// Why the operation did not use the tree, if the algorithm was left open.
     pub fallback: Option<String>,
-    /// Bytes that this rank sent meanwhile, headers of the data plane included, or that its leaf device fetched from its
-    /// memory; operations in flight together count each other's.
+    /// Bytes that this rank sent during the operation, including data-plane headers, or that its leaf device read from
+    /// its memory. Concurrent operations count each other's bytes.
     pub wire_bytes: u64,
-    /// Contributions that this rank sent again meanwhile.
+    /// Contributions that this rank retransmitted during the operation.
     pub retransmits: u64,
-    /// Whether the operation was repaired on the way.
+    /// Whether the operation was interrupted by a failure and recovered.
     pub repaired: bool,
-    /// Which rank was the last to come to it, and how late, as the devices saw it; `None` where nobody knows: by
-    /// schedules, and after a repair.
+    /// The rank that entered the operation last, and how late, as measured by the devices. `None` for host collectives
+    /// and after a recovery.
     pub slowest: Option<Slowest>,
-    /// The ranks that have no part in the result; all others have. Empty unless [`Straggler::Partial`] left some out, in
-    /// this operation or before.
+    /// The ranks that did not contribute to the result. Empty unless [`Straggler::Partial`] has excluded ranks, in this
+    /// operation or an earlier one.
     pub missing: RankMask,
 }
 
-/// What a communicator has repaired.
+/// How often a communicator has recovered from failures, and what that cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Repairs {
-    /// How many times a lost tree was made good.
+    /// The number of recoveries.
     pub count: u32,
-    /// How long that took altogether, from when this rank took part.
+    /// Total time spent in recovery, counted from when this rank joined each one.
     pub time: Duration,
-    /// Bytes that this rank sent to others for it, attempts that came to nothing included.
+    /// Bytes that this rank sent to other ranks for recovery, including failed attempts.
     pub bytes: u64,
 }
 
-/// What a communicator owns for operations and messages that were started, until they are waited for, or have ended
-/// after their handle was dropped.
+/// Resources held by started operations and messages: until they are waited for or, if their handle was dropped, until
+/// they complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Outstanding {
-    /// How many operations.
+    /// The number of operations.
     pub operations: usize,
-    /// How many messages.
+    /// The number of messages.
     pub messages: usize,
-    /// The bytes of their buffers.
+    /// The total size of their buffers in bytes.
     pub bytes: usize,
 }
 
-/// A member of a job.
+/// A rank's membership in a job, and the collectives of the job.
 ///
-/// Dropping it without [`Communicator::leave`] is what the end of the process would be: the other ranks are told that
-/// this one is lost, and operations that it had not completed fail with [`Error::RanksFailed`] at all of them. It waits for
-/// nothing. Handles of started operations hold the communicator too: it is dropped with the last of them. In a process that
-/// was forked since, dropping it does nothing, and calls are [`Error::Forked`].
+/// Call [`Communicator::leave`] when you are done. Dropping a communicator instead has the same effect as the death of
+/// the process: the other ranks are told that this rank is lost, and operations that it had not completed fail with
+/// [`Error::RanksFailed`] on all of them. Dropping does not block. Handles of started operations hold a reference, so
+/// the communicator lives until the last of them is gone. In a forked child, dropping has no effect and calls return
+/// [`Error::Forked`].
 #[derive(Debug)]
 pub struct Communicator {
-    own: Own,
+    core: SharedCore,
     rank: u32,
     size: u32,
 }
 
 impl Communicator {
-    /// Join a job and wait for its other ranks.
+    /// Join a job, and wait until all its ranks have joined.
     ///
     /// # Errors
-    /// [`JoinError`] if controller, ports or job are not to be had.
+    /// [`JoinError`] if the controller cannot be reached, the job cannot be joined or ports cannot be opened.
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
-        let own = Own::new(join::join(config)?);
-        Ok(Self { own, rank, size })
+        let core = SharedCore::new(join::join(config)?);
+        Ok(Self { core, rank, size })
     }
 
     /// Return this rank.
@@ -244,64 +243,67 @@ impl Communicator {
         self.size
     }
 
-    /// Return the name: the job's, with what it was split off by.
+    /// Return the communicator's name: the job's, with a suffix for each split (`job/0.3`) or shrink (`job~1`).
     pub fn name(&self) -> String {
-        self.own.name().into()
+        self.core.name().into()
     }
 
-    /// Return the job's place among those that wait for a tree that others hold; `None` if it does not wait.
-    pub fn queue_place(&self) -> Option<QueuePlace> {
-        if self.own.is_forked() { None } else { self.own.lost().queue_place() }
+    /// Return the job's position in the queue for a tree; `None` if it is not queued.
+    pub fn queue_position(&self) -> Option<QueuePosition> {
+        if self.core.is_forked() { None } else { self.core.notices().queue_position() }
     }
 
-    /// Return whether a controller stands behind the job, which operations do not need.
+    /// Return the state of the connection to the controller. Operations do not need it.
     pub fn controller(&self) -> ControllerState {
-        if self.own.is_forked() {
+        if self.core.is_forked() {
             return ControllerState::Refused { reason: Error::Forked.to_string() };
         }
-        self.own.lost().controller()
+        self.core.notices().controller()
     }
 
-    /// Return how much was repaired so far: in calls, whose [`Outcome::repaired`] says so, and between them.
+    /// Return the recoveries so far, within calls ([`Outcome::repaired`]) and between them.
     pub fn repairs(&self) -> Repairs {
         let Ok(core) = self.lock() else { return Repairs::default() };
-        Repairs { count: core.repaired.0, time: core.repaired.1, bytes: core.repaired_bytes }
+        Repairs { count: core.recoveries.0, time: core.recoveries.1, bytes: core.recovery_bytes }
     }
 
-    /// Return what ends this communicator from another thread, while a call on it waits.
+    /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.
     pub fn canceller(&self) -> Canceller {
-        Canceller { lost: Arc::clone(self.own.lost()) }
+        Canceller { notices: Arc::clone(self.core.notices()) }
     }
 
-    /// Say which path an operation would take, what each would cost, or why it is not possible.
+    /// Explain which path an operation would take, the cost of each candidate, and why others are ruled out. Runs
+    /// nothing.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
         match self.lock() {
             Ok(core) => core.explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() }),
-            // Nothing is possible here.
+            // No path is available: this process was forked.
             Err(_) => {
-                Explanation { requested: algo, candidates: Vec::new(), chosen: None, overridden: None, attached: None }
+                Explanation { requested: algo, candidates: Vec::new(), chosen: None, overridden: None, transport: None }
             }
         }
     }
 
-    /// Return zeroed memory for operations. Where this rank shares memory with its leaf device, the device reads and
-    /// writes it by itself, and nothing is copied on the way; any part of it may be passed to a call. Elsewhere it is
-    /// ordinary memory, so that the program is the same.
+    /// Allocate zeroed, registered memory: where this rank shares memory with its leaf device, operations on it are
+    /// zero-copy. You may pass any part of it to a call. Elsewhere it is ordinary memory, so programs need no special
+    /// case.
     ///
-    /// Parts of it may be passed to calls while other threads write to other parts, wherever these begin and end; what that
-    /// costs is said at [`Buffer`].
+    /// You may pass parts of it to calls while other threads write to other parts, with any boundaries; [`Buffer`]
+    /// explains what that costs.
     ///
     /// # Errors
-    /// [`Error::Memory`] if the system or the device has no room; it changes nothing, and other memory can be used.
+    /// [`Error::Memory`] if the system or the device has no room. That has no other effect, and other memory works as
+    /// well.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
         self.lock()?.alloc(len)
     }
 
-    /// Leave the job in good order: when all that was started here has ended, and all ranks have the results of what
-    /// went through the tree, which this one may be needed for if a device dies. Where others are in the middle of an
-    /// operation that this one has completed, that takes until they have completed it too, whatever they do then; at most
-    /// until the communicator's deadline. The rank has left in any case; a warning is logged where others may miss it.
-    /// [`Communicator::leave_within`] takes another limit, and says how it went.
+    /// Leave the job gracefully: complete all started operations, and wait until all ranks have the results of the
+    /// operations in the tree, because recovery from the failure of a device might still need this rank. This takes
+    /// until the slowest rank has completed these operations, at most until the communicator's deadline. The rank has
+    /// left in any case; if other ranks may still need it, a warning is logged.
+    ///
+    /// [`Communicator::leave_within`] takes the time limit as an argument and reports how the rank left.
     pub fn leave(self) {
         let limit = self.lock().map(|core| core.config.deadline);
         if let Ok(limit) = limit {
@@ -309,38 +311,42 @@ impl Communicator {
         }
     }
 
-    /// The same, waiting for other ranks at most `limit`; returns whether they can do without this one.
+    /// Leave the job as [`Communicator::leave`] does, but wait for other ranks for at most `limit`. Returns whether
+    /// they may still need this rank.
     pub fn leave_within(self, limit: Duration) -> Departure {
         self.lock().map_or_else(Departure::Failed, |mut core| core.leave(limit))
     }
 
-    /// Return what the communicator owns for operations and messages that were started; nothing in a forked process.
+    /// Return the started operations and messages that the communicator holds; none in a forked process.
     pub fn outstanding(&self) -> Outstanding {
         self.lock().map_or_else(|_| Outstanding::default(), |mut core| core.outstanding())
     }
 
     fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
-        self.own.lock()
+        self.core.lock()
     }
 }
 
-/// Ends a communicator from another thread: the call that waits, or else the next, returns [`Error::Cancelled`], every
-/// later one [`Error::Ended`], and the other ranks are told then that this one is lost. What an operation had written is chunk by chunk old or new.
+/// Ends a communicator from another thread.
+///
+/// The call that blocks, or else the next one, returns [`Error::Cancelled`], and every later one [`Error::Ended`]. The
+/// other ranks are then told that this rank is lost. Each chunk of an interrupted operation's output is either old or
+/// new.
 #[derive(Debug, Clone)]
 pub struct Canceller {
-    lost: Arc<Lost>,
+    notices: Arc<Notices>,
 }
 
 impl Canceller {
     /// End the communicator.
     pub fn cancel(&self) {
-        if !self.lost.is_forked() {
-            self.lost.cancel();
+        if !self.notices.is_forked() {
+            self.notices.cancel();
         }
     }
 }
 
 fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
-    // A caller's thread that panicked in between left the protocol's state as it was between two packets.
+    // A thread that panicked left the protocol state as it was between two packets, which is consistent.
     core.lock().unwrap_or_else(PoisonError::into_inner)
 }

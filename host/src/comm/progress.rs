@@ -1,13 +1,13 @@
-//! How operations come on: packets of the tree, and schedules that run in the order of posting.
+//! Progress: packets of the tree, and host collectives, which run in the order of posting.
 //!
-//! Progress is made by whoever calls: `wait`, `test` and blocking calls drive the tree's endpoint; a schedule runs
-//! when it is waited for, and drives the endpoint meanwhile, and repairs it if it is lost.
+//! Callers make progress: `wait`, `test` and blocking calls drive the tree's endpoint. A host collective runs when it
+//! is waited for; meanwhile it also drives the endpoint, and changes the view if the tree is lost.
 
+pub(super) use super::core::Connections;
 use super::core::Core;
-pub(super) use super::core::Lines;
-use super::error::{Error, Fresh};
+use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::started::InTree;
+use super::started::TreeBuffers;
 use crate::exec::{Buffers, Context, ExecError, Interrupt, execute};
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
 use crate::transport::memory::Transfer;
@@ -19,44 +19,44 @@ use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::reduce::Kernel;
-use sumac_hal::wire::Limit;
+use sumac_hal::wire::StragglerLimit;
 
-/// When a call has to end, and how long it was given.
+/// When a call must end, and how long it may take.
 pub(super) type Deadline = (Instant, Duration);
 
-/// The buffers of the operation that a blocking call lends.
-pub(super) struct Lent<'c, 'b> {
+/// The buffers that a blocking call borrows from its caller.
+pub(super) struct BorrowedBuffers<'c, 'b> {
     pub(super) op: OpId,
     pub(super) extent: &'c Extent,
     pub(super) buffers: &'c mut Buffers<'b>,
 }
 
-/// What became of a blocking call's operation in the tree.
-pub(super) enum InTheTree {
-    /// The result is in its buffers.
+/// The result of running a blocking call's operation in the tree.
+pub(super) enum TreeRun {
+    /// The result is in the call's buffers.
     Done(Option<OpId>, Transfer),
-    /// The tree was lost before all ranks had entered the operation.
-    BeginsAgain,
+    /// The tree was lost before all ranks had entered the operation; start it again.
+    Restart,
 }
 
-/// The buffers of all operations in the tree: the one lent by a blocking call, and the started ones.
+/// The buffers of all operations in the tree: of a blocking call, and of started operations.
 pub(super) struct InFlight<'c, 'b> {
-    pub(super) owned: &'c mut BTreeMap<OpId, InTree>,
-    pub(super) lent: Option<Lent<'c, 'b>>,
+    pub(super) owned: &'c mut BTreeMap<OpId, TreeBuffers>,
+    pub(super) borrowed: Option<BorrowedBuffers<'c, 'b>>,
 }
 
 impl packets::Buffers for InFlight<'_, '_> {
     fn input(&self, op: OpId) -> &[u8] {
-        match &self.lent {
-            Some(lent) if lent.op == op => lent.extent.input(lent.buffers),
-            _ => self.owned.get(&op).map_or(&[], InTree::input),
+        match &self.borrowed {
+            Some(borrowed) if borrowed.op == op => borrowed.extent.input(borrowed.buffers),
+            _ => self.owned.get(&op).map_or(&[], TreeBuffers::input),
         }
     }
 
     fn output(&mut self, op: OpId) -> &mut [u8] {
-        match &mut self.lent {
-            Some(lent) if lent.op == op => lent.extent.output(lent.buffers),
-            _ => self.owned.get_mut(&op).map_or(&mut [], InTree::output),
+        match &mut self.borrowed {
+            Some(borrowed) if borrowed.op == op => borrowed.extent.output(borrowed.buffers),
+            _ => self.owned.get_mut(&op).map_or(&mut [], TreeBuffers::output),
         }
     }
 }
@@ -64,132 +64,141 @@ impl packets::Buffers for InFlight<'_, '_> {
 impl Core {
     pub(super) fn run_in_tree(
         &mut self,
-        (desc, limit): (OpDesc, Option<Limit>),
+        (desc, limit): (OpDesc, Option<StragglerLimit>),
         extent: &Extent,
         buffers: &mut Buffers<'_>,
         deadline: Deadline,
-    ) -> Result<InTheTree, Error> {
+    ) -> Result<TreeRun, Error> {
         let posted = match self.post(&desc, Path::Tree, limit, Some((extent, &mut *buffers))) {
-            Err(error) if self.is_repairable(&error) => {
+            Err(error) if self.is_recoverable(&error) => {
                 let changed = self.change_view(None, &error, deadline);
-                changed.map_err(|error| error.with_fresh(Fresh::Elements(Vec::new())))?;
-                return Ok(InTheTree::BeginsAgain);
+                changed.map_err(|error| error.with_output(OutputState::Elements(Vec::new())))?;
+                return Ok(TreeRun::Restart);
             }
             posted => posted?,
         };
-        let Some((op, transfer)) = posted else { return Ok(InTheTree::BeginsAgain) };
+        let Some((op, transfer)) = posted else { return Ok(TreeRun::Restart) };
         while op.0 >= self.completed_below {
-            let lent = Lent { op, extent, buffers: &mut *buffers };
-            match self.step(Some(lent), deadline) {
-                Err(error) if self.is_repairable(&error) => {
-                    let lent = Lent { op, extent, buffers: &mut *buffers };
-                    return match self.change_view(Some(lent), &error, deadline) {
-                        Ok(completed_below) if op < completed_below => Ok(InTheTree::Done(None, transfer)),
-                        Ok(_) => Ok(InTheTree::BeginsAgain),
+            let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
+            match self.step(Some(borrowed), deadline) {
+                Err(error) if self.is_recoverable(&error) => {
+                    let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
+                    return match self.change_view(Some(borrowed), &error, deadline) {
+                        Ok(completed_below) if op < completed_below => Ok(TreeRun::Done(None, transfer)),
+                        Ok(_) => Ok(TreeRun::Restart),
                         Err(error) if op.0 < self.completed_below => {
-                            self.note_untold_end(error);
-                            Ok(InTheTree::Done(None, transfer))
+                            self.note_unreported_end(error);
+                            Ok(TreeRun::Done(None, transfer))
                         }
-                        Err(error) => Err(error.with_fresh(self.fresh(op))),
+                        Err(error) => Err(error.with_output(self.output_state(op))),
                     };
                 }
                 stepped => stepped?,
             }
         }
-        Ok(InTheTree::Done(Some(op), transfer))
+        Ok(TreeRun::Done(Some(op), transfer))
     }
 
-    /// Drive the tree once and wait for the next packet.
-    pub(super) fn step(&mut self, lent: Option<Lent<'_, '_>>, deadline: Deadline) -> Result<(), Error> {
-        let wait = self.advance(lent, deadline)?;
+    /// Drive the tree once, then block until the next packet.
+    pub(super) fn step(&mut self, borrowed: Option<BorrowedBuffers<'_, '_>>, deadline: Deadline) -> Result<(), Error> {
+        let wait = self.advance(borrowed, deadline)?;
         if let Some(tree) = self.tree.as_mut().filter(|_| !wait.is_zero()) {
             tree.wait(Some(wait));
         }
         Ok(())
     }
 
-    /// Drive the tree once without waiting; returns how long there is nothing more to do, or why it is of no use to
-    /// wait any longer. A deadline is one of an operation that is still to be named.
-    pub(super) fn advance(&mut self, lent: Option<Lent<'_, '_>>, (at, limit): Deadline) -> Result<Duration, Error> {
+    /// Drive the tree once without blocking. Returns how long the caller may block, or why there is no point in
+    /// waiting. [`Error::Deadline`] comes without the operation's name.
+    pub(super) fn advance(
+        &mut self,
+        borrowed: Option<BorrowedBuffers<'_, '_>>,
+        (at, limit): Deadline,
+    ) -> Result<Duration, Error> {
         let completed = self.completed_below;
-        let next = self.pump(lent);
+        let next = self.pump(borrowed);
         if let Some(error) = self.tree_error() {
             return Err(error);
         }
         if self.completed_below > completed {
             return Ok(Duration::ZERO);
         }
-        if self.lost.is_cancelled() {
+        if self.notices.is_cancelled() {
             return Err(Error::Cancelled);
         }
-        if self.lost.repair_wanted() > self.job_view() {
+        if self.notices.first_usable_view() > self.job_view() {
             return Err(Error::PathLost);
         }
         let now = Instant::now();
         if now >= at {
             return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit });
         }
-        match self.look_in_grace() {
-            ControlFlow::Break(()) => Err(self.loss()),
-            ControlFlow::Continue(look) => Ok(next.into_iter().chain(look).fold(at - now, Duration::min)),
+        match self.check_grace_period() {
+            ControlFlow::Break(()) => Err(self.loss_error()),
+            ControlFlow::Continue(poll) => Ok(next.into_iter().chain(poll).fold(at - now, Duration::min)),
         }
     }
 
-    /// Return why the tree is at its end, if it is.
+    /// Return the error that ended the tree, if any.
     pub(super) fn tree_error(&self) -> Option<Error> {
-        self.tree.as_ref().and_then(|tree| tree.error().map(|error| tree.named(error)))
+        self.tree.as_ref().and_then(|tree| tree.error().map(|error| tree.to_error(error)))
     }
 
-    /// Drive the tree without waiting; returns when it wants to be driven again.
-    pub(super) fn pump(&mut self, lent: Option<Lent<'_, '_>>) -> Option<Duration> {
-        let waited_for = lent.as_ref().map(|lent| lent.op);
+    /// Drive the tree without blocking. Returns when it must be driven again.
+    pub(super) fn pump(&mut self, borrowed: Option<BorrowedBuffers<'_, '_>>) -> Option<Duration> {
+        let waited_for = borrowed.as_ref().map(|borrowed| borrowed.op);
         self.reclaim_dropped();
-        let mut buffers = InFlight { owned: &mut self.owned, lent };
+        let mut buffers = InFlight { owned: &mut self.owned, borrowed };
         let next = self.tree.as_mut()?.pump(&mut buffers);
         let completed = self.completed_below;
-        while let Some((event, verdict)) =
-            self.tree.as_mut().and_then(|tree| Some((tree.poll_event()?, tree.verdict())))
+        while let Some((event, completion)) =
+            self.tree.as_mut().and_then(|tree| Some((tree.poll_event()?, tree.completion_info())))
         {
             if let Event::Completed(op) = event {
                 self.completed_below = op.0 + 1;
                 let is_wanted = waited_for == Some(op) || self.owned.contains_key(&op);
                 if is_wanted && !self.reclaim_completed(op) {
-                    self.keep_verdict(op, verdict);
+                    self.keep_completion(op, completion);
                 }
             }
         }
         if self.completed_below > completed {
-            self.publish_landed();
+            self.publish_watermark();
         }
         next
     }
 
-    /// Post an operation in the tree: with its buffers if it runs there, else the tree is told what runs elsewhere.
+    /// Post an operation in the tree: with buffers if it runs there, without to announce what runs elsewhere.
     pub(super) fn post(
         &mut self,
         desc: &OpDesc,
         path: Path,
-        limit: Option<Limit>,
+        limit: Option<StragglerLimit>,
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<Option<(OpId, Transfer)>, Error> {
         self.tree.as_mut().map(|tree| tree.post(desc, path, limit, buffers)).transpose()
     }
 
-    /// Tell the tree what this rank calls by a schedule, so that ranks which call different things find out. A tree
-    /// that is lost can't be told, and a schedule does not need it.
-    pub(super) fn tell_tree(&mut self, desc: &OpDesc, path: Path, limit: Option<Limit>) -> Result<Option<OpId>, Error> {
+    /// Announce to the tree that this rank runs an operation as a host collective, so that ranks that call different
+    /// operations find out. A lost tree takes no announcement, and a host collective does not need it.
+    pub(super) fn announce_to_tree(
+        &mut self,
+        desc: &OpDesc,
+        path: Path,
+        limit: Option<StragglerLimit>,
+    ) -> Result<Option<OpId>, Error> {
         match self.post(desc, path, limit, None) {
             Err(error) if error.is_loss_of_tree() => Ok(None),
             posted => Ok(posted?.map(|(op, _)| op)),
         }
     }
 
-    /// Make the schedule of a path; of any path, for a communicator of one rank.
+    /// Make the schedule for a path. A communicator of one rank takes any.
     pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
         self.schedule_at(self.place, desc, path, buffers)
     }
 
-    /// The same for another place than the communicator's.
+    /// Make the schedule for another place than the communicator's.
     pub(super) fn schedule_at(
         &self,
         place: Place,
@@ -201,24 +210,25 @@ impl Core {
         if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
             let ranks = place.ranks() as usize;
             if !count.is_multiple_of(ranks) {
-                let what =
-                    format!("{count} elements in place are not {ranks} equal blocks; use an input and an output");
+                let what = format!(
+                    "{count} elements in place are not {ranks} equal blocks; use separate input and output buffers"
+                );
                 return Err(Error::Argument(what));
             }
             return Ok(pairwise::all_to_all_in_place(place, count / ranks));
         }
         let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
         let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
-        let no_schedule = || Error::Argument(format!("{} is no schedule for {}", path.name(), desc.collective));
-        let problem = Problem { place, count, root: desc.root, tree: self.situation.declared.tree() };
+        let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
+        let problem = Problem { place, count, root: desc.root, tree: self.selection.declared.tree() };
         let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
         if matches!(buffers, Buffers::InPlace(_)) && schedule.layout().in_place_at.is_none() {
-            return Err(Error::Argument(format!("{desc} by {} needs an input and an output apart", path.name())));
+            return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));
         }
         Ok(schedule)
     }
 
-    /// Run a schedule of what the program calls.
+    /// Run the schedule of a call.
     pub(super) fn run_schedule(
         &mut self,
         (desc, path): (&OpDesc, Path),
@@ -227,60 +237,60 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let kernel = kernel(desc);
-        let table_version = self.situation.table.version;
-        self.beside(deadline, |lines, along| {
-            let ctx = lines.next((desc, path), table_version, deadline);
-            // What is told to the tree leaves before the schedule begins.
-            along.check()?;
-            execute(&mut lines.mesh, schedule, kernel.as_ref(), buffers, &ctx, along)
+        let table_version = self.selection.table.version;
+        self.with_progress(deadline, |connections, progress| {
+            let ctx = connections.next((desc, path), table_version, deadline);
+            // Send the announcement to the tree before the schedule begins.
+            progress.check()?;
+            execute(&mut connections.mesh, schedule, kernel.as_ref(), buffers, &ctx, progress)
         })
     }
 
-    /// Put the ways between ranks to work, with the tree beside them.
-    pub(super) fn beside<R>(
+    /// Use the connections between ranks, and drive the tree meanwhile.
+    pub(super) fn with_progress<R>(
         &mut self,
         deadline: Deadline,
-        work: impl FnOnce(&mut Lines, &mut Along<'_>) -> Result<R, ExecError>,
+        work: impl FnOnce(&mut Connections, &mut TreeProgress<'_>) -> Result<R, ExecError>,
     ) -> Result<R, Error> {
         self.reclaim_dropped();
-        let Some(mut lines) = self.calls.take() else { return Err(at_work()) };
-        self.called_bytes = lines.mesh.sent_bytes();
-        let mut along = self.along(deadline);
-        let result = work(&mut lines, &mut along);
-        let ended = along.ended.take();
-        self.calls = Some(lines);
+        let Some(mut connections) = self.connections.take() else { return Err(connections_missing()) };
+        self.sent_before_call_bytes = connections.mesh.sent_bytes();
+        let mut progress = self.progress(deadline);
+        let result = work(&mut connections, &mut progress);
+        let ended = progress.ended.take();
+        self.connections = Some(connections);
         match (result, ended) {
             (Err(_), Some(error)) => Err(error),
-            (Err(_), None) if self.lost.is_cancelled() => Err(Error::Cancelled),
+            (Err(_), None) if self.notices.is_cancelled() => Err(Error::Cancelled),
             (result, _) => Ok(result?),
         }
     }
 
-    /// Return what a failed schedule's error is to all ranks. Neighbours that notice a mismatch tell the others in their
-    /// own words; the tree's root tells all the same, so its word is waited for if there is a tree that was told.
-    pub(super) fn verdict(&mut self, told: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
-        let Some(told) = told.filter(|_| matches!(error, Error::Mismatch { .. } | Error::Schedule(_))) else {
+    /// Return the error that all ranks get for a failed host collective. Neighbours that notice a mismatch word it
+    /// differently; the tree's root reports the same error to all, so wait for it if the operation was announced.
+    pub(super) fn wait_for_group_error(&mut self, announced: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
+        let Some(announced) = announced.filter(|_| matches!(error, Error::Mismatch { .. } | Error::Schedule(_))) else {
             return error;
         };
-        let limit = Instant::now() + VERDICT;
-        let deadline = (at.min(limit), VERDICT);
-        while self.tree.is_some() && told.0 >= self.completed_below {
+        let limit = Instant::now() + GROUP_ERROR_TIMEOUT;
+        let deadline = (at.min(limit), GROUP_ERROR_TIMEOUT);
+        while self.tree.is_some() && announced.0 >= self.completed_below {
             match self.step(None, deadline) {
                 Ok(()) => {}
-                Err(word) if word.is_word_of_tree() => return word,
+                Err(group_error) if group_error.is_group_error() => return group_error,
                 Err(_) => return error,
             }
         }
         error
     }
 
-    fn along(&mut self, deadline: Deadline) -> Along<'_> {
+    fn progress(&mut self, deadline: Deadline) -> TreeProgress<'_> {
         let checked = Instant::now();
-        Along { core: self, deadline, wake_at: None, checked, is_loss_told: false, ended: None }
+        TreeProgress { core: self, deadline, wake_at: None, checked, is_loss_logged: false, ended: None }
     }
 }
 
-impl Lines {
+impl Connections {
     /// Begin the next operation.
     fn next(&mut self, (desc, path): (&OpDesc, Path), table_version: u32, (deadline, _): Deadline) -> Context {
         self.scheduled += 1;
@@ -288,7 +298,7 @@ impl Lines {
         Context { op_index: self.scheduled - 1, signature, desc: *desc, path, deadline }
     }
 
-    /// Run a schedule to its end.
+    /// Run a schedule to completion.
     pub(super) fn run(
         &mut self,
         (desc, path): (&OpDesc, Path),
@@ -306,26 +316,28 @@ fn kernel(desc: &OpDesc) -> Option<Kernel> {
     desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op))
 }
 
-/// A call has panicked in the middle of its work.
-fn at_work() -> Error {
-    Error::Schedule(ExecError::Invalid { what: "the connections to other ranks went with an earlier call".into() })
+/// An earlier call panicked while it used the connections.
+fn connections_missing() -> Error {
+    Error::Schedule(ExecError::Invalid {
+        what: "the connections to other ranks were lost when an earlier call panicked".into(),
+    })
 }
 
-/// The rank's end of the tree, driven from within a schedule's poll loop; and repaired, as other ranks may have to
-/// repair before they come to what this one waits for.
-pub(super) struct Along<'c> {
+/// Drives the rank's end of the tree from within a host collective's poll loop, and changes the view if necessary,
+/// because other ranks may have to recover before they come to the operation that this one waits for.
+pub(super) struct TreeProgress<'c> {
     core: &'c mut Core,
     deadline: Deadline,
     wake_at: Option<Instant>,
-    /// When it was last looked at.
+    /// When the tree was last checked.
     checked: Instant,
-    is_loss_told: bool,
-    /// What the tree or its repair ended with.
+    is_loss_logged: bool,
+    /// The error that ended the tree or its recovery.
     ended: Option<Error>,
 }
 
-impl Along<'_> {
-    /// End what runs beside with an error.
+impl TreeProgress<'_> {
+    /// Interrupt the host collective with an error.
     fn end(&mut self, error: Error) -> ExecError {
         let reason = error.to_string();
         self.ended = Some(error);
@@ -336,66 +348,67 @@ impl Along<'_> {
         self.core.change_view(None, cause, self.deadline).map(|_| ()).map_err(|error| self.end(error))
     }
 
-    /// Deal with the end of the tree.
+    /// Handle an error of the tree.
     fn on_tree_error(&mut self, error: Error) -> Result<(), ExecError> {
-        if error.is_word_of_tree() {
+        if error.is_group_error() {
             return Err(self.end(error));
         }
-        if self.core.is_repairable(&error) {
+        if self.core.is_recoverable(&error) {
             return self.change_view(&error);
         }
-        if !std::mem::replace(&mut self.is_loss_told, true) {
-            // The schedule does not need the tree; whoever uses it next hears of its loss.
+        if !std::mem::replace(&mut self.is_loss_logged, true) {
+            // The host collective does not need the tree; the next operation in the tree reports the loss.
             let (job, rank) = (&self.core.config.job, self.core.config.rank);
-            tracing::warn!(job, rank, %error, "the tree is lost during a schedule");
+            tracing::warn!(job, rank, %error, "the tree was lost during a host collective");
         }
         Ok(())
     }
 }
 
-impl Interrupt for Along<'_> {
+impl Interrupt for TreeProgress<'_> {
     fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         self.core.tree.as_ref().and_then(|tree| tree.poll_fd())
     }
 
     fn check(&mut self) -> Result<(), ExecError> {
         let rank = Rank(self.core.config.rank);
-        if self.core.lost.is_cancelled() {
-            // What it is to the others.
+        if self.core.notices.is_cancelled() {
+            // The error that the other ranks get.
             return Err(ExecError::RankLost { rank });
         }
         self.checked = Instant::now();
         let next = self.core.pump(None);
-        let is_wanted = self.core.lost.repair_wanted() > self.core.job_view();
+        let is_wanted = self.core.notices.first_usable_view() > self.core.job_view();
         let error = self.core.tree_error().or(is_wanted.then_some(Error::PathLost));
         if let Some(error) = error.filter(|_| self.core.tree.is_some()) {
             self.on_tree_error(error)?;
         }
-        // A rank that has no connection yet can't be missed by its end: what is said is all there is.
-        if self.core.look_in_grace().is_break() {
-            let cause = self.core.loss();
+        // The end of a connection that was never made cannot be detected, so rely on what the controller and other
+        // ranks report.
+        if self.core.check_grace_period().is_break() {
+            let cause = self.core.loss_error();
             match cause {
-                word if word.is_word_of_tree() => return Err(self.end(word)),
-                _ if self.core.parley.is_some() && self.core.ended.is_none() => self.change_view(&cause)?,
+                error if error.is_group_error() => return Err(self.end(error)),
+                _ if self.core.channel.is_some() && self.core.ended.is_none() => self.change_view(&cause)?,
                 Error::RankLost { rank } => return Err(ExecError::RankLost { rank }),
                 _ => {}
             }
         }
-        let next = self.core.tree.as_ref().and_then(|tree| tree.look_after(next));
+        let next = self.core.tree.as_ref().and_then(|tree| tree.next_poll_after(next));
         self.wake_at = next.map(|next| Instant::now() + next);
         Ok(())
     }
 
-    /// A wish to cancel, the word that a rank is lost and the word that a tree is, wake the tree's port, which an executor
-    /// does not wait for: it has a look now and then.
+    /// Cancellation and reports of lost ranks and trees wake the tree's port, which an executor does not wait on, so it
+    /// checks regularly.
     fn wake_at(&self) -> Option<Instant> {
-        let look = self.checked + CANCEL_LATENCY;
-        Some(self.wake_at.map_or(look, |at| at.min(look)))
+        let next_check = self.checked + CANCEL_POLL_INTERVAL;
+        Some(self.wake_at.map_or(next_check, |at| at.min(next_check)))
     }
 }
 
-/// How long a failed schedule waits for what the tree says of it.
-const VERDICT: Duration = Duration::from_millis(500);
+/// How long a failed host collective waits for the tree's root to report the error.
+const GROUP_ERROR_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long a schedule may go on after it was cancelled.
-const CANCEL_LATENCY: Duration = Duration::from_millis(50);
+/// How long a host collective may run on after cancellation.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -1,4 +1,4 @@
-//! Going on without ranks that died, as MPI's user-level failure mitigation calls it (`MPI_Comm_shrink`).
+//! Continuing without failed ranks, as `MPI_Comm_shrink` does in MPI's user-level failure mitigation.
 
 use super::{Communicator, JoinError};
 use crate::controller::ClientError;
@@ -7,25 +7,25 @@ use std::time::Instant;
 use sumac_hal::ids::Rank;
 use thiserror::Error as ThisError;
 
-/// Why there is no smaller communicator. Whoever is left can try again.
+/// Why a communicator could not be shrunk. Survivors can try again.
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum ShrinkError {
-    /// This rank has left, or was given up by its own program.
-    #[error("{name} can't shrink: this rank is no member any more")]
-    NoMember {
+    /// This rank has left the job, or its program has cancelled the communicator.
+    #[error("cannot shrink {name}: this rank is no longer a member")]
+    NotMember {
         /// The communicator's name.
         name: String,
     },
-    /// The controller does not say who is left.
-    #[error("shrinking {name}: {source}")]
+    /// The controller does not report the survivors.
+    #[error("cannot shrink {name}: {source}")]
     Survivors {
         /// The communicator's name.
         name: String,
         /// What went wrong.
         source: Box<ClientError>,
     },
-    /// The new communicator did not come about, as when another rank has died meanwhile.
+    /// Joining the new communicator failed, for instance because another rank has died.
     #[error("joining {name}: {source}")]
     Join {
         /// Its name.
@@ -36,26 +36,29 @@ pub enum ShrinkError {
 }
 
 impl Communicator {
-    /// Make a communicator of those ranks that are left, in the order of their ranks here, on what devices there are. All
-    /// who are left call this, after an error or without; who does not is waited for as long as for joining
-    /// ([`JoinConfig::join_timeout`](super::JoinConfig)). This communicator stays as it is.
+    /// Make a new communicator of the surviving ranks, in their present order, on the devices that are available. All
+    /// survivors must call this, after an error or without one; joining waits for them up to
+    /// [`JoinConfig::join_timeout`](super::JoinConfig). This communicator stays as it is.
     ///
-    /// Which ranks are left is the controller's word, the same for all. With a declared order the new communicator has
-    /// an expression of its own, over fewer ranks.
+    /// The controller decides which ranks survive, the same for all. With a declared order, the new communicator has
+    /// its own expression, over fewer ranks.
     ///
     /// # Errors
-    /// [`ShrinkError`].
+    /// [`ShrinkError`] if this rank is no longer a member, or the controller or the join fails.
     pub fn shrink(&self) -> Result<Self, ShrinkError> {
-        let (mut config, left) = {
-            let Ok(core) = self.lock() else { return Err(ShrinkError::NoMember { name: self.name() }) };
+        let (mut config, survivors) = {
+            let Ok(core) = self.lock() else { return Err(ShrinkError::NotMember { name: self.name() }) };
             let name = core.config.job.clone();
-            let Some(session) = &core.session else { return Err(ShrinkError::NoMember { name }) };
-            let left = session.survivors(Instant::now() + core.config.join_timeout);
-            (core.config.clone(), left.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?)
+            let Some(session) = &core.session else { return Err(ShrinkError::NotMember { name }) };
+            let survivors = session.survivors(Instant::now() + core.config.join_timeout);
+            (
+                core.config.clone(),
+                survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?,
+            )
         };
-        let (round, ranks) = left;
+        let (round, ranks) = survivors;
         let Some(place) = ranks.iter().position(|&rank| rank == Rank(self.rank())) else {
-            return Err(ShrinkError::NoMember { name: config.job });
+            return Err(ShrinkError::NotMember { name: config.job });
         };
         config.job = derived_name(&config.job, &format!("~{round}"));
         (config.rank, config.world) = (place as u32, ranks.len() as u32);

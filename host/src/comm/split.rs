@@ -1,7 +1,7 @@
-//! Sub-communicators: ranks of the same color meet in a job of their own, on the same devices.
+//! Sub-communicators: ranks of the same color form a job of their own on the same devices.
 //!
-//! Each is a group of its own (PROTOCOL 1), with its own sequence of chunks, so operations of several communicators
-//! overlap freely. Names tell them apart in every log line: `job/0.3` is color 3 of the job's first split.
+//! Each is a separate group (PROTOCOL 1) with its own sequence of chunks, so operations of different communicators
+//! overlap. Their names tell them apart in log lines: `job/0.3` is color 3 of the job's first split.
 
 use super::{Buffers, CallOptions, Communicator, Error, JoinConfig, JoinError, Straggler};
 use crate::controller::derived_name;
@@ -13,7 +13,7 @@ use thiserror::Error as ThisError;
 #[derive(Debug, ThisError)]
 #[non_exhaustive]
 pub enum SplitError {
-    /// The ranks could not tell each other their colors.
+    /// The ranks could not exchange their colors and keys.
     #[error("splitting {name}: {source}")]
     Exchange {
         /// The communicator's name.
@@ -21,7 +21,7 @@ pub enum SplitError {
         /// What went wrong.
         source: Error,
     },
-    /// The new communicator did not come about.
+    /// Joining the new communicator failed.
     #[error("joining {name}: {source}")]
     Join {
         /// Its name.
@@ -32,20 +32,21 @@ pub enum SplitError {
 }
 
 impl Communicator {
-    /// Split the communicator: ranks that name the same color become one of their own, in the order of `key`, then of
-    /// their rank here. Who names none gets none. All ranks call this, as a collective.
+    /// Split the communicator, as `MPI_Comm_split` does: ranks with the same color form a new one, ordered by `key` and
+    /// then by their rank here. A rank with color `None` gets none. This is a collective call.
     ///
     /// # Errors
-    /// [`SplitError`].
+    /// [`SplitError`] if the exchange or the join fails.
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>, SplitError> {
         self.split_with(color, key, |_| {})
     }
 
-    /// The same, with an order, an algorithm or a deadline of its own: `configure` changes what is taken over from
-    /// this communicator. The order has to be the same at all ranks of a color.
+    /// Split the communicator, with a configuration of its own: `configure` may change the order, the algorithm, the
+    /// deadline and so on, which are otherwise taken from this communicator. The order must be the same on all ranks of
+    /// a color.
     ///
     /// # Errors
-    /// [`SplitError`].
+    /// [`SplitError`] if the exchange or the join fails.
     pub fn split_with(
         &self,
         color: Option<u32>,
@@ -54,14 +55,14 @@ impl Communicator {
     ) -> Result<Option<Self>, SplitError> {
         let own = [color.map_or(-1, i64::from), key];
         let mut all = vec![0; 2 * self.size() as usize];
-        // By whatever way there is: the communicator's own choice may be one that has no all-gather.
+        // On any path: the communicator's default algorithm may not support an all-gather.
         let options =
             CallOptions { algo: Some(Algo::Auto), straggler: Some(Straggler::Wait), ..CallOptions::default() };
         let desc = OpDesc::all_gather(Dtype::I64, all.len() as u64);
         let (input, output) = (bytemuck::cast_slice(&own), bytemuck::cast_slice_mut(&mut all));
         let exchanged = self.run(&desc, Buffers::Separate { input, output }, &options);
         exchanged.map_err(|source| SplitError::Exchange { name: self.name(), source })?;
-        // Counted at ranks without a color too: they take part in the next split.
+        // Ranks without a color count the split too, since they take part in the next one.
         let core = self.lock().map_err(|source| SplitError::Exchange { name: self.name(), source });
         let (mut config, nth) = core?.next_split();
         let Some(color) = color else { return Ok(None) };
@@ -74,7 +75,7 @@ impl Communicator {
     }
 }
 
-/// Return a rank's place among those of its color; `all` holds each rank's color and key.
+/// Return a rank's position among those of its color, and their number; `all` holds each rank's color and key.
 fn place(all: &[i64], color: u32, key: i64, rank: u32) -> (u32, u32) {
     let (pairs, _) = all.as_chunks::<2>();
     let same = (0..).zip(pairs).filter(|(_, pair)| pair[0] == i64::from(color)).map(|(other, pair)| (pair[1], other));
@@ -87,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_follow_keys_then_ranks() {
+    fn new_ranks_follow_keys_then_old_ranks() {
         // Colors 0, 1, none, 0, 0 with keys 5, 0, 0, -1, 5.
         let all = [0, 5, 1, 0, -1, 0, 0, -1, 0, 5];
         assert_eq!(place(&all, 0, 5, 0), (1, 3));

@@ -1,11 +1,11 @@
-//! Started operations: their buffers, which the communicator owns meanwhile, and how they are put on their way, looked
-//! at and waited for.
+//! Started operations: their buffers, which the communicator owns, and how they are launched, tested, waited for and
+//! detached.
 //!
-//! Schedules run in the order of posting, when one of them is waited for.
+//! Host collectives run in the order of posting, when one of them is waited for.
 
-use super::core::{Core, Mark, premultiply};
-use super::element::OwnedBuffer;
-use super::error::{Error, Fresh};
+use super::core::{Core, CounterSnapshot, premultiply};
+use super::element::ErasedBuffer;
+use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::progress::Deadline;
 use super::{CallOptions, Outcome, Outstanding};
@@ -16,20 +16,20 @@ use crate::transport::memory::Transfer;
 use crate::transport::packets::OpId;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::wire::Limit;
+use sumac_hal::wire::StragglerLimit;
 
-/// Buffers that the communicator owns while their operation is on its way.
+/// Buffers that the communicator owns while their operation is in flight.
 pub(super) struct Owned {
-    /// The input, and, without an output of its own, that too.
-    pub(super) memory: Box<dyn OwnedBuffer>,
-    pub(super) output: Option<Box<dyn OwnedBuffer>>,
-    /// What is contributed instead of the input: that, multiplied.
+    /// The input, and also the output unless that is separate.
+    pub(super) memory: Box<dyn ErasedBuffer>,
+    pub(super) output: Option<Box<dyn ErasedBuffer>>,
+    /// The scaled input, which is contributed instead.
     scaled: Option<Vec<u8>>,
     extent: Extent,
 }
 
 impl Owned {
-    fn lend(&mut self) -> Buffers<'_> {
+    fn borrow_buffers(&mut self) -> Buffers<'_> {
         match (&self.scaled, &mut self.output) {
             (Some(input), Some(output)) => Buffers::Separate { input, output: output.bytes_mut() },
             (Some(input), None) => {
@@ -45,19 +45,19 @@ impl Owned {
         self.memory.bytes().len() + output + self.scaled.as_ref().map_or(0, Vec::len)
     }
 
-    /// Return the buffer with the result.
-    pub(super) fn into_result(self) -> Box<dyn OwnedBuffer> {
+    /// Return the buffer that holds the result.
+    pub(super) fn into_result(self) -> Box<dyn ErasedBuffer> {
         self.output.unwrap_or(self.memory)
     }
 }
 
-/// A started operation's buffers in the tree.
-pub(super) struct InTree {
+/// The buffers of a started operation in the tree.
+pub(super) struct TreeBuffers {
     handle: u64,
     buffers: Owned,
 }
 
-impl InTree {
+impl TreeBuffers {
     pub(super) fn into_buffers(self) -> Owned {
         self.buffers
     }
@@ -80,52 +80,52 @@ impl InTree {
     }
 }
 
-/// An operation that was started and not yet waited for.
+/// An operation that has been started, and not waited for.
 pub(super) struct Started {
     pub(super) desc: OpDesc,
     /// Its number among all calls.
     pub(super) call: u64,
-    /// The algorithm that was asked for.
+    /// The requested algorithm.
     pub(super) algo: Algo,
     pub(super) path: Path,
     pub(super) fallback: Option<String>,
-    /// In the tree's endpoint: the operation itself, or, for a schedule, what tells the tree of it.
+    /// The operation in the tree's endpoint, or the announcement of a host collective.
     pub(super) tree_op: Option<OpId>,
-    /// How long it waits for ranks to come to it.
-    limit: Option<Limit>,
+    /// Its straggler limit.
+    limit: Option<StragglerLimit>,
     pub(super) transfer: Option<Transfer>,
-    pub(super) begun: Mark,
-    /// When it was first tested: who only tests it waits from then on.
+    pub(super) begun: CounterSnapshot,
+    /// When it was first tested. A caller that only tests has waited since then.
     tested: Option<Instant>,
-    /// A schedule's buffers; `None` for the tree's, which the endpoint works on.
+    /// The buffers of a host collective; `None` in the tree, where [`TreeBuffers`] has them.
     pub(super) buffers: Option<Owned>,
-    /// What a schedule does: made when it was started, so that nothing is refused later.
+    /// The schedule of a host collective. It is made at the start, so that nothing is rejected later.
     schedule: Option<Schedule>,
     pub(super) finished: Option<Result<Outcome, Error>>,
-    /// Nobody waits for it: its buffers go when it has ended.
-    is_abandoned: bool,
+    /// Its handle was dropped: free its buffers when it has ended.
+    is_detached: bool,
 }
 
 impl Core {
-    /// Start an operation in buffers that the communicator owns until it is waited for.
+    /// Start an operation on buffers that the communicator owns until it is waited for.
     pub(super) fn start(
         &mut self,
         desc: OpDesc,
-        memory: Box<dyn OwnedBuffer>,
-        output: Option<Box<dyn OwnedBuffer>>,
+        memory: Box<dyn ErasedBuffer>,
+        output: Option<Box<dyn ErasedBuffer>>,
         options: &CallOptions,
     ) -> Result<u64, Error> {
-        self.usable()?;
+        self.check_usable()?;
         let extent = Extent::of(&desc, self.place)?;
         let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
-        extent.check(&desc, &owned.lend())?;
-        owned.scaled = premultiply(&desc, &extent, &owned.lend(), options)?;
-        let (deadline, before) = (self.deadline(options), self.mark());
+        extent.check(&desc, &owned.borrow_buffers())?;
+        owned.scaled = premultiply(&desc, &extent, &owned.borrow_buffers(), options)?;
+        let (deadline, before) = (self.deadline(options), self.snapshot());
         let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         let result = ready.and_then(|()| self.start_call(desc, owned, options, deadline));
         let result = result.map_err(|error| {
             let error = self.end(error, &desc, before);
-            self.refuse(error)
+            self.release_rejected_call(error)
         });
         self.calling = None;
         if result.is_ok() {
@@ -134,8 +134,7 @@ impl Core {
         result
     }
 
-    /// Start an operation that is counted. A tree that is found to be lost takes nothing: where it is made good, the
-    /// operation is started anew.
+    /// Start a counted operation. If the tree turns out to be lost and is recovered, start it again.
     fn start_call(
         &mut self,
         desc: OpDesc,
@@ -155,12 +154,12 @@ impl Core {
                 tree_op: None,
                 limit: self.limit(options),
                 transfer: None,
-                begun: self.mark(),
+                begun: self.snapshot(),
                 tested: None,
                 buffers: None,
                 schedule: None,
                 finished: None,
-                is_abandoned: false,
+                is_detached: false,
             };
             let Err(refused) = self.launch(handle, &mut started, owned) else {
                 self.next_handle += 1;
@@ -169,14 +168,14 @@ impl Core {
             };
             let error;
             (error, owned) = *refused;
-            self.get_over(Err(error), deadline)?;
+            self.recover_from(Err(error), deadline)?;
         }
     }
 
-    /// Put a started operation on its way.
+    /// Launch a started operation.
     ///
     /// # Errors
-    /// Why not, and its buffers, which are as they were; nothing was posted.
+    /// The reason, and the operation's buffers, which are unchanged; nothing was posted.
     pub(super) fn launch(
         &mut self,
         handle: u64,
@@ -186,36 +185,37 @@ impl Core {
         let (desc, path, limit) = (started.desc, started.path, started.limit);
         if path == Path::Tree {
             let extent = owned.extent.clone();
-            match self.post(&desc, path, limit, Some((&extent, &mut owned.lend()))) {
+            match self.post(&desc, path, limit, Some((&extent, &mut owned.borrow_buffers()))) {
                 Ok(Some((op, transfer))) => {
                     (started.tree_op, started.transfer) = (Some(op), Some(transfer));
-                    self.owned.insert(op, InTree { handle, buffers: owned });
+                    self.owned.insert(op, TreeBuffers { handle, buffers: owned });
                     return Ok(());
                 }
-                // It was lost since it was chosen.
+                // The tree was lost since it was selected.
                 Ok(None) => return Err(Box::new((Error::PathLost, owned))),
                 Err(error) => return Err(Box::new((error, owned))),
             }
         }
-        let schedule = self.schedule(&desc, path, &owned.lend());
-        let told = schedule.and_then(|schedule| Ok((self.tell_tree(&desc, path, limit)?, schedule)));
-        let (told, schedule) = match told {
-            Ok(told) => told,
+        let schedule = self.schedule(&desc, path, &owned.borrow_buffers());
+        let announced = schedule.and_then(|schedule| Ok((self.announce_to_tree(&desc, path, limit)?, schedule)));
+        let (announced, schedule) = match announced {
+            Ok(announced) => announced,
             Err(error) => return Err(Box::new((error, owned))),
         };
-        (started.tree_op, started.transfer, started.schedule) = (told, None, Some(schedule));
+        (started.tree_op, started.transfer, started.schedule) = (announced, None, Some(schedule));
         started.buffers = Some(owned);
-        // In the order of posting, also where an operation has lost its tree.
+        // Keep the order of posting, also for an operation that has lost its tree.
         let at = self.schedules.partition_point(|&other| other < handle);
         self.schedules.insert(at, handle);
         Ok(())
     }
 
-    /// Nobody will wait for a started operation. It goes on, as other ranks need it; what it owns goes when it has ended.
-    fn abandon(&mut self, handle: u64) {
-        self.settle(handle);
+    /// Detach a started operation. It continues, because other ranks need it, and its buffers are freed when it has
+    /// ended.
+    fn detach(&mut self, handle: u64) {
+        self.try_finish(handle);
         let Some(started) = self.started.get_mut(&handle) else { return };
-        started.is_abandoned = true;
+        started.is_detached = true;
         if started.finished.is_some() {
             self.reclaim(handle);
         }
@@ -225,53 +225,54 @@ impl Core {
         let Some(started) = self.started.remove(&handle) else { return };
         if let Some(op) = started.tree_op.filter(|_| started.path == Path::Tree) {
             self.owned.remove(&op);
-            self.forget_verdict(op);
+            self.forget_completion(op);
         }
     }
 
-    /// Take back what an operation in the tree owned that has completed, if nobody waits for it; returns whether.
+    /// Free the buffers of a completed operation in the tree if it is detached. Returns whether it was.
     pub(super) fn reclaim_completed(&mut self, op: OpId) -> bool {
         let Some(handle) = self.owned.get(&op).map(|in_tree| in_tree.handle) else { return false };
-        if self.started.get(&handle).is_none_or(|started| !started.is_abandoned) {
+        if self.started.get(&handle).is_none_or(|started| !started.is_detached) {
             return false;
         }
         self.reclaim(handle);
         true
     }
 
-    /// Take back what abandoned operations own that have ended: all of them, if the communicator has.
-    pub(super) fn reclaim_abandoned(&mut self) {
+    /// Free the buffers of detached operations that have ended; of all detached ones if the communicator has.
+    pub(super) fn reclaim_detached(&mut self) {
         let is_over = self.has_ended();
-        let over = |started: &Started| started.is_abandoned && (is_over || started.finished.is_some());
+        let over = |started: &Started| started.is_detached && (is_over || started.finished.is_some());
         let handles: Vec<u64> = self.started.iter().filter(|(_, started)| over(started)).map(|(&of, _)| of).collect();
         handles.into_iter().for_each(|handle| self.reclaim(handle));
         self.schedules.retain(|handle| self.started.contains_key(handle));
         self.owned.retain(|_, in_tree| self.started.contains_key(&in_tree.handle));
     }
 
-    /// See to handles that were dropped.
+    /// Process dropped handles.
     pub(super) fn reclaim_dropped(&mut self) {
-        if !self.lost.dropped.is_any() {
+        if !self.notices.dropped.is_any() {
             return;
         }
-        let lost = std::sync::Arc::clone(&self.lost);
-        let (handles, tickets) = lost.dropped.take();
-        handles.into_iter().for_each(|handle| self.abandon(handle));
+        let notices = std::sync::Arc::clone(&self.notices);
+        let (handles, tickets) = notices.dropped.take();
+        handles.into_iter().for_each(|handle| self.detach(handle));
         for ticket in tickets {
-            match &mut self.calls {
-                Some(lines) => lines.mesh.abandon(ticket),
-                // They are at work: the next call sees to it.
-                None => lost.dropped.push_message(ticket),
+            match &mut self.connections {
+                Some(connections) => connections.mesh.abandon(ticket),
+                // In use: the next call processes it.
+                None => notices.dropped.push_message(ticket),
             }
         }
     }
 
-    /// Return what the communicator owns for operations and messages that were started.
+    /// Return the started operations and messages that the communicator holds.
     pub(super) fn outstanding(&mut self) -> Outstanding {
         self.reclaim_dropped();
         let in_tree = self.owned.values().map(|in_tree| &in_tree.buffers);
         let elsewhere = self.started.values().filter_map(|started| started.buffers.as_ref());
-        let (messages, message_bytes) = self.calls.as_ref().map_or((0, 0), |lines| lines.mesh.owned_by_messages());
+        let (messages, message_bytes) =
+            self.connections.as_ref().map_or((0, 0), |connections| connections.mesh.owned_by_messages());
         Outstanding {
             operations: self.started.len(),
             messages,
@@ -279,41 +280,41 @@ impl Core {
         }
     }
 
-    /// Tell whether a started operation has ended, with a result or an error; drives what can be driven without
-    /// waiting. A schedule is run, which takes as long as it takes.
+    /// Return whether a started operation has ended, with a result or an error. Drives the tree without blocking; runs
+    /// a host collective to completion.
     pub(super) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
         let (at, limit) = self.deadline(options);
         if self.schedules.contains(&handle) {
             self.wait_for(handle, (at, limit));
             return true;
         }
-        self.settle(handle);
+        self.try_finish(handle);
         if let Some(started) = self.started.get_mut(&handle).filter(|started| started.finished.is_none()) {
             let (desc, begun) = (started.desc, started.begun);
             let waited = started.tested.get_or_insert_with(Instant::now).elapsed();
-            // What ends a wait ends this, too: nobody else may ever look.
+            // Apply the same limits as a wait: the caller may never do more than test.
             let advanced = self.advance(None, (at - waited, limit)).map(|_| ());
-            if let Err(error) = self.get_over(advanced, (at, limit)) {
+            if let Err(error) = self.recover_from(advanced, (at, limit)) {
                 self.end(error, &desc, begun);
             }
-            self.settle(handle);
+            self.try_finish(handle);
         }
         self.started.get(&handle).is_none_or(|started| started.finished.is_some())
     }
 
-    /// Wait for a started operation, and give its buffers back.
+    /// Wait for a started operation, and return its buffers.
     pub(super) fn finish(&mut self, handle: u64, options: &CallOptions) -> (Option<Owned>, Result<Outcome, Error>) {
         let deadline = self.deadline(options);
         self.wait_for(handle, deadline);
         let Some(started) = self.started.remove(&handle) else {
-            return (None, Err(Error::Argument("the handle is not of this communicator".into())));
+            return (None, Err(Error::Argument("the handle belongs to another communicator".into())));
         };
         let in_tree = started.tree_op.and_then(|op| self.owned.remove(&op)).map(|in_tree| in_tree.buffers);
         let ended = self.ended.clone().unwrap_or(Error::PathLost);
         let (mut buffers, result) = (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)));
         if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.path) {
             let extent = owned.extent.clone();
-            extent.keep_own(&started.desc, &mut owned.lend());
+            extent.copy_own(&started.desc, &mut owned.borrow_buffers());
         }
         (buffers, result)
     }
@@ -325,13 +326,13 @@ impl Core {
                     break;
                 }
             }
-            self.settle(handle);
+            self.try_finish(handle);
             let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
             let (desc, begun) = (started.desc, started.begun);
             let stepped = self.step(None, deadline);
-            if let Err(error) = self.get_over(stepped, deadline) {
+            if let Err(error) = self.recover_from(stepped, deadline) {
                 let error = self.end(error, &desc, begun);
-                self.settle(handle);
+                self.try_finish(handle);
                 if let Some(started) = self.started.get_mut(&handle) {
                     started.finished.get_or_insert(Err(error));
                 }
@@ -339,36 +340,37 @@ impl Core {
         }
     }
 
-    /// Repair what can be.
-    pub(super) fn get_over(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
+    /// Recover from an error, if it can be recovered from.
+    pub(super) fn recover_from(&mut self, result: Result<(), Error>, deadline: Deadline) -> Result<(), Error> {
         match result {
-            Err(error) if self.is_repairable(&error) => self.change_view(None, &error, deadline).map(|_| ()),
+            Err(error) if self.is_recoverable(&error) => self.change_view(None, &error, deadline).map(|_| ()),
             other => other,
         }
     }
 
-    /// Note the end of a started operation in the tree, if it has come.
-    pub(super) fn settle(&mut self, handle: u64) {
+    /// Record the end of a started operation in the tree, if it has ended.
+    pub(super) fn try_finish(&mut self, handle: u64) {
         let Some(started) = self.started.get(&handle).filter(|started| started.finished.is_none()) else { return };
         if started.path == Path::Tree && started.tree_op.is_none_or(|op| op.0 < self.completed_below) {
-            let (way, fallback, begun) = ((started.path, started.transfer), started.fallback.clone(), started.begun);
+            let (operation, fallback, begun) =
+                ((started.path, started.transfer), started.fallback.clone(), started.begun);
             let op = started.tree_op;
-            let outcome = self.outcome(way, fallback, begun);
-            let outcome = self.with_verdict(op, outcome);
+            let outcome = self.outcome(operation, fallback, begun);
+            let outcome = self.with_completion(op, outcome);
             if let Some(started) = self.started.get_mut(&handle) {
                 started.finished = Some(Ok(outcome));
             }
         } else if let Some(error) = &self.ended {
             let in_tree = started.tree_op.filter(|_| started.path == Path::Tree);
-            let fresh = in_tree.map_or(Fresh::Elements(Vec::new()), |op| self.fresh(op));
-            let error = error.clone().with_fresh(fresh);
+            let output = in_tree.map_or(OutputState::Elements(Vec::new()), |op| self.output_state(op));
+            let error = error.clone().with_output(output);
             if let Some(started) = self.started.get_mut(&handle) {
                 started.finished = Some(Err(error));
             }
         }
     }
 
-    /// Run all started schedules, in the order of posting.
+    /// Run all started host collectives, in the order of posting.
     pub(super) fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
         while !self.schedules.is_empty() {
             self.run_next_schedule(deadline)?;
@@ -380,20 +382,20 @@ impl Core {
         let Some(handle) = self.schedules.pop_front() else { return Ok(()) };
         let Some(mut started) = self.started.remove(&handle) else { return Ok(()) };
         let (desc, path) = (started.desc, started.path);
-        // A number that the tree may not have any more when this has run.
-        let told = started.tree_op.take();
+        // The tree of this number may be gone when the schedule has run.
+        let announced = started.tree_op.take();
         self.scheduling = Some(started.call);
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
             let schedule = started.schedule.as_ref().ok_or_else(none)?;
-            self.run_told((&desc, path), schedule, owned.lend(), told, deadline)
+            self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         self.scheduling = None;
         let outcome = self.outcome((path, None), started.fallback.clone(), started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
         started.schedule = None;
-        if !started.is_abandoned {
+        if !started.is_detached {
             self.started.insert(handle, started);
         }
         result

@@ -1,60 +1,59 @@
-//! Ranks that come late to an operation: how long the others wait for them, and what then (PROTOCOL 10).
+//! The straggler policy: how long an operation waits for late ranks, and what happens then (PROTOCOL 10).
 //!
-//! The limit travels with the operation through its tree, whose root alone decides, once, before the first result. So it
-//! is for trees of devices of one shard, and of 256 ranks at most, by packets, by reference or both. Elsewhere
-//! [`Straggler::Partial`] is not possible, and says so; [`Straggler::Deadline`] is the deadline of the call there, which
-//! names nobody.
+//! The time limit travels with the operation through its tree. The root alone decides, once, before the first result.
+//! This works in trees of devices with one shard and at most 256 ranks, over packets, zero-copy or both. Elsewhere
+//! [`Straggler::Partial`] is rejected, and [`Straggler::Deadline`] becomes the call's deadline, which does not name the
+//! stragglers.
 //!
 //! Invariants:
-//! - An operation that does not ask for it never leaves out a rank; one that does says in its outcome whom.
-//! - Who has been left out has left the communicator: its calls end with [`Error::Excluded`]. The others go on in the
-//!   tree, over who is left; a call that needs who has left ends with [`Error::Stragglers`].
-//! - Where ranks have left, a tree or a rank that is lost is not made good, as that takes all ranks: the communicator ends
-//!   with the error of the loss. No rank then gets a result over other members than another.
+//! - An operation excludes ranks only if it asked for that, and its outcome names them.
+//! - An excluded rank is removed from the communicator: its calls end with [`Error::Excluded`]. The others continue in
+//!   the tree. A call that needs an excluded rank ends with [`Error::Stragglers`].
+//! - Once ranks are excluded, the loss of a tree or a rank is not recovered, because recovery needs all ranks: the
+//!   communicator ends with the error of the loss. So no two ranks get results over different members.
 
 use super::core::Core;
 use super::error::Error;
 use super::{CallOptions, Outcome};
 use crate::select::{Algo, Explanation, RuledOut};
-use crate::transport::packets::{OpId, Verdict};
+use crate::transport::packets::{CompletionInfo, OpId};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
-use sumac_hal::wire::{Limit, RankMask};
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
-/// What becomes of an operation to which some ranks come late. The same at all ranks; ranks that differ get
-/// [`Error::Mismatch`].
+/// The straggler policy of an operation. Must be the same on all ranks; otherwise they get [`Error::Mismatch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Straggler {
-    /// It waits for them until its deadline.
+    /// Wait for late ranks until the operation's deadline.
     #[default]
     Wait,
-    /// It fails for all, with [`Error::Stragglers`], this long after the first rank has come to it.
+    /// Fail on all ranks with [`Error::Stragglers`] if a rank enters the operation later than this after the first one.
     Deadline(Duration),
-    /// It is completed without them, this long after the first rank has come to it: [`Outcome::missing`] says who has no
-    /// part in the result. They leave the communicator, with [`Error::Excluded`].
+    /// Complete without ranks that enter the operation later than this after the first one. [`Outcome::missing`]
+    /// reports them. They are removed from the communicator, with [`Error::Excluded`].
     ///
-    /// Give calls a longer deadline than that. Who comes in time and is late in the middle of the operation is waited for.
+    /// Use a call deadline that is longer than this. Ranks that enter in time and then slow down are waited for.
     Partial(Duration),
 }
 
-/// Why an operation can't go on without ranks.
+/// Why an operation does not support [`Straggler::Partial`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum WhyNot {
+enum Unsupported {
     Schedule,
     AllGather,
     Shards,
     Ranks,
 }
 
-impl WhyNot {
+impl Unsupported {
     const fn text(self) -> &'static str {
         match self {
-            Self::Schedule => "only the root of a tree can decide who has a part in it",
-            Self::AllGather => "nobody else has the block of a rank that is missing",
-            Self::Shards => "the devices have more than one shard, which do not decide together",
-            Self::Ranks => "sets of ranks are told of up to 256 ranks",
+            Self::Schedule => "only the root of a tree can decide which ranks take part",
+            Self::AllGather => "no other rank has the block of a missing rank",
+            Self::Shards => "the devices have several shards, which do not decide together",
+            Self::Ranks => "rank masks hold at most 256 ranks",
         }
     }
 }
@@ -64,48 +63,51 @@ impl Core {
         options.straggler.unwrap_or(self.config.straggler)
     }
 
-    /// Return why no tree can hold back ranks that are late, if it can't.
-    fn why_not(&self) -> Option<WhyNot> {
+    /// Return why the tree does not support a straggler limit, if it does not.
+    fn partial_unsupported(&self) -> Option<Unsupported> {
         let shards = self.tree.as_ref().map_or(1, |tree| tree.shards());
         if shards > 1 {
-            return Some(WhyNot::Shards);
+            return Some(Unsupported::Shards);
         }
-        (self.config.world as usize > RankMask::RANKS).then_some(WhyNot::Ranks)
+        (self.config.world as usize > RankMask::RANKS).then_some(Unsupported::Ranks)
     }
 
-    /// Return what goes with an operation through the tree; `None` if it waits for everybody as long as it takes.
-    pub(super) fn limit(&self, options: &CallOptions) -> Option<Limit> {
+    /// Return the straggler limit that travels with an operation through the tree; `None` if it waits until the
+    /// deadline.
+    pub(super) fn limit(&self, options: &CallOptions) -> Option<StragglerLimit> {
         let (after, cuts) = match self.policy(options) {
             Straggler::Wait => return None,
             Straggler::Deadline(after) => (after, false),
             Straggler::Partial(after) => (after, true),
         };
         let us = u32::try_from(after.as_micros()).unwrap_or(u32::MAX);
-        self.why_not().is_none().then_some(Limit { us, cuts })
+        self.partial_unsupported().is_none().then_some(StragglerLimit { us, cuts })
     }
 
-    /// Return how long a call may take at most, where nobody but the caller looks at the time.
-    pub(super) fn patience(&self, options: &CallOptions) -> Duration {
+    /// Return the timeout of a call. It includes the straggler limit where no tree enforces that.
+    pub(super) fn call_timeout(&self, options: &CallOptions) -> Duration {
         let limit = options.deadline.unwrap_or(self.config.deadline);
         match self.policy(options) {
-            Straggler::Deadline(after) if self.tree.is_none() || self.why_not().is_some() => limit.min(after),
+            Straggler::Deadline(after) if self.tree.is_none() || self.partial_unsupported().is_some() => {
+                limit.min(after)
+            }
             _ => limit,
         }
     }
 
-    /// Return the algorithm to choose among for an operation: the tree, where it may have to go on without ranks.
+    /// Return the algorithms to select among for an operation: only the tree if the policy is [`Straggler::Partial`].
     ///
     /// # Errors
-    /// [`Error::NotPossible`] if it can't.
+    /// [`Error::NotPossible`] if the policy is not supported.
     pub(super) fn algo_for(&self, desc: &OpDesc, options: &CallOptions) -> Result<Algo, Error> {
         let algo = options.algo.unwrap_or(self.config.algo);
         if !matches!(self.policy(options), Straggler::Partial(_)) {
             return Ok(algo);
         }
         let why = match (algo, desc.collective) {
-            (Algo::Auto | Algo::Tree, Collective::AllGather) => Some(WhyNot::AllGather),
-            (Algo::Auto | Algo::Tree, _) => self.why_not(),
-            _ => Some(WhyNot::Schedule),
+            (Algo::Auto | Algo::Tree, Collective::AllGather) => Some(Unsupported::AllGather),
+            (Algo::Auto | Algo::Tree, _) => self.partial_unsupported(),
+            _ => Some(Unsupported::Schedule),
         };
         let path = if matches!(algo, Algo::Auto) { Path::Tree.name() } else { algo.name() };
         match why {
@@ -114,50 +116,60 @@ impl Core {
         }
     }
 
-    /// Judge the paths anew for an operation that may have to go on without ranks.
-    pub(super) fn judge_stragglers(&self, desc: &OpDesc, options: &CallOptions, found: Explanation) -> Explanation {
+    /// Rule out the candidates that do not support the straggler policy.
+    pub(super) fn apply_straggler_policy(
+        &self,
+        desc: &OpDesc,
+        options: &CallOptions,
+        found: Explanation,
+    ) -> Explanation {
         if !matches!(self.policy(options), Straggler::Partial(_)) || self.config.world == 1 {
             return found;
         }
-        let of_tree = if desc.collective == Collective::AllGather { Some(WhyNot::AllGather) } else { self.why_not() };
+        let of_tree = if desc.collective == Collective::AllGather {
+            Some(Unsupported::AllGather)
+        } else {
+            self.partial_unsupported()
+        };
         rule_out(found, of_tree)
     }
 
-    /// Return the ranks that have left.
-    pub(super) fn gone(&self) -> RankMask {
-        self.tree.as_ref().map_or(RankMask::EMPTY, |tree| tree.gone())
+    /// Return the ranks that were excluded as stragglers.
+    pub(super) fn excluded_ranks(&self) -> RankMask {
+        self.tree.as_ref().map_or(RankMask::EMPTY, |tree| tree.excluded_ranks())
     }
 
-    /// Return a rank that is lost, if it is one that had not left.
+    /// Return a rank that is lost and was not excluded before.
     pub(super) fn lost_rank(&self) -> Option<Rank> {
-        let gone = self.gone();
-        self.lost.ranks().into_iter().find(|rank| !gone.contains(*rank))
+        let excluded = self.excluded_ranks();
+        self.notices.lost_ranks().into_iter().find(|rank| !excluded.contains(*rank))
     }
 
-    /// Keep what is known of an operation that is complete in the tree.
-    pub(super) fn keep_verdict(&mut self, op: OpId, verdict: Verdict) {
-        // Numbers of a tree that is gone mean nothing any more.
+    /// Record the details of a completed operation in the tree.
+    pub(super) fn keep_completion(&mut self, op: OpId, completion: CompletionInfo) {
+        // Operation numbers of earlier trees are void.
         let view = self.view;
-        self.verdicts.retain(|&(of, _), _| of == view);
-        self.verdicts.insert((view, op), verdict);
+        self.completions.retain(|&(of, _), _| of == view);
+        self.completions.insert((view, op), completion);
     }
 
-    /// Nobody asks for an operation any more.
-    pub(super) fn forget_verdict(&mut self, op: OpId) {
-        self.verdicts.remove(&(self.view, op));
+    /// Drop the details of an operation that nobody waits for.
+    pub(super) fn forget_completion(&mut self, op: OpId) {
+        self.completions.remove(&(self.view, op));
     }
 
-    /// Add to an outcome what is known of its operation in the tree.
-    pub(super) fn with_verdict(&mut self, op: Option<OpId>, outcome: Outcome) -> Outcome {
-        let verdict = op.and_then(|op| self.verdicts.remove(&(self.view, op))).unwrap_or_default();
-        Outcome { slowest: verdict.slowest, missing: verdict.missing, ..outcome }
+    /// Add the details of an operation in the tree to its outcome.
+    pub(super) fn with_completion(&mut self, op: Option<OpId>, outcome: Outcome) -> Outcome {
+        let completion = op.and_then(|op| self.completions.remove(&(self.view, op))).unwrap_or_default();
+        Outcome { slowest: completion.slowest, missing: completion.missing, ..outcome }
     }
 }
 
-/// Rule out what can't go on without ranks: every path but the tree, and the tree where there is a reason.
-fn rule_out(mut found: Explanation, of_tree: Option<WhyNot>) -> Explanation {
+/// Rule out every path that does not support [`Straggler::Partial`]: host collectives, and the tree if there is a
+/// reason.
+fn rule_out(mut found: Explanation, of_tree: Option<Unsupported>) -> Explanation {
     for candidate in &mut found.candidates {
-        let why = if candidate.path == Path::Tree { of_tree } else { Some(WhyNot::Schedule) };
+        let why = if candidate.path == Path::Tree { of_tree } else { Some(Unsupported::Schedule) };
         if let (Some(why), true) = (why, candidate.cost_s.is_ok()) {
             candidate.cost_s = Err(RuledOut::Partial { path: candidate.path.name(), why: why.text() });
         }
@@ -176,18 +188,18 @@ mod tests {
     fn found(requested: Algo) -> Explanation {
         let candidate = |path| Candidate { path, cost_s: Ok(1.0) };
         let candidates = [Path::Tree, Path::Ring].map(candidate).to_vec();
-        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, attached: None }
+        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, transport: None }
     }
 
     #[test]
-    fn only_a_tree_goes_on_without_ranks_and_the_others_say_why() {
+    fn partial_policy_selects_the_tree_and_names_why_others_are_ruled_out() {
         assert_eq!(rule_out(found(Algo::Auto), None).chosen, Some(Path::Tree), "not the cheapest");
         let ring = rule_out(found(Algo::Ring), None);
         assert!(
             ring.chosen.is_none() && ring.refusal().is_some_and(|why| why.to_string().contains("the root of a tree"))
         );
-        let sharded = rule_out(found(Algo::Auto), Some(WhyNot::Shards));
+        let sharded = rule_out(found(Algo::Auto), Some(Unsupported::Shards));
         assert_eq!(sharded.chosen, None);
-        assert!(sharded.to_string().contains("ruled out: tree can't go on without ranks"), "{sharded}");
+        assert!(sharded.to_string().contains("ruled out: tree cannot complete without late ranks"), "{sharded}");
     }
 }

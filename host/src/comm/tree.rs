@@ -1,45 +1,45 @@
-//! A rank's way into the tree: by packets, or by reference over memory that it shares with its leaf device.
+//! A rank's end of the tree: by packets, or zero-copy over memory shared with the leaf device.
 
 use super::error::Error;
 use super::extent::Extent;
 use crate::controller::proto::TreeMembership;
 use crate::exec::Buffers;
-use crate::recovery::Remains;
-use crate::transport::memory::{Places, ReferenceDriver, Seating, Transfer};
-use crate::transport::packets::{self, EndpointError, EndpointStats, Event, OpId, TreeDriver, Verdict};
+use crate::recovery::RecoverySource;
+use crate::transport::memory::{AttachParams, Places, Transfer, ZeroCopyDriver};
+use crate::transport::packets::{self, CompletionInfo, EndpointError, EndpointStats, Event, OpId, TreeDriver};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{ChunkNo, Rank};
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::wire::{Limit, RankMask};
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
-/// How often a schedule looks at a tree by reference, or over verbs: doorbells and completions are nothing that can be polled
-/// without more ado.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// How often a host collective polls a zero-copy tree, or one over verbs: doorbells and completions have no file
+/// descriptor to wait on.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The rank's end of the tree.
 #[derive(Debug)]
 pub(super) enum Tree {
     Packets(Box<TreeDriver<HostedPort>>),
-    Reference(Box<ReferenceDriver>),
+    ZeroCopy(Box<ZeroCopyDriver>),
 }
 
 impl Tree {
-    /// Post an operation; with buffers if it runs in the tree, without if it only tells the tree what runs elsewhere.
+    /// Post an operation: with buffers if it runs in the tree, without to announce to the tree what runs elsewhere.
     pub(super) fn post(
         &mut self,
         desc: &OpDesc,
         path: Path,
-        limit: Option<Limit>,
+        limit: Option<StragglerLimit>,
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<(OpId, Transfer), Error> {
         match self {
-            Self::Packets(driver) => match driver.endpoint_mut().post_within(*desc, path, limit) {
+            Self::Packets(driver) => match driver.endpoint_mut().post_with_limit(*desc, path, limit) {
                 Ok(op) => Ok((op, Transfer::Packets)),
-                Err(error) => Err(self.refused(error)),
+                Err(error) => Err(self.rejected(error)),
             },
-            Self::Reference(driver) => {
+            Self::ZeroCopy(driver) => {
                 let (mut places, mut lens) = (Places::default(), (0, 0));
                 if let Some((extent, buffers)) = buffers {
                     let input = extent.input(buffers);
@@ -48,79 +48,79 @@ impl Tree {
                     (places.output, lens.1) = (driver.place(output, desc), output.len());
                     places.writable = driver.whole_pages(output);
                 }
-                match driver.post_within(*desc, path, limit, places) {
+                match driver.post_with_limit(*desc, path, limit, places) {
                     Ok(op) => Ok((op, driver.transfer(&places, lens.0, lens.1))),
-                    Err(error) => Err(self.refused(error)),
+                    Err(error) => Err(self.rejected(error)),
                 }
             }
         }
     }
 
-    fn refused(&self, error: packets::PostError) -> Error {
+    fn rejected(&self, error: packets::PostError) -> Error {
         match error {
-            packets::PostError::Failed(error) => self.named(error),
+            packets::PostError::Failed(error) => self.to_error(error),
             packets::PostError::TooMany { limit } => Error::TooManyInFlight { limit, waited: Duration::ZERO },
         }
     }
 
-    /// Do what can be done without waiting.
+    /// Make progress without blocking.
     pub(super) fn pump(&mut self, buffers: &mut impl packets::Buffers) -> Option<Duration> {
         match self {
             Self::Packets(driver) => driver.pump(buffers),
-            Self::Reference(driver) => driver.pump(buffers),
+            Self::ZeroCopy(driver) => driver.pump(buffers),
         }
     }
 
     pub(super) fn poll_event(&mut self) -> Option<Event> {
         match self {
             Self::Packets(driver) => driver.endpoint_mut().poll_event(),
-            Self::Reference(driver) => driver.poll_event(),
+            Self::ZeroCopy(driver) => driver.poll_event(),
         }
     }
 
-    /// Sleep until there is something to do, or `timeout` has passed; it may return earlier.
+    /// Block until there is something to do or `timeout` has passed. May return earlier.
     pub(super) fn wait(&mut self, timeout: Option<Duration>) {
         match self {
             Self::Packets(driver) => driver.wait(timeout),
-            Self::Reference(driver) => driver.wait(timeout),
+            Self::ZeroCopy(driver) => driver.wait(timeout),
         }
     }
 
     pub(super) fn error(&self) -> Option<EndpointError> {
         match self {
             Self::Packets(driver) => driver.endpoint().error(),
-            Self::Reference(driver) => driver.error(),
+            Self::ZeroCopy(driver) => driver.error(),
         }
     }
 
     pub(super) fn stats(&self) -> EndpointStats {
         match self {
             Self::Packets(driver) => *driver.endpoint().stats(),
-            Self::Reference(driver) => *driver.stats(),
+            Self::ZeroCopy(driver) => *driver.stats(),
         }
     }
 
-    /// Return what is known of the operation whose completion was told last.
-    pub(super) fn verdict(&self) -> Verdict {
+    /// Return the details of the completion that [`Tree::poll_event`] returned last.
+    pub(super) fn completion_info(&self) -> CompletionInfo {
         match self {
-            Self::Packets(driver) => driver.endpoint().verdict(),
-            Self::Reference(driver) => driver.verdict(),
+            Self::Packets(driver) => driver.endpoint().completion_info(),
+            Self::ZeroCopy(driver) => driver.completion_info(),
         }
     }
 
-    /// Return the ranks that have left the group.
-    pub(super) fn gone(&self) -> RankMask {
+    /// Return the ranks that were excluded from the group.
+    pub(super) fn excluded_ranks(&self) -> RankMask {
         match self {
-            Self::Packets(driver) => driver.endpoint().gone(),
-            Self::Reference(driver) => driver.gone(),
+            Self::Packets(driver) => driver.endpoint().excluded_ranks(),
+            Self::ZeroCopy(driver) => driver.excluded_ranks(),
         }
     }
 
-    /// Tell whether another operation can be posted.
+    /// Return whether another operation can be posted.
     pub(super) fn has_room(&self) -> bool {
         match self {
             Self::Packets(driver) => driver.endpoint().has_room(),
-            Self::Reference(driver) => driver.endpoint().has_room(),
+            Self::ZeroCopy(driver) => driver.endpoint().has_room(),
         }
     }
 
@@ -128,84 +128,85 @@ impl Tree {
     pub(super) fn have(&self) -> ChunkNo {
         match self {
             Self::Packets(driver) => driver.endpoint().have(),
-            Self::Reference(driver) => driver.endpoint().have(),
+            Self::ZeroCopy(driver) => driver.endpoint().have(),
         }
     }
 
-    /// Return the chunk behind the last that was posted.
+    /// Return the chunk behind the last one that was posted.
     pub(super) fn end(&self) -> ChunkNo {
-        ChunkNo(self.remains().ops().end())
+        ChunkNo(self.recovery_source().ops().end())
     }
 
-    /// Return how many shards the leaf device has; those of a tree have equally many.
+    /// Return the number of shards of the leaf device; all devices of a tree have the same.
     pub(super) fn shards(&self) -> usize {
         match self {
             Self::Packets(driver) => driver.endpoint().shards(),
-            // Its leaf's are behind one queue; what is of packets above is not seen from here.
-            Self::Reference(_) => 1,
+            // The leaf's shards are behind one queue; shards further up are not visible from here.
+            Self::ZeroCopy(_) => 1,
         }
     }
 
-    /// Return what a schedule can poll beside its own sockets.
+    /// Return a file descriptor that a host collective can poll beside its own sockets.
     pub(super) fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Packets(driver) => driver.port().poll_fd(),
-            Self::Reference(_) => None,
+            Self::ZeroCopy(_) => None,
         }
     }
 
-    /// Return when a schedule has to look again, where `next` is what [`Tree::pump`] said.
-    pub(super) fn look_after(&self, next: Option<Duration>) -> Option<Duration> {
+    /// Return when a host collective must poll the tree again, where `next` is the result of [`Tree::pump`].
+    pub(super) fn next_poll_after(&self, next: Option<Duration>) -> Option<Duration> {
         match self {
             Self::Packets(driver) if driver.port().poll_fd().is_some() => next,
-            Self::Packets(_) | Self::Reference(_) => Some(next.map_or(LOOK_EVERY, |next| next.min(LOOK_EVERY))),
+            Self::Packets(_) | Self::ZeroCopy(_) => Some(next.map_or(POLL_INTERVAL, |next| next.min(POLL_INTERVAL))),
         }
     }
 
-    /// No operation that is in flight may touch its buffers any more.
+    /// End the group: from now on, nothing touches the buffers of operations in flight.
     pub(super) fn retire(&mut self) {
         match self {
-            // What is in packets is copied by this side alone.
+            // Only this side copies payload from packets.
             Self::Packets(_) => {}
-            Self::Reference(driver) => driver.retire(),
+            Self::ZeroCopy(driver) => driver.retire(),
         }
     }
 
-    /// End the group; what its device had for this rank is in the rank's buffers afterwards, and nothing follows.
+    /// End the group, and copy the results that its device has published for this rank to the rank's buffers. Nothing
+    /// touches them afterwards.
     pub(super) fn salvage(&mut self, buffers: &mut impl packets::Buffers) {
         match self {
             Self::Packets(driver) => driver.endpoint_mut().close(),
-            Self::Reference(driver) => driver.salvage(buffers),
+            Self::ZeroCopy(driver) => driver.salvage(buffers),
         }
     }
 
-    /// Return what is left of the group at this rank.
-    pub(super) fn remains(&self) -> &dyn Remains {
+    /// Return this rank's side of the group, as a source for recovery.
+    pub(super) fn recovery_source(&self) -> &dyn RecoverySource {
         match self {
             Self::Packets(driver) => driver.endpoint(),
-            Self::Reference(driver) => &**driver,
+            Self::ZeroCopy(driver) => &**driver,
         }
     }
 
-    /// Say what the end of the group is to a caller.
-    pub(super) fn named(&self, error: EndpointError) -> Error {
+    /// Convert the error of the group for a caller.
+    pub(super) fn to_error(&self, error: EndpointError) -> Error {
         let device = match self {
             Self::Packets(_) => "the leaf",
-            Self::Reference(driver) => driver.device(),
+            Self::ZeroCopy(driver) => driver.device(),
         };
         Error::in_tree(error, device)
     }
 }
 
-/// Describe a rank's place at its leaf; `None` if it contributes by packets.
-pub(super) fn seating(
+/// Return the parameters to attach to the leaf device for zero-copy; `None` if this rank contributes by packets.
+pub(super) fn attach_params(
     tree: &TreeMembership,
     (rank, ranks): (Rank, u32),
     ranks_here: usize,
     table_version: u32,
-) -> Option<Seating> {
-    let bus = tree.bus.as_ref()?;
-    Some(Seating {
+) -> Option<AttachParams> {
+    let bus = tree.attach.as_ref()?;
+    Some(AttachParams {
         device: tree.leaf.clone(),
         socket: bus.socket.as_str().into(),
         remote: None,

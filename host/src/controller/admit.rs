@@ -1,22 +1,22 @@
-//! Admission: from a job's ranks to a tree on the fabric, and to a group on each of its devices, all or none.
+//! Admission: plans a tree for a job's ranks and reserves a group on each of its devices, all or none.
 //!
-//! [`draft`] asks nobody: it plans by what the books leave. What it returns is claimed in the books, and then
-//! [`Placement::reserve`]d on the devices, which takes as long as they take.
+//! [`draft`] sends nothing: it plans with what the ledger has available. Its result is claimed in the ledger and then
+//! [`Placement::reserve`]d on the devices, which waits for their responses.
 
 mod attach;
 mod reserve;
 mod size;
 
-pub(super) use reserve::Unreserved;
+pub(super) use reserve::ReservationFailure;
 #[cfg(feature = "snapshot")]
-pub(super) use reserve::{Failed, Reserving};
+pub(super) use reserve::{PendingReservation, RolledBack};
 
 use super::ControllerConfig;
-use super::books::{Amount, Books, Claim, Needs};
-use super::device::{Asked, DeviceSession};
+use super::device::{DeviceSession, PendingReply};
 use super::entropy::Entropy;
 use super::proto::{JoinRequest, TreeMembership};
-use super::shape::Shape;
+use super::resources::{Claim, Needs, ResourceLedger, Resources};
+use super::shape::TreeShape;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::select::TreeFacts;
 use crate::topo::Fabric;
@@ -36,27 +36,27 @@ use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 pub(super) struct PlacedNode {
     pub(super) device: Arc<DeviceSession>,
     secret: GroupSecret,
-    /// Where it sends results to all its children at once.
+    /// The multicast address to which it sends results to all its children.
     shared: Option<Addr>,
-    /// The parent's index and this node's place there.
+    /// The parent's index, and this node's index among its children.
     parent: Option<(usize, ChildIndex)>,
     children: u16,
-    /// The ranks here that contribute by reference.
-    by_reference: ChildMask,
-    /// Bytes that the group takes of each shard's slot memory.
+    /// The children that use zero-copy.
+    zero_copy: ChildMask,
+    /// The group's slot memory in each shard, in bytes.
     memory_bytes: u64,
-    /// Bytes that the group takes of the memory for redo slots.
+    /// The group's redo memory, in bytes.
     redo_memory_bytes: u64,
 }
 
 impl PlacedNode {
-    /// Whether its device receives packets over RDMA verbs.
+    /// Whether the device receives packets over RDMA verbs.
     fn over_verbs(&self) -> bool {
         matches!(self.device.announce.data_addrs.first(), Some(Addr::Verbs(_)))
     }
 }
 
-/// A job's tree and group, reserved on every node.
+/// A job's tree and group: drafted, or reserved on every node.
 #[derive(Debug)]
 pub(super) struct Placement {
     pub(super) group: GroupId,
@@ -66,14 +66,14 @@ pub(super) struct Placement {
     max_children: u32,
     /// Root first.
     pub(super) nodes: Vec<PlacedNode>,
-    /// Each rank's leaf and place there.
+    /// Each rank's leaf, and its index among the leaf's children.
     ranks: Vec<(usize, ChildIndex)>,
-    /// Why ranks that may contribute by reference contribute by packets.
-    by_packets: BTreeMap<Rank, String>,
-    /// Each rank's host, where a fabric names them.
+    /// Why ranks that may use zero-copy use packets.
+    packets_reasons: BTreeMap<Rank, String>,
+    /// Each rank's host, if there is a fabric.
     hosts: Option<Vec<String>>,
-    /// How many ranks are reached by RDMA.
-    ranks_by_rdma: u32,
+    /// How many ranks use RDMA.
+    rdma_ranks: u32,
     window_max: u16,
     slots: u16,
     chunk_len_bytes: u16,
@@ -84,9 +84,9 @@ pub(super) struct Placement {
 /// Devices by name.
 pub(super) type Devices = BTreeMap<String, Arc<DeviceSession>>;
 
-/// What a placement is called, and what its secrets are made of.
+/// The identifiers of a new group, and the source of its secrets.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Ids {
+pub(super) struct GroupIds {
     pub(super) group: GroupId,
     pub(super) tree: TreeId,
     pub(super) epoch: Epoch,
@@ -95,147 +95,154 @@ pub(super) struct Ids {
     pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
 
-/// What a job asks for.
+/// The job that a tree is planned for.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asking<'j> {
+pub(super) struct PlacementRequest<'j> {
     pub(super) tenant: &'j str,
     /// In order of rank.
     pub(super) requests: &'j [&'j JoinRequest],
-    /// The devices that it is pinned to, the root first; none: as planned.
+    /// The devices that the job is pinned to, root first; empty to plan on the fabric.
     pub(super) pinned: &'j [String],
 }
 
-/// Plan a tree for the ranks on what the books leave of these devices, or take those that the job pins; or say in one
-/// sentence why not. Nothing is reserved.
+/// Plan a tree on what the ledger has available of `devices`, or build the one that the job pins. Reserves nothing.
+///
+/// # Errors
+/// The reason why there is no tree, in one sentence.
 pub(super) fn draft(
     config: &ControllerConfig,
     devices: &Devices,
-    books: &Books,
-    asking: Asking<'_>,
-    ids: Ids,
+    ledger: &ResourceLedger,
+    request: PlacementRequest<'_>,
+    ids: GroupIds,
 ) -> Result<Placement, String> {
     if devices.is_empty() {
         return Err("no device is connected to the controller".into());
     }
-    if !asking.pinned.is_empty() {
-        let shape = Shape::pinned(asking.pinned, asking.requests.len(), devices)?;
-        return fitted(config, books, asking, shape, ids);
+    if !request.pinned.is_empty() {
+        let shape = TreeShape::pinned(request.pinned, request.requests.len(), devices)?;
+        return build_placement(config, ledger, request, shape, ids);
     }
     let Some(fabric) = &config.fabric else {
-        // Any of them can stand for the fabric; why the first one can't is what is told.
+        // Any device can serve as the fabric. Report the reason why the first one cannot.
         let mut first = None;
         for (switch, device) in devices {
-            let (ranks, most) = (asking.requests.len(), most_children(device));
+            let (ranks, most) = (request.requests.len(), children_max(device));
             if ranks > most {
-                // No fabric has to be made up to see that.
+                // Checked before building a fabric of that size.
                 first.get_or_insert(format!(
-                    "{ranks} ranks are more than the {most} children that a group has at most on device {switch}, and without \
-                     a fabric trees have one level"
+                    "{ranks} ranks exceed the {most} children of a group on device {switch}; without a fabric, trees \
+                     have one level: start the controller with a fabric"
                 ));
                 continue;
             }
-            let flat = flat_fabric(switch, asking.requests.len())?;
-            match planned(config, &flat, devices, books, asking, ids) {
+            let flat = flat_fabric(switch, request.requests.len())?;
+            match plan_and_build(config, &flat, devices, ledger, request, ids) {
                 Err(why) => drop(first.get_or_insert(why)),
                 fits => return fits,
             }
         }
         return Err(first.unwrap_or_default());
     };
-    planned(config, fabric, devices, books, asking, ids)
+    plan_and_build(config, fabric, devices, ledger, request, ids)
 }
 
-fn planned(
+fn plan_and_build(
     config: &ControllerConfig,
     fabric: &Fabric,
     devices: &Devices,
-    books: &Books,
-    asking: Asking<'_>,
-    ids: Ids,
+    ledger: &ResourceLedger,
+    request: PlacementRequest<'_>,
+    ids: GroupIds,
 ) -> Result<Placement, String> {
-    let plan = plan_tree(fabric, devices, books, asking)?;
+    let plan = plan_tree(fabric, devices, ledger, request)?;
     let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
-    fitted(config, books, asking, Shape { hosts, ..Shape::planned(&plan, devices)? }, ids)
+    build_placement(config, ledger, request, TreeShape { hosts, ..TreeShape::planned(&plan, devices)? }, ids)
 }
 
-/// Put a group on a shape, as large as fits.
-fn fitted(
+/// Build a placement of the given shape, with the largest sizes that fit.
+fn build_placement(
     config: &ControllerConfig,
-    books: &Books,
-    asking: Asking<'_>,
-    shape: Shape,
-    ids: Ids,
+    ledger: &ResourceLedger,
+    request: PlacementRequest<'_>,
+    shape: TreeShape,
+    ids: GroupIds,
 ) -> Result<Placement, String> {
     let mut placement = place(shape, ids)?;
-    placement.attach(asking.requests)?;
-    placement.fit(config, books, asking)?;
+    placement.attach(request.requests)?;
+    placement.choose_sizes(config, ledger, request)?;
     Ok(placement)
 }
 
-/// Without a fabric: all hosts on one device.
+/// Build a fabric of one switch that connects all hosts.
 fn flat_fabric(switch: &str, hosts: usize) -> Result<Fabric, String> {
     let mut text = format!("[[switch]]\nname = {switch:?}\naggregation = true\n");
     for host in 0..hosts {
         let host = format!("host-{host}");
         text.push_str(&format!("[[host]]\nname = {host:?}\n[[link]]\nends = [{host:?}, {switch:?}]\n"));
     }
-    Fabric::from_toml(&text).map_err(|error| format!("device {switch:?} can't stand for a fabric: {error}"))
+    Fabric::from_toml(&text).map_err(|error| format!("cannot use device {switch:?} as a one-level fabric: {error}"))
 }
 
-fn plan_tree(fabric: &Fabric, devices: &Devices, books: &Books, asking: Asking<'_>) -> Result<Plan, String> {
+fn plan_tree(
+    fabric: &Fabric,
+    devices: &Devices,
+    ledger: &ResourceLedger,
+    request: PlacementRequest<'_>,
+) -> Result<Plan, String> {
     let limits = devices.values().filter_map(|device| {
-        let left = books.left(asking.tenant, &device.key());
+        let left = ledger.available(request.tenant, &device.key());
         let slots = if left.groups == 0 { 0 } else { left.slots };
         let limits =
-            DeviceLimits { max_children: most_children(device), slots_free: u32::try_from(slots).unwrap_or(u32::MAX) };
+            DeviceLimits { max_children: children_max(device), slots_free: u32::try_from(slots).unwrap_or(u32::MAX) };
         Some((fabric.find_switch(device.name())?, limits))
     });
     let limits = Limits {
-        // The least window that still moves: the real one is cut to what is free.
-        slots_needed: 2 * u32::from(shard_of(devices)?.most_within(1) as u16),
+        // The minimum window. The actual one is sized later, to what is available.
+        slots_needed: 2 * u32::from(shard_of(devices)?.max_in_window(1) as u16),
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    let names: Option<Vec<String>> = asking.requests.iter().map(|request| request.host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(asking.requests.len()), HostSelection::Named);
+    let names: Option<Vec<String>> = request.requests.iter().map(|request| request.host.clone()).collect();
+    let hosts = names.map_or(HostSelection::First(request.requests.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }
 
 fn shard_of(devices: &Devices) -> Result<Shard, String> {
     let shards = devices.values().map(|device| device.announce.data_addrs.len()).max().unwrap_or(1);
-    Shard::new(0, shards as u16).ok_or_else(|| format!("a device with {shards} shards"))
+    Shard::new(0, shards as u16).ok_or_else(|| format!("a device announces {shards} shards, which is out of range"))
 }
 
-/// Return how many children a group can have on a device, whatever it says.
-fn most_children(device: &DeviceSession) -> usize {
+/// The maximum number of children of a group on a device, capped whatever the device announces.
+fn children_max(device: &DeviceSession) -> usize {
     usize::from(device.announce.capabilities.children).min(MAX_CHILDREN)
 }
 
-fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
+fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
     if let Some((device, children)) =
-        shape.nodes.iter().find(|(device, children)| children.len() > most_children(device))
+        shape.nodes.iter().find(|(device, children)| children.len() > children_max(device))
     {
-        let (name, len, most) = (device.name(), children.len(), most_children(device));
-        return Err(format!("device {name} would have {len} children, and a group has at most {most} there"));
+        let (name, len, most) = (device.name(), children.len(), children_max(device));
+        return Err(format!("device {name} would have {len} children; a group has at most {most} there"));
     }
-    let Ids { group, tree, epoch, .. } = ids;
+    let GroupIds { group, tree, epoch, .. } = ids;
     let mut ranks = vec![(0, ChildIndex(0)); shape.ranks];
-    let mut places = vec![None; shape.nodes.len()];
+    let mut positions = vec![None; shape.nodes.len()];
     for (index, (_, children)) in shape.nodes.iter().enumerate() {
         for (i, child) in children.iter().enumerate() {
             match *child {
                 Child::Rank(rank) => ranks[rank.0 as usize] = (index, ChildIndex(i as u16)),
-                Child::Node(below) => places[below] = Some((index, ChildIndex(i as u16))),
+                Child::Node(below) => positions[below] = Some((index, ChildIndex(i as u16))),
             }
         }
     }
-    let nodes = (0..).zip(shape.nodes).zip(places).map(|((index, (device, children)), parent)| PlacedNode {
+    let nodes = (0..).zip(shape.nodes).zip(positions).map(|((index, (device, children)), parent)| PlacedNode {
         device,
         secret: GroupSecret(ids.entropy.bytes([group.0.into(), index])),
         shared: None,
         parent,
         children: children.len() as u16,
-        by_reference: ChildMask::EMPTY,
+        zero_copy: ChildMask::EMPTY,
         memory_bytes: 0,
         redo_memory_bytes: 0,
     });
@@ -244,7 +251,7 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
     if let Some(other) = nodes.iter().find(|node| shards(node) != shards(&nodes[0])) {
         let (root, here) = (shards(&nodes[0]), shards(other));
         return Err(format!(
-            "device {} has {here} shards, device {} has {root}; the devices of a tree need equally many",
+            "device {} has {here} shards, device {} has {root}; all devices of a tree need the same number",
             other.device.name(),
             nodes[0].device.name()
         ));
@@ -252,7 +259,7 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
     let kind = |node: &PlacedNode| if node.over_verbs() { "over verbs" } else { "over UDP" };
     if let Some(other) = nodes.iter().find(|node| node.over_verbs() != nodes[0].over_verbs()) {
         return Err(format!(
-            "device {} receives {}, device {} {}; the devices of a tree need the same",
+            "device {} receives {}, device {} {}; all devices of a tree must receive the same way",
             other.device.name(),
             kind(other),
             nodes[0].device.name(),
@@ -267,9 +274,9 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
         max_children: shape.max_children,
         nodes,
         ranks,
-        by_packets: BTreeMap::new(),
+        packets_reasons: BTreeMap::new(),
         hosts: shape.hosts,
-        ranks_by_rdma: 0,
+        rdma_ranks: 0,
         window_max: 0,
         slots: 0,
         chunk_len_bytes: 0,
@@ -279,8 +286,8 @@ fn place(shape: Shape, ids: Ids) -> Result<Placement, String> {
 }
 
 impl Placement {
-    /// Tell whether all ranks and devices use loopback addresses of IPv4: the controller listens on loopback only, so
-    /// that is one host.
+    /// Whether all ranks and devices use IPv4 loopback addresses. They are then on one host, because the controller
+    /// listens on loopback only.
     fn on_one_host(&self, requests: &[&JoinRequest]) -> bool {
         let loopback = |addr: SocketAddr| addr.is_ipv4() && addr.ip().is_loopback();
         let mut devices = self.nodes.iter().flat_map(|node| &node.device.announce.data_addrs);
@@ -288,61 +295,66 @@ impl Placement {
             && requests.iter().all(|request| loopback(request.mesh_addr))
     }
 
-    /// Draw each node a shared address towards its children, if there are some whom packets bring results.
-    fn share(&mut self) {
+    /// Assign a multicast address to each node with several children of which some receive results in packets.
+    fn draw_multicast(&mut self) {
         for node in &mut self.nodes {
-            let by_packets = usize::from(node.children) > node.by_reference.iter().count();
-            node.shared = (node.children > 1 && by_packets).then(draw_shared);
+            let by_packets = usize::from(node.children) > node.zero_copy.iter().count();
+            node.shared = (node.children > 1 && by_packets).then(random_multicast_addr);
         }
     }
 
-    /// What a child of `node` knows of its shared address.
+    /// The multicast address and key of `node`, for its children.
     fn shared_link(&self, node: &PlacedNode) -> Option<SharedLink> {
         let key = node.secret.child_key(self.group, self.epoch, ChildIndex::ALL);
         Some(SharedLink { addr: node.shared?, key })
     }
 
-    /// The shared address of the parent.
+    /// The multicast address and key of the node's parent.
     fn parent_shared(&self, node: &PlacedNode) -> Option<SharedLink> {
         let (parent, _) = node.parent?;
         self.shared_link(&self.nodes[parent])
     }
 
-    /// Choose the sizes by what the books leave, and the ways of answers.
-    fn fit(&mut self, config: &ControllerConfig, books: &Books, asking: Asking<'_>) -> Result<(), String> {
-        self.size(config, books, asking)?;
-        if config.shared_answers && self.on_one_host(asking.requests) {
-            self.share();
+    /// Choose chunk and window for what is available, and whether results are multicast.
+    fn choose_sizes(
+        &mut self,
+        config: &ControllerConfig,
+        ledger: &ResourceLedger,
+        request: PlacementRequest<'_>,
+    ) -> Result<(), String> {
+        self.size(config, ledger, request)?;
+        if config.multicast_results && self.on_one_host(request.requests) {
+            self.draw_multicast();
         }
         Ok(())
     }
 
-    /// Let the ranks of a node contribute by packets after all, and choose the sizes anew.
-    pub(super) fn refit_inline(
+    /// Switch the ranks of a node to packets and choose the sizes again.
+    pub(super) fn refit_with_packets(
         &mut self,
         (index, why): (usize, &str),
         config: &ControllerConfig,
-        books: &Books,
-        asking: Asking<'_>,
+        ledger: &ResourceLedger,
+        request: PlacementRequest<'_>,
     ) -> Result<(), String> {
-        self.turn_inline(index, asking.requests, why)?;
-        self.fit(config, books, asking)
+        self.fall_back_to_packets(index, request.requests, why)?;
+        self.choose_sizes(config, ledger, request)
     }
 
-    /// Return what the group takes of each device.
+    /// The group's claim on each device.
     pub(super) fn claim(&self, tenant: &str) -> Claim {
         Claim { group: self.group, tenant: tenant.to_owned(), needs: self.needs(u64::from(self.slots)) }
     }
 
-    /// Return the least that the group could do with: a window of one chunk.
-    pub(super) fn least(&self) -> Needs {
+    /// The minimum that the group needs: a window of one chunk.
+    pub(super) fn minimum_needs(&self) -> Needs {
         let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
-        self.needs(shard.map_or(0, |shard| 2 * shard.most_within(1)))
+        self.needs(shard.map_or(0, |shard| 2 * shard.max_in_window(1)))
     }
 
     fn needs(&self, slots: u64) -> Needs {
         let most = u64::from(self.slots).max(1);
-        let need = |node: &PlacedNode| Amount {
+        let need = |node: &PlacedNode| Resources {
             groups: 1,
             slots,
             memory_bytes: node.memory_bytes / most * slots,
@@ -384,19 +396,19 @@ impl Placement {
             ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
-            by_reference: node.by_reference,
+            zero_copy: node.zero_copy,
         }
     }
 
-    /// Tell a rank its place.
+    /// The membership of a rank.
     pub(super) fn membership(&self, config: &ControllerConfig, rank: Rank) -> TreeMembership {
         let (leaf, child) = self.ranks[rank.0 as usize];
         let node = &self.nodes[leaf];
         let announce = &node.device.announce;
         let packet = u32::from(self.chunk_len_bytes) + HEADER_LEN as u32;
-        let bus = announce.bus.as_ref().filter(|_| node.by_reference.contains(child));
-        // Packets of all children must find room; what comes by reference takes none.
-        let start = match bus {
+        let attach = announce.attach.as_ref().filter(|_| node.zero_copy.contains(child));
+        // Initial packets of all children must fit into the receive buffer. Zero-copy needs no room there.
+        let start = match attach {
             Some(_) => u32::from(self.window_max),
             None => announce.capabilities.receive_buffer_bytes / (u32::from(node.children) * packet),
         };
@@ -407,8 +419,8 @@ impl Placement {
             dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
             ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
             collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
-            ranks_by_reference: self.ranks_by_reference(),
-            ranks_by_rdma: self.ranks_by_rdma,
+            zero_copy_ranks: self.zero_copy_ranks(),
+            rdma_ranks: self.rdma_ranks,
             over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
         };
         TreeMembership {
@@ -418,19 +430,19 @@ impl Placement {
             host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
             key: node.secret.child_key(self.group, self.epoch, child),
-            shared: self.shared_link(node).filter(|_| bus.is_none()),
+            shared: self.shared_link(node).filter(|_| attach.is_none()),
             parents: announce.data_addrs.iter().copied().collect(),
             window_max: self.window_max,
             window_start: start.clamp(1, u32::from(self.window_max)) as u16,
             chunk_len_bytes: self.chunk_len_bytes,
             timers: config.timers.into(),
             facts,
-            bus: bus.cloned(),
-            by_packets: self.by_packets.get(&rank).cloned(),
+            attach: attach.cloned(),
+            packets_reason: self.packets_reasons.get(&rank).cloned(),
         }
     }
 
-    /// Return each node's children in order, root first: the expression that the group evaluates.
+    /// Each node's children in order, root first: the expression that the group evaluates.
     pub(super) fn expression(&self) -> Vec<Vec<Child>> {
         let mut nodes: Vec<_> =
             self.nodes.iter().map(|node| vec![Child::Node(0); usize::from(node.children)]).collect();
@@ -445,32 +457,33 @@ impl Placement {
         nodes
     }
 
-    /// Tell a device to free the group and its tree. One that can't be told frees by itself: it restarted, or the lease
-    /// runs out. Returns the last request.
-    pub(super) fn release_on(&self, device: &DeviceSession) -> Option<Asked> {
+    /// Tell a device to release the group and its tree. If the request cannot be sent, the device has restarted or the
+    /// lease will expire. Returns the last request.
+    pub(super) fn release_on(&self, device: &DeviceSession) -> Option<PendingReply> {
         let mut requests = [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)].into_iter();
         let asked = requests.try_fold(None, |_, request| device.post(request).map(Some));
         asked.unwrap_or_else(|error| {
-            tracing::debug!(device = device.name(), group = %self.group, %error, "not released");
+            tracing::debug!(device = device.name(), group = %self.group, %error, "not released; its lease will expire");
             None
         })
     }
 }
 
-/// Draw a multicast address of the site's own (239.255.0.0/16, RFC 2365) and a port. Two groups that draw the same are
-/// told apart by their keys, and only hear more than they need.
-fn draw_shared() -> Addr {
+/// Draw a site-local multicast address (239.255.0.0/16, RFC 2365) and a port. If two groups draw the same, their keys
+/// tell them apart; they only receive unneeded packets.
+fn random_multicast_addr() -> Addr {
     let [x, y, high, low] = random_bytes();
-    let port = SHARED_PORTS.start() + u16::from_be_bytes([high, low]) % (SHARED_PORTS.end() - SHARED_PORTS.start() + 1);
+    let port = MULTICAST_PORTS.start()
+        + u16::from_be_bytes([high, low]) % (MULTICAST_PORTS.end() - MULTICAST_PORTS.start() + 1);
     Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, x, y), port)))
 }
 
-/// The UDP ports of first shards' shared addresses: there is room for all shards behind each.
-const SHARED_PORTS: std::ops::RangeInclusive<u16> = 20_000..=60_000;
+/// The UDP ports of the first shards' multicast addresses, with room for the ports of the other shards.
+const MULTICAST_PORTS: std::ops::RangeInclusive<u16> = 20_000..=60_000;
 
 pub(super) fn random_bytes<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     let filled = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
-    assert_eq!(filled, Ok(N), "the system gives randomness once it has booted");
+    assert_eq!(filled, Ok(N), "the system provides randomness once it has booted");
     bytes
 }

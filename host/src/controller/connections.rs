@@ -1,14 +1,14 @@
-//! All connections of a controller, on one thread: it accepts, reads what has come, hands it to the state, and sends what
-//! waits in the peers' [`Outbox`]es.
+//! The thread that serves all connections: it accepts, reads messages, hands them to the state, and flushes the peers'
+//! [`Outbox`]es.
 //!
-//! Nothing here waits for a peer. Who does not say who it is, does not end a message, does not read, or sends what is no
-//! message is hung up on; what each and all may hold is in [`Limits`].
+//! It never blocks on a peer. A peer that sends no handshake, leaves a message incomplete, does not read or sends
+//! malformed data is disconnected. [`Limits`] bounds what each peer and all peers together may hold.
 //!
-//! A connection that ends takes its membership or its device along, whatever ended it. Those that end together are closed
-//! before anybody is told, so that the dead are not told of the dead.
+//! When a connection ends, for whatever reason, its membership or device ends with it. Connections that end together
+//! are all closed before anyone is notified, so that lost ranks are not notified of each other.
 
 use super::limits::{Limits, NameKind, REQUEST_LEN_MAX, check_name};
-use super::line::{Frames, Line, Outbox, Sending};
+use super::outbox::{FlushStatus, Frames, MessageSink, Outbox};
 use super::proto::{ClientReply, ClientRequest, JoinRefusal};
 use super::state::{Client, Served};
 use super::{DeviceSession, Shared};
@@ -20,46 +20,46 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{Announce, Envelope, FrameBuffer, FrameError, Greeting, MAX_MESSAGE_LEN, Response};
+use sumac_hal::ctrl::{Announce, Envelope, FrameBuffer, FrameError, Hello, MAX_MESSAGE_LEN, Response};
 use sumac_hal::ids::Rank;
 
 const LISTENER: u64 = 0;
-const WAKEUP: u64 = 1;
+const NOTIFIER: u64 = 1;
 const FIRST_CONN: u64 = 2;
 
-/// What the system buffers towards one peer, in bytes; it doubles that.
+/// The send buffer of a socket, in bytes; the kernel doubles it.
 const SEND_BUFFER_BYTES: usize = 32 * 1024;
 
-/// The longest greeting in bytes: a device with all its shards.
-const GREETING_LEN_MAX: usize = 8 * 1024;
+/// The maximum length of a handshake in bytes: fits a device with all its shards.
+const HELLO_LEN_MAX: usize = 8 * 1024;
 
-/// How many connections beyond the limit are told so.
+/// How many connections beyond the limit are accepted to be told so.
 const TURNED_AWAY_MAX: usize = 64;
 
-/// How long they may take to hear it.
-const TURN_AWAY_LIMIT: Duration = Duration::from_secs(2);
+/// How long such a connection may take to read the refusal.
+const TURN_AWAY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long nobody is accepted after the system had no descriptor for it.
+/// How long to stop accepting after the system ran out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How many are accepted before others have their turn.
-const ACCEPTS_A_TURN: usize = 256;
+/// How many connections to accept before serving the others.
+const ACCEPTS_PER_POLL: usize = 256;
 
-/// How many events are taken at a time: all connections that end together, if they can be.
+/// How many events to take at a time: enough to see connections that end together in one batch.
 const EVENTS_MAX: usize = 32_768;
 
-/// How often deadlines are looked at.
-const SWEEP_EVERY: Duration = Duration::from_millis(100);
+/// How often deadlines are checked.
+const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Who a peer is.
+/// The role of a peer.
 #[derive(Debug)]
 enum Peer {
-    /// It has not said so.
+    /// The handshake is outstanding.
     Unknown,
     Device(Arc<DeviceSession>),
-    /// With the job and rank that it has joined as.
+    /// A client, and the job and rank that it has joined as.
     Client(Arc<Client>, Option<(String, Rank)>),
-    /// One too many, which is being told.
+    /// Beyond the connection limit; being refused.
     TurnedAway,
 }
 
@@ -69,38 +69,38 @@ struct Conn {
     inbox: FrameBuffer,
     outbox: Arc<Outbox>,
     peer: Peer,
-    /// When it came, or said something whole last.
-    heard_at: Instant,
-    /// Since when it has read nothing of what waits for it.
+    /// When it connected or last completed a message.
+    active_at: Instant,
+    /// Since when it has read nothing although output is queued.
     blocked_since: Option<Instant>,
 }
 
 /// Why a connection ends.
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum CloseReason {
     #[error("closed by the peer")]
     Closed,
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("{0}")]
     Frame(#[from] FrameError),
-    #[error("hung up on")]
-    HungUp,
-    #[error("it has not said in time who it is")]
+    #[error("disconnected by the controller")]
+    Disconnected,
+    #[error("no handshake within the time limit")]
     Greeting,
-    #[error("it has asked for nothing, or not ended a message, in time")]
+    #[error("idle, or sending one message, for longer than the limit")]
     Idle,
-    #[error("it does not read what it is sent")]
+    #[error("it does not read its input")]
     Stalled,
-    #[error("all peers together have begun messages of more bytes than the controller keeps, and it of the most")]
+    #[error("incomplete messages of all peers exceed the limit, and this peer's are the longest")]
     Input,
-    #[error("all peers together do not read more bytes than the controller keeps, and it the most")]
+    #[error("output queued for all peers exceeds the limit, and this peer's queue is the longest")]
     Output,
-    #[error("it was refused as a device")]
+    #[error("refused as a device")]
     Refused,
 }
 
-/// The connections.
+/// All connections, and the state of their thread.
 pub(super) struct Connections {
     shared: Arc<Shared>,
     listener: TcpListener,
@@ -108,13 +108,13 @@ pub(super) struct Connections {
     conns: HashMap<u64, Conn>,
     next: u64,
     turned_away: usize,
-    /// What waits to be sent to all, in bytes.
+    /// Bytes queued for all peers.
     output_bytes: Arc<AtomicUsize>,
-    /// Parts of messages that have come.
+    /// Bytes of incomplete messages from all peers.
     input_bytes: usize,
-    /// Those that have asked for a report since the last turn.
+    /// Clients that have requested a report since the last poll.
     reports: Vec<Arc<Client>>,
-    /// When accepting goes on, where the system had no descriptor.
+    /// When to accept again after the system ran out of file descriptors.
     accepts_at: Option<Instant>,
     swept_at: Instant,
     buffer: Vec<u8>,
@@ -125,7 +125,7 @@ impl Connections {
         listener.set_nonblocking(true)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &listener, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
-        epoll::add(&epoll, shared.wakeup.fd(), epoll::EventData::new_u64(WAKEUP), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, shared.notifier.fd(), epoll::EventData::new_u64(NOTIFIER), epoll::EventFlags::IN)?;
         Ok(Self {
             shared,
             listener,
@@ -142,18 +142,18 @@ impl Connections {
         })
     }
 
-    /// Serve until the controller has ended, and let go of everybody then.
+    /// Serve until the controller has stopped, then close all connections.
     pub(super) fn run(mut self) {
         let mut events = Vec::new();
         while !self.shared.has_ended() {
-            if let Err(error) = self.turn(&mut events) {
-                // None of its causes goes away by itself: there is no epoll any more.
-                tracing::error!(%error, "the controller can't wait for its connections");
+            if let Err(error) = self.poll(&mut events) {
+                // Not recoverable: epoll itself has failed.
+                tracing::error!(%error, "cannot poll connections; the controller stops serving");
                 return;
             }
         }
         for conn in self.conns.values() {
-            // What was said last, as far as it goes.
+            // Best effort: send the last messages.
             let _ = conn.outbox.flush(&conn.stream);
         }
     }
@@ -162,15 +162,15 @@ impl Connections {
         &self.shared.config.limits
     }
 
-    /// Wait for something to happen, and deal with all that has.
-    fn turn(&mut self, events: &mut Vec<epoll::Event>) -> io::Result<()> {
+    /// Wait for events and handle them.
+    fn poll(&mut self, events: &mut Vec<epoll::Event>) -> io::Result<()> {
         self.wait(events)?;
         let mut ended = Vec::new();
         for event in events.drain(..) {
             let (data, flags) = (event.data, event.flags);
             match data.u64() {
                 LISTENER => self.accept()?,
-                WAKEUP => {}
+                NOTIFIER => {}
                 id => {
                     let is_readable = flags.intersects(
                         epoll::EventFlags::IN
@@ -187,9 +187,9 @@ impl Connections {
             }
         }
         self.end(ended);
-        // Who asks has seen what ended before: it is no more in the report.
-        self.shared.ask_for_reports(&mut self.reports);
-        let noted = self.shared.wakeup.take().into_iter();
+        // Queue reports only now, so that they no longer show connections that ended before the request.
+        self.shared.queue_reports(&mut self.reports);
+        let noted = self.shared.notifier.take_ready().into_iter();
         let ended = noted.filter_map(|id| self.flush(id).err().map(|why| (id, why))).collect();
         self.end(ended);
         self.shed_output();
@@ -198,7 +198,7 @@ impl Connections {
 
     fn wait(&self, events: &mut Vec<epoll::Event>) -> io::Result<()> {
         let is_quiet = self.conns.is_empty() && self.accepts_at.is_none();
-        let limit = Timespec { tv_sec: 0, tv_nsec: SWEEP_EVERY.subsec_nanos().into() };
+        let limit = Timespec { tv_sec: 0, tv_nsec: SWEEP_INTERVAL.subsec_nanos().into() };
         events.reserve(EVENTS_MAX.min(self.conns.len() + 2));
         let spare = rustix::buffer::spare_capacity(events);
         match epoll::wait(&self.epoll, spare, (!is_quiet).then_some(&limit)) {
@@ -208,19 +208,19 @@ impl Connections {
     }
 
     fn accept(&mut self) -> io::Result<()> {
-        for _ in 0..ACCEPTS_A_TURN {
+        for _ in 0..ACCEPTS_PER_POLL {
             match self.listener.accept() {
                 Ok((stream, _)) if self.shared.stopping() => drop(stream),
                 Ok((stream, _)) => {
-                    if let Err(error) = self.take_in(stream) {
-                        tracing::debug!(%error, "a connection could not be taken in");
+                    if let Err(error) = self.register(stream) {
+                        tracing::debug!(%error, "cannot accept a connection");
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
                 Err(error) => {
-                    // Who waits there would be announced again at once: nothing is accepted for a while instead.
-                    tracing::warn!(%error, connections = self.conns.len(), "no connection can be accepted now");
+                    // epoll would report the pending connection again at once, so stop accepting for a while.
+                    tracing::warn!(%error, connections = self.conns.len(), "cannot accept; raise the open file limit");
                     self.accepts_at = Some(Instant::now() + ACCEPT_PAUSE);
                     epoll::delete(&self.epoll, &self.listener)?;
                     return Ok(());
@@ -230,21 +230,22 @@ impl Connections {
         Ok(())
     }
 
-    fn take_in(&mut self, stream: TcpStream) -> io::Result<()> {
+    fn register(&mut self, stream: TcpStream) -> io::Result<()> {
         let limit = self.limits().connections;
         let is_one_too_many = self.conns.len() - self.turned_away >= limit;
         if is_one_too_many && self.turned_away >= TURNED_AWAY_MAX {
-            return Err(io::Error::other(format!("there are {limit} already")));
+            return Err(io::Error::other(format!("there are already {limit}, the limit")));
         }
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        // What waits is kept here, where it counts, and not in the system, where it does not.
+        // Keep the backlog in the outbox, where it counts towards the limits, instead of in the kernel.
         rustix::net::sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES)?;
         let id = self.next;
         self.next += 1;
         epoll::add(&self.epoll, &stream, epoll::EventData::new_u64(id), epoll::EventFlags::IN)?;
-        let wakeup = Arc::clone(&self.shared.wakeup);
-        let outbox = Arc::new(Outbox::new(id, self.limits().peer_output_bytes, Arc::clone(&self.output_bytes), wakeup));
+        let notifier = Arc::clone(&self.shared.notifier);
+        let outbox =
+            Arc::new(Outbox::new(id, self.limits().peer_output_bytes, Arc::clone(&self.output_bytes), notifier));
         let peer = if is_one_too_many { Peer::TurnedAway } else { Peer::Unknown };
         if is_one_too_many {
             self.turned_away += 1;
@@ -253,17 +254,17 @@ impl Connections {
                 outbox.put(&[frames]);
             }
         }
-        let inbox = FrameBuffer::new(GREETING_LEN_MAX);
-        let conn = Conn { stream, inbox, outbox, peer, heard_at: Instant::now(), blocked_since: None };
+        let inbox = FrameBuffer::new(HELLO_LEN_MAX);
+        let conn = Conn { stream, inbox, outbox, peer, active_at: Instant::now(), blocked_since: None };
         self.conns.insert(id, conn);
         Ok(())
     }
 
-    /// Read what has come, and do what it asks for.
-    fn read(&mut self, id: u64) -> Result<(), Ended> {
+    /// Read from a connection and handle complete messages.
+    fn read(&mut self, id: u64) -> Result<(), CloseReason> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let len = match (&conn.stream).read(&mut self.buffer) {
-            Ok(0) => return Err(Ended::Closed),
+            Ok(0) => return Err(CloseReason::Closed),
             Ok(len) => len,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => return Ok(()),
             Err(error) => return Err(error.into()),
@@ -273,13 +274,13 @@ impl Connections {
         }
         let before = conn.inbox.len();
         conn.inbox.push(&self.buffer[..len]);
-        let heard = conn.hear(&self.shared, &mut self.reports);
+        let handled = conn.handle_messages(&self.shared, &mut self.reports);
         self.input_bytes = self.input_bytes + conn.inbox.len() - before;
-        heard
+        handled
     }
 
-    /// Hang up on those that have begun messages of the most bytes, if all together are more than the controller keeps: not
-    /// on who has added the last of them.
+    /// If incomplete messages exceed the limit, disconnect the peers that hold most, rather than the one that sent
+    /// last.
     fn shed_input(&mut self) {
         let limit = self.limits().input_bytes;
         if self.input_bytes <= limit {
@@ -291,12 +292,12 @@ impl Connections {
                 break;
             }
             left -= bytes;
-            ended.push((id, Ended::Input));
+            ended.push((id, CloseReason::Input));
         }
         self.end(ended);
     }
 
-    /// The same of those that do not read what waits for them.
+    /// If queued output exceeds the limit, disconnect the blocked peers with the longest queues.
     fn shed_output(&mut self) {
         let limit = self.limits().output_bytes;
         let is_over = |limit| self.output_bytes.load(Ordering::Acquire) > limit;
@@ -309,24 +310,26 @@ impl Connections {
             if !is_over(limit / 4 * 3) {
                 break;
             }
-            // What others wait for, too, stays.
+            // Messages shared with other outboxes stay allocated.
             self.conns[&id].outbox.close();
-            tracing::warn!(limit, "peers do not read what they are sent: one of them is hung up on");
-            ended.push((id, Ended::Output));
+            tracing::warn!(limit, "queued output exceeds the limit in bytes; disconnecting a peer that does not read");
+            ended.push((id, CloseReason::Output));
         }
         self.end(ended);
     }
 
-    /// Send what waits.
-    fn flush(&mut self, id: u64) -> Result<(), Ended> {
+    /// Send queued output.
+    fn flush(&mut self, id: u64) -> Result<(), CloseReason> {
         let Some(conn) = self.conns.get_mut(&id) else { return Ok(()) };
         let sending = conn.outbox.flush(&conn.stream);
         let was_blocked = conn.blocked_since.is_some();
         match sending {
-            Sending::Empty => conn.blocked_since = None,
-            Sending::Blocked { has_moved } if has_moved || !was_blocked => conn.blocked_since = Some(Instant::now()),
-            Sending::Blocked { .. } => {}
-            Sending::Over => return Err(Ended::HungUp),
+            FlushStatus::Drained => conn.blocked_since = None,
+            FlushStatus::Blocked { has_progressed } if has_progressed || !was_blocked => {
+                conn.blocked_since = Some(Instant::now())
+            }
+            FlushStatus::Blocked { .. } => {}
+            FlushStatus::Closed => return Err(CloseReason::Disconnected),
         }
         if was_blocked != conn.blocked_since.is_some() {
             let write = if was_blocked { epoll::EventFlags::empty() } else { epoll::EventFlags::OUT };
@@ -336,14 +339,14 @@ impl Connections {
         Ok(())
     }
 
-    /// Deal with what is due.
+    /// Handle deadlines.
     fn sweep(&mut self) -> io::Result<()> {
         let now = Instant::now();
         if self.accepts_at.is_some_and(|at| at <= now) {
             self.accepts_at = None;
             epoll::add(&self.epoll, &self.listener, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
         }
-        if now.duration_since(self.swept_at) >= SWEEP_EVERY {
+        if now.duration_since(self.swept_at) >= SWEEP_INTERVAL {
             self.swept_at = now;
             let limits = &self.shared.config.limits;
             let due = |(id, conn): (&u64, &Conn)| Some((*id, conn.due(limits, now)?));
@@ -353,15 +356,15 @@ impl Connections {
         Ok(())
     }
 
-    /// Let go of these: first of all of them, then of what they stood for.
-    fn end(&mut self, ended: Vec<(u64, Ended)>) {
+    /// Close connections: first all of them, then end their memberships and devices.
+    fn end(&mut self, ended: Vec<(u64, CloseReason)>) {
         let mut gone = Vec::with_capacity(ended.len());
         for (id, why) in ended {
             let Some(conn) = self.conns.remove(&id) else { continue };
             conn.outbox.close();
             self.input_bytes -= conn.inbox.len();
             tracing::debug!(peer = ?conn.stream.peer_addr(), %why, "connection ended");
-            // The descriptor leaves the epoll set as it is closed, unless it was inherited.
+            // Closing removes the descriptor from the epoll set, unless a child process inherited it.
             let _ = epoll::delete(&self.epoll, &conn.stream);
             let _ = conn.stream.shutdown(Shutdown::Both);
             match conn.peer {
@@ -382,22 +385,22 @@ impl Connections {
             self.shared.lock().depart_all(clients);
         }
         for session in devices {
-            session.end();
+            session.mark_closed();
             self.shared.lock().remove_device(&session);
-            tracing::info!(device = session.name(), "device gone");
+            tracing::info!(device = session.name(), "device disconnected");
         }
     }
 }
 
 impl Conn {
-    /// Take in the messages that are whole.
-    fn hear(&mut self, shared: &Arc<Shared>, reports: &mut Vec<Arc<Client>>) -> Result<(), Ended> {
+    /// Handle complete messages.
+    fn handle_messages(&mut self, shared: &Arc<Shared>, reports: &mut Vec<Arc<Client>>) -> Result<(), CloseReason> {
         loop {
-            let is_heard = match &mut self.peer {
+            let is_handled = match &mut self.peer {
                 Peer::TurnedAway => false,
                 Peer::Unknown => match self.inbox.take_message()? {
                     Some(greeting) => {
-                        self.peer = greet(shared, greeting, &self.outbox)?;
+                        self.peer = handle_hello(shared, greeting, &self.outbox)?;
                         let is_device = matches!(self.peer, Peer::Device(_));
                         self.inbox.limit(if is_device { MAX_MESSAGE_LEN } else { REQUEST_LEN_MAX });
                         true
@@ -406,7 +409,7 @@ impl Conn {
                 },
                 Peer::Device(session) => match self.inbox.take_message::<Envelope<Response>>()? {
                     Some(response) => {
-                        session.take(response);
+                        session.handle_response(response);
                         true
                     }
                     None => false,
@@ -421,80 +424,80 @@ impl Conn {
                     None => false,
                 },
             };
-            if !is_heard {
+            if !is_handled {
                 return Ok(());
             }
-            self.heard_at = Instant::now();
+            self.active_at = Instant::now();
         }
     }
 
-    /// Return why it is to end by now, if so.
-    fn due(&self, limits: &Limits, now: Instant) -> Option<Ended> {
-        let silent = now.saturating_duration_since(self.heard_at);
+    /// Return why the connection must be closed by now, if so.
+    fn due(&self, limits: &Limits, now: Instant) -> Option<CloseReason> {
+        let silent = now.saturating_duration_since(self.active_at);
         let blocked = self.blocked_since.map(|since| now.saturating_duration_since(since));
         if blocked.is_some_and(|blocked| blocked >= limits.stalled) {
-            return Some(Ended::Stalled);
+            return Some(CloseReason::Stalled);
         }
         match &self.peer {
-            Peer::Unknown => (silent >= limits.greeting).then_some(Ended::Greeting),
-            Peer::TurnedAway => (silent >= TURN_AWAY_LIMIT).then_some(Ended::HungUp),
-            Peer::Client(_, None) => (silent >= limits.idle).then_some(Ended::Idle),
+            Peer::Unknown => (silent >= limits.greeting).then_some(CloseReason::Greeting),
+            Peer::TurnedAway => (silent >= TURN_AWAY_TIMEOUT).then_some(CloseReason::Disconnected),
+            Peer::Client(_, None) => (silent >= limits.idle).then_some(CloseReason::Idle),
             Peer::Client(..) | Peer::Device(_) => {
-                (!self.inbox.is_empty() && silent >= limits.idle).then_some(Ended::Idle)
+                (!self.inbox.is_empty() && silent >= limits.idle).then_some(CloseReason::Idle)
             }
         }
     }
 }
 
-/// Sort connections by what they hold, the most first.
+/// Sort connections by the bytes they hold, largest first.
 fn most_first(held: impl Iterator<Item = (usize, u64)>) -> Vec<(usize, u64)> {
     let mut held: Vec<_> = held.filter(|(bytes, _)| *bytes > 0).collect();
     held.sort_unstable_by(|one, other| other.cmp(one));
     held
 }
 
-/// Take in a peer that has said who it is.
-fn greet(shared: &Arc<Shared>, greeting: Greeting, outbox: &Arc<Outbox>) -> Result<Peer, Ended> {
-    let line = || Box::new(Arc::clone(outbox));
+/// Register a peer by its handshake.
+fn handle_hello(shared: &Arc<Shared>, greeting: Hello, outbox: &Arc<Outbox>) -> Result<Peer, CloseReason> {
+    let sink = || Box::new(Arc::clone(outbox));
     match greeting {
-        Greeting::Device(announce) => {
+        Hello::Device(announce) => {
             if let Err(why) = check_announce(&announce) {
-                tracing::warn!(%why, "a device is refused");
-                return Err(Ended::Refused);
+                tracing::warn!(%why, "refusing a device");
+                return Err(CloseReason::Refused);
             }
-            let session = Arc::new(DeviceSession::on(announce, line()));
+            let session = Arc::new(DeviceSession::new(announce, sink()));
             if let Err(why) = shared.lock().add_device(&shared.config, &session) {
-                tracing::warn!(device = session.name(), %why, "a device is refused");
-                return Err(Ended::Refused);
+                tracing::warn!(device = session.name(), %why, "refusing the device");
+                return Err(CloseReason::Refused);
             }
             tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
-            // Welcomes it: the device knows then that it is registered.
-            session.hello();
+            // The device learns that it is registered.
+            session.welcome();
             Ok(Peer::Device(session))
         }
-        _ => Ok(Peer::Client(Arc::new(Client::new(line())), None)),
+        _ => Ok(Peer::Client(Arc::new(Client::new(sink())), None)),
     }
 }
 
-/// Check what a device says of itself, as far as it is shown.
-fn check_announce(announce: &Announce) -> Result<(), super::limits::BadName> {
+/// Check the names in a device's announcement, which are displayed.
+fn check_announce(announce: &Announce) -> Result<(), super::limits::InvalidName> {
     check_name(NameKind::Fabric, "device", &announce.name)?;
-    match &announce.bus {
+    match &announce.attach {
         Some(bus) => check_name(NameKind::Fabric, "machine", &bus.machine),
         None => Ok(()),
     }
 }
 
-/// Do what a client asks for.
+/// Handle a client's request.
 fn serve(
     shared: &Arc<Shared>,
     request: ClientRequest,
     client: &Arc<Client>,
     place: &mut Option<(String, Rank)>,
-) -> Result<Served, Ended> {
+) -> Result<Served, CloseReason> {
     let mut state = shared.lock();
     if shared.stopping() {
-        return Err(Ended::HungUp);
+        return Err(CloseReason::Disconnected);
     }
     Ok(state.serve(&shared.config, request, client, place))
 }

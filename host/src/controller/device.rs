@@ -1,11 +1,11 @@
-//! A connected device: requests out, responses in, paired by number.
+//! A connected device: outgoing requests, matched to responses by number.
 //!
-//! A device does what it is told in the order of telling. So several requests are posted before the first answer is waited
-//! for, and what a posted release frees can be given out again at once. Posting does not wait: it queues, and a device that
-//! does not read or not answer is hung up on.
+//! A device executes requests in the order in which they were posted. Several can be posted before waiting for the
+//! first response, and what a posted release frees can be reserved again at once. Posting never blocks: requests are
+//! queued, and a device that stops reading or responding is disconnected.
 
-use super::books::{Amount, DeviceKey};
-use super::line::{Frames, Line};
+use super::outbox::{Frames, MessageSink};
+use super::resources::{DeviceKey, Resources};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,19 +14,19 @@ use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{Announce, Envelope, Refusal, Request, Response, Stats};
 use thiserror::Error;
 
-/// Why a device did not do what it was asked.
+/// Why a request to a device failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(super) enum DeviceError {
-    /// It said so.
-    #[error("it refused: {0}")]
+    /// The device refused.
+    #[error("refused: {0}")]
     Refused(#[from] Refusal),
-    /// It is gone, or does not answer.
-    #[error("it is gone, or did not answer within {} s", ANSWER_TIMEOUT.as_secs())]
-    Gone,
-    /// It answered something else.
-    #[error("it answered what was not asked")]
-    Answer,
+    /// The device is disconnected or does not respond.
+    #[error("no response within {} s, or disconnected", REPLY_TIMEOUT.as_secs())]
+    Unreachable,
+    /// The response does not match the request.
+    #[error("unexpected response")]
+    UnexpectedResponse,
 }
 
 /// A connected device.
@@ -34,53 +34,53 @@ pub(super) enum DeviceError {
 pub(super) struct DeviceSession {
     pub(super) announce: Announce,
     calls: Mutex<Calls>,
-    /// It has let somebody wait in vain, and said nothing since.
-    is_silent: AtomicBool,
+    /// A request timed out, and nothing has been received since.
+    is_unresponsive: AtomicBool,
 }
 
-/// What was asked, until it is answered.
+/// A posted request whose response is outstanding.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct PendingReply {
     id: u32,
-    answer: Receiver<Response>,
+    reply: Receiver<Response>,
 }
 
 #[derive(Debug)]
 struct Calls {
-    line: Box<dyn Line>,
+    sink: Box<dyn MessageSink>,
     next_id: u32,
     waiting: BTreeMap<u32, Sender<Response>>,
-    /// The first question for counters that somebody has waited for in vain, until it is answered.
-    late_stats: Option<u32>,
-    ended: bool,
+    /// The first request for counters that timed out, until its response arrives.
+    overdue_stats: Option<u32>,
+    is_closed: bool,
 }
 
 impl DeviceSession {
-    /// Describe a device that is told over this line.
-    pub(super) fn on(announce: Announce, line: Box<dyn Line>) -> Self {
-        let calls = Calls { line, next_id: 0, waiting: BTreeMap::new(), late_stats: None, ended: false };
-        Self { announce, calls: Mutex::new(calls), is_silent: AtomicBool::new(false) }
+    /// Create a session that sends requests to `sink`.
+    pub(super) fn new(announce: Announce, sink: Box<dyn MessageSink>) -> Self {
+        let calls = Calls { sink, next_id: 0, waiting: BTreeMap::new(), overdue_stats: None, is_closed: false };
+        Self { announce, calls: Mutex::new(calls), is_unresponsive: AtomicBool::new(false) }
     }
 
-    /// Return which life of which device it is.
+    /// The device's name and incarnation.
     pub(super) fn key(&self) -> DeviceKey {
         DeviceKey { name: self.name().to_owned(), boot_id: self.announce.boot_id }
     }
 
-    /// Return what it has.
-    pub(super) fn room(&self) -> Amount {
+    /// The resources that the device announced.
+    pub(super) fn capacity(&self) -> Resources {
         let capabilities = &self.announce.capabilities;
-        Amount {
+        Resources {
             groups: u64::from(capabilities.groups),
             slots: u64::from(capabilities.slots),
             memory_bytes: capabilities.slot_memory_bytes,
-            redo_memory_bytes: self.announce.bus.as_ref().map_or(0, |bus| bus.redo_memory_bytes),
+            redo_memory_bytes: self.announce.attach.as_ref().map_or(0, |bus| bus.redo_memory_bytes),
         }
     }
 
-    /// Tell whether it answered when it was last asked.
-    pub(super) fn answers(&self) -> bool {
-        !self.is_silent.load(Ordering::Acquire) && !self.lock().ended
+    /// Whether the device is connected and its last request did not time out.
+    pub(super) fn is_responsive(&self) -> bool {
+        !self.is_unresponsive.load(Ordering::Acquire) && !self.lock().is_closed
     }
 
     pub(super) fn name(&self) -> &str {
@@ -91,127 +91,129 @@ impl DeviceSession {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Welcome the device; its answer repeats what it announced and is not waited for.
-    pub(super) fn hello(&self) {
-        if let Ok(frames) = Frames::of(&Envelope { id: u32::MAX, message: Request::Hello }) {
-            self.lock().line.put(&[frames]);
+    /// Confirm the registration. The response repeats the announcement and is ignored.
+    pub(super) fn welcome(&self) {
+        if let Ok(frames) = Frames::of(&Envelope { id: u32::MAX, message: Request::Identify }) {
+            self.lock().sink.put(&[frames]);
         }
     }
 
-    /// Hand a response to who waits for it.
-    pub(super) fn take(&self, response: Envelope<Response>) {
-        self.is_silent.store(false, Ordering::Release);
+    /// Hand a response to its waiter.
+    pub(super) fn handle_response(&self, response: Envelope<Response>) {
+        self.is_unresponsive.store(false, Ordering::Release);
         let mut calls = self.lock();
-        calls.late_stats = calls.late_stats.filter(|late| *late != response.id);
+        calls.overdue_stats = calls.overdue_stats.filter(|late| *late != response.id);
         if let Some(waiter) = calls.waiting.remove(&response.id) {
-            // Who waited may have given up.
+            // The waiter may have given up.
             let _ = waiter.send(response.message);
         }
     }
 
-    /// The connection has ended, and with it every wait.
-    pub(super) fn end(&self) {
+    /// Fail all outstanding requests: the connection has ended.
+    pub(super) fn mark_closed(&self) {
         let mut calls = self.lock();
-        calls.ended = true;
+        calls.is_closed = true;
         calls.waiting.clear();
     }
 
-    /// End the connection: the device dials again.
-    pub(super) fn hang_up(&self) {
-        self.lock().line.hang_up();
+    /// Close the connection. The device will reconnect.
+    pub(super) fn disconnect(&self) {
+        self.lock().sink.disconnect();
     }
 
-    /// Tell whether nothing more has to be waited for.
+    /// Whether the response has arrived, or never will.
     #[cfg(feature = "snapshot")]
-    pub(super) fn is_answered(&self, asked: &Asked) -> bool {
+    pub(super) fn is_answered(&self, asked: &PendingReply) -> bool {
         !self.lock().waiting.contains_key(&asked.id)
     }
 
-    /// Ask for something; the answer is waited for by [`DeviceSession::done`] or [`DeviceSession::counted`], or by nobody.
-    pub(super) fn post(&self, message: Request) -> Result<Asked, DeviceError> {
+    /// Post a request. Wait for its response with [`DeviceSession::wait_done`] or [`DeviceSession::wait_stats`], or
+    /// drop it.
+    pub(super) fn post(&self, message: Request) -> Result<PendingReply, DeviceError> {
         let (sender, receiver) = channel();
         let mut calls = self.lock();
-        if calls.ended {
-            return Err(DeviceError::Gone);
+        if calls.is_closed {
+            return Err(DeviceError::Unreachable);
         }
         let id = calls.next_id;
         calls.next_id = id.wrapping_add(1) % u32::MAX;
         calls.waiting.insert(id, sender);
-        // Renewals come one a group.
+        // Each round of renewals posts one request per group.
         let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups).min(UNANSWERED_GROUPS_MAX);
-        let is_told = || Frames::of(&Envelope { id, message }).is_ok_and(|frames| calls.line.put(&[frames]));
-        if calls.waiting.len() > most || !is_told() {
-            calls.ended = true;
-            calls.line.hang_up();
-            return Err(DeviceError::Gone);
+        let is_queued = || Frames::of(&Envelope { id, message }).is_ok_and(|frames| calls.sink.put(&[frames]));
+        if calls.waiting.len() > most || !is_queued() {
+            calls.is_closed = true;
+            calls.sink.disconnect();
+            return Err(DeviceError::Unreachable);
         }
-        Ok(Asked { id, answer: receiver })
+        Ok(PendingReply { id, reply: receiver })
     }
 
-    fn answer(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
-        let answer = self.hear(asked, deadline);
-        if matches!(answer, Err(DeviceError::Gone)) {
-            self.is_silent.store(true, Ordering::Release);
+    fn reply(&self, asked: &PendingReply, deadline: Instant) -> Result<Response, DeviceError> {
+        let reply = self.recv(asked, deadline);
+        if matches!(reply, Err(DeviceError::Unreachable)) {
+            self.is_unresponsive.store(true, Ordering::Release);
         }
-        answer
+        reply
     }
 
-    fn hear(&self, asked: &Asked, deadline: Instant) -> Result<Response, DeviceError> {
-        match asked.answer.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+    fn recv(&self, asked: &PendingReply, deadline: Instant) -> Result<Response, DeviceError> {
+        match asked.reply.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Response::Refused(refusal)) => Err(refusal.into()),
             Ok(response) => Ok(response),
-            Err(_) => Err(DeviceError::Gone),
+            Err(_) => Err(DeviceError::Unreachable),
         }
     }
 
-    /// Wait for the answer to something that is either done or refused.
-    pub(super) fn done(&self, asked: &Asked, deadline: Instant) -> Result<(), DeviceError> {
-        match self.answer(asked, deadline)? {
+    /// Wait for the response to a request that is answered with `Done` or a refusal.
+    pub(super) fn wait_done(&self, asked: &PendingReply, deadline: Instant) -> Result<(), DeviceError> {
+        match self.reply(asked, deadline)? {
             Response::Done => Ok(()),
-            _ => Err(DeviceError::Answer),
+            _ => Err(DeviceError::UnexpectedResponse),
         }
     }
 
-    /// Wait for the answer to [`Request::Stats`].
-    pub(super) fn counted(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.answer(asked, deadline)? {
+    /// Wait for the response to [`Request::Stats`].
+    pub(super) fn wait_stats(&self, asked: &PendingReply, deadline: Instant) -> Result<Stats, DeviceError> {
+        match self.reply(asked, deadline)? {
             Response::Stats(stats) => Ok(stats),
-            _ => Err(DeviceError::Answer),
+            _ => Err(DeviceError::UnexpectedResponse),
         }
     }
 
-    /// The same for a report, which waits less: a device that is late counts as there for all others.
-    pub(super) fn counted_soon(&self, asked: &Asked, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.hear(asked, deadline) {
+    /// Wait for the response to [`Request::Stats`] with a report's shorter deadline. A timeout does not mark the device
+    /// as unresponsive.
+    pub(super) fn wait_report_stats(&self, asked: &PendingReply, deadline: Instant) -> Result<Stats, DeviceError> {
+        match self.recv(asked, deadline) {
             Ok(Response::Stats(stats)) => Ok(stats),
-            Ok(_) => Err(DeviceError::Answer),
+            Ok(_) => Err(DeviceError::UnexpectedResponse),
             Err(error) => {
                 let mut calls = self.lock();
-                // It may have come since.
-                if matches!(error, DeviceError::Gone) && calls.waiting.contains_key(&asked.id) {
-                    calls.late_stats.get_or_insert(asked.id);
+                // The response may have arrived since.
+                if matches!(error, DeviceError::Unreachable) && calls.waiting.contains_key(&asked.id) {
+                    calls.overdue_stats.get_or_insert(asked.id);
                 }
                 Err(error)
             }
         }
     }
 
-    /// Tell whether it owes an answer about its counters that was waited for long enough: nobody waits for the next one.
-    pub(super) fn owes_stats(&self) -> bool {
-        self.lock().late_stats.is_some()
+    /// Whether a request for counters timed out and is still unanswered. Reports do not query the device meanwhile.
+    pub(super) fn has_overdue_stats(&self) -> bool {
+        self.lock().overdue_stats.is_some()
     }
 }
 
-/// Return until when a device that is asked now may answer.
-pub(super) fn answer_due() -> Instant {
-    Instant::now() + ANSWER_TIMEOUT
+/// The deadline for the response to a request that is posted now.
+pub(super) fn reply_deadline() -> Instant {
+    Instant::now() + REPLY_TIMEOUT
 }
 
-/// The most requests that a device may leave unanswered, beside some for each group.
+/// Maximum number of unanswered requests, plus an allowance per group.
 const UNANSWERED_MAX: usize = 256;
 
-/// For so many groups at most, whatever the device says.
+/// Maximum number of groups that count towards the allowance, whatever the device announces.
 const UNANSWERED_GROUPS_MAX: usize = 4096;
 
-/// How long a device may take to answer.
-pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a device may take to respond.
+pub(super) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);

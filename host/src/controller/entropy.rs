@@ -1,18 +1,18 @@
-//! Where secrets come from: the system, or, so that a rehearsal can be repeated, a seed.
+//! The source of secrets: the system, or a seed for reproducible test runs.
 
 use super::admit::random_bytes;
 
-/// A source of numbers that nobody can guess.
+/// A source of unpredictable numbers.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Entropy {
     System,
-    /// Numbers that anybody can guess.
+    /// Predictable numbers, for the test harness only.
     #[cfg(feature = "snapshot")]
     Seeded(u64),
 }
 
 impl Entropy {
-    /// Draw bytes; from a seed, the same for the same `what`.
+    /// Draw bytes. From a seed, the same `what` yields the same bytes.
     pub(super) fn bytes<const N: usize>(self, what: [u64; 2]) -> [u8; N] {
         match self {
             Self::System => {

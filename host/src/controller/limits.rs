@@ -1,62 +1,64 @@
-//! What a controller takes from outside, at most: every count, name and byte is checked against this table before it sizes
-//! anything.
+//! Limits on what a controller accepts from outside. Every count, name and length is checked against this table before
+//! it determines an allocation.
 //!
-//! | what | limit | beyond it |
+//! | what | limit | if exceeded |
 //! |---|---|---|
-//! | ranks of a job | [`RANKS_MAX`] | [`JoinRefusal::Ranks`](super::proto::JoinRefusal::Ranks) |
-//! | a name | [`NAME_LEN_MAX`] plain characters ([`check_name`]) | [`JoinRefusal::Name`](super::proto::JoinRefusal::Name); a device is hung up on |
-//! | devices that a job pins | [`PINNED_MAX`] | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit) |
-//! | memberships of a connection | 1 | [`JoinRefusal::Member`](super::proto::JoinRefusal::Member) |
-//! | a reason that is given | [`REASON_CHARS_MAX`] printable characters | cut, and others replaced |
-//! | a request | [`REQUEST_LEN_MAX`] | hung up on |
-//! | a reply | [`REPLY_LEN_MAX`] | a report leaves jobs out, and says how many |
-//! | children of a node | what the device says, at most 256 | no tree, for that reason |
-//! | connections, jobs, devices, bytes | [`Limits`], configurable | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit), or hung up on |
+//! | ranks of a job | [`RANKS_MAX`] | [`JoinRefusal::TooManyRanks`](super::proto::JoinRefusal::Ranks) |
+//! | a name | [`NAME_LEN_MAX`] characters of a [`NameKind`] ([`check_name`]) | [`JoinRefusal::Name`](super::proto::JoinRefusal::Name); a device is disconnected |
+//! | pinned devices of a job | [`PINNED_MAX`] | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit) |
+//! | memberships of a connection | 1 | [`JoinRefusal::AlreadyJoined`](super::proto::JoinRefusal::Member) |
+//! | a reason in a request | [`REASON_CHARS_MAX`] characters | truncated; control characters are replaced |
+//! | a request | [`REQUEST_LEN_MAX`] | disconnected |
+//! | a reply | [`REPLY_LEN_MAX`] | a report leaves out jobs and counts them |
+//! | children of a node | what the device announces, at most 256 | no tree, with that reason |
+//! | connections, jobs, devices, bytes | [`Limits`], configurable | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit), or disconnected |
 
 use std::time::Duration;
 
-/// The most ranks of a job.
+/// The maximum number of ranks in a job.
 pub const RANKS_MAX: u32 = 16_384;
 
-/// The longest name of a job, tenant, host or device in bytes.
+/// The maximum length of a job, tenant, host or device name, in bytes.
 pub const NAME_LEN_MAX: usize = 64;
 
-/// The most devices that a job is pinned to: the levels of its tree.
+/// The maximum number of pinned devices of a job: the levels of its tree.
 pub const PINNED_MAX: usize = 16;
 
-/// What is kept of a reason that a peer gives, in characters.
+/// How much is kept of a reason that a peer gives, in characters.
 pub const REASON_CHARS_MAX: usize = 300;
 
-/// The longest request of a client in bytes: a job's declared expression over [`RANKS_MAX`] ranks, and its nodes.
+/// The maximum length of a client's request, in bytes: fits a declared expression over [`RANKS_MAX`] ranks.
 pub const REQUEST_LEN_MAX: usize = 256 * 1024;
 
-/// The longest reply to a client in bytes: the addresses of [`RANKS_MAX`] ranks, twice, and their expression.
+/// The maximum length of a reply to a client, in bytes: fits two addresses for each of [`RANKS_MAX`] ranks, and their
+/// expression.
 pub const REPLY_LEN_MAX: usize = 4 << 20;
 
-/// Limits that an administrator may choose.
+/// Configurable limits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections of clients and devices at a time. Each takes a descriptor of the process.
+    /// Maximum number of connections from clients and devices. Each takes a file descriptor.
     pub connections: usize,
-    /// Jobs at a time, sub-communicators too.
+    /// Maximum number of jobs, including sub-communicators.
     pub jobs: usize,
-    /// Devices at a time.
+    /// Maximum number of connected devices.
     pub devices: usize,
-    /// What waits to be sent to one peer, in bytes: who reads slower than that is hung up on.
+    /// Maximum bytes queued for one peer. A peer that reads too slowly is disconnected.
     pub peer_output_bytes: usize,
-    /// What waits to be sent to all peers, in bytes; what several wait for counts once. Beyond it those that have read the
-    /// least are hung up on.
+    /// Maximum bytes queued for all peers together; a message queued for several peers counts once. If exceeded, the
+    /// peers with the longest queues are disconnected.
     pub output_bytes: usize,
-    /// Parts of requests that all peers have sent so far, in bytes. Beyond it those that have sent the most are hung up on.
+    /// Maximum bytes of incomplete requests from all peers together. If exceeded, the peers that have sent most are
+    /// disconnected.
     pub input_bytes: usize,
-    /// How long a connection may take to say who it is.
+    /// How long a new connection may take to send its handshake.
     pub greeting: Duration,
-    /// How long a client that has joined nothing may ask for nothing, and how long the rest of a message may take.
+    /// How long a client that has not joined a job may stay idle, and how long an incomplete message may take.
     pub idle: Duration,
-    /// How long a peer may read nothing of what waits for it.
+    /// How long a peer may read nothing while messages are queued for it.
     pub stalled: Duration,
-    /// The longest that a device which ends soon after it has come, again and again, is given no job. The back-off begins
-    /// with one second and doubles up to this; zero: none.
+    /// The maximum backoff for a crash-looping device, during which no job is placed on it. The backoff starts at one
+    /// second and doubles up to this limit. Zero disables it.
     pub device_backoff: Duration,
 }
 
@@ -77,18 +79,18 @@ impl Default for Limits {
     }
 }
 
-/// Names of what.
+/// What a name refers to, which determines its alphabet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum NameKind {
-    /// A job: letters, digits, `.`, `_`, `-`, `:`, `/`, and `~`, which sub-communicators' names have.
+    /// A job: letters, digits, `.`, `_`, `-`, `:`, `/`, and `~`, which names of sub-communicators contain.
     Job,
-    /// A host, device or machine, as a fabric calls it: printable ASCII.
+    /// A host, device or machine of a fabric: printable ASCII.
     Fabric,
 }
 
 impl NameKind {
-    const fn takes(self, byte: u8) -> bool {
+    const fn allows(self, byte: u8) -> bool {
         match self {
             Self::Job => byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-' | b':' | b'/' | b'~'),
             Self::Fabric => byte.is_ascii_graphic() || byte == b' ',
@@ -103,39 +105,39 @@ impl NameKind {
     }
 }
 
-/// Check a name.
+/// Check a name; `what` appears in the error.
 ///
 /// # Errors
-/// [`BadName`] if it is empty, longer than [`NAME_LEN_MAX`], or of other characters than its kind takes.
-pub fn check_name(kind: NameKind, what: &str, name: &str) -> Result<(), BadName> {
-    if (1..=NAME_LEN_MAX).contains(&name.len()) && name.bytes().all(|byte| kind.takes(byte)) {
+/// [`InvalidName`] if it is empty, longer than [`NAME_LEN_MAX`], or contains characters that its kind does not allow.
+pub fn check_name(kind: NameKind, what: &str, name: &str) -> Result<(), InvalidName> {
+    if (1..=NAME_LEN_MAX).contains(&name.len()) && name.bytes().all(|byte| kind.allows(byte)) {
         return Ok(());
     }
-    Err(BadName { what: what.to_owned(), kind, len: name.len(), begin: name.chars().take(NAME_LEN_MAX).collect() })
+    Err(InvalidName { what: what.to_owned(), kind, len: name.len(), begin: name.chars().take(NAME_LEN_MAX).collect() })
 }
 
-/// A name that is not taken.
+/// An invalid name.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize, thiserror::Error)]
-#[error("{begin:?} ({len} bytes) is no name of a {what}; it has 1 to {NAME_LEN_MAX} {}", kind.alphabet())]
-pub struct BadName {
-    /// Of what.
+#[error("{begin:?} ({len} bytes) is not a valid {what} name; use 1 to {NAME_LEN_MAX} {}", kind.alphabet())]
+pub struct InvalidName {
+    /// What the name is for, such as "job".
     pub what: String,
-    /// What it may be made of.
+    /// The kind of name, which determines its alphabet.
     pub kind: NameKind,
-    /// Its length in bytes.
+    /// The length of the name in bytes.
     pub len: usize,
-    /// How it begins.
+    /// The beginning of the name.
     pub begin: String,
 }
 
-/// Return a name that is made of another one: of the job with `suffix` behind it, or, if that is too long, of its beginning
-/// and a checksum of the whole. The same at all ranks.
+/// Derive a job name by appending `suffix`. If the result is too long, return its beginning and a hash of the whole.
+/// The result is the same on all ranks.
 pub fn derived_name(job: &str, suffix: &str) -> String {
     let whole = format!("{job}{suffix}");
     if whole.len() <= NAME_LEN_MAX {
         return whole;
     }
-    // FNV-1a, 64 bits: names of one job's sub-communicators do not meet by chance.
+    // FNV-1a, 64 bits: collisions among the sub-communicators of one job are negligible.
     let hash = whole
         .bytes()
         .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
@@ -143,8 +145,8 @@ pub fn derived_name(job: &str, suffix: &str) -> String {
     format!("{begin}~{hash:016x}")
 }
 
-/// Return what is kept of a reason that a peer gives: its beginning, without what a terminal would act on.
-pub(super) fn plain_reason(why: &str) -> String {
+/// Truncate a reason from a peer and replace control characters, which a terminal would act on.
+pub(super) fn sanitize_reason(why: &str) -> String {
     why.chars().take(REASON_CHARS_MAX).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn name_of_other_characters_or_too_long_is_refused_with_what_is_allowed() {
+    fn name_too_long_or_with_other_characters_is_refused_with_the_allowed_ones() {
         for name in ["job", "job/0.1/2.7~3", "a:b-c_d", &"x".repeat(64)] {
             assert_eq!(check_name(NameKind::Job, "job", name), Ok(()));
         }
@@ -166,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn derived_name_stays_within_the_limit_and_differs() {
+    fn derived_names_stay_within_the_limit_and_differ() {
         assert_eq!(derived_name("job", "/0.1"), "job/0.1");
         let long = "j".repeat(64);
         let names = ["/0.1", "/0.2", "~1"].map(|suffix| derived_name(&long, suffix));
@@ -175,8 +177,8 @@ mod tests {
     }
 
     #[test]
-    fn reason_with_control_characters_is_made_plain() {
-        assert_eq!(plain_reason("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
-        assert_eq!(plain_reason(&"x".repeat(1000)).len(), REASON_CHARS_MAX);
+    fn reason_is_truncated_and_control_characters_are_replaced() {
+        assert_eq!(sanitize_reason("a\u{1b}[2Jb\n"), "a\u{fffd}[2Jb\u{fffd}");
+        assert_eq!(sanitize_reason(&"x".repeat(1000)).len(), REASON_CHARS_MAX);
     }
 }

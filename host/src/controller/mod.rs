@@ -1,61 +1,64 @@
-//! The aggregation manager: knows fabric and devices, admits jobs, plans their trees, creates, renews and releases
-//! their groups, and hands out the cost table.
+//! The aggregation manager: tracks the fabric and its devices, admits jobs, plans their trees, creates, renews and
+//! releases their groups, and hands out the cost table.
 //!
 //! ```text
-//!   device --- Greeting::Device ---> +------------+ <--- Greeting::Client --- rank
+//!   device --- Hello::Device      -> +------------+ <- Hello::Client --- rank
 //!          <-- Request            -- | controller | --- Join ->
 //!          --- Response           -> +------------+ <-- Joined (group, key, leaf, table)
 //! ```
 //!
-//! A job begins when all its ranks have joined: they get a tree, or the reason why there is none and the schedules
-//! remain. It ends when its last rank has left or died; a death is told to the other ranks at once. Groups are
-//! reserved on all nodes of a tree or on none.
+//! A job starts once all its ranks have joined. They get a tree or the reason why there is none, in which case they use
+//! host collectives. The job ends when its last rank has left or is lost; other ranks are notified of a lost rank at
+//! once. A group is reserved on all nodes of its tree or on none.
 //!
-//! A running job whose tree is lost is placed anew, on other devices, when all its ranks ask for that: `Replan`.
+//! A running job that loses its tree gets another one, on other devices, once all its ranks request it (`Replan`).
 //!
-//! A rank that runs on its leaf's own machine contributes by reference, over the device's bus, unless it asks for
-//! packets; one that insists on shared memory and can't have it makes that the reason why there is no tree.
+//! A rank on its leaf's machine uses zero-copy unless it requests packets. If a rank requires shared memory and cannot
+//! use it, the job gets no tree, with that reason.
 //!
-//! What jobs hold of devices is in books, by tenant, each of which may have a quota; who finds too little left runs by
-//! schedules and stands in a queue, or waits there to join (`state::place` has the way of a job, `queue` who comes first).
-//! Leases are renewed while a job lives, and what a device has freed is freed everywhere (`state::lease`).
+//! A ledger (`resources`) tracks what each tenant's jobs hold on each device, and enforces quotas. Jobs that cannot be
+//! admitted use host collectives and are queued for a tree, or wait in the queue before they start (`state::placement`
+//! has the life cycle of a job's tree, `queue` the order). Leases are renewed while a job runs; an expired lease tears
+//! the group down on every device (`state::lease`).
 //!
-//! Control plane only: one thread has all connections (`connections`), one plans (`state::planning`), one makes reports,
-//! and one lock is over the state, under which nobody sends, plans or waits. No packet of an operation passes here, and
-//! running operations do not need the controller. One that is started again at the same address learns of running jobs from
-//! their ranks, which show a secret that the one before has given them (`state::resume`).
+//! The controller is control plane only: no packet of an operation passes through it, and running operations do not
+//! depend on it. One thread serves all connections (`connections`), one plans (`state::planning`), one makes reports.
+//! They share the state behind one lock; nobody sends, plans or waits while holding it. A controller that is restarted
+//! at the same address learns about running jobs from their ranks, which authenticate with a secret from its
+//! predecessor (`state::resume`).
 //!
-//! It listens on loopback only, as nothing is authenticated yet (PROTOCOL 10).
+//! It listens on loopback only, because the control protocol is not authenticated yet (PROTOCOL 10).
 
 mod admit;
-mod books;
-mod client;
 mod connections;
 mod device;
 mod entropy;
+#[cfg(feature = "snapshot")]
+pub mod harness;
 pub mod limits;
-mod line;
+mod notifier;
+mod outbox;
 pub mod proto;
 mod queue;
-#[cfg(feature = "snapshot")]
-pub mod rehearsal;
+mod resources;
+mod session;
+mod session_reader;
 mod shape;
 mod state;
 #[cfg(test)]
 mod tests;
-mod wakeup;
-mod watch;
 
-pub use books::{Quota, Quotas};
-pub use client::{ClientError, Notice, Session, status};
 pub use limits::{Limits, derived_name};
+pub use resources::{Quota, Quotas};
+pub use session::{ClientError, Notice, Session, status};
 
 use crate::select::CostTable;
 use crate::topo::Fabric;
 use connections::Connections;
-use device::{DeviceSession, answer_due};
+use device::{DeviceSession, reply_deadline};
 use entropy::Entropy;
 use limits::REPLY_LEN_MAX;
+use notifier::ConnectionNotifier;
 use state::{Client, Draft, State};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -64,62 +67,61 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
-use wakeup::Wakeup;
 
-/// How to set up a controller.
+/// Configuration of a controller.
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
-    /// Where to listen; loopback only. Port 0: any free one.
+    /// The address to listen on, which must be a loopback address. Port 0 selects any free port.
     pub listen: SocketAddr,
-    /// The fabric. `None`: every device is a switch that every host hangs on, and jobs get one-level trees.
+    /// The fabric. `None` treats every device as a switch that connects all hosts, so jobs get one-level trees.
     pub fabric: Option<Fabric>,
-    /// The constants of the choice.
+    /// The constants of the cost model for path selection.
     pub table: CostTable,
-    /// What a rank may have in flight, in bytes: the window is as many chunks as that is, at least
-    /// [`WINDOW_MIN`] and at most 256, and less where devices have no room for it. Some bandwidth-delay products;
-    /// small enough for caches.
+    /// The window of a rank, in bytes. In chunks, it is at least [`WINDOW_MIN`] and at most 256, or less if devices
+    /// lack slots or memory. Choose a few bandwidth-delay products, small enough for caches.
     pub window_bytes: u32,
-    /// What a rank may have in flight, in chunks, where all ranks contribute by reference: there the device itself moves
-    /// the window, and few slots stay in its caches. 1 to 256; less where devices have no room for it.
-    pub reference_window_chunks: u16,
-    /// The longest payload of a packet in bytes, where the ports would carry more.
+    /// The window of a rank in chunks, 1 to 256, for trees of one device whose ranks all use zero-copy. The device
+    /// itself moves that window, and few slots stay in its caches. Smaller if devices lack slots or memory.
+    pub zero_copy_window_chunks: u16,
+    /// The maximum payload of a packet in bytes, at least 64, even if the ports would carry more.
     pub chunk_max_bytes: u16,
-    /// The longest chunk in bytes where no packet carries one: all ranks contribute by reference, to one device. Whole
-    /// pages keep the engine's accesses aligned; at least 64.
-    pub reference_chunk_max_bytes: u16,
-    /// Whether devices send a result that all children wait for once, to a multicast address, instead of to each. Only
-    /// where ranks and devices are all on loopback addresses of one host; as long as a child's port can't listen, its
-    /// node answers each child alone. Any user of that host can join the address and read results: turn it off where
-    /// that matters. Forging them takes the group's key and the device's address.
-    pub shared_answers: bool,
-    /// How long a group lives without a packet or a renewal.
+    /// The maximum chunk in bytes, at least 64, for trees of one device whose ranks all use zero-copy. Whole pages keep
+    /// the engine's accesses aligned.
+    pub zero_copy_chunk_max_bytes: u16,
+    /// Whether a device sends a result once to a multicast address instead of to each child. Used only if ranks and
+    /// devices are all on loopback addresses of one host. A node falls back to one packet per child while a child's
+    /// port cannot listen. Any user of the host can join the address and read results: turn it off where that matters.
+    /// Forging a result takes the group's key and the device's address.
+    pub multicast_results: bool,
+    /// How long a group lives without a packet or a renewal; at least one second.
     pub lease: Duration,
-    /// What each tenant may hold of the devices.
+    /// The quotas of tenants.
     pub quotas: Quotas,
     /// The timers of the hops.
     pub timers: HopTimers,
-    /// What is taken from outside, at most.
+    /// Limits on input from clients and devices.
     pub limits: Limits,
-    /// When this life of the controller began, in milliseconds since 1970: its groups and epochs count on from there, so
-    /// that none is one of an earlier life, of which devices and ranks may still hold something. `None`: now.
+    /// When this incarnation of the controller started, in milliseconds since 1970; `None` means now. Groups and epochs
+    /// are numbered from there, so that they differ from those of an earlier incarnation, which devices and ranks may
+    /// still hold.
     pub started_ms: Option<u64>,
-    /// What plans wait at.
+    /// Blocks the planner in tests.
     #[cfg(test)]
     gate: tests::Gate,
 }
 
 impl ControllerConfig {
-    /// Describe a controller without a fabric on any free loopback port.
+    /// The default configuration: no fabric, any free loopback port.
     pub fn new() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             fabric: None,
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
-            reference_window_chunks: 32,
+            zero_copy_window_chunks: 32,
             chunk_max_bytes: 60 * 1024 - 16,
-            reference_chunk_max_bytes: 60 * 1024,
-            shared_answers: true,
+            zero_copy_chunk_max_bytes: 60 * 1024,
+            multicast_results: true,
             lease: Duration::from_secs(30),
             quotas: Quotas::default(),
             timers: HopTimers::DEFAULT,
@@ -137,40 +139,40 @@ impl Default for ControllerConfig {
     }
 }
 
-/// The fewest chunks that a window is given: enough for both directions of a hop to be busy.
+/// The minimum window in chunks: enough to keep both directions of a hop busy.
 pub const WINDOW_MIN: u16 = 8;
 
-/// Why a controller can't start.
+/// Why a controller cannot start.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum ControllerError {
-    /// Reachable from elsewhere.
-    #[error("{0} is not a loopback address; control ports are not authenticated yet and listen on loopback only")]
+    /// The address is reachable from other hosts.
+    #[error("{0} is not a loopback address; the control protocol is not authenticated yet, so listen on loopback only")]
     NotLoopback(SocketAddr),
-    /// A value out of range.
+    /// A value is out of range.
     #[error("{what} is {value}; it must be {limit}")]
     Config {
-        /// Which.
+        /// The name of the value.
         what: &'static str,
-        /// Its value.
+        /// The value.
         value: u64,
-        /// What it may be.
+        /// The valid range.
         limit: &'static str,
     },
-    /// The address can't be listened on.
-    #[error("listen on {addr}: {source}")]
+    /// Cannot listen on the address.
+    #[error("cannot listen on {addr}: {source}")]
     Listen {
         /// The address.
         addr: SocketAddr,
-        /// What the system said.
+        /// The system's reason.
         source: std::io::Error,
     },
-    /// The system would not start a thread, or give a descriptor for one to wait at.
-    #[error("start a thread: {0}")]
+    /// The system refused a thread or a file descriptor.
+    #[error("cannot start a thread: {0}")]
     Thread(std::io::Error),
 }
 
-/// A running controller. Dropping it ends it; groups are released.
+/// A running controller. Dropping it stops the controller and releases all groups.
 #[derive(Debug)]
 pub struct Controller {
     addr: SocketAddr,
@@ -179,33 +181,32 @@ pub struct Controller {
     pid: u32,
 }
 
-/// What the controller's threads share.
+/// State shared by the controller's threads.
 #[derive(Debug)]
 pub(crate) struct Shared {
     config: ControllerConfig,
     state: Mutex<State>,
-    /// Nothing more is begun.
+    /// No new work is started.
     stopping: AtomicBool,
-    /// Everything is released: nobody has to be told anything any more.
+    /// All groups are released; connections may close.
     ended: AtomicBool,
     /// Wakes the renewal thread when the controller stops.
     stopped: Condvar,
-    /// Wakes who plans, and who attends to what is due.
+    /// Wakes the planner and the reservation thread.
     wake: Arc<Condvar>,
-    /// Wakes who has the connections.
-    wakeup: Arc<Wakeup>,
-    /// Threads that ask devices for a tree.
+    /// Wakes the connection thread.
+    notifier: Arc<ConnectionNotifier>,
+    /// Running reservation threads.
     placing: AtomicUsize,
-    /// Those that wait for a report.
+    /// Clients waiting for a report.
     reports: Mutex<Vec<Arc<Client>>>,
-    /// Wakes who makes it.
+    /// Wakes the report thread.
     report: Condvar,
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic under the lock is a bug; the others go on with what is consistent by construction: each change
-        // of the state is one insertion or removal.
+        // A panic under the lock is a bug, but the state stays consistent: each change is one insertion or removal.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.now = Instant::now();
         state
@@ -219,8 +220,8 @@ impl Shared {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Clients ask for a report.
-    fn ask_for_reports(&self, clients: &mut Vec<Arc<Client>>) {
+    /// Queue clients for the next report.
+    fn queue_reports(&self, clients: &mut Vec<Arc<Client>>) {
         if !clients.is_empty() {
             self.reports.lock().unwrap_or_else(PoisonError::into_inner).append(clients);
             self.report.notify_all();
@@ -229,7 +230,7 @@ impl Shared {
 }
 
 impl Controller {
-    /// Listen, and serve in threads of its own.
+    /// Start listening and serve on background threads.
     ///
     /// # Errors
     /// [`ControllerError`]; nothing is left running.
@@ -247,7 +248,7 @@ impl Controller {
             ended: AtomicBool::new(false),
             stopped: Condvar::new(),
             wake,
-            wakeup: Arc::new(Wakeup::new().map_err(ControllerError::Thread)?),
+            notifier: Arc::new(ConnectionNotifier::new().map_err(ControllerError::Thread)?),
             placing: AtomicUsize::new(0),
             reports: Mutex::default(),
             report: Condvar::new(),
@@ -255,14 +256,14 @@ impl Controller {
         let pid = std::process::id();
         let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid };
         let connections = Connections::new(Arc::clone(&shared), listener).map_err(ControllerError::Thread)?;
-        let [attended, planned, reported] = [(); 3].map(|()| Arc::clone(&shared));
+        let [queue, planned, reported] = [(); 3].map(|()| Arc::clone(&shared));
         controller.spawn("connections", move || connections.run())?;
-        controller.spawn("queue", move || attend(&attended))?;
-        controller.spawn("report", move || report(&reported))?;
-        controller.spawn("renew", move || renew(&shared))?;
-        // Nobody waits for its end: a plan may take long.
+        controller.spawn("queue", move || run_reservations(&queue))?;
+        controller.spawn("report", move || run_reports(&reported))?;
+        controller.spawn("renew", move || run_renewals(&shared))?;
+        // Not joined at shutdown: a plan may take long.
         let planner = std::thread::Builder::new().name("plan".into());
-        planner.spawn(move || plan(&planned)).map_err(ControllerError::Thread)?;
+        planner.spawn(move || run_planner(&planned)).map_err(ControllerError::Thread)?;
         Ok(controller)
     }
 
@@ -272,7 +273,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Return where it listens.
+    /// The address that it listens on.
     pub const fn local_addr(&self) -> SocketAddr {
         self.addr
     }
@@ -280,7 +281,7 @@ impl Controller {
     /// Serve until the process ends.
     pub fn serve(mut self) {
         for thread in self.threads.drain(..) {
-            // A thread that panicked has said so on its way.
+            // A panic has already been reported.
             let _ = thread.join();
         }
     }
@@ -289,7 +290,7 @@ impl Controller {
 impl Drop for Controller {
     fn drop(&mut self) {
         if self.pid != std::process::id() {
-            // A forked child has none of the threads.
+            // The threads exist only in the parent of a fork.
             return self.threads.drain(..).for_each(std::mem::forget);
         }
         let released = {
@@ -299,25 +300,26 @@ impl Drop for Controller {
             self.shared.wake.notify_all();
             state.release_all()
         };
-        // Under the lock of what it waits with: it has seen that the controller stops, or waits by now.
+        // Taking the lock ensures that the report thread has either seen `stopping` or is waiting for this
+        // notification.
         drop(self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner));
         self.shared.report.notify_all();
-        let due = answer_due();
+        let due = reply_deadline();
         for (device, asked) in released {
-            if let Err(error) = device.done(&asked, due) {
-                tracing::debug!(device = device.name(), %error, "not released");
+            if let Err(error) = device.wait_done(&asked, due) {
+                tracing::debug!(device = device.name(), %error, "group not released; its lease expires instead");
             }
         }
-        self.shared.lock().devices.values().for_each(|device| device.hang_up());
+        self.shared.lock().devices.values().for_each(|device| device.disconnect());
         self.shared.ended.store(true, Ordering::Release);
-        self.shared.wakeup.wake();
+        self.shared.notifier.wake();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }
 }
 
-/// Return the milliseconds since 1970; 0 by a clock that is before that.
+/// The time in milliseconds since 1970; 0 if the clock is set before that.
 fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
@@ -332,33 +334,33 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     };
     let chunk = u64::from(config.chunk_max_bytes);
     range("chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
-    let chunk = u64::from(config.reference_chunk_max_bytes);
-    range("reference_chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
-    let window = u64::from(config.reference_window_chunks);
-    range("reference_window_chunks", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
+    let chunk = u64::from(config.zero_copy_chunk_max_bytes);
+    range("zero_copy_chunk_max_bytes", chunk, chunk >= 64, "at least 64")?;
+    let window = u64::from(config.zero_copy_window_chunks);
+    range("zero_copy_window_chunks", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
     let lease = config.lease.as_millis() as u64;
     range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
 }
 
-/// Reserve a drafted tree on its devices, and others instead where that can't be. The state is not locked meanwhile.
-fn carry_out(shared: &Shared, mut draft: Option<Draft>) {
+/// Reserve a drafted tree on its devices, or alternatives if that fails. The state is not locked meanwhile.
+fn reserve_draft(shared: &Shared, mut draft: Option<Draft>) {
     while let Some(next) = draft {
         let reserved = next.reserve(&shared.config);
-        draft = shared.lock().settle(&shared.config, next, reserved);
+        draft = shared.lock().finish_reservation(&shared.config, next, reserved);
     }
 }
 
-/// Carry out what is drafted, and give up what was waited for too long.
-fn attend(shared: &Arc<Shared>) {
+/// Reserve drafted trees, and expire whatever is overdue.
+fn run_reservations(shared: &Arc<Shared>) {
     let mut state = shared.lock();
     while !shared.stopping() {
         state.now = Instant::now();
         let due = state.expire_all();
-        if shared.placing.load(Ordering::Acquire) < PLACING_MAX
+        if shared.placing.load(Ordering::Acquire) < RESERVATIONS_MAX
             && let Some(draft) = state.ready.pop_front()
         {
             drop(state);
-            carry_out_aside(shared, draft);
+            reserve_on_thread(shared, draft);
             state = shared.lock();
             continue;
         }
@@ -368,39 +370,39 @@ fn attend(shared: &Arc<Shared>) {
     }
 }
 
-/// The same on a thread of its own: a device that has stopped takes seconds.
-fn carry_out_aside(shared: &Arc<Shared>, draft: Draft) {
+/// Reserve on a separate thread, since an unresponsive device takes seconds to time out.
+fn reserve_on_thread(shared: &Arc<Shared>, draft: Draft) {
     let (to, from) = std::sync::mpsc::channel();
     let there = Arc::clone(shared);
     shared.placing.fetch_add(1, Ordering::AcqRel);
     let carry = move || {
-        carry_out(&there, from.recv().ok());
+        reserve_draft(&there, from.recv().ok());
         there.placing.fetch_sub(1, Ordering::AcqRel);
-        // Under the lock: who looked before it waits by now.
+        // Taking the lock ensures that the reservation thread has either seen the count or is waiting.
         drop(there.lock());
         there.wake.notify_all();
     };
     if let Err(error) = std::thread::Builder::new().name("place".into()).spawn(carry) {
-        tracing::error!(%error, "no thread to place a job; the queue waits meanwhile");
+        tracing::error!(%error, "cannot start a thread to reserve a tree; the queue is blocked meanwhile");
         shared.placing.fetch_sub(1, Ordering::AcqRel);
-        return carry_out(shared, Some(draft));
+        return reserve_draft(shared, Some(draft));
     }
-    // It lives until it has it.
+    // The thread lives until it has received the draft.
     let _ = to.send(draft);
 }
 
-/// Plan what is to be planned, on copies of the state.
-fn plan(shared: &Shared) {
+/// Run pending plans on snapshots of the state.
+fn run_planner(shared: &Shared) {
     let mut state = shared.lock();
     while !shared.stopping() {
         state.now = Instant::now();
         match state.next_plan() {
             Some(plan) => {
                 drop(state);
-                let planned = plan.run(&shared.config);
+                let apply_plan = plan.run(&shared.config);
                 state = shared.lock();
                 if !shared.stopping() {
-                    state.planned(&shared.config, planned);
+                    state.apply_plan(&shared.config, apply_plan);
                 }
             }
             None => state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -408,8 +410,8 @@ fn plan(shared: &Shared) {
     }
 }
 
-/// Make reports: one for all who have asked by then, so that many who ask cost what one does.
-fn report(shared: &Shared) {
+/// Make reports. One report serves all clients that are waiting, so many requests cost as much as one.
+fn run_reports(shared: &Shared) {
     loop {
         let reports = shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = shared.report.wait_while(reports, |reports| reports.is_empty() && !shared.stopping());
@@ -417,30 +419,30 @@ fn report(shared: &Shared) {
         if shared.stopping() {
             return;
         }
-        // In a statement of its own: the lock is held until its end, and devices answer by a thread that takes the lock.
+        // A separate statement, so that the lock is dropped: the thread that delivers the devices' replies takes it.
         let asked = shared.lock().report(&shared.config);
         let report = asked.ask_devices();
         let len_max = REPLY_LEN_MAX.min(shared.config.limits.peer_output_bytes / 2);
         match state::encode_report(report, len_max) {
             Ok(frames) => clients.iter().for_each(|client| client.put(std::slice::from_ref(&frames))),
-            Err(error) => tracing::error!(%error, "no report can be made"),
+            Err(error) => tracing::error!(%error, "cannot encode a report"),
         }
     }
 }
 
-/// How many jobs devices are asked for at a time.
-const PLACING_MAX: usize = 32;
+/// Maximum number of concurrent reservations.
+const RESERVATIONS_MAX: usize = 32;
 
-/// Extend the leases of all running jobs, a third of the lease apart.
-fn renew(shared: &Shared) {
+/// Renew the leases of all running jobs every third of a lease.
+fn run_renewals(shared: &Shared) {
     let mut state = shared.lock();
     loop {
         let waited = shared.stopped.wait_timeout_while(state, shared.config.lease / 3, |_| !shared.stopping());
-        let round = waited.unwrap_or_else(PoisonError::into_inner).0.round();
+        let round = waited.unwrap_or_else(PoisonError::into_inner).0.lease_round();
         if shared.stopping() {
             return;
         }
-        let renewed = round.ask().answered(answer_due());
+        let renewed = round.send().wait(reply_deadline());
         state = shared.lock();
         state.renewed(renewed);
     }

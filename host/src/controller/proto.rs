@@ -1,4 +1,6 @@
-//! What ranks and a controller say to each other, in the frames of [`sumac_hal::ctrl`].
+//! Messages between ranks and a controller, sent in the frames of [`sumac_hal::ctrl`].
+//!
+//! postcard encodes enum variants by position: append new variants, never reorder them.
 
 mod refusal;
 mod status;
@@ -6,7 +8,11 @@ mod terms;
 
 pub use refusal::JoinRefusal;
 pub use status::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
-pub use terms::{Attach, BadTenant, DEFAULT_TENANT, MAX_TENANT_LEN, Terms, UnknownAttach, check_tenant};
+pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
+
+/// The old name of [`Transport`].
+#[deprecated(since = "0.2.0", note = "renamed to `Transport`")]
+pub type Attach = Transport;
 
 use crate::plan::Child;
 use crate::select::{CostTable, TreeFacts};
@@ -14,214 +20,215 @@ use crate::transport::packets::EndpointConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
-use sumac_hal::ctrl::{Bus, Name, Order, SharedLink, TimersConfig};
+use sumac_hal::ctrl::{AttachPoint, Name, Order, SharedLink, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
 use sumac_hal::shm::DeviceUsers;
 
-/// What a client asks.
+/// A request from a client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ClientRequest {
-    /// Take part in a job; answered when all its ranks have asked.
+    /// Join a job. Answered once all its ranks have joined.
     Join(JoinRequest),
-    /// Done with the job. A connection that ends without it is a death.
+    /// Leave the job. A connection that closes without `Leave` counts as a lost rank.
     Leave,
-    /// Report devices and jobs.
+    /// Request a report of devices and jobs.
     Status,
-    /// Take part in a job on devices of its choice, for tests of single links: no fabric is asked. Answered as Join.
+    /// Join a job on explicitly chosen devices, bypassing the fabric, to test single links. Answered like `Join`.
     JoinOn {
-        /// The rank.
+        /// The request of this rank.
         request: JoinRequest,
-        /// The nodes of the job's tree, each the parent of the next: the root first, all ranks at the last one. The
-        /// same at all ranks; none is as Join.
+        /// The tree as a chain of devices, root first; all ranks attach to the last one. Every rank must send the same
+        /// list. An empty list is the same as `Join`.
         devices: Vec<String>,
     },
-    /// This rank's tree of that view is lost. All ranks of the job are told, once a view; what is not of the present
-    /// view of a running job is ignored.
+    /// Report that the tree of `view` is lost. The controller notifies all ranks of the job once per view. It ignores
+    /// reports for any view but the current one of a running job.
     Suspect {
-        /// The view. A job begins with 0.
+        /// The view whose tree is lost. A job starts at view 0.
         view: u32,
     },
-    /// Place the job anew: its tree of that view is lost. Answered by Replanned when all its ranks have asked for the
-    /// same view, or by NotReplanned.
+    /// Request a new tree for the job. Answered with `Replanned` once all ranks have requested one for the same view,
+    /// or with `ReplanRefused`.
     Replan {
         /// The view whose tree is lost.
         view: u32,
     },
-    /// Say who is left of the job. Answered, to all alike, when every rank that is left has asked.
+    /// Request the list of surviving ranks. Answered once every surviving rank has asked; all get the same list.
     Survivors,
-    /// To Offer: this rank begins no call from that number on before it hears more.
+    /// Answer `Offer`: this rank starts no call numbered `at` or higher until `MoveAt` or `OfferWithdrawn` arrives.
     Pause {
-        /// The view that is offered.
+        /// The view of the offer.
         view: u32,
-        /// The number of the call: how many came before it.
+        /// The call's number: how many calls precede it.
         at: u64,
     },
-    /// The ranks do not take the job's tree of that view: it is freed, and the job counts as without a tree. Once a view;
-    /// what is not of the present one is ignored.
+    /// Decline the job's tree of `view`. The controller releases it, and the job runs without a tree. Effective once
+    /// per view; ignored for any view but the current one.
     Decline {
-        /// The view.
+        /// The view of the declined tree.
         view: u32,
-        /// The device that this rank could not attach to, if that is the reason: the job is not put on it again.
+        /// The device that this rank failed to attach to, if any. The job is not placed on it again.
         device: Option<String>,
-        /// The reason.
+        /// The reason, for logs and `status`.
         why: String,
     },
-    /// The job is over for this rank, and for all others that hear of it, by this. The first of a job counts.
-    Over(Over),
-    /// Go on as this rank of a job that an earlier life of the controller has begun. Answered by Resumed when all its
-    /// ranks have asked, or when those that have not count as lost; or by Refused.
-    Resume(Box<Resumption>),
-    /// This rank waits no more for the answer to Replan. When for some seconds no rank does, the job counts as without a tree.
-    Forgo {
+    /// Abort the job on all its ranks. Only a job's first abort counts.
+    Abort(AbortReason),
+    /// Resume a job that an earlier incarnation of the controller started. Answered with `Resumed` once all ranks have
+    /// come back or the missing ones count as lost, or with `Refused`.
+    Resume(Box<ResumeRequest>),
+    /// Stop waiting for the answer to `Replan`. If no rank has waited for some seconds, the job runs without a tree.
+    AbandonReplan {
         /// The view whose tree is lost.
         view: u32,
     },
 }
 
-/// What a rank knows of its job, for a controller that does not.
+/// What a rank tells a restarted controller about its running job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Resumption {
-    /// As it joined.
+pub struct ResumeRequest {
+    /// The request that the rank joined with.
     pub request: JoinRequest,
-    /// The devices that the job is pinned to; empty where the controller plans.
+    /// The devices that the job is pinned to, root first; empty if the controller plans the tree.
     pub devices: Vec<String>,
-    /// The job's view as this rank heard it last.
+    /// The latest view that this rank knows of.
     pub view: u32,
-    /// How often it was told who is left.
-    pub shrunk: u32,
-    /// What the job's connections between ranks say first.
+    /// How many lists of survivors this rank has received.
+    pub shrink_count: u32,
+    /// The job's secret, which authenticates connections between its ranks.
     pub mesh_token: u64,
-    /// What a declared order means, as on joining.
+    /// The expression of a declared order, as in [`Membership::expression`].
     pub expression: Vec<Vec<Child>>,
 }
 
-/// What ends a job at all its ranks though none has died: those that come to it late can't hear of it from ranks that
-/// are gone, nor from devices that have forgotten them.
+/// Why a job is aborted on all ranks although none was lost.
+///
+/// The controller forwards it because a late rank may find its peers gone and its group released.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Over {
-    /// Ranks called different things.
+pub enum AbortReason {
+    /// Ranks made mismatched calls.
     Mismatch {
-        /// One.
+        /// One of the calls.
         first: OpDesc,
-        /// Another.
+        /// A call that differs from it.
         other: OpDesc,
     },
-    /// Ranks did not come to an operation within its limit.
+    /// Ranks did not reach an operation within its time limit.
     Stragglers {
-        /// Who, in order of rank.
+        /// The missing ranks, in order.
         missing: Vec<Rank>,
     },
 }
 
-/// One rank of a job.
+/// One rank's request to join a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct JoinRequest {
-    /// The job's name: ranks with the same name meet.
+    /// The job's name. Ranks that use the same name join the same job.
     pub job: String,
-    /// Which rank.
+    /// This rank.
     pub rank: Rank,
-    /// Of how many.
+    /// The number of ranks in the job; the same on all ranks.
     pub world: u32,
-    /// Its host in the fabric; `None`: the hosts in natural name order.
+    /// The rank's host in the fabric. `None` on all ranks assigns hosts in natural name order.
     pub host: Option<String>,
-    /// The declared order; the same at all ranks.
+    /// The declared reduction order; the same on all ranks.
     pub order: Order,
-    /// Where its schedules' connections are accepted.
+    /// Where the rank accepts connections for host collectives.
     pub mesh_addr: SocketAddr,
-    /// Where its connections for repairs are accepted, which happen beside schedules that wait.
-    pub repair_addr: SocketAddr,
-    /// The longest packet of its data port in bytes.
+    /// Where the rank accepts connections for recovery, which runs beside blocked host collectives.
+    pub recovery_addr: SocketAddr,
+    /// The longest packet of the rank's data port, in bytes.
     pub max_packet_len_bytes: u32,
-    /// How it is to reach its leaf; each rank as it likes.
-    pub attach: Attach,
-    /// The machine that it runs on, if it can share memory with the processes there.
+    /// How the rank reaches its leaf device. May differ between ranks.
+    pub transport: Transport,
+    /// The machine that the rank runs on, if it can share memory with processes there.
     pub machine: Option<Name>,
-    /// Whose devices it shares memory with.
+    /// The users whose devices this rank shares memory with.
     pub device_users: DeviceUsers,
-    /// Whose the job is, and what it does while there is no tree for it; the same at all ranks.
+    /// The job's tenant, and what it does while no tree is available; the same on all ranks.
     pub terms: Terms,
 }
 
-/// A job's place among those that wait for a tree.
+/// A job's position in the queue for a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct QueuePlace {
-    /// Its number; the first is 1.
+pub struct QueuePosition {
+    /// The position; the first is 1.
     pub position: u32,
-    /// How many wait.
+    /// The length of the queue.
     pub of: u32,
 }
 
-impl fmt::Display for QueuePlace {
+impl fmt::Display for QueuePosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "number {} of {} in the queue for a tree", self.position, self.of)
+        write!(f, "position {} of {} in the queue for a tree", self.position, self.of)
     }
 }
 
-/// What a controller answers, or says by itself.
+/// A message from the controller to a client: a reply to a request, or a notification.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ClientReply {
-    /// To Join: the job is complete.
+    /// Reply to `Join`: all ranks have joined.
     Joined(Box<Membership>),
-    /// To Join: it can't be.
+    /// Reply to `Join`, `JoinOn` and `Resume`: refused.
     Refused(JoinRefusal),
-    /// To Leave.
+    /// Reply to `Leave`.
     Left,
-    /// To Status.
+    /// Reply to `Status`.
     Status(StatusReport),
-    /// By itself: a rank of the job is gone without leaving.
+    /// Notification: a rank's connection closed without `Leave`.
     RankLost(Rank),
-    /// By itself: the job is over, as a rank says; whoever said so may be lost from then on.
-    Over(Over),
-    /// By itself: a rank of the job says that its tree of that view is lost.
-    Repair {
-        /// The view.
+    /// Notification: a rank aborted the job. It precedes any `RankLost` that follows from the abort.
+    Aborted(AbortReason),
+    /// Notification: the tree of `view` is lost.
+    TreeLost {
+        /// The view whose tree is lost.
         view: u32,
     },
-    /// To Replan: the job is placed anew.
+    /// Reply to `Replan`: the job has moved to a new view.
     Replanned {
-        /// The new view: the one asked about and one.
+        /// The new view: the requested one plus one.
         view: u32,
-        /// The rank's new place. Mesh and token are as they were at first.
+        /// The rank's new place. Addresses and token are those of the first view.
         membership: Box<Membership>,
     },
-    /// To Replan: the job stays where it is.
-    NotReplanned {
-        /// The view asked about.
+    /// Reply to `Replan`: the job's view does not change.
+    ReplanRefused {
+        /// The view of the request.
         view: u32,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// To Survivors.
+    /// Reply to `Survivors`.
     Survivors {
-        /// How often that was answered before in this job.
+        /// How many lists the job received before this one.
         round: u32,
-        /// Who is left, in order of rank, or why nobody can say.
+        /// The surviving ranks in order, or why the controller cannot tell.
         ranks: Result<Vec<Rank>, String>,
     },
-    /// By itself: the job has no tree in that view, and may have one now. Each rank answers with Pause.
+    /// Notification: a tree is available for a job that runs without one. Each rank answers with `Pause`.
     Offer {
-        /// The view.
+        /// The job's current view.
         view: u32,
     },
-    /// To Pause, when all ranks have answered: ask for another tree, by Replan, right before that call.
+    /// Reply to `Pause` once all ranks have answered: send `Replan` right before call number `call`.
     MoveAt {
-        /// The view that was offered.
+        /// The view of the offer.
         view: u32,
-        /// The number of the call.
+        /// The call before which all ranks move: the highest that any rank named.
         call: u64,
     },
-    /// By itself: the offer is off.
-    Withdrawn,
-    /// By itself: the job's place in the queue has changed; `None`: it waits no more.
-    Queued(Option<QueuePlace>),
-    /// To Resume: the job goes on with this controller.
+    /// Notification: the offer is withdrawn.
+    OfferWithdrawn,
+    /// Notification: the job's position in the queue has changed. `None`: it is no longer queued.
+    Queued(Option<QueuePosition>),
+    /// Reply to `Resume`: this controller has taken the job over.
     Resumed {
-        /// In this view, which no controller before has spoken of.
+        /// The job's new view, which no earlier controller has used.
         view: u32,
     },
 }
@@ -229,65 +236,65 @@ pub enum ClientReply {
 /// A rank's place in a complete job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Membership {
-    /// Its place in the tree, or why there is no tree.
+    /// The rank's place in the tree, or why there is no tree.
     pub tree: Result<TreeMembership, String>,
-    /// The job's place in the queue, if it could have a tree but for what others hold.
-    pub queue: Option<QueuePlace>,
-    /// Where each rank's schedules' connections are accepted, in order of rank.
+    /// The job's position in the queue, if it waits for resources that other jobs hold.
+    pub queue: Option<QueuePosition>,
+    /// Where each rank accepts connections for host collectives, in order of rank.
     pub mesh: Vec<SocketAddr>,
-    /// The same of the connections for repairs.
-    pub repair_mesh: Vec<SocketAddr>,
-    /// What those connections say first.
+    /// Where each rank accepts connections for recovery, in order of rank.
+    pub recovery_mesh: Vec<SocketAddr>,
+    /// The job's secret, which authenticates connections between its ranks.
     pub mesh_token: u64,
-    /// The declared expression, for a declared order: each node's children in order, root first. The tree's, or, where
-    /// there is none, all ranks below one node.
+    /// The expression of a declared order: each node's children in order, root first. That of the tree or, without a
+    /// tree, one node with all ranks.
     pub expression: Vec<Vec<Child>>,
-    /// The cost table.
+    /// The constants of the cost model.
     pub table: CostTable,
 }
 
 /// A rank's place in its tree.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TreeMembership {
-    /// The group.
+    /// The aggregation group.
     pub group: GroupId,
-    /// Its epoch.
+    /// The group's epoch.
     pub epoch: Epoch,
-    /// The rank's leaf, by name.
+    /// The name of the rank's leaf device.
     pub leaf: String,
-    /// The rank's host, where the controller knows a fabric: where its sub-communicators find it again.
+    /// The rank's host, if the controller knows a fabric. Sub-communicators join with it.
     pub host: Option<String>,
-    /// Which child of the leaf it is.
+    /// The rank's index among the leaf's children.
     pub child: ChildIndex,
-    /// The key of that link.
+    /// The key of the link to the leaf.
     pub key: u64,
-    /// Where the leaf sends results to all its children at once, if it does and this one is to listen there: to a rank
-    /// that contributes by reference no packet brings a result.
+    /// The multicast address of the leaf's results, if this rank is to listen there. `None` for zero-copy ranks, whose
+    /// results do not arrive in packets.
     pub shared: Option<SharedLink>,
-    /// Where the leaf's shards receive.
+    /// The receive addresses of the leaf's shards.
     pub parents: Vec<Addr>,
-    /// The most contributions in flight.
+    /// The maximum window, in chunks.
     pub window_max: u16,
-    /// How many to begin with.
+    /// The initial window, in chunks.
     pub window_start: u16,
-    /// The payload limit in bytes.
+    /// The maximum payload of a chunk, in bytes.
     pub chunk_len_bytes: u16,
     /// The timers of the hop.
     pub timers: TimersConfig,
-    /// What the choice of a path needs.
+    /// The tree's properties that path selection uses.
     pub facts: TreeFacts,
-    /// The leaf's bus, if the rank contributes by reference: then the leaf takes nothing from its packets.
-    pub bus: Option<Bus>,
-    /// Why a rank that may contribute by reference contributes by packets.
-    pub by_packets: Option<String>,
+    /// Where to attach for zero-copy. If set, the leaf ignores contributions in packets from this rank.
+    pub attach: Option<AttachPoint>,
+    /// Why a rank that may use zero-copy uses packets.
+    pub packets_reason: Option<String>,
 }
 
 impl TreeMembership {
-    /// Describe the endpoint of rank `rank` of `ranks` in a life of its own; `shared_key` if its port listens to the
-    /// shared address.
+    /// Configure the endpoint of rank `rank` of `ranks`, with a fresh salt. Pass `shared_key` if the port listens on
+    /// the multicast address.
     pub fn endpoint(&self, (rank, ranks): (Rank, u32), shared_key: Option<u64>, table_version: u32) -> EndpointConfig {
         let mut salt = [0; 4];
-        // Tells lives apart; without randomness the key, which differs by group, still does.
+        // The salt distinguishes incarnations. If the system has no randomness, the key, which differs by group, does.
         let _ = rustix::rand::getrandom(&mut salt, rustix::rand::GetRandomFlags::empty());
         EndpointConfig {
             group: self.group,

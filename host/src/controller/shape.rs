@@ -1,4 +1,4 @@
-//! The shape of a job's tree on connected devices: as planned on the fabric, or as the job pins it.
+//! The shape of a job's tree on connected devices: planned on the fabric, or pinned by the job.
 
 use super::device::DeviceSession;
 use crate::plan::{Child, Plan};
@@ -6,20 +6,20 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
 
-/// Which device is whose child.
+/// The nodes of a tree, and their children.
 #[derive(Debug)]
-pub(super) struct Shape {
+pub(super) struct TreeShape {
     pub(super) levels: u32,
     pub(super) max_children: u32,
     /// Root first; children in declared order, nodes by their index here.
     pub(super) nodes: Vec<(Arc<DeviceSession>, Vec<Child>)>,
     pub(super) ranks: usize,
-    /// Each rank's host, where a fabric names them.
+    /// Each rank's host, if there is a fabric.
     pub(super) hosts: Option<Vec<String>>,
 }
 
-impl Shape {
-    /// Put a plan's nodes on the devices of their names, or GUIDs.
+impl TreeShape {
+    /// Map a plan's nodes to connected devices, by name or GUID.
     pub(super) fn planned(plan: &Plan, devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Self, String> {
         let nodes = plan.nodes.iter().map(|node| {
             let by_guid = || devices.values().find(|device| device.name() == node.guid);
@@ -36,7 +36,7 @@ impl Shape {
         })
     }
 
-    /// Make a chain of devices, the root first, with all ranks at the last one.
+    /// Build a chain of devices, root first, with all ranks at the last one.
     pub(super) fn pinned(
         names: &[String],
         ranks: usize,
@@ -62,11 +62,11 @@ impl Shape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::controller::line::NoLine;
+    use crate::controller::outbox::NullSink;
     use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
     use sumac_hal::ids::BootId;
 
-    /// Connected devices of these names, which nobody asks anything.
+    /// Connected devices with these names, which discard all requests.
     fn devices(names: &[&str]) -> BTreeMap<String, Arc<DeviceSession>> {
         let session = |name: &&str| {
             let capabilities = DeviceCapabilities {
@@ -82,8 +82,8 @@ mod tests {
             };
             let name = Name::try_from(*name).expect("short");
             let announce =
-                Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), bus: None };
-            (name_of(&announce), Arc::new(DeviceSession::on(announce, Box::new(NoLine))))
+                Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), attach: None };
+            (name_of(&announce), Arc::new(DeviceSession::new(announce, Box::new(NullSink))))
         };
         names.iter().map(session).collect()
     }
@@ -97,8 +97,8 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_tree_is_the_chain_asked_for() {
-        let shape = Shape::pinned(&names(&["c", "a"]), 2, &devices(&["a", "b", "c"])).expect("a chain");
+    fn pinned_tree_is_a_chain_in_the_given_order() {
+        let shape = TreeShape::pinned(&names(&["c", "a"]), 2, &devices(&["a", "b", "c"])).expect("a chain");
         let found: Vec<_> = shape.nodes.iter().map(|(device, children)| (device.name(), children.clone())).collect();
         let ranks = vec![Child::Rank(Rank(0)), Child::Rank(Rank(1))];
         assert_eq!(found, [("c", vec![Child::Node(1)]), ("a", ranks)]);
@@ -106,11 +106,11 @@ mod tests {
     }
 
     #[test]
-    fn a_pinned_tree_needs_each_device_there_and_once() {
+    fn pinned_device_that_is_missing_or_repeated_is_refused() {
         let devices = devices(&["a", "b"]);
-        let gone = Shape::pinned(&names(&["a", "x"]), 1, &devices).expect_err("no such device");
+        let gone = TreeShape::pinned(&names(&["a", "x"]), 1, &devices).expect_err("no such device");
         assert_eq!(gone, "device x is pinned, but not connected");
-        let twice = Shape::pinned(&names(&["a", "b", "a"]), 1, &devices).expect_err("a loop");
+        let twice = TreeShape::pinned(&names(&["a", "b", "a"]), 1, &devices).expect_err("a loop");
         assert_eq!(twice, "device a is pinned twice; it can be one node of a tree");
     }
 }

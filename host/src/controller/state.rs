@@ -1,43 +1,44 @@
-//! Devices and jobs, and what happens to them.
+//! The state machine of devices and jobs.
 //!
-//! Nothing here waits for a device: what has to be asked of one is returned as a [`Draft`], for the caller to carry out
-//! when the state is unlocked, and to bring back by [`State::settle`]. Its place in the books is taken meanwhile.
+//! Nothing here waits for a device. A tree to be reserved is returned as a [`Draft`]: the caller reserves it while the
+//! state is unlocked and reports the result with [`State::finish_reservation`]. Its resources are claimed in the ledger
+//! meanwhile.
 
-mod absence;
+mod crash_loop;
 mod lease;
+mod membership;
 mod offer;
-mod place;
-mod places;
+mod placement;
 mod planning;
-mod repair;
+mod reconnect;
+mod replan;
 mod report;
-mod restarts;
+mod requests;
 mod resume;
-mod serve;
 mod wait;
 
-pub(super) use absence::ABSENCE;
+pub(super) use reconnect::RECONNECT_GRACE;
 
 #[cfg(feature = "snapshot")]
-pub(super) use lease::Renewing;
-pub(super) use place::Draft;
+pub(super) use lease::PendingRenewals;
+pub(super) use placement::Draft;
 pub(super) use report::encode as encode_report;
-pub(super) use serve::Served;
+pub(super) use requests::Served;
 
 use super::ControllerConfig;
 use super::admit::{Devices, Placement};
-use super::books::{Books, DeviceKey};
 use super::device::DeviceSession;
 use super::entropy::Entropy;
 use super::limits::{NameKind, PINNED_MAX, RANKS_MAX, check_name};
-use super::line::{Frames, Line};
-use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePlace, check_tenant};
+use super::outbox::{Frames, MessageSink};
+use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePosition, check_tenant};
 use super::queue::Queue;
+use super::resources::{DeviceKey, ResourceLedger};
 use crate::plan::Child;
 use crate::schedule::tree::Tree;
-use places::{Places, PlacesTail};
+use crash_loop::CrashLoops;
+use membership::{MembershipMessages, SharedFields};
 use planning::Planning;
-use restarts::Restarts;
 use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar};
@@ -45,36 +46,36 @@ use std::time::Instant;
 use sumac_hal::ctrl::{Order, Request};
 use sumac_hal::ids::{Epoch, GroupId, Rank};
 
-/// A connected client, as somebody to tell something.
+/// A connected client.
 #[derive(Debug)]
 pub(super) struct Client {
-    line: Box<dyn Line>,
+    sink: Box<dyn MessageSink>,
 }
 
 impl Client {
-    pub(super) fn new(line: Box<dyn Line>) -> Self {
-        Self { line }
+    pub(super) fn new(sink: Box<dyn MessageSink>) -> Self {
+        Self { sink }
     }
 
-    /// End the connection, which its reader notices.
-    fn hang_up(&self) {
-        self.line.hang_up();
+    /// Close the connection; the connection thread then ends the membership.
+    fn disconnect(&self) {
+        self.sink.disconnect();
     }
 
-    /// Tell it; a client that can't be told is hung up on, which its reader notices.
+    /// Send a message. If that fails, close the connection.
     pub(super) fn send(&self, reply: &ClientReply) {
         match Frames::of(reply) {
             Ok(frames) => self.put(&[frames]),
             Err(error) => {
-                tracing::error!(%error, "client can't be told");
-                self.hang_up();
+                tracing::error!(%error, "cannot encode a message; disconnecting the client");
+                self.disconnect();
             }
         }
     }
 
-    /// Tell it what others are told, too.
+    /// Send an encoded message, which other clients may share.
     pub(super) fn put(&self, parts: &[Frames]) {
-        self.line.put(parts);
+        self.sink.put(parts);
     }
 }
 
@@ -82,7 +83,7 @@ impl Client {
 #[derive(Debug)]
 struct Member {
     request: Arc<JoinRequest>,
-    /// The devices that the job is pinned to, the root first; empty where the controller plans.
+    /// The devices that the job is pinned to, root first; empty if the controller plans the tree.
     pinned: Vec<String>,
     client: Arc<Client>,
 }
@@ -91,52 +92,53 @@ struct Member {
 struct Job {
     world: u32,
     members: BTreeMap<Rank, Member>,
-    /// What the connections of its schedules say first, in every view.
+    /// The job's secret, the same in every view.
     mesh_token: u64,
-    /// How often it was placed anew.
+    /// The current view: how often the job was placed anew.
     view: u32,
-    /// Whether its ranks were told that the tree of this view is lost.
-    suspected: bool,
-    /// Whether its ranks were told that the job is over.
-    is_over: bool,
-    /// Whether they were told that one of them is lost: others end for that.
-    has_lost: bool,
-    /// The ranks that wait for another tree than this view's.
-    waiting: BTreeSet<Rank>,
-    /// Those of them that wait no more, and from when on the wishes are void if no other rank does.
-    forgone: BTreeSet<Rank>,
-    forgone_until: Option<Instant>,
-    /// Until when devices may come back, of a job from before this controller, before it is offered a tree.
-    settles_at: Option<Instant>,
-    /// The devices of the last tree that was lost: they are not asked for the next one. One that restarts is another.
-    lost: Vec<Arc<DeviceSession>>,
-    /// While a tree is offered to a job without one: from which call on each rank waits.
+    /// Whether the ranks were notified that the tree of this view is lost.
+    tree_suspected: bool,
+    /// Whether the ranks were notified of an abort.
+    is_aborted: bool,
+    /// Whether the ranks were notified of a lost rank, which makes others end.
+    has_lost_ranks: bool,
+    /// The ranks that have requested a replacement for this view's tree.
+    replan_requests: BTreeSet<Rank>,
+    /// Those of `replan_requests` that have stopped waiting, and when their requests expire if no other rank is
+    /// waiting.
+    replan_abandoned: BTreeSet<Rank>,
+    replan_abandoned_until: Option<Instant>,
+    /// For a resumed job: when to offer a tree at the earliest, so that devices have time to reconnect.
+    offer_not_before: Option<Instant>,
+    /// The devices of the last lost tree, excluded from the next one. A device that restarts has another session.
+    lost_devices: Vec<Arc<DeviceSession>>,
+    /// While a tree is on offer: the call that each rank named in `Pause`.
     offer: Option<BTreeMap<Rank, u64>>,
-    /// Those that have asked who is left.
-    shrinking: BTreeSet<Rank>,
-    /// How often they were told.
-    shrunk: u32,
-    /// This view's. `None` before its ranks have been told one.
+    /// The ranks that have requested the list of survivors.
+    survivor_requests: BTreeSet<Rank>,
+    /// How many lists of survivors were sent.
+    shrink_count: u32,
+    /// The tree of this view, or why there is none. `None` before the job has started.
     placement: Option<Result<Placement, String>>,
-    /// The group that devices are being asked for.
+    /// The group that is being planned or reserved.
     placing: Option<GroupId>,
-    /// What is held for it while a tree is offered, and until when.
-    hold: Option<(GroupId, Instant)>,
-    /// All ranks have been told where to move.
+    /// The group claimed for the job while a tree is on offer, and until when.
+    offer_claim: Option<(GroupId, Instant)>,
+    /// Whether `MoveAt` was sent to all ranks.
     is_moving: bool,
-    /// How long its ranks wait for a tree before they are told that there is none.
-    waits_until: Option<Instant>,
-    /// Until when they wait at most, once they have to.
-    joins_by: Option<Instant>,
-    /// Devices that a rank could not attach to. One that restarts is another.
-    declined: Vec<Arc<DeviceSession>>,
-    /// How often its ranks have declined a tree for no device's sake, and whether they are to be offered one again.
-    declines: u32,
-    has_declined: bool,
-    /// What a declared order has meant since it began.
+    /// Until when joining waits for a tree.
+    join_waits_until: Option<Instant>,
+    /// The latest time at which joining returns, set once it has to wait.
+    join_deadline: Option<Instant>,
+    /// Devices that a rank could not attach to. A device that restarts has another session.
+    declined_devices: Vec<Arc<DeviceSession>>,
+    /// How often the ranks declined a tree without naming a device, and whether to offer one again.
+    decline_count: u32,
+    offer_again_due: bool,
+    /// The expression of a declared order, fixed when the job started.
     expression: Option<Tree>,
-    /// Its place in the queue as its ranks were told last.
-    told: Option<QueuePlace>,
+    /// The position in the queue that was last sent to the ranks.
+    reported_position: Option<QueuePosition>,
 }
 
 impl Job {
@@ -146,32 +148,32 @@ impl Job {
             members: BTreeMap::new(),
             mesh_token,
             view: 0,
-            suspected: false,
-            is_over: false,
-            has_lost: false,
-            waiting: BTreeSet::new(),
-            forgone: BTreeSet::new(),
-            forgone_until: None,
-            settles_at: None,
-            lost: Vec::new(),
+            tree_suspected: false,
+            is_aborted: false,
+            has_lost_ranks: false,
+            replan_requests: BTreeSet::new(),
+            replan_abandoned: BTreeSet::new(),
+            replan_abandoned_until: None,
+            offer_not_before: None,
+            lost_devices: Vec::new(),
             offer: None,
-            shrinking: BTreeSet::new(),
-            shrunk: 0,
+            survivor_requests: BTreeSet::new(),
+            shrink_count: 0,
             placement: None,
             placing: None,
-            hold: None,
+            offer_claim: None,
             is_moving: false,
-            waits_until: None,
-            joins_by: None,
-            declined: Vec::new(),
-            declines: 0,
-            has_declined: false,
+            join_waits_until: None,
+            join_deadline: None,
+            declined_devices: Vec::new(),
+            decline_count: 0,
+            offer_again_due: false,
             expression: None,
-            told: None,
+            reported_position: None,
         }
     }
 
-    /// Return what a rank said of the job when it joined: what matters is the same at all ranks.
+    /// The request of any rank: parameters of the job are the same on all ranks.
     fn first(&self) -> Option<&Member> {
         self.members.values().next()
     }
@@ -184,14 +186,14 @@ impl Job {
         self.members.get(&rank).is_some_and(|member| Arc::ptr_eq(&member.client, client))
     }
 
-    /// Return what the job would combine. Without a tree in the network all ranks are one node's, so that a declared order
-    /// means something all the same.
+    /// The expression that the job evaluates. Without a tree, it is one node with all ranks, so that a declared order
+    /// is still defined.
     fn expression_of(&self, placed: &Result<Placement, String>) -> Vec<Vec<Child>> {
         let flat = || vec![(0..self.world).map(|rank| Child::Rank(Rank(rank))).collect()];
         placed.as_ref().map_or_else(|_| flat(), Placement::expression)
     }
 
-    /// The job begins: what a declared order means is what it combines now.
+    /// Fix the expression of a declared order when the job starts.
     fn declare(&mut self) {
         let Some(placed) = &self.placement else { return };
         let order = self.first().map_or(Order::Arrival, |member| member.request.order);
@@ -200,70 +202,72 @@ impl Job {
         }
     }
 
-    /// Tell all ranks of a job that is placed their places.
-    fn tell_places(
+    /// Send each rank its membership.
+    fn send_memberships(
         &mut self,
         config: &ControllerConfig,
-        queue: Option<QueuePlace>,
+        queue: Option<QueuePosition>,
         reply: impl Fn(Box<Membership>) -> ClientReply,
     ) {
-        self.told = queue;
+        self.reported_position = queue;
         let Some(placed) = &self.placement else { return };
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
-        let repair_mesh: Vec<_> = self.members.values().map(|member| member.request.repair_addr).collect();
+        let recovery_mesh: Vec<_> = self.members.values().map(|member| member.request.recovery_addr).collect();
         let expression = self.expression_of(placed);
         let (mesh_token, table) = (self.mesh_token, config.table.clone());
-        let places = Places::new(PlacesTail { mesh, repair_mesh, mesh_token, expression, table });
+        let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, mesh_token, expression, table });
         for (rank, member) in &self.members {
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);
-            places.tell(&member.client, (tree, queue), &reply);
+            messages.send(&member.client, (tree, queue), &reply);
         }
     }
 }
 
-/// Devices and jobs.
+/// The devices and jobs of a controller.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) devices: Devices,
     jobs: BTreeMap<String, Job>,
-    /// Those from before this controller whose ranks come back.
+    /// Jobs of an earlier controller whose ranks are coming back.
     resuming: BTreeMap<resume::Key, Resuming>,
-    books: Books,
+    ledger: ResourceLedger,
     queue: Queue,
     planning: Planning,
-    restarts: Restarts,
+    crash_loops: CrashLoops,
     next_view: NextView,
     entropy: Entropy,
-    /// When devices that an earlier life of the controller had should be back.
-    devices_by: Instant,
-    /// The time, as whoever opens the state says.
+    /// When devices of an earlier incarnation of the controller should have reconnected.
+    devices_settled_at: Instant,
+    /// The current time, set by whoever locks the state.
     pub(super) now: Instant,
-    /// What is to be carried out for jobs whose ranks wait for a tree.
+    /// Drafts to be reserved.
     pub(super) ready: VecDeque<Draft>,
-    /// Told when there is something in `ready`, or something to expire.
+    /// Notified when `ready` grows, something must be planned, or a deadline is added.
     wake: Arc<Condvar>,
-    /// Devices that have refused what the books leave of them, and the slots that they counted: groups live there that this
-    /// controller does not know.
+    /// Devices that refused although the ledger has resources left, with the slots that they reported in use: they hold
+    /// groups that this controller does not know.
     crowded: BTreeMap<DeviceKey, u32>,
-    /// Devices that did not answer when a tree was to be made: jobs may do without them meanwhile.
-    silent: BTreeSet<DeviceKey>,
-    /// Devices whose connection has ended, and when their trees are lost for that.
-    absent: BTreeMap<DeviceKey, Instant>,
+    /// Devices that did not respond to a reservation or renewal: jobs may have been placed without them.
+    unresponsive: BTreeSet<DeviceKey>,
+    /// Disconnected devices, and when their trees count as lost.
+    disconnected: BTreeMap<DeviceKey, Instant>,
     #[cfg(feature = "planted")]
     bug: Option<sumac_hal::planted::Bug>,
 }
 
-/// The next group and its epoch, as one number: the epoch's term above the group. It counts groups, from a place that
-/// the time of the controller's start says: each millisecond is room for [`GROUPS_PER_MS`]. So no two lives of a
-/// controller give out the same pair, unless the clock is set back in between, and terms do not fall (PROTOCOL 4).
+/// The next group and its epoch as one number, with the epoch's term in the high half and the group in the low half.
+///
+/// It counts up from the controller's start time, with [`GROUPS_PER_MS`] numbers per millisecond. So no two
+/// incarnations of a controller issue the same pair unless the clock is set back in between, and terms never decrease
+/// (PROTOCOL 4).
 #[derive(Debug)]
 struct NextView(u64);
 
-/// More than a controller can begin, so that a life never catches up with the clock.
+/// More groups than a controller can create per millisecond, so that the counter never overtakes the clock.
 const GROUPS_PER_MS: u64 = 256;
 
 impl NextView {
-    /// The first of a controller that started so many milliseconds after 1970. The term comes round after 34 years.
+    /// The first number of a controller that started `started_ms` after 1970. The term wraps after 34 years.
     const fn at(started_ms: u64) -> Self {
         Self(started_ms.wrapping_mul(GROUPS_PER_MS))
     }
@@ -276,43 +280,43 @@ impl NextView {
 }
 
 impl State {
-    /// Begin without devices and jobs, at a controller that started so many milliseconds after 1970.
+    /// Create a state without devices and jobs, for a controller that started `started_ms` after 1970.
     pub(super) fn new(config: &ControllerConfig, started_ms: u64, entropy: Entropy, wake: Arc<Condvar>) -> Self {
         Self {
             devices: BTreeMap::new(),
             jobs: BTreeMap::new(),
             resuming: BTreeMap::new(),
-            books: Books::new(config.quotas.clone()),
+            ledger: ResourceLedger::new(config.quotas.clone()),
             queue: Queue::default(),
             planning: Planning::default(),
-            restarts: Restarts::new(config.limits.device_backoff),
+            crash_loops: CrashLoops::new(config.limits.device_backoff),
             next_view: NextView::at(started_ms),
             entropy,
-            devices_by: Instant::now() + ABSENCE,
+            devices_settled_at: Instant::now() + RECONNECT_GRACE,
             now: Instant::now(),
             ready: VecDeque::new(),
             wake,
             crowded: BTreeMap::new(),
-            silent: BTreeSet::new(),
-            absent: BTreeMap::new(),
+            unresponsive: BTreeSet::new(),
+            disconnected: BTreeMap::new(),
             #[cfg(feature = "planted")]
             bug: None,
         }
     }
 
-    /// Give the state, its books and its queue a bug.
+    /// Plant a bug in the state, its ledger and its queue.
     #[cfg(all(feature = "planted", feature = "snapshot"))]
     pub(super) const fn plant(&mut self, bug: sumac_hal::planted::Bug) {
-        (self.bug, self.books.bug, self.queue.bug) = (Some(bug), Some(bug), Some(bug));
+        (self.bug, self.ledger.bug, self.queue.bug) = (Some(bug), Some(bug), Some(bug));
     }
 
-    /// Take what an earlier life had booked for this one's.
+    /// Adopt the claims of an earlier incarnation: a planted bug.
     #[cfg(all(feature = "planted", feature = "snapshot"))]
-    pub(super) fn believe(&mut self, earlier: Self) {
-        self.books.believe(earlier.books);
+    pub(super) fn inherit_claims(&mut self, earlier: Self) {
+        self.ledger.inherit_claims(earlier.ledger);
     }
 
-    /// Take in a device, and offer it to jobs without a tree; or say why not.
+    /// Add a device, and consider it for jobs without a tree.
     pub(super) fn add_device(
         &mut self,
         config: &ControllerConfig,
@@ -320,46 +324,46 @@ impl State {
     ) -> Result<(), DeviceRefused> {
         let name = session.name().to_owned();
         if self.devices.contains_key(&name) {
-            self.ask_whether_it_lives(&name);
+            self.probe_device(&name);
             return Err(DeviceRefused::Taken);
         }
         let limit = config.limits.devices;
         if self.devices.len() >= limit {
             return Err(DeviceRefused::Limit { limit });
         }
-        self.books.open(session.key(), session.room());
+        self.ledger.add_device(session.key(), session.capacity());
         self.devices.insert(name, Arc::clone(session));
         self.planning.devices_version += 1;
-        self.note_present(&session.key());
-        self.note_come(session);
+        self.end_reconnect_grace(&session.key());
+        self.record_connect(session);
         self.reconsider();
         Ok(())
     }
 
-    /// Ask a device whether it is there. A machine that was reset tells nobody that its connections are no more: they end
-    /// when something is sent to them, and then the next life is let in.
-    fn ask_whether_it_lives(&self, name: &str) {
+    /// Probe a device's connection. A machine that was reset closes none of its connections: they end when something is
+    /// sent on them, and then the device's next incarnation is accepted.
+    fn probe_device(&self, name: &str) {
         if let Some(device) = self.devices.get(name) {
-            // Its answer is waited for by nobody; too many that are missing end the connection, too.
-            let _ = device.post(Request::Hello);
+            // The response is ignored. Too many missing responses also end the connection.
+            let _ = device.post(Request::Identify);
         }
     }
 
-    /// Forget what was noted of a connection that has ended: one that comes after it is another.
+    /// Drop all records of a device's session that has ended.
     fn forget(&mut self, session: &Arc<DeviceSession>) {
         for job in self.jobs.values_mut().chain(self.resuming.values_mut().map(|resuming| &mut resuming.job)) {
-            job.declined.retain(|device| !Arc::ptr_eq(device, session));
-            job.lost.retain(|device| !Arc::ptr_eq(device, session));
+            job.declined_devices.retain(|device| !Arc::ptr_eq(device, session));
+            job.lost_devices.retain(|device| !Arc::ptr_eq(device, session));
         }
         self.crowded.remove(&session.key());
-        self.silent.remove(&session.key());
+        self.unresponsive.remove(&session.key());
     }
 
-    /// Return how many connections of devices are noted of a job, and beside it.
+    /// How many records of device sessions exist, of a job and in total.
     #[cfg(test)]
-    pub(super) fn remembered_of(&self, name: &str) -> usize {
-        let of_job = self.jobs.get(name).map_or(0, |job| job.declined.len() + job.lost.len());
-        of_job + self.crowded.len() + self.silent.len()
+    pub(super) fn remembered_sessions(&self, name: &str) -> usize {
+        let of_job = self.jobs.get(name).map_or(0, |job| job.declined_devices.len() + job.lost_devices.len());
+        of_job + self.crowded.len() + self.unresponsive.len()
     }
 
     pub(super) fn remove_device(&mut self, session: &Arc<DeviceSession>) {
@@ -367,14 +371,14 @@ impl State {
             self.devices.remove(session.name());
             self.planning.devices_version += 1;
             self.forget(session);
-            self.books.close(&session.key());
-            self.note_absent(session.key());
-            self.note_gone(session);
+            self.ledger.remove_device(&session.key());
+            self.start_reconnect_grace(session.key());
+            self.record_disconnect(session);
             self.reconsider();
         }
     }
 
-    /// Take in a rank; the job begins if it was the last one missing. Returns what [`State::depart`] wants.
+    /// Add a rank to a job, which starts with its last rank. Returns the place that [`State::depart`] expects.
     pub(super) fn join(
         &mut self,
         config: &ControllerConfig,
@@ -396,19 +400,19 @@ impl State {
             return Err(JoinRefusal::Running { job: name });
         }
         if job.members.contains_key(&rank) {
-            return Err(JoinRefusal::Taken { rank, job: name });
+            return Err(JoinRefusal::RankTaken { rank, job: name });
         }
         if let Some(member) = job.members.values().next() {
             agree(&name, (&request, &pinned), member)?;
         }
         job.members.insert(rank, Member { request: Arc::new(request), pinned, client: Arc::clone(client) });
         if job.members.len() == world as usize {
-            self.seek(&name, 0);
+            self.request_tree(&name, 0);
         }
         Ok((name, rank))
     }
 
-    /// Check that there is room for another job.
+    /// Check the limit on jobs.
     fn check_jobs(&self, config: &ControllerConfig) -> Result<(), JoinRefusal> {
         let limit = config.limits.jobs;
         if self.jobs.len() + self.resuming.len() < limit {
@@ -417,23 +421,23 @@ impl State {
         Err(JoinRefusal::Limit { what: "jobs".into(), limit: limit as u64 })
     }
 
-    /// A rank has left, or, unless `clean`, died; the job ends with its last rank.
+    /// A rank has left or, unless `clean`, is lost. The job ends with its last rank.
     pub(super) fn depart(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
         if self.jobs.get(name).is_some_and(|job| job.has(rank, client)) {
             self.depart_from(name, &[rank], clean);
         } else {
-            self.depart_early((name, rank), client, clean);
+            self.depart_resuming((name, rank), client, clean);
         }
     }
 
-    /// Ranks have died together: only those that are left are told.
+    /// Ranks were lost together: notify only the survivors.
     pub(super) fn depart_all(&mut self, gone: Vec<(Arc<Client>, (String, Rank))>) {
         let mut by_job: BTreeMap<String, Vec<Rank>> = BTreeMap::new();
         for (client, (name, rank)) in gone {
             if self.jobs.get(&name).is_some_and(|job| job.has(rank, &client)) {
                 by_job.entry(name).or_default().push(rank);
             } else {
-                self.depart_early((&name, rank), &client, false);
+                self.depart_resuming((&name, rank), &client, false);
             }
         }
         by_job.iter().for_each(|(name, ranks)| self.depart_from(name, ranks, false));
@@ -443,30 +447,30 @@ impl State {
         let Some(job) = self.jobs.get_mut(name) else { return };
         for rank in ranks {
             job.members.remove(rank);
-            job.shrinking.remove(rank);
+            job.survivor_requests.remove(rank);
         }
-        // A tree is for all ranks: none is made for the others.
+        // A tree needs all ranks, so a pending one is dropped.
         job.placing = None;
-        let held = job.hold.take();
+        let held = job.offer_claim.take();
         let is_begun = job.placement.is_some();
         let Some(first) = ranks.first() else { return };
         if is_begun {
             if !clean {
-                // As many as die together are one line.
+                // One line for all ranks that are lost together.
                 let others = ranks.len() - 1;
-                if std::mem::replace(&mut job.has_lost, true) || job.is_over {
-                    tracing::info!(job = name, rank = %first, others, "rank has ended without leaving, as its job has failed");
+                if std::mem::replace(&mut job.has_lost_ranks, true) || job.is_aborted {
+                    tracing::info!(job = name, rank = %first, others, "rank disconnected after its job failed");
                 } else {
                     tracing::warn!(job = name, rank = %first, others, "rank is lost");
                 }
-                job.tell_all(ranks.iter().map(|rank| ClientReply::RankLost(*rank)));
+                job.broadcast_all(ranks.iter().map(|rank| ClientReply::RankLost(*rank)));
             }
-            job.refuse_waiting(name, *first);
+            job.refuse_replans(name, *first);
             job.withdraw_offer();
-            job.tell_survivors();
+            job.try_report_survivors();
         } else {
-            // An incomplete job can't be completed by others waiting for somebody who may not come back.
-            job.tell(&ClientReply::Refused(JoinRefusal::Gone { rank: *first, job: name.to_owned() }));
+            // Do not let the other ranks wait for one that may not come back.
+            job.broadcast(&ClientReply::Refused(JoinRefusal::RankLost { rank: *first, job: name.to_owned() }));
         }
         let is_over = !is_begun || job.members.is_empty();
         if is_over && let Some(job) = self.jobs.remove(name) {
@@ -476,47 +480,47 @@ impl State {
             }
         }
         if let Some((group, _)) = held {
-            self.books.free(group);
+            self.ledger.free(group);
         }
         self.leave_queue(name);
-        self.pump();
+        self.serve_queue();
     }
 }
 
-/// Why a device is not taken in.
+/// Why a device is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DeviceRefused {
-    /// Its name is taken.
-    #[error("a device of that name is connected")]
+    /// The name is in use.
+    #[error("a device of that name is already connected")]
     Taken,
-    /// There are enough.
-    #[error("there are {limit} devices already, which is the limit")]
+    /// The limit on devices is reached.
+    #[error("the limit of {limit} devices is reached; start the controller with a higher limit")]
     Limit { limit: usize },
 }
 
-/// Check what a rank says of itself, before it sizes anything or is shown to anybody.
+/// Check a rank's request before it determines an allocation or is displayed.
 fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<(), JoinRefusal> {
     check_tenant(&request.terms.tenant)?;
     check_name(NameKind::Job, "job", &request.job)?;
     let (rank, world) = (request.rank, request.world);
     if world > RANKS_MAX {
-        return Err(JoinRefusal::Ranks { world, limit: RANKS_MAX });
+        return Err(JoinRefusal::TooManyRanks { world, limit: RANKS_MAX });
     }
     if rank.0 >= world {
-        return Err(JoinRefusal::Rank { rank, world });
+        return Err(JoinRefusal::InvalidRank { rank, world });
     }
     if pinned.len() > PINNED_MAX {
-        return Err(JoinRefusal::Limit { what: "devices that a job is pinned to".into(), limit: PINNED_MAX as u64 });
+        return Err(JoinRefusal::Limit { what: "pinned devices per job".into(), limit: PINNED_MAX as u64 });
     }
     pinned.iter().try_for_each(|device| check_name(NameKind::Fabric, "device", device))?;
     request.host.iter().try_for_each(|host| check_name(NameKind::Fabric, "host", host))?;
     Ok(request.machine.iter().try_for_each(|machine| check_name(NameKind::Fabric, "machine", machine))?)
 }
 
-/// Check that two ranks mean the same job.
+/// Check that a rank agrees with one that joined before on the job's parameters.
 fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Member) -> Result<(), JoinRefusal> {
     let first = &member.request;
-    let disagree = |what: &str, mine: String, theirs: String| JoinRefusal::Disagree {
+    let disagree = |what: &str, mine: String, theirs: String| JoinRefusal::Mismatch {
         job: job.to_owned(),
         what: what.to_owned(),
         first: mine,
@@ -531,7 +535,7 @@ fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Membe
     }
     if request.terms.wait_ms != first.terms.wait_ms {
         let ms = |request: &JoinRequest| format!("{} ms", request.terms.wait_ms);
-        return Err(disagree("how long to wait for a tree", ms(request), ms(first)));
+        return Err(disagree("the wait for a tree", ms(request), ms(first)));
     }
     if request.order != first.order {
         return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));
@@ -550,9 +554,9 @@ fn agree(job: &str, (request, pinned): (&JoinRequest, &[String]), member: &Membe
 mod tests {
     use super::*;
 
-    /// A restart within the same second, one an hour later, one at the end of a term.
+    /// Restarts one millisecond later, an hour later, and at the end of a term.
     #[test]
-    fn no_life_gives_out_a_view_of_another() {
+    fn restarted_controller_issues_no_group_of_its_predecessor() {
         let last_of_term = (1 << 32) / GROUPS_PER_MS - 1;
         for (started_ms, later_ms) in [(1_750_000_000_000, 1), (1_750_000_000_000, 3_600_000), (last_of_term, 1)] {
             let views = |ms| {

@@ -1,36 +1,37 @@
-//! Telling all ranks that an operation has failed.
+//! Notifies all ranks that an operation has failed.
 //!
-//! The rank that finds an error tells every rank: those it is connected to over their connection, the others by a
-//! courier (a connection that carries one frame). Ranks that are told pass it on to those they are connected to.
+//! The rank that detects an error notifies every rank: connected ones over their connection, the others over a one-shot
+//! connection that carries a single frame. Notified ranks forward the error to those they are connected to.
 //!
-//! Invariant: a peer that is in the middle of a frame gets the rest of it, the true bytes, before the abort: it may
-//! be the last thing that its own result needs.
+//! Invariant: a peer in the middle of a frame receives the rest of it, unaltered, before the abort: those may be the
+//! last bytes that its own result needs.
 
 use super::frame::{AbortFrame, HELLO_BYTES, HelloKind};
-use super::greet::ACCEPTS_PER_ROUND;
-use super::link::{Link, Moved, State, read, write};
+use super::handshake::ACCEPTS_PER_ROUND;
+use super::link::{IoOutcome, Link, State, read, write};
 use super::run::{Failure, Run, is_next};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::net::{Shutdown, TcpStream};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 
-/// One peer that is being told.
-struct Telling {
+/// A notice on its way to one peer.
+struct AbortNotice {
     peer: Rank,
-    /// The connection of a courier; `None`: over the link.
-    courier: Option<TcpStream>,
+    /// The one-shot connection; `None`: the notice goes over the link.
+    one_shot: Option<TcpStream>,
     hello: [u8; HELLO_BYTES],
     hello_left: usize,
     abort_left: usize,
 }
 
 impl Run<'_> {
-    /// Tell the others, for at most [`GRACE`]; a peer that takes nothing by then finds its connection closed.
+    /// Notify the other ranks, for at most [`GRACE_PERIOD`]. A peer that reads nothing by then finds its connection
+    /// closed.
     pub(super) fn abort(&mut self, failure: &Failure) {
-        let (Failure::Found(error) | Failure::Told(error)) = failure;
+        let (Failure::Local(error) | Failure::Remote(error)) = failure;
         let frame = AbortFrame::new(self.call, error);
-        // Who is at the door is told here, instead of finding it closed.
+        // Ranks that are just connecting are notified here instead of finding the connection closed.
         let now = Instant::now();
         for _ in 0..ACCEPTS_PER_ROUND {
             if self.mesh.accept(now).is_none_or(|is_last| is_last) {
@@ -38,125 +39,125 @@ impl Run<'_> {
             }
         }
         for index in (0..self.mesh.pending.len()).rev() {
-            self.mesh.greet(index);
+            self.mesh.advance_handshake(index);
         }
-        let mut tellings = self.tellings(matches!(failure, Failure::Found(_)), &frame);
-        let until = Instant::now() + GRACE;
+        let mut notices = self.notices(matches!(failure, Failure::Local(_)), &frame);
+        let until = Instant::now() + GRACE_PERIOD;
         loop {
-            tellings.retain_mut(|telling| !self.tell(telling, &frame));
+            notices.retain_mut(|notice| !self.send_notice(notice, &frame));
             let rest = until.saturating_duration_since(Instant::now());
-            if tellings.is_empty() || rest.is_zero() {
+            if notices.is_empty() || rest.is_zero() {
                 break;
             }
-            let streams = tellings.iter().filter_map(|telling| telling.stream(&self.mesh.links));
+            let streams = notices.iter().filter_map(|notice| notice.stream(&self.mesh.links));
             let mut fds: Vec<_> = streams.map(|stream| PollFd::new(stream, PollFlags::IN | PollFlags::OUT)).collect();
             let timeout = Timespec { tv_sec: rest.as_secs() as i64, tv_nsec: rest.subsec_nanos().into() };
-            // An interrupted poll only means another round.
+            // An interrupted poll means another round.
             let _ = poll(&mut fds, Some(&timeout));
         }
-        for telling in tellings {
-            if telling.courier.is_none() {
-                self.mesh.links[telling.peer.0 as usize].state = State::Ended;
+        for notice in notices {
+            if notice.one_shot.is_none() {
+                self.mesh.links[notice.peer.0 as usize].state = State::Ended;
             }
         }
     }
 
-    /// Collect those to tell.
-    fn tellings(&self, couriers: bool, frame: &AbortFrame) -> Vec<Telling> {
-        let mut tellings = Vec::new();
+    /// Prepare a notice for each rank concerned.
+    fn notices(&self, one_shots: bool, frame: &AbortFrame) -> Vec<AbortNotice> {
+        let mut notices = Vec::new();
         for (index, link) in self.mesh.links.iter().enumerate() {
             let peer = Rank(index as u32);
-            let hello = self.mesh.hello(HelloKind::Courier, peer).emit();
-            let telling = Telling { peer, courier: None, hello, hello_left: 0, abort_left: frame.bytes().len() };
+            let hello = self.mesh.hello(HelloKind::OneShot, peer).emit();
+            let notice = AbortNotice { peer, one_shot: None, hello, hello_left: 0, abort_left: frame.bytes().len() };
             match link.state {
                 // The peer reads frames once it has read our hello.
-                State::Ready(_) | State::Greeting(_) => tellings.push(telling),
-                State::Connecting(_) => tellings.push(Telling { hello_left: HELLO_BYTES, ..telling }),
-                State::Idle if couriers && peer != self.mesh.rank() => {
-                    // A rank that can't be reached is not there to be told.
+                State::Ready(_) | State::Handshake(_) => notices.push(notice),
+                State::Connecting(_) => notices.push(AbortNotice { hello_left: HELLO_BYTES, ..notice }),
+                State::Idle if one_shots && peer != self.mesh.rank() => {
+                    // An unreachable rank cannot be notified.
                     if let Ok(Some(stream)) = self.mesh.connecting(peer) {
-                        tellings.push(Telling { courier: Some(stream), hello_left: HELLO_BYTES, ..telling });
+                        notices.push(AbortNotice { one_shot: Some(stream), hello_left: HELLO_BYTES, ..notice });
                     }
                 }
                 State::Idle | State::Ended => {}
             }
         }
-        tellings
+        notices
     }
 
-    /// Move bytes both ways; return whether nothing is left to say, or nobody to say it to.
-    fn tell(&mut self, telling: &mut Telling, frame: &AbortFrame) -> bool {
-        let finished = match telling.courier {
-            Some(_) => Moved::Bytes(0),
-            None => self.finish_frame(telling.peer),
+    /// Move bytes in both directions; returns whether the notice is sent or its peer is gone.
+    fn send_notice(&mut self, notice: &mut AbortNotice, frame: &AbortFrame) -> bool {
+        let finished = match notice.one_shot {
+            Some(_) => IoOutcome::Bytes(0),
+            None => self.finish_frame(notice.peer),
         };
-        let Some(stream) = telling.stream(&self.mesh.links) else { return true };
-        // A peer that is telling us something can only listen once we have taken it.
-        if finished == Moved::Ended || !drain(stream, &mut self.mesh.scratch) {
+        let Some(stream) = notice.stream(&self.mesh.links) else { return true };
+        // A peer that is notifying us reads only once we have read its bytes.
+        if finished == IoOutcome::Ended || !drain(stream, &mut self.mesh.scratch) {
             return true;
         }
-        if finished == Moved::WouldBlock {
+        if finished == IoOutcome::WouldBlock {
             return false;
         }
-        let head = &telling.hello[HELLO_BYTES - telling.hello_left..];
-        let body = &frame.bytes()[frame.bytes().len() - telling.abort_left..];
+        let head = &notice.hello[HELLO_BYTES - notice.hello_left..];
+        let body = &frame.bytes()[frame.bytes().len() - notice.abort_left..];
         let sent = match write(stream, head, body) {
-            Moved::WouldBlock => return false,
-            Moved::Ended => return true,
-            Moved::Bytes(sent) => sent,
+            IoOutcome::WouldBlock => return false,
+            IoOutcome::Ended => return true,
+            IoOutcome::Bytes(sent) => sent,
         };
-        let hello = sent.min(telling.hello_left);
-        let told = hello == telling.hello_left && sent - hello == telling.abort_left;
-        if told {
-            // The end of the stream follows the abort; that it can't be said changes nothing.
+        let hello = sent.min(notice.hello_left);
+        let is_sent = hello == notice.hello_left && sent - hello == notice.abort_left;
+        if is_sent {
+            // The end of the stream follows the abort; failing to send it is harmless.
             let _ = stream.shutdown(Shutdown::Write);
         }
-        telling.hello_left -= hello;
-        telling.abort_left -= sent - hello;
-        told
+        notice.hello_left -= hello;
+        notice.abort_left -= sent - hello;
+        is_sent
     }
 
-    /// Send what is left of the frame that a peer is in the middle of.
-    fn finish_frame(&mut self, peer: Rank) -> Moved {
+    /// Send the rest of a frame that a peer has partly received.
+    fn finish_frame(&mut self, peer: Rank) -> IoOutcome {
         let mesh = &mut *self.mesh;
         let link = &mut mesh.links[peer.0 as usize];
-        match link.flush_want() {
-            Moved::Bytes(_) => {}
+        match link.flush_announce() {
+            IoOutcome::Bytes(_) => {}
             other => return other,
         }
         while !link.tx.is_between_frames() {
             let sends = self.step.sends;
             let slot = (0..sends.len()).find(|&slot| sends[slot].peer == peer && is_next(sends, &mesh.sends, slot));
-            let Some(slot) = slot else { return Moved::Ended };
+            let Some(slot) = slot else { return IoOutcome::Ended };
             let bytes = self.memory.outgoing(sends[slot].from);
             match link.write_transfer(&self.call, bytes, mesh.sends[slot].bytes) {
-                Moved::Bytes(n) => mesh.sends[slot].bytes += n,
+                IoOutcome::Bytes(n) => mesh.sends[slot].bytes += n,
                 other => return other,
             }
         }
-        Moved::Bytes(0)
+        IoOutcome::Bytes(0)
     }
 }
 
-impl Telling {
+impl AbortNotice {
     fn stream<'a>(&'a self, links: &'a [Link]) -> Option<&'a TcpStream> {
-        self.courier.as_ref().or_else(|| links[self.peer.0 as usize].stream())
+        self.one_shot.as_ref().or_else(|| links[self.peer.0 as usize].stream())
     }
 }
 
-/// Take and forget what has come; return whether the peer is still there.
+/// Read and discard input; returns whether the peer is still connected.
 fn drain(stream: &TcpStream, scratch: &mut [u8]) -> bool {
     for _ in 0..DRAINS_PER_ROUND {
         match read(stream, scratch) {
-            Moved::Bytes(_) => {}
-            Moved::WouldBlock => return true,
-            Moved::Ended => return false,
+            IoOutcome::Bytes(_) => {}
+            IoOutcome::WouldBlock => return true,
+            IoOutcome::Ended => return false,
         }
     }
     true
 }
 
-/// How long a peer may take to listen.
-const GRACE: Duration = Duration::from_secs(1);
+/// How long a peer may take to read a notice.
+const GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Reads from one peer before the others get their turn.
 const DRAINS_PER_ROUND: usize = 64;

@@ -1,8 +1,8 @@
-//! A listener that neither spins nor fails when the process has no descriptor left.
+//! A listener that neither spins nor fails when the process has run out of file descriptors.
 //!
-//! A connection that can't be accepted keeps the listener readable. So one descriptor is held in reserve. When there is no
-//! other, the listener rests first, so that what waits has time to say who it is; then each connection is accepted with
-//! the reserve, and whoever calls looks at it and either keeps it or closes it for the next one.
+//! A connection that cannot be accepted keeps the listener readable. The acceptor therefore holds one descriptor in
+//! reserve. When there is no other, it first pauses, so that waiting peers have time to send their hello. Then it
+//! accepts each connection with the reserve; the caller inspects it, and either keeps it or closes it for the next one.
 
 use rustix::event::{EventfdFlags, eventfd};
 use std::io::{self, ErrorKind};
@@ -10,30 +10,30 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// A listening socket, and the descriptor in reserve.
+/// A listening socket and the reserve descriptor.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     listener: TcpListener,
     reserve: Option<OwnedFd>,
-    /// Nothing is accepted before.
+    /// No connection is accepted before.
     resume_at: Option<Instant>,
-    /// How many connections may still be accepted with the reserve before the next rest.
+    /// Connections that may still be accepted with the reserve before the next pause.
     on_reserve: u32,
 }
 
-/// An accepted connection, which does not block.
+/// An accepted, non-blocking connection.
 #[derive(Debug)]
 pub(super) struct Accepted {
     pub(super) stream: TcpStream,
-    /// It took the last descriptor: the caller closes this one or another.
+    /// It took the last descriptor: the caller must close this connection or another.
     pub(super) is_last: bool,
 }
 
 impl Acceptor {
-    /// Take over a socket that listens.
+    /// Take over a listening socket.
     pub(super) fn new(listener: TcpListener) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        // Where the system refuses, the queue is as long as it was.
+        // If the system refuses, the backlog stays as it was.
         let _ = rustix::net::listen(&listener, BACKLOG);
         Ok(Self { listener, reserve: reserve(), resume_at: None, on_reserve: 0 })
     }
@@ -48,7 +48,7 @@ impl Acceptor {
         self.resume_at.filter(|at| *at > now)
     }
 
-    /// Accept the next connection, if one waits and may be accepted now.
+    /// Accept the next connection, if one is waiting and may be accepted now.
     pub(super) fn accept(&mut self, now: Instant) -> Option<Accepted> {
         if self.resume_at(now).is_some() {
             return None;
@@ -58,7 +58,7 @@ impl Acceptor {
         match self.next() {
             Ok(stream) => return stream.map(|stream| Accepted { stream, is_last: false }),
             Err(error) if self.on_reserve == 0 => {
-                tracing::warn!(%error, "accepting connections rests");
+                tracing::warn!(%error, "cannot accept connections; pausing");
                 self.on_reserve = ON_RESERVE_MAX;
             }
             Err(_) => {
@@ -69,18 +69,18 @@ impl Acceptor {
                 }
             }
         }
-        self.resume_at = Some(now + REST);
+        self.resume_at = Some(now + ACCEPT_PAUSE);
         None
     }
 
-    /// Accept one connection; `Ok(None)` if none waits.
+    /// Accept one connection; `Ok(None)` if none is waiting.
     fn next(&self) -> io::Result<Option<TcpStream>> {
         loop {
             match self.listener.accept() {
                 Ok((stream, _)) if stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).is_ok() => {
                     return Ok(Some(stream));
                 }
-                // It was reset already.
+                // The peer has reset it already.
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionAborted) => {}
@@ -90,10 +90,10 @@ impl Acceptor {
     }
 }
 
-/// Begin to connect to a rank; `None` if that may go better in a moment.
+/// Start connecting to a rank; `None` for a transient shortage that warrants a retry.
 ///
 /// # Errors
-/// What the system says; that nobody listens there is [`ErrorKind::ConnectionRefused`].
+/// The system's error; [`ErrorKind::ConnectionRefused`] if nobody listens there.
 pub(super) fn dial(address: SocketAddr) -> io::Result<Option<TcpStream>> {
     use rustix::io::Errno;
     use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
@@ -103,13 +103,13 @@ pub(super) fn dial(address: SocketAddr) -> io::Result<Option<TcpStream>> {
     stream.set_nodelay(true)?;
     match connect(&stream, &address) {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(Some(stream)),
-        // No port of this host is free, as while others connect to the same address without end.
+        // No local port is free, as when others connect to the same address without end.
         Err(Errno::ADDRNOTAVAIL | Errno::AGAIN) => Ok(None),
         Err(errno) => Err(errno.into()),
     }
 }
 
-/// When to dial again: pauses double, up to [`REDIAL_PAUSE_MAX`].
+/// Redial timer: pauses double, up to [`REDIAL_PAUSE_MAX`].
 #[derive(Debug, Default)]
 pub(super) struct Redial {
     failures: u32,
@@ -117,19 +117,19 @@ pub(super) struct Redial {
 }
 
 impl Redial {
-    /// Note that a connection came to nothing.
+    /// Record a failed connection attempt.
     pub(super) fn fail(&mut self, now: Instant) {
         let pause = REDIAL_PAUSE.saturating_mul(1 << self.failures.min(16)).min(REDIAL_PAUSE_MAX);
         self.failures = self.failures.saturating_add(1);
         self.at = Some(now + pause);
     }
 
-    /// Return when to dial again, if a connection came to nothing.
+    /// Return when to dial again after a failed attempt.
     pub(super) const fn at(&self) -> Option<Instant> {
         self.at
     }
 
-    /// Tell whether the pause lasts.
+    /// Return whether the pause is still on.
     pub(super) fn is_pausing(&self, now: Instant) -> bool {
         self.at.is_some_and(|at| at > now)
     }
@@ -139,15 +139,15 @@ fn reserve() -> Option<OwnedFd> {
     eventfd(0, EventfdFlags::CLOEXEC).ok()
 }
 
-/// Connections that may wait to be accepted, as far as the system allows: between calls nobody accepts them.
+/// Requested listen backlog: between calls nobody accepts connections.
 const BACKLOG: i32 = 4096;
-/// How long to rest without a descriptor.
-const REST: Duration = Duration::from_millis(20);
-/// Connections accepted with the reserve between two rests.
+/// Pause when no descriptor is left.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Connections accepted with the reserve between two pauses.
 const ON_RESERVE_MAX: u32 = 64;
-/// The first pause before dialling again.
+/// First pause before redialling.
 const REDIAL_PAUSE: Duration = Duration::from_millis(1);
-/// The longest.
+/// Longest pause before redialling.
 pub(super) const REDIAL_PAUSE_MAX: Duration = Duration::from_millis(200);
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! Every algorithm of the table over loopback TCP, in place and out of place, against an oracle of one's own; and the
-//! bits of the tree schedules against the declared expression.
+//! Every algorithm of the table over loopback TCP, in place and out of place, against an independent oracle; and the
+//! bits of tree schedules against the declared expression.
 
 use super::tests::{context, meshes, on_ranks};
 use super::*;
@@ -10,7 +10,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// What rank `rank` contributes as element `element`: whole numbers that bfloat16 holds, as do sums over 8 ranks.
+/// Element `element` of rank `rank`'s input: whole numbers that bfloat16 holds, as it does their sums over 8 ranks.
 fn input(rank: u32, element: usize) -> i32 {
     let mixed = (u64::from(rank) + 3).wrapping_mul(0x9e37_79b9_7f4a_7c15)
         ^ (element as u64 + 1).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -27,7 +27,7 @@ fn encode(dtype: Dtype, values: impl IntoIterator<Item = i32>) -> Vec<u8> {
     values.into_iter().flat_map(bytes).collect()
 }
 
-/// The collective's definition, written down once more without any of its code: a rank's input and its output.
+/// Oracle: a rank's input and its output by the collective's definition, independent of the schedules.
 fn defined(pattern: Pattern, rank: u32, ranks: u32, count: usize, root: u32) -> (Vec<i32>, Vec<i32>) {
     let block = |index: u32| Span::of_block(count, ranks, index);
     let of = |rank: u32, span: Span| (span.start..span.end()).map(move |element| input(rank, element));
@@ -51,7 +51,7 @@ fn defined(pattern: Pattern, rank: u32, ranks: u32, count: usize, root: u32) -> 
     }
 }
 
-/// Run a schedule with separate buffers and, if it can, in place; return what the ranks must have in the end.
+/// Run a schedule with separate buffers and, if it can, in place; check the results.
 fn run_both(mesh: &mut Mesh, op_index: &mut u64, schedule: &Schedule, dtype: Dtype, contents: (Vec<i32>, Vec<i32>)) {
     let (input, right) = (encode(dtype, contents.0), encode(dtype, contents.1));
     let kernel = Kernel::new(dtype, ReduceOp::Sum);
@@ -108,7 +108,7 @@ fn every_algorithm_and_root_in_and_out_of_place() {
 }
 
 #[test]
-fn every_algorithm_with_more_than_a_frame_and_the_scratch_memory_hold() {
+fn every_algorithm_with_transfers_beyond_frame_and_scratch_size() {
     let all: Vec<_> = ALGORITHMS.iter().collect();
     run_table(3, &all, &[2], &[200_001]);
 }
@@ -134,7 +134,7 @@ fn all_to_all_in_place_and_of_any_counts() {
     }
 }
 
-/// The part of a schedule before a step, as a rank runs it that dies then.
+/// The first `steps` steps of a schedule, as run by a rank that then dies.
 fn cut(whole: &Schedule, steps: usize) -> Schedule {
     let new = if whole.reduces() { Schedule::reducing } else { Schedule::moving };
     let mut part = new(whole.place(), *whole.layout());
@@ -143,7 +143,7 @@ fn cut(whole: &Schedule, steps: usize) -> Schedule {
 }
 
 #[test]
-fn a_rank_that_dies_in_any_step_of_any_algorithm_is_named_or_not_needed() {
+fn rank_lost_in_any_step_is_named_or_not_needed() {
     let (ranks, dead, root, count) = (4, Rank(2), Rank(1), 1001);
     let tree = Tree::flat(ranks, Order::TreeFold).expect("a tree");
     let mut lost = 0;
@@ -163,7 +163,7 @@ fn a_rank_that_dies_in_any_step_of_any_algorithm_is_named_or_not_needed() {
                 let buffers = Buffers::Separate { input: &input, output: &mut output };
                 let ctx = context(0, OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 1), Path::Ring);
                 let result = execute(&mut mesh, &part, kernel.as_ref(), buffers, &ctx, &mut NoInterrupt);
-                // The dead rank's mesh is dropped here, without a word to anybody; the others' when all are done.
+                // The lost rank's mesh is dropped here without notice, the others' when all are done.
                 (!is_dead).then(|| (mesh, result, output == right))
             };
             let results: Vec<_> = std::thread::scope(|scope| {
@@ -183,14 +183,14 @@ fn a_rank_that_dies_in_any_step_of_any_algorithm_is_named_or_not_needed() {
     assert!(lost > 2 * ALGORITHMS.len(), "most algorithms need every rank: {lost}");
 }
 
-/// Values over many magnitudes, so that each order of summation gives other bits.
+/// Values over many magnitudes, so that each order of summation gives different bits.
 fn rough(rank: u32, element: usize) -> f32 {
     let bits = (u64::from(rank) << 32 | element as u64).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     ((bits >> 40) as f32 - 8_388_608.0) * f32::from_bits(0x3000_0000 + (((bits >> 35) as u32 & 0x1f) << 23))
 }
 
 #[test]
-fn trees_give_the_bits_of_the_declared_expression() {
+fn tree_schedules_match_the_declared_expression_bit_for_bit() {
     use crate::plan::Child::{Node, Rank as Leaf};
     let of = |ranks: &[u32]| ranks.iter().map(|&rank| Leaf(Rank(rank))).collect::<Vec<_>>();
     let count = 1000;
@@ -233,7 +233,7 @@ fn trees_give_the_bits_of_the_declared_expression() {
 }
 
 #[test]
-fn partials_travel_in_the_accumulators_type_and_inputs_in_their_own() {
+fn partials_travel_in_accumulator_type_and_inputs_in_their_own() {
     // 256 + 1 + 1 + ... in bfloat16: each 1 is lost if a partial sum is rounded.
     let reducing = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern == Pattern::AllReduce);
     for algorithm in reducing {
@@ -257,7 +257,7 @@ fn partials_travel_in_the_accumulators_type_and_inputs_in_their_own() {
 }
 
 #[test]
-fn buffers_that_do_not_fit_are_refused() {
+fn buffers_of_wrong_length_are_refused() {
     let mut meshes = meshes(2);
     let results = on_ranks(&mut meshes, |mesh| {
         let apart = pairwise::all_to_all(mesh.place(), 4);

@@ -1,4 +1,4 @@
-//! The errors of the executor. They travel in abort frames, so that every rank returns the same one.
+//! Errors of the executor. They travel in abort frames, so that every rank returns the same one.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -6,11 +6,11 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use thiserror::Error;
 
-/// What one rank called, as far as all ranks must call the same.
+/// A rank's call, as far as all ranks must agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Call {
-    /// Who called.
+    /// The caller.
     pub rank: Rank,
     /// The number of the operation in its communicator.
     pub op_index: u64,
@@ -53,14 +53,14 @@ impl fmt::Display for Call {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The other end speaks another version of the frames.
-    #[error("it speaks another version; run the same build on all ranks")]
+    /// The peer uses another version of the frame format.
+    #[error("protocol version differs; run the same build on all ranks")]
     Version,
-    /// The other end carries another job's token.
-    #[error("it belongs to another job; check the address book")]
+    /// The peer sent another job's token.
+    #[error("it belongs to another job; check the address list")]
     Token,
-    /// The other end is not the rank that the address book says, or is connected already.
-    #[error("the ranks of the two ends do not fit; check the address book")]
+    /// The peer is not the rank at that place in the address list, or is already connected.
+    #[error("rank and address do not match; check the address list")]
     Rank,
 }
 
@@ -68,29 +68,29 @@ pub enum Refusal {
 #[derive(Debug, Clone, PartialEq, Eq, Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ExecError {
-    /// Two ranks called different things.
+    /// Two ranks called different operations.
     #[error("ranks called different operations: {}; {}", calls[0], calls[1])]
     Mismatch {
-        /// The two calls that met, lower rank first.
+        /// The two calls, lower rank first.
         calls: Box<[Call; 2]>,
     },
-    /// A rank's connection or process ended while it was still needed.
+    /// A rank's connection or process ended while it was needed.
     #[error("{rank} is lost: its connection or its process ended in the middle of an operation")]
     RankLost {
-        /// The rank that is gone.
+        /// The lost rank.
         rank: Rank,
     },
-    /// The deadline passed.
+    /// The operation missed its deadline.
     #[error("operation {op_index} passed its deadline while {rank} waited for {peer}")]
     Deadline {
         /// The operation.
         op_index: u64,
         /// The rank whose deadline passed first.
         rank: Rank,
-        /// A rank that it waited for.
+        /// A rank that it was waiting for.
         peer: Rank,
     },
-    /// A rank sent another more or less than that expects: their counts of an all-to-all differ.
+    /// Sent and expected lengths differ: the counts of an all-to-all do not agree.
     #[error(
         "operation {op_index}: {from} sends {to} {sent_bytes} bytes where {expected_bytes} are expected; what one rank \
          sends must be what the other receives"
@@ -102,12 +102,12 @@ pub enum ExecError {
         to: Rank,
         /// The operation.
         op_index: u64,
-        /// What is sent.
+        /// Length sent.
         sent_bytes: u64,
-        /// What is expected.
+        /// Length expected.
         expected_bytes: u64,
     },
-    /// A message and its receive differ: the n-th sent meets the n-th received.
+    /// A message does not match its receive: the n-th send matches the n-th receive.
     #[error(
         "message {number} from {from} to {to} has tag {} and {} bytes; the receive that it meets has tag {} and {} \
          bytes", sent.0, sent.1, expected.0, expected.1
@@ -117,45 +117,45 @@ pub enum ExecError {
         from: Rank,
         /// The receiver.
         to: Rank,
-        /// Which message of this sender to this receiver, from 0.
+        /// The number of the message among those from this sender to this receiver, from 0.
         number: u64,
         /// Its tag and length in bytes.
         sent: (u32, u64),
         /// Tag and length of the receive.
         expected: (u32, u64),
     },
-    /// A message was not through by the deadline.
-    #[error("{rank} has waited until its deadline for a message to or from {peer}")]
+    /// A message missed its deadline.
+    #[error("{rank} passed its deadline waiting for a message to or from {peer}")]
     MessageDeadline {
         /// The rank whose deadline passed first.
         rank: Rank,
-        /// A rank that it waited for.
+        /// A rank that it was waiting for.
         peer: Rank,
     },
-    /// A rank refused the connection of another.
+    /// A rank refused another's connection.
     #[error("{by} refused the connection of {rank}: {reason}")]
     Refused {
         /// The rank that was refused.
         rank: Rank,
         /// The rank that refused.
         by: Rank,
-        /// Why.
+        /// The reason.
         reason: Refusal,
     },
-    /// A peer sent what no executor sends.
-    #[error("{rank} sent {what}; its stream can't be used further")]
+    /// A peer violated the protocol.
+    #[error("protocol violation: {rank} sent {what}")]
     Protocol {
         /// The sender.
         rank: Rank,
         /// What was wrong.
         what: String,
     },
-    /// The operating system refused something on this host.
+    /// A system call failed on this host.
     #[error("{rank}: {what}")]
     Io {
         /// The rank whose host it was.
         rank: Rank,
-        /// What was tried, and the system's answer.
+        /// What was attempted, and the system's error.
         what: String,
     },
     /// The caller's [`Interrupt`](super::Interrupt) ended the operation.
@@ -166,7 +166,7 @@ pub enum ExecError {
         /// The caller's reason.
         reason: String,
     },
-    /// The arguments of a call contradict each other. Nothing was sent, and the mesh stays usable.
+    /// The arguments of a call are invalid. Nothing was sent, and the mesh stays usable.
     #[error("invalid call: {what}")]
     Invalid {
         /// The contradiction, with both values.
@@ -184,19 +184,19 @@ impl ExecError {
     }
 }
 
-/// Why a mesh can't be set up.
+/// Why a mesh cannot be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum MeshError {
-    /// The address book has another size than the communicator.
-    #[error("the address book has {addresses} entries for {ranks} ranks")]
+    /// The number of addresses differs from the number of ranks.
+    #[error("{addresses} addresses given for {ranks} ranks")]
     Addresses {
-        /// The entries.
+        /// The number of addresses.
         addresses: usize,
-        /// The ranks.
+        /// The number of ranks.
         ranks: u32,
     },
-    /// The listener can't be used.
-    #[error("the listener can't be made non-blocking")]
+    /// The listener is unusable.
+    #[error("cannot make the listener non-blocking")]
     Listener(#[source] std::io::Error),
 }

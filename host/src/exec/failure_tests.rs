@@ -1,8 +1,8 @@
-//! Every way to fail: the error has a name, all ranks get it, nobody hangs.
+//! Every failure mode: the error is named, all ranks return it, and none hangs.
 
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION};
 use super::link::Link;
-use super::tests::{BOTH, FAR, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
+use super::tests::{BOTH, LONG, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
 use super::*;
 use crate::schedule::{Place, Schedule, dissemination, ring};
 use std::io::{Read, Write};
@@ -22,7 +22,7 @@ fn barrier(mesh: &mut Mesh, op_index: u64, interrupt: &mut dyn Interrupt) -> Res
     execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, interrupt)
 }
 
-/// Check that all ranks were told that `odd` called something else, and that their meshes are at an end.
+/// Check that all ranks got the mismatch of `odd`, and that their meshes have ended.
 fn assert_mismatch(meshes: &mut [Mesh], odd: Rank, results: &[Result<(), ExecError>]) {
     for (mesh, result) in meshes.iter_mut().zip(results) {
         let Err(ExecError::Mismatch { calls }) = result else { panic!("{:?}: {result:?}", mesh.place()) };
@@ -34,7 +34,7 @@ fn assert_mismatch(meshes: &mut [Mesh], odd: Rank, results: &[Result<(), ExecErr
 }
 
 #[test]
-fn different_calls_are_a_mismatch_at_every_rank() {
+fn different_calls_are_a_mismatch_on_every_rank() {
     type Odd = fn(&mut Mesh) -> Result<(), ExecError>;
     let odd_calls: [(&str, Odd); 6] = [
         ("count", |mesh| all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 404])),
@@ -62,7 +62,7 @@ fn different_calls_are_a_mismatch_at_every_rank() {
 }
 
 #[test]
-fn a_skipped_operation_is_a_mismatch() {
+fn skipped_operation_is_a_mismatch() {
     let mut meshes = meshes(3);
     let results = on_ranks(&mut meshes, |mesh| {
         all_reduce(mesh, 0, Path::Ring, Dtype::F32, ReduceOp::Sum, &mut [0; 400])?;
@@ -73,7 +73,7 @@ fn a_skipped_operation_is_a_mismatch() {
 }
 
 #[test]
-fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
+fn rank_lost_in_any_step_is_named_and_no_result_is_wrong() {
     let (ranks, dead, count) = (4, Rank(2), 300_000);
     for (path, algorithm) in BOTH {
         let steps = algorithm(Place::new(dead, ranks).expect("inside"), count).len();
@@ -95,7 +95,7 @@ fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
                         let mut part = Schedule::reducing(mesh.place(), *whole.layout());
                         whole.steps().take(last_words).for_each(|step| part.push(step));
                         let ctx = context(0, desc, path);
-                        // The mesh is dropped here, without a word to anybody.
+                        // The mesh is dropped here without notice.
                         let result = execute(&mut mesh, &part, kernel.as_ref(), &mut buf[..], &ctx, &mut NoInterrupt);
                         (mesh.place().rank(), result.map(|()| Vec::new()), None)
                     })
@@ -120,7 +120,7 @@ fn a_rank_that_dies_in_any_step_is_named_and_nobody_gets_wrong_numbers() {
 }
 
 #[test]
-fn a_rank_that_died_before_it_connected_is_named_too() {
+fn rank_lost_before_connecting_is_named() {
     for dead in [Rank(0), Rank(2)] {
         let mut meshes = meshes(3);
         meshes.remove(dead.0 as usize);
@@ -130,20 +130,20 @@ fn a_rank_that_died_before_it_connected_is_named_too() {
 }
 
 #[test]
-fn strangers_are_dropped_and_counted() {
+fn unknown_peers_are_dropped_and_counted() {
     let mut meshes = meshes(2);
     let address = meshes[1].acceptor.listener().local_addr().expect("bound");
     let right = Hello { version: VERSION, kind: HelloKind::Peer, token: TOKEN, from: Rank(0), to: Rank(1) };
-    let strangers = [
+    let unknown_peers = [
         (b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n"[..HELLO_BYTES].to_vec(), None),
         (Hello { version: VERSION + 1, ..right }.emit().to_vec(), Some(Refusal::Version)),
         (Hello { token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
         (Hello { from: Rank(1), ..right }.emit().to_vec(), Some(Refusal::Rank)),
         (Hello { from: Rank(2), ..right }.emit().to_vec(), Some(Refusal::Rank)),
         (Hello { to: Rank(0), ..right }.emit().to_vec(), Some(Refusal::Rank)),
-        (Hello { kind: HelloKind::Courier, token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
+        (Hello { kind: HelloKind::OneShot, token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
     ];
-    let mut connections: Vec<_> = strangers
+    let mut connections: Vec<_> = unknown_peers
         .iter()
         .map(|(bytes, _)| {
             let mut stream = TcpStream::connect(address).expect("listening");
@@ -154,21 +154,21 @@ fn strangers_are_dropped_and_counted() {
     let silent = TcpStream::connect(address).expect("listening");
     let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
     assert_eq!(results, [Ok(()), Ok(())]);
-    assert_eq!(meshes[1].foreign_dropped(), strangers.len() as u64);
-    for (stream, (_, reason)) in connections.iter_mut().zip(&strangers) {
+    assert_eq!(meshes[1].foreign_dropped(), unknown_peers.len() as u64);
+    for (stream, (_, reason)) in connections.iter_mut().zip(&unknown_peers) {
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).expect("closed");
-        let heard = <[u8; HELLO_BYTES]>::try_from(answer.as_slice()).ok().and_then(|bytes| Hello::parse(&bytes));
-        assert_eq!(heard.map(|hello| hello.kind), reason.map(HelloKind::Refusal));
-        assert!(heard.is_none_or(|hello| hello.token != JobToken(1)));
+        let reply = <[u8; HELLO_BYTES]>::try_from(answer.as_slice()).ok().and_then(|bytes| Hello::parse(&bytes));
+        assert_eq!(reply.map(|hello| hello.kind), reason.map(HelloKind::Refusal));
+        assert!(reply.is_none_or(|hello| hello.token != JobToken(1)));
     }
     drop(silent);
     assert_eq!(on_ranks(&mut meshes, |mesh| barrier(mesh, 1, &mut NoInterrupt)), [Ok(()), Ok(())]);
 }
 
-/// Ranks dial each other while others connect and hang up, or stay and say nothing.
+/// Ranks dial each other while unknown peers connect and disconnect, or stay idle.
 #[test]
-fn flood_of_connections_makes_no_rank_appear_lost() {
+fn connection_flood_makes_no_rank_appear_lost() {
     let ranks = 4;
     let mut meshes = meshes(ranks);
     let addresses: Vec<_> = meshes.iter().map(|mesh| mesh.acceptor.listener().local_addr().expect("bound")).collect();
@@ -191,7 +191,7 @@ fn flood_of_connections_makes_no_rank_appear_lost() {
         for round in 0..20 {
             let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
             assert!(results.iter().all(Result::is_ok), "round {round}: {results:?}");
-            // The next round's ranks have to dial again.
+            // The next round's ranks must dial again.
             for mesh in &mut meshes {
                 mesh.links.iter_mut().for_each(|link| *link = Link::default());
             }
@@ -201,9 +201,9 @@ fn flood_of_connections_makes_no_rank_appear_lost() {
     });
 }
 
-/// A connection that ends before it was answered says nothing of the rank behind it.
+/// A connection that ends before it was answered says nothing about the rank behind it.
 #[test]
-fn peer_that_hangs_up_unanswered_is_dialled_again() {
+fn peer_closing_before_the_handshake_is_redialled() {
     let mut meshes = meshes(2);
     let by_hand = meshes.pop().expect("rank 1");
     let mut mesh = meshes.pop().expect("rank 0");
@@ -223,7 +223,7 @@ fn peer_that_hangs_up_unanswered_is_dialled_again() {
 }
 
 #[test]
-fn a_rank_of_another_job_is_refused() {
+fn rank_of_another_job_is_refused() {
     let mut meshes = meshes_with(&[TOKEN, JobToken(7)]);
     let results = on_ranks(&mut meshes, |mesh| {
         let desc = OpDesc::barrier();
@@ -239,22 +239,22 @@ fn a_rank_of_another_job_is_refused() {
 }
 
 #[test]
-fn a_passed_deadline_is_everybodys_error() {
+fn deadline_fails_on_every_rank() {
     let mut meshes = meshes(3);
     let (late, in_time) = meshes.split_at_mut(1);
     let results = on_ranks(in_time, |mesh| {
         let mut ctx = context(4, OpDesc::barrier(), Path::Ring);
-        let patience = if mesh.place().rank() == Rank(1) { Duration::from_millis(50) } else { FAR };
-        ctx.deadline = Instant::now() + patience;
+        let timeout = if mesh.place().rank() == Rank(1) { Duration::from_millis(50) } else { LONG };
+        ctx.deadline = Instant::now() + timeout;
         execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, &mut NoInterrupt)
     });
     let error = Err(ExecError::Deadline { op_index: 4, rank: Rank(1), peer: Rank(0) });
     assert_eq!(results, [error.clone(), error.clone()]);
-    // Rank 0 was not connected to anybody: a courier has left the news at its listener.
+    // Rank 0 was not connected to anyone: a one-shot connection delivered the abort.
     assert_eq!(barrier(&mut late[0], 4, &mut NoInterrupt), error);
 }
 
-/// An interrupt that ends the operation when its socket or its time says so.
+/// An interrupt that ends the operation by its socket or its time.
 struct Bell {
     socket: UnixStream,
     wake_at: Option<Instant>,
@@ -276,10 +276,10 @@ impl Interrupt for Bell {
 }
 
 #[test]
-fn an_interrupt_ends_the_operation_everywhere() {
+fn interrupt_ends_the_operation_on_every_rank() {
     for by_time in [false, true] {
         let mut meshes = meshes(4);
-        // Rank 3 never calls, so that only the bell can end the operation.
+        // Rank 3 never calls, so only the interrupt can end the operation.
         let results = on_ranks(&mut meshes[..3], |mesh| {
             let (mut ringer, socket) = UnixStream::pair().expect("a pair");
             let rank = mesh.place().rank();
@@ -294,7 +294,7 @@ fn an_interrupt_ends_the_operation_everywhere() {
     }
 }
 
-/// Ends the operation when its socket says so, and tells the test that it has.
+/// Ends the operation when its socket is readable, and notifies the test.
 struct Alarm {
     socket: UnixStream,
     rung: mpsc::Sender<()>,
@@ -312,13 +312,13 @@ impl Interrupt for Alarm {
 }
 
 #[test]
-fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
-    // Rank 1 is played by hand: it takes nothing until rank 0, its socket full, has failed.
+fn partial_frame_is_completed_before_the_abort() {
+    // Rank 1 is played by the test: it reads nothing until rank 0, its socket full, has failed.
     let mut meshes = meshes(2);
     let by_hand = meshes.pop().expect("rank 1");
     let mut mesh = meshes.pop().expect("rank 0");
     let count = 8 << 20;
-    let (rung, hear) = mpsc::channel();
+    let (rung, alarm) = mpsc::channel();
     let (mut ringer, socket) = UnixStream::pair().expect("a pair");
     thread::scope(|scope| {
         let call = scope.spawn(move || {
@@ -334,15 +334,15 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
         stream.write_all(&by_hand.hello(HelloKind::Peer, Rank(0)).emit()).expect("small");
         stream.peek(&mut [0]).expect("a frame has begun");
         ringer.write_all(b"!").expect("small");
-        hear.recv().expect("the alarm rings");
-        let mut said = Vec::new();
-        stream.read_to_end(&mut said).expect("an end after the abort");
+        alarm.recv().expect("the alarm rings");
+        let mut received = Vec::new();
+        stream.read_to_end(&mut received).expect("an end after the abort");
         let error = call.join().expect("no panic").expect_err("the alarm");
         let (mut at, mut next) = (0, 0_u32);
         loop {
-            let header = said[at..at + HEADER_BYTES].try_into().expect("a whole header");
+            let header = received[at..at + HEADER_BYTES].try_into().expect("a whole header");
             let Header { kind, len_bytes, .. } = Header::parse(Rank(0), &header).expect("a header where one belongs");
-            let payload = &said[at + HEADER_BYTES..at + HEADER_BYTES + len_bytes];
+            let payload = &received[at + HEADER_BYTES..at + HEADER_BYTES + len_bytes];
             at += HEADER_BYTES + len_bytes;
             if kind == FrameKind::Abort {
                 assert_eq!(AbortFrame::parse(Rank(0), payload), error);
@@ -353,13 +353,13 @@ fn a_peer_in_the_middle_of_a_frame_gets_the_true_rest_before_the_abort() {
                 next += 1;
             }
         }
-        assert_eq!(at, said.len());
+        assert_eq!(at, received.len());
         assert!(next > 0 && (next as usize) < count / 2, "the alarm rang in the middle");
     });
 }
 
 #[test]
-fn contradictory_arguments_are_refused_and_leave_the_mesh_usable() {
+fn invalid_arguments_are_refused_and_the_mesh_stays_usable() {
     let mut meshes = meshes(2);
     let elsewhere = ring::all_reduce(Place::new(Rank(0), 3).expect("inside"), 4);
     let here = |mesh: &Mesh| ring::all_reduce(mesh.place(), 4);

@@ -1,15 +1,15 @@
-//! The bytes between two executors: a hello each way, then frames.
+//! Wire format between two executors: a hello in each direction, then frames.
 //!
 //! All numbers are little-endian.
 //!
 //! | Hello | | Frame | |
 //! |---|---|---|---|
 //! | 0..4 | magic `SMCH` | 0..4 | magic `SMCF` |
-//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 want |
-//! | 6..8 | kind: 1 peer, 2 courier, 3 refusal, 4 lane | 6..8 | zero |
+//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 announce |
+//! | 6..8 | kind: 1 peer, 2 one-shot, 3 refusal, 4 point-to-point | 6..8 | zero |
 //! | 8..16 | job token | 8..16 | operation index |
 //! | 16..20 | from rank | 16..20 | signature |
-//! | 20..24 | to rank | 20..24 | step: which transfer of this pair in this operation, from 0 |
+//! | 20..24 | to rank | 20..24 | step: number of the transfer of this pair in this operation, from 0 |
 //! | 24..28 | reason of a refusal: 1 version, 2 token, 3 rank | 24..28 | payload length |
 //! | 28..32 | zero | 28..32 | collective, dtype, op, path |
 //! | | | 32..36 | root |
@@ -17,42 +17,42 @@
 //! | | | 40..48 | element count |
 //! | | | 48..56 | length of the whole transfer in bytes (data) |
 //!
-//! A transfer travels as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never has to
-//! wait for more than that. The payload of an abort frame is the error, by postcard. The description of the
-//! operation rides in every frame because a signature alone can't tell the user what the other rank called.
-//! TCP's checksum and the reduction's own integrity are relied on; the frames carry none of their own.
+//! A transfer is sent as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never waits for more
+//! than that. The payload of an abort frame is the error, encoded with postcard. Every frame describes its operation,
+//! because a signature alone cannot tell the user what the other rank called. Frames carry no checksum of their own:
+//! TCP's is relied on.
 
 use super::error::{Call, ExecError, Refusal};
 use super::mesh::JobToken;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 
-/// The version of hello and frames; ranks of different versions refuse each other.
+/// Version of hello and frames; ranks of different versions refuse each other.
 pub(super) const VERSION: u16 = 2;
 pub(super) const HELLO_BYTES: usize = 32;
 pub(super) const HEADER_BYTES: usize = 56;
-/// A frame's largest payload.
+/// The largest payload of a frame.
 pub(super) const FRAME_MAX_BYTES: usize = 256 << 10;
-/// The largest error that an abort carries; longer reasons are cut.
+/// The largest encoded error; longer reasons are dropped.
 pub(super) const ABORT_MAX_BYTES: usize = 512;
 
 const HELLO_MAGIC: [u8; 4] = *b"SMCH";
 const FRAME_MAGIC: [u8; 4] = *b"SMCF";
 
-/// What a connection is for.
+/// Purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HelloKind {
-    /// Two ranks' one connection for frames.
+    /// The link between two ranks, for frames.
     Peer,
-    /// It carries one abort or want frame, which follows at once, and is not answered.
-    Courier,
-    /// A direction's connection for messages from one rank to another ([`super::lane`]).
-    Lane,
-    /// The answer to a hello that does not fit.
+    /// Carries a single abort or announce frame, which follows at once and is not answered.
+    OneShot,
+    /// One direction of point-to-point messages ([`super::p2p`]).
+    PointToPoint,
+    /// The answer to an invalid hello.
     Refusal(Refusal),
 }
 
-/// The first thing that either end of a connection says.
+/// The first message in each direction of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u16,
@@ -66,8 +66,8 @@ impl Hello {
     pub(super) fn emit(&self) -> [u8; HELLO_BYTES] {
         let (kind, reason) = match self.kind {
             HelloKind::Peer => (1_u16, 0_u32),
-            HelloKind::Courier => (2, 0),
-            HelloKind::Lane => (4, 0),
+            HelloKind::OneShot => (2, 0),
+            HelloKind::PointToPoint => (4, 0),
             HelloKind::Refusal(Refusal::Version) => (3, 1),
             HelloKind::Refusal(Refusal::Token) => (3, 2),
             HelloKind::Refusal(Refusal::Rank) => (3, 3),
@@ -83,15 +83,15 @@ impl Hello {
         bytes
     }
 
-    /// Return the hello, or `None` if these are not the bytes of any version's hello.
+    /// Return the hello, or `None` if these bytes are not a hello of any version.
     pub(super) fn parse(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
         if bytes[0..4] != HELLO_MAGIC {
             return None;
         }
         let kind = match (u16_at(bytes, 6), u32_at(bytes, 24)) {
             (1, _) => HelloKind::Peer,
-            (2, _) => HelloKind::Courier,
-            (4, _) => HelloKind::Lane,
+            (2, _) => HelloKind::OneShot,
+            (4, _) => HelloKind::PointToPoint,
             (3, 1) => HelloKind::Refusal(Refusal::Version),
             (3, 2) => HelloKind::Refusal(Refusal::Token),
             (3, 3) => HelloKind::Refusal(Refusal::Rank),
@@ -107,15 +107,15 @@ impl Hello {
     }
 }
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FrameKind {
     /// A piece of a transfer.
     Data,
-    /// The end of the operation, and why.
+    /// The end of the operation, with the error.
     Abort,
-    /// No payload: "this is the operation in which I am waiting for you".
-    Want,
+    /// No payload: the sender waits for the receiver in this operation.
+    Announce,
 }
 
 /// A frame's header.
@@ -125,7 +125,7 @@ pub(super) struct Header {
     pub(super) call: Call,
     pub(super) step: u32,
     pub(super) len_bytes: usize,
-    /// The length of the transfer that the frame is a piece of.
+    /// Length of the whole transfer in bytes.
     pub(super) transfer_bytes: u64,
 }
 
@@ -134,7 +134,7 @@ impl Header {
         let kind: u16 = match self.kind {
             FrameKind::Data => 1,
             FrameKind::Abort => 2,
-            FrameKind::Want => 3,
+            FrameKind::Announce => 3,
         };
         let call = &self.call;
         let mut bytes = [0; HEADER_BYTES];
@@ -157,7 +157,7 @@ impl Header {
     /// Parse the header of a frame from `rank`.
     ///
     /// # Errors
-    /// [`ExecError::Protocol`] if these are not the bytes of a header of this version.
+    /// [`ExecError::Protocol`] if these bytes are not a header of this version.
     pub(super) fn parse(rank: Rank, bytes: &[u8; HEADER_BYTES]) -> Result<Self, ExecError> {
         let refuse = |what: &str, number: u64| ExecError::protocol(rank, format!("a frame with {what} {number:#x}"));
         let magic = u32_at(bytes, 0);
@@ -167,7 +167,7 @@ impl Header {
         let (kind, limit) = match u16_at(bytes, 4) {
             1 => (FrameKind::Data, FRAME_MAX_BYTES),
             2 => (FrameKind::Abort, ABORT_MAX_BYTES),
-            3 => (FrameKind::Want, 0),
+            3 => (FrameKind::Announce, 0),
             other => return Err(refuse("kind", other.into())),
         };
         let len_bytes = u32_at(bytes, 24) as usize;
@@ -202,12 +202,12 @@ pub(super) struct AbortFrame {
 }
 
 impl AbortFrame {
-    /// Wrap `error` for the peers of `call`'s rank.
+    /// Encode `error` for the peers of `call`'s rank.
     pub(super) fn new(call: Call, error: &ExecError) -> Self {
         let mut bytes = [0; HEADER_BYTES + ABORT_MAX_BYTES];
         let payload = match postcard::to_slice(error, &mut bytes[HEADER_BYTES..]) {
             Ok(payload) => payload.len(),
-            // Only a caller's reason can be too long: the error travels without it.
+            // Only a caller's reason can be too long: the error is sent without it.
             Err(_) => {
                 let short = ExecError::Interrupted { rank: call.rank, reason: String::new() };
                 postcard::to_slice(&short, &mut bytes[HEADER_BYTES..]).map_or(0, |payload| payload.len())
@@ -222,9 +222,9 @@ impl AbortFrame {
         &self.bytes[..self.len_bytes]
     }
 
-    /// Return the error in an abort frame's payload.
+    /// Decode the payload of an abort frame.
     pub(super) fn parse(rank: Rank, payload: &[u8]) -> ExecError {
-        postcard::from_bytes(payload).unwrap_or_else(|_| ExecError::protocol(rank, "an abort that can't be read"))
+        postcard::from_bytes(payload).unwrap_or_else(|_| ExecError::protocol(rank, "an unreadable abort frame"))
     }
 }
 
@@ -240,7 +240,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(array_at(bytes, at))
 }
 
-/// Copy out a field; the callers' offsets are constants inside a fixed-size header.
+/// Copy a field; callers pass constant offsets inside a fixed-size header.
 fn array_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
 }

@@ -1,9 +1,9 @@
-//! The memory of one operation in this process: the caller's buffers, and room for partial values.
+//! Memory of one operation in this process: the caller's buffers, and room for partial values.
 //!
-//! [`Places`] says where elements lie and what landing does; this does it, to slices.
+//! [`MemoryLayout`] determines where elements lie and what landing does; this module applies it to slices.
 
 use super::error::ExecError;
-use super::place::{Fused, Places, Store, check_lengths};
+use super::memory_layout::{Fused, MemoryLayout, Store, check_lengths};
 use crate::schedule::{Buffer, Landing, Local, Recv, Region, Schedule, Span};
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
@@ -12,13 +12,13 @@ use sumac_hal::reduce::Kernel;
 #[derive(Debug)]
 pub enum Buffers<'a> {
     /// One buffer, as long as the longer of input and output;
-    /// [`Layout::in_place_at`](crate::schedule::Layout::in_place_at) says where the shorter lies.
+    /// [`Layout::in_place_at`](crate::schedule::Layout::in_place_at) gives the place of the shorter.
     InPlace(&'a mut [u8]),
-    /// The input stays as it is.
+    /// Separate buffers; the input is not modified.
     Separate {
         /// The rank's contribution; empty if it has none.
         input: &'a [u8],
-        /// Where its result goes; empty if it gets none.
+        /// Destination of its result; empty if it receives none.
         output: &'a mut [u8],
     },
 }
@@ -30,20 +30,20 @@ impl<'a> From<&'a mut [u8]> for Buffers<'a> {
 }
 
 pub(super) struct Memory<'a> {
-    /// The input, where it has memory of its own.
+    /// The input, if it has a buffer of its own.
     input: &'a [u8],
-    /// The output, or, in place, both.
+    /// The output, or both in place.
     user: &'a mut [u8],
     /// `Work`, unless it lies in the output.
     work: &'a mut [u8],
     kernel: Option<&'a Kernel>,
-    /// How many ranks the operation is over.
+    /// Number of ranks.
     ranks: u32,
-    places: Places,
+    layout: MemoryLayout,
 }
 
 impl<'a> Memory<'a> {
-    /// Lay out the memory. `work` grows to what the largest operation so far needed.
+    /// Lay out the memory. `work` grows to the need of the largest operation so far.
     pub(super) fn new(
         schedule: &Schedule,
         element_bytes: usize,
@@ -52,64 +52,64 @@ impl<'a> Memory<'a> {
         work: &'a mut Vec<u8>,
     ) -> Result<Self, ExecError> {
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
-        let places = Places::new(schedule, element_bytes, kernel, is_in_place)?;
+        let layout = MemoryLayout::new(schedule, element_bytes, kernel, is_in_place)?;
         let (input, user): (Option<&[u8]>, &mut [u8]) = match buffers {
             Buffers::Separate { input, output } => (Some(input), output),
             Buffers::InPlace(buffer) => (None, buffer),
         };
         check_lengths(schedule.layout(), element_bytes, input.map(<[u8]>::len), user.len())?;
-        if work.len() < places.work_bytes {
-            work.resize(places.work_bytes, 0);
+        if work.len() < layout.work_bytes {
+            work.resize(layout.work_bytes, 0);
         }
-        let work = &mut work[..places.work_bytes];
+        let work = &mut work[..layout.work_bytes];
         let kernel = if schedule.reduces() { kernel } else { None };
-        Ok(Self { input: input.unwrap_or(&[]), user, work, kernel, ranks: schedule.place().ranks(), places })
+        Ok(Self { input: input.unwrap_or(&[]), user, work, kernel, ranks: schedule.place().ranks(), layout })
     }
 
-    /// Return no memory, for a run without a schedule.
+    /// Return empty memory, for a run without a schedule.
     pub(super) const fn none() -> Self {
-        Self { input: &[], user: &mut [], work: &mut [], kernel: None, ranks: 1, places: Places::none() }
+        Self { input: &[], user: &mut [], work: &mut [], kernel: None, ranks: 1, layout: MemoryLayout::none() }
     }
 
-    /// Return the size of an element as it travels from a buffer.
+    /// Return the size of an element in transfers from a buffer.
     pub(super) const fn bytes_each(&self, from: Buffer) -> usize {
-        self.places.bytes_each(from)
+        self.layout.bytes_each(from)
     }
 
-    /// Return the bytes of a message on the wire.
+    /// Return the length of a transfer in bytes.
     pub(super) const fn len_bytes(&self, recv: &Recv) -> usize {
-        self.places.len_bytes(recv)
+        self.layout.len_bytes(recv)
     }
 
     /// Return a region's bytes.
     pub(super) fn outgoing(&self, region: Region) -> &[u8] {
-        let (store, range) = self.places.locate(region);
+        let (store, range) = self.layout.locate(region);
         self.bytes(store, range)
     }
 
-    /// Return where a message's bytes can go as they come, if nothing has to be done with them.
+    /// Return the destination of a transfer's bytes, if they can be stored unprocessed.
     pub(super) fn direct(&mut self, recv: &Recv) -> Option<&mut [u8]> {
-        let (store, range) = self.places.locate(recv.landing.to);
-        self.places.is_plain(recv.sent_from, &recv.landing).then(|| self.target(store, range))
+        let (store, range) = self.layout.locate(recv.landing.to);
+        self.layout.is_plain(recv.sent_from, &recv.landing).then(|| self.target(store, range))
     }
 
-    /// Let whole elements land that begin `at` elements into a landing, in the form of buffer `from`.
-    /// `spare` holds a few accumulators.
+    /// Land whole elements that begin `at` elements into a landing, in the form of buffer `from`. `spare` has room for
+    /// a few accumulators.
     pub(super) fn land(&mut self, from: Buffer, landing: &Landing, at: usize, bytes: &[u8], spare: &mut [u8]) {
         let each = self.bytes_each(from);
-        let pieces = bytes.chunks(spare.len() / self.places.partial_bytes.max(1) * each.max(1));
+        let pieces = bytes.chunks(spare.len() / self.layout.partial_bytes.max(1) * each.max(1));
         let mut start = at;
         for piece in pieces {
             let len = piece.len() / each;
-            self.land_piece(&self.places.fused(from, landing, start, len), piece, spare);
+            self.land_piece(&self.layout.fused(from, landing, start, len), piece, spare);
             start += len;
         }
     }
 
     /// Move elements within the rank.
     pub(super) fn run_local(&mut self, local: &Local, scratch: &mut [u8], spare: &mut [u8]) {
-        if self.places.is_plain(local.from.buffer, &local.landing) {
-            self.copy(self.places.locate(local.from), self.places.locate(local.landing.to));
+        if self.layout.is_plain(local.from.buffer, &local.landing) {
+            self.copy(self.layout.locate(local.from), self.layout.locate(local.landing.to));
             return;
         }
         let each = self.bytes_each(local.from.buffer).max(1);
@@ -131,9 +131,9 @@ impl<'a> Memory<'a> {
             self.target(store, range).copy_from_slice(piece);
             return;
         };
-        // Accumulators lie where the result goes, if they fit there.
-        if is_finished && self.places.partial_bytes != self.places.element_bytes {
-            let accumulators = &mut spare[..count * self.places.partial_bytes];
+        // Accumulators are kept in the result's place if they fit there.
+        if is_finished && self.layout.partial_bytes != self.layout.element_bytes {
+            let accumulators = &mut spare[..count * self.layout.partial_bytes];
             if let Some((own_store, own, own_is_partial)) = fused.own.clone() {
                 kernel.load(accumulators, self.bytes(own_store, own), own_is_partial);
                 kernel.combine(accumulators, piece, is_partial);
@@ -154,14 +154,14 @@ impl<'a> Memory<'a> {
         }
     }
 
-    /// Put an operand where its accumulators belong, unless it is there.
+    /// Load an operand into its accumulators, unless it is there.
     fn load(
         &mut self,
         kernel: &Kernel,
         (from, source, is_partial): (Store, Range<usize>, bool),
         to: (Store, Range<usize>),
     ) {
-        if is_partial || self.places.partial_bytes == self.places.element_bytes {
+        if is_partial || self.layout.partial_bytes == self.layout.element_bytes {
             self.copy((from, source), to);
             return;
         }
@@ -170,7 +170,7 @@ impl<'a> Memory<'a> {
         kernel.load(&mut self.work[to.1], source, false);
     }
 
-    /// Copy bytes as they are.
+    /// Copy bytes unchanged.
     fn copy(&mut self, (source, from): (Store, Range<usize>), (target, to): (Store, Range<usize>)) {
         match (source, target) {
             (Store::User, Store::Work) => self.work[to].copy_from_slice(&self.user[from]),

@@ -1,16 +1,17 @@
-//! The connections of one rank: dialled or accepted when first needed, checked by a hello, and kept.
+//! The connections of one rank: dialled or accepted when first needed, checked by a handshake, and kept.
 //!
-//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::lane`]). Whoever connects must say the job's token, its rank and the rank it
-//! wants; what does not fit is dropped and counted, and never gets an answer longer than what it sent.
+//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::p2p`]). The
+//! dialling side must present the job token, its rank and the rank that it wants. Anything else is dropped and counted,
+//! and never receives more bytes than it sent.
 
 use super::acceptor::{Acceptor, dial};
 use super::error::{ExecError, MeshError};
 use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
-use super::greet::Pending;
-use super::link::{Link, Moved, State, write};
+use super::handshake::Pending;
+use super::link::{IoOutcome, Link, State, write};
 use super::message::Messages;
+use super::poll::PollTarget;
 use super::run::Progress;
-use super::watch::Watched;
 use crate::schedule::Place;
 use rustix::event::PollFd;
 use std::io::ErrorKind;
@@ -18,9 +19,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 
-/// A job's name on its connections: ranks of different jobs refuse each other.
+/// Identifies a job on its connections: ranks of different jobs refuse each other.
 ///
-/// It guards against mix-ups and strangers, not against someone who reads the traffic.
+/// It guards against mix-ups and unknown peers, not against someone who reads the traffic.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct JobToken(pub u64);
 
@@ -39,35 +40,35 @@ pub struct Mesh {
     pub(super) acceptor: Acceptor,
     /// One for each rank; this rank's own stays idle.
     pub(super) links: Vec<Link>,
-    /// Accepted, and not yet known.
+    /// Accepted, and not yet identified.
     pub(super) pending: Vec<Pending>,
-    /// Couriers on their way to lower ranks that have not dialled.
-    pub(super) wants: Vec<(Rank, TcpStream)>,
-    /// Messages between two ranks, beside the schedules.
+    /// One-shot announcements to lower ranks that have not dialled.
+    pub(super) announcements: Vec<(Rank, TcpStream)>,
+    /// Point-to-point messages.
     pub(super) messages: Messages,
     pub(super) poisoned: Option<ExecError>,
     pub(super) foreign_dropped: u64,
     pub(super) sent_bytes: u64,
-    /// Where received partial elements lie until they are combined: small enough to stay in L2.
+    /// Received partial elements until they are combined: small enough to stay in L2.
     pub(super) scratch: Vec<u8>,
-    /// Where accumulators lie until they are rounded, if they don't fit their result's place.
+    /// Accumulators until they are rounded, if they do not fit the place of their result.
     pub(super) spare: Vec<u8>,
-    /// Partial values, where they don't lie in the caller's buffer.
+    /// Partial values, where they do not lie in the caller's buffer.
     pub(super) work: Vec<u8>,
     pub(super) sends: Vec<Progress>,
     pub(super) recvs: Vec<Progress>,
     pub(super) pollfds: Vec<PollFd<'static>>,
-    pub(super) watched: Vec<Watched>,
+    pub(super) ready: Vec<PollTarget>,
 }
 
 impl Mesh {
     /// Set up the mesh of `place`. Connections are made when operations need them.
     ///
-    /// `addresses` holds every rank's listener in rank order; it must be complete only now, so bind the listener
-    /// first, publish its address, and then collect those of the others.
+    /// `addresses` holds each rank's listener, in rank order. It must be complete only now: bind the listener first,
+    /// publish its address, then collect the others'.
     ///
     /// # Errors
-    /// [`MeshError`] if the address book does not fit the communicator, or the listener can't be used.
+    /// [`MeshError`] if there is not one address for each rank, or the listener is unusable.
     pub fn new(
         place: Place,
         token: JobToken,
@@ -86,7 +87,7 @@ impl Mesh {
             links: addresses.iter().map(|_| Link::default()).collect(),
             addresses,
             pending: Vec::new(),
-            wants: Vec::new(),
+            announcements: Vec::new(),
             poisoned: None,
             foreign_dropped: 0,
             sent_bytes: 0,
@@ -96,11 +97,11 @@ impl Mesh {
             sends: Vec::new(),
             recvs: Vec::new(),
             pollfds: Vec::new(),
-            watched: Vec::new(),
+            ready: Vec::new(),
         })
     }
 
-    /// Return whose mesh this is.
+    /// Return the rank, and the size of its communicator.
     pub const fn place(&self) -> Place {
         self.place
     }
@@ -128,14 +129,14 @@ impl Mesh {
         Hello { version: VERSION, kind, token: self.token, from: self.place.rank(), to }
     }
 
-    /// Begin to connect to `peer`.
+    /// Start connecting to `peer`.
     pub(super) fn dial(&mut self, peer: Rank) -> Result<(), ExecError> {
         let dialled = self.connecting(peer)?;
         self.links[peer.0 as usize].dialled(dialled);
         Ok(())
     }
 
-    /// Dial those again whose connection was not accepted, once their pause is over.
+    /// Redial peers that have not accepted, once their pause is over.
     pub(super) fn redial(&mut self, now: Instant) -> Result<(), ExecError> {
         for index in 0..self.links.len() {
             let link = &self.links[index];
@@ -146,15 +147,16 @@ impl Mesh {
         Ok(())
     }
 
-    /// Return when something is to be done here that no socket says: to dial, to accept or to hang up.
+    /// Return when the next timer is due: to dial, to accept or to close a pending connection.
     pub(super) fn wake_at(&self, now: Instant) -> Option<Instant> {
         let waits = |link: &&Link| matches!(link.state, State::Idle);
-        let lanes = self.messages.out.iter().filter(|lane| !lane.posts.is_empty()).map(|lane| &lane.link);
-        let dials = self.links.iter().chain(lanes).filter(waits).filter_map(|link| link.redial.at());
+        let channels =
+            self.messages.out.iter().filter(|channel| !channel.posts.is_empty()).map(|channel| &channel.link);
+        let dials = self.links.iter().chain(channels).filter(waits).filter_map(|link| link.redial.at());
         dials.chain(self.acceptor.resume_at(now)).chain(self.hello_limit()).min()
     }
 
-    /// Return a socket on its way to `peer`; `None` if that may go better in a moment.
+    /// Return a connecting socket; `None` for a transient shortage that warrants a retry.
     pub(super) fn connecting(&self, peer: Rank) -> Result<Option<TcpStream>, ExecError> {
         let address = self.addresses[peer.0 as usize];
         dial(address).map_err(|error| match error.kind() {
@@ -163,41 +165,41 @@ impl Mesh {
         })
     }
 
-    /// Take a dialled connection one step further.
+    /// Advance a dialled connection.
     pub(super) fn advance(&mut self, peer: Rank) -> Result<(), ExecError> {
         let hello = self.hello(HelloKind::Peer, peer);
         advance(&mut self.links[peer.0 as usize], &hello)
     }
 }
 
-/// Take a dialled connection one step further: send our hello, or check theirs.
+/// Advance a dialled connection: send our hello, or check the peer's.
 ///
-/// One that ends without an answer was perhaps crowded out by strangers. It is dialled again: where the peer is gone, that
-/// is refused.
+/// A connection that ends without an answer may have been crowded out by unknown peers, so it is dialled again: if the
+/// peer is gone, that is refused.
 pub(super) fn advance(link: &mut Link, ours: &Hello) -> Result<(), ExecError> {
     let (own, peer) = (ours.from, ours.to);
     let lost = Err(ExecError::RankLost { rank: peer });
     match std::mem::take(&mut link.state) {
         State::Connecting(stream) => {
-            // A fresh socket's buffer holds a hello; one that does not is broken.
+            // A new socket's buffer holds a hello; one that does not is broken.
             match stream.take_error() {
-                Ok(None) if write(&stream, &ours.emit(), &[]) == Moved::Bytes(HELLO_BYTES) => {
-                    link.state = State::Greeting(stream);
+                Ok(None) if write(&stream, &ours.emit(), &[]) == IoOutcome::Bytes(HELLO_BYTES) => {
+                    link.state = State::Handshake(stream);
                 }
                 Ok(Some(error)) if error.kind() != ErrorKind::ConnectionReset => return lost,
                 _ => link.dialled(None),
             }
             Ok(())
         }
-        State::Greeting(stream) => {
-            link.state = State::Greeting(stream);
+        State::Handshake(stream) => {
+            link.state = State::Handshake(stream);
             match link.fill_header(HELLO_BYTES) {
-                Moved::WouldBlock => return Ok(()),
-                Moved::Ended => {
+                IoOutcome::WouldBlock => return Ok(()),
+                IoOutcome::Ended => {
                     link.dialled(None);
                     return Ok(());
                 }
-                Moved::Bytes(_) => {}
+                IoOutcome::Bytes(_) => {}
             }
             let bytes = std::array::from_fn(|index| link.rx.bytes[index]);
             match Hello::parse(&bytes) {
@@ -208,7 +210,7 @@ pub(super) fn advance(link: &mut Link, ours: &Hello) -> Result<(), ExecError> {
                     link.make_ready();
                     Ok(())
                 }
-                _ => Err(ExecError::protocol(peer, "a hello that does not fit the address book")),
+                _ => Err(ExecError::protocol(peer, "a hello that does not match the address list")),
             }
         }
         other => {

@@ -1,22 +1,22 @@
-//! Point to point: messages from one rank to another, beside the schedules of the same mesh.
+//! Point-to-point messages between two ranks, beside the schedules of the same mesh.
 //!
 //! Semantics:
-//! - the n-th message from a to b meets the n-th receive at b from a, whatever other ranks and schedules do; tag and
-//!   length must be those of the receive, or both ends get [`ExecError::Message`];
-//! - a send is through when the kernel has its last byte, which may need the receiver's help: two ranks that send each
-//!   other large messages do so in one [`transfer`], or post them;
-//! - what is posted ([`Mesh::post`]) goes on whenever this rank is in any call on the mesh, a schedule too, and is
-//!   done when it can be taken ([`Mesh::take`]);
-//! - an error ends the mesh for all its ranks, like a schedule's.
+//! - The n-th message from a to b matches the n-th receive at b from a, independently of other ranks and schedules. Tag
+//!   and length must match the receive, or both ends get [`ExecError::Message`].
+//! - A send is complete when the kernel has its last byte, which may require the receiver's help: two ranks that send
+//!   each other large messages do so in one [`transfer`], or post them.
+//! - Posted messages ([`Mesh::post`]) progress during any call of this rank on the mesh, schedules included, and are
+//!   complete when [`Mesh::take`] returns them.
+//! - An error ends the mesh for all its ranks, as for schedules.
 
-use super::announce::Patience;
+use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
 use super::frame::HelloKind;
-use super::lane::{Lane, Post, Slot};
 use super::link::State;
 use super::memory::Memory;
 use super::mesh::Mesh;
-use super::polls::{Polling, Polls};
+use super::p2p::{P2pChannel, PostedMessage, Slot};
+use super::poll_backoff::{NextPoll, PollBackoff};
 use super::run::{Failure, Interrupt, Run};
 use crate::schedule::{Layout, Schedule, Step};
 use rustix::event::PollFlags;
@@ -31,22 +31,22 @@ use sumac_hal::op::{OpDesc, Path};
 /// A message that a call waits for.
 #[derive(Debug)]
 pub enum Message<'a> {
-    /// These bytes go to a peer.
+    /// Send these bytes to a peer.
     Send {
         /// The receiver.
         peer: Rank,
-        /// What both ends must say alike.
+        /// The tag, equal at both ends.
         tag: u32,
         /// The payload.
         bytes: &'a [u8],
     },
-    /// As many bytes come from a peer.
+    /// Receive exactly this many bytes from a peer.
     Receive {
         /// The sender.
         peer: Rank,
-        /// What both ends must say alike.
+        /// The tag, equal at both ends.
         tag: u32,
-        /// Where the payload goes.
+        /// Destination of the payload.
         bytes: &'a mut [u8],
     },
 }
@@ -59,7 +59,7 @@ impl Message<'_> {
         }
     }
 
-    /// Lend the message for a shorter time.
+    /// Reborrow the message for a shorter time.
     const fn reborrow(&mut self) -> Message<'_> {
         match self {
             Self::Send { peer, tag, bytes } => Message::Send { peer: *peer, tag: *tag, bytes },
@@ -74,7 +74,7 @@ impl Message<'_> {
         }
     }
 
-    /// Return where a payload lands: nowhere for a send.
+    /// Return the destination of a payload; empty for a send.
     pub(super) const fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Send { .. } => &mut [],
@@ -83,7 +83,7 @@ impl Message<'_> {
     }
 }
 
-/// Which way a posted message goes.
+/// Direction of a posted message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// To the peer.
@@ -92,13 +92,13 @@ pub enum Direction {
     Receive,
 }
 
-/// Memory that a posted message owns until it is through.
+/// Memory owned by a posted message until it is complete.
 pub trait MessageBuffer: std::marker::Send {
     /// Return the payload.
     fn bytes(&self) -> &[u8];
-    /// Return where the payload goes, as long as [`Self::bytes`].
+    /// Return the destination of the payload, as long as [`Self::bytes`].
     fn bytes_mut(&mut self) -> &mut [u8];
-    /// Give the buffer back as what it was.
+    /// Return the buffer in its original type.
     fn into_any(self: Box<Self>) -> Box<dyn Any>;
 }
 
@@ -116,22 +116,22 @@ impl MessageBuffer for Vec<u8> {
     }
 }
 
-/// A posted message's name.
+/// Identifies a posted message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
 
 /// All messages of a mesh.
 pub(super) struct Messages {
     /// To each rank.
-    pub(super) out: Vec<Lane>,
+    pub(super) out: Vec<P2pChannel>,
     /// From each rank.
-    pub(super) from: Vec<Lane>,
+    pub(super) from: Vec<P2pChannel>,
     next: u64,
-    /// Those not through.
+    /// Number of incomplete messages.
     open: usize,
-    /// Those through, until they are taken.
+    /// Complete messages, until they are taken.
     done: BTreeMap<Ticket, Box<dyn MessageBuffer>>,
-    /// Those not through that nobody will take.
+    /// Incomplete messages that nobody will take.
     abandoned: BTreeSet<Ticket>,
 }
 
@@ -144,48 +144,50 @@ impl fmt::Debug for Messages {
 
 impl Messages {
     pub(super) fn new(ranks: usize) -> Self {
-        let lanes = || (0..ranks).map(|_| Lane::default()).collect();
+        let channels = || (0..ranks).map(|_| P2pChannel::default()).collect();
         let (done, abandoned) = (BTreeMap::new(), BTreeSet::new());
-        Self { out: lanes(), from: lanes(), next: 0, open: 0, done, abandoned }
+        Self { out: channels(), from: channels(), next: 0, open: 0, done, abandoned }
     }
 
     pub(super) const fn is_idle(&self) -> bool {
         self.open == 0
     }
 
-    /// Return whether a receive waits for a lane that `peer` has not opened.
-    pub(super) fn awaits_lane(&self, peer: Rank) -> bool {
-        let lane = &self.from[peer.0 as usize];
-        !lane.posts.is_empty() && !matches!(lane.link.state, State::Ready(_))
+    /// Return whether a receive waits for a channel that `peer` has not opened.
+    pub(super) fn awaits_channel(&self, peer: Rank) -> bool {
+        let channel = &self.from[peer.0 as usize];
+        !channel.posts.is_empty() && !matches!(channel.link.state, State::Ready(_))
     }
 
-    /// Return how many posted messages own memory, and how many bytes of it.
+    /// Return the number of posted messages that own memory, and its length in bytes.
     fn owned(&self) -> (usize, usize) {
-        let posts = self.out.iter().chain(&self.from).flat_map(|lane| &lane.posts);
+        let posts = self.out.iter().chain(&self.from).flat_map(|channel| &channel.posts);
         let open = posts.filter_map(|post| match &post.slot {
             Slot::Owned(buffer) => Some(buffer),
-            Slot::Lent(_) => None,
+            Slot::Borrowed(_) => None,
         });
         open.chain(self.done.values()).fold((0, 0), |(count, len), buffer| (count + 1, len + buffer.bytes().len()))
     }
 
-    /// Return a peer with a message that is not through.
+    /// Return a peer with an incomplete message.
     pub(super) fn awaited(&self) -> Option<Rank> {
-        let is_open = |lanes: &[Lane]| lanes.iter().position(|lane| !lane.posts.is_empty());
+        let is_open = |channels: &[P2pChannel]| channels.iter().position(|channel| !channel.posts.is_empty());
         is_open(&self.from).or_else(|| is_open(&self.out)).map(|peer| Rank(peer as u32))
     }
 
-    /// Return what to wait for: the connections of open messages.
+    /// Return the poll interests of open messages.
     pub(super) fn interests(&self) -> impl Iterator<Item = (Rank, Direction, &TcpStream, PollFlags)> {
         let both = [(Direction::Send, &self.out), (Direction::Receive, &self.from)];
-        both.into_iter().flat_map(|(direction, lanes)| {
-            lanes.iter().enumerate().filter(|(_, lane)| !lane.posts.is_empty()).filter_map(move |(peer, lane)| {
-                let interest = match (&lane.link.state, direction) {
-                    (State::Connecting(_), _) | (State::Ready(_), Direction::Send) => PollFlags::OUT,
-                    _ => PollFlags::IN,
-                };
-                lane.link.stream().map(|stream| (Rank(peer as u32), direction, stream, interest))
-            })
+        both.into_iter().flat_map(|(direction, channels)| {
+            channels.iter().enumerate().filter(|(_, channel)| !channel.posts.is_empty()).filter_map(
+                move |(peer, channel)| {
+                    let interest = match (&channel.link.state, direction) {
+                        (State::Connecting(_), _) | (State::Ready(_), Direction::Send) => PollFlags::OUT,
+                        _ => PollFlags::IN,
+                    };
+                    channel.link.stream().map(|stream| (Rank(peer as u32), direction, stream, interest))
+                },
+            )
         })
     }
 
@@ -193,19 +195,19 @@ impl Messages {
         let ticket = Ticket(self.next);
         self.next += 1;
         self.open += 1;
-        let lanes = if direction == Direction::Send { &mut self.out } else { &mut self.from };
-        lanes[peer.0 as usize].posts.push_back(Post::new(ticket, tag, slot));
+        let channels = if direction == Direction::Send { &mut self.out } else { &mut self.from };
+        channels[peer.0 as usize].posts.push_back(PostedMessage::new(ticket, tag, slot));
         ticket
     }
 }
 
 impl Mesh {
-    /// Post a message: it goes on during any later call on the mesh, in the order of posting for each peer and
-    /// direction. [`wait`] waits for it, [`poll`] looks after it, [`Self::take`] gives the buffer back.
+    /// Post a message. It progresses during any later call on the mesh, in posting order for each peer and direction.
+    /// [`wait`] waits for it, [`poll`] drives it, [`Self::take`] returns the buffer.
     ///
     /// # Errors
-    /// [`ExecError::Invalid`] if the peer is this rank, or none, or if [`POSTS_MAX`] messages are open; the mesh's own
-    /// error if it has ended.
+    /// [`ExecError::Invalid`] if the peer is this rank or out of range, or if [`POSTS_MAX`] messages are open; the
+    /// mesh's own error if it has ended.
     pub fn post(
         &mut self,
         peer: Rank,
@@ -217,25 +219,25 @@ impl Mesh {
         Ok(self.messages.push(peer, direction, tag, Slot::Owned(buffer)))
     }
 
-    /// Give back the buffer of a posted message that is through; `None` while it is not, and after it was taken.
+    /// Return the buffer of a complete message; `None` while it is incomplete, and after it was taken.
     pub fn take(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
         self.messages.done.remove(&ticket)
     }
 
-    /// Drop the buffer of a posted message: now if it is through, else as soon as it is. The message itself goes on, as
-    /// the other end waits for it.
+    /// Drop the buffer of a posted message as soon as it is complete. The message itself is still transferred, as the
+    /// peer waits for it.
     pub fn abandon(&mut self, ticket: Ticket) {
         if self.messages.done.remove(&ticket).is_none() {
             self.messages.abandoned.insert(ticket);
         }
     }
 
-    /// Return how many posted messages own memory, and how many bytes of it.
+    /// Return the number of posted messages that own memory, and its length in bytes.
     pub fn owned_by_messages(&self) -> (usize, usize) {
         self.messages.owned()
     }
 
-    /// Return whether as many messages are open as there may be.
+    /// Return whether the limit of open messages is reached.
     fn is_full(&self) -> bool {
         self.messages.open >= POSTS_MAX
     }
@@ -249,17 +251,17 @@ impl Mesh {
             return invalid(format!("a message between {} and {peer} of {} ranks", self.rank(), self.place.ranks()));
         }
         if self.is_full() {
-            return invalid(format!("{POSTS_MAX} messages are not through yet; wait for some before posting more"));
+            return invalid(format!("{POSTS_MAX} messages are incomplete; wait for some before posting more"));
         }
         Ok(())
     }
 }
 
-/// Send and receive: returns when all `messages` are through, in whatever order that happens.
+/// Send and receive; returns when all `messages` are complete, in any order.
 ///
 /// # Errors
-/// [`ExecError::Invalid`] if a peer is this rank, or none: nothing has been sent. Any other error is the mesh's end;
-/// what is to be received is then unspecified.
+/// [`ExecError::Invalid`] if a peer is this rank or out of range: nothing has been sent. Any other error ends the mesh;
+/// the contents of receive buffers are then unspecified.
 pub fn transfer(
     mesh: &mut Mesh,
     messages: &mut [Message<'_>],
@@ -272,46 +274,48 @@ pub fn transfer(
     let first = Ticket(mesh.messages.next);
     for (index, message) in messages.iter().enumerate() {
         let (peer, tag, direction) = message.address();
-        mesh.messages.push(peer, direction, tag, Slot::Lent(index));
+        mesh.messages.push(peer, direction, tag, Slot::Borrowed(index));
     }
-    // Messages that are posted earlier may stay open.
-    let is_open = |lane: &Lane| lane.posts.iter().any(|post| post.ticket >= first);
+    // Messages posted earlier may stay open.
+    let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket >= first);
     let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
-    let lent = messages.iter_mut().map(Message::reborrow).collect();
-    converse(mesh, lent, Some(deadline), interrupt, &is_done)
+    let borrowed = messages.iter_mut().map(Message::reborrow).collect();
+    drive_until(mesh, borrowed, Some(deadline), interrupt, &is_done)
 }
 
-/// Wait for a posted message and give its buffer back.
+/// Wait for a posted message and return its buffer.
 ///
 /// # Errors
-/// [`ExecError::Invalid`] if there is no such message, or it was taken; else as [`transfer`].
+/// [`ExecError::Invalid`] if there is no such message, or it was taken; otherwise as for [`transfer`].
 pub fn wait(
     mesh: &mut Mesh,
     ticket: Ticket,
     deadline: Instant,
     interrupt: &mut dyn Interrupt,
 ) -> Result<Box<dyn MessageBuffer>, ExecError> {
-    let is_open = |lane: &Lane| lane.posts.iter().any(|post| post.ticket == ticket);
+    let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket == ticket);
     let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
     if !is_done(mesh) {
-        converse(mesh, Vec::new(), Some(deadline), interrupt, &is_done)?;
+        drive_until(mesh, Vec::new(), Some(deadline), interrupt, &is_done)?;
     }
-    let unknown = || ExecError::Invalid { what: format!("{ticket:?} is no message of this mesh, or was taken") };
+    let unknown =
+        || ExecError::Invalid { what: format!("{ticket:?} is not a message of this mesh, or was already taken") };
     mesh.take(ticket).ok_or_else(unknown)
 }
 
-/// Move posted messages on as far as they go without waiting.
+/// Drive posted messages as far as possible without waiting.
 ///
 /// # Errors
-/// As [`transfer`].
+/// As for [`transfer`].
 pub fn poll(mesh: &mut Mesh, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
-    converse(mesh, Vec::new(), None, interrupt, &|mesh| mesh.messages.is_idle())
+    drive_until(mesh, Vec::new(), None, interrupt, &|mesh| mesh.messages.is_idle())
 }
 
-/// Wait until there is room for another message; false if there is none by the deadline, which changes nothing.
+/// Wait until there is room for another message. Returns false if there is none by the deadline, which has no other
+/// effect.
 ///
 /// # Errors
-/// As [`transfer`], but for the deadline.
+/// As for [`transfer`], except for the deadline.
 pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interrupt) -> Result<bool, ExecError> {
     let has_room = |mesh: &Mesh| !mesh.is_full();
     while !has_room(mesh) {
@@ -319,7 +323,7 @@ pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interru
         if now >= deadline {
             return Ok(false);
         }
-        // Not by the mesh's own deadline, which ends it.
+        // Not with the mesh's own deadline, which would end it.
         poll(mesh, interrupt)?;
         if !has_room(mesh) {
             std::thread::park_timeout(ROOM_POLL_INTERVAL.min(deadline - now));
@@ -328,10 +332,10 @@ pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interru
     Ok(true)
 }
 
-/// Move messages on until `is_done`; without a deadline, as far as they go.
-fn converse<'a>(
+/// Drive messages until `is_done`; without a deadline, as far as possible without waiting.
+fn drive_until<'a>(
     mesh: &'a mut Mesh,
-    lent: Vec<Message<'a>>,
+    borrowed: Vec<Message<'a>>,
     deadline: Option<Instant>,
     interrupt: &'a mut dyn Interrupt,
     is_done: &dyn Fn(&Mesh) -> bool,
@@ -346,24 +350,24 @@ fn converse<'a>(
         schedule: &schedule,
         memory: Memory::none(),
         call,
-        deadline: deadline.unwrap_or_else(|| Instant::now() + A_LOOK),
+        deadline: deadline.unwrap_or_else(|| Instant::now() + POLL_DEADLINE),
         interrupt,
         index: 0,
         step: Step::default(),
-        patience: Patience::default(),
-        lent,
-        is_between: true,
+        announce_timer: RetryTimer::default(),
+        borrowed,
+        messages_only: true,
     };
-    let Err(failure) = run.converse(deadline.is_some(), is_done) else { return Ok(()) };
+    let Err(failure) = run.drive_until(deadline.is_some(), is_done) else { return Ok(()) };
     run.abort(&failure);
-    let (Failure::Found(error) | Failure::Told(error)) = failure;
+    let (Failure::Local(error) | Failure::Remote(error)) = failure;
     run.mesh.poisoned = Some(error.clone());
     Err(error)
 }
 
 impl Run<'_> {
-    fn converse(&mut self, waits: bool, is_done: &dyn Fn(&Mesh) -> bool) -> Result<(), Failure> {
-        let mut polls = Polls::default();
+    fn drive_until(&mut self, waits: bool, is_done: &dyn Fn(&Mesh) -> bool) -> Result<(), Failure> {
+        let mut polls = PollBackoff::default();
         loop {
             let moved = self.drive_messages()?;
             if is_done(self.mesh) {
@@ -371,20 +375,20 @@ impl Run<'_> {
             }
             match polls.after(moved) {
                 _ if !waits => {
-                    self.watch(false)?;
+                    self.poll_sockets(false)?;
                     if !self.drive_messages()? {
                         return Ok(());
                     }
                 }
-                Polling::Not => {}
-                Polling::Yield => std::thread::yield_now(),
-                Polling::Look => self.watch(false)?,
-                Polling::Block => self.watch(true)?,
+                NextPoll::Continue => {}
+                NextPoll::Yield => std::thread::yield_now(),
+                NextPoll::Poll => self.poll_sockets(false)?,
+                NextPoll::Block => self.poll_sockets(true)?,
             }
         }
     }
 
-    /// Dial where there is something to send, and move what can be moved; return whether any byte was.
+    /// Dial peers with messages to send, and move what can be moved; returns whether any byte was.
     pub(super) fn drive_messages(&mut self) -> Result<bool, Failure> {
         if self.mesh.messages.is_idle() {
             return Ok(false);
@@ -398,15 +402,15 @@ impl Run<'_> {
                 let dialled = self.mesh.connecting(peer)?;
                 self.mesh.messages.out[index].link.dialled(dialled);
             }
-            // Who has sent the whole message has opened the lane, and heard that it was accepted.
-            let is_gone = matches!(self.mesh.links[index].state, State::Ended);
-            if is_gone && self.mesh.messages.awaits_lane(peer) {
+            // A peer that has sent the whole message has opened the channel and seen it accepted.
+            let is_closed = matches!(self.mesh.links[index].state, State::Ended);
+            if is_closed && self.mesh.messages.awaits_channel(peer) {
                 return Err(ExecError::RankLost { rank: peer }.into());
             }
         }
         let own = self.mesh.rank();
         let Messages { out, from, open, done, abandoned, .. } = &mut self.mesh.messages;
-        let mut through = |post: Post| {
+        let mut complete = |post: PostedMessage| {
             *open -= 1;
             if let Slot::Owned(buffer) = post.slot
                 && !abandoned.remove(&post.ticket)
@@ -418,10 +422,10 @@ impl Run<'_> {
         for (index, (out, from)) in out.iter_mut().zip(from).enumerate() {
             let peer = Rank(index as u32);
             if !from.posts.is_empty() {
-                moved |= from.receive(peer, own, &mut self.lent, &mut through)?;
+                moved |= from.receive(peer, own, &mut self.borrowed, &mut complete)?;
             }
             if !out.posts.is_empty()
-                && let Some(payload_bytes) = out.send(peer, &self.lent, &mut through)?
+                && let Some(payload_bytes) = out.send(peer, &self.borrowed, &mut complete)?
             {
                 self.mesh.sent_bytes += payload_bytes as u64;
                 moved = true;
@@ -430,17 +434,17 @@ impl Run<'_> {
         Ok(moved)
     }
 
-    /// Take a lane's connection further that is not ready yet.
-    pub(super) fn open_lane(&mut self, peer: Rank) -> Result<(), Failure> {
-        let hello = self.mesh.hello(HelloKind::Lane, peer);
+    /// Advance the connection of a channel that is not ready.
+    pub(super) fn advance_channel(&mut self, peer: Rank) -> Result<(), Failure> {
+        let hello = self.mesh.hello(HelloKind::PointToPoint, peer);
         let link = &mut self.mesh.messages.out[peer.0 as usize].link;
         Ok(super::mesh::advance(link, &hello)?)
     }
 }
 
-/// The most messages of a mesh that are not through.
+/// The maximum number of incomplete messages of a mesh.
 pub const POSTS_MAX: usize = 4096;
-/// How often a call that waits for room looks whether there is some.
+/// Interval at which a call that waits for room checks again.
 const ROOM_POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// More than a look at the sockets takes; nothing waits for it.
-const A_LOOK: Duration = Duration::from_secs(60);
+/// Longer than polling the sockets takes; nothing waits for it.
+const POLL_DEADLINE: Duration = Duration::from_secs(60);

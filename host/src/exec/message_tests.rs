@@ -1,7 +1,7 @@
-//! Messages between two ranks: alone, beside schedules, and every way to fail.
+//! Point-to-point messages: alone, beside schedules, and in every failure mode.
 
 use super::message::{Direction, Message, POSTS_MAX, Ticket, poll, transfer, wait};
-use super::tests::{FAR, all_reduce, context, meshes, on_ranks};
+use super::tests::{LONG, all_reduce, context, meshes, on_ranks};
 use super::*;
 use crate::schedule::pairwise;
 use std::time::{Duration, Instant};
@@ -18,12 +18,12 @@ fn post(mesh: &mut Mesh, peer: Rank, direction: Direction, tag: u32, bytes: Vec<
 }
 
 fn finish(mesh: &mut Mesh, ticket: Ticket) -> Vec<u8> {
-    let buffer = wait(mesh, ticket, Instant::now() + FAR, &mut NoInterrupt).expect("through");
+    let buffer = wait(mesh, ticket, Instant::now() + LONG, &mut NoInterrupt).expect("through");
     *buffer.into_any().downcast().expect("a vector of bytes")
 }
 
 fn group(mesh: &mut Mesh, messages: &mut [Message<'_>]) -> Result<(), ExecError> {
-    transfer(mesh, messages, Instant::now() + FAR, &mut NoInterrupt)
+    transfer(mesh, messages, Instant::now() + LONG, &mut NoInterrupt)
 }
 
 fn ones(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
@@ -34,7 +34,7 @@ fn ones(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
 }
 
 #[test]
-fn a_group_of_any_length_goes_round_without_blocking() {
+fn message_ring_of_any_length_does_not_deadlock() {
     for ranks in [2_u32, 3, 5] {
         on_ranks(&mut meshes(ranks), |mesh| {
             let (own, next, previous) = (mesh.place().rank(), mesh.place().after(1), mesh.place().before(1));
@@ -54,7 +54,7 @@ fn a_group_of_any_length_goes_round_without_blocking() {
 }
 
 #[test]
-fn the_nth_sent_meets_the_nth_received_whatever_else_goes_on() {
+fn nth_send_matches_nth_receive_beside_schedules() {
     let ranks = 4_u32;
     on_ranks(&mut meshes(ranks), |mesh| {
         let own = mesh.place().rank();
@@ -74,11 +74,11 @@ fn the_nth_sent_meets_the_nth_received_whatever_else_goes_on() {
                 ones(mesh, nth as u64 / 7).expect("no error");
             }
         }
-        // The last is waited for first.
+        // Wait for the last one first.
         for (ticket, right) in tickets.into_iter().rev() {
             assert!(finish(mesh, ticket) == right);
         }
-        // Who leaves now might leave sends behind: a schedule at the end drives them too.
+        // A rank that left now might leave sends behind: a schedule at the end drives them too.
         ones(mesh, 3).expect("no error");
         while !mesh.messages.is_idle() {
             poll(mesh, &mut NoInterrupt).expect("no error");
@@ -88,8 +88,8 @@ fn the_nth_sent_meets_the_nth_received_whatever_else_goes_on() {
 }
 
 #[test]
-fn a_receive_before_a_schedule_gets_what_was_posted_before_the_same_schedule() {
-    // On one stream the message would stand behind frames that rank 1 can't take yet.
+fn receive_before_a_schedule_gets_message_posted_before_it() {
+    // On a single stream the message would wait behind frames that rank 1 cannot accept yet.
     let len_bytes = 8 << 20;
     on_ranks(&mut meshes(2), |mesh| {
         if mesh.place().rank() == Rank(0) {
@@ -108,7 +108,7 @@ fn a_receive_before_a_schedule_gets_what_was_posted_before_the_same_schedule() {
 }
 
 #[test]
-fn another_tag_or_length_is_the_same_error_at_every_rank() {
+fn tag_or_length_mismatch_is_the_same_error_on_every_rank() {
     for (tag, len_bytes) in [(8, 100), (7, 101), (7, 0)] {
         let mut meshes = meshes(3);
         let results = on_ranks(&mut meshes, |mesh| match mesh.place().rank() {
@@ -129,13 +129,13 @@ fn another_tag_or_length_is_the_same_error_at_every_rank() {
 }
 
 #[test]
-fn a_passed_deadline_is_everybodys_error() {
+fn message_deadline_fails_on_every_rank() {
     let mut meshes = meshes(3);
     let results = on_ranks(&mut meshes[..2], |mesh| {
         let peer = Rank(1 - mesh.place().rank().0);
-        let patience = if peer == Rank(0) { Duration::from_millis(50) } else { FAR };
+        let timeout = if peer == Rank(0) { Duration::from_millis(50) } else { LONG };
         let bytes = &mut [0; 4];
-        transfer(mesh, &mut [Message::Receive { peer, tag: 0, bytes }], Instant::now() + patience, &mut NoInterrupt)
+        transfer(mesh, &mut [Message::Receive { peer, tag: 0, bytes }], Instant::now() + timeout, &mut NoInterrupt)
     });
     let error = Err(ExecError::MessageDeadline { rank: Rank(1), peer: Rank(0) });
     assert_eq!(results, [error.clone(), error.clone()]);
@@ -143,7 +143,7 @@ fn a_passed_deadline_is_everybodys_error() {
 }
 
 #[test]
-fn a_peer_that_dies_is_lost_to_sender_and_receiver() {
+fn lost_peer_fails_sender_and_receiver() {
     for direction in [Direction::Send, Direction::Receive] {
         let mut meshes = meshes(2);
         let dead = meshes.pop().expect("rank 1");
@@ -152,7 +152,7 @@ fn a_peer_that_dies_is_lost_to_sender_and_receiver() {
             let rank_1 = scope.spawn(move || {
                 let mut dead = dead;
                 ones(&mut dead, 0).expect("no error");
-                // A first message goes well; then the mesh is dropped, with the second on its way.
+                // The first message succeeds; then the mesh is dropped with the second in flight.
                 let mut byte = [0];
                 group(&mut dead, &mut [Message::Receive { peer: Rank(0), tag: 0, bytes: &mut byte }])
                     .expect("no error");
@@ -178,13 +178,13 @@ fn a_peer_that_dies_is_lost_to_sender_and_receiver() {
 }
 
 #[test]
-fn a_rank_without_a_lane_that_leaves_is_lost_too() {
+fn peer_lost_before_opening_its_channel_is_named() {
     let results = on_ranks(&mut meshes(2), |mesh| {
         ones(mesh, 0)?;
         if mesh.place().rank() == Rank(0) {
             return group(mesh, &mut [Message::Receive { peer: Rank(1), tag: 0, bytes: &mut [0; 4] }]);
         }
-        // It goes away without a word, as a rank that is killed does.
+        // It disappears without notice, like a killed rank.
         mesh.links.iter_mut().for_each(|link| link.state = super::link::State::Ended);
         Ok(())
     });
@@ -192,7 +192,7 @@ fn a_rank_without_a_lane_that_leaves_is_lost_too() {
 }
 
 #[test]
-fn what_can_not_be_a_message_is_refused_and_leaves_the_mesh_usable() {
+fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
     let results = on_ranks(&mut meshes(2), |mesh| {
         let own = mesh.place().rank();
         for peer in [own, Rank(2)] {
@@ -205,7 +205,7 @@ fn what_can_not_be_a_message_is_refused_and_leaves_the_mesh_usable() {
         let received = post(mesh, peer, Direction::Receive, 0, vec![0; 3]);
         assert!(mesh.take(received).is_none());
         assert_eq!((finish(mesh, received), finish(mesh, sent)), (vec![1, 2, 3], vec![1, 2, 3]));
-        let again = wait(mesh, received, Instant::now() + FAR, &mut NoInterrupt);
+        let again = wait(mesh, received, Instant::now() + LONG, &mut NoInterrupt);
         assert!(matches!(again.err(), Some(ExecError::Invalid { .. })));
         group(mesh, &mut []).expect("nothing to do");
         ones(mesh, 0)
@@ -220,7 +220,7 @@ fn what_can_not_be_a_message_is_refused_and_leaves_the_mesh_usable() {
 }
 
 #[test]
-fn counts_of_an_all_to_all_that_differ_have_a_name() {
+fn differing_all_to_all_counts_are_a_length_error() {
     for expected in [0_usize, 3, 5, 500_000] {
         let results = on_ranks(&mut meshes(3), |mesh| {
             let rank = mesh.place().rank().0 as usize;

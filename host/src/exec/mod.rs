@@ -1,40 +1,35 @@
-//! Runs schedules and endpoints between processes: CPU memory, TCP and ports.
+//! Executes schedules between processes: CPU memory, over TCP.
 //!
-//! [`TreeDriver`] moves packets between an endpoint and its port; the rest of this module is about schedules.
-//!
-//! [`message`] sends and receives between two ranks, also while a schedule runs.
-//!
-//! [`gpu`] runs the same schedules over GPUs' memory, for ranks that share one and for ranks that reach each other's.
-//!
-//! [`Mesh`] owns the connections, [`execute`] runs one rank's [`Schedule`](crate::schedule::Schedule) over them.
-//! One thread, non-blocking sockets and one `poll`; nothing is allocated per operation once the mesh is warm.
+//! [`Mesh`] owns a rank's connections, and [`execute`] runs the rank's [`Schedule`](crate::schedule::Schedule) over
+//! them. [`message`] sends and receives between two ranks, also while a schedule runs. One thread, non-blocking sockets
+//! and one `poll`; nothing is allocated per operation once the mesh is warm.
 //!
 //! Invariants:
-//! - every frame says which operation it belongs to, and is used only by that operation: ranks that call
-//!   different things get [`ExecError::Mismatch`], not wrong numbers and not a hang;
-//! - an operation ends in the result or in a named error by its deadline; the rank that finds an error tells all
-//!   others, connected or not, and they return the same error;
-//! - after an error the mesh is poisoned: its streams may stand in the middle of a frame, so nothing more is sent.
+//! - Every frame names its operation, and is used only by that operation: mismatched calls fail with
+//!   [`ExecError::Mismatch`]; they never produce wrong numbers or hang.
+//! - An operation ends with the result or a named error by its deadline. The rank that detects an error notifies all
+//!   others, connected or not, and all return the same error.
+//! - After an error the mesh is poisoned: its streams may be in the middle of a frame, so nothing more is sent.
 //!
-//! After an error the output, and a buffer that is input and output, hold any mixture of inputs, partial values and
-//! results. A separate input stays as it is: use one where it may be needed again.
+//! After an error the output, and a buffer used in place, hold any mixture of inputs, partial values and results. A
+//! separate input is unchanged: use one if it may be needed again.
 
 mod abort;
 mod acceptor;
 mod announce;
 mod error;
 mod frame;
-mod greet;
-mod lane;
+mod handshake;
 mod link;
 mod memory;
+pub(crate) mod memory_layout;
 mod mesh;
 pub mod message;
-pub(crate) mod notes;
-pub(crate) mod place;
-mod polls;
+pub(crate) mod oob;
+mod p2p;
+mod poll;
+mod poll_backoff;
 mod run;
-mod watch;
 
 #[cfg(test)]
 mod collective_tests;

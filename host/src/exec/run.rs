@@ -1,19 +1,19 @@
 //! Executes one rank's schedule.
 //!
 //! Invariants:
-//! - a step begins when the one before it is done: all its bytes are received, and all its sends are in the kernel;
-//! - sends and receives of a step go on side by side, so two ranks that send each other more than the sockets
-//!   hold don't wait for each other;
-//! - a frame is used only if operation, signature and order are the expected ones.
+//! - A step begins when the one before is done: all its bytes are received, and all its sends are in the kernel.
+//! - Sends and receives of a step progress concurrently, so two ranks that send each other more than the sockets hold
+//!   do not deadlock.
+//! - A frame is used only if operation, signature and order match.
 
-use super::announce::Patience;
+use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
 use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
-use super::link::{Moved, State};
+use super::link::{IoOutcome, State};
 use super::memory::{Buffers, Memory};
 use super::mesh::Mesh;
 use super::message::Message;
-use super::polls::{Polling, Polls};
+use super::poll_backoff::{NextPoll, PollBackoff};
 use crate::schedule::{Recv, Schedule, Send, Step};
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -21,30 +21,30 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
-/// What all ranks must agree on about one operation, and how long it may take.
+/// Parameters of one operation. All ranks must agree on everything but the deadline.
 #[derive(Debug, Clone, Copy)]
 pub struct Context {
-    /// The number of the operation among those that run over this mesh; it rises by one with each.
+    /// Number of the operation on this mesh; increases by one with each.
     pub op_index: u64,
     /// The signature that ranks compare ([`OpDesc::signature`]).
     pub signature: u32,
-    /// The operation, for the message if it differs.
+    /// The operation, for error messages.
     pub desc: OpDesc,
-    /// The algorithm that made the schedule.
+    /// The algorithm of the schedule.
     pub path: Path,
-    /// When to give up.
+    /// The deadline.
     pub deadline: Instant,
 }
 
-/// Another state machine that lives in the executor's poll loop, as an endpoint of a tree on its socket.
+/// A state machine driven by the executor's poll loop, such as a tree endpoint on its socket.
 pub trait Interrupt {
-    /// Return what to watch for input.
+    /// Return a descriptor to poll for input.
     fn poll_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Run the state machine: its socket is readable, or its time has come.
+    /// Run the state machine: its descriptor is readable, or its time has come.
     ///
     /// # Errors
-    /// What ends the operation, at this and then at all other ranks.
+    /// An error ends the operation, at this and then at all other ranks.
     fn check(&mut self) -> Result<(), ExecError>;
 
     /// Return when [`Self::check`] must run even without input.
@@ -53,7 +53,7 @@ pub trait Interrupt {
     }
 }
 
-/// Nothing else to do.
+/// An [`Interrupt`] that does nothing.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoInterrupt;
 
@@ -69,14 +69,14 @@ impl Interrupt for NoInterrupt {
 
 /// Run `schedule` over `mesh`, in `buffers`: one buffer for input and output, or two.
 ///
-/// They hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] says; `kernel` is needed where the
-/// schedule reduces. Every rank must call this with the same operation in the same order. The schedule is one that
-/// [`crate::schedule::check`] lets pass.
+/// Buffers hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] specifies. `kernel` is required if
+/// the schedule reduces. Every rank must call this with the same operations in the same order. The schedule must be one
+/// that [`crate::schedule::check`] accepts.
 ///
 /// # Errors
-/// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. Any other error is the
-/// operation's end at all ranks, and the mesh's: further calls return it again. The contents of the output, and of
-/// a buffer for both, are then unspecified.
+/// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. Any other error ends the
+/// operation on all ranks, and the mesh: further calls return it again. The contents of the output, and of a buffer for
+/// both, are then unspecified.
 pub fn execute<'a>(
     mesh: &mut Mesh,
     schedule: &Schedule,
@@ -97,7 +97,7 @@ pub fn execute<'a>(
     let result = Memory::new(schedule, element_bytes, kernel, buffers.into(), &mut work).and_then(|memory| {
         let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
         let step = Step::default();
-        let (deadline, patience) = (ctx.deadline, Patience::default());
+        let (deadline, announce_timer) = (ctx.deadline, RetryTimer::default());
         let mut run = Run {
             mesh: &mut *mesh,
             schedule,
@@ -107,13 +107,13 @@ pub fn execute<'a>(
             interrupt,
             index: 0,
             step,
-            patience,
-            lent: Vec::new(),
-            is_between: false,
+            announce_timer,
+            borrowed: Vec::new(),
+            messages_only: false,
         };
         let Err(failure) = run.operation() else { return Ok(()) };
         run.abort(&failure);
-        let (Failure::Found(error) | Failure::Told(error)) = failure;
+        let (Failure::Local(error) | Failure::Remote(error)) = failure;
         mesh.poisoned = Some(error.clone());
         Err(error)
     });
@@ -121,7 +121,7 @@ pub fn execute<'a>(
     result
 }
 
-/// One operation on its way.
+/// An operation in progress.
 pub(super) struct Run<'a> {
     pub(super) mesh: &'a mut Mesh,
     pub(super) schedule: &'a Schedule,
@@ -129,17 +129,17 @@ pub(super) struct Run<'a> {
     pub(super) call: Call,
     pub(super) deadline: Instant,
     pub(super) interrupt: &'a mut dyn Interrupt,
-    /// The present step.
+    /// The current step.
     pub(super) index: usize,
     pub(super) step: Step<'a>,
-    pub(super) patience: Patience,
+    pub(super) announce_timer: RetryTimer,
     /// The messages of the call.
-    pub(super) lent: Vec<Message<'a>>,
-    /// There is no schedule, only messages: what peers send belongs to a later operation.
-    pub(super) is_between: bool,
+    pub(super) borrowed: Vec<Message<'a>>,
+    /// There is no schedule, only messages: frames from peers belong to a later operation.
+    pub(super) messages_only: bool,
 }
 
-/// How far a transfer of the present step is.
+/// Progress of a transfer of the current step.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Progress {
     pub(super) bytes: usize,
@@ -149,15 +149,15 @@ pub(super) struct Progress {
 /// Why an operation ends early.
 #[derive(Debug)]
 pub(super) enum Failure {
-    /// This rank has found it: all others must be told.
-    Found(ExecError),
-    /// Another rank has told it: those connected to this one are told too.
-    Told(ExecError),
+    /// Detected by this rank: all others must be notified.
+    Local(ExecError),
+    /// Reported by another rank: those connected to this one are notified too.
+    Remote(ExecError),
 }
 
 impl From<ExecError> for Failure {
     fn from(error: ExecError) -> Self {
-        Self::Found(error)
+        Self::Local(error)
     }
 }
 
@@ -167,13 +167,13 @@ impl Run<'_> {
         self.mesh.links.iter_mut().for_each(|link| link.begin_operation());
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
-            // What a peer that was ahead has sent belongs to this operation now, or it should not be there.
+            // Frames of a peer that was ahead belong to this operation now, or are an error.
             if let Some(header) = self.mesh.links[peer].rx.frame {
-                self.admit(&header)?;
+                self.check_frame(&header)?;
             }
         }
-        self.mesh.wants.clear();
-        let mut polls = Polls::default();
+        self.mesh.announcements.clear();
+        let mut polls = PollBackoff::default();
         let schedule = self.schedule;
         while let Some(step) = schedule.step(self.index) {
             self.step = step;
@@ -185,10 +185,10 @@ impl Run<'_> {
             while !self.is_step_done() {
                 let moved = self.move_bytes()?;
                 match polls.after(moved) {
-                    Polling::Not => {}
-                    Polling::Yield => std::thread::yield_now(),
-                    Polling::Look => self.watch(false)?,
-                    Polling::Block => self.watch(true)?,
+                    NextPoll::Continue => {}
+                    NextPoll::Yield => std::thread::yield_now(),
+                    NextPoll::Poll => self.poll_sockets(false)?,
+                    NextPoll::Block => self.poll_sockets(true)?,
                 }
             }
             self.index += 1;
@@ -196,7 +196,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Dial the higher ranks of all steps at once, so that the steps don't wait for connections one by one.
+    /// Dial the higher ranks of all steps at once, so that steps do not wait for connections one by one.
     fn dial_peers(&mut self) -> Result<(), ExecError> {
         for step in self.schedule.steps() {
             for peer in step.sends.iter().map(Send::peer).chain(step.recvs.iter().map(Recv::peer)) {
@@ -212,7 +212,7 @@ impl Run<'_> {
         self.mesh.sends.iter().chain(&self.mesh.recvs).all(|progress| progress.done)
     }
 
-    /// Give each open transfer of the step one system call or a few; return whether any byte moved.
+    /// Give each open transfer of the step a few system calls; returns whether any byte moved.
     fn move_bytes(&mut self) -> Result<bool, Failure> {
         let mut moved = false;
         for slot in 0..self.step.recvs.len() {
@@ -239,14 +239,14 @@ impl Run<'_> {
         let progress = &mut self.mesh.sends[slot];
         let bytes = self.memory.outgoing(from);
         match link.write_transfer(&self.call, bytes, progress.bytes) {
-            Moved::WouldBlock => Ok(false),
-            Moved::Ended => Err(self.last_words(peer)),
-            Moved::Bytes(n) => {
+            IoOutcome::WouldBlock => Ok(false),
+            IoOutcome::Ended => Err(self.closing_error(peer)),
+            IoOutcome::Bytes(n) => {
                 progress.bytes += n;
                 self.mesh.sent_bytes += n as u64;
                 if link.tx.is_between_frames() && progress.bytes == bytes.len() {
                     progress.done = true;
-                    link.tx.turn += 1;
+                    link.tx.transfers += 1;
                 }
                 Ok(true)
             }
@@ -286,9 +286,9 @@ impl Run<'_> {
         }
         if rx.left_bytes != 0 {
             match self.land(slot, &recv) {
-                Moved::Bytes(n) => self.mesh.recvs[slot].bytes += n,
-                Moved::WouldBlock => return Ok(false),
-                Moved::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
+                IoOutcome::Bytes(n) => self.mesh.recvs[slot].bytes += n,
+                IoOutcome::WouldBlock => return Ok(false),
+                IoOutcome::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             }
         }
         let rx = &mut self.mesh.links[index].rx;
@@ -296,14 +296,14 @@ impl Run<'_> {
             rx.frame = None;
             if self.mesh.recvs[slot].bytes == total {
                 self.mesh.recvs[slot].done = true;
-                rx.turn += 1;
+                rx.transfers += 1;
             }
         }
         Ok(true)
     }
 
-    /// Receive payload: straight to its place, or, where something is to be done with it, through the scratch memory.
-    fn land(&mut self, slot: usize, recv: &Recv) -> Moved {
+    /// Receive payload: directly into its destination or, if it must be processed, through the scratch memory.
+    fn land(&mut self, slot: usize, recv: &Recv) -> IoOutcome {
         let link = &mut self.mesh.links[recv.peer.0 as usize];
         let at_bytes = self.mesh.recvs[slot].bytes;
         if let Some(place) = self.memory.direct(recv) {
@@ -313,7 +313,7 @@ impl Run<'_> {
         let scratch = &mut self.mesh.scratch;
         scratch[..carried].copy_from_slice(&link.rx.carry[..carried]);
         let moved = link.read_payload(&mut scratch[carried..]);
-        let Moved::Bytes(n) = moved else { return moved };
+        let IoOutcome::Bytes(n) = moved else { return moved };
         let held = carried + n;
         let each = self.memory.bytes_each(recv.sent_from);
         let (whole, tail) = scratch[..held].split_at(held - held % each);
@@ -324,48 +324,48 @@ impl Run<'_> {
         moved
     }
 
-    /// Receive a header; `None` if it is not complete yet.
+    /// Receive a header; `None` if it is not complete.
     pub(super) fn receive_header(&mut self, peer: Rank) -> Result<Option<Header>, Failure> {
         let link = &mut self.mesh.links[peer.0 as usize];
         match link.fill_header(HEADER_BYTES) {
-            Moved::WouldBlock => return Ok(None),
-            Moved::Ended => {
+            IoOutcome::WouldBlock => return Ok(None),
+            IoOutcome::Ended => {
                 link.state = State::Ended;
-                return if self.needs(peer) || self.mesh.messages.awaits_lane(peer) {
+                return if self.needs(peer) || self.mesh.messages.awaits_channel(peer) {
                     Err(ExecError::RankLost { rank: peer }.into())
                 } else {
                     Ok(None)
                 };
             }
-            Moved::Bytes(_) => {}
+            IoOutcome::Bytes(_) => {}
         }
         let header = Header::parse(peer, &link.rx.bytes)?;
         link.rx.frame = Some(header);
         link.rx.left_bytes = header.len_bytes;
-        self.admit(&header)?;
+        self.check_frame(&header)?;
         Ok((header.kind == FrameKind::Data).then_some(header))
     }
 
     /// Check a frame against the operation: use it, hold it for later, or fail.
-    pub(super) fn admit(&mut self, header: &Header) -> Result<(), Failure> {
+    pub(super) fn check_frame(&mut self, header: &Header) -> Result<(), Failure> {
         let peer = header.call.rank;
         if header.kind == FrameKind::Abort {
             return self.receive_abort(peer);
         }
-        let is_want = header.kind == FrameKind::Want;
+        let is_announce = header.kind == FrameKind::Announce;
         let theirs = &header.call;
-        if self.is_between || theirs.op_index > self.call.op_index && !self.awaits(peer) {
+        if self.messages_only || theirs.op_index > self.call.op_index && !self.awaits(peer) {
             return Ok(());
         }
-        // A want may be old: what its rank waited for was on its way.
-        if !(is_want && theirs.op_index < self.call.op_index) {
-            self.compare(theirs)?;
+        // An announcement may be stale: the awaited data was in flight.
+        if !(is_announce && theirs.op_index < self.call.op_index) {
+            self.check_same_operation(theirs)?;
         }
-        if is_want {
+        if is_announce {
             self.mesh.links[peer.0 as usize].rx.frame = None;
             return Ok(());
         }
-        let turn = self.mesh.links[peer.0 as usize].rx.turn;
+        let turn = self.mesh.links[peer.0 as usize].rx.transfers;
         if header.step != turn {
             return Err(ExecError::protocol(peer, format!("transfer {} where {turn} is next", header.step)).into());
         }
@@ -373,40 +373,40 @@ impl Run<'_> {
     }
 
     /// Check that a peer is in the same operation.
-    pub(super) fn compare(&self, theirs: &Call) -> Result<(), ExecError> {
+    pub(super) fn check_same_operation(&self, theirs: &Call) -> Result<(), ExecError> {
         if theirs.op_index != self.call.op_index || theirs.signature != self.call.signature {
             return Err(ExecError::mismatch(self.call, *theirs));
         }
         Ok(())
     }
 
-    /// Receive the payload of an abort; fails with what it tells once it is complete.
+    /// Receive the payload of an abort; once complete, fails with the error in it.
     pub(super) fn receive_abort(&mut self, peer: Rank) -> Result<(), Failure> {
         let link = &mut self.mesh.links[peer.0 as usize];
         while link.rx.left_bytes != 0 {
             let mut piece = [0; 64];
             match link.read_payload(&mut piece) {
-                Moved::Bytes(n) => link.rx.abort.extend_from_slice(&piece[..n]),
-                Moved::WouldBlock => return Ok(()),
-                Moved::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
+                IoOutcome::Bytes(n) => link.rx.abort.extend_from_slice(&piece[..n]),
+                IoOutcome::WouldBlock => return Ok(()),
+                IoOutcome::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
             }
         }
-        Err(Failure::Told(AbortFrame::parse(peer, &link.rx.abort)))
+        Err(Failure::Remote(AbortFrame::parse(peer, &link.rx.abort)))
     }
 
-    /// Find out why `peer` takes nothing any more: what it has sent before it closed may say so.
-    pub(super) fn last_words(&mut self, peer: Rank) -> Failure {
+    /// Find out why `peer` stopped reading: an abort that it sent before it closed may say so.
+    pub(super) fn closing_error(&mut self, peer: Rank) -> Failure {
         let index = peer.0 as usize;
         loop {
             match self.mesh.links[index].rx.frame {
-                Some(Header { kind: FrameKind::Data | FrameKind::Want, .. })
+                Some(Header { kind: FrameKind::Data | FrameKind::Announce, .. })
                     if self.mesh.links[index].rx.left_bytes == 0 =>
                 {
                     self.mesh.links[index].rx.frame = None;
                 }
                 Some(Header { kind: FrameKind::Data, .. }) => {
                     let moved = self.mesh.links[index].read_payload(&mut self.mesh.scratch);
-                    if !matches!(moved, Moved::Bytes(_)) {
+                    if !matches!(moved, IoOutcome::Bytes(_)) {
                         return ExecError::RankLost { rank: peer }.into();
                     }
                 }
@@ -415,8 +415,8 @@ impl Run<'_> {
                     Err(failure) => return failure,
                 },
                 None => match self.receive_header(peer) {
-                    // The order of frames does not matter any more, only whether there is an abort.
-                    Ok(Some(_)) | Err(Failure::Found(ExecError::Protocol { .. })) => {}
+                    // The order of frames no longer matters, only whether there is an abort.
+                    Ok(Some(_)) | Err(Failure::Local(ExecError::Protocol { .. })) => {}
                     Ok(None) => return ExecError::RankLost { rank: peer }.into(),
                     Err(failure) => return failure,
                 },
@@ -430,7 +430,7 @@ impl Run<'_> {
         open || self.later_steps().any(|step| step.recvs.iter().any(|recv| recv.peer == peer))
     }
 
-    /// Return whether the rest of the schedule has anything to do with `peer`.
+    /// Return whether the rest of the schedule involves `peer`.
     pub(super) fn needs(&self, peer: Rank) -> bool {
         let open = open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer);
         let later = |step: Step<'_>| step.sends.iter().any(|send| send.peer == peer);
@@ -442,30 +442,30 @@ impl Run<'_> {
     }
 }
 
-/// One end of a message.
-pub(super) trait End {
+/// A send or receive of a step.
+pub(super) trait HasPeer {
     fn peer(&self) -> Rank;
 }
 
-impl End for Send {
+impl HasPeer for Send {
     fn peer(&self) -> Rank {
         self.peer
     }
 }
 
-impl End for Recv {
+impl HasPeer for Recv {
     fn peer(&self) -> Rank {
         self.peer
     }
 }
 
-/// Return whether message `slot` is open, and the first open one with its peer.
-pub(super) fn is_next<T: End>(messages: &[T], progress: &[Progress], slot: usize) -> bool {
+/// Return whether transfer `slot` is the first open one with its peer.
+pub(super) fn is_next<T: HasPeer>(messages: &[T], progress: &[Progress], slot: usize) -> bool {
     !progress[slot].done && open(&messages[..slot], progress).all(|other| other.peer() != messages[slot].peer())
 }
 
-/// Return the messages that are not done.
-pub(super) fn open<'a, T: End>(messages: &'a [T], progress: &'a [Progress]) -> impl Iterator<Item = &'a T> {
+/// Return the transfers that are not done.
+pub(super) fn open<'a, T: HasPeer>(messages: &'a [T], progress: &'a [Progress]) -> impl Iterator<Item = &'a T> {
     messages.iter().zip(progress).filter(|(_, progress)| !progress.done).map(|(message, _)| message)
 }
 

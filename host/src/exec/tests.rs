@@ -1,4 +1,4 @@
-//! Meshes between threads over loopback TCP: values against an oracle of one's own.
+//! Meshes between threads over loopback TCP: values against an independent oracle.
 
 use super::*;
 use crate::schedule::{Place, Schedule, halving_doubling, ring};
@@ -10,7 +10,7 @@ use sumac_hal::reduce::Kernel;
 
 pub(crate) const TOKEN: JobToken = JobToken(0x5eed);
 /// Long enough for any machine; no test waits for it.
-pub(crate) const FAR: Duration = Duration::from_secs(120);
+pub(crate) const LONG: Duration = Duration::from_secs(120);
 type Algorithm = fn(Place, usize) -> Schedule;
 pub(crate) const BOTH: [(Path, Algorithm); 2] =
     [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
@@ -27,7 +27,7 @@ pub(crate) fn meshes_with(tokens: &[JobToken]) -> Vec<Mesh> {
     places.zip(listeners).zip(tokens).map(mesh).collect()
 }
 
-/// Run `body` for each rank on a thread of its own; the meshes live until all have ended.
+/// Run `body` for each rank on its own thread; the meshes live until all have ended.
 pub(crate) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let body = &body;
@@ -37,7 +37,7 @@ pub(crate) fn on_ranks<T: Send>(meshes: &mut [Mesh], body: impl Fn(&mut Mesh) ->
 }
 
 pub(crate) fn context(op_index: u64, desc: OpDesc, path: Path) -> Context {
-    Context { op_index, signature: desc.signature(path, 1), desc, path, deadline: Instant::now() + FAR }
+    Context { op_index, signature: desc.signature(path, 1), desc, path, deadline: Instant::now() + LONG }
 }
 
 pub(crate) fn all_reduce(
@@ -62,8 +62,8 @@ fn input(rank: u32, element: usize) -> i32 {
     (mixed >> 40) as i32 % 15 - 7
 }
 
-/// The same as a type and an operator take it: nothing negative where there is no sign, and factors whose product
-/// every type holds.
+/// The same, adapted to type and operator: nothing negative for unsigned types, and factors whose product every type
+/// holds.
 fn operand(dtype: Dtype, op: ReduceOp, rank: u32, element: usize) -> i32 {
     let is_signed = !matches!(dtype, Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64);
     let value = input(rank, element);
@@ -81,7 +81,7 @@ fn encode(dtype: Dtype, value: i32) -> Vec<u8> {
 }
 
 /// Encode a quotient as the type rounds it: integers truncate, narrow floats are rounded by the kernels, which have
-/// their own tests.
+/// tests of their own.
 fn encode_quotient(dtype: Dtype, dividend: i32, divisor: u32) -> Vec<u8> {
     match dtype {
         Dtype::F64 => (f64::from(dividend) / f64::from(divisor)).to_le_bytes().to_vec(),
@@ -106,7 +106,7 @@ pub(crate) fn contribution(dtype: Dtype, op: ReduceOp, rank: u32, element: usize
     bytes
 }
 
-/// The result's element, from all ranks' values.
+/// The expected element of the result, from all ranks' values.
 pub(crate) fn expected(dtype: Dtype, op: ReduceOp, ranks: u32, element: usize) -> Vec<u8> {
     let values: Vec<i32> = (0..ranks).map(|rank| operand(dtype, op, rank, element)).collect();
     let (least, greatest) = (*values.iter().min().expect("a rank"), *values.iter().max().expect("a rank"));
@@ -169,7 +169,7 @@ fn every_type_operator_count_and_rank_count() {
 }
 
 #[test]
-fn the_bits_are_those_of_the_proved_expression() {
+fn results_match_the_proved_expression_bit_for_bit() {
     use crate::schedule::check::{Goal, check};
     let count = 1000;
     let float = |rank: u32, element: usize| {
@@ -214,7 +214,7 @@ fn sixteen_bit_floats_are_rounded_once() {
 }
 
 #[test]
-fn nan_comes_out_canonical_also_from_a_rank_alone() {
+fn nan_result_is_canonical_even_with_one_rank() {
     for ranks in [1, 2, 3] {
         let results = on_ranks(&mut meshes(ranks), |mesh| {
             let mut buf = 0xffc0_1234_u32.to_le_bytes().repeat(7);
@@ -229,7 +229,7 @@ fn nan_comes_out_canonical_also_from_a_rank_alone() {
 }
 
 #[test]
-fn two_ranks_that_send_more_than_sockets_hold_do_not_block() {
+fn sends_beyond_socket_buffers_do_not_deadlock() {
     let bytes = 32 << 20;
     for (path, _) in BOTH {
         let results = on_ranks(&mut meshes(2), |mesh| {

@@ -1,11 +1,11 @@
-//! Buckets: many small tensors as few large operations, on the GPU.
+//! Bucketing: many small tensors combined into few large operations, on the GPU.
 //!
-//! Tensors are copied into a bucket by the ranks' own memory copies, the bucket is reduced, and its parts are copied
-//! back: all of it is handed over at once, and no part of it waits for the host.
+//! Tensors are copied into a bucket on the GPU, the bucket is reduced, and its parts are copied back. All of it is
+//! enqueued at once, without waiting for the host.
 
 use super::error::GpuError;
-use super::flight::Work;
 use super::group::{Group, Request};
+use super::in_flight::Work;
 use super::{Gpu, GpuBuffers, Part};
 use crate::comm::buckets;
 use crate::select::Algo;
@@ -14,11 +14,11 @@ use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 impl<G: Gpu> Group<G> {
     /// Combine tensors element by element over all ranks, in place, in buckets of at most `bucket_bytes`.
     ///
-    /// `tensors[rank]` are the tensors of a rank; all ranks have as many of the same lengths. The work of the last
-    /// bucket is the end of all of them.
+    /// `tensors[rank]` are the tensors of a rank; all ranks have equally many of the same lengths. All of them are
+    /// complete when the last bucket is.
     ///
     /// # Errors
-    /// As [`Group::start`]; [`GpuError::Invalid`] if the ranks' tensors differ in length.
+    /// As for [`Group::start`]; [`GpuError::Invalid`] if the ranks' tensors differ in number or length.
     pub fn start_bucketed(
         &mut self,
         tensors: &[Vec<G::Memory>],
@@ -30,11 +30,11 @@ impl<G: Gpu> Group<G> {
             |tensors: &Vec<G::Memory>| -> Vec<usize> { tensors.iter().map(|tensor| self.len_bytes(tensor)).collect() };
         let wanted = tensors.first().map(lens).unwrap_or_default();
         if tensors.len() != self.ranks() as usize || tensors.iter().any(|each| lens(each) != wanted) {
-            return Err(GpuError::Invalid("the ranks' tensors are not equally many of the same lengths".into()));
+            return Err(GpuError::Invalid("the ranks' tensors differ in number or length".into()));
         }
         let each = OpDesc::all_reduce(dtype, op, 1).element_bytes();
         if let Some(len) = wanted.iter().find(|len| !len.is_multiple_of(each)) {
-            return Err(GpuError::Invalid(format!("a tensor of {len} bytes is not of whole {dtype} elements")));
+            return Err(GpuError::Invalid(format!("a tensor of {len} bytes does not hold whole {dtype} elements")));
         }
         let mut works = Vec::new();
         for bucket in buckets(wanted.iter().copied(), bucket_bytes) {

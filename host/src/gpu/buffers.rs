@@ -1,21 +1,21 @@
-//! The caller's memory for one operation of one rank.
+//! The caller's buffers of one operation.
 
 use super::error::GpuError;
 use super::{Gpu, Part};
-use crate::exec::place::{Store, check_lengths};
+use crate::exec::memory_layout::{Store, check_lengths};
 use crate::schedule::Schedule;
 use std::ops::Range;
 
-/// One rank's memory for an operation, as bytes of whole elements.
+/// One rank's buffers of an operation, as bytes of whole elements.
 #[derive(Debug, Clone)]
 pub enum GpuBuffers<M> {
     /// One buffer, as long as the longer of input and output.
     InPlace(M),
-    /// The input stays as it is.
+    /// Separate buffers; the input is not modified.
     Separate {
         /// The rank's contribution; empty if it has none.
         input: M,
-        /// Where its result goes; empty if it gets none.
+        /// Destination of its result; empty if it receives none.
         output: M,
     },
 }
@@ -39,20 +39,20 @@ impl<M: Clone> GpuBuffers<M> {
         }
     }
 
-    /// Return the same with another input.
+    /// Return the same output with another input.
     pub(super) fn with_input(&self, input: M) -> Self {
         Self::Separate { input, output: self.output().clone() }
     }
 }
 
-/// Memory by its names in a program.
-pub(super) struct Rooms<'a, M> {
+/// Memory of all ranks, as addressed by a program.
+pub(super) struct ProgramMemory<'a, M> {
     pub(super) buffers: &'a [GpuBuffers<M>],
     pub(super) work: &'a [Option<M>],
 }
 
-impl<M: Clone> Rooms<'_, M> {
-    /// Return some bytes of a rank's memory; `None` if it has none of that name, which no program asks for.
+impl<M: Clone> ProgramMemory<'_, M> {
+    /// Return a part of a rank's memory; `None` if it has no such store, which no program uses.
     pub(super) fn part(&self, rank: usize, store: Store, bytes: &Range<usize>) -> Option<Part<'_, M>> {
         let memory = match store {
             Store::Input => self.buffers.get(rank)?.input(),
@@ -63,8 +63,8 @@ impl<M: Clone> Rooms<'_, M> {
     }
 }
 
-/// Check the buffers of all ranks: as long as the schedules say, all of one kind, and what is written apart from all
-/// else.
+/// Check the buffers of all ranks: lengths as scheduled, the same kind everywhere, and outputs disjoint from all other
+/// buffers.
 pub(super) fn check<G: Gpu>(
     gpu: &G,
     schedules: &[Schedule],
@@ -76,7 +76,9 @@ pub(super) fn check<G: Gpu>(
         return Err(GpuError::Invalid(what));
     }
     if buffers.iter().any(|each| each.is_in_place() != buffers[0].is_in_place()) {
-        return Err(GpuError::Invalid("some ranks work in place and others don't: the same for all, please".into()));
+        return Err(GpuError::Invalid(
+            "some ranks pass one buffer and others two: pass the same kind for all ranks".into(),
+        ));
     }
     let len = |memory: &G::Memory| {
         let Range { start, end } = gpu.addresses(memory);
@@ -96,7 +98,7 @@ pub(super) fn check<G: Gpu>(
     for (index, (range, rank)) in written.iter().enumerate() {
         let others = written[index + 1..].iter().chain(&read);
         if let Some((_, other)) = others.filter(|(other, _)| overlap(range, other)).min_by_key(|(_, rank)| *rank) {
-            let what = format!("the output of rank {rank} overlaps memory of rank {other}: each needs its own");
+            let what = format!("the output of rank {rank} overlaps memory of rank {other}; buffers must be disjoint");
             return Err(GpuError::Invalid(what));
         }
     }

@@ -1,51 +1,51 @@
-//! A GPU's memory in the hands of a network adapter: exported as dma-buf and registered, as GPUDirect RDMA has it.
+//! GPU memory for network adapters: exported as dma-buf and registered, as GPUDirect RDMA requires.
 //!
-//! It takes three: a GPU that exports memory ([`Exported`]), an adapter that registers it ([`Adapter`]), and a
-//! network whose packets an adapter takes from there. [`route`] tries the first two for a piece of memory and says
-//! which one it was that could not. The third is missing so far: communicators send from memory of this process, so
-//! what goes through them is staged ([`Staging::why_pinned`](super::Staging::why_pinned)).
+//! This requires a GPU that exports memory ([`Exported`]), an adapter that registers it ([`Adapter`]), and a network
+//! that sends from there. [`route`] tries the first two for a piece of memory, and reports which one failed. The third
+//! is not implemented: communicators send from host memory, so GPU buffers are staged
+//! ([`Staging::why_pinned`](super::Staging::why_pinned)).
 
 use super::Gpu;
 use super::error::GpuError;
 use std::os::fd::OwnedFd;
 use thiserror::Error;
 
-/// Why a network adapter can't reach a GPU's memory.
+/// Why a network adapter cannot access GPU memory directly.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum NoDirect {
-    /// The GPU or its driver does not export memory.
-    #[error("the GPU exports no memory as dma-buf: {0}")]
+pub enum WhyPinned {
+    /// The GPU or its driver cannot export memory.
+    #[error("the GPU cannot export memory as dma-buf: {0}")]
     Gpu(String),
-    /// There is no library of RDMA verbs, or it is too old.
-    #[error("libibverbs registers no dma-buf: {0}")]
+    /// The RDMA verbs library is missing or too old.
+    #[error("libibverbs cannot register dma-bufs: {0}")]
     Library(String),
     /// There is no RDMA device.
-    #[error("there is no RDMA device: /sys/class/infiniband has none, or its driver's library is missing")]
+    #[error("no RDMA device: /sys/class/infiniband is empty, or the device's provider library is missing")]
     NoDevice,
-    /// The device refused this memory.
-    #[error("{device} does not register the GPU's memory: {why}")]
+    /// The device could not register this memory.
+    #[error("{device} cannot register the GPU's memory: {why}")]
     Refused {
         /// The device.
         device: String,
         /// The system's reason.
         why: String,
     },
-    /// The network takes what it sends from this process's memory.
-    #[error("communicators send from memory of this process")]
+    /// The network sends from host memory.
+    #[error("communicators send from host memory")]
     Network,
 }
 
-/// Memory of a GPU as the kernel hands it around.
+/// GPU memory exported as a dma-buf.
 #[derive(Debug)]
 pub struct DmaBuf {
-    /// What names it.
+    /// The dma-buf.
     pub fd: OwnedFd,
-    /// Where the memory begins in it.
+    /// Offset of the memory in it.
     pub at: u64,
-    /// How long the memory is.
+    /// Length of the memory in bytes.
     pub len_bytes: u64,
-    /// Its address on the GPU, by which an adapter is to know it.
+    /// Its address on the GPU, under which an adapter registers it.
     pub address: u64,
 }
 
@@ -54,52 +54,52 @@ pub trait Exported: Gpu {
     /// Export memory.
     ///
     /// # Errors
-    /// [`NoDirect::Gpu`].
-    fn dma_buf(&self, memory: &Self::Memory) -> Result<DmaBuf, NoDirect>;
+    /// [`WhyPinned::Gpu`].
+    fn dma_buf(&self, memory: &Self::Memory) -> Result<DmaBuf, WhyPinned>;
 }
 
-/// What registers memory of GPUs.
+/// Registers GPU memory.
 pub trait Adapter {
-    /// What is registered; dropping it ends that.
+    /// A registration, which ends when dropped.
     type Region;
 
     /// Register memory.
     ///
     /// # Errors
-    /// [`NoDirect::Refused`].
-    fn register(&self, memory: DmaBuf) -> Result<Self::Region, NoDirect>;
+    /// [`WhyPinned::Refused`].
+    fn register(&self, memory: DmaBuf) -> Result<Self::Region, WhyPinned>;
 }
 
-/// How a network gets at a GPU's memory.
+/// How the network accesses GPU memory.
 #[derive(Debug)]
 pub enum Route<R> {
-    /// By itself.
+    /// Directly.
     Direct(R),
-    /// Through pinned memory of the process, and why.
-    Pinned(NoDirect),
+    /// Through pinned host memory, for this reason.
+    Pinned(WhyPinned),
 }
 
-/// Let an adapter register a piece of memory, if there is one, or say why what goes through the network is staged.
-pub fn route<G: Exported, A: Adapter>(gpu: &G, memory: &G::Memory, adapter: Result<&A, NoDirect>) -> Route<A::Region> {
+/// Register GPU memory with an adapter, or return why it must be staged.
+pub fn route<G: Exported, A: Adapter>(gpu: &G, memory: &G::Memory, adapter: Result<&A, WhyPinned>) -> Route<A::Region> {
     let registered = adapter.and_then(|adapter| adapter.register(gpu.dma_buf(memory)?));
     registered.map_or_else(Route::Pinned, Route::Direct)
 }
 
-/// Tell whether an adapter of this machine can register memory of its GPU, by trying: which it is.
+/// Test whether an adapter of this machine can register memory of its GPU; returns which.
 ///
 /// # Errors
-/// [`GpuError::Absent`] without a GPU or without the feature `cuda`.
-pub fn probe_direct() -> Result<Result<String, NoDirect>, GpuError> {
+/// [`GpuError::Unavailable`] without a GPU or the feature `cuda`.
+pub fn probe_direct() -> Result<Result<String, WhyPinned>, GpuError> {
     #[cfg(feature = "cuda")]
     return crate::gpu::cuda::probe_direct();
     #[cfg(not(feature = "cuda"))]
-    Err(super::Absent::Feature.into())
+    Err(super::Unavailable::Feature.into())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gpu::{Double, Staging};
+    use crate::gpu::{FakeGpu, Staging};
     use std::cell::RefCell;
     use std::rc::Rc;
 
@@ -123,10 +123,10 @@ mod tests {
     impl Adapter for Card {
         type Region = CardRegion;
 
-        fn register(&self, memory: DmaBuf) -> Result<CardRegion, NoDirect> {
+        fn register(&self, memory: DmaBuf) -> Result<CardRegion, WhyPinned> {
             let what = (memory.address, memory.len_bytes);
             if self.regions.borrow().len() == self.room {
-                return Err(NoDirect::Refused { device: "card".into(), why: "no room".into() });
+                return Err(WhyPinned::Refused { device: "card".into(), why: "no room".into() });
             }
             self.regions.borrow_mut().push(what);
             Ok(CardRegion { regions: Rc::clone(&self.regions), what })
@@ -134,8 +134,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_registered_or_the_reason_named() {
-        let gpu = Double::new(1, 1 << 20);
+    fn route_registers_memory_or_returns_the_reason() {
+        let gpu = FakeGpu::new(1, 1 << 20);
         let card = Card { regions: Rc::default(), room: 1 };
         let (a, b) = (gpu.alloc(100).expect("room"), gpu.alloc(200).expect("room"));
         let first = route(&gpu, &gpu.part(&a, 20, 50), Ok(&card));
@@ -145,28 +145,28 @@ mod tests {
             Route::Direct(_) => panic!("registered"),
             Route::Pinned(why) => why.to_string(),
         };
-        assert_eq!(why(route(&gpu, &b, Ok(&card))), "card does not register the GPU's memory: no room");
+        assert_eq!(why(route(&gpu, &b, Ok(&card))), "card cannot register the GPU's memory: no room");
         drop(first);
-        assert!(card.regions.borrow().is_empty(), "what is dropped is registered no longer");
+        assert!(card.regions.borrow().is_empty(), "dropping ends the registration");
         assert!(matches!(route(&gpu, &b, Ok(&card)), Route::Direct(_)));
-        let no_card: Result<&Card, NoDirect> = Err(NoDirect::NoDevice);
+        let no_card: Result<&Card, WhyPinned> = Err(WhyPinned::NoDevice);
         assert!(why(route(&gpu, &b, no_card)).contains("no RDMA device"));
         gpu.without_dma_buf("its kernel module is of another kind");
         assert!(why(route(&gpu, &b, Ok(&card))).ends_with("its kernel module is of another kind"));
     }
 
     #[test]
-    fn what_is_staged_says_why() {
-        let staging = Staging::new(&Double::new(1, 1 << 20), 64).expect("room");
-        assert_eq!(staging.why_pinned(), &NoDirect::Network);
+    fn staging_reports_why_it_is_pinned() {
+        let staging = Staging::new(&FakeGpu::new(1, 1 << 20), 64).expect("room");
+        assert_eq!(staging.why_pinned(), &WhyPinned::Network);
     }
 
     #[test]
-    fn a_machine_without_gpu_or_adapter_says_so() {
+    fn missing_gpu_or_adapter_is_reported() {
         match probe_direct() {
             Ok(Ok(device)) => assert!(!device.is_empty()),
             Ok(Err(why)) => assert!(!why.to_string().is_empty()),
-            Err(error) => assert!(error.to_string().starts_with("no CUDA here, because "), "{error}"),
+            Err(error) => assert!(error.to_string().starts_with("CUDA unavailable: "), "{error}"),
         }
     }
 }

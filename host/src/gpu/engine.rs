@@ -1,14 +1,15 @@
-//! A GPU's copy engine that reduces on the way, as one more DMA engine.
+//! A GPU's reducing copy engine as a DMA engine.
 //!
-//! [`GpuEngine`] takes chains over memory of the GPU like any other [`Engine`]: copies, reductions in the element type
-//! ([`Profile::InlineReduce`]) and publications. Chains run one after the other on a stream of their own, so steps take
-//! effect in order; regions are checked when a chain is submitted, and kept until it is done.
+//! [`GpuEngine`] executes chains over GPU memory like any other [`Engine`]: copies, reductions in the element type
+//! ([`Profile::InlineReduce`]) and publications. Chains run one after the other on one stream, so steps take effect in
+//! order. Regions are checked on submission, and kept until the chain is complete.
 //!
-//! Which types go with which operators is no rectangle in hardware, and [`Capabilities`] are one: so an engine has
-//! either sums of eight types or six operators of four ([`Family`]). Sums of narrow floats round at every step;
-//! whether f32 keeps subnormals is the hardware's affair, so a declared order of f32 sums is not for it.
+//! The hardware's combinations of types and operators are not a product of two sets, but [`Capabilities`] describe one.
+//! An engine therefore offers either sums of eight types or six operators of four ([`Family`]). Sums of narrow floats
+//! round at every step. Whether f32 keeps subnormals depends on the hardware, so it must not be used for a declared
+//! order of f32 sums.
 //!
-//! An abort marks chains; what is in the stream runs out, which takes as long as what was submitted.
+//! An abort only marks chains; what is in the stream still executes, which takes as long as what was submitted.
 
 use super::error::GpuError;
 use super::{Gpu, Part};
@@ -19,18 +20,19 @@ use sumac_hal::dma::{
 };
 use sumac_hal::op::{Dtype, ReduceOp};
 
-/// A GPU whose copy engine reduces on the way.
+/// A GPU whose copy engine reduces.
 pub trait Bulk: Gpu {
-    /// Check that the hardware has it.
+    /// Check that the hardware supports it.
     ///
     /// # Errors
     /// [`GpuError::Kernel`] if not.
     fn check_bulk(&self) -> Result<(), GpuError>;
 
-    /// Do `to = to op from`, element by element in the element type; addresses and lengths are multiples of 16.
+    /// Compute `to = to op from`, element by element in the element type. Addresses and lengths must be multiples of
+    /// 16.
     ///
     /// # Errors
-    /// [`GpuError::Kernel`] for other types and operators than those of [`bulk_instruction`]; the driver's words.
+    /// [`GpuError::Kernel`] for types and operators other than those of [`bulk_instruction`]; the driver's error.
     fn bulk_reduce(
         &self,
         on: &Self::Stream,
@@ -42,12 +44,12 @@ pub trait Bulk: Gpu {
     /// Write two words, the second before the first.
     ///
     /// # Errors
-    /// The driver's words.
+    /// The driver's error.
     fn publish(&self, on: &Self::Stream, to: Part<'_, Self::Memory>, words: [u64; 2]) -> Result<(), GpuError>;
 }
 
-/// Return what stands behind `cp.reduce.async.bulk.global.shared::cta.bulk_group` in PTX; `None` if it has nothing of
-/// the kind, or nothing that means the same. Minima and maxima of floats are not IEEE's there.
+/// Return the suffix of `cp.reduce.async.bulk.global.shared::cta.bulk_group` in PTX; `None` if there is no equivalent
+/// instruction. Minima and maxima of floats are not IEEE 754's there.
 pub const fn bulk_instruction(dtype: Dtype, op: ReduceOp) -> Option<&'static str> {
     use Dtype::{Bf16, F16, F32, F64, I32, I64, U32, U64};
     Some(match (op, dtype) {
@@ -76,7 +78,7 @@ pub const fn bulk_instruction(dtype: Dtype, op: ReduceOp) -> Option<&'static str
     })
 }
 
-/// Which types and operators an engine has.
+/// Types and operators of an engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     /// Sums of i32, u32, i64, u64, f16, bf16, f32 and f64.
@@ -96,41 +98,41 @@ impl Family {
     }
 }
 
-/// The copy engine of a GPU, as a DMA engine over regions of its memory. See the head of this file's module.
+/// The copy engine of a GPU, as a DMA engine over regions of its memory; see the module documentation.
 pub struct GpuEngine<G: Bulk> {
     gpu: G,
     stream: G::Stream,
     capabilities: Capabilities,
-    /// By index: the generation of what is or was there, and the memory.
+    /// By index: the generation, and the memory if registered.
     regions: Vec<(u32, Option<G::Memory>)>,
-    flights: VecDeque<Flight<G>>,
+    in_flight: VecDeque<InFlight<G>>,
     queued_steps: usize,
     is_stopped: bool,
 }
 
-/// A chain that was taken.
-struct Flight<G: Gpu> {
+/// A submitted chain.
+struct InFlight<G: Gpu> {
     tag: Tag,
     scope: Scope,
     steps: usize,
-    /// How it ends, if nothing comes in between.
+    /// How it ends, unless aborted.
     end: (Status, usize),
     done: G::Event,
     _held: Vec<G::Memory>,
 }
 
 impl<G: Bulk> GpuEngine<G> {
-    /// Set up an engine on a GPU of its own handle.
+    /// Create an engine on its own handle of a GPU.
     ///
     /// # Errors
-    /// [`GpuError::Kernel`] if the hardware has none; the driver's words.
+    /// [`GpuError::Kernel`] if the hardware does not support it; the driver's error.
     pub fn new(gpu: G, family: Family) -> Result<Self, GpuError> {
         gpu.check_bulk()?;
         let stream = gpu.stream()?;
         let mut capabilities = Capabilities::new(Profile::InlineReduce, STEPS_MAX, QUEUE_DEPTH).with_alignment(16);
         (capabilities.dtypes, capabilities.ops) = family.sets();
-        let (regions, flights) = (Vec::new(), VecDeque::new());
-        Ok(Self { gpu, stream, capabilities, regions, flights, queued_steps: 0, is_stopped: false })
+        let (regions, in_flight) = (Vec::new(), VecDeque::new());
+        Ok(Self { gpu, stream, capabilities, regions, in_flight, queued_steps: 0, is_stopped: false })
     }
 
     /// Return the GPU.
@@ -138,7 +140,7 @@ impl<G: Bulk> GpuEngine<G> {
         &self.gpu
     }
 
-    /// Let chains name memory; `None` if there are as many regions as keys.
+    /// Register memory; `None` if no key is free.
     pub fn register(&mut self, memory: G::Memory) -> Option<RegionKey> {
         let free = self.regions.iter().position(|(generation, memory)| memory.is_none() && *generation < u32::MAX);
         let at = free.unwrap_or(self.regions.len());
@@ -151,7 +153,7 @@ impl<G: Bulk> GpuEngine<G> {
         Some(RegionKey { index, generation: region.0 })
     }
 
-    /// Let chains name it no longer; those that were submitted keep it. False if the key names nothing.
+    /// Deregister memory; submitted chains keep it. Returns false if the key is unknown.
     pub fn deregister(&mut self, key: RegionKey) -> bool {
         match self.regions.get_mut(usize::from(key.index)) {
             Some((generation, memory)) if *generation == key.generation && memory.is_some() => {
@@ -162,7 +164,7 @@ impl<G: Bulk> GpuEngine<G> {
         }
     }
 
-    /// Find `len_bytes` bytes of a region.
+    /// Look up `len_bytes` bytes of a region.
     fn find(&self, address: Address, len_bytes: u64) -> Result<G::Memory, Status> {
         let (generation, memory) = self.regions.get(usize::from(address.region.index)).ok_or(Status::BadRegion)?;
         let memory = match memory {
@@ -178,8 +180,8 @@ impl<G: Bulk> GpuEngine<G> {
         Ok(self.gpu.part(memory, address.offset_bytes as usize, len_bytes as usize))
     }
 
-    /// Hand one step to the stream; `held` gets what it touches.
-    fn hand(&self, step: &Step, held: &mut Vec<G::Memory>) -> Result<(), Status> {
+    /// Enqueue one step; `held` receives the memory that it accesses.
+    fn enqueue(&self, step: &Step, held: &mut Vec<G::Memory>) -> Result<(), Status> {
         self.capabilities.check(step)?;
         let (len, to) = (step.dst_len_bytes(), self.find(step.dst(), step.dst_len_bytes())?);
         let from = step.src().map(|address| self.find(address, step.src_len_bytes())).transpose()?;
@@ -187,9 +189,9 @@ impl<G: Bulk> GpuEngine<G> {
             return Err(Status::Misaligned);
         }
         let whole = |memory| Part { memory, at: 0, len_bytes: len as usize };
-        let handed = match (step, &from) {
-            // A stream has no instruction for checksums.
-            (Step::Publish { covers, .. }, _) if !covers.is_nothing() => return Err(Status::Unsupported),
+        let enqueued = match (step, &from) {
+            // Streams have no instruction for checksums.
+            (Step::Publish { covers, .. }, _) if !covers.is_empty() => return Err(Status::Unsupported),
             (Step::Publish { words, .. }, _) => self.gpu.publish(&self.stream, whole(&to), *words),
             (_, Some(from)) => {
                 let (a, b) = (self.gpu.addresses(&to), self.gpu.addresses(from));
@@ -207,21 +209,21 @@ impl<G: Bulk> GpuEngine<G> {
             _ => return Err(Status::Unsupported),
         };
         held.extend([Some(to), from].into_iter().flatten());
-        handed.map_err(|_| Status::Hardware)
+        enqueued.map_err(|_| Status::Hardware)
     }
 
-    /// Take a chain whose length is right.
-    fn take(&mut self, chain: &Chain<'_>) -> Result<(), GpuError> {
+    /// Accept a chain of valid length.
+    fn accept(&mut self, chain: &Chain<'_>) -> Result<(), GpuError> {
         let mut held = Vec::new();
         let failed = chain
             .steps
             .iter()
             .enumerate()
-            .find_map(|(index, step)| self.hand(step, &mut held).err().map(|status| (status, index)));
+            .find_map(|(index, step)| self.enqueue(step, &mut held).err().map(|status| (status, index)));
         let done = self.gpu.event()?;
         self.gpu.record(&done, &self.stream)?;
         let (steps, end) = (chain.steps.len(), failed.unwrap_or((Status::Done, chain.steps.len())));
-        self.flights.push_back(Flight { tag: chain.tag, scope: chain.scope, steps, end, done, _held: held });
+        self.in_flight.push_back(InFlight { tag: chain.tag, scope: chain.scope, steps, end, done, _held: held });
         self.queued_steps += steps;
         Ok(())
     }
@@ -243,7 +245,7 @@ impl<G: Bulk> Engine for GpuEngine<G> {
         if self.queued_steps + steps > QUEUE_DEPTH as usize {
             return Err(SubmitError::Full { depth: QUEUE_DEPTH });
         }
-        self.take(&chain).map_err(|_| {
+        self.accept(&chain).map_err(|_| {
             self.is_stopped = true;
             SubmitError::Stopped
         })
@@ -251,11 +253,11 @@ impl<G: Bulk> Engine for GpuEngine<G> {
 
     fn poll(&mut self, completions: &mut [Completion]) -> usize {
         let mut count = 0;
-        while let (Some(place), Some(flight)) = (completions.get_mut(count), self.flights.front()) {
+        while let (Some(place), Some(flight)) = (completions.get_mut(count), self.in_flight.front()) {
             let (status, step) = match self.gpu.is_done(&flight.done) {
                 Ok(false) => break,
                 Ok(true) => flight.end,
-                // The context is gone: nothing of it runs any more.
+                // The context is lost: nothing of it runs any more.
                 Err(_) => {
                     self.is_stopped = true;
                     (Status::Hardware, 0)
@@ -263,23 +265,23 @@ impl<G: Bulk> Engine for GpuEngine<G> {
             };
             *place = Completion { tag: flight.tag, status, step: step as u16 };
             self.queued_steps -= flight.steps;
-            self.flights.pop_front();
+            self.in_flight.pop_front();
             count += 1;
         }
         count
     }
 
     fn abort(&mut self, scope: Scope) {
-        for flight in self.flights.iter_mut().filter(|flight| flight.scope == scope && flight.end.0 == Status::Done) {
+        for flight in self.in_flight.iter_mut().filter(|flight| flight.scope == scope && flight.end.0 == Status::Done) {
             flight.end = (Status::Aborted, 0);
         }
     }
 }
 
-/// The most steps of a chain.
+/// Maximum number of steps of a chain.
 const STEPS_MAX: u32 = 64;
 
-/// The most steps on their way.
+/// Maximum number of queued steps.
 const QUEUE_DEPTH: u32 = 1024;
 
 #[cfg(test)]

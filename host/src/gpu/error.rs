@@ -1,4 +1,4 @@
-//! What can go wrong with a GPU.
+//! Errors of GPU operations.
 
 use crate::exec::ExecError;
 use thiserror::Error;
@@ -7,126 +7,126 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum GpuError {
-    /// There is no GPU to be used; the rest says what is missing and what to do.
-    #[error("no CUDA here, because {0}")]
-    Absent(Absent),
+    /// No usable GPU; the payload names what is missing and what to do.
+    #[error("CUDA unavailable: {0}")]
+    Unavailable(Unavailable),
     /// The GPU's memory is full.
-    #[error("the GPU has no room for {len_bytes} bytes: free memory, or use smaller buckets")]
+    #[error("the GPU is out of memory: cannot allocate {len_bytes} bytes; free memory, or use smaller buckets")]
     OutOfMemory {
-        /// What was asked for.
+        /// The requested length.
         len_bytes: usize,
     },
-    /// A kernel reached memory that is not there: a borrowed pointer was wrong, or its memory was freed too early.
-    #[error("the GPU met an illegal address: {0}; its context can't be used any more")]
+    /// A kernel accessed unmapped memory: a borrowed pointer was wrong, or its memory was freed too early.
+    #[error("illegal memory access on the GPU: {0}; its context is unusable from now on")]
     IllegalAddress(String),
-    /// The GPU is gone or its context broken.
+    /// The GPU is lost or its context broken.
     #[error("the GPU is lost: {0}")]
     Lost(String),
-    /// The handle of a peer's memory is wrong, or of memory that is gone.
-    #[error("memory of another process or GPU can't be opened: {0}")]
+    /// The handle of a peer's memory is invalid, or its memory is gone.
+    #[error("cannot open memory of another process or GPU: {0}")]
     Handle(String),
-    /// NCCL refused something.
-    #[error("NCCL refused {what}: {why}")]
+    /// A call to NCCL failed.
+    #[error("NCCL failed: {what}: {why}")]
     Nccl {
-        /// What was tried.
+        /// The failed call.
         what: &'static str,
-        /// Its words.
+        /// NCCL's message.
         why: String,
     },
-    /// The driver refused something else.
-    #[error("the driver refused {what}: {why}")]
+    /// Another call to the driver failed.
+    #[error("the CUDA driver failed: {what}: {why}")]
     Driver {
-        /// What was tried.
+        /// The failed call.
         what: &'static str,
-        /// The driver's name for the reason.
+        /// The driver's message.
         why: String,
     },
-    /// A kernel can't be had for this type and operator.
+    /// No kernel is available for this type and operator.
     #[error("no kernel for {kernel}: {why}")]
     Kernel {
         /// The type and the operator.
         kernel: String,
-        /// The compiler's or the driver's words.
+        /// The message of the compiler or the driver.
         why: String,
     },
-    /// The arguments contradict each other. Nothing has begun.
+    /// Invalid arguments. Nothing was enqueued.
     #[error("invalid call: {0}")]
     Invalid(String),
-    /// The deadline passed. The operation has ended, and its output holds anything.
-    #[error("the operation was not done by its deadline; nothing of it runs any more")]
+    /// The deadline passed. The operation has ended; its output is unspecified.
+    #[error("the operation missed its deadline and was stopped")]
     Deadline,
-    /// It was cancelled. The operation has ended, and its output holds anything.
-    #[error("the operation was cancelled; nothing of it runs any more")]
+    /// It was cancelled. The operation has ended; its output is unspecified.
+    #[error("the operation was cancelled and has stopped")]
     Cancelled,
-    /// This process was forked from the one that set the group up, and its GPU is not this one's. Nothing has begun.
-    #[error("this process was forked from the one that set the group up: only that one can use it")]
+    /// This process was forked from the one that set the group up, and cannot use its GPU. Nothing was enqueued.
+    #[error("the group belongs to the parent of this forked process; set up a new one")]
     Forked,
-    /// The operation could not be ended: its memory is kept until the GPU has let go of it, and the group is unusable.
-    #[error("an operation was given up and still waits on the GPU: its memory is kept, and the group can't be used")]
+    /// The operation could not be stopped: its memory is kept until the GPU releases it, and the group is unusable.
+    #[error("an abandoned operation is still waiting on the GPU: its memory is kept, and the group is unusable")]
     Stuck,
 }
 
-/// Which part of CUDA is missing.
+/// What is missing for CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum Absent {
+pub enum Unavailable {
     /// No driver library.
-    #[error("there is no driver: libcuda.so.1 can't be loaded; install NVIDIA's driver, or pass it into the container")]
+    #[error("cannot load the driver libcuda.so.1; install NVIDIA's driver, or pass it into the container")]
     Driver,
-    /// The driver is older than what this program uses.
+    /// The driver is too old.
     #[error(
-        "the driver supports CUDA {}.{}, and {}.{} is needed: update it",
+        "the driver supports CUDA {}.{}, but {}.{} is required; update it",
         has / 1000, has % 1000 / 10, needs / 1000, needs % 1000 / 10
     )]
     OldDriver {
-        /// As `cuDriverGetVersion` has it.
+        /// The supported version, as reported by `cuDriverGetVersion`.
         has: i32,
-        /// The same.
+        /// The required version.
         needs: i32,
     },
-    /// There is a driver, and no GPU that it knows.
-    #[error("the driver finds no GPU number {ordinal}: {why}")]
+    /// The driver does not find the GPU.
+    #[error("the driver does not find GPU {ordinal}: {why}")]
     Device {
-        /// Which one was asked for, from 0.
+        /// The requested GPU, from 0.
         ordinal: usize,
         /// The driver's reason.
         why: String,
     },
-    /// Neither a compiler nor compiled kernels.
+    /// Neither the compiler nor a compiled kernel is available.
     #[error(
-        "there is no compiler, nvrtc, and no compiled kernel {wanted}: install nvidia-cuda-nvrtc and put its folder \
-         into LD_LIBRARY_PATH, or name the folder of the compiled kernels"
+        "neither the compiler nvrtc nor the compiled kernel {wanted} is available: install nvidia-cuda-nvrtc and put \
+         its folder into LD_LIBRARY_PATH, or name the folder of the compiled kernels"
     )]
     Compiler {
-        /// The file that would do.
+        /// The missing file.
         wanted: String,
     },
-    /// NCCL can't be loaded.
+    /// NCCL cannot be loaded.
     #[error(
-        "there is no NCCL under the name libnccl.so: install it, and where the file is called libnccl.so.2, put a link \
+        "cannot load libnccl.so: install NCCL; where the file is called libnccl.so.2, put a link \
          of that name beside it and the folder into LD_LIBRARY_PATH"
     )]
     Nccl,
-    /// This program was built without it.
+    /// This program was built without the feature.
     #[error("this program was built without the feature cuda")]
     Feature,
 }
 
-/// Why a GPU's buffer did not get through the network.
+/// Why a staged operation on a GPU's buffer failed.
 #[derive(Debug, Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum StagedError {
-    /// On the way between the GPU and this process.
+    /// Between the GPU and this process.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// On the way between the ranks: the communicator's error, which says what it means for later calls.
+    /// Between the ranks: the communicator's error, which says what it means for later calls.
     #[error(transparent)]
     Network(#[from] crate::comm::Error),
 }
 
-impl From<Absent> for GpuError {
-    fn from(absent: Absent) -> Self {
-        Self::Absent(absent)
+impl From<Unavailable> for GpuError {
+    fn from(absent: Unavailable) -> Self {
+        Self::Unavailable(absent)
     }
 }
 

@@ -2,14 +2,14 @@
 
 use super::buffers::{GpuBuffers, check};
 use super::error::GpuError;
-use super::flight::{Flight, GpuCanceller, Work};
+use super::in_flight::{GpuCanceller, InFlight, Work};
 use super::plan::{Pair, Plan, Prepared, Scaling, Streams};
 use super::program::Program;
 use super::trace::{Kind, Timeline, Trace};
 use super::{Gpu, nccl};
 use crate::plan::Child;
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule};
-use crate::select::{Algo, Candidate, CostTable, Declared, Explanation, RuledOut, Situation, explain_with};
+use crate::select::{Algo, Candidate, CostTable, Declared, Explanation, RuledOut, SelectionContext, explain_with};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// How a group works.
+/// Options of a group.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
-    /// The declared order, over one node with all ranks: what keeps the bits of a result the same on any path.
+    /// The declared order, over one node with all ranks: it keeps the bits of a result the same for any algorithm.
     pub order: Order,
-    /// The constants of the cost model.
+    /// Constants of the cost model.
     pub table: CostTable,
-    /// The longest single pass, in bytes: what is longer is cut, so that the next rank need not wait for all of it.
+    /// The longest single pass in bytes. Longer ones are split, so that the next rank need not wait for all of it.
     pub piece_bytes: usize,
-    /// How long what is given up may take to end.
+    /// Grace period for stopped operations to end.
     pub grace: Duration,
 }
 
@@ -42,48 +42,48 @@ impl Default for GroupOptions {
 /// One operation of all ranks.
 #[derive(Debug, Clone)]
 pub struct Request<'a, M> {
-    /// What to do.
+    /// The operation.
     pub desc: OpDesc,
-    /// The algorithm that is asked for.
+    /// The requested algorithm.
     pub algo: Algo,
-    /// The memory of each rank.
+    /// Buffers of each rank.
     pub buffers: &'a [GpuBuffers<M>],
-    /// What each rank multiplies its contribution by, for [`ReduceOp::PremulSum`]; 1 where there is none.
+    /// Factor of each rank's contribution, for [`ReduceOp::PremulSum`]; empty for factors of 1.
     pub scalars: &'a [f64],
 }
 
-/// Several ranks on one GPU, each with a stream of its own. See [`super`].
+/// Several ranks on one GPU, each with its own stream. See [`super`].
 pub struct Group<G: Gpu> {
     gpu: G,
     ranks: u32,
     options: GroupOptions,
-    situation: Situation,
+    selection: SelectionContext,
     canceller: GpuCanceller,
     streams: Streams<G>,
-    /// Partial values, as many bytes as the largest operation so far needed.
+    /// Partial values, sized for the largest operation so far.
     work: Vec<Option<(usize, G::Memory)>>,
     kernels: HashMap<Kernel, Arc<G::Kernel>>,
     plans: HashMap<Shape, Arc<Plan<G>>>,
-    flights: Vec<Flight<G>>,
+    in_flight: Vec<InFlight<G>>,
     trace: Option<Trace<G>>,
-    /// Something was given up and has not ended.
+    /// A stopped operation has not ended.
     is_stuck: bool,
     pid: u32,
 }
 
-/// Buffers, and what has to be multiplied before they are used.
+/// Buffers, and the multiplications to run first.
 type Scaled<G> = (Vec<GpuBuffers<<G as Gpu>::Memory>>, Vec<Scaling<<G as Gpu>::Memory>>);
 
-/// What a program depends on.
+/// Key of a program.
 type Shape = (OpDesc, Path, bool);
 
-/// A captured operation, to be repeated on the same memory.
+/// A captured operation that can be repeated on the same memory.
 pub struct Repeat<G: Gpu> {
     graph: G::Graph,
     held: Vec<G::Memory>,
     path: Path,
     fallback: Option<String>,
-    // The events that the graph was made of.
+    // Owns the events that the graph uses.
     _plan: Plan<G>,
 }
 
@@ -91,16 +91,16 @@ impl<G: Gpu> Group<G> {
     /// Set up `ranks` ranks on a GPU.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] for no ranks; what the driver says.
+    /// [`GpuError::Invalid`] for no ranks; the driver's error.
     pub fn new(gpu: G, ranks: u32, options: GroupOptions) -> Result<Self, GpuError> {
         let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
         let declared = Declared::new(vec![children], ranks, options.order)
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
-        let situation = Situation {
+        let selection = SelectionContext {
             ranks,
             order: options.order,
             tree: Err("the ranks are on one GPU, which no device of the network sees".into()),
-            table: shared(&options.table, ranks),
+            table: contended_table(&options.table, ranks),
             declared,
         };
         let each = (0..ranks).map(|_| gpu.stream()).collect::<Result<_, _>>()?;
@@ -109,13 +109,13 @@ impl<G: Gpu> Group<G> {
             gpu,
             ranks,
             options,
-            situation,
+            selection,
             canceller: GpuCanceller::default(),
             streams,
             work: (0..ranks).map(|_| None).collect(),
             kernels: HashMap::new(),
             plans: HashMap::new(),
-            flights: Vec::new(),
+            in_flight: Vec::new(),
             trace: None,
             is_stuck: false,
             pid: std::process::id(),
@@ -132,31 +132,32 @@ impl<G: Gpu> Group<G> {
         self.ranks
     }
 
-    /// Return what ends a wait from another thread.
+    /// Return a handle that cancels a wait from another thread.
     pub fn canceller(&self) -> GpuCanceller {
         self.canceller.clone()
     }
 
-    /// Say which path an operation would take, what each would cost, or why it is not possible.
+    /// Explain the selection for an operation: the candidates with their costs or the reasons that rule them out, and
+    /// the choice.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
-        let why = RuledOut::Nccl("the ranks share a GPU, which it refuses".into());
+        let why = RuledOut::Nccl("the ranks share a GPU, which it does not support".into());
         let nccl = Candidate { path: Path::Nccl, cost_s: Err(nccl::why_not(self.options.order, desc).unwrap_or(why)) };
-        explain_with(&self.situation, desc, algo, vec![nccl])
+        explain_with(&self.selection, desc, algo, vec![nccl])
     }
 
-    /// Record when what is handed over from now on runs; one trace at a time. What is captured is not in it.
+    /// Start recording when enqueued work runs; one trace at a time. Captured work is not traced.
     ///
     /// # Errors
-    /// The driver's words.
+    /// The driver's error.
     pub fn start_trace(&mut self) -> Result<(), GpuError> {
         self.trace = Some(Trace::new(&self.gpu, &self.streams.hub)?);
         Ok(())
     }
 
-    /// Record what `body` hands to a stream of a producer or a consumer as one span of the trace, if there is one.
+    /// Record what `body` enqueues to a stream of a producer or consumer as one span, if a trace is on.
     ///
     /// # Errors
-    /// As [`Trace::span`].
+    /// As for [`Trace::span`].
     pub fn trace_span(
         &mut self,
         on: &G::Stream,
@@ -169,46 +170,46 @@ impl<G: Gpu> Group<G> {
         }
     }
 
-    /// Read the trace; what it has must be waited for. An empty one if none was started.
+    /// Read the trace; its work must be complete. Empty if none was started.
     ///
     /// # Errors
-    /// As [`Trace::finish`].
+    /// As for [`Trace::finish`].
     pub fn take_trace(&mut self) -> Result<Timeline, GpuError> {
         Ok(self.trace.take().map(|trace| trace.finish(&self.gpu)).transpose()?.unwrap_or_default())
     }
 
-    /// Return how many bytes an operation's passes and copies read and write.
+    /// Return the number of bytes that an operation's passes and copies read and write.
     ///
     /// # Errors
-    /// As [`Self::start`].
+    /// As for [`Self::start`].
     pub fn moved_bytes(&mut self, request: &Request<'_, G::Memory>) -> Result<u64, GpuError> {
         Ok(self.prepare(request)?.1.program.moved_bytes())
     }
 
-    /// Hand an operation to the GPU; it begins when the events `after` have come. The host does not wait.
+    /// Enqueue an operation, which begins when the events `after` have completed. The host does not wait.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] and [`GpuError::Kernel`], and then nothing has begun; what the driver says.
+    /// [`GpuError::Invalid`] and [`GpuError::Kernel`], before anything was enqueued; the driver's error.
     pub fn start(&mut self, request: &Request<'_, G::Memory>, after: &[&G::Event]) -> Result<Work<G>, GpuError> {
         self.start_between(request, after, &[])
     }
 
-    /// The same, with copies from the second of each pair to the first before, and back afterwards.
+    /// The same, with a copy from the second to the first of each pair before, and back afterwards.
     pub(super) fn start_between(
         &mut self,
         request: &Request<'_, G::Memory>,
         after: &[&G::Event],
         copies: &[Pair<'_, G::Memory>],
     ) -> Result<Work<G>, GpuError> {
-        self.usable()?;
+        self.check_usable()?;
         let (mut prepared, plan) = self.prepare(request)?;
         prepared.held.extend(copies.iter().flat_map(|(to, from)| [to.memory.clone(), from.memory.clone()]));
         let (gpu, hub) = (&self.gpu, &self.streams.hub);
-        let handed = after.iter().try_for_each(|event| gpu.wait(hub, event));
-        let handed = handed.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, to, from)));
-        let handed = handed.and_then(|()| plan.hand_over(&self.gpu, &self.streams, &prepared, &mut self.trace));
-        let handed = handed.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, from, to)));
-        self.fly(handed, prepared.held, prepared.path, prepared.fallback)
+        let enqueued = after.iter().try_for_each(|event| gpu.wait(hub, event));
+        let enqueued = enqueued.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, to, from)));
+        let enqueued = enqueued.and_then(|()| plan.enqueue(&self.gpu, &self.streams, &prepared, &mut self.trace));
+        let enqueued = enqueued.and_then(|()| copies.iter().try_for_each(|&(to, from)| gpu.copy(hub, from, to)));
+        self.track(enqueued, prepared.held, prepared.path, prepared.fallback)
     }
 
     /// Return the length of memory.
@@ -220,36 +221,36 @@ impl<G: Gpu> Group<G> {
     /// Capture an operation, to repeat it with [`Self::replay`] at the cost of one launch.
     ///
     /// # Errors
-    /// As [`Self::start`].
+    /// As for [`Self::start`].
     pub fn capture(&mut self, request: &Request<'_, G::Memory>) -> Result<Repeat<G>, GpuError> {
-        self.usable()?;
+        self.check_usable()?;
         let (prepared, shared) = self.prepare(request)?;
-        // Events of its own: those of a captured operation mean nothing outside.
+        // Captured events are meaningless outside their capture: use separate ones.
         let plan = Plan::new(&self.gpu, shared.schedules.clone(), shared.program.clone(), shared.kernel.clone())?;
         let graph = self.gpu.capture(&self.streams.hub, &mut || {
-            // A captured event has no time.
-            plan.hand_over(&self.gpu, &self.streams, &prepared, &mut None)
+            // Captured events have no time.
+            plan.enqueue(&self.gpu, &self.streams, &prepared, &mut None)
         })?;
         let Prepared { path, fallback, held, .. } = prepared;
         Ok(Repeat { graph, held, path, fallback, _plan: plan })
     }
 
-    /// Hand a captured operation over once more.
+    /// Enqueue a captured operation again.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn replay(&mut self, repeat: &Repeat<G>, after: &[&G::Event]) -> Result<Work<G>, GpuError> {
-        self.usable()?;
+        self.check_usable()?;
         let (gpu, hub) = (&self.gpu, &self.streams.hub);
-        let handed = after.iter().try_for_each(|event| gpu.wait(hub, event));
-        let handed = handed.and_then(|()| gpu.launch(&repeat.graph, hub));
-        self.fly(handed, repeat.held.clone(), repeat.path, repeat.fallback.clone())
+        let enqueued = after.iter().try_for_each(|event| gpu.wait(hub, event));
+        let enqueued = enqueued.and_then(|()| gpu.launch(&repeat.graph, hub));
+        self.track(enqueued, repeat.held.clone(), repeat.path, repeat.fallback.clone())
     }
 
-    /// Tell whether an operation is done.
+    /// Return whether an operation is complete.
     ///
     /// # Errors
-    /// What went wrong on the GPU; [`GpuError::Cancelled`] if it was given up.
+    /// The error of the GPU; [`GpuError::Cancelled`] if the operation was stopped.
     pub fn is_done(&mut self, work: &Work<G>) -> Result<bool, GpuError> {
         if self.pid != std::process::id() {
             return Err(GpuError::Forked);
@@ -261,25 +262,25 @@ impl<G: Gpu> Group<G> {
         Ok(is_done)
     }
 
-    /// Wait for an operation, until `deadline` and, if it has to be given up, the time that this takes.
+    /// Wait for an operation until `deadline` and, if it must be stopped, for the grace period.
     ///
-    /// Giving one up gives up all that are on their way: what has not begun does nothing any more.
+    /// Stopping one operation stops all that are in flight: passes that have not begun are disabled.
     ///
     /// # Errors
-    /// [`GpuError::Deadline`] and [`GpuError::Cancelled`] when nothing of it runs any more, [`GpuError::Stuck`] where
-    /// that can't be brought about; what went wrong on the GPU.
+    /// [`GpuError::Deadline`] and [`GpuError::Cancelled`] once nothing of it runs any more, [`GpuError::Stuck`] if it
+    /// could not be stopped; the error of the GPU.
     pub fn wait(&mut self, work: Work<G>, deadline: Instant) -> Result<(), GpuError> {
-        let mut patience = Patience::default();
+        let mut spin = SpinWait::default();
         loop {
             if self.is_done(&work)? {
-                self.land_flights()?;
+                self.retire_done()?;
                 return Ok(());
             }
             let why = match () {
                 () if self.canceller.take() => GpuError::Cancelled,
                 () if Instant::now() >= deadline => GpuError::Deadline,
                 () => {
-                    patience.wait();
+                    spin.wait();
                     continue;
                 }
             };
@@ -287,25 +288,25 @@ impl<G: Gpu> Group<G> {
         }
     }
 
-    /// End everything that is on its way, and return `why`, or that it can't be ended.
+    /// Stop everything in flight; returns `why`, or the error if that failed.
     fn give_up(&mut self, why: GpuError) -> GpuError {
-        for flight in &self.flights {
+        for flight in &self.in_flight {
             flight.is_broken.store(true, Ordering::Relaxed);
         }
         self.is_stuck = true;
         let ended = self.gpu.stop(true).and_then(|()| {
-            let (until, mut patience) = (Instant::now() + self.options.grace, Patience::default());
-            while !self.land_flights()? && Instant::now() < until {
-                patience.wait();
+            let (until, mut spin) = (Instant::now() + self.options.grace, SpinWait::default());
+            while !self.retire_done()? && Instant::now() < until {
+                spin.wait();
             }
-            self.usable()
+            self.check_usable()
         });
         ended.err().unwrap_or(why)
     }
 
-    /// Check that nothing that was given up is still on its way.
-    fn usable(&mut self) -> Result<(), GpuError> {
-        let is_idle = self.land_flights()?;
+    /// Check that no stopped operation is still in flight.
+    fn check_usable(&mut self) -> Result<(), GpuError> {
+        let is_idle = self.retire_done()?;
         if self.is_stuck {
             if !is_idle {
                 return Err(GpuError::Stuck);
@@ -316,39 +317,39 @@ impl<G: Gpu> Group<G> {
         Ok(())
     }
 
-    /// Let go of the memory of what is done; true if nothing is on its way.
-    fn land_flights(&mut self) -> Result<bool, GpuError> {
+    /// Release the memory of complete operations; returns whether none is in flight.
+    fn retire_done(&mut self) -> Result<bool, GpuError> {
         if self.pid != std::process::id() {
             return Err(GpuError::Forked);
         }
         let mut index = 0;
-        while let Some(flight) = self.flights.get(index) {
+        while let Some(flight) = self.in_flight.get(index) {
             if self.gpu.is_done(&flight.done)? {
-                self.flights.swap_remove(index);
+                self.in_flight.swap_remove(index);
             } else {
                 index += 1;
             }
         }
-        Ok(self.flights.is_empty())
+        Ok(self.in_flight.is_empty())
     }
 
-    /// Note that something was handed over, also where not all of it could be.
-    fn fly(
+    /// Record that work was enqueued, even if only partly.
+    fn track(
         &mut self,
-        handed: Result<(), GpuError>,
+        enqueued: Result<(), GpuError>,
         held: Vec<G::Memory>,
         path: Path,
         fallback: Option<String>,
     ) -> Result<Work<G>, GpuError> {
         let done = Arc::new(self.gpu.event()?);
-        let is_broken = Arc::new(AtomicBool::new(handed.is_err()));
+        let is_broken = Arc::new(AtomicBool::new(enqueued.is_err()));
         let recorded = self.gpu.record(&done, &self.streams.hub);
-        self.flights.push(Flight { done: Arc::clone(&done), is_broken: Arc::clone(&is_broken), held });
-        handed.and(recorded)?;
+        self.in_flight.push(InFlight { done: Arc::clone(&done), is_broken: Arc::clone(&is_broken), held });
+        enqueued.and(recorded)?;
         Ok(Work { done, is_broken, path, fallback })
     }
 
-    /// Check an operation, choose its path, and see to its program, code and memory.
+    /// Check an operation, select its algorithm, and prepare its program, code and memory.
     fn prepare(&mut self, request: &Request<'_, G::Memory>) -> Result<(Prepared<G>, Arc<Plan<G>>), GpuError> {
         let desc = request.desc;
         let explanation = self.explain(&desc, request.algo);
@@ -373,7 +374,7 @@ impl<G: Gpu> Group<G> {
         Ok((Prepared { path, fallback, buffers, scalings, work, held }, plan))
     }
 
-    /// Return the buffers that the schedules work on, and what has to be multiplied before.
+    /// Return the buffers that the schedules use, and the multiplications to run first.
     fn scaled(&self, request: &Request<'_, G::Memory>) -> Result<Scaled<G>, GpuError> {
         let mut buffers = request.buffers.to_vec();
         let mut scalings = Vec::new();
@@ -395,7 +396,7 @@ impl<G: Gpu> Group<G> {
         Ok((buffers, scalings))
     }
 
-    /// Return the program of a shape: the one that was made before, or a new one.
+    /// Return the program of a shape, cached or new.
     fn plan(&mut self, shape: Shape) -> Result<Arc<Plan<G>>, GpuError> {
         if let Some(plan) = self.plans.get(&shape) {
             return Ok(Arc::clone(plan));
@@ -404,7 +405,7 @@ impl<G: Gpu> Group<G> {
         let kernel = match desc.dtype.zip(desc.op) {
             Some((dtype, op)) => Some(Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
                 kernel: format!("{dtype} {op}"),
-                why: Kernel::why_not(dtype, op).unwrap_or("they do not go together").into(),
+                why: Kernel::unsupported_reason(dtype, op).unwrap_or("type and operator are incompatible").into(),
             })?),
             None => None,
         };
@@ -432,21 +433,21 @@ impl<G: Gpu> Group<G> {
             .iter()
             .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective);
         let algorithm =
-            known.ok_or_else(|| GpuError::Invalid(format!("{desc} by {}: there is no such schedule", path.name())))?;
+            known.ok_or_else(|| GpuError::Invalid(format!("{desc} by {}: no such algorithm", path.name())))?;
         let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
         if desc.root.0 >= self.ranks {
             return Err(GpuError::Invalid(format!("{desc} to {} in a group of {}", desc.root, self.ranks)));
         }
-        let tree = self.situation.declared.tree();
+        let tree = self.selection.declared.tree();
         let problem = |place| Problem { place, count, root: desc.root, tree };
         Ok(Place::all(self.ranks).map(|place| (algorithm.schedule)(&problem(place))).collect())
     }
 
-    /// See to the memory of partial values. What is replaced stays with the operations that use it.
-    fn grow_work(&mut self, wanted: &[usize]) -> Result<(), GpuError> {
-        for (work, &wanted) in self.work.iter_mut().zip(wanted) {
-            if work.as_ref().map_or(0, |(len, _)| *len) < wanted {
-                *work = Some((wanted, self.gpu.alloc(wanted)?));
+    /// Allocate memory for partial values. Replaced memory stays alive with the operations that use it.
+    fn grow_work(&mut self, needed: &[usize]) -> Result<(), GpuError> {
+        for (work, &needed) in self.work.iter_mut().zip(needed) {
+            if work.as_ref().map_or(0, |(len, _)| *len) < needed {
+                *work = Some((needed, self.gpu.alloc(needed)?));
             }
         }
         Ok(())
@@ -455,21 +456,21 @@ impl<G: Gpu> Group<G> {
 
 impl<G: Gpu> Drop for Group<G> {
     fn drop(&mut self) {
-        if matches!(self.land_flights(), Ok(true)) {
+        if matches!(self.retire_done(), Ok(true)) {
             return;
         }
         if self.pid != std::process::id() {
-            // A forked child: all of it is its parent's.
-            std::mem::forget((std::mem::take(&mut self.flights), std::mem::take(&mut self.work)));
+            // In a forked child all of it belongs to the parent.
+            std::mem::forget((std::mem::take(&mut self.in_flight), std::mem::take(&mut self.work)));
             std::mem::forget((std::mem::take(&mut self.plans), std::mem::take(&mut self.kernels), self.trace.take()));
             return;
         }
-        // What is on its way is ended; what can't be ended keeps its memory for ever.
+        // Stop what is in flight; what cannot be stopped keeps its memory for ever.
         self.give_up(GpuError::Cancelled);
-        if self.flights.is_empty() {
+        if self.in_flight.is_empty() {
             return;
         }
-        for flight in self.flights.drain(..) {
+        for flight in self.in_flight.drain(..) {
             flight.held.into_iter().for_each(std::mem::forget);
         }
         for (_, memory) in self.work.drain(..).flatten() {
@@ -478,19 +479,19 @@ impl<G: Gpu> Drop for Group<G> {
     }
 }
 
-/// Return the constants of ranks that share one memory, each moving its bytes at the others' expense.
-pub(super) fn shared(table: &CostTable, ranks: u32) -> CostTable {
+/// Return the cost constants of ranks that share one memory, whose traffic contends.
+pub(super) fn contended_table(table: &CostTable, ranks: u32) -> CostTable {
     let times = f64::from(ranks);
     CostTable { beta_step_s: table.beta_step_s * times, gamma_s: table.gamma_s * times, ..table.clone() }
 }
 
-/// How to wait for something that takes microseconds or seconds.
+/// Waits for something that takes microseconds or seconds: spins, then yields, then sleeps.
 #[derive(Default)]
-pub(super) struct Patience {
+pub(super) struct SpinWait {
     rounds: u32,
 }
 
-impl Patience {
+impl SpinWait {
     pub(super) fn wait(&mut self) {
         self.rounds = self.rounds.saturating_add(1);
         match self.rounds {
@@ -501,5 +502,5 @@ impl Patience {
     }
 }
 
-/// The programs that a group keeps: those of a training step; then it starts over.
+/// Programs cached by a group: enough for a training step; then the cache is cleared.
 pub(super) const PLANS_MAX: usize = 256;

@@ -1,41 +1,43 @@
-//! Runs schedules over memory that this process can't look at: a GPU's.
+//! Collectives in GPU memory, which the host cannot access.
 //!
-//! A [`Group`] is several ranks on one GPU, each with a stream and buffers of its own. The schedules are those of
-//! [`crate::schedule`], as they are; a program makes of them what each stream has to do and to wait for. [`Gpu`] is all
-//! that differs between a real one (`gpu::cuda`, with the feature `cuda`) and the one made of ordinary memory that
-//! tests run on ([`Double`]): memory, streams, events, a copy, and one fused pass that receives, reduces and copies.
+//! A [`Group`] is several ranks on one GPU, each with a stream and buffers of its own. It uses the schedules of
+//! [`crate::schedule`] unchanged; a program derived from them determines what each stream does and waits for. The trait
+//! [`Gpu`] abstracts the hardware: memory, streams, events, a copy, and one fused pass that receives, reduces and
+//! copies. It has a CUDA implementation (`gpu::cuda`, feature `cuda`) and one in ordinary memory for tests
+//! ([`FakeGpu`]).
 //!
 //! ```text
-//!   Group::start ── choice, Program ──> hub stream ──┬─ stream of rank 0 ─┬──> Work::done()
+//!   Group::start ─ select, Program ──> hub stream ──┬─ stream of rank 0 ─┬──> Work::done()
 //!        ^                                           ├─ stream of rank 1 ─┤
 //!     events of                                      └─ ...               ┘
 //!     the producers                        landings, and events between them
 //! ```
 //!
-//! [`peers`] are ranks in processes of their own, which reach each other's memory or stage it, with NCCL as one more
-//! way ([`nccl`]); [`direct`] is about network adapters that reach it; [`trace`] shows what ran beside what.
+//! [`peers`] connects ranks in separate processes, which access each other's memory directly, stage it through the
+//! host, or use NCCL ([`nccl`]). [`direct`] registers GPU memory with network adapters. [`trace`] records what ran
+//! concurrently.
 //!
-//! [`engine`] is a GPU's copy engine that reduces on the way, as a DMA engine of [`sumac_hal::dma`].
+//! [`engine`] exposes a GPU's reducing copy engine as a DMA engine of [`sumac_hal::dma`].
 //!
-//! Nothing here blocks the host but [`Group::wait`]: an operation begins when the events of its producers have come,
-//! and its consumers wait for its own ([`Work::done`]), on their streams.
+//! Only [`Group::wait`] blocks the host. An operation begins when the events of its producers have completed, and its
+//! consumers make their streams wait for its own event ([`Work::done`]).
 //!
 //! Invariants:
-//! - memory is kept until the GPU has let go of it, whatever becomes of the handle ([`Group`] holds a share of it);
-//! - [`Group::wait`] returns by its deadline, plus the time that it takes to end what is on its way; if that can't be
-//!   ended, [`GpuError::Stuck`] says so, and nothing is freed;
-//! - the bits of a result are those that the same schedule gives over CPU memory: one expression, one arithmetic.
+//! - Memory is kept until the GPU has released it, whatever happens to the handle ([`Group`] holds a share of it).
+//! - [`Group::wait`] returns by its deadline, plus the time to end what is in flight. If that fails, it returns
+//!   [`GpuError::Stuck`], and nothing is freed.
+//! - Results have the same bits as those of the same schedule over CPU memory: one expression, one arithmetic.
 
 mod bucket;
 mod buffers;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod direct;
-mod double;
 pub mod engine;
 mod error;
-mod flight;
+mod fake;
 mod group;
+mod in_flight;
 pub mod nccl;
 pub mod peers;
 mod plan;
@@ -47,37 +49,38 @@ pub mod trace;
 mod tests;
 
 pub use buffers::GpuBuffers;
-pub use double::{Double, DoubleEvent, DoubleGraph, DoubleMemory, DoubleNccl, DoublePinned, DoubleStream, Gate};
-pub use error::{Absent, GpuError, StagedError};
-pub use flight::{GpuCanceller, Work};
+pub use error::{GpuError, StagedError, Unavailable};
+pub use fake::{FakeEvent, FakeGpu, FakeGraph, FakeMemory, FakeNccl, FakePinned, FakeStream, Gate};
 pub use group::{Group, GroupOptions, Repeat, Request};
+pub use in_flight::{GpuCanceller, Work};
 pub use staged::{Staging, all_reduce_staged};
 
 use sumac_hal::reduce::Kernel;
 
-/// Tell which GPU there is.
+/// Describe the GPU of this machine.
 ///
 /// # Errors
-/// [`GpuError::Absent`] says what is missing, without the feature `cuda` that; else what the driver says.
+/// [`GpuError::Unavailable`] names what is missing (always the feature, in a build without `cuda`); otherwise the
+/// driver's error.
 pub fn probe() -> Result<String, GpuError> {
     #[cfg(feature = "cuda")]
     return cuda::Cuda::open(cuda::CudaOptions::default())?.describe();
     #[cfg(not(feature = "cuda"))]
-    Err(Absent::Feature.into())
+    Err(Unavailable::Feature.into())
 }
 
-/// Some bytes of a GPU's memory.
+/// A part of GPU memory.
 #[derive(Debug)]
 pub struct Part<'a, M> {
     /// The memory.
     pub memory: &'a M,
-    /// Where the bytes begin in it.
+    /// Offset of the first byte.
     pub at: usize,
-    /// How many there are.
+    /// Length in bytes.
     pub len_bytes: usize,
 }
 
-// Not derived: a share of memory need not be copied for this.
+// Not derived: `M` need not be `Copy`.
 impl<M> Clone for Part<'_, M> {
     fn clone(&self) -> Self {
         *self
@@ -89,15 +92,15 @@ impl<M> Copy for Part<'_, M> {}
 /// A fused receive, reduce and copy: `to = round(own op from)`, each element read once and written once.
 #[derive(Debug)]
 pub struct Fused<'a, M> {
-    /// What arrives: elements, or accumulators.
+    /// Incoming elements or accumulators.
     pub from: Part<'a, M>,
     /// Whether `from` are accumulators.
     pub is_partial: bool,
-    /// With what it combines, and whether that is accumulators; without it, what arrives is converted.
+    /// The operand to combine with, and whether it is accumulators; without one, incoming elements are converted.
     pub own: Option<(Part<'a, M>, bool)>,
-    /// Where it goes; this may be where `own` or `from` is.
+    /// The destination, which may coincide with `own` or `from`.
     pub to: Part<'a, M>,
-    /// Whether elements are to be made of it, or accumulators.
+    /// Whether to store finished elements; otherwise accumulators.
     pub is_finished: bool,
     /// The number of elements.
     pub count: usize,
@@ -105,54 +108,54 @@ pub struct Fused<'a, M> {
     pub ranks: u32,
 }
 
-/// A GPU. What is handed to a stream happens later, in order; streams are ordered among each other by events alone.
+/// A GPU. Work enqueued to a stream executes later, in order; only events order streams among each other.
 ///
-/// Calls must not outlive what they name: memory that a stream still has to touch must be kept by the caller.
+/// The caller must keep memory alive until the streams that access it are done.
 pub trait Gpu {
-    /// Memory, or part of it. Clones are shares of the same.
+    /// Memory, or part of it. Clones are shares of the same memory.
     type Memory: Clone;
-    /// An order of things to do.
+    /// A queue of work.
     type Stream;
     /// A point in a stream.
     type Event;
     /// The code for one type and operator.
     type Kernel;
-    /// Things to do that were handed over once and can be repeated.
+    /// Captured work that can be repeated.
     type Graph;
-    /// Memory of this process that the GPU copies from and to while the process does something else.
+    /// Host memory that the GPU can copy from and to asynchronously.
     type Pinned;
 
-    /// Return new memory, of no particular contents.
+    /// Allocate memory with unspecified contents.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`], or the driver's words.
+    /// [`GpuError::OutOfMemory`], or the driver's error.
     fn alloc(&self, len_bytes: usize) -> Result<Self::Memory, GpuError>;
 
-    /// Return part of memory. `at + len_bytes` is within it.
+    /// Return a part of memory; `at + len_bytes` must lie within it.
     fn part(&self, memory: &Self::Memory, at: usize, len_bytes: usize) -> Self::Memory;
 
-    /// Return where memory lies, to tell what overlaps.
+    /// Return the address range of memory, to detect overlaps.
     fn addresses(&self, memory: &Self::Memory) -> std::ops::Range<u64>;
 
-    /// Return a new stream, which waits for no other.
+    /// Create a stream that waits for no other.
     ///
     /// # Errors
-    /// The driver's words, here and below.
+    /// The driver's error, here and below.
     fn stream(&self) -> Result<Self::Stream, GpuError>;
 
-    /// Return a new event, which counts as done until it is recorded.
+    /// Create an event, which counts as complete until it is recorded.
     ///
     /// # Errors
     /// As above.
     fn event(&self) -> Result<Self::Event, GpuError>;
 
-    /// Return the code for a kernel.
+    /// Return the code of a kernel.
     ///
     /// # Errors
-    /// [`GpuError::Kernel`] or [`GpuError::Absent`] if there is none.
+    /// [`GpuError::Kernel`] or [`GpuError::Unavailable`] if there is none.
     fn load(&self, kernel: &Kernel) -> Result<Self::Kernel, GpuError>;
 
-    /// Copy bytes: `to` is as long as `from`, and they don't overlap.
+    /// Copy bytes; `to` is as long as `from`, and they do not overlap.
     ///
     /// # Errors
     /// As above.
@@ -178,25 +181,25 @@ pub trait Gpu {
         scalar: f64,
     ) -> Result<(), GpuError>;
 
-    /// Let an event stand for everything that the stream has been handed so far.
+    /// Record in an event everything enqueued to the stream so far.
     ///
     /// # Errors
     /// As above.
     fn record(&self, event: &Self::Event, on: &Self::Stream) -> Result<(), GpuError>;
 
-    /// Let a stream wait for what the event stands for now.
+    /// Make a stream wait for what the event records now.
     ///
     /// # Errors
     /// As above.
     fn wait(&self, on: &Self::Stream, event: &Self::Event) -> Result<(), GpuError>;
 
-    /// Tell whether what an event stands for is done. This is where errors of what has run come out.
+    /// Return whether what an event records is complete. Errors of executed work surface here.
     ///
     /// # Errors
     /// [`GpuError::IllegalAddress`], [`GpuError::Lost`].
     fn is_done(&self, event: &Self::Event) -> Result<bool, GpuError>;
 
-    /// Return a new event that also tells the time.
+    /// Create an event that also records the time.
     ///
     /// # Errors
     /// As above.
@@ -208,7 +211,7 @@ pub trait Gpu {
     /// As above.
     fn elapsed_us(&self, from: &Self::Event, to: &Self::Event) -> Result<f64, GpuError>;
 
-    /// Keep what `body` hands to `on`, and to streams that wait for it there, instead of doing it.
+    /// Capture what `body` enqueues to `on`, and to streams that wait for it, instead of executing it.
     ///
     /// # Errors
     /// As above, and those of `body`.
@@ -218,25 +221,25 @@ pub trait Gpu {
         body: &mut dyn FnMut() -> Result<(), GpuError>,
     ) -> Result<Self::Graph, GpuError>;
 
-    /// Do what was kept.
+    /// Launch captured work.
     ///
     /// # Errors
     /// As above.
     fn launch(&self, graph: &Self::Graph, on: &Self::Stream) -> Result<(), GpuError>;
 
-    /// Let the passes that have not begun do nothing from now on, or something again.
+    /// Disable passes that have not begun, or enable them again.
     ///
     /// # Errors
     /// As above.
     fn stop(&self, is_stopped: bool) -> Result<(), GpuError>;
 
-    /// Return memory of this process for copies from and to the GPU, of no particular contents.
+    /// Allocate pinned host memory with unspecified contents.
     ///
     /// # Errors
-    /// [`GpuError::OutOfMemory`], or the driver's words.
+    /// [`GpuError::OutOfMemory`], or the driver's error.
     fn pinned(&self, len_bytes: usize) -> Result<Self::Pinned, GpuError>;
 
-    /// Wait until nothing copies from or to `pinned`, and return it.
+    /// Wait until no copy uses `pinned`, and return its bytes.
     ///
     /// # Errors
     /// As [`Gpu::is_done`].

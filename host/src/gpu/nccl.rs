@@ -1,11 +1,11 @@
-//! NCCL as one more way of an all-reduce: when it can be taken, and what it can't do.
+//! NCCL as an algorithm for all-reduce: when it is eligible, and why not.
 //!
-//! It is a candidate like any other, with a cost and a place in the explanation, or with the first condition that rules
-//! it out. It never stands in for another way in silence.
+//! NCCL is a candidate like any other, with a cost in the explanation, or the first condition that rules it out. It
+//! never replaces another algorithm silently.
 //!
-//! What it does not do: keep a declared order of sums that round; bitwise operators, indices, integers of 16 bits;
-//! averages of integers and minima of floats as the CPU's kernels have them. It adds narrow floats in the
-//! element type at every step, where the schedules have an accumulator.
+//! NCCL does not keep a declared order for sums that round. It lacks bitwise operators, index operators and 16-bit
+//! integers, and its averages of integers and minima of floats differ from the CPU kernels'. It adds narrow floats in
+//! the element type at every step, where the schedules use an accumulator.
 
 use super::error::GpuError;
 use super::{Gpu, Part};
@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 
-/// The oldest version that is used, as `ncclGetVersion` has it: the first with all types here.
+/// The oldest supported version, as reported by `ncclGetVersion`: the first with all types used here.
 pub const MIN_VERSION: u32 = 22_400;
 
-/// What the ranks of an NCCL communicator find each other by; its 128 bytes come from one of them.
+/// The unique id by which the ranks of an NCCL communicator find each other; one of them creates its 128 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NcclId(pub Vec<u8>);
 
@@ -29,31 +29,31 @@ pub trait Nccl: Gpu {
     /// Return NCCL's version: 22403 for 2.24.3.
     ///
     /// # Errors
-    /// [`Absent::Nccl`](super::Absent::Nccl) if it can't be loaded; NCCL's words, here and below.
+    /// [`Unavailable::Nccl`](super::Unavailable::Nccl) if it cannot be loaded; NCCL's error, here and below.
     fn nccl_version(&self) -> Result<u32, GpuError>;
 
-    /// Return what ranks find each other by.
+    /// Create a unique id.
     ///
     /// # Errors
     /// As above.
     fn nccl_id(&self) -> Result<NcclId, GpuError>;
 
-    /// Begin to set up a communicator; it goes on by itself.
+    /// Start setting up a communicator; setup continues asynchronously.
     ///
     /// # Errors
     /// As above.
     fn nccl_init(&self, id: &NcclId, rank: u32, ranks: u32) -> Result<Self::Comm, GpuError>;
 
-    /// Tell whether what was begun is set up or handed over. This is where errors of other ranks come out.
+    /// Return whether setup is complete, or the last operation is enqueued. Errors of other ranks surface here.
     ///
     /// # Errors
     /// As above.
     fn nccl_is_ready(&self, comm: &Self::Comm) -> Result<bool, GpuError>;
 
-    /// Hand an all-reduce to a stream: `to` may be `from`.
+    /// Enqueue an all-reduce; `to` may be `from`.
     ///
     /// # Errors
-    /// [`GpuError::Kernel`] for what [`why_not`] refuses, else as above.
+    /// [`GpuError::Kernel`] for operations that [`why_not`] rules out, otherwise as above.
     fn nccl_all_reduce(
         &self,
         comm: &Self::Comm,
@@ -62,18 +62,18 @@ pub trait Nccl: Gpu {
         places: (Part<'_, Self::Memory>, Part<'_, Self::Memory>),
     ) -> Result<(), GpuError>;
 
-    /// End what a communicator has under way; it can't be used any more.
+    /// Abort the communicator, which is unusable afterwards.
     fn nccl_abort(&self, comm: &Self::Comm);
 }
 
-/// Return why NCCL can't take an operation, whatever the machine has.
+/// Return why NCCL cannot run an operation on any machine.
 pub fn why_not(order: Order, desc: &OpDesc) -> Option<RuledOut> {
     let refused = |why: String| Some(RuledOut::Nccl(why));
     if desc.collective != Collective::AllReduce {
         return Some(RuledOut::Collective { path: Path::Nccl.name(), collective: desc.collective });
     }
     let (Some(dtype), Some(op)) = (desc.dtype, desc.op) else {
-        return refused("an operation without a type".into());
+        return refused("the operation has no type".into());
     };
     let is_known = matches!(
         dtype,
@@ -89,16 +89,16 @@ pub fn why_not(order: Order, desc: &OpDesc) -> Option<RuledOut> {
             | Dtype::F64
     );
     if !is_known {
-        return refused(format!("it does not reduce {dtype}"));
+        return refused(format!("it does not support {dtype}"));
     }
     match op {
         ReduceOp::Sum | ReduceOp::Prod => {}
         ReduceOp::Avg | ReduceOp::Min | ReduceOp::Max => match (op == ReduceOp::Avg, dtype.is_integer()) {
-            (true, true) => return refused(format!("its average of {dtype} is rounded otherwise")),
-            (false, false) => return refused(format!("its {op} of {dtype} does not promise IEEE's NaN")),
+            (true, true) => return refused(format!("its average of {dtype} rounds differently")),
+            (false, false) => return refused(format!("its {op} of {dtype} does not guarantee IEEE 754 NaN semantics")),
             _ => {}
         },
-        _ => return refused(format!("it has no {op}")),
+        _ => return refused(format!("it does not support {op}")),
     }
     let rounds = !dtype.is_integer() && matches!(op, ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg);
     (order != Order::Arrival && rounds).then(|| RuledOut::Order {
@@ -108,31 +108,31 @@ pub fn why_not(order: Order, desc: &OpDesc) -> Option<RuledOut> {
     })
 }
 
-/// Return why the ranks of a group can't use NCCL together, from what each says of its version and its GPU.
+/// Return why the ranks of a group cannot use NCCL together, given each rank's version and GPU.
 pub(super) fn why_not_together<'a>(ranks: impl Iterator<Item = (&'a Result<u32, String>, String)>) -> Option<String> {
     let ranks: Vec<_> = ranks.collect();
     if ranks.len() < 2 {
-        return Some("one rank has nobody to talk to".into());
+        return Some("the group has only one rank".into());
     }
     let mut first: Option<(usize, u32)> = None;
     for (rank, (version, _)) in ranks.iter().enumerate() {
         let version = match version {
-            Err(why) => return Some(format!("at rank {rank} {why}")),
+            Err(why) => return Some(format!("rank {rank}: {why}")),
             Ok(version) if *version < MIN_VERSION => {
-                return Some(format!("at rank {rank} it is {version}, and {MIN_VERSION} is needed: update it"));
+                return Some(format!("rank {rank} has version {version}, but {MIN_VERSION} is required; update it"));
             }
             Ok(version) => *version,
         };
         match first {
             Some((other, theirs)) if theirs != version => {
-                return Some(format!("it is {theirs} at rank {other} and {version} at rank {rank}: it must be one"));
+                return Some(format!("versions differ: {theirs} at rank {other}, {version} at rank {rank}"));
             }
             _ => first = first.or(Some((rank, version))),
         }
     }
     for (rank, (_, gpu)) in ranks.iter().enumerate() {
         if let Some(other) = ranks[..rank].iter().position(|(_, theirs)| theirs == gpu) {
-            return Some(format!("ranks {other} and {rank} share a GPU, which it refuses"));
+            return Some(format!("ranks {other} and {rank} share a GPU, which it does not support"));
         }
     }
     None

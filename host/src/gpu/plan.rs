@@ -1,40 +1,41 @@
-//! A program with all that it needs on a GPU, and how it is handed to the streams.
+//! A program with the kernel and events that it needs, and its enqueueing to the streams.
 //!
-//! Every operation begins and ends at the hub: each rank's stream waits for the hub, and the hub for each rank's.
-//! So what is handed over later comes after all of it, and a capture that begins at the hub captures all of it.
+//! Every operation begins and ends at the hub stream: each rank's stream waits for the hub, and the hub for each
+//! rank's. Work enqueued later therefore comes after all of it, and a capture that begins at the hub captures all of
+//! it.
 
-use super::buffers::{GpuBuffers, Rooms};
+use super::buffers::{GpuBuffers, ProgramMemory};
 use super::error::GpuError;
-use super::program::{Op, Piece, Program, What};
+use super::program::{Op, OpKind, Piece, Program};
 use super::trace::{Kind, Trace};
 use super::{Fused, Gpu, Part};
 use crate::schedule::Schedule;
 use std::sync::Arc;
 use sumac_hal::op::Path;
 
-/// Where a copy goes, and where it comes from.
+/// Destination and source of a copy.
 pub(super) type Pair<'a, M> = (Part<'a, M>, Part<'a, M>);
 
 /// The streams of a group.
 pub(super) struct Streams<G: Gpu> {
     /// Where an operation begins and ends.
     pub(super) hub: G::Stream,
-    /// Each rank's own.
+    /// One stream for each rank.
     pub(super) each: Vec<G::Stream>,
 }
 
-/// A program and the code and events that it needs.
+/// A program with its kernel and events.
 pub(super) struct Plan<G: Gpu> {
     pub(super) schedules: Vec<Schedule>,
     pub(super) program: Program,
     pub(super) kernel: Option<Arc<G::Kernel>>,
     begin: G::Event,
-    ends: Vec<G::Event>,
+    end_events: Vec<G::Event>,
     /// For each operation, its event if another stream waits for it.
     events: Vec<Option<G::Event>>,
 }
 
-/// A contribution that is to be multiplied first.
+/// A contribution to be multiplied first.
 pub(super) struct Scaling<M> {
     pub(super) rank: usize,
     pub(super) from: M,
@@ -50,7 +51,7 @@ pub(super) struct Prepared<G: Gpu> {
     pub(super) scalings: Vec<Scaling<G::Memory>>,
     /// Each rank's partial values.
     pub(super) work: Vec<Option<G::Memory>>,
-    /// Shares of all memory that it touches.
+    /// Shares of all memory that it accesses.
     pub(super) held: Vec<G::Memory>,
 }
 
@@ -63,12 +64,12 @@ impl<G: Gpu> Plan<G> {
     ) -> Result<Self, GpuError> {
         let event = |op: &Op| op.is_awaited.then(|| gpu.event()).transpose();
         let events = program.ops.iter().map(event).collect::<Result<_, _>>()?;
-        let ends = (0..program.ranks).map(|_| gpu.event()).collect::<Result<_, _>>()?;
-        Ok(Self { schedules, program, kernel, begin: gpu.event()?, ends, events })
+        let end_events = (0..program.ranks).map(|_| gpu.event()).collect::<Result<_, _>>()?;
+        Ok(Self { schedules, program, kernel, begin: gpu.event()?, end_events, events })
     }
 
-    /// Hand a program over, from the hub to the streams and back.
-    pub(super) fn hand_over(
+    /// Enqueue a program, from the hub to the streams and back.
+    pub(super) fn enqueue(
         &self,
         gpu: &G,
         streams: &Streams<G>,
@@ -83,31 +84,31 @@ impl<G: Gpu> Plan<G> {
         {
             self.scale_all(gpu, streams, kernel, &prepared.scalings)?;
         }
-        let rooms = Rooms { buffers: &prepared.buffers, work: &prepared.work };
+        let memory = ProgramMemory { buffers: &prepared.buffers, work: &prepared.work };
         for (op, event) in self.program.ops.iter().zip(&self.events) {
             let stream = &each[op.stream()];
             for &earlier in &op.waits {
                 let event = self.events[earlier].as_ref();
                 event.map_or(Ok(()), |event| gpu.wait(stream, event))?;
             }
-            let hand = || hand_op(gpu, stream, op, &rooms, (self.kernel.as_deref(), self.program.ranks as u32));
+            let enqueue = || enqueue_op(gpu, stream, op, &memory, (self.kernel.as_deref(), self.program.ranks as u32));
             match trace {
-                None => hand()?,
+                None => enqueue()?,
                 Some(trace) => {
                     let lane = format!("rank {}", op.stream());
-                    trace.span(gpu, stream, (&lane, op.name(), Kind::Communication), hand)?;
+                    trace.span(gpu, stream, (&lane, op.name(), Kind::Communication), enqueue)?;
                 }
             }
             event.as_ref().map_or(Ok(()), |event| gpu.record(event, stream))?;
         }
-        for (stream, end) in each.iter().zip(&self.ends) {
+        for (stream, end) in each.iter().zip(&self.end_events) {
             gpu.record(end, stream)?;
             gpu.wait(hub, end)?;
         }
         Ok(())
     }
 
-    /// Multiply contributions, each on its rank's stream; no rank goes on before all are done.
+    /// Multiply contributions, each on its rank's stream; no rank continues before all are done.
     fn scale_all(
         &self,
         gpu: &G,
@@ -122,7 +123,7 @@ impl<G: Gpu> Plan<G> {
         for Scaling { rank, from, to, scalar } in scalings {
             gpu.scale(&each[*rank], kernel, whole(to), whole(from), *scalar)?;
         }
-        for (stream, end) in each.iter().zip(&self.ends) {
+        for (stream, end) in each.iter().zip(&self.end_events) {
             gpu.record(end, stream)?;
             gpu.wait(hub, end)?;
         }
@@ -131,20 +132,20 @@ impl<G: Gpu> Plan<G> {
     }
 }
 
-/// Hand one operation of a program of `ranks` ranks to a stream.
-pub(super) fn hand_op<G: Gpu>(
+/// Enqueue one operation of a program of `ranks` ranks.
+pub(super) fn enqueue_op<G: Gpu>(
     gpu: &G,
     stream: &G::Stream,
     op: &Op,
-    rooms: &Rooms<'_, G::Memory>,
+    memory: &ProgramMemory<'_, G::Memory>,
     (kernel, ranks): (Option<&G::Kernel>, u32),
 ) -> Result<(), GpuError> {
     let none = || GpuError::Invalid("a program for other memory".into());
-    let part = |piece: &Piece| rooms.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
+    let part = |piece: &Piece| memory.part(piece.rank, piece.store, &piece.bytes).ok_or_else(none);
     let (from, to) = (part(&op.from)?, part(&op.to)?);
-    match &op.what {
-        What::Copy => gpu.copy(stream, to, from),
-        What::Land { is_partial, own, is_finished, count } => {
+    match &op.kind {
+        OpKind::Copy => gpu.copy(stream, to, from),
+        OpKind::Land { is_partial, own, is_finished, count } => {
             let kernel = kernel.ok_or_else(none)?;
             let own = match own {
                 Some((piece, is_partial)) => Some((part(piece)?, *is_partial)),

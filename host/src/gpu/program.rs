@@ -1,25 +1,26 @@
-//! From the schedules of all ranks to what streams do: one landing after the other, and which waits for which.
+//! Translates the schedules of all ranks into stream operations: landings in order, and the waits between them.
 //!
-//! All ranks of a program share one address space, so a message is no message: its landing reads the sender's memory
-//! where it lies, as one fused pass. What a schedule's steps keep apart in time, events do here:
-//! - a rank's landings run in the order of its stream;
-//! - before a landing reads what another stream has written, writes what another has read, or what another has
-//!   written, it waits for that ([`Op::waits`]). Nothing else waits: ranks drift apart as far as their data allows.
+//! All ranks of a program share one address space, so there are no messages: a landing reads the sender's memory in
+//! place, as one fused pass. What schedules order by steps is ordered by events here:
+//! - A rank's landings run in the order of its stream.
+//! - A landing waits for every conflicting access of another stream: before it reads what another has written, or
+//!   writes what another has read or written ([`Op::waits`]). Nothing else waits, so ranks drift apart as far as their
+//!   data allows.
 //!
-//! Long landings are cut into pieces, each with its own waits: the next rank starts with the first piece while the
-//! others are on their way, which is what pipelining in chunks is. The cut changes no expression, so no bit.
+//! Long landings are split into pieces, each with its own waits: the next rank starts on the first piece while the
+//! others are in flight, which pipelines chunks. Splitting changes no expression, and so no bit.
 //!
-//! Invariant, proved for each program of the tests: two operations that touch the same bytes, of which one writes, are
-//! ordered by streams and waits ([`Program::races`]).
+//! Invariant, proved for each program of the tests: two operations that access the same bytes, at least one of them
+//! writing, are ordered by streams and waits ([`Program::races`]).
 
 use super::error::GpuError;
-use crate::exec::place::{Places, Store};
+use crate::exec::memory_layout::{MemoryLayout, Store};
 use crate::schedule::{Buffer, Landing, Region, Schedule, Span, Step};
 use std::collections::VecDeque;
 use std::ops::Range;
 use sumac_hal::reduce::Kernel;
 
-/// Some bytes of one rank's memory.
+/// A byte range of one rank's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) rank: usize,
@@ -27,21 +28,21 @@ pub(super) struct Piece {
     pub(super) bytes: Range<usize>,
 }
 
-/// What one operation does.
+/// Kind of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum What {
-    /// Bytes as they are.
+pub(super) enum OpKind {
+    /// Copy bytes unchanged.
     Copy,
     /// A fused receive, reduce and copy of `count` elements.
     Land { is_partial: bool, own: Option<(Piece, bool)>, is_finished: bool, count: usize },
 }
 
-/// One operation on the stream of the rank that it writes to.
+/// An operation on the stream of the rank that it writes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Op {
     pub(super) from: Piece,
     pub(super) to: Piece,
-    pub(super) what: What,
+    pub(super) kind: OpKind,
     /// Operations of other streams that must be done before; each comes earlier in the program.
     pub(super) waits: Vec<usize>,
     /// Whether another stream waits for it.
@@ -49,50 +50,50 @@ pub(super) struct Op {
 }
 
 impl Op {
-    /// Return the stream that it runs on: that of the rank whose memory it writes.
+    /// Return its stream: that of the rank whose memory it writes.
     pub(super) const fn stream(&self) -> usize {
         self.to.rank
     }
 
-    /// Return what it is called in a trace.
+    /// Return its name in a trace.
     pub(super) const fn name(&self) -> &'static str {
-        match &self.what {
-            What::Copy => "copy",
-            What::Land { own: None, .. } => "convert",
-            What::Land { .. } => "reduce",
+        match &self.kind {
+            OpKind::Copy => "copy",
+            OpKind::Land { own: None, .. } => "convert",
+            OpKind::Land { .. } => "reduce",
         }
     }
 
     fn reads(&self) -> impl Iterator<Item = &Piece> {
-        let own = match &self.what {
-            What::Land { own: Some((own, _)), .. } => Some(own),
+        let own = match &self.kind {
+            OpKind::Land { own: Some((own, _)), .. } => Some(own),
             _ => None,
         };
         std::iter::once(&self.from).chain(own)
     }
 }
 
-/// What the streams of all ranks do for one operation, in an order in which it can be handed to them.
+/// Stream operations of all ranks for one collective, in a valid order of enqueueing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Program {
     pub(super) ranks: usize,
     pub(super) ops: Vec<Op>,
-    /// For each rank, the bytes of partial values.
+    /// Length of partial values for each rank, in bytes.
     pub(super) work_bytes: Vec<usize>,
 }
 
-/// A message that was sent and not received.
+/// A message that was sent and not yet received.
 struct Posted {
     step: usize,
     from: Region,
 }
 
-/// The accesses to one rank's memory that later ones may have to wait for.
+/// Accesses to one rank's memory that later ones may have to wait for.
 #[derive(Default)]
 struct Accesses(Vec<(Store, Range<usize>, usize, bool)>);
 
 impl Accesses {
-    /// Return the operations that an access has to come after.
+    /// Return the operations that an access must come after.
     fn before(&self, piece: &Piece, is_write: bool) -> impl Iterator<Item = usize> {
         let touches = move |(store, range, _, wrote): &&(Store, Range<usize>, usize, bool)| {
             *store == piece.store && (is_write || *wrote) && overlap(range, &piece.bytes)
@@ -100,7 +101,7 @@ impl Accesses {
         self.0.iter().filter(touches).map(|&(_, _, op, _)| op)
     }
 
-    /// Note an access. A write stands for all accesses inside it, which it came after.
+    /// Record an access. A write replaces all accesses within it, as it comes after them.
     fn note(&mut self, piece: &Piece, op: usize, is_write: bool) {
         if is_write {
             let Range { start, end } = piece.bytes;
@@ -114,10 +115,10 @@ const fn overlap(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
 }
 
-/// A program while it is put together.
+/// A program under construction.
 struct Builder<'a> {
     schedules: &'a [Schedule],
-    places: Vec<Places>,
+    layouts: Vec<MemoryLayout>,
     piece_bytes: usize,
     ops: Vec<Op>,
     accesses: Vec<Accesses>,
@@ -125,15 +126,15 @@ struct Builder<'a> {
     behind: Vec<Vec<usize>>,
     /// The same at the end of each operation.
     clocks: Vec<Vec<usize>>,
-    /// Messages on their way, from rank to rank.
+    /// Messages in flight, from rank to rank.
     posted: Vec<VecDeque<Posted>>,
 }
 
 impl Program {
-    /// Put the schedules of all ranks together, in rank order, with landings of at most `piece_bytes` bytes.
+    /// Combine the schedules of all ranks, in rank order, with landings of at most `piece_bytes` bytes.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] if these are not the schedules of one collective.
+    /// [`GpuError::Invalid`] if these are not schedules of the same collective.
     pub(super) fn new(
         schedules: &[Schedule],
         element_bytes: usize,
@@ -147,12 +148,12 @@ impl Program {
             place.rank().0 as usize == index && place.ranks() as usize == ranks
         };
         if !schedules.iter().enumerate().all(fits) {
-            return Err(GpuError::Invalid(format!("{ranks} schedules that are not those of {ranks} ranks in order")));
+            return Err(GpuError::Invalid(format!("the {ranks} schedules are not those of {ranks} ranks in order")));
         }
-        let places = |schedule| Places::new(schedule, element_bytes, kernel, is_in_place);
+        let layout = |schedule| MemoryLayout::new(schedule, element_bytes, kernel, is_in_place);
         let mut builder = Builder {
             schedules,
-            places: schedules.iter().map(places).collect::<Result<_, _>>()?,
+            layouts: schedules.iter().map(layout).collect::<Result<_, _>>()?,
             piece_bytes,
             ops: Vec::new(),
             accesses: schedules.iter().map(|_| Accesses::default()).collect(),
@@ -161,20 +162,20 @@ impl Program {
             posted: (0..ranks * ranks).map(|_| VecDeque::new()).collect(),
         };
         builder.run()?;
-        let work_bytes = builder.places.iter().map(|places| places.work_bytes).collect();
+        let work_bytes = builder.layouts.iter().map(|layout| layout.work_bytes).collect();
         Ok(Self { ranks, ops: builder.ops, work_bytes })
     }
 
-    /// Return how many bytes its operations read and write.
+    /// Return the number of bytes that its operations read and write.
     pub(super) fn moved_bytes(&self) -> u64 {
         let touched = |op: &Op| op.reads().chain([&op.to]).map(|piece| piece.bytes.len() as u64).sum::<u64>();
         self.ops.iter().map(touched).sum()
     }
 
-    /// Return the first pair of operations that touch the same bytes, one of them writing, in no declared order.
+    /// Return the first unordered pair of operations that access the same bytes, at least one of them writing.
     #[cfg(test)]
     pub(super) fn races(&self) -> Option<(usize, usize)> {
-        // behind[op]: the operations that are done before it starts.
+        // behind[op]: operations that are complete before it starts.
         let mut behind: Vec<Vec<bool>> = Vec::with_capacity(self.ops.len());
         let mut last = vec![None; self.ranks];
         for (index, op) in self.ops.iter().enumerate() {
@@ -202,7 +203,7 @@ impl Builder<'_> {
     fn run(&mut self) -> Result<(), GpuError> {
         let ranks = self.schedules.len();
         let mut at = vec![0; ranks];
-        // How many messages of its step each rank has received, and how many of its own were received.
+        // The number of messages of its step that each rank has received, and of its own that were received.
         let (mut received, mut taken) = (vec![0; ranks], vec![0; ranks]);
         (0..ranks).for_each(|rank| self.enter(rank, 0));
         loop {
@@ -215,7 +216,7 @@ impl Builder<'_> {
                         received[rank] += 1;
                         moved = true;
                     }
-                    // As over connections: a step is done when its messages are received, its own ones too.
+                    // As over connections, a step is done once its messages are received in both directions.
                     if received[rank] < step.recvs.len() || taken[rank] < step.sends.len() {
                         break;
                     }
@@ -229,13 +230,13 @@ impl Builder<'_> {
                 return Ok(());
             }
             if !moved {
-                let what = "schedules of which some wait for messages that none sends: they are not of one collective";
+                let what = "some schedules wait for messages that none sends: they are not of the same collective";
                 return Err(GpuError::Invalid(what.into()));
             }
         }
     }
 
-    /// Begin a step: its local moves, and its messages are on their way.
+    /// Begin a step: run its local moves and post its messages.
     fn enter(&mut self, rank: usize, index: usize) {
         let schedules = self.schedules;
         let Some(step) = schedules[rank].step(index) else { return };
@@ -276,11 +277,10 @@ impl Builder<'_> {
         Ok(true)
     }
 
-    /// Append what lets elements of one rank land at another, or at the same.
+    /// Append the operations that land elements of one rank at another, or at the same.
     fn land(&mut self, (sender, from): (usize, Region), rank: usize, landing: &Landing) {
-        let each = self.places[rank].bytes_each(from.buffer).max(1);
-        // Pieces of whole vectors, so that one that begins at a multiple of 16 bytes is not followed by one that does
-        // not.
+        let each = self.layouts[rank].bytes_each(from.buffer).max(1);
+        // Use pieces of whole vectors, so that all begin at multiples of 16 bytes if the first does.
         let per_piece = (self.piece_bytes / each).max(1).next_multiple_of(PIECE_ELEMENTS);
         for start in (0..from.span.len).step_by(per_piece) {
             let len = per_piece.min(from.span.len - start);
@@ -291,29 +291,29 @@ impl Builder<'_> {
     fn land_piece(&mut self, (sender, from): (usize, Region), rank: usize, landing: &Landing, part: Span) {
         let source = from.buffer.at(Span { start: from.span.start + part.start, len: part.len });
         let piece = |rank, (store, bytes)| Piece { rank, store, bytes };
-        let fused = self.places[rank].fused(from.buffer, landing, part.start, part.len);
-        let from_piece = piece(sender, self.places[sender].locate(source));
+        let fused = self.layouts[rank].fused(from.buffer, landing, part.start, part.len);
+        let from_piece = piece(sender, self.layouts[sender].locate(source));
         let to = piece(rank, fused.to);
-        let what = if self.places[rank].is_plain(from.buffer, landing) {
+        let kind = if self.layouts[rank].is_plain(from.buffer, landing) {
             if from_piece == to {
                 return;
             }
-            What::Copy
+            OpKind::Copy
         } else {
             let own = fused.own.map(|(store, bytes, is_partial)| (piece(rank, (store, bytes)), is_partial));
             debug_assert!(!matches!(landing.to.buffer, Buffer::Input), "an input is never written");
-            What::Land { is_partial: fused.is_partial, own, is_finished: fused.is_finished, count: fused.count }
+            OpKind::Land { is_partial: fused.is_partial, own, is_finished: fused.is_finished, count: fused.count }
         };
-        self.push(Op { from: from_piece, to, what, waits: Vec::new(), is_awaited: false });
+        self.push(Op { from: from_piece, to, kind, waits: Vec::new(), is_awaited: false });
     }
 
-    /// Append an operation with what it has to wait for.
+    /// Append an operation with its waits.
     fn push(&mut self, mut op: Op) {
         let (index, stream) = (self.ops.len(), op.stream());
         let mut before: Vec<usize> =
             op.reads().flat_map(|piece| self.accesses[piece.rank].before(piece, false)).collect();
         before.extend(self.accesses[op.to.rank].before(&op.to, true));
-        // The latest first: what it has waited for itself need not be waited for again.
+        // Latest first: what it has waited for itself need not be waited for again.
         before.sort_unstable_by(|a, b| b.cmp(a));
         for earlier in before {
             let other = self.ops[earlier].stream();
@@ -337,5 +337,5 @@ impl Builder<'_> {
     }
 }
 
-/// Every type's vectors of 16 bytes are whole numbers of them.
+/// A multiple of the elements in 16 bytes, for every type.
 const PIECE_ELEMENTS: usize = 16;

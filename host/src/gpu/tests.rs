@@ -1,4 +1,4 @@
-//! All logic of the GPU's side on the double: values, order, ends.
+//! GPU logic on the fake GPU: values, order, completion.
 
 use super::*;
 use crate::exec::tests::{contribution, expected};
@@ -8,14 +8,14 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 
-mod ends;
+mod completion;
 mod errors;
 mod programs;
 mod staging;
 mod traces;
 
 /// Long enough for any machine; no test waits for it.
-const FAR: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(60);
 const ROOM: usize = 1 << 24;
 const SMALL: GroupOptions = GroupOptions {
     order: Order::Arrival,
@@ -24,8 +24,8 @@ const SMALL: GroupOptions = GroupOptions {
     grace: Duration::from_secs(20),
 };
 
-fn group(seed: u64, ranks: u32) -> Group<Double> {
-    Group::new(Double::new(seed, ROOM), ranks, SMALL).expect("a group")
+fn group(seed: u64, ranks: u32) -> Group<FakeGpu> {
+    Group::new(FakeGpu::new(seed, ROOM), ranks, SMALL).expect("a group")
 }
 
 fn inputs(dtype: Dtype, op: ReduceOp, ranks: u32, count: usize) -> Vec<Vec<u8>> {
@@ -33,22 +33,22 @@ fn inputs(dtype: Dtype, op: ReduceOp, ranks: u32, count: usize) -> Vec<Vec<u8>> 
     (0..ranks).map(input).collect()
 }
 
-fn far() -> Instant {
-    Instant::now() + FAR
+fn long_deadline() -> Instant {
+    Instant::now() + LONG
 }
 
-fn in_place(gpu: &Double, inputs: &[Vec<u8>]) -> Vec<GpuBuffers<DoubleMemory>> {
+fn in_place(gpu: &FakeGpu, inputs: &[Vec<u8>]) -> Vec<GpuBuffers<FakeMemory>> {
     inputs.iter().map(|input| GpuBuffers::InPlace(gpu.upload_now(input).expect("room"))).collect()
 }
 
-fn results(gpu: &Double, buffers: &[GpuBuffers<DoubleMemory>]) -> Vec<Vec<u8>> {
-    let output = |each: &GpuBuffers<DoubleMemory>| match each {
+fn results(gpu: &FakeGpu, buffers: &[GpuBuffers<FakeMemory>]) -> Vec<Vec<u8>> {
+    let output = |each: &GpuBuffers<FakeMemory>| match each {
         GpuBuffers::InPlace(memory) | GpuBuffers::Separate { output: memory, .. } => gpu.download_now(memory),
     };
     buffers.iter().map(output).collect()
 }
 
-fn request(desc: OpDesc, algo: Algo, buffers: &[GpuBuffers<DoubleMemory>]) -> Request<'_, DoubleMemory> {
+fn request(desc: OpDesc, algo: Algo, buffers: &[GpuBuffers<FakeMemory>]) -> Request<'_, FakeMemory> {
     Request { desc, algo, buffers, scalars: &[] }
 }
 
@@ -77,7 +77,7 @@ fn every_type_operator_and_algorithm_gives_the_reduction() {
             }
             let desc = OpDesc::all_reduce(dtype, op, count as u64);
             let work = group.start(&request(desc, algo, &buffers), &[]).expect("started");
-            group.wait(work, far()).expect("done");
+            group.wait(work, long_deadline()).expect("done");
             let wanted: Vec<u8> = (0..count).flat_map(|element| expected(dtype, op, ranks, element)).collect();
             for (rank, result) in results(&gpu, &buffers).into_iter().enumerate() {
                 assert_eq!(result, wanted, "{dtype} {op} by {algo}, rank {rank} of {ranks}");
@@ -89,9 +89,9 @@ fn every_type_operator_and_algorithm_gives_the_reduction() {
     }
 }
 
-/// What rounds, rounds the same: the bits are those of the schedule over CPU memory.
+/// Rounded results match too: the bits are those of the same schedule over CPU memory.
 #[test]
-fn bits_are_those_of_the_same_schedule_over_connections() {
+fn results_match_the_same_schedule_over_tcp_bit_for_bit() {
     let (ranks, count) = (5, 301);
     for (path, algo) in [(Path::Ring, Algo::Ring), (Path::HalvingDoubling, Algo::HalvingDoubling)] {
         for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F64] {
@@ -117,14 +117,14 @@ fn bits_are_those_of_the_same_schedule_over_connections() {
             let buffers = in_place(&gpu, &inputs);
             let desc = OpDesc::all_reduce(dtype, ReduceOp::Sum, count as u64);
             let work = group.start(&request(desc, algo, &buffers), &[]).expect("started");
-            group.wait(work, far()).expect("done");
+            group.wait(work, long_deadline()).expect("done");
             assert_eq!(results(&gpu, &buffers), over_connections, "{dtype} by {algo}");
         }
     }
 }
 
 #[test]
-fn other_collectives_move_what_they_should() {
+fn other_collectives_give_their_defined_results() {
     let (ranks, count) = (5_u32, 23_usize);
     let whole: Vec<u8> = (0..count as u8).collect();
     let block = |rank: u32| rank as usize * count / 5..(rank as usize + 1) * count / 5;
@@ -144,7 +144,7 @@ fn other_collectives_move_what_they_should() {
         };
         let buffers: Vec<_> = (0..ranks).map(separate).collect();
         let work = group.start(&request(desc, algo, &buffers), &[]).expect("started");
-        group.wait(work, far()).expect("done");
+        group.wait(work, long_deadline()).expect("done");
         assert!(results(&gpu, &buffers).iter().all(|result| *result == whole), "{algo}");
     }
     let desc = OpDesc { collective: Collective::Broadcast, root: Rank(3), ..desc };
@@ -152,12 +152,12 @@ fn other_collectives_move_what_they_should() {
     let buffers = in_place(&gpu, &inputs);
     let work = group.start(&request(desc, Algo::Auto, &buffers), &[]).expect("started");
     assert_eq!(work.path(), Path::Binomial);
-    group.wait(work, far()).expect("done");
+    group.wait(work, long_deadline()).expect("done");
     assert!(results(&gpu, &buffers).iter().all(|result| *result == whole));
 }
 
 #[test]
-fn an_operation_waits_for_its_producer_and_the_host_does_not() {
+fn operation_waits_for_its_producer_without_blocking_the_host() {
     let mut group = group(4, 4);
     let gpu = group.gpu().clone();
     let inputs = inputs(Dtype::F32, ReduceOp::Sum, 4, 50);
@@ -169,13 +169,13 @@ fn an_operation_waits_for_its_producer_and_the_host_does_not() {
         let source = gpu.upload_now(input).expect("room");
         let part = |memory| Part { memory, at: 0, len_bytes: 200 };
         gpu.copy(&producer, part(each.input()), part(&source)).expect("handed over");
-        // The double holds what is queued to account: memory must outlive it.
+        // The fake GPU checks queued work: memory must outlive it.
         std::mem::forget(source);
     }
     gpu.record(&produced, &producer).expect("recorded");
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 50);
     let work = group.start(&request(desc, Algo::Ring, &buffers), &[&produced]).expect("started");
-    // A consumer that the host does not wait for either.
+    // A consumer for which the host does not wait either.
     let (consumer, copy) = (gpu.stream().expect("a stream"), gpu.upload_now(&zeros[0]).expect("room"));
     gpu.wait(&consumer, work.done()).expect("handed over");
     let part = |memory| Part { memory, at: 0, len_bytes: 200 };
@@ -190,11 +190,11 @@ fn an_operation_waits_for_its_producer_and_the_host_does_not() {
     while !gpu.is_done(&consumed).expect("sound") {}
     let wanted: Vec<u8> = (0..50).flat_map(|element| expected(Dtype::F32, ReduceOp::Sum, 4, element)).collect();
     assert_eq!(gpu.download_now(&copy), wanted);
-    group.wait(work, far()).expect("done");
+    group.wait(work, long_deadline()).expect("done");
 }
 
 #[test]
-fn a_captured_operation_can_be_repeated() {
+fn captured_operation_can_be_replayed() {
     for seed in 0..20 {
         let mut group = group(seed, 4);
         let gpu = group.gpu().clone();
@@ -206,8 +206,8 @@ fn a_captured_operation_can_be_repeated() {
         for _ in 0..3 {
             last = Some(group.replay(&repeat, &[]).expect("launched"));
         }
-        group.wait(last.expect("three"), far()).expect("done");
-        // The sum, of which the sum is four times as much, and so on.
+        group.wait(last.expect("three"), long_deadline()).expect("done");
+        // Each replay sums the previous result: four times as much.
         let once: Vec<i32> = (0..30)
             .map(|element| expected(Dtype::I32, ReduceOp::Sum, 4, element))
             .map(|bytes| i32::from_le_bytes(bytes.try_into().expect("four bytes")))
@@ -218,7 +218,7 @@ fn a_captured_operation_can_be_repeated() {
 }
 
 #[test]
-fn contributions_are_multiplied_first() {
+fn premultiplied_sum_scales_contributions_first() {
     for is_in_place in [true, false] {
         let mut group = group(8, 3);
         let gpu = group.gpu().clone();
@@ -233,7 +233,7 @@ fn contributions_are_multiplied_first() {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::PremulSum, 20);
         let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[1.0, 2.0, 4.0] };
         let work = group.start(&request, &[]).expect("started");
-        group.wait(work, far()).expect("done");
+        group.wait(work, long_deadline()).expect("done");
         let wanted: Vec<u8> = (0..20).flat_map(|_| 10.5_f32.to_le_bytes()).collect();
         assert!(results(&gpu, &buffers).iter().all(|result| *result == wanted));
         if let GpuBuffers::Separate { input, .. } = &buffers[0] {
@@ -245,7 +245,7 @@ fn contributions_are_multiplied_first() {
 }
 
 #[test]
-fn tensors_go_in_buckets() {
+fn tensors_are_reduced_in_buckets() {
     let mut group = group(10, 3);
     let gpu = group.gpu().clone();
     let lens = [3_usize, 5, 40, 1, 1];
@@ -255,12 +255,11 @@ fn tensors_go_in_buckets() {
             .collect();
         gpu.upload_now(&bytes).expect("room")
     };
-    let tensors: Vec<Vec<DoubleMemory>> =
-        (0..3).map(|rank| (0..5).map(|index| tensor(rank, index)).collect()).collect();
+    let tensors: Vec<Vec<FakeMemory>> = (0..3).map(|rank| (0..5).map(|index| tensor(rank, index)).collect()).collect();
     let works = group.start_bucketed(&tensors, (Dtype::F32, ReduceOp::Sum), 32, &[]).expect("started");
     assert_eq!(works.len(), 3, "two tensors of 32 bytes, one that is larger, two small ones");
     for work in works {
-        group.wait(work, far()).expect("done");
+        group.wait(work, long_deadline()).expect("done");
     }
     for rank in &tensors {
         for (index, memory) in rank.iter().enumerate() {
@@ -275,11 +274,11 @@ fn tensors_go_in_buckets() {
 }
 
 #[test]
-fn wrong_calls_are_named_and_change_nothing() {
+fn invalid_calls_are_refused_without_effect() {
     let mut group = group(11, 2);
     let gpu = group.gpu().clone();
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 10);
-    let refused = |group: &mut Group<Double>, desc, algo, buffers: &[GpuBuffers<DoubleMemory>], words: &str| {
+    let refused = |group: &mut Group<FakeGpu>, desc, algo, buffers: &[GpuBuffers<FakeMemory>], words: &str| {
         let error = group.start(&request(desc, algo, buffers), &[]).expect_err(words).to_string();
         assert!(error.contains(words), "{error}");
     };
@@ -297,7 +296,7 @@ fn wrong_calls_are_named_and_change_nothing() {
     refused(&mut group, desc, Algo::Tree, &[half(0), half(40)], "on one GPU");
     let bits = OpDesc::all_reduce(Dtype::F32, ReduceOp::Band, 10);
     refused(&mut group, bits, Algo::Ring, &[half(0), half(40)], "bitwise operators take integers");
-    let full = Group::new(Double::new(1, 100), 2, SMALL).expect("a group");
+    let full = Group::new(FakeGpu::new(1, 100), 2, SMALL).expect("a group");
     assert_eq!(full.gpu().alloc(101).expect_err("full"), GpuError::OutOfMemory { len_bytes: 101 });
     assert_eq!(gpu.passes().0, 0);
     let work = group.start(&request(desc, Algo::Auto, &[half(0), half(40)]), &[]).expect("started");
@@ -305,27 +304,27 @@ fn wrong_calls_are_named_and_change_nothing() {
         work.fallback(),
         Some("there is no tree: the ranks are on one GPU, which no device of the network sees")
     );
-    group.wait(work, far()).expect("done");
+    group.wait(work, long_deadline()).expect("done");
 }
 
 #[test]
-fn costs_and_the_declared_order_choose() {
-    let chosen = |group: &Group<Double>, count| {
+fn cost_and_declared_order_select_the_algorithm() {
+    let chosen = |group: &Group<FakeGpu>, count| {
         group.explain(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count), Algo::Auto).chosen
     };
     let free = group(1, 8);
     assert_eq!(chosen(&free, 2), Some(Path::RecursiveDoubling), "few steps for small messages");
     assert_eq!(chosen(&free, 1 << 28), Some(Path::HalvingDoubling), "few bytes for large ones");
     let ordered = GroupOptions { order: Order::TreeFold, ..SMALL };
-    let ordered = Group::new(Double::new(1, ROOM), 8, ordered).expect("a group");
+    let ordered = Group::new(FakeGpu::new(1, ROOM), 8, ordered).expect("a group");
     assert_eq!(chosen(&ordered, 1 << 28), Some(Path::Pairwise), "the only one of few bytes that keeps a fold");
     assert_eq!(ordered.explain(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Algo::Ring).chosen, None);
 }
 
 #[test]
-fn a_machine_or_a_build_without_a_gpu_says_so() {
+fn missing_gpu_or_feature_is_reported() {
     match probe() {
         Ok(description) => assert!(description.contains("sm_"), "{description}"),
-        Err(error) => assert!(error.to_string().starts_with("no CUDA here, because "), "{error}"),
+        Err(error) => assert!(error.to_string().starts_with("CUDA unavailable: "), "{error}"),
     }
 }

@@ -1,25 +1,25 @@
-//! What ran when on a GPU's streams, by the GPU's own clock: for a trace that Perfetto and Chrome show, and for how
-//! much of the communication hid behind something else.
+//! Timeline of a GPU's streams by its own clock: for viewing in Perfetto or Chrome, and to measure how much
+//! communication overlapped with computation.
 //!
-//! A [`Trace`] records an event before and after each span and reads them when all is done, so the host waits for
-//! nothing on the way. [`Group::start_trace`](super::Group::start_trace) has a group's passes in it;
-//! [`Trace::span`] is for the streams of producers and consumers.
+//! A [`Trace`] records an event before and after each span and reads them when all work is complete, so the host never
+//! waits. [`Group::start_trace`](super::Group::start_trace) traces a group's passes; [`Trace::span`] is for streams of
+//! producers and consumers.
 //!
-//! Invariant: the number of spans is bounded ([`SPANS_MAX`]); those beyond are counted and said, not kept.
+//! Invariant: the number of spans is bounded ([`SPANS_MAX`]); further ones are counted, not kept.
 
 use super::Gpu;
 use super::error::GpuError;
 use std::io::{self, Write};
 
-/// The most spans of a trace.
+/// Maximum number of spans of a trace.
 pub const SPANS_MAX: usize = 1 << 16;
 
-/// What a span is counted as.
+/// Category of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// Of the program: what produces and consumes.
+    /// Computation: producers and consumers.
     Compute,
-    /// Of an operation between ranks.
+    /// Communication between ranks.
     Communication,
 }
 
@@ -32,14 +32,14 @@ impl Kind {
     }
 }
 
-/// A trace that is being recorded.
+/// A trace being recorded.
 pub struct Trace<G: Gpu> {
     zero: G::Event,
     spans: Vec<(Label, G::Event, G::Event)>,
     dropped: usize,
 }
 
-/// Where a span stands, what it is called, and what it is counted as.
+/// Label of a span: stream, name and category.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Label {
     lane: String,
@@ -48,17 +48,17 @@ struct Label {
 }
 
 impl<G: Gpu> Trace<G> {
-    /// Begin a trace: its time 0 is when `on` gets here.
+    /// Start a trace; time 0 is when `on` reaches this point.
     ///
     /// # Errors
-    /// The driver's words, here and below.
+    /// The driver's error, here and below.
     pub fn new(gpu: &G, on: &G::Stream) -> Result<Self, GpuError> {
         let zero = gpu.timer()?;
         gpu.record(&zero, on)?;
         Ok(Self { zero, spans: Vec::new(), dropped: 0 })
     }
 
-    /// Record what `body` hands to `on` as one span, on the line `lane`.
+    /// Record what `body` enqueues to `on` as one span, on the line `lane`.
     ///
     /// # Errors
     /// As above, and those of `body`.
@@ -81,10 +81,10 @@ impl<G: Gpu> Trace<G> {
         Ok(())
     }
 
-    /// Tell whether everything that was recorded is done.
+    /// Return whether everything recorded is complete.
     ///
     /// # Errors
-    /// As [`Gpu::is_done`].
+    /// As for [`Gpu::is_done`].
     pub fn is_done(&self, gpu: &G) -> Result<bool, GpuError> {
         for (_, _, end) in &self.spans {
             if !gpu.is_done(end)? {
@@ -97,10 +97,10 @@ impl<G: Gpu> Trace<G> {
     /// Read the times.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] if something of it is not done yet; as above.
+    /// [`GpuError::Invalid`] if recorded work is not complete; otherwise as above.
     pub fn finish(self, gpu: &G) -> Result<Timeline, GpuError> {
         if !self.is_done(gpu)? {
-            return Err(GpuError::Invalid("a trace of what is still running: wait for it first".into()));
+            return Err(GpuError::Invalid("traced work is still running; wait for it first".into()));
         }
         let mut spans = Vec::with_capacity(self.spans.len());
         for (Label { lane, name, kind }, begin, end) in self.spans {
@@ -111,43 +111,43 @@ impl<G: Gpu> Trace<G> {
     }
 }
 
-/// Something that ran.
+/// A recorded span.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// The line that it stands on: a stream.
+    /// The line that it belongs to: a stream.
     pub lane: String,
-    /// What it was.
+    /// Its name.
     pub name: String,
-    /// What it is counted as.
+    /// Its category.
     pub kind: Kind,
-    /// When it began, in microseconds since the trace did.
+    /// Start in microseconds since the start of the trace.
     pub start_us: f64,
-    /// How long it took, in microseconds.
+    /// Duration in microseconds.
     pub len_us: f64,
 }
 
-/// A trace that can be read.
+/// A completed trace.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Timeline {
-    /// All spans, in the order in which they were handed over.
+    /// All spans, in order of enqueueing.
     pub spans: Vec<Span>,
-    /// How many more there were.
+    /// Number of spans that were dropped.
     pub dropped: usize,
 }
 
-/// How much of two kinds of work ran at the same time, in microseconds.
+/// Overlap of computation and communication, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Overlap {
-    /// When something was computed.
+    /// Time with computation.
     pub compute_us: f64,
-    /// When something was communicated.
+    /// Time with communication.
     pub communication_us: f64,
-    /// When both were.
+    /// Time with both.
     pub both_us: f64,
 }
 
 impl Overlap {
-    /// Return which part of the shorter of the two hid behind the other: 1 is the most there can be.
+    /// Return the fraction of the shorter of the two that overlapped with the other: at most 1.
     pub fn efficiency(&self) -> f64 {
         let most = self.compute_us.min(self.communication_us);
         if most > 0.0 { self.both_us / most } else { 0.0 }
@@ -155,7 +155,7 @@ impl Overlap {
 }
 
 impl Timeline {
-    /// Return how much of the communication ran beside something computed.
+    /// Return how much communication overlapped with computation.
     pub fn overlap(&self) -> Overlap {
         let (compute, communication) = (self.busy(Kind::Compute), self.busy(Kind::Communication));
         let total = |parts: &[(f64, f64)]| parts.iter().map(|(start, end)| end - start).sum();
@@ -169,7 +169,7 @@ impl Timeline {
         }
     }
 
-    /// Return when something of a kind ran: intervals in order, apart from each other.
+    /// Return the busy intervals of a category, sorted and disjoint.
     fn busy(&self, kind: Kind) -> Vec<(f64, f64)> {
         let of_kind = self.spans.iter().filter(|span| span.kind == kind);
         let mut all: Vec<(f64, f64)> = of_kind.map(|span| (span.start_us, span.start_us + span.len_us)).collect();
@@ -184,10 +184,10 @@ impl Timeline {
         apart
     }
 
-    /// Write it in the trace event format of Chrome and Perfetto: complete events, a line for each stream.
+    /// Write it in the trace event format of Chrome and Perfetto: complete events, one line for each stream.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// Errors of `out`.
     pub fn write(&self, out: &mut impl Write) -> io::Result<()> {
         let mut lanes: Vec<&str> = Vec::new();
         for span in &self.spans {

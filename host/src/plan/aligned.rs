@@ -1,20 +1,20 @@
-//! Whether a tree evaluates the same expression as pairing all ranks.
+//! Determines whether a tree evaluates the same expression as pairwise combining of all ranks.
 //!
-//! Pairing n operands combines neighbours, then pairs of pairs, and so on; an odd one out moves up a step unchanged.
-//! Every operand of it is a block of ranks that starts at a multiple of a power of two. A tree whose nodes pair their
-//! children gives the same expression exactly if every partial result in it is such a block, which is what is checked here.
+//! Pairing n operands combines neighbours, then pairs of pairs, and so on; an odd operand moves up a step unchanged.
+//! Every intermediate operand is a block of ranks aligned to a power of two. A tree whose nodes pair their children
+//! evaluates the same expression exactly if each of its partial results is such a block.
 
 use super::{Child, Plan};
 use std::ops::Range;
 
-/// Return whether the plan's tree, with nodes that pair their children in declared order, evaluates the pairing of all
-/// ranks, and the number of ranks is a power of two (halving-doubling folds other numbers differently).
+/// Whether the tree, with nodes that pair their children in declared order, evaluates the pairing of all ranks, and the
+/// number of ranks is a power of two (halving-doubling folds other numbers differently).
 pub(super) fn is_aligned(plan: &Plan) -> bool {
     let ranks = plan.ranks.len();
     ranks.is_power_of_two() && block(plan, 0) == Some(0..ranks)
 }
 
-/// Return the block of ranks that a node's result is the pairing of, or `None` if it is not one.
+/// The block of ranks whose pairing is the node's result, or `None` if there is no such block.
 fn block(plan: &Plan, node: usize) -> Option<Range<usize>> {
     let mut operands = Vec::with_capacity(plan.nodes[node].children.len());
     for child in &plan.nodes[node].children {
@@ -35,8 +35,8 @@ fn block(plan: &Plan, node: usize) -> Option<Range<usize>> {
     operands.pop()
 }
 
-/// Join two neighbouring blocks of one power-of-two length. That the whole is aligned follows: all ranks are one block
-/// from 0, and halves of an aligned block are aligned.
+/// Join two neighbouring blocks of the same power-of-two length. Alignment follows: all ranks form one block from 0,
+/// and halves of an aligned block are aligned.
 fn join(left: &Range<usize>, right: &Range<usize>) -> Option<Range<usize>> {
     let halves = left.end == right.start && right.len() == left.len() && left.len().is_power_of_two();
     halves.then_some(left.start..right.end)

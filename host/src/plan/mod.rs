@@ -1,24 +1,23 @@
-//! Aggregation trees: which switch is the root, which combine, and over which cables the contributions travel.
+//! Plans aggregation trees: the root, the aggregating switches, and the cables that contributions travel over.
 //!
 //! # What is planned
-//! Each rank's contribution travels along a shortest path of switches towards the root. It enters the tree at the
-//! first switch with an aggregation node, the rank's **leaf** (normally the switch that its host is cabled to).
-//! Switches where branches join aggregate; switches that a single branch passes, or without a usable aggregation
-//! node, only forward. Rank i is the i-th selected host; ranks are never renumbered, and the children of a node are in the order of
-//! their lowest rank.
+//! Each rank's contribution travels along a shortest path of switches to the root. It enters the tree at the first
+//! switch with an aggregation node, the rank's **leaf** (normally the switch that its host is cabled to). Switches
+//! where branches join aggregate. Switches with a single branch, or without a usable aggregation node, only forward.
+//! Rank i is the i-th selected host; ranks are never renumbered, and the children of a node are ordered by their lowest
+//! rank.
 //!
-//! Among all roots the planner takes the tree with, in this order: the fewest levels; the least link sharing (the
-//! most tree edges that one cable carries; parallel cables count apart, hence edges are spread over them);
-//! an aligned expression; the fewest cables in all; the fewest nodes; the first root in natural name order. The
-//! same input gives the same plan.
+//! Among all roots the planner selects the tree with, in this order: the fewest levels; the least link sharing (the
+//! maximum number of tree edges on one cable; edges are spread over parallel cables); an aligned expression; the fewest
+//! cables; the fewest nodes; the first root in natural name order. The same input yields the same plan.
 //!
-//! Levels count from the root: the root is **level 0**, and a plan has `levels` of them. If one switch holds all
-//! hosts there is one level. Trees of two levels come from a maximum flow of disjoint branches and are exact; deeper
-//! ones are built layer by layer and are good, not proved: [`Plan::optimal`] tells which.
+//! Levels count from the root, which is **level 0**. If one switch connects all hosts, there is one level. Trees of two
+//! levels come from a maximum flow of disjoint branches and are optimal. Deeper ones are built layer by layer without a
+//! proof; [`Plan::optimal`] tells the difference.
 //!
-//! A node with more children than its limit is split: runs of children go to further aggregation nodes nearby.
+//! A node with more children than its limit is split: runs of children move to further aggregation nodes nearby.
 //!
-//! [`verify()`] checks a plan without any of the planner's code.
+//! [`verify()`] checks a plan independently of the planner's code.
 
 mod aligned;
 mod render;
@@ -37,14 +36,14 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
 
-/// What the nodes of a tree can take.
+/// Limits on the nodes of a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Most children of a node, ranks and nodes together; at least 2.
+    /// Maximum number of children of a node, ranks and nodes together; at least 2.
     pub max_children: usize,
     /// Slots that the group needs on every node.
     pub slots_needed: u32,
-    /// The devices that can be used, by switch, or `None`: every aggregation node of the fabric, without limits of its own.
+    /// The usable devices, by switch. `None` allows every aggregation node of the fabric, without limits of its own.
     pub devices: Option<BTreeMap<SwitchId, DeviceLimits>>,
 }
 
@@ -56,7 +55,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Return how many children the switch's aggregation node may have.
+    /// The maximum number of children of the switch's aggregation node.
     ///
     /// # Errors
     /// The first condition that rules the switch out as a node.
@@ -76,80 +75,80 @@ impl Limits {
     }
 }
 
-/// What one device can take.
+/// The limits of one device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceLimits {
-    /// Most children of a node there.
+    /// Maximum number of children.
     pub max_children: usize,
-    /// Slots that are not promised to another group.
+    /// Slots that are not claimed by other groups.
     pub slots_free: u32,
 }
 
-/// Why a switch cannot be a node of the tree.
+/// Why a switch cannot be a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// The fabric knows of no aggregation node there.
+    /// The fabric has no aggregation node there.
     #[error("it has no aggregation node")]
     NoAggregationNode,
     /// No usable device is registered there.
     #[error("no device is registered for it")]
     NoDevice,
-    /// The device's slots are taken.
-    #[error("its device has {free} free slots, the group needs {needed}")]
+    /// The device has too few free slots.
+    #[error("its device has {free} free slots; the group needs {needed}")]
     TooFewSlots {
         /// Free slots.
         free: u32,
         /// Slots that the group needs.
         needed: u32,
     },
-    /// The device cannot combine anything.
-    #[error("its device takes {max_children} children, a node needs at least 2")]
+    /// The device supports too few children.
+    #[error("its device supports {max_children} children; a node needs at least 2")]
     TooFewChildren {
         /// The device's limit.
         max_children: usize,
     },
 }
 
-/// Why there is no plan. The message names the first condition that failed.
+/// Why there is no plan: the first condition that failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The selection is empty.
     #[error("no host is selected; a tree needs at least one")]
     NoHosts,
-    /// More hosts are asked for than there are.
-    #[error("{asked} hosts are asked for, the fabric has {available}")]
+    /// More hosts are requested than the fabric has.
+    #[error("{asked} hosts requested, but the fabric has {available}")]
     TooManyHosts {
-        /// As many as asked for.
+        /// The requested number.
         asked: usize,
-        /// As many as there are.
+        /// The number of hosts in the fabric.
         available: usize,
     },
-    /// A name or GUID that no host has.
-    #[error("no host is called `{name}`{}", select::hint(near))]
+    /// No host has this name or GUID.
+    #[error("no host is named `{name}`{}", select::hint(near))]
     UnknownHost {
-        /// The name as asked for.
+        /// The requested name.
         name: String,
-        /// Names that look like it, the nearest first.
+        /// Similar names, the nearest first.
         near: Vec<String>,
     },
-    /// A description that several hosts have.
-    #[error("{} hosts are called `{name}`; name one by its GUID: {}", guids.len(), select::some_of(guids))]
+    /// Several hosts have this description.
+    #[error("{} hosts are named `{name}`; select one by its GUID: {}", guids.len(), select::some_of(guids))]
     AmbiguousHost {
-        /// The name as asked for.
+        /// The requested name.
         name: String,
         /// The GUIDs of those hosts.
         guids: Vec<String>,
     },
     /// A host is listed twice.
-    #[error("host `{name}` is listed twice; it holds one rank")]
+    #[error("host `{name}` is listed twice; a host holds one rank")]
     DuplicateHost {
         /// Its name.
         name: String,
     },
-    /// A child limit with which nothing can be combined.
-    #[error("a limit of {max_children} children is too small; a node combines at least 2")]
+    /// The child limit is too small to combine anything.
+    #[error("a limit of {max_children} children is too small; it must be at least 2")]
     ChildLimitTooSmall {
         /// The limit.
         max_children: usize,
@@ -157,40 +156,40 @@ pub enum PlanError {
     /// No switch can be a node.
     #[error("none of the {switches} switches can aggregate; `{first}`: {reason}")]
     NoUsableNode {
-        /// As many switches as there are.
+        /// The number of switches.
         switches: usize,
         /// One of them.
         first: String,
-        /// Why that one cannot.
+        /// Why it cannot.
         reason: Refusal,
     },
-    /// A host from which no usable aggregation node can be reached.
+    /// A host cannot reach any usable aggregation node.
     #[error("host `{host}` has no path to a switch that can aggregate; check its cables")]
     Isolated {
         /// Its name.
         host: String,
     },
-    /// No aggregation node is reached by all hosts.
-    #[error("no root reaches all hosts: `{one}` and `{other}` are in parts of the fabric that are not connected")]
+    /// No aggregation node is reachable from all hosts.
+    #[error("no root reaches all hosts: `{one}` and `{other}` are in disconnected parts of the fabric")]
     Disconnected {
         /// A host.
         one: String,
-        /// A host that no root of the other reaches.
+        /// A host in another part.
         other: String,
     },
-    /// A node has too many children, and no further node is left to take some of them.
+    /// A node has too many children, and no free node can take some of them.
     #[error(
-        "`{node}` would have {children} children, its limit is {limit}, and no free aggregation node within reach takes \
-         {chunk} of them; raise the limit or use fewer hosts"
+        "`{node}` would have {children} children, but its limit is {limit} and no free aggregation node within reach can \
+         take {chunk} of them; raise the limit or use fewer hosts"
     )]
     ChildLimit {
         /// The node.
         node: String,
-        /// The children that the tree wants there.
+        /// The number of children.
         children: usize,
         /// The node's limit.
         limit: usize,
-        /// As many children as a further node would take.
+        /// The number of children that a further node would take.
         chunk: usize,
     },
 }
@@ -213,7 +212,7 @@ pub struct PlanNode {
     pub name: String,
     /// The switch's GUID.
     pub guid: String,
-    /// Distance from the root in nodes; the root has 0.
+    /// The distance from the root in nodes; the root has 0.
     pub level: usize,
     /// The parent's index in [`Plan::nodes`]; `None` for the root.
     pub parent: Option<usize>,
@@ -223,7 +222,7 @@ pub struct PlanNode {
     pub path: Vec<LinkId>,
 }
 
-/// A rank and where it enters the tree.
+/// A rank, and where it enters the tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanRank {
     /// The rank: the index in [`Plan::ranks`].
@@ -234,28 +233,28 @@ pub struct PlanRank {
     pub name: String,
     /// The host's GUID.
     pub guid: String,
-    /// The node that it contributes to, by its index in [`Plan::nodes`].
+    /// Its leaf: an index in [`Plan::nodes`].
     pub leaf: usize,
-    /// The cables to that node's switch, in order.
+    /// The cables to the leaf's switch, in order.
     pub path: Vec<LinkId>,
 }
 
 /// An aggregation tree. Its JSON form (`serde`) has the keys `levels root max_children max_link_sharing aligned
-/// optimal nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}]`, in which nodes are named and a rank
-/// among the children is `"rank N"`.
+/// optimal nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}]`. Nodes are referred to by name, and
+/// ranks among the children as `"rank N"`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Number of node levels: 1 + the greatest [`PlanNode::level`].
+    /// The number of levels: 1 + the highest [`PlanNode::level`].
     pub levels: usize,
-    /// The most children that a node has.
+    /// The maximum number of children of a node.
     pub max_children: usize,
-    /// The most tree edges (rank to leaf, node to parent) that share one cable.
+    /// The maximum number of tree edges (rank to leaf, node to parent) that share one cable.
     pub max_link_sharing: usize,
-    /// Whether nodes that combine their children pairwise (neighbours first, then pairs of pairs) evaluate the same
-    /// expression as pairing all ranks so, for a power-of-two number of ranks: then halving-doubling with distances
-    /// 1, 2, 4, ... gives the same bits.
+    /// Whether pairwise combining at each node (neighbours first, then pairs of pairs) evaluates the same expression as
+    /// pairwise combining of all ranks, with a power-of-two number of ranks. Halving-doubling with distances 1, 2, 4,
+    /// ... then yields the same bits.
     pub aligned: bool,
-    /// Whether no tree of shortest paths has fewer levels, or as few and less link sharing. `false`: not known.
+    /// Whether it is proved that no tree of shortest paths has fewer levels, or as few levels and less link sharing.
     pub optimal: bool,
     /// The nodes, breadth first: the root is node 0, and parents come before children.
     pub nodes: Vec<PlanNode>,
@@ -264,13 +263,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Return the root.
+    /// The root node.
     pub fn root(&self) -> &PlanNode {
         &self.nodes[0]
     }
 }
 
-/// Plan the aggregation tree of the selected hosts. See the [module](self) for what is chosen.
+/// Plan the aggregation tree of the selected hosts. See the [module](self) for the criteria.
 ///
 /// # Errors
 /// [`PlanError`] names the first condition that failed.
@@ -283,5 +282,5 @@ impl Plan {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn plan(fabric: &Fabric, hosts: &HostSelection, limits: &Limits) -> Result<Plan, PlanError> {
-    tree::best(fabric, &hosts.resolve(fabric)?, limits)
+    tree::find_best(fabric, &hosts.resolve(fabric)?, limits)
 }

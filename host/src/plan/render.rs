@@ -1,7 +1,6 @@
-//! A plan as text for a terminal, as a Graphviz graph, and as JSON.
+//! Renders a plan as text for a terminal, as a Graphviz graph, and as JSON.
 //!
-//! The text tree stays readable for hundreds of hosts: the ranks of a node are folded into ranges once there are more than a
-//! screenful of them in all.
+//! The text tree stays readable for hundreds of hosts: ranks are folded into ranges if they would not fit on a screen.
 
 use super::{Child, Plan, PlanNode};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
@@ -9,7 +8,7 @@ use std::fmt::Write as _;
 use sumac_hal::ids::Rank;
 
 impl Plan {
-    /// Return the tree as lines of text for a terminal, ending in a newline.
+    /// Render the tree as lines of text for a terminal, ending in a newline.
     ///
     /// Up to 24 ranks are listed by host; more are folded into ranges, `0-7` or with a stride `0-28:4`.
     pub fn to_text(&self) -> String {
@@ -40,7 +39,7 @@ impl Plan {
                 let is_last = nodes.is_empty() && nth + 1 == lines.len();
                 let _ = writeln!(text, "{below}{}{line}", if is_last { "└─ " } else { "├─ " });
             }
-            // Pushed backwards, popped in order.
+            // Pushed in reverse, so that they are popped in order.
             for (nth, child) in nodes.iter().enumerate().rev() {
                 let (branch, beside) = if nth + 1 == nodes.len() { ("└─ ", "   ") } else { ("├─ ", "│  ") };
                 open.push((*child, format!("{below}{branch}"), format!("{below}{beside}")));
@@ -49,7 +48,7 @@ impl Plan {
         text
     }
 
-    /// Return the tree as a Graphviz `digraph`: edges point the way that contributions go.
+    /// Render the tree as a Graphviz `digraph`. Edges point in the direction of contributions.
     pub fn to_dot(&self) -> String {
         let mut dot = "digraph plan {\n  rankdir=BT;\n  node [shape=box];\n".to_owned();
         for (index, node) in self.nodes.iter().enumerate() {
@@ -68,7 +67,7 @@ impl Plan {
         dot
     }
 
-    /// Return one line per rank of the node, or none where ranks are folded.
+    /// One line per rank of the node, or none if ranks are folded.
     fn rank_lines(&self, node: &PlanNode) -> Vec<String> {
         if self.ranks.len() > LISTED_RANKS_MAX {
             return Vec::new();
@@ -77,7 +76,7 @@ impl Plan {
     }
 }
 
-/// Most ranks that the text tree lists one by one.
+/// Maximum number of ranks that the text tree lists one by one.
 const LISTED_RANKS_MAX: usize = 24;
 
 fn plural(count: usize, word: &'static str) -> String {
@@ -97,7 +96,7 @@ fn nodes_of(node: &PlanNode) -> impl Iterator<Item = usize> {
     node.children.iter().filter_map(|child| if let Child::Node(index) = child { Some(*index) } else { None })
 }
 
-/// Fold ascending numbers into ranges: `0-7,9`, and with a stride from four numbers on `0-12:4`.
+/// Fold ascending numbers into ranges: `0-7,9`, or with a stride for at least four numbers: `0-12:4`.
 fn fold(numbers: &[u32]) -> String {
     let mut parts = Vec::new();
     let mut rest = numbers;

@@ -1,15 +1,15 @@
-//! Paths over the fabric: distances, least loaded shortest paths, and branches that meet nowhere before the root.
+//! Paths over the fabric: distances, least-loaded shortest paths, and disjoint branches to a root.
 //!
-//! Invariants: a path is a sequence of cables, each next to the one before; every path towards a root is a shortest one;
-//! of parallel cables the one that carries the fewest tree edges is taken, ties by id, so that everything is deterministic.
+//! Invariants: a path is a sequence of adjacent cables; every path towards a root is a shortest path; among parallel
+//! cables the one with the fewest tree edges is used, ties broken by id, so results are deterministic.
 
 use crate::topo::{Fabric, LinkId, SwitchId};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Distance of a switch that cannot be reached.
+/// The distance of an unreachable switch.
 pub(super) const UNREACHABLE: u32 = u32::MAX;
 
-/// Return each switch's distance to `target` in cables.
+/// Each switch's distance to `target` in cables.
 pub(super) fn distances(fabric: &Fabric, target: SwitchId) -> Vec<u32> {
     let mut distance = vec![UNREACHABLE; fabric.switches().len()];
     distance[target.0 as usize] = 0;
@@ -50,14 +50,14 @@ impl Load {
         self.0.iter().copied().max().unwrap_or(0)
     }
 
-    /// Return the least loaded cable between two neighbours.
+    /// The least-loaded cable between two neighbours.
     fn cable(&self, fabric: &Fabric, from: SwitchId, to: SwitchId) -> Option<LinkId> {
         let parallel = fabric.adjacent(from).iter().filter(|(next, _)| *next == to);
         parallel.map(|(_, link)| *link).min_by_key(|link| (self.of(*link), *link))
     }
 }
 
-/// Return the switches next to `at` that are one closer to the target, with the cable to each.
+/// The neighbours of `at` that are one hop closer to the target, with the cable to each.
 pub(super) fn closer<'a>(
     fabric: &'a Fabric,
     distance: &'a [u32],
@@ -70,8 +70,8 @@ pub(super) fn closer<'a>(
     })
 }
 
-/// Return a shortest path from `from` to the target of `distance` over lightly loaded cables, and load it.
-/// `from` must reach the target.
+/// Find a shortest path from `from` to the target of `distance` over lightly loaded cables, and add it to `load`.
+/// `from` must be able to reach the target.
 pub(super) fn shortest_path(fabric: &Fabric, distance: &[u32], from: SwitchId, load: &mut Load) -> Vec<LinkId> {
     let mut path = Vec::new();
     let mut at = from;
@@ -83,12 +83,12 @@ pub(super) fn shortest_path(fabric: &Fabric, distance: &[u32], from: SwitchId, l
     path
 }
 
-/// Find shortest paths from every source to `root` of which no two meet at a combining switch, with the least sharing of
-/// cables that allows it. Sources are combining switches themselves and no path passes one.
+/// Find shortest paths from every source to `root` such that no two meet at an aggregating switch, with the least
+/// possible sharing of cables. Sources are aggregating switches themselves, and no path passes through one.
 ///
-/// Such paths are a maximum flow of as many units as there are sources, in the graph of shortest paths whose combining
-/// switches take one unit each and whose cables take `sharing` units each; the least sharing is found by bisection.
-/// Returns the path of each source, or `None` if there are no such paths.
+/// Such paths are a maximum flow of one unit per source in the graph of shortest paths, with a capacity of one unit per
+/// aggregating switch and `sharing` units per cable. Bisection finds the least sharing. Returns the path of each
+/// source, or `None` if there are no such paths.
 pub(super) fn disjoint_paths(
     fabric: &Fabric,
     distance: &[u32],
@@ -113,7 +113,7 @@ pub(super) fn disjoint_paths(
     Some(best?.paths(fabric, root, sources))
 }
 
-/// A flow network over the switches. Vertex 2s is where units enter switch s, 2s + 1 where they leave it.
+/// A flow network over the switches. Units enter switch s at vertex 2s and leave it at vertex 2s + 1.
 struct Network {
     edges: Vec<Edge>,
     out: Vec<Vec<usize>>,
@@ -148,7 +148,7 @@ impl Network {
             }
             let mut next_hops: Vec<SwitchId> = closer(fabric, distance, switch).map(|(next, _)| next).collect();
             while let Some(next) = next_hops.first().copied() {
-                // Sorted, so parallel cables stand together.
+                // Sorted, so parallel cables are adjacent.
                 let parallel = next_hops.iter().take_while(|hop| **hop == next).count();
                 next_hops.drain(..parallel);
                 network.edge(leave, 2 * next.0 as usize, sharing.saturating_mul(parallel as u32));
@@ -181,7 +181,7 @@ impl Network {
             let mut at = self.sink;
             while at != self.source {
                 let edge = through[at];
-                // Without a way to the sink the sources cannot all be served.
+                // Without an augmenting path, not all sources can be served.
                 if edge == usize::MAX {
                     return None;
                 }
@@ -193,7 +193,7 @@ impl Network {
         Some(self)
     }
 
-    /// Take the flow apart into one path per source.
+    /// Decompose the flow into one path per source.
     fn paths(mut self, fabric: &Fabric, root: SwitchId, sources: &[SwitchId]) -> BTreeMap<SwitchId, Vec<LinkId>> {
         let mut load = Load::new(fabric);
         let mut paths = BTreeMap::new();
@@ -210,7 +210,7 @@ impl Network {
         paths
     }
 
-    /// Take one unit of flow out of a switch; return where it goes and over which cable.
+    /// Remove one unit of flow out of a switch; return the next switch and the cable.
     fn step(&mut self, fabric: &Fabric, at: SwitchId, load: &Load) -> Option<(SwitchId, LinkId)> {
         let leave = 2 * at.0 as usize + 1;
         // Forward edges have even indices.

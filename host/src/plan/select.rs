@@ -1,6 +1,6 @@
-//! Which hosts take part: all, the first N, or a list of names and GUIDs.
+//! Host selections: all, the first N, or a list of names and GUIDs.
 //!
-//! Invariant: the resolved list has no host twice, and its order is the order of the ranks.
+//! Invariant: the resolved list has no duplicates, and its order is that of the ranks.
 
 use super::PlanError;
 use crate::topo::{Fabric, HostId};
@@ -15,14 +15,14 @@ pub enum HostSelection {
     All,
     /// The first N in natural name order.
     First(usize),
-    /// These, by name or GUID; rank i is the i-th.
+    /// These hosts, by name or GUID; rank i is the i-th.
     Named(Vec<String>),
 }
 
 impl FromStr for HostSelection {
     type Err = Infallible;
 
-    /// Read `all`, a number, or names and GUIDs separated by commas. A number of 16 digits is a GUID.
+    /// Parse `all`, a number, or a comma-separated list of names and GUIDs. A number of 16 digits is a GUID.
     fn from_str(text: &str) -> Result<Self, Infallible> {
         let text = text.trim();
         let is_number = !text.is_empty() && text.len() < 16 && text.bytes().all(|c| c.is_ascii_digit());
@@ -37,10 +37,11 @@ impl FromStr for HostSelection {
 }
 
 impl HostSelection {
-    /// Find the hosts; the index of each is its rank.
+    /// Resolve the selection; the index of each host is its rank.
     ///
     /// # Errors
-    /// [`PlanError`] for no host, too many, one twice, or a name that is unknown (with names near it) or ambiguous.
+    /// [`PlanError`] if there is no host, too many are requested, one is repeated, or a name is unknown (with similar
+    /// names) or ambiguous.
     pub fn resolve(&self, fabric: &Fabric) -> Result<Vec<HostId>, PlanError> {
         let available = fabric.hosts().len();
         let hosts: Vec<HostId> = match self {
@@ -68,21 +69,21 @@ fn named(fabric: &Fabric, names: &[String]) -> Result<Vec<HostId>, PlanError> {
 }
 
 fn not_found(fabric: &Fabric, name: &str) -> PlanError {
-    let called_so = fabric.hosts().iter().filter(|host| host.description.as_deref() == Some(name));
-    let guids: Vec<String> = called_so.map(|host| host.guid.clone()).collect();
+    let with_description = fabric.hosts().iter().filter(|host| host.description.as_deref() == Some(name));
+    let guids: Vec<String> = with_description.map(|host| host.guid.clone()).collect();
     if !guids.is_empty() {
         return PlanError::AmbiguousHost { name: name.into(), guids };
     }
     let mut near: Vec<(usize, &str)> =
-        fabric.hosts().iter().filter_map(|host| Some((nearness(name, &host.name)?, host.name.as_str()))).collect();
+        fabric.hosts().iter().filter_map(|host| Some((similarity(name, &host.name)?, host.name.as_str()))).collect();
     // Stable: equally near names stay in natural order.
     near.sort_by_key(|(distance, _)| *distance);
     let near = near.into_iter().take(NEAR_MAX).map(|(_, name)| name.to_owned()).collect();
     PlanError::UnknownHost { name: name.into(), near }
 }
 
-/// Return how near two names are, 0 the nearest, or `None` if they are not.
-fn nearness(asked: &str, name: &str) -> Option<usize> {
+/// The distance of two names, or `None` if they are not similar.
+fn similarity(asked: &str, name: &str) -> Option<usize> {
     let (asked, name) = (asked.to_lowercase(), name.to_lowercase());
     if !asked.is_empty() && name.contains(&asked) {
         return Some(0);
@@ -91,7 +92,7 @@ fn nearness(asked: &str, name: &str) -> Option<usize> {
     (distance <= (asked.chars().count() / 4).max(2)).then_some(distance)
 }
 
-/// Return the Levenshtein distance: the fewest insertions, deletions and replacements of a character.
+/// The Levenshtein distance: the minimum number of insertions, deletions and replacements of a character.
 fn edit_distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -107,16 +108,16 @@ fn edit_distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// Return the tail of a message that offers names.
+/// The end of a message that suggests names.
 pub(super) fn hint(near: &[String]) -> String {
     if near.is_empty() { String::new() } else { format!("; did you mean `{}`?", near.join("` or `")) }
 }
 
-/// List a few of many.
+/// List the first few items.
 pub(super) fn some_of(all: &[String]) -> String {
     let shown = all[..all.len().min(NEAR_MAX)].join(", ");
     if all.len() > NEAR_MAX { format!("{shown}, …") } else { shown }
 }
 
-/// Most names that a message offers.
+/// Maximum number of names in a message.
 const NEAR_MAX: usize = 3;

@@ -1,7 +1,7 @@
-//! The search: every usable switch is tried as root, and the best tree is kept.
+//! The search: tries every usable switch as root and keeps the best tree.
 //!
-//! For a root, ranks are attached to their leaves, then the leaves are joined: by branches that meet only at the root
-//! where such exist (two levels, exact), else layer by layer. Then nodes over their child limit are split.
+//! For each root, ranks are attached to leaves. Then the leaves are joined: by branches that meet only at the root if
+//! they exist (two levels, exact), else layer by layer. Finally, nodes over their child limit are split.
 //!
 //! Invariants: a switch is at most one node of a tree; every rank has exactly one leaf; the search is deterministic.
 
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use sumac_hal::ids::Rank;
 
 /// Find the best tree for the hosts; rank i is at `hosts[i]`.
-pub(super) fn best(fabric: &Fabric, hosts: &[HostId], limits: &Limits) -> Result<Plan, PlanError> {
+pub(super) fn find_best(fabric: &Fabric, hosts: &[HostId], limits: &Limits) -> Result<Plan, PlanError> {
     let search = Search::new(fabric, hosts, limits)?;
     let mut best: Option<(Score, Plan)> = None;
     let mut first_error = None;
@@ -22,7 +22,7 @@ pub(super) fn best(fabric: &Fabric, hosts: &[HostId], limits: &Limits) -> Result
         for draft in search.drafts(root, entries) {
             match search.split(draft) {
                 Ok(draft) => {
-                    let plan = search.finish(&draft);
+                    let plan = search.build_plan(&draft);
                     let score = score(&plan);
                     if best.as_ref().is_none_or(|(least, _)| score < *least) {
                         best = Some((score, plan));
@@ -38,7 +38,7 @@ pub(super) fn best(fabric: &Fabric, hosts: &[HostId], limits: &Limits) -> Result
     Ok(plan)
 }
 
-/// What makes a tree better, most important first: levels, sharing, not aligned, cables, nodes.
+/// The score of a tree, less is better, most important first: levels, sharing, not aligned, cables, nodes.
 type Score = (usize, usize, bool, usize, usize);
 
 fn score(plan: &Plan) -> Score {
@@ -46,7 +46,7 @@ fn score(plan: &Plan) -> Score {
     (plan.levels, plan.max_link_sharing, !plan.aligned, cables.sum(), plan.nodes.len())
 }
 
-/// A way for a rank into the tree: a cable of its host, and a nearest switch that can aggregate.
+/// An entry point of a rank: a cable of its host, and a nearest switch that can aggregate.
 #[derive(Debug, Clone, Copy)]
 struct Entry {
     uplink: Uplink,
@@ -57,9 +57,9 @@ struct Entry {
 #[derive(Debug, Clone)]
 struct Draft {
     root: SwitchId,
-    /// Every node but the root: its parent and the way there.
+    /// For every node but the root: its parent and the path to it.
     parents: BTreeMap<SwitchId, (SwitchId, Vec<LinkId>)>,
-    /// Per rank: the host's cable, the leaf and the whole way there.
+    /// Per rank: the host's cable, the leaf and the whole path to it.
     ranks: Vec<(Uplink, SwitchId, Vec<LinkId>)>,
 }
 
@@ -71,13 +71,13 @@ impl Draft {
         load
     }
 
-    /// Return every node's children in declared order, nodes by their switch.
+    /// Every node's children in declared order; nodes are named by their switch.
     fn children(&self) -> BTreeMap<SwitchId, Vec<(u32, Option<SwitchId>)>> {
         let mut children: BTreeMap<SwitchId, Vec<(u32, Option<SwitchId>)>> = BTreeMap::new();
         let mut lowest: BTreeMap<SwitchId, u32> = BTreeMap::new();
         for (rank, (_, leaf, _)) in (0u32..).zip(&self.ranks) {
             children.entry(*leaf).or_default().push((rank, None));
-            // Ranks come in order, so the first one below a node is its lowest.
+            // Ranks are visited in order, so the first one below a node is its lowest.
             let mut at = *leaf;
             while !lowest.contains_key(&at) {
                 lowest.insert(at, rank);
@@ -92,21 +92,21 @@ impl Draft {
     }
 }
 
-/// How a branch chooses among next hops that are equally loaded.
+/// How a branch chooses among equally loaded next hops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Policy {
-    /// Towards switches that combine anyway: few nodes.
+    /// Prefer switches that already aggregate, for fewer nodes.
     Gather,
-    /// Away from them: few children.
+    /// Avoid them, for fewer children per node.
     Spread,
 }
 
 struct Search<'a> {
     fabric: &'a Fabric,
     hosts: &'a [HostId],
-    /// Per switch: the most children of a node there; 0 if it cannot be a node.
+    /// Per switch: the maximum number of children; 0 if it cannot be a node.
     children_max: Vec<usize>,
-    /// Per rank: its ways into the tree.
+    /// Per rank: its possible entry points.
     entries: Vec<Vec<Entry>>,
     distances: Vec<OnceCell<Vec<u32>>>,
 }
@@ -119,7 +119,7 @@ impl<'a> Search<'a> {
         let usable: Vec<Result<usize, Refusal>> =
             fabric.switch_ids().map(|switch| limits.children_max(fabric, switch)).collect();
         if usable.iter().all(Result::is_err) {
-            // A switch that has an aggregation node tells more than one that has none.
+            // Prefer the reason of a switch that has an aggregation node.
             let refused = fabric.switch_ids().zip(&usable).filter_map(|(switch, usable)| Some((switch, usable.err()?)));
             let first = refused.min_by_key(|(_, reason)| *reason == Refusal::NoAggregationNode);
             let (switch, reason) = first.unwrap_or((SwitchId(0), Refusal::NoAggregationNode));
@@ -129,7 +129,7 @@ impl<'a> Search<'a> {
         let children_max = usable.into_iter().map(|usable| usable.unwrap_or(0)).collect();
         let distances = vec![OnceCell::new(); fabric.switches().len()];
         let mut search = Self { fabric, hosts, children_max, entries: Vec::new(), distances };
-        search.entries = search.find_entries()?;
+        search.entries = search.find_entry_points()?;
         Ok(search)
     }
 
@@ -141,13 +141,13 @@ impl<'a> Search<'a> {
         self.fabric.switch_ids().filter(|switch| self.is_usable(*switch))
     }
 
-    /// Return the distance of every switch to this one.
+    /// The distance of every switch to `target`.
     fn distances_to(&self, target: SwitchId) -> &[u32] {
         self.distances[target.0 as usize].get_or_init(|| distances(self.fabric, target))
     }
 
     /// Find the nearest usable switches of each host.
-    fn find_entries(&self) -> Result<Vec<Vec<Entry>>, PlanError> {
+    fn find_entry_points(&self) -> Result<Vec<Vec<Entry>>, PlanError> {
         let mut nearest: BTreeMap<SwitchId, (u32, Vec<SwitchId>)> = BTreeMap::new();
         let mut all = Vec::with_capacity(self.hosts.len());
         for host in self.hosts {
@@ -168,7 +168,7 @@ impl<'a> Search<'a> {
         Ok(all)
     }
 
-    /// Return the usable switches nearest to a switch (itself, if it is one) and their distance.
+    /// The usable switches nearest to a switch (possibly itself), and their distance.
     fn nearest_to(&self, switch: SwitchId) -> (u32, Vec<SwitchId>) {
         if self.is_usable(switch) {
             return (0, vec![switch]);
@@ -179,8 +179,8 @@ impl<'a> Search<'a> {
         (least, self.usable().filter(at_least).collect())
     }
 
-    /// Choose a leaf for each rank, given the root: the root where possible, else one that other ranks use, else the one
-    /// that takes most of those left. `None` if a rank cannot reach the root.
+    /// Choose a leaf for each rank: the root if possible, else a leaf of other ranks, else the one that serves most of
+    /// the remaining ranks. `None` if a rank cannot reach the root.
     fn attach(&self, root: SwitchId) -> Option<Vec<Entry>> {
         let distance = self.distances_to(root);
         let reaches = |entry: &&Entry| distance[entry.leaf.0 as usize] != UNREACHABLE;
@@ -213,8 +213,8 @@ impl<'a> Search<'a> {
         chosen.into_iter().collect()
     }
 
-    /// Return the trees to consider for a root: one if its branches can be kept apart within the limits, else also
-    /// those that join below it.
+    /// The candidate trees for a root: one if its branches can be disjoint within the limits, else also those whose
+    /// branches join below it.
     fn drafts(&self, root: SwitchId, entries: Vec<Entry>) -> Vec<Draft> {
         let leaves: BTreeSet<SwitchId> = entries.iter().map(|entry| entry.leaf).collect();
         let sources: Vec<SwitchId> = leaves.iter().copied().filter(|leaf| *leaf != root).collect();
@@ -236,7 +236,7 @@ impl<'a> Search<'a> {
         drafts
     }
 
-    /// Add the ranks to a tree of nodes, and drop a root that only passes one branch on.
+    /// Add the ranks to a tree of nodes, and drop a root with a single branch.
     fn draft(
         &self,
         root: SwitchId,
@@ -260,7 +260,7 @@ impl<'a> Search<'a> {
         Draft { root, parents, ranks }
     }
 
-    /// Join the leaves on their way to the root, the farthest switches first; combine wherever branches meet.
+    /// Join the leaves towards the root, the farthest switches first, aggregating wherever branches meet.
     fn join_by_layers(
         &self,
         root: SwitchId,
@@ -270,7 +270,7 @@ impl<'a> Search<'a> {
         let distance = self.distances_to(root);
         let mut load = Load::new(self.fabric);
         let mut parents = BTreeMap::new();
-        // Per switch, the branches that have come this far: the node each starts from and its way so far.
+        // Per switch, the branches that have reached it: the node that each starts from, and its path so far.
         let mut branches: BTreeMap<SwitchId, Vec<(SwitchId, Vec<LinkId>)>> = BTreeMap::new();
         let mut order: Vec<SwitchId> =
             self.fabric.switch_ids().filter(|s| distance[s.0 as usize] != UNREACHABLE).collect();
@@ -317,8 +317,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Put runs of a node's children under nodes of their own. The runs are as long as can be and a power of two, so that an
-    /// aligned tree stays aligned.
+    /// Move runs of a node's children to nodes of their own. Runs are as long as possible and a power of two, so that
+    /// an aligned tree stays aligned.
     fn split_once(
         &self,
         draft: &mut Draft,
@@ -355,7 +355,7 @@ impl<'a> Search<'a> {
                     }
                 };
                 load.remove(path);
-                // A host's own cable stays; the rest of the way is new.
+                // Keep the host's own cable; the rest of the path is new.
                 path.truncate(usize::from(child.is_none()));
                 load.add(path);
                 path.extend(shortest_path(self.fabric, distance, from, &mut load));
@@ -366,7 +366,7 @@ impl<'a> Search<'a> {
         Ok(())
     }
 
-    /// Return the free switch that is nearest to a run of children and their node together, and can take them.
+    /// The free switch that is nearest to a run of children and their node together, and can take them.
     fn nearest_free(
         &self,
         draft: &Draft,
@@ -387,7 +387,7 @@ impl<'a> Search<'a> {
     }
 
     /// Number the nodes breadth first; names are filled in for the chosen tree only.
-    fn finish(&self, draft: &Draft) -> Plan {
+    fn build_plan(&self, draft: &Draft) -> Plan {
         let mut children = draft.children();
         let mut plan = Plan {
             levels: 1,
@@ -440,11 +440,11 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Return whether the best tree found is known to have the fewest levels and then the least sharing.
+    /// Whether the best tree is proved to have the fewest levels and then the least sharing.
     ///
-    /// Where every rank's leaf is given by the cables (and was not moved to keep a child limit), one level needs a common leaf, and two levels were searched
-    /// exactly over all roots; so three levels are the fewest wherever two were not found, and one edge per cable is
-    /// the least there can be.
+    /// If the cables determine every rank's leaf (and none was moved for a child limit), one level needs a common leaf,
+    /// and two levels were searched exactly over all roots. So three levels are the fewest if two were not found, and
+    /// one edge per cable is the minimum.
     fn is_proved_optimal(&self, plan: &Plan) -> bool {
         let given = self.entries.iter().zip(&plan.ranks).all(|(entries, rank)| {
             let leaf = plan.nodes[rank.leaf].switch;
@@ -457,7 +457,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Say which hosts cannot be joined.
+    /// Name two hosts that cannot be joined.
     fn disconnected(&self) -> PlanError {
         let name = |rank: usize| self.fabric.host(self.hosts[rank]).name.clone();
         let distance = self.distances_to(self.entries[0][0].leaf);

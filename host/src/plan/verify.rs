@@ -1,33 +1,33 @@
-//! An independent check of a plan against its fabric: nothing here is shared with the planner.
+//! Verifies a plan against its fabric. Shares no code with the planner.
 //!
-//! Checked: every rank and host once; one root, every other node below it (connected, without cycles); lists of parents
-//! and children agree and are in declared order; every edge has a physical path, cable by cable; nodes stand at switches
-//! that can aggregate, one each, within their child limits; the numbers that the plan states are so.
+//! Checked: every rank and host appears once; there is one root with all other nodes below it (connected, no cycles);
+//! lists of parents and children agree and are in declared order; every edge has a physical path, cable by cable; nodes
+//! are at switches that can aggregate, one each, within their child limits; the plan's stated figures are correct.
 
 use super::{Child, Limits, Plan, Refusal};
 use crate::topo::{Device, Fabric, LinkId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A way in which a plan is wrong.
+/// What is wrong with a plan.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// There is no node or no rank.
+    /// The plan has no node or no rank.
     #[error("the plan has {nodes} nodes and {ranks} ranks; both must be at least 1")]
     Empty {
-        /// Nodes.
+        /// The number of nodes.
         nodes: usize,
-        /// Ranks.
+        /// The number of ranks.
         ranks: usize,
     },
     /// Ranks are not numbered in order, or a host has two.
-    #[error("entry {index} of the ranks is misnumbered or repeats a host")]
+    #[error("rank entry {index} is misnumbered or repeats a host")]
     Rank {
         /// Which entry.
         index: usize,
     },
-    /// A node is not below an earlier one, or at the wrong level.
-    #[error("node {node} (`{name}`) has parent {parent:?} and level {level}, which no tree has")]
+    /// A node's parent does not precede it, or its level is wrong.
+    #[error("node {node} (`{name}`) has an impossible parent {parent:?} or level {level}")]
     Parent {
         /// Which node.
         node: usize,
@@ -38,23 +38,23 @@ pub enum Violation {
         /// Its level.
         level: usize,
     },
-    /// A list of children does not match the parents and leaves, or its order.
-    #[error("node {node} lists the children {listed:?}, but {actual:?} name it, in declared order")]
+    /// A list of children contradicts the parents and leaves, or is out of order.
+    #[error("node {node} lists the children {listed:?}, but in declared order they are {actual:?}")]
     Children {
         /// Which node.
         node: usize,
-        /// Its list.
+        /// The listed children.
         listed: Vec<Child>,
-        /// The nodes and ranks that name it as theirs.
+        /// The nodes and ranks that name it as parent or leaf.
         actual: Vec<Child>,
     },
-    /// Two nodes stand at one switch.
-    #[error("two nodes stand at `{name}`")]
+    /// Two nodes are at one switch.
+    #[error("two nodes are at `{name}`")]
     SharedSwitch {
         /// The switch.
         name: String,
     },
-    /// A node stands where it cannot.
+    /// A node is at a switch that cannot aggregate.
     #[error("`{name}` cannot be a node: {reason}")]
     Unusable {
         /// The switch.
@@ -63,7 +63,7 @@ pub enum Violation {
         reason: Refusal,
     },
     /// A node has more children than its limit.
-    #[error("`{name}` has {children} children, its limit is {limit}")]
+    #[error("`{name}` has {children} children, but its limit is {limit}")]
     ChildLimit {
         /// The switch.
         name: String,
@@ -72,7 +72,7 @@ pub enum Violation {
         /// Its limit.
         limit: usize,
     },
-    /// The cables of an edge do not lead from the child to its node.
+    /// The cables of an edge do not connect the child to its node.
     #[error("the path of {child:?} does not lead to node {parent}")]
     Path {
         /// The child.
@@ -80,19 +80,19 @@ pub enum Violation {
         /// The node.
         parent: usize,
     },
-    /// A number that the plan states is wrong.
-    #[error("the plan states {what} {stated}, it is {actual}")]
+    /// A figure that the plan states is wrong.
+    #[error("the plan states {what} {stated}, but it is {actual}")]
     Stated {
-        /// Which number.
+        /// The figure's name.
         what: &'static str,
-        /// As stated.
+        /// The stated value.
         stated: usize,
-        /// As recomputed.
+        /// The actual value.
         actual: usize,
     },
 }
 
-/// Check a plan.
+/// Verify a plan.
 ///
 /// # Errors
 /// The first [`Violation`].
@@ -131,7 +131,7 @@ fn check_ranks(fabric: &Fabric, plan: &Plan) -> Result<(), Violation> {
     Ok(())
 }
 
-/// Node 0 is the root, and every other node's parent comes before it: that alone rules out cycles and islands.
+/// Node 0 is the root and every other node's parent precedes it, which rules out cycles and islands.
 fn check_tree(plan: &Plan) -> Result<(), Violation> {
     for (index, node) in plan.nodes.iter().enumerate() {
         let fits = match node.parent {
@@ -163,7 +163,7 @@ fn check_children(plan: &Plan) -> Result<(), Violation> {
         actual.extend(ranks.map(|rank| (rank.rank.0, Child::Rank(rank.rank))));
         actual.sort();
         let actual: Vec<Child> = actual.into_iter().map(|(_, child)| child).collect();
-        // A node without a rank below it would wait for ever.
+        // A node without a rank below it would wait forever.
         if actual != node.children || lowest[index] == u32::MAX {
             return Err(Violation::Children { node: index, listed: node.children.clone(), actual });
         }
@@ -192,7 +192,7 @@ fn check_nodes(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Viol
     Ok(())
 }
 
-/// Walk every path and return the most edges on one cable.
+/// Walk every path and return the maximum number of edges on one cable.
 fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<usize, Violation> {
     let mut edges: BTreeMap<LinkId, usize> = BTreeMap::new();
     let up =
@@ -215,7 +215,7 @@ fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<usize, Violation> {
     Ok(edges.into_values().max().unwrap_or(0))
 }
 
-/// Return a number that stands for the expression which a node evaluates.
+/// A hash of the expression that a node evaluates.
 fn expression(plan: &Plan, node: usize) -> u128 {
     pairing(plan.nodes[node].children.iter().map(|child| match *child {
         Child::Node(node) => expression(plan, node),
@@ -227,7 +227,7 @@ fn leaf(rank: usize) -> u128 {
     mix(rank as u128 + 1, 0)
 }
 
-/// Combine neighbours, then pairs of pairs; an odd one out moves up.
+/// Combine neighbours, then pairs of pairs; an odd operand moves up.
 fn pairing(operands: impl Iterator<Item = u128>) -> u128 {
     let mut operands: Vec<u128> = operands.collect();
     while operands.len() > 1 {
@@ -236,7 +236,7 @@ fn pairing(operands: impl Iterator<Item = u128>) -> u128 {
     operands.pop().unwrap_or_default()
 }
 
-/// Mix two numbers so that neither order nor bracketing can be changed unnoticed.
+/// Mix two hashes such that changes of order or bracketing change the result.
 fn mix(left: u128, right: u128) -> u128 {
     const ODD: u128 = 0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835;
     let mixed = left.rotate_left(41).wrapping_mul(ODD) ^ right.wrapping_add(ODD).wrapping_mul(ODD | 0xff00);

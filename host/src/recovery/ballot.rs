@@ -1,75 +1,75 @@
-//! What ranks say to each other in a view change.
+//! Messages of a view change.
 //!
-//! `P` is what a rank promises with: what it has of the operations. `D` is what is decided about them, the same function
-//! of all promises at all ranks.
+//! `P` is the report in a rank's promise: what it has of the operations. `D` is the decision about them, the same
+//! function of all promises on all ranks.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
 
-/// One attempt to change the view. A higher attempt comes first, then a higher coordinator: the derived order.
+/// One attempt to change the view. Ordered by attempt, then by coordinator (the derived order).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct Ballot {
     /// The attempt, from 1.
     pub(crate) attempt: u32,
-    /// Who leads it.
+    /// The rank that leads it.
     pub(crate) coordinator: Rank,
 }
 
-/// Who says that a rank is dead.
+/// The authority by which a rank is dead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) enum Authority {
-    /// Ranks that no longer hear of it. It counts where a strict majority of the view goes on together.
+    /// Other ranks cannot reach it. Suspicion counts only if a strict majority of the view continues together.
     Suspicion,
-    /// The controller, the end of its process, or the rank itself, which takes no further part.
-    Word,
+    /// Confirmed by the controller, by the end of its process, or by the rank itself, which takes no further part.
+    Confirmed,
 }
 
 /// The ranks that are not waited for.
 pub(crate) type Dead = BTreeMap<Rank, Authority>;
 
-/// How a view change ends, the same at all ranks that live on.
+/// The outcome of a view change, the same on all surviving ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Outcome<D> {
-    /// The ranks that are not part of it, in order.
+    /// The dead ranks, in order.
     pub(crate) dead: Vec<Rank>,
-    /// What is decided about the operations.
+    /// The decision about the operations.
     pub(crate) decision: D,
-    /// The word that all said with `Done`; 0 if they said different ones.
-    pub(crate) word: u64,
+    /// The vote of all ranks in `Done`; 0 if votes differed.
+    pub(crate) vote: u64,
 }
 
-/// That a rank has done all of a ballot's plan. `word` is its own.
+/// A rank's statement that it has executed a ballot's plan.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Done<D> {
     /// The ballot.
     pub(crate) ballot: Ballot,
-    /// What it comes to if it is committed.
+    /// The outcome, if it is committed.
     pub(crate) outcome: Outcome<D>,
 }
 
-/// What one rank says to another.
+/// A message from one rank to another.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum Message<P, D> {
-    /// To the coordinator: the view has to change, and these ranks are dead.
+    /// To the coordinator: the view must change, and these ranks are dead.
     Call { dead: Dead },
-    /// Take part in no lower ballot, freeze, and say what you have.
+    /// Take part in no lower ballot, freeze, and report what you have.
     Prepare { ballot: Ballot, dead: Dead },
-    /// What this rank has.
-    Promise { ballot: Ballot, dead: Dead, done: Option<Done<D>>, account: P },
-    /// This rank has promised the higher ballot that is named.
+    /// The sender's promise, and its report.
+    Promise { ballot: Ballot, dead: Dead, done: Option<Done<D>>, report: P },
+    /// The sender has promised this higher ballot.
     Refuse { ballot: Ballot },
-    /// What all that live have: each works out the same from it, and does it.
-    Plan { ballot: Ballot, dead: Dead, accounts: BTreeMap<Rank, P> },
-    /// It is done.
-    Done { ballot: Ballot, word: u64 },
-    /// It could not be done; perhaps a rank is dead.
+    /// The reports of all surviving ranks; each rank computes the same plan from them and executes it.
+    Plan { ballot: Ballot, dead: Dead, reports: BTreeMap<Rank, P> },
+    /// The plan is executed.
+    Done { ballot: Ballot, vote: u64 },
+    /// The plan could not be executed; perhaps a rank is dead.
     Failed { ballot: Ballot },
-    /// It is done at all ranks but the dead: those of the ballot that was committed, which may be more than those of the
-    /// outcome, if that is an earlier ballot's.
+    /// All ranks have executed the plan, except for the dead ranks of the ballot that was committed. Those may be more
+    /// than the dead ranks of the outcome, if that is an earlier ballot's.
     Commit { outcome: Outcome<D>, dead: Dead },
-    /// This rank takes no further part.
+    /// The sender takes no further part.
     Farewell,
-    /// The others go on without you.
+    /// The others continue without the receiver.
     Excluded,
 }

@@ -1,40 +1,42 @@
-//! What becomes of operations whose tree is lost, or whose ranks are: who agrees on that, which chunks somebody has, and
-//! which have to be computed again (PROTOCOL 8). What is decided here [`crate::comm`] carries out, in its own `change`.
+//! Recovery: what happens to operations whose tree or ranks are lost. Decides which ranks are dead, which chunks some
+//! rank has, and which must be recomputed (PROTOCOL 8). Sans-I/O: [`crate::comm`] carries out the decisions, in its
+//! `change` module.
 //!
-//! All ranks that live agree on who is dead in a [`View`] change. Each describes what it has in a [`Ledger`]; each gets
-//! all ledgers, and works out the same [`Plan`] from them. Then the pieces of the plan run one after the other, each as a
-//! schedule between the ranks that live:
-//! - a chunk whose result some rank has is broadcast by the lowest of those ranks;
-//! - a chunk whose result nobody has is reduced again, if all ranks are alive: from contributions that are all intact
-//!   then, by a schedule that evaluates the declared expression.
+//! All surviving ranks agree on the dead ranks in a [`View`] change. Each describes what it has in a
+//! [`ChunkInventory`], gets the inventories of all, and computes the same plan from them. The pieces of the plan run
+//! one after the other, each as a host collective between the survivors:
+//! - if some rank has the result of a chunk, the lowest such rank broadcasts it;
+//! - if no rank has it and all ranks are alive, it is reduced again from the contributions, which are all intact in
+//!   that case, by a schedule that evaluates the declared expression.
 //!
-//! An operation that not every rank had entered has no result anywhere: where all are alive, it is left out, and begins
-//! again on the next path. Where ranks are dead, operations fail from the first on that can't be had.
+//! An operation that not every rank had entered has no result anywhere. If all ranks are alive, it is left out, and
+//! starts again on the next path. If ranks are dead, operations fail from the first one that cannot be recovered.
 //!
 //! Invariants:
-//! - ledgers are made after the freeze: no result is taken in, and no device writes, between a ledger and the end of the
-//!   change; what pieces have landed is in the next ledger, if there is another attempt;
-//! - the plan is a function of the ledgers alone, so all ranks have the same;
+//! - inventories are made after the freeze: between an inventory and the end of the change, no result is taken in and
+//!   no device writes. If there is another attempt, its inventories include what the pieces have written;
+//! - the plan is a function of the inventories only, so it is the same on all ranks;
 //! - no piece crosses an operation.
 
 mod ballot;
 mod decide;
-mod ledger;
-mod plan;
 #[cfg(feature = "snapshot")]
-pub mod rehearsal;
-mod remains;
+pub mod harness;
+mod inventory;
+mod plan;
+mod source;
 #[cfg(test)]
 mod tests;
 mod view;
 
+pub(crate) use crate::transport::RecoverySource;
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
-pub(crate) use decide::{Account, Decision, Offered, decide, of_last_tree, settled};
-pub(crate) use ledger::Ledger;
+pub(crate) use decide::{Decision, MigrationPromise, RankReport, agreed_migration, decide, in_latest_tree};
+pub(crate) use inventory::ChunkInventory;
 #[cfg(test)]
 pub(crate) use plan::plan;
-pub(crate) use plan::{Piece, Source, Unrepairable};
-pub(crate) use remains::{
-    Landed, Remains, fresh, give_contribution, give_result, is_unknown, land, ledger, result_lens,
+pub(crate) use plan::{Piece, Source, Unrecoverable};
+pub(crate) use source::{
+    Landed, append_contribution, append_result, completed_elements, inventory, is_unknown, land, result_lens,
 };
 pub(crate) use view::{End, Event, View};

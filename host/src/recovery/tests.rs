@@ -1,7 +1,9 @@
-//! Whole repairs between endpoints that a node played by hand has brought to any point: some ranks have returned, and
-//! their buffers are their callers' again, while others lack chunks.
+//! Complete recoveries between endpoints. A hand-driven node brings them to any point: some ranks have returned and own
+//! their buffers again, while others lack chunks.
 
-use super::{Ledger, Remains, Source, give_contribution, give_result, land, ledger, plan, result_lens};
+use super::{
+    ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, plan, result_lens,
+};
 use crate::schedule::Span;
 use crate::transport::packets::{Buffers, Endpoint, EndpointConfig, Event, OpId};
 use proptest::prelude::*;
@@ -20,10 +22,10 @@ const SALT: u32 = 77;
 const KEY: u64 = 5;
 /// i64 elements in a chunk.
 const CHUNK: usize = 4;
-/// What a caller does with its buffers once they are its own again.
+/// What a caller overwrites its buffers with once it owns them again.
 const GARBAGE: u8 = 0xee;
 
-/// One operation's buffers at one rank, in place or not.
+/// The buffers of an operation at one rank, in place or not.
 #[derive(Debug, Clone)]
 struct Memory {
     bytes: Vec<u8>,
@@ -55,7 +57,7 @@ impl Memory {
             bytes[at..at + 8].copy_from_slice(&value(rank, first + i).to_le_bytes());
         }
         let mut memory = Self { bytes, input, output };
-        // What is moved does not come back: its owner has it there before.
+        // The tree does not send a rank's own block back, so it is there beforehand.
         if !in_place && matches!(desc.collective, Collective::Broadcast | Collective::AllGather) {
             let (from, to) = (memory.input.clone(), memory.output.start + first * 8);
             if !from.is_empty() {
@@ -74,7 +76,7 @@ fn value(rank: u32, i: usize) -> i64 {
     (i64::from(rank) + 1) * 1_000_003 + i as i64 * 17
 }
 
-/// What is in the output of `rank` afterwards.
+/// The expected output of `rank`.
 fn expected(desc: &OpDesc, rank: u32, ranks: u32) -> Vec<u8> {
     let sum = |i| (0..ranks).map(|rank| value(rank, i)).sum::<i64>();
     let count = desc.count as usize;
@@ -90,9 +92,9 @@ fn expected(desc: &OpDesc, rank: u32, ranks: u32) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
-struct Lent<'m>(&'m mut [Memory]);
+struct TestBuffers<'m>(&'m mut [Memory]);
 
-impl Buffers for Lent<'_> {
+impl Buffers for TestBuffers<'_> {
     fn input(&self, op: OpId) -> &[u8] {
         let Memory { bytes, input, .. } = &self.0[op.0 as usize];
         &bytes[input.clone()]
@@ -107,7 +109,7 @@ impl Buffers for Lent<'_> {
 struct Member {
     endpoint: Endpoint,
     memory: Vec<Memory>,
-    /// What operations had left when they returned; the memory is garbage since.
+    /// The outputs of operations when they returned; their memory has been overwritten since.
     returned: BTreeMap<u64, Vec<u8>>,
 }
 
@@ -132,7 +134,7 @@ impl Member {
         Self { endpoint: Endpoint::new(config), memory: Vec::new(), returned: BTreeMap::new() }
     }
 
-    fn see_events(&mut self) {
+    fn handle_events(&mut self) {
         while let Some(event) = self.endpoint.poll_event() {
             if let Event::Completed(op) = event {
                 let memory = &mut self.memory[op.0 as usize];
@@ -149,7 +151,7 @@ type Part = (u32, Vec<u8>, bool);
 /// The ranks, and the node above them.
 struct Group {
     members: Vec<Member>,
-    /// Of each chunk, by rank.
+    /// Contributions to each chunk, by rank.
     chunks: BTreeMap<u64, BTreeMap<usize, Part>>,
 }
 
@@ -169,8 +171,9 @@ impl Group {
         Self { members, chunks: BTreeMap::new() }
     }
 
-    /// Take what the ranks send, and answer all that is complete to those that `reaches` says, until nothing moves.
-    fn run(&mut self, tells_stable: bool, reaches: impl Fn(usize, u64) -> bool) {
+    /// Deliver what the ranks send, and answer complete chunks to the ranks for which `reaches` holds, until nothing
+    /// changes.
+    fn run(&mut self, reports_stable: bool, reaches: impl Fn(usize, u64) -> bool) {
         loop {
             let mut moved = self.collect();
             let stable = self.members.iter().map(|member| member.endpoint.have().0).min().unwrap_or(0);
@@ -186,9 +189,9 @@ impl Group {
                         continue;
                     }
                     let (kind, payload) = if wants { (Kind::Result, &result[..]) } else { (Kind::Done, &[][..]) };
-                    let mark = ChunkNo(if tells_stable { stable } else { 0 });
+                    let mark = ChunkNo(if reports_stable { stable } else { 0 });
                     answer(member, Repr { signature, mark, seq: ChunkNo(seq), ..down(kind, rank) }, payload);
-                    member.see_events();
+                    member.handle_events();
                     moved = true;
                 }
             }
@@ -203,7 +206,7 @@ impl Group {
         for (rank, member) in self.members.iter_mut().enumerate() {
             let mut packet = vec![0; 4096];
             let Member { endpoint, memory, .. } = member;
-            while let Some(sent) = endpoint.poll_transmit(&Lent(memory), &mut packet, now()) {
+            while let Some(sent) = endpoint.poll_transmit(&TestBuffers(memory), &mut packet, now()) {
                 let packet = Packet::new_checked(&packet[..sent.len_bytes]).expect("valid");
                 let repr = Repr::parse(&packet).expect("of this version");
                 if !matches!(repr.kind, Kind::Data | Kind::Empty) {
@@ -220,23 +223,24 @@ impl Group {
         moved
     }
 
-    /// What the ranks do when their tree is lost; returns how many chunks were given and how many computed again.
+    /// Recover from the loss of the tree. Returns how many chunks were sent by a holder, and how many were recomputed.
     fn repair(&mut self) -> (u64, u64) {
         let sent: Vec<Vec<u8>> = self
             .members
             .iter_mut()
             .map(|member| {
                 member.endpoint.close();
-                postcard::to_allocvec(&ledger(&member.endpoint)).expect("in memory")
+                postcard::to_allocvec(&inventory(&member.endpoint)).expect("in memory")
             })
             .collect();
-        let ledgers: Vec<Ledger> = sent.iter().map(|bytes| postcard::from_bytes(bytes).expect("as it was")).collect();
+        let inventories: Vec<ChunkInventory> =
+            sent.iter().map(|bytes| postcard::from_bytes(bytes).expect("as it was")).collect();
         let ops = self.members[0].endpoint.ops();
         let ranks = self.members.len() as u32;
-        assert!(ledgers.iter().all(|ledger| ledger.is_sound(ranks, |desc| ops.chunks(desc))));
-        let ledgers = (0..).map(Rank).zip(ledgers).collect();
-        let plan = plan(&ledgers, ranks).expect("everything is somewhere");
-        let (mut given, mut again) = (0, 0);
+        assert!(inventories.iter().all(|inventory| inventory.is_valid(ranks, |desc| ops.chunks(desc))));
+        let inventories = (0..).map(Rank).zip(inventories).collect();
+        let plan = plan(&inventories, ranks).expect("everything is somewhere");
+        let (mut supplied, mut recomputed) = (0, 0);
         for piece in &plan.pieces {
             let len_of = result_lens(&self.members[0].endpoint, &piece.op);
             for seq in piece.first..piece.end {
@@ -244,31 +248,31 @@ impl Group {
                 match piece.source {
                     Source::Held(holder) => {
                         let Member { endpoint, memory, .. } = &mut self.members[holder.0 as usize];
-                        give_result(endpoint, seq, &mut Lent(memory), &mut result);
-                        given += 1;
+                        append_result(endpoint, seq, &mut TestBuffers(memory), &mut result);
+                        supplied += 1;
                     }
                     Source::Recompute => {
                         let parts = self.members.iter_mut().map(|Member { endpoint, memory, .. }| {
                             let mut part = Vec::new();
-                            give_contribution(endpoint, seq, &Lent(memory), &mut part);
+                            append_contribution(endpoint, seq, &TestBuffers(memory), &mut part);
                             part
                         });
                         let parts: Vec<_> = parts.collect();
                         assert!(parts.iter().all(|part| part.len() == len_of(seq)), "{piece:?}: {parts:?}");
                         result = combine(parts.iter().map(Vec::as_slice));
-                        again += 1;
+                        recomputed += 1;
                     }
                 }
                 assert_eq!(result.len(), len_of(seq), "{piece:?}");
                 for Member { endpoint, memory, .. } in &mut self.members {
-                    land(endpoint, seq, &result, &mut Lent(memory));
+                    land(endpoint, seq, &result, &mut TestBuffers(memory));
                 }
             }
         }
-        (given, again)
+        (supplied, recomputed)
     }
 
-    /// Check every result: of those that had returned, and of the others.
+    /// Check every result, of operations that had returned and of the others.
     fn check(&self, descs: &[OpDesc]) {
         let ranks = self.members.len() as u32;
         for (rank, member) in (0..).zip(&self.members) {
@@ -292,17 +296,17 @@ fn answer(member: &mut Member, repr: Repr, payload: &[u8]) {
     let mut packet = Packet::new_unchecked(&mut bytes[..]);
     packet.payload_mut().copy_from_slice(payload);
     repr.emit(&mut packet, sumac_hal::wire::payload_crc(payload));
-    member.endpoint.handle(NODE, &bytes, &mut Lent(&mut member.memory), now());
+    member.endpoint.handle(NODE, &bytes, &mut TestBuffers(&mut member.memory), now());
 }
 
-/// The wrapping sum of all that is not empty.
+/// The wrapping sum of all non-empty parts.
 fn combine<'b>(parts: impl Iterator<Item = &'b [u8]>) -> Vec<u8> {
     parts
         .filter(|part| !part.is_empty())
         .map(<[u8]>::to_vec)
         .reduce(|sum, part| {
-            let word = |bytes: &[u8]| i64::from_le_bytes(bytes.try_into().expect("eight"));
-            sum.chunks(8).zip(part.chunks(8)).flat_map(|(a, b)| word(a).wrapping_add(word(b)).to_le_bytes()).collect()
+            let vote = |bytes: &[u8]| i64::from_le_bytes(bytes.try_into().expect("eight"));
+            sum.chunks(8).zip(part.chunks(8)).flat_map(|(a, b)| vote(a).wrapping_add(vote(b)).to_le_bytes()).collect()
         })
         .unwrap_or_default()
 }
@@ -318,9 +322,9 @@ fn descs(root: u32, count: u64) -> [OpDesc; 5] {
     ]
 }
 
-/// Rank 0 has returned from all, and made its buffers garbage; rank 1 lacks the last chunk, be it the root or not.
+/// Rank 0 has returned from everything and overwritten its buffers; rank 1 lacks the last chunk, as the root or not.
 #[test]
-fn who_has_returned_still_gives_what_another_lacks() {
+fn rank_that_has_returned_still_supplies_missing_chunks() {
     for in_place in [false, true] {
         for root in 0..2 {
             for desc in descs(root, 7 * CHUNK as u64 + 1) {
@@ -332,12 +336,12 @@ fn who_has_returned_still_gives_what_another_lacks() {
                     [1, 0],
                     "{desc}"
                 );
-                let (given, again) = group.repair();
+                let (supplied, recomputed) = group.repair();
                 let needs = desc.collective != Collective::Reduce && desc.collective != Collective::Broadcast
                     || (desc.root.0 == 1) == (desc.collective == Collective::Reduce);
-                // The last block, which is one of the chunks of an all-gather that rank 1 has itself.
+                // The last block of an all-gather is rank 1's own.
                 let needs = needs && desc.collective != Collective::AllGather;
-                assert_eq!(given + again, u64::from(needs), "{desc}, root {root}");
+                assert_eq!(supplied + recomputed, u64::from(needs), "{desc}, root {root}");
                 group.check(&[desc]);
             }
         }
@@ -346,7 +350,7 @@ fn who_has_returned_still_gives_what_another_lacks() {
 
 /// The owner of a block of an all-gather has returned.
 #[test]
-fn the_owner_of_a_block_still_gives_it() {
+fn returned_owner_of_a_block_still_supplies_it() {
     let desc = OpDesc::all_gather(Dtype::I64, 6 * CHUNK as u64);
     let mut group = Group::new(2, &[desc], true);
     group.run(false, |rank, seq| rank == 0 || seq != 1);
@@ -356,20 +360,20 @@ fn the_owner_of_a_block_still_gives_it() {
 }
 
 proptest! {
-    /// Wherever the tree was lost, and whatever of it the ranks know, all have every result afterwards.
+    /// Wherever the tree was lost and whatever the ranks know of it, all have every result afterwards.
     #[test]
-    fn any_loss_is_made_good(
+    fn recovery_completes_every_operation_after_any_loss(
         kinds in proptest::collection::vec(0_usize..5, 1..5),
         ranks in 2_u32..5,
         root in 0_u32..4,
         count in 1_u64..80,
         in_place: bool,
-        tells_stable: bool,
+        reports_stable: bool,
         lost in proptest::collection::hash_set((0_usize..4, 0_u64..60), 0..12),
     ) {
         let descs: Vec<_> = kinds.iter().map(|&kind| descs(root % ranks, count)[kind]).collect();
         let mut group = Group::new(ranks, &descs, in_place);
-        group.run(tells_stable, |rank, seq| !lost.contains(&(rank, seq)));
+        group.run(reports_stable, |rank, seq| !lost.contains(&(rank, seq)));
         group.repair();
         group.check(&descs);
     }

@@ -1,76 +1,77 @@
-//! The view change (PROTOCOL 8): how ranks agree on who is dead and on what becomes of their operations, whatever else
-//! dies meanwhile.
+//! The view change (PROTOCOL 8): how ranks agree on which ranks are dead and what happens to their operations, while
+//! further ranks may die.
 //!
 //! ```text
-//!   a rank          coordinator: the lowest that lives
-//!     | -- Call ------> |    the tree is lost, or a rank is
-//!     | <-- Prepare --- |    to all that live: freeze, and say what you have
+//!   a rank          coordinator: the lowest surviving rank
+//!     | -- Call ------> |    the tree or a rank is lost
+//!     | <-- Prepare --- |    to all survivors: freeze, and report what you have
 //!     | --- Promise --> |
-//!     | <-- Plan ------ |    what all have; each works out the same, and does it
+//!     | <-- Plan ------ |    all reports; each rank computes the same plan, and executes it
 //!     | --- Done -----> |
 //!     | <-- Commit ---- |
 //! ```
 //!
 //! Invariants:
 //! - a rank takes part in no ballot that is lower than one it has promised;
-//! - who is dead to a rank stays so, and is not heard by it: not of a commit either, as those that go on may know less;
-//! - a ballot is for all ranks but the dead: it is planned when all of them have promised, and committed when all have
-//!   done it. So what was committed in a ballot has been done by every rank of any later one;
-//! - **so a later ballot adopts an outcome that may have been committed**: where a rank knows of the commit, or where all
-//!   have done the same ballot. Otherwise no earlier ballot was committed or will be, and it plans anew;
-//! - a ballot in which a rank is dead by suspicion alone is for a strict majority of the view.
+//! - a rank that is dead to another stays dead, and its messages are ignored; commits as well, because the ranks that
+//!   continue may not know of them;
+//! - a ballot is for all ranks except the dead: it is planned when all of them have promised, and committed when all
+//!   have executed the plan. So whatever a ballot committed has been executed by every rank of any later ballot;
+//! - **so a later ballot adopts an outcome that may have been committed**: if a rank knows of the commit, or if all
+//!   have executed the same ballot. Otherwise no earlier ballot was committed or ever will be, and it makes a new plan;
+//! - a ballot in which a rank is dead by suspicion alone needs a strict majority of the view.
 //!
-//! Like all state machines here it has no clock, no connection and no buffer. It takes messages of one view only, each
-//! once and in the order of sending; a message may be lost with its connection, for which there is
+//! Like all state machines here it has no clock, no connection and no buffer. It takes the messages of one view only,
+//! each once and in order of sending. Messages may be lost with their connection, for which there is
 //! [`View::handle_timeout`].
 
+mod coordinator;
 mod flaw;
-mod lead;
 #[cfg(test)]
 mod search;
 #[cfg(test)]
 mod tests;
 
 use super::ballot::{Authority, Ballot, Dead, Done, Message, Outcome};
+use coordinator::Coordinator;
 #[cfg(feature = "snapshot")]
 pub use flaw::Flaw;
 #[cfg(not(feature = "snapshot"))]
 use flaw::Flaw;
-use lead::Leading;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
-/// How long a coordinator waits with the next attempt where one came to nothing, and nobody has died: a death that was
-/// its cause is known by then.
+/// How long a coordinator waits before the next attempt if one failed and no rank is known to be dead: a death that
+/// caused the failure is known by then.
 const RETRY: Duration = Duration::from_millis(300);
 
-/// How often what was not answered is said again, as a connection may have taken it along.
+/// The interval at which unanswered messages are repeated, because they may be lost with a connection.
 const RESEND: Duration = Duration::from_secs(1);
 
-/// What the driver has to do.
+/// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Event<P, D> {
-    /// Freeze, and say by [`View::promise`] what there is. Nothing of an earlier plan goes on.
+    /// Freeze, and report by [`View::promise`] what this rank has. Stop executing any earlier plan.
     Promise { ballot: Ballot },
-    /// Work out the plan of these ranks' accounts, do it, and say so by [`View::done`] or [`View::failed`].
-    Run { ballot: Ballot, accounts: BTreeMap<Rank, P> },
-    /// All that live are through.
+    /// Compute the plan from these reports, execute it, and report that by [`View::done`] or [`View::failed`].
+    Run { ballot: Ballot, reports: BTreeMap<Rank, P> },
+    /// All surviving ranks have executed the plan.
     Committed(Outcome<D>),
-    /// This rank is out.
+    /// This rank is not part of the outcome.
     Ended(End),
 }
 
-/// How a view change ends for a rank that is out of it.
+/// How a view change ends for a rank that is not part of the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum End {
-    /// Too few ranks are left, and the controller does not say that the others are dead; or the others go on without
-    /// this one.
+    /// Too few ranks are left and no controller confirms that the others are dead, or the others continue without this
+    /// one.
     Partitioned,
-    /// It took too long; nothing was committed here, nor could it be elsewhere.
+    /// The deadline passed; nothing was committed here, nor can it have been elsewhere.
     Deadline,
-    /// It took too long; the others may have committed.
+    /// The deadline passed; other ranks may have committed.
     Unknown,
 }
 
@@ -86,17 +87,17 @@ enum State<D> {
 pub(crate) struct View<P, D> {
     rank: Rank,
     ranks: u32,
-    /// Whether the controller would say who is dead.
+    /// Whether a controller would report dead ranks.
     has_controller: bool,
     dead: Dead,
-    /// The highest ballot that was promised, and whether the account was given.
+    /// The highest promised ballot, and whether the report was given.
     promised: Option<(Ballot, bool)>,
-    /// The highest attempt that was heard of.
+    /// The highest attempt seen.
     highest: u32,
-    /// The plan that is being done.
+    /// The plan in execution.
     plan: Option<(Ballot, Vec<Rank>)>,
     done: Option<Done<D>>,
-    leading: Option<Leading<P, D>>,
+    coordinating: Option<Coordinator<P, D>>,
     state: State<D>,
     deadline: Instant,
     retry_at: Option<Instant>,
@@ -108,7 +109,7 @@ pub(crate) struct View<P, D> {
 }
 
 impl<P: Clone, D: Clone + PartialEq> View<P, D> {
-    /// Take part, as `rank` of `ranks`, until `deadline` at most. `dead` is who is known to be.
+    /// Take part as `rank` of `ranks` until `deadline`. `dead` are the ranks that are known to be dead.
     pub(crate) fn new((rank, ranks): (Rank, u32), dead: Dead, has_controller: bool, deadline: Instant) -> Self {
         Self {
             rank,
@@ -119,7 +120,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
             highest: 0,
             plan: None,
             done: None,
-            leading: None,
+            coordinating: None,
             state: State::Open,
             deadline,
             retry_at: None,
@@ -131,9 +132,9 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
     }
 
-    /// The view has to change: let the coordinator know, or be it.
+    /// The view must change: tell the coordinator, or become it.
     pub(crate) fn begin(&mut self) {
-        self.urge();
+        self.try_advance();
     }
 
     /// A rank is dead.
@@ -141,26 +142,26 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         if rank == self.rank || rank.0 >= self.ranks || !self.is_open() {
             return;
         }
-        let was_entitled = self.is_entitled(&self.dead);
-        if self.bury(&Dead::from([(rank, authority)])) || !was_entitled {
-            self.urge();
+        let could_continue = self.may_continue(&self.dead);
+        if self.add_dead(&Dead::from([(rank, authority)])) || !could_continue {
+            self.try_advance();
         }
     }
 
-    /// Nobody says any more who is dead; tells whether that changes anything.
+    /// There is no controller any more that reports dead ranks. Returns whether that ends the change.
     pub(crate) fn controller_lost(&mut self) -> bool {
         self.has_controller = false;
-        let ends = self.is_open() && !self.is_entitled(&self.dead);
+        let ends = self.is_open() && !self.may_continue(&self.dead);
         if ends {
             self.end(End::Partitioned);
         }
         ends
     }
 
-    /// Take in what another rank says.
+    /// Process a message from another rank.
     pub(crate) fn handle(&mut self, from: Rank, message: Message<P, D>, now: Instant) {
         if let State::Committed(outcome) = &self.state {
-            // Who has not heard of it hears of it now.
+            // Tell ranks that do not know of the commit yet.
             let tells = matches!(message, Message::Call { .. } | Message::Prepare { .. } | Message::Promise { .. });
             let commit = Message::Commit { outcome: outcome.clone(), dead: self.dead.clone() };
             if tells {
@@ -173,15 +174,16 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
         match message {
             Message::Commit { dead, .. } if dead.contains_key(&self.rank) => return self.end(End::Partitioned),
-            // Those that go on without it may adopt another word than it has committed: what it alone knew is lost with it.
+            // Ranks that continue without the sender may adopt a different vote than it has committed; what only the
+            // sender knew is lost with it.
             Message::Commit { outcome, dead } if !self.dead.contains_key(&from) => {
-                self.bury(&dead);
+                self.add_dead(&dead);
                 return self.commit(outcome);
             }
-            Message::Farewell => return self.rank_died(from, Authority::Word),
+            Message::Farewell => return self.rank_died(from, Authority::Confirmed),
             Message::Excluded => return self.end(End::Partitioned),
-            _ if self.dead.contains_key(&from) && !self.breaks(Flaw::TheDead) => {
-                // Only what is planned is entitled to say so.
+            _ if self.dead.contains_key(&from) && !self.breaks(Flaw::MessagesFromDead) => {
+                // Only ranks with a plan know that they will continue.
                 if self.plan.is_some() || self.done.is_some() {
                     self.transmit.push_back((from, Message::Excluded));
                 }
@@ -191,22 +193,22 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
         match message {
             Message::Call { dead } => {
-                let is_new = self.bury(&dead);
-                if is_new || self.coordinator() == self.rank && self.leading.is_none() {
-                    self.urge();
+                let is_new = self.add_dead(&dead);
+                if is_new || self.coordinator() == self.rank && self.coordinating.is_none() {
+                    self.try_advance();
                 }
             }
             Message::Prepare { ballot, dead } => self.on_prepare(from, ballot, &dead),
-            Message::Promise { ballot, dead, done, account } => self.on_promise(from, ballot, &dead, done, account),
+            Message::Promise { ballot, dead, done, report } => self.on_promise(from, ballot, &dead, done, report),
             Message::Refuse { ballot } => self.on_refuse(ballot),
-            Message::Plan { ballot, dead, accounts } => self.on_plan(from, ballot, dead, accounts),
-            Message::Done { ballot, word } => self.on_done(from, ballot, word),
+            Message::Plan { ballot, dead, reports } => self.on_plan(from, ballot, dead, reports),
+            Message::Done { ballot, vote } => self.on_done(from, ballot, vote),
             Message::Failed { ballot } => self.on_failed(ballot, now),
             Message::Commit { .. } | Message::Farewell | Message::Excluded => {}
         }
     }
 
-    /// Do what is due.
+    /// Process timeouts.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         if !self.is_open() {
             return;
@@ -216,7 +218,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
         if self.retry_at.is_some_and(|at| at <= now) {
             self.retry_at = None;
-            self.urge();
+            self.try_advance();
         }
         match self.resend_at {
             Some(at) if at > now => {}
@@ -228,47 +230,48 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
     }
 
-    /// Return when [`View::handle_timeout`] has something to do.
+    /// Return when [`View::handle_timeout`] must be called.
     pub(crate) fn poll_timeout(&self) -> Instant {
         [self.retry_at, self.resend_at].into_iter().flatten().fold(self.deadline, Instant::min)
     }
 
-    /// Return what is to be said to whom next.
+    /// Return the next message to send, and its receiver.
     pub(crate) fn poll_transmit(&mut self) -> Option<(Rank, Message<P, D>)> {
         self.transmit.pop_front()
     }
 
-    /// Return what is to be done next.
+    /// Return the next event for the driver.
     pub(crate) fn poll_event(&mut self) -> Option<Event<P, D>> {
         self.events.pop_front()
     }
 
-    /// Say what there is: the answer to [`Event::Promise`].
-    pub(crate) fn promise(&mut self, ballot: Ballot, account: P) {
+    /// Report what this rank has, in reply to [`Event::Promise`].
+    pub(crate) fn promise(&mut self, ballot: Ballot, report: P) {
         if !self.is_open() || self.promised.is_none_or(|(promised, _)| promised != ballot) {
             return;
         }
         self.promised = Some((ballot, true));
         let (dead, done) = (self.dead.clone(), self.done.clone());
         if ballot.coordinator == self.rank {
-            self.on_promise(self.rank, ballot, &dead, done, account);
+            self.on_promise(self.rank, ballot, &dead, done, report);
         } else {
-            self.transmit.push_back((ballot.coordinator, Message::Promise { ballot, dead, done, account }));
+            self.transmit.push_back((ballot.coordinator, Message::Promise { ballot, dead, done, report }));
         }
     }
 
-    /// A ballot's plan is done here: `decision` is what it comes to, and `word` whatever ranks have to have in common.
-    pub(crate) fn done(&mut self, ballot: Ballot, decision: D, word: u64) {
+    /// A ballot's plan has been executed here. `decision` is its result, and `vote` a value that is committed if all
+    /// ranks agree on it.
+    pub(crate) fn done(&mut self, ballot: Ballot, decision: D, vote: u64) {
         let Some((_, dead)) = self.plan.take_if(|(planned, _)| *planned == ballot) else { return };
-        self.done = Some(Done { ballot, outcome: Outcome { dead, decision, word } });
+        self.done = Some(Done { ballot, outcome: Outcome { dead, decision, vote } });
         if ballot.coordinator == self.rank {
-            self.on_done(self.rank, ballot, word);
+            self.on_done(self.rank, ballot, vote);
         } else {
-            self.transmit.push_back((ballot.coordinator, Message::Done { ballot, word }));
+            self.transmit.push_back((ballot.coordinator, Message::Done { ballot, vote }));
         }
     }
 
-    /// A ballot's plan came to nothing here.
+    /// A ballot's plan failed here.
     pub(crate) fn failed(&mut self, ballot: Ballot, now: Instant) {
         if self.plan.take_if(|(planned, _)| *planned == ballot).is_none() {
             return;
@@ -280,23 +283,23 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         }
     }
 
-    /// This rank has to give up, for a reason of its own.
+    /// This rank gives up for a reason of its own.
     pub(crate) fn give_up(&mut self) {
         if self.is_open() {
             self.end(End::Deadline);
         }
     }
 
-    /// Return who is dead as far as is known here.
+    /// Return the ranks that are known here to be dead.
     pub(crate) const fn dead(&self) -> &Dead {
         &self.dead
     }
 
-    /// Return whose silence matters: those that something is waited for from.
+    /// Return the ranks that this one waits for, whose silence matters.
     pub(crate) fn awaited(&self) -> Vec<Rank> {
-        match &self.leading {
+        match &self.coordinating {
             _ if !self.is_open() => Vec::new(),
-            Some(leading) => self.live().filter(|&rank| rank != self.rank && leading.awaits(rank)).collect(),
+            Some(coordinating) => self.live().filter(|&rank| rank != self.rank && coordinating.awaits(rank)).collect(),
             None => vec![self.promised.map_or_else(|| self.coordinator(), |(ballot, _)| ballot.coordinator)],
         }
     }
@@ -313,15 +316,17 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         self.live().next().unwrap_or(self.rank)
     }
 
-    /// Tell whether ranks may go on without these.
-    fn is_entitled(&self, dead: &Dead) -> bool {
+    /// Return whether the surviving ranks may continue without these.
+    fn may_continue(&self, dead: &Dead) -> bool {
         let ranks = self.ranks as usize;
         let is_majority = 2 * ranks.saturating_sub(dead.len()) > ranks;
-        is_majority || dead.values().all(|&authority| authority == Authority::Word) || self.breaks(Flaw::AnyMinority)
+        is_majority
+            || dead.values().all(|&authority| authority == Authority::Confirmed)
+            || self.breaks(Flaw::AnyMinority)
     }
 
-    /// Note who is dead; tells whether that is news.
-    fn bury(&mut self, dead: &Dead) -> bool {
+    /// Add dead ranks. Returns whether any was new.
+    fn add_dead(&mut self, dead: &Dead) -> bool {
         let before = self.dead.len();
         for (&rank, &authority) in dead.iter().filter(|(rank, _)| **rank != self.rank && rank.0 < self.ranks) {
             let known = self.dead.entry(rank).or_insert(authority);
@@ -330,11 +335,11 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         self.dead.len() > before
     }
 
-    /// Bring the change on, with who is known to be dead.
-    fn urge(&mut self) {
+    /// Advance the change with the ranks that are known to be dead.
+    fn try_advance(&mut self) {
         if !self.is_open() {
-        } else if !self.is_entitled(&self.dead) {
-            self.leading = None;
+        } else if !self.may_continue(&self.dead) {
+            self.coordinating = None;
             if !self.has_controller {
                 self.end(End::Partitioned);
             }
@@ -346,7 +351,7 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
     }
 
     fn on_prepare(&mut self, from: Rank, ballot: Ballot, dead: &Dead) {
-        if from != ballot.coordinator || dead.contains_key(&self.rank) || !self.is_entitled(dead) {
+        if from != ballot.coordinator || dead.contains_key(&self.rank) || !self.may_continue(dead) {
             return;
         }
         self.highest = self.highest.max(ballot.attempt);
@@ -355,12 +360,12 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         {
             return self.transmit.push_back((from, Message::Refuse { ballot: promised }));
         }
-        self.bury(dead);
-        self.leading = None;
+        self.add_dead(dead);
+        self.coordinating = None;
         self.enter(ballot);
     }
 
-    /// Take part in a ballot; what an earlier one has begun ends.
+    /// Take part in a ballot. Ends the execution of any earlier one.
     fn enter(&mut self, ballot: Ballot) {
         self.promised = Some((ballot, false));
         self.plan = None;
@@ -368,38 +373,38 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
         self.events.push_back(Event::Promise { ballot });
     }
 
-    fn on_plan(&mut self, from: Rank, ballot: Ballot, dead: Dead, accounts: BTreeMap<Rank, P>) {
+    fn on_plan(&mut self, from: Rank, ballot: Ballot, dead: Dead, reports: BTreeMap<Rank, P>) {
         if from != ballot.coordinator || self.promised != Some((ballot, true)) && !self.breaks(Flaw::LowerBallots) {
             return;
         }
-        // Said again, as it may have been lost.
+        // Repeat it, because it may have been lost.
         if let Some(done) = self.done.as_ref().filter(|done| done.ballot == ballot) {
-            let word = done.outcome.word;
-            return self.transmit.push_back((from, Message::Done { ballot, word }));
+            let vote = done.outcome.vote;
+            return self.transmit.push_back((from, Message::Done { ballot, vote }));
         }
         if self.plan.as_ref().is_none_or(|(planned, _)| *planned != ballot) {
-            self.run(ballot, dead, accounts);
+            self.run(ballot, dead, reports);
         }
     }
 
-    /// Do a plan. Nothing that was done before has been committed or will be, or it would have been adopted.
-    fn run(&mut self, ballot: Ballot, dead: Dead, accounts: BTreeMap<Rank, P>) {
+    /// Execute a plan. No earlier plan has been committed or will be, otherwise its outcome would have been adopted.
+    fn run(&mut self, ballot: Ballot, dead: Dead, reports: BTreeMap<Rank, P>) {
         self.done = None;
         self.plan = Some((ballot, dead.into_keys().collect()));
-        self.events.push_back(Event::Run { ballot, accounts });
+        self.events.push_back(Event::Run { ballot, reports });
     }
 
     fn on_refuse(&mut self, ballot: Ballot) {
         self.highest = self.highest.max(ballot.attempt);
-        if self.leading.as_ref().is_some_and(|leading| leading.ballot() < ballot) {
-            self.urge();
+        if self.coordinating.as_ref().is_some_and(|coordinating| coordinating.ballot() < ballot) {
+            self.try_advance();
         }
     }
 
     fn commit(&mut self, outcome: Outcome<D>) {
-        if self.leading.take().is_some() {
-            self.tell_all(&Message::Commit { outcome: outcome.clone(), dead: self.dead.clone() });
-            // One that only seemed to be dead need not wait until its deadline.
+        if self.coordinating.take().is_some() {
+            self.broadcast(&Message::Commit { outcome: outcome.clone(), dead: self.dead.clone() });
+            // A rank that is wrongly suspected need not wait until its deadline.
             let suspected = self.dead.iter().filter(|(_, authority)| **authority == Authority::Suspicion);
             self.transmit.extend(suspected.map(|(&rank, _)| (rank, Message::Excluded)));
         }
@@ -411,13 +416,13 @@ impl<P: Clone, D: Clone + PartialEq> View<P, D> {
 
     fn end(&mut self, end: End) {
         self.state = State::Ended;
-        self.leading = None;
-        self.tell_all(&Message::Farewell);
+        self.coordinating = None;
+        self.broadcast(&Message::Farewell);
         self.events.clear();
         self.events.push_back(Event::Ended(end));
     }
 
-    fn tell_all(&mut self, message: &Message<P, D>) {
+    fn broadcast(&mut self, message: &Message<P, D>) {
         let others: Vec<Rank> = self.live().filter(|&rank| rank != self.rank).collect();
         self.transmit.extend(others.into_iter().map(|rank| (rank, message.clone())));
     }

@@ -1,7 +1,7 @@
-//! Every algorithm with its collective, its schedule and its cost: one table, for those who choose, test and explain.
+//! Table of all algorithms with their collective, schedule and cost: used to select, test and explain them.
 //!
-//! [`pairwise::all_to_all_v`] is not in it, because its counts are no part of a [`Problem`], nor
-//! [`pairwise::all_to_all_in_place`], which wants equal blocks.
+//! [`pairwise::all_to_all_v`] is not included, because its counts are not part of a [`Problem`], nor
+//! [`pairwise::all_to_all_in_place`], which requires equal blocks.
 
 use super::tree::Tree;
 use super::{
@@ -11,13 +11,13 @@ use std::fmt;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Path};
 
-/// What a schedule is to do.
+/// What a schedule implements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Pattern {
     /// Every rank gets the reduction of all `n` elements.
     AllReduce,
-    /// The root gets it.
+    /// The root gets the reduction of all `n` elements.
     Reduce,
     /// Every rank gets the root's `n` elements.
     Broadcast,
@@ -25,13 +25,13 @@ pub enum Pattern {
     ReduceScatter,
     /// Every rank gets the `n` elements of which rank r has block r of p.
     AllGather,
-    /// The root gets them.
+    /// The root gets the `n` elements of which rank r has block r of p.
     Gather,
     /// Rank r gets block r of p of the root's `n` elements.
     Scatter,
     /// Rank r gets block r of p of every rank's `n` elements.
     AllToAll,
-    /// Nobody gets anything before all have entered.
+    /// No rank proceeds before all have entered.
     Barrier,
 }
 
@@ -49,7 +49,7 @@ impl Pattern {
         Self::Barrier,
     ];
 
-    /// Return the collective that this is the pattern of.
+    /// Return the collective of this pattern.
     pub const fn collective(self) -> Collective {
         match self {
             Self::AllReduce => Collective::AllReduce,
@@ -64,29 +64,29 @@ impl Pattern {
         }
     }
 
-    /// Return whether one rank is different from the others.
+    /// Return whether the pattern has a root.
     pub const fn is_rooted(self) -> bool {
         matches!(self, Self::Reduce | Self::Broadcast | Self::Gather | Self::Scatter)
     }
 }
 
-/// What a schedule is made for.
+/// Parameters of a schedule.
 #[derive(Debug, Clone, Copy)]
 pub struct Problem<'a> {
-    /// Whose part.
+    /// The rank whose part is scheduled.
     pub place: Place,
     /// `n` of the [`Pattern`].
     pub count: usize,
-    /// The root of a rooted collective, one of the ranks; of no meaning otherwise.
+    /// The root of a rooted collective; ignored otherwise.
     pub root: Rank,
-    /// The declared expression, over as many ranks, for those algorithms that evaluate any.
+    /// The declared expression over all ranks, for algorithms that evaluate any.
     pub tree: &'a Tree,
 }
 
-/// What a collective costs in the alpha-beta-gamma model.
+/// Cost of a collective in the alpha-beta-gamma model.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Cost {
-    /// Messages one after the other: times alpha.
+    /// Consecutive messages: times alpha.
     pub steps: f64,
     /// Elements on the longest path: times beta.
     pub path_elements: f64,
@@ -94,28 +94,29 @@ pub struct Cost {
     pub reduced_elements: f64,
     /// Elements sent by the busiest rank.
     pub sent_elements: f64,
-    /// The figures are bounds from above, not exact.
+    /// The figures are upper bounds, not exact.
     pub is_bound: bool,
 }
 
 impl Cost {
-    /// Return the seconds: `alpha_s` a step, `beta_s` an element moved, `gamma_s` an element combined.
+    /// Return the time in seconds: `alpha_s` for each step, `beta_s` for each element moved, `gamma_s` for each element
+    /// combined.
     pub fn seconds(&self, alpha_s: f64, beta_s: f64, gamma_s: f64) -> f64 {
         self.steps * alpha_s + self.path_elements * beta_s + self.reduced_elements * gamma_s
     }
 }
 
-/// One algorithm.
+/// A collective algorithm.
 pub struct Algorithm {
     /// Its name: `ring::all_reduce`.
     pub name: &'static str,
-    /// The family that its module is.
+    /// The algorithm family.
     path: Path,
-    /// What it does.
+    /// The collective that it implements.
     pub pattern: Pattern,
-    /// Whether it evaluates the expression of [`Problem::tree`], whichever that is.
+    /// Whether it evaluates the expression of [`Problem::tree`], whatever that is.
     pub follows_tree: bool,
-    /// Make one rank's schedule.
+    /// Create one rank's schedule.
     pub schedule: fn(&Problem<'_>) -> Schedule,
     cost: fn(&Size) -> Cost,
 }
@@ -127,9 +128,9 @@ impl fmt::Debug for Algorithm {
 }
 
 impl Algorithm {
-    /// Return what it costs for `count` elements over `ranks` ranks, with the root that costs least, and, where it
-    /// follows a tree, for a tree of one node. It is exact where `ranks` and its floor power of two divide `count`,
-    /// and else off by less than an element a step.
+    /// Return the cost for `count` elements over `ranks` ranks, with the cheapest root and, if it follows a tree, for a
+    /// tree of one node. Exact where `ranks` and its floor power of two divide `count`, and otherwise off by less than
+    /// an element for each step.
     pub fn cost(&self, ranks: u32, count: usize) -> Cost {
         let floor = f64::from(1 << ranks.ilog2());
         let is_power = ranks.is_power_of_two();
@@ -137,18 +138,18 @@ impl Algorithm {
         (self.cost)(&Size { p: f64::from(ranks), n: count as f64, floor, log_floor, log_ceil, is_power })
     }
 
-    /// Return the family of schedules that it belongs to: what ranks agree on.
+    /// Return the algorithm family: what ranks agree on.
     pub const fn path(&self) -> Path {
         self.path
     }
 
-    /// Return the algorithm of that name.
+    /// Look up an algorithm by name.
     pub fn named(name: &str) -> Option<&'static Self> {
         ALGORITHMS.iter().find(|algorithm| algorithm.name == name)
     }
 }
 
-/// What costs depend on.
+/// Problem size of a cost formula.
 struct Size {
     /// Ranks.
     p: f64,
@@ -177,7 +178,7 @@ impl Size {
         2.0 * self.n * (self.floor - 1.0) / self.p
     }
 
-    /// 1 if there are ranks to fold, else 0.
+    /// 1 if there are ranks to fold, otherwise 0.
     fn folds(&self) -> f64 {
         f64::from(u8::from(!self.is_power))
     }

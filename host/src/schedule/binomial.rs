@@ -1,11 +1,11 @@
 //! Binomial trees: the fewest steps for one root, whichever rank it is.
 //!
-//! Ranks form aligned blocks of 1, 2, 4, ... neighbours. A block's *holder* is the root if the block has it, else the
-//! block's first rank. Where two blocks join, the holder of one of them holds both, and the other sends to it (or,
-//! away from the root, gets from it). With root 0 these are the textbook's trees. With another root the textbook
-//! renumbers ranks from the root on; here numbers stay, so that runs of blocks stay runs of elements, and
-//! a reduction evaluates the same expression, pairing in rank order, for every root: that of one aggregation node
-//! with all ranks as children under `Order::TreePairwise`, also if p is no power of two.
+//! Ranks form aligned blocks of 1, 2, 4, ... neighbours. The *holder* of a block is the root if the block contains it,
+//! otherwise the block's first rank. Where two blocks join, the holder of one of them holds both, and the other sends
+//! to it (or receives from it, for data moving away from the root). With root 0 these are the textbook trees. For
+//! another root the textbook renumbers ranks from the root on. Here numbers stay, so that runs of blocks stay runs of
+//! elements, and a reduction evaluates the same expression, pairing in rank order, for every root: that of one
+//! aggregation node with all ranks as children under `Order::TreePairwise`, even if p is not a power of two.
 //!
 //! | | cost, root 0 | source |
 //! |---|---|---|
@@ -64,7 +64,7 @@ pub fn gather(place: Place, count: usize, root: Rank) -> Schedule {
         false => Layout { work: range.len, ..Layout::moves(block.len, 0, Some(0)) },
     };
     let mut schedule = Schedule::moving(place, layout);
-    // The root collects in place, others from the head of `Work`.
+    // The root collects in place, others at the start of `Work`.
     let collected = |span: Span| match at_root {
         true => Buffer::Output.at(span),
         false => Buffer::Work.at(Span { start: span.start - range.start, len: span.len }),
@@ -161,28 +161,28 @@ pub(super) fn push_broadcast(schedule: &mut Schedule, count: usize, root: Rank) 
     }
 }
 
-/// Two blocks become one; this rank holds one of them.
+/// A join of two blocks, one of them held by this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Join {
     /// The holder of the other block.
     peer: Rank,
-    /// This rank holds both.
+    /// Whether this rank holds both afterwards.
     holds: bool,
-    /// This rank's block of ranks.
+    /// This rank's block.
     mine: (u32, u32),
     /// The other block.
     theirs: (u32, u32),
 }
 
 impl Join {
-    /// Return the buffer that the peer sends its block from: one that has joined blocks has them in `Work`.
+    /// Return the buffer that the peer sends its block from: `Work` once it has joined blocks.
     const fn their_buffer(&self) -> Buffer {
         if self.theirs.1 - self.theirs.0 == 1 { Buffer::Input } else { Buffer::Work }
     }
 }
 
-/// Return the joins that this rank has a part in, the smallest first; in the last it holds nothing more, unless it
-/// is the root.
+/// Return the joins that this rank takes part in, smallest first. After the last it holds nothing, unless it is the
+/// root.
 fn joins(place: Place, root: Rank) -> Vec<Join> {
     let (rank, ranks) = (place.rank(), u64::from(place.ranks()));
     let holder = |(first, last): (u32, u32)| if (first..last).contains(&root.0) { root } else { Rank(first) };
@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn root_3_of_6_by_hand() {
+    fn joins_for_root_3_of_6_match_hand_computation() {
         let peers = |rank| {
             let joins = joins(Place::new(Rank(rank), 6).expect("inside"), Rank(3));
             joins.iter().map(|join| (join.peer.0, join.holds)).collect::<Vec<_>>()

@@ -2,8 +2,8 @@
 //!
 //! Steps ceil(log2 p), n(p-1)/p elements: `ceil(log2 p) alpha + (p-1)/p n beta` (Bruck, Ho, Kipnis, Upfal and
 //! Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
-//! 8(11), 1997). The original collects blocks `rank, rank + 1, ...` at the head of a buffer and rotates it in the
-//! end; here they go to their places at once, and a run that passes block p-1 is two messages of one step.
+//! 8(11), 1997). The original collects blocks `rank, rank + 1, ...` at the start of a buffer and rotates it at the end.
+//! Here they go to their places at once, and a run that wraps around block p-1 is two messages of one step.
 
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Span};
 
@@ -37,7 +37,7 @@ pub(super) fn push_all_gather(schedule: &mut Schedule, count: usize) {
     }
 }
 
-/// Return `blocks` blocks from block `first` on, round the end: the second part is empty if they don't reach it.
+/// Return `blocks` blocks from block `first` on, wrapping around; the second part is empty if they do not wrap.
 fn run(count: usize, ranks: u32, first: u32, blocks: u32) -> [Span; 2] {
     let end = u64::from(first) + u64::from(blocks);
     let (last, rest) = (end.min(u64::from(ranks)) as u32, end.saturating_sub(u64::from(ranks)) as u32);

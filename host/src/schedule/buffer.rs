@@ -1,6 +1,6 @@
-//! Where a schedule's elements are: three buffers at every rank, and what moves between them.
+//! The three buffers of each rank, and moves between them.
 //!
-//! A buffer's name says in which *form* its elements are, so that a schedule never has to say it twice:
+//! The buffer determines the *form* of its elements, so that a schedule never has to state it:
 //! - [`Buffer::Input`]: the rank's own contribution, in the operation's type. Never written.
 //! - [`Buffer::Work`]: partial values, in the accumulator's type (16-bit floats are 32-bit here). The executor's.
 //! - [`Buffer::Output`]: finished elements, in the operation's type: what moves in is rounded, once.
@@ -8,10 +8,10 @@
 //! Elements travel in the form of the buffer that they are sent from. A schedule that only moves elements rounds
 //! nothing; its three forms are the same bytes.
 //!
-//! Two buffers may lie in the same memory ([`Layout`]): the caller's where the collective runs in place, and `Work`
-//! in `Output` where the accumulator has the operation's type, so that an all-reduce needs no second copy of its
-//! data. Invariant, proved by [`super::check`]: a schedule reads an element only through the name through which it
-//! was last written, so what a schedule computes does not depend on which buffers share memory.
+//! Two buffers may share memory ([`Layout`]): the caller's if the collective runs in place, and `Work` with `Output` if
+//! the accumulator has the operation's type, so that an all-reduce needs no second copy of its data. Invariant, proved
+//! by [`super::check`]: a schedule reads an element only through the buffer through which it was last written, so its
+//! result does not depend on which buffers share memory.
 
 use super::Span;
 use sumac_hal::ids::Rank;
@@ -43,7 +43,7 @@ pub struct Region {
     pub span: Span,
 }
 
-/// How long a rank's buffers are, in elements, and which may share memory.
+/// Lengths of a rank's buffers in elements, and which may share memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Layout {
     /// The rank's contribution.
@@ -52,14 +52,16 @@ pub struct Layout {
     pub output: usize,
     /// Room for partial values.
     pub work: usize,
-    /// `Work` may start where `Output` starts, if their elements have one size; then it is no longer than `Output`.
+    /// `Work` may start where `Output` starts, if their elements have the same size; it is then no longer than
+    /// `Output`.
     pub work_in_output: bool,
-    /// The collective can run in place: of `Input` and `Output`, the shorter lies in the longer from this element on.
+    /// Set if the collective can run in place: the shorter of `Input` and `Output` lies in the longer from this element
+    /// on.
     pub in_place_at: Option<usize>,
 }
 
 impl Layout {
-    /// The layout of an all-reduce that works in its result: `count` elements in, as many out.
+    /// The layout of an all-reduce that works in its result: `count` elements in and out.
     pub const fn all_reduce(count: usize) -> Self {
         Self { input: count, output: count, work: count, work_in_output: true, in_place_at: Some(0) }
     }
@@ -88,24 +90,24 @@ pub enum Side {
     Right,
 }
 
-/// With what elements combine when they land.
+/// The operand that landing elements combine with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Operand {
-    /// The other operand, as long as what lands: the same elements as where it lands, or none of them.
+    /// The other operand, as long as what lands: either the same elements as the destination, or disjoint from it.
     pub own: Region,
-    /// The side of what lands, which together with the steps fixes the whole expression.
+    /// The side of the landing elements, which together with the steps determines the whole expression.
     ///
-    /// The operators of `sumac_hal::reduce` commute to the bit, so an executor of these may put it on either; an
-    /// operator that does not commute must not.
+    /// The operators of `sumac_hal::reduce` commute bit for bit, so their executor may use either side; for an operator
+    /// that does not commute it must not.
     pub received: Side,
 }
 
-/// What becomes of elements that arrive.
+/// Processing of arriving elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Landing {
-    /// Where they, or the combination, go. Whatever goes to `Output` is rounded there.
+    /// Destination of the elements or their combination. Whatever goes to `Output` is rounded there.
     pub to: Region,
-    /// With what they combine; `None`: they overwrite.
+    /// The operand; `None`: they overwrite the destination.
     pub with: Option<Operand>,
 }
 
@@ -115,13 +117,13 @@ impl Landing {
         Self { to, with: None }
     }
 
-    /// Put `own` combined with what arrives, which is its `received` operand, into `to`.
+    /// Store `own` combined with what arrives, which is the `received` operand, in `to`.
     pub const fn combine(own: Region, received: Side, to: Region) -> Self {
         Self { to, with: Some(Operand { own, received }) }
     }
 }
 
-/// A message out.
+/// An outgoing message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Send {
     /// The receiver.
@@ -130,14 +132,14 @@ pub struct Send {
     pub from: Region,
 }
 
-/// A message in.
+/// An incoming message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Recv {
     /// The sender.
     pub peer: Rank,
-    /// From which of its buffers the sender sends: the form in which the elements travel.
+    /// The buffer that the sender sends from: the form in which the elements travel.
     pub sent_from: Buffer,
-    /// What becomes of them; as many elements as are sent.
+    /// How they land; as many elements as are sent.
     pub landing: Landing,
 }
 
@@ -146,12 +148,12 @@ pub struct Recv {
 pub struct Local {
     /// The elements; they stay where they are.
     pub from: Region,
-    /// What becomes of them: like something received from oneself.
+    /// How they land, as if received from oneself.
     pub landing: Landing,
 }
 
 impl Local {
-    /// Copy elements from one buffer to another, and to its form.
+    /// Copy elements from one buffer to another, converting them to its form.
     pub const fn copy(from: Region, to: Region) -> Self {
         Self { from, landing: Landing::copy(to) }
     }

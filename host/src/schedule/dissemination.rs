@@ -6,7 +6,7 @@
 
 use super::{Buffer, Landing, Layout, Place, Recv, Schedule, Send, Span};
 
-/// Schedule a barrier: no rank gets through before every rank has entered.
+/// Schedule a barrier: no rank leaves before every rank has entered.
 pub fn barrier(place: Place) -> Schedule {
     let mut schedule = Schedule::moving(place, Layout::moves(0, 0, Some(0)));
     let mut distance = 1;
@@ -15,7 +15,7 @@ pub fn barrier(place: Place) -> Schedule {
         let send = Send { peer: place.after(distance), from: nothing };
         let recv = Recv { peer: place.before(distance), sent_from: Buffer::Output, landing: Landing::copy(nothing) };
         schedule.exchange(&[send], &[recv]);
-        // A communicator beyond 2^31 ranks would wrap the distance: it ends the loop instead.
+        // Beyond 2^31 ranks the distance would wrap; this ends the loop instead.
         distance = distance.saturating_mul(2);
     }
     schedule

@@ -1,8 +1,8 @@
-//! How ranks beyond the largest power of two fold into their left neighbours, for algorithms that want a power of two.
+//! Folds ranks beyond the largest power of two into their left neighbours, for algorithms that need a power of two.
 //!
-//! Of the first 2(p-p') ranks the odd ones are *extras*: before the exchange each gives its contribution to the rank
-//! on its left, and gets the result from it afterwards (Thakur, Rabenseifner and Gropp, "Optimization of collective
-//! communication operations in MPICH", IJHPCA 19(1), 2005). Every operand stays a run of neighbouring ranks.
+//! Of the first 2(p-p') ranks the odd ones are *extras*: before the exchange each sends its contribution to the rank on
+//! its left, and receives the result from it afterwards (Thakur, Rabenseifner and Gropp, "Optimization of collective
+//! communication operations in MPICH", IJHPCA 19(1), 2005). Every operand remains a run of neighbouring ranks.
 //! Survivors are numbered by *position*, 0..p', in rank order.
 
 use super::{Place, Span};
@@ -11,16 +11,16 @@ use sumac_hal::ids::Rank;
 /// The fold of a communicator.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fold {
-    /// The largest power of two that is no larger than the communicator.
+    /// The largest power of two not greater than the number of ranks.
     pub(super) survivors: u32,
     /// The number of ranks beyond it: the odd ones of the first `2 * extras`.
     extras: u32,
 }
 
-/// What a rank is in the fold.
+/// Role of a rank in the fold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// It folds into this rank, and has no part in the exchange.
+    /// It folds into this rank, and takes no part in the exchange.
     Extra { survivor: Rank },
     /// It takes part; the extra folds into it, if there is one.
     Survivor { position: u32, extra: Option<Rank> },
@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folding_keeps_the_order_of_ranks() {
+    fn folding_preserves_rank_order() {
         for ranks in 1..200 {
             let fold = Fold::of(ranks);
             let survivors: Vec<_> = (0..ranks).filter(|&rank| !fold.is_extra(rank)).collect();

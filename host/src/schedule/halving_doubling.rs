@@ -9,15 +9,15 @@
 //! Reduce-scatter and all-gather are halves of it; they cut the elements into p blocks, so that a survivor with an
 //! extra owns two.
 //!
-//! The all-reduce's distances run 1, 2, 4, ... with the lower block of ranks on the left, so its expression is that
-//! of an aligned pairwise tree: ((0+1)+(2+3))+... An aggregation tree of aligned power-of-two blocks whose nodes
-//! combine pairwise gives the same bits. For other p the pairs (0,1), (2,3), ... of the first 2(p-p') ranks fold
-//! first; every operand stays a run of neighbouring ranks, the lower on the left. That is the pairing of all ranks,
-//! as one node's, also where the folded pairs are whole halves: p = 3, 6, 7, 12, 14, 15, ...
+//! The all-reduce's distances run 1, 2, 4, ... with the lower block of ranks on the left, so its expression is that of
+//! an aligned pairwise tree: ((0+1)+(2+3))+... An aggregation tree of aligned power-of-two blocks whose nodes combine
+//! pairwise gives the same bits. For other p the pairs (0,1), (2,3), ... of the first 2(p-p') ranks fold first; every
+//! operand remains a run of neighbouring ranks, the lower on the left. That equals pairing all ranks, as in one node,
+//! also where the folded pairs are whole halves: p = 3, 6, 7, 12, 14, 15, ...
 //!
 //! The reduce-scatter's distances run p'/2, ..., 2, 1, because rank r must end with block r and keep a run of blocks
-//! until then. Its expression, ((0+4)+(2+6))+((1+5)+(3+7)), is one for all blocks, and no tree's with neighbours:
-//! where an order is declared, [`super::pairwise::reduce_scatter`] takes its place.
+//! until then. Its expression, ((0+4)+(2+6))+((1+5)+(3+7)), is the same for all blocks, but not that of a tree over
+//! neighbours: where an order is declared, [`super::pairwise::reduce_scatter`] is used instead.
 
 use super::fold::{Fold, Role};
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
@@ -80,7 +80,7 @@ pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
                 schedule.exchange(&[], &[fold_in(peer, whole)]);
             }
             let ranges = Ranges { fold, near_first: false };
-            // With an extra's block beside it the own one is rounded by itself.
+            // If an extra's block lies beside it, the own block is rounded separately.
             let last = |keep: Span| if extra.is_some() { Buffer::Work.at(keep) } else { result };
             push_halving(&mut schedule, &ranges, position, &|range| fold.blocks_of(count, range), last);
             if let Some(peer) = extra {
@@ -123,18 +123,18 @@ pub fn all_gather(place: Place, count: usize) -> Schedule {
     schedule
 }
 
-/// Take in an extra's contribution.
+/// Receive an extra's contribution.
 fn fold_in(peer: Rank, whole: Span) -> Recv {
     let landing = Landing::combine(Buffer::Input.at(whole), Side::Right, Buffer::Work.at(whole));
     Recv { peer, sent_from: Buffer::Input, landing }
 }
 
-/// Take in finished elements.
+/// Receive finished elements.
 fn finished(peer: Rank, span: Span) -> Recv {
     Recv { peer, sent_from: Buffer::Output, landing: Landing::copy(Buffer::Output.at(span)) }
 }
 
-/// Append the halving among the survivors, as seen from `position`; what is kept in the end goes to `last`.
+/// Append the halving among the survivors, as seen from `position`; the range kept at the end goes to `last`.
 fn push_halving(
     schedule: &mut Schedule,
     ranges: &Ranges,
@@ -145,7 +145,7 @@ fn push_halving(
     let levels = ranges.fold.levels();
     for done in 0..levels {
         let peer = ranges.peer(position, done);
-        // A position's first operand is its input, unless an extra has been added to that.
+        // A position's first operand is its input, unless an extra has been added to it.
         let operand =
             |position| if done == 0 && !ranges.fold.has_extra(position) { Buffer::Input } else { Buffer::Work };
         let give = span(ranges.kept(peer, done + 1));
@@ -171,7 +171,7 @@ fn push_doubling(schedule: &mut Schedule, ranges: &Ranges, position: u32, span: 
     }
 }
 
-/// Which range of the p' blocks a position has kept after some halvings.
+/// The range of the p' blocks that a position keeps after some halvings.
 struct Ranges {
     fold: Fold,
     /// Distances run 1, 2, 4, ...; otherwise p'/2, ..., 2, 1, which leaves position i with block i.
@@ -200,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rank_2_of_4_by_hand() {
+    fn all_reduce_at_rank_2_of_4_matches_hand_computation() {
         let schedule = all_reduce(Place::new(Rank(2), 4).expect("inside"), 8);
         let parts = |step: Step<'_>| (step.sends[0].peer.0, step.sends[0].from.span, step.recvs[0].landing.to.span);
         let steps: Vec<_> = schedule.steps().map(parts).collect();

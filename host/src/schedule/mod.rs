@@ -1,17 +1,17 @@
-//! Collective algorithms as data: who sends which elements to whom, in which step.
+//! Collective algorithms as data: which rank sends which elements to whom, in which step.
 //!
-//! A [`Schedule`] is pure index arithmetic over (rank, ranks, count, root). It does no I/O and knows no element
-//! type, so the same data drives the executor ([`crate::exec`]), the checker ([`check`]), which proves it for
-//! all ranks at once, and a cost model. Adding a collective or an algorithm means adding a function that
-//! returns a [`Schedule`], a line in [`ALGORITHMS`] and, for a collective, a [`check::Goal`].
+//! A [`Schedule`] is pure index arithmetic over (rank, ranks, count, root). It performs no I/O and knows no element
+//! type, so the same data drives the executor ([`crate::exec`]), the checker ([`check`]), which proves it for all ranks
+//! at once, and the cost model. To add an algorithm, add a function that returns a [`Schedule`] and a line in
+//! [`ALGORITHMS`]; for a new collective also a [`check::Goal`].
 //!
-//! Elements lie in three buffers at every rank ([`Buffer`]): its input, its output and room for partial values. One
-//! schedule runs in place and out of place. `n` elements, wherever they are cut into p blocks, are cut by one rule
-//! for every n: blocks differ by at most one element, and are equal where p divides n.
+//! Each rank has three buffers ([`Buffer`]): its input, its output and room for partial values. The same schedule runs
+//! in place and out of place. Wherever `n` elements are divided into p blocks, the same rule applies for every n:
+//! blocks differ by at most one element, and are equal where p divides n.
 //!
-//! Costs in the alpha-beta-gamma model, for n elements over p ranks, p' = 2^floor(log2 p), l = ceil(log2 p); all
-//! logarithms are to base 2. "Path" is what the longest chain of dependent messages carries. Sources are in the modules.
-//! [`Cost`] is the same as data, and a test compares it with what the checker counts.
+//! Costs are in the alpha-beta-gamma model, for n elements over p ranks, with p' = 2^floor(log2 p) and l = ceil(log2
+//! p); all logarithms are to base 2. "Path" is what the longest chain of dependent messages carries. Sources are cited
+//! in the modules. [`Cost`] holds the same formulas as data, and a test compares them with what the checker counts.
 //!
 //! | Algorithm | Steps (alpha) | Path (beta) | Reduced (gamma) | Busiest sender |
 //! |---|---|---|---|---|
@@ -41,10 +41,11 @@
 //! | [`dissemination::barrier`] | l | 0 | 0 | 0 |
 //!
 //! Invariants, each proved by the checker for p in 1..=64:
-//! - within a step nothing is received into elements that the step sends, or that it receives elsewhere;
-//! - a value is read in the form in which it was written (input, partial, finished), and is finished only with every
-//!   contribution in, so the forms that travel (16-bit floats travel as f32 while partial) follow from the buffers;
-//! - every send meets its receive, also if sends wait for their receivers.
+//! - Within a step nothing is received into elements that the step sends, or that it receives elsewhere.
+//! - A value is read in the form in which it was written (input, partial, finished), and is finished only with every
+//!   contribution included. The form in which elements travel (16-bit floats travel as f32 while partial) therefore
+//!   follows from the buffers.
+//! - Every send matches its receive, even if sends wait for their receivers.
 
 mod algorithm;
 pub mod binomial;

@@ -1,4 +1,4 @@
-//! Pairwise exchange: every rank deals with every other directly, one peer a step.
+//! Pairwise exchange: every rank communicates with every other directly, one peer for each step.
 //!
 //! | | cost |
 //! |---|---|
@@ -9,9 +9,9 @@
 //!
 //! (Thakur, Rabenseifner and Gropp 2005, sections 4.4 and 4.5; the all-reduce's second half is Bruck's all-gather.)
 //!
-//! In the reduce-scatter the owner of a block gets every rank's contribution to it as it is, and combines them when
-//! all are in: in whatever order is declared. So it evaluates any [`Tree`]'s expression at a ring's bandwidth, where
-//! a ring can't; it pays with staging room for p blocks.
+//! In the reduce-scatter the owner of a block receives every rank's contribution unreduced, and combines them once all
+//! have arrived, in any declared order. So it evaluates any [`Tree`]'s expression at the bandwidth of a ring, which a
+//! ring cannot; it needs staging room for p blocks.
 
 use super::bruck::push_all_gather;
 use super::tree::Tree;
@@ -19,39 +19,39 @@ use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send,
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
-/// Why there is no all-to-all with these counts.
+/// Why an all-to-all with these counts is impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CountsError {
-    /// One count for each rank is needed.
-    #[error("{sends} send counts and {recvs} receive counts for {ranks} ranks; one of each for each rank is needed")]
+    /// The number of counts differs from the number of ranks.
+    #[error("{sends} send counts and {recvs} receive counts for {ranks} ranks; pass one of each for each rank")]
     Ranks {
-        /// The send counts.
+        /// The number of send counts.
         sends: usize,
-        /// The receive counts.
+        /// The number of receive counts.
         recvs: usize,
-        /// The ranks.
+        /// The number of ranks.
         ranks: u32,
     },
-    /// What a rank sends itself is what it receives from itself.
-    #[error("{rank} would send itself {send} elements and receive {recv}")]
+    /// A rank's send and receive counts for itself differ.
+    #[error("{rank} would send itself {send} elements but receive {recv}")]
     Own {
         /// The rank.
         rank: Rank,
-        /// What it sends.
+        /// Its send count.
         send: usize,
-        /// What it receives.
+        /// Its receive count.
         recv: usize,
     },
-    /// The counts add up to more than can be addressed.
-    #[error("the counts of {rank} add up to more elements than can be addressed")]
+    /// The sum of the counts overflows.
+    #[error("the counts of {rank} exceed the address space")]
     Overflow {
         /// The rank.
         rank: Rank,
     },
 }
 
-/// Schedule an all-to-all: rank r sends `count` elements in p blocks, block s to rank s, and gets block r of each.
+/// Schedule an all-to-all: rank r sends `count` elements in p blocks, block s to rank s, and receives block r of each.
 ///
 /// The blocks are those of a reduce-scatter: where p does not divide `count`, they differ by one element, and the
 /// output is p times the own block.
@@ -66,7 +66,7 @@ pub fn all_to_all(place: Place, count: usize) -> Schedule {
 /// Schedule an all-to-all of blocks of any length, packed in rank order at both ends: `send_counts[s]` elements go to
 /// rank s, `recv_counts[s]` come from it.
 ///
-/// What rank a sends b and what b expects of a can't be compared here; the executor does.
+/// What rank a sends and what b expects cannot be compared here; the executor does so.
 ///
 /// # Errors
 /// [`CountsError`] if the counts contradict the communicator or each other.
@@ -83,9 +83,10 @@ pub fn all_to_all_v(place: Place, send_counts: &[usize], recv_counts: &[usize]) 
     Ok(exchange(place, &Blocks { given: packed(send_counts)?, taken: packed(recv_counts)? }))
 }
 
-/// Schedule an all-to-all in place: block s of p, each of `each` elements, goes to rank s, and rank s's comes there.
+/// Schedule an all-to-all in place: block s of p, each of `each` elements, goes to rank s, and rank s's block replaces
+/// it.
 ///
-/// In step t ranks r and s with r + s = t (mod p) swap, by way of one block of `Work`.
+/// In step t ranks r and s with r + s = t (mod p) swap blocks through one block of `Work`.
 pub fn all_to_all_in_place(place: Place, each: usize) -> Schedule {
     let ranks = place.ranks();
     let whole = each * ranks as usize;
@@ -110,7 +111,7 @@ pub fn all_to_all_in_place(place: Place, each: usize) -> Schedule {
 
 /// Schedule a reduce-scatter of `count` elements that evaluates the tree's expression: rank r gets block r of p.
 ///
-/// `tree` is over `place.ranks()` ranks.
+/// `tree` must be over `place.ranks()` ranks.
 pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let layout = Layout {
@@ -127,7 +128,7 @@ pub fn reduce_scatter(place: Place, count: usize, tree: &Tree) -> Schedule {
 
 /// Schedule an all-reduce of `count` elements that evaluates the tree's expression.
 ///
-/// `tree` is over `place.ranks()` ranks.
+/// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
     let own = Span::of_block(count, place.ranks(), place.rank().0);
     let work = own.len * place.ranks() as usize;
@@ -138,7 +139,7 @@ pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
     schedule
 }
 
-/// Collect the own block's contributions in `Work`, one after the other in rank order, and put their value to `result`.
+/// Collect the contributions to the own block in `Work`, in rank order, and store their value in `result`.
 fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, result: Region) {
     let place = schedule.place();
     let block = |rank: Rank| Buffer::Input.at(Span::of_block(count, place.ranks(), rank.0));
@@ -156,14 +157,14 @@ fn push_reduce_scatter(schedule: &mut Schedule, count: usize, tree: &Tree, resul
         left
     });
     match locals.last_mut() {
-        // The last combination goes where the result belongs.
+        // The last combination is stored in the result's place.
         Some(last) if last.landing.with.is_some() => last.landing.to = result,
         _ => locals.push(Local::copy(value, result)),
     }
     schedule.move_locally(&locals);
 }
 
-/// For each rank, the elements of `Input` that go there, and those of `Output` that come from there.
+/// For each rank, the elements of `Input` sent to it, and those of `Output` received from it.
 struct Blocks {
     given: Vec<Span>,
     taken: Vec<Span>,
@@ -184,7 +185,7 @@ fn exchange(place: Place, blocks: &Blocks) -> Schedule {
     schedule
 }
 
-/// Return the spans of blocks that lie one behind the other, unless they leave the address space.
+/// Return the spans of consecutive blocks, unless they exceed the address space.
 fn packed(counts: &[usize]) -> Option<Vec<Span>> {
     let mut start = 0_usize;
     let span = |&len: &usize| {

@@ -13,7 +13,7 @@ use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send,
 
 /// Schedule an all-reduce of `count` elements by recursive doubling.
 ///
-/// A rank sends all that it has while it receives as much, so two halves of `Work` take turns.
+/// A rank sends everything that it has while it receives as much, so two halves of `Work` alternate.
 pub fn all_reduce(place: Place, count: usize) -> Schedule {
     let fold = Fold::of(place.ranks());
     let role = fold.role(place);

@@ -4,8 +4,8 @@
 //! `2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma` (Patarasuk and Yuan, "Bandwidth optimal all-reduce
 //! algorithms for clusters of workstations", JPDC 69(2), 2009). Reduce-scatter and all-gather are its halves.
 //!
-//! The order of block b is `b, b+1, ..., b-1` from the left, round the ring: another one for each block, so a
-//! ring can't follow a declared tree order (`Order::Tree`).
+//! The order of block b is `b, b+1, ..., b-1` from the left, round the ring: different for each block, so a ring cannot
+//! follow a declared tree order (`Order::Tree`).
 
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Schedule, Send, Side, Span};
 use sumac_hal::ids::Rank;
@@ -36,8 +36,8 @@ pub fn all_reduce(place: Place, count: usize) -> Schedule {
 
 /// Schedule a reduce-scatter of `count` elements: rank r gets block r of p.
 ///
-/// It is the first half of the all-reduce, one block further on, so that rank r's block comes to it last. Partial
-/// blocks alternate between two places in `Work`; `Input` stays as it is.
+/// This is the first half of the all-reduce, shifted by one block, so that rank r's block arrives last. Partial blocks
+/// alternate between two places in `Work`; `Input` is not modified.
 pub fn reduce_scatter(place: Place, count: usize) -> Schedule {
     let ranks = place.ranks();
     let block = |rank: Rank| Span::of_block(count, ranks, rank.0);
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rank_0_of_3_by_hand() {
+    fn all_reduce_at_rank_0_of_3_matches_hand_computation() {
         let schedule = all_reduce(Place::new(Rank(0), 3).expect("inside"), 7);
         let starts =
             |step: super::super::Step<'_>| (step.sends[0].from.span.start, step.recvs[0].landing.to.span.start);

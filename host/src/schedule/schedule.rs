@@ -1,7 +1,7 @@
-//! What a schedule is made of: places, spans of elements, steps.
+//! Parts of a schedule: places, spans of elements, steps.
 //!
-//! All lengths are in elements; bytes come in only where a type is known (the executor, the cost model).
-//! Invariant: a [`Place`] is always inside its communicator, so that index arithmetic needs no checks.
+//! All lengths are in elements; bytes matter only where a type is known (the executor, the cost model). Invariant: a
+//! [`Place`] always lies inside its communicator, so that index arithmetic needs no checks.
 
 use super::buffer::{Buffer, Layout, Local, Recv, Send};
 use sumac_hal::ids::Rank;
@@ -15,7 +15,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Name rank `rank` of `ranks`.
+    /// Return the place of rank `rank` among `ranks`.
     ///
     /// # Errors
     /// [`PlaceError`] if `rank` is not below `ranks`.
@@ -38,12 +38,12 @@ impl Place {
         self.ranks
     }
 
-    /// Return the rank `distance` places after this one, round the ring.
+    /// Return the rank `distance` places after this one, modulo the number of ranks.
     pub(crate) const fn after(self, distance: u32) -> Rank {
         Rank(((self.rank as u64 + distance as u64) % self.ranks as u64) as u32)
     }
 
-    /// Return the rank `distance` places before this one, round the ring.
+    /// Return the rank `distance` places before this one, modulo the number of ranks.
     pub(crate) const fn before(self, distance: u32) -> Rank {
         self.after(self.ranks - distance % self.ranks)
     }
@@ -69,13 +69,13 @@ pub struct Span {
 }
 
 impl Span {
-    /// No elements: the span of a message that only says "I am here".
+    /// No elements: a message that only signals presence.
     pub const EMPTY: Self = Self { start: 0, len: 0 };
 
-    /// Return blocks `first..last` of `count` elements cut into `blocks` blocks.
+    /// Return blocks `first..last` of `count` elements divided into `blocks` blocks.
     ///
-    /// Block b starts at `floor(b * count / blocks)`, so any run of m blocks is within one element of
-    /// `m * count / blocks`, any count (0, 1, fewer elements than blocks) cuts, and a run of blocks is a span.
+    /// Block b starts at `floor(b * count / blocks)`. So any run of m blocks is within one element of `m * count /
+    /// blocks`, any count can be divided (0, 1, fewer elements than blocks), and a run of blocks is a span.
     pub(crate) fn of_blocks(count: usize, blocks: u32, first: u32, last: u32) -> Self {
         let (each, rest) = (count / blocks as usize, (count % blocks as usize) as u64);
         // rest < blocks < 2^32: the product fits.
@@ -83,7 +83,7 @@ impl Span {
         Self { start: start_of(first), len: start_of(last) - start_of(first) }
     }
 
-    /// Return block `index` of `blocks`, as [`Self::of_blocks`] cuts them.
+    /// Return block `index` of `blocks`; see [`Self::of_blocks`].
     pub(crate) fn of_block(count: usize, blocks: u32, index: u32) -> Self {
         Self::of_blocks(count, blocks, index, index + 1)
     }
@@ -99,23 +99,23 @@ impl Span {
     }
 }
 
-/// One step: its local moves run first, one after the other; then its messages, at the same time, in any order
-/// between peers and in this order per peer.
+/// A step: its local moves run first, in order; then its messages, concurrently, in any order between peers and in this
+/// order for each peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Step<'a> {
-    /// What moves within the rank.
+    /// Moves within the rank.
     pub locals: &'a [Local],
-    /// What this rank sends. The values are those from before the step's messages.
+    /// Messages sent. Their values are those from before the step's messages.
     pub sends: &'a [Send],
-    /// What this rank receives.
+    /// Messages received.
     pub recvs: &'a [Recv],
 }
 
-/// One rank's part of a collective: steps that run one after the other.
+/// One rank's part of a collective: steps that run in order.
 ///
-/// Step k of one rank has nothing to do with step k of another: messages match by their order between two
-/// ranks. Empty spans stay in as messages without payload: they are what lets ranks notice that they called
-/// different things, and what keeps a rank from returning before all others have entered.
+/// Step k of one rank is unrelated to step k of another: messages match by their order between two ranks. Empty spans
+/// are sent as messages without payload: they let ranks detect mismatched calls, and keep a rank from returning before
+/// all others have entered.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
     place: Place,
@@ -124,7 +124,7 @@ pub struct Schedule {
     locals: Vec<Local>,
     sends: Vec<Send>,
     recvs: Vec<Recv>,
-    /// For each step, where in these three lists it ends.
+    /// For each step, its end in these three lists.
     ends: Vec<Ends>,
 }
 
@@ -136,12 +136,12 @@ struct Ends {
 }
 
 impl Schedule {
-    /// Start a schedule without steps that only moves elements.
+    /// Create an empty schedule that only moves elements.
     pub const fn moving(place: Place, layout: Layout) -> Self {
         Self::empty(place, layout, false)
     }
 
-    /// Start a schedule without steps that combines elements: it needs a kernel, and rounds what it finishes.
+    /// Create an empty schedule that combines elements: it needs a kernel, and rounds finished values.
     pub const fn reducing(place: Place, layout: Layout) -> Self {
         Self::empty(place, layout, true)
     }
@@ -168,7 +168,7 @@ impl Schedule {
         self.push(Step { locals, ..Step::default() });
     }
 
-    /// Return whose part this is.
+    /// Return the rank whose part this is.
     pub const fn place(&self) -> Place {
         self.place
     }
@@ -178,12 +178,12 @@ impl Schedule {
         &self.layout
     }
 
-    /// Set the length of `Work`, once it is known how much the steps need.
+    /// Set the length of `Work`, once the steps are known.
     pub(super) const fn set_work(&mut self, elements: usize) {
         self.layout.work = elements;
     }
 
-    /// Return whether the collective combines elements, even if this rank (alone, or a leaf) has none to combine.
+    /// Return whether the collective combines elements, even if this rank (alone, or a leaf) combines none.
     pub const fn reduces(&self) -> bool {
         self.reduces
     }
@@ -193,7 +193,7 @@ impl Schedule {
         self.ends.len()
     }
 
-    /// Return whether there is nothing to do.
+    /// Return whether it has no steps.
     pub const fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
@@ -214,8 +214,8 @@ impl Schedule {
         (0..self.len()).filter_map(|index| self.step(index))
     }
 
-    /// Return the bytes that this rank sends: elements of `element_bytes`, partial ones of `partial_bytes`; frame
-    /// headers not counted.
+    /// Return the bytes that this rank sends, with elements of `element_bytes` and partial ones of `partial_bytes`;
+    /// frame headers are not counted.
     pub fn sent_bytes(&self, element_bytes: usize, partial_bytes: usize) -> u64 {
         let bytes = |send: &Send| match send.from.buffer {
             Buffer::Work => send.from.span.len as u64 * partial_bytes as u64,
@@ -231,7 +231,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_place_is_inside_its_communicator() {
+    fn place_requires_a_rank_below_ranks() {
         assert_eq!(Place::new(Rank(3), 3), Err(PlaceError { rank: 3, ranks: 3 }));
         assert!(Place::new(Rank(0), 0).is_err());
         let place = Place::new(Rank(1), 5).expect("inside");

@@ -1,17 +1,16 @@
-//! An aggregation tree's expression, and the schedule in which ranks stand in for its nodes.
+//! The expression of an aggregation tree, and schedules in which ranks act as its nodes.
 //!
-//! A tree in the network fixes, under `Order::TreeFold` or `Order::TreePairwise`, in which order contributions
-//! combine: the children of a node in order, node by node. [`Tree`] is that expression; [`Tree::evaluate`] is its
-//! definition, and what the checker compares schedules with. Whatever evaluates it gives the same bits as the
-//! network:
-//! - [`reduce`] and [`all_reduce`] follow the tree node by node: few steps, for small messages. A node is played by
-//!   the root's rank if the root is below it, else by the player of its first child. With levels 0..L of at most c
+//! Under `Order::TreeFold` and `Order::TreePairwise` a tree in the network fixes the order in which contributions
+//! combine: the children of a node in order, node by node. [`Tree`] is that expression. [`Tree::evaluate`] defines it,
+//! and the checker compares schedules with it. Any evaluation gives the same bits as the network:
+//! - [`reduce`] and [`all_reduce`] follow the tree node by node: few steps, for small messages. A node is played by the
+//!   root's rank if the root is below it, otherwise by the player of its first child. With levels 0..L of at most c
 //!   children: at most `L (c-1) (alpha + n beta + n gamma)` up, plus a binomial broadcast down.
 //! - [`super::pairwise::reduce_scatter`] and [`super::pairwise::all_reduce`] evaluate it block by block: the fewest
 //!   bytes, for large messages.
 //!
-//! Invariant: a player takes its children in declared order, one a step, and combines what it can at once: a fold
-//! holds one value, a pairing one for each block that waits for its neighbour (at most log2 c + 1).
+//! Invariant: a player receives its children in declared order, one for each step, and combines at once what it can: a
+//! fold holds one value, a pairing one for each block that waits for its neighbour (at most log2 c + 1).
 
 use super::binomial::push_broadcast;
 use super::{Buffer, Landing, Layout, Local, Place, Recv, Region, Schedule, Send, Side, Span, Step};
@@ -31,31 +30,31 @@ pub struct Tree {
     descent: Vec<usize>,
 }
 
-/// Why a description is no tree over the ranks.
+/// Why a description is not a tree over the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TreeError {
-    /// Contributions combine as they arrive: no expression is declared.
+    /// Contributions combine in order of arrival: no expression is declared.
     #[error("the order {0:?} declares no expression; a tree schedule needs TreeFold or TreePairwise")]
     Undeclared(Order),
-    /// A rank is not there exactly once.
-    #[error("{rank} is {times} times in a tree of {ranks} ranks; each belongs there once")]
+    /// A rank does not appear exactly once.
+    #[error("{rank} appears {times} times in a tree of {ranks} ranks; each must appear once")]
     Rank {
         /// The rank.
         rank: Rank,
-        /// How often it is there.
+        /// How often it appears.
         times: usize,
         /// The size of the communicator.
         ranks: u32,
     },
-    /// A node can't be reached from the root (node 0), or in more than one way.
-    #[error("node {node} of {nodes} is the child of {parents} nodes; the root is nobody's, each other node one's")]
+    /// A node is not reachable from the root (node 0), or in more than one way.
+    #[error("node {node} of {nodes} has {parents} parents; the root must have none, every other node one")]
     Node {
         /// The node.
         node: usize,
-        /// As many nodes as there are.
+        /// The number of nodes.
         nodes: usize,
-        /// As many parents as it has.
+        /// The number of its parents.
         parents: usize,
     },
     /// A node without children has no value.
@@ -64,10 +63,11 @@ pub enum TreeError {
 }
 
 impl Tree {
-    /// Describe a tree: for each node its children in order; node 0 is the root.
+    /// Create a tree from the children of each node, in order; node 0 is the root.
     ///
     /// # Errors
-    /// [`TreeError`] if that is not one tree with ranks 0..`ranks` as its leaves, or `order` declares nothing.
+    /// [`TreeError`] if that is not a single tree with ranks 0..`ranks` as its leaves, or `order` declares no
+    /// expression.
     pub fn new(nodes: Vec<Vec<Child>>, ranks: u32, order: Order) -> Result<Self, TreeError> {
         let is_fold = match order {
             Order::TreeFold => true,
@@ -104,7 +104,7 @@ impl Tree {
             return Err(TreeError::Rank { rank: Rank(rank as u32), times: times[rank], ranks });
         }
         let descent = descent(&nodes);
-        // One parent each, and yet not below the root: a circle.
+        // One parent each, yet unreachable from the root: a cycle.
         if descent.len() < nodes.len() {
             let node = (0..nodes.len()).find(|node| !descent.contains(node)).unwrap_or(0);
             return Err(TreeError::Node { node, nodes: nodes.len(), parents: 1 });
@@ -112,18 +112,18 @@ impl Tree {
         Ok(Self { nodes, ranks, is_fold, descent })
     }
 
-    /// Describe one node with all ranks as its children.
+    /// Create a tree of one node with all ranks as its children.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// As for [`Self::new`].
     pub fn flat(ranks: u32, order: Order) -> Result<Self, TreeError> {
         Self::new(vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()], ranks, order)
     }
 
-    /// Describe a plan's tree.
+    /// Create the tree of a plan.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// As for [`Self::new`].
     pub fn of_plan(plan: &Plan, order: Order) -> Result<Self, TreeError> {
         let nodes = plan.nodes.iter().map(|node| node.children.clone()).collect();
         Self::new(nodes, plan.ranks.len() as u32, order)
@@ -134,7 +134,7 @@ impl Tree {
         self.ranks
     }
 
-    /// Evaluate the expression: the definition that everything else is compared with.
+    /// Evaluate the expression. This is the definition that everything else is compared with.
     pub fn evaluate<T>(&self, input: impl Fn(Rank) -> T, mut combine: impl FnMut(T, T) -> T) -> T {
         let mut values: Vec<Option<T>> = self.nodes.iter().map(|_| None).collect();
         for &node in self.descent.iter().rev() {
@@ -150,7 +150,7 @@ impl Tree {
         values.swap_remove(0).expect("there is a root, and each node has a child: `new` has seen to that")
     }
 
-    /// Return who plays each node of a reduction to `root`.
+    /// Return the player of each node in a reduction to `root`.
     fn players(&self, root: Rank) -> Vec<Rank> {
         let mut players = vec![root; self.nodes.len()];
         for &node in self.descent.iter().rev() {
@@ -166,7 +166,7 @@ impl Tree {
     }
 }
 
-/// Return the nodes that can be reached from node 0, parents first. Each has one parent, so none comes twice.
+/// Return the nodes reachable from node 0, parents first. Each has one parent, so none appears twice.
 fn descent(nodes: &[Vec<Child>]) -> Vec<usize> {
     let mut descent: Vec<usize> = (0..nodes.len().min(1)).collect();
     let mut next = 0;
@@ -180,7 +180,7 @@ fn descent(nodes: &[Vec<Child>]) -> Vec<usize> {
     descent
 }
 
-/// Combine neighbours, then pairs of pairs; an odd one out moves up as it is.
+/// Combine neighbours, then pairs of pairs; an odd one out moves up unchanged.
 fn pair_up<T>(mut operands: Vec<T>, combine: &mut impl FnMut(T, T) -> T) -> Option<T> {
     while operands.len() > 1 {
         let mut level = Vec::with_capacity(operands.len().div_ceil(2));
@@ -196,9 +196,9 @@ fn pair_up<T>(mut operands: Vec<T>, combine: &mut impl FnMut(T, T) -> T) -> Opti
     operands.pop()
 }
 
-/// Schedule a reduction of `count` elements to `root`, which alone has an output, along the tree.
+/// Schedule a reduction of `count` elements along the tree to `root`, which alone has an output.
 ///
-/// `tree` is over `place.ranks()` ranks, and `root` is one of them.
+/// `tree` must be over `place.ranks()` ranks, of which `root` is one.
 pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
     let output = if place.rank() == root { count } else { 0 };
     let layout = Layout { input: count, output, in_place_at: Some(0), ..Layout::default() };
@@ -209,11 +209,11 @@ pub fn reduce(place: Place, count: usize, tree: &Tree, root: Rank) -> Schedule {
 
 /// Schedule an all-reduce of `count` elements: up along the tree, and down by a binomial broadcast.
 ///
-/// `tree` is over `place.ranks()` ranks.
+/// `tree` must be over `place.ranks()` ranks.
 pub fn all_reduce(place: Place, count: usize, tree: &Tree) -> Schedule {
     let layout = Layout { input: count, output: count, in_place_at: Some(0), ..Layout::default() };
     let mut schedule = Schedule::reducing(place, layout);
-    // The planner's children are in the order of their lowest rank: rank 0 plays the root node without a message.
+    // The planner orders children by their lowest rank: rank 0 plays the root node without a message.
     push_reduce(&mut schedule, count, tree, Rank(0));
     push_broadcast(&mut schedule, count, Rank(0));
     schedule
@@ -223,7 +223,7 @@ fn push_reduce(schedule: &mut Schedule, count: usize, tree: &Tree, root: Rank) {
     let me = schedule.place().rank();
     let players = tree.players(root);
     let whole = Span::first(count);
-    // Where this rank has the values of the nodes that it has played.
+    // Slots of the values of the nodes that this rank has played.
     let mut values: HashMap<usize, usize> = HashMap::new();
     let mut slots = 0;
     for &node in tree.descent.iter().rev() {
@@ -242,7 +242,7 @@ fn push_reduce(schedule: &mut Schedule, count: usize, tree: &Tree, root: Rank) {
             }
             continue;
         }
-        // A value that this rank has as a later child stays below the ones that wait for it.
+        // A value of this rank that is a later child stays below the ones that wait for it.
         let own = |child: &Child| match child {
             Child::Node(child) => values.get(child).copied(),
             Child::Rank(_) => None,
@@ -272,27 +272,27 @@ fn push_reduce(schedule: &mut Schedule, count: usize, tree: &Tree, root: Rank) {
     }
 }
 
-/// The values that a player holds while it takes a node's children in.
+/// Values that a player holds while it receives a node's children.
 struct Stack {
     /// The slot of the first value.
     base: usize,
     count: usize,
     is_fold: bool,
-    /// How many children each value has, and where it is.
+    /// The number of children in each value, and its region.
     values: Vec<(usize, Region)>,
     /// The slots used.
     slots: usize,
 }
 
 impl Stack {
-    /// Take in a child's value that another rank has.
+    /// Receive a child's value from another rank.
     fn take_from(&mut self, schedule: &mut Schedule, peer: Rank, sent_from: Buffer) {
         let landing = self.landing();
         schedule.exchange(&[], &[Recv { peer, sent_from, landing }]);
         self.settle(schedule, landing.to);
     }
 
-    /// Take in a child's value that this rank has itself.
+    /// Use a child's value of this rank.
     fn take_own(&mut self, schedule: &mut Schedule, held: Region) {
         let landing = self.landing();
         if landing.to != held {
@@ -301,7 +301,7 @@ impl Stack {
         self.settle(schedule, landing.to);
     }
 
-    /// Return what to do with the next child: combine it with its left neighbour, or let it wait.
+    /// Return the landing of the next child: combined with its left neighbour, or waiting for it.
     fn landing(&mut self) -> Landing {
         match self.values.last() {
             Some(&(children, left)) if self.is_fold || children == 1 => Landing::combine(left, Side::Right, left),
@@ -313,7 +313,7 @@ impl Stack {
         }
     }
 
-    /// Note where the child has gone, and join blocks of one size.
+    /// Record the child's place, and join blocks of equal size.
     fn settle(&mut self, schedule: &mut Schedule, to: Region) {
         match self.values.last_mut() {
             Some((children, left)) if *left == to => *children += 1,
@@ -326,7 +326,7 @@ impl Stack {
         }
     }
 
-    /// Join what is left, from the right.
+    /// Join the remaining values, from the right.
     fn collapse(&mut self, schedule: &mut Schedule) {
         while self.values.len() > 1 {
             self.join(schedule);
@@ -342,7 +342,7 @@ impl Stack {
     }
 }
 
-/// Return a place for one value in `Work`.
+/// Return the region of a slot in `Work`.
 const fn slot(index: usize, count: usize) -> Region {
     Buffer::Work.at(Span { start: index * count, len: count })
 }

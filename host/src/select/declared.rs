@@ -1,4 +1,4 @@
-//! The expression that a declared order asks for, and which schedules evaluate it.
+//! The expression of a declared order, and which schedules evaluate it.
 
 use crate::plan::Child;
 use crate::schedule::check::evaluates;
@@ -10,52 +10,54 @@ use sumac_hal::ctrl::Order;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Declared {
     tree: Tree,
-    /// For each of [`ALGORITHMS`], what it computes instead.
-    differs: Vec<Option<String>>,
+    /// For each of [`ALGORITHMS`], how its expression differs, if it does.
+    mismatches: Vec<Option<String>>,
 }
 
-/// The most ranks for which schedules are proved, and so compared.
-const PROVED_RANKS: u32 = 64;
+/// The maximum number of ranks for which schedules are proved, and so compared.
+const PROVED_RANKS_MAX: u32 = 64;
 
 impl Declared {
-    /// Describe the expression of a tree: for each node its children in order, root first. Without a declared order
-    /// every expression will do; that of the tree is taken.
+    /// Create the expression of a tree from each node's children in order, root first. Without a declared order any
+    /// schedule will do.
     ///
     /// # Errors
-    /// [`TreeError`] if that is no tree over `ranks` ranks.
+    /// [`TreeError`] if `nodes` is not a tree over `ranks` ranks.
     pub fn new(nodes: Vec<Vec<Child>>, ranks: u32, order: Order) -> Result<Self, TreeError> {
         let is_declared = order != Order::Arrival;
         let tree = Tree::new(nodes, ranks, if is_declared { order } else { Order::TreeFold })?;
-        let differs = ALGORITHMS
+        let mismatches = ALGORITHMS
             .iter()
             .map(|algorithm| match algorithm.follows_tree || !is_declared {
                 true => None,
-                false if ranks > PROVED_RANKS => Some(format!("it is compared for up to {PROVED_RANKS} ranks only")),
+                false if ranks > PROVED_RANKS_MAX => {
+                    Some(format!("equivalence is only checked for up to {PROVED_RANKS_MAX} ranks"))
+                }
                 false => evaluates(algorithm, &tree).err().map(|difference| difference.to_string()),
             })
             .collect();
-        Ok(Self { tree, differs })
+        Ok(Self { tree, mismatches })
     }
 
-    /// Describe the expression of one node with all ranks.
+    /// The expression of one node with all ranks.
     #[cfg(test)]
     pub(super) fn flat(ranks: u32, order: Order) -> Self {
         let children = (0..ranks).map(|rank| Child::Rank(sumac_hal::ids::Rank(rank))).collect();
         Self::new(vec![children], ranks, order).expect("a tree")
     }
 
-    /// Return the tree.
+    /// The expression as a tree.
     pub const fn tree(&self) -> &Tree {
         &self.tree
     }
 
-    /// Tell whether an algorithm evaluates the expression.
+    /// Check that an algorithm evaluates the expression.
     ///
     /// # Errors
-    /// What it evaluates instead.
-    pub(super) fn kept_by(&self, algorithm: &Algorithm) -> Result<(), String> {
+    /// How its expression differs.
+    pub(super) fn check_evaluates(&self, algorithm: &Algorithm) -> Result<(), String> {
         let index = ALGORITHMS.iter().position(|known| known.name == algorithm.name);
-        match index.and_then(|index| self.differs[index].clone()) {
+        match index.and_then(|index| self.mismatches[index].clone()) {
             Some(why) => Err(why),
             None => Ok(()),
         }

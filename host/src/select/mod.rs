@@ -1,23 +1,23 @@
-//! Which way an operation takes, and why: an alpha-beta-gamma model with a table that the controller hands out.
+//! Path selection: an alpha-beta-gamma cost model, with constants from the controller.
 //!
-//! Ranks never decide from measurements of their own (PROTOCOL 2): the table and its version come with the group,
-//! the version is part of every operation's signature, and the same call gives the same choice everywhere. "Not
-//! possible" is a named reason ([`RuledOut`]), never a silent infinite cost.
+//! Ranks never decide from their own measurements (PROTOCOL 2). The table and its version come with the group, the
+//! version is part of every operation's signature, and the same call yields the same choice on every rank. An
+//! impossible path has a reason ([`RuledOut`]), never a silent infinite cost.
 //!
-//! Costs in seconds for n bytes over N ranks, from the table's alpha (s a message), beta (s a byte moved through one
-//! process, or by one engine) and gamma (s a byte combined):
+//! Costs in seconds for n bytes over N ranks, from the table's alpha (seconds per message), beta (seconds per byte
+//! moved through one process or by one engine) and gamma (seconds per byte combined):
 //!
 //! | path | cost | source |
 //! |---|---|---|
-//! | tree | 2 L alpha + n (r beta + (i + o) beta_node + g gamma) | each of L levels up and down; a rank moves r n bytes; the node with most children, c, takes in i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
-//! | tree, all ranks by reference | 2 alpha_reference + n (i + o) beta_reference, and, where L > 1, the tree of L - 1 levels above | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves everything is packets |
-//! | schedules | as the table in [`crate::schedule`] has them | each named there |
+//! | tree | 2 L alpha + n (r beta + (i + o) beta_node + g gamma) | each of L levels up and down; a rank moves r n bytes; the node with most children, c, receives i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
+//! | tree, all ranks zero-copy | 2 alpha_zero_copy + n (i + o) beta_zero_copy and, if L > 1, a tree of L - 1 levels above | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets |
+//! | host collectives | see the table in [`crate::schedule`] | cited there |
 //!
-//! with, for all-reduce, r = 2 and i = o = g = c; reduce: 2, c, 1, c; broadcast: 1, 1, c, 0; reduce-scatter: 1 + 1/N, c, 1,
-//! c; all-gather: 1 + 1/N, 1, c, 0.
+//! where (r, i, o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast,
+//! (1 + 1/N, c, 1, c) for reduce-scatter and (1 + 1/N, 1, c, 0) for all-gather.
 //!
-//! Where an order is declared and the operation's bits depend on it, a schedule is possible if it evaluates exactly the
-//! declared expression, which the schedule checker finds out ([`Declared`]).
+//! If an order is declared and the operation's bits depend on it, a schedule is possible only if it evaluates exactly
+//! the declared expression, as determined by the schedule checker ([`Declared`]).
 
 mod declared;
 mod table;
@@ -35,37 +35,37 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Collective, OpDesc, Path, ReduceOp};
 use thiserror::Error;
 
-/// What the caller asks for.
+/// The algorithm that the caller requests. All but `Auto` fail if the path is not possible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Algo {
-    /// What the controller's overrides say, or the cheapest that is possible.
+    /// The path that the controller's overrides name, or the cheapest possible one.
     #[default]
     Auto,
-    /// Through the tree, or an error.
+    /// The aggregation tree.
     Tree,
-    /// By ring, or an error.
+    /// Ring.
     Ring,
-    /// By halving-doubling, or an error.
+    /// Halving-doubling.
     HalvingDoubling,
-    /// By recursive doubling, or an error.
+    /// Recursive doubling.
     RecursiveDoubling,
-    /// By binomial trees, or an error.
+    /// Binomial trees.
     Binomial,
-    /// By Bruck's algorithm, or an error.
+    /// Bruck's algorithm.
     Bruck,
-    /// By pairwise exchange, or an error.
+    /// Pairwise exchange.
     Pairwise,
-    /// By the tree's expression from host to host, or an error.
+    /// The tree's expression, evaluated between hosts.
     HostTree,
-    /// By dissemination, or an error.
+    /// Dissemination.
     Dissemination,
-    /// By NCCL, or an error; over memory of GPUs alone.
+    /// NCCL, for GPU memory only.
     Nccl,
 }
 
 impl Algo {
-    /// Every algorithm.
+    /// All algorithms.
     pub const ALL: [Self; 11] = [
         Self::Auto,
         Self::Tree,
@@ -80,7 +80,7 @@ impl Algo {
         Self::Nccl,
     ];
 
-    /// Return its name on the command line.
+    /// The name on the command line.
     pub const fn name(self) -> &'static str {
         match self.forced() {
             None => "auto",
@@ -111,9 +111,9 @@ impl fmt::Display for Algo {
     }
 }
 
-/// A name that is no algorithm's.
+/// An unknown algorithm name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no algorithm; known are {known}", known = Algo::ALL.map(Algo::name).join(", "))]
+#[error("{0:?} is not an algorithm; choose one of {known}", known = Algo::ALL.map(Algo::name).join(", "))]
 pub struct UnknownAlgo(String);
 
 impl FromStr for Algo {
@@ -124,138 +124,138 @@ impl FromStr for Algo {
     }
 }
 
-/// What ranks know of their group when they choose.
+/// What selection depends on. The same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Situation {
-    /// Ranks of the communicator.
+pub struct SelectionContext {
+    /// The number of ranks in the communicator.
     pub ranks: u32,
-    /// The declared order.
+    /// The declared reduction order.
     pub order: Order,
     /// The tree, or why there is none.
     pub tree: Result<TreeFacts, String>,
-    /// The constants.
+    /// The constants of the cost model.
     pub table: CostTable,
-    /// The expression that a declared order asks for.
+    /// The expression of the declared order.
     pub declared: Declared,
 }
 
-/// What ranks know of their tree.
+/// The properties of a tree that selection depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TreeFacts {
-    /// Node levels.
+    /// Levels of nodes.
     pub levels: u32,
-    /// The most children of a node.
+    /// The maximum number of children of a node.
     pub max_children: u32,
-    /// Bit n: all nodes know element type number n.
+    /// Bit n: all nodes support element type number n.
     pub dtypes: u32,
-    /// Bit n: all nodes know operator number n.
+    /// Bit n: all nodes support operator number n.
     pub ops: u32,
-    /// Bit n: all nodes know collective number n.
+    /// Bit n: all nodes support collective number n.
     pub collectives: u32,
-    /// How many ranks contribute by reference to their leaves: the same number at all ranks.
-    pub ranks_by_reference: u32,
-    /// How many of these are on other hosts than their leaves, which reach them by RDMA.
-    pub ranks_by_rdma: u32,
-    /// Whether packets go over RDMA verbs.
+    /// How many ranks use zero-copy. The same number on all ranks.
+    pub zero_copy_ranks: u32,
+    /// How many of these use RDMA.
+    pub rdma_ranks: u32,
+    /// Whether packets use RDMA verbs.
     pub over_verbs: bool,
 }
 
-/// How the ranks of a job reach the leaves of its tree.
+/// How the ranks of a job reach the leaves of their tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Attached {
-    /// All by packets.
-    ByPackets,
-    /// All by packets over RDMA verbs.
-    ByVerbs,
-    /// Some by reference, the others by packets.
+pub enum TreeTransport {
+    /// All ranks use UDP packets.
+    Packets,
+    /// All ranks use packets over RDMA verbs.
+    Verbs,
+    /// Some ranks use zero-copy, the others packets.
     Mixed {
-        /// How many by reference.
-        by_reference: u32,
-        /// Of how many.
+        /// How many ranks use zero-copy.
+        zero_copy: u32,
+        /// The number of ranks.
         ranks: u32,
     },
-    /// All by reference.
-    ByReference,
-    /// All by reference, over RDMA.
-    ByRdma,
+    /// All ranks use zero-copy.
+    Shm,
+    /// All ranks use zero-copy over RDMA.
+    Rdma,
 }
 
-impl Attached {
-    /// Return its name in tables and JSON.
+impl TreeTransport {
+    /// The name in tables and JSON.
     pub const fn name(self) -> &'static str {
         match self {
-            Self::ByPackets => "udp",
-            Self::ByVerbs => "verbs",
+            Self::Packets => "udp",
+            Self::Verbs => "verbs",
             Self::Mixed { .. } => "mixed",
-            Self::ByReference => "shm",
-            Self::ByRdma => "rdma",
+            Self::Shm => "shm",
+            Self::Rdma => "rdma",
         }
     }
 }
 
-impl fmt::Display for Attached {
+impl fmt::Display for TreeTransport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ByPackets => f.write_str("by packets"),
-            Self::ByVerbs => f.write_str("by packets over RDMA verbs"),
-            Self::Mixed { by_reference, ranks } => write!(f, "{by_reference} of {ranks} ranks by reference"),
-            Self::ByReference => f.write_str("by reference"),
-            Self::ByRdma => f.write_str("by reference over RDMA"),
+            Self::Packets => f.write_str("packets"),
+            Self::Verbs => f.write_str("packets over RDMA verbs"),
+            Self::Mixed { zero_copy, ranks } => write!(f, "{zero_copy} of {ranks} ranks zero-copy"),
+            Self::Shm => f.write_str("zero-copy"),
+            Self::Rdma => f.write_str("zero-copy over RDMA"),
         }
     }
 }
 
-impl Situation {
-    /// Return how the ranks reach their tree, if there is one.
-    pub fn attached(&self) -> Option<Attached> {
+impl SelectionContext {
+    /// How the ranks reach their tree, if there is one.
+    pub fn tree_transport(&self) -> Option<TreeTransport> {
         let tree = self.tree.as_ref().ok()?;
-        Some(match tree.ranks_by_reference {
-            0 if tree.over_verbs => Attached::ByVerbs,
-            0 => Attached::ByPackets,
-            all if all >= self.ranks && tree.ranks_by_rdma >= self.ranks => Attached::ByRdma,
-            all if all >= self.ranks => Attached::ByReference,
-            by_reference => Attached::Mixed { by_reference, ranks: self.ranks },
+        Some(match tree.zero_copy_ranks {
+            0 if tree.over_verbs => TreeTransport::Verbs,
+            0 => TreeTransport::Packets,
+            all if all >= self.ranks && tree.rdma_ranks >= self.ranks => TreeTransport::Rdma,
+            all if all >= self.ranks => TreeTransport::Shm,
+            zero_copy => TreeTransport::Mixed { zero_copy, ranks: self.ranks },
         })
     }
 }
 
-/// The first condition that rules a path out.
+/// Why a path is not possible: the first condition that rules it out.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RuledOut {
     /// There is no tree.
     #[error("there is no tree: {0}")]
     NoTree(String),
-    /// A device does not know the collective, type or operator.
-    #[error("a device of the tree can't do {0}")]
+    /// A device does not support the collective, type or operator.
+    #[error("a device of the tree does not support {0}")]
     Unsupported(OpDesc),
-    /// The sum of floats depends on the order, which this schedule can't keep.
-    #[error("{path} can't keep the declared order {order:?}: {why}")]
+    /// The result depends on the order, and this schedule cannot preserve the declared one.
+    #[error("{path} cannot preserve the declared order {order:?}: {why}")]
     Order {
         /// The path's name.
         path: &'static str,
         /// The order.
         order: Order,
-        /// What breaks it.
+        /// How it differs.
         why: String,
     },
-    /// It can't be completed without ranks that are late, as the caller may want.
-    #[error("{path} can't go on without ranks that are late: {why}")]
+    /// The caller allows completion without stragglers, and this path does not support that.
+    #[error("{path} cannot complete without late ranks: {why}")]
     Partial {
         /// The path's name.
         path: &'static str,
-        /// Why not.
+        /// The reason.
         why: &'static str,
     },
-    /// GPUs don't reach each other's memory.
-    #[error("the ranks' GPUs don't reach each other's memory: {0}")]
+    /// The GPUs cannot access each other's memory.
+    #[error("the ranks' GPUs cannot access each other's memory: {0}")]
     NotDirect(String),
-    /// NCCL can't take it.
-    #[error("no NCCL: {0}")]
+    /// NCCL is not possible.
+    #[error("NCCL unavailable: {0}")]
     Nccl(String),
-    /// There is no such collective on this path.
-    #[error("{path} has no {collective}")]
+    /// The path does not implement the collective.
+    #[error("{path} does not implement {collective}")]
     Collective {
         /// The path's name.
         path: &'static str,
@@ -264,53 +264,54 @@ pub enum RuledOut {
     },
 }
 
-/// One path, judged.
+/// A path with its cost.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Candidate {
     /// The path.
     pub path: Path,
-    /// Its cost in seconds, or why it is out.
+    /// The cost in seconds, or why the path is not possible.
     pub cost_s: Result<f64, RuledOut>,
 }
 
-/// All paths, judged, and the choice.
+/// All paths with their costs, and the selection.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Explanation {
-    /// What was asked for.
+    /// The requested algorithm.
     pub requested: Algo,
-    /// Every path.
+    /// All paths.
     pub candidates: Vec<Candidate>,
-    /// The path taken: the one forced, that of an override, or the cheapest; `None` if it is not possible.
+    /// The selected path: the requested one, that of an override, or the cheapest. `None` if it is not possible.
     pub chosen: Option<Path>,
-    /// What the controller's overrides say for this size.
+    /// The path that the controller's overrides name for this operation.
     pub overridden: Option<Path>,
-    /// How the ranks reach the tree, if there is one; only where all do so by reference does it cost as much as then.
-    pub attached: Option<Attached>,
+    /// How the ranks reach the tree, if there is one. The cost of zero-copy applies only if all ranks use it.
+    pub transport: Option<TreeTransport>,
 }
 
 impl Explanation {
-    /// Return why the tree is not taken, if the caller left the choice open and it is not possible: a fallback. What no
-    /// tree can do falls back from nothing.
+    /// Why the operation falls back from the tree: the caller requested `Auto` and the tree is not possible.
+    /// Collectives that no tree implements are not fallbacks.
     pub fn fallback(&self) -> Option<&RuledOut> {
         let tree = self.candidates.iter().find(|candidate| candidate.path == Path::Tree)?;
         let why = tree.cost_s.as_ref().err().filter(|why| !matches!(why, RuledOut::Collective { .. }))?;
         (self.requested == Algo::Auto && self.chosen.is_some()).then_some(why)
     }
 
-    /// Return why what was asked for is not possible, if it is not.
+    /// Why the requested algorithm is not possible, if so.
     pub fn refusal(&self) -> Option<&RuledOut> {
         if self.chosen.is_some() {
             return None;
         }
         let forced = self.requested.forced();
-        let mut judged = self.candidates.iter().filter(|candidate| forced.is_none_or(|path| candidate.path == path));
-        judged.find_map(|candidate| candidate.cost_s.as_ref().err())
+        let mut candidates_for =
+            self.candidates.iter().filter(|candidate| forced.is_none_or(|path| candidate.path == path));
+        candidates_for.find_map(|candidate| candidate.cost_s.as_ref().err())
     }
 }
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "asked for {}", self.requested)?;
+        writeln!(f, "requested {}", self.requested)?;
         if let Some(path) = self.overridden {
             writeln!(f, "overridden to {}", path.name())?;
         }
@@ -319,8 +320,8 @@ impl fmt::Display for Explanation {
             match cost_s {
                 Ok(cost) => {
                     write!(f, "{mark} {:<13} {:>12.1} us", path.name(), cost * 1e6)?;
-                    match self.attached.filter(|_| *path == Path::Tree) {
-                        Some(attached) => writeln!(f, "  {attached}")?,
+                    match self.transport.filter(|_| *path == Path::Tree) {
+                        Some(transport) => writeln!(f, "  {transport}")?,
                         None => writeln!(f)?,
                     }
                 }
@@ -331,25 +332,25 @@ impl fmt::Display for Explanation {
     }
 }
 
-/// Judge every path for an operation and choose.
-pub fn explain(situation: &Situation, desc: &OpDesc, requested: Algo) -> Explanation {
-    explain_with(situation, desc, requested, Vec::new())
+/// Compute the cost of every path for an operation, and select one.
+pub fn explain(selection: &SelectionContext, desc: &OpDesc, requested: Algo) -> Explanation {
+    explain_with(selection, desc, requested, Vec::new())
 }
 
-/// The same with ways of the caller's own, already judged.
+/// Like [`explain`], with further candidates of the caller.
 pub(crate) fn explain_with(
-    situation: &Situation,
+    selection: &SelectionContext,
     desc: &OpDesc,
     requested: Algo,
     others: Vec<Candidate>,
 ) -> Explanation {
     let forced = requested.forced();
-    let tree = Candidate { path: Path::Tree, cost_s: judge_tree(situation, desc) };
+    let tree = Candidate { path: Path::Tree, cost_s: tree_cost(selection, desc) };
     let schedules = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
     let schedules = schedules
-        .map(|algorithm| Candidate { path: algorithm.path(), cost_s: judge_schedule(situation, desc, algorithm) });
+        .map(|algorithm| Candidate { path: algorithm.path(), cost_s: schedule_cost(selection, desc, algorithm) });
     let mut candidates: Vec<Candidate> = std::iter::once(tree).chain(schedules).chain(others).collect();
-    let overridden = situation.table.overridden(desc).filter(|_| forced.is_none());
+    let overridden = selection.table.overridden(desc).filter(|_| forced.is_none());
     if let Some(path) = forced.or(overridden).filter(|path| candidates.iter().all(|candidate| candidate.path != *path))
     {
         let none = match path {
@@ -366,22 +367,22 @@ pub(crate) fn explain_with(
             .and_then(wanted)
             .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
     };
-    Explanation { requested, candidates, chosen, overridden, attached: situation.attached() }
+    Explanation { requested, candidates, chosen, overridden, transport: selection.tree_transport() }
 }
 
-/// Return the cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
-fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
-    let table = &situation.table;
+/// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
+fn tree_cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOut> {
+    let table = &selection.table;
     if !desc.collective.is_offloadable() {
         return Err(RuledOut::Collective { path: Path::Tree.name(), collective: desc.collective });
     }
-    let tree = situation.tree.as_ref().map_err(|why| RuledOut::NoTree(why.clone()))?;
-    if !knows(tree, desc) {
+    let tree = selection.tree.as_ref().map_err(|why| RuledOut::NoTree(why.clone()))?;
+    if !supports(tree, desc) {
         return Err(RuledOut::Unsupported(*desc));
     }
     let (n, c) = (bytes(desc), f64::from(tree.max_children));
-    let block = 1.0 / f64::from(situation.ranks);
-    // Of n: what the busiest rank moves, what a node takes in, what it sends out.
+    let block = 1.0 / f64::from(selection.ranks);
+    // As fractions of n: what the busiest rank moves, what a node receives, what it sends.
     let (rank, taken, sent) = match desc.collective {
         Collective::AllReduce => (2.0, c, c),
         Collective::Reduce => (2.0, c, 1.0),
@@ -392,22 +393,22 @@ fn judge_tree(situation: &Situation, desc: &OpDesc) -> Result<f64, RuledOut> {
     };
     let combined = if desc.collective.reduces() { taken } else { 0.0 };
     let each = rank * table.beta_tree_s + (taken + sent) * table.beta_node_s + combined * table.gamma_s;
-    let by_packets = |levels: u32| match levels {
+    let packets_cost = |levels: u32| match levels {
         0 => 0.0,
         levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
     };
-    if !matches!(situation.attached(), Some(Attached::ByReference | Attached::ByRdma)) {
-        return Ok(by_packets(tree.levels));
+    if !matches!(selection.tree_transport(), Some(TreeTransport::Shm | TreeTransport::Rdma)) {
+        return Ok(packets_cost(tree.levels));
     }
-    let leaf = 2.0 * table.alpha_reference_s + n * (taken + sent) * table.beta_reference_s;
-    Ok(leaf + by_packets(tree.levels.saturating_sub(1)))
+    let leaf = 2.0 * table.alpha_zero_copy_s + n * (taken + sent) * table.beta_zero_copy_s;
+    Ok(leaf + packets_cost(tree.levels.saturating_sub(1)))
 }
 
-/// Return the cost of a schedule; its own formula, for elements of this operation's size.
-fn judge_schedule(situation: &Situation, desc: &OpDesc, algorithm: &Algorithm) -> Result<f64, RuledOut> {
-    let Situation { ranks, order, table, .. } = situation;
+/// The cost of a schedule, by its own formula for elements of this operation's size.
+fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algorithm) -> Result<f64, RuledOut> {
+    let SelectionContext { ranks, order, table, .. } = selection;
     if depends_on_order(*order, desc) {
-        situation.declared.kept_by(algorithm).map_err(|why| RuledOut::Order {
+        selection.declared.check_evaluates(algorithm).map_err(|why| RuledOut::Order {
             path: algorithm.path().name(),
             order: *order,
             why,
@@ -422,14 +423,14 @@ fn bytes(desc: &OpDesc) -> f64 {
     desc.element_bytes() as f64 * desc.count as f64
 }
 
-fn knows(tree: &TreeFacts, desc: &OpDesc) -> bool {
+fn supports(tree: &TreeFacts, desc: &OpDesc) -> bool {
     let has = |mask: u32, number: u8| mask & (1 << number) != 0;
     has(tree.collectives, desc.collective.to_wire())
         && desc.dtype.is_none_or(|dtype| has(tree.dtypes, dtype.to_wire()))
         && desc.op.is_none_or(|op| has(tree.ops, op.to_wire()))
 }
 
-/// Integer arithmetic wraps and the other operators pick: only what rounds depends on the order.
+/// Only operations that round depend on the order: integer arithmetic wraps, and the other operators select.
 fn depends_on_order(order: Order, desc: &OpDesc) -> bool {
     let rounds = matches!(desc.op, Some(ReduceOp::Sum | ReduceOp::Prod | ReduceOp::Avg | ReduceOp::PremulSum));
     order != Order::Arrival && rounds && desc.dtype.is_some_and(|dtype| !dtype.is_integer())

@@ -1,6 +1,6 @@
-//! The constants of the cost model, and the operator's own word in place of it.
+//! The constants of the cost model, and the operator's overrides.
 //!
-//! An override file is TOML; sizes are of the whole operation, ends inclusive, and may be left out:
+//! An override file is TOML. Sizes are those of the whole operation, inclusive, and optional:
 //!
 //! ```toml
 //! [[override]]
@@ -13,49 +13,49 @@
 //! path = "hd"
 //! ```
 //!
-//! The first entry that matches an operation whose caller left the choice open is taken, if it is possible; if it is
-//! not, the explanation says so and costs decide. The table's version changes with the overrides, and is in every
-//! signature, so ranks with other overrides find out.
+//! For operations that request `auto`, the first matching entry applies. If its path is not possible, the explanation
+//! gives the reason and costs decide. The table's version depends on the overrides and is part of every signature, so
+//! ranks with different overrides are detected.
 
 use serde::{Deserialize, Serialize};
 use sumac_hal::op::{Collective, OpDesc, Path};
 use thiserror::Error;
 
-/// The model's constants.
+/// The constants of the cost model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CostTable {
-    /// Raised with each change; part of every signature.
+    /// Changes with every change of the table; part of every signature.
     pub version: u32,
-    /// Seconds a hop of the tree, one way.
+    /// Seconds per hop of the tree, one way.
     pub alpha_tree_s: f64,
-    /// Seconds a step of a schedule.
+    /// Seconds per step of a schedule.
     pub alpha_step_s: f64,
-    /// Seconds a byte that a rank sends and receives through the tree.
+    /// Seconds per byte that a rank sends and receives through the tree.
     pub beta_tree_s: f64,
-    /// Seconds a byte that a rank sends and receives by a schedule.
+    /// Seconds per byte that a rank sends and receives in a schedule.
     pub beta_step_s: f64,
-    /// Seconds a byte that a node takes in and sends out.
+    /// Seconds per byte that a node receives and sends.
     pub beta_node_s: f64,
-    /// Seconds a byte combined.
+    /// Seconds per byte combined.
     pub gamma_s: f64,
-    /// Seconds from a rank to its leaf, one way, by reference.
-    pub alpha_reference_s: f64,
-    /// Seconds a byte that a leaf's DMA engine reads or writes; what it combines on the way is in it.
-    pub beta_reference_s: f64,
-    /// What is to be taken whatever it costs, first match first.
+    /// Seconds from a rank to its leaf with zero-copy, one way.
+    pub alpha_zero_copy_s: f64,
+    /// Seconds per byte that a leaf's DMA engine reads or writes, including the combining on the way.
+    pub beta_zero_copy_s: f64,
+    /// Overrides of the costs; the first match applies.
     pub overrides: Vec<Override>,
 }
 
 impl CostTable {
-    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to medians of
-    /// `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
+    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to medians
+    /// of `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
     /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
     /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
     /// ms by ring and 36 ms by halving-doubling. On one machine each device is one more process that copies every byte;
     /// a network's own table has the device's line rate for `beta_node_s`.
     ///
-    /// By reference, on the same machine: 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of which the engine moves eight
-    /// times as much: 26 ps a byte.
+    /// By reference, on the same machine: 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of which the engine moves
+    /// eight times as much: 26 ps a byte.
     pub const EMULATED: Self = Self {
         version: 3,
         alpha_tree_s: 20e-6,
@@ -64,8 +64,8 @@ impl CostTable {
         beta_step_s: 1.10e-9,
         beta_node_s: 0.20e-9,
         gamma_s: 0.02e-9,
-        alpha_reference_s: 7e-6,
-        beta_reference_s: 0.026e-9,
+        alpha_zero_copy_s: 7e-6,
+        beta_zero_copy_s: 0.026e-9,
         overrides: Vec::new(),
     };
 
@@ -81,26 +81,26 @@ impl CostTable {
         beta_step_s: 0.6e-12,
         beta_node_s: 0.0,
         gamma_s: 0.3e-12,
-        alpha_reference_s: 0.0,
-        beta_reference_s: 0.0,
+        alpha_zero_copy_s: 0.0,
+        beta_zero_copy_s: 0.0,
         overrides: Vec::new(),
     };
 }
 
 impl CostTable {
-    /// Take over the entries of an override file.
+    /// Replace the overrides with those of an override file.
     ///
     /// # Errors
-    /// [`OverrideError`] names what is not understood.
+    /// [`OverrideError`] names the invalid entry.
     pub fn with_overrides(mut self, toml: &str) -> Result<Self, OverrideError> {
         let file: File = toml::from_str(toml)?;
         self.overrides = file.entries.iter().map(Entry::read).collect::<Result<_, _>>()?;
-        // Other entries, another version: of 31 bits that nobody chooses by hand.
+        // Different entries get a different version; the top bit keeps it apart from versions assigned by hand.
         self.version = sumac_hal::wire::crc32c(format!("{:?}", self.overrides).as_bytes()) | 1 << 31;
         Ok(self)
     }
 
-    /// Return the first entry for an operation.
+    /// The path of the first entry that matches an operation.
     pub(super) fn overridden(&self, desc: &OpDesc) -> Option<Path> {
         let bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
         let fits = |entry: &&Override| {
@@ -111,16 +111,16 @@ impl CostTable {
     }
 }
 
-/// One size range and its path.
+/// An override: a size range and its path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Override {
-    /// For this collective; `None` for all.
+    /// The collective; `None` for all.
     pub collective: Option<Collective>,
-    /// From this many bytes on.
+    /// The minimum size in bytes.
     pub min_bytes: u64,
-    /// Up to this many bytes.
+    /// The maximum size in bytes.
     pub max_bytes: u64,
-    /// What is taken.
+    /// The path to select.
     pub path: Path,
 }
 
@@ -128,21 +128,21 @@ pub struct Override {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum OverrideError {
-    /// Not TOML, or of another form.
+    /// Not TOML, or with other keys.
     #[error("not an override file: {0}")]
     Form(#[from] toml::de::Error),
-    /// A name that is none.
-    #[error("{what} {name:?} is not known; known are {known}")]
+    /// An unknown name.
+    #[error("unknown {what} {name:?}; choose one of {known}")]
     Name {
-        /// Of what.
+        /// What the name is for.
         what: &'static str,
-        /// The name.
+        /// The unknown name.
         name: String,
-        /// Those there are.
+        /// The known names.
         known: String,
     },
-    /// No size is in the range.
-    #[error("from {min_bytes} to {max_bytes} bytes there is no size")]
+    /// The size range is empty.
+    #[error("empty size range: min_bytes {min_bytes} is larger than max_bytes {max_bytes}")]
     Range {
         /// The lower end.
         min_bytes: u64,
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_entry_that_fits_counts() {
+    fn first_matching_override_applies() {
         let toml = "[[override]]\nmax_bytes = 16\npath = \"tree\"\n\
                     [[override]]\ncollective = \"all_reduce\"\nmin_bytes = 8\npath = \"ring\"\n";
         let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
@@ -213,12 +213,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_named() {
+    fn malformed_override_is_refused_with_the_name() {
         let error = |toml: &str| CostTable::EMULATED.with_overrides(toml).expect_err("refused").to_string();
         let text = error("[[override]]\npath = \"treee\"");
         assert!(text.contains("treee") && text.contains("host-tree") && !text.contains("local"), "{text}");
         assert!(error("[[override]]\npath = \"tree\"\ncollective = \"sum\"").contains("all_to_all_v"));
-        assert!(error("[[override]]\npath = \"tree\"\nmin_bytes = 9\nmax_bytes = 8").contains("from 9 to 8"));
+        assert!(
+            error("[[override]]\npath = \"tree\"\nmin_bytes = 9\nmax_bytes = 8")
+                .contains("min_bytes 9 is larger than max_bytes 8")
+        );
         assert!(error("[[overide]]\npath = \"tree\"").contains("overide"));
     }
 }

@@ -1,4 +1,4 @@
-//! Costs, reasons, and what is chosen.
+//! Costs, reasons and selections.
 
 use super::*;
 use sumac_hal::ids::Rank;
@@ -10,27 +10,27 @@ const TREE: TreeFacts = TreeFacts {
     dtypes: u32::MAX,
     ops: u32::MAX,
     collectives: u32::MAX,
-    ranks_by_reference: 0,
-    ranks_by_rdma: 0,
+    zero_copy_ranks: 0,
+    rdma_ranks: 0,
     over_verbs: false,
 };
 
-fn situation(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> Situation {
+fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> SelectionContext {
     let declared = Declared::flat(ranks, order);
-    Situation { ranks, order, tree, table: CostTable::EMULATED, declared }
+    SelectionContext { ranks, order, tree, table: CostTable::EMULATED, declared }
 }
 
 fn sum(count: u64) -> OpDesc {
     OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count)
 }
 
-fn cost(situation: &Situation, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
-    let explanation = explain(situation, desc, Algo::Auto);
+fn cost(selection: &SelectionContext, desc: &OpDesc, path: Path) -> Result<f64, RuledOut> {
+    let explanation = explain(selection, desc, Algo::Auto);
     let mut candidates = explanation.candidates.into_iter();
     candidates.find(|candidate| candidate.path == path).expect("a candidate").cost_s
 }
 
-/// Constants whose parts of a sum can be told apart.
+/// Constants chosen so that each term of a sum is recognisable.
 const ROUND: CostTable = CostTable {
     version: 1,
     alpha_tree_s: 1.0,
@@ -39,15 +39,15 @@ const ROUND: CostTable = CostTable {
     beta_step_s: 1.0,
     beta_node_s: 1.0,
     gamma_s: 0.0,
-    alpha_reference_s: 0.25,
-    beta_reference_s: 0.5,
+    alpha_zero_copy_s: 0.25,
+    beta_zero_copy_s: 0.5,
     overrides: Vec::new(),
 };
 
 #[test]
 fn costs_follow_the_formulas() {
     let at = |ranks, desc: OpDesc, path| {
-        cost(&Situation { table: ROUND, ..situation(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
+        cost(&SelectionContext { table: ROUND, ..selection(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
     };
     // 240 bytes.
     assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
@@ -61,10 +61,10 @@ fn costs_follow_the_formulas() {
 }
 
 #[test]
-fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
+fn zero_copy_tree_costs_the_engine_at_the_leaf_and_packets_above() {
     let at = |levels, desc: OpDesc| {
-        let tree = TreeFacts { levels, ranks_by_reference: 4, ..TREE };
-        cost(&Situation { table: ROUND, ..situation(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
+        let tree = TreeFacts { levels, zero_copy_ranks: 4, ..TREE };
+        cost(&SelectionContext { table: ROUND, ..selection(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
     };
     // 240 bytes, 2 children.
     assert_eq!(at(1, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5));
@@ -75,47 +75,50 @@ fn by_reference_the_engine_moves_what_packets_would_below_the_leaves() {
 }
 
 #[test]
-fn an_explanation_says_how_ranks_reach_the_tree() {
-    let told = |ranks_by_reference| {
-        let tree = TreeFacts { ranks_by_reference, ..TREE };
-        explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree)
+fn explanation_names_the_transport() {
+    let told = |zero_copy_ranks| {
+        let tree = TreeFacts { zero_copy_ranks, ..TREE };
+        explain(&selection(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree)
     };
-    let ways =
-        [(0, "udp", "us  by packets"), (3, "mixed", "us  3 of 4 ranks by reference"), (4, "shm", "us  by reference")];
+    let ways = [(0, "udp", "us  packets"), (3, "mixed", "us  3 of 4 ranks zero-copy"), (4, "shm", "us  zero-copy")];
     for (ranks, name, words) in ways {
         let text = told(ranks).to_string();
         assert_eq!(text.lines().filter(|line| line.contains("* tree") && line.ends_with(words)).count(), 1, "{text}");
-        assert_eq!((text.matches("by ").count(), told(ranks).attached.map(Attached::name)), (1, Some(name)), "{text}");
+        assert_eq!(
+            (text.matches(words).count(), told(ranks).transport.map(TreeTransport::name)),
+            (1, Some(name)),
+            "{text}"
+        );
     }
     let cost = |ranks| told(ranks).candidates[0].cost_s.clone();
     assert!(cost(0) == cost(3) && cost(3) != cost(4), "a mixed tree is as slow as its packets");
-    assert_eq!(explain(&situation(4, Order::Arrival, Err("none".into())), &sum(8), Algo::Ring).attached, None);
+    assert_eq!(explain(&selection(4, Order::Arrival, Err("none".into())), &sum(8), Algo::Ring).transport, None);
 }
 
 #[test]
-fn what_is_forced_is_taken_or_refused_by_name() {
-    let none = situation(4, Order::Arrival, Err("device leaf0 is not connected".into()));
+fn forced_path_is_chosen_or_refused_with_the_reason() {
+    let none = selection(4, Order::Arrival, Err("device leaf0 is not connected".into()));
     let forced = explain(&none, &sum(8), Algo::Tree);
     assert_eq!(forced.chosen, None);
     assert_eq!(forced.refusal(), Some(&RuledOut::NoTree("device leaf0 is not connected".into())));
     assert_eq!(forced.fallback(), None);
     let open = explain(&none, &sum(8), Algo::Auto);
     assert!(open.chosen.is_some() && open.fallback().is_some(), "{open}");
-    let ring = explain(&situation(4, Order::Arrival, Ok(TREE)), &sum(8), Algo::Ring);
+    let ring = explain(&selection(4, Order::Arrival, Ok(TREE)), &sum(8), Algo::Ring);
     assert_eq!((ring.chosen, ring.fallback()), (Some(Path::Ring), None));
-    let barrier = explain(&situation(4, Order::Arrival, Ok(TREE)), &OpDesc::barrier(), Algo::Ring);
+    let barrier = explain(&selection(4, Order::Arrival, Ok(TREE)), &OpDesc::barrier(), Algo::Ring);
     let collective = Collective::Barrier;
     assert_eq!(barrier.refusal(), Some(&RuledOut::Collective { path: "ring", collective }));
 }
 
-/// Every collective has a schedule, so that it goes on without a tree.
+/// Every collective has a schedule, so that it works without a tree.
 #[test]
-fn nothing_needs_a_tree() {
+fn every_collective_has_a_host_schedule() {
     for &collective in Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV) {
         let op = collective.reduces().then_some(ReduceOp::Sum);
         let desc = OpDesc { collective, dtype: Some(Dtype::F32), op, root: Rank(1), count: 100 };
         for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
-            let found = explain(&situation(5, order, Err("none".into())), &desc, Algo::Auto);
+            let found = explain(&selection(5, order, Err("none".into())), &desc, Algo::Auto);
             assert!(found.chosen.is_some(), "{desc} {order:?}: {found}");
         }
     }
@@ -123,7 +126,7 @@ fn nothing_needs_a_tree() {
 
 #[test]
 fn order_rules_schedules_out() {
-    let possible = |order, ranks, path, desc: OpDesc| cost(&situation(ranks, order, Ok(TREE)), &desc, path).is_ok();
+    let possible = |order, ranks, path, desc: OpDesc| cost(&selection(ranks, order, Ok(TREE)), &desc, path).is_ok();
     let (ring, hd) = (Path::Ring, Path::HalvingDoubling);
     assert!(!possible(Order::TreePairwise, 4, ring, sum(8)));
     assert!(possible(Order::TreePairwise, 4, hd, sum(8)));
@@ -133,22 +136,22 @@ fn order_rules_schedules_out() {
     assert!(possible(Order::TreeFold, 6, ring, max), "maxima don't depend on the order");
     let wrapping = OpDesc::all_reduce(Dtype::U8, ReduceOp::Prod, 8);
     assert!(possible(Order::TreeFold, 6, ring, wrapping), "nor does what wraps");
-    let why = cost(&situation(4, Order::TreeFold, Ok(TREE)), &sum(8), ring).expect_err("ruled out").to_string();
+    let why = cost(&selection(4, Order::TreeFold, Ok(TREE)), &sum(8), ring).expect_err("ruled out").to_string();
     assert!(why.contains("ring") && why.contains("TreeFold"), "{why}");
 }
 
 #[test]
-fn a_missing_capability_is_named() {
+fn missing_capability_rules_out_the_tree() {
     let tree = TreeFacts { dtypes: 0, ..TREE };
-    let found = explain(&situation(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree);
+    let found = explain(&selection(4, Order::Arrival, Ok(tree)), &sum(8), Algo::Tree);
     assert_eq!(found.refusal(), Some(&RuledOut::Unsupported(sum(8))));
 }
 
 #[test]
-fn overrides_come_before_costs_and_after_the_caller() {
+fn overrides_beat_costs_but_not_the_caller() {
     let toml = "[[override]]\npath = \"ring\"\nmin_bytes = 32";
     let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
-    let with = |order| Situation { table: table.clone(), ..situation(4, order, Ok(TREE)) };
+    let with = |order| SelectionContext { table: table.clone(), ..selection(4, order, Ok(TREE)) };
     let taken = |order, count, algo| explain(&with(order), &sum(count), algo).chosen;
     assert_eq!(taken(Order::Arrival, 8, Algo::Auto), Some(Path::Ring));
     assert_ne!(taken(Order::Arrival, 7, Algo::Auto), Some(Path::Ring));
@@ -160,10 +163,10 @@ fn overrides_come_before_costs_and_after_the_caller() {
 }
 
 #[test]
-fn nccl_is_not_for_memory_of_the_process() {
+fn nccl_is_refused_for_host_memory() {
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 8);
-    let explanation = explain(&situation(4, Order::Arrival, Ok(TREE)), &desc, Algo::Nccl);
+    let explanation = explain(&selection(4, Order::Arrival, Ok(TREE)), &desc, Algo::Nccl);
     let why = explanation.refusal().map(ToString::to_string).unwrap_or_default();
     assert!(why.contains("not of a GPU"), "{why}");
-    assert!(explanation.to_string().contains("nccl          ruled out: no NCCL: "), "{explanation}");
+    assert!(explanation.to_string().contains("nccl          ruled out: NCCL unavailable: "), "{explanation}");
 }

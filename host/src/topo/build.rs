@@ -1,8 +1,8 @@
-//! From records and cable ends, as the readers find them, to a checked [`Fabric`].
+//! Builds a checked [`Fabric`] from records and cable ends.
 //!
-//! Every reader and generator goes through here, so the checks are written once: no GUID or port twice, both ends
-//! of a cable agree, names are unique. A cable that only one end lists is kept, with a warning: dumps of a live
-//! fabric are taken while it changes.
+//! Every reader and generator uses it, so the checks exist once: no GUID or port appears twice, both ends of a cable
+//! agree, names are unique. A cable that only one end lists is kept with a warning, because a live fabric changes while
+//! it is dumped.
 
 use super::{AggregationNode, Device, Fabric, FabricError, Host, Link, Port, Rate, Switch, Warning};
 use super::{HostId, SwitchId, bare_guid, natural_cmp};
@@ -15,7 +15,7 @@ pub(super) enum Kind {
     Host,
     /// The channel adapter through which the aggregation node of a switch is reached.
     Aggregation,
-    /// Known to the source, of no use here (a router).
+    /// Valid in the source but unused here, such as a router.
     Ignored,
 }
 
@@ -23,7 +23,7 @@ pub(super) enum Kind {
 #[derive(Debug, Clone)]
 pub(super) struct Record {
     pub(super) kind: Kind,
-    /// The id that cables name it by.
+    /// The id by which cables refer to it.
     pub(super) id: String,
     pub(super) description: Option<String>,
     pub(super) line: usize,
@@ -35,7 +35,7 @@ struct Listing {
     to: (String, u16),
     rate: Option<Rate>,
     line: usize,
-    /// What the listing says of the other end: its description.
+    /// The description of the other end, if listed.
     to_description: Option<String>,
 }
 
@@ -69,7 +69,7 @@ impl Builder {
         self.record(Record { kind, id: name.into(), description: Some(name.into()), line })
     }
 
-    /// Put an aggregation node beside the switch.
+    /// Add an aggregation node to the switch.
     pub(super) fn equip(&mut self, switch: &str) {
         self.equipped.push(switch.into());
     }
@@ -86,7 +86,7 @@ impl Builder {
         }
     }
 
-    /// Add what one end says of its cable.
+    /// Add one end's listing of its cable.
     pub(super) fn listing(
         &mut self,
         from: (&str, u16),
@@ -115,12 +115,12 @@ impl Builder {
         self.listing(b, a, rate, line, None)
     }
 
-    /// Return whether a port is taken.
+    /// Whether a port is in use.
     pub(super) fn port_is_taken(&self, id: &str, port: u16) -> bool {
         self.listings.contains_key(&(id.to_owned(), port))
     }
 
-    /// Check everything and make the fabric. `expected` is what a switch looks like in the source's format.
+    /// Check everything and build the fabric. `expected` describes a switch in the source's format.
     pub(super) fn finish(mut self, expected: &'static str) -> Result<Fabric, FabricError> {
         self.add_missing_records()?;
         if !self.records.iter().any(|record| record.kind == Kind::Switch) {
@@ -157,8 +157,8 @@ impl Builder {
         self.warnings.push(Warning { line, text });
     }
 
-    /// Give a record to nodes that only their neighbours list, where the id tells what they are; a partial dump
-    /// has many of them.
+    /// Add records for nodes that only their neighbours list, if the id tells their kind. Partial dumps have many of
+    /// them.
     fn add_missing_records(&mut self) -> Result<(), FabricError> {
         let mut missing: BTreeMap<&str, (usize, Option<&String>)> = BTreeMap::new();
         for listing in self.listings.values().filter(|listing| !self.index.contains_key(&listing.to.0)) {
@@ -190,7 +190,7 @@ impl Builder {
         let mut cables = Vec::new();
         let mut warnings = Vec::new();
         for (from, listing) in &self.listings {
-            let says = |from: &(String, u16), listing: &Listing| {
+            let describe_listing = |from: &(String, u16), listing: &Listing| {
                 let rate = listing.rate.map_or("unknown rate".into(), |rate| rate.to_string());
                 format!("{}[{}] to {}[{}], {rate}", from.0, from.1, listing.to.0, listing.to.1)
             };
@@ -211,9 +211,9 @@ impl Builder {
             if other.to != *from || rates_differ {
                 return Err(FabricError::LinkDisagrees {
                     line: listing.line,
-                    near: says(from, listing),
+                    near: describe_listing(from, listing),
                     other_line: other.line,
-                    far: says(&listing.to, other),
+                    far: describe_listing(&listing.to, other),
                 });
             }
             if *from < listing.to {
@@ -224,7 +224,7 @@ impl Builder {
         self.refuse_shared_far_ports(cables)
     }
 
-    /// Refuse two one-sided links into the same port: the port's own side does not say which is right.
+    /// Refuse two one-sided links into the same port: its own side does not tell which is right.
     fn refuse_shared_far_ports(&self, cables: Vec<Cable>) -> Result<Vec<Cable>, FabricError> {
         let mut taken: HashMap<&(String, u16), usize> = HashMap::new();
         for cable in &cables {
@@ -238,7 +238,7 @@ impl Builder {
         Ok(cables)
     }
 
-    /// Choose each record's name: its description where unique among names and ids, else its GUID.
+    /// Choose each record's name: its description if unique among names and ids, else its GUID.
     fn names(&self) -> HashMap<&str, String> {
         let mut seen: HashMap<String, usize> = HashMap::new();
         for record in self.records.iter().filter(|record| matches!(record.kind, Kind::Switch | Kind::Host)) {

@@ -1,22 +1,22 @@
-//! What can be wrong with a fabric description, and where.
+//! Errors in fabric descriptions.
 //!
-//! Invariant: every error that comes from a text names the line (from 1), what stood there and what was expected;
-//! a contradiction names both lines.
+//! Invariant: every error in a text names the line (from 1), what was found and what was expected; a contradiction
+//! names both lines.
 
 use std::path::PathBuf;
 
-/// Why a fabric description was refused. Lines count from 1.
+/// Why a fabric description is refused. Lines count from 1.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FabricError {
     /// The text does not follow the format.
     #[error("line {line}: found {found}, expected {expected}")]
     Syntax {
-        /// Where.
+        /// The line.
         line: usize,
-        /// What stood there.
+        /// What was found.
         found: String,
-        /// What the format has at this place.
+        /// What the format expects.
         expected: String,
     },
     /// Two records have the same GUID (or name, in formats without GUIDs).
@@ -46,11 +46,11 @@ pub enum FabricError {
     LinkDisagrees {
         /// The listing at one end.
         line: usize,
-        /// What it says.
+        /// What it lists.
         near: String,
         /// The listing at the other end.
         other_line: usize,
-        /// What that says.
+        /// What that lists.
         far: String,
     },
     /// A link names a node that the text does not describe.
@@ -66,17 +66,17 @@ pub enum FabricError {
     Empty {
         /// Records of any kind.
         records: usize,
-        /// What would have made one.
+        /// What a switch looks like in the format.
         expected: &'static str,
     },
-    /// A generator was asked for a shape that does not exist.
+    /// A generator was given an invalid size.
     #[error("a fabric with {what} {value} cannot be built; expected {expected}")]
     Shape {
-        /// Which number is wrong.
+        /// The parameter.
         what: &'static str,
         /// Its value.
         value: usize,
-        /// The values that are possible.
+        /// The valid values.
         expected: &'static str,
     },
 }
@@ -85,12 +85,12 @@ pub enum FabricError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReadError {
-    /// The file could not be read.
+    /// The file cannot be read.
     #[error("{}: cannot read the fabric file", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// The operating system's reason.
+        /// The system's reason.
         source: std::io::Error,
     },
     /// The file was read, but its text is not a fabric.
@@ -103,12 +103,12 @@ pub enum ReadError {
     },
 }
 
-/// Something odd in a fabric description that does not stop its use.
+/// An oddity in a fabric description that does not prevent its use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// Where, from 1.
+    /// The line, from 1.
     pub line: usize,
-    /// What, as a sentence.
+    /// The description, one sentence.
     pub text: String,
 }
 

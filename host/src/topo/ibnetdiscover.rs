@@ -1,4 +1,4 @@
-//! Reader of raw `ibnetdiscover` dumps, and of ibsim's `.net` files, which share the shape.
+//! Reads raw `ibnetdiscover` dumps and ibsim's `.net` files, which have the same form.
 //!
 //! The format is that of the tool's own manual page (rdma-core, `infiniband-diags`, "topology file format"):
 //!
@@ -12,22 +12,22 @@
 //! [1](<port guid>)  "S-<guid>"[17]   # lid 657 lmc 0 "description" lid 73 4xNDR
 //! ```
 //!
-//! ibsim writes `Hca` for `Ca`, free ids, and no comments. What follows `#` on its own line, ports outside a record
-//! of a known kind, and chassis headings are skipped; everything else must parse.
+//! ibsim writes `Hca` for `Ca`, arbitrary ids, and no comments. Comment lines, ports outside a record of a known kind
+//! and chassis headings are skipped; everything else must parse.
 //!
-//! Invariant: no input panics; every refusal names the line.
+//! Invariant: no input causes a panic; every error names the line.
 
 use super::build::{Builder, Kind, Record, is_aggregation_node};
 use super::{Fabric, FabricError, Rate};
 
 impl Fabric {
-    /// Read an `ibnetdiscover` dump or an ibsim `.net` file.
+    /// Parse an `ibnetdiscover` dump or an ibsim `.net` file.
     ///
-    /// Nodes that only their neighbours list, cables that only one end lists and the like are kept and noted in
+    /// Nodes that only their neighbours list, cables that only one end lists and the like are kept, and reported in
     /// [`Fabric::warnings`].
     ///
     /// # Errors
-    /// [`FabricError`] names the line, what stood there and what was expected.
+    /// [`FabricError`] names the line, what was found and what was expected.
     ///
     /// ```
     /// let fabric = sumac::topo::Fabric::from_ibnetdiscover(concat!(
@@ -65,10 +65,10 @@ impl Fabric {
     }
 }
 
-/// The device id (PCI) that Quantum aggregation nodes report; it tells where the description is missing.
+/// The PCI device id of Quantum aggregation nodes; identifies them if the description is missing.
 const AGGREGATION_DEVICE_ID: &str = "0xcf09";
 
-/// What the ports of a record need to know of it.
+/// The parts of a record that parsing its ports needs.
 struct Header {
     id: String,
     ports: u16,
@@ -79,7 +79,7 @@ fn property(content: &str) -> Option<(&str, &str)> {
     content.split_once('=').filter(|(key, _)| !key.is_empty() && key.bytes().all(|c| c.is_ascii_alphabetic()))
 }
 
-/// Read a record's first line and add the record.
+/// Parse a record's first line and add the record.
 fn header(
     builder: &mut Builder,
     content: &str,
@@ -106,7 +106,7 @@ fn header(
     Ok(Header { id, ports })
 }
 
-/// Read one port's line and add what it says.
+/// Parse a port's line and add its listing.
 fn port(builder: &mut Builder, record: &Header, content: &str, line: usize) -> Result<(), FabricError> {
     let mut cursor = Cursor { rest: content, line };
     let number = cursor.port_number()?;
@@ -128,20 +128,20 @@ fn port(builder: &mut Builder, record: &Header, content: &str, line: usize) -> R
         }
     }
     let comment = cursor.comment()?;
-    // The rate stands last; a description may hold a word that looks like one, so look behind it only.
+    // The rate comes last. A description may contain a word that looks like one, so search only behind it.
     let after_description = comment.rsplit('"').next().unwrap_or_default();
     let rate = after_description.split_whitespace().find_map(Rate::from_width_and_speed);
     builder.listing((&record.id, number), (to, to_number), rate, line, described(comment))
 }
 
-/// Return the quoted description in a comment, if there is one and it is not blank. Quotes inside it stay.
+/// The quoted description in a comment, unless missing or blank. Quotes inside it are kept.
 fn described(comment: &str) -> Option<String> {
     let (start, end) = (comment.find('"')?, comment.rfind('"')?);
     let text = comment.get(start + 1..end)?.trim();
     (!text.is_empty()).then(|| text.to_owned())
 }
 
-/// Quote what stood somewhere for a message, cut to a readable length.
+/// Quote text for a message, truncated to a readable length.
 fn quote(text: &str) -> String {
     const LENGTH_MAX_CHARS: usize = 60;
     match text.char_indices().nth(LENGTH_MAX_CHARS) {
@@ -151,7 +151,7 @@ fn quote(text: &str) -> String {
     }
 }
 
-/// A place in a line.
+/// A position in a line.
 struct Cursor<'a> {
     rest: &'a str,
     line: usize,
@@ -208,7 +208,7 @@ impl<'a> Cursor<'a> {
         Ok(())
     }
 
-    /// Return what follows `#`; nothing but a comment may be left.
+    /// Return what follows `#`; only a comment may be left.
     fn comment(&mut self) -> Result<&'a str, FabricError> {
         match self.rest.strip_prefix('#') {
             Some(comment) => Ok(comment),

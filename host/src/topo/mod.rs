@@ -5,12 +5,13 @@
 //! [`Fabric::fat_tree`]).
 //!
 //! - A **host** here is one HCA: a server with eight HCAs is eight hosts, one rank each.
-//! - An **aggregation node** is the processor beside a switch that combines contributions. In a dump it is a
-//!   one-port channel adapter that describes itself as such; here it is a property of its switch.
-//! - A node's **name** is its description where that is unique in the fabric, else its GUID.
+//! - An **aggregation node** is the processor beside a switch that combines contributions. A dump lists it as a
+//!   one-port channel adapter with that description; here it is a property of its switch.
+//! - A node's **name** is its description if that is unique in the fabric, else its GUID.
 //!
-//! Invariants: ids are indices in natural name order, so the first N hosts are ids 0..N whatever the order of the
-//! file; names are unique over hosts and switches together; every link has at least one end at a switch; adjacency lists are sorted.
+//! Invariants: ids are indices in natural name order, so the first N hosts have ids 0..N whatever the order in the
+//! file; names are unique across hosts and switches; every link has at least one end at a switch; adjacency lists are
+//! sorted.
 
 mod build;
 mod error;
@@ -30,11 +31,11 @@ pub use rate::Rate;
 use std::collections::BTreeSet;
 use std::path::Path;
 
-/// The switch with this index in natural name order.
+/// A switch, by its index in natural name order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SwitchId(pub u32);
 
-/// The host (one HCA) with this index in natural name order.
+/// A host (one HCA), by its index in natural name order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub u32);
 
@@ -42,7 +43,7 @@ pub struct HostId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LinkId(pub u32);
 
-/// What a cable can be plugged into.
+/// A device that a cable can be plugged into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Device {
     /// A switch.
@@ -54,9 +55,9 @@ pub enum Device {
 /// One end of a cable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Port {
-    /// Where it is plugged in.
+    /// The device.
     pub device: Device,
-    /// The port's number there, from 1.
+    /// The port's number, from 1.
     pub number: u16,
 }
 
@@ -65,12 +66,12 @@ pub struct Port {
 pub struct Link {
     /// Both ends, the smaller first.
     pub ends: [Port; 2],
-    /// The rate, where the source tells it.
+    /// The rate, if the source has it.
     pub rate: Option<Rate>,
 }
 
 impl Link {
-    /// Return the device at the other end, or `None` if the cable does not touch `from`.
+    /// The device at the other end, or `None` if neither end is at `from`.
     pub fn across(&self, from: Device) -> Option<Device> {
         match self.ends {
             [near, far] if near.device == from => Some(far.device),
@@ -83,9 +84,9 @@ impl Link {
 /// The aggregation node of a switch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AggregationNode {
-    /// Its own GUID, where the source has one.
+    /// Its own GUID, if the source has it.
     pub guid: Option<String>,
-    /// The rate between switch and node, where the source tells it.
+    /// The rate between switch and node, if the source has it.
     pub rate: Option<Rate>,
 }
 
@@ -96,7 +97,7 @@ pub struct Switch {
     pub name: String,
     /// The GUID as 16 hex digits; in formats without GUIDs the node's id there.
     pub guid: String,
-    /// The description as the switch tells it.
+    /// The switch's own description.
     pub description: Option<String>,
     /// The aggregation node beside it, if there is one.
     pub aggregation: Option<AggregationNode>,
@@ -120,7 +121,7 @@ pub struct Host {
     pub name: String,
     /// The GUID as 16 hex digits; in formats without GUIDs the node's id there.
     pub guid: String,
-    /// The description as the HCA tells it.
+    /// The HCA's own description.
     pub description: Option<String>,
     /// Its cables, by port.
     pub uplinks: Vec<Uplink>,
@@ -132,7 +133,7 @@ pub struct Fabric {
     switches: Vec<Switch>,
     hosts: Vec<Host>,
     links: Vec<Link>,
-    /// Per switch: the switches next to it and the cable, sorted.
+    /// Per switch: its neighbours and the cable to each, sorted.
     adjacent: Vec<Vec<(SwitchId, LinkId)>>,
     warnings: Vec<Warning>,
 }
@@ -141,33 +142,33 @@ impl Fabric {
     /// Read a fabric file: TOML if its name ends in `.toml`, else an `ibnetdiscover` dump or ibsim `.net` file.
     ///
     /// # Errors
-    /// [`ReadError`] names the file and, for a fault in the text, the line.
+    /// [`ReadError`] names the file and, for an error in the text, the line.
     pub fn read(path: impl AsRef<Path>) -> Result<Self, ReadError> {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| ReadError::Io { path: path.into(), source })?;
-        // Node descriptions are free bytes of the devices; a stray one must not make the dump unreadable.
+        // Node descriptions are arbitrary bytes from the devices; invalid UTF-8 must not make the dump unreadable.
         let text = String::from_utf8_lossy(&bytes);
         let is_toml = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml"));
         let fabric = if is_toml { Self::from_toml(&text) } else { Self::from_ibnetdiscover(&text) };
         fabric.map_err(|source| ReadError::Fabric { path: path.into(), source })
     }
 
-    /// Return the switches; the index of each is its [`SwitchId`].
+    /// The switches; the index of each is its [`SwitchId`].
     pub fn switches(&self) -> &[Switch] {
         &self.switches
     }
 
-    /// Return the hosts in natural name order; the index of each is its [`HostId`].
+    /// The hosts in natural name order; the index of each is its [`HostId`].
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
 
-    /// Return the cables; the index of each is its [`LinkId`].
+    /// The cables; the index of each is its [`LinkId`].
     pub fn links(&self) -> &[Link] {
         &self.links
     }
 
-    /// Return what was odd in the source but did not stop its use.
+    /// Oddities in the source that did not prevent its use.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
     }
@@ -196,7 +197,7 @@ impl Fabric {
         &self.links[id.0 as usize]
     }
 
-    /// Return the switches next to a switch with the cable to each, sorted; parallel cables appear one by one.
+    /// The neighbours of a switch with the cable to each, sorted. Parallel cables appear separately.
     ///
     /// # Panics
     /// If the id is of another fabric and out of range here.
@@ -204,17 +205,17 @@ impl Fabric {
         &self.adjacent[id.0 as usize]
     }
 
-    /// Return the ids of all switches.
+    /// The ids of all switches.
     pub fn switch_ids(&self) -> impl Iterator<Item = SwitchId> + use<> {
         (0..self.switches.len() as u32).map(SwitchId)
     }
 
-    /// Return the ids of all hosts, in natural name order.
+    /// The ids of all hosts, in natural name order.
     pub fn host_ids(&self) -> impl Iterator<Item = HostId> + use<> {
         (0..self.hosts.len() as u32).map(HostId)
     }
 
-    /// Find a switch by name or GUID (with or without `0x` or `S-` before it).
+    /// Find a switch by name or GUID (with or without a `0x` or `S-` prefix).
     pub fn find_switch(&self, name: &str) -> Option<SwitchId> {
         let guid = bare_guid(name);
         let found = self
@@ -225,7 +226,7 @@ impl Fabric {
         found.map(|index| SwitchId(index as u32))
     }
 
-    /// Find a host by name or GUID (with or without `0x` or `H-` before it).
+    /// Find a host by name or GUID (with or without a `0x` or `H-` prefix).
     pub fn find_host(&self, name: &str) -> Option<HostId> {
         let guid = bare_guid(name);
         let found =
@@ -233,7 +234,7 @@ impl Fabric {
         found.map(|index| HostId(index as u32))
     }
 
-    /// Return the same fabric with an aggregation node beside every switch, as when each switch has a DPU next to it.
+    /// Add an aggregation node to every switch that has none, as if each had a DPU beside it.
     #[must_use]
     pub fn with_aggregation_everywhere(mut self) -> Self {
         for switch in &mut self.switches {
@@ -242,15 +243,14 @@ impl Fabric {
         self
     }
 
-    /// Return the same fabric without some cables: what is left after failures. Switch and host ids stay, link ids
-    /// are given anew.
+    /// Remove failed cables. Switch and host ids stay; link ids are reassigned.
     #[must_use]
     pub fn without_links(&self, failed: &BTreeSet<LinkId>) -> Self {
         let left = (0u32..).zip(&self.links).filter(|(id, _)| !failed.contains(&LinkId(*id))).map(|(_, link)| *link);
         Self::assemble(self.switches.clone(), self.hosts.clone(), left.collect(), self.warnings.clone())
     }
 
-    /// Put the parts together and derive adjacency and uplinks from the links.
+    /// Assemble a fabric and derive adjacency and uplinks from the links.
     fn assemble(switches: Vec<Switch>, mut hosts: Vec<Host>, mut links: Vec<Link>, warnings: Vec<Warning>) -> Self {
         links.sort_by_key(|link| link.ends);
         let mut adjacent = vec![Vec::new(); switches.len()];
@@ -275,7 +275,7 @@ impl Fabric {
     }
 }
 
-/// Strip the prefixes under which tools print a GUID: `0x`, and the `S-`, `H-` of node ids.
+/// Strip the prefixes with which tools print a GUID: `0x`, and the `S-` and `H-` of node ids.
 fn bare_guid(text: &str) -> String {
     let bare = ["0x", "0X", "S-", "H-"].iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
     if bare.len() == 16 && bare.bytes().all(|c| c.is_ascii_hexdigit()) {

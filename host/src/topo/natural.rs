@@ -1,7 +1,6 @@
 //! Natural order of names: runs of digits compare as numbers, so `a2` comes before `a10`.
 //!
-//! Invariant: a total order that is equal only for equal strings (`a01` and `a1` differ), so sorting by it is
-//! deterministic.
+//! Invariant: a total order in which only equal strings are equal (`a01` and `a1` differ), so sorting is deterministic.
 
 use std::cmp::Ordering;
 
@@ -18,7 +17,7 @@ pub fn natural_cmp(a: &str, b: &str) -> Ordering {
         if x.is_ascii_digit() && y.is_ascii_digit() {
             let (run_a, rest_a) = digits(left);
             let (run_b, rest_b) = digits(right);
-            // Without leading zeros the longer run is the larger number, whatever its size.
+            // Without leading zeros, the longer run is the larger number.
             match run_a.len().cmp(&run_b.len()).then_with(|| run_a.cmp(run_b)) {
                 Ordering::Equal => (left, right) = (rest_a, rest_b),
                 unequal => return unequal,
@@ -32,7 +31,7 @@ pub fn natural_cmp(a: &str, b: &str) -> Ordering {
     left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 
-/// Split a run of digits off the front, its leading zeros removed.
+/// Split off a leading run of digits, without its leading zeros.
 fn digits(text: &[u8]) -> (&[u8], &[u8]) {
     let end = text.iter().position(|c| !c.is_ascii_digit()).unwrap_or(text.len());
     let zeros = text[..end].iter().take_while(|&&c| c == b'0').count();
@@ -45,7 +44,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn numbers_compare_by_value() {
+    fn digit_runs_compare_by_value() {
         let mut names = ["a10", "a2", "b1", "a", "a02", "a99999999999999999999999", "a2-c10", "a2-c9"];
         names.sort_by(|a, b| natural_cmp(a, b));
         assert_eq!(names, ["a", "a02", "a2", "a2-c9", "a2-c10", "a10", "a99999999999999999999999", "b1"]);
@@ -53,7 +52,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_a_total_order(a in "[a0-2]{0,5}", b in "[a0-2]{0,5}", c in "[a0-2]{0,5}") {
+        fn natural_order_is_total(a in "[a0-2]{0,5}", b in "[a0-2]{0,5}", c in "[a0-2]{0,5}") {
             prop_assert_eq!(natural_cmp(&a, &b), natural_cmp(&b, &a).reverse());
             prop_assert_eq!(natural_cmp(&a, &b) == Ordering::Equal, a == b);
             if natural_cmp(&a, &b).is_lt() && natural_cmp(&b, &c).is_lt() {

@@ -1,6 +1,6 @@
-//! Link rates, as the fabric tools spell them (`4xNDR`) and as numbers.
+//! Link rates, as numbers and in the notation of fabric tools (`4xNDR`).
 //!
-//! Rates are the nominal ones of the InfiniBand roadmap, per direction: lanes times the rate of a lane.
+//! Rates are nominal, per direction, from the InfiniBand roadmap: the number of lanes times the rate of a lane.
 
 use std::fmt;
 
@@ -11,20 +11,20 @@ pub struct Rate {
 }
 
 impl Rate {
-    /// Make a rate of so many Gbit/s, or `None` unless it is above 0 and at most 1,000,000.
+    /// Create a rate in Gbit/s, or return `None` unless it is above 0 and at most 1,000,000.
     pub fn from_gbits(gbits_per_s: f64) -> Option<Self> {
         let valid = gbits_per_s > 0.0 && gbits_per_s <= 1e6;
         valid.then(|| Self { mbits_per_s: (gbits_per_s * 1000.0).round().max(1.0) as u32 })
     }
 
-    /// Return the rate in Gbit/s.
+    /// The rate in Gbit/s.
     pub fn gbits(self) -> f64 {
         f64::from(self.mbits_per_s) / 1000.0
     }
 
-    /// Read `<lanes>x<speed>`, such as `4xNDR` (400 Gbit/s) or `1xQDR` (10 Gbit/s).
+    /// Parse `<lanes>x<speed>`, such as `4xNDR` (400 Gbit/s) or `1xQDR` (10 Gbit/s).
     ///
-    /// Returns `None` for anything else, also for a speed that is not known here (`4x???`).
+    /// Returns `None` for anything else, including unknown speeds (`4x???`).
     pub fn from_width_and_speed(text: &str) -> Option<Self> {
         let (lanes, speed) = text.split_once('x')?;
         let lanes: u32 = lanes.parse().ok().filter(|lanes| matches!(lanes, 1 | 2 | 4 | 8 | 12))?;
@@ -39,7 +39,7 @@ impl fmt::Display for Rate {
     }
 }
 
-/// Nominal rate of one lane in Mbit/s (InfiniBand Trade Association, InfiniBand roadmap).
+/// The nominal rate of one lane in Mbit/s (InfiniBand Trade Association, InfiniBand roadmap).
 const LANE_MBITS_PER_S: [(&str, u32); 10] = [
     ("SDR", 2_500),
     ("DDR", 5_000),
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_bounded() {
+    fn rate_out_of_range_is_refused() {
         assert_eq!(Rate::from_gbits(2.5).map(|rate| rate.to_string()), Some("2.5 Gbit/s".into()));
         for bad in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e7] {
             assert_eq!(Rate::from_gbits(bad), None);

@@ -1,4 +1,4 @@
-//! The readers against fixtures, a real dump, texts that are wrong in every known way, and a writer that is not ours to use.
+//! Tests the readers with fixtures, a real dump, malformed texts of every known kind, and a test-only writer.
 
 use super::*;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use std::io::Write as _;
 const DUMP: &str = include_str!("../../tests/fixtures/two-leaves.ibnetdiscover");
 const TOML: &str = include_str!("../../tests/fixtures/two-leaves.toml");
 
-/// Read a file of the shared inputs, or say loudly that it is not there.
+/// Read a shared input file; if it is missing, print that the test is skipped.
 pub(crate) fn shared_input(name: &str) -> Option<Fabric> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/inputs").join(name);
     if !path.exists() {
@@ -23,7 +23,7 @@ fn names(fabric: &Fabric) -> Vec<&str> {
     fabric.hosts().iter().map(|host| host.name.as_str()).collect()
 }
 
-/// Write a fabric the way that `ibnetdiscover` does: the oracle of the round trip.
+/// Write a fabric in the format of `ibnetdiscover`, as the oracle of the round trip.
 pub(crate) fn write_dump(fabric: &Fabric, eol: &str) -> String {
     let mut records: Vec<(String, Vec<(u16, String)>)> = Vec::new();
     let id = |device: Device| match device {
@@ -67,11 +67,11 @@ pub(crate) fn write_dump(fabric: &Fabric, eol: &str) -> String {
 }
 
 #[test]
-fn the_fixture_dump_reads_as_drawn() {
+fn fixture_dump_parses_to_the_expected_fabric() {
     let fabric = Fabric::from_ibnetdiscover(DUMP).expect("valid");
     assert_eq!(names(&fabric), ["2000000000000002", "2000000000000003", "n1 mlx5_0", "n10 mlx5_0"]);
     let switches: Vec<_> = fabric.switches().iter().map(|s| (s.name.as_str(), s.aggregation.is_some())).collect();
-    // The spine's aggregation node has no description; its device id tells.
+    // The spine's aggregation node has no description and is identified by its device id.
     assert_eq!(switches, [("leaf1", true), ("leaf2", true), ("spine1", true)]);
     assert_eq!(fabric.links().len(), 8);
     assert_eq!(fabric.adjacent(SwitchId(0)).len(), 2, "parallel cables count apart");
@@ -84,7 +84,7 @@ fn the_fixture_dump_reads_as_drawn() {
 }
 
 #[test]
-fn line_ends_and_the_order_of_records_do_not_matter() {
+fn line_endings_and_record_order_do_not_matter() {
     let fabric = Fabric::from_ibnetdiscover(DUMP).expect("valid");
     assert_eq!(Fabric::from_ibnetdiscover(&DUMP.replace('\n', "\r\n")), Ok(fabric.clone()));
     let mut records: Vec<&str> = DUMP.split("\n\n").collect();
@@ -93,14 +93,14 @@ fn line_ends_and_the_order_of_records_do_not_matter() {
 }
 
 #[test]
-fn a_description_cannot_pose_as_the_guid_of_another() {
+fn description_equal_to_another_guid_is_not_used_as_name() {
     let text = DUMP.replace("\"n10 mlx5_0\"", "\"2000000000000002\"");
     let fabric = Fabric::from_ibnetdiscover(&text).expect("valid");
     assert_eq!(names(&fabric), ["2000000000000002", "2000000000000003", "2000000000000004", "n1 mlx5_0"]);
 }
 
 #[test]
-fn the_real_superpod_reads_whole() {
+fn real_superpod_parses_completely() {
     let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
     assert_eq!((fabric.switches().len(), fabric.hosts().len()), (40, 542));
     assert!(fabric.switches().iter().all(|switch| switch.aggregation.is_some()));
@@ -113,7 +113,7 @@ fn the_real_superpod_reads_whole() {
 }
 
 #[test]
-fn an_ibsim_file_reads_too() {
+fn ibsim_file_parses() {
     let Some(fabric) = shared_input("ibsim-small.net") else { return };
     assert_eq!(names(&fabric), ["Hca1", "Hca2"]);
     assert_eq!((fabric.switches().len(), fabric.links().len()), (2, 4));
@@ -122,7 +122,7 @@ fn an_ibsim_file_reads_too() {
 }
 
 #[test]
-fn wrong_dumps_are_refused_by_line() {
+fn malformed_dump_is_refused_with_its_line() {
     let switch = "Switch 4 \"S-0000000000000001\" # \"s\"\n";
     let cases = [
         ("", "no switch among the 0 records"),
@@ -165,7 +165,7 @@ fn wrong_dumps_are_refused_by_line() {
 }
 
 #[test]
-fn both_sides_of_a_contradiction_are_named() {
+fn contradiction_names_both_lines() {
     let text = DUMP.replace("\"S-1000000000000010\"[6]", "\"S-1000000000000020\"[6]");
     let error = Fabric::from_ibnetdiscover(&text).expect_err("the cable of port 6 leads elsewhere").to_string();
     let (near, far) =
@@ -174,7 +174,7 @@ fn both_sides_of_a_contradiction_are_named() {
 }
 
 #[test]
-fn what_is_odd_but_usable_is_kept_with_a_warning() {
+fn odd_but_usable_input_is_kept_with_a_warning() {
     let text = concat!(
         "Switch 8 \"S-0000000000000001\" # \"s\"\n",
         "[1] \"H-0000000000000002\"[1] # \"n1\" lid 1 4x???\n", // no record, unknown speed
@@ -198,7 +198,7 @@ fn what_is_odd_but_usable_is_kept_with_a_warning() {
 }
 
 #[test]
-fn the_toml_fixture_reads_as_drawn() {
+fn toml_fixture_parses_to_the_expected_fabric() {
     let fabric = Fabric::from_toml(TOML).expect("valid");
     assert_eq!(names(&fabric), ["n1", "n2", "n10"]);
     assert_eq!(fabric.find_host("2000000000000002"), Some(HostId(1)));
@@ -209,7 +209,7 @@ fn the_toml_fixture_reads_as_drawn() {
 }
 
 #[test]
-fn wrong_toml_is_refused_by_line() {
+fn malformed_toml_is_refused_with_its_line() {
     let cases = [
         ("", "no switch among the 0 records"),
         ("switch = 1\n", "line 1: found `1`, expected a fabric file"),
@@ -239,7 +239,7 @@ fn wrong_toml_is_refused_by_line() {
 }
 
 #[test]
-fn reading_names_the_file() {
+fn read_errors_name_the_file() {
     let missing = Fabric::read("no/such/file.toml").expect_err("missing").to_string();
     assert!(missing.contains("no/such/file.toml"), "{missing}");
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -276,7 +276,7 @@ impl Fabric {
 
 proptest! {
     #[test]
-    fn a_written_fabric_reads_back(
+    fn written_fabric_parses_back(
         (leaves, spines, hosts_per_leaf, cables) in (1usize..5, 1usize..4, 0usize..5, 1usize..4),
         failed in proptest::collection::btree_set((0u32..64).prop_map(LinkId), 0..12),
         crlf in any::<bool>(),
@@ -293,7 +293,7 @@ proptest! {
     }
 
     #[test]
-    fn a_cut_or_damaged_dump_never_panics(cut in 0usize..DUMP.len(), at in 0usize..DUMP.len(), byte in any::<u8>()) {
+    fn truncated_or_corrupted_dump_never_panics(cut in 0usize..DUMP.len(), at in 0usize..DUMP.len(), byte in any::<u8>()) {
         let mut bytes = DUMP.as_bytes().to_vec();
         bytes[at] = byte;
         for text in [String::from_utf8_lossy(&bytes), String::from_utf8_lossy(&bytes[..cut])] {
@@ -305,7 +305,7 @@ proptest! {
     }
 
     #[test]
-    fn a_cut_or_damaged_toml_never_panics(cut in 0usize..TOML.len(), at in 0usize..TOML.len(), byte in any::<u8>()) {
+    fn truncated_or_corrupted_toml_never_panics(cut in 0usize..TOML.len(), at in 0usize..TOML.len(), byte in any::<u8>()) {
         let mut bytes = TOML.as_bytes().to_vec();
         bytes[at] = byte;
         for text in [String::from_utf8_lossy(&bytes), String::from_utf8_lossy(&bytes[..cut])] {

@@ -1,4 +1,4 @@
-//! Reader of the small TOML file in which people write down a fabric by hand.
+//! Reads hand-written fabric descriptions in TOML.
 //!
 //! ```toml
 //! [[switch]]
@@ -15,8 +15,8 @@
 //! count = 1                       # parallel cables; default: 1
 //! ```
 //!
-//! Names are unique over switches and hosts together and hold no colon, unless a port follows it. Invariant: every
-//! refusal names the line.
+//! Names are unique across switches and hosts, and contain no colon unless a port follows it. Invariant: every error
+//! names the line.
 
 use super::build::{Builder, Kind};
 use super::{Fabric, FabricError, Rate, bare_guid};
@@ -45,7 +45,7 @@ impl Fabric {
     /// `count` of parallel cables (default 1).
     ///
     /// # Errors
-    /// [`FabricError`] names the line, what stood there and what was expected.
+    /// [`FabricError`] names the line, what was found and what was expected.
     pub fn from_toml(text: &str) -> Result<Self, FabricError> {
         let file: File = toml::from_str(text).map_err(|error| FabricError::Syntax {
             line: line_at(text, error.span().unwrap_or_default()),
@@ -131,7 +131,7 @@ fn valid_name(name: &Spanned<String>, line: usize) -> Result<&str, FabricError> 
     Ok(text)
 }
 
-/// Split `name:port`; a colon that no number follows belongs to the name.
+/// Split `name:port`. A colon that is not followed by a number belongs to the name.
 fn split_port(end: &str) -> (&str, Option<&str>) {
     match end.rsplit_once(':') {
         Some((name, port)) if !port.is_empty() && port.bytes().all(|c| c.is_ascii_digit()) => (name, Some(port)),
@@ -139,10 +139,10 @@ fn split_port(end: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// An end of a link: the node's id, and the port if one is given.
+/// An end of a link: the node's id, and the port if given.
 type EndEntry = (String, Option<u16>);
 
-/// Find the node that an end names.
+/// Resolve the node of an end.
 fn resolve(
     builder: &Builder,
     ids: &std::collections::HashMap<String, String>,
@@ -164,7 +164,7 @@ fn resolve(
     Ok((id.to_owned(), port.transpose()?))
 }
 
-/// Add the parallel cables of one entry, each on the next free port where none is given.
+/// Add the parallel cables of an entry, each on the next free port unless given.
 fn add_cables(builder: &mut Builder, link: &LinkEntry, ends: [EndEntry; 2], line: usize) -> Result<(), FabricError> {
     let refuse = |found: String, expected: &str| FabricError::Syntax { line, found, expected: expected.into() };
     let rate = match link.rate_gbits {
@@ -195,12 +195,12 @@ fn add_cables(builder: &mut Builder, link: &LinkEntry, ends: [EndEntry; 2], line
     Ok(())
 }
 
-/// Return the line (from 1) that a span of bytes starts on.
+/// The line (from 1) that a span of bytes starts on.
 fn line_at(text: &str, span: Range<usize>) -> usize {
     text.bytes().take(span.start).filter(|c| *c == b'\n').count() + 1
 }
 
-/// Return what stands at a span, up to the end of its line.
+/// The text at a span, up to the end of its line.
 fn found_at(text: &str, span: Range<usize>) -> String {
     let found = text.get(span.start..).unwrap_or_default().lines().next().unwrap_or_default().trim();
     if found.is_empty() { "nothing".into() } else { format!("`{found}`") }

@@ -126,7 +126,7 @@ fn admit(node: &mut Node<'_>) -> Result<(), Failure> {
         ranks: RANKS,
         lease_ms: 1_000,
         timers: HopTimers::DEFAULT.into(),
-        by_reference: ChildMask::EMPTY,
+        zero_copy: ChildMask::EMPTY,
     };
     for request in [Request::InstallTree(tree), Request::CreateGroup(group)] {
         match node.control(&request, Instant::ZERO) {

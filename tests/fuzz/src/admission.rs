@@ -1,7 +1,7 @@
-//! A controller between devices and clients that say anything, in any order.
+//! A controller with devices and clients that send arbitrary messages in any order.
 //!
 //! Input: a byte (even: with a fabric), then steps: a byte of what happens, and what it takes. The controller is the
-//! production one, without its threads and sockets ([`Rehearsed`]).
+//! production one, without its threads and sockets ([`ControllerHarness`]).
 
 use crate::Cursor;
 use std::collections::{BTreeMap, VecDeque};
@@ -10,10 +10,12 @@ use std::sync::LazyLock;
 use std::time::Duration;
 use sumac::Order;
 use sumac::controller::ControllerConfig;
-use sumac::controller::proto::{Attach, ClientRequest, JoinRequest, Resumption, Terms};
-use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
+use sumac::controller::harness::{ConnId, ControllerHarness, Output};
+use sumac::controller::proto::{ClientRequest, JoinRequest, ResumeRequest, Terms, Transport};
 use sumac::topo::Fabric;
-use sumac_hal::ctrl::{Announce, Bus, BusUser, DeviceCapabilities, Envelope, Name, Refusal, Request, Response};
+use sumac_hal::ctrl::{
+    Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, Name, Refusal, Request, Response,
+};
 use sumac_hal::ids::{BootId, GroupId, Rank};
 use sumac_hal::port::Addr;
 use sumac_hal::shm::DeviceUsers;
@@ -41,23 +43,23 @@ const SLOTS: u32 = 256;
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     play(data, &mut |_| {});
 }
 
-fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
+fn play(data: &[u8], hear: &mut dyn FnMut(&Output)) {
     let mut cursor = Cursor(data);
     let has_fabric = cursor.byte() % 2 == 0;
     let config = ControllerConfig {
         fabric: has_fabric.then(|| FABRIC.clone()),
-        shared_answers: false,
+        multicast_results: false,
         lease: Duration::from_secs(3),
         started_ms: Some(1_000_000),
         ..ControllerConfig::new()
     };
     let mut world = World {
-        controller: Rehearsed::start(config, 1, Instant::ZERO),
+        controller: ControllerHarness::start(config, 1, Instant::ZERO),
         now: Instant::ZERO,
         devices: BTreeMap::new(),
         clients: BTreeMap::new(),
@@ -72,9 +74,9 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
         world.deliver(hear);
         world.check();
     }
-    // Everybody hangs up: nothing is held once all leases have run out.
+    // After all connections have closed and all leases have expired, the controller holds nothing.
     for conn in world.clients.keys().chain(world.devices.keys()).copied().collect::<Vec<_>>() {
-        world.controller.gone(conn, world.now);
+        world.controller.disconnect(conn, world.now);
     }
     world.devices.clear();
     for _ in 0..STEPS_MAX {
@@ -86,17 +88,17 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Sent)) {
         while world.controller.poll_transmit().is_some() {}
     }
     assert_eq!(world.controller.report().jobs.len(), 0, "jobs without ranks");
-    assert!(world.controller.is_settled(), "somebody is asked who has hung up");
-    assert!(world.controller.booked().is_empty(), "booked for nobody");
+    assert!(world.controller.has_no_drafts(), "somebody is asked who has hung up");
+    assert!(world.controller.claims().is_empty(), "booked for nobody");
 }
 
 struct World {
-    controller: Rehearsed,
+    controller: ControllerHarness,
     now: Instant,
     /// What each device was asked and has not answered.
-    devices: BTreeMap<Conn, VecDeque<Envelope<Request>>>,
+    devices: BTreeMap<ConnId, VecDeque<Envelope<Request>>>,
     /// Clients that are there.
-    clients: BTreeMap<Conn, ()>,
+    clients: BTreeMap<ConnId, ()>,
     dialled: u64,
     /// The slots of each device that has dialled, by its name.
     capable: BTreeMap<String, u64>,
@@ -109,7 +111,7 @@ impl World {
             1 => self.dial_device(cursor, true),
             2 => {
                 let conn = self.dial();
-                self.controller.client_dials(conn);
+                self.controller.connect_client(conn);
                 self.clients.insert(conn, ());
             }
             3 | 4 => {
@@ -122,11 +124,11 @@ impl World {
                 self.say(cursor, request);
             }
             6 => {
-                let resumption = Resumption {
+                let resumption = ResumeRequest {
                     request: join(cursor),
                     devices: (0..cursor.byte() % 3).map(|_| format!("d{}", cursor.byte() % 4)).collect(),
                     view: number(cursor),
-                    shrunk: number(cursor),
+                    shrink_count: number(cursor),
                     mesh_token: cursor.u64(),
                     expression: Vec::new(),
                 };
@@ -141,11 +143,11 @@ impl World {
             }
             8 => self.answer(cursor),
             9 => {
-                let all: Vec<Conn> = self.clients.keys().chain(self.devices.keys()).copied().collect();
+                let all: Vec<ConnId> = self.clients.keys().chain(self.devices.keys()).copied().collect();
                 if let Some(conn) = pick(&all, cursor) {
                     self.clients.remove(&conn);
                     self.devices.remove(&conn);
-                    self.controller.gone(conn, self.now);
+                    self.controller.disconnect(conn, self.now);
                 }
             }
             10 => {
@@ -160,7 +162,7 @@ impl World {
                     3 => ClientRequest::Survivors,
                     4 => ClientRequest::Pause { view: number(cursor), at: cursor.u64() },
                     5 => ClientRequest::Decline { view: number(cursor), device: Some("d0".into()), why: "no".into() },
-                    6 => ClientRequest::Forgo { view: number(cursor) },
+                    6 => ClientRequest::AbandonReplan { view: number(cursor) },
                     _ => ClientRequest::Status,
                 };
                 self.say(cursor, request);
@@ -168,9 +170,9 @@ impl World {
         }
     }
 
-    fn dial(&mut self) -> Conn {
+    fn dial(&mut self) -> ConnId {
         self.dialled += 1;
-        Conn(self.dialled)
+        ConnId(self.dialled)
     }
 
     fn dial_device(&mut self, cursor: &mut Cursor<'_>, says_anything: bool) {
@@ -186,7 +188,7 @@ impl World {
         };
         let (name, slots) = (announce.name.to_string(), u64::from(announce.capabilities.slots));
         let shards = announce.data_addrs.len().max(1) as u64;
-        if self.controller.device_dials(conn, announce, self.now) {
+        if self.controller.connect_device(conn, announce, self.now) {
             self.devices.insert(conn, VecDeque::new());
             let most = self.capable.entry(name).or_default();
             *most = (*most).max(slots * shards);
@@ -194,17 +196,17 @@ impl World {
     }
 
     fn say(&mut self, cursor: &mut Cursor<'_>, request: ClientRequest) {
-        let clients: Vec<Conn> = self.clients.keys().copied().collect();
+        let clients: Vec<ConnId> = self.clients.keys().copied().collect();
         match (pick(&clients, cursor), request) {
             (_, ClientRequest::Status) => assert!(self.controller.report().jobs.len() <= self.dialled as usize),
-            (Some(conn), request) => self.controller.client_says(conn, request, self.now),
+            (Some(conn), request) => self.controller.handle_request(conn, request, self.now),
             (None, _) => {}
         }
     }
 
     /// A device answers what it was asked first, or says anything.
     fn answer(&mut self, cursor: &mut Cursor<'_>) {
-        let devices: Vec<Conn> = self.devices.keys().copied().collect();
+        let devices: Vec<ConnId> = self.devices.keys().copied().collect();
         let Some(conn) = pick(&devices, cursor) else { return };
         let kind = cursor.byte();
         let asked = self.devices.get_mut(&conn).and_then(VecDeque::pop_front);
@@ -219,42 +221,44 @@ impl World {
             }
             (_, 6) => Response::Refused(Refusal::NoSlots { need: cursor.u32() }),
             (Some(Request::RenewGroup(_)), 5) => Response::Refused(Refusal::NoGroup(GroupId(cursor.u32()))),
-            (Some(Request::Hello), _) => Response::Hello(device(cursor)),
+            (Some(Request::Identify), _) => Response::Announce(device(cursor)),
             _ => Response::Done,
         };
-        self.controller.device_says(conn, Envelope { id, message }, self.now);
+        self.controller.handle_response(conn, Envelope { id, message }, self.now);
     }
 
     /// Hand over what the controller sends.
-    fn deliver(&mut self, hear: &mut dyn FnMut(&Sent)) {
+    fn deliver(&mut self, hear: &mut dyn FnMut(&Output)) {
         while let Some((conn, sent)) = self.controller.poll_transmit() {
             hear(&sent);
             match sent {
-                Sent::Request(request) => {
+                Output::Request(request) => {
                     if let Some(asked) = self.devices.get_mut(&conn) {
                         asked.push_back(request);
                     }
                 }
-                Sent::Reply(_) => {}
-                Sent::HangUp => {
+                Output::Reply(_) => {}
+                Output::HangUp => {
                     let was_there = self.clients.remove(&conn).is_some() | self.devices.remove(&conn).is_some();
                     if was_there {
-                        self.controller.gone(conn, self.now);
+                        self.controller.disconnect(conn, self.now);
                     }
                 }
             }
         }
     }
 
-    /// Tell whether nobody is there, and nothing is kept for anybody.
+    /// Return whether there are no peers and no resources are held.
     fn is_over(&self) -> bool {
-        self.controller.booked().is_empty() && self.controller.is_settled() && self.controller.report().jobs.is_empty()
+        self.controller.claims().is_empty()
+            && self.controller.has_no_drafts()
+            && self.controller.report().jobs.is_empty()
     }
 
     /// No device is booked for more than it has ever said that it has.
     fn check(&self) {
         let mut booked: BTreeMap<&str, u64> = BTreeMap::new();
-        let all = self.controller.booked();
+        let all = self.controller.claims();
         for group in &all {
             *booked.entry(&group.device).or_default() += group.slots;
         }
@@ -265,7 +269,7 @@ impl World {
     }
 }
 
-fn pick(all: &[Conn], cursor: &mut Cursor<'_>) -> Option<Conn> {
+fn pick(all: &[ConnId], cursor: &mut Cursor<'_>) -> Option<ConnId> {
     let index = usize::from(cursor.byte());
     (!all.is_empty()).then(|| all[index % all.len()])
 }
@@ -281,10 +285,10 @@ fn number(cursor: &mut Cursor<'_>) -> u32 {
 fn device(cursor: &mut Cursor<'_>) -> Announce {
     let name = format!("d{}", cursor.byte() % 4);
     let bits = cursor.byte();
-    let bus = (bits & 1 != 0).then(|| Bus {
+    let bus = (bits & 1 != 0).then(|| AttachPoint {
         machine: Name::try_from("m0").expect("short"),
         socket: Name::try_from(name.as_str()).expect("short"),
-        user: BusUser { uid: u32::from(bits >> 1) % 4, serves_all: bits & 8 != 0 },
+        user: DeviceUser { uid: u32::from(bits >> 1) % 4, serves_all: bits & 8 != 0 },
         redo_memory_bytes: 1 << 22,
         remote: None,
     });
@@ -303,7 +307,7 @@ fn device(cursor: &mut Cursor<'_>) -> Announce {
             collectives: u32::MAX,
         },
         data_addrs: (0..1 + u32::from(bits >> 4 & 1)).map(Addr::Emu).collect(),
-        bus,
+        attach: bus,
     }
 }
 
@@ -317,12 +321,12 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
         host: (bits & 4 != 0).then(|| host(cursor)),
         order: [Order::Arrival, Order::TreeFold, Order::TreePairwise][usize::from(bits >> 3) % 3],
         mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
-        repair_addr: SocketAddr::from(([127, 0, 0, 1], 2)),
+        recovery_addr: SocketAddr::from(([127, 0, 0, 1], 2)),
         max_packet_len_bytes: if bits & 0x20 != 0 { cursor.u32() } else { 1500 },
-        attach: Attach::ALL[usize::from(cursor.byte()) % Attach::ALL.len()],
+        transport: Transport::ALL[usize::from(cursor.byte()) % Transport::ALL.len()],
         machine: (bits & 0x40 != 0).then(|| Name::try_from("m0").expect("short")),
         device_users: DeviceUsers { own: 0, named: None },
-        terms: Terms { tenant: String::new(), wait_ms: 0, moves: false },
+        terms: Terms { tenant: String::new(), wait_ms: 0, accepts_migration: false },
     };
     let whose = cursor.byte();
     request.device_users =
@@ -330,7 +334,7 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
     request.terms = Terms {
         tenant: format!("t{}", whose % 3),
         wait_ms: if bits & 0x80 != 0 { cursor.u32() } else { 0 },
-        moves: cursor.byte() & 1 != 0,
+        accepts_migration: cursor.byte() & 1 != 0,
     };
     request
 }
@@ -383,15 +387,16 @@ pub fn stories() -> Vec<(String, Vec<u8>)> {
     .to_vec()
 }
 
-/// Return every message that the controller sends in these, with the number by which the target `control` knows its type.
+/// Return every message that the controller sends in these, with the number by which the target `control` knows its
+/// type.
 pub fn said() -> Vec<(u8, Vec<u8>)> {
     let mut said: Vec<(u8, Vec<u8>)> = Vec::new();
     for (_, bytes) in stories() {
         play(&bytes, &mut |sent| {
             let message = match sent {
-                Sent::Request(request) => (0, postcard::to_stdvec(request)),
-                Sent::Reply(reply) => (5, postcard::to_stdvec(reply)),
-                Sent::HangUp => return,
+                Output::Request(request) => (0, postcard::to_stdvec(request)),
+                Output::Reply(reply) => (5, postcard::to_stdvec(reply)),
+                Output::HangUp => return,
             };
             let message = (message.0, message.1.expect("memory"));
             // One of each kind is enough: the tag of a request comes behind its number.

@@ -1,4 +1,4 @@
-//! Files of arrays: `.npy` and `.safetensors`, as the command reads them.
+//! Array files, `.npy` and `.safetensors`, as the command reads them.
 //!
 //! Input: a byte (even: `.npy`), then the file.
 
@@ -14,7 +14,7 @@ use files::{ArrayFile, Format};
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     let Some((kind, file)) = data.split_first() else { return };
     let path = Path::new(if kind % 2 == 0 { "a.npy" } else { "a.safetensors" });

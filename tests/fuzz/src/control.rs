@@ -1,7 +1,7 @@
-//! Control frames, and the messages in them.
+//! Control frames and their messages.
 //!
-//! Input: a byte of options (bit 0: make the headers of frames right; bits 1 to 3: which message is expected; bit 4: what
-//! follows is the message alone), a byte (how many bytes a read gives), then the stream.
+//! Input: a byte of options (bit 0: make the headers of frames right; bits 1 to 3: which message is expected; bit 4:
+//! what follows is the message alone), a byte (how many bytes a read gives), then the stream.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -9,7 +9,7 @@ use std::fmt::Debug;
 use std::io::{self, Read};
 use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_hal::ctrl::{
-    Announce, Envelope, FRAME_HEADER_LEN, FrameReader, Greeting, MAX_MESSAGE_LEN, Request, Response, decode, encode,
+    Announce, Envelope, FRAME_HEADER_LEN, FrameReader, Hello, MAX_MESSAGE_LEN, Request, Response, decode, encode,
 };
 use sumac_hal::wire::crc32c;
 
@@ -49,7 +49,7 @@ pub fn mend(mut stream: &mut [u8]) {
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     let Some(([options, step], stream)) = data.split_first_chunk::<2>() else { return };
     let step = usize::from(*step) + 1;
@@ -65,7 +65,7 @@ pub fn run(data: &[u8]) {
     match options >> 1 & 7 {
         0 => read::<Envelope<Request>>(&bytes, step),
         1 => read::<Envelope<Response>>(&bytes, step),
-        2 => read::<Greeting>(&bytes, step),
+        2 => read::<Hello>(&bytes, step),
         3 => read::<Announce>(&bytes, step),
         4 => read::<ClientRequest>(&bytes, step),
         _ => read::<ClientReply>(&bytes, step),

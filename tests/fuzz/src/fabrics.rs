@@ -1,4 +1,4 @@
-//! Descriptions of fabrics: dumps of `ibnetdiscover`, and TOML.
+//! Fabric descriptions: `ibnetdiscover` dumps and TOML.
 //!
 //! Input: a byte (even: TOML), then the text.
 
@@ -8,7 +8,7 @@ use sumac::topo::{Device, Fabric};
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     let Some((kind, bytes)) = data.split_first() else { return };
     // As `Fabric::read` does.

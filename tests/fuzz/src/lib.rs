@@ -1,9 +1,7 @@
-//! Fuzz targets: each takes any bytes, hands them to production code that reads bytes from outside, and checks what must
-//! hold of what comes out. It fails by a panic, by an overflow, by what AddressSanitizer sees, or by memory and time without
-//! bound.
+//! Fuzz targets: each passes arbitrary bytes to production code that reads external input, and checks the invariants of
+//! the result. A target fails on a panic, an overflow, a report of AddressSanitizer, or a limit of memory or time.
 //!
-//! Checksums would keep a search out: where an input says so, a target writes the right ones before it hands the bytes over.
-//! What a checksum guards is then reached as by a peer that computes it, which every attacker can.
+//! Checksums would stop a search, so an input can ask its target to write valid ones first, as any attacker can.
 
 pub mod admission;
 pub mod arrays;
@@ -14,7 +12,7 @@ pub mod rings;
 pub mod seeds;
 pub mod wire;
 
-/// Takes an input apart from its beginning; what is missing at its end is zero.
+/// Reads an input from its start; missing bytes are zero.
 #[derive(Debug, Clone)]
 pub struct Cursor<'a>(pub &'a [u8]);
 
@@ -54,7 +52,7 @@ impl<'a> Cursor<'a> {
         taken
     }
 
-    /// Tell whether nothing is left.
+    /// Return whether the input is used up.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Entries of rings, descriptors of a DMA engine, and the memory that they lie in.
+//! Ring entries, DMA descriptors, and the memory that holds them.
 //!
 //! Input: a byte (what it is), then words, little-endian.
 
@@ -9,7 +9,7 @@ use sumac_hal::dma::{
     Status, Step, Tag,
 };
 use sumac_hal::ids::BootId;
-use sumac_hal::mmio::desk::{DeskAnswer, DeskRequest};
+use sumac_hal::mmio::admission::{AdmissionReply, AdmissionRequest};
 use sumac_hal::mmio::{
     BAR_ALIGNMENT_BYTES, Bar, COMPLETION_WORDS, CompletionEntry, DEPTH_MIN, Features, FunctionConfig, SUBMISSION_WORDS,
     SubmissionEntry, bar_len_bytes,
@@ -19,7 +19,7 @@ use sumac_hal::ring::{Consumer, Producer};
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     let mut cursor = Cursor(data);
     match cursor.byte() % 6 {
@@ -28,7 +28,7 @@ pub fn run(data: &[u8]) {
             if let Ok(entry) = SubmissionEntry::parse(&words) {
                 assert_eq!(SubmissionEntry::parse(&entry.emit()), Ok(entry));
             }
-            if let Some(request) = DeskRequest::parse(&words) {
+            if let Some(request) = AdmissionRequest::parse(&words) {
                 assert_eq!(request.emit(), words);
             }
         }
@@ -37,7 +37,7 @@ pub fn run(data: &[u8]) {
             if let Ok(entry) = CompletionEntry::parse(&words) {
                 assert_eq!(CompletionEntry::parse(&entry.emit()), Ok(entry));
             }
-            if let Some(answer) = DeskAnswer::parse(&words) {
+            if let Some(answer) = AdmissionReply::parse(&words) {
                 assert_eq!(answer.emit(), words);
             }
         }

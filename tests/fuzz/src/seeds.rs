@@ -1,17 +1,17 @@
-//! The inputs that a search begins with: what production code writes.
+//! Initial inputs of searches, written by production code.
 
 use serde::Serialize;
 use std::io::Cursor;
 use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_firmware::bfb::{Builder, ImageId, ImageName, Source};
 use sumac_firmware::manifest::{MANIFEST_IMAGE, Manifest};
-use sumac_hal::ctrl::{Envelope, Greeting, Request, Response, encode};
-use sumac_hal::dma::{Address, Covers, Descriptor, RegionKey, Scope, Step, Tag};
+use sumac_hal::ctrl::{Envelope, Hello, Request, Response, encode};
+use sumac_hal::dma::{Address, Coverage, Descriptor, RegionKey, Scope, Step, Tag};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
-use sumac_hal::mmio::desk::{AttachRefusal, DeskAnswer, DeskRequest};
+use sumac_hal::mmio::admission::{AdmissionReply, AdmissionRequest, AttachRefusal};
 use sumac_hal::mmio::{AdminCommand, CompletionEntry, EntryStatus, SubmissionEntry};
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::wire::{HEADER_LEN, Kind, Limit, NakReason, Packet, RankMask, Repr, payload_crc};
+use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, StragglerLimit, payload_crc};
 
 /// A target, a name, and bytes.
 pub type Seed = (&'static str, String, Vec<u8>);
@@ -61,7 +61,7 @@ fn wire() -> Vec<Seed> {
         repr.payload_len_bytes = payload.len() as u16;
         if matches!(kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Late) {
             repr.set_op(&desc);
-            repr.set_limit(Limit { us: 1000, cuts: true }, 1);
+            repr.set_limit(StragglerLimit { us: 1000, cuts: true }, 1);
             repr.signature = desc.signature(Path::Tree, 1);
         }
         let mut bytes = vec![0; HEADER_LEN];
@@ -85,12 +85,12 @@ fn control() -> Vec<Seed> {
     }
     let request = |message| Envelope { id: 7, message };
     let mut seeds = vec![
-        message("hello", 0, &request(Request::Hello)),
+        message("hello", 0, &request(Request::Identify)),
         message("renew", 0, &request(Request::RenewGroup(GroupId(3)))),
         message("done", 1, &Envelope { id: 7, message: Response::Done }),
-        message("greeting", 2, &Greeting::Client),
+        message("greeting", 2, &Hello::Client),
         message("announce", 3, &crate::admission::announce()),
-        message("device", 2, &Greeting::Device(crate::admission::announce())),
+        message("device", 2, &Hello::Device(crate::admission::announce())),
         message("join", 4, &ClientRequest::Join(crate::admission::joining())),
         message(
             "joinon",
@@ -121,14 +121,14 @@ fn rings() -> Vec<Seed> {
     let at = |index, offset_bytes| Address { region: region(index), offset_bytes };
     let (source, accumulator, op) = (Dtype::Bf16, Dtype::F32, ReduceOp::Sum);
     let steps = [
-        Step::Publish { dst: at(0, 0), words: [0, 0], covers: Covers::NOTHING },
+        Step::Publish { dst: at(0, 0), words: [0, 0], covers: Coverage::NONE },
         Step::Load { source, accumulator, src: at(1, 8), dst: at(0, 64), count: 8 },
         Step::Reduce { op, source, accumulator, src: at(1, 80), dst: at(0, 64), count: 8 },
         Step::Store { op, accumulator, output: source, src: at(0, 64), dst: at(0, 128), count: 8, ranks: 2 },
         Step::Publish {
             dst: at(0, 0),
             words: [1, 2],
-            covers: Covers { skip_bytes: Covers::SKIP_MIN_BYTES, len_bytes: 8 },
+            covers: Coverage { offset_bytes: Coverage::OFFSET_MIN_BYTES, len_bytes: 8 },
         },
         Step::Copy { src: at(0, 128), dst: at(1, 8), len_bytes: 16 },
     ];
@@ -144,8 +144,8 @@ fn rings() -> Vec<Seed> {
         command: AdminCommand::Fence { group: GroupId(1), epoch: Epoch::from_bits(1) },
     };
     let done = CompletionEntry::Admin { status: EntryStatus::Done, cookie: 4, value: 9 };
-    let seat = DeskRequest::Seat { seat: 1, group: GroupId(1), child: ChildIndex(2), key: 77 };
-    let refused = DeskAnswer::Refused { seat: 1, reason: AttachRefusal::NoRoom };
+    let seat = AdmissionRequest::Attach { rank_slot: 1, group: GroupId(1), child: ChildIndex(2), key: 77 };
+    let refused = AdmissionReply::Refused { rank_slot: 1, reason: AttachRefusal::NoMemory };
     // Offset of a queue's first index, and of its entries, in words.
     let spoil = |writes: &[(u16, u64)]| {
         let writes = writes.iter().flat_map(|(at, value)| [&at.to_le_bytes()[..], &value.to_le_bytes()[..]].concat());

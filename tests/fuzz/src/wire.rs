@@ -26,7 +26,7 @@ pub fn mend(packet: &mut [u8]) {
 /// Run the target.
 ///
 /// # Panics
-/// If something does not hold.
+/// If an invariant is violated.
 pub fn run(data: &[u8]) {
     with(data, RankMask::from_bytes);
 }

@@ -1,5 +1,5 @@
-//! An attacker: off the path, so without the keys of other groups, but able to send anything from any address, to
-//! repeat what was seen before, and a paying member of a group of its own on the same devices.
+//! An off-path attacker: it lacks the keys of other groups, but can send anything from any address, replay packets it
+//! has seen, and is a regular member of a group of its own on the same devices.
 
 use super::cluster::Cluster;
 use super::incident::Alarm;
@@ -29,14 +29,14 @@ impl Attacker {
         self.sent
     }
 
-    pub(super) fn overhear(&mut self, delivery: Delivery) {
+    pub(super) fn record_packet(&mut self, delivery: Delivery) {
         if self.seen.len() == MEMORY_PACKETS {
             self.seen.pop_front();
         }
         self.seen.push_back(delivery);
     }
 
-    /// Draw a packet that was seen, whole, and its header.
+    /// Draw a packet seen before, and its header.
     fn recall(&mut self) -> Option<(Delivery, Repr)> {
         if self.seen.is_empty() {
             return None;
@@ -60,17 +60,17 @@ impl Attacker {
         let payload = seen.bytes[sumac_hal::wire::HEADER_LEN..].to_vec();
         let mut from = seen.from;
         match choice {
-            // Late copies, of packets that did arrive: nothing but the network's own duplicates.
+            // Late copies of delivered packets, like duplicates of the network.
             3 => return Some((seen.from, seen.to, seen.bytes)),
-            // The same from elsewhere, to an address that the real sender is known by.
+            // The same from another address, to one that knows the real sender.
             4 => from = STRANGER,
-            // From another life of the group, whose keys were others.
+            // From another incarnation of the group, which had other keys.
             5 => {
                 repr.epoch = Epoch { counter: self.draw.below(3) as u16, ..repr.epoch };
                 repr.key = wrong_key(repr.key, &mut self.draw);
             }
             6 => repr.key = wrong_key(repr.key, &mut self.draw),
-            // What would end a group, if keys or tokens were not looked at.
+            // Packets that would end a group if keys or tokens were not checked.
             _ => {
                 repr.kind = Kind::Nak;
                 repr.reason = NakReason::from_wire(1 + self.draw.below(7) as u8);
@@ -83,7 +83,7 @@ impl Attacker {
         Some((from, seen.to, sealed(repr, &payload)))
     }
 
-    /// Anything that a member of another group can send, with a right key, from its own address.
+    /// Anything that a member of another group can send, with a valid key, from its own address.
     fn as_member(&mut self, scene: &Scene<'_>) -> (Addr, Addr, Vec<u8>) {
         let draw = &mut self.draw;
         let rank = draw.below(scene.ranks as u64) as usize;
@@ -128,7 +128,7 @@ struct Scene<'a> {
 }
 
 impl Cluster<'_, '_> {
-    /// Send a few forged packets, and come back, as long as anybody works.
+    /// Send a few forged packets, and repeat as long as ranks are active.
     pub(super) fn attack(&mut self) {
         let scene = Scene {
             options: self.options,
@@ -155,7 +155,7 @@ impl Cluster<'_, '_> {
 }
 
 impl Cluster<'_, '_> {
-    /// Ask a device so much at once that its queue of replies overflows.
+    /// Send so many requests at once that a device's reply queue overflows.
     fn flood(&mut self, scene: &Scene<'_>) {
         let rank = self.attacker.draw.below(scene.ranks as u64) as usize;
         let config = scene.wiring.endpoint(scene.options, (rank, scene.group), 0, scene.epoch);
@@ -168,7 +168,7 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// A key that is not right, nor gets right by being made wrong again: forgeries are overheard too.
+/// A wrong key that does not become valid by being corrupted again, as forged packets are also overheard.
 fn wrong_key(key: u64, draw: &mut Draw) -> u64 {
     key.wrapping_add(1 + draw.below(1 << 32))
 }
@@ -182,9 +182,9 @@ fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// More than a device has room for replies, and as many as a port may hand over at once.
+/// More packets than a device has room for replies, and as many as a port returns at once.
 const FLOOD_PACKETS: u64 = 128;
-/// How often there is one.
+/// Frequency of floods, in thousandths.
 const FLOODS_PER_MILLE: u64 = 20;
 const MEMORY_PACKETS: usize = 64;
 const ATTACKS_MAX: u64 = 3_000;

@@ -1,5 +1,5 @@
-//! What has to hold at the end of a run: results against the oracle, ends against the scenario, counters against each
-//! other, queues against their limits.
+//! Checks at the end of a run: results against the oracle, ends against the scenario, counters against each other,
+//! queues against their limits.
 
 use super::cluster::{A_LEASE_AT_LEAST, Cluster};
 use super::memory::{OpMemory, chunks, results};
@@ -36,13 +36,13 @@ impl Cluster<'_, '_> {
                 self.check_ranks_quiet()?;
                 self.check_conservation()
             }
-            // Devices may wait for chunks behind the mismatch, until the group is released.
+            // Devices may wait for chunks after the mismatch until the group is released.
             Scenario::Mismatch { .. } => self.check_ranks_quiet(),
             _ => Ok(()),
         }
     }
 
-    /// Check what is in every rank's buffers.
+    /// Check the contents of every rank's buffers.
     pub(super) fn check_results(&self) -> Result<(), Violation> {
         for group in 0..self.options.groups.len() {
             for op in 0..self.options.groups[group].ops.len() {
@@ -65,21 +65,21 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Return what was expected instead of how a member ended.
+    /// Return the expected end, if a member ended differently.
     fn unexpected_end(&self, group: usize, member: &Member) -> Option<String> {
         let all = self.options.groups[group].ops.len() as u64;
         let complete = member.error.is_none() && member.done == all;
         match &self.options.scenario {
-            // `check_survivors` says more.
+            // Checked by `check_survivors`.
             Scenario::Ranks { .. } => None,
             Scenario::Mismatch { group: wrong, op, .. } if *wrong == group => {
-                let told = match member.error {
+                let is_expected = match member.error {
                     Some(EndpointError::Mismatch { .. }) => !self.options.scenario.is_unsupported(),
                     Some(EndpointError::Unsupported(_)) => self.options.scenario.is_unsupported(),
                     _ => false,
                 };
-                let told = told && member.done == *op as u64;
-                (!told).then(|| format!("a mismatch, or what can't be done, after {op} operations"))
+                let is_expected = is_expected && member.done == *op as u64;
+                (!is_expected).then(|| format!("a mismatch or unsupported operation after {op} operations"))
             }
             Scenario::Death { .. } | Scenario::Restart { again: false, .. } => {
                 let lost = matches!(member.error, Some(EndpointError::PathLost | EndpointError::GroupLost));
@@ -89,23 +89,23 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// Compare an operation at every rank with the oracle: completed ones whole, others chunk by chunk.
+    /// Compare an operation at every rank with the oracle: completed ones entirely, others chunk by chunk.
     fn check_op(&self, group: usize, op: usize) -> Result<(), Violation> {
         let options = self.options;
         let desc = options.groups[group].ops[op];
         let differs =
             matches!(&options.scenario, Scenario::Mismatch { group: g, op: at, .. } if (*g, *at) == (group, op));
         let chunks = chunks(&desc, options.ranks, options.chunk_len_bytes);
-        // Where calls differ nobody has a result, and nothing is touched.
-        let results = if differs { Vec::new() } else { results(options, self.life, group, op) };
+        // If calls differ, no rank has a result and no buffer is changed.
+        let results = if differs { Vec::new() } else { results(options, self.incarnation, group, op) };
         for (rank, members) in self.members.iter().enumerate() {
             let member = &members[group];
             let found = &member.memory.ops[op];
-            let before = OpMemory::before(options, self.life, group, rank, op);
+            let before = OpMemory::before(options, self.incarnation, group, rank, op);
             let mut after = before.after(&desc, options.ranks, rank, &results);
             let is_done = (op as u64) < member.done;
             if is_done && options.repairs() {
-                // What was there has been checked, and the caller has used its buffers since.
+                // Already checked, and the caller has reused its buffers since.
                 after.scribble();
             }
             if is_done || differs {
@@ -119,17 +119,17 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Return the results of an operation; they are worked out once a run.
+    /// Return the results of an operation, computed once per run.
     pub(super) fn results_of(&mut self, group: usize, op: usize) -> &[Vec<u8>] {
-        let (options, life) = (self.options, self.life);
-        self.results.entry((group, op)).or_insert_with(|| results(options, life, group, op))
+        let (options, incarnation) = (self.options, self.incarnation);
+        self.results.entry((group, op)).or_insert_with(|| results(options, incarnation, group, op))
     }
 
     /// Compare an operation that returns now with the oracle.
     pub(super) fn check_op_at(&mut self, rank: usize, group: usize, op: usize) -> Result<(), Violation> {
         let options = self.options;
         let desc = options.groups[group].ops[op];
-        let before = OpMemory::before(options, self.life, group, rank, op);
+        let before = OpMemory::before(options, self.incarnation, group, rank, op);
         let after = before.after(&desc, options.ranks, rank, self.results_of(group, op));
         match self.members[rank][group].memory.ops[op].first_difference(&after) {
             Some((byte, [found, expected])) => Err(Violation::Wrong { group, rank, op, byte, found, expected }),
@@ -137,29 +137,29 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// All ranks of a group that were told of a mismatch were told the same, and it is true.
+    /// All ranks of a group with a mismatch got the same error, and it is correct.
     fn check_agreement(&self) -> Result<(), Violation> {
         let Scenario::Mismatch { group, op, .. } = self.options.scenario else { return Ok(()) };
-        let told = |rank: usize| self.members[rank][group].error;
+        let error_of = |rank: usize| self.members[rank][group].error;
         let calls: Vec<OpDesc> = (0..self.options.ranks).map(|rank| self.options.call(group, rank, op)).collect();
         for rank in 0..self.options.ranks {
-            let truth = match told(rank) {
+            let truth = match error_of(rank) {
                 Some(EndpointError::Mismatch { first, other }) => {
                     first != other && calls.contains(&first) && calls.contains(&other)
                 }
                 Some(EndpointError::Unsupported(desc)) => calls.contains(&desc),
                 _ => false,
             };
-            if !truth || told(rank) != told(0) {
-                let (done, error) = (self.members[rank][group].done, told(rank));
-                let expected = format!("two of the calls made, as rank 0 has it: {:?}", told(0));
+            if !truth || error_of(rank) != error_of(0) {
+                let (done, error) = (self.members[rank][group].done, error_of(rank));
+                let expected = format!("two of the calls, the same as rank 0: {:?}", error_of(0));
                 return Err(Violation::End { group, rank, done, error, expected });
             }
         }
         Ok(())
     }
 
-    /// Nothing is on its way, and no device has anything left to send or to wait for.
+    /// Nothing is in flight, and no device has anything to send or wait for.
     fn check_devices_quiet(&mut self) -> Result<(), Violation> {
         if self.fabric.in_flight() > 0 {
             return Err(Violation::NotQuiet { who: "the fabric".to_owned() });
@@ -176,7 +176,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// No rank has anything left to send or to wait for.
+    /// No rank has anything to send or wait for.
     fn check_ranks_quiet(&mut self) -> Result<(), Violation> {
         for (rank, members) in self.members.iter_mut().enumerate() {
             for (group, member) in members.iter_mut().enumerate() {
@@ -188,7 +188,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Each chunk completed once on each node, out of one contribution of each child, and was answered to each once.
+    /// Each chunk completed once on each node, from one contribution per child, and was answered once per child.
     fn check_conservation(&self) -> Result<(), Violation> {
         let mut counters = Counters::default();
         self.devices.iter().flat_map(|device| &device.shards).for_each(|node| counters.merge(node.counters()));
@@ -217,51 +217,51 @@ impl Cluster<'_, '_> {
         equal("fates of packets", fates, links.sent + links.duplicated)
     }
 
-    /// However long a run takes, no more is on its way than windows and probes allow.
+    /// Traffic in flight is bounded by windows and probes, however long a run takes.
     fn check_limits(&self) -> Result<(), Violation> {
         let nodes = self.wirings.iter().flat_map(|wiring| &wiring.nodes);
         let links: u64 = nodes.map(|node| u64::from(node.children)).sum::<u64>() * self.options.groups.len() as u64;
-        let limit = links * IN_FLIGHT_A_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
-        within("packets on their way", self.in_flight_most, limit)?;
-        // Whoever waits asks, ever less often; what is lost is sent again, and asked for.
+        let limit = links * IN_FLIGHT_PER_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
+        within("packets in flight", self.in_flight_most, limit)?;
+        // Waiting components probe with backoff; lost packets are resent and requested.
         let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
         let ranks = self.options.ranks as u64;
         let each = |group| {
             let chunks = ends(self.options, group, 0).last().unwrap_or(0);
-            // To and from the controller, accounts, votes and schedules; contributions and results.
-            LETTERS_A_PAIR * ranks * ranks + 2 * ranks * chunks
+            // To and from the controller; reports, votes and host collectives; contributions and results.
+            MESSAGES_PER_PAIR * ranks * ranks + 2 * ranks * chunks
         };
-        within("letters on their way", self.letters_most, (0..self.options.groups.len()).map(each).sum())?;
+        within("messages in flight", self.messages_max, (0..self.options.groups.len()).map(each).sum())?;
         let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
-        let lives = self.life + 1 + self.view_changes;
-        let limit = links * (PACKETS_A_CHUNK * chunks + PACKETS_A_PROBE * (asked + 16)) * lives;
+        let incarnations = self.incarnation + 1 + self.view_changes;
+        let limit = links * (PACKETS_PER_CHUNK * chunks + PACKETS_PER_PROBE * (asked + 16)) * incarnations;
         within("packets sent", self.fabric.counters().sent, limit + 4 * self.attacker.sent())
     }
 
-    /// Nobody sends what the other side has to drop for breaking a rule: only an attacker does that.
+    /// No component sends packets that violate the protocol: only an attacker does.
     fn check_manners(&self) -> Result<(), Violation> {
         if self.options.scenario == Scenario::Hostile {
             return Ok(());
         }
         let mut counters = self.past;
         self.devices.iter().flat_map(|device| &device.shards).for_each(|node| counters.merge(node.counters()));
-        // A node refuses a chunk as soon as two children disagree, when another may lack what came a window before.
+        // A node refuses a chunk as soon as two children disagree, while another may lack one from a window earlier.
         let early = matches!(self.options.scenario, Scenario::Mismatch { .. });
-        let rude = RUDE.iter().filter(|(reason, _)| !(early && *reason == DropReason::OverWindow));
+        let rude = ATTACKER_ONLY.iter().filter(|(reason, _)| !(early && *reason == DropReason::OverWindow));
         rude.into_iter().try_for_each(|&(reason, what)| equal(what, counters.dropped(reason), 0))
     }
 
-    /// What a rank was told that every rank has, every rank has.
+    /// `stable`, as a rank knows it, is held by every rank.
     pub(super) fn check_stable(&self, group: usize, rank: usize) -> Result<(), Violation> {
         let Member { endpoint, view, .. } = &self.members[rank][group];
         let stable = endpoint.stable().0;
-        // Who has yet to come to this view has nothing of it.
+        // Ranks that have not entered this view have nothing of it.
         let have = |member: &Member| if member.view == *view { member.endpoint.have().0 } else { 0 };
         let have = self.members.iter().map(|members| have(&members[group])).min().unwrap_or(0);
-        within("chunks said to be stable", stable, have)
+        within("stable chunks", stable, have)
     }
 
-    /// What every rank is known to have is not kept (PROTOCOL 5).
+    /// Results that every rank is known to have are not kept (PROTOCOL 5).
     fn check_kept(&self) -> Result<(), Violation> {
         let mut kept = 0;
         for (rank, members) in self.members.iter().enumerate() {
@@ -275,7 +275,7 @@ impl Cluster<'_, '_> {
         equal("operations kept that every rank has", kept, 0)
     }
 
-    /// Groups that nobody speaks for any more are gone when their lease is, with all that they held.
+    /// Abandoned groups are gone once their lease has expired, with all their resources.
     fn check_leases(&mut self) -> Result<(), Violation> {
         let lease = Duration::from_millis(u64::from(LEASE_MS) + 1);
         let ends: Vec<Instant> = (0..self.devices.len()).map(|device| self.device_time(device) + lease).collect();
@@ -294,14 +294,14 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// Check a rank's queues before it sends, when they are longest: headers, chunks to be sent again, what is kept.
+/// Check a rank's queues before it sends, when they are longest: headers, chunks to resend, kept results.
 pub(super) fn check_queues(options: &Options, member: &Member) -> Result<(), Violation> {
     let progress = member.endpoint.progress();
     let window = u64::from(options.window);
-    // A gap is asked for once at a time; a probe for each shard.
+    // One request per gap at a time, and one probe per shard.
     within("headers to be sent by a rank", progress.replies as u64, 2 * window + u64::from(options.shards))?;
     within("chunks to be sent again by a rank", progress.again as u64, window)?;
-    // What was sent is less than a window ahead of what all have; operations are let go whole.
+    // Sent chunks are less than a window ahead of what all have; operations are released as a whole.
     let kept = 2 * window * u64::from(options.chunk_len_bytes);
     within("bytes kept by a rank", progress.kept_bytes as u64, kept)
 }
@@ -338,7 +338,7 @@ fn before(options: &Options, group: usize, rank: usize, op: usize) -> u64 {
     op.checked_sub(1).and_then(|last| ends(options, group, rank).nth(last)).unwrap_or(0)
 }
 
-/// Return the seq after each of a rank's operations, in order: one without elements is one chunk.
+/// Return the seq after each of a rank's operations, in order; one without elements is one chunk.
 fn ends(options: &Options, group: usize, rank: usize) -> impl Iterator<Item = u64> {
     let count = move |op| chunks(&options.call(group, rank, op), options.ranks, options.chunk_len_bytes).len().max(1);
     (0..options.groups[group].ops.len()).scan(0, move |end, op| {
@@ -355,8 +355,8 @@ fn equal(what: &'static str, found: u64, expected: u64) -> Result<(), Violation>
     if found == expected { Ok(()) } else { Err(Violation::Conservation { what, found, expected }) }
 }
 
-/// Reasons to drop a packet that only its sender can be blamed for, each with what is counted.
-const RUDE: [(DropReason, &str); 7] = [
+/// Drop reasons that only a misbehaving sender causes, each with its name.
+const ATTACKER_ONLY: [(DropReason, &str); 7] = [
     (DropReason::BadChild, "packets of no child"),
     (DropReason::BadKey, "packets with a wrong key"),
     (DropReason::BadShard, "packets to a wrong shard"),
@@ -367,13 +367,13 @@ const RUDE: [(DropReason, &str); 7] = [
 ];
 
 /// Contribution and answer, each sent a few times, with a Nak for each.
-const PACKETS_A_CHUNK: u64 = 40;
+const PACKETS_PER_CHUNK: u64 = 40;
 
-/// Between two ranks: everything of a repair, and words that are repeated.
-const LETTERS_A_PAIR: u64 = 8;
+/// Between two ranks: all messages of a repair, and repetitions.
+const MESSAGES_PER_PAIR: u64 = 8;
 
 /// Probe and Status.
-const PACKETS_A_PROBE: u64 = 4;
+const PACKETS_PER_PROBE: u64 = 4;
 
-/// Up and down, each perhaps doubled, and once more as asked for by a probe.
-const IN_FLIGHT_A_WINDOW: u64 = 8;
+/// Up and down, each possibly duplicated, and once more as requested by a probe.
+const IN_FLIGHT_PER_WINDOW: u64 = 8;

@@ -1,29 +1,29 @@
-//! One run: the event loop.
+//! The event loop of one run.
 //!
-//! Only who was touched by an event (a packet, a call, a timer) is asked for output afterwards, and in a fixed order,
-//! so that a run of 256 ranks costs little more an event than one of two.
+//! Only components touched by an event (a packet, a call, a timer) are polled for output, in a fixed order: an event
+//! costs little more with 256 ranks than with two.
 
 use super::attack::Attacker;
 use super::check::{check_queues, check_return};
-use super::clock::{Clock, Whose};
+use super::clock::{Clock, ClockOwner};
 use super::controller::Controller;
-use super::coverage::{Mark, Seen, Slots};
+use super::coverage::{Coverage, Mark, Slots};
 use super::deaths::Deaths;
 use super::incident::Alarm;
 use super::loss::{Pending, Point};
-use super::mail::Mail;
+use super::messages::Message;
 use super::options::{Draw, Options};
-use super::reference;
-use super::repair::{Record, Way, is_loss_of_tree};
+use super::repair::{Record, Route, is_loss_of_tree};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
-use super::trial::Ledgers;
+use super::trial::AttemptRecord;
 use super::wiring::{EPOCH, Owner, Wiring, node_addr, owner, rank_addr, sharer};
+use super::zero_copy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
-use sumac::rehearsal::{Attempt, Outcome};
+use sumac::harness::{Attempt, Outcome};
 use sumac::transport::packets::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
@@ -32,23 +32,23 @@ use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
 
-/// Calls still to be made: (when, number) to (rank, group, operation).
+/// Pending calls: (time, number) to (rank, group, operation).
 pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
 
-/// Whoever sends packets.
+/// A sender of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Actor {
     Node { device: usize, shard: usize },
     Rank { rank: usize, group: usize },
 }
 
-/// A place of a group: a tree on certain devices, and the epoch in which the group lives there.
+/// An assignment of a group: a tree on certain devices, and the group's epoch there.
 pub(super) struct Assignment {
     pub(super) wiring: Wiring,
     pub(super) epoch: Epoch,
 }
 
-/// A device, and the memory of its next life.
+/// A device, and the memory of its next incarnation.
 pub(super) struct Device<'m> {
     pub(super) shards: Vec<Node<'m>>,
     pub(super) spare: Vec<&'m mut Tables>,
@@ -64,11 +64,13 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) members: Vec<Vec<Member>>,
     pub(super) posts: Posts,
     pub(super) alarms: BTreeMap<(Instant, u64), Alarm>,
+    /// The number of pending [`Alarm::BeginAgain`].
+    pub(super) pending_restarts: usize,
     pub(super) attacker: Attacker,
     pub(super) epoch: Epoch,
-    /// How often all ranks began again.
-    pub(super) life: u64,
-    /// Ranks that have called an operation in this life, by group and operation.
+    /// How often all ranks have restarted.
+    pub(super) incarnation: u64,
+    /// Ranks that have called an operation in this incarnation, by group and operation.
     pub(super) called: BTreeMap<(usize, usize), usize>,
     pub(super) now: Instant,
     pub(super) touched: BTreeSet<Actor>,
@@ -80,34 +82,34 @@ pub(super) struct Cluster<'o, 'm> {
     /// Packets to shared addresses, and what became of them.
     pub(super) shared_sent: u64,
     pub(super) shared_copies: u64,
-    /// Counters of lives that are over.
+    /// Counters of earlier incarnations.
     pub(super) past: Counters,
-    pub(super) seen: Seen,
+    pub(super) seen: Coverage,
     /// By device and shard.
     pub(super) slots: BTreeMap<(usize, usize), Slots>,
     alarm_numbers: u64,
-    /// Where groups that repair have been, and are.
+    /// Assignments of groups that repair, past and present.
     pub(super) assignments: Vec<Assignment>,
-    /// Which of these a group is at, on a device.
+    /// The assignment that a group has on a device.
     pub(super) placed: BTreeMap<(usize, usize), usize>,
     pub(super) controller: Controller,
     pub(super) pending: Vec<Pending>,
-    /// Messages between ranks, and to and from the controller.
-    pub(super) letters: BTreeMap<(Instant, u64), Mail>,
-    pub(super) mail_numbers: u64,
-    /// The most of them on their way at once.
-    pub(super) letters_most: u64,
-    pub(super) mail_last: BTreeMap<(usize, usize), Instant>,
-    pub(super) mail_draw: Draw,
-    /// Of each group's repairs, by view.
+    /// Messages in flight between ranks, and to and from the controller.
+    pub(super) messages: BTreeMap<(Instant, u64), Message>,
+    pub(super) message_numbers: u64,
+    /// Maximum number of them in flight.
+    pub(super) messages_max: u64,
+    pub(super) message_last: BTreeMap<(usize, usize), Instant>,
+    pub(super) message_draw: Draw,
+    /// Oracle state of each group's repairs, by view.
     pub(super) records: BTreeMap<(usize, u32), Record>,
-    /// What operations give, once it was asked for.
+    /// Expected results of operations, computed on demand.
     pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
     pub(super) view_changes: u64,
     pub(super) repair_bytes: u64,
     pub(super) deaths: Deaths,
-    /// Of each group's view changes, by view.
-    pub(super) attempts: BTreeMap<(usize, u32, Attempt), Ledgers>,
+    /// Oracle state of each group's view changes, by view.
+    pub(super) attempts: BTreeMap<(usize, u32, Attempt), AttemptRecord>,
     pub(super) outcomes: BTreeMap<(usize, u32), Outcome>,
 }
 
@@ -116,17 +118,17 @@ pub(super) struct Cluster<'o, 'm> {
 /// # Errors
 /// The first [`Violation`].
 pub fn run(options: &Options) -> Result<Report, Violation> {
-    if options.by_reference().is_some() {
-        return reference::run(options, false).0;
+    if options.zero_copy().is_some() {
+        return zero_copy::run(options, false).0;
     }
     set_up(options, |cluster| cluster.finish())?
 }
 
-/// Run a cluster to its end, and return also what its links did wrong: with that as
-/// [`Faults::script`](super::Faults::script) the run is the same.
+/// Run a cluster to its end, and return its link faults too. With these as [`Faults::script`](super::Faults::script)
+/// the run repeats exactly.
 pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) {
-    if options.by_reference().is_some() {
-        return reference::run(options, true);
+    if options.zero_copy().is_some() {
+        return zero_copy::run(options, true);
     }
     let recorded = set_up(options, |cluster| {
         cluster.fabric.record_faults();
@@ -136,24 +138,24 @@ pub fn record(options: &Options) -> (Result<Report, Violation>, Vec<NthPacket>) 
     recorded.unwrap_or_else(|refused| (Err(refused), Vec::new()))
 }
 
-/// Wire and boot a cluster, and lend it to `work`.
+/// Wire and boot a cluster, and pass it to `work`.
 fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) -> Result<R, Violation> {
     let count = options.devices();
     let wirings: Vec<Wiring> = (0..options.trees.len()).map(|tree| Wiring::new(options, tree, count)).collect();
     let shards = usize::from(options.shards);
     let mut tables: Vec<Tables> =
         (0..count * shards * 2).map(|i| Tables::new(options, &wirings, i / (2 * shards))).collect();
-    let mut lent = tables.iter_mut();
+    let mut borrowed = tables.iter_mut();
     let mut devices = Vec::new();
     for device in 0..count {
         let mut booted = Vec::new();
         for shard in 0..options.shards {
-            let mut node = boot(options, device, shard, 0, lent.next().expect("two lives each"));
-            let now = Clock::draw(options.seed, Whose::Device(device)).at(Instant::ZERO);
+            let mut node = boot(options, device, shard, 0, borrowed.next().expect("two incarnations each"));
+            let now = Clock::draw(options.seed, ClockOwner::Device(device)).at(Instant::ZERO);
             install(&mut node, options, &wirings, device, EPOCH, now)?;
             booted.push(node);
         }
-        devices.push(Device { shards: booted, spare: lent.by_ref().take(shards).collect(), alive: true });
+        devices.push(Device { shards: booted, spare: borrowed.by_ref().take(shards).collect(), alive: true });
     }
     let mut fabric = Fabric::new(options.seed, options.link);
     options.faults.apply(&mut fabric, &wirings, options.shards, options.all_groups());
@@ -165,9 +167,10 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         members: Vec::new(),
         posts: BTreeMap::new(),
         alarms: BTreeMap::new(),
+        pending_restarts: 0,
         attacker: Attacker::new(options.seed),
         epoch: EPOCH,
-        life: 0,
+        incarnation: 0,
         called: BTreeMap::new(),
         now: Instant::ZERO,
         touched: BTreeSet::new(),
@@ -179,18 +182,18 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         shared_sent: 0,
         shared_copies: 0,
         past: Counters::default(),
-        seen: Seen::default(),
+        seen: Coverage::default(),
         slots: BTreeMap::new(),
         alarm_numbers: 0,
         assignments: Vec::new(),
         placed: BTreeMap::new(),
         controller: Controller::new(options.seed, EPOCH),
         pending: Vec::new(),
-        letters: BTreeMap::new(),
-        mail_numbers: 0,
-        letters_most: 0,
-        mail_last: BTreeMap::new(),
-        mail_draw: Draw::new(options.seed ^ 0x6d61_696c),
+        messages: BTreeMap::new(),
+        message_numbers: 0,
+        messages_max: 0,
+        message_last: BTreeMap::new(),
+        message_draw: Draw::new(options.seed ^ 0x6d61_696c),
         records: BTreeMap::new(),
         results: BTreeMap::new(),
         view_changes: 0,
@@ -209,8 +212,8 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
 }
 
 impl Cluster<'_, '_> {
-    /// Run to the end and check; a panic is a violation like others, so that its seed is told too. What it leaves
-    /// behind is looked at by nobody.
+    /// Run to the end and check. A panic is a violation like any other, so that its seed is reported; the cluster is
+    /// not used afterwards.
     fn finish(&mut self) -> Result<Report, Violation> {
         let finished = catch_unwind(AssertUnwindSafe(|| {
             self.drive()?;
@@ -224,7 +227,7 @@ impl Cluster<'_, '_> {
         })
     }
 
-    /// Note where all groups are before anything is lost.
+    /// Record the assignment of all groups before any loss.
     fn assign_first(&mut self) {
         for group in 0..self.options.groups.len() {
             let wiring = Wiring::new(self.options, self.options.tree(group), self.devices.len());
@@ -235,33 +238,33 @@ impl Cluster<'_, '_> {
 
     /// Return the tree that a rank's group is on.
     pub(super) fn wiring_of(&self, rank: usize, group: usize) -> &Wiring {
-        match self.members[rank][group].way {
-            Way::Tree(Some(tree)) => &self.assignments[tree].wiring,
+        match self.members[rank][group].route {
+            Route::Tree(Some(tree)) => &self.assignments[tree].wiring,
             _ => &self.wirings[self.options.tree(group)],
         }
     }
 
-    /// Return the tree in which a device serves a group, and a number that tells it from others of that group.
+    /// Return the tree in which a device serves a group, and a number that distinguishes it from others of that group.
     pub(super) fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
         if self.options.repairs() {
             let tree = *self.placed.get(&(device, group))?;
             return Some((&self.assignments[tree].wiring, tree as u32));
         }
-        Some((&self.wirings[self.options.tree(group)], self.life as u32))
+        Some((&self.wirings[self.options.tree(group)], self.incarnation as u32))
     }
 
-    /// Let all ranks begin their calls in the present epoch.
+    /// Start all ranks' calls in the current epoch.
     pub(super) fn begin(&mut self) {
-        let (options, life, epoch) = (self.options, self.life, self.epoch);
+        let (options, incarnation, epoch) = (self.options, self.incarnation, self.epoch);
         let wiring = |group: usize| &self.wirings[options.tree(group)];
         let groups = options.groups.len();
-        let member = |rank, group| Member::new(options, wiring(group), (rank, group), life, epoch);
+        let member = |rank, group| Member::new(options, wiring(group), (rank, group), incarnation, epoch);
         self.members = (0..options.ranks).map(|rank| (0..groups).map(|group| member(rank, group)).collect()).collect();
         self.called.clear();
         self.posts = draw_posts(options, self.now);
     }
 
-    /// Run until every rank has its end and nothing is left to happen.
+    /// Run until every rank has an end and the cluster is quiet.
     fn drive(&mut self) -> Result<(), Violation> {
         while self.waiting() > 0 {
             let Some(next) = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT) else {
@@ -276,16 +279,16 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Return when a run that has ended has settled: what ranks say while they do not hear each other comes after that.
+    /// Return when a finished run has settled: after partitions, as messages between partitioned ranks arrive later.
     fn settled_at(&self) -> Instant {
         self.deaths.split_until().map_or(self.ended_at, |until| until.max(self.ended_at)) + SETTLE
     }
 
-    /// Move the clock to the next event, and let everything happen that is due.
+    /// Advance the clock to the next event, and process everything that is due.
     fn turn(&mut self, next: Instant) -> Result<(), Violation> {
         self.now = self.now.max(next);
-        self.sound_alarms()?;
-        self.mail_due()?;
+        self.run_alarms()?;
+        self.deliver_messages()?;
         self.post_due()?;
         self.deliver_due();
         self.time_out_due();
@@ -296,6 +299,7 @@ impl Cluster<'_, '_> {
 
     pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
         self.alarm_numbers += 1;
+        self.pending_restarts += usize::from(alarm == Alarm::BeginAgain);
         self.alarms.insert((at, self.alarm_numbers), alarm);
     }
 
@@ -303,8 +307,8 @@ impl Cluster<'_, '_> {
         let posts = self.posts.keys().next().map(|&(at, _)| at);
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
-        let letters = self.letters.keys().next().map(|&(at, _)| at);
-        [posts, alarms, timers, letters, self.fabric.next_event()].into_iter().flatten().min()
+        let messages = self.messages.keys().next().map(|&(at, _)| at);
+        [posts, alarms, timers, messages, self.fabric.next_event()].into_iter().flatten().min()
     }
 
     fn post_due(&mut self) -> Result<(), Violation> {
@@ -316,11 +320,11 @@ impl Cluster<'_, '_> {
             let member = &mut self.members[rank][group];
             member.called += 1;
             *self.called.entry((group, op)).or_default() += 1;
-            if member.way == Way::Schedules {
-                self.enter_schedule(rank, group)?;
+            if member.route == Route::HostCollectives {
+                self.enter_host_collective(rank, group)?;
                 continue;
             }
-            // Where the tree is lost already, it is posted again on the next.
+            // If the tree is already lost, it is posted again on the next one.
             let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
             assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
             self.touched.insert(Actor::Rank { rank, group });
@@ -328,7 +332,8 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Deliver a burst, as a board's loop takes it in before it sends again; the rest at the same time next turn.
+    /// Deliver a burst, as a board's loop receives before it sends; the rest is delivered at the same time in the next
+    /// turn.
     fn deliver_due(&mut self) {
         for _ in 0..self.options.burst() {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return };
@@ -365,7 +370,7 @@ impl Cluster<'_, '_> {
                 Owner::Stranger => {}
             }
             if self.options.scenario == Scenario::Hostile {
-                self.attacker.overhear(delivery);
+                self.attacker.record_packet(delivery);
             }
         }
     }
@@ -388,7 +393,7 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// Send what the touched have to send, and note when they want to be woken.
+    /// Poll touched components for output, and record their timers.
     fn ask_touched(&mut self) -> Result<(), Violation> {
         for actor in std::mem::take(&mut self.touched) {
             let wake_at = match actor {
@@ -409,13 +414,13 @@ impl Cluster<'_, '_> {
     fn ask_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
         let now = self.device_time(device);
         let from = node_addr(device, shard as u16);
-        // A port whose link is busy takes nothing more, and asks again when it is not.
+        // A port with a busy link accepts nothing more until the link is free.
         while self.devices[device].alive && self.fabric.ready_at(from) <= self.now {
             let node = &mut self.devices[device].shards[shard];
             let Some(sent) = node.poll_transmit(&mut self.buffer, now) else { break };
             let bytes = &self.buffer[..sent.len_bytes];
             if let Some(sharer) = sharer(sent.to) {
-                // Copies part where they are made, each with a fate of its own.
+                // Copies diverge where they are made; each has its own fate.
                 let wiring = self.wiring_at(device, sharer.1);
                 let listeners = wiring.map_or_else(Vec::new, |(wiring, _)| wiring.listeners(self.options, sharer));
                 listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
@@ -433,10 +438,10 @@ impl Cluster<'_, '_> {
         while let Some(event) = node.poll_event() {
             self.seen.device_event(event);
         }
-        let clock = Clock::draw(self.options.seed, Whose::Device(device));
+        let clock = Clock::draw(self.options.seed, ClockOwner::Device(device));
         let busy = Some(self.fabric.ready_at(from)).filter(|&at| at > self.now && node.poll_destination().is_some());
         let wake_at = node.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
-        self.look_at_slots(device, shard);
+        self.observe_slots(device, shard);
         wake_at
     }
 
@@ -457,7 +462,7 @@ impl Cluster<'_, '_> {
             self.check_stable(group, rank)?;
         }
         let member = &mut self.members[rank][group];
-        let clock = Clock::draw(self.options.seed, Whose::Rank(rank));
+        let clock = Clock::draw(self.options.seed, ClockOwner::Rank(rank));
         let busy = self.fabric.ready_at(rank_addr(rank, group));
         let busy = Some(busy).filter(|&at| at > self.now && member.endpoint.poll_destination().is_some());
         let wake_at = member.endpoint.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
@@ -469,7 +474,7 @@ impl Cluster<'_, '_> {
         Ok(wake_at)
     }
 
-    /// Take what a rank's endpoint has to say; true if an operation has returned.
+    /// Process the events of a rank's endpoint. Returns true if an operation has returned.
     pub(super) fn collect(&mut self, rank: usize, group: usize) -> Result<bool, Violation> {
         let mut returned = false;
         loop {
@@ -490,9 +495,11 @@ impl Cluster<'_, '_> {
                 Event::Completed(id) => {
                     return Err(Violation::Completion { group, rank, found: id.0, expected });
                 }
-                // It was frozen: there is no news in that.
+                // Expected: the endpoint was frozen.
                 Event::Failed(_)
-                    if member.repair.is_some() || member.membership.is_frozen() || member.way == Way::Schedules => {}
+                    if member.repair.is_some()
+                        || member.membership.is_frozen()
+                        || member.route == Route::HostCollectives => {}
                 Event::Failed(error) => {
                     self.seen.endpoint_error(error);
                     if self.options.repairs() && is_loss_of_tree(error) {
@@ -507,12 +514,11 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// No run of these sizes needs this long, whatever the faults.
+/// No run of these sizes takes this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
 
 /// Node timers beyond this are leases.
 pub(super) const A_LEASE_AT_LEAST: Duration = Duration::from_secs(600);
 
-/// After the last end, and after ranks hear each other again: time for what is on its way, for last probes and for their
-/// answers.
+/// Time after the last end, and after partitions, for packets in flight, last probes and their answers.
 const SETTLE: Duration = Duration::from_secs(20);

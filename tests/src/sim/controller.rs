@@ -1,18 +1,18 @@
-//! A controller, as far as ranks that repair need one: it passes on that a tree is lost, and finds another one.
+//! A minimal controller for ranks that repair: reports lost trees, and finds other ones.
 //!
-//! The production controller lives on threads and sockets, and its rules are in its own tests. This one keeps the same
-//! promises in as few words as possible, on virtual time, so that what ranks and devices make of a controller that is
-//! slow, wrong about who is alive, or gone can be tried:
-//! - a place in a tree is reserved on all its devices or on none;
-//! - no two lives of a group have the same epoch, not even across the controller's own lives (PROTOCOL 4);
-//! - devices of a lost tree come last, and one that was in three of them is not taken again;
-//! - what it knows is lost when it stops, and found again from what ranks ask and devices say.
+//! The production controller uses threads and sockets, and has tests of its own. This model keeps the same promises on
+//! virtual time, so that ranks and devices can be tested against a controller that is slow, wrong about liveness, or
+//! gone:
+//! - a tree is reserved on all its devices or on none;
+//! - no two incarnations of a group share an epoch, not even across incarnations of the controller (PROTOCOL 4);
+//! - devices of lost trees are chosen last, and never after three losses;
+//! - its state is lost when it stops, and rebuilt from the requests of ranks and the replies of devices.
 
 use super::cluster::{Actor, Assignment, Cluster};
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
-use super::mail::Mail;
+use super::messages::Message;
 use super::options::Draw;
 use super::report::Violation;
 use super::wiring::{Wiring, group_id};
@@ -21,14 +21,14 @@ use std::time::Duration;
 use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::ids::{Epoch, TreeId};
 
-/// What the controller knows.
+/// State of the controller.
 pub(super) struct Controller {
     is_up: bool,
-    /// Of the last tree that was given out.
+    /// Epoch of the last tree assigned.
     epoch: Epoch,
     /// By group.
     jobs: BTreeMap<usize, Job>,
-    /// Devices that did not answer.
+    /// Devices that did not reply.
     silent: BTreeSet<usize>,
     draw: Draw,
 }
@@ -36,12 +36,12 @@ pub(super) struct Controller {
 /// A group whose tree was lost.
 #[derive(Default)]
 struct Job {
-    /// The view that lost it.
+    /// The view that lost the tree.
     view: u32,
-    /// How many trees of the group each device was in when they were lost.
+    /// Number of lost trees that each device was part of.
     lost: BTreeMap<usize, u32>,
     state: State,
-    /// Who wants to know.
+    /// Ranks waiting for the result.
     waiting: BTreeSet<usize>,
 }
 
@@ -49,18 +49,18 @@ struct Job {
 enum State {
     #[default]
     Idle,
-    /// So many of the nodes of a tree have their places.
+    /// This many nodes of a tree are reserved.
     Reserving { tree: usize, done: usize },
-    /// Found, or not to be had.
+    /// The result: a tree, or none.
     Found(Option<usize>),
 }
 
-/// What ranks tell the controller.
+/// A rank's request to the controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ask {
+pub(super) enum ControllerRequest {
     /// The tree of this view is lost.
     Suspect,
-    /// Another tree is wanted; this was the last one.
+    /// Request for another tree; `lost` is the last one.
     Replan { lost: Option<usize> },
 }
 
@@ -70,7 +70,7 @@ impl Controller {
         Self { is_up: true, epoch, jobs, silent, draw: Draw::new(seed ^ 0x6374_726c) }
     }
 
-    /// How long a request to a device takes.
+    /// Draw the duration of a request to a device.
     fn delay(&mut self) -> Duration {
         let most = self.draw.one_of(&[50_000, 500_000, 5_000_000]);
         Duration::from_nanos(10_000 + self.draw.below(most))
@@ -86,28 +86,33 @@ impl Cluster<'_, '_> {
         self.schedule(self.now + len, Alarm::ControllerUp);
     }
 
-    /// It starts again, in another term.
+    /// Restart in another term.
     pub(super) fn start_controller(&mut self) {
         let controller = &mut self.controller;
         if !controller.is_up {
             controller.is_up = true;
             controller.epoch = Epoch { term: controller.epoch.term + 1, counter: 0 };
-            self.seen.note(Mark::ControllerAgain);
+            self.seen.note(Mark::ControllerRestarted);
         }
     }
 
-    /// A rank's word has come.
-    pub(super) fn ask_controller(&mut self, (rank, group): (usize, usize), view: u32, ask: Ask) {
+    /// Handle a rank's request.
+    pub(super) fn on_controller_request(
+        &mut self,
+        (rank, group): (usize, usize),
+        view: u32,
+        request: ControllerRequest,
+    ) {
         if !self.controller.is_up {
             return;
         }
-        match ask {
-            Ask::Suspect => {
+        match request {
+            ControllerRequest::Suspect => {
                 for rank in 0..self.options.ranks {
-                    self.mail(Mail::Word { rank, group, view });
+                    self.send_message(Message::TreeLost { rank, group, view });
                 }
             }
-            Ask::Replan { lost } => {
+            ControllerRequest::Replan { lost } => {
                 let job = self.controller.jobs.entry(group).or_default();
                 if view < job.view {
                     return;
@@ -127,7 +132,7 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// Choose devices for another tree of the same shape, and begin to reserve it.
+    /// Choose devices for another tree of the same shape, and start reserving it.
     fn plan(&mut self, group: usize) {
         let Controller { jobs, silent, draw, .. } = &mut self.controller;
         let Some(job) = jobs.get_mut(&group) else { return };
@@ -152,7 +157,7 @@ impl Cluster<'_, '_> {
         self.schedule(at, Alarm::Reserve { group, tree: index });
     }
 
-    /// Reserve the next place of a tree; the last one is the tree's beginning.
+    /// Reserve the next node of a tree; the last one starts the tree.
     pub(super) fn reserve(&mut self, group: usize, tree: usize) -> Result<(), Violation> {
         let Some(job) = self.controller.jobs.get_mut(&group) else { return Ok(()) };
         let State::Reserving { tree: current, done } = &mut job.state else { return Ok(()) };
@@ -162,13 +167,13 @@ impl Cluster<'_, '_> {
         let node = *done;
         let device = self.assignments[tree].wiring.nodes[node].device;
         if !self.devices[device].alive {
-            // It takes a while to find out. What was reserved is given back, and another tree tried.
+            // This is detected after a while; reservations are then released and another tree is tried.
             self.seen.note(Mark::RolledBack);
             job.state = State::Idle;
             self.controller.silent.insert(device);
             (0..node).for_each(|node| self.release(self.assignments[tree].wiring.nodes[node].device, group));
             let at = self.now + SILENCE;
-            self.schedule(at, Alarm::PlanAgain { group });
+            self.schedule(at, Alarm::RetryPlan { group });
             return Ok(());
         }
         *done += 1;
@@ -188,14 +193,14 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    pub(super) fn plan_again(&mut self, group: usize) {
+    pub(super) fn retry_plan(&mut self, group: usize) {
         let idle = self.controller.jobs.get(&group).is_some_and(|job| matches!(job.state, State::Idle));
         if self.controller.is_up && idle {
             self.plan(group);
         }
     }
 
-    /// Take a group, and its tree, off a device, if they are there.
+    /// Release a group and its tree on a device, if present.
     fn release(&mut self, device: usize, group: usize) {
         let now = self.device_time(device);
         let tree = self.placed.remove(&(device, group)).map(|tree| self.assignments[tree].wiring.tree_id());
@@ -203,7 +208,7 @@ impl Cluster<'_, '_> {
             if node.control(&Request::ReleaseGroup(group_id(group)), now) == Response::Done {
                 self.seen.note(Mark::GroupReleased);
             }
-            // Refused as long as another group uses it.
+            // Refused while another group uses it.
             tree.map(|tree| node.control(&Request::RemoveTree(tree), now));
         }
         self.touch_device(device);
@@ -230,28 +235,28 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Tell those who wait, if there is something to tell.
+    /// Reply to waiting ranks if there is a result.
     fn answer(&mut self, group: usize) {
         let Some(job) = self.controller.jobs.get_mut(&group) else { return };
         let State::Found(found) = job.state else { return };
         let view = job.view;
         for rank in std::mem::take(&mut job.waiting) {
-            self.mail(Mail::Found { rank, group, view, tree: found });
+            self.send_message(Message::Found { rank, group, view, tree: found });
             self.reach(Point::Assigned, None);
         }
     }
 
-    /// A rank's endpoint moves to another tree, or is put there for the first time.
+    /// A rank's endpoint moves to another tree, or is created.
     pub(super) fn touch_rank(&mut self, rank: usize, group: usize) {
         self.touched.insert(Actor::Rank { rank, group });
     }
 }
 
-/// How long a device may be silent before the controller gives it up.
+/// Timeout of a silent device.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How many lost trees a device may have been in.
+/// Maximum number of lost trees of a device.
 const LOSSES_MAX: u32 = 3;
 
-/// Trees from here on are those of repairs.
+/// Ids from here on are trees of repairs.
 const TREES_FROM: u32 = 1000;

@@ -1,8 +1,7 @@
-//! What a run went through: which steps of the state machines, which reasons, which points of a repair.
+//! Coverage of a run: transitions of the state machines, drop reasons, points of a repair.
 //!
-//! Nothing in the code under test notes this. Devices and ranks are looked at from outside, after each time that they
-//! are asked for output, and what changed since is walked along the states in between; packets are looked at as they
-//! arrive.
+//! The code under test records nothing for this. Devices and ranks are observed from outside each time they are polled
+//! for output, and a change is traced through the states in between. Packets are observed on delivery.
 
 use std::collections::BTreeMap;
 use sumac::transport::packets::{EndpointError, Progress};
@@ -11,20 +10,20 @@ use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::GroupId;
 use sumac_hal::wire::{Kind, NakReason, Repr};
 
-/// Make the list of marks, each with its name in tables.
+/// Define the marks, each with its name in tables.
 macro_rules! marks {
     ($($(#[$doc:meta])* $mark:ident = $name:literal,)*) => {
-        /// Something that a run can go through.
+        /// A transition or event that a run can cover.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
         pub enum Mark {
             $($(#[$doc])* $mark,)*
         }
 
         impl Mark {
-            /// All of them, in the order of tables.
+            /// All marks, in table order.
             pub const ALL: &[Self] = &[$(Self::$mark,)*];
 
-            /// Return its name in tables.
+            /// Return the mark's name in tables.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Self::$mark => $name,)*
@@ -35,17 +34,17 @@ macro_rules! marks {
 }
 
 marks! {
-    /// A slot takes its first chunk.
-    SlotBegun = "slot: free > filling",
-    /// A slot takes another chunk.
+    /// A slot starts its first chunk.
+    SlotStarted = "slot: free > filling",
+    /// A slot starts another chunk.
     SlotAgain = "slot: answered > filling",
-    /// All children are in, at an inner node.
+    /// All children have contributed, at an inner node.
     SlotUp = "slot: filling > up",
-    /// All children are in, at the root.
+    /// All children have contributed, at the root.
     SlotDone = "slot: filling > answered",
     /// The parent has answered.
     SlotAnswered = "slot: up > answered",
-    /// The children do not agree, or the node can't do it.
+    /// The calls differ, or the node does not support the operation.
     SlotRefused = "slot: filling > refused",
     /// A group is created.
     GroupCreated = "group: created",
@@ -53,47 +52,47 @@ marks! {
     GroupReleased = "group: released",
     /// All groups of a device are closed at once.
     GroupReset = "group: reset",
-    /// A lease runs out.
+    /// A lease expires.
     GroupExpired = "group: lease expired",
-    /// A group ends because ranks called different things.
+    /// A group fails because calls differ.
     GroupMismatch = "group: failed, mismatch",
-    /// A group ends because a device can't do what was called.
+    /// A group fails because a device does not support the operation.
     GroupUnsupported = "group: failed, unsupported",
-    /// A group ends because the way up is lost.
+    /// A group fails because the link to the parent is lost.
     GroupPathLost = "group: failed, path lost",
     /// An operation is posted.
     OpPosted = "operation: posted",
-    /// Its first contribution goes out.
+    /// The first contribution of an operation is sent.
     OpSent = "operation: posted > sent",
-    /// It is complete, and returns.
+    /// An operation completes and returns.
     OpReturned = "operation: sent > returned",
-    /// What others may lack of it is kept.
+    /// Results that other ranks may lack are kept.
     OpKept = "operation: returned > kept",
-    /// Everybody has it.
+    /// Every rank has the results.
     OpForgotten = "operation: kept > forgotten",
-    /// The tree's end was told, chunks before it are open.
+    /// The end of the tree is known, and earlier chunks are open.
     EndpointEnding = "endpoint: open > ending",
-    /// Ended for different calls.
+    /// Failed because calls differ.
     EndpointMismatch = "endpoint: failed, mismatch",
-    /// Ended for an operation that a device can't do.
+    /// Failed because a device does not support the operation.
     EndpointUnsupported = "endpoint: failed, unsupported",
-    /// Ended for a lost path.
+    /// Failed because the path is lost.
     EndpointPathLost = "endpoint: failed, path lost",
-    /// Ended for a lost group.
+    /// Failed because the group is lost.
     EndpointGroupLost = "endpoint: failed, group lost",
     /// A contribution.
     UpData = "up: data",
-    /// A contribution of nothing.
+    /// A contribution without data.
     UpEmpty = "up: empty",
-    /// A contribution by reference, as a packet: only an attacker sends one, as they come through rings.
+    /// A zero-copy contribution as a packet. Only an attacker sends these: real ones go through rings.
     UpRef = "up: ref, by an attacker",
-    /// A question.
+    /// A probe.
     UpProbe = "up: probe",
-    /// An answer did not come.
+    /// A request for a missing answer.
     UpMissing = "up: nak, missing",
-    /// A subtree's ranks called different things.
+    /// A mismatch in a subtree.
     UpMismatch = "up: nak, mismatch",
-    /// A subtree can't do it.
+    /// An operation that a subtree does not support.
     UpUnsupported = "up: nak, unsupported",
     /// A result.
     DownResult = "down: result",
@@ -101,213 +100,213 @@ marks! {
     DownDone = "down: done",
     /// The answer to a probe.
     DownStatus = "down: status",
-    /// A contribution did not come.
+    /// A request for a missing contribution.
     DownMissing = "down: nak, missing",
-    /// A contribution is wanted again.
+    /// A request to resend a contribution.
     DownResend = "down: nak, resend",
-    /// Of another epoch.
+    /// The packet was of another epoch.
     DownWrongEpoch = "down: nak, wrong epoch",
-    /// No such group.
+    /// The group does not exist.
     DownUnknownGroup = "down: nak, unknown group",
-    /// Ranks called different things.
+    /// A mismatch.
     DownMismatch = "down: nak, mismatch",
-    /// The way up is lost.
+    /// The link to the parent is lost.
     DownPathLost = "down: nak, path lost",
-    /// A device can't do it.
+    /// An unsupported operation.
     DownUnsupported = "down: nak, unsupported",
     /// A device dies for good.
     LossDevice = "loss: device",
     /// A device restarts.
     LossRestart = "loss: device, which restarts",
-    /// A link is cut, one way.
+    /// One direction of a link is cut.
     LossLink = "loss: link",
     /// The controller stops.
     LossController = "loss: controller",
-    /// Something is lost while ranks repair.
+    /// A loss during a repair.
     LossInRepair = "loss: during a repair",
     /// A rank freezes because its own endpoint has failed.
     FrozenByLoss = "repair: frozen by its own loss",
-    /// A rank freezes in an operation, told by the controller.
-    FrozenByWord = "repair: frozen by the controller's word",
-    /// A rank freezes outside of all operations.
+    /// A rank freezes during an operation, because the controller says so.
+    FrozenByController = "repair: frozen by the controller",
+    /// A rank freezes between operations.
     FrozenIdle = "repair: frozen between operations",
-    /// A rank gives a result that it holds.
+    /// A rank sends a result that it holds.
     ChunkHeld = "repair: chunk, held > landed",
-    /// A chunk is computed again.
+    /// A chunk is recomputed.
     ChunkComputed = "repair: chunk, recomputed > landed",
     /// An operation of the lost tree returns.
     OpRepaired = "operation: sent > repaired",
-    /// An operation begins again.
-    OpBegunAgain = "operation: sent > begun again",
-    /// An operation runs by a schedule.
-    OpScheduled = "operation: by a schedule",
-    /// All go on by another tree.
+    /// An operation restarts.
+    OpRestarted = "operation: sent > restarted",
+    /// An operation runs as a host collective.
+    OpByHost = "operation: by a host collective",
+    /// All ranks continue with another tree.
     CommitTree = "repair: committed, another tree",
-    /// All go on by schedules.
-    CommitSchedules = "repair: committed, schedules",
+    /// All ranks continue with host collectives.
+    CommitSchedules = "repair: committed, host collectives",
     /// The controller finds no tree.
     NoTree = "controller: no tree",
-    /// A place is reserved, another is not to be had.
+    /// A place is reserved and another is unavailable.
     RolledBack = "controller: reserved > rolled back",
     /// The controller does not answer in time.
     ControllerLate = "controller: no answer",
-    /// The controller starts again.
-    ControllerAgain = "controller: started again",
+    /// The controller restarts.
+    ControllerRestarted = "controller: restarted",
     /// The controller is gone for good.
     ControllerGone = "controller: gone",
     /// A rank dies outside of a view change.
     RankDied = "loss: rank",
     /// A rank dies in a view change.
     RankDiedInChange = "loss: rank, in a view change",
-    /// Ranks do not hear each other for a while.
-    RanksSplit = "loss: way between ranks",
-    /// A letter does not arrive for that.
-    LetterCut = "loss: letter between ranks",
-    /// A rank is told of a death for certain.
-    DeathByWord = "death: known for certain",
-    /// A rank only hears nothing of another.
-    DeathBySilence = "death: suspected",
+    /// Ranks cannot reach each other for a while.
+    RanksSplit = "loss: link between ranks",
+    /// A message is lost to a partition.
+    MessageCut = "loss: message between ranks",
+    /// A rank learns of a death for certain.
+    DeathConfirmed = "death: known for certain",
+    /// A rank only suspects a death from silence.
+    DeathSuspected = "death: suspected",
     /// A rank takes part in a view change.
     ViewChange = "view change: begun",
-    /// What an attempt moves does not come.
+    /// The chunks of an attempt do not arrive.
     AttemptFailed = "view change: attempt > failed",
-    /// Who is behind is told how the view was changed.
-    LateAnswered = "view change: told afterwards",
-    /// The communicator ends with who is dead.
+    /// A rank that is behind learns the result of a view change.
+    LateAnswered = "view change: learned afterwards",
+    /// The communicator fails because of dead ranks.
     CommitRanksFailed = "view change: committed, ranks failed",
-    /// A rank is out, with a minority.
+    /// A rank fails as part of a minority.
     EndPartitioned = "view change: partitioned",
-    /// A world of tenants in which nothing is lost.
+    /// A tenants run without losses.
     NothingLost = "tenants: nothing lost",
     /// A device does not answer its controller for a while.
     DeviceStalls = "tenants: device does not answer",
-    /// A device refuses a group for no good reason.
+    /// A device refuses a group although it fits.
     DeviceRefuses = "tenants: device refuses",
     /// A device refuses a group that does not fit.
     DeviceFull = "tenants: device is full",
     /// A rank joins without a tree, and its job waits for one.
-    Queued = "tenants: in the queue",
+    Queued = "tenants: queued",
     /// A job's place in the queue changes.
-    PlaceTold = "tenants: place in the queue told",
+    PositionReported = "tenants: queue position reported",
     /// A rank is offered a tree.
     Offered = "tenants: tree offered",
     /// All ranks move to the tree.
     MovedBack = "tenants: moved to the offered tree",
-    /// They do not, after all.
-    MovedNot = "tenants: offered tree not taken",
+    /// The move does not happen after all.
+    OfferDeclined = "tenants: offered tree not taken",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
-    /// It is given back, and nothing uses it.
+    /// A buffer is deregistered, and nothing uses it.
     RefDeregistered = "memory: registered > free",
-    /// A rank is gone, and its memory is in use.
-    RefStranded = "memory: stranded",
-    /// A dead rank's memory is taken from under the engine.
+    /// A rank is gone while its memory is in use.
+    RefOrphaned = "memory: orphaned",
+    /// A dead rank's memory is revoked while the engine uses it.
     RefRevoked = "memory: revoked in use",
     /// A run of chunks is submitted.
-    RefSubmitted = "reference: posted > submitted",
-    /// Its input is copied to the bounce buffer before.
-    RefFilled = "reference: input > bounce",
+    RefSubmitted = "zero-copy: posted > submitted",
+    /// Its input is first copied to the bounce buffer.
+    RefFilled = "zero-copy: input > bounce",
     /// A result is copied from the bounce buffer.
-    RefDrained = "reference: bounce > output",
-    /// The ring for submissions has no place.
-    RefRingFull = "reference: ring full",
+    RefDrained = "zero-copy: bounce > output",
+    /// The submission ring is full.
+    RefRingFull = "zero-copy: ring full",
     /// The device takes a run.
-    RefTaken = "reference: submitted > absent",
-    /// It does not yet: beyond the window, or no place for the answers.
-    RefParked = "reference: held back",
-    /// It does not take it, or answers that it comes to nothing.
-    RefRefused = "reference: refused",
+    RefTaken = "zero-copy: submitted > absent",
+    /// The device holds a run back: beyond the window, or no room for the answers.
+    RefParked = "zero-copy: held back",
+    /// The device refuses a run, or answers it with an error.
+    RefRefused = "zero-copy: refused",
     /// The engine fetches a contribution.
-    RefPulled = "reference: pulling > in",
-    /// A chain has failed before anything was published.
-    RefPoisoned = "reference: pulling > poisoned",
+    RefPulled = "zero-copy: pulling > in",
+    /// A chain fails before anything is published.
+    RefPoisoned = "zero-copy: pulling > poisoned",
     /// A chunk is answered.
-    RefAnswered = "reference: answered",
+    RefAnswered = "zero-copy: answered",
     /// A result is published in its redo slot.
     RedoPublished = "redo slot: published",
-    /// It is written back to a rank.
+    /// A result is written to a rank.
     RedoWritten = "redo slot: published > written",
-    /// A chain has failed after that: what is missing is written again.
+    /// A chain fails after publication, and the missing writes are repeated.
     RedoWriteFailed = "redo slot: write failed",
     /// The engine has no room for a chain.
     EngineFull = "engine: full",
-    /// A device dies when a contribution was fetched.
+    /// A device dies after a contribution was fetched.
     CrashPulled = "crash: after a pull",
-    /// When all are combined.
+    /// A device dies after all are combined.
     CrashReduced = "crash: after the reduction",
-    /// Between redo-publish and result write.
+    /// A device dies between publication and result writes.
     CrashPublished = "crash: after redo-publish",
-    /// In the middle of result writes.
+    /// A device dies during result writes.
     CrashWriting = "crash: in a result write",
-    /// Behind them, before the engine says so.
+    /// A device dies after them, before the engine completes the chain.
     CrashWritten = "crash: after result writes",
-    /// Before the answer is in the completion ring.
+    /// A device dies before the answer is in the completion ring.
     CrashAnswering = "crash: before the completion",
-    /// A device is up again, with another boot id and its redo memory.
-    RefBootedAgain = "device: booted again",
-    /// A device's runtime stands still, and its engine goes on.
-    RefStands = "device: stands still",
-    /// A rank ends a group with nothing in flight.
+    /// A device restarts with another boot id and its redo memory.
+    RefBootedAgain = "device: restarted",
+    /// A device's runtime stalls while its engine continues.
+    RefStands = "device: stalled",
+    /// A rank leaves a group with nothing in flight.
     FenceNothing = "fence: nothing in flight",
-    /// The device says that it is quiet.
+    /// The device confirms the fence.
     FenceConfirmed = "fence: confirmed",
     /// The device's process has ended.
     FenceEnded = "fence: process ended",
-    /// The device's memory is taken away.
+    /// The rank's memory is severed from the device.
     FenceSevered = "fence: severed",
-    /// A device goes on while its memory is taken away, and answers.
+    /// A device answers while memory is being severed from it.
     RefAnsweredSevered = "salvage: answered meanwhile",
-    /// Nobody has the result of such an answer any more.
+    /// Nobody has the result of such an answer.
     RefUnknown = "salvage: outcome unknown",
-    /// Answers were in the ring still.
+    /// Answers are recovered from the ring.
     RefSalvagedRing = "salvage: from the ring",
-    /// Results were published and not answered.
+    /// Results are recovered from redo slots.
     RefSalvagedRedo = "salvage: from redo slots",
 }
 
 impl Mark {
-    /// What no run of the simulator goes through, and why.
+    /// Marks that no run of the simulator can cover, and why.
     pub const UNREACHABLE: &[(Self, &str)] =
-        &[(Self::DownResend, "nodes keep what came inline, and never ask for it again")];
+        &[(Self::DownResend, "nodes keep inline contributions and never request a resend")];
 }
 
-/// Reasons to drop that no run of the simulator meets, and why.
+/// Drop reasons that no run of the simulator can cover, and why.
 pub(super) const DROPS_UNREACHABLE: &[(DropReason, &str)] =
-    &[(DropReason::SlotBusy, "children are policed to a window, and slots are twice as many")];
+    &[(DropReason::SlotBusy, "the window limits children, and there are twice as many slots")];
 
-/// How often each [`Mark`] was hit.
+/// How often each [`Mark`] was covered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Seen([u64; Mark::ALL.len()]);
+pub struct Coverage([u64; Mark::ALL.len()]);
 
-impl Default for Seen {
+impl Default for Coverage {
     fn default() -> Self {
         Self([0; Mark::ALL.len()])
     }
 }
 
-impl Seen {
+impl Coverage {
     pub(super) fn note(&mut self, mark: Mark) {
         self.0[mark as usize] += 1;
     }
 
-    /// Return how often a mark was hit.
+    /// Return how often a mark was covered.
     pub const fn count(&self, mark: Mark) -> u64 {
         self.0[mark as usize]
     }
 
-    /// Add another run's.
+    /// Add another run's counts.
     pub fn merge(&mut self, other: &Self) {
         self.0.iter_mut().zip(other.0).for_each(|(sum, n)| *sum += n);
     }
 
-    /// Walk a slot from where it was seen last to where it is.
+    /// Trace a slot from its last observed state to the current one.
     fn walk(&mut self, (was_local, was): (u64, Phase), (local, phase): (u64, Phase), is_root: bool) {
         let again = was == Phase::Free || was_local != local;
         if phase == Phase::Free || !again && was == phase {
             return;
         }
         if again {
-            self.note(if was == Phase::Free { Mark::SlotBegun } else { Mark::SlotAgain });
+            self.note(if was == Phase::Free { Mark::SlotStarted } else { Mark::SlotAgain });
         }
         let from = if again { Phase::Filling } else { was };
         match (from, phase) {
@@ -323,7 +322,7 @@ impl Seen {
         }
     }
 
-    /// Note a packet by what its header says, which has been checked; `is_up` if it came from a child.
+    /// Record a packet by its header, which has been validated; `is_up` if it came from a child.
     pub(super) fn packet(&mut self, repr: &Repr, is_up: bool) {
         let mark = match (repr.kind, repr.reason) {
             (Kind::Data, _) => Mark::UpData,
@@ -336,7 +335,7 @@ impl Seen {
             (Kind::Nak, Some(NakReason::Missing)) if is_up => Mark::UpMissing,
             (Kind::Nak, Some(NakReason::Mismatch)) if is_up => Mark::UpMismatch,
             (Kind::Nak, Some(NakReason::Unsupported)) if is_up => Mark::UpUnsupported,
-            // Nobody but an attacker says up what is said down.
+            // Only an attacker sends downward kinds upwards.
             (Kind::Nak, _) if is_up => return,
             (Kind::Nak, Some(NakReason::Missing)) => Mark::DownMissing,
             (Kind::Nak, Some(NakReason::Resend)) => Mark::DownResend,
@@ -350,7 +349,7 @@ impl Seen {
         self.note(mark);
     }
 
-    /// Note why a group of a device ended.
+    /// Record why a group of a device failed.
     pub(super) fn device_event(&mut self, event: Event) {
         match event {
             Event::LeaseExpired(_) => self.note(Mark::GroupExpired),
@@ -361,7 +360,7 @@ impl Seen {
         }
     }
 
-    /// Note how a rank's endpoint ended.
+    /// Record how a rank's endpoint failed.
     pub(super) fn endpoint_error(&mut self, error: EndpointError) {
         self.note(match error {
             EndpointError::Mismatch { .. } => Mark::EndpointMismatch,
@@ -371,7 +370,7 @@ impl Seen {
         });
     }
 
-    /// Note what an endpoint has done between two looks.
+    /// Record an endpoint's progress between two observations.
     pub(super) fn endpoint(&mut self, was: &Progress, is: &Progress) {
         let steps = [
             (is.posted > was.posted, Mark::OpPosted),
@@ -384,14 +383,20 @@ impl Seen {
     }
 }
 
-/// What the slots of a device were like when they were looked at last.
+/// The last observed slot states of a device.
 #[derive(Debug, Default)]
 pub(super) struct Slots(BTreeMap<(GroupId, u32), Vec<(u64, Phase)>>);
 
 impl Slots {
-    /// Look at a group's slots, and note what they went through since. `life` tells one life of the group from the next.
-    pub(super) fn look(&mut self, node: &Node<'_>, (group, life): (GroupId, u32), is_root: bool, seen: &mut Seen) {
-        let slots = self.0.entry((group, life)).or_default();
+    /// Observe a group's slots and record their transitions. `incarnation` distinguishes incarnations of the group.
+    pub(super) fn look(
+        &mut self,
+        node: &Node<'_>,
+        (group, incarnation): (GroupId, u32),
+        is_root: bool,
+        seen: &mut Coverage,
+    ) {
+        let slots = self.0.entry((group, incarnation)).or_default();
         for (index, now) in node.phases(group).enumerate() {
             if index == slots.len() {
                 slots.push((0, Phase::Free));
@@ -408,16 +413,16 @@ impl Slots {
 mod tests {
     use super::*;
 
-    /// A slot that is looked at late has gone through all that lies between.
+    /// A slot observed late has gone through all states in between.
     #[test]
     fn steps_between_two_looks_are_counted() {
-        let mut seen = Seen::default();
+        let mut seen = Coverage::default();
         seen.walk((0, Phase::Free), (3, Phase::Answered), false);
         seen.walk((3, Phase::Answered), (7, Phase::Refused), false);
         seen.walk((0, Phase::Filling), (0, Phase::Answered), true);
         let hit: Vec<Mark> = Mark::ALL.iter().copied().filter(|&mark| seen.count(mark) > 0).collect();
         let expected =
-            [Mark::SlotBegun, Mark::SlotAgain, Mark::SlotUp, Mark::SlotDone, Mark::SlotAnswered, Mark::SlotRefused];
+            [Mark::SlotStarted, Mark::SlotAgain, Mark::SlotUp, Mark::SlotDone, Mark::SlotAnswered, Mark::SlotRefused];
         assert_eq!(hit, expected);
         seen.walk((7, Phase::Filling), (7, Phase::Filling), true);
         assert_eq!(seen.0.iter().sum::<u64>(), 6, "nothing has changed");

@@ -1,15 +1,15 @@
-//! Ranks that die, ranks that can't reach each other, a controller that is gone for good: who hears of what when, and how
-//! each rank may end then.
+//! Dead ranks, partitioned ranks, a controller that is gone for good: which rank detects what and when, and how each
+//! rank may end.
 //!
-//! A rank dies at a drawn moment, or right after a step of an operation or of a view change, its own or another's. What it
-//! had said last is lost from any letter on. The others hear of it one by one: for certain, as long as they have a
-//! controller; otherwise nothing is heard of it, and that counts only among a strict majority.
+//! A rank dies at a drawn time, or right after a step of an operation or view change, its own or another rank's. Its
+//! last messages are lost from some point on. The others detect the death one by one: for certain as long as they have
+//! a controller, otherwise by silence, which counts only with a strict majority.
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
 use super::incident::Alarm;
-use super::loss::{Ill, Loss, Moment, Point};
-use super::mail::Mail;
+use super::loss::{Loss, LossKind, Moment, Point};
+use super::messages::Message;
 use super::options::{Draw, Options};
 use super::ranks::GroupEnd;
 use super::report::{Report, Violation};
@@ -17,35 +17,35 @@ use super::scenario::Scenario;
 use crate::oracle::weight;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::rehearsal::End;
+use sumac::harness::End;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
 /// Which rank dies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Victim {
-    /// This one.
+    /// This rank.
     Rank(usize),
-    /// The lowest that lives: who leads.
+    /// The lowest surviving rank: the coordinator.
     Lowest,
-    /// The one that has made the step; the lowest, if ranks do not make it.
-    Here,
+    /// The rank that made the step; the lowest, if ranks do not make it.
+    Current,
 }
 
-/// Who is dead, cut off, and known to be.
+/// Dead and disconnected ranks, and which deaths are known.
 #[derive(Default)]
 pub(super) struct Deaths {
     dead: BTreeSet<usize>,
-    /// By rank: of whom it has heard that they are dead, and whether for certain.
+    /// By rank: the deaths it knows of, and whether for certain.
     known: BTreeMap<usize, BTreeMap<usize, bool>>,
-    /// Ranks that have no controller any more.
-    alone: BTreeSet<usize>,
+    /// Ranks that have lost the controller.
+    without_controller: BTreeSet<usize>,
     split: Option<Split>,
-    /// Who makes the step that is counted now.
-    here: Option<usize>,
+    /// The rank that makes the current step.
+    current: Option<usize>,
 }
 
-/// Ranks on two sides that do not hear each other.
+/// A partition of the ranks into two sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Split {
     salt: u64,
@@ -59,20 +59,20 @@ impl Deaths {
     }
 
     pub(super) fn has_controller(&self, rank: usize) -> bool {
-        !self.alone.contains(&rank)
+        !self.without_controller.contains(&rank)
     }
 
-    /// Return whom a rank knows to be dead, and whether for certain.
+    /// Return the ranks that a rank knows to be dead, and whether for certain.
     pub(super) fn known(&self, rank: usize) -> impl Iterator<Item = (usize, bool)> + use<> {
         self.known.get(&rank).cloned().unwrap_or_default().into_iter()
     }
 
-    /// Until when some ranks do not hear each other, if that ever was so.
+    /// Return when the last partition ends, if there ever was one.
     pub(super) fn split_until(&self) -> Option<Instant> {
         self.split.map(|split| split.until)
     }
 
-    /// Until when two ranks do not hear each other, if they don't.
+    /// Return until when two ranks cannot reach each other, if they cannot.
     pub(super) fn cut_until(&self, one: usize, other: usize, now: Instant) -> Option<Instant> {
         let split = self.split.filter(|split| split.until > now)?;
         let side = |rank: usize| weight(&[split.salt, rank as u64]) % 1000 < split.share;
@@ -80,8 +80,8 @@ impl Deaths {
     }
 }
 
-/// Draw what is lost where ranks die: at most one thing of the tree, one or two ranks, at times the controller for good,
-/// seldom the way between ranks.
+/// Draw the losses of a run with dead ranks: at most one loss in the tree, one or two ranks, sometimes the controller
+/// for good, rarely a partition.
 pub(super) fn draw_deaths(draw: &mut Draw, options: &Options) -> Vec<Loss> {
     let mut losses = Vec::new();
     let ranks = options.ranks as u64;
@@ -92,21 +92,21 @@ pub(super) fn draw_deaths(draw: &mut Draw, options: &Options) -> Vec<Loss> {
         let who = match draw.below(4) {
             0 => Victim::Lowest,
             1 => Victim::Rank(draw.below(ranks) as usize),
-            _ => Victim::Here,
+            _ => Victim::Current,
         };
-        losses.push(Loss { ill: Ill::Kill(who), when: moment_of(draw, ranks) });
+        losses.push(Loss { kind: LossKind::Kill(who), when: moment_of(draw, ranks) });
     }
     if draw.chance(450) {
         let (from_the_start, later) = (draw.chance(600), moment_of(draw, ranks));
         let when = if from_the_start { Moment::At(Duration::ZERO) } else { later };
-        losses.push(Loss { ill: Ill::NoController, when });
+        losses.push(Loss { kind: LossKind::NoController, when });
     }
     if draw.chance(200) {
         let (salt, share) = (draw.bits(), draw.one_of(&[100, 300, 500]));
         let len = Duration::from_millis(draw.one_of(&[300, 2_000, 20_000]));
         let (in_an_attempt, nth) = (draw.chance(500), 1 + draw.below(ranks));
         let when = if in_an_attempt { Moment::After(Point::Decided, nth) } else { moment_of(draw, ranks) };
-        losses.push(Loss { ill: Ill::Split { salt, share, len }, when });
+        losses.push(Loss { kind: LossKind::Split { salt, share, len }, when });
     }
     losses
 }
@@ -130,11 +130,11 @@ fn moment_of(draw: &mut Draw, ranks: u64) -> Moment {
 }
 
 impl Cluster<'_, '_> {
-    /// A rank has made a step.
+    /// Count a step of a rank.
     pub(super) fn reach_by(&mut self, point: Point, rank: usize) {
-        self.deaths.here = Some(rank);
+        self.deaths.current = Some(rank);
         self.reach(point, None);
-        self.deaths.here = None;
+        self.deaths.current = None;
     }
 
     fn live(&self) -> impl Iterator<Item = usize> {
@@ -146,39 +146,39 @@ impl Cluster<'_, '_> {
         let rank = match who {
             Victim::Rank(rank) => rank,
             Victim::Lowest => lowest,
-            Victim::Here => self.deaths.here.unwrap_or(lowest),
+            Victim::Current => self.deaths.current.unwrap_or(lowest),
         };
         if self.live().count() < 2 || !self.deaths.dead.insert(rank) {
             return;
         }
         let in_change = |group: &super::setup::Member| group.membership.changing.is_some();
         self.seen.note(if self.members[rank].iter().any(in_change) { Mark::RankDiedInChange } else { Mark::RankDied });
-        self.lose_letters(rank);
+        self.lose_messages(rank);
         for other in self.live().collect::<Vec<_>>() {
-            let after = self.mail_draw.one_of(&[1_000_000, 20_000_000, 1_000_000_000]);
-            let at = self.now + Duration::from_nanos(self.mail_draw.below(after));
+            let after = self.message_draw.one_of(&[1_000_000, 20_000_000, 1_000_000_000]);
+            let at = self.now + Duration::from_nanos(self.message_draw.below(after));
             self.schedule(at, Alarm::Silent { rank: other, of: rank });
         }
     }
 
-    /// What a dead rank had said last is lost, to each other rank from some letter on.
-    fn lose_letters(&mut self, rank: usize) {
+    /// Lose a dead rank's last messages: to each other rank, from some message on.
+    fn lose_messages(&mut self, rank: usize) {
         let mut sent: BTreeMap<usize, Vec<(Instant, u64)>> = BTreeMap::new();
-        for (key, mail) in &self.letters {
-            if let Some((from, to)) = mail.between_ranks()
+        for (key, message) in &self.messages {
+            if let Some((from, to)) = message.between_ranks()
                 && from == rank
             {
                 sent.entry(to).or_default().push(*key);
             }
         }
         for keys in sent.into_values() {
-            let kept = self.mail_draw.below(keys.len() as u64 + 1) as usize;
-            keys[kept..].iter().for_each(|key| _ = self.letters.remove(key));
+            let kept = self.message_draw.below(keys.len() as u64 + 1) as usize;
+            keys[kept..].iter().for_each(|key| _ = self.messages.remove(key));
         }
     }
 
-    /// A rank may have found out that another is silent.
-    pub(super) fn find_silent(&mut self, rank: usize, of: usize) -> Result<(), Violation> {
+    /// Let a rank detect that another is silent.
+    pub(super) fn detect_silence(&mut self, rank: usize, of: usize) -> Result<(), Violation> {
         let is_cut = self.deaths.cut_until(rank, of, self.now).is_some();
         let (is_dead, has_controller) = (self.deaths.is_dead(of), self.deaths.has_controller(rank));
         let known = self.deaths.known.get(&rank).is_some_and(|known| known.contains_key(&of));
@@ -186,10 +186,10 @@ impl Cluster<'_, '_> {
             return Ok(());
         }
         self.deaths.known.entry(rank).or_default().insert(of, has_controller);
-        self.seen.note(if has_controller { Mark::DeathByWord } else { Mark::DeathBySilence });
+        self.seen.note(if has_controller { Mark::DeathConfirmed } else { Mark::DeathSuspected });
         for group in 0..self.options.groups.len() {
             if self.members[rank][group].membership.changing.is_some() {
-                self.tell_change((rank, group), |change| change.rank_died(Rank(of as u32), has_controller))?;
+                self.advance_change((rank, group), |change| change.rank_died(Rank(of as u32), has_controller))?;
             } else {
                 self.change_view((rank, group), true)?;
             }
@@ -197,67 +197,68 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// The controller is gone for good, as each rank finds out in its own time.
+    /// The controller is gone for good; each rank detects it in its own time.
     pub(super) fn lose_controller(&mut self) {
-        self.stop_controller(FOR_EVER);
-        let most = self.mail_draw.one_of(&[10_000, 1_000_000, 200_000_000]);
+        self.stop_controller(FOREVER);
+        let most = self.message_draw.one_of(&[10_000, 1_000_000, 200_000_000]);
         for rank in self.live().collect::<Vec<_>>() {
-            let at = self.now + Duration::from_nanos(self.mail_draw.below(most));
+            let at = self.now + Duration::from_nanos(self.message_draw.below(most));
             self.schedule(at, Alarm::NoController { rank });
         }
     }
 
-    pub(super) fn miss_controller(&mut self, rank: usize) -> Result<(), Violation> {
-        if self.deaths.is_dead(rank) || !self.deaths.alone.insert(rank) {
+    pub(super) fn detect_lost_controller(&mut self, rank: usize) -> Result<(), Violation> {
+        if self.deaths.is_dead(rank) || !self.deaths.without_controller.insert(rank) {
             return Ok(());
         }
         for group in 0..self.options.groups.len() {
-            self.tell_change((rank, group), sumac::rehearsal::Change::controller_lost)?;
+            self.advance_change((rank, group), sumac::harness::Change::controller_lost)?;
         }
         self.watch(rank);
         Ok(())
     }
 
-    /// Ranks on two sides do not hear each other for a while.
+    /// Partition the ranks into two sides for a while.
     pub(super) fn split(&mut self, salt: u64, share: u64, len: Duration) {
         self.deaths.split = Some(Split { salt, share, until: self.now + len });
         self.live().collect::<Vec<_>>().into_iter().for_each(|rank| self.watch(rank));
     }
 
-    /// Who is silent is found to be so after a while.
+    /// Schedule the detection of silent ranks.
     fn watch(&mut self, rank: usize) {
         for of in self.live().filter(|&of| of != rank).collect::<Vec<_>>() {
             if self.deaths.cut_until(rank, of, self.now).is_some() {
-                let at = self.now + Duration::from_secs(1) + Duration::from_nanos(self.mail_draw.below(1_000_000_000));
+                let at =
+                    self.now + Duration::from_secs(1) + Duration::from_nanos(self.message_draw.below(1_000_000_000));
                 self.schedule(at, Alarm::Silent { rank, of });
             }
         }
     }
 
-    /// What becomes of a letter that is due: lost, or later, where ranks do not hear each other.
-    pub(super) fn intercept(&mut self, mail: Mail) -> Option<Mail> {
-        let Some((from, to)) = mail.between_ranks() else {
-            return Some(mail).filter(|mail| !mail.to_rank().is_some_and(|rank| self.deaths.is_dead(rank)));
+    /// Lose or delay a due message between partitioned ranks.
+    pub(super) fn intercept(&mut self, message: Message) -> Option<Message> {
+        let Some((from, to)) = message.between_ranks() else {
+            return Some(message).filter(|message| !message.to_rank().is_some_and(|rank| self.deaths.is_dead(rank)));
         };
         if self.deaths.is_dead(to) {
             return None;
         }
-        let Some(until) = self.deaths.cut_until(from, to, self.now) else { return Some(mail) };
-        // A schedule's connections stay; those of a view change are made anew.
-        if matches!(mail, Mail::Entered { .. }) {
-            self.mail_numbers += 1;
-            self.letters.insert((until, self.mail_numbers), mail);
+        let Some(until) = self.deaths.cut_until(from, to, self.now) else { return Some(message) };
+        // Connections of host collectives stay; those of a view change are new.
+        if matches!(message, Message::Entered { .. }) {
+            self.message_numbers += 1;
+            self.messages.insert((until, self.message_numbers), message);
         }
-        self.seen.note(Mark::LetterCut);
+        self.seen.note(Mark::MessageCut);
         None
     }
 
-    /// Check how each rank that lives has ended, and that all that were told of the dead were told the same.
+    /// Check how each surviving rank ended, and that all ranks that failed because of dead ranks name the same ones.
     pub(super) fn check_survivors(&self) -> Result<(), Violation> {
         let Scenario::Ranks { losses } = &self.options.scenario else { return Ok(()) };
-        let lost = |what: fn(&Ill) -> bool| losses.iter().any(|loss| what(&loss.ill));
-        let is_split = lost(|ill| matches!(ill, Ill::Split { .. }));
-        let is_alone = !self.deaths.alone.is_empty();
+        let lost = |what: fn(&LossKind) -> bool| losses.iter().any(|loss| what(&loss.kind));
+        let is_split = lost(|kind| matches!(kind, LossKind::Split { .. }));
+        let is_alone = !self.deaths.without_controller.is_empty();
         let is_minority = 2 * self.live().count() <= self.options.ranks;
         for rank in self.live() {
             for (group, member) in self.members[rank].iter().enumerate() {
@@ -267,7 +268,7 @@ impl Cluster<'_, '_> {
                     Some(GroupEnd::RanksFailed(dead, _)) => {
                         let is_out = |rank: &Rank| {
                             let end = &self.members[rank.0 as usize][group].membership.end;
-                            // Who is cut off may have been through.
+                            // A disconnected rank may have finished before.
                             let is_cut_off = is_alone && is_split;
                             is_cut_off || self.deaths.is_dead(rank.0 as usize) || matches!(end, Some(GroupEnd::Out(_)))
                         };
@@ -285,7 +286,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Note how the ranks of such a run have ended.
+    /// Count how the ranks of such a run ended.
     pub(super) fn count_survivors(&self, report: &mut Report) {
         report.killed = self.deaths.dead.len() as u64;
         for member in self.live().flat_map(|rank| &self.members[rank]) {
@@ -300,4 +301,4 @@ impl Cluster<'_, '_> {
 }
 
 /// Longer than any run.
-const FOR_EVER: Duration = Duration::from_secs(100_000);
+const FOREVER: Duration = Duration::from_secs(100_000);

@@ -1,7 +1,7 @@
-//! What the links do wrong: chances, spells of single links, or a script that repeats another run's faults.
+//! Link faults: probabilities, spells on single links, or a script that replays another run's faults.
 //!
-//! Swarm testing (Groce et al. 2012): each seed draws which kinds of fault there are at all, so that rare mixes appear
-//! and no kind hides what another would show.
+//! Swarm testing (Groce et al. 2012): each seed draws which kinds of fault occur at all, so that rare mixes appear and
+//! no kind hides what another would show.
 
 use super::options::Draw;
 use super::wiring::{Wiring, node_addr, rank_addr};
@@ -10,47 +10,46 @@ use sumac_hal::emu::{Fabric, NthPacket, Partition, RandomFaults, Script, SlowLin
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 
-/// Faults of the links; shares are parts per thousand of the packets.
+/// Link faults; shares are in thousandths of the packets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// Lost.
+    /// Lost packets.
     pub loss: u16,
-    /// Delivered twice.
+    /// Packets delivered twice.
     pub duplicate: u16,
-    /// Delayed by up to `delay_max`, so that later ones overtake.
+    /// Packets delayed by up to `delay_max`, so that later ones overtake them.
     pub reorder: u16,
-    /// Damaged.
+    /// Damaged packets.
     pub corrupt: u16,
-    /// The most extra delay.
+    /// Maximum extra delay.
     pub delay_max: Duration,
     /// Links that are cut or slow for a while.
     pub spells: Vec<Spell>,
-    /// Exactly these faults in place of all others: what is left of a run that was recorded. How long spells take
-    /// still says by when ranks have to be told of a loss.
+    /// Replaces all random faults: a recorded script. Spell lengths still extend the deadlines for errors.
     pub script: Option<Vec<NthPacket>>,
 }
 
-/// A while in which one link is cut or slow, one way.
+/// A period in which one direction of a link is cut or slow.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Spell {
-    /// A rank; the link is on its way to the root.
+    /// A rank with the link on its path to the root.
     pub rank: usize,
-    /// Of this tree.
+    /// Index of the tree.
     pub tree: usize,
-    /// So many nodes up, modulo the length of that way.
+    /// Nodes above the rank, modulo the length of its path.
     pub hop: usize,
-    /// Packets to the parent suffer, else those to the child.
+    /// True if packets to the parent are affected, false if those to the child.
     pub up: bool,
-    /// When it begins.
+    /// When it starts.
     pub start: Duration,
-    /// How long it takes.
+    /// How long it lasts.
     pub len: Duration,
-    /// By how much packets are delayed; `None`: they are lost.
+    /// Extra delay of packets; `None` if they are lost.
     pub delay: Option<Duration>,
 }
 
 impl Faults {
-    /// Draw chances: each kind of fault is off in six cases of ten.
+    /// Draw probabilities: each kind of fault is off in six of ten cases.
     pub(super) fn draw(draw: &mut Draw) -> Self {
         let mut permille = |most: u64| if draw.chance(400) { draw.below(most + 1) as u16 } else { 0 };
         Self {
@@ -63,7 +62,7 @@ impl Faults {
         }
     }
 
-    /// Draw spells: cuts in one case of five, slow links likewise, up to three of each.
+    /// Draw spells: cuts in one of five cases, slow links likewise, up to three of each.
     pub(super) fn draw_spells(draw: &mut Draw, ranks: usize, trees: usize) -> Vec<Spell> {
         let cuts = if draw.chance(200) { 1 + draw.below(3) } else { 0 };
         let slow = if draw.chance(200) { 1 + draw.below(3) } else { 0 };
@@ -83,18 +82,18 @@ impl Faults {
         (0..cuts + slow).map(spell).collect()
     }
 
-    /// Return for how long links are cut or slow in all: what may come on top of every limit for telling somebody.
+    /// Return the total length of spells: the extension of every deadline for errors.
     pub(super) fn spells_len(&self) -> Duration {
         self.spells.iter().map(|spell| spell.len + spell.delay.unwrap_or_default()).sum()
     }
 
-    /// Make the links do all this.
+    /// Install these faults on the links.
     pub(super) fn apply(&self, fabric: &mut Fabric, wirings: &[Wiring], shards: u16, groups: usize) {
         if let Some(script) = &self.script {
             fabric.add_rule(Script::new(script));
             return;
         }
-        // Chance first: it draws for every packet, whatever spells there are.
+        // Random faults first: they draw for every packet, whatever spells there are.
         fabric.add_rule(RandomFaults {
             loss_per_mille: self.loss,
             duplicate_per_mille: self.duplicate,
@@ -114,7 +113,7 @@ impl Faults {
 }
 
 impl Spell {
-    /// Return the addresses that send and those that receive.
+    /// Return the sending and receiving addresses.
     fn ends(&self, wiring: &Wiring, shards: u16, groups: usize) -> (Vec<Addr>, Vec<Addr>) {
         let devices: Vec<usize> = wiring.path(self.rank).collect();
         let hop = self.hop % devices.len();
@@ -128,8 +127,8 @@ impl Spell {
     }
 }
 
-/// Draw a moment, or how long something takes. Most runs take less than a hundred round trips; a moment among those is
-/// likely to hit something. It is at most 0.54 s: spells together stay well below `T_dead`.
+/// Draw a time or duration. Most runs take less than a hundred round trips, so a time among those is likely to hit
+/// something. The maximum is 0.54 s: spells together stay well below `T_dead`.
 pub(super) fn moment(draw: &mut Draw) -> Duration {
     let scale = draw.one_of(&[14, 17, 20, 23, 29]);
     Duration::from_nanos(draw.below(1 << scale))
@@ -143,9 +142,9 @@ mod tests {
     use std::collections::BTreeSet;
     use sumac_hal::emu::Verdict;
 
-    /// Swarm testing: among two thousand seeds there is each mix of kinds of fault, also none at all.
+    /// Among two thousand seeds each mix of fault kinds occurs, including none.
     #[test]
-    fn each_mix_of_kinds_is_drawn() {
+    fn every_mix_of_fault_kinds_is_drawn() {
         let mixes: BTreeSet<[bool; 6]> = (0..2000)
             .map(|seed| {
                 let Faults { loss, duplicate, reorder, corrupt, spells, .. } =
@@ -158,9 +157,9 @@ mod tests {
         assert_eq!(mixes.len(), 64);
     }
 
-    /// A spell touches one way of one link while it lasts, and nothing else.
+    /// A spell affects one direction of one link while it lasts, and nothing else.
     #[test]
-    fn a_spell_is_on_one_way_of_one_link() {
+    fn spell_affects_one_direction_of_one_link() {
         let delay = Duration::from_micros(30);
         for (seed, verdict) in (0..10).flat_map(|seed| [Verdict::Drop, Verdict::Deliver { delay }].map(|v| (seed, v))) {
             let mut options = Options::draw(seed, ScenarioKind::Calm);

@@ -1,5 +1,4 @@
-//! What is lost in the middle of operations and of repairs: devices, links, the controller; at drawn moments, or right
-//! after something of which there are few moments.
+//! Losses during operations and repairs: devices, links, the controller; at drawn times, or right after a rare step.
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
@@ -13,35 +12,35 @@ use sumac_hal::emu::Partition;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 
-/// What is lost.
+/// The kind of a loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ill {
+pub enum LossKind {
     /// A device stops for good.
     Die(usize),
-    /// A device starts with empty tables.
+    /// A device restarts with empty tables.
     Restart(usize),
-    /// One way of the link above a rank, so many nodes up, of the tree that its first group has then.
+    /// One direction of a link above a rank, in the tree that its first group then has.
     Cut {
         /// The rank.
         rank: usize,
-        /// Nodes between it and the link, modulo the length of its way.
+        /// Nodes between the rank and the link, modulo the length of its path.
         hop: usize,
-        /// Packets to the parent are lost, else those to the child.
+        /// True if packets to the parent are lost, false if those to the child.
         up: bool,
         /// For how long.
         len: Duration,
     },
-    /// The controller forgets everything, and is away for a while.
+    /// The controller loses its state, and is away for a while.
     Controller(Duration),
     /// The controller is gone for good.
     NoController,
     /// A rank dies.
     Kill(Victim),
-    /// Ranks do not hear each other across two sides.
+    /// A partition: ranks on two sides cannot reach each other.
     Split {
-        /// Says who is on which side.
+        /// Determines the side of each rank.
         salt: u64,
-        /// Which share of the ranks is on the first, in thousandths.
+        /// Share of ranks on the first side, in thousandths.
         share: u64,
         /// For how long.
         len: Duration,
@@ -51,30 +50,30 @@ pub enum Ill {
 /// A step of an operation or a repair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
-    /// A device has completed a chunk, and told nobody.
+    /// A device has completed a chunk and sent nothing.
     Completed,
     /// A device has sent a packet.
     Sent,
     /// A rank has frozen its endpoint.
     Frozen,
-    /// A rank has worked out what is to be done.
+    /// A rank has computed the repair plan.
     Decided,
-    /// A rank has landed a chunk that a repair brought.
+    /// A rank has stored a chunk delivered by a repair.
     Landed,
     /// The controller has reserved a place on a device.
     Reserved,
-    /// The controller has told a rank of another tree.
+    /// The controller has assigned a rank another tree.
     Assigned,
-    /// A rank has left a repair.
+    /// A rank has completed a repair.
     Committed,
-    /// A rank has promised, in a view change.
+    /// A rank has sent its promise in a view change.
     Promised,
-    /// A rank has said that it has done its part, in a view change.
+    /// A rank has reported its part of a view change as done.
     Done,
 }
 
 impl Point {
-    /// Those of a repair in which all ranks live.
+    /// The points of a repair without dead ranks.
     const OF_REPAIR: [Self; 8] = [
         Self::Completed,
         Self::Sent,
@@ -87,26 +86,26 @@ impl Point {
     ];
 }
 
-/// When something is lost.
+/// When a loss happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Moment {
-    /// At a time.
+    /// At a time after the start.
     At(Duration),
-    /// Right after a step was made so many times: by the device that is lost, if devices make it.
+    /// Right after the given number of such steps, by the device that is lost if devices make the step.
     After(Point, u64),
 }
 
-/// Something that is lost.
+/// A loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loss {
-    /// What.
-    pub ill: Ill,
+    /// What is lost.
+    pub kind: LossKind,
     /// When.
     pub when: Moment,
 }
 
 impl Loss {
-    /// Draw what is lost in a run: the first in the middle of operations, the others whenever.
+    /// Draw the losses of a run: the first during operations, the others at any time.
     pub(super) fn draw_all(draw: &mut Draw, options: &Options, devices: usize) -> Vec<Self> {
         let count = draw.one_of(&[1, 1, 2, 3]);
         (0..count).map(|nth| Self::draw(draw, options, devices, nth == 0)).collect()
@@ -114,16 +113,16 @@ impl Loss {
 
     pub(super) fn draw(draw: &mut Draw, options: &Options, devices: usize, is_first: bool) -> Self {
         let device = draw.below(devices as u64) as usize;
-        let ill = match draw.below(if is_first { 5 } else { 7 }) {
-            0 | 1 => Ill::Die(device),
-            2 | 3 => Ill::Restart(device),
-            4 => Ill::Cut {
+        let kind = match draw.below(if is_first { 5 } else { 7 }) {
+            0 | 1 => LossKind::Die(device),
+            2 | 3 => LossKind::Restart(device),
+            4 => LossKind::Cut {
                 rank: draw.below(options.ranks as u64) as usize,
                 hop: draw.below(4) as usize,
                 up: draw.chance(500),
                 len: Duration::from_secs(draw.one_of(&[1, 8, 30])),
             },
-            _ => Ill::Controller(Duration::from_millis(draw.one_of(&[5, 500, 4_000, 20_000]))),
+            _ => LossKind::Controller(Duration::from_millis(draw.one_of(&[5, 500, 4_000, 20_000]))),
         };
         let of_operations = [Point::Completed, Point::Sent];
         let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::OF_REPAIR) };
@@ -138,86 +137,86 @@ impl Loss {
             true => Moment::At(moment(draw)),
             false => Moment::After(point, 1 + draw.below(most)),
         };
-        Self { ill, when }
+        Self { kind, when }
     }
 }
 
-/// A loss that is still to come after so many more steps.
+/// A loss that is due after some more steps.
 pub(super) struct Pending {
-    ill: Ill,
+    kind: LossKind,
     point: Point,
     left: u64,
 }
 
 impl Cluster<'_, '_> {
     pub(super) fn schedule_losses(&mut self, losses: &[Loss]) {
-        for &Loss { ill, when } in losses {
+        for &Loss { kind, when } in losses {
             match when {
-                Moment::At(at) => self.schedule(Instant::ZERO + at, Alarm::Strike(ill)),
-                Moment::After(point, left) => self.pending.push(Pending { ill, point, left }),
+                Moment::At(at) => self.schedule(Instant::ZERO + at, Alarm::Loss(kind)),
+                Moment::After(point, left) => self.pending.push(Pending { kind, point, left }),
             }
         }
     }
 
-    /// Count a step, made by a device or by others; whatever waits for it is lost. True if something was.
+    /// Count a step of a device or a rank, and trigger the losses that wait for it. Returns true if there were any.
     pub(super) fn reach(&mut self, point: Point, by: Option<usize>) -> bool {
         let mut struck = Vec::new();
         for pending in self.pending.iter_mut().filter(|pending| pending.point == point) {
-            let concerns = match pending.ill {
-                Ill::Die(device) | Ill::Restart(device) => by.is_none_or(|by| by == device),
+            let concerns = match pending.kind {
+                LossKind::Die(device) | LossKind::Restart(device) => by.is_none_or(|by| by == device),
                 _ => true,
             };
             pending.left -= u64::from(concerns && pending.left > 0);
             if concerns && pending.left == 0 {
-                struck.push(pending.ill);
+                struck.push(pending.kind);
             }
         }
         self.pending.retain(|pending| pending.left > 0);
-        struck.iter().for_each(|&ill| self.strike(ill));
+        struck.iter().for_each(|&kind| self.apply_loss(kind));
         !struck.is_empty()
     }
 
-    pub(super) fn strike(&mut self, ill: Ill) {
+    pub(super) fn apply_loss(&mut self, kind: LossKind) {
         let mut members = self.members.iter().flatten();
         let in_repair = members.any(|member| member.repair.is_some() || member.membership.changing.is_some());
         if in_repair {
             self.seen.note(Mark::LossInRepair);
         }
-        match ill {
-            Ill::Die(device) => {
+        match kind {
+            LossKind::Die(device) => {
                 self.seen.note(Mark::LossDevice);
                 self.devices[device].alive = false;
             }
-            // Without memory for one more life it stays away.
-            Ill::Restart(device) if !self.devices[device].alive || self.devices[device].spare.is_empty() => {
+            // It stays away if there is no memory for another incarnation.
+            LossKind::Restart(device) if !self.devices[device].alive || self.devices[device].spare.is_empty() => {
                 self.devices[device].alive = false;
             }
-            Ill::Restart(device) => {
+            LossKind::Restart(device) => {
                 self.seen.note(Mark::LossRestart);
                 self.restart(device);
             }
-            Ill::Cut { rank, hop, up, len } => {
+            LossKind::Cut { rank, hop, up, len } => {
                 self.seen.note(Mark::LossLink);
                 let (from, to) = self.ends(rank, hop, up);
                 self.fabric.add_rule(Partition { from, to, during: self.now..self.now + len });
             }
-            Ill::Controller(len) => {
+            LossKind::Controller(len) => {
                 self.seen.note(Mark::LossController);
                 self.stop_controller(len);
             }
-            Ill::NoController => {
+            LossKind::NoController => {
                 self.seen.note(Mark::ControllerGone);
                 self.lose_controller();
             }
-            Ill::Kill(who) => self.kill(who),
-            Ill::Split { salt, share, len } => {
+            LossKind::Kill(who) => self.kill(who),
+            LossKind::Split { salt, share, len } => {
                 self.seen.note(Mark::RanksSplit);
                 self.split(salt, share, len);
             }
         }
     }
 
-    /// Return who sends and who receives on a link above a rank.
+    /// Return the senders and receivers of a link above a rank.
     fn ends(&self, rank: usize, hop: usize, up: bool) -> (Vec<Addr>, Vec<Addr>) {
         let devices: Vec<usize> = self.wiring_of(rank, 0).path(rank).collect();
         let hop = hop % devices.len();

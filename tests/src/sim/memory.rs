@@ -1,5 +1,5 @@
-//! The buffers of ranks, and what has to be in them: who contributes and who receives which element of a collective,
-//! said here a second time, element by element and without the code under test.
+//! Ranks' buffers and their expected contents: which rank contributes and receives which element of a collective,
+//! specified a second time, element by element and without the code under test.
 
 use super::options::Options;
 use super::setup::element;
@@ -10,7 +10,7 @@ use sumac_hal::op::{Collective, OpDesc};
 
 /// A rank's buffers in one group, by operation.
 pub(super) struct Memory {
-    /// The operation that its endpoint calls the first.
+    /// The first operation of its endpoint.
     pub(super) first: usize,
     pub(super) ops: Vec<OpMemory>,
 }
@@ -46,15 +46,15 @@ pub(super) struct OpMemory {
     output: Vec<u8>,
 }
 
-/// What lies in an output where nothing was written.
+/// Fill of an output before anything is written.
 const UNTOUCHED: u8 = 0x5a;
 
-/// What a caller writes over its buffers once they are its own again.
+/// What a caller writes to its buffers after an operation has returned.
 const GARBAGE: u8 = 0xee;
 
 impl OpMemory {
     /// The buffers of `rank` as it calls operation `op`.
-    pub(super) fn before(options: &Options, life: u64, group: usize, rank: usize, op: usize) -> Self {
+    pub(super) fn before(options: &Options, incarnation: u64, group: usize, rank: usize, op: usize) -> Self {
         let desc = options.call(group, rank, op);
         let size = desc.element_bytes();
         let own = own_block(&desc, options.ranks, rank);
@@ -63,12 +63,12 @@ impl OpMemory {
         let taken = |e: &u64| receives(&desc, options.ranks, rank, *e);
         let (input, output) = if in_place {
             let whole = (0..desc.count).flat_map(|e| {
-                if given(&e) { element(options, life, group, rank, op, e) } else { vec![UNTOUCHED; size] }
+                if given(&e) { element(options, incarnation, group, rank, op, e) } else { vec![UNTOUCHED; size] }
             });
             (Vec::new(), whole.collect())
         } else {
-            let input = (0..desc.count).filter(given).flat_map(|e| element(options, life, group, rank, op, e));
-            // An all-gather lands blocks at their places, so its output has room for the rank's own too.
+            let input = (0..desc.count).filter(given).flat_map(|e| element(options, incarnation, group, rank, op, e));
+            // An all-gather stores blocks at their places, so its output has room for the rank's own too.
             let len = match desc.collective {
                 Collective::AllGather => desc.count as usize,
                 _ => (0..desc.count).filter(taken).count(),
@@ -79,35 +79,35 @@ impl OpMemory {
         Self { collective: desc.collective, in_place, own, input, output }
     }
 
-    /// Return the buffers as they are allocated: one for the input, which is empty in place, and one for the output.
+    /// Return the allocated buffers: the input, which is empty in place, and the output.
     pub(super) fn buffers(&self) -> [&[u8]; 2] {
         [&self.input, &self.output]
     }
 
-    /// Return the buffer that the input lies in and where it begins there; then those of the output.
+    /// Return the buffer and offset of the input, then those of the output.
     pub(super) fn places(&self) -> [(usize, usize); 2] {
         let start = |of| if self.in_place && self.collective == of { self.own.start } else { 0 };
         [(usize::from(self.in_place), start(Collective::AllGather)), (1, start(Collective::ReduceScatter))]
     }
 
-    /// Somebody else has written to a buffer.
+    /// Write to a buffer on behalf of the engine.
     pub(super) fn write(&mut self, buffer: usize, at: usize, bytes: &[u8]) {
         let buffer = if buffer == 0 { &mut self.input } else { &mut self.output };
         buffer[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// The operation has returned: the caller uses its buffers for something else.
+    /// The operation has returned: overwrite its buffers, as a caller may.
     pub(super) fn scribble(&mut self) {
         self.input.fill(GARBAGE);
         self.output.fill(GARBAGE);
     }
 
-    /// Return the result of a chunk of elements, in a buffer that has a place for every one of them.
+    /// Return the result of a chunk of elements, from a buffer with room for every element.
     pub(super) fn result(&self, chunk: &Range<u64>, size: usize) -> &[u8] {
         &self.output[chunk.start as usize * size..chunk.end as usize * size]
     }
 
-    /// Return where element `e` of the operation lies in the output.
+    /// Return the range of element `e` of the operation in the output.
     fn place(&self, e: usize, size: usize) -> Range<usize> {
         let at = e * size;
         match (self.in_place, self.collective) {
@@ -126,8 +126,8 @@ impl OpMemory {
         after
     }
 
-    /// Return the first byte that differs from `other`'s, in the output, then in the input; with what is there and
-    /// there.
+    /// Return the position of the first byte that differs from `other`, in the output, then in the input, with both
+    /// values.
     pub(super) fn first_difference(&self, other: &Self) -> Option<(usize, [u8; 2])> {
         let differs = |a: &[u8], b: &[u8]| {
             a.iter().zip(b).enumerate().find_map(|(byte, (&a, &b))| (a != b).then_some((byte, [a, b])))
@@ -135,7 +135,7 @@ impl OpMemory {
         differs(&self.output, &other.output).or_else(|| differs(&self.input, &other.input))
     }
 
-    /// Return the first chunk that is neither as `before` nor as in `after`.
+    /// Return the first chunk that matches neither `before` nor `after`.
     pub(super) fn torn_chunk(
         &self,
         before: &Self,
@@ -152,7 +152,7 @@ impl OpMemory {
             return Some(0);
         }
         chunks.iter().position(|chunk| {
-            // What lies outside the rank's own block has no place in the output of a reduce-scatter.
+            // Elements outside the rank's own block are not in the output of a reduce-scatter.
             let held = |e: &u64| self.in_place || self.collective != Collective::ReduceScatter || self.owns(*e, size);
             let elements: Vec<_> = chunk.clone().filter(held).filter_map(inside).collect();
             let old = elements.iter().all(|(found, before, _)| found == before);
@@ -172,7 +172,7 @@ fn own_block(desc: &OpDesc, ranks: usize, rank: usize) -> Range<usize> {
     start(rank)..start(rank + 1)
 }
 
-/// Tell whether a rank contributes to an element.
+/// Return whether a rank contributes to an element.
 fn contributes(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
     match desc.collective {
         Collective::Broadcast => desc.root.0 as usize == rank,
@@ -181,7 +181,7 @@ fn contributes(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
     }
 }
 
-/// Tell whether a rank receives an element: of what is only moved, its contributor has it already.
+/// Return whether a rank receives an element; of data that is only moved, the contributor receives none.
 fn receives(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
     match desc.collective {
         Collective::AllReduce => true,
@@ -192,22 +192,22 @@ fn receives(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
 }
 
 /// Return the result of each element of an operation.
-pub(super) fn results(options: &Options, life: u64, group: usize, op: usize) -> Vec<Vec<u8>> {
+pub(super) fn results(options: &Options, incarnation: u64, group: usize, op: usize) -> Vec<Vec<u8>> {
     let desc = options.groups[group].ops[op];
     let reduced = |e: u64| {
-        let inputs = |rank| element(options, life, group, rank, op, e);
+        let inputs = |rank| element(options, incarnation, group, rank, op, e);
         let (dtype, reduce) = (desc.dtype?, desc.op?);
         Some(expected(&options.trees[options.tree(group)], options.order(group), dtype, reduce, &inputs))
     };
     let moved = |e: u64| {
         let owner = (0..options.ranks).find(|&rank| contributes(&desc, options.ranks, rank, e));
-        element(options, life, group, owner.expect("each element is somebody's"), op, e)
+        element(options, incarnation, group, owner.expect("each element has an owner"), op, e)
     };
     (0..desc.count).map(|e| reduced(e).unwrap_or_else(|| moved(e))).collect()
 }
 
-/// Return how an operation is cut (PROTOCOL 1): chunks hold as many elements as their partial results fit; those of
-/// an all-gather do not cross blocks.
+/// Return the chunks of an operation (PROTOCOL 1): as many elements as fit in partial form; those of an all-gather do
+/// not cross blocks.
 pub(super) fn chunks(desc: &OpDesc, ranks: usize, chunk_len_bytes: u16) -> Vec<Range<u64>> {
     let Some(most) = usize::from(chunk_len_bytes).checked_div(desc.partial_bytes()) else { return Vec::new() };
     let blocks: Vec<Range<usize>> = match desc.collective {

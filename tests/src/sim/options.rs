@@ -12,7 +12,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// Draws of one seed, in a fixed order.
+/// The random draws of one seed, in a fixed order.
 #[derive(Debug, Clone)]
 pub struct Draw {
     seed: u64,
@@ -47,55 +47,55 @@ impl Draw {
     }
 }
 
-/// Who listens to shared addresses.
+/// Which children listen to shared addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Sharing {
-    /// There are none.
+    /// No shared addresses.
     Off,
-    /// Everybody.
+    /// All children listen.
     All,
-    /// All but some in each group, who say so.
+    /// Some children of each group do not listen, and do not claim to.
     Some,
-    /// Everybody says so, but some hear nothing: their ports have joined in vain.
+    /// All claim to listen, but some receive nothing: their ports joined in vain.
     Deaf,
 }
 
 impl Sharing {
-    /// Tell whether a child of a device says that it listens.
-    pub(super) fn claims(self, seed: u64, child: (usize, u16), group: usize) -> bool {
+    /// Return whether a child of a device claims to listen.
+    pub(super) fn claims_to_listen(self, seed: u64, child: (usize, u16), group: usize) -> bool {
         match self {
             Self::Off => false,
             Self::All | Self::Deaf => true,
-            Self::Some => !is_odd_one(seed, child, group),
+            Self::Some => !is_fourth(seed, child, group),
         }
     }
 
-    /// Tell whether it does.
-    pub(super) fn hears(self, seed: u64, child: (usize, u16), group: usize) -> bool {
-        self.claims(seed, child, group) && !(self == Self::Deaf && is_odd_one(seed, child, group))
+    /// Return whether it receives shared packets.
+    pub(super) fn receives(self, seed: u64, child: (usize, u16), group: usize) -> bool {
+        self.claims_to_listen(seed, child, group) && !(self == Self::Deaf && is_fourth(seed, child, group))
     }
 }
 
-/// Every fourth.
-fn is_odd_one(seed: u64, (device, child): (usize, u16), group: usize) -> bool {
+/// Selects every fourth child.
+fn is_fourth(seed: u64, (device, child): (usize, u16), group: usize) -> bool {
     weight(&[seed, device as u64, u64::from(child), group as u64, 0x6561_7273]).is_multiple_of(4)
 }
 
-/// One communicator: all ranks, one tree, and what is called in it.
+/// One communicator: all ranks, one tree, and the operations called in it.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
-    /// The index of its tree.
+    /// Index of its tree.
     pub tree: usize,
     /// The order in which contributions combine.
     pub order: Order,
-    /// What every rank calls, unless the scenario says otherwise.
+    /// The calls of every rank, unless the scenario differs.
     pub ops: Vec<OpDesc>,
 }
 
-/// One cluster and what it does.
+/// One cluster and its workload.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The seed that all this and the run are drawn from.
+    /// The seed of this cluster and of the run.
     pub seed: u64,
     /// Trees over the same ranks and the same devices.
     pub trees: Vec<Shape>,
@@ -107,36 +107,36 @@ pub struct Options {
     pub shards: u16,
     /// `window_max` of every group.
     pub window: u16,
-    /// Payload limit in bytes.
+    /// Payload limit, in bytes.
     pub chunk_len_bytes: u16,
-    /// What every path is like.
+    /// Properties of every path.
     pub link: LinkConfig,
-    /// Who listens to shared addresses.
+    /// Which children listen to shared addresses.
     pub sharing: Sharing,
     /// Devices beyond those that the largest tree needs.
     pub spares: usize,
-    /// What the links do wrong.
+    /// Link faults.
     pub faults: Faults,
-    /// The most that a rank comes late with an operation.
+    /// Maximum lateness of a rank's call.
     pub skew_max: Duration,
-    /// What else happens.
+    /// The scenario.
     pub scenario: Scenario,
-    /// What is wrong with the code.
+    /// The planted bug, if any.
     pub planted: Planted,
 }
 
 impl Options {
-    /// Draw a cluster in which `kind` happens.
+    /// Draw a cluster for a scenario of `kind`.
     pub fn draw(seed: u64, kind: ScenarioKind) -> Self {
-        if kind == ScenarioKind::Reference {
-            return Self::draw_by_reference(seed, kind as u64);
+        if kind == ScenarioKind::ZeroCopy {
+            return Self::draw_zero_copy(seed, kind as u64);
         }
         let mut draw = Draw::new(weight(&[seed, kind as u64]));
         let least = if matches!(kind, ScenarioKind::Mismatch | ScenarioKind::Ranks) { 2 } else { 1 };
         let ranks = draw_ranks(&mut draw).max(least);
         let trees = (0..1 + draw.below(2)).map(|_| draw_tree(&mut draw, ranks)).collect::<Vec<_>>();
         let chunk_len_bytes = 16 * (4 + draw.below(12) as u16);
-        // Large clusters do little, so that every seed costs about the same.
+        // Large clusters have few operations, so that every seed costs about the same.
         let most_chunks = (400 / ranks as u64).clamp(2, 40);
         let groups = (0..1 + draw.below(3))
             .map(|_| GroupOptions {
@@ -156,7 +156,7 @@ impl Options {
             window: draw.one_of(&[1, 2, 3, 8, 32]),
             chunk_len_bytes,
             link: draw_link(&mut draw),
-            // Apart from the other draws, so that these stay what they were without it.
+            // Drawn separately, so that the other draws of a seed stay the same.
             sharing: Draw::new(weight(&[seed, kind as u64, 1])).one_of(&[
                 Sharing::Off,
                 Sharing::All,
@@ -170,7 +170,7 @@ impl Options {
             scenario: Scenario::Calm,
             planted: Planted::default(),
         };
-        // Apart from the other draws too. Half of the narrow links tell of congestion before they lose packets.
+        // Also drawn separately. Half of the narrow links mark packets before they drop them.
         let marks = Draw::new(weight(&[seed, kind as u64, 2])).chance(500);
         options.link.mark_queue_bytes = options.link.receive_queue_bytes.filter(|_| marks).map(|queue| queue / 2);
         let mut spells = Draw::new(weight(&[seed, kind as u64, 3]));
@@ -179,42 +179,42 @@ impl Options {
         options
     }
 
-    /// Return how many devices there are.
+    /// Return the number of devices.
     pub(super) fn devices(&self) -> usize {
         self.trees.iter().map(count_nodes).max().unwrap_or(0) + self.spares
     }
 
-    /// Tell whether ranks repair what they lose.
+    /// Return whether ranks repair lost trees.
     pub(super) fn repairs(&self) -> bool {
         matches!(self.scenario, Scenario::Repair { .. } | Scenario::Ranks { .. })
     }
 
-    /// Tell whether ranks die, and those that are left agree on that.
+    /// Return whether ranks die and the survivors agree on that.
     pub(super) fn ranks_die(&self) -> bool {
         matches!(self.scenario, Scenario::Ranks { .. })
     }
 
-    /// Return how many packets a port hands to its node in one go.
+    /// Return how many packets a port returns per burst.
     pub(super) fn burst(&self) -> usize {
         if weight(&[self.seed, 0x6275_7273]).is_multiple_of(4) { 128 } else { 32 }
     }
 
-    /// Return the order of a group; the attacker's own, behind the others, takes contributions as they come.
+    /// Return the order of a group. The attacker's group, after all others, uses order of arrival.
     pub(super) fn order(&self, group: usize) -> Order {
         self.groups.get(group).map_or(Order::Arrival, |group| group.order)
     }
 
-    /// Return the index of a group's tree; the attacker's is on the first.
+    /// Return the index of a group's tree. The attacker's group uses the first.
     pub(super) fn tree(&self, group: usize) -> usize {
         self.groups.get(group).map_or(0, |group| group.tree)
     }
 
-    /// Return how many groups the devices serve, the attacker's too.
+    /// Return how many groups the devices serve, including the attacker's.
     pub(super) fn all_groups(&self) -> usize {
         self.groups.len() + usize::from(self.scenario == Scenario::Hostile)
     }
 
-    /// Return what `rank` calls as operation `op` of `group`.
+    /// Return the call of `rank` as operation `op` of `group`.
     pub fn call(&self, group: usize, rank: usize, op: usize) -> OpDesc {
         let common = self.groups[group].ops[op];
         match &self.scenario {
@@ -226,7 +226,7 @@ impl Options {
     }
 }
 
-/// Enough for whole other trees, or for some, or none.
+/// Draw spares: enough for whole other trees, for some nodes, or none.
 fn draw_spares(seed: u64) -> usize {
     Draw::new(weight(&[seed, 0x7370_6172])).one_of(&[0, 1, 2, 4, 20])
 }
@@ -273,7 +273,7 @@ pub(super) fn draw_ops(draw: &mut Draw, ranks: usize, chunk_len_bytes: u16, most
         .collect()
 }
 
-/// A collective of no elements yet, with a type and, where it combines, an operator that go together.
+/// Draw a collective without a count: with a type and, if it combines, a matching operator.
 pub(super) fn draw_op(draw: &mut Draw, ranks: usize) -> OpDesc {
     let dtype = draw.one_of(Dtype::ALL);
     let ops: Vec<ReduceOp> = ReduceOp::ALL.iter().copied().filter(|&op| Kernel::new(dtype, op).is_some()).collect();
@@ -287,7 +287,7 @@ pub(super) fn draw_op(draw: &mut Draw, ranks: usize) -> OpDesc {
     }
 }
 
-/// Links without limits, or narrow ones whose queues overflow when many send at once.
+/// Draw links: unlimited, or narrow ones whose queues overflow when many send at once.
 pub(super) fn draw_link(draw: &mut Draw) -> LinkConfig {
     let narrow = draw.chance(300);
     LinkConfig {

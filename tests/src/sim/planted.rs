@@ -1,4 +1,4 @@
-//! The bug that everybody in a run has, if any: with the feature `planted` only (`sumac_hal::planted`).
+//! The bug planted in all components of a run, if any: only with the feature `planted` (`sumac_hal::planted`).
 
 use sumac::transport::packets::Endpoint;
 use sumac_device::Node;
@@ -40,14 +40,14 @@ impl Planted {
         endpoint
     }
 
-    /// Return the epoch in which the groups begin again.
+    /// Return the epoch in which groups restart.
     pub(super) fn next_epoch(self, epoch: Epoch) -> Epoch {
         if planted!(self, SameEpoch) { epoch } else { Epoch { counter: epoch.counter + 1, ..epoch } }
     }
 
-    /// Return the epoch that keys are made of.
+    /// Return the epoch that keys are derived from.
     pub(super) fn key_epoch(self, epoch: Epoch) -> Epoch {
-        if planted!(self, EpochForgotten) { Epoch::default() } else { epoch }
+        if planted!(self, EpochUnchecked) { Epoch::default() } else { epoch }
     }
 
     /// Return its name as code, if there is one.

@@ -1,76 +1,76 @@
-//! Ranks that change their view as `sumac::comm` does, by its own machine, so that they may die meanwhile: freeze,
-//! promise, work out the same plan, move or compute what is missing among those that live, find another tree if nobody
-//! is dead, commit. Who dies when is [`super::deaths`]'s.
+//! View changes with the state machine of `sumac::comm`, while ranks may die: freeze, promise, compute the same plan,
+//! move or compute missing chunks among the survivors, find another tree if nobody is dead, commit. [`super::deaths`]
+//! determines which ranks die, and when.
 //!
-//! Oracles: in one attempt all work out the same, and nothing is computed twice; what is moved is no more than twice the
-//! message a rank; all that commit a view commit the same; an operation returns with the right result, or has not been
-//! complete; nothing is taken in from a tree once it is frozen; letters of later views are few.
+//! Oracles: in one attempt all ranks compute the same plan, and nothing is computed twice; at most twice the message
+//! size is moved per rank; all ranks that commit a view commit the same; an operation returns with the right result, or
+//! was not complete; nothing is accepted from a frozen tree; few messages of later views are queued.
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
-use super::mail::Mail;
-use super::repair::Way;
+use super::messages::Message;
+use super::repair::Route;
 use super::report::Violation;
 use super::trial::{Pieces, Trial};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::rehearsal::{Account, Attempt, Change, End, Landed, Outcome, Promise, Said, Step};
+use sumac::harness::{Attempt, Change, End, Landed, Outcome, Promise, RankReport, Step, ViewMessage};
 use sumac_hal::ids::Rank;
 
-/// What a rank has of the views of a group.
+/// A rank's state of the views of a group.
 #[derive(Default)]
 pub(super) struct Membership {
-    /// The change that it is in.
-    pub(super) changing: Option<Changing>,
-    /// The change of the view before: it answers who is behind.
+    /// The view change in progress.
+    pub(super) changing: Option<ViewChangeState>,
+    /// The previous view change, which answers ranks that are behind.
     settled: Option<(u32, Change)>,
-    /// Who has said what of later views.
-    early: Vec<(u32, usize, Said)>,
-    /// What came for attempts.
+    /// Messages of later views, by sender.
+    early: Vec<(u32, usize, ViewMessage)>,
+    /// Pieces received for attempts.
     pub(super) pieces: BTreeMap<(u32, Attempt), Pieces>,
     pub(super) end: Option<GroupEnd>,
 }
 
-/// How a group ended for a rank before all its operations had returned.
+/// How a group failed for a rank before all its operations had returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum GroupEnd {
-    /// These ranks are dead, and this call is the first that fails.
+    /// These ranks are dead, and this is the first call that fails.
     RanksFailed(Vec<Rank>, u64),
-    /// It is out.
+    /// The rank was excluded.
     Out(End),
 }
 
-/// A change on its way.
-pub(super) struct Changing {
+/// A view change in progress.
+pub(super) struct ViewChangeState {
     pub(super) change: Change,
-    /// What attempts have landed.
+    /// Chunks stored by attempts.
     pub(super) landed: Landed,
-    /// What the frozen endpoint has.
-    account: Account,
-    /// How many operations had returned before.
+    /// Report of the frozen endpoint.
+    report: RankReport,
+    /// Operations that had returned before.
     returned: u64,
     pub(super) trial: Option<Trial>,
-    /// The tree that was found with the last plan that was done here.
+    /// The tree found by the last plan completed here.
     pub(super) found: Option<usize>,
 }
 
 impl Membership {
-    /// Tell whether nothing is taken in from the tree, nor done by schedules.
+    /// Return whether nothing is accepted from the tree or run as a host collective.
     pub(super) fn is_frozen(&self) -> bool {
         self.changing.is_some() || self.end.is_some()
     }
 }
 
 impl Cluster<'_, '_> {
-    /// Take part in a change of the view; it `begins` here, if nobody else has asked for it.
+    /// Join a view change; `begins` if this rank starts it.
     pub(super) fn change_view(&mut self, at: (usize, usize), begins: bool) -> Result<(), Violation> {
         let (rank, group) = at;
         if self.deaths.is_dead(rank) || self.members[rank][group].membership.is_frozen() {
             return Ok(());
         }
-        // What has landed by now has landed. Perhaps the tree is found to be lost in this moment.
+        // Accept what has arrived so far; this may reveal that the tree is lost.
         self.collect(rank, group)?;
         if self.members[rank][group].membership.is_frozen() {
             return Ok(());
@@ -87,31 +87,35 @@ impl Cluster<'_, '_> {
         change.handle_timeout(now);
         let member = &mut self.members[rank][group];
         member.endpoint.freeze();
-        let (account, returned) = (Account::of(&member.endpoint), member.done);
+        let (report, returned) = (RankReport::of(&member.endpoint), member.done);
         member.membership.changing =
-            Some(Changing { change, landed: Landed::default(), account, returned, trial: None, found: None });
+            Some(ViewChangeState { change, landed: Landed::default(), report, returned, trial: None, found: None });
         self.seen.note(Mark::ViewChange);
         self.touch_rank(rank, group);
         self.reach_by(Point::Frozen, rank);
         self.drive_change(at)
     }
 
-    /// The controller says that the tree of a view is lost.
-    pub(super) fn hear_of_loss(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
+    /// The controller reports that the tree of a view is lost.
+    pub(super) fn on_tree_lost(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
         let member = &self.members[at.0][at.1];
-        let concerns = member.view == view && matches!(member.way, Way::Tree(_));
+        let concerns = member.view == view && matches!(member.route, Route::Tree(_));
         if concerns { self.change_view(at, true) } else { Ok(()) }
     }
 
-    /// A rank that is in a change has news for its machine.
-    pub(super) fn tell_change(&mut self, at: (usize, usize), news: impl FnOnce(&mut Change)) -> Result<(), Violation> {
+    /// Pass an event to the state machine of a rank in a view change.
+    pub(super) fn advance_change(
+        &mut self,
+        at: (usize, usize),
+        event: impl FnOnce(&mut Change),
+    ) -> Result<(), Violation> {
         if let Some(changing) = &mut self.members[at.0][at.1].membership.changing {
-            news(&mut changing.change);
+            event(&mut changing.change);
         }
         self.drive_change(at)
     }
 
-    /// Do all that the machine of a rank wants.
+    /// Perform all actions of a rank's state machine.
     pub(super) fn drive_change(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         loop {
             if self.deaths.is_dead(at.0) {
@@ -137,53 +141,59 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Send what there is to say.
+    /// Send the state machine's messages.
     pub(super) fn speak(&mut self, (rank, group): (usize, usize)) {
         loop {
             let member = &mut self.members[rank][group];
             let view = member.view;
             let Some(changing) = &mut member.membership.changing else { return };
-            let Some((to, said)) = changing.change.poll_transmit() else { return };
-            self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said: Box::new(said) });
+            let Some((to, message)) = changing.change.poll_transmit() else { return };
+            self.send_message(Message::View { from: rank, to: to.0 as usize, group, view, message: Box::new(message) });
         }
     }
 
-    /// Somebody has said something about a view.
-    pub(super) fn hear(
+    /// Handle a message about a view.
+    pub(super) fn on_view_message(
         &mut self,
         (from, rank, group): (usize, usize, usize),
         view: u32,
-        said: Said,
+        message: ViewMessage,
     ) -> Result<(), Violation> {
         let now = self.rank_time(rank);
         let member = &mut self.members[rank][group];
         if view > member.view {
-            member.membership.early.push((view, from, said));
+            member.membership.early.push((view, from, message));
             let (found, limit) = (member.membership.early.len() as u64, WAITING_MAX * self.options.ranks as u64);
-            let what = "letters of later views";
+            let what = "messages of later views";
             return if found > limit { Err(Violation::Limit { what, found, limit }) } else { Ok(()) };
         }
         if view < member.view {
             let Some((_, change)) = member.membership.settled.as_mut().filter(|(settled, _)| *settled == view) else {
                 return Ok(());
             };
-            change.handle(Rank(from as u32), said, now);
+            change.handle(Rank(from as u32), message, now);
             let answers: Vec<_> = std::iter::from_fn(|| change.poll_transmit()).collect();
-            for (to, said) in answers {
+            for (to, message) in answers {
                 self.seen.note(Mark::LateAnswered);
-                self.mail(Mail::View { from: rank, to: to.0 as usize, group, view, said: Box::new(said) });
+                self.send_message(Message::View {
+                    from: rank,
+                    to: to.0 as usize,
+                    group,
+                    view,
+                    message: Box::new(message),
+                });
             }
             return Ok(());
         }
         if member.membership.end.is_some() {
-            if let Some(said) = said.answer_of_the_ended() {
-                self.mail(Mail::View { from: rank, to: from, group, view, said: Box::new(said) });
+            if let Some(message) = message.answer_after_end() {
+                self.send_message(Message::View { from: rank, to: from, group, view, message: Box::new(message) });
             }
             return Ok(());
         }
         self.change_view((rank, group), false)?;
-        self.tell_change((rank, group), |change| {
-            change.handle(Rank(from as u32), said, now);
+        self.advance_change((rank, group), |change| {
+            change.handle(Rank(from as u32), message, now);
             change.handle_timeout(now);
         })
     }
@@ -195,16 +205,16 @@ impl Cluster<'_, '_> {
         if self.deaths.is_dead(rank) || due.is_none_or(|changing| changing.change.poll_timeout() > now) {
             return Ok(());
         }
-        self.tell_change((rank, group), |change| change.handle_timeout(now))
+        self.advance_change((rank, group), |change| change.handle_timeout(now))
     }
 
     fn promise(&mut self, at: (usize, usize), attempt: Attempt) {
         let (rank, group) = at;
         let member = &mut self.members[rank][group];
         let Some(changing) = &mut member.membership.changing else { return };
-        let promise = match member.way {
-            Way::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64),
-            Way::Schedules => Promise::without_tree(member.done),
+        let promise = match member.route {
+            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64),
+            Route::HostCollectives => Promise::without_tree(member.done),
         };
         changing.trial = None;
         changing.change.promise(attempt, promise);
@@ -212,14 +222,14 @@ impl Cluster<'_, '_> {
         self.reach_by(Point::Promised, rank);
     }
 
-    /// All that live are through: operations return, and the group goes on, or ends with who is dead.
+    /// All survivors are done: operations return, and the group continues, or fails because of dead ranks.
     fn commit_view(&mut self, at: (usize, usize), outcome: &Outcome) -> Result<(), Violation> {
         let (rank, group) = at;
         let member = &mut self.members[rank][group];
-        let (view, has_tree) = (member.view, matches!(member.way, Way::Tree(_)));
+        let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
         let changing = member.membership.changing.take().expect("in a change");
-        let found = changing.found.filter(|tree| word_of(Some(*tree)) == outcome.word);
-        if Account::of(&member.endpoint) != changing.account {
+        let found = changing.found.filter(|tree| word_of(Some(*tree)) == outcome.vote);
+        if RankReport::of(&member.endpoint) != changing.report {
             return Err(Violation::NotFenced { group, rank, view });
         }
         let below = match has_tree {
@@ -255,11 +265,11 @@ impl Cluster<'_, '_> {
         self.go_on(at, found.is_none())
     }
 
-    /// A view begins: with what came early for it, and with deaths that are known.
+    /// Start a view, with its early messages and the deaths that are known.
     fn go_on(&mut self, at: (usize, usize), by_schedules: bool) -> Result<(), Violation> {
         let (rank, group) = at;
         if by_schedules {
-            self.enter_schedule(rank, group)?;
+            self.enter_host_collective(rank, group)?;
         }
         let member = &mut self.members[rank][group];
         let view = member.view;
@@ -267,15 +277,15 @@ impl Cluster<'_, '_> {
         if self.deaths.known(rank).next().is_some() {
             self.change_view(at, early.is_empty())?;
         }
-        for (of, from, said) in early.into_iter().filter(|(of, ..)| *of >= view) {
+        for (of, from, message) in early.into_iter().filter(|(of, ..)| *of >= view) {
             if !self.deaths.is_dead(rank) {
-                self.hear((from, rank, group), of, said)?;
+                self.on_view_message((from, rank, group), of, message)?;
             }
         }
         Ok(())
     }
 
-    /// This rank is out.
+    /// Exclude this rank.
     fn leave(&mut self, (rank, group): (usize, usize), end: End) {
         if end == End::Partitioned {
             self.seen.note(Mark::EndPartitioned);
@@ -285,13 +295,13 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// What ranks have to have in common: the tree, and one.
+/// What ranks must agree on: the tree, encoded.
 pub(super) fn word_of(found: Option<usize>) -> u64 {
     found.map_or(0, |tree| tree as u64 + 1)
 }
 
-/// How long a change may take: longer than whatever is lost for a while.
+/// Limit of a view change: longer than any temporary loss.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Letters of a rank that wait for a later view.
+/// Limit of messages of a rank queued for later views.
 const WAITING_MAX: u64 = 16;

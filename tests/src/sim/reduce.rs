@@ -1,5 +1,5 @@
-//! What hosts compute when no device does: the declared expression over all ranks' contributions to one chunk, by the
-//! production kernels and the production description of the tree.
+//! The host's computation when no device does it: the declared expression over all ranks' contributions to one chunk,
+//! with the production kernels and tree description.
 
 use crate::oracle::Shape;
 use sumac::plan::Child;
@@ -9,7 +9,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
 
-/// Describe a shape as the host's schedules know it. Without a declared order any expression will do.
+/// Describe a shape for host collectives. Without a declared order any expression is valid.
 pub(super) fn tree(shape: &Shape, ranks: usize, order: Order) -> Tree {
     let order = if order == Order::Arrival { Order::TreeFold } else { order };
     let mut nodes = Vec::new();
@@ -30,7 +30,7 @@ fn add(shape: &Shape, nodes: &mut Vec<Vec<Child>>) -> Child {
     }
 }
 
-/// Return a chunk's result, from every rank's contribution in order of rank.
+/// Return a chunk's result from the contributions of all ranks, in rank order.
 pub(super) fn reduce(tree: &Tree, desc: &OpDesc, contributions: &[Vec<u8>]) -> Vec<u8> {
     let kernel = desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op));
     let kernel = kernel.expect("what is only moved is held by its owner");

@@ -1,87 +1,87 @@
-//! What a run did, and what can go wrong with it.
+//! The report of a run, and its possible violations.
 
-use super::coverage::{DROPS_UNREACHABLE, Mark, Seen};
+use super::coverage::{Coverage, DROPS_UNREACHABLE, Mark};
 use std::time::Duration;
 use sumac::transport::packets::EndpointError;
 use sumac_hal::ctrl::{Counters, DropReason};
 use thiserror::Error;
 
-/// What went wrong.
+/// A violation found by a check.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Violation {
-    /// A rank has another result than the oracle.
+    /// A rank's result differs from the oracle's.
     #[error("group {group} rank {rank} operation {op}: byte {byte} is {found:#04x}, expected {expected:#04x}")]
     Wrong {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
-        /// The first wrong byte, of the output or, if that is as it should be, of the input.
+        /// Position of the first wrong byte: of the output, or of the input if the output is right.
         byte: usize,
-        /// What it is.
+        /// The byte found.
         found: u8,
-        /// The oracle's.
+        /// The byte expected.
         expected: u8,
     },
-    /// A chunk of an operation that failed is neither as it was nor a whole result.
+    /// A chunk of a failed operation is neither unchanged nor a complete result.
     #[error("group {group} rank {rank} operation {op}: chunk {chunk} is torn")]
     Torn {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
-        /// The chunk's index in the operation.
+        /// Index of the chunk in the operation.
         chunk: usize,
     },
-    /// Nothing happens any more, or it takes too long, and somebody still waits.
+    /// The run stalled or takes too long, and ranks still wait.
     #[error("hang at {at:?}: {waiting} ranks wait, the first is rank {rank} in group {group} after {done} operations")]
     Hang {
         /// The virtual time.
         at: Duration,
-        /// Ranks, counted once a group, without an end.
+        /// Ranks without an end, counted once per group.
         waiting: usize,
-        /// The group's index of the first.
+        /// Group of the first.
         group: usize,
-        /// The first.
+        /// The first such rank.
         rank: usize,
-        /// Its completed operations.
+        /// Number of its completed operations.
         done: u64,
     },
-    /// A rank ended otherwise than the scenario calls for.
+    /// A rank's end differs from what the scenario requires.
     #[error("group {group} rank {rank} ended after {done} operations with {error:?}; expected {expected}")]
     End {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// Its completed operations.
+        /// Number of its completed operations.
         done: u64,
-        /// What it was told.
+        /// The error found.
         error: Option<EndpointError>,
-        /// What should have been.
+        /// What was expected.
         expected: String,
     },
-    /// A rank that ranks died around ended otherwise than it may.
+    /// A survivor of dead ranks ended in a way that is not allowed.
     #[error("group {group} rank {rank} ended after {done} operations with {end}")]
     RankEnd {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// Its completed operations.
+        /// Number of its completed operations.
         done: u64,
-        /// How.
+        /// How it ended.
         end: String,
     },
-    /// A rank that depends on a dead device was not told within the limit.
-    #[error("group {group} rank {rank} was not told of the dead device by {at:?}")]
+    /// A rank that depends on a dead device got no error within the limit.
+    #[error("group {group} rank {rank} got no error for the dead device by {at:?}")]
     Late {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
@@ -89,129 +89,129 @@ pub enum Violation {
         at: Duration,
     },
     /// An operation completed twice or out of order.
-    #[error("group {group} rank {rank}: completion {found} came where {expected} was due")]
+    #[error("group {group} rank {rank}: completion {found}, expected {expected}")]
     Completion {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// What came.
+        /// The completion found.
         found: u64,
-        /// What was due.
+        /// The completion expected.
         expected: u64,
     },
-    /// An operation completed that a rank has not called yet: a barrier would have let somebody through.
+    /// An operation completed before every rank had called it: a barrier would have let a rank through.
     #[error("group {group} rank {rank}: operation {op} completed when {called} ranks had called it")]
     Early {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
-        /// How many had.
+        /// How many ranks had called it.
         called: usize,
     },
-    /// An operation returned, and a chunk that other ranks may still lack is not kept.
+    /// An operation returned without keeping a chunk that other ranks may lack.
     #[error("group {group} rank {rank} operation {op}: returned without keeping the result of chunk {chunk}")]
     NotKept {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
-        /// The chunk's index in the operation.
+        /// Index of the chunk in the operation.
         chunk: usize,
     },
     /// A device refused a valid request.
     #[error("device {device} refused: {response}")]
     Refused {
-        /// The device's index.
+        /// Index of the device.
         device: usize,
-        /// What it said.
+        /// Its response.
         response: String,
     },
-    /// A repair that ought to be possible is not.
-    #[error("group {group} rank {rank} can't repair: {why}")]
+    /// A repair that should be possible failed.
+    #[error("group {group} rank {rank} cannot repair: {why}")]
     Unrepairable {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
-        /// The rank that found out.
+        /// The rank that found it.
         rank: usize,
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// A rank has taken something in after it had told the others what it has.
-    #[error("group {group} rank {rank} view {view}: what it has is no longer what it told the others")]
+    /// A rank accepted data after it had sent its report.
+    #[error("group {group} rank {rank} view {view}: its state changed after its report to the others")]
     NotFenced {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The rank.
         rank: usize,
         /// The view.
         view: u32,
     },
-    /// A device's engine has written where it may not: beside a chunk's place, or to memory that was fenced or given back.
+    /// A device's engine wrote where it must not: outside a chunk's place, or to memory that was fenced or returned.
     #[error(
-        "rank {rank} life {life}: the engine writes {len_bytes} bytes at {offset_bytes}, which is not its to write"
+        "rank {rank} incarnation {incarnation}: the engine writes {len_bytes} bytes at {offset_bytes}, which is not its to write"
     )]
     StrayWrite {
         /// The rank.
         rank: usize,
-        /// The life of the group.
-        life: u64,
-        /// Where in its region.
+        /// Incarnation of the group.
+        incarnation: u64,
+        /// Offset in its region.
         offset_bytes: u64,
-        /// How much.
+        /// Number of bytes.
         len_bytes: u64,
     },
-    /// Registered memory has changed, and nobody has said so.
-    #[error("rank {rank} operation {op}: its registered memory is not what was written to it")]
-    Strayed {
+    /// Registered memory changed without an announced write.
+    #[error("rank {rank} operation {op}: its registered memory differs from what was written to it")]
+    UnexpectedChange {
         /// The rank.
         rank: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
     },
-    /// Two that work at the same time touch the same memory.
+    /// Two concurrent operations access the same memory.
     #[error("{what}")]
-    Quarrel {
-        /// Who, and whom.
+    Conflict {
+        /// Which ones.
         what: String,
     },
-    /// Ranks have decided different things about a lost tree.
-    #[error("group {group} view {view}: ranks decide different things")]
+    /// Ranks made different decisions about a lost tree.
+    #[error("group {group} view {view}: ranks make different decisions")]
     Disagreement {
-        /// The group's index.
+        /// Index of the group.
         group: usize,
         /// The view.
         view: u32,
     },
-    /// A chunk is computed that some rank has, or a second time.
+    /// A chunk was computed that some rank has, or a second time.
     #[error("group {group} view {view}: chunk {seq} is computed again")]
-    Again {
-        /// The group's index.
+    Recomputed {
+        /// Index of the group.
         group: usize,
         /// The view.
         view: u32,
         /// The chunk.
         seq: u64,
     },
-    /// Numbers that have to be equal are not.
+    /// Counts that must be equal are not.
     #[error("{what}: {found}, expected {expected}")]
     Conservation {
         /// What was counted.
         what: &'static str,
         /// The count.
         found: u64,
-        /// What it should be.
+        /// The expected count.
         expected: u64,
     },
-    /// A queue grew past its limit.
+    /// A queue exceeded its limit.
     #[error("{what}: {found}, more than {limit}")]
     Limit {
-        /// Which.
+        /// Which queue.
         what: &'static str,
         /// Its length.
         found: u64,
@@ -221,36 +221,36 @@ pub enum Violation {
     /// The code under test panicked.
     #[error("panicked: {message}")]
     Panicked {
-        /// What it said.
+        /// The panic message.
         message: String,
     },
-    /// Somebody has something to send or waits for something when all is over.
+    /// A component has something to send or wait for at the end.
     #[error("{who} is not quiet at the end")]
     NotQuiet {
-        /// Who.
+        /// Which one.
         who: String,
     },
 }
 
 impl Violation {
-    /// Return what found it, in a word or a few.
+    /// Return a short name of the check that found it.
     pub fn oracle(&self) -> &'static str {
         match self {
             Self::Wrong { .. } => "wrong result",
             Self::Torn { .. } => "torn chunk",
             Self::Hang { .. } => "hang",
             Self::End { .. } | Self::RankEnd { .. } => "wrong end",
-            Self::Late { .. } => "told late",
+            Self::Late { .. } => "late error",
             Self::Completion { .. } => "order of completions",
             Self::Early { .. } => "early completion",
             Self::NotKept { .. } => "retention",
             Self::Refused { .. } => "refused request",
             Self::Unrepairable { .. } => "unrepairable",
             Self::NotFenced { .. } => "not fenced",
-            Self::StrayWrite { .. } | Self::Strayed { .. } => "stray write",
-            Self::Quarrel { .. } => "quarrel",
+            Self::StrayWrite { .. } | Self::UnexpectedChange { .. } => "stray write",
+            Self::Conflict { .. } => "conflict",
             Self::Disagreement { .. } => "disagreement",
-            Self::Again { .. } => "computed again",
+            Self::Recomputed { .. } => "recomputed",
             Self::Conservation { what, .. } | Self::Limit { what, .. } => what,
             Self::Panicked { .. } => "panic",
             Self::NotQuiet { .. } => "not quiet",
@@ -258,7 +258,7 @@ impl Violation {
     }
 }
 
-/// How large something was, at least and at most.
+/// The range of a size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extents {
     /// Devices, levels of trees, ranks, tenants.
@@ -272,21 +272,21 @@ impl Default for Extents {
 }
 
 impl Extents {
-    /// What is in `of`, and how far each has to reach where everything is met.
+    /// The names in `of`, and the range that each must reach in full coverage.
     pub const LIMITS: [(&'static str, [u64; 2]); 4] =
         [("devices", [1, 64]), ("levels", [1, 4]), ("ranks", [1, 256]), ("tenants", [1, 4])];
 
-    /// Of one run, with these levels of trees.
+    /// The extents of one run, with these levels of trees.
     pub(super) const fn of(devices: u64, levels: [u64; 2], ranks: u64, tenants: u64) -> Self {
         Self { of: [[devices, devices], levels, [ranks, ranks], [tenants, tenants]] }
     }
 
-    /// Note how many levels a tree has.
+    /// Record the levels of a tree.
     pub(super) fn note_levels(&mut self, levels: u64) {
         self.of[1] = [self.of[1][0].min(levels), self.of[1][1].max(levels)];
     }
 
-    /// Add another run's.
+    /// Merge another run's extents.
     pub fn merge(&mut self, other: &Self) {
         for ([least, most], [other_least, other_most]) in self.of.iter_mut().zip(other.of) {
             (*least, *most) = ((*least).min(other_least), (*most).max(other_most));
@@ -294,65 +294,65 @@ impl Extents {
     }
 }
 
-/// What a run did; of several runs, added up.
+/// Counts of one run, or the sum of several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Report {
-    /// Hash over everything that happened on the links: equal for equal seeds.
+    /// Hash over all link events: equal for equal seeds.
     pub log_hash: u64,
     /// Virtual time until the last rank had its last answer or error.
     pub took: Duration,
-    /// Packets sent by all.
+    /// Packets sent in total.
     pub packets: u64,
-    /// The most packets on their way at any time.
+    /// Maximum number of packets in flight.
     pub in_flight_most: u64,
-    /// Packets lost because a receiver's queue was full.
+    /// Packets lost to full receive queues.
     pub incast_drops: u64,
-    /// Packets marked because a receiver's queue was filling.
+    /// Packets marked because a receive queue was filling.
     pub marked: u64,
-    /// The devices' counters, added up.
+    /// Sum of all device counters.
     pub counters: Counters,
-    /// Contributions that ranks sent again.
+    /// Contributions that ranks resent.
     pub retransmits: u64,
     /// Probes that ranks sent.
     pub probes: u64,
-    /// Results that came to ranks at a shared address.
+    /// Results received by ranks at shared addresses.
     pub shared_results: u64,
     /// Packets that ranks dropped.
     pub rank_drops: u64,
-    /// Ranks that got every result, counted once a group.
+    /// Ranks with every result, counted once per group.
     pub completed: u64,
-    /// Ranks that were told `Mismatch`.
+    /// Ranks that ended with `Mismatch`.
     pub mismatches: u64,
-    /// Ranks that were told `Unsupported`.
+    /// Ranks that ended with `Unsupported`.
     pub unsupported: u64,
-    /// Ranks that were told `PathLost`.
+    /// Ranks that ended with `PathLost`.
     pub paths_lost: u64,
-    /// Ranks that were told `GroupLost`.
+    /// Ranks that ended with `GroupLost`.
     pub groups_lost: u64,
-    /// Ranks that were told that others are dead.
+    /// Ranks that ended because others are dead.
     pub ranks_failed: u64,
-    /// Ranks that were told that they are a minority.
+    /// Ranks that ended as part of a minority.
     pub partitioned: u64,
-    /// Ranks that were told that a view change took too long.
+    /// Ranks that ended because a view change took too long.
     pub undecided: u64,
     /// Ranks that have died.
     pub killed: u64,
     /// Packets that an attacker sent.
     pub attacks: u64,
-    /// Repairs: trees that a group has lost, counted once a group and view.
+    /// Lost trees, counted once per group and view.
     pub view_changes: u64,
-    /// Operations that repairs have completed, counted once a rank.
+    /// Operations completed by repairs, counted once per rank.
     pub repairs: u64,
-    /// What ranks have sent each other to repair, in bytes.
+    /// Bytes that ranks sent each other for repairs.
     pub repair_bytes: u64,
-    /// What the state machines went through.
-    pub seen: Seen,
-    /// How large clusters were.
+    /// Covered transitions.
+    pub seen: Coverage,
+    /// Sizes of the clusters.
     pub extents: Extents,
 }
 
 impl Report {
-    /// Add another run's numbers.
+    /// Add another run's counts.
     pub fn merge(&mut self, other: &Self) {
         self.log_hash = crate::oracle::weight(&[self.log_hash, other.log_hash]);
         self.took += other.took;
@@ -365,7 +365,7 @@ impl Report {
         }
     }
 
-    /// Note how a rank ended.
+    /// Count how a rank ended.
     pub(super) fn count_end(&mut self, error: Option<EndpointError>) {
         *match error {
             None => &mut self.completed,
@@ -402,7 +402,7 @@ impl Report {
         ]
     }
 
-    /// Return every count by name: what a swarm has covered.
+    /// Return every count by name, for the coverage of a swarm.
     pub fn coverage(&self) -> Vec<(String, u64)> {
         let counters = &self.counters;
         let named = [
@@ -421,13 +421,13 @@ impl Report {
         named.map(|(name, n)| (name.to_owned(), n)).into_iter().chain(drops).chain(own).collect()
     }
 
-    /// Return every step of a state machine by name, and how often it was seen; and why one is never seen.
+    /// Return every transition by name, its count, and the reason if it is unreachable.
     pub fn transitions(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
         let why = |mark: Mark| Mark::UNREACHABLE.iter().find(|(other, _)| *other == mark).map(|(_, why)| *why);
         Mark::ALL.iter().map(|&mark| (mark.name(), self.seen.count(mark), why(mark))).collect()
     }
 
-    /// Return every reason to drop a packet, and how often it was met at a device; and why one is never met.
+    /// Return every drop reason, its count on devices, and the reason if it is unreachable.
     pub fn drops(&self) -> Vec<(&'static str, u64, Option<&'static str>)> {
         let why = |reason| DROPS_UNREACHABLE.iter().find(|(other, _)| *other == reason).map(|(_, why)| *why);
         DropReason::ALL.map(|reason| (reason.name(), self.counters.dropped(reason), why(reason))).to_vec()

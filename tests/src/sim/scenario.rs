@@ -1,10 +1,10 @@
-//! What happens to a cluster besides faulty links, and what each rank has to be told then.
+//! Scenarios: what happens to a cluster besides link faults, and how each rank must end.
 
 use super::deaths::draw_deaths;
 use super::faults::moment;
 use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
-use super::reference::ByReference;
+use super::zero_copy::ZeroCopy;
 use crate::oracle::weight;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
@@ -14,75 +14,75 @@ use sumac_hal::reduce::Kernel;
 /// The kinds of scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScenarioKind {
-    /// Nothing but the links' faults: every rank gets every result.
+    /// Link faults only: every rank gets every result.
     Calm,
-    /// One or two ranks call something else, or all what no device can do: all ranks get every earlier result, then the
-    /// same `Mismatch`, or `Unsupported`.
+    /// One or two ranks call a different operation, or all call one that no device supports: all ranks get every
+    /// earlier result, then the same `Mismatch` or `Unsupported`.
     Mismatch,
-    /// A device stops answering: who depends on it gets `PathLost` within the limit, nobody a wrong result.
+    /// A device stops: ranks that depend on it get `PathLost` within the limit, and no rank gets a wrong result.
     Death,
-    /// A device loses its state; then maybe the group starts again, in a new epoch.
+    /// A device loses its state; the group may then restart in a new epoch.
     Restart,
-    /// Somebody sends garbage, replays, and all that a member of another group may: nobody notices.
+    /// An attacker sends garbage, replays, and everything that a member of another group can: no rank is affected.
     Hostile,
     /// Devices, links and the controller are lost, and the ranks repair: every rank gets every result.
     Repair,
-    /// Ranks are lost, and perhaps a device and the controller too: those that are left agree on who it was, and on which
-    /// results all have.
+    /// Ranks are lost, and perhaps a device and the controller: the survivors agree on which ranks, and on the results
+    /// that all have.
     Ranks,
-    /// Ranks contribute by reference, and engines, devices and ranks fail: every rank gets every result, or those that are
-    /// left agree on which.
-    Reference,
+    /// Zero-copy ranks, with failing engines, devices and ranks: every rank gets every result, or the survivors agree
+    /// on which.
+    ZeroCopy,
 }
 
-/// What happens.
+/// A scenario with its parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Scenario {
-    /// Nothing.
+    /// Link faults only.
     Calm,
     /// Some ranks call other operations.
     Mismatch {
-        /// The group.
+        /// Index of the group.
         group: usize,
-        /// The operation's index.
+        /// Index of the operation.
         op: usize,
-        /// Who calls what instead.
+        /// The ranks that differ, and their calls.
         calls: Vec<(usize, OpDesc)>,
     },
     /// A device stops.
     Death {
-        /// Which.
+        /// Index of the device.
         device: usize,
-        /// When.
+        /// When, after the start.
         at: Duration,
     },
-    /// A device starts with empty tables.
+    /// A device restarts with empty tables.
     Restart {
-        /// Which.
+        /// Index of the device.
         device: usize,
-        /// When.
+        /// When, after the start.
         at: Duration,
-        /// The controller starts all groups again in the next epoch, and ranks begin anew.
+        /// The controller restarts all groups in the next epoch, and all ranks start again.
         again: bool,
     },
-    /// An attacker works at random moments.
+    /// An attacker sends packets at random times.
     Hostile,
-    /// This is lost, and repaired.
+    /// Losses that ranks repair.
     Repair {
-        /// What, and when.
+        /// What is lost, and when.
         losses: Vec<Loss>,
     },
-    /// This is lost, ranks among it.
+    /// Losses that include ranks.
     Ranks {
-        /// What, and when.
+        /// What is lost, and when.
         losses: Vec<Loss>,
     },
-    /// Ranks contribute by reference.
-    Reference(ByReference),
+    /// Zero-copy ranks.
+    ZeroCopy(ZeroCopy),
 }
 
 impl Scenario {
-    /// Return of which kind it is.
+    /// Return the scenario's kind.
     pub fn kind(&self) -> ScenarioKind {
         match self {
             Self::Calm => ScenarioKind::Calm,
@@ -92,11 +92,11 @@ impl Scenario {
             Self::Hostile => ScenarioKind::Hostile,
             Self::Repair { .. } => ScenarioKind::Repair,
             Self::Ranks { .. } => ScenarioKind::Ranks,
-            Self::Reference(_) => ScenarioKind::Reference,
+            Self::ZeroCopy(_) => ScenarioKind::ZeroCopy,
         }
     }
 
-    /// Tell whether all ranks call, alike, what no device can do.
+    /// Return whether all ranks make the same unsupported call.
     pub(super) fn is_unsupported(&self) -> bool {
         let is_known =
             |desc: &OpDesc| desc.dtype.zip(desc.op).is_none_or(|(dtype, op)| Kernel::new(dtype, op).is_some());
@@ -110,7 +110,7 @@ impl Scenario {
             ScenarioKind::Hostile => Self::Hostile,
             ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
-            ScenarioKind::Reference => unreachable!("its clusters are drawn otherwise"),
+            ScenarioKind::ZeroCopy => unreachable!("its clusters are drawn otherwise"),
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);
@@ -124,13 +124,13 @@ impl Scenario {
     }
 }
 
-/// Give one rank, or two, another call than the rest; with the same number of chunks, with more and with fewer.
+/// Let one or two ranks make another call than the rest: with as many chunks, more, or fewer.
 fn draw_mismatch(draw: &mut Draw, options: &Options) -> Scenario {
     let group = draw.below(options.groups.len() as u64) as usize;
     let ops = &options.groups[group].ops;
     let op = draw.below(ops.len() as u64) as usize;
     let common = ops[op];
-    // Apart from the other draws, so that these stay what they were without it.
+    // Drawn separately, so that the other draws of a seed stay the same.
     if Draw::new(weight(&[options.seed, 4])).chance(80) {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Bxor, 1 + common.count);
         return Scenario::Mismatch { group, op, calls: (0..options.ranks).map(|rank| (rank, desc)).collect() };

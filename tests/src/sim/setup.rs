@@ -1,10 +1,10 @@
-//! Devices and ranks of a run before it begins, and the moments at which ranks call.
+//! Initial state of a run: devices, ranks and the times of calls.
 
 use super::cluster::Posts;
 use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
 use super::ranks::Membership;
-use super::repair::{Inbox, Repair, Way};
+use super::repair::{Inbox, Repair, Route};
 use super::report::Violation;
 use super::wiring::{Wiring, slots_per_shard};
 use crate::oracle::{input, weight};
@@ -24,46 +24,54 @@ pub(super) struct Member {
     /// Completions seen.
     pub(super) done: u64,
     pub(super) error: Option<EndpointError>,
-    /// Where its endpoint was seen last.
+    /// Last observed progress of its endpoint.
     pub(super) progress: Progress,
     /// Operations that it has called.
     pub(super) called: usize,
-    /// How often it has lost its way.
+    /// How often it has lost its tree.
     pub(super) view: u32,
-    /// The operation that is its endpoint's first.
+    /// The first operation of its endpoint.
     pub(super) first: usize,
-    pub(super) way: Way,
-    /// If its tree is lost.
+    pub(super) route: Route,
+    /// The repair in progress, if its tree is lost.
     pub(super) repair: Option<Repair>,
     /// By view.
     pub(super) inboxes: BTreeMap<u32, Inbox>,
-    /// Who has come to operations that run by schedules.
+    /// Ranks that have entered each host collective.
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
-    /// Below, it has said so itself.
+    /// Operations below have been announced by this rank.
     pub(super) entered_below: usize,
     pub(super) membership: Membership,
 }
 
 impl Member {
-    /// `life` counts how often all began again.
+    /// `incarnation` counts the restarts of all ranks.
     pub(super) fn new(
         options: &Options,
         wiring: &Wiring,
         (rank, group): (usize, usize),
-        life: u64,
+        incarnation: u64,
         epoch: Epoch,
     ) -> Self {
         let ops = 0..options.groups[group].ops.len();
         Self {
-            endpoint: options.planted.endpoint(Endpoint::new(wiring.endpoint(options, (rank, group), life, epoch))),
-            memory: Memory { first: 0, ops: ops.map(|op| OpMemory::before(options, life, group, rank, op)).collect() },
+            endpoint: options.planted.endpoint(Endpoint::new(wiring.endpoint(
+                options,
+                (rank, group),
+                incarnation,
+                epoch,
+            ))),
+            memory: Memory {
+                first: 0,
+                ops: ops.map(|op| OpMemory::before(options, incarnation, group, rank, op)).collect(),
+            },
             done: 0,
             error: None,
             progress: Progress::default(),
             called: 0,
             view: 0,
             first: 0,
-            way: Way::Tree(options.repairs().then_some(group)),
+            route: Route::Tree(options.repairs().then_some(group)),
             repair: None,
             inboxes: BTreeMap::new(),
             entered: BTreeMap::new(),
@@ -73,15 +81,15 @@ impl Member {
     }
 }
 
-/// Return one element of what `rank` puts into operation `op`. What it put there in an earlier life was something else,
-/// so that a packet of that life can't pass for one of this.
-pub(super) fn element(options: &Options, life: u64, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
+/// Return one element of what `rank` contributes to operation `op`. It differs between incarnations, so that a packet
+/// of an earlier one shows.
+pub(super) fn element(options: &Options, incarnation: u64, group: usize, rank: usize, op: usize, i: u64) -> Vec<u8> {
     let desc = options.call(group, rank, op);
     let dtype = desc.dtype.expect("only operations with elements are asked");
-    let coordinates = [options.seed.wrapping_add(life << 40), group as u64, rank as u64, op as u64, i];
+    let coordinates = [options.seed.wrapping_add(incarnation << 40), group as u64, rank as u64, op as u64, i];
     match desc.op {
         Some(reduce) => input(dtype, reduce, options.order(group) == Order::Arrival, &coordinates),
-        // What is only moved may be any bits.
+        // Data that is only moved may have any bits.
         None => weight(&coordinates).to_le_bytes()[..dtype.size_bytes()].to_vec(),
     }
 }
@@ -96,24 +104,24 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Exactly what the device's places in all groups need.
+    /// Exactly what the device needs for its places in all groups.
     pub(super) fn new(options: &Options, wirings: &[Wiring], device: usize) -> Self {
         let slots = usize::from(slots_per_shard(options));
         let (mut groups, mut children, mut bytes) = (0, 0, 0);
         for group in 0..options.all_groups() {
             let nodes = &wirings[options.tree(group)].nodes;
             let place = nodes.iter().filter(|node| node.device == device).map(|node| node.children).max();
-            // Any place of a tree may be a device's after a repair.
+            // After a repair a device may have any place of a tree.
             let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.repairs());
             let Some(place) = widest.or(place) else { continue };
             groups += 1;
             children += usize::from(place);
             bytes += slots * options.order(group).stages(place) * usize::from(options.chunk_len_bytes);
         }
-        // What lies between places of different sizes is of no use to anybody.
+        // Gaps between allocations of different sizes are unusable.
         let room = if options.repairs() { 2 } else { 1 };
         (children, bytes) = (room * children, room * bytes);
-        // The table of children also bounds the trees that a device takes, so there is room for the widest of each.
+        // The table of children also bounds the trees that a device accepts, so there is room for the widest of each.
         let widest = wirings.iter().flat_map(|wiring| &wiring.nodes).map(|node| usize::from(node.children)).max();
         Self {
             groups: (0..groups).map(|_| None).collect(),
@@ -126,10 +134,16 @@ impl Tables {
 }
 
 /// Boot one shard of a device, with empty tables.
-pub(super) fn boot<'m>(options: &Options, device: usize, shard: u16, life: u64, tables: &'m mut Tables) -> Node<'m> {
+pub(super) fn boot<'m>(
+    options: &Options,
+    device: usize,
+    shard: u16,
+    incarnation: u64,
+    tables: &'m mut Tables,
+) -> Node<'m> {
     let config = NodeConfig {
         shard: Shard::new(shard, options.shards).expect("drawn within limits"),
-        boot_id: BootId(crate::oracle::weight(&[options.seed, device as u64, life])),
+        boot_id: BootId(crate::oracle::weight(&[options.seed, device as u64, incarnation])),
         max_packet_len_bytes: 65_507,
         receive_buffer_bytes: options.link.receive_queue_bytes.unwrap_or(1 << 20),
     };
@@ -143,7 +157,7 @@ pub(super) fn boot<'m>(options: &Options, device: usize, shard: u16, life: u64, 
     options.planted.node(Node::new(config, storage))
 }
 
-/// Give a booted shard its places in all trees and groups.
+/// Install all trees and groups of a booted shard.
 pub(super) fn install(
     node: &mut Node<'_>,
     options: &Options,
@@ -152,26 +166,26 @@ pub(super) fn install(
     epoch: Epoch,
     now: Instant,
 ) -> Result<(), Violation> {
-    let mut ask = |request: Request| match node.control(&request, now) {
+    let mut send = |request: Request| match node.control(&request, now) {
         Response::Done => Ok(()),
         response => Err(Violation::Refused { device, response: format!("{response:?}") }),
     };
     let place = |wiring: &Wiring| wiring.nodes.iter().position(|node| node.device == device);
     for wiring in wirings {
         if let Some(node) = place(wiring) {
-            ask(Request::InstallTree(wiring.tree(node, options.shards)))?;
+            send(Request::InstallTree(wiring.tree(node, options.shards)))?;
         }
     }
     for group in 0..options.all_groups() {
         let wiring = &wirings[options.tree(group)];
         if let Some(node) = place(wiring) {
-            ask(Request::CreateGroup(wiring.group(options, node, group, epoch)))?;
+            send(Request::CreateGroup(wiring.group(options, node, group, epoch)))?;
         }
     }
     Ok(())
 }
 
-/// Ranks call in order, each a little late, from `start` on.
+/// Draw the times of calls: ranks call in order, each a little late, from `start` on.
 pub(super) fn draw_posts(options: &Options, start: Instant) -> Posts {
     let mut draw = Draw::new(options.seed ^ 0x706f_7374);
     let mut posts = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! From a failing run to a short script: which of the faults it takes.
 //!
 //! A run is repeated with fewer and fewer of the faults that its links had, by delta debugging (Zeller and Hildebrandt
-//! 2002, "ddmin"), as long as it fails in the same way; then with fewer and fewer of the mishaps by reference. What is
+//! 2002, "ddmin"), as long as it fails in the same way; then with fewer and fewer of the zero-copy mishaps. What is
 //! left prints as a test.
 
 use super::cluster::{record, run};
@@ -14,18 +14,18 @@ use std::time::Duration;
 use sumac_hal::emu::{NthPacket, Verdict};
 use sumac_hal::port::Addr;
 
-/// A failing run with as few faults as were found to be enough. Its text is a test that can be pasted.
+/// A failing run with a minimal set of faults. Its text is a test that can be pasted.
 #[derive(Debug, Clone)]
 pub struct Shrunk {
-    /// The run: its faults are a script.
+    /// The run, with its faults as a script.
     pub options: Options,
     /// How it fails.
     pub violation: Violation,
-    /// How many faults the run had at first.
+    /// Number of faults of the original run.
     pub recorded: usize,
-    /// Which of the mishaps by reference are left, counted as they were drawn; `None` if the run has none of these.
+    /// The zero-copy mishaps that remain, by index as drawn; `None` if the run has none.
     pub mishaps: Option<Vec<usize>>,
-    /// How many runs it took.
+    /// Number of runs used.
     pub runs: usize,
 }
 
@@ -49,7 +49,7 @@ pub fn shrink(options: &Options, runs_max: usize) -> Option<Shrunk> {
     };
     let faults = fewest(&recorded, |faults| fails(&scripted(faults)));
     let mut shrunk = scripted(&faults);
-    let mishaps = options.by_reference().map(|by| {
+    let mishaps = options.zero_copy().map(|by| {
         let all: Vec<usize> = (0..by.mishaps.len()).collect();
         fewest(&all, |kept| {
             let mut fewer = shrunk.clone();
@@ -61,8 +61,8 @@ pub fn shrink(options: &Options, runs_max: usize) -> Option<Shrunk> {
     Some(Shrunk { options: shrunk, violation, recorded: recorded.len(), mishaps, runs })
 }
 
-/// Return a part of `items` that still fails, and does not if any single one is taken away; `fails` is first asked
-/// about none of them, and never about all.
+/// Return a subset of `items` that still fails, but passes if any single item is removed. `fails` is first called with
+/// no item, and never with all.
 pub(super) fn fewest<T: Clone>(items: &[T], mut fails: impl FnMut(&[T]) -> bool) -> Vec<T> {
     if items.is_empty() || fails(&[]) {
         return Vec::new();
@@ -113,7 +113,7 @@ impl fmt::Display for Shrunk {
     }
 }
 
-/// An address as code, or (`#`) in words.
+/// An address as code, or (`#`) as text.
 struct Name(Addr);
 
 impl fmt::Display for Name {
@@ -146,9 +146,9 @@ mod tests {
     use super::*;
     use crate::oracle::weight;
 
-    /// Failures that take one, two or five of a thousand, far apart: exactly these are left, in few tries.
+    /// Failures caused by one, two or five of a thousand items, far apart: exactly these remain, in few runs.
     #[test]
-    fn what_is_left_is_what_it_takes() {
+    fn fewest_returns_exactly_the_items_that_fail() {
         let all: Vec<u64> = (0..1000).collect();
         for (seed, count) in [(1, 0), (2, 1), (3, 2), (4, 5), (5, 5)] {
             let mut needed: Vec<u64> = (0..count).map(|i| weight(&[seed, i]) % 1000).collect();

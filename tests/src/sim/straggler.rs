@@ -1,13 +1,14 @@
-//! Ranks that come late to operations, or never, on lossy links: seeded clusters of the production state machines.
+//! Stragglers on lossy links: ranks that are late for operations, or never arrive, in seeded clusters of the production
+//! state machines.
 //!
-//! A run goes on until every rank has an end. What has to hold, whoever was left out and why:
-//! - all ranks that complete an operation say the same of who has a part in it, and have exactly the sum over these, in
-//!   the declared order, the missing skipped;
-//! - who was left out once completes nothing from there on, and is told so; everybody else completes everything, or all
-//!   of them fail at the same operation, naming the same ranks;
-//! - what does not fail for good reason does not fail: an operation without a limit loses nobody, and one that may go on
-//!   without ranks fails only if its root is missing;
-//! - nothing stays on a device behind the group's lease.
+//! A run ends when every rank has an end. Whichever ranks are excluded:
+//! - all ranks that complete an operation report the same members, and have exactly the sum over them, in the declared
+//!   order with missing ranks skipped;
+//! - an excluded rank completes nothing afterwards and gets an error; all others complete everything, or all of them
+//!   fail at the same operation and name the same ranks;
+//! - no operation fails without reason: one without a limit excludes nobody, and one that allows exclusion fails only
+//!   if its root is missing;
+//! - nothing remains on a device after the group's lease.
 
 use super::options::{Draw, GroupOptions, Options, Sharing};
 use super::scenario::ScenarioKind;
@@ -15,38 +16,38 @@ use super::setup::{Tables, boot, install};
 use super::wiring::{EPOCH, LEASE_MS, Owner, Wiring, count_nodes, node_addr, owner, rank_addr, sharer};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
-use sumac::transport::packets::{Buffers, Endpoint, EndpointError, Event, OpId, Verdict};
+use sumac::transport::packets::{Buffers, CompletionInfo, Endpoint, EndpointError, Event, OpId};
 use sumac_device::Node;
 use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::emu::Fabric;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Limit, RankMask};
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
-/// What came of a run, or of several.
+/// Counts of one run, or of several.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stragglers {
-    /// Decisions to go on without ranks, as the roots' ranks saw them.
+    /// Exclusion decisions, as seen by the roots' ranks.
     pub decisions: u64,
-    /// Ranks that were left out.
-    pub left_out: u64,
-    /// Ranks that came late, and were waited for.
+    /// Excluded ranks.
+    pub excluded: u64,
+    /// Late ranks that were waited for.
     pub waited_for: u64,
-    /// Runs in which all ranks failed, naming who was missing.
+    /// Runs in which all ranks failed, naming the missing ones.
     pub failed: u64,
-    /// Packets of ranks that were held back or left out.
+    /// Dropped packets of ranks that were held back or excluded.
     pub dropped: u64,
-    /// Operations completed by fewer than all.
+    /// Operations completed by some ranks only.
     pub partial: u64,
 }
 
 impl Stragglers {
-    /// Add those of another run.
+    /// Add another run's counts.
     pub fn merge(&mut self, other: &Self) {
-        let Self { decisions, left_out, waited_for, failed, dropped, partial } = other;
+        let Self { decisions, excluded, waited_for, failed, dropped, partial } = other;
         self.decisions += decisions;
-        self.left_out += left_out;
+        self.excluded += excluded;
         self.waited_for += waited_for;
         self.failed += failed;
         self.dropped += dropped;
@@ -54,35 +55,35 @@ impl Stragglers {
     }
 }
 
-/// An operation, and how long it waits.
+/// An operation and its straggler limit.
 #[derive(Debug, Clone, Copy)]
 struct Call {
     desc: OpDesc,
-    limit: Option<Limit>,
+    limit: Option<StragglerLimit>,
 }
 
-/// When a rank comes to an operation.
+/// When a rank calls an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Comes {
-    /// This long after it has completed the one before.
+enum Arrival {
+    /// This long after it completed the previous one.
     After(Duration),
-    /// When everybody else has an end; until then it does nothing at all.
+    /// Only once all other ranks have an end; until then it is inactive.
     Never,
 }
 
 struct Member {
     endpoint: Endpoint,
     memory: Memory,
-    comes: Vec<Comes>,
+    arrivals: Vec<Arrival>,
     /// When it posts its next operation.
     posts_at: Option<Instant>,
     posted: usize,
-    verdicts: Vec<Verdict>,
+    completions: Vec<CompletionInfo>,
     error: Option<EndpointError>,
-    sleeps: bool,
+    is_asleep: bool,
 }
 
-/// One buffer an operation, input and output alike.
+/// One buffer per operation, for input and output.
 struct Memory(Vec<Vec<u8>>);
 
 impl Buffers for Memory {
@@ -108,7 +109,7 @@ struct World<'o, 'm> {
 /// Run the cluster of a seed.
 ///
 /// # Errors
-/// What went wrong, in words.
+/// A description of the failure.
 pub fn run_stragglers(seed: u64) -> Result<Stragglers, String> {
     let mut draw = Draw::new(weight(&[seed, 0x6c61_7465]));
     let (options, calls) = draw_cluster(seed, &mut draw);
@@ -141,7 +142,7 @@ fn draw_cluster(seed: u64, draw: &mut Draw) -> (Options, Vec<Call>) {
     let cuts = draw.chance(800);
     let chunk = u64::from(options.chunk_len_bytes) / 4;
     let mut calls = Vec::new();
-    // Large clusters do little, so that every seed costs about the same.
+    // Large clusters have few operations, so that every seed costs about the same.
     for _ in 0..2 + draw.below(if options.ranks > 60 { 1 } else { 7 }) {
         let count = draw.one_of(&[1, chunk, 2 * chunk + 1, 5 * chunk]);
         let root = Rank(draw.below(options.ranks as u64) as u32);
@@ -151,7 +152,7 @@ fn draw_cluster(seed: u64, draw: &mut Draw) -> (Options, Vec<Call>) {
             3 | 4 => OpDesc::all_reduce(Dtype::F32, ReduceOp::Avg, count),
             _ => OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count),
         };
-        calls.push(Call { desc, limit: draw.chance(700).then_some(Limit { us, cuts }) });
+        calls.push(Call { desc, limit: draw.chance(700).then_some(StragglerLimit { us, cuts }) });
     }
     let order = draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]);
     options.groups = vec![GroupOptions { tree: 0, order, ops: calls.iter().map(|call| call.desc).collect() }];
@@ -163,30 +164,30 @@ fn draw_member(options: &Options, wiring: &Wiring, calls: &[Call], rank: usize, 
         .iter()
         .enumerate()
         .map(|(op, call)| (0..call.desc.count).flat_map(|i| input(options, rank, op, i).to_le_bytes()).collect());
-    // A rank or two of a small cluster have something to be late for.
+    // One or two ranks of a small cluster may be late.
     let is_late = draw.chance(if options.ranks < 30 { 300 } else { 40 });
-    let comes = calls.iter().map(|call| {
+    let arrivals = calls.iter().map(|call| {
         let us = u64::from(call.limit.map_or(1_000, |limit| limit.us));
         match draw.below(8) {
-            0 if is_late => Comes::After(Duration::from_micros(us + draw.below(3 * us))),
-            // Whoever waits without a limit waits for ever.
-            1 if is_late && call.limit.is_some() => Comes::Never,
-            _ => Comes::After(Duration::from_micros(draw.below(us / 4))),
+            0 if is_late => Arrival::After(Duration::from_micros(us + draw.below(3 * us))),
+            // An operation without a limit waits forever.
+            1 if is_late && call.limit.is_some() => Arrival::Never,
+            _ => Arrival::After(Duration::from_micros(draw.below(us / 4))),
         }
     });
     Member {
         endpoint: Endpoint::new(wiring.endpoint(options, (rank, 0), 0, EPOCH)),
         memory: Memory(memory.collect()),
-        comes: comes.collect(),
+        arrivals: arrivals.collect(),
         posts_at: Some(Instant::ZERO),
         posted: 0,
-        verdicts: Vec::new(),
+        completions: Vec::new(),
         error: None,
-        sleeps: false,
+        is_asleep: false,
     }
 }
 
-/// Under `Order::Arrival`, small integers, whose sums are exact in any order.
+/// Under `Order::Arrival`, small integers: their sums are exact in any order.
 fn input(options: &Options, rank: usize, op: usize, i: u64) -> f32 {
     let weight = weight(&[options.seed, rank as u64, op as u64, i]);
     match options.order(0) {
@@ -196,16 +197,16 @@ fn input(options: &Options, rank: usize, op: usize, i: u64) -> f32 {
 }
 
 impl World<'_, '_> {
-    fn ends(&self) -> bool {
+    fn has_ended(&self) -> bool {
         self.members.iter().all(|member| member.has_end(self.calls.len()))
     }
 
     fn drive(&mut self) -> Result<(), String> {
-        while !self.ends() {
-            let awake = |member: &&Member| !member.sleeps;
+        while !self.has_ended() {
+            let awake = |member: &&Member| !member.is_asleep;
             if self.members.iter().filter(awake).all(|member| member.has_end(self.calls.len())) {
-                // Nothing happens any more but for those who were away.
-                self.members.iter_mut().for_each(|member| member.sleeps = false);
+                // Only inactive ranks are left.
+                self.members.iter_mut().for_each(|member| member.is_asleep = false);
             }
             let next = self.next_event().ok_or_else(|| self.hang("nothing is left to happen"))?;
             if next - Instant::ZERO > TIME_LIMIT {
@@ -218,13 +219,13 @@ impl World<'_, '_> {
     }
 
     fn hang(&self, what: &str) -> String {
-        let ends: Vec<_> = self.members.iter().map(|m| (m.posted, m.verdicts.len(), m.sleeps, m.error)).collect();
+        let ends: Vec<_> = self.members.iter().map(|m| (m.posted, m.completions.len(), m.is_asleep, m.error)).collect();
         format!("{what} after {:?}; ranks have posted, completed, sleep, failed: {ends:?}", self.now - Instant::ZERO)
     }
 
     fn next_event(&self) -> Option<Instant> {
         let nodes = self.nodes.iter().filter_map(Node::poll_timeout);
-        let awake = self.members.iter().filter(|member| !member.sleeps);
+        let awake = self.members.iter().filter(|member| !member.is_asleep);
         let members = awake.flat_map(|member| [member.posts_at, member.endpoint.poll_timeout()]).flatten();
         nodes.chain(members).chain(self.fabric.next_event()).min()
     }
@@ -237,8 +238,8 @@ impl World<'_, '_> {
             match owner(delivery.to) {
                 Owner::Node { device, .. } => self.nodes[device].handle(delivery.from, &delivery.bytes, self.now),
                 Owner::Rank { rank, .. } => {
-                    let Member { endpoint, memory, sleeps, .. } = &mut self.members[rank];
-                    if !*sleeps {
+                    let Member { endpoint, memory, is_asleep, .. } = &mut self.members[rank];
+                    if !*is_asleep {
                         endpoint.handle(delivery.from, &delivery.bytes, memory, self.now);
                     }
                 }
@@ -260,7 +261,7 @@ impl World<'_, '_> {
                 });
             }
         }
-        for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, member)| !member.sleeps) {
+        for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, member)| !member.is_asleep) {
             if member.endpoint.poll_timeout().is_some_and(|at| at <= self.now) {
                 member.endpoint.handle_timeout(self.now);
             }
@@ -271,35 +272,35 @@ impl World<'_, '_> {
         }
     }
 
-    /// Check what all have in the end.
+    /// Check the final state of all ranks.
     fn check(&mut self) -> Result<Stragglers, String> {
         let mut report = Stragglers::default();
-        let mut gone = RankMask::EMPTY;
+        let mut excluded_ranks = RankMask::EMPTY;
         for op in 0..self.calls.len() {
-            let done = self.members.iter().enumerate().filter(|(_, member)| member.verdicts.len() > op);
-            let of: Vec<_> = done.map(|(rank, member)| (Rank(rank as u32), member.verdicts[op])).collect();
-            let Some(&(_, Verdict { missing, .. })) = of.first() else { break };
+            let done = self.members.iter().enumerate().filter(|(_, member)| member.completions.len() > op);
+            let of: Vec<_> = done.map(|(rank, member)| (Rank(rank as u32), member.completions[op])).collect();
+            let Some(&(_, CompletionInfo { missing, .. })) = of.first() else { break };
             if let Some((rank, other)) = of.iter().find(|(_, verdict)| verdict.missing != missing) {
                 return Err(format!("operation {op}: {rank} is without {}, others without {missing}", other.missing));
             }
             if let Some((rank, _)) = of.iter().find(|(rank, _)| missing.contains(*rank)) {
                 return Err(format!("operation {op} is without {rank}, which has completed it"));
             }
-            if gone.union(&missing) != missing {
-                return Err(format!("operation {op} is without {missing}, an earlier one without {gone}"));
+            if excluded_ranks.union(&missing) != missing {
+                return Err(format!("operation {op} is without {missing}, an earlier one without {excluded_ranks}"));
             }
-            if missing != gone && !self.calls[op].limit.is_some_and(|limit| limit.cuts) {
+            if missing != excluded_ranks && !self.calls[op].limit.is_some_and(|limit| limit.cuts) {
                 return Err(format!("operation {op} has lost {missing} and may not"));
             }
-            report.decisions += u64::from(missing != gone);
+            report.decisions += u64::from(missing != excluded_ranks);
             report.partial += u64::from(!missing.is_empty());
-            gone = missing;
+            excluded_ranks = missing;
             self.check_values(op, &missing)?;
         }
-        self.check_ends(&gone, &mut report)?;
+        self.check_ends(&excluded_ranks, &mut report)?;
         let counters = self.nodes.iter().map(|node| node.counters().dropped(DropReason::Late));
         report.dropped = counters.sum();
-        let late = |member: &&Member| member.error.is_none() && member.comes.iter().any(Comes::is_late);
+        let late = |member: &&Member| member.error.is_none() && member.arrivals.iter().any(Arrival::is_late);
         report.waited_for = self.members.iter().filter(late).count() as u64;
         let end = self.now + Duration::from_millis(u64::from(LEASE_MS) + 1);
         for node in &mut self.nodes {
@@ -312,7 +313,7 @@ impl World<'_, '_> {
         Ok(report)
     }
 
-    /// Everybody who completed `op` and receives its result has the sum over all but the missing.
+    /// Every rank that completed `op` and receives its result has the sum over all but the missing ranks.
     fn check_values(&self, op: usize, missing: &RankMask) -> Result<(), String> {
         let Call { desc, .. } = self.calls[op];
         let order = self.options.order(0);
@@ -326,7 +327,7 @@ impl World<'_, '_> {
                 let bytes = &member.memory.0[op][4 * i as usize..][..4];
                 let found = f32::from_le_bytes(bytes.try_into().expect("four bytes"));
                 let right = if receives(rank) { expected } else { input(self.options, rank, op, i) };
-                if member.verdicts.len() > op && found.to_bits() != right.to_bits() {
+                if member.completions.len() > op && found.to_bits() != right.to_bits() {
                     return Err(format!("operation {op}, element {i} at rank {rank}: {found}, not {right}"));
                 }
             }
@@ -334,14 +335,14 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// Who has left knows it; the others have completed everything, or failed together.
-    fn check_ends(&self, gone: &RankMask, report: &mut Stragglers) -> Result<(), String> {
+    /// Excluded ranks have an error; the others completed everything, or failed together.
+    fn check_ends(&self, excluded_ranks: &RankMask, report: &mut Stragglers) -> Result<(), String> {
         let mut common = None;
         for (rank, member) in self.members.iter().enumerate() {
             let rank = Rank(rank as u32);
-            let done = member.verdicts.len();
-            if gone.contains(rank) {
-                report.left_out += 1;
+            let done = member.completions.len();
+            if excluded_ranks.contains(rank) {
+                report.excluded += 1;
                 if member.error != Some(EndpointError::Excluded) {
                     return Err(format!("{rank} was left out and ends with {:?}", member.error));
                 }
@@ -361,14 +362,14 @@ impl World<'_, '_> {
                 (fails || without_root).then_some(()).ok_or_else(|| format!("{} fails for {missing}", call.desc))
             }
             Some((_, None)) => Ok(()),
-            // Nobody is left: then somebody has to have completed what left out the others.
+            // If no rank remains, some rank must have completed the operation that excluded the others.
             None => Err("everybody was left out".into()),
-            Some((_, Some(error))) => Err(format!("nobody gave a reason for this: {error}")),
+            Some((_, Some(error))) => Err(format!("unexpected error: {error}")),
         }
     }
 }
 
-impl Comes {
+impl Arrival {
     fn is_late(&self) -> bool {
         matches!(self, Self::After(after) if *after >= Duration::from_millis(5))
     }
@@ -376,24 +377,24 @@ impl Comes {
 
 impl Member {
     fn has_end(&self, calls: usize) -> bool {
-        self.error.is_some() || self.verdicts.len() == calls
+        self.error.is_some() || self.completions.len() == calls
     }
 
-    /// Post what is due; go to sleep instead where that is what the rank does.
+    /// Post due operations, or become inactive where the rank never calls.
     fn post_due(&mut self, calls: &[Call], now: Instant) {
-        if self.sleeps || self.error.is_some() || self.posts_at.is_none_or(|at| at > now) {
+        if self.is_asleep || self.error.is_some() || self.posts_at.is_none_or(|at| at > now) {
             return;
         }
         self.posts_at = None;
         let Some(call) = calls.get(self.posted) else { return };
-        if self.comes[self.posted] == Comes::Never {
-            self.comes[self.posted] = Comes::After(Duration::ZERO);
+        if self.arrivals[self.posted] == Arrival::Never {
+            self.arrivals[self.posted] = Arrival::After(Duration::ZERO);
             self.posts_at = Some(now);
-            self.sleeps = true;
+            self.is_asleep = true;
             return;
         }
         self.posted += 1;
-        if let Err(error) = self.endpoint.post_within(call.desc, Path::Tree, call.limit) {
+        if let Err(error) = self.endpoint.post_with_limit(call.desc, Path::Tree, call.limit) {
             assert!(self.endpoint.error().is_some(), "{error}");
         }
     }
@@ -402,9 +403,9 @@ impl Member {
         while let Some(event) = self.endpoint.poll_event() {
             match event {
                 Event::Completed(_) => {
-                    self.verdicts.push(self.endpoint.verdict());
-                    let after = match self.comes.get(self.posted) {
-                        Some(Comes::After(after)) => *after,
+                    self.completions.push(self.endpoint.completion_info());
+                    let after = match self.arrivals.get(self.posted) {
+                        Some(Arrival::After(after)) => *after,
                         _ => Duration::ZERO,
                     };
                     self.posts_at = Some(now + after);
@@ -416,7 +417,7 @@ impl Member {
     }
 }
 
-/// Evaluate the declared expression of a sum, who has no value skipped.
+/// Evaluate the declared expression of a sum, skipping ranks without a value.
 fn over(shape: &Shape, order: Order, value: &dyn Fn(usize) -> Option<f32>) -> Option<f32> {
     match shape {
         Shape::Rank(rank) => value(*rank),
@@ -442,5 +443,5 @@ fn plus(a: Option<f32>, b: Option<f32>) -> Option<f32> {
     }
 }
 
-/// No run of these sizes needs this long, whatever the faults.
+/// No run of these sizes takes this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(120);

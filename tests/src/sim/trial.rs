@@ -1,29 +1,29 @@
-//! What a view change ([`super::ranks`]) does for an attempt: the plan's chunks, moved and computed among the ranks that
-//! live, and the question for another tree. Letters name their attempt, as its connections do: what is left of another
-//! can't be mistaken for it.
+//! One attempt of a view change ([`super::ranks`]): moves and computes the plan's chunks among the survivors, and
+//! requests another tree. Messages carry their attempt, like its connections, so that those of another attempt are
+//! never confused with it.
 
 use super::cluster::Cluster;
-use super::controller::Ask;
+use super::controller::ControllerRequest;
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
-use super::mail::Mail;
+use super::messages::Message;
 use super::ranks::word_of;
 use super::reduce::{reduce, tree};
-use super::repair::Way;
+use super::repair::Route;
 use super::report::Violation;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::rehearsal::{Attempt, Chunk, Origin, Promises, Settlement};
+use sumac::harness::{Attempt, Chunk, Origin, Promises, Settlement};
 use sumac_hal::ids::Rank;
 
-/// A plan that is being done.
+/// A plan in progress.
 pub(super) struct Trial {
     pub(super) attempt: Attempt,
     live: Vec<usize>,
     settlement: Settlement,
     missing: BTreeSet<u64>,
-    /// The controller is asked for another tree.
+    /// Another tree was requested from the controller.
     wants_tree: bool,
 }
 
@@ -33,22 +33,22 @@ pub(super) struct Pieces {
     results: BTreeMap<u64, Vec<u8>>,
 }
 
-/// What goes from rank to rank in an attempt.
+/// A message between ranks in an attempt.
 #[derive(Debug, Clone)]
 pub(super) enum Piece {
     Contribution(u64, Vec<u8>),
     Result(u64, Vec<u8>),
 }
 
-/// What the oracles know of one attempt.
-pub(super) struct Ledgers {
+/// Oracle state of one attempt.
+pub(super) struct AttemptRecord {
     settlement: Settlement,
     computed: BTreeSet<u64>,
     bytes: u64,
 }
 
 impl Cluster<'_, '_> {
-    /// All that live have promised: work out the plan, and give away what is this rank's to give.
+    /// All survivors have promised: compute the plan, and send this rank's part.
     pub(super) fn run_plan(
         &mut self,
         at: (usize, usize),
@@ -58,10 +58,10 @@ impl Cluster<'_, '_> {
         let (rank, group) = at;
         let ranks = self.options.ranks as u32;
         let member = &self.members[rank][group];
-        let (view, has_tree) = (member.view, matches!(member.way, Way::Tree(_)));
+        let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
         let settlement = Settlement::of(promises, has_tree.then_some(&member.endpoint), ranks)
             .map_err(|why| Violation::Unrepairable { group, rank, why })?;
-        let fresh = || Ledgers { settlement: settlement.clone(), computed: BTreeSet::new(), bytes: 0 };
+        let fresh = || AttemptRecord { settlement: settlement.clone(), computed: BTreeSet::new(), bytes: 0 };
         if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).settlement != settlement {
             return Err(Violation::Disagreement { group, view });
         }
@@ -82,14 +82,14 @@ impl Cluster<'_, '_> {
             match chunk.origin {
                 Origin::Held(holder) if holder == own => {
                     self.seen.note(Mark::ChunkHeld);
-                    self.give_to_all(at, (attempt, &live), chunk, &bytes)?;
+                    self.send_to_all(at, (attempt, &live), chunk, &bytes)?;
                 }
                 Origin::Held(_) => {}
                 Origin::Recompute => {
                     let to = live[chunk.seq as usize % live.len()];
                     self.count_piece((group, view, attempt), to != rank, bytes.len())?;
                     let piece = Piece::Contribution(chunk.seq, bytes);
-                    self.mail(Mail::Piece { from: rank, to, group, view, attempt, piece });
+                    self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
                 }
             }
         }
@@ -97,7 +97,7 @@ impl Cluster<'_, '_> {
         self.advance_trial(at)
     }
 
-    fn give_to_all(
+    fn send_to_all(
         &mut self,
         (rank, group): (usize, usize),
         (attempt, live): (Attempt, &[usize]),
@@ -112,7 +112,7 @@ impl Cluster<'_, '_> {
         for &to in live {
             self.count_piece((group, view, attempt), to != rank, bytes.len())?;
             let piece = Piece::Result(chunk.seq, bytes.to_vec());
-            self.mail(Mail::Piece { from: rank, to, group, view, attempt, piece });
+            self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
         }
         Ok(())
     }
@@ -136,7 +136,7 @@ impl Cluster<'_, '_> {
         self.drive_change((rank, group))
     }
 
-    /// Compute what is this rank's to compute, and land what has come.
+    /// Compute this rank's part, and store what has arrived.
     fn advance_trial(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let (rank, group) = at;
         let view = self.members[rank][group].view;
@@ -149,7 +149,7 @@ impl Cluster<'_, '_> {
             if given.is_some() {
                 let given = pieces.contributions.remove(&chunk.seq).expect("seen").into_values().collect::<Vec<_>>();
                 let result = self.compute_piece(at, attempt, chunk, &given)?;
-                self.give_to_all(at, (attempt, &live), chunk, &result)?;
+                self.send_to_all(at, (attempt, &live), chunk, &result)?;
             }
             let member = &mut self.members[rank][group];
             let pieces = member.membership.pieces.get_mut(&(view, attempt));
@@ -166,9 +166,9 @@ impl Cluster<'_, '_> {
         let trial = member.membership.changing.as_mut().and_then(|changing| changing.trial.as_mut());
         let Some(trial) = trial.filter(|trial| trial.missing.is_empty()) else { return Ok(()) };
         trial.wants_tree = true;
-        match member.way {
-            Way::Tree(lost) if live.len() == self.options.ranks && self.deaths.has_controller(rank) => {
-                self.mail(Mail::Ask { rank, group, view, ask: Ask::Replan { lost } });
+        match member.route {
+            Route::Tree(lost) if live.len() == self.options.ranks && self.deaths.has_controller(rank) => {
+                self.send_message(Message::Request { rank, group, view, request: ControllerRequest::Replan { lost } });
                 self.schedule(self.now + REPLAN_LIMIT, Alarm::ReplanLimit { rank, group, view });
                 self.finish_trial(at, false)
             }
@@ -186,14 +186,14 @@ impl Cluster<'_, '_> {
         let (options, view, seq) = (self.options, self.members[rank][group].view, chunk.seq);
         let ledgers = self.attempts.get_mut(&(group, view, attempt)).expect("it is planned");
         if given.len() < options.ranks || !ledgers.computed.insert(seq) {
-            return Err(Violation::Again { group, view, seq });
+            return Err(Violation::Recomputed { group, view, seq });
         }
         self.seen.note(Mark::ChunkComputed);
         let tree = tree(&options.trees[options.tree(group)], options.ranks, options.order(group));
         Ok(reduce(&tree, &chunk.desc, given))
     }
 
-    /// The plan is done, but for another tree, if one is wanted; that is here, or too late.
+    /// The plan is done, except for another tree if one is needed; handle its arrival or timeout.
     pub(super) fn finish_trial(&mut self, at: (usize, usize), is_late: bool) -> Result<(), Violation> {
         let (rank, group) = at;
         let found = self.found(rank, group);
@@ -210,7 +210,7 @@ impl Cluster<'_, '_> {
         self.drive_change(at)
     }
 
-    /// A piece was lost, as a connection is: the attempt comes to nothing here.
+    /// A piece was lost with its connection: this attempt fails here.
     pub(super) fn pieces_limit(&mut self, at: (usize, usize), view: u32, attempt: Attempt) -> Result<(), Violation> {
         let (rank, group) = at;
         let now = self.rank_time(rank);
@@ -221,10 +221,10 @@ impl Cluster<'_, '_> {
             return Ok(());
         }
         self.seen.note(Mark::AttemptFailed);
-        self.tell_change(at, |change| change.failed(attempt, now))
+        self.advance_change(at, |change| change.failed(attempt, now))
     }
 
-    /// An attempt moves at most twice the message a rank.
+    /// An attempt moves at most twice the message size per rank.
     fn count_piece(&mut self, of: (usize, u32, Attempt), is_sent: bool, bytes: usize) -> Result<(), Violation> {
         let ledgers = self.attempts.get_mut(&of).expect("it is planned");
         let sent = if is_sent { bytes as u64 } else { 0 };
@@ -239,8 +239,8 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// How long pieces may take to come.
+/// Limit for the arrival of pieces.
 const PIECES_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the controller may take for another tree.
+/// Limit for the controller to provide another tree.
 const REPLAN_LIMIT: Duration = Duration::from_secs(6);

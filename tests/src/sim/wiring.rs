@@ -1,6 +1,6 @@
-//! From a shape to trees and groups: what a controller does, in its simplest form.
+//! From a shape to trees and groups: a minimal controller.
 //!
-//! All trees share the devices; which device is which node differs from tree to tree.
+//! All trees share the devices; the mapping of nodes to devices differs from tree to tree.
 
 use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
@@ -17,14 +17,14 @@ use sumac_hal::uplink::HopTimers;
 /// One node of a tree.
 #[derive(Debug)]
 pub(super) struct Wired {
-    /// The device that it is.
+    /// Its device.
     pub(super) device: usize,
-    /// Its parent (by index in the tree) and its place there.
+    /// Its parent (by index in the tree) and its child index there.
     pub(super) parent: Option<(usize, u16)>,
     pub(super) children: u16,
 }
 
-/// The nodes of a tree, parents first, and each rank's leaf and place there.
+/// The nodes of a tree, parents first, and each rank's leaf and child index there.
 #[derive(Debug)]
 pub(super) struct Wiring {
     tree: TreeId,
@@ -33,7 +33,7 @@ pub(super) struct Wiring {
 }
 
 impl Wiring {
-    /// Wire tree `index`, its nodes dealt out to `devices`.
+    /// Wire tree `index`, its nodes distributed over `devices`.
     pub(super) fn new(options: &Options, index: usize, devices: usize) -> Self {
         let tree = TreeId(index as u32 + 1);
         let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
@@ -43,7 +43,7 @@ impl Wiring {
         wiring
     }
 
-    /// Wire the shape of tree `index` anew, its nodes on the first of `devices`.
+    /// Rewire the shape of tree `index` on the first of `devices`.
     pub(super) fn on(options: &Options, index: usize, tree: TreeId, devices: Vec<usize>) -> Self {
         let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
         let mut devices = devices.into_iter();
@@ -106,7 +106,7 @@ impl Wiring {
             parent_shared: self.nodes[node].parent.and_then(|(parent, child)| {
                 let key = child_key(options, device(parent), group, epoch, ChildIndex::ALL);
                 let link = SharedLink { addr: shared_addr(device(parent), group), key };
-                options.sharing.claims(options.seed, (device(parent), child), group).then_some(link)
+                options.sharing.claims_to_listen(options.seed, (device(parent), child), group).then_some(link)
             }),
             window_max: options.window,
             slots: slots_per_shard(options),
@@ -114,17 +114,18 @@ impl Wiring {
             ranks: NonZeroU32::new(options.ranks as u32).expect("a cluster has ranks"),
             lease_ms: LEASE_MS,
             timers: TIMERS.into(),
-            by_reference: ChildMask::EMPTY,
+            zero_copy: ChildMask::EMPTY,
         }
     }
 
-    /// Return who hears what a shard of `device` sends to its shared address in `group`: the same shard of nodes below.
+    /// Return who receives packets that a shard of `device` sends to its shared address in `group`: the same shard of
+    /// child nodes, and ranks.
     pub(super) fn listeners(&self, options: &Options, (device, group, shard): Sharer) -> Vec<Addr> {
         let Some(own) = self.nodes.iter().position(|node| node.device == device) else { return Vec::new() };
-        let hears = |child: u16| options.sharing.hears(options.seed, (device, child), group);
-        let ranks = self.ranks.iter().enumerate().filter(|(_, (leaf, child))| *leaf == own && hears(*child));
+        let receives = |child: u16| options.sharing.receives(options.seed, (device, child), group);
+        let ranks = self.ranks.iter().enumerate().filter(|(_, (leaf, child))| *leaf == own && receives(*child));
         let nodes =
-            self.nodes.iter().filter(|node| matches!(node.parent, Some((at, child)) if at == own && hears(child)));
+            self.nodes.iter().filter(|node| matches!(node.parent, Some((at, child)) if at == own && receives(child)));
         ranks.map(|(rank, _)| rank_addr(rank, group)).chain(nodes.map(|node| node_addr(node.device, shard))).collect()
     }
 
@@ -132,7 +133,7 @@ impl Wiring {
         &self,
         options: &Options,
         (rank, group): (usize, usize),
-        life: u64,
+        incarnation: u64,
         epoch: Epoch,
     ) -> EndpointConfig {
         let (leaf, child) = self.ranks[rank];
@@ -146,7 +147,7 @@ impl Wiring {
             key: child_key(options, device, group, epoch, ChildIndex(child)),
             shared_key: options
                 .sharing
-                .claims(options.seed, (device, child), group)
+                .claims_to_listen(options.seed, (device, child), group)
                 .then(|| child_key(options, device, group, epoch, ChildIndex::ALL)),
             parents: (0..options.shards).map(|shard| node_addr(device, shard)).collect(),
             window_max: options.window,
@@ -154,7 +155,8 @@ impl Wiring {
             chunk_len_bytes: options.chunk_len_bytes,
             timers: TIMERS,
             table_version: 1,
-            salt: weight(&[options.seed, rank as u64, group as u64, u64::from(epoch.to_bits()) + (life << 32)]) as u32,
+            salt: weight(&[options.seed, rank as u64, group as u64, u64::from(epoch.to_bits()) + (incarnation << 32)])
+                as u32,
         }
     }
 }
@@ -175,11 +177,11 @@ pub(super) fn count_levels(shape: &Shape) -> u32 {
     }
 }
 
-/// Twice what of the window can fall into one shard: the least that is safe (PROTOCOL 1).
+/// Twice the largest share of the window in one shard: the safe minimum (PROTOCOL 1).
 pub(super) fn slots_per_shard(options: &Options) -> u16 {
     let shard = Shard::new(0, options.shards).expect("drawn within limits");
-    let share = shard.most_within(u64::from(options.window)) as u16;
-    // One after the other, as without the feature both conditions are one.
+    let share = shard.max_in_window(u64::from(options.window)) as u16;
+    // Evaluated separately, as without the feature both conditions are the same.
     if planted!(options.planted, SlotReusedEarly) {
         return share;
     }
@@ -199,10 +201,10 @@ fn shared_addr(device: usize, group: usize) -> Addr {
     Addr::Emu(SHARED_FROM + (device as u32 * 16 + group as u32) * MAX_SHARDS as u32)
 }
 
-/// Whose a shared address is: device, group and shard.
+/// The owner of a shared address: device, group and shard.
 pub(super) type Sharer = (usize, usize, u16);
 
-/// Return whose shared address it is.
+/// Return the owner of a shared address.
 pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     let Addr::Emu(n) = addr else { return None };
     let n = n.checked_sub(SHARED_FROM).filter(|_| addr != STRANGER)? as usize;
@@ -213,7 +215,7 @@ pub(super) fn child_key(options: &Options, device: usize, group: usize, epoch: E
     secret(options, device).child_key(group_id(group), options.planted.key_epoch(epoch), child)
 }
 
-/// What an address belongs to.
+/// The owner of an address.
 pub(super) enum Owner {
     Node { device: usize, shard: usize },
     Rank { rank: usize, group: usize },

@@ -1,12 +1,12 @@
-//! Limits: groups share the way out, and no call works longer than its tables allow.
+//! Limits: groups share the output fairly, and the work of each call is bounded.
 
 use super::*;
 use crate::node::{Event, MAX_EVENTS, MAX_REPLIES};
 
-/// What a group may send in its turn (deficit round robin), as `transmit.rs` has it.
+/// Bytes that a group may send per turn (deficit round robin), as in `transmit.rs`.
 const QUANTUM_BYTES: i64 = 64 * 1024;
 
-/// Let both children of `group` contribute `seq`, `elements` long.
+/// Let every child of `group` contribute `elements` elements to `seq`.
 fn complete(rig: &mut Rig, group: usize, seq: u64, elements: usize) {
     for child in 0..rig.setup.children {
         let repr =
@@ -16,10 +16,10 @@ fn complete(rig: &mut Rig, group: usize, seq: u64, elements: usize) {
 }
 
 #[test]
-fn groups_share_the_way_out_by_bytes() {
+fn groups_share_the_output_by_bytes() {
     let chunk = 4096;
     let mut rig = Rig::new(Setup { groups: 3, window: 64, slots: 128, chunk_len_bytes: chunk, ..Setup::default() });
-    // One group has large packets, one small ones, one nothing: bytes count, not packets.
+    // One group has large packets, one small ones, one none: bytes count, not packets.
     for seq in 0..64 {
         complete(&mut rig, 0, seq, usize::from(chunk) / 4);
         complete(&mut rig, 2, seq, 256);
@@ -39,30 +39,30 @@ fn groups_share_the_way_out_by_bytes() {
 }
 
 #[test]
-fn each_packet_makes_few() {
+fn probe_resends_no_more_answers_than_credit() {
     let mut rig = Rig::new(Setup { window: 128, slots: 256, ..Setup::default() });
     (0..128).for_each(|seq| rig.all(seq));
     rig.drain();
-    // The most that a header can ask for: 64 answers; the credit is for as many.
+    // The most that a header can request: 64 answers. The credit covers as many.
     rig.probe(0, 0, u16::MAX, 0);
     assert!(rig.drain().len() <= 65);
     rig.probe(0, 0, u16::MAX, 0);
     assert!(rig.drain().len() <= 2, "the credit is used up");
 }
 
-/// All gaps of a whole window at once: asked for once each, as far as the queue of replies goes.
+/// All gaps of a whole window at once: each is requested once, as far as the reply queue has room.
 #[test]
-fn a_burst_of_losses_fits_the_queue() {
+fn burst_of_gaps_fills_the_reply_queue_and_counts_the_rest() {
     let mut rig = Rig::new(Setup { window: 256, slots: 512, ..Setup::default() });
     (253..256).for_each(|seq| rig.data(0, seq, &[1.0]));
     assert_eq!(rig.drain().len(), MAX_REPLIES);
-    assert_eq!(rig.dropped(DropReason::QueueFull), 253 - MAX_REPLIES as u64, "and the rest is counted");
+    assert_eq!(rig.dropped(DropReason::QueueFull), 253 - MAX_REPLIES as u64, "the rest is counted");
     rig.probe(0, 0, 64, 0);
-    assert_eq!(rig.drain().len(), 1, "Status says what else is missing");
+    assert_eq!(rig.drain().len(), 1, "Status reports what else is missing");
 }
 
 #[test]
-fn events_keep_the_newest() {
+fn event_queue_keeps_the_newest() {
     let mut rig = Rig::new(Setup::default());
     for _ in 0..MAX_EVENTS + 3 {
         rig.pass_ms(u64::from(LEASE_MS));
@@ -76,7 +76,7 @@ fn events_keep_the_newest() {
 }
 
 #[test]
-fn a_timeout_is_named_for_every_wait() {
+fn unanswered_contribution_has_an_earlier_timeout_than_the_lease() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     let lease = rig.node.poll_timeout().expect("a lease at least");
     rig.all(0);

@@ -1,20 +1,20 @@
-//! Control requests: each [`Refusal`], and that a refused request leaves nothing behind.
+//! Control requests: each [`Refusal`], and that a refused request changes nothing.
 
 use super::*;
 use sumac_hal::ctrl::Refusal;
 
-/// A node with its tree installed and no group.
+/// A node with a tree and no group.
 fn with_tree(setup: &Setup) -> Node<'static> {
     let mut node = bare(setup);
     assert_eq!(node.control(&Request::InstallTree(tree_config(setup)), Instant::ZERO), Response::Done);
     node
 }
 
-/// Ask for something that is refused: nothing may change.
+/// Check that `request` is refused and changes nothing.
 fn refused(node: &mut Node<'static>, request: &Request, refusal: Refusal) {
     let before = node.stats();
     assert_eq!(node.control(request, Instant::ZERO), Response::Refused(refusal));
-    assert_eq!(node.stats(), before, "a refused request leaves something reserved");
+    assert_eq!(node.stats(), before, "a refused request changes nothing");
 }
 
 fn create(node: &mut Node<'static>, config: GroupConfig) {
@@ -22,7 +22,7 @@ fn create(node: &mut Node<'static>, config: GroupConfig) {
 }
 
 #[test]
-fn groups_and_trees_that_are_not_there_or_are_already() {
+fn missing_or_existing_groups_and_trees_are_refused() {
     let setup = Setup { groups: 2, ..Setup::default() };
     let mut node = with_tree(&setup);
     let group = group_config(&setup, 0);
@@ -35,7 +35,7 @@ fn groups_and_trees_that_are_not_there_or_are_already() {
     refused(&mut node, &Request::CreateGroup(group), Refusal::GroupExists(group.group));
     refused(&mut node, &Request::RemoveTree(TreeId(1)), Refusal::TreeInUse(TreeId(1)));
     refused(&mut node, &Request::InstallTree(tree_config(&setup)), Refusal::TreeInUse(TreeId(1)));
-    refused(&mut node, &Request::Hello, Refusal::Unknown);
+    refused(&mut node, &Request::Identify, Refusal::Unknown);
     for request in [Request::ReleaseGroup(group.group), Request::RemoveTree(TreeId(1))] {
         assert_eq!(node.control(&request, Instant::ZERO), Response::Done);
     }
@@ -43,7 +43,7 @@ fn groups_and_trees_that_are_not_there_or_are_already() {
 }
 
 #[test]
-fn trees_out_of_range() {
+fn tree_size_out_of_range_is_refused() {
     let setup = Setup { children: 4, has_parent: true, shard: Shard::new(0, 2).unwrap(), ..Setup::default() };
     let mut node = bare(&setup);
     let tree = tree_config(&setup);
@@ -60,14 +60,14 @@ fn trees_out_of_range() {
         node.control(&Request::InstallTree(TreeConfig { tree: TreeId(id), ..tree.clone() }), Instant::ZERO)
     };
     assert_eq!(install(&mut node, 1), Response::Done);
-    assert_eq!(install(&mut node, 1), Response::Done, "again is no second entry");
+    assert_eq!(install(&mut node, 1), Response::Done, "reinstalling takes no second entry");
     create(&mut node, group_config(&setup, 0));
     assert_eq!(install(&mut node, 2), Response::Refused(Refusal::NoEntry { limit: 1 }));
 }
 
-/// A controller that is gone removes no trees: what nobody uses makes room, the oldest first, and never what is in use.
+/// A controller that died removes no trees. Unused trees make room, the oldest first; trees in use never do.
 #[test]
-fn a_tree_that_nobody_uses_makes_room() {
+fn install_evicts_the_oldest_unused_tree() {
     let setup = Setup { groups: 3, ..Setup::default() };
     let mut node = bare(&setup);
     let install = |node: &mut Node<'_>, id| {
@@ -93,11 +93,12 @@ fn a_tree_that_nobody_uses_makes_room() {
 }
 
 #[test]
-fn windows_that_slots_do_not_carry() {
+fn window_beyond_half_the_slots_is_refused() {
     let setup = Setup::default();
     let mut node = with_tree(&setup);
     let group = group_config(&setup, 0);
-    // Below twice the window a slot could be wanted again before every child has what is in it (PROTOCOL 1).
+    // With fewer than two slots per chunk of the window, a slot could be needed again before every child has its answer
+    // (PROTOCOL 1).
     for (window, slots) in [(0, 16), (9, 16), (8, 15), (1, 1), (2, 3), (1, 0), (257, 514), (256, 513), (u16::MAX, 16)] {
         let config = GroupConfig { window_max: window, slots, ..group };
         refused(&mut node, &Request::CreateGroup(config), Refusal::Window { window, slots });
@@ -106,7 +107,7 @@ fn windows_that_slots_do_not_carry() {
 }
 
 #[test]
-fn a_shard_needs_slots_for_its_share_of_the_window() {
+fn shard_needs_twice_its_share_of_the_window_in_slots() {
     let setup = Setup { shard: Shard::new(0, 2).unwrap(), window: 40, slots: 48, ..Setup::default() };
     let mut node = with_tree(&setup);
     let group = group_config(&setup, 0);
@@ -117,7 +118,7 @@ fn a_shard_needs_slots_for_its_share_of_the_window() {
 }
 
 #[test]
-fn chunks_that_do_not_fit() {
+fn invalid_chunk_length_is_refused() {
     let setup = Setup { chunk_len_bytes: 8896, ..Setup::default() };
     let mut node = with_tree(&setup);
     let group = group_config(&setup, 0);
@@ -128,9 +129,9 @@ fn chunks_that_do_not_fit() {
     create(&mut node, group);
 }
 
-/// The tables are exactly as large as two groups need; whichever is short, the refusal says which.
+/// The tables have room for exactly two groups; the refusal names the table that is full.
 #[test]
-fn tables_that_are_full() {
+fn full_table_is_named_in_the_refusal() {
     let setup = Setup { groups: 2, order: Order::TreeFold, ..Setup::default() };
     let config = |group| group_config(&setup, group);
     let mut node = with_tree(&setup);
@@ -143,7 +144,7 @@ fn tables_that_are_full() {
     refused(&mut node, &Request::CreateGroup(config(2)), Refusal::NoEntry { limit: 2 });
     assert_eq!((node.stats().slots_used, node.stats().slot_memory_used_bytes), (32, 32 * 2 * 64));
 
-    // A tree of all children leaves none for a second group.
+    // A group with all children leaves none for a second one.
     let mut node = bare(&setup);
     let tree = TreeConfig { children: 4, ..tree_config(&setup) };
     assert_eq!(node.control(&Request::InstallTree(tree), Instant::ZERO), Response::Done);
@@ -155,12 +156,12 @@ fn tables_that_are_full() {
 }
 
 #[test]
-fn a_new_group_inherits_nothing_of_the_one_before() {
+fn new_group_inherits_no_state() {
     let mut rig = Rig::new(Setup::default());
     (0..3).for_each(|seq| rig.all(seq));
     rig.data(0, 3, &[100.0]);
     assert_eq!(rig.node.control(&Request::ReleaseGroup(group_id(0)), rig.now), Response::Done);
-    assert_eq!(rig.drain(), [], "its answers are not sent any more");
+    assert_eq!(rig.drain(), [], "its answers are no longer sent");
     assert_eq!(rig.node.control(&Request::CreateGroup(group_config(&rig.setup, 0)), rig.now), Response::Done);
     let repr = rig.up(Kind::Data, 0, 0);
     rig.put(Addr::Emu(60), repr, &floats(&[1.0]));
@@ -170,7 +171,7 @@ fn a_new_group_inherits_nothing_of_the_one_before() {
 }
 
 #[test]
-fn capabilities_are_those_of_the_tables() {
+fn capabilities_match_the_tables() {
     let setup = Setup { groups: 3, children: 5, ..Setup::default() };
     let capabilities = bare(&setup).capabilities();
     assert_eq!((capabilities.groups, capabilities.children, capabilities.slots), (3, 15, 48));

@@ -1,8 +1,8 @@
-//! Each [`DropReason`]: reached by a hand-made packet, counted, and without effect on the chunk that it was about.
+//! Each [`DropReason`]: triggered by a hand-made packet, counted, and without effect on its chunk.
 
 use super::*;
 
-/// Let everything go well once, so that a packet dropped before has demonstrably not counted.
+/// Complete a chunk normally, which shows that packets dropped before had no effect.
 fn chunk_still_works(rig: &mut Rig, seq: u64) {
     rig.data(0, seq, &[1.0]);
     rig.data(1, seq, &[2.0]);
@@ -11,13 +11,13 @@ fn chunk_still_works(rig: &mut Rig, seq: u64) {
     assert!(results.iter().all(|sent| sent.floats() == [3.0]));
 }
 
-/// Tell how often each reason was counted.
+/// Return all drop counters that are not 0.
 fn counted(rig: &Rig) -> Vec<(DropReason, u64)> {
     DropReason::ALL.into_iter().map(|reason| (reason, rig.dropped(reason))).filter(|&(_, n)| n > 0).collect()
 }
 
-/// A child's contribution with one thing wrong, by the change that makes it so.
-fn one_wrong(reason: DropReason, change: impl Fn(&mut Repr), payload: &[u8]) {
+/// Check that a contribution is dropped for `reason` after `change`.
+fn one_field_wrong(reason: DropReason, change: impl Fn(&mut Repr), payload: &[u8]) {
     let mut rig = Rig::new(Setup::default());
     let mut repr = rig.up(Kind::Data, 0, 0);
     change(&mut repr);
@@ -28,12 +28,12 @@ fn one_wrong(reason: DropReason, change: impl Fn(&mut Repr), payload: &[u8]) {
 }
 
 #[test]
-fn malformed() {
+fn malformed_packet_is_dropped() {
     let mut rig = Rig::new(Setup::default());
     let repr = Repr { payload_len_bytes: 4, ..rig.up(Kind::Data, 0, 0) };
     let mut bytes = vec![0; repr.packet_len()];
     repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
-    // Cut short, extended, and each byte damaged: but for the address nothing of it is looked at.
+    // Truncated, extended, and with each byte damaged: all are rejected before any field is used.
     (0..bytes.len()).for_each(|len| rig.put_bytes(child_addr(0), &bytes[..len]));
     bytes.push(0);
     rig.put_bytes(child_addr(0), &bytes);
@@ -49,20 +49,20 @@ fn malformed() {
 }
 
 #[test]
-fn bad_kind() {
+fn wrong_kind_is_dropped() {
     for kind in [Kind::Result, Kind::Done, Kind::Status, Kind::Ref] {
-        one_wrong(DropReason::BadKind, |repr| repr.kind = kind, &[0; 4]);
+        one_field_wrong(DropReason::BadKind, |repr| repr.kind = kind, &[0; 4]);
     }
     for reason in [NakReason::PathLost, NakReason::UnknownGroup, NakReason::WrongEpoch, NakReason::Resend] {
-        one_wrong(DropReason::BadKind, |repr| (repr.kind, repr.reason) = (Kind::Nak, Some(reason)), &[]);
+        one_field_wrong(DropReason::BadKind, |repr| (repr.kind, repr.reason) = (Kind::Nak, Some(reason)), &[]);
     }
-    one_wrong(DropReason::BadKind, |repr| repr.collective = None, &[0; 4]);
-    one_wrong(DropReason::BadKind, |repr| repr.count = 2, &[0; 4]);
-    one_wrong(DropReason::BadKind, |repr| repr.count = 0, &[0; 4]);
+    one_field_wrong(DropReason::BadKind, |repr| repr.collective = None, &[0; 4]);
+    one_field_wrong(DropReason::BadKind, |repr| repr.count = 2, &[0; 4]);
+    one_field_wrong(DropReason::BadKind, |repr| repr.count = 0, &[0; 4]);
 }
 
 #[test]
-fn bad_kind_from_the_parent() {
+fn wrong_kind_from_the_parent_is_dropped() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     for kind in [Kind::Data, Kind::Empty, Kind::Probe, Kind::Ref] {
         let repr = rig.down(kind, 0, 0);
@@ -72,24 +72,24 @@ fn bad_kind_from_the_parent() {
 }
 
 #[test]
-fn unknown_group_and_wrong_epoch() {
-    one_wrong(DropReason::UnknownGroup, |repr| repr.group = GroupId(99), &[0; 4]);
-    one_wrong(DropReason::WrongEpoch, |repr| repr.epoch.counter += 1, &[0; 4]);
-    one_wrong(DropReason::WrongEpoch, |repr| repr.epoch.counter -= 1, &[0; 4]);
-    one_wrong(DropReason::WrongEpoch, |repr| repr.epoch.term += 1, &[0; 4]);
+fn unknown_group_or_epoch_is_dropped() {
+    one_field_wrong(DropReason::UnknownGroup, |repr| repr.group = GroupId(99), &[0; 4]);
+    one_field_wrong(DropReason::WrongEpoch, |repr| repr.epoch.counter += 1, &[0; 4]);
+    one_field_wrong(DropReason::WrongEpoch, |repr| repr.epoch.counter -= 1, &[0; 4]);
+    one_field_wrong(DropReason::WrongEpoch, |repr| repr.epoch.term += 1, &[0; 4]);
 }
 
 #[test]
-fn bad_child_and_bad_key() {
-    one_wrong(DropReason::BadChild, |repr| repr.child = ChildIndex(2), &[0; 4]);
-    one_wrong(DropReason::BadChild, |repr| repr.child = ChildIndex(u16::MAX), &[0; 4]);
-    one_wrong(DropReason::BadKey, |repr| repr.key ^= 1, &[0; 4]);
-    one_wrong(DropReason::BadKey, |repr| repr.key = key(0, 1), &[0; 4]);
-    one_wrong(DropReason::BadKey, |repr| repr.key = 0, &[0; 4]);
+fn wrong_child_or_key_is_dropped() {
+    one_field_wrong(DropReason::BadChild, |repr| repr.child = ChildIndex(2), &[0; 4]);
+    one_field_wrong(DropReason::BadChild, |repr| repr.child = ChildIndex(u16::MAX), &[0; 4]);
+    one_field_wrong(DropReason::BadKey, |repr| repr.key ^= 1, &[0; 4]);
+    one_field_wrong(DropReason::BadKey, |repr| repr.key = key(0, 1), &[0; 4]);
+    one_field_wrong(DropReason::BadKey, |repr| repr.key = 0, &[0; 4]);
 }
 
 #[test]
-fn bad_source() {
+fn wrong_source_is_dropped() {
     let mut rig = Rig::new(Setup::default());
     rig.data(0, 0, &[1.0]);
     let repr = rig.up(Kind::Data, 0, 1);
@@ -102,7 +102,7 @@ fn bad_source() {
 }
 
 #[test]
-fn bad_shard() {
+fn foreign_shard_is_dropped() {
     let shard = Shard::new(1, 2).unwrap();
     let mut rig = Rig::new(Setup { shard, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
@@ -113,25 +113,25 @@ fn bad_shard() {
 }
 
 #[test]
-fn bad_mark() {
-    one_wrong(DropReason::BadMark, |repr| repr.mark = ChunkNo(1), &[0; 4]);
-    one_wrong(DropReason::BadMark, |repr| repr.mark = ChunkNo(u64::MAX), &[0; 4]);
+fn have_beyond_the_answers_is_dropped() {
+    one_field_wrong(DropReason::BadMark, |repr| repr.mark = ChunkNo(1), &[0; 4]);
+    one_field_wrong(DropReason::BadMark, |repr| repr.mark = ChunkNo(u64::MAX), &[0; 4]);
     let mut rig = Rig::new(Setup::default());
     rig.all(0);
     rig.all_have(2);
     rig.data(0, 1, &[0.0]);
-    assert_eq!(rig.dropped(DropReason::BadMark), 1, "one answer is out, nobody can have two");
+    assert_eq!(rig.dropped(DropReason::BadMark), 1, "one answer was sent, no child can have two");
     rig.all_have(1);
     rig.drain();
     chunk_still_works(&mut rig, 1);
 }
 
 #[test]
-fn bad_shape() {
+fn invalid_payload_length_is_dropped() {
     let bad: [(Kind, usize); 5] =
         [(Kind::Data, 0), (Kind::Data, 5), (Kind::Data, 3), (Kind::Data, 68), (Kind::Empty, 4)];
     for (kind, len) in bad {
-        one_wrong(DropReason::BadShape, |repr| repr.kind = kind, &vec![0; len]);
+        one_field_wrong(DropReason::BadShape, |repr| repr.kind = kind, &vec![0; len]);
     }
     // A barrier has no elements.
     let barrier = |repr: &mut Repr| {
@@ -145,7 +145,7 @@ fn bad_shape() {
 }
 
 #[test]
-fn bad_shape_is_another_count_than_the_others() {
+fn differing_element_count_is_dropped() {
     let mut rig = Rig::new(Setup::default());
     rig.data(0, 0, &[1.0]);
     rig.data(1, 0, &[2.0, 2.0]);
@@ -155,7 +155,7 @@ fn bad_shape_is_another_count_than_the_others() {
 }
 
 #[test]
-fn bad_shape_from_the_parent() {
+fn invalid_payload_length_from_the_parent_is_dropped() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.all(0);
     let own = rig.drain()[0].repr.token;
@@ -170,14 +170,14 @@ fn bad_shape_from_the_parent() {
 }
 
 #[test]
-fn stale_and_duplicate() {
+fn stale_or_duplicate_contribution_is_dropped() {
     let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
     rig.data(0, 0, &[1.0]);
     assert_eq!(counted(&rig), [(DropReason::Duplicate, 1)]);
     rig.data(1, 0, &[2.0]);
     rig.data(1, 0, &[2.0]);
-    assert_eq!(counted(&rig), [(DropReason::Duplicate, 2)], "also when the answer is there already");
+    assert_eq!(counted(&rig), [(DropReason::Duplicate, 2)], "also after the answer");
     assert!(rig.drain().iter().all(|sent| sent.floats() == [3.0]));
     for seq in 1..=2 {
         rig.all_have(seq);
@@ -192,7 +192,7 @@ fn stale_and_duplicate() {
 }
 
 #[test]
-fn stale_and_unexpected_answers_of_the_parent() {
+fn stale_or_unexpected_answer_from_the_parent_is_dropped() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
     let early = rig.down(Kind::Result, 0, 0);
@@ -200,24 +200,24 @@ fn stale_and_unexpected_answers_of_the_parent() {
     assert_eq!(counted(&rig), [(DropReason::Unexpected, 1)], "an answer before this node has contributed");
     let foreign = rig.down(Kind::Result, 16, 0);
     rig.put(PARENT, foreign, &floats(&[9.0]));
-    assert_eq!(rig.dropped(DropReason::Stale), 1, "an answer to another chunk than the slot holds");
+    assert_eq!(rig.dropped(DropReason::Stale), 1, "an answer to a chunk that the slot does not hold");
     rig.data(1, 0, &[2.0]);
     rig.drain();
     for _ in 0..2 {
         rig.put(PARENT, early, &floats(&[3.0]));
     }
     assert_eq!(rig.dropped(DropReason::Duplicate), 1);
-    assert_eq!(rig.drain().len(), 2, "a doubled answer is handed down once");
+    assert_eq!(rig.drain().len(), 2, "a duplicate answer is forwarded once");
 }
 
 #[test]
-fn slot_busy_while_an_answer_was_not_sent() {
+fn contribution_is_dropped_while_its_slot_is_busy() {
     let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
     for seq in 0..2 {
         rig.all_have(seq);
         rig.all(seq);
     }
-    // Both say that they have chunk 0, which did not even leave yet.
+    // Both report that they have chunk 0, whose answer was not even sent.
     rig.all_have(2);
     rig.data(0, 2, &[1.0]);
     assert_eq!(counted(&rig), [(DropReason::SlotBusy, 1)]);
@@ -226,7 +226,7 @@ fn slot_busy_while_an_answer_was_not_sent() {
 }
 
 #[test]
-fn over_window() {
+fn contribution_over_the_window_is_dropped() {
     let mut rig = Rig::new(Setup { window: 3, slots: 6, ..Setup::default() });
     rig.data(0, 2, &[1.0]);
     assert_eq!(counted(&rig), []);
@@ -237,7 +237,7 @@ fn over_window() {
 }
 
 #[test]
-fn unexpected() {
+fn unexpected_packets_are_dropped() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
     rig.nak(0, NakReason::Missing, 0);
@@ -246,12 +246,12 @@ fn unexpected() {
     rig.put(PARENT, status, &[]);
     let nak = Repr { reason: Some(NakReason::PathLost), ..rig.down(Kind::Nak, 0, 0x1234) };
     rig.put(PARENT, nak, &[]);
-    assert_eq!(counted(&rig), [(DropReason::Unexpected, 3)], "no token of ours is echoed");
-    assert_eq!(rig.node.poll_event(), None, "and it had no effect");
+    assert_eq!(counted(&rig), [(DropReason::Unexpected, 3)], "the token is not ours");
+    assert_eq!(rig.node.poll_event(), None, "no effect");
 }
 
 #[test]
-fn queue_full() {
+fn reply_is_dropped_when_the_queue_is_full() {
     let mut rig = Rig::new(Setup::default());
     for _ in 0..super::super::MAX_REPLIES + 7 {
         rig.probe(0, 0, 1, 0);

@@ -1,4 +1,4 @@
-//! How a group ends: mismatches, operations that a node can't do, dead hops, leases.
+//! How groups end: mismatches, unsupported operations, dead hops, leases.
 
 use super::*;
 use crate::node::Event;
@@ -25,33 +25,33 @@ fn ops(sent: &Sent) -> (Option<OpDesc>, Option<OpDesc>) {
 }
 
 #[test]
-fn a_mismatch_at_the_root_is_told_to_everybody_alike() {
+fn mismatch_at_the_root_gives_every_child_the_same_error() {
     let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
     call(&mut rig, 1, 0, OP);
     assert_eq!(rig.drain(), []);
     call(&mut rig, 0, 0, OTHER);
-    let told = rig.drain();
-    assert_eq!(told.iter().map(|sent| sent.to).collect::<Vec<_>>(), [child_addr(0), child_addr(1)]);
-    // Who comes later, with either or with something else, hears the same.
+    let naks = rig.drain();
+    assert_eq!(naks.iter().map(|sent| sent.to).collect::<Vec<_>>(), [child_addr(0), child_addr(1)]);
+    // Later calls, matching either or neither, get the same error.
     call(&mut rig, 2, 0, OpDesc { count: 8, ..OTHER });
     rig.probe(0, 0, 1, 0);
     call(&mut rig, 2, 1, OP);
     let later = rig.drain();
     assert_eq!(later.len(), 3);
-    for sent in told.iter().chain(&later) {
+    for sent in naks.iter().chain(&later) {
         assert!(sent.is_nak(NakReason::Mismatch), "{sent:?}");
         assert_eq!(ops(sent), (Some(OP), Some(OTHER)), "the first to arrive, then the other");
     }
-    assert_eq!(later[0].repr.token, token(2), "each echoes what it answers");
+    assert_eq!(later[0].repr.token, token(2), "each echoes the token of its packet");
     assert_eq!(later[1].repr.token, 0x9999);
     let failed = Event::GroupFailed { group: group_id(0), from: ChunkNo(0), reason: NakReason::Mismatch };
     assert_eq!((rig.node.poll_event(), rig.node.poll_event()), (Some(failed), None));
     let failed = Trace::Failed(group_id(0), ChunkNo(0), NakReason::Mismatch);
-    assert!(rig.node.trace().iter().any(|entry| entry.what == failed && entry.at == rig.now));
+    assert!(rig.node.trace().iter().any(|entry| entry.event == failed && entry.at == rig.now));
 }
 
 #[test]
-fn each_field_of_an_operation_is_compared() {
+fn mismatch_in_any_operation_field_is_reported() {
     let others = [
         OpDesc { dtype: Some(Dtype::I32), ..OP },
         OpDesc { op: Some(ReduceOp::Max), ..OP },
@@ -62,11 +62,11 @@ fn each_field_of_an_operation_is_compared() {
         let mut rig = Rig::new(Setup::default());
         call(&mut rig, 0, 0, OP);
         call(&mut rig, 1, 0, other);
-        let told = rig.drain();
-        assert_eq!(told.len(), 2);
-        assert!(told.iter().all(|sent| ops(sent) == (Some(OP), Some(other))));
+        let naks = rig.drain();
+        assert_eq!(naks.len(), 2);
+        assert!(naks.iter().all(|sent| ops(sent) == (Some(OP), Some(other))));
     }
-    // The same operation by another path or cost table.
+    // The same operation by another path.
     let mut rig = Rig::new(Setup::default());
     call(&mut rig, 0, 0, OP);
     let repr = Repr { signature: OP.signature(Path::Ring, 1), ..rig.up(Kind::Data, 1, 0) };
@@ -75,7 +75,7 @@ fn each_field_of_an_operation_is_compared() {
 }
 
 #[test]
-fn chunks_before_a_mismatch_go_on() {
+fn chunks_before_a_mismatch_complete() {
     let mut rig = Rig::new(Setup::default());
     rig.data(0, 0, &[1.0]);
     call(&mut rig, 0, 1, OP);
@@ -86,9 +86,10 @@ fn chunks_before_a_mismatch_go_on() {
     assert!(sent.len() == 2 && sent.iter().all(|sent| sent.floats() == [3.0]), "{sent:?}");
 }
 
-/// An earlier mismatch found later replaces a later one: the first that ranks disagree on is what they are told.
+/// A mismatch at an earlier chunk, found later, replaces that of a later chunk: ranks see the first chunk that they
+/// disagree on.
 #[test]
-fn the_earliest_mismatch_prevails() {
+fn earliest_mismatch_replaces_a_later_one() {
     let mut rig = Rig::new(Setup::default());
     call(&mut rig, 0, 1, OP);
     call(&mut rig, 1, 1, OTHER);
@@ -106,17 +107,17 @@ fn the_earliest_mismatch_prevails() {
 }
 
 #[test]
-fn a_mismatch_below_goes_up_and_only_the_roots_word_comes_down() {
+fn mismatch_below_the_root_is_reported_by_the_root_only() {
     let mut rig = Rig::new(Setup { has_parent: true, children: 3, ..Setup::default() });
     call(&mut rig, 0, 0, OP);
     call(&mut rig, 1, 0, OTHER);
     let sent = rig.drain();
-    let [up] = &sent[..] else { panic!("nobody is told yet: {sent:?}") };
+    let [up] = &sent[..] else { panic!("no Nak to the children yet: {sent:?}") };
     assert!(up.to == PARENT && up.is_nak(NakReason::Mismatch));
     assert_eq!((ops(up), up.repr.seq, up.repr.key), ((Some(OP), Some(OTHER)), ChunkNo(0), PARENT_KEY));
     call(&mut rig, 2, 0, OP);
     assert_eq!(rig.drain(), []);
-    // The root saw another pair first: that is what everybody hears.
+    // The root saw another pair first: every rank gets that one.
     let pair = [OpDesc::barrier(), OP];
     let nak = Repr {
         reason: Some(NakReason::Mismatch),
@@ -125,16 +126,16 @@ fn a_mismatch_below_goes_up_and_only_the_roots_word_comes_down() {
         ..rig.down(Kind::Nak, 0, up.repr.token)
     };
     rig.put(PARENT, nak, &[]);
-    let told = rig.drain();
-    assert_eq!(told.len(), 2, "those whose contribution counts");
+    let naks = rig.drain();
+    assert_eq!(naks.len(), 2, "the children that have contributed");
     call(&mut rig, 2, 0, OP);
     let late = rig.drain();
-    assert!(told.iter().chain(&late).all(|sent| ops(sent) == (Some(pair[0]), Some(pair[1]))));
+    assert!(naks.iter().chain(&late).all(|sent| ops(sent) == (Some(pair[0]), Some(pair[1]))));
 }
 
-/// The refusal of a later chunk, found first, does not take the place of an earlier one's on the way up.
+/// A refusal of a later chunk, found first, does not replace that of an earlier one on the way up.
 #[test]
-fn each_refusal_names_the_operations_of_the_earliest_chunk() {
+fn refusal_reports_the_operations_of_the_earliest_chunk() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     let later = OpDesc { count: 8, ..OTHER };
     call(&mut rig, 0, 1, OP);
@@ -148,40 +149,40 @@ fn each_refusal_names_the_operations_of_the_earliest_chunk() {
 }
 
 #[test]
-fn a_mismatch_from_below_ends_the_group_at_the_root() {
+fn childs_mismatch_nak_fails_the_group_at_the_root() {
     let mut rig = Rig::new(Setup::default());
     call(&mut rig, 1, 0, OP);
     let nak =
         Repr { reason: Some(NakReason::Mismatch), bits2: sumac_hal::wire::pack_op(&OTHER), ..rig.up(Kind::Nak, 0, 0) };
     rig.put(child_addr(0), nak, &[]);
-    let told = rig.drain();
-    assert!(told.len() == 2 && told.iter().all(|sent| ops(sent) == (Some(OP), Some(OTHER))), "{told:?}");
+    let naks = rig.drain();
+    assert!(naks.len() == 2 && naks.iter().all(|sent| ops(sent) == (Some(OP), Some(OTHER))), "{naks:?}");
 }
 
-/// A Nak whose second operation is not of this version still ends the group with two operations: without them
-/// ranks could not name the error, and would wait.
+/// A Nak whose second operation is unknown to this version still reports two operations: without them ranks could not
+/// report the error, and would wait.
 #[test]
-fn a_refusal_without_a_known_operation_is_told_all_the_same() {
+fn refusal_with_an_unknown_operation_reports_two_operations() {
     let mut rig = Rig::new(Setup::default());
     let nak = Repr { reason: Some(NakReason::Unsupported), bits2: 0xff, ..rig.up(Kind::Nak, 0, 0) };
     rig.put(child_addr(0), nak, &[]);
-    let told = rig.drain();
-    assert_eq!(told.len(), 1);
-    assert_eq!(ops(&told[0]), (Some(OP), Some(OP)));
+    let naks = rig.drain();
+    assert_eq!(naks.len(), 1);
+    assert_eq!(ops(&naks[0]), (Some(OP), Some(OP)));
 }
 
 #[test]
-fn an_operation_that_nodes_can_not_do_is_named() {
+fn unsupported_operation_is_reported() {
     let mut rig = Rig::new(Setup::default());
     let senseless = OpDesc { op: None, ..OP };
     call(&mut rig, 0, 0, senseless);
-    let told = rig.drain();
-    assert!(told.len() == 1 && told[0].is_nak(NakReason::Unsupported));
-    assert_eq!(ops(&told[0]), (Some(senseless), Some(senseless)));
+    let naks = rig.drain();
+    assert!(naks.len() == 1 && naks[0].is_nak(NakReason::Unsupported));
+    assert_eq!(ops(&naks[0]), (Some(senseless), Some(senseless)));
 }
 
 #[test]
-fn a_silent_parent_is_dead_after_the_limit_and_the_children_hear_it() {
+fn silent_parent_is_dead_after_the_limit_and_fails_the_group() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.all(0);
     rig.drain();
@@ -190,24 +191,24 @@ fn a_silent_parent_is_dead_after_the_limit_and_the_children_hear_it() {
     assert!(rig.drain().iter().all(|sent| sent.repr.kind == Kind::Probe));
     assert_eq!(rig.node.poll_event(), None);
     rig.pass_ms(1);
-    let told = rig.drain();
+    let naks = rig.drain();
     assert_eq!(
-        told.iter().map(|sent| (sent.to, sent.repr.seq.0)).collect::<Vec<_>>(),
+        naks.iter().map(|sent| (sent.to, sent.repr.seq.0)).collect::<Vec<_>>(),
         [(child_addr(0), 0), (child_addr(1), 0), (child_addr(0), 1)]
     );
-    assert!(told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
-    // Later contributions and probes are told too; the parent is left alone.
+    assert!(naks.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+    // Later contributions and probes get the Nak too; the parent is not probed any more.
     rig.data(1, 1, &[1.0]);
     rig.probe(0, 0, 2, 0);
-    let told = rig.drain();
-    assert!(told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+    let naks = rig.drain();
+    assert!(naks.len() == 2 && naks.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
     rig.pass_ms(1_000);
     assert_eq!(rig.drain(), []);
 }
 
-/// A mismatch at a later chunk does not end the care for earlier ones: their answers may yet be lost.
+/// A failure at a later chunk does not stop probes for earlier ones: their answers may still be lost.
 #[test]
-fn chunks_before_a_failure_are_still_probed_for() {
+fn chunks_before_a_failure_are_still_probed() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     (0..2).for_each(|seq| rig.all(seq));
     let own = rig.drain()[0].repr.token;
@@ -218,7 +219,7 @@ fn chunks_before_a_failure_are_still_probed_for() {
         ..rig.down(Kind::Nak, 1, own)
     };
     rig.put(PARENT, nak, &[]);
-    assert_eq!(rig.drain().len(), 2, "both children hear of chunk 1");
+    assert_eq!(rig.drain().len(), 2, "both children get the Nak for chunk 1");
     rig.pass_ms(100);
     let sent = rig.drain();
     assert!(sent.len() == 1 && sent[0].repr.kind == Kind::Probe, "chunk 0 has no answer yet: {sent:?}");
@@ -226,43 +227,43 @@ fn chunks_before_a_failure_are_still_probed_for() {
     rig.put(PARENT, result, &floats(&[1.0]));
     assert_eq!(rig.drain().len(), 2);
     rig.pass_ms(100);
-    assert_eq!(rig.drain(), [], "now there is nothing left to ask for");
+    assert_eq!(rig.drain(), [], "nothing is left to probe for");
 }
 
 #[test]
-fn a_parent_that_forgot_the_group_is_a_lost_path_below() {
+fn unknown_group_nak_from_the_parent_is_path_lost() {
     for reason in [NakReason::UnknownGroup, NakReason::WrongEpoch] {
         let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
         rig.all(0);
         let own = rig.drain()[0].repr.token;
         let nak = Repr { reason: Some(reason), ..rig.down(Kind::Nak, 0, own ^ 1) };
         rig.put(PARENT, nak, &[]);
-        assert_eq!(rig.drain(), [], "without our token anybody may have sent it");
+        assert_eq!(rig.drain(), [], "a Nak without our token is ignored");
         rig.put(PARENT, Repr { token: own, ..nak }, &[]);
-        let told = rig.drain();
-        assert!(told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
+        let naks = rig.drain();
+        assert!(naks.len() == 2 && naks.iter().all(|sent| sent.is_nak(NakReason::PathLost)));
     }
 }
 
 #[test]
-fn a_lease_ends_the_group_unless_somebody_valid_speaks() {
+fn lease_expires_unless_a_valid_packet_renews_it() {
     let ms = u64::from(LEASE_MS);
     let mut rig = Rig::new(Setup::default());
     rig.pass_ms(ms - 1);
     rig.data(0, 0, &[1.0]);
     rig.pass_ms(ms - 1);
-    // A foreign packet renews nothing.
+    // A packet with a wrong key renews nothing.
     let repr = Repr { key: 1, ..rig.up(Kind::Probe, 1, 0) };
     rig.put(child_addr(1), repr, &[]);
     assert_eq!(rig.node.poll_event(), None);
     rig.pass_ms(1);
     assert_eq!(rig.node.poll_event(), Some(Event::LeaseExpired(group_id(0))));
-    assert!(rig.node.trace().iter().any(|entry| entry.what == Trace::LeaseExpired(group_id(0))));
+    assert!(rig.node.trace().iter().any(|entry| entry.event == Trace::LeaseExpired(group_id(0))));
     assert_eq!((rig.node.counters().leases_expired, rig.node.stats().slots_used), (1, 0));
     rig.data(0, 1, &[1.0]);
     assert!(rig.drain()[0].is_nak(NakReason::UnknownGroup));
     assert_eq!(rig.node.poll_timeout(), None);
-    // The room is free again.
+    // The group's entries are free again.
     let again = Request::CreateGroup(group_config(&rig.setup, 0));
     assert_eq!(rig.node.control(&again, rig.now), Response::Done);
     rig.pass_ms(ms - 1);
@@ -273,10 +274,10 @@ fn a_lease_ends_the_group_unless_somebody_valid_speaks() {
 
 type Renewal<'a> = &'a dyn Fn(&mut Rig);
 
-/// Any valid keyed packet renews a lease (PROTOCOL 10), whatever comes of it otherwise, but for the answer to a probe of the
-/// node's own.
+/// Any valid packet with the right key renews a lease (PROTOCOL 10), whatever its effect, except an answer to a probe
+/// of the node's own.
 #[test]
-fn every_kind_of_packet_renews_a_lease() {
+fn every_valid_packet_kind_renews_the_lease() {
     let setup = || Setup { has_parent: true, ..Setup::default() };
     let up = |kind, child| move |rig: &mut Rig| rig.put(child_addr(child), rig.up(kind, child, 0), &[]);
     let nak = |reason| move |rig: &mut Rig| rig.nak(1, reason, 0);
@@ -287,14 +288,14 @@ fn every_kind_of_packet_renews_a_lease() {
     };
     let kinds: [(&str, Renewal<'_>); 10] = [
         ("data", &|rig| rig.data(0, 1, &[1.0])),
-        ("the same again", &|rig| rig.data(0, 0, &[1.0])),
+        ("a duplicate", &|rig| rig.data(0, 0, &[1.0])),
         ("empty", &up(Kind::Empty, 1)),
         ("probe", &up(Kind::Probe, 0)),
-        ("a child's missing", &nak(NakReason::Missing)),
-        ("a child's mismatch", &nak(NakReason::Mismatch)),
+        ("a child's Nak for a missing answer", &nak(NakReason::Missing)),
+        ("a child's mismatch Nak", &nak(NakReason::Mismatch)),
         ("result", &down(Kind::Result)),
         ("done", &down(Kind::Done)),
-        ("the parent's missing", &lost),
+        ("the parent's Nak for a missing contribution", &lost),
         ("renewal", &|rig| {
             assert_eq!(rig.node.control(&Request::RenewGroup(group_id(0)), rig.now), Response::Done);
         }),
@@ -311,9 +312,9 @@ fn every_kind_of_packet_renews_a_lease() {
     }
 }
 
-/// The ranks below are gone, and the parent is there: the lease ends all the same.
+/// The ranks below are gone and the parent is alive: the lease expires nevertheless.
 #[test]
-fn nodes_do_not_keep_each_other() {
+fn parents_status_does_not_renew_the_lease() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
     rig.data(0, 1, &[1.0]);
@@ -326,11 +327,11 @@ fn nodes_do_not_keep_each_other() {
 }
 
 #[test]
-fn rare_things_leave_a_trace() {
+fn rare_events_are_traced() {
     let mut rig = Rig::new(Setup::default());
     (1..4).for_each(|seq| rig.data(0, seq, &[1.0]));
     assert_eq!(rig.node.control(&Request::ReleaseGroup(group_id(0)), rig.now), Response::Done);
-    let what: Vec<Trace> = rig.node.trace().iter().map(|entry| entry.what).collect();
+    let what: Vec<Trace> = rig.node.trace().iter().map(|entry| entry.event).collect();
     let (group, child) = (group_id(0), ChildIndex(0));
     assert_eq!(
         what,

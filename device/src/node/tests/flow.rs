@@ -1,14 +1,14 @@
-//! What happens when nothing goes wrong: one level, two levels, re-use of slots, windows, orders, many children.
+//! Operation without faults: one level, two levels, slot reuse, windows, orders, many children.
 
 use super::*;
 use std::collections::BTreeSet;
 
 #[test]
-fn one_level_sums_and_answers_everybody_once() {
+fn root_sums_and_answers_each_child_once() {
     let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
     rig.data(2, 0, &[4.0, 40.0]);
     rig.data(0, 0, &[1.0, 10.0]);
-    assert_eq!(rig.drain(), [], "nothing leaves before everybody is in");
+    assert_eq!(rig.drain(), [], "nothing is sent before every child has contributed");
     rig.data(1, 0, &[2.0, 20.0]);
     let sent = rig.drain();
     assert_eq!(sent.len(), 3);
@@ -23,11 +23,11 @@ fn one_level_sums_and_answers_everybody_once() {
 }
 
 #[test]
-fn empty_is_skipped_and_done_answers_who_wants_nothing() {
+fn empty_is_skipped_and_done_answers_children_without_want() {
     let mut rig = Rig::new(Setup { children: 3, ..Setup::default() });
     let repr = Repr { flags: Flags::empty(), ..rig.up(Kind::Empty, 0, 0) };
     rig.put(child_addr(0), repr, &[]);
-    // -0 + nothing stays -0: an identity element +0 would show.
+    // -0 + nothing stays -0; an identity element +0 would show.
     rig.data(1, 0, &[-0.0]);
     let repr = rig.up(Kind::Empty, 2, 0);
     rig.put(child_addr(2), repr, &[]);
@@ -39,7 +39,7 @@ fn empty_is_skipped_and_done_answers_who_wants_nothing() {
 }
 
 #[test]
-fn two_levels_send_one_partial_up_and_hand_the_answer_down() {
+fn inner_node_sends_one_partial_up_and_forwards_the_answer() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.data(0, 0, &[1.0]);
     rig.data(1, 0, &[2.0]);
@@ -53,7 +53,7 @@ fn two_levels_send_one_partial_up_and_hand_the_answer_down() {
     let down = rig.drain();
     assert_eq!(down.iter().map(|sent| sent.to).collect::<Vec<_>>(), [child_addr(0), child_addr(1)]);
     assert!(down.iter().all(|sent| sent.repr.kind == Kind::Result && sent.floats() == [30.0]));
-    // The next contribution carries the least `have` of all children, and the root's `stable` comes down.
+    // The next contribution carries the minimum `have` of all children, and the root's `stable` comes down.
     (rig.have[0], rig.have[1]) = (1, 0);
     rig.all(1);
     let up = rig.drain();
@@ -67,9 +67,9 @@ fn two_levels_send_one_partial_up_and_hand_the_answer_down() {
 }
 
 #[test]
-fn narrow_types_travel_up_in_the_accumulator_type() {
+fn partial_results_use_the_accumulator_type() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
-    // bf16 bits of 1.0 and of 2^-8: their sum has no bf16, but has an f32.
+    // bf16 bits of 1.0 and 2^-8: their sum is not a bf16, but is an f32.
     for (child, bits) in [(0, 0x3f80_u16), (1, 0x3b80)] {
         let repr = Repr { dtype: Some(Dtype::Bf16), ..rig.up(Kind::Data, child, 0) };
         rig.put(child_addr(child), repr, &bits.to_le_bytes());
@@ -81,18 +81,18 @@ fn narrow_types_travel_up_in_the_accumulator_type() {
     assert!(rig.drain().iter().all(|sent| sent.payload == 0x3f80_u16.to_le_bytes()), "results are rounded");
 }
 
-/// The rule of re-use by itself: with policing opened on purpose, so that only `have` protects the slot.
+/// The reuse rule by itself: the window check is disabled, so that only `have` protects the slot.
 #[test]
-fn a_slot_is_reused_only_when_every_child_has_its_answer() {
+fn slot_is_reused_only_after_every_child_has_its_answer() {
     let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
     rig.node.storage.groups[0].as_mut().unwrap().window_local = 2;
     rig.all(0);
     rig.drain();
     rig.have[0] = 1;
     rig.data(0, 2, &[1.0]);
-    assert_eq!(rig.dropped(DropReason::SlotBusy), 1, "child 1 has not said that it has chunk 0");
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 1, "child 1 has not reported that it has chunk 0");
     rig.nak(1, NakReason::Missing, 0);
-    assert_eq!(rig.drain()[0].floats(), [1.0], "so it can still get it again");
+    assert_eq!(rig.drain()[0].floats(), [1.0], "so it can still be resent");
     rig.have[1] = 1;
     rig.data(1, 2, &[2.0]);
     rig.data(0, 2, &[1.0]);
@@ -100,9 +100,9 @@ fn a_slot_is_reused_only_when_every_child_has_its_answer() {
     assert_eq!(rig.dropped(DropReason::SlotBusy), 1);
 }
 
-/// The full number counts, not its low bits: chunks one slot ring apart are told apart.
+/// Chunks are identified by their full number, not its low bits: chunks that map to the same slot are kept apart.
 #[test]
-fn chunks_of_one_slot_are_told_apart() {
+fn chunks_that_share_a_slot_are_kept_apart() {
     let mut rig = Rig::new(Setup { window: 2, slots: 4, ..Setup::default() });
     rig.node.storage.groups[0].as_mut().unwrap().window_local = 64;
     rig.data(0, 1, &[1.0]);
@@ -116,7 +116,7 @@ fn chunks_of_one_slot_are_told_apart() {
 }
 
 #[test]
-fn the_window_grows_from_what_the_port_buffers_to_its_limit() {
+fn window_grows_from_the_receive_buffer_to_its_limit() {
     // Room for four packets of 160 bytes from each of two children.
     let mut rig = Rig::new(Setup { window: 64, slots: 128, receive_buffer_bytes: 8 * 160, ..Setup::default() });
     let mut windows = Vec::new();
@@ -131,7 +131,7 @@ fn the_window_grows_from_what_the_port_buffers_to_its_limit() {
 }
 
 #[test]
-fn two_hundred_and_fifty_six_children() {
+fn node_sums_over_256_children() {
     for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
         let mut rig = Rig::new(Setup { children: 256, window: 2, slots: 4, order, ..Setup::default() });
         for seq in 0..6 {
@@ -151,7 +151,7 @@ fn two_hundred_and_fifty_six_children() {
 }
 
 #[test]
-fn tree_orders_keep_their_bits_whatever_arrives_first() {
+fn tree_orders_give_the_same_bits_for_any_arrival() {
     let values = [1e8_f32, 1.0, -1e8, 1.0];
     let expected = [(Order::TreeFold, 1.0), (Order::TreePairwise, 0.0)];
     for (order, expected) in expected {
@@ -163,9 +163,9 @@ fn tree_orders_keep_their_bits_whatever_arrives_first() {
     }
 }
 
-/// The root divides once, by the ranks of the whole group: an inner node sends the sum.
+/// The root divides once, by the number of ranks in the group; an inner node sends the sum.
 #[test]
-fn averages_are_divided_at_the_root() {
+fn average_is_divided_at_the_root_only() {
     let average = |has_parent| {
         let mut rig = Rig::new(Setup { has_parent, ..Setup::default() });
         for (child, value) in [(0, 5.0), (1, 9.0)] {
@@ -178,9 +178,9 @@ fn averages_are_divided_at_the_root() {
     assert_eq!(average(false), [14.0 / RANKS.get() as f32]);
 }
 
-/// Elements of 16 bytes: half of one is no shape, and four fill a chunk of 64.
+/// Elements of 16 bytes: half an element is invalid, and four fill a chunk of 64.
 #[test]
-fn pairs_are_counted_whole() {
+fn value_index_pairs_are_counted_whole() {
     let mut rig = Rig::new(Setup::default());
     let pair = |value: f64, index: u64| [value.to_le_bytes(), index.to_le_bytes()].concat();
     let put = |rig: &mut Rig, child, payload: &[u8]| {

@@ -1,18 +1,18 @@
-//! Packets that nobody should send: random bytes, and headers that are right but for some fields. Nothing panics,
-//! and the state's invariants hold after each (`check_invariants` in [`Rig::put_bytes`]).
+//! Fuzzing: random bytes, and valid headers with some fields changed. Nothing panics, and the invariants hold after
+//! each packet (`check_invariants` in [`Rig::put_bytes`]).
 
 use super::*;
 use proptest::prelude::*;
 use sumac_hal::op::Collective;
 
-/// Numbers at which arithmetic could go wrong, and small ones.
+/// Small numbers, and numbers at which arithmetic could overflow.
 fn numbers() -> impl Strategy<Value = u64> {
     prop_oneof![4 => 0_u64..24, 1 => any::<u64>(), 1 => prop::sample::select(vec![u64::MAX, u64::MAX - 63, 1 << 63, 255, 256])]
 }
 
-/// One field given another content.
+/// A change to one header field.
 #[derive(Debug, Clone, Copy)]
-enum Wrong {
+enum Change {
     Nothing,
     Child(u16),
     Key(u64),
@@ -30,23 +30,23 @@ enum Wrong {
     Token(u32),
 }
 
-fn wrongs() -> impl Strategy<Value = Wrong> {
+fn changes() -> impl Strategy<Value = Change> {
     prop_oneof![
-        8 => Just(Wrong::Nothing),
-        1 => any::<u16>().prop_map(Wrong::Child),
-        1 => any::<u64>().prop_map(Wrong::Key),
-        1 => any::<u32>().prop_map(Wrong::Group),
-        1 => any::<u32>().prop_map(Wrong::Epoch),
-        1 => any::<u16>().prop_map(Wrong::Count),
-        1 => numbers().prop_map(Wrong::Mark),
-        1 => any::<u32>().prop_map(Wrong::Signature),
-        1 => numbers().prop_map(Wrong::Bits),
-        1 => any::<u64>().prop_map(Wrong::Bits2),
-        1 => prop::option::of(prop::sample::select(Dtype::ALL)).prop_map(Wrong::Dtype),
-        1 => prop::option::of(prop::sample::select(ReduceOp::ALL)).prop_map(Wrong::Op),
-        1 => prop::option::of(prop::sample::select(Collective::ALL)).prop_map(Wrong::Collective),
-        1 => Just(Wrong::Partial),
-        1 => any::<u32>().prop_map(Wrong::Token),
+        8 => Just(Change::Nothing),
+        1 => any::<u16>().prop_map(Change::Child),
+        1 => any::<u64>().prop_map(Change::Key),
+        1 => any::<u32>().prop_map(Change::Group),
+        1 => any::<u32>().prop_map(Change::Epoch),
+        1 => any::<u16>().prop_map(Change::Count),
+        1 => numbers().prop_map(Change::Mark),
+        1 => any::<u32>().prop_map(Change::Signature),
+        1 => numbers().prop_map(Change::Bits),
+        1 => any::<u64>().prop_map(Change::Bits2),
+        1 => prop::option::of(prop::sample::select(Dtype::ALL)).prop_map(Change::Dtype),
+        1 => prop::option::of(prop::sample::select(ReduceOp::ALL)).prop_map(Change::Op),
+        1 => prop::option::of(prop::sample::select(Collective::ALL)).prop_map(Change::Collective),
+        1 => Just(Change::Partial),
+        1 => any::<u32>().prop_map(Change::Token),
     ]
 }
 
@@ -57,11 +57,11 @@ struct Step {
     kind: u8,
     reason: u8,
     seq: u64,
-    /// Say to have all that is answered.
+    /// Report everything answered as received.
     up_to_date: bool,
     elements: usize,
     extra: usize,
-    wrong: Wrong,
+    change: Change,
     after: u8,
 }
 
@@ -75,30 +75,30 @@ prop_compose! {
         up_to_date in any::<bool>(),
         elements in prop_oneof![8 => Just(2_usize), 1 => 0_usize..20],
         extra in prop_oneof![8 => Just(0_usize), 1 => 0_usize..4],
-        wrong in wrongs(),
+        change in changes(),
         after in 0_u8..12,
     ) -> Step {
-        Step { from_parent, child, kind, reason, seq, up_to_date, elements, extra, wrong, after }
+        Step { from_parent, child, kind, reason, seq, up_to_date, elements, extra, change, after }
     }
 }
 
-fn apply(wrong: Wrong, repr: &mut Repr) {
-    match wrong {
-        Wrong::Nothing => {}
-        Wrong::Child(n) => repr.child = ChildIndex(n),
-        Wrong::Key(n) => repr.key = n,
-        Wrong::Group(n) => repr.group = GroupId(n),
-        Wrong::Epoch(n) => repr.epoch = Epoch::from_bits(n),
-        Wrong::Count(n) => repr.count = n,
-        Wrong::Mark(n) => repr.mark = ChunkNo(n),
-        Wrong::Signature(n) => repr.signature = n,
-        Wrong::Bits(n) => repr.bits = n,
-        Wrong::Bits2(n) => repr.bits2 = n,
-        Wrong::Dtype(dtype) => repr.dtype = dtype,
-        Wrong::Op(op) => repr.op = op,
-        Wrong::Collective(collective) => repr.collective = collective,
-        Wrong::Partial => repr.flags.toggle(Flags::PARTIAL),
-        Wrong::Token(n) => repr.token = n,
+fn apply(change: Change, repr: &mut Repr) {
+    match change {
+        Change::Nothing => {}
+        Change::Child(n) => repr.child = ChildIndex(n),
+        Change::Key(n) => repr.key = n,
+        Change::Group(n) => repr.group = GroupId(n),
+        Change::Epoch(n) => repr.epoch = Epoch::from_bits(n),
+        Change::Count(n) => repr.count = n,
+        Change::Mark(n) => repr.mark = ChunkNo(n),
+        Change::Signature(n) => repr.signature = n,
+        Change::Bits(n) => repr.bits = n,
+        Change::Bits2(n) => repr.bits2 = n,
+        Change::Dtype(dtype) => repr.dtype = dtype,
+        Change::Op(op) => repr.op = op,
+        Change::Collective(collective) => repr.collective = collective,
+        Change::Partial => repr.flags.toggle(Flags::PARTIAL),
+        Change::Token(n) => repr.token = n,
     }
 }
 
@@ -120,7 +120,7 @@ fn run(setup: Setup, script: &[Step]) {
         if step.from_parent {
             (repr.collective, repr.bits2) = (Some(OP.collective), sumac_hal::wire::pack_op(&OP));
         }
-        apply(step.wrong, &mut repr);
+        apply(step.change, &mut repr);
         rig.put(from, repr, &vec![step.kind; step.elements * 4 + step.extra]);
         match step.after {
             0..=4 => drop(rig.drain()),
@@ -138,7 +138,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn nothing_that_arrives_breaks_a_node(
+    fn arbitrary_packets_keep_the_invariants(
         script in prop::collection::vec(steps(), 1..120),
         order in prop::sample::select(vec![Order::Arrival, Order::TreeFold, Order::TreePairwise]),
         has_parent in any::<bool>(),
@@ -149,16 +149,16 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_are_malformed(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn random_bytes_are_dropped_as_malformed(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut rig = Rig::new(Setup::default());
         rig.put_bytes(child_addr(0), &bytes);
         prop_assert_eq!(rig.dropped(DropReason::Malformed), 1);
         prop_assert_eq!(rig.drain(), vec![]);
     }
 
-    /// A valid packet with any bytes overwritten and the checksum made right again.
+    /// A valid packet with some bytes overwritten and the checksum recomputed.
     #[test]
-    fn damaged_headers_with_a_right_checksum_break_nothing(
+    fn damaged_header_with_valid_checksum_keeps_the_invariants(
         edits in prop::collection::vec((0_usize..92, any::<u8>()), 1..8),
         elements in 0_usize..20,
     ) {

@@ -1,4 +1,4 @@
-//! What is lost is asked for: gaps, probes, resends, and how little is sent for it (PROTOCOL 3).
+//! Loss recovery: gaps, probes, resends, and how little traffic they cause (PROTOCOL 3).
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn naks(sent: &[Sent], reason: NakReason) -> Vec<(Addr, u64)> {
 }
 
 #[test]
-fn a_gap_is_asked_for_after_exactly_three_later_ones_and_once() {
+fn gap_naks_once_after_three_later_chunks() {
     let mut rig = Rig::new(Setup::default());
     for seq in [1, 2] {
         rig.data(0, seq, &[1.0]);
@@ -27,22 +27,22 @@ fn a_gap_is_asked_for_after_exactly_three_later_ones_and_once() {
     assert_eq!(rig.node.counters().naks, 1);
 }
 
-/// What is sent again can get lost as well: nothing else would show that before a probe.
+/// A resent chunk can be lost as well, and nothing else would show that before a probe.
 #[test]
-fn what_was_asked_for_is_asked_for_again_after_a_quarter_of_the_window() {
+fn gap_naks_again_after_a_quarter_window() {
     let mut rig = Rig::new(Setup { window: 16, slots: 32, ..Setup::default() });
-    let mut asked = Vec::new();
+    let mut requested = Vec::new();
     for seq in 1..16 {
         rig.data(0, seq, &[1.0]);
-        asked.extend(naks(&rig.drain(), NakReason::Missing).iter().map(|(_, missing)| (seq, *missing)));
+        requested.extend(naks(&rig.drain(), NakReason::Missing).iter().map(|(_, missing)| (seq, *missing)));
     }
-    assert_eq!(asked, [(3, 0), (10, 0)], "a quarter of 16, and three");
+    assert_eq!(requested, [(3, 0), (10, 0)], "a quarter of the window of 16, plus three");
 }
 
-/// A chunk that is late because somebody's contribution was lost: its answer comes behind others, and a child that has
-/// asked for it meanwhile gets it once.
+/// A chunk completes late because a contribution was lost, so its answer follows those of later chunks. A child that
+/// requested it meanwhile gets it once.
 #[test]
-fn an_answer_that_was_overtaken_is_not_sent_twice() {
+fn overtaken_answer_is_not_resent() {
     let mut rig = Rig::new(Setup { children: 2, window: 16, slots: 32, ..Setup::default() });
     (1..5).for_each(|seq| rig.all(seq));
     rig.drain();
@@ -57,24 +57,24 @@ fn an_answer_that_was_overtaken_is_not_sent_twice() {
     assert_eq!(missing(&mut rig, 4), 0);
     rig.all(5);
     rig.drain();
-    assert_eq!(missing(&mut rig, 5), 1, "chunk 5 behind it: it is lost");
+    assert_eq!(missing(&mut rig, 5), 1, "chunk 5 was answered after it: it is lost");
 }
 
 #[test]
-fn the_other_children_are_left_alone_and_the_window_is_halved_once() {
+fn loss_naks_only_its_child_and_halves_the_window_once() {
     let mut rig = Rig::new(Setup { receive_buffer_bytes: 16 * 160, ..Setup::default() });
     (0..7).for_each(|seq| rig.data(1, seq, &[1.0]));
     assert_eq!(rig.drain(), []);
-    // Chunks 0 and 1 are lost together: both are asked for, the window (8) is cut once.
+    // Chunks 0 and 1 are lost together: both are requested, and the window (8) is cut once.
     (2..7).for_each(|seq| rig.data(0, seq, &[1.0]));
     assert_eq!(naks(&rig.drain()[..2], NakReason::Missing), [(child_addr(0), 0), (child_addr(0), 1)]);
     assert_eq!(rig.node.counters().window_cuts, 1);
     rig.data(0, 0, &[1.0]);
-    assert_eq!(rig.drain()[0].repr.window, 4, "halved; growing again by less than one a chunk");
+    assert_eq!(rig.drain()[0].repr.window, 4, "halved, and growing by less than one per chunk");
 }
 
 #[test]
-fn a_probe_tells_what_is_in_and_what_is_complete() {
+fn status_reports_received_and_completed_chunks() {
     let mut rig = Rig::new(Setup { children: 2, ..Setup::default() });
     rig.all(0);
     rig.data(0, 1, &[1.0]);
@@ -82,11 +82,11 @@ fn a_probe_tells_what_is_in_and_what_is_complete() {
     rig.drain();
     rig.probe(0, 0, 4, 0b0001);
     let sent = rig.drain();
-    let [status] = &sent[..] else { panic!("chunk 0's answer is held, no need to send it: {sent:?}") };
+    let [status] = &sent[..] else { panic!("the child has chunk 0's answer already: {sent:?}") };
     assert_eq!((status.repr.kind, status.repr.token), (Kind::Status, 0x9999));
     assert_eq!((status.repr.seq.0, status.repr.count), (0, 4));
     assert_eq!((status.repr.bits, status.repr.bits2), (0b0011, 0b0001));
-    // The other child asks for another part, and lacks the answer.
+    // The other child probes another range, and lacks the answer.
     rig.probe(1, 0, 64, 0);
     let sent = rig.drain();
     assert_eq!((sent[0].repr.bits, sent[0].repr.bits2), (0b0101, 0b0001));
@@ -96,7 +96,7 @@ fn a_probe_tells_what_is_in_and_what_is_complete() {
 }
 
 #[test]
-fn probes_at_the_ends_of_the_numbers_are_answered() {
+fn probe_with_extreme_numbers_gets_an_empty_status() {
     let mut rig = Rig::new(Setup::default());
     rig.all(0);
     rig.drain();
@@ -109,32 +109,32 @@ fn probes_at_the_ends_of_the_numbers_are_answered() {
 }
 
 #[test]
-fn answers_are_sent_again_as_often_as_the_child_has_earned() {
+fn resends_are_limited_by_credit() {
     let mut rig = Rig::new(Setup::default());
     rig.all(0);
     rig.drain();
-    // One contribution is one answer on credit; a Nak earns nothing.
+    // One contribution earns one resend; a Nak earns none.
     for expected in [1, 0, 0] {
         rig.nak(0, NakReason::Missing, 0);
         assert_eq!(rig.drain().len(), expected);
     }
-    // A probe earns the answer that it asks for.
+    // A probe earns the answer that it requests.
     for _ in 0..5 {
         rig.probe(0, 0, 1, 0);
         assert_eq!(rig.drain().len(), 2, "Status and Result");
     }
     assert_eq!(rig.node.counters().answers_resent, 6);
-    // What is about to be sent anyway is not sent twice.
+    // An answer that is about to be sent anyway is not sent twice.
     rig.all_have(1);
     rig.all(1);
     rig.nak(0, NakReason::Missing, 1);
     assert_eq!(rig.drain().len(), 2);
 }
 
-/// A probe that was overtaken asks for what its sender has said to have since. The answer would be sent in vain, and
-/// until then keep the slot from the next chunk, which has come in the same burst.
+/// An overtaken probe requests an answer that its sender has reported to have since. Resending it would be useless, and
+/// would keep the slot from the next chunk, which has arrived in the same burst.
 #[test]
-fn an_overtaken_probe_does_not_hold_a_slot() {
+fn overtaken_probe_does_not_keep_a_slot_busy() {
     let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
     for seq in 0..2 {
         rig.all_have(seq);
@@ -151,9 +151,9 @@ fn an_overtaken_probe_does_not_hold_a_slot() {
 }
 
 #[test]
-fn strangers_get_an_echo_and_not_too_many() {
+fn unknown_senders_get_rate_limited_naks() {
     let mut rig = Rig::new(Setup::default());
-    let stranger = Addr::Emu(500);
+    let unknown = Addr::Emu(500);
     type Change = fn(&mut Repr);
     let cases: [(NakReason, Change); 2] = [
         (NakReason::UnknownGroup, |repr| repr.group = GroupId(99)),
@@ -163,27 +163,27 @@ fn strangers_get_an_echo_and_not_too_many() {
         for kind in [Kind::Data, Kind::Empty, Kind::Probe] {
             let mut repr = Repr { key: 0x77, token: 0x55, ..rig.up(kind, 1, 3) };
             change(&mut repr);
-            rig.put(stranger, repr, &[]);
+            rig.put(unknown, repr, &[]);
             let sent = rig.drain();
             let [nak] = &sent[..] else { panic!("one answer: {sent:?}") };
-            assert!(nak.to == stranger && nak.is_nak(reason));
+            assert!(nak.to == unknown && nak.is_nak(reason));
             let echo = |r: &Repr| (r.group, r.epoch, r.child, r.key, r.seq, r.token);
             assert_eq!(echo(&nak.repr), echo(&repr));
         }
-        // What answers nothing is never answered: two nodes could go on for ever.
+        // Packets that are answers themselves are never answered: two nodes could go on forever.
         for kind in [Kind::Result, Kind::Done, Kind::Status] {
             let mut repr = rig.up(kind, 1, 3);
             change(&mut repr);
-            rig.put(stranger, repr, &[]);
+            rig.put(unknown, repr, &[]);
         }
         let mut nak = Repr { reason: Some(reason), ..rig.up(Kind::Nak, 1, 3) };
         change(&mut nak);
-        rig.put(stranger, nak, &[]);
+        rig.put(unknown, nak, &[]);
         assert_eq!(rig.drain(), []);
     }
     let flood = |rig: &mut Rig| {
         let repr = Repr { group: GroupId(99), ..rig.up(Kind::Probe, 0, 0) };
-        (0..1000).for_each(|_| rig.put(stranger, repr, &[]));
+        (0..1000).for_each(|_| rig.put(unknown, repr, &[]));
         rig.drain().len()
     };
     rig.pass_ms(1);
@@ -194,7 +194,7 @@ fn strangers_get_an_echo_and_not_too_many() {
 }
 
 #[test]
-fn the_way_up_is_probed_with_back_off_and_resends_only_what_is_missing() {
+fn uplink_probes_with_backoff_and_resends_only_missing_chunks() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     (0..3).for_each(|seq| rig.all(seq));
     assert_eq!(rig.drain().len(), 3);
@@ -206,7 +206,7 @@ fn the_way_up_is_probed_with_back_off_and_resends_only_what_is_missing() {
     assert_eq!((probe.repr.kind, probe.repr.seq.0, probe.repr.count), (Kind::Probe, 0, 3));
     let later = rig.node.poll_timeout().expect("armed again");
     assert!(later > due);
-    // The parent has 0 and 2; a Status that echoes something else does nothing.
+    // The parent has 0 and 2; a Status that echoes another token is ignored.
     let wrong = Repr { bits: 0, count: 3, ..rig.down(Kind::Status, 0, probe.repr.token ^ 1) };
     rig.put(PARENT, wrong, &[]);
     assert_eq!(rig.drain(), []);
@@ -215,7 +215,7 @@ fn the_way_up_is_probed_with_back_off_and_resends_only_what_is_missing() {
     let sent = rig.drain();
     assert_eq!(sent.iter().map(|sent| (sent.repr.kind, sent.repr.seq.0)).collect::<Vec<_>>(), [(Kind::Data, 1)]);
     rig.put(PARENT, status, &[]);
-    assert_eq!(rig.drain(), [], "a doubled Status counts once");
+    assert_eq!(rig.drain(), [], "a duplicate Status counts once");
     assert_eq!(rig.node.counters().contributions_resent, 1);
     let missing = Repr { reason: Some(NakReason::Missing), ..rig.down(Kind::Nak, 2, probe.repr.token) };
     rig.put(PARENT, missing, &[]);
@@ -225,25 +225,25 @@ fn the_way_up_is_probed_with_back_off_and_resends_only_what_is_missing() {
 }
 
 #[test]
-fn a_lost_answer_of_the_parent_is_asked_for_after_three_later_ones() {
+fn gap_in_the_parents_answers_naks_after_three_later_ones() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     (0..4).for_each(|seq| rig.all(seq));
     let own = rig.drain()[0].repr.token;
     for seq in 1..4 {
         let result = rig.down(Kind::Result, seq, own);
         rig.put(PARENT, result, &floats(&[1.0]));
-        let asked = naks(&rig.drain(), NakReason::Missing);
-        assert_eq!(asked, if seq == 3 { vec![(PARENT, 0)] } else { vec![] });
+        let requested = naks(&rig.drain(), NakReason::Missing);
+        assert_eq!(requested, if seq == 3 { vec![(PARENT, 0)] } else { vec![] });
     }
 }
 
 #[test]
-fn a_straggler_causes_headers_only() {
+fn straggler_causes_header_only_probes() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
     rig.all(0);
     let data_bytes: usize = rig.drain().iter().map(|sent| sent.payload.len()).sum();
     assert_eq!(data_bytes, 4);
-    // Ten seconds without a result; the parent answers each probe: everything is in, nothing is complete.
+    // Ten seconds without a result; the parent answers each probe: everything received, nothing complete.
     let end = rig.now + core::time::Duration::from_secs(10);
     let mut probes = 0;
     while let Some(due) = rig.node.poll_timeout().filter(|&at| at < end) {
@@ -260,9 +260,9 @@ fn a_straggler_causes_headers_only() {
     assert_eq!(rig.node.poll_event(), None, "and the hop is not dead");
 }
 
-/// What a child says of chunks far beyond its window cuts nothing, and keeps no later cut from being made.
+/// Reports about chunks far beyond the window cut nothing, and do not suppress later cuts.
 #[test]
-fn only_a_near_chunk_cuts_the_window() {
+fn only_chunks_within_the_window_cut_it() {
     let mut rig = Rig::new(Setup { window: 32, slots: 64, ..Setup::default() });
     let cuts = |rig: &Rig| rig.node.counters().window_cuts;
     rig.data(0, 0, &[1.0]);
@@ -272,7 +272,7 @@ fn only_a_near_chunk_cuts_the_window() {
     let probe = |rig: &Rig, seq: u64| Repr { count: 8, ..rig.up(Kind::Probe, 0, seq) };
     let lost = probe(&rig, far);
     rig.put(child_addr(0), lost, &[]);
-    assert_eq!(cuts(&rig), 0, "nothing is there");
+    assert_eq!(cuts(&rig), 0, "no such chunk is in flight");
     let lost = probe(&rig, 1);
     rig.put(child_addr(0), lost, &[]);
     assert_eq!(cuts(&rig), 1, "all eight are missing");
@@ -281,9 +281,10 @@ fn only_a_near_chunk_cuts_the_window() {
     assert_eq!(cuts(&rig), 2, "the next window's");
 }
 
-/// A mark on the way up cuts the window like a loss, once a window; one on the way down is told to the parent, once.
+/// A congestion mark on the way up cuts the window like a loss, once per window; one on the way down is reported to the
+/// parent once.
 #[test]
-fn congestion_cuts_the_window_before_anything_is_lost() {
+fn congestion_mark_cuts_the_window_and_is_echoed_once() {
     let mut rig = Rig::new(Setup { window: 32, slots: 64, has_parent: true, ..Setup::default() });
     let contribute = |rig: &mut Rig, child: u16, seq: u64, marked: bool| {
         let repr = Repr { payload_len_bytes: 4, ..rig.up(Kind::Data, child, seq) };
@@ -302,20 +303,24 @@ fn congestion_cuts_the_window_before_anything_is_lost() {
     assert_eq!(cuts(&rig), 1, "once a window");
     contribute(&mut rig, 0, 2, true);
     assert_eq!(cuts(&rig), 2, "the next window's");
-    // The other child's echo of a mark on the way down says the same.
+    // The other child's echo of a mark on the way down has the same effect.
     let echo = Repr { flags: Flags::WANT | Flags::CONGESTED, ..rig.up(Kind::Data, 1, 3) };
     rig.put(child_addr(1), echo, &[0; 4]);
     assert_eq!(cuts(&rig), 3);
     contribute(&mut rig, 1, 0, false);
     let up = rig.drain();
     let of_data = |sent: &[Sent]| sent.iter().filter(|sent| sent.repr.kind == Kind::Data).cloned().collect::<Vec<_>>();
-    assert!(of_data(&up).iter().all(|sent| !sent.repr.flags.contains(Flags::CONGESTED)), "not the parent's affair");
+    assert!(
+        of_data(&up).iter().all(|sent| !sent.repr.flags.contains(Flags::CONGESTED)),
+        "marks on the way up are not reported to the parent"
+    );
     let result = rig.down(Kind::Result, 0, up[0].repr.token);
     let repr = Repr { payload_len_bytes: 4, ..result };
     let mut bytes = vec![0; repr.packet_len()];
     repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
     rig.node.handle_marked(PARENT, &bytes, rig.now);
     (1..3).for_each(|seq| contribute(&mut rig, 1, seq, false));
-    let told: Vec<bool> = of_data(&rig.drain()).iter().map(|sent| sent.repr.flags.contains(Flags::CONGESTED)).collect();
-    assert_eq!(told, [true, false], "told once");
+    let echoed: Vec<bool> =
+        of_data(&rig.drain()).iter().map(|sent| sent.repr.flags.contains(Flags::CONGESTED)).collect();
+    assert_eq!(echoed, [true, false], "reported once");
 }

@@ -1,4 +1,4 @@
-//! Tests of one node, packet by packet: hand-made packets in, decoded packets out, and the state's invariants
+//! Tests of one node, packet by packet: hand-made packets in, decoded packets out, and the invariants of the state
 //! checked after each.
 
 mod bounds;
@@ -14,8 +14,8 @@ mod shared;
 mod straggler;
 
 use super::{Node, NodeConfig};
-use crate::group::Child;
-use crate::memory::Storage;
+use crate::node::group::Child;
+use crate::node::memory::Storage;
 use crate::slot::{Slot, State};
 use core::num::NonZeroU32;
 use std::vec;
@@ -33,21 +33,21 @@ use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, payload_crc};
 
 pub(in crate::node) const PARENT: Addr = Addr::Emu(9000);
-/// This node's place below its parent.
+/// This node's child index below its parent.
 pub(in crate::node) const OWN_PLACE: ChildIndex = ChildIndex(5);
 pub(in crate::node) const PARENT_KEY: u64 = 0xfeed;
 /// This node's own shared address, and its parent's.
 pub(in crate::node) const SHARED: Addr = Addr::Emu(7000);
 pub(in crate::node) const PARENT_SHARED: SharedLink = SharedLink { addr: Addr::Emu(7001), key: 0xfade };
 pub(in crate::node) const EPOCH: Epoch = Epoch { term: 1, counter: 3 };
-/// What all children call unless a test says otherwise.
+/// The operation that all children call unless a test says otherwise.
 pub(in crate::node) const OP: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1000);
-/// What averages are divided by: not the number of any node's children.
+/// The divisor of averages: deliberately not the number of any node's children.
 pub(in crate::node) const RANKS: NonZeroU32 = NonZeroU32::new(7).unwrap();
 pub(in crate::node) const LEASE_MS: u32 = 60_000;
 const SECRET: GroupSecret = GroupSecret([9; 16]);
 
-/// What a node under test is like. Group `i` has the id `7 + i`.
+/// Configuration of a node under test. Group `i` has the id `7 + i`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::node) struct Setup {
     pub(in crate::node) children: u16,
@@ -61,7 +61,7 @@ pub(in crate::node) struct Setup {
     pub(in crate::node) receive_buffer_bytes: usize,
     /// Whether it has a shared address, and listens to its parent's.
     pub(in crate::node) shares: bool,
-    /// Who the children are, if the tree says so.
+    /// The children's ranks, if the tree names them.
     pub(in crate::node) ranks: &'static [u16],
 }
 
@@ -108,7 +108,7 @@ pub(in crate::node) struct Rig {
     pub(in crate::node) node: Node<'static>,
     pub(in crate::node) setup: Setup,
     pub(in crate::node) now: Instant,
-    /// What each child says it has in the packets that [`Rig::up`] makes, group 0.
+    /// The `have` that each child reports in the packets that [`Rig::up`] makes, group 0.
     pub(in crate::node) have: Vec<u64>,
     buffer: Vec<u8>,
 }
@@ -133,7 +133,7 @@ pub(in crate::node) fn token(child: u16) -> u32 {
     0xab00 + u32::from(child)
 }
 
-/// The group as a controller would describe it.
+/// The group configuration that a controller would send.
 pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig {
     GroupConfig {
         group: group_id(group),
@@ -150,7 +150,7 @@ pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig 
         ranks: RANKS,
         lease_ms: LEASE_MS,
         timers: HopTimers::DEFAULT.into(),
-        by_reference: ChildMask::EMPTY,
+        zero_copy: ChildMask::EMPTY,
     }
 }
 
@@ -166,7 +166,7 @@ pub(in crate::node) fn bare(setup: &Setup) -> Node<'static> {
     Node::new(config, storage)
 }
 
-/// What such a node is made of.
+/// The parts of such a node.
 pub(in crate::node) fn parts(setup: &Setup) -> (NodeConfig, Storage<'static>) {
     let slots = usize::from(setup.slots) * setup.groups;
     let bytes = slots * setup.order.stages(setup.children) * usize::from(setup.chunk_len_bytes);
@@ -202,7 +202,7 @@ impl Rig {
         Self { node, setup, now, have: vec![0; usize::from(setup.children)], buffer: vec![0; 9000] }
     }
 
-    /// A contribution's or request's header, right in every field.
+    /// A header from a child, valid in every field.
     pub(in crate::node) fn up(&self, kind: Kind, child: u16, seq: u64) -> Repr {
         Repr {
             collective: Some(OP.collective),
@@ -219,7 +219,7 @@ impl Rig {
         }
     }
 
-    /// A header from the parent, right in every field; `token` is what it echoes.
+    /// A header from the parent, valid in every field; `token` is what it echoes.
     pub(in crate::node) fn down(&self, kind: Kind, seq: u64, token: u32) -> Repr {
         Repr {
             count: 1,
@@ -230,7 +230,7 @@ impl Rig {
         }
     }
 
-    /// Let a packet arrive.
+    /// Deliver a packet to the node.
     pub(in crate::node) fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
         let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
         let mut bytes = vec![0; repr.packet_len()];
@@ -256,7 +256,7 @@ impl Rig {
         (0..self.setup.children).for_each(|child| self.data(child, seq, &[f32::from(child)]));
     }
 
-    /// Note that every child has everything below `have`; their next packets say so.
+    /// Let every child have everything below `have`, as their next packets report.
     pub(in crate::node) fn all_have(&mut self, have: u64) {
         self.have.fill(have);
     }
@@ -266,7 +266,7 @@ impl Rig {
         self.put(child_addr(child), repr, &[]);
     }
 
-    /// Let `child` probe `count` seqs from `seq` on, of which it holds the answers `held`.
+    /// Let `child` probe `count` seqs from `seq` on; `held` has a bit for each answer that it has.
     pub(in crate::node) fn probe(&mut self, child: u16, seq: u64, count: u16, held: u64) {
         let repr = Repr { count, bits: held, token: 0x9999, ..self.up(Kind::Probe, child, seq) };
         self.put(child_addr(child), repr, &[]);
@@ -274,23 +274,23 @@ impl Rig {
 
     /// Take the node's next packet.
     pub(in crate::node) fn next(&mut self) -> Option<Sent> {
-        let announced = self.node.poll_destination();
+        let destination = self.node.poll_destination();
         let sent = self.node.poll_transmit(&mut self.buffer, self.now);
-        assert_eq!(announced, sent.map(|sent| sent.to), "poll_destination told something else");
+        assert_eq!(destination, sent.map(|sent| sent.to), "poll_destination and poll_transmit disagree");
         let sent = sent?;
         let packet = Packet::new_checked(&self.buffer[..sent.len_bytes]).expect("nodes send valid packets");
         let repr = Repr::parse(&packet).expect("nodes send packets of this version");
         Some(Sent { to: sent.to, repr, payload: packet.payload().to_vec() })
     }
 
-    /// Take all that the node has to send.
+    /// Take all packets that the node has to send.
     pub(in crate::node) fn drain(&mut self) -> Vec<Sent> {
         let sent: Vec<Sent> = core::iter::from_fn(|| self.next()).collect();
         check_invariants(&mut self.node);
         sent
     }
 
-    /// Move the clock.
+    /// Advance the clock.
     pub(in crate::node) fn pass_ms(&mut self, ms: u64) {
         self.now = self.now + core::time::Duration::from_millis(ms);
         self.node.handle_timeout(self.now);
@@ -302,28 +302,28 @@ impl Rig {
     }
 }
 
-/// What holds between any two calls, whatever came in.
+/// Check the invariants that hold between any two calls.
 pub(in crate::node) fn check_invariants(node: &mut Node<'_>) {
     let may_send = node.common.may_send;
     for index in 0..node.storage.groups.len() {
-        let Some(live) = node.live(index) else { continue };
-        let (group, shard) = (&live.group, live.common.config.shard);
-        let here = live.children.iter().enumerate().filter(|(child, _)| !group.view.out.contains(*child));
-        let least = here.map(|(_, child)| child.have).min().or(Some(group.min_have));
-        assert!(may_send || !group.has_output(), "nothing to send is forgotten");
-        assert_eq!(Some(group.min_have), least, "min_have is the least have");
-        assert!(shard.below(group.min_have) <= group.answered_below, "nobody has what was not answered");
-        assert!(live.children.iter().all(|child| child.credit <= Child::CREDIT_MAX));
-        for (i, slot) in live.slots.iter().enumerate() {
-            let full = slot.bits.len() == live.children.len();
+        let Some(ctx) = node.group_ctx(index) else { continue };
+        let (group, shard) = (&ctx.group, ctx.common.config.shard);
+        let remaining = ctx.children.iter().enumerate().filter(|(child, _)| !group.view.excluded.contains(*child));
+        let least = remaining.map(|(_, child)| child.have).min().or(Some(group.min_have));
+        assert!(may_send || !group.has_output(), "a group with output must be polled");
+        assert_eq!(Some(group.min_have), least, "min_have is the minimum have");
+        assert!(shard.below(group.min_have) <= group.answered_below, "no child has an unanswered chunk");
+        assert!(ctx.children.iter().all(|child| child.credit <= Child::CREDIT_MAX));
+        for (i, slot) in ctx.slots.iter().enumerate() {
+            let full = slot.bits.len() == ctx.children.len();
             let (up, down) = (group.up.contains(i), group.down.contains(i));
-            assert_eq!(down, !slot.pending.is_empty(), "what is pending is in the queue down");
+            assert_eq!(down, !slot.pending.is_empty(), "pending answers are in the down queue");
             assert!(!up || matches!(slot.state, State::Up | State::Refused), "only contributions go up");
-            assert!(slot.state == State::Free || slot.local % live.slots.len() as u64 == i as u64);
+            assert!(slot.state == State::Free || slot.local % ctx.slots.len() as u64 == i as u64);
             assert!(slot.state == State::Free || slot.local < group.answered_below + group.window_local);
-            assert!(!matches!(slot.state, State::Up | State::Answered) || full, "complete means everybody");
+            assert!(!matches!(slot.state, State::Up | State::Answered) || full, "a completed slot has every child");
             for set in [&slot.data, &slot.want, &slot.shared, &slot.pending] {
-                assert!((0..live.children.len()).all(|child| !set.contains(child) || slot.bits.contains(child)));
+                assert!((0..ctx.children.len()).all(|child| !set.contains(child) || slot.bits.contains(child)));
             }
         }
     }

@@ -1,8 +1,8 @@
-//! A node against an oracle of plain sets: children that send, repeat, lose and land in any order.
+//! A node against a model of plain sets: children send, repeat and lose packets in any order.
 //!
-//! The oracle keeps, per child, which seqs it has contributed and what it has said to have; from these alone it says
-//! of every packet whether the node takes it, and of every result what its value is. A child's value is
-//! 2^child x (seq + 1), so a missing, double or stale contribution shows.
+//! The model keeps, per child, which seqs it has contributed and the `have` it reported. From these alone it predicts
+//! whether the node accepts each packet, and the value of each result. A child's value is 2^child x (seq + 1), so a
+//! missing, double or stale contribution shows.
 
 use super::*;
 use proptest::prelude::*;
@@ -12,17 +12,17 @@ const CHUNKS: u64 = 24;
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    /// The next chunk, if the window allows it.
+    /// Contribute the next chunk, if the window allows it.
     Send(u16),
-    /// An earlier contribution once more, from its start (0) to its end (255) of what was sent.
+    /// Repeat an earlier contribution: 0 selects the first sent, 255 the last.
     Repeat(u16, u8),
-    /// A contribution beyond the window.
+    /// Contribute beyond the window.
     Overrun(u16, u8),
-    /// One of the answers on its way arrives.
-    Land(u16, u8),
-    /// One of them is lost.
+    /// Deliver one of the answers in flight.
+    Deliver(u16, u8),
+    /// Lose one of the answers in flight.
     Lose(u16, u8),
-    /// Ask what is the matter.
+    /// Send a probe.
     Probe(u16),
 }
 
@@ -30,11 +30,11 @@ struct World {
     rig: Rig,
     sent: Vec<u64>,
     contributed: Vec<BTreeSet<u64>>,
-    landed: Vec<BTreeSet<u64>>,
-    /// What each child has told.
-    told: Vec<u64>,
-    /// Answers on their way, by child.
-    wire: Vec<Vec<Sent>>,
+    delivered: Vec<BTreeSet<u64>>,
+    /// The highest `have` that each child has reported.
+    reported: Vec<u64>,
+    /// Answers in flight, by child.
+    in_flight: Vec<Vec<Sent>>,
     values: BTreeMap<u64, Vec<f32>>,
 }
 
@@ -45,9 +45,9 @@ impl World {
             rig: Rig::new(setup),
             sent: vec![0; n],
             contributed: vec![BTreeSet::new(); n],
-            landed: vec![BTreeSet::new(); n],
-            told: vec![0; n],
-            wire: vec![Vec::new(); n],
+            delivered: vec![BTreeSet::new(); n],
+            reported: vec![0; n],
+            in_flight: vec![Vec::new(); n],
             values: BTreeMap::new(),
         }
     }
@@ -57,13 +57,13 @@ impl World {
     }
 
     fn have(&self, child: usize) -> u64 {
-        (0..).find(|seq| !self.landed[child].contains(seq)).expect("some number is free")
+        (0..).find(|seq| !self.delivered[child].contains(seq)).expect("a seq without a result")
     }
 
-    /// A contribution arrives: the oracle says what becomes of it.
+    /// Deliver a contribution and check the node against the model.
     fn contribute(&mut self, child: usize, seq: u64) {
-        self.told[child] = self.told[child].max(self.rig.have[child]);
-        let fits = seq < self.told[child] + self.window();
+        self.reported[child] = self.reported[child].max(self.rig.have[child]);
+        let fits = seq < self.reported[child] + self.window();
         let fresh = fits && self.contributed[child].insert(seq);
         let before = *self.rig.node.counters();
         let value = f32::from(1_u16 << child) * (seq + 1) as f32;
@@ -83,10 +83,13 @@ impl World {
         for sent in self.rig.drain() {
             let Addr::Emu(child) = sent.to else { panic!("{sent:?}") };
             match sent.repr.kind {
-                Kind::Result => self.wire[child as usize].push(sent),
+                Kind::Result => self.in_flight[child as usize].push(sent),
                 Kind::Nak => {
                     assert!(sent.is_nak(NakReason::Missing));
-                    assert!(!self.contributed[child as usize].contains(&sent.repr.seq.0), "asks for what is in");
+                    assert!(
+                        !self.contributed[child as usize].contains(&sent.repr.seq.0),
+                        "requests a chunk that it has"
+                    );
                 }
                 _ => {}
             }
@@ -112,57 +115,57 @@ impl World {
             }
             Step::Overrun(child, by) => {
                 let child = usize::from(child) % n;
-                let seq = self.told[child].max(self.rig.have[child]) + self.window() + u64::from(by);
+                let seq = self.reported[child].max(self.rig.have[child]) + self.window() + u64::from(by);
                 self.contribute(child, seq);
             }
-            Step::Land(child, which) => self.land(usize::from(child) % n, which),
+            Step::Deliver(child, which) => self.deliver(usize::from(child) % n, which),
             Step::Lose(child, which) => {
-                let wire = &mut self.wire[usize::from(child) % n];
-                if !wire.is_empty() {
-                    wire.remove(usize::from(which) % wire.len());
+                let in_flight = &mut self.in_flight[usize::from(child) % n];
+                if !in_flight.is_empty() {
+                    in_flight.remove(usize::from(which) % in_flight.len());
                 }
             }
             Step::Probe(child) => self.probe(usize::from(child) % n),
         }
     }
 
-    fn land(&mut self, child: usize, which: u8) {
-        if self.wire[child].is_empty() {
+    fn deliver(&mut self, child: usize, which: u8) {
+        if self.in_flight[child].is_empty() {
             return;
         }
-        let which = usize::from(which) % self.wire[child].len();
-        let result = self.wire[child].remove(which);
+        let which = usize::from(which) % self.in_flight[child].len();
+        let result = self.in_flight[child].remove(which);
         let seq = result.repr.seq.0;
-        assert!(self.contributed.iter().all(|seqs| seqs.contains(&seq)), "a result before everybody was in");
+        assert!(self.contributed.iter().all(|seqs| seqs.contains(&seq)), "a result before every child had contributed");
         let weights = (1_u32 << self.sent.len()) - 1;
         assert_eq!(result.floats(), [weights as f32 * (seq + 1) as f32], "seq {seq}");
         let first = self.values.entry(seq).or_insert_with(|| result.floats());
         assert_eq!(*first, result.floats());
-        self.landed[child].insert(seq);
+        self.delivered[child].insert(seq);
         self.rig.have[child] = self.have(child);
     }
 
     fn probe(&mut self, child: usize) {
         let from = self.have(child);
-        let held = (0..64).filter(|i| self.landed[child].contains(&(from + i))).fold(0, |bits, i| bits | 1 << i);
-        self.told[child] = self.told[child].max(self.rig.have[child]);
+        let held = (0..64).filter(|i| self.delivered[child].contains(&(from + i))).fold(0, |bits, i| bits | 1 << i);
+        self.reported[child] = self.reported[child].max(self.rig.have[child]);
         let count = (self.sent[child] - from).min(64) as u16;
         self.rig.probe(child as u16, from, count, held);
         self.collect();
     }
 
-    /// After any beginning, plain sending, probing and landing gets everybody to the end.
+    /// After any start, plain sending, probing and delivering completes every chunk for every child.
     fn finish(&mut self) {
         for _ in 0..8 * CHUNKS {
             for child in 0..self.sent.len() {
                 self.step(Step::Send(child as u16));
                 self.probe(child);
-                while !self.wire[child].is_empty() {
-                    self.land(child, 0);
+                while !self.in_flight[child].is_empty() {
+                    self.deliver(child, 0);
                 }
             }
         }
-        assert!(self.landed.iter().all(|seqs| seqs.len() as u64 == CHUNKS), "stuck: {:?}", self.landed);
+        assert!(self.delivered.iter().all(|seqs| seqs.len() as u64 == CHUNKS), "stuck: {:?}", self.delivered);
         let counters = self.rig.node.counters();
         assert_eq!((counters.completed, counters.dropped(DropReason::SlotBusy)), (CHUNKS, 0));
     }
@@ -174,7 +177,7 @@ fn steps() -> impl Strategy<Value = Step> {
         6 => child.clone().prop_map(Step::Send),
         2 => (child.clone(), any::<u8>()).prop_map(|(child, which)| Step::Repeat(child, which)),
         1 => (child.clone(), 0_u8..40).prop_map(|(child, by)| Step::Overrun(child, by)),
-        5 => (child.clone(), any::<u8>()).prop_map(|(child, which)| Step::Land(child, which)),
+        5 => (child.clone(), any::<u8>()).prop_map(|(child, which)| Step::Deliver(child, which)),
         1 => (child.clone(), any::<u8>()).prop_map(|(child, which)| Step::Lose(child, which)),
         1 => child.prop_map(Step::Probe),
     ]
@@ -184,7 +187,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
-    fn a_node_is_a_map_of_sets(
+    fn node_matches_a_model_of_sets(
         script in prop::collection::vec(steps(), 0..250),
         children in 1_u16..5,
         window in 1_u16..6,

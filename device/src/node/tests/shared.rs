@@ -1,4 +1,4 @@
-//! Results that go to all children in one packet, and all that keeps them from it.
+//! Results sent to all children in one packet, and the conditions that prevent it.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn all_contribute(rig: &mut Rig, seq: u64) {
 }
 
 #[test]
-fn a_result_that_all_listen_for_is_one_packet() {
+fn result_is_one_packet_when_all_children_listen() {
     let mut rig = Rig::new(SHARES);
     all_contribute(&mut rig, 0);
     let sent = rig.drain();
@@ -43,7 +43,7 @@ fn a_result_that_all_listen_for_is_one_packet() {
 }
 
 #[test]
-fn one_who_does_not_listen_or_does_not_want_it_makes_it_one_each() {
+fn result_is_unicast_if_a_child_does_not_listen_or_want_it() {
     for flags in [Flags::WANT, Flags::SHARED, Flags::empty()] {
         let mut rig = Rig::new(SHARES);
         contribute(&mut rig, 0, 0, Flags::WANT | Flags::SHARED);
@@ -57,7 +57,7 @@ fn one_who_does_not_listen_or_does_not_want_it_makes_it_one_each() {
 }
 
 #[test]
-fn without_an_address_or_with_one_child_nothing_is_shared() {
+fn result_is_unicast_without_shared_address_or_with_one_child() {
     for setup in [Setup { shares: false, ..SHARES }, Setup { children: 1, ..SHARES }] {
         let mut rig = Rig::new(setup);
         all_contribute(&mut rig, 0);
@@ -67,7 +67,7 @@ fn without_an_address_or_with_one_child_nothing_is_shared() {
 }
 
 #[test]
-fn what_is_said_without_a_value_is_said_to_each() {
+fn done_is_unicast() {
     let mut rig = Rig::new(SHARES);
     for child in 0..3 {
         let repr = Repr { flags: Flags::WANT | Flags::SHARED, ..rig.up(Kind::Empty, child, 0) };
@@ -78,7 +78,7 @@ fn what_is_said_without_a_value_is_said_to_each() {
 }
 
 #[test]
-fn what_nobody_got_goes_to_each_even_if_all_ask_at_once() {
+fn lost_shared_result_is_resent_by_unicast() {
     let mut rig = Rig::new(SHARES);
     all_contribute(&mut rig, 0);
     assert_eq!(rig.drain().len(), 1);
@@ -90,16 +90,16 @@ fn what_nobody_got_goes_to_each_even_if_all_ask_at_once() {
 }
 
 #[test]
-fn nobody_contributes_for_all() {
+fn packets_for_the_shared_child_index_are_dropped() {
     let mut rig = Rig::new(SHARES);
     let repr = Repr { child: ChildIndex::ALL, key: all_key(), ..rig.up(Kind::Data, 0, 0) };
     rig.put(child_addr(0), repr, &floats(&[1.0]));
-    // Nor is a root told results.
+    // A root accepts no results either.
     rig.put(child_addr(0), Repr { kind: Kind::Result, ..repr }, &floats(&[1.0]));
     assert_eq!((rig.dropped(DropReason::BadChild), rig.node.counters().contributions), (2, 0));
 }
 
-/// A node below another, all of whose children have contributed to `seq`: what it has sent up.
+/// Let all children of an inner node contribute to `seq`, and return what it sends up.
 fn inner(rig: &mut Rig, seq: u64) -> Sent {
     all_contribute(rig, seq);
     let sent = rig.drain();
@@ -108,7 +108,7 @@ fn inner(rig: &mut Rig, seq: u64) -> Sent {
 }
 
 #[test]
-fn an_inner_node_takes_its_parents_shared_results() {
+fn inner_node_accepts_shared_results_of_its_parent() {
     let mut rig = Rig::new(Setup { has_parent: true, ..SHARES });
     let up = inner(&mut rig, 0);
     assert!(up.repr.flags.contains(Flags::SHARED));
@@ -130,7 +130,7 @@ fn an_inner_node_takes_its_parents_shared_results() {
 }
 
 #[test]
-fn an_inner_node_that_hears_nothing_shared_stops_asking() {
+fn inner_node_without_shared_results_stops_asking() {
     let mut rig = Rig::new(Setup { has_parent: true, ..SHARES });
     for seq in 0..12 {
         rig.all_have(seq);
@@ -140,7 +140,7 @@ fn an_inner_node_that_hears_nothing_shared_stops_asking() {
         rig.put(PARENT, own, &floats(&[7.0]));
         rig.drain();
     }
-    // A copy of the first, queued behind those, shows that it was not in vain.
+    // A late shared copy of the first result shows that shared results do arrive.
     let shared = Repr { child: ChildIndex::ALL, key: PARENT_SHARED.key, ..rig.down(Kind::Result, 0, 0) };
     rig.put(PARENT, shared, &floats(&[7.0]));
     rig.drain();

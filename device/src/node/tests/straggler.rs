@@ -1,12 +1,12 @@
-//! Ranks that come late, or never: who is named, who is held back, and what the group goes on with.
+//! Stragglers: which ranks are reported missing, held back and excluded, and how the group continues.
 
 use super::*;
 use sumac_hal::ids::Rank;
-use sumac_hal::wire::{Limit, RankMask};
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
 const LIMIT_MS: u64 = 10;
-const CUTS: Limit = Limit { us: LIMIT_MS as u32 * 1000, cuts: true };
-const FAILS: Limit = Limit { cuts: false, ..CUTS };
+const CUTS: StragglerLimit = StragglerLimit { us: LIMIT_MS as u32 * 1000, cuts: true };
+const FAILS: StragglerLimit = StragglerLimit { cuts: false, ..CUTS };
 const NODE: u16 = TreeConfig::NODE;
 
 const LEAF: Setup = Setup {
@@ -24,11 +24,11 @@ const LEAF: Setup = Setup {
 };
 
 /// Let `child` contribute 2^child to `seq` of an operation that began at `first`.
-fn give(rig: &mut Rig, child: u16, (first, seq): (u64, u64), limit: Option<Limit>) {
-    give_op(rig, child, (first, seq), limit, &OP);
+fn contribute(rig: &mut Rig, child: u16, (first, seq): (u64, u64), limit: Option<StragglerLimit>) {
+    contribute_op(rig, child, (first, seq), limit, &OP);
 }
 
-fn give_op(rig: &mut Rig, child: u16, (first, seq): (u64, u64), limit: Option<Limit>, op: &OpDesc) {
+fn contribute_op(rig: &mut Rig, child: u16, (first, seq): (u64, u64), limit: Option<StragglerLimit>, op: &OpDesc) {
     let mut repr = Repr { signature: op.signature(Path::Tree, 1), ..rig.up(Kind::Data, child, seq) };
     repr.set_op(op);
     repr.slowest = Some(Rank(4 + u32::from(child)));
@@ -50,37 +50,37 @@ fn of_kind(sent: &[Sent], kind: Kind) -> Vec<&Sent> {
     sent.iter().filter(|sent| sent.repr.kind == kind).collect()
 }
 
-/// A node below reports.
-fn late(rig: &mut Rig, child: u16, first: u64, here: u16, missing: &[u32]) {
-    let mut repr = Repr { count: here, ..rig.up(Kind::Late, child, first) };
+/// Let a child node report missing ranks.
+fn report_missing(rig: &mut Rig, child: u16, first: u64, arrived: u16, missing: &[u32]) {
+    let mut repr = Repr { count: arrived, ..rig.up(Kind::Late, child, first) };
     repr.set_limit(CUTS, 0);
     rig.put(child_addr(child), repr, &mask(missing).to_bytes());
 }
 
 #[test]
-fn answers_name_the_last_and_how_late_it_was() {
+fn answers_report_the_slowest_rank_and_its_lateness() {
     let mut rig = Rig::new(LEAF);
-    give(&mut rig, 2, (0, 0), None);
+    contribute(&mut rig, 2, (0, 0), None);
     rig.pass_ms(3);
-    give(&mut rig, 0, (0, 0), None);
+    contribute(&mut rig, 0, (0, 0), None);
     rig.pass_ms(4);
-    give(&mut rig, 1, (0, 0), None);
+    contribute(&mut rig, 1, (0, 0), None);
     let sent = rig.drain();
     assert!(sent.iter().all(|sent| (sent.repr.slowest, sent.repr.late_us) == (Some(Rank(5)), 7_000)), "{sent:?}");
-    // A node below has the same to say of its own: its first rank came before all others here.
+    // A child node reports its own: its first rank contributed before all others here.
     let slow = Repr { slowest: Some(Rank(77)), late_us: 9_000, ..rig.up(Kind::Data, 0, 1) };
-    give(&mut rig, 1, (1, 1), None);
-    give(&mut rig, 2, (1, 1), None);
+    contribute(&mut rig, 1, (1, 1), None);
+    contribute(&mut rig, 2, (1, 1), None);
     rig.pass_ms(2);
     rig.put(child_addr(0), slow, &floats(&[1.0]));
-    let told = rig.drain()[0].repr;
-    assert_eq!((told.slowest, told.late_us), (Some(Rank(77)), 9_000));
+    let replies = rig.drain()[0].repr;
+    assert_eq!((replies.slowest, replies.late_us), (Some(Rank(77)), 9_000));
 }
 
 #[test]
-fn what_the_root_saw_is_carried_down() {
+fn slowest_rank_of_the_root_is_forwarded_down() {
     let mut rig = Rig::new(Setup { has_parent: true, ranks: &[], ..LEAF });
-    (0..3).for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    (0..3).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     let up = rig.drain();
     assert_eq!((up[0].repr.slowest, up[0].repr.limit()), (Some(Rank(6)), Some((CUTS, 0))));
     let down = Repr { slowest: Some(Rank(9)), late_us: 123, ..rig.down(Kind::Result, 0, 0) };
@@ -89,40 +89,43 @@ fn what_the_root_saw_is_carried_down() {
 }
 
 #[test]
-fn without_a_limit_nobody_is_left_out() {
+fn operation_without_limit_waits() {
     let mut rig = Rig::new(LEAF);
-    give(&mut rig, 0, (0, 0), None);
+    contribute(&mut rig, 0, (0, 0), None);
     rig.pass_ms(50_000);
     assert_eq!(rig.drain(), []);
-    give(&mut rig, 1, (0, 0), None);
-    give(&mut rig, 2, (0, 0), None);
+    contribute(&mut rig, 1, (0, 0), None);
+    contribute(&mut rig, 2, (0, 0), None);
     assert_eq!(rig.drain()[0].floats(), [7.0]);
 }
 
 #[test]
-fn the_root_goes_on_without_who_is_missing() {
+fn root_excludes_missing_ranks_and_continues() {
     for order in [Order::Arrival, Order::TreeFold, Order::TreePairwise] {
         let mut rig = Rig::new(Setup { order, ..LEAF });
-        give(&mut rig, 2, (0, 0), Some(CUTS));
+        contribute(&mut rig, 2, (0, 0), Some(CUTS));
         rig.pass_ms(LIMIT_MS - 1);
-        give(&mut rig, 0, (0, 0), Some(CUTS));
-        assert_eq!(rig.drain(), [], "a limit counts from the first");
+        contribute(&mut rig, 0, (0, 0), Some(CUTS));
+        assert_eq!(rig.drain(), [], "a limit counts from the first contribution");
         assert_eq!(rig.node.poll_timeout(), Some(rig.now + core::time::Duration::from_millis(1)));
         rig.pass_ms(1);
         let sent = rig.drain();
         let cuts = of_kind(&sent, Kind::Cut);
-        let told: Vec<_> = cuts.iter().map(|cut| (cut.to, cut.repr.view, cut.repr.seq.0, mask_of(cut))).collect();
-        assert_eq!(told, [0, 2].map(|child| (child_addr(child), 1, 0, mask(&[5]))));
+        let replies: Vec<_> = cuts.iter().map(|cut| (cut.to, cut.repr.view, cut.repr.seq.0, mask_of(cut))).collect();
+        assert_eq!(replies, [0, 2].map(|child| (child_addr(child), 1, 0, mask(&[5]))));
         let results = of_kind(&sent, Kind::Result);
         assert!(results.len() == 2 && results.iter().all(|sent| sent.floats() == [5.0] && sent.repr.view == 1));
-        // The straggler is told, and counts for nothing from now on.
-        give(&mut rig, 1, (0, 0), Some(CUTS));
-        let told = rig.drain();
-        assert!(told.len() == 1 && told[0].is_nak(NakReason::Excluded) && told[0].repr.token == token(1), "{told:?}");
+        // The straggler gets a Nak, and nothing of it counts from now on.
+        contribute(&mut rig, 1, (0, 0), Some(CUTS));
+        let replies = rig.drain();
+        assert!(
+            replies.len() == 1 && replies[0].is_nak(NakReason::Excluded) && replies[0].repr.token == token(1),
+            "{replies:?}"
+        );
         for seq in 1..40 {
             rig.all_have(seq);
-            give(&mut rig, 0, (seq, seq), None);
-            give(&mut rig, 2, (seq, seq), None);
+            contribute(&mut rig, 0, (seq, seq), None);
+            contribute(&mut rig, 2, (seq, seq), None);
             let sent = rig.drain();
             assert!(sent.len() == 2 && sent.iter().all(|sent| sent.floats() == [5.0]), "{seq}: {sent:?}");
         }
@@ -131,59 +134,61 @@ fn the_root_goes_on_without_who_is_missing() {
 }
 
 #[test]
-fn averages_are_over_who_is_left() {
+fn average_divides_by_the_remaining_ranks() {
     let mut rig = Rig::new(LEAF);
     let avg = OpDesc { op: Some(ReduceOp::Avg), ..OP };
-    [0, 2].into_iter().for_each(|child| give_op(&mut rig, child, (0, 0), Some(CUTS), &avg));
+    [0, 2].into_iter().for_each(|child| contribute_op(&mut rig, child, (0, 0), Some(CUTS), &avg));
     rig.pass_ms(LIMIT_MS);
     let sent = rig.drain();
     assert_eq!(of_kind(&sent, Kind::Result)[0].floats(), [5.0 / (RANKS.get() - 1) as f32]);
 }
 
-/// A rank whose first contribution got lost is there: something of it that came later may be in a result already.
+/// A rank whose first contribution was lost has arrived: a later one of it may already be in a result.
 #[test]
-fn who_has_come_to_a_later_chunk_is_there() {
+fn child_with_a_later_contribution_is_not_excluded() {
     let mut rig = Rig::new(LEAF);
-    (0..2).for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
-    (0..3).for_each(|child| give(&mut rig, child, (0, 1), Some(CUTS)));
+    (0..2).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
+    (0..3).for_each(|child| contribute(&mut rig, child, (0, 1), Some(CUTS)));
     assert_eq!(rig.drain().len(), 3);
     rig.pass_ms(20 * LIMIT_MS);
     assert_eq!(rig.drain(), []);
-    give(&mut rig, 2, (0, 0), Some(CUTS));
+    contribute(&mut rig, 2, (0, 0), Some(CUTS));
     assert_eq!(rig.drain()[0].floats(), [7.0]);
 }
 
-/// Once a chunk of it has a result, the members of an operation are decided: all of them.
+/// Once one of its chunks has a result, the members of an operation are decided: all ranks.
 #[test]
-fn nobody_is_left_out_in_the_middle() {
+fn operation_with_a_result_excludes_nobody() {
     let mut rig = Rig::new(LEAF);
-    (0..3).for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
-    (0..2).for_each(|child| give(&mut rig, child, (0, 1), Some(CUTS)));
+    (0..3).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
+    (0..2).for_each(|child| contribute(&mut rig, child, (0, 1), Some(CUTS)));
     rig.drain();
     rig.pass_ms(20 * LIMIT_MS);
     assert_eq!((rig.drain(), rig.node.counters().cuts), (vec![], 0));
 }
 
 #[test]
-fn without_leave_to_go_on_it_fails_by_name() {
+fn limit_without_cuts_fails_and_reports_missing_ranks() {
     let mut rig = Rig::new(LEAF);
-    (0..2).for_each(|child| give(&mut rig, child, (0, 0), Some(FAILS)));
+    (0..2).for_each(|child| contribute(&mut rig, child, (0, 0), Some(FAILS)));
     rig.pass_ms(LIMIT_MS);
-    let told = rig.drain();
+    let replies = rig.drain();
     assert!(
-        told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[6]))
+        replies.len() == 2
+            && replies.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[6]))
     );
-    // Whoever comes, or asks, later hears the same.
-    give(&mut rig, 2, (0, 0), Some(FAILS));
+    // Later contributions and probes get the same error.
+    contribute(&mut rig, 2, (0, 0), Some(FAILS));
     rig.probe(0, 0, 1, 0);
-    let told = rig.drain();
+    let replies = rig.drain();
     assert!(
-        told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[6]))
+        replies.len() == 2
+            && replies.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[6]))
     );
 }
 
 #[test]
-fn an_operation_that_needs_the_missing_fails_by_name() {
+fn operation_that_needs_missing_ranks_fails_and_reports_them() {
     let sum = ReduceOp::Sum;
     for op in [OpDesc::reduce(Dtype::F32, sum, Rank(5), 1), OpDesc::broadcast(Dtype::F32, Rank(5), 1)] {
         let mut rig = Rig::new(LEAF);
@@ -192,21 +197,21 @@ fn an_operation_that_needs_the_missing_fails_by_name() {
         empty.set_limit(CUTS, 0);
         rig.put(child_addr(0), empty, &[]);
         rig.pass_ms(LIMIT_MS);
-        let told = rig.drain();
-        assert!(told.len() == 1 && told[0].is_nak(NakReason::Stragglers), "{told:?}");
+        let replies = rig.drain();
+        assert!(replies.len() == 1 && replies[0].is_nak(NakReason::Stragglers), "{replies:?}");
     }
-    // If its root has left before and another is missing now, both are named.
+    // If its root was excluded earlier and another rank is missing now, both are reported.
     let mut rig = Rig::new(LEAF);
-    [0, 2].into_iter().for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    [0, 2].into_iter().for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     rig.pass_ms(LIMIT_MS);
     rig.drain();
-    give_op(&mut rig, 0, (1, 1), Some(CUTS), &OpDesc::reduce(Dtype::F32, sum, Rank(5), 1));
+    contribute_op(&mut rig, 0, (1, 1), Some(CUTS), &OpDesc::reduce(Dtype::F32, sum, Rank(5), 1));
     rig.pass_ms(LIMIT_MS);
-    let told = rig.drain();
-    assert!(told.len() == 1 && mask_of(&told[0]) == mask(&[5, 6]), "{told:?}");
-    // Who left earlier is missing in what follows, limit or not.
+    let replies = rig.drain();
+    assert!(replies.len() == 1 && mask_of(&replies[0]) == mask(&[5, 6]), "{replies:?}");
+    // Ranks excluded earlier are missing in later operations, with or without a limit.
     let mut rig = Rig::new(LEAF);
-    [0, 2].into_iter().for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    [0, 2].into_iter().for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     rig.pass_ms(LIMIT_MS);
     rig.drain();
     let gather = OpDesc::all_gather(Dtype::F32, 3);
@@ -215,21 +220,22 @@ fn an_operation_that_needs_the_missing_fails_by_name() {
         empty.set_op(&gather);
         rig.put(child_addr(child), empty, &[]);
     }
-    let told = rig.drain();
+    let replies = rig.drain();
     assert!(
-        told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[5]))
+        replies.len() == 2
+            && replies.iter().all(|sent| sent.is_nak(NakReason::Stragglers) && mask_of(sent) == mask(&[5]))
     );
 }
 
-/// What a node below the root has when its limit has passed: ranks 4 and 6 are there, 5 is not.
-fn holding() -> Rig {
+/// An inner node whose limit has expired: ranks 4 and 6 have contributed, 5 has not.
+fn holding_leaf() -> Rig {
     let mut rig = Rig::new(Setup { has_parent: true, ..LEAF });
     rig.pass_ms(0);
     let hello = rig.drain();
     assert!(hello.len() == 1 && hello[0].repr.kind == Kind::Late && hello[0].payload.is_empty(), "{hello:?}");
-    let noted = rig.down(Kind::Late, 0, hello[0].repr.token);
-    rig.put(PARENT, noted, &[]);
-    [0, 2].into_iter().for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    let ack = rig.down(Kind::Late, 0, hello[0].repr.token);
+    rig.put(PARENT, ack, &[]);
+    [0, 2].into_iter().for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     rig.pass_ms(LIMIT_MS);
     rig
 }
@@ -243,11 +249,11 @@ fn check_report(sent: &[Sent]) -> u32 {
 }
 
 #[test]
-fn a_leaf_reports_and_holds_back_until_the_root_has_decided() {
-    let mut rig = holding();
+fn leaf_reports_and_holds_back_until_the_decision() {
+    let mut rig = holding_leaf();
     check_report(&rig.drain());
-    // Too late for the report: nothing of it is taken, and nothing said of it, until there is a decision.
-    give(&mut rig, 1, (0, 0), Some(CUTS));
+    // Too late for the report: the packet is dropped without a reply until there is a decision.
+    contribute(&mut rig, 1, (0, 0), Some(CUTS));
     assert_eq!((rig.drain(), rig.dropped(DropReason::Late)), (vec![], 1));
     rig.pass_ms(100);
     let token = check_report(&rig.drain());
@@ -261,29 +267,29 @@ fn a_leaf_reports_and_holds_back_until_the_root_has_decided() {
     let result = Repr { view: 1, ..rig.down(Kind::Result, 0, token) };
     rig.put(PARENT, result, &floats(&[6.0]));
     assert_eq!(rig.drain().iter().map(|sent| sent.to).collect::<Vec<_>>(), [0, 2].map(child_addr));
-    // What was asked before the decision, and comes behind it, is of no interest any more.
-    let mut asked = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, token) };
-    asked.set_op(&OP);
-    asked.set_limit(CUTS, 0);
-    rig.put(PARENT, asked, &[]);
+    // A query from before the decision is ignored after it.
+    let mut query = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, token) };
+    query.set_op(&OP);
+    query.set_limit(CUTS, 0);
+    rig.put(PARENT, query, &[]);
     rig.pass_ms(6_000);
     assert_eq!((rig.drain(), rig.dropped(DropReason::Stale)), (vec![], 1));
-    // Once more, it changes nothing.
+    // A duplicate decision changes nothing.
     rig.put(PARENT, cut, &mask(&[5, 100]).to_bytes());
     assert_eq!((rig.dropped(DropReason::Duplicate), rig.drain().len()), (1, 0));
 }
 
 #[test]
-fn who_holds_back_hears_of_a_failure_and_notices_a_dead_parent() {
-    let mut rig = holding();
+fn hold_ends_with_a_failure_or_a_dead_parent() {
+    let mut rig = holding_leaf();
     let token = check_report(&rig.drain());
     let nak = Repr { reason: Some(NakReason::Stragglers), ..rig.down(Kind::Nak, 0, token) };
     rig.put(PARENT, nak, &mask(&[5, 6]).to_bytes());
-    let told = rig.drain();
-    assert!(told.len() == 2 && told.iter().all(|sent| sent.is_nak(NakReason::Stragglers)));
-    assert!(told.iter().all(|sent| mask_of(sent) == mask(&[5, 6])));
+    let replies = rig.drain();
+    assert!(replies.len() == 2 && replies.iter().all(|sent| sent.is_nak(NakReason::Stragglers)));
+    assert!(replies.iter().all(|sent| mask_of(sent) == mask(&[5, 6])));
 
-    let mut rig = holding();
+    let mut rig = holding_leaf();
     for _ in 0..49 {
         check_report(&rig.drain());
         rig.pass_ms(100);
@@ -294,109 +300,109 @@ fn who_holds_back_hears_of_a_failure_and_notices_a_dead_parent() {
     assert_eq!(rig.node.counters().naks, 2);
 }
 
-/// The root has a rank and two nodes below; one of them has all its ranks, the other not.
+/// The root has a rank and two nodes below; one node has all its ranks, the other does not.
 #[test]
-fn a_root_asks_its_nodes_and_takes_their_word() {
+fn root_queries_nodes_and_excludes_what_they_report() {
     let mut rig = Rig::new(Setup { ranks: &[4, NODE, NODE], ..LEAF });
     (1..3).for_each(|child| {
         let hello = rig.up(Kind::Late, child, 0);
         rig.put(child_addr(child), hello, &[]);
     });
     assert_eq!(rig.drain().len(), 2, "both are answered");
-    give(&mut rig, 0, (0, 0), Some(CUTS));
-    give(&mut rig, 1, (0, 0), Some(CUTS));
+    contribute(&mut rig, 0, (0, 0), Some(CUTS));
+    contribute(&mut rig, 1, (0, 0), Some(CUTS));
     rig.pass_ms(LIMIT_MS);
-    let asked = rig.drain();
-    assert!(asked.len() == 1 && asked[0].to == child_addr(2), "{asked:?}");
-    assert!(asked[0].repr.kind == Kind::Late && asked[0].repr.flags.contains(Flags::WANT | Flags::LIMITED));
+    let query = rig.drain();
+    assert!(query.len() == 1 && query[0].to == child_addr(2), "{query:?}");
+    assert!(query[0].repr.kind == Kind::Late && query[0].repr.flags.contains(Flags::WANT | Flags::LIMITED));
     rig.pass_ms(100);
     assert_eq!(rig.drain().len(), 1, "and again");
-    late(&mut rig, 2, 0, 3, &[8, 9]);
+    report_missing(&mut rig, 2, 0, 3, &[8, 9]);
     let sent = rig.drain();
     assert_eq!(of_kind(&sent, Kind::Cut).iter().map(|cut| mask_of(cut)).collect::<Vec<_>>(), [mask(&[8, 9]); 3]);
-    // It is decided once: who is left may take its time.
+    // The root decides once: remaining ranks may take their time.
     rig.pass_ms(6_000);
     assert_eq!(rig.drain(), []);
-    // What is left below the node counts.
-    give(&mut rig, 2, (0, 0), Some(CUTS));
+    // The remaining ranks below the node count.
+    contribute(&mut rig, 2, (0, 0), Some(CUTS));
     assert_eq!(rig.drain()[0].floats(), [7.0]);
-    // Asked again, the decision is the same.
-    late(&mut rig, 2, 0, 3, &[8, 9]);
+    // A repeated report gets the same decision.
+    report_missing(&mut rig, 2, 0, 3, &[8, 9]);
     let sent = rig.drain();
     assert!(sent.len() == 1 && sent[0].repr.kind == Kind::Cut && sent[0].repr.view == 1, "{sent:?}");
 }
 
 #[test]
-fn a_node_with_nobody_left_is_not_waited_for() {
+fn node_without_remaining_ranks_is_excluded() {
     let mut rig = Rig::new(Setup { ranks: &[4, NODE, 6], ..LEAF });
-    give(&mut rig, 0, (0, 0), Some(CUTS));
-    late(&mut rig, 1, 0, 0, &[8, 9]);
-    // One report is enough to decide on everybody.
+    contribute(&mut rig, 0, (0, 0), Some(CUTS));
+    report_missing(&mut rig, 1, 0, 0, &[8, 9]);
+    // One report is enough to decide on all missing ranks.
     let sent = rig.drain();
     assert_eq!(of_kind(&sent, Kind::Cut).iter().map(|cut| mask_of(cut)).collect::<Vec<_>>(), [mask(&[6, 8, 9])]);
     assert_eq!(of_kind(&sent, Kind::Result)[0].floats(), [1.0]);
 }
 
 #[test]
-fn a_node_that_misses_nobody_says_so_and_goes_on() {
+fn node_without_missing_ranks_reports_none_and_continues() {
     let mut rig = Rig::new(Setup { has_parent: true, ..LEAF });
-    (0..3).for_each(|child| give(&mut rig, child, (0, 1), Some(CUTS)));
-    (0..2).for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    (0..3).for_each(|child| contribute(&mut rig, child, (0, 1), Some(CUTS)));
+    (0..2).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     rig.drain();
-    let mut asked = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, 0) };
-    asked.set_op(&OP);
-    asked.set_limit(CUTS, 0);
-    rig.put(PARENT, asked, &[]);
+    let mut query = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, 0) };
+    query.set_op(&OP);
+    query.set_limit(CUTS, 0);
+    rig.put(PARENT, query, &[]);
     let sent = rig.drain();
     assert!(sent.len() == 1 && mask_of(&sent[0]).is_empty() && sent[0].repr.count > 0, "{sent:?}");
-    give(&mut rig, 2, (0, 0), Some(CUTS));
+    contribute(&mut rig, 2, (0, 0), Some(CUTS));
     assert_eq!(rig.drain()[0].floats(), [7.0]);
 }
 
 #[test]
-fn a_node_that_has_heard_of_nothing_reports_all() {
+fn node_without_contributions_reports_all_its_ranks() {
     let mut rig = Rig::new(Setup { has_parent: true, ..LEAF });
-    let mut asked = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, 0) };
-    asked.set_op(&OP);
-    asked.set_limit(CUTS, 0);
-    rig.put(PARENT, asked, &[]);
+    let mut query = Repr { flags: Flags::WANT, ..rig.down(Kind::Late, 0, 0) };
+    query.set_op(&OP);
+    query.set_limit(CUTS, 0);
+    rig.put(PARENT, query, &[]);
     let sent = rig.drain();
     assert!(sent.len() == 1 && sent[0].repr.count == 0 && mask_of(&sent[0]) == mask(&[4, 5, 6]), "{sent:?}");
     let cut = Repr { view: 1, ..rig.down(Kind::Cut, 0, 0) };
     rig.put(PARENT, cut, &mask(&[4, 5, 6]).to_bytes());
-    give(&mut rig, 1, (0, 0), Some(CUTS));
+    contribute(&mut rig, 1, (0, 0), Some(CUTS));
     assert!(rig.drain()[0].is_nak(NakReason::Excluded));
 }
 
-/// An answer of a view that a node has not heard of yet waits for the decision.
+/// An answer under a decision that a node does not know is dropped until it has the decision.
 #[test]
-fn answers_wait_for_the_decision_that_they_are_of() {
+fn answer_of_an_unknown_decision_requests_it() {
     let mut rig = Rig::new(Setup { has_parent: true, ranks: &[], ..LEAF });
-    (0..3).for_each(|child| give(&mut rig, child, (0, 0), Some(CUTS)));
+    (0..3).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     rig.drain();
     let result = Repr { view: 1, ..rig.down(Kind::Result, 0, 0) };
     rig.put(PARENT, result, &floats(&[9.0]));
-    let asked = rig.drain();
-    assert!(asked.len() == 1 && asked[0].repr.kind == Kind::Late && asked[0].repr.view == 1, "{asked:?}");
+    let query = rig.drain();
+    assert!(query.len() == 1 && query[0].repr.kind == Kind::Late && query[0].repr.view == 1, "{query:?}");
     let cut = Repr { view: 1, ..rig.down(Kind::Cut, 0, 0) };
     rig.put(PARENT, cut, &mask(&[100]).to_bytes());
     assert_eq!(of_kind(&rig.drain(), Kind::Cut).len(), 3);
     rig.put(PARENT, result, &floats(&[9.0]));
     assert_eq!(of_kind(&rig.drain(), Kind::Result).len(), 3);
-    // A rank that asks is told, also of what is not the latest.
+    // A rank that requests an older decision gets it too.
     let second = Repr { view: 2, ..rig.down(Kind::Cut, 1, 0) };
     rig.put(PARENT, second, &mask(&[101]).to_bytes());
     rig.drain();
     let ask = Repr { view: 1, ..rig.up(Kind::Late, 0, 0) };
     rig.put(child_addr(0), ask, &[]);
-    let told = rig.drain();
-    assert_eq!((told[0].repr.view, mask_of(&told[0])), (1, mask(&[100])));
+    let replies = rig.drain();
+    assert_eq!((replies[0].repr.view, mask_of(&replies[0])), (1, mask(&[100])));
 }
 
 #[test]
-fn a_rank_can_not_report_others() {
+fn report_from_a_rank_is_dropped() {
     let mut rig = Rig::new(LEAF);
-    give(&mut rig, 0, (0, 0), Some(CUTS));
-    late(&mut rig, 0, 0, 1, &[5, 6]);
+    contribute(&mut rig, 0, (0, 0), Some(CUTS));
+    report_missing(&mut rig, 0, 0, 1, &[5, 6]);
     assert_eq!((rig.drain(), rig.dropped(DropReason::BadKind)), (vec![], 1));
 }

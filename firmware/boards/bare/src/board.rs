@@ -1,38 +1,38 @@
-//! One step of a board: of its first shard, which has the control connection, and of further ones.
+//! One step of a board: of its first shard, which has the control connection, and of the secondary ones.
 //!
 //! ```text
-//!   core 0: Board   = Shard + Control --- Desk ---> core 1: Further = Shard
-//!                                     --- Desk ---> core 2: Further = Shard
+//!   core 0: Board = Shard + Control --- Mailbox ---> core 1: SecondaryShard = Shard
+//!                                   --- Mailbox ---> core 2: SecondaryShard = Shard
 //! ```
 //!
-//! Every shard has a core, a network interface and a node of its own; what they share is a [`Desk`] each, over which the
-//! first hands requests and gets answers. So the data path takes no lock.
+//! Every shard has a core, a network interface and a node of its own. The first shard shares one [`Mailbox`] with each
+//! other shard, through which it sends requests and receives responses, so the data path takes no lock.
 
-use crate::bus::Bus;
 use crate::control::{Control, ControlError};
 use crate::options::BoardOptions;
 use crate::stack::Stack;
+use crate::zero_copy::ZeroCopyServer;
 use heapless::Vec;
 use heapless::spsc::{Consumer, Producer, Queue};
 use smoltcp::phy::Device;
 use sumac_device::{Entry, Event, Node, TRACE_LEN, runtime};
-use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, StackUse, Stats, shards};
+use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, StackUsage, Stats, shards};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Port;
 use sumac_hal::shard::MAX_SHARDS;
 use sumac_hal::time::Instant;
 
-/// Something that a board may want to log.
+/// An event for the board's log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BoardEvent {
     /// The controller is connected.
     Connected,
-    /// It is no more, or can't be reached; told once, however often it is dialled.
+    /// The connection was lost or could not be established; reported once, however often it is dialled.
     Disconnected(ControlError),
-    /// The node's.
+    /// An event of the node.
     Node(Event),
-    /// What the node has put into its trace: in a log that outlives a panic, so does the trace.
+    /// An entry of the node's trace. In a log that outlives a panic, the trace does too.
     Trace(Entry),
 }
 
@@ -41,25 +41,25 @@ pub enum BoardEvent {
 struct Shard<'m, D: Device> {
     stack: Stack<D>,
     node: Node<'m>,
-    /// Trace entries that were told.
+    /// The number of trace entries reported.
     traced: u64,
-    /// Measures this core's stack.
-    gauge: Gauge,
+    /// Measures the stack of this core.
+    gauge: StackGauge,
 }
 
-/// What tells how far the stack of the core that calls it was ever used, where that is known.
-pub type Gauge = fn() -> Option<StackUse>;
+/// Returns the high-water mark of the calling core's stack, if known.
+pub type StackGauge = fn() -> Option<StackUsage>;
 
-/// Have stats tell what a core's stack has come to.
-fn with_stack(answer: Response, gauge: Gauge) -> Response {
-    match answer {
+/// Add the stack use of this core to a `Stats` response.
+fn with_stack(response: Response, gauge: StackGauge) -> Response {
+    match response {
         Response::Stats(stats) => Response::Stats(Stats { stack: gauge(), ..stats }),
         other => other,
     }
 }
 
 impl<D: Device> Shard<'_, D> {
-    /// Move packets; returns when the node wants to be called again.
+    /// Move packets; returns when the node has to be polled again.
     fn step(&mut self, now: Instant) -> Option<Instant> {
         runtime::poll(&mut self.node, &mut self.stack, now)
     }
@@ -70,74 +70,74 @@ impl<D: Device> Shard<'_, D> {
         }
         let trace = self.node.trace();
         let entry = *trace.since(self.traced).next()?;
-        // Those that were overwritten meanwhile are passed over.
+        // Entries that were overwritten meanwhile are skipped.
         self.traced = (self.traced + 1).max(trace.recorded().saturating_sub(TRACE_LEN as u64 - 1));
         Some(BoardEvent::Trace(entry))
     }
 
-    /// Send what is left, and return when to come again.
+    /// Send what is left, and return when to step again.
     fn finish(&mut self, next: impl IntoIterator<Item = Option<Instant>>, now: Instant) -> Option<Instant> {
         self.stack.poll(now);
         next.into_iter().chain([self.stack.poll_at(now)]).flatten().min()
     }
 }
 
-/// The way between the first shard and another: one request at a time, and its answer.
+/// The channel between the first shard and another: one request at a time, and its response.
 #[derive(Debug)]
-pub struct Desk {
+pub struct Mailbox {
     requests: Queue<Request, 2>,
-    answers: Queue<Response, 2>,
+    responses: Queue<Response, 2>,
 }
 
-impl Desk {
-    /// Return an empty desk.
+impl Mailbox {
+    /// Return an empty mailbox.
     pub const fn new() -> Self {
-        Self { requests: Queue::new(), answers: Queue::new() }
+        Self { requests: Queue::new(), responses: Queue::new() }
     }
 
-    /// Give each side its own.
-    pub fn split(&mut self) -> (Asking<'_>, Answering<'_>) {
-        let ((ask, hear), (answer, get)) = (self.requests.split(), self.answers.split());
-        (Asking { ask, get }, Answering { hear, answer })
+    /// Split into the two sides.
+    pub fn split(&mut self) -> (MailboxClient<'_>, MailboxServer<'_>) {
+        let ((send, receive), (respond, responses)) = (self.requests.split(), self.responses.split());
+        (MailboxClient { requests: send, responses }, MailboxServer { requests: receive, responses: respond })
     }
 }
 
-impl Default for Desk {
+impl Default for Mailbox {
     fn default() -> Self {
         Self::new()
     }
 }
 
-/// The first shard's side of a [`Desk`].
-pub struct Asking<'d> {
-    ask: Producer<'d, Request>,
-    get: Consumer<'d, Response>,
+/// The first shard's side of a [`Mailbox`].
+pub struct MailboxClient<'d> {
+    requests: Producer<'d, Request>,
+    responses: Consumer<'d, Response>,
 }
 
-/// The other shard's side.
-pub struct Answering<'d> {
-    hear: Consumer<'d, Request>,
-    answer: Producer<'d, Response>,
+/// The other shard's side of a [`Mailbox`].
+pub struct MailboxServer<'d> {
+    requests: Consumer<'d, Request>,
+    responses: Producer<'d, Response>,
 }
 
-/// The shards behind the first, as that one reaches them.
-pub trait Others {
-    /// Return their desks, in order of shard.
-    fn desks(&mut self) -> &mut [Asking<'static>];
+/// The first shard's access to the other shards.
+pub trait OtherShards {
+    /// Return the mailboxes, in order of shard.
+    fn mailboxes(&mut self) -> &mut [MailboxClient<'static>];
 
-    /// See that they look at their desks soon.
+    /// Wake the other shards, so that they poll their mailboxes.
     fn wake(&mut self);
 
-    /// Called again and again while an answer is due: may give up, as a board does whose core is stuck.
+    /// Called repeatedly while a response is due. Does not return if the board resets because a core is stuck.
     fn wait(&mut self);
 }
 
 /// A board of one shard.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Alone;
+pub struct SingleShard;
 
-impl Others for Alone {
-    fn desks(&mut self) -> &mut [Asking<'static>] {
+impl OtherShards for SingleShard {
+    fn mailboxes(&mut self) -> &mut [MailboxClient<'static>] {
         &mut []
     }
 
@@ -146,52 +146,56 @@ impl Others for Alone {
     fn wait(&mut self) {}
 }
 
-/// Have all shards carry out a request, or none of them.
-fn carry_out(
+/// Execute a request on all shards, or on none.
+fn execute(
     request: &Request,
-    (node, gauge): (&mut Node<'_>, Gauge),
-    others: &mut impl Others,
+    (node, gauge): (&mut Node<'_>, StackGauge),
+    others: &mut impl OtherShards,
     now: Instant,
 ) -> Response {
-    let answers = ask(request, others, |_| true);
+    let responses = request_all(request, others, |_| true);
     let own = with_stack(node.control(request, now), gauge);
-    let refused = answers.iter().chain([&own]).any(|answer| matches!(answer, Response::Refused(_)));
+    let refused = responses.iter().chain([&own]).any(|response| matches!(response, Response::Refused(_)));
     if let Some(undo) = shards::undo(request).filter(|_| refused) {
-        ask(&undo, others, |shard| answers.get(shard) == Some(&Response::Done));
+        request_all(&undo, others, |shard| responses.get(shard) == Some(&Response::Done));
         if own == Response::Done {
             node.control(&undo, now);
         }
     }
-    // The first shard has answered.
-    shards::merge([own].into_iter().chain(answers)).unwrap_or(Response::Done)
+    // Not empty: the first shard has responded.
+    shards::merge([own].into_iter().chain(responses)).unwrap_or(Response::Done)
 }
 
-/// Hand a request to those of the others that are `chosen`, and wait for their answers.
-fn ask(request: &Request, others: &mut impl Others, chosen: impl Fn(usize) -> bool) -> Vec<Response, MAX_SHARDS> {
-    let desks = others.desks().iter_mut().enumerate().filter(|(shard, _)| chosen(*shard));
-    // One request is under way at a time, so there is room.
-    desks.for_each(|(_, desk)| drop(desk.ask.enqueue(request.clone())));
+/// Send a request to the `chosen` shards, and wait for their responses.
+fn request_all(
+    request: &Request,
+    others: &mut impl OtherShards,
+    chosen: impl Fn(usize) -> bool,
+) -> Vec<Response, MAX_SHARDS> {
+    let mailboxes = others.mailboxes().iter_mut().enumerate().filter(|(shard, _)| chosen(*shard));
+    // One request is in flight at a time, so there is room.
+    mailboxes.for_each(|(_, mailbox)| drop(mailbox.requests.enqueue(request.clone())));
     others.wake();
-    let mut answers = Vec::new();
-    for shard in (0..others.desks().len()).filter(|shard| chosen(*shard)) {
-        let answer = loop {
-            match others.desks()[shard].get.dequeue() {
-                Some(answer) => break answer,
+    let mut responses = Vec::new();
+    for shard in (0..others.mailboxes().len()).filter(|shard| chosen(*shard)) {
+        let response = loop {
+            match others.mailboxes()[shard].responses.dequeue() {
+                Some(response) => break response,
                 None => others.wait(),
             }
         };
-        // As many as there can be shards.
-        let _ = answers.push(answer);
+        // At most MAX_SHARDS.
+        let _ = responses.push(response);
     }
-    answers
+    responses
 }
 
-/// Let a new group's children by reference attach; a group whose children can't is none.
-fn admit(config: &GroupConfig, node: &mut Node<'_>, bus: &mut Bus, now: Instant) -> Response {
-    if config.by_reference.is_empty() {
+/// Reserve what a new group's zero-copy children need. If that fails, the group is released.
+fn reserve(config: &GroupConfig, node: &mut Node<'_>, zero_copy: &mut ZeroCopyServer, now: Instant) -> Response {
+    if config.zero_copy.is_empty() {
         return Response::Done;
     }
-    match bus.expect(node, config) {
+    match zero_copy.reserve(node, config) {
         Ok(()) => Response::Done,
         Err(refusal) => {
             node.control(&Request::ReleaseGroup(config.group), now);
@@ -201,53 +205,53 @@ fn admit(config: &GroupConfig, node: &mut Node<'_>, bus: &mut Bus, now: Instant)
 }
 
 /// The first shard of a board, and its control connection.
-pub struct Board<'m, D: Device, O: Others = Alone> {
+pub struct Board<'m, D: Device, O: OtherShards = SingleShard> {
     shard: Shard<'m, D>,
     control: Control,
     others: O,
-    /// Ranks by reference, if there are any.
-    bus: Option<Bus>,
-    /// What was told last of the controller: that it is connected, that it is not, or nothing yet.
-    told_up: Option<bool>,
+    /// Serves zero-copy ranks, if configured.
+    zero_copy: Option<ZeroCopyServer>,
+    /// The last connection state reported: connected, disconnected, or none yet.
+    reported_up: Option<bool>,
     ended: Option<ControlError>,
 }
 
-impl<'m, D: Device, O: Others> Board<'m, D, O> {
-    /// Put a board together; it dials the controller with the first step. `options` are the first shard's. `bus` serves
-    /// ranks by reference if that is the only shard: memory is registered with the device, and only then is that with one
-    /// table.
+impl<'m, D: Device, O: OtherShards> Board<'m, D, O> {
+    /// Create a board, which dials the controller in its first step. `options` are those of the first shard.
+    /// `zero_copy` serves zero-copy ranks, and is used only if there is one shard: memory is registered with the
+    /// device, and only with one shard does that mean one table.
     pub fn new(
         stack: Stack<D>,
         node: Node<'m>,
         others: O,
-        bus: Option<Bus>,
+        zero_copy: Option<ZeroCopyServer>,
         options: &BoardOptions,
         boot_id: BootId,
     ) -> Self {
         let mut others = others;
-        let shards = 1 + others.desks().len() as u16;
-        let addrs = (0..shards).filter_map(|shard| stack.local_addr().behind(shard));
-        let bus = bus.filter(|_| shards == 1);
-        let announced = options.bus.clone().zip(bus.as_ref()).map(|((machine, socket), bus)| {
-            let (redo, _) = bus.redo_memory();
-            // Its ranks share the redo memory of all groups.
-            let user = ctrl::BusUser { uid: options.user, serves_all: false };
-            ctrl::Bus { machine, socket, user, redo_memory_bytes: redo.len_bytes, remote: None }
+        let shards = 1 + others.mailboxes().len() as u16;
+        let addrs = (0..shards).filter_map(|shard| stack.local_addr().offset_by(shard));
+        let zero_copy = zero_copy.filter(|_| shards == 1);
+        let announced = options.broker.clone().zip(zero_copy.as_ref()).map(|((machine, socket), zero_copy)| {
+            let (redo, _) = zero_copy.redo_memory();
+            // All ranks can read the redo memory of all groups, so only ranks of one user are served.
+            let user = ctrl::DeviceUser { uid: options.user, serves_all: false };
+            ctrl::AttachPoint { machine, socket, user, redo_memory_bytes: redo.len_bytes, remote: None }
         });
         let announce = Announce {
             name: options.name.clone(),
             boot_id,
             capabilities: node.capabilities(),
             data_addrs: addrs.take(MAX_SHARDS).collect(),
-            bus: announced,
+            attach: announced,
         };
         let control = Control::new(options.controller, announce, boot_id.0 as u16);
         let shard = Shard { stack, node, traced: 0, gauge: || None };
-        Self { shard, control, others, bus, told_up: None, ended: None }
+        Self { shard, control, others, zero_copy, reported_up: None, ended: None }
     }
 
-    /// Have stats tell what this core's stack has come to.
-    pub const fn gauge_stack(&mut self, gauge: Gauge) {
+    /// Include this core's stack use in stats.
+    pub const fn set_stack_gauge(&mut self, gauge: StackGauge) {
         self.shard.gauge = gauge;
     }
 
@@ -256,27 +260,27 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
         self.shard.stack.device_mut()
     }
 
-    /// Return how many packets have come.
+    /// Return the number of packets received.
     pub fn packets_in(&self) -> u64 {
         self.shard.node.counters().packets_in
     }
 
-    /// Do what there is to do at `now`; returns when to come again if nothing arrives before, `Some(now)` or earlier if
-    /// at once.
+    /// Do all work due at `now`. Returns when to step again if nothing arrives before: at once if that is `now` or
+    /// earlier.
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
-        if let Some(bus) = &mut self.bus {
-            bus.take(&mut self.shard.node, now);
+        if let Some(zero_copy) = &mut self.zero_copy {
+            zero_copy.poll_requests(&mut self.shard.node, now);
         }
         let next = self.shard.step(now);
-        let Self { shard: Shard { stack, node, gauge, .. }, control, others, bus, .. } = self;
-        if let Some(bus) = bus {
-            bus.serve(node, now);
+        let Self { shard: Shard { stack, node, gauge, .. }, control, others, zero_copy, .. } = self;
+        if let Some(zero_copy) = zero_copy {
+            zero_copy.serve(node, now);
         }
         let polled = control.poll(stack, now, |request| {
             let is_new = |config: &&GroupConfig| !node.has_group(config.group);
             let created = if let Request::CreateGroup(config) = request { Some(config).filter(is_new) } else { None };
-            match (carry_out(request, (node, *gauge), others, now), created, &mut *bus) {
-                (Response::Done, Some(config), Some(bus)) => admit(config, node, bus, now),
+            match (execute(request, (node, *gauge), others, now), created, &mut *zero_copy) {
+                (Response::Done, Some(config), Some(zero_copy)) => reserve(config, node, zero_copy, now),
                 (response, _, _) => response,
             }
         });
@@ -284,40 +288,40 @@ impl<'m, D: Device, O: Others> Board<'m, D, O> {
             self.ended = Some(error);
         }
         let redial = self.control.poll_at();
-        let look = self.bus.as_ref().map(|bus| bus.come_again(now));
-        self.shard.finish([next, redial, look], now)
+        let poll = self.zero_copy.as_ref().map(|zero_copy| zero_copy.poll_at(now));
+        self.shard.finish([next, redial, poll], now)
     }
 
-    /// Return the next thing that has happened.
+    /// Return the next event.
     pub fn poll_event(&mut self) -> Option<BoardEvent> {
         if let Some(error) = self.ended.take()
-            && self.told_up != Some(false)
+            && self.reported_up != Some(false)
         {
-            self.told_up = Some(false);
+            self.reported_up = Some(false);
             return Some(BoardEvent::Disconnected(error));
         }
-        if self.control.is_up() && self.told_up != Some(true) {
-            self.told_up = Some(true);
+        if self.control.is_up() && self.reported_up != Some(true) {
+            self.reported_up = Some(true);
             return Some(BoardEvent::Connected);
         }
         self.shard.poll_event()
     }
 }
 
-/// Another shard of a board.
-pub struct Further<'m, D: Device> {
+/// A shard of a board other than the first.
+pub struct SecondaryShard<'m, D: Device> {
     shard: Shard<'m, D>,
-    desk: Answering<'static>,
+    mailbox: MailboxServer<'static>,
 }
 
-impl<'m, D: Device> Further<'m, D> {
-    /// Put it together.
-    pub const fn new(stack: Stack<D>, node: Node<'m>, desk: Answering<'static>) -> Self {
-        Self { shard: Shard { stack, node, traced: 0, gauge: || None }, desk }
+impl<'m, D: Device> SecondaryShard<'m, D> {
+    /// Create the shard.
+    pub const fn new(stack: Stack<D>, node: Node<'m>, mailbox: MailboxServer<'static>) -> Self {
+        Self { shard: Shard { stack, node, traced: 0, gauge: || None }, mailbox }
     }
 
-    /// As [`Board::gauge_stack`].
-    pub const fn gauge_stack(&mut self, gauge: Gauge) {
+    /// As [`Board::set_stack_gauge`].
+    pub const fn set_stack_gauge(&mut self, gauge: StackGauge) {
         self.shard.gauge = gauge;
     }
 
@@ -328,16 +332,16 @@ impl<'m, D: Device> Further<'m, D> {
 
     /// As [`Board::step`].
     pub fn step(&mut self, now: Instant) -> Option<Instant> {
-        while let Some(request) = self.desk.hear.dequeue() {
-            // The first shard has taken the answer before.
-            let answer = with_stack(self.shard.node.control(&request, now), self.shard.gauge);
-            let _ = self.desk.answer.enqueue(answer);
+        while let Some(request) = self.mailbox.requests.dequeue() {
+            // There is room: the first shard has taken the previous response.
+            let response = with_stack(self.shard.node.control(&request, now), self.shard.gauge);
+            let _ = self.mailbox.responses.enqueue(response);
         }
         let next = self.shard.step(now);
         self.shard.finish([next], now)
     }
 
-    /// Return the next thing that has happened.
+    /// Return the next event.
     pub fn poll_event(&mut self) -> Option<BoardEvent> {
         self.shard.poll_event()
     }
@@ -355,23 +359,23 @@ mod tests {
     use sumac_hal::shard::Shard as ShardOf;
     use sumac_hal::uplink::HopTimers;
 
-    /// Another shard, which looks at its desk when the first waits.
+    /// Another shard, which polls its mailbox when the first waits.
     struct Second {
-        asking: [Asking<'static>; 1],
-        answering: Answering<'static>,
+        client: [MailboxClient<'static>; 1],
+        server: MailboxServer<'static>,
         node: Node<'static>,
     }
 
-    impl Others for Second {
-        fn desks(&mut self) -> &mut [Asking<'static>] {
-            &mut self.asking
+    impl OtherShards for Second {
+        fn mailboxes(&mut self) -> &mut [MailboxClient<'static>] {
+            &mut self.client
         }
 
         fn wake(&mut self) {}
 
         fn wait(&mut self) {
-            let request = self.answering.hear.dequeue().expect("the first waits for an answer to something");
-            let _ = self.answering.answer.enqueue(self.node.control(&request, Instant::ZERO));
+            let request = self.server.requests.dequeue().expect("the first shard waits for a response");
+            let _ = self.server.responses.enqueue(self.node.control(&request, Instant::ZERO));
         }
     }
 
@@ -399,24 +403,24 @@ mod tests {
             ranks: NonZeroU32::MIN,
             lease_ms: 1_000,
             timers: HopTimers::DEFAULT.into(),
-            by_reference: ChildMask::EMPTY,
+            zero_copy: ChildMask::EMPTY,
         })
     }
 
     #[test]
-    fn all_shards_carry_out_a_request_or_none_does() {
+    fn request_is_executed_by_all_shards_or_none() {
         let mut first = node::<64>(0);
-        let (asking, answering) = Box::leak(Box::new(Desk::new())).split();
-        let mut others = Second { asking: [asking], answering, node: node::<8>(1) };
-        let gauge: Gauge = || Some(StackUse { used_bytes: 7, of_bytes: 9 });
-        let mut order = |request: &Request| carry_out(request, (&mut first, gauge), &mut others, Instant::ZERO);
+        let (client, server) = Box::leak(Box::new(Mailbox::new())).split();
+        let mut others = Second { client: [client], server, node: node::<8>(1) };
+        let gauge: StackGauge = || Some(StackUsage { used_bytes: 7, size_bytes: 9 });
+        let mut execute_all = |request: &Request| execute(request, (&mut first, gauge), &mut others, Instant::ZERO);
         let tree = Request::InstallTree(TreeConfig { tree: TreeId(1), parent: None, children: 1, ranks: Vec::new() });
-        assert_eq!(order(&tree), Response::Done);
-        // The second has fewer slots.
-        assert!(matches!(order(&group(32)), Response::Refused(Refusal::NoSlots { .. })));
-        // The first has given its own back: else the group would exist.
-        assert_eq!(order(&group(8)), Response::Done);
-        let Response::Stats(stats) = order(&Request::Stats) else { panic!("no stats") };
+        assert_eq!(execute_all(&tree), Response::Done);
+        // The second shard has fewer slots.
+        assert!(matches!(execute_all(&group(32)), Response::Refused(Refusal::NoSlots { .. })));
+        // The first shard has released the group: otherwise it would still exist.
+        assert_eq!(execute_all(&group(8)), Response::Done);
+        let Response::Stats(stats) = execute_all(&Request::Stats) else { panic!("no stats") };
         assert_eq!((stats.slots_used, stats.stack), (16, gauge()));
         assert!(first.has_group(GroupId(1)) && others.node.has_group(GroupId(1)));
     }

@@ -1,8 +1,8 @@
-//! The control plane of a board: dials the controller, says who it is, and carries out what it asks.
+//! The control plane of a board: dials the controller, announces the device, and executes the controller's requests.
 //!
-//! One request at a time, as they come, and each is carried out before the next is read. A connection that breaks, or on which something
-//! stands that is no request, is given up, and the controller is dialled again after [`REDIAL`]; groups live on
-//! meanwhile, by the packets of their ranks.
+//! Requests are executed one at a time and in order; each is finished before the next is read. A connection that
+//! breaks, or that carries anything but a request, is closed, and the controller is dialled again after [`REDIAL`];
+//! meanwhile the packets of their ranks prevent the timeout of groups.
 
 use crate::stack::Stack;
 use core::net::SocketAddrV4;
@@ -10,48 +10,48 @@ use core::time::Duration;
 use smoltcp::phy::Device;
 use smoltcp::socket::tcp;
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, Greeting, GroupConfig, NoBus, Refusal, Request, Response, decode, encode,
+    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, ZeroCopyRefusal, decode, encode,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
-/// How long a board waits before it dials again.
+/// The pause before a board dials again.
 pub const REDIAL: Duration = Duration::from_millis(500);
 
-/// How long a connection may be silent in spite of questions before it is given up.
-const SILENCE: Duration = Duration::from_secs(10);
+/// How long a connection may not answer keep-alives before it is closed.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often a silent connection is asked whether it still is one.
+/// The keep-alive interval of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(3);
 
-/// The longest message either way in bytes: a tree whose parent has as many shards as there can be.
+/// The maximum length of a message in either direction, in bytes: a tree whose parent has the maximum number of shards.
 const MESSAGE_BYTES: usize = 4096;
 
-/// The first of the ports that connections come from: IANA's dynamic ones (RFC 6335).
+/// The first source port of connections: IANA's dynamic range (RFC 6335).
 const FIRST_PORT: u16 = 49_152;
 
 /// Why a connection to the controller ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// It was never there, or the controller closed it.
-    #[error("no connection, or it was closed")]
+    /// The connection failed, or the controller closed it.
+    #[error("the connection failed or was closed")]
     Closed,
-    /// What came is no request, or is longer than one can be.
-    #[error("what the controller sent can't be read: {0}")]
+    /// The controller sent something that is not a request, or is too long for one.
+    #[error("invalid request from the controller: {0}")]
     Frame(#[from] FrameError),
-    /// A request that is longer than what the board keeps of one.
-    #[error("a request of more than {MESSAGE_BYTES} bytes")]
+    /// A request exceeds the board's buffer.
+    #[error("a request exceeds {MESSAGE_BYTES} bytes")]
     TooLong,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Dial then.
+    /// Not connected; dial at this time.
     Idle(Instant),
-    /// On the way.
+    /// Connecting.
     Dialling,
-    /// Greeted.
+    /// Connected; the hello was queued.
     Up,
 }
 
@@ -61,28 +61,29 @@ pub struct Control {
     controller: SocketAddrV4,
     announce: Announce,
     state: State,
-    /// The controller has said something on this connection: one that knows a device of this name hangs up instead.
-    is_welcome: bool,
-    /// Connections so far: each comes from the next port.
+    /// The controller has sent a request on this connection; one that already has a device of this name closes it
+    /// instead.
+    is_accepted: bool,
+    /// The number of connections so far: each uses the next source port.
     dials: u16,
-    /// What has come of a request.
+    /// The part of a request received so far.
     request: [u8; MESSAGE_BYTES],
     have: usize,
-    /// What is still to be sent of an answer.
+    /// The response being sent.
     answer: [u8; MESSAGE_BYTES],
     sent: usize,
     len: usize,
 }
 
 impl Control {
-    /// Dial `controller` from the first step on. `salt` keeps a life's first connection apart from the last one of the
-    /// life before, which the controller's side may still hold.
+    /// Create the control connection, which dials `controller` in the first step. `salt` varies the first source port
+    /// between incarnations, because the controller's side may still hold the last connection of the previous one.
     pub const fn new(controller: SocketAddrV4, announce: Announce, salt: u16) -> Self {
         Self {
             controller,
             announce,
             state: State::Idle(Instant::ZERO),
-            is_welcome: false,
+            is_accepted: false,
             dials: salt,
             request: [0; MESSAGE_BYTES],
             have: 0,
@@ -92,27 +93,27 @@ impl Control {
         }
     }
 
-    /// Tell whether the controller is connected, and has this device.
+    /// Return whether the controller is connected and has accepted this device.
     pub fn is_up(&self) -> bool {
-        self.state == State::Up && self.is_welcome
+        self.state == State::Up && self.is_accepted
     }
 
-    /// Do what there is to do; `carry_out` does what is asked of the device.
+    /// Do all pending work; `execute` executes a request.
     ///
     /// # Errors
-    /// [`ControlError`]: why a connection has just ended; it is dialled again by itself.
+    /// [`ControlError`] when a connection has ended; the controller is dialled again automatically.
     pub fn poll<D: Device>(
         &mut self,
         stack: &mut Stack<D>,
         now: Instant,
-        carry_out: impl FnMut(&Request) -> Response,
+        execute: impl FnMut(&Request) -> Response,
     ) -> Result<(), ControlError> {
-        let result = self.advance(stack, now, carry_out);
+        let result = self.advance(stack, now, execute);
         if result.is_err() {
             stack.control().0.abort();
             self.state = State::Idle(now + REDIAL);
             (self.have, self.sent, self.len) = (0, 0, 0);
-            self.is_welcome = false;
+            self.is_accepted = false;
         }
         result
     }
@@ -129,7 +130,7 @@ impl Control {
         &mut self,
         stack: &mut Stack<D>,
         now: Instant,
-        carry_out: impl FnMut(&Request) -> Response,
+        execute: impl FnMut(&Request) -> Response,
     ) -> Result<(), ControlError> {
         match self.state {
             State::Idle(at) if now < at => Ok(()),
@@ -138,22 +139,22 @@ impl Control {
                 tcp::State::SynSent | tcp::State::SynReceived => Ok(()),
                 tcp::State::Established => {
                     self.state = State::Up;
-                    self.len = encode(&Greeting::Device(self.announce.clone()), &mut self.answer)?.len();
-                    self.serve(stack, carry_out)
+                    self.len = encode(&Hello::Device(self.announce.clone()), &mut self.answer)?.len();
+                    self.serve(stack, execute)
                 }
                 _ => Err(ControlError::Closed),
             },
-            State::Up => self.serve(stack, carry_out),
+            State::Up => self.serve(stack, execute),
         }
     }
 
     fn dial<D: Device>(&mut self, stack: &mut Stack<D>) -> Result<(), ControlError> {
-        let to = stack.outside(self.controller);
+        let to = stack.to_network_addr(self.controller);
         let from = FIRST_PORT + self.dials % (u16::MAX - FIRST_PORT);
         self.dials = self.dials.wrapping_add(1);
         let (socket, context) = stack.control();
         let duration = |time: Duration| Some(smoltcp::time::Duration::from_micros(time.as_micros() as u64));
-        socket.set_timeout(duration(SILENCE));
+        socket.set_timeout(duration(KEEP_ALIVE_TIMEOUT));
         socket.set_keep_alive(duration(KEEP_ALIVE));
         socket.set_nagle_enabled(false);
         socket.connect(context, to, from).map_err(|_| ControlError::Closed)?;
@@ -161,11 +162,11 @@ impl Control {
         Ok(())
     }
 
-    /// Send what is left of an answer, then take in what there is, answer by answer as long as they fit.
+    /// Send the rest of a response, then process received requests as long as their responses fit.
     fn serve<D: Device>(
         &mut self,
         stack: &mut Stack<D>,
-        mut carry_out: impl FnMut(&Request) -> Response,
+        mut execute: impl FnMut(&Request) -> Response,
     ) -> Result<(), ControlError> {
         loop {
             let socket = stack.control().0;
@@ -185,23 +186,23 @@ impl Control {
             };
             self.request.copy_within(len..self.have, 0);
             self.have -= len;
-            self.is_welcome = true;
-            let message = self.answer(request.message, &mut carry_out);
+            self.is_accepted = true;
+            let message = self.answer(request.message, &mut execute);
             self.len = encode(&Envelope { id: request.id, message }, &mut self.answer)?.len();
         }
     }
 
-    fn answer(&self, request: Request, carry_out: &mut impl FnMut(&Request) -> Response) -> Response {
+    fn answer(&self, request: Request, execute: &mut impl FnMut(&Request) -> Response) -> Response {
         match request {
-            Request::Hello => Response::Hello(self.announce.clone()),
-            Request::CreateGroup(config) if !config.by_reference.is_empty() && self.announce.bus.is_none() => {
-                Response::Refused(Refusal::NoBus(NoBus::None))
+            Request::Identify => Response::Announce(self.announce.clone()),
+            Request::CreateGroup(config) if !config.zero_copy.is_empty() && self.announce.attach.is_none() => {
+                Response::Refused(Refusal::NoZeroCopy(ZeroCopyRefusal::Unsupported))
             }
-            // Nothing joins shared addresses here, and what is sent to one would not leave an emulated machine's network.
+            // Boards have no multicast: it would not cross an emulated machine's network.
             Request::CreateGroup(config) => {
-                carry_out(&Request::CreateGroup(GroupConfig { shared: None, parent_shared: None, ..config }))
+                execute(&Request::CreateGroup(GroupConfig { shared: None, parent_shared: None, ..config }))
             }
-            request => carry_out(&request),
+            request => execute(&request),
         }
     }
 }

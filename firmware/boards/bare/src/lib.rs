@@ -1,22 +1,22 @@
-//! What boards without an operating system have in common: packets over smoltcp, the control plane, and one step that
-//! drives both and the node.
+//! The common part of boards without an operating system: packets over smoltcp, the control plane, and one step
+//! function that drives both and the node.
 //!
 //! ```text
 //!   NIC (smoltcp::phy::Device)
 //!     |
 //!   Stack: ARP, IP, one UDP socket, one TCP socket ----- Port ----> Node
 //!     |                                                              ^
-//!     +------ Control: dials the controller, answers requests -------+
+//!     +------ Control: dials the controller, serves its requests -----+
 //! ```
 //!
-//! A board supplies the NIC, a clock, randomness, storage, and a loop around [`Board::step`] that sleeps until the
-//! instant that it returns or an interrupt; nothing here knows a register. So all of it also runs, and is tested, where
-//! there is an operating system: the port passes the conformance suite on an emulated wire.
+//! A board supplies the NIC, a clock, randomness, storage, and a loop around [`Board::step`] that sleeps until an
+//! interrupt or the instant that `step` returns. Nothing here accesses a register, so all of it also runs, and is
+//! tested, on an operating system: the port passes the conformance suite on an emulated network.
 //!
 //! Invariants:
-//! - no allocation: all buffers are lent by the board ([`Buffers`]), and every queue has a limit;
+//! - no allocation: the board provides all buffers ([`Buffers`]), and every queue has a limit;
 //! - the work of a step is bounded;
-//! - a board that loses its controller goes on serving its groups, and dials again.
+//! - a board that loses its controller keeps serving its groups, and dials again.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -24,17 +24,19 @@
 extern crate std;
 
 mod board;
-mod bus;
 mod control;
 mod options;
 mod stack;
 #[cfg(test)]
 mod tests;
+mod zero_copy;
 
-pub use board::{Alone, Answering, Asking, Board, BoardEvent, Desk, Further, Gauge, Others};
-pub use bus::{Bus, BusMemory, BusTables};
+pub use board::{
+    Board, BoardEvent, Mailbox, MailboxClient, MailboxServer, OtherShards, SecondaryShard, SingleShard, StackGauge,
+};
 pub use control::{Control, ControlError, REDIAL};
 #[cfg(feature = "faults")]
 pub use options::Fault;
 pub use options::{BoardOptions, OPTIONS_MAX_BYTES, OptionsError};
 pub use stack::{Buffers, MAX_PACKET_LEN_BYTES, RX_PACKETS, Room, RxPacket, Stack, TX_PACKETS};
+pub use zero_copy::{ZeroCopyMemory, ZeroCopyServer, ZeroCopyTables};

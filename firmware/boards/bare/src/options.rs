@@ -1,4 +1,4 @@
-//! What a board is told at boot.
+//! A board's boot options.
 
 use core::net::{Ipv4Addr, SocketAddrV4};
 use core::str::FromStr;
@@ -8,98 +8,98 @@ use smoltcp::wire::Ipv4Cidr;
 use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
 use thiserror::Error;
 
-/// What a board is told at boot: lines of `key=value`, in any order; `#` begins a comment.
+/// A board's boot options: lines of `key=value`, in any order; `#` starts a comment.
 ///
 /// | key | meaning |
 /// |---|---|
 /// | `name` | the device's name in the fabric |
 /// | `controller` | address and port of the controller |
-/// | `ip` | the board's own address with its prefix, as `10.0.2.15/24` |
-/// | `gateway` | the next hop for everybody else |
-/// | `listen` | the UDP port of the first shard; others take the next ones |
-/// | `data` | where peers send to, if that is not `ip` and `listen`: behind address translation |
-/// | `machine`, `socket` | where ranks are that share memory with the board, and what their broker listens on |
-/// | `user` | the user whose ranks alone that broker lets in, and the superuser's; 0 unless told |
-/// | `watchdog_ms` | how long a core may take to come round; 20,000 unless told |
-/// | `fault` | with the feature `faults`, for tests: `panic`, `access`, `hang` or `trace`, once in the first life |
+/// | `ip` | the board's address and prefix, for example `10.0.2.15/24` |
+/// | `gateway` | the default gateway |
+/// | `listen` | the UDP port of the first shard; the others use the following ports |
+/// | `data` | the address and port that peers send to, if they differ from `ip` and `listen` because of address translation |
+/// | `machine`, `socket` | the machine whose ranks share memory with the board, and the socket of their broker |
+/// | `user` | the user id whose ranks, besides root's, the broker accepts; default 0 |
+/// | `watchdog_ms` | the maximum time between two steps of a core; default 20,000 |
+/// | `fault` | with the feature `faults`, for tests: `panic`, `access`, `hang` or `trace`, once in the first incarnation |
 ///
-/// An address of loopback (127.0.0.0/8) means the host behind the gateway, as an emulated machine sees it: packets to it
-/// go to the gateway, and what comes from the gateway comes from 127.0.0.1.
+/// A loopback address (127.0.0.0/8) denotes the host behind the gateway, as an emulated machine sees it: packets to it
+/// are sent to the gateway, and packets from the gateway appear to come from 127.0.0.1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoardOptions {
     /// The device's name in the fabric.
     pub name: Name,
     /// The controller.
     pub controller: SocketAddrV4,
-    /// The board's own address.
+    /// The board's address and prefix.
     pub ip: Ipv4Cidr,
-    /// The next hop.
+    /// The default gateway.
     pub gateway: Ipv4Addr,
     /// The UDP port of the first shard.
     pub listen: u16,
-    /// Where peers send the first shard's packets to.
+    /// The address and port that peers of the first shard send to.
     pub data: SocketAddrV4,
-    /// The machine whose ranks share memory with the board, and the socket that their broker listens on.
-    pub bus: Option<(Name, Name)>,
-    /// The broker's user.
+    /// The machine whose ranks share memory with the board, and the socket of their broker.
+    pub broker: Option<(Name, Name)>,
+    /// The user id whose ranks the broker accepts.
     pub user: u32,
-    /// How long a core may take to come round.
+    /// The maximum time between two steps of a core.
     pub watchdog: Duration,
-    /// What is to go wrong.
+    /// The fault to inject.
     #[cfg(feature = "faults")]
     pub fault: Option<Fault>,
 }
 
-/// What can be made to go wrong with a board, to see that it comes back.
+/// A fault to inject, for tests that a board recovers.
 #[cfg(feature = "faults")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// It panics.
+    /// A panic.
     Panic,
-    /// It reads where there is nothing.
+    /// A read of an unmapped address.
     Access,
-    /// It stops coming round.
+    /// An endless loop.
     Hang,
-    /// It panics when the first entry of its trace has been told, and not sent.
+    /// A panic once the first trace entry was reported and not sent.
     Trace,
 }
 
-/// How long all options together can be in bytes, so that a board knows how much to keep of them.
+/// The maximum length of all options in bytes, which a board has to reserve.
 pub const OPTIONS_MAX_BYTES: usize = 512;
 
-/// Generous, as the host of an emulated machine may be busy elsewhere.
+/// Generous, because the host of an emulated machine may be busy.
 const WATCHDOG: Duration = Duration::from_secs(20);
 
-/// Why a board does not know what to do.
+/// Why options are invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OptionsError {
     /// A line that is not `key=value`.
     #[error("line {line} is not key=value")]
     Line {
-        /// Which, from 1.
+        /// The line number, from 1.
         line: usize,
     },
-    /// A key that nobody knows.
+    /// An unknown key.
     #[error(
         "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, user, watchdog_ms"
     )]
     Key {
-        /// Which, from 1.
+        /// The line number, from 1.
         line: usize,
     },
-    /// A value that is none.
+    /// An invalid value.
     #[error("{key}={value:?} is not {expected}")]
     Value {
         /// The key.
         key: &'static str,
-        /// As much of the value as is kept.
+        /// The beginning of the value.
         value: String<32>,
-        /// What would be.
+        /// The expected format.
         expected: &'static str,
     },
-    /// A key that is needed.
-    #[error("no {key}: the board needs one")]
+    /// A required key is missing.
+    #[error("{key} is missing: the board requires it")]
     Missing {
         /// The key.
         key: &'static str,
@@ -107,10 +107,10 @@ pub enum OptionsError {
 }
 
 impl BoardOptions {
-    /// Read options.
+    /// Parse options.
     ///
     /// # Errors
-    /// [`OptionsError`] for the first thing that is wrong.
+    /// [`OptionsError`] for the first error.
     pub fn parse(text: &str) -> Result<Self, OptionsError> {
         let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
         let (mut listen, mut data, mut watchdog) = (None, None, WATCHDOG);
@@ -126,13 +126,13 @@ impl BoardOptions {
             match (key.trim(), value.trim()) {
                 ("name", value) => name = Some(parse_name("name", value)?),
                 ("controller", value) => controller = Some(parse("controller", value, "an IPv4 address and port")?),
-                ("ip", value) => ip = Some(parse("ip", value, "an IPv4 address and prefix, as 10.0.2.15/24")?),
+                ("ip", value) => ip = Some(parse("ip", value, "an IPv4 address and prefix, such as 10.0.2.15/24")?),
                 ("gateway", value) => gateway = Some(parse("gateway", value, "an IPv4 address")?),
                 ("listen", value) => listen = Some(parse_port(value)?),
                 ("data", value) => data = Some(parse("data", value, "an IPv4 address and port")?),
                 ("machine", value) => machine = Some(parse_name("machine", value)?),
                 ("socket", value) => socket = Some(parse_name("socket", value)?),
-                ("user", value) => user = parse("user", value, "the number of a user")?,
+                ("user", value) => user = parse("user", value, "a user id")?,
                 ("watchdog_ms", value) => watchdog = Duration::from_millis(parse_watchdog(value)?),
                 #[cfg(feature = "faults")]
                 ("fault", value) => fault = Some(parse_fault(value)?),
@@ -148,7 +148,7 @@ impl BoardOptions {
             gateway: gateway.ok_or(missing("gateway"))?,
             listen,
             data: data.unwrap_or(SocketAddrV4::new(ip.address(), listen)),
-            bus: match (machine, socket) {
+            broker: match (machine, socket) {
                 (Some(machine), Some(socket)) => Some((machine, socket)),
                 (None, None) => None,
                 (None, _) => return Err(missing("machine")),
@@ -161,8 +161,7 @@ impl BoardOptions {
         })
     }
 
-    /// Return these options for shard `index`, which has an address and a port of its own; `None` if there is no such
-    /// port.
+    /// Return the options of shard `index`, which has its own ports; `None` if they exceed 65535.
     pub fn shard(&self, index: u16) -> Option<Self> {
         let port = |port: u16| port.checked_add(index);
         let data = SocketAddrV4::new(*self.data.ip(), port(self.data.port())?);

@@ -1,10 +1,10 @@
-//! ARP, IP, UDP and TCP of one network interface, and the [`Port`] that it is.
+//! The network stack of one interface (ARP, IP, UDP, TCP), as a [`Port`].
 //!
 //! Invariants:
-//! - packets to the host's loopback addresses go to the gateway, and what comes from the gateway comes from 127.0.0.1
+//! - packets to loopback addresses go to the gateway, and packets from the gateway appear to come from 127.0.0.1
 //!   ([`BoardOptions`]): a node compares addresses, so both directions are translated;
-//! - a packet that is handed out by `receive` is gone from the socket; one that does not fit the transmit queue is not
-//!   taken, and [`Port::room`] promises no more than there is.
+//! - a packet that `receive` hands out is removed from the socket; a packet that does not fit the transmit queue is not
+//!   accepted, and [`Port::room`] never overstates the room.
 
 use crate::options::BoardOptions;
 use core::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV4};
@@ -19,23 +19,23 @@ use sumac_hal::time::Instant;
 /// The longest packet in bytes: an Ethernet frame of 1,500 bytes without IP's and UDP's headers.
 pub const MAX_PACKET_LEN_BYTES: usize = 1500 - 20 - 8;
 
-/// Packets that wait to be taken in.
+/// The capacity of the receive queue in packets.
 pub const RX_PACKETS: usize = 256;
 
-/// Packets that wait to be sent.
+/// The capacity of the transmit queue in packets.
 pub const TX_PACKETS: usize = 64;
 
-/// What the receive queue surely holds of each packet's place: places are as long as the longest packet, and packets of
-/// this length and more take one each.
-const PROMISED_LEN_BYTES: usize = 1024;
+/// The bytes that each entry of the receive queue is guaranteed to hold: entries are as long as the longest packet, and
+/// packets of this length and more take one each.
+const GUARANTEED_LEN_BYTES: usize = 1024;
 
-/// Frames taken in at most before `receive` says that there is no packet: those that are not for the port.
-const FRAMES_PER_LOOK: usize = 32;
+/// Frames processed at most before `receive` reports that there is no packet, if they are not for the port.
+const FRAMES_PER_POLL: usize = 32;
 
-/// A segment of the control connection in bytes.
+/// The buffers of the control connection, in bytes.
 const CONTROL_BUFFER_BYTES: usize = 4096;
 
-/// What a stack keeps packets in: put it in a `static` cell.
+/// The buffers of a stack: put them in a `static` cell.
 #[derive(Debug)]
 pub struct Buffers {
     rx: [udp::PacketMetadata; RX_PACKETS],
@@ -77,8 +77,8 @@ pub struct Stack<D: Device> {
     control: SocketHandle,
     gateway: Ipv4Addr,
     advertised: SocketAddrV4,
-    /// Packets queued since the transmit queue was last seen empty: where smoltcp begins at the start of its ring again,
-    /// so that this many places are surely left in one piece.
+    /// Packets queued since the transmit queue was last empty. smoltcp then restarts at the beginning of its ring, so
+    /// the remaining entries are contiguous.
     queued: usize,
 }
 
@@ -88,13 +88,13 @@ impl<D: Device> core::fmt::Debug for Stack<D> {
     }
 }
 
-/// The time as smoltcp counts it.
+/// Convert to smoltcp's time.
 pub(crate) fn smoltcp_time(now: Instant) -> smoltcp::time::Instant {
     smoltcp::time::Instant::from_micros(i64::try_from(now.as_nanos() / 1_000).unwrap_or(i64::MAX))
 }
 
 impl<D: Device> Stack<D> {
-    /// Set up the interface of `device`, whose hardware address is `mac`; `seed` makes sequence numbers hard to guess.
+    /// Set up the interface of `device` with the MAC address `mac`; `seed` makes sequence numbers hard to predict.
     pub fn new(
         mut device: D,
         mac: [u8; 6],
@@ -107,17 +107,17 @@ impl<D: Device> Stack<D> {
         config.random_seed = seed;
         let mut interface = Interface::new(config, &mut device, smoltcp_time(now));
         interface.update_ip_addrs(|addrs| {
-            // The table is empty, and has room for two.
+            // The table is empty and has room for two.
             let _ = addrs.push(IpCidr::Ipv4(options.ip));
         });
-        // The same of routes.
+        // So is the routing table.
         let _ = interface.routes_mut().add_default_ipv4_route(options.gateway);
         let Buffers { rx, rx_bytes, tx, tx_bytes, control_rx, control_tx, sockets } = buffers;
         let mut data = udp::Socket::new(
             PacketBuffer::new(&mut rx[..], rx_bytes.as_flattened_mut()),
             PacketBuffer::new(&mut tx[..], tx_bytes.as_flattened_mut()),
         );
-        // Fails for port 0, which options do not have, and for a socket that is open.
+        // Fails only for port 0, which options exclude, and for an open socket.
         let _ = data.bind(options.listen);
         let control =
             tcp::Socket::new(tcp::SocketBuffer::new(&mut control_rx[..]), tcp::SocketBuffer::new(&mut control_tx[..]));
@@ -132,20 +132,20 @@ impl<D: Device> Stack<D> {
         &mut self.device
     }
 
-    /// Return the control connection's socket, with what it needs to connect.
+    /// Return the control connection's socket, and the context for `connect`.
     pub(crate) fn control(&mut self) -> (&mut tcp::Socket<'static>, &mut smoltcp::iface::Context) {
         (self.sockets.get_mut(self.control), self.interface.context())
     }
 
-    /// Return the address behind which the network has `addr`.
-    pub(crate) fn outside(&self, addr: SocketAddrV4) -> IpEndpoint {
+    /// Translate a peer's address to its address on the network.
+    pub(crate) fn to_network_addr(&self, addr: SocketAddrV4) -> IpEndpoint {
         let ip = if addr.ip().is_loopback() { self.gateway } else { *addr.ip() };
         IpEndpoint::new(IpAddress::Ipv4(ip), addr.port())
     }
 
-    /// Take in and send what there is; a bounded part of it.
+    /// Process received frames and send queued ones, a bounded number.
     pub(crate) fn poll(&mut self, now: Instant) {
-        for _ in 0..FRAMES_PER_LOOK {
+        for _ in 0..FRAMES_PER_POLL {
             if !self.take_frame(now) {
                 break;
             }
@@ -153,7 +153,7 @@ impl<D: Device> Stack<D> {
         self.send_queued(now);
     }
 
-    /// Return when there is something to do if nothing arrives.
+    /// Return when to poll again if nothing arrives.
     pub(crate) fn poll_at(&mut self, now: Instant) -> Option<Instant> {
         let at = self.interface.poll_at(smoltcp_time(now), &self.sockets)?;
         let micros = u64::try_from(at.total_micros()).unwrap_or(0);
@@ -166,7 +166,7 @@ impl<D: Device> Stack<D> {
     }
 
     fn send_queued(&mut self, now: Instant) {
-        // A packet of each socket at a time.
+        // Each call sends one packet of each socket.
         for _ in 0..TX_PACKETS {
             if self.interface.poll_egress(smoltcp_time(now), &mut self.device, &mut self.sockets) == PollResult::None {
                 break;
@@ -177,10 +177,10 @@ impl<D: Device> Stack<D> {
         }
     }
 
-    /// Queue a packet of `len_bytes` that `fill` writes; nothing happens if the peer is no IPv4 address.
+    /// Queue a packet of `len_bytes` that `fill` writes; ignored if the peer is not an IPv4 address.
     fn queue(&mut self, to: Addr, len_bytes: usize, fill: impl FnOnce(&mut [u8])) {
         let Addr::Udp(SocketAddr::V4(to)) = to else { return };
-        let to = self.outside(to);
+        let to = self.to_network_addr(to);
         if let Ok(buffer) = self.sockets.get_mut::<udp::Socket<'_>>(self.data).send(len_bytes, to) {
             fill(buffer);
             self.queued += 1;
@@ -199,7 +199,7 @@ impl<D: Device> Port for Stack<D> {
         Self: 'a;
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new(MAX_PACKET_LEN_BYTES, RX_PACKETS * PROMISED_LEN_BYTES, TX_PACKETS)
+        Capabilities::new(MAX_PACKET_LEN_BYTES, RX_PACKETS * GUARANTEED_LEN_BYTES, TX_PACKETS)
     }
 
     fn local_addr(&self) -> Addr {
@@ -208,10 +208,10 @@ impl<D: Device> Port for Stack<D> {
 
     fn receive(&mut self, now: Instant) -> Option<RxPacket<'_>> {
         if self.queued > 0 {
-            // Something waits for the next hop's answer, which may have come.
+            // A packet may have waited for an ARP reply that has arrived.
             self.send_queued(now);
         }
-        for _ in 0..FRAMES_PER_LOOK {
+        for _ in 0..FRAMES_PER_POLL {
             if self.sockets.get_mut::<udp::Socket<'_>>(self.data).can_recv() {
                 break;
             }
@@ -249,13 +249,13 @@ impl<D: Device> Port for Stack<D> {
     fn flush(&mut self, now: Instant) {
         self.send_queued(now);
         if self.queued > 0 {
-            // What keeps packets may be a question to the next hop, whose answer is here.
+            // The packets may wait for an ARP reply: process received frames.
             self.poll(now);
         }
     }
 }
 
-/// A packet that has arrived.
+/// A received packet.
 #[derive(Debug)]
 pub struct RxPacket<'a> {
     from: Addr,
@@ -278,8 +278,8 @@ pub struct Room<'a, D: Device> {
 impl<D: Device> TxToken for Room<'_, D> {
     fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         let Self { stack, to } = self;
-        // A token may turn out to be of no use, which smoltcp's queue can't take back: so the packet is made beside it.
-        // What sends much, gathers.
+        // An unused token cannot be taken back from smoltcp's queue, so the packet is built on the stack and copied.
+        // `transmit_gather` is the fast path.
         let mut bytes = [0; MAX_PACKET_LEN_BYTES];
         let (len_bytes, result) = f(&mut bytes);
         assert!(len_bytes <= bytes.len(), "{len_bytes} bytes do not fit a packet of {MAX_PACKET_LEN_BYTES}");
@@ -292,7 +292,7 @@ impl<D: Device> TxToken for Room<'_, D> {
 
 #[cfg(test)]
 impl<D: Device> Stack<D> {
-    /// Have another address, as the host behind a gateway has.
+    /// Use another address, as the host behind a gateway does.
     pub(crate) fn answer_as(&mut self, ip: Ipv4Addr) {
         self.interface.update_ip_addrs(|addrs| addrs[0] = IpCidr::new(IpAddress::Ipv4(ip), 24));
     }

@@ -1,4 +1,4 @@
-//! The port and the control plane on an emulated wire: a router that knows every stack.
+//! Tests of the port and the control plane on an emulated network: a router connected to every stack.
 
 use crate::control::{Control, ControlError, REDIAL};
 use crate::options::{BoardOptions, OptionsError};
@@ -17,8 +17,8 @@ use std::rc::Rc;
 use std::vec;
 use std::vec::Vec;
 use sumac_hal::ctrl::{
-    Announce, ChildMask, DeviceCapabilities as Capabilities, Envelope, FRAME_HEADER_LEN, Greeting, GroupConfig, NoBus,
-    Order, Refusal, Request, Response, SharedLink, decode, encode, frame_len,
+    Announce, ChildMask, DeviceCapabilities as Capabilities, Envelope, FRAME_HEADER_LEN, GroupConfig, Hello, Order,
+    Refusal, Request, Response, SharedLink, ZeroCopyRefusal, decode, encode, frame_len,
 };
 use sumac_hal::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
@@ -30,7 +30,7 @@ use sumac_hal::uplink::HopTimers;
 const ROUTER: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0xff, 0xff]);
 const PORT: u16 = 7000;
 
-/// Frames that a NIC keeps for a stack that is not looking.
+/// Frames that a NIC buffers.
 const INBOX_FRAMES: usize = 512;
 
 #[derive(Debug, Default)]
@@ -46,7 +46,7 @@ impl Router {
         }
     }
 
-    /// Whoever asks for a next hop is told the router; packets go to whose address is theirs.
+    /// Answer every ARP request with the router's address; deliver packets by their IP address.
     fn route(&mut self, from: usize, mut bytes: Vec<u8>) {
         let frame = EthernetFrame::new_checked(&bytes[..]).expect("a frame");
         let sender = frame.src_addr();
@@ -168,11 +168,12 @@ impl Bed {
 }
 
 impl Bed {
-    /// smoltcp asks for one next hop a second, and what waits for it keeps up the rest. A board has one, the gateway; the
-    /// suite also has ports send to themselves.
+    /// Resolve the next hops of a port's own and of an unreachable address. smoltcp sends one ARP request a second, and
+    /// packets that wait for a reply delay the others. A board has one next hop, the gateway; the suite also has ports
+    /// send to themselves.
     fn find_next_hops(&mut self, port: &mut Stack<Nic>) {
         use sumac_hal::port::TxToken as _;
-        let (own, nowhere) = (port.local_addr(), self.nowhere());
+        let (own, nowhere) = (port.local_addr(), self.unused_addr());
         for to in [own, nowhere] {
             port.transmit(to, self.now()).expect("room").consume(|buffer| (put(buffer, b"who?"), ()));
         }
@@ -182,7 +183,7 @@ impl Bed {
             port.flush(now);
             while take(port, now).is_some() {}
         }
-        assert_eq!(port.room(), TX_PACKETS, "both are known");
+        assert_eq!(port.room(), TX_PACKETS, "both are resolved");
     }
 }
 
@@ -190,14 +191,14 @@ impl Testbed for Bed {
     type Port = Stack<Nic>;
 
     fn ports(&mut self, n: usize) -> Vec<Stack<Nic>> {
-        // Each check has a network of its own: addresses are bytes.
+        // Each check gets a new network, because addresses are bytes.
         self.router = Rc::default();
         let mut ports: Vec<_> = (0..n).map(|_| self.stack()).collect();
         ports.iter_mut().for_each(|port| self.find_next_hops(port));
         ports
     }
 
-    fn nowhere(&mut self) -> Addr {
+    fn unused_addr(&mut self) -> Addr {
         Addr::Udp(SocketAddr::from((Ipv4Addr::new(192, 0, 2, 1), PORT)))
     }
 
@@ -205,21 +206,21 @@ impl Testbed for Bed {
         Instant::from_nanos(self.now_us * 1_000)
     }
 
-    fn pass(&mut self) {
+    fn advance(&mut self) {
         self.now_us += 10;
     }
 }
 
 #[test]
-fn the_port_keeps_the_contract() {
+fn stack_passes_the_port_conformance_suite() {
     if let Err(violation) = run(&mut Bed::default()) {
         panic!("{violation}");
     }
 }
 
-/// As an emulated machine sees its host.
+/// The addresses of an emulated machine's host.
 #[test]
-fn the_host_behind_the_gateway_is_loopback_both_ways() {
+fn host_behind_the_gateway_is_loopback_in_both_directions() {
     let mut bed = Bed::default();
     let (mut board, host) = (bed.stack(), bed.stack());
     // The host's address is the gateway's.
@@ -257,7 +258,7 @@ struct Controlled {
     control: Control,
     controller: Stack<Nic>,
     received: Vec<u8>,
-    asked: Vec<Request>,
+    executed: Vec<Request>,
 }
 
 const CONTROLLER: u16 = 4242;
@@ -269,16 +270,16 @@ impl Controlled {
         let address = SocketAddrV4::new(Ipv4Addr::new(10, 0, 1, 2), CONTROLLER);
         controller.control().0.listen(CONTROLLER).expect("a port");
         let control = Control::new(address, announce(), 7);
-        Self { bed, board, control, controller, received: Vec::new(), asked: Vec::new() }
+        Self { bed, board, control, controller, received: Vec::new(), executed: Vec::new() }
     }
 
     /// Let a millisecond pass.
     fn pass(&mut self) -> Result<(), ControlError> {
         self.bed.now_us += 1_000;
         let now = self.bed.now();
-        let asked = &mut self.asked;
+        let executed = &mut self.executed;
         let result = self.control.poll(&mut self.board, now, |request| {
-            asked.push(request.clone());
+            executed.push(request.clone());
             Response::Done
         });
         self.board.poll(now);
@@ -301,7 +302,7 @@ impl Controlled {
             }
             self.pass().expect("a connection");
         }
-        panic!("the controller heard nothing for a second");
+        panic!("the controller received nothing for a second");
     }
 
     fn send(&mut self, bytes: &[u8]) {
@@ -328,7 +329,7 @@ fn announce() -> Announce {
         collectives: 1,
     };
     let name = "board".try_into().expect("a name");
-    Announce { name, boot_id: BootId(5), capabilities, data_addrs: heapless::Vec::new(), bus: None }
+    Announce { name, boot_id: BootId(5), capabilities, data_addrs: heapless::Vec::new(), attach: None }
 }
 
 fn request(id: u32, message: Request) -> Vec<u8> {
@@ -337,42 +338,42 @@ fn request(id: u32, message: Request) -> Vec<u8> {
 }
 
 #[test]
-fn a_board_greets_and_answers_in_order() {
+fn board_sends_hello_and_answers_requests_in_order() {
     let mut bed = Controlled::new();
-    assert_eq!(bed.receive::<Greeting>(), Greeting::Device(announce()));
-    assert!(!bed.control.is_up(), "nobody has said yet that it is welcome");
+    assert_eq!(bed.receive::<Hello>(), Hello::Device(announce()));
+    assert!(!bed.control.is_up(), "the controller has not sent a request yet");
     let remove = Request::RemoveTree(TreeId(3));
-    let both = [request(1, Request::Hello), request(2, remove.clone())].concat();
-    // In pieces, as a stream comes.
+    let both = [request(1, Request::Identify), request(2, remove.clone())].concat();
+    // In pieces, as from a stream.
     let (head, tail) = both.split_at(17);
     bed.send(head);
     bed.pass().expect("a connection");
     bed.send(tail);
-    let expected = [(1, Response::Hello(announce())), (2, Response::Done)];
+    let expected = [(1, Response::Announce(announce())), (2, Response::Done)];
     for (id, message) in expected {
         assert_eq!(bed.receive::<Envelope<Response>>(), Envelope { id, message });
     }
-    assert_eq!(bed.asked, [remove]);
+    assert_eq!(bed.executed, [remove]);
     assert!(bed.control.is_up());
 }
 
-/// No packet for a multicast group gets into an emulated machine or out of it. There is no bus either.
+/// Multicast does not cross an emulated machine's network, and this board has no zero-copy ranks.
 #[test]
-fn a_group_has_no_shared_address_and_nobody_by_reference_here() {
+fn group_gets_no_shared_address_and_zero_copy_is_refused() {
     let mut bed = Controlled::new();
-    bed.receive::<Greeting>();
+    bed.receive::<Hello>();
     let addr = Addr::Udp(SocketAddr::from((Ipv4Addr::new(239, 255, 0, 1), PORT)));
-    let asked = GroupConfig { shared: Some(addr), parent_shared: Some(SharedLink { addr, key: 3 }), ..group() };
-    let mut by_reference = ChildMask::EMPTY;
-    by_reference.insert(ChildIndex(0));
-    bed.send(&request(1, Request::CreateGroup(asked)));
-    bed.send(&request(2, Request::CreateGroup(GroupConfig { by_reference, ..group() })));
-    let refused = Response::Refused(Refusal::NoBus(NoBus::None));
+    let config = GroupConfig { shared: Some(addr), parent_shared: Some(SharedLink { addr, key: 3 }), ..group() };
+    let mut zero_copy = ChildMask::EMPTY;
+    zero_copy.insert(ChildIndex(0));
+    bed.send(&request(1, Request::CreateGroup(config)));
+    bed.send(&request(2, Request::CreateGroup(GroupConfig { zero_copy, ..group() })));
+    let refused = Response::Refused(Refusal::NoZeroCopy(ZeroCopyRefusal::Unsupported));
     for (id, message) in [(1, Response::Done), (2, refused)] {
         assert_eq!(bed.receive::<Envelope<Response>>(), Envelope { id, message });
     }
-    assert_eq!(bed.asked, [Request::CreateGroup(group())]);
-    assert!(!bed.board.join(addr), "the port says so too");
+    assert_eq!(bed.executed, [Request::CreateGroup(group())]);
+    assert!(!bed.board.join(addr), "the port cannot join either");
 }
 
 fn group() -> GroupConfig {
@@ -391,31 +392,31 @@ fn group() -> GroupConfig {
         ranks: NonZeroU32::MIN,
         lease_ms: 1_000,
         timers: HopTimers::DEFAULT.into(),
-        by_reference: ChildMask::EMPTY,
+        zero_copy: ChildMask::EMPTY,
     }
 }
 
 #[test]
-fn what_is_no_request_ends_the_connection_and_the_board_dials_again() {
+fn damaged_request_ends_the_connection_and_the_board_redials() {
     let mut bed = Controlled::new();
-    bed.receive::<Greeting>();
+    bed.receive::<Hello>();
     let mut damaged = request(1, Request::Stats);
     *damaged.last_mut().expect("bytes") ^= 1;
     bed.send(&damaged);
     assert!(matches!(bed.end(), ControlError::Frame(_)));
-    assert!(bed.asked.is_empty() && !bed.control.is_up());
+    assert!(bed.executed.is_empty() && !bed.control.is_up());
     let at = bed.bed.now();
     assert_eq!(bed.control.poll_at(), Some(at + REDIAL));
     bed.controller.control().0.abort();
     bed.controller.control().0.listen(CONTROLLER).expect("a port");
     bed.received.clear();
-    assert_eq!(bed.receive::<Greeting>(), Greeting::Device(announce()));
+    assert_eq!(bed.receive::<Hello>(), Hello::Device(announce()));
 }
 
 #[test]
-fn a_request_longer_than_any_is_refused_by_its_length() {
+fn request_beyond_the_buffer_is_refused_as_too_long() {
     let mut bed = Controlled::new();
-    bed.receive::<Greeting>();
+    bed.receive::<Hello>();
     let mut long = request(1, Request::Stats);
     long[4..8].copy_from_slice(&5_000_u32.to_le_bytes());
     long.resize(FRAME_HEADER_LEN + 5_000, 0);
@@ -425,10 +426,10 @@ fn a_request_longer_than_any_is_refused_by_its_length() {
 }
 
 #[test]
-fn a_controller_that_falls_silent_is_given_up() {
+fn silent_controller_is_given_up_within_20_s() {
     let mut bed = Controlled::new();
-    bed.receive::<Greeting>();
-    // Nothing is delivered any more.
+    bed.receive::<Hello>();
+    // No more packets are delivered.
     bed.bed.router.borrow_mut().places.clear();
     let before = bed.bed.now();
     assert_eq!(bed.end(), ControlError::Closed);
@@ -436,24 +437,24 @@ fn a_controller_that_falls_silent_is_given_up() {
 }
 
 #[test]
-fn a_controller_that_hangs_up_is_noticed() {
+fn closed_control_connection_is_detected() {
     let mut bed = Controlled::new();
-    bed.receive::<Greeting>();
+    bed.receive::<Hello>();
     bed.controller.control().0.close();
     assert_eq!(bed.end(), ControlError::Closed);
     assert_eq!(bed.controller.control().0.state(), tcp::State::Closed);
 }
 
 #[test]
-fn options_say_what_is_wrong() {
+fn options_parse_or_name_the_error() {
     let text = "# a board\nname = leaf-1\ncontroller=127.0.0.1:7\nip=10.0.2.15/24\ngateway=10.0.2.2\nlisten=7000\n";
     let options = BoardOptions::parse(text).expect("options");
     assert_eq!((options.name.as_str(), options.data), ("leaf-1", "10.0.2.15:7000".parse().expect("an address")));
     let shard = options.shard(2).expect("a port");
     assert_eq!((shard.listen, shard.data.port()), (7002, 7002));
     assert_eq!(options.shard(60_000), None);
-    assert_eq!(options.bus, None);
-    let bus = BoardOptions::parse(&format!("{text}socket=s\nmachine=m\n")).expect("options").bus.expect("a bus");
+    assert_eq!(options.broker, None);
+    let bus = BoardOptions::parse(&format!("{text}socket=s\nmachine=m\n")).expect("options").broker.expect("a broker");
     assert_eq!((bus.0.as_str(), bus.1.as_str()), ("m", "s"));
     assert_eq!((options.user, BoardOptions::parse(&format!("{text}user=1000\n")).expect("options").user), (0, 1000));
     let error = |text: &str| BoardOptions::parse(text).expect_err("an error");
@@ -464,7 +465,7 @@ fn options_say_what_is_wrong() {
     assert_eq!(error("name=a"), OptionsError::Missing { key: "ip" });
     for (wrong, says) in [
         ("listen=0", "listen=\"0\" is not a port from 1 to 65535"),
-        ("ip=10.0.2.15", "ip=\"10.0.2.1\" is not an IPv4 address and prefix, as 10.0.2.15/24"),
+        ("ip=10.0.2.15", "ip=\"10.0.2.1\" is not an IPv4 address and prefix, such as 10.0.2.15/24"),
         ("name=", "name=\"\" is not 1 to 64 bytes"),
     ] {
         assert_eq!(format!("{}", error(wrong)), says);

@@ -1,23 +1,23 @@
-//! What the agent is told.
+//! The agent's configuration.
 //!
-//! | key | meaning | unsaid |
+//! | key | meaning | default |
 //! |---|---|---|
-//! | `name` | the device's name in the fabric | needed |
-//! | `controller` | address and port of the controller | needed |
-//! | `interface` | the interface of the data ports | the first with hardware behind it |
-//! | `ip` | its address with prefix, as `10.0.2.15/24` | what it has, else a link-local one |
-//! | `gateway` | the next hop for everybody else | none |
-//! | `listen` | UDP port of the first shard; others take the next ones | 7100 |
-//! | `data` | where peers send the first shard's packets to, if that is not `ip` and `listen` | `ip` and `listen` |
-//! | `host` | an emulated machine's host as the machine sees it: what addresses of loopback mean | loopback |
-//! | `shards` | worker threads | 1 |
-//! | `cores` | the processor of each shard, as `2,3` | any |
-//! | `poll` | `busy`: look for packets without ever sleeping; `sleep` | `sleep` |
-//! | `verbs` | `auto`: data ports over RDMA where a port has the address of the data ports, else UDP; `off`; or the RDMA port | `auto` |
-//! | `log` | log filter of the runtime, as `debug` | `info` |
+//! | `name` | the device's name in the fabric | required |
+//! | `controller` | address and port of the controller | required |
+//! | `interface` | the interface of the data ports | the first hardware interface |
+//! | `ip` | its address and prefix, for example `10.0.2.15/24` | its current address, else a link-local one |
+//! | `gateway` | the default gateway | none |
+//! | `listen` | UDP port of the first shard; the others use the following ports | 7100 |
+//! | `data` | the address and port that peers send to, behind address translation | `ip` and `listen` |
+//! | `host` | the address of an emulated machine's host, which loopback addresses denote | loopback |
+//! | `shards` | number of shards, each a thread | 1 |
+//! | `cores` | the processor of each shard, for example `2,3` | any |
+//! | `poll` | `busy`: poll without sleeping; `sleep` | `sleep` |
+//! | `verbs` | `auto`: RDMA if a port has the address of the data ports, else UDP; `off`; or an RDMA port | `auto` |
+//! | `log` | log filter of the runtime, for example `debug` | `info` |
 //!
-//! In a store these are lines, `key=value`, and `#` begins a comment. On the kernel's command line each is a word with
-//! `sumac.` before it, and wins over the store.
+//! In a store these are lines of `key=value`, and `#` starts a comment. On the kernel's command line each is a word
+//! prefixed with `sumac.`, and overrides the store.
 
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -26,34 +26,34 @@ use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
 use sumac_hal::shard::MAX_SHARDS;
 use thiserror::Error;
 
-/// What the words of the kernel's command line that are meant begin with.
+/// The prefix of settings on the kernel's command line.
 pub const PREFIX: &str = "sumac.";
 
-/// The UDP port of the first shard, unless another is named.
+/// The default UDP port of the first shard.
 pub const DEFAULT_PORT: u16 = 7100;
 
-/// What the agent is not told.
+/// Why a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// Not `key=value`.
     #[error("{0:?} is not key=value")]
     Word(String),
-    /// A key that nobody knows.
-    #[error("{0:?} is no key; there are {known}", known = KEYS.join(", "))]
+    /// An unknown key.
+    #[error("unknown key {0:?}; known are {known}", known = KEYS.join(", "))]
     Key(String),
-    /// A value that is none.
+    /// An invalid value.
     #[error("{key}={value:?} is not {expected}")]
     Value {
         /// The key.
         key: String,
         /// The value.
         value: String,
-        /// What would be.
+        /// The expected format.
         expected: &'static str,
     },
-    /// A key that is needed.
-    #[error("nobody says {0}; put sumac.{0}=... on the kernel's command line, or {0}=... into the store")]
+    /// A required key is missing.
+    #[error("{0} is missing: put sumac.{0}=... on the kernel's command line, or {0}=... into the store")]
     Missing(&'static str),
 }
 
@@ -62,7 +62,7 @@ pub enum ConfigError {
 pub struct Cidr {
     /// The address.
     pub ip: Ipv4Addr,
-    /// How many bits of it name the network, at most 32.
+    /// The prefix length, 1 to 32.
     pub prefix_len: u8,
 }
 
@@ -90,10 +90,10 @@ impl fmt::Display for Cidr {
 /// How a shard waits for packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Polling {
-    /// It sleeps, and the kernel wakes it.
+    /// Sleep until the kernel wakes it.
     #[default]
     Sleep,
-    /// It looks all the time: the shortest way, for a processor that has nothing else to do.
+    /// Poll continuously: the lowest latency, for a processor that has nothing else to do.
     Busy,
 }
 
@@ -118,15 +118,15 @@ impl fmt::Display for Polling {
     }
 }
 
-/// What the data ports are over.
+/// The transport of the data ports.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Verbs {
-    /// RDMA where there is a port with their address, else UDP.
+    /// RDMA if a port has their address, else UDP.
     #[default]
     Auto,
     /// UDP.
     Off,
-    /// This RDMA port, as `mlx5_0:1`, or an error.
+    /// This RDMA port, for example `mlx5_0:1`; an error if it does not exist.
     Link(String),
 }
 
@@ -143,7 +143,7 @@ impl FromStr for Verbs {
     }
 }
 
-/// The keys, in the order in which they are written.
+/// The keys, in output order.
 const KEYS: [&str; 13] = [
     "name",
     "controller",
@@ -160,27 +160,27 @@ const KEYS: [&str; 13] = [
     "log",
 ];
 
-/// Values of some of the keys, each checked by itself.
+/// The values of some keys, each validated on its own.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
-    /// By the place in [`KEYS`].
+    /// Indexed as [`KEYS`].
     values: [Option<String>; KEYS.len()],
 }
 
 impl Settings {
-    /// Read the lines of a store.
+    /// Parse the lines of a store.
     ///
     /// # Errors
-    /// [`ConfigError`] for the first line that is wrong.
+    /// [`ConfigError`] for the first invalid line.
     pub fn from_lines(text: &str) -> Result<Self, ConfigError> {
         let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
         Self::from_words(lines.filter(|line| !line.is_empty()))
     }
 
-    /// Read words.
+    /// Parse words of `key=value`.
     ///
     /// # Errors
-    /// [`ConfigError`] for the first that is wrong.
+    /// [`ConfigError`] for the first invalid word.
     pub fn from_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self, ConfigError> {
         let mut settings = Self::default();
         for word in words {
@@ -197,7 +197,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Take what `others` say, and keep the rest.
+    /// Override values with those that `others` has.
     #[must_use]
     pub fn overridden_by(mut self, others: &Self) -> Self {
         for (value, other) in self.values.iter_mut().zip(&others.values) {
@@ -208,12 +208,12 @@ impl Settings {
         self
     }
 
-    /// Write them as lines.
+    /// Format as lines.
     pub fn to_lines(&self) -> String {
         let mut text = String::new();
         for (key, value) in KEYS.iter().zip(&self.values) {
             if let Some(value) = value {
-                // Writing to a string can't fail.
+                // Writing to a string cannot fail.
                 let _ = writeln!(text, "{key}={value}");
             }
         }
@@ -228,11 +228,11 @@ impl Settings {
 
     fn get<T: FromStr>(&self, key: &str) -> Option<T> {
         let at = KEYS.iter().position(|known| *known == key)?;
-        // Checked when it came in.
+        // Validated on input.
         self.values[at].as_deref()?.parse().ok()
     }
 
-    /// Put a configuration together.
+    /// Build the configuration.
     ///
     /// # Errors
     /// [`ConfigError::Missing`].
@@ -257,7 +257,7 @@ impl Settings {
     }
 }
 
-/// Tell what a value should be, if it is not.
+/// Check a value; the error is the expected format.
 fn check(key: &str, value: &str) -> Result<(), &'static str> {
     fn is<T: FromStr>(value: &str, expected: &'static str) -> Result<(), &'static str> {
         value.parse::<T>().map(drop).map_err(|_| expected)
@@ -268,28 +268,28 @@ fn check(key: &str, value: &str) -> Result<(), &'static str> {
         "name" => holds(!value.is_empty() && Name::try_from(value).is_ok(), "a name of 1 to 64 bytes"),
         "controller" | "data" => {
             let port = value.parse::<SocketAddrV4>().map_or(0, |addr| addr.port());
-            holds(port != 0, "an IPv4 address and a port other than 0, as 10.0.2.2:7847")
+            holds(port != 0, "an IPv4 address and a port other than 0, such as 10.0.2.2:7847")
         }
-        // The kernel's limit (IFNAMSIZ); a name is also a path's part.
+        // The kernel's limit (IFNAMSIZ); the name is also used in a path.
         "interface" => {
             let plain = !matches!(value, "" | "." | "..") && value.len() < 16 && !value.contains('/');
             holds(plain, "the name of an interface")
         }
-        "ip" => is::<Cidr>(value, "an IPv4 address and prefix, as 10.0.2.15/24"),
+        "ip" => is::<Cidr>(value, "an IPv4 address and prefix, such as 10.0.2.15/24"),
         "gateway" | "host" => is::<Ipv4Addr>(value, "an IPv4 address"),
         "listen" => holds(value.parse::<u16>().is_ok_and(|port| port != 0), "a port from 1 to 65535"),
         "shards" => {
             let shards = value.parse::<u16>().unwrap_or(0);
             holds((1..=MAX_SHARDS as u16).contains(&shards), "a number from 1 to 8")
         }
-        "cores" => holds(value.split(',').all(|core| core.parse::<usize>().is_ok()), "processors, as 2,3"),
+        "cores" => holds(value.split(',').all(|core| core.parse::<usize>().is_ok()), "processors, such as 2,3"),
         "poll" => is::<Polling>(value, "busy or sleep"),
-        "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port, as mlx5_0:1"),
+        "verbs" => is::<Verbs>(value, "auto, off, or an RDMA port such as mlx5_0:1"),
         _ => Ok(()),
     }
 }
 
-/// The whole of it.
+/// The complete configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Config {
@@ -301,42 +301,42 @@ pub struct Config {
     pub interface: Option<String>,
     /// Its address.
     pub ip: Option<Cidr>,
-    /// The next hop.
+    /// The default gateway.
     pub gateway: Option<Ipv4Addr>,
     /// The first shard's port.
     pub listen: u16,
-    /// Where peers send the first shard's packets to.
+    /// The address and port that peers of the first shard send to.
     pub data: Option<SocketAddrV4>,
-    /// What loopback means.
+    /// The host that loopback addresses denote.
     pub host: Option<Ipv4Addr>,
-    /// Worker threads.
+    /// The number of shards.
     pub shards: u16,
     /// Their processors.
     pub cores: Vec<usize>,
-    /// How they wait.
+    /// How they wait for packets.
     pub poll: Polling,
-    /// What they are over.
+    /// The transport of the data ports.
     pub verbs: Verbs,
-    /// What the runtime logs.
+    /// The log filter of the runtime.
     pub log: String,
 }
 
-/// What the kernel's command line, or that of a service, says.
+/// The command line of the kernel, or of a service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CommandLine {
-    /// What wins over the store.
+    /// Settings that override the store.
     pub settings: Settings,
-    /// Where the store is (`store=/dev/mmcblk0p3`).
+    /// The store (`store=/dev/mmcblk0p3`).
     pub store: Option<String>,
-    /// Put the settings into the store, so that the next start has them (`keep=yes`).
+    /// Save the settings to the store for the next start (`keep=yes`).
     pub keep: bool,
 }
 
 impl CommandLine {
-    /// Read words; `prefix` is what those that are meant begin with. Others are left alone.
+    /// Parse the words that begin with `prefix`; others are ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] for the first that is wrong.
+    /// [`ConfigError`] for the first invalid word.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>, prefix: &str) -> Result<Self, ConfigError> {
         let (mut store, mut keep, mut rest) = (None, false, Vec::new());
         for word in words.into_iter().filter_map(|word| word.strip_prefix(prefix)) {
@@ -367,7 +367,7 @@ mod tests {
         listen=7200\ndata=127.0.0.1:7300\nhost=10.0.2.2\nshards=2\ncores=2,3\npoll=busy\nverbs=mlx5_0:1\nlog=debug\n";
 
     #[test]
-    fn every_key_is_read_and_written_back() {
+    fn every_key_round_trips() {
         let settings = Settings::from_lines(ALL).expect("settings");
         assert_eq!(settings.to_lines(), ALL);
         assert_eq!(Settings::from_lines(&settings.to_lines()), Ok(settings.clone()));
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unsaid_has_a_default_or_is_asked_for() {
+    fn missing_optional_keys_have_defaults_and_required_ones_are_errors() {
         let settings =
             Settings::from_lines("# a card\n name = d \ncontroller=10.0.0.1:1 # there\n\n").expect("settings");
         let config = settings.config().expect("a configuration");
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_wins_and_foreign_words_are_left_alone() {
+    fn command_line_overrides_and_foreign_words_are_ignored() {
         let words = "console=ttyAMA0 sumac.name=other quiet sumac.store=/dev/vda sumac.keep=yes name=no".split(' ');
         let line = CommandLine::parse(words, PREFIX).expect("a command line");
         assert_eq!((line.store.as_deref(), line.keep), (Some("/dev/vda"), true));
@@ -416,29 +416,29 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_settings_are_named() {
         let long = format!("name={}", "x".repeat(65));
         let cases = [
             ("name", "\"name\" is not key=value"),
-            ("nome=x", "\"nome\" is no key; there are name, controller"),
+            ("nome=x", "unknown key \"nome\"; known are name, controller"),
             ("name=", "a name of 1 to 64 bytes"),
             (&long, "a name of 1 to 64 bytes"),
             ("controller=10.0.0.1", "an IPv4 address and a port"),
             ("data=10.0.0.1:0", "a port other than 0"),
             ("interface=../x", "the name of an interface"),
-            ("ip=10.0.2.15", "as 10.0.2.15/24"),
-            ("ip=10.0.2.15/33", "as 10.0.2.15/24"),
-            ("ip=0.0.0.0/8", "as 10.0.2.15/24"),
+            ("ip=10.0.2.15", "such as 10.0.2.15/24"),
+            ("ip=10.0.2.15/33", "such as 10.0.2.15/24"),
+            ("ip=0.0.0.0/8", "such as 10.0.2.15/24"),
             ("host=x", "an IPv4 address"),
             ("listen=0", "a port from 1 to 65535"),
             ("shards=65", "a number from 1 to 8"),
-            ("cores=1,,2", "processors, as 2,3"),
+            ("cores=1,,2", "processors, such as 2,3"),
             ("poll=never", "busy or sleep"),
             ("verbs=", "auto, off, or an RDMA port"),
         ];
         for (word, named) in cases {
-            let said = Settings::from_words([word]).expect_err(word).to_string();
-            assert!(said.contains(named), "{said}");
+            let message = Settings::from_words([word]).expect_err(word).to_string();
+            assert!(message.contains(named), "{message}");
         }
         assert!(CommandLine::parse(["sumac.keep=1"], PREFIX).is_err());
         assert!(CommandLine::parse(["sumac.nome=1"], PREFIX).is_err());

@@ -1,4 +1,4 @@
-//! Process 1, and the service: from nothing, or from somebody else's Linux, to a runtime that serves.
+//! Start-up as process 1 or as a service, up to a running supervisor.
 
 use crate::config::{CommandLine, ConfigError, PREFIX, Settings};
 use crate::log::{LINUX_UP, Log};
@@ -14,52 +14,52 @@ use std::time::Duration;
 use sumac_firmware::slots::FileBlocks;
 use thiserror::Error;
 
-/// How long the store's device may take to appear.
+/// How long to wait for the store's device to appear.
 const STORE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Why the agent can't do its work.
+/// Why the agent failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AgentError {
-    /// A file system of the kernel is missing.
-    #[error("can't mount {target}: {source}")]
+    /// A kernel file system could not be mounted.
+    #[error("cannot mount {target}: {source}")]
     Mount {
-        /// Which.
+        /// The mount point.
         target: &'static str,
-        /// What the kernel said.
+        /// The system's error.
         source: io::Error,
     },
-    /// What the agent is told is wrong, or not enough.
+    /// The configuration is invalid or incomplete.
     #[error("{0}")]
     Config(#[from] ConfigError),
-    /// The data ports have no network.
+    /// The network of the data ports could not be set up.
     #[error("{0}")]
     Network(#[from] NetworkError),
-    /// A file can't be read, or the runtime not be found.
+    /// A file could not be read, or the runtime not be started.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The store can't be used.
+    /// The configuration store failed.
     #[error("{path}: {source}")]
     Store {
-        /// Which.
+        /// The store.
         path: String,
-        /// Why.
+        /// The error.
         source: StoreError<io::Error>,
     },
 }
 
-/// Be process 1. It never ends: what can't be put right restarts the machine.
+/// Run as process 1. Never returns: an error restarts the machine.
 pub fn init() -> ! {
     let log = Log::default();
     let (panicked, hook) = (log.clone(), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
         hook(panic);
-        // Whichever thread it was: half an agent is none.
+        // A panic of any thread restarts the machine: the agent cannot run without it.
         system::restart(&panicked, "the agent panicked");
     }));
     match boot(&log) {
@@ -84,7 +84,7 @@ fn boot(log: &Log) -> Result<Infallible, AgentError> {
     supervise(log, &settings)
 }
 
-/// Serve on a machine that is set up already, as these words say.
+/// Serve with these settings on a machine that is set up already.
 ///
 /// # Errors
 /// [`AgentError`].
@@ -100,22 +100,22 @@ fn supervise(log: &Log, settings: &Settings) -> Result<Infallible, AgentError> {
     supervisor::supervise(log, settings).map_err(|source| AgentError::System { what: "the runtime", source })
 }
 
-/// Return what the store says where the command line does not. A store that can't be used is told, and is as one that is
-/// empty: the command line may be enough.
+/// Return the settings of the command line, and of the store where the command line has none. A store that cannot be
+/// used is logged and counts as empty, because the command line may suffice.
 fn settings(line: &CommandLine, log: &Log) -> Settings {
     let Some(path) = &line.store else { return line.settings.clone() };
     let path = Path::new(path);
     let opened =
-        wait_for(path).and_then(|()| open(path)).and_then(|mut store| Ok((kept(&mut store, path, log)?, store)));
-    let (kept, mut store) = match opened {
+        wait_for(path).and_then(|()| open(path)).and_then(|mut store| Ok((stored(&mut store, path, log)?, store)));
+    let (stored, mut store) = match opened {
         Ok(opened) => opened,
         Err(error) => {
             log.warn(&format!("store: {error}"));
             return line.settings.clone();
         }
     };
-    let settings = kept.clone().overridden_by(&line.settings);
-    if line.keep && settings != kept {
+    let settings = stored.clone().overridden_by(&line.settings);
+    if line.keep && settings != stored {
         match store.save(&settings.to_lines()) {
             Ok(state) => log.info(&format!("store: {state}")),
             Err(error) => log.warn(&format!("store: {error}")),
@@ -142,12 +142,12 @@ fn open(path: &Path) -> Result<Store<FileBlocks>, AgentError> {
     Store::open(blocks).map_err(failure(path))
 }
 
-fn kept(store: &mut Store<FileBlocks>, path: &Path, log: &Log) -> Result<Settings, AgentError> {
+fn stored(store: &mut Store<FileBlocks>, path: &Path, log: &Log) -> Result<Settings, AgentError> {
     let (text, state) = store.load().map_err(failure(path))?;
     log.info(&format!("store: {state}"));
     Ok(match text.as_deref().map(Settings::from_lines) {
         Some(Ok(settings)) => settings,
-        // Whole, but of another version of the agent.
+        // Intact, but written by another version of the agent.
         Some(Err(error)) => {
             log.warn(&format!("store: {error}"));
             Settings::default()
@@ -156,7 +156,7 @@ fn kept(store: &mut Store<FileBlocks>, path: &Path, log: &Log) -> Result<Setting
     })
 }
 
-/// Return what a store says, and which of its copies are whole.
+/// Return the contents of a store, and which of its copies are intact.
 ///
 /// # Errors
 /// [`AgentError`].
@@ -165,10 +165,10 @@ pub fn show_store(path: &Path) -> Result<String, AgentError> {
     Ok(format!("# {state}\n{}", text.unwrap_or_default()))
 }
 
-/// Put these words into a store; a file is made if there is none.
+/// Write these settings to a store, creating the file if necessary.
 ///
 /// # Errors
-/// [`AgentError`]; a word that is wrong changes nothing.
+/// [`AgentError`]; nothing is written if a setting is invalid.
 pub fn write_store<'a>(path: &Path, words: impl IntoIterator<Item = &'a str>) -> Result<String, AgentError> {
     let settings = Settings::from_words(words)?;
     let mut store = if path.exists() {
@@ -186,7 +186,7 @@ pub fn write_store<'a>(path: &Path, words: impl IntoIterator<Item = &'a str>) ->
 mod tests {
     use super::*;
 
-    fn quiet() -> Log {
+    fn silent_log() -> Log {
         Log::new([])
     }
 
@@ -195,37 +195,37 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_wins_over_the_store_and_is_kept_if_asked() {
+    fn command_line_overrides_the_store_and_is_saved_with_keep() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("store");
         write_store(&path, ["name=kept", "controller=10.0.0.1:1"]).expect("written");
         let store = format!("store={}", path.display());
-        let text = |words: &[&str]| settings(&line(words), &quiet()).to_lines();
+        let text = |words: &[&str]| settings(&line(words), &silent_log()).to_lines();
         assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n");
         assert_eq!(text(&[&store, "name=other"]), "name=other\ncontroller=10.0.0.1:1\n");
-        assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n", "nobody asked to keep it");
+        assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n", "without keep=yes the store is unchanged");
         text(&[&store, "name=other", "keep=yes"]);
         assert_eq!(text(&[&store]), "name=other\ncontroller=10.0.0.1:1\n");
         let shown = show_store(&path).expect("readable");
         assert!(shown.starts_with("# A write 1, B write 2, B counts\nname=other\n"), "{shown}");
-        // What counts is damaged: the other copy does.
+        // The current copy is damaged: the other one is used.
         let mut bytes = fs::read(&path).expect("readable");
         bytes[4096 + 100] ^= 1;
         fs::write(&path, &bytes).expect("written");
         assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n");
-        // Both are: the command line alone.
+        // Both are damaged: only the command line is used.
         bytes[100] ^= 1;
         fs::write(&path, &bytes).expect("written");
         assert_eq!(text(&[&store, "name=alone"]), "name=alone\n");
     }
 
     #[test]
-    fn a_store_that_is_none_is_as_one_that_is_empty() {
+    fn unusable_store_counts_as_empty_and_is_not_written() {
         let folder = tempfile::tempdir().expect("a folder");
         let short = folder.path().join("short");
         fs::write(&short, [0; 100]).expect("written");
         let store = format!("store={}", short.display());
-        assert_eq!(settings(&line(&[&store, "name=d"]), &quiet()).to_lines(), "name=d\n");
+        assert_eq!(settings(&line(&[&store, "name=d"]), &silent_log()).to_lines(), "name=d\n");
         assert!(write_store(&short, ["name=d"]).is_err());
         let error = write_store(&folder.path().join("new"), ["nome=d"]).expect_err("no key").to_string();
         assert!(error.contains("nome") && !folder.path().join("new").exists(), "{error}");

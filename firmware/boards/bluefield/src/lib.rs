@@ -5,29 +5,29 @@
 //!     |  /init, process 1
 //!   init: mounts, modules, network, configuration ----> boot log (rsh_log), console
 //!     |
-//!   supervisor: reaps, starts again with back-off
-//!     |  /init runtime, another process; its configuration on stdin, what becomes of it on stdout
-//!   runtime: sumac-firmware's board, a thread a shard, one for the controller
+//!   supervisor: reaps processes, restarts the runtime with backoff
+//!     |  /init runtime, another process; its configuration on stdin, its status on stdout
+//!   runtime: sumac-firmware's board, a thread per shard and one for the controller
 //! ```
 //!
-//! The program is the same in each place: process 1 is init and supervisor, elsewhere it is the supervisor alone (a service of
-//! somebody else's Linux), and what it starts is the runtime. A runtime that dies has lost its groups; the next one has
-//! another boot id, by which controller and ranks notice.
+//! The same program serves every role: as process 1 it is init and supervisor, elsewhere it is the supervisor alone (a
+//! service of an existing Linux), and it starts itself as the runtime. A runtime that ends loses its groups; the next
+//! one has another boot id, by which controller and ranks detect the restart.
 //!
 //! | module | what |
 //! |---|---|
-//! | [`config`] | what the agent is told |
-//! | [`store`] | where it is kept: two checked copies |
+//! | [`config`] | the agent's configuration |
+//! | [`store`] | its storage: two copies with checksums |
 //! | [`log`] | the card's boot log, and the console |
-//! | [`init`] | process 1 and the service, from the first step to the runtime |
+//! | [`init`] | start-up, as process 1 or as a service |
 //! | [`system`] | mounts, modules, devices, restarting |
 //! | [`network`] | interfaces, by netlink |
 //! | [`supervisor`] | the runtime's process |
-//! | [`runtime`] | what runs in it |
+//! | [`runtime`] | the runtime itself |
 //!
 //! Invariants:
-//! - process 1 never ends: what can't be put right is told, and then the card restarts;
-//! - a configuration store is never trusted: a copy that is damaged is as if it was not there;
+//! - process 1 never ends: on an error that it cannot recover from, it logs the error and restarts the card;
+//! - a configuration store is never trusted: a damaged copy counts as absent;
 //! - no unsafe code: system calls go through rustix, netlink messages are bytes.
 #![forbid(unsafe_code)]
 

@@ -1,40 +1,40 @@
-//! Where the agent tells how far it is: the console, and the card's boot log.
+//! The agent's log: the console, and the card's boot log.
 //!
-//! The boot log (`rsh_log` of the driver mlxbf-bootctl) is what the host's tools read over rshim: they wait for
-//! [`LINUX_UP`] and [`DPU_IS_READY`], and take [`CRITICAL`] for the end. It is a scratch buffer of 1 KiB that wraps, so
-//! there is little in it, and lines are short. A machine without it has the console alone.
+//! Tools on the host read the boot log (`rsh_log` of the driver mlxbf-bootctl) over rshim: they wait for [`LINUX_UP`]
+//! and [`DPU_IS_READY`], and [`CRITICAL`] means failure. It is a scratch buffer of 1 KiB that wraps, so only short
+//! lines and few of them are written. A machine without it has only the console.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::PathBuf;
 
-/// The first words for the host: the kernel runs the agent.
+/// The first message for the host: the kernel runs the agent.
 pub const LINUX_UP: &str = "Linux up";
-/// The last ones: the runtime serves. It need not have a controller yet.
+/// The last message: the runtime is serving, though perhaps without a controller.
 pub const DPU_IS_READY: &str = "DPU is ready";
-/// What tells the host that it waits in vain.
+/// Tells the host that the agent has failed.
 pub const CRITICAL: &str = "Critical error";
 
-/// Where the driver has its file, by kernel.
+/// The driver's file, depending on the kernel.
 const RSH_LOGS: [&str; 2] =
     ["/sys/devices/platform/MLNXBF04:00/rsh_log", "/sys/bus/platform/devices/MLNXBF04:00/driver/rsh_log"];
 
-/// The longest line of the boot log, in bytes: an eighth of it.
+/// The maximum length of a line in the boot log, in bytes: an eighth of the log.
 const LINE_MAX_BYTES: usize = 128;
 
-/// How much a line matters.
+/// The severity of a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Level {
-    /// How far it is.
+    /// Progress.
     Info,
-    /// Something is not as it was told, and the agent goes on.
+    /// Something is wrong, and the agent continues.
     Warning,
     /// Something failed.
     Error,
 }
 
 impl Level {
-    /// Return the driver's word for it.
+    /// Return the driver's name of the level.
     const fn word(self) -> &'static str {
         match self {
             Self::Info => "INFO",
@@ -44,7 +44,7 @@ impl Level {
     }
 }
 
-/// Both logs.
+/// The console and the boot log.
 #[derive(Debug, Clone)]
 pub struct Log {
     rsh_logs: Vec<PathBuf>,
@@ -57,14 +57,14 @@ impl Default for Log {
 }
 
 impl Log {
-    /// Write to the console and to the first of these files that there is; they may come later.
+    /// Write to the console and to the first of these files that exists; they may appear later.
     pub fn new(rsh_logs: impl IntoIterator<Item = PathBuf>) -> Self {
         Self { rsh_logs: rsh_logs.into_iter().collect() }
     }
 
-    /// Say something. Where nobody listens, that is no reason to stop.
-    pub fn say(&self, level: Level, text: &str) {
-        // One write a line, so that lines of several processes stay whole.
+    /// Write a line. Errors are ignored: logging must not stop the agent.
+    pub fn write(&self, level: Level, text: &str) {
+        // One write per line, so that lines of several processes do not mix.
         let _ = io::stderr().write_all(format!("sumac {}: {text}\n", level.word()).as_bytes());
         let line = format!("{} {text}", level.word());
         for path in &self.rsh_logs {
@@ -75,18 +75,18 @@ impl Log {
         }
     }
 
-    /// Say how far it is.
+    /// Log progress.
     pub fn info(&self, text: &str) {
-        self.say(Level::Info, text);
+        self.write(Level::Info, text);
     }
 
-    /// Say what is not as it was told.
+    /// Log a problem.
     pub fn warn(&self, text: &str) {
-        self.say(Level::Warning, text);
+        self.write(Level::Warning, text);
     }
 }
 
-/// Cut a line to what the boot log has room for, between two characters.
+/// Truncate a line to what fits the boot log, at a character boundary.
 fn shortened(line: &str) -> &str {
     let end = (0..=LINE_MAX_BYTES.min(line.len())).rev().find(|&end| line.is_char_boundary(end));
     &line[..end.unwrap_or(0)]
@@ -99,7 +99,7 @@ mod tests {
     use sumac_firmware::rshim::{LogKind, kind_of};
 
     #[test]
-    fn lines_go_to_the_first_boot_log_that_there_is() {
+    fn lines_are_written_to_the_first_existing_boot_log() {
         let folder = tempfile::tempdir().expect("a folder");
         let [absent, first, second] = ["absent", "first", "second"].map(|name| folder.path().join(name));
         fs::write(&first, "").expect("written");
@@ -108,14 +108,14 @@ mod tests {
         log.info(LINUX_UP);
         let read = |path| fs::read_to_string(path).expect("readable");
         assert_eq!((read(&first), read(&second)), ("INFO Linux up".into(), String::new()));
-        assert!(!absent.exists(), "a file of sysfs can't be made");
-        // As long as what is cut: sysfs takes each write for a line, a file in its place only overwrites.
-        log.say(Level::Error, &"é".repeat(200));
+        assert!(!absent.exists(), "a missing file is not created");
+        // Truncated to the limit. sysfs takes each write as a line; an ordinary file is overwritten.
+        log.write(Level::Error, &"é".repeat(200));
         assert_eq!(read(&first), format!("ERR {}", "é".repeat(62)));
     }
 
     #[test]
-    fn the_hosts_tools_understand_what_is_said() {
+    fn messages_are_recognised_by_the_hosts_log_parser() {
         for (text, kind) in
             [(LINUX_UP, LogKind::LinuxUp), (DPU_IS_READY, LogKind::Ready), (CRITICAL, LogKind::Critical)]
         {

@@ -1,4 +1,4 @@
-//! `sumac-agent`: init of a card, the runtime that it starts, a service, or a look at a configuration store.
+//! `sumac-agent`: init of a card, its runtime, a service, or an editor of a configuration store.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -8,38 +8,38 @@ use sumac_agent::{init, runtime};
 
 const HELP: &str = "\
 Usage: sumac-agent [KEY=VALUE]...               serve, on a Linux that is set up already
-       sumac-agent store FILE                   show what a configuration store says
-       sumac-agent store FILE KEY=VALUE...      write it; a file is made if there is none
-As process 1 it sets the machine up first, and takes its words from the kernel's command line (sumac.KEY=VALUE).";
+       sumac-agent store FILE                   show the contents of a configuration store
+       sumac-agent store FILE KEY=VALUE...      write it, creating the file if necessary
+As process 1 it sets the machine up first, and reads its settings from the kernel's command line (sumac.KEY=VALUE).";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     if rustix::process::getpid().is_init() {
-        // The kernel hands on what it does not know; none of it is for this program.
+        // The kernel passes unknown parameters on as arguments; none is for this program.
         init::init()
     }
     let outcome = match arguments[..] {
-        [] | ["-h" | "--help"] => say(HELP),
+        [] | ["-h" | "--help"] => print(HELP),
         [RUNTIME] => runtime::run().map_err(|error| error.to_string()),
         ["store", file] => {
-            init::show_store(Path::new(file)).map_err(|error| error.to_string()).and_then(|text| say(&text))
+            init::show_store(Path::new(file)).map_err(|error| error.to_string()).and_then(|text| print(&text))
         }
         ["store", file, ref words @ ..] => init::write_store(Path::new(file), words.iter().copied())
             .map_err(|error| error.to_string())
-            .and_then(|text| say(&text)),
+            .and_then(|text| print(&text)),
         ref words => init::serve(words.iter().copied()).map(|never| match never {}).map_err(|error| error.to_string()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Where nobody listens, the status alone tells.
+            // If stderr is closed, the exit status has to suffice.
             let _ = writeln!(io::stderr(), "sumac-agent: {error}");
             ExitCode::FAILURE
         }
     }
 }
 
-fn say(text: &str) -> Result<(), String> {
+fn print(text: &str) -> Result<(), String> {
     writeln!(io::stdout(), "{}", text.trim_end()).map_err(|error| error.to_string())
 }

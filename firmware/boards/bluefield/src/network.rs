@@ -1,4 +1,4 @@
-//! Interfaces: which there are, bringing them up, and their addresses, by netlink (rtnetlink(7)).
+//! Network interfaces and their addresses, through netlink (rtnetlink(7)).
 
 use crate::config::{Cidr, Config};
 use crate::log::Log;
@@ -26,52 +26,52 @@ use thiserror::Error;
 const HOST_LINK: &str = "tmfifo_net0";
 const HOST_LINK_ADDRESS: Cidr = Cidr { ip: Ipv4Addr::new(192, 168, 100, 2), prefix_len: 30 };
 
-/// What the names of interfaces that are no uplinks begin with: the host's, and the one for management.
+/// Name prefixes of interfaces that are not uplinks: the link to the host, and the management port.
 const NO_UPLINKS: [&str; 2] = ["tmfifo_net", "oob_net"];
 
-/// How long an interface may take to appear.
+/// How long to wait for an interface to appear.
 const APPEAR_LIMIT: Duration = Duration::from_secs(30);
 
-/// The longest answer that is read at once, in bytes: what the kernel makes of a dump is shorter.
+/// The size of the receive buffer in bytes: dump messages of the kernel are shorter.
 const ANSWER_BYTES: usize = 64 << 10;
 
-/// Group 1 of rtnetlink: interfaces that come and go (Linux, include/uapi/linux/rtnetlink.h: RTMGRP_LINK).
+/// Multicast group of interface changes (Linux, include/uapi/linux/rtnetlink.h: RTMGRP_LINK).
 const LINK_GROUP: u32 = 1;
 
 const SYS_CLASS_NET: &str = "/sys/class/net";
 
-/// Why the network can't be set up.
+/// Why the network could not be set up.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum NetworkError {
-    /// There is no such interface, or none with hardware behind it.
-    #[error("no interface {wanted} within {} s; there are {found}", APPEAR_LIMIT.as_secs())]
+    /// The interface did not appear.
+    #[error("no interface {wanted} appeared within {} s; existing interfaces: {found}", APPEAR_LIMIT.as_secs())]
     Absent {
-        /// What was looked for.
+        /// The interface waited for.
         wanted: String,
-        /// What there is.
+        /// The existing interfaces.
         found: String,
     },
-    /// The kernel refused.
+    /// A netlink or system call failed.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation.
         what: String,
-        /// What it said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// An interface.
+/// A network interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface {
     /// Its name.
     pub name: String,
-    /// Its number.
+    /// Its index.
     pub index: u32,
-    /// There is hardware behind it, emulated or not.
+    /// Whether it is a hardware interface, possibly emulated.
     pub is_hardware: bool,
-    /// Its hardware address, if it has one.
+    /// Its MAC address, if any.
     pub mac: Option<[u8; 6]>,
 }
 
@@ -80,7 +80,7 @@ impl Interface {
         self.is_hardware && !NO_UPLINKS.iter().any(|prefix| self.name.starts_with(prefix))
     }
 
-    /// Return an address of the link alone (RFC 3927), made of the hardware address so that it is the same each time.
+    /// Return a link-local address (RFC 3927) derived from the MAC address, so that it is the same at each start.
     fn link_local(&self) -> Cidr {
         let [.., third, fourth] = self.mac.unwrap_or_default();
         // The first and the last 256 addresses are reserved.
@@ -89,10 +89,10 @@ impl Interface {
     }
 }
 
-/// Return the interfaces that `folder` (`/sys/class/net`) shows, by name.
+/// Return the interfaces listed in `folder` (`/sys/class/net`), sorted by name.
 ///
 /// # Errors
-/// It can't be read.
+/// It cannot be read.
 pub fn interfaces(folder: &Path) -> io::Result<Vec<Interface>> {
     let mut all: Vec<_> = fs::read_dir(folder)?.flatten().filter_map(|entry| interface(&entry.path())).collect();
     all.sort_by(|a, b| a.name.cmp(&b.name));
@@ -103,7 +103,7 @@ fn interface(folder: &Path) -> Option<Interface> {
     let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
     Some(Interface {
         name: folder.file_name()?.to_str()?.to_owned(),
-        // One that has gone meanwhile has no number.
+        // An interface that has gone meanwhile has no index.
         index: read("ifindex")?.trim().parse().ok()?,
         is_hardware: folder.join("device").exists(),
         mac: read("address").and_then(|text| parse_mac(text.trim())),
@@ -115,12 +115,13 @@ fn parse_mac(text: &str) -> Option<[u8; 6]> {
     bytes?.try_into().ok()
 }
 
-/// Return the interface for the data ports: the one that is named, else the first uplink.
+/// Return the interface for the data ports: the named one, else the first uplink.
 fn choose<'a>(all: &'a [Interface], wanted: Option<&str>) -> Option<&'a Interface> {
     all.iter().find(|interface| wanted.map_or_else(|| interface.is_uplink(), |wanted| interface.name == wanted))
 }
 
-/// Bring up loopback, the host's link and the uplinks, and give the interface of the data ports its address, which is returned.
+/// Bring up loopback, the host's link and the uplinks, and assign the data ports' interface its address, which is
+/// returned.
 ///
 /// # Errors
 /// [`NetworkError`].
@@ -154,10 +155,10 @@ pub fn configure(config: &Config, log: &Log) -> Result<Cidr, NetworkError> {
     Ok(ip)
 }
 
-/// Return the address of the data ports on a machine whose network is somebody else's.
+/// Return the address of the data ports on a machine whose network is managed by others.
 ///
 /// # Errors
-/// [`NetworkError`]: also where the interface has no address.
+/// [`NetworkError`], also if the interface has no address.
 pub fn existing_address(config: &Config) -> Result<Cidr, NetworkError> {
     if let Some(ip) = config.ip {
         return Ok(ip);
@@ -177,14 +178,14 @@ fn system(what: &str) -> impl FnOnce(io::Error) -> NetworkError + use<> {
 
 fn absent(all: &[Interface], wanted: Option<&str>) -> NetworkError {
     let found: Vec<_> = all.iter().map(|interface| interface.name.as_str()).collect();
-    let wanted = wanted.unwrap_or("with hardware behind it").to_owned();
+    let wanted = wanted.unwrap_or("of a NIC").to_owned();
     NetworkError::Absent { wanted, found: found.join(", ") }
 }
 
-/// Wait for the interface of the data ports; return all that there are then, and it.
+/// Wait for the interface of the data ports; return all interfaces, and it.
 fn wait_for_interface(wanted: Option<&str>) -> Result<(Vec<Interface>, Interface), NetworkError> {
     let deadline = Instant::now() + APPEAR_LIMIT;
-    // Told of changes before it looks: none is missed.
+    // Subscribe before listing, so that no change is missed.
     let changes = open_socket(LINK_GROUP).map_err(system("netlink"))?;
     loop {
         let all = interfaces(Path::new(SYS_CLASS_NET)).map_err(system(SYS_CLASS_NET))?;
@@ -204,13 +205,13 @@ fn wait_for_interface(wanted: Option<&str>) -> Result<(Vec<Interface>, Interface
 
 fn open_socket(groups: u32) -> io::Result<OwnedFd> {
     let family = rustix::net::AddressFamily::NETLINK;
-    // The protocol is NETLINK_ROUTE, whose number is 0, as that of none.
+    // The protocol is NETLINK_ROUTE, which is 0, as is the default.
     let socket = socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, None)?;
     bind(&socket, &SocketAddrNetlink::new(0, groups))?;
     Ok(socket)
 }
 
-/// A conversation with the kernel about interfaces.
+/// A netlink socket.
 #[derive(Debug)]
 pub struct Netlink {
     socket: OwnedFd,
@@ -218,10 +219,10 @@ pub struct Netlink {
 }
 
 impl Netlink {
-    /// Begin it.
+    /// Open the socket.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn open() -> io::Result<Self> {
         Ok(Self { socket: open_socket(0)?, sequence: 0 })
     }
@@ -229,19 +230,19 @@ impl Netlink {
     /// Bring an interface up.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn set_up(&mut self, index: u32) -> io::Result<()> {
         let mut link = LinkMessage::default();
         link.header.index = index;
         link.header.flags = LinkFlags::Up;
         link.header.change_mask = LinkFlags::Up;
-        self.ask(RouteNetlinkMessage::SetLink(link), NLM_F_ACK).map(drop)
+        self.request(RouteNetlinkMessage::SetLink(link), NLM_F_ACK).map(drop)
     }
 
-    /// Give an interface an address; one that it has is no error.
+    /// Assign an address to an interface; not an error if it has the address.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn add_address(&mut self, index: u32, address: Cidr) -> io::Result<()> {
         let mut message = AddressMessage::default();
         message.header.family = AddressFamily::Inet;
@@ -252,10 +253,10 @@ impl Netlink {
         self.add(RouteNetlinkMessage::NewAddress(message))
     }
 
-    /// Send what is for nobody near to `gateway`; a way that is there already is no error.
+    /// Add a default route through `gateway`; not an error if it exists.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn add_gateway(&mut self, gateway: Ipv4Addr) -> io::Result<()> {
         let mut message = RouteMessage::default();
         message.header = RouteHeader {
@@ -273,15 +274,15 @@ impl Netlink {
     /// Return an interface's IPv4 addresses.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn addresses(&mut self, index: u32) -> io::Result<Vec<Cidr>> {
         let mut message = AddressMessage::default();
         message.header.family = AddressFamily::Inet;
-        let answers = self.ask(RouteNetlinkMessage::GetAddress(message), NLM_F_DUMP)?;
-        let address = |answer| match answer {
+        let replies = self.request(RouteNetlinkMessage::GetAddress(message), NLM_F_DUMP)?;
+        let address = |reply| match reply {
             RouteNetlinkMessage::NewAddress(message) if message.header.index == index => {
                 let prefix_len = message.header.prefix_len;
-                // Of a link between two, `Address` is the other end.
+                // On a point-to-point link, `Address` is the peer's.
                 message.attributes.into_iter().find_map(|attribute| match attribute {
                     AddressAttribute::Local(IpAddr::V4(ip)) => Some(Cidr { ip, prefix_len }),
                     _ => None,
@@ -289,18 +290,18 @@ impl Netlink {
             }
             _ => None,
         };
-        Ok(answers.into_iter().filter_map(address).collect())
+        Ok(replies.into_iter().filter_map(address).collect())
     }
 
     fn add(&mut self, message: RouteNetlinkMessage) -> io::Result<()> {
-        match self.ask(message, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL) {
+        match self.request(message, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            answer => answer.map(drop),
+            reply => reply.map(drop),
         }
     }
 
-    /// Ask, and return all answers until the kernel says that this was the last.
-    fn ask(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<RouteNetlinkMessage>> {
+    /// Send a request, and return all replies.
+    fn request(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<RouteNetlinkMessage>> {
         self.sequence += 1;
         let mut header = NetlinkHeader::default();
         header.flags = NLM_F_REQUEST | flags;
@@ -309,25 +310,25 @@ impl Netlink {
         message.finalize();
         let mut bytes = vec![0; message.buffer_len()];
         message.serialize(&mut bytes);
-        // Without an address it goes to the kernel.
+        // Without a destination it goes to the kernel.
         send(&self.socket, &bytes, SendFlags::empty())?;
-        let (mut answers, mut buffer) = (Vec::new(), vec![0; ANSWER_BYTES]);
+        let (mut replies, mut buffer) = (Vec::new(), vec![0; ANSWER_BYTES]);
         loop {
             let (len, _) = recv(&self.socket, &mut buffer[..], RecvFlags::empty())?;
             let mut rest = &buffer[..len];
             while !rest.is_empty() {
-                let answer = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
-                // Messages begin at multiples of four bytes.
-                let len = (answer.header.length as usize).max(1).next_multiple_of(4).min(rest.len());
+                let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
+                // Messages are aligned to four bytes.
+                let len = (reply.header.length as usize).max(1).next_multiple_of(4).min(rest.len());
                 rest = &rest[len..];
-                if answer.header.sequence_number != self.sequence {
+                if reply.header.sequence_number != self.sequence {
                     continue;
                 }
-                match answer.payload {
-                    NetlinkPayload::Done(_) => return Ok(answers),
-                    NetlinkPayload::Error(error) if error.code.is_none() => return Ok(answers),
+                match reply.payload {
+                    NetlinkPayload::Done(_) => return Ok(replies),
+                    NetlinkPayload::Error(error) if error.code.is_none() => return Ok(replies),
                     NetlinkPayload::Error(error) => return Err(error.to_io()),
-                    NetlinkPayload::InnerMessage(answer) => answers.push(answer),
+                    NetlinkPayload::InnerMessage(reply) => replies.push(reply),
                     _ => {}
                 }
             }
@@ -351,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn data_ports_are_on_the_first_uplink_or_on_the_one_named() {
+    fn data_interface_is_the_first_uplink_or_the_named_one() {
         let names =
             [("lo", 1, false), ("tmfifo_net0", 2, true), ("p1", 3, true), ("p0", 4, true), ("oob_net0", 5, true)];
         let sys = sys_class_net(&names);
@@ -362,24 +363,24 @@ mod tests {
         assert_eq!((p0.index, p0.link_local().to_string()), (4, "169.254.1.4/16".into()));
         let none = interfaces(sys_class_net(&names[..2]).path()).expect("readable");
         assert_eq!(choose(&none, None), None);
-        let said = absent(&none, None).to_string();
-        assert!(said.contains("with hardware behind it") && said.contains("lo, tmfifo_net0"), "{said}");
+        let message = absent(&none, None).to_string();
+        assert!(message.contains("of a NIC") && message.contains("lo, tmfifo_net0"), "{message}");
     }
 
     #[test]
-    fn the_kernel_tells_loopbacks_address() {
+    fn netlink_returns_the_address_of_loopback() {
         let all = interfaces(Path::new(SYS_CLASS_NET)).expect("readable");
         let lo = choose(&all, Some("lo")).expect("every machine has one");
-        let mut netlink = Netlink::open().expect("a conversation");
+        let mut netlink = Netlink::open().expect("a socket");
         let expected: Cidr = "127.0.0.1/8".parse().expect("an address");
-        assert!(netlink.addresses(lo.index).expect("an answer").contains(&expected));
-        // Its errors come back by their numbers: nobody has an interface of this one.
+        assert!(netlink.addresses(lo.index).expect("a reply").contains(&expected));
+        // Errors are returned by their number: no interface has this index.
         let error = netlink.set_up(i32::MAX as u32).expect_err("no such interface");
         assert!(matches!(error.raw_os_error(), Some(1 | 19)), "not permitted, or no such device: {error}");
     }
 
     #[test]
-    fn a_named_address_needs_no_interface() {
+    fn configured_address_needs_no_interface() {
         let settings = crate::config::Settings::from_words(["name=d", "controller=127.0.0.1:1", "ip=127.0.0.1/8"]);
         let config = settings.and_then(|settings| settings.config()).expect("a configuration");
         assert_eq!(existing_address(&config).expect("named").to_string(), "127.0.0.1/8");

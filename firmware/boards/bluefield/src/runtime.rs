@@ -1,7 +1,7 @@
-//! What runs in the runtime's process: `sumac-firmware`'s board, on the card's network.
+//! The runtime process: `sumac-firmware`'s board, on the card's network.
 //!
-//! Its configuration comes on stdin, with the address of the data ports; what becomes of it goes to stdout, a line each,
-//! and its log to stderr. A panic of any thread is the end of the process: the next one has all its shards again.
+//! It reads its configuration, with the address of the data ports, from stdin, reports its status line by line on
+//! stdout, and logs to stderr. A panic of any thread ends the process: the next one has all shards again.
 
 use crate::config::{Cidr, Config, ConfigError, Polling, Settings, Verbs};
 use crate::supervisor::SERVES;
@@ -14,52 +14,54 @@ use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 use tracing_subscriber::EnvFilter;
 
-/// The longest configuration, in bytes.
+/// The maximum length of the configuration in bytes.
 const SETTINGS_MAX_BYTES: u64 = 64 << 10;
 
-/// How long a shard that polls busily looks before it would sleep: longer than any silence of a card in use.
+/// The spin time of a shard that polls: longer than any idle time of a card in use.
 const BUSY: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// What an emulated machine can promise to hold, in bytes: its packets first wait at the gateway, in a socket of Linux's default
-/// size (`net.core.rmem_default`, 208 KiB), which holds two fifths of that in packets.
+/// The receive buffer that an emulated machine can guarantee, in bytes: its packets first wait in the gateway's socket
+/// of Linux's default size (`net.core.rmem_default`, 208 KiB), which holds two fifths of that in packets.
 const GATEWAY_BYTES: usize = 80 << 10;
 
-/// How long to wait at a time for the controller.
+/// The interval of waiting for the controller.
 const REGISTER_WAIT: Duration = Duration::from_secs(3600);
 
-/// Why the runtime ends.
+/// Why the runtime ended.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum RuntimeError {
-    /// What it was told is wrong.
+    /// The configuration is invalid.
     #[error("{0}")]
     Config(#[from] ConfigError),
-    /// Nobody said what its address is.
+    /// The configuration lacks the address of the data ports.
     #[error("no address for the data ports")]
     NoAddress,
-    /// The ports of all shards do not exist.
-    #[error("data={data} and {shards} shards: ports are 1 to 65535; choose another first port or fewer shards")]
+    /// The shards' ports are out of range.
+    #[error(
+        "data={data} and {shards} shards exceed the range of ports, 1 to 65535: choose another first port or fewer shards"
+    )]
     DataPorts {
-        /// The first shard's.
+        /// The first shard's address.
         data: SocketAddr,
-        /// How many shards there are.
+        /// The number of shards.
         shards: u16,
     },
     /// RDMA ports have no UDP addresses.
-    #[error("verbs={0}: data= and host= are about UDP; leave them out, or say verbs=off")]
+    #[error("verbs={0}: data= and host= apply to UDP only; remove them, or set verbs=off")]
     NoUdp(String),
-    /// The board can't start.
+    /// The board could not be started.
     #[error("{0}")]
     Board(#[from] BoardError),
-    /// It can't read its configuration, or nobody listens to it.
+    /// The pipe to the supervisor failed.
     #[error("pipe to the supervisor: {0}")]
     Pipe(#[from] io::Error),
-    /// A shard has ended, which none should.
+    /// A shard has ended, which is a bug.
     #[error("a shard has ended")]
     Ended,
 }
 
-/// Choose the RDMA port of the data ports, whose address is `ip`; `None`: UDP. `link_at` finds the port that has an address.
+/// Select the RDMA port for the data ports at address `ip`; `None`: UDP. `link_at` finds the port with an address.
 fn choose_link(
     config: &Config,
     ip: Cidr,
@@ -74,7 +76,7 @@ fn choose_link(
     }
 }
 
-/// Find the RDMA port that has this address, and say what was found.
+/// Find the RDMA port with this address, and log the result.
 #[cfg(feature = "verbs")]
 fn link_at(addr: IpAddr) -> Option<String> {
     match sumac_hal::verbs::link_at(addr) {
@@ -83,7 +85,7 @@ fn link_at(addr: IpAddr) -> Option<String> {
             Some(link.to_string())
         }
         Ok(None) => {
-            tracing::info!(%addr, "data ports are over UDP: no RDMA port that is active has their address");
+            tracing::info!(%addr, "data ports are over UDP: no active RDMA port has their address");
             None
         }
         Err(error) => {
@@ -99,7 +101,7 @@ fn link_at(addr: IpAddr) -> Option<String> {
     None
 }
 
-/// Describe the board.
+/// Return the configuration of the board.
 fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<BoardConfig, RuntimeError> {
     let mut udp = UdpConfig { loopback_at: config.host, ..BoardConfig::new("", config.controller.into()).udp };
     if config.host.is_some() {
@@ -116,7 +118,7 @@ fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<Boar
         ports.ok_or(RuntimeError::DataPorts { data: data.into(), shards: config.shards })
     });
     Ok(BoardConfig {
-        controller: udp.outside(config.controller.into()),
+        controller: udp.to_network_addr(config.controller.into()),
         bind: IpAddr::V4(ip.ip),
         data_port: Some(config.listen),
         advertise: advertise.transpose()?,
@@ -124,18 +126,18 @@ fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<Boar
         cores: config.cores.clone(),
         udp,
         verbs,
-        // Ranks are on the host, and its memory is not this machine's.
-        bus: None,
+        // Ranks are on the host, whose memory is not this machine's.
+        zero_copy: None,
         ..BoardConfig::new(config.name.clone(), config.controller.into())
     })
 }
 
-/// Serve until the process is ended or a shard is.
+/// Serve until the process is killed or a shard ends.
 ///
 /// # Errors
-/// [`RuntimeError`]: why it can't, or no longer.
+/// [`RuntimeError`]: why it could not start, or ended.
 pub fn run() -> Result<(), RuntimeError> {
-    // Where the supervisor has gone, nobody would start the next one, and two must not have the same ports.
+    // Die with the supervisor: a new supervisor starts another runtime, and two cannot use the same ports.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -151,14 +153,19 @@ pub fn run() -> Result<(), RuntimeError> {
     let verbs = choose_link(&config, ip, link_at)?;
     let board = Board::start(board_config(&config, ip, verbs)?)?;
     let addrs: Vec<_> = board.data_addrs().map(|addr| addr.to_string()).collect();
-    tell(&format!("{SERVES} as {}, boot id {:016x}, at {}", config.name, board.announce().boot_id.0, addrs.join(" ")))?;
+    report(&format!(
+        "{SERVES} as {}, boot id {:016x}, at {}",
+        config.name,
+        board.announce().boot_id.0,
+        addrs.join(" ")
+    ))?;
     while !board.wait_registered(REGISTER_WAIT) {}
-    tell(&format!("has reached the controller at {}", config.controller))?;
+    report(&format!("has reached the controller at {}", config.controller))?;
     board.serve();
     Err(RuntimeError::Ended)
 }
 
-fn tell(line: &str) -> io::Result<()> {
+fn report(line: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}")?;
     out.flush()
@@ -179,42 +186,42 @@ mod tests {
     }
 
     #[test]
-    fn data_ports_are_over_rdma_where_a_port_has_their_address() {
+    fn rdma_port_is_chosen_by_address_or_name_unless_udp_is_required() {
         let choose = |words: &[&str], there: Option<&str>| {
             let (config, ip) = config(words)?;
-            let mut asked = None;
+            let mut looked_up = None;
             let link = choose_link(&config, ip, |addr| {
-                asked = Some(addr.to_string());
+                looked_up = Some(addr.to_string());
                 there.map(str::to_owned)
             })?;
-            Ok::<_, RuntimeError>((link, asked))
+            Ok::<_, RuntimeError>((link, looked_up))
         };
         let (found, own) = (Some("mlx5_1:1:3"), Some("10.0.2.15".to_owned()));
         let link = |link: &str| Some(link.to_owned());
         assert_eq!(choose(&[], found).expect("verbs"), (link("mlx5_1:1:3"), own.clone()));
         assert_eq!(choose(&["verbs=auto"], None).expect("UDP"), (None, own));
-        assert_eq!(choose(&["verbs=off"], found).expect("UDP"), (None, None), "nobody looks");
+        assert_eq!(choose(&["verbs=off"], found).expect("UDP"), (None, None), "not looked up");
         assert_eq!(choose(&["verbs=mlx5_0"], found).expect("that one"), (link("mlx5_0"), None));
         for udp in ["data=10.0.0.1:7100", "host=10.0.2.2"] {
             assert_eq!(choose(&[udp], found).expect("UDP"), (None, None), "{udp}");
             let error = choose(&[udp, "verbs=mlx5_0"], found).expect_err(udp).to_string();
-            assert!(error.contains("verbs=mlx5_0: data= and host= are about UDP"), "{error}");
+            assert!(error.contains("verbs=mlx5_0: data= and host= apply to UDP only"), "{error}");
         }
         let (config, ip) = config(&[]).expect("a configuration");
         assert_eq!(board_config(&config, ip, link("mlx5_1")).expect("a board").verbs, link("mlx5_1"));
     }
 
-    /// Without RDMA hardware, or without the feature, unsaid is UDP and said is an error.
+    /// Without RDMA hardware, or without the feature, the default is UDP and a named port is an error.
     #[test]
-    fn an_rdma_port_that_is_not_there_is_an_error_only_where_it_was_asked_for() {
+    fn missing_rdma_port_is_an_error_only_if_named() {
         let nowhere = IpAddr::V4(std::net::Ipv4Addr::new(192, 0, 2, 1));
         assert_eq!(link_at(nowhere), None);
         let (config, _) = config(&["verbs=none0"]).expect("a configuration");
         let local = "127.0.0.1/8".parse().expect("an address");
-        let link = choose_link(&config, local, link_at).expect("as it was said");
+        let link = choose_link(&config, local, link_at).expect("the named port");
         let error = Board::start(board_config(&config, local, link).expect("a board")).expect_err("no such port");
-        let said = if cfg!(feature = "verbs") { "RDMA device" } else { "--features verbs" };
-        assert!(error.to_string().contains(said), "{error}");
+        let expected = if cfg!(feature = "verbs") { "RDMA device" } else { "--features verbs" };
+        assert!(error.to_string().contains(expected), "{error}");
     }
 
     fn addr(text: &str) -> SocketAddr {
@@ -222,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_the_host_where_there_is_one() {
+    fn loopback_addresses_denote_the_configured_host() {
         let plain = board(&[]).expect("a board");
         assert_eq!((plain.controller, plain.udp.loopback_at), (addr("127.0.0.1:7847"), None));
         let emulated = board(&["host=10.0.2.2", "data=127.0.0.1:7300", "shards=2", "cores=1"]).expect("a board");
@@ -230,19 +237,19 @@ mod tests {
         assert_eq!(emulated.udp.loopback_at, Some("10.0.2.2".parse().expect("an address")));
         assert_eq!(emulated.advertise, Some(vec![addr("127.0.0.1:7300"), addr("127.0.0.1:7301")]));
         assert_eq!((&emulated.cores[..], emulated.shards, emulated.data_port), (&[1][..], 2, Some(7100)));
-        assert!(emulated.bus.is_none());
+        assert!(emulated.zero_copy.is_none());
         let buffers = [&plain, &emulated].map(|board| board.udp.receive_buffer_bytes);
         assert!(buffers[1] == GATEWAY_BYTES && buffers[0] > 10 * GATEWAY_BYTES, "{buffers:?}");
     }
 
     #[test]
-    fn a_busy_shard_does_not_sleep() {
+    fn busy_polling_sets_the_spin_time() {
         assert_eq!(board(&[]).expect("a board").udp.spin, UdpConfig::default().spin);
         assert_eq!(board(&["poll=busy"]).expect("a board").udp.spin, BUSY);
     }
 
     #[test]
-    fn ports_beyond_the_last_are_refused() {
+    fn ports_beyond_65535_are_refused() {
         let error = board(&["data=10.0.0.1:65535", "shards=2"]).expect_err("no port 65536").to_string();
         assert!(error.contains("data=10.0.0.1:65535 and 2 shards"), "{error}");
     }

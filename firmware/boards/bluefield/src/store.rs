@@ -1,4 +1,4 @@
-//! Where the configuration is kept: two copies, of which the newer one that is whole counts.
+//! The configuration store: two copies, of which the newer intact one is current.
 //!
 //! ```text
 //! store := copy copy               4,096 bytes each
@@ -6,20 +6,20 @@
 //!          24 text, `length` bytes of UTF-8; zeros   4092 CRC-32 of the 4,092 bytes before
 //! ```
 //!
-//! All numbers are little-endian. `count` counts the writes.
+//! All numbers are little-endian. `count` is the number of the write.
 //!
-//! Invariant: a write goes to the copy that does not count, and is safe before it does; whatever a power cut leaves of
-//! it, the other copy is whole.
+//! Invariant: a write replaces the copy that is not current, and is flushed before it becomes current; whatever a power
+//! cut leaves of it, the other copy is intact.
 
 use std::fmt;
 use sumac_hal::flash::{BlockDevice, Geometry};
 use thiserror::Error;
 
-/// Bytes of a copy.
+/// The length of a copy in bytes.
 pub const COPY_LEN_BYTES: usize = 4096;
-/// Bytes of both.
+/// The length of both copies in bytes.
 pub const STORE_LEN_BYTES: u64 = 2 * COPY_LEN_BYTES as u64;
-/// The longest text, in bytes.
+/// The maximum length of the text in bytes.
 pub const TEXT_MAX_BYTES: usize = CRC_AT - TEXT_AT;
 
 const MAGIC: &[u8; 8] = b"SUMACCFG";
@@ -27,25 +27,25 @@ const FORMAT: u32 = 1;
 const TEXT_AT: usize = 24;
 const CRC_AT: usize = COPY_LEN_BYTES - 4;
 
-/// Why a store can't be used.
+/// Why a store failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError<E> {
-    /// The device fails.
+    /// The device failed.
     #[error("{0}")]
     Device(E),
-    /// Two copies do not fit.
-    #[error("{} blocks of {} bytes; a store is {STORE_LEN_BYTES} bytes of blocks that divide {COPY_LEN_BYTES}", .0.blocks, .0.block_len_bytes)]
+    /// The device does not fit two copies.
+    #[error("{} blocks of {} bytes: a store needs {STORE_LEN_BYTES} bytes, in blocks that divide {COPY_LEN_BYTES}", .0.blocks, .0.block_len_bytes)]
     Geometry(Geometry),
-    /// A text that does not fit.
+    /// The text is too long.
     #[error("a configuration of {0} bytes; the limit is {TEXT_MAX_BYTES}")]
     TooLong(usize),
-    /// What was written is not what is there.
-    #[error("copy {0} does not read back as it was written; the other copy still counts")]
+    /// The copy does not read back as written.
+    #[error("copy {0} does not read back as written; the other copy is still current")]
     ReadBack(usize),
 }
 
-/// What is in a copy.
+/// The contents of a copy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Copy {
     count: u64,
@@ -82,15 +82,15 @@ fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
 }
 
-/// Which copies are whole, and which of them counts.
+/// Which copies are intact, and which of them is current.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct State {
-    /// The count of each copy, if it is whole.
+    /// The count of each copy, if it is intact.
     pub counts: [Option<u64>; 2],
 }
 
 impl State {
-    /// Return the copy that counts.
+    /// Return the current copy.
     pub fn current(&self) -> Option<usize> {
         match self.counts {
             [None, None] => None,
@@ -105,8 +105,8 @@ impl fmt::Display for State {
         let say = |count: Option<u64>| count.map_or_else(|| "no copy".to_owned(), |count| format!("write {count}"));
         let [a, b] = self.counts.map(say);
         match self.current() {
-            Some(at) => write!(f, "A {a}, B {b}, {} counts", ["A", "B"][at]),
-            None => f.write_str("neither copy is whole"),
+            Some(at) => write!(f, "A {a}, B {b}, {} is current", ["A", "B"][at]),
+            None => f.write_str("no copy is intact"),
         }
     }
 }
@@ -119,7 +119,7 @@ pub struct Store<D> {
 }
 
 impl<D: BlockDevice> Store<D> {
-    /// Use a device; nothing is read yet.
+    /// Open a store on a device; nothing is read yet.
     ///
     /// # Errors
     /// [`StoreError::Geometry`].
@@ -133,10 +133,10 @@ impl<D: BlockDevice> Store<D> {
         Ok(Self { device, blocks: (COPY_LEN_BYTES / block_len_bytes) as u32 })
     }
 
-    /// Return the text that counts, if a copy is whole, and what there is.
+    /// Return the current text, if a copy is intact, and the state of the copies.
     ///
     /// # Errors
-    /// The device fails on both copies; a copy that can't be read is none.
+    /// The device failed on both copies; one unreadable copy counts as damaged.
     pub fn load(&mut self) -> Result<(Option<String>, State), StoreError<D::Error>> {
         let copies = self.copies()?;
         let state = copies.state();
@@ -144,10 +144,10 @@ impl<D: BlockDevice> Store<D> {
         Ok((text, state))
     }
 
-    /// Make `text` what counts.
+    /// Make `text` the current one.
     ///
     /// # Errors
-    /// [`StoreError`]; what counted before still does, unless the device fails.
+    /// [`StoreError`]; the previous text stays current, unless the device failed.
     pub fn save(&mut self, text: &str) -> Result<State, StoreError<D::Error>> {
         if text.len() > TEXT_MAX_BYTES {
             return Err(StoreError::TooLong(text.len()));
@@ -180,7 +180,7 @@ impl<D: BlockDevice> Store<D> {
     }
 }
 
-/// What both places hold.
+/// Both copies, if intact.
 struct Copies([Option<Copy>; 2]);
 
 impl Copies {
@@ -194,12 +194,12 @@ impl Copies {
 mod tests {
     use super::*;
 
-    /// Memory that can fail to read from a block on, and that a power cut stops in the middle of a write.
+    /// Memory with unreadable blocks, and power that can fail in the middle of a write.
     #[derive(Debug, Clone)]
     struct Ram {
         bytes: Vec<u8>,
         bad_blocks: std::ops::Range<u32>,
-        /// Bytes that still get written.
+        /// Bytes that are written before the power fails.
         power_bytes: usize,
     }
 
@@ -247,23 +247,27 @@ mod tests {
     }
 
     #[test]
-    fn the_newer_copy_counts_and_the_older_one_is_overwritten() {
+    fn newer_copy_is_current_and_the_older_one_is_overwritten() {
         let mut ram = Ram::new(STORE_LEN_BYTES as usize);
-        assert_eq!(load(&mut ram), None, "nobody has written it");
+        assert_eq!(load(&mut ram), None, "never written");
         let states = ["one", "two", "three"].map(|text| store(&mut ram).save(text).expect("saved").to_string());
         assert_eq!(
             states,
-            ["A write 1, B no copy, A counts", "A write 1, B write 2, B counts", "A write 3, B write 2, A counts"]
+            [
+                "A write 1, B no copy, A is current",
+                "A write 1, B write 2, B is current",
+                "A write 3, B write 2, A is current"
+            ]
         );
         assert_eq!(load(&mut ram).as_deref(), Some("three"));
     }
 
     #[test]
-    fn any_damage_to_a_copy_leaves_the_other_one() {
+    fn damaged_copy_is_ignored_and_the_other_one_used() {
         let mut whole = Ram::new(STORE_LEN_BYTES as usize);
         store(&mut whole).save("older").expect("saved");
         store(&mut whole).save("newer").expect("saved");
-        // The newer is the second copy. A flipped bit anywhere: in the header, the text, behind it, the checksum.
+        // The second copy is the newer. Flip a bit anywhere: in the header, the text, the padding, the checksum.
         for at in 0..COPY_LEN_BYTES {
             let mut ram = whole.clone();
             ram.bytes[COPY_LEN_BYTES + at] ^= 1 << (at % 8);
@@ -274,13 +278,13 @@ mod tests {
         assert_eq!(load(&mut ram).as_deref(), Some("newer"));
         ram.bytes[COPY_LEN_BYTES] = 0;
         assert_eq!(load(&mut ram), None);
-        // Neither is a reason not to write anew.
+        // Two damaged copies do not prevent a new write.
         store(&mut ram).save("again").expect("saved");
         assert_eq!(load(&mut ram).as_deref(), Some("again"));
     }
 
     #[test]
-    fn a_power_cut_at_any_byte_leaves_the_old_text_or_the_new_one() {
+    fn power_cut_at_any_byte_of_a_write_leaves_the_old_text() {
         let mut before = Ram::new(STORE_LEN_BYTES as usize);
         store(&mut before).save("first").expect("saved");
         store(&mut before).save("old").expect("saved");
@@ -293,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_can_not_be_read_is_none() {
+    fn unreadable_copy_counts_as_damaged() {
         let mut ram = Ram::new(STORE_LEN_BYTES as usize);
         store(&mut ram).save("older").expect("saved");
         store(&mut ram).save("newer").expect("saved");
@@ -304,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn short_device_or_long_text_is_refused() {
         let mut ram = Ram::new(STORE_LEN_BYTES as usize - BLOCK);
         assert!(matches!(Store::open(&mut ram), Err(StoreError::Geometry(_))));
         let mut ram = Ram::new(STORE_LEN_BYTES as usize);

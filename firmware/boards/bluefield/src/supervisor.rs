@@ -1,9 +1,9 @@
-//! The runtime's process: started, listened to, and started again when it has ended.
+//! The supervisor: starts the runtime's process, reads its status, and restarts it when it has ended.
 //!
-//! A life that was short doubles the wait before the next, up to a limit: what fails at once is not to take the machine's
-//! time; a life that was long enough begins anew.
+//! A short run doubles the wait before the next one, up to a limit, so that a runtime that fails at once does not use
+//! up the machine; a long run resets it.
 //!
-//! Processes whose parents have ended are process 1's children, and are reaped here with all others.
+//! Orphaned processes become children of process 1, and are reaped here with all others.
 
 use crate::config::Settings;
 use crate::log::{DPU_IS_READY, Level, Log};
@@ -16,76 +16,76 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The word by which this program becomes the runtime.
+/// The argument that makes this program the runtime.
 pub const RUNTIME: &str = "runtime";
-/// The line with which the runtime says that it serves; its boot id and addresses follow.
+/// The line with which the runtime reports that it is serving; its boot id and addresses follow.
 pub const SERVES: &str = "serves";
 
-/// The wait before the first new life, and the longest.
+/// The first wait before a restart, and the longest.
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
-/// A life of this length is not what failed at once.
-const LONG_LIFE: Duration = Duration::from_secs(30);
+/// A run of this length resets the backoff.
+const LONG_RUN: Duration = Duration::from_secs(30);
 
-/// The longest line of the runtime that is listened to, in bytes.
+/// The maximum length of a status line of the runtime, in bytes.
 const LINE_MAX_BYTES: u64 = 4096;
 
-/// How long to wait before the next life.
+/// The exponential backoff between two runs.
 #[derive(Debug, Clone, Default)]
-pub struct BackOff {
+pub struct Backoff {
     last: Duration,
 }
 
-impl BackOff {
-    /// Return the wait after a life of this length.
-    pub fn after(&mut self, lived: Duration) -> Duration {
+impl Backoff {
+    /// Return the wait after a run of this length.
+    pub fn after(&mut self, run: Duration) -> Duration {
         let doubled = (self.last * 2).clamp(FIRST_WAIT, LONGEST_WAIT);
-        self.last = if lived >= LONG_LIFE { FIRST_WAIT } else { doubled };
+        self.last = if run >= LONG_RUN { FIRST_WAIT } else { doubled };
         self.last
     }
 }
 
-/// Keep a runtime with these settings running, life after life.
+/// Keep a runtime with these settings running.
 ///
 /// # Errors
-/// Only where this program can't find itself, so that there is nothing to start.
+/// Only if this program cannot find its own executable.
 pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
-    // By its path where it has one: the link would name a file that was replaced meanwhile.
+    // By its path: the /proc link would name a file that may have been replaced meanwhile.
     let program = std::env::current_exe()?;
-    let (mut back_off, has_been_ready) = (BackOff::default(), Arc::new(AtomicBool::new(false)));
+    let (mut backoff, has_been_ready) = (Backoff::default(), Arc::new(AtomicBool::new(false)));
     loop {
         let start = Instant::now();
         let mut command = Command::new(&program);
         command.arg(RUNTIME).stdin(Stdio::piped()).stdout(Stdio::piped());
         let end = match command.spawn() {
-            Ok(child) => attend(child, log, settings, &has_been_ready),
-            Err(error) => format!("can't be started: {error}"),
+            Ok(child) => watch(child, log, settings, &has_been_ready),
+            Err(error) => format!("could not be started: {error}"),
         };
-        let wait = back_off.after(start.elapsed());
-        log.say(Level::Error, &format!("runtime {end}; starting it again in {} ms", wait.as_millis()));
+        let wait = backoff.after(start.elapsed());
+        log.write(Level::Error, &format!("runtime {end}; starting it again in {} ms", wait.as_millis()));
         std::thread::sleep(wait);
     }
 }
 
-/// Listen to a runtime until it has ended; return how.
-fn attend(mut child: Child, log: &Log, settings: &Settings, has_been_ready: &Arc<AtomicBool>) -> String {
+/// Serve a runtime until it has ended; return how.
+fn watch(mut child: Child, log: &Log, settings: &Settings, has_been_ready: &Arc<AtomicBool>) -> String {
     if let Some(mut stdin) = child.stdin.take() {
-        // One that has ended already does not read it, and its end is noticed below.
+        // If it has ended already, its end is noticed below.
         let _ = stdin.write_all(settings.to_lines().as_bytes());
     }
-    let listener = child.stdout.take().map(|stdout| {
+    let reader = child.stdout.take().map(|stdout| {
         let (log, has_been_ready) = (log.clone(), Arc::clone(has_been_ready));
-        std::thread::spawn(move || listen(stdout, &log, &has_been_ready))
+        std::thread::spawn(move || forward_status(stdout, &log, &has_been_ready))
     });
     let end = reap_until(Pid::from_child(&child));
-    if let Some(listener) = listener {
-        // It ends with the pipe, so what was said last is told before the end.
-        let _ = listener.join();
+    if let Some(reader) = reader {
+        // The reader ends with the pipe, so the last lines are logged before the end.
+        let _ = reader.join();
     }
     end
 }
 
-fn listen(from: impl io::Read, log: &Log, has_been_ready: &AtomicBool) {
+fn forward_status(from: impl io::Read, log: &Log, has_been_ready: &AtomicBool) {
     let mut from = BufReader::new(from);
     loop {
         let mut line = Vec::new();
@@ -101,13 +101,13 @@ fn listen(from: impl io::Read, log: &Log, has_been_ready: &AtomicBool) {
     }
 }
 
-/// Reap every process that ends until `pid` has; return how it did.
+/// Reap every process that ends until `pid` has ended; return how it ended.
 fn reap_until(pid: Pid) -> String {
     loop {
         match wait(WaitOptions::empty()) {
             Ok(Some((ended, status))) if ended == pid => return describe(status),
             Ok(_) | Err(Errno::INTR) => {}
-            // Somebody else has waited for it; it has ended all the same.
+            // It was reaped elsewhere, and has ended anyway.
             Err(error) => return format!("is gone ({error})"),
         }
     }
@@ -126,11 +126,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_lives_are_further_and_further_apart_and_a_long_one_begins_anew() {
-        let mut back_off = BackOff::default();
-        let waits: Vec<_> = (0..9).map(|_| back_off.after(Duration::from_millis(1)).as_millis()).collect();
+    fn short_runs_double_the_wait_and_a_long_run_resets_it() {
+        let mut backoff = Backoff::default();
+        let waits: Vec<_> = (0..9).map(|_| backoff.after(Duration::from_millis(1)).as_millis()).collect();
         assert_eq!(waits, [100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
-        assert_eq!(back_off.after(LONG_LIFE), FIRST_WAIT);
-        assert_eq!(back_off.after(Duration::ZERO), FIRST_WAIT * 2);
+        assert_eq!(backoff.after(LONG_RUN), FIRST_WAIT);
+        assert_eq!(backoff.after(Duration::ZERO), FIRST_WAIT * 2);
     }
 }

@@ -1,4 +1,4 @@
-//! What process 1 does before anything else, and how it ends: mounts, modules, waiting for devices, restarting.
+//! The system side of process 1: mounts, modules, waiting for devices, restarting.
 
 use crate::log::{CRITICAL, Level, Log};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -12,15 +12,15 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use sumac_firmware::modules::{Modules, WANTED};
+use sumac_firmware::modules::{Modules, REQUIRED_MODULES};
 
-/// How long a reason to restart stays on the console: it is to be read, and restarting over and over should be slow.
+/// How long the reason of a restart stays on the console, which also slows down restart loops.
 const RESTART_DELAY: Duration = Duration::from_secs(10);
 
-/// The kernel unpacks the module itself (Linux, include/uapi/linux/module.h: MODULE_INIT_COMPRESSED_FILE).
+/// The kernel decompresses the module (Linux, include/uapi/linux/module.h: MODULE_INIT_COMPRESSED_FILE).
 const COMPRESSED: i32 = 4;
 
-/// File systems of the kernel, and where they go.
+/// Kernel file systems and their mount points.
 const MOUNTS: [(&str, &str, MountFlags); 5] = [
     ("proc", "/proc", MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC)),
     ("sysfs", "/sys", MountFlags::NOSUID.union(MountFlags::NODEV).union(MountFlags::NOEXEC)),
@@ -29,10 +29,10 @@ const MOUNTS: [(&str, &str, MountFlags); 5] = [
     ("tmpfs", "/tmp", MountFlags::NOSUID.union(MountFlags::NODEV)),
 ];
 
-/// Mount what the kernel has.
+/// Mount the kernel file systems.
 ///
 /// # Errors
-/// Which one failed and why. One that is mounted already is none.
+/// The mount point and the error. A file system that is mounted already is not an error.
 pub fn mount_all() -> Result<(), (&'static str, io::Error)> {
     for (kind, target, flags) in MOUNTS {
         match fs::create_dir_all(target).map(|()| mount(kind, target, kind, flags, None)) {
@@ -44,26 +44,26 @@ pub fn mount_all() -> Result<(), (&'static str, io::Error)> {
     Ok(())
 }
 
-/// Speak to the console, or, where the kernel has none, into its log; with neither, nobody listens.
+/// Redirect stdout and stderr to the console or, without one, to the kernel log; errors are ignored.
 pub fn open_console() {
     let open = |path| OpenOptions::new().write(true).open(path);
     if let Ok(console) = open("/dev/console").or_else(|_| open("/dev/kmsg")) {
-        // Fails only for files that are not open.
+        // This fails only for closed files.
         let _ = dup2_stdout(&console).and_then(|()| dup2_stderr(&console));
     }
 }
 
-/// Load the modules of the running kernel that the agent needs and that are there; return how many.
+/// Load the modules that the agent needs and that exist for the running kernel; return how many.
 ///
-/// What can't be loaded is told, and is no reason to stop: its hardware may not be there, or not be needed.
+/// A failure is logged and ignored: the hardware may not exist, or not be needed.
 pub fn load_modules(log: &Log) -> usize {
     let version = uname().release().to_string_lossy().into_owned();
     let folder = Path::new("/lib/modules").join(version);
-    // No list: everything is built in.
+    // Without a list, everything is built in.
     let Ok(list) = fs::read_to_string(folder.join("modules.dep")) else { return 0 };
     let modules = Modules::parse(&list);
     let mut loaded = 0;
-    for path in modules.in_order(&WANTED) {
+    for path in modules.in_order(&REQUIRED_MODULES) {
         match load_module(&folder.join(path)) {
             Ok(()) => loaded += 1,
             Err(error) => log.warn(&format!("module {path}: {error}")),
@@ -80,17 +80,16 @@ fn load_module(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Wait until there is a file at `path`, which a driver makes when it has found its hardware; false if there is none
-/// within `timeout`.
+/// Wait until a driver has created the file at `path`; false if it does not exist after `timeout`.
 ///
 /// # Errors
-/// The folder can't be watched.
+/// The folder cannot be watched.
 pub fn wait_for_file(path: &Path, timeout: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + timeout;
     let events = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     inotify::add_watch(&events, folder, inotify::WatchFlags::CREATE | inotify::WatchFlags::MOVED_TO)?;
-    // Looked at after each event, and once before: between the two it can't come unnoticed.
+    // Checked after the watch was added and after each event, so that no creation is missed.
     while !path.exists() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -104,7 +103,7 @@ pub fn wait_for_file(path: &Path, timeout: Duration) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Wait until there is something to read, at most `timeout`.
+/// Wait until `file` is readable, for at most `timeout`.
 pub(crate) fn wait_readable(file: &impl std::os::fd::AsFd, timeout: Duration) -> io::Result<()> {
     let timeout = Timespec::try_from(timeout).ok();
     match poll(&mut [PollFd::new(file, PollFlags::IN)], timeout.as_ref()) {
@@ -113,16 +112,16 @@ pub(crate) fn wait_readable(file: &impl std::os::fd::AsFd, timeout: Duration) ->
     }
 }
 
-/// Say why, and restart the machine: what process 1 does in place of ending.
+/// Log the reason and restart the machine, which process 1 does instead of ending.
 pub fn restart(log: &Log, why: &str) -> ! {
-    log.say(Level::Error, &format!("{CRITICAL}: {why}"));
-    log.say(Level::Error, &format!("restarting in {} s", RESTART_DELAY.as_secs()));
+    log.write(Level::Error, &format!("{CRITICAL}: {why}"));
+    log.write(Level::Error, &format!("restarting in {} s", RESTART_DELAY.as_secs()));
     std::thread::sleep(RESTART_DELAY);
     rustix::fs::sync();
     let error = reboot(RebootCommand::Restart);
-    log.say(Level::Error, &format!("can't restart: {error:?}"));
+    log.write(Level::Error, &format!("cannot restart: {error:?}"));
     loop {
-        // Without the right to restart there is nothing left to do, and ending would stop the kernel.
+        // Nothing else can be done, and if process 1 ended, the kernel would panic.
         std::thread::park();
     }
 }
@@ -132,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_waited_for_and_not_for_ever() {
+    fn wait_for_file_returns_on_creation_or_timeout() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("vda");
         assert!(!wait_for_file(&path, Duration::from_millis(10)).expect("watched"));

@@ -1,32 +1,33 @@
-//! The core: start, translation, exceptions, the timers and the firmware below (PSCI).
+//! The processor: start-up, translation tables, exceptions, timers and the firmware below (PSCI).
 //!
 //! Invariants:
 //! - the MMU is on before Rust runs, with RAM as normal memory and registers as Device memory: with it off all memory
 //!   is Device memory, where unaligned and exclusive accesses fault on hardware (Arm ARM, B2.7.2);
-//! - floating point is on (`CPACR_EL1.FPEN`), which the kernels use;
-//! - interrupts stay masked and only end a wait; the watchdog's comes as an FIQ, which is not masked, and never returns;
-//! - every fault and every panic is recorded, and ends this life of the device: nothing hangs in silence.
+//! - floating point is enabled (`CPACR_EL1.FPEN`), which the reduction kernels use;
+//! - interrupts stay masked and only end a wait; the watchdog's is an FIQ, which is not masked, and its handler never
+//!   returns;
+//! - every fault and panic is recorded and ends this incarnation of the device: nothing hangs silently.
 
 use core::arch::{asm, global_asm};
 use core::time::Duration;
 use sumac_hal::time::Instant;
 
-/// The most cores that run: each has a stack of [`STACK_BYTES`].
+/// The maximum number of cores: each has a stack of [`STACK_BYTES`].
 pub(crate) const MAX_CORES: usize = 4;
 
-/// How long a stack is; `link.ld` has [`MAX_CORES`] of them.
+/// The size of a stack; `link.ld` reserves [`MAX_CORES`] of them.
 const STACK_BYTES: usize = 256 << 10;
 
-/// What a stack holds where it was never used.
+/// The pattern of unused stack memory.
 const STACK_PAINT: u64 = 0x5ac5_ac5a_c5ac_5ac5;
 
-/// Where functions on PCIe are configured (QEMU's hw/arm/virt: its high ECAM, behind 256 GiB of addresses).
+/// The configuration space of PCIe (QEMU's hw/arm/virt: its high ECAM, behind 256 GiB of addresses).
 pub(crate) const PCI_CONFIG: u64 = 0x40_1000_0000;
 
-/// The window for 64-bit BARs, as the bus has it.
+/// The bus address of the window for 64-bit BARs.
 pub(crate) const PCI_WINDOW: u64 = 0x80_0000_0000;
 
-/// The same as this core has it, a gigabyte of it.
+/// The address at which this core maps the first gigabyte of that window.
 pub(crate) const PCI_MEMORY: u64 = 0xc000_0000;
 
 /// The frequency of the system counter in Hz.
@@ -55,20 +56,20 @@ fn count_at(at: Instant) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }
 
-/// Let the virtual timer's interrupt be pending from `at` on.
+/// Set the virtual timer: its interrupt is pending from `at` on.
 pub(crate) fn set_alarm(at: Instant) {
-    // SAFETY: writes the virtual timer's registers, which nobody else uses. The counter rounds down, so one more.
+    // SAFETY: writes the virtual timer's registers, which nothing else uses. The counter rounds down, so one more.
     unsafe {
         asm!("msr cntv_cval_el0, {}", "msr cntv_ctl_el0, {}", "isb", in(reg) count_at(at).saturating_add(1), in(reg) 1_u64,
              options(nomem, nostack, preserves_flags));
     }
 }
 
-/// Let the watchdog bite after `patience` unless this is called again before.
-pub(crate) fn pet_watchdog(patience: Duration) {
-    let ticks = patience.as_micros() as u64 * counter_hz() / 1_000_000;
+/// Restart the watchdog, which expires after `limit`.
+pub(crate) fn rearm_watchdog(limit: Duration) {
+    let ticks = limit.as_micros() as u64 * counter_hz() / 1_000_000;
     let count: u64;
-    // SAFETY: reads and writes the physical timer's registers, which nobody else uses.
+    // SAFETY: reads and writes the physical timer's registers, which nothing else uses.
     unsafe {
         asm!("mrs {}, cntpct_el0", out(reg) count, options(nomem, nostack, preserves_flags));
         asm!("msr cntp_cval_el0, {}", "msr cntp_ctl_el0, {}", "isb", in(reg) count.saturating_add(ticks), in(reg) 1_u64,
@@ -76,9 +77,9 @@ pub(crate) fn pet_watchdog(patience: Duration) {
     }
 }
 
-/// Let the watchdog bite: its interrupt comes as an FIQ.
+/// Unmask the watchdog's interrupt, which is an FIQ.
 pub(crate) fn unmask_watchdog() {
-    // SAFETY: unmasks FIQs, of which there is one; it is handled below.
+    // SAFETY: unmasks FIQs, of which there is one, handled below.
     unsafe { asm!("msr daifclr, #1", options(nomem, nostack, preserves_flags)) };
 }
 
@@ -88,7 +89,7 @@ pub(crate) fn wait_for_interrupt() {
     unsafe { asm!("dsb sy", "wfi", options(nostack, preserves_flags)) };
 }
 
-/// Mask interrupts and return what was masked before.
+/// Mask interrupts; return the previous masks.
 pub(crate) fn mask_all() -> u64 {
     let masks: u64;
     // SAFETY: reads and sets the mask bits.
@@ -96,13 +97,13 @@ pub(crate) fn mask_all() -> u64 {
     masks
 }
 
-/// Mask what was masked before.
+/// Restore the masks.
 pub(crate) fn restore_masks(masks: u64) {
     // SAFETY: sets the mask bits to what they were.
     unsafe { asm!("msr daif, {}", in(reg) masks, options(nomem, nostack, preserves_flags)) };
 }
 
-/// Return which core this is.
+/// Return the number of this core.
 pub(crate) fn core() -> usize {
     let affinity: u64;
     // SAFETY: reads a register.
@@ -110,24 +111,23 @@ pub(crate) fn core() -> usize {
     (affinity & 0xff) as usize
 }
 
-/// Switch core `index` on (PSCI CPU_ON, DEN0022, 5.6), which then runs `main` with its number; false if the machine has
-/// no such core, or it is on.
+/// Power on core `index` (PSCI CPU_ON, DEN0022, 5.6), which then runs `secondary` with its number; false if the machine
+/// has no such core, or it is on already.
 pub(crate) fn start_core(index: usize) -> bool {
     const CPU_ON: u64 = 0xc400_0003;
     if index >= MAX_CORES {
         return false;
     }
     let status: i64;
-    // SAFETY: `_start_further` sets a core up, on a stack that is this core's alone. What this core has written is in
-    // memory before.
+    // SAFETY: `_start_secondary` sets the core up on a stack of its own. This core's writes are in memory before.
     unsafe {
-        asm!("dsb sy", "ldr x2, =_start_further", "hvc #0", inout("x0") CPU_ON => status, inout("x1") index as u64 => _,
+        asm!("dsb sy", "ldr x2, =_start_secondary", "hvc #0", inout("x0") CPU_ON => status, inout("x1") index as u64 => _,
              out("x2") _, inout("x3") index as u64 => _);
     }
     status == 0
 }
 
-/// Begin another life: reset the machine (PSCI SYSTEM_RESET, DEN0022, 5.11).
+/// Reset the machine (PSCI SYSTEM_RESET, DEN0022, 5.11), which starts another incarnation.
 pub(crate) fn reset() -> ! {
     const SYSTEM_RESET: u64 = 0x8400_0009;
     // SAFETY: the call does not return.
@@ -138,8 +138,7 @@ unsafe extern "C" {
     static mut stack_bottom: u64;
 }
 
-/// Return how many bytes of this core's stack were ever used, and how long it is: what start-up painted is gone where it
-/// was.
+/// Return the high-water mark and the size of this core's stack in bytes, from the pattern that start-up wrote.
 pub(crate) fn stack_high_water() -> (usize, usize) {
     // SAFETY: there are `MAX_CORES` stacks of that length, the first core's at the bottom.
     let bottom = unsafe { (&raw const stack_bottom).byte_add(core() * STACK_BYTES) };
@@ -149,10 +148,10 @@ pub(crate) fn stack_high_water() -> (usize, usize) {
     ((words - untouched) * 8, STACK_BYTES)
 }
 
-/// How much of a stack is never to be used: a frame that reaches over it is longer than any here.
+/// The part of a stack that must stay unused, longer than any stack frame.
 const STACK_RESERVE_BYTES: usize = 32 << 10;
 
-/// Panic if this core's stack has come near what lies below it: another core's, or variables.
+/// Panic if this core's stack is about to overflow into another core's, or into variables.
 pub(crate) fn check_stack() {
     // SAFETY: the word lies in this core's own stack.
     let word =
@@ -160,20 +159,20 @@ pub(crate) fn check_stack() {
     assert!(word == STACK_PAINT, "less than {STACK_RESERVE_BYTES} of {STACK_BYTES} bytes of the stack are left");
 }
 
-/// Have all that was written to registers take effect before memory is touched.
+/// Wait until register writes have taken effect, before memory is accessed.
 pub(crate) fn settle() {
     // SAFETY: waits.
     unsafe { asm!("dsb sy", "isb", options(nostack, preserves_flags)) };
 }
 
-/// Where faults lead to.
+/// The handler of faults.
 extern "C" fn fault(syndrome: u64, address: u64, at: u64) -> ! {
     crate::crash::fault(syndrome, address, at)
 }
 
-/// Where FIQs lead to: the watchdog's.
-extern "C" fn bite(at: u64) -> ! {
-    crate::crash::bite(at)
+/// The handler of FIQs: the watchdog's.
+extern "C" fn watchdog_expired(at: u64) -> ! {
+    crate::crash::watchdog_expired(at)
 }
 
 /// The first-level translation table for 39-bit addresses: one entry a GiB, mapped to itself.
@@ -191,8 +190,7 @@ static TABLE: Table = {
     let mut entries = [0; 512];
     entries[0] = BLOCK | ACCESSED | NEVER_EXECUTE | DEVICE;
     entries[1] = 0x4000_0000 | BLOCK | ACCESSED | INNER_SHAREABLE | NORMAL;
-    // What functions on PCIe share with the host is memory, and lies in the window for nothing else, which is beyond these
-    // addresses.
+    // ivshmem BARs are memory and alone in the window, which is beyond 39-bit addresses, so it is mapped here.
     entries[(PCI_MEMORY >> 30) as usize] = PCI_WINDOW | BLOCK | ACCESSED | NEVER_EXECUTE | INNER_SHAREABLE | NORMAL;
     entries[(PCI_CONFIG >> 30) as usize] = (PCI_CONFIG & !0x3fff_ffff) | BLOCK | ACCESSED | NEVER_EXECUTE | DEVICE;
     Table(entries)
@@ -249,8 +247,8 @@ _start:
     b       .
 
 // Another core: x0 holds its number.
-.globl _start_further
-_start_further:
+.globl _start_secondary
+_start_secondary:
     mov     x9, x0
     prepare
     ldr     x0, =stack_bottom
@@ -260,7 +258,7 @@ _start_further:
     madd    x0, x1, x2, x0
     mov     sp, x0
     mov     x0, x9
-    bl      {further}
+    bl      {secondary}
     b       .
     .ltorg
 
@@ -277,7 +275,7 @@ vectors:
     entry   {fault}
     entry   {fault}
     mrs     x0, elr_el1
-    b       {bite}
+    b       {watchdog}
     .balign 128
     entry   {fault}
 .endr
@@ -286,7 +284,7 @@ vectors:
     paint = const STACK_PAINT,
     stack = const STACK_BYTES,
     main = sym crate::main,
-    further = sym crate::further,
+    secondary = sym crate::secondary,
     fault = sym fault,
-    bite = sym bite,
+    watchdog = sym watchdog_expired,
 );

@@ -1,6 +1,7 @@
-//! How a life ends, other than by order: recorded, logged, and followed by the next life, with a boot id of its own.
+//! Unplanned ends of an incarnation: recorded, logged, and followed by a reset into the next incarnation, with a boot
+//! id of its own.
 //!
-//! What had been logged and not sent is in memory that the reset leaves alone, so it comes out in the next life.
+//! Log frames not sent yet are in memory that the reset preserves, so they are sent by the next incarnation.
 
 use crate::cpu;
 use crate::keep::{self, End};
@@ -16,8 +17,8 @@ pub(crate) fn fault(syndrome: u64, address: u64, at: u64) -> ! {
     end(End::Fault)
 }
 
-/// The loop did not come round in time.
-pub(crate) fn bite(at: u64) -> ! {
+/// The main loop made no progress in time.
+pub(crate) fn watchdog_expired(at: u64) -> ! {
     defmt::error!("watchdog: no progress, at ELR {=u64:#x}", at);
     end(End::Watchdog)
 }

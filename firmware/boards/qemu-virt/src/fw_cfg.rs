@@ -1,4 +1,4 @@
-//! What QEMU was told for the guest: its `fw_cfg` device (QEMU's docs/specs/fw_cfg).
+//! QEMU's `fw_cfg` device, which passes options to the guest (QEMU's docs/specs/fw_cfg).
 
 use core::str;
 
@@ -8,19 +8,19 @@ const SELECTOR: *mut u16 = 0x0902_0008 as *mut u16;
 /// The item that lists all named ones.
 const DIRECTORY: u16 = 0x19;
 
-/// More named items than any machine has.
-const MOST_FILES: u32 = 512;
+/// An upper bound for the number of named items.
+const FILES_MAX: u32 = 512;
 
 const NAME_BYTES: usize = 56;
 
 fn select(item: u16) {
-    // SAFETY: the board has the selector there, big-endian, mapped as Device memory; one core uses it.
+    // SAFETY: the selector register is there, big-endian, mapped as Device memory; one core uses it.
     unsafe { SELECTOR.write_volatile(item.to_be()) };
 }
 
 fn read(bytes: &mut [u8]) {
     for byte in bytes {
-        // SAFETY: the board has the data register there; each read gives the next byte of the selected item.
+        // SAFETY: the data register is there; each read returns the next byte of the selected item.
         *byte = unsafe { DATA.read_volatile() };
     }
 }
@@ -31,10 +31,10 @@ fn read_u32() -> u32 {
     u32::from_be_bytes(bytes)
 }
 
-/// Read the item `name` into `buffer`; `None` if there is none of that name, or it does not fit or is no text.
+/// Read the item `name` into `buffer`; `None` if it does not exist, does not fit or is not UTF-8.
 pub(crate) fn file<'b>(name: &str, buffer: &'b mut [u8]) -> Option<&'b str> {
     select(DIRECTORY);
-    for _ in 0..read_u32().min(MOST_FILES) {
+    for _ in 0..read_u32().min(FILES_MAX) {
         let (len, item) = (read_u32() as usize, read_u32());
         let mut label = [0; NAME_BYTES];
         read(&mut label);

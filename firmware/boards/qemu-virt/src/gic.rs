@@ -1,7 +1,7 @@
-//! The interrupt controller (GICv2): lets interrupts end a wait, and the watchdog's through.
+//! The interrupt controller (GICv2): forwards interrupts that end a wait, and the watchdog's.
 //!
-//! Nothing here is ever taken as an IRQ: they stay masked at the core and wake it. Group 0 comes as an FIQ (GICv2
-//! architecture specification, IHI 0048B, 4.4.4), and holds the watchdog alone.
+//! No interrupt is taken as an IRQ: they stay masked at the core and wake it. Group 0, which contains only the
+//! watchdog, is signalled as FIQ (GICv2 architecture specification, IHI 0048B, 4.4.4).
 
 use core::ptr::NonNull;
 use volatile::access::{ReadWrite, WriteOnly};
@@ -10,10 +10,10 @@ use volatile::{VolatileFieldAccess, VolatilePtr, VolatileRef};
 /// The virtual timer's interrupt: a private one.
 pub(crate) const VIRTUAL_TIMER: u32 = 27;
 
-/// The physical timer's, which is the watchdog here.
+/// The physical timer's interrupt, used as the watchdog.
 pub(crate) const PHYSICAL_TIMER: u32 = 30;
 
-/// The distributor's registers as far as they are used (IHI 0048B, 4.3).
+/// The registers of the distributor that are used (IHI 0048B, 4.3).
 #[repr(C)]
 #[derive(VolatileFieldAccess)]
 struct Distributor {
@@ -22,11 +22,11 @@ struct Distributor {
     reserved: [u32; 31],
     #[access(ReadWrite)]
     group: [u32; 32],
-    /// Writing 1 enables; reading tells.
+    /// Writing 1 enables; reading returns the state.
     #[access(ReadWrite)]
     set_enable: [u32; 32],
     between: [u32; 32 * 5 + 256],
-    /// The cores that an interrupt goes to, a byte each.
+    /// The target cores of each interrupt, a byte each.
     #[access(ReadWrite)]
     targets: [u8; 1024],
     between_too: [u32; 192],
@@ -65,17 +65,17 @@ struct Interface {
 const DISTRIBUTOR: NonNull<Distributor> = NonNull::new(0x0800_0000 as *mut Distributor).unwrap();
 const INTERFACE: NonNull<Interface> = NonNull::new(0x0801_0000 as *mut Interface).unwrap();
 
-/// The interrupt by which one core wakes another: the first of those that software generates.
+/// The interrupt with which one core wakes another: the first software-generated one.
 const WAKE: u32 = 0;
 
-/// Let both timers, the shared interrupt `nic` and other cores through to this core. The first core starts first: it
-/// switches the distributor on.
+/// Enable both timers, the shared interrupt `nic` and wake-ups from other cores for this core. Called by the first core
+/// first, which enables the distributor.
 ///
 /// # Panics
-/// If there is no such interrupt: GICv2 has 1,020.
+/// If `nic` is not a valid interrupt: GICv2 has 1,020.
 pub(crate) fn start(core: usize, nic: u32) {
     assert!(nic < 1_020, "interrupt {nic}");
-    // SAFETY: QEMU's virt board has these registers there, mapped as Device memory, and nobody else uses them.
+    // SAFETY: QEMU's virt board has these registers there, mapped as Device memory, and nothing else uses them.
     let (mut distributor, mut interface) = unsafe { (VolatileRef::new(DISTRIBUTOR), VolatileRef::new(INTERFACE)) };
     let distributor = distributor.as_mut_ptr();
     for number in [VIRTUAL_TIMER, WAKE, nic] {
@@ -104,8 +104,8 @@ pub(crate) fn wake_others(last: usize) {
     distributor.as_mut_ptr().generate().write(cores << 16 | 1 << 15 | WAKE);
 }
 
-/// Take note of a wake-up: it is pending no more.
-pub(crate) fn woken() {
+/// Acknowledge a wake-up.
+pub(crate) fn acknowledge_wake() {
     // SAFETY: as in `start`. The register is this core's own.
     let mut distributor = unsafe { VolatileRef::new(DISTRIBUTOR) };
     distributor.as_mut_ptr().clear_pending_generated().write(0xff);

@@ -1,28 +1,28 @@
-//! Log frames (defmt) into memory that outlives a reset, and from there to the serial port when there is time.
+//! The log: defmt frames are written to memory that a reset preserves, and sent to the serial port from there.
 //!
-//! A frame costs the data path a copy of some bytes into memory; the serial port is fed by [`drain`], when the board has
-//! nothing better to do, so that a slow terminal never holds up a packet. `sumac log --elf IMAGE` makes text of it.
+//! A frame costs the data path a short copy into memory; [`drain`] feeds the serial port when the board is idle, so
+//! that a slow terminal never delays a packet. `sumac log --elf IMAGE` decodes the frames.
 
 use crate::{cpu, keep, uart};
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicUsize, Ordering};
 use critical_section::RestoreState;
 
-/// Bytes handed to the serial port in one go: interrupts are masked meanwhile.
+/// Bytes sent to the serial port at a time, with interrupts masked.
 const DRAIN_BYTES: usize = 64;
 
-/// A lock over all cores: who holds it, or [`NOBODY`].
-static OWNER: AtomicUsize = AtomicUsize::new(NOBODY);
-const NOBODY: usize = usize::MAX;
+/// A lock across all cores: the core that holds it, or [`NO_CORE`].
+static OWNER: AtomicUsize = AtomicUsize::new(NO_CORE);
+const NO_CORE: usize = usize::MAX;
 
-/// In what `acquire` returns, beside the masks: the core held the lock before.
+/// A flag in the result of `acquire`, beside the masks: the core already held the lock.
 const NESTED: u64 = 1;
 
 struct Masks;
 critical_section::set_impl!(Masks);
 
-// SAFETY: between `acquire` and `release`, what could interrupt this core is masked, and other cores wait for the lock.
-// Nested sections take nothing and give nothing back.
+// SAFETY: between `acquire` and `release`, interrupts of this core are masked, and other cores wait for the lock.
+// Nested sections neither take nor release it.
 unsafe impl critical_section::Impl for Masks {
     unsafe fn acquire() -> u64 {
         let (masks, own) = (cpu::mask_all(), cpu::core());
@@ -30,7 +30,7 @@ unsafe impl critical_section::Impl for Masks {
         if OWNER.load(Ordering::Relaxed) == own {
             return masks | NESTED;
         }
-        while OWNER.compare_exchange_weak(NOBODY, own, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        while OWNER.compare_exchange_weak(NO_CORE, own, Ordering::Acquire, Ordering::Relaxed).is_err() {
             core::hint::spin_loop();
         }
         masks
@@ -38,7 +38,7 @@ unsafe impl critical_section::Impl for Masks {
 
     unsafe fn release(masks: u64) {
         if masks & NESTED == 0 {
-            OWNER.store(NOBODY, Ordering::Release);
+            OWNER.store(NO_CORE, Ordering::Release);
         }
         cpu::restore_masks(masks & !NESTED);
     }
@@ -63,7 +63,7 @@ fn put(bytes: &[u8]) {
     keep::log(unsafe { critical_section::CriticalSection::new() }, bytes);
 }
 
-// SAFETY: as defmt asks, `acquire` begins a critical section that `release` ends, and frames begin and end in them.
+// SAFETY: as defmt requires, `acquire` begins a critical section that `release` ends, and frames begin and end in it.
 unsafe impl defmt::Logger for Logger {
     fn acquire() {
         // SAFETY: paired with `release`; the state is this section's.
@@ -92,7 +92,7 @@ unsafe impl defmt::Logger for Logger {
 
 defmt::timestamp!("{=u64:us}", cpu::now().as_nanos() / 1_000);
 
-/// Send some of what was logged; false if there is nothing left.
+/// Send some of the logged bytes; false if none are left.
 pub(crate) fn drain() -> bool {
     critical_section::with(|section| keep::drain(section, |bytes| uart::send(&bytes[..bytes.len().min(DRAIN_BYTES)])))
 }

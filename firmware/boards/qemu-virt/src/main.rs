@@ -1,11 +1,12 @@
 //! Sumac's device runtime on QEMU's virt board: aarch64 at EL1, without an operating system or a heap.
 //!
 //! ```text
-//!   _start (cpu) -> main: kept memory, log, options, NIC, node -> loop: step, log, sleep until packet or timer
+//!   _start (cpu) -> main: retained memory, log, options, NIC, node -> loop: step, log, sleep until packet or timer
 //! ```
 //!
-//! Each network card makes a shard, which has a core of its own (`-smp`). QEMU hands the board its options ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,string=...`; a
-//! virtio source of randomness gives each life its boot id. The log leaves by the serial port.
+//! Each network card becomes a shard, which has a core of its own (`-smp`). QEMU passes the board's options
+//! ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,string=...`; a virtio entropy source gives each
+//! incarnation its boot id. The log goes to the serial port.
 #![no_std]
 #![no_main]
 
@@ -23,11 +24,11 @@ use core::time::Duration;
 use cpu::MAX_CORES;
 use heapless::Vec;
 use sumac_bare::{
-    Answering, Asking, Board, BoardEvent, BoardOptions, Buffers, Bus, BusMemory, BusTables, Desk, Further,
-    MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, Stack,
+    Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, Mailbox, MailboxClient, MailboxServer,
+    OPTIONS_MAX_BYTES, RX_PACKETS, SecondaryShard, Stack, ZeroCopyMemory, ZeroCopyServer, ZeroCopyTables,
 };
-use sumac_device::{Memory, Node, NodeConfig, RedoSlot, Reference, References, Storage};
-use sumac_hal::ctrl::StackUse;
+use sumac_device::{BufferRef, Memory, Node, NodeConfig, RedoSlot, Storage, ZeroCopyStorage};
+use sumac_hal::ctrl::StackUsage;
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -37,25 +38,25 @@ use sumac_virtio::{Frames, Nic, Slots};
 // SAFETY: they are there, in the gigabyte that `cpu` maps as Device memory.
 const VIRTIO: Slots = unsafe { Slots::new(0x0a00_0000, 32, 48) };
 
-/// Groups that a core can hold.
+/// The maximum number of groups of a core.
 const GROUPS: usize = 16;
-/// Children of all groups.
+/// The maximum number of children of all groups.
 const CHILDREN: usize = 512;
-/// Slots of all groups.
+/// The maximum number of slots of all groups.
 const SLOTS: usize = 2048;
-/// Accumulators and staging of all slots.
+/// Memory for accumulators and staging of all slots, in bytes.
 const SLOT_MEMORY_BYTES: usize = 4 << 20;
 
-/// Contributions by reference of all slots: slots x children of each group.
-const REFERENCES: usize = 4096;
+/// Zero-copy contributions of all slots: slots x children of each group.
+const BUFFER_REFS: usize = 4096;
 
-/// How long a core may take to start.
+/// The watchdog's limit during start-up.
 const START: Duration = Duration::from_secs(20);
 
-/// How many sleeps a core's patience has room for at least: the watchdog is to be petted between them.
+/// The minimum number of sleeps within the watchdog's limit: the watchdog is reset between them.
 const SLEEPS: u32 = 4;
 
-/// What one core works in.
+/// The memory of one core.
 struct Core {
     tables: Memory<GROUPS, CHILDREN, SLOTS, 0>,
     buffers: Buffers,
@@ -64,84 +65,84 @@ struct Core {
 
 static mut CORES: [Core; MAX_CORES] =
     [const { Core { tables: Memory::new(), buffers: Buffers::new(), frames: Frames::new() } }; MAX_CORES];
-// Apart: all zeros, which take no room in the image.
+// Separate, because all-zero statics take no room in the image.
 static mut SLOT_MEMORY: [[u8; SLOT_MEMORY_BYTES]; MAX_CORES] = [[0; SLOT_MEMORY_BYTES]; MAX_CORES];
-/// What ranks by reference need besides, on the first core.
-struct ByReference {
-    tables: BusTables,
+/// The additional memory for zero-copy ranks, on the first core.
+struct ZeroCopy {
+    tables: ZeroCopyTables,
     redo: [RedoSlot; SLOTS],
-    references: [Reference; REFERENCES],
+    references: [BufferRef; BUFFER_REFS],
 }
 
-static mut BY_REFERENCE: ByReference = ByReference {
-    tables: BusTables::new(),
+static mut ZERO_COPY: ZeroCopy = ZeroCopy {
+    tables: ZeroCopyTables::new(),
     redo: [RedoSlot::EMPTY; SLOTS],
-    references: [Reference::EMPTY; REFERENCES],
+    references: [BufferRef::EMPTY; BUFFER_REFS],
 };
-static mut DESKS: [Desk; MAX_CORES - 1] = [const { Desk::new() }; MAX_CORES - 1];
+static mut MAILBOXES: [Mailbox; MAX_CORES - 1] = [const { Mailbox::new() }; MAX_CORES - 1];
 
-/// What the first core tells the others before they start.
-struct Told {
+/// What the first core passes to the secondary ones before they start.
+struct SecondaryBoot {
     options: BoardOptions,
     boot_id: BootId,
     shards: u16,
-    /// The sides of the desks that wait for their cores.
-    desks: [Option<Answering<'static>>; MAX_CORES - 1],
+    /// The mailboxes' server sides, to be taken by their cores.
+    mailboxes: [Option<MailboxServer<'static>>; MAX_CORES - 1],
 }
 
-static mut TOLD: Option<Told> = None;
+static mut SECONDARY_BOOT: Option<SecondaryBoot> = None;
 
-/// Cores that serve.
+/// The number of secondary cores that have started.
 static SERVING: AtomicUsize = AtomicUsize::new(0);
 
-/// The other cores, as the first one reaches them.
-struct Others {
-    desks: Vec<Asking<'static>, { MAX_CORES - 1 }>,
+/// The first core's access to the secondary ones.
+struct OtherCores {
+    mailboxes: Vec<MailboxClient<'static>, { MAX_CORES - 1 }>,
 }
 
-impl sumac_bare::Others for Others {
-    fn desks(&mut self) -> &mut [Asking<'static>] {
-        &mut self.desks
+impl sumac_bare::OtherShards for OtherCores {
+    fn mailboxes(&mut self) -> &mut [MailboxClient<'static>] {
+        &mut self.mailboxes
     }
 
     fn wake(&mut self) {
-        gic::wake_others(self.desks.len());
+        gic::wake_others(self.mailboxes.len());
     }
 
     fn wait(&mut self) {
-        // A core that never answers lets the watchdog of this one bite.
+        // If a core never responds, this core's watchdog expires.
         core::hint::spin_loop();
     }
 }
 
-/// The board as the first core has it.
-type FirstBoard = Board<'static, Nic, Others>;
+/// The board, on the first core.
+type FirstBoard = Board<'static, Nic, OtherCores>;
 
 static mut BOARD: Option<FirstBoard> = None;
 
-/// Where `cpu` leads the first core to once there is a stack.
+/// The entry point of the first core, once it has a stack.
 extern "C" fn main() -> ! {
-    cpu::pet_watchdog(START);
+    cpu::rearm_watchdog(START);
     let (board, options) = set_up();
     let (mut lost, mut busy) = (0, Duration::ZERO);
     serve(options.watchdog, |now| {
-        // Before the look at what has arrived: what comes after it brings another interrupt.
+        // Acknowledge before polling: a later arrival raises another interrupt.
         board.device_mut().acknowledge();
         let next = board.step(now);
         busy += cpu::now() - now;
         while let Some(event) = board.poll_event() {
-            note(event);
+            log_event(event);
             #[cfg(feature = "faults")]
             if let BoardEvent::Trace(_) = event
                 && options.fault == Some(sumac_bare::Fault::Trace)
-                && keep::life() == 1
+                && keep::incarnation() == 1
             {
-                panic!("as told");
+                panic!("injected fault");
             }
             if matches!(event, BoardEvent::Disconnected(_)) {
                 // With QEMU's -icount shift=0 a nanosecond is an instruction.
                 let (nanos, packets) = (busy.as_nanos() as u64, board.packets_in());
-                defmt::info!("so far {=u64} ns of work over {=u64} packets that came", nanos, packets);
+                defmt::info!("so far {=u64} ns of work over {=u64} packets received", nanos, packets);
             }
         }
         if keep::lost() > lost {
@@ -152,10 +153,10 @@ extern "C" fn main() -> ! {
     })
 }
 
-/// Put the board together. Its frame, with all that is moved to its place, is gone when the board serves.
+/// Set up the board. The stack frame, with everything that is moved to its place, is gone when the board serves.
 #[inline(never)]
 fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
-    let (life, end) = keep::begin();
+    let (incarnation, end) = keep::begin();
     let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text) {
         None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
@@ -164,124 +165,130 @@ fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
             Err(error) => panic!("options: {error}"),
         },
     };
-    // Without a source of randomness, lives still differ by when they began.
-    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
+    // Without an entropy source, the start time distinguishes incarnations.
+    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
     let shards = VIRTIO.network_cards().clamp(1, MAX_CORES);
     let others = start_others(&options, boot_id, shards);
-    // SAFETY: the first core alone names it, here and once.
-    let ByReference { tables, redo, references } = unsafe { &mut *&raw mut BY_REFERENCE };
-    let bus = options.bus.as_ref().filter(|_| shards == 1).map(|_| open_bus(tables, boot_id));
-    let references = bus.as_ref().map(|bus| {
-        let (memory, capabilities) = bus.redo_memory();
-        References { redo, references, memory, capabilities }
+    // SAFETY: only the first core accesses it, here and once.
+    let ZeroCopy { tables, redo, references } = unsafe { &mut *&raw mut ZERO_COPY };
+    let zero_copy = options.broker.as_ref().filter(|_| shards == 1).map(|_| open_zero_copy(tables, boot_id));
+    let storage = zero_copy.as_ref().map(|zero_copy| {
+        let (memory, capabilities) = zero_copy.redo_memory();
+        ZeroCopyStorage { redo, buffers: references, memory, capabilities }
     });
-    let (stack, node) = shard(0, &options, boot_id, shards as u16, references);
+    let (stack, node) = shard(0, &options, boot_id, shards as u16, storage);
     defmt::info!(
-        "{=str} is ready: life {=u32}, boot id {=u64:016x}, {=usize} cores",
+        "{=str} is ready: incarnation {=u32}, boot id {=u64:016x}, {=usize} cores",
         options.name.as_str(),
-        life,
+        incarnation,
         boot_id.0,
         shards
     );
     match end {
         keep::End::None => {}
-        keep::End::Panic => defmt::warn!("the life before ended by a panic"),
-        keep::End::Fault => defmt::warn!("the life before ended by a fault"),
-        keep::End::Watchdog => defmt::warn!("the life before was ended by the watchdog"),
+        keep::End::Panic => defmt::warn!("the previous incarnation ended with a panic"),
+        keep::End::Fault => defmt::warn!("the previous incarnation ended with a fault"),
+        keep::End::Watchdog => defmt::warn!("the previous incarnation was reset by the watchdog"),
     }
-    // SAFETY: the first core alone names it, here and once.
+    // SAFETY: only the first core accesses it, here and once.
     let place = unsafe { &mut *&raw mut BOARD };
-    let board = place.insert(Board::new(stack, node, others, bus, &options, boot_id));
-    board.gauge_stack(stack_use);
+    let board = place.insert(Board::new(stack, node, others, zero_copy, &options, boot_id));
+    board.set_stack_gauge(stack_use);
     #[cfg(feature = "faults")]
-    if let Some(fault) = options.fault.filter(|_| life == 1) {
-        go_wrong(fault);
+    if let Some(fault) = options.fault.filter(|_| incarnation == 1) {
+        inject(fault);
     }
     (board, options)
 }
 
-/// What the stack of this core has come to.
-fn stack_use() -> Option<StackUse> {
+/// Return the stack use of this core.
+fn stack_use() -> Option<StackUsage> {
     let (used, of) = cpu::stack_high_water();
-    Some(StackUse { used_bytes: used as u32, of_bytes: of as u32 })
+    Some(StackUsage { used_bytes: used as u32, size_bytes: of as u32 })
 }
 
-/// Let ranks of the host contribute by reference: the first function is the desk, the second redo memory, all others seats.
-fn open_bus(tables: &'static mut BusTables, boot_id: BootId) -> Bus {
-    let (mut desk, mut redo, mut seats) = (None, None, Vec::new());
-    pci::shared_memory(|memory| match (desk, redo) {
-        (None, _) => desk = Some(memory),
+/// Serve zero-copy ranks of the host: the first ivshmem function is the admission queue, the second the redo memory,
+/// all others are rank slots.
+fn open_zero_copy(tables: &'static mut ZeroCopyTables, boot_id: BootId) -> ZeroCopyServer {
+    let (mut admission, mut redo, mut rank_slots) = (None, None, Vec::new());
+    pci::shared_memory(|memory| match (admission, redo) {
+        (None, _) => admission = Some(memory),
         (_, None) => redo = Some(memory),
-        // More than there can be are left alone.
-        _ => drop(seats.push(memory)),
+        // Functions beyond the maximum are ignored.
+        _ => drop(rank_slots.push(memory)),
     });
-    let (Some(desk), Some(redo)) = (desk, redo) else {
-        panic!("options name a bus, and QEMU has not two ivshmem functions for it");
+    let (Some(admission), Some(redo)) = (admission, redo) else {
+        panic!("options name a broker, but QEMU has fewer than two ivshmem functions");
     };
-    defmt::info!("by reference: {=usize} seats, {=usize} B of redo memory", seats.len(), size_of_val(redo));
-    match Bus::open(tables, BusMemory { desk, redo, seats }, boot_id) {
-        Ok(bus) => bus,
-        Err(error) => panic!("the bus: {error}"),
+    defmt::info!("zero-copy: {=usize} rank slots, {=usize} B of redo memory", rank_slots.len(), size_of_val(redo));
+    match ZeroCopyServer::open(tables, ZeroCopyMemory { admission, redo, rank_slots }, boot_id) {
+        Ok(server) => server,
+        Err(error) => panic!("zero-copy: {error}"),
     }
 }
 
-/// Start a core for each further shard; returns their desks.
-fn start_others(options: &BoardOptions, boot_id: BootId, shards: usize) -> Others {
-    let mut told = [const { None }; MAX_CORES - 1];
-    // SAFETY: this core alone runs, and names DESKS nowhere else.
-    let desks = unsafe { &mut *&raw mut DESKS };
-    let mut asking = Vec::new();
-    for (desk, told) in desks.iter_mut().zip(&mut told).take(shards - 1) {
-        let (ask, answer) = desk.split();
-        *told = Some(answer);
-        // As many as there can be cores.
-        let _ = asking.push(ask);
+/// Start a core for each secondary shard; returns their mailboxes.
+fn start_others(options: &BoardOptions, boot_id: BootId, shards: usize) -> OtherCores {
+    let mut servers = [const { None }; MAX_CORES - 1];
+    // SAFETY: only this core runs, and this is the only use of MAILBOXES.
+    let mailboxes = unsafe { &mut *&raw mut MAILBOXES };
+    let mut clients = Vec::new();
+    for (mailbox, slot) in mailboxes.iter_mut().zip(&mut servers).take(shards - 1) {
+        let (client, server) = mailbox.split();
+        *slot = Some(server);
+        // At most MAX_CORES - 1.
+        let _ = clients.push(client);
     }
-    // SAFETY: the other cores, which read it, start below.
-    unsafe { *&raw mut TOLD = Some(Told { options: options.clone(), boot_id, shards: shards as u16, desks: told }) };
+    // SAFETY: the other cores, which read it, are started below.
+    unsafe {
+        *&raw mut SECONDARY_BOOT =
+            Some(SecondaryBoot { options: options.clone(), boot_id, shards: shards as u16, mailboxes: servers })
+    };
     for core in 1..shards {
         if !cpu::start_core(core) {
             panic!("{shards} network cards and no core {core}: start QEMU with -smp {shards}");
         }
-        // One after the other: each takes its part of what they are told.
+        // One after the other: each takes its own part of SECONDARY_BOOT.
         while SERVING.load(Ordering::Acquire) < core {
             core::hint::spin_loop();
         }
     }
-    Others { desks: asking }
+    OtherCores { mailboxes: clients }
 }
 
-/// Where `cpu` leads another core to once it has a stack.
-extern "C" fn further(core: usize) -> ! {
-    cpu::pet_watchdog(START);
-    // SAFETY: the first core has written it and waits for SERVING; other cores start after that.
-    let told = unsafe { &mut *&raw mut TOLD };
-    let Some((told, desk)) = told.as_mut().and_then(|told| told.desks[core - 1].take().map(|desk| (told, desk))) else {
-        panic!("core {core} was told nothing");
+/// The entry point of a secondary core, once it has a stack.
+extern "C" fn secondary(core: usize) -> ! {
+    cpu::rearm_watchdog(START);
+    // SAFETY: the first core has written it and waits for SERVING; no other core starts before.
+    let boot = unsafe { &mut *&raw mut SECONDARY_BOOT };
+    let Some((boot, mailbox)) =
+        boot.as_mut().and_then(|boot| boot.mailboxes[core - 1].take().map(|mailbox| (boot, mailbox)))
+    else {
+        panic!("core {core} has no boot data");
     };
-    let Some(options) = told.options.shard(core as u16) else { panic!("no port for core {core}") };
-    let (stack, node) = shard(core, &options, told.boot_id, told.shards, None);
-    let mut further = Further::new(stack, node, desk);
-    further.gauge_stack(stack_use);
+    let Some(options) = boot.options.shard(core as u16) else { panic!("core {core}: its port exceeds 65535") };
+    let (stack, node) = shard(core, &options, boot.boot_id, boot.shards, None);
+    let mut secondary = SecondaryShard::new(stack, node, mailbox);
+    secondary.set_stack_gauge(stack_use);
     SERVING.store(core, Ordering::Release);
     serve(options.watchdog, |now| {
-        gic::woken();
-        further.device_mut().acknowledge();
-        let next = further.step(now);
-        while let Some(event) = further.poll_event() {
-            note(event);
+        gic::acknowledge_wake();
+        secondary.device_mut().acknowledge();
+        let next = secondary.step(now);
+        while let Some(event) = secondary.poll_event() {
+            log_event(event);
         }
         next
     })
 }
 
-/// Set up this core's interrupts, network and node. Once a core.
+/// Set up the interrupts, network and node of this core. Called once per core.
 fn shard(
     core: usize,
     options: &BoardOptions,
     boot_id: BootId,
     shards: u16,
-    references: Option<References<'static>>,
+    zero_copy: Option<ZeroCopyStorage<'static>>,
 ) -> (Stack<Nic>, Node<'static>) {
     let Some(shard) = Shard::new(core as u16, shards) else { panic!("core {core} of {shards}") };
     // SAFETY: each core takes its own part, once.
@@ -299,30 +306,30 @@ fn shard(
         receive_buffer_bytes: RX_PACKETS * 1024,
     };
     let storage = Storage { bytes: slot_memory, ..tables.storage() };
-    let node = match references {
-        Some(references) => Node::with_references(config, storage, references),
+    let node = match zero_copy {
+        Some(zero_copy) => Node::with_zero_copy(config, storage, zero_copy),
         None => Node::new(config, storage),
     };
     (stack, node)
 }
 
-/// Come round for ever: `step` says when there is something to do again.
-fn serve(patience: Duration, mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
+/// Call `step` for ever; it returns when the next step is due.
+fn serve(watchdog: Duration, mut step: impl FnMut(Instant) -> Option<Instant>) -> ! {
     loop {
-        cpu::pet_watchdog(patience);
+        cpu::rearm_watchdog(watchdog);
         cpu::check_stack();
         let now = cpu::now();
         let next = step(now);
         if next.is_some_and(|at| at <= cpu::now()) || cpu::core() == 0 && log::drain() {
             continue;
         }
-        let wake = now + patience / SLEEPS;
+        let wake = now + watchdog / SLEEPS;
         cpu::set_alarm(next.map_or(wake, |at| at.min(wake)));
         cpu::wait_for_interrupt();
     }
 }
 
-fn note(event: BoardEvent) {
+fn log_event(event: BoardEvent) {
     match event {
         BoardEvent::Connected => {
             let (used, of) = cpu::stack_high_water();
@@ -330,23 +337,23 @@ fn note(event: BoardEvent) {
         }
         BoardEvent::Disconnected(error) => defmt::warn!("controller: {}", defmt::Display2Format(&error)),
         BoardEvent::Node(event) => defmt::info!("{}", defmt::Debug2Format(&event)),
-        BoardEvent::Trace(entry) => defmt::debug!("trace: {}", defmt::Debug2Format(&entry.what)),
+        BoardEvent::Trace(entry) => defmt::debug!("trace: {}", defmt::Debug2Format(&entry.event)),
         _ => {}
     }
 }
 
-/// Do what the options say.
+/// Inject the configured fault.
 #[cfg(feature = "faults")]
-fn go_wrong(fault: sumac_bare::Fault) {
-    defmt::info!("going wrong, as told");
+fn inject(fault: sumac_bare::Fault) {
+    defmt::info!("injecting a fault");
     match fault {
-        sumac_bare::Fault::Panic => panic!("as told"),
-        // What is in the trace by then, and not sent, has to come out in the next life: see `main`.
+        sumac_bare::Fault::Panic => panic!("injected fault"),
+        // Trace entries not sent by then have to appear in the next incarnation: see `main`.
         sumac_bare::Fault::Trace => 0,
-        // SAFETY: none: there is nothing at that address, which is the point.
+        // SAFETY: none: nothing is mapped at that address, which is the point.
         sumac_bare::Fault::Access => unsafe { (0x80_0000_0000 as *const u32).read_volatile() },
         sumac_bare::Fault::Hang => {
-            cpu::pet_watchdog(Duration::from_millis(500));
+            cpu::rearm_watchdog(Duration::from_millis(500));
             loop {
                 core::hint::spin_loop();
             }

@@ -1,4 +1,4 @@
-//! The serial port (PL011, DDI 0183), which carries log frames and nothing else.
+//! The serial port (PL011, DDI 0183), which carries only log frames.
 
 use core::ptr::NonNull;
 use volatile::access::{ReadOnly, ReadWrite};
@@ -12,7 +12,7 @@ bitflags::bitflags! {
     }
 }
 
-/// The registers as far as they are used (DDI 0183, 3.2).
+/// The registers that are used (DDI 0183, 3.2).
 #[repr(C)]
 #[derive(VolatileFieldAccess)]
 struct Registers {
@@ -25,7 +25,7 @@ struct Registers {
 
 const UART: NonNull<Registers> = NonNull::new(0x0900_0000 as *mut Registers).unwrap();
 
-/// Send as many of `bytes` as there is room for at once; returns how many that was.
+/// Send as many of `bytes` as fit without waiting; returns how many.
 pub(crate) fn send(bytes: &[u8]) -> usize {
     // SAFETY: QEMU's virt board has the PL011 there, mapped as Device memory; one core uses it.
     let registers = unsafe { VolatilePtr::new(UART) };

@@ -1,9 +1,9 @@
-//! The processor: from 32-bit mode to `main`, ports, the clock, and the end of a life.
+//! The processor: start-up from 32-bit mode, ports, the clock, and reset.
 //!
 //! Invariants:
-//! - the first four gigabytes are mapped to themselves, the last of them, where devices are, uncached;
+//! - the first four gigabytes are identity-mapped, the last of them, where devices are, uncached;
 //! - interrupts stay off: this board polls;
-//! - an exception finds no table and resets the machine, as a panic does after it has said so.
+//! - without an interrupt table, an exception resets the machine, as a panic does after it was logged.
 
 use core::arch::{asm, global_asm};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use sumac_hal::time::Instant;
 
 /// Write a byte to a port.
 pub(crate) fn write_port(port: u16, byte: u8) {
-    // SAFETY: the ports that this board names are QEMU's serial port, timer and fw_cfg, and nobody else uses them.
+    // SAFETY: the ports that this board uses are QEMU's serial port, timer and fw_cfg, which nothing else uses.
     unsafe { asm!("out dx, al", in("dx") port, in("al") byte, options(nomem, nostack, preserves_flags)) };
 }
 
@@ -37,8 +37,8 @@ fn ticks() -> u64 {
 /// Ticks of the time stamp counter in a second.
 static TICKS_PER_S: AtomicU64 = AtomicU64::new(0);
 
-/// Find out how fast the time stamp counter is: count its ticks while channel 0 of the interval timer (Intel 8254) counts
-/// down for some 30 ms.
+/// Measure the frequency of the time stamp counter: count its ticks while channel 0 of the interval timer (Intel 8254)
+/// counts down for about 30 ms.
 pub(crate) fn start_clock() {
     const PIT_HZ: u64 = 1_193_182;
     const CONTROL: u16 = 0x43;
@@ -71,7 +71,7 @@ pub(crate) fn now() -> Instant {
     Instant::from_nanos(u64::try_from(u128::from(ticks()) * 1_000_000_000 / per_s).unwrap_or(u64::MAX))
 }
 
-/// Begin another life: an exception without a table to find its handler in resets the machine.
+/// Reset the machine, through an exception without an interrupt table, which starts another incarnation.
 pub(crate) fn reset() -> ! {
     #[repr(C, packed)]
     struct Empty {
@@ -79,7 +79,8 @@ pub(crate) fn reset() -> ! {
         base: u64,
     }
     let empty = Empty { limit: 0, base: 0 };
-    // SAFETY: does not return: the breakpoint's handler is not found, nor that of the fault which this is.
+    // SAFETY: does not return: the breakpoint has no handler, and neither has the resulting fault, so the processor
+    // resets.
     unsafe { asm!("lidt [{}]", "int3", "2: hlt", "jmp 2b", in(reg) &raw const empty, options(noreturn)) }
 }
 

@@ -1,4 +1,4 @@
-//! What QEMU was told for the guest: its `fw_cfg` device (QEMU's docs/specs/fw_cfg), by ports.
+//! QEMU's `fw_cfg` device, which passes options to the guest (QEMU's docs/specs/fw_cfg), through ports.
 
 use crate::cpu;
 use core::str;
@@ -9,8 +9,8 @@ const DATA: u16 = 0x511;
 /// The item that lists all named ones.
 const DIRECTORY: u16 = 0x19;
 
-/// More named items than any machine has.
-const MOST_FILES: u32 = 512;
+/// An upper bound for the number of named items.
+const FILES_MAX: u32 = 512;
 
 const NAME_BYTES: usize = 56;
 
@@ -24,10 +24,10 @@ fn read_u32() -> u32 {
     u32::from_be_bytes(bytes)
 }
 
-/// Read the item `name` into `buffer`; `None` if there is none of that name, or it does not fit or is no text.
+/// Read the item `name` into `buffer`; `None` if it does not exist, does not fit or is not UTF-8.
 pub(crate) fn file<'b>(name: &str, buffer: &'b mut [u8]) -> Option<&'b str> {
     cpu::write_port_u16(SELECTOR, DIRECTORY);
-    for _ in 0..read_u32().min(MOST_FILES) {
+    for _ in 0..read_u32().min(FILES_MAX) {
         let (len, item) = (read_u32() as usize, read_u32());
         let mut label = [0; NAME_BYTES];
         read(&mut label);

@@ -1,7 +1,7 @@
 //! Sumac's device runtime on QEMU's microvm: x86-64, without an operating system or a heap.
 //!
-//! The worked example of `firmware/boards/README.md`: the least that a board needs. One core, which polls; a log in plain
-//! text on the serial port. `qemu-virt` shows interrupts, several cores, a watchdog, and a log that costs less.
+//! The worked example of `firmware/boards/README.md`: the minimum that a board needs. One core, which polls; a
+//! plain-text log on the serial port. `qemu-virt` adds interrupts, several cores, a watchdog and a cheaper log.
 #![no_std]
 #![no_main]
 
@@ -11,18 +11,18 @@ mod fw_cfg;
 use core::fmt::{self, Write};
 use core::sync::atomic::{AtomicU32, Ordering};
 use sumac_bare::{
-    Alone, Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, Stack,
+    Board, BoardEvent, BoardOptions, Buffers, MAX_PACKET_LEN_BYTES, OPTIONS_MAX_BYTES, RX_PACKETS, SingleShard, Stack,
 };
 use sumac_device::{Memory, Node, NodeConfig, Storage};
 use sumac_hal::ids::BootId;
 use sumac_hal::shard::Shard;
 use sumac_virtio::{Frames, Nic, Slots};
 
-/// The board's virtio devices (QEMU's hw/i386/microvm); nobody waits for their interrupts.
-// SAFETY: they are there, in the gigabyte that `cpu` maps uncached.
+/// The board's virtio devices (QEMU's hw/i386/microvm); their interrupts are not used.
+// SAFETY: the devices are there, in the gigabyte that `cpu` maps uncached.
 const VIRTIO: Slots = unsafe { Slots::new(0xfeb0_0000, 8, 5) };
 
-/// Groups, children and slots that the board can hold, and the slots' memory in bytes.
+/// The maximum numbers of groups, children and slots, and the slots' memory in bytes.
 const GROUPS: usize = 8;
 const CHILDREN: usize = 256;
 const SLOTS: usize = 1024;
@@ -33,9 +33,9 @@ static mut SLOT_MEMORY: [u8; SLOT_MEMORY_BYTES] = [0; SLOT_MEMORY_BYTES];
 static mut BUFFERS: Buffers = Buffers::new();
 static mut FRAMES: Frames = Frames::new();
 
-/// How many lives there were, behind a number that says that it is one: memory that a reset leaves alone.
+/// A magic number and the count of incarnations, in memory that a reset preserves.
 #[unsafe(link_section = ".keep")]
-static LIVES: [AtomicU32; 2] = [const { AtomicU32::new(0) }; 2];
+static INCARNATIONS: [AtomicU32; 2] = [const { AtomicU32::new(0) }; 2];
 const KEPT: u32 = u32::from_le_bytes(*b"kept");
 
 /// The serial port.
@@ -51,28 +51,28 @@ impl Write for Console {
 macro_rules! log {
     ($($arg:tt)*) => {{
         let us = cpu::now().as_nanos() / 1_000;
-        // Writing there can't fail.
+        // Writing to the console cannot fail.
         let _ = write!(Console, "{:5}.{:06} ", us / 1_000_000, us % 1_000_000);
         let _ = writeln!(Console, $($arg)*);
     }};
 }
 
-/// Where `cpu` leads to once there is a stack.
+/// The entry point, once there is a stack.
 extern "C" fn main() -> ! {
     cpu::start_clock();
-    if LIVES[0].swap(KEPT, Ordering::Relaxed) != KEPT {
-        LIVES[1].store(0, Ordering::Relaxed);
+    if INCARNATIONS[0].swap(KEPT, Ordering::Relaxed) != KEPT {
+        INCARNATIONS[1].store(0, Ordering::Relaxed);
     }
-    let life = LIVES[1].fetch_add(1, Ordering::Relaxed) + 1;
+    let incarnation = INCARNATIONS[1].fetch_add(1, Ordering::Relaxed) + 1;
     let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text).map(BoardOptions::parse) {
         None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
         Some(Err(error)) => panic!("options: {error}"),
         Some(Ok(options)) => options,
     };
-    // Without a source of randomness, lives still differ by when they began.
-    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(life) << 48));
-    // SAFETY: called once, on the only core, and nobody else names these.
+    // Without an entropy source, the start time distinguishes incarnations.
+    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
+    // SAFETY: called once, on the only core; nothing else accesses these.
     let (tables, slot_memory, buffers, frames) =
         unsafe { (&mut *&raw mut TABLES, &mut *&raw mut SLOT_MEMORY, &mut *&raw mut BUFFERS, &mut *&raw mut FRAMES) };
     let nic = Nic::new(VIRTIO, 0, frames);
@@ -85,11 +85,11 @@ extern "C" fn main() -> ! {
         receive_buffer_bytes: RX_PACKETS * 1024,
     };
     let node = Node::new(config, Storage { bytes: slot_memory, ..tables.storage() });
-    let mut board = Board::new(stack, node, Alone, None, &options, boot_id);
-    log!("info  {} is ready: life {life}, boot id {:016x}", options.name, boot_id.0);
+    let mut board = Board::new(stack, node, SingleShard, None, &options, boot_id);
+    log!("info  {} is ready: incarnation {incarnation}, boot id {:016x}", options.name, boot_id.0);
     #[cfg(feature = "faults")]
-    if options.fault.is_some() && life == 1 {
-        panic!("as told");
+    if options.fault.is_some() && incarnation == 1 {
+        panic!("injected fault");
     }
     loop {
         board.device_mut().acknowledge();
@@ -98,7 +98,7 @@ extern "C" fn main() -> ! {
             match event {
                 BoardEvent::Connected => log!("info  the controller is connected"),
                 BoardEvent::Disconnected(error) => log!("warn  controller: {error}"),
-                BoardEvent::Trace(entry) => log!("debug trace: {:?}", entry.what),
+                BoardEvent::Trace(entry) => log!("debug trace: {:?}", entry.event),
                 event => log!("info  {event:?}"),
             }
         }

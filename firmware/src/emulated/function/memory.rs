@@ -1,4 +1,4 @@
-//! A rank's memory, between the table of regions and the engine.
+//! Maps and unmaps a rank's memory.
 
 use crate::emulated::engine::BoardEngine;
 use std::os::fd::{AsFd, OwnedFd};
@@ -8,7 +8,7 @@ use sumac_hal::ids::FunctionId;
 use sumac_hal::mmio::EntryStatus;
 use sumac_hal::shm::{MemoryError, Region};
 
-/// Map what was handed over under a key, if it is as long as was said: so much of it, which the rank's quota has covered,
+/// Map the first `len_bytes` of a file under a key, if the file is that long: only what the rank's quota covers,
 /// however long the file is.
 pub(super) fn map(
     file: OwnedFd,
@@ -20,21 +20,21 @@ pub(super) fn map(
         return Err(EntryStatus::OutOfBounds);
     };
     let region = Region::open_at(file.as_fd(), 0, len).map_err(|error| match error {
-        MemoryError::System { .. } => EntryStatus::NoRoom,
+        MemoryError::System { .. } => EntryStatus::NoResources,
         MemoryError::Length { .. } => EntryStatus::OutOfBounds,
         _ => EntryStatus::BadRegion,
     })?;
     engine.map(key, Arc::new(region))
 }
 
-/// Take the memory of a rank that is gone away; false if it is still in use, and can be taken away when it no longer is.
-pub(in crate::emulated) fn take_away<const N: usize>(
+/// Deregister and unmap the memory of a detached rank; false if it is still in use and has to be unmapped later.
+pub(in crate::emulated) fn unregister<const N: usize>(
     owner: FunctionId,
     key: RegionKey,
     regions: &mut RegionTable<N>,
     engine: &mut BoardEngine,
 ) -> bool {
-    // It may have been deregistered before, by the rank itself.
+    // The rank may have deregistered it itself.
     let _ = regions.deregister(owner, key);
     let unused = !regions.contains(key);
     if unused {

@@ -1,57 +1,60 @@
-//! What an engine is made of, why it was not started, and what it counts.
+//! An engine's configuration, start errors and statistics.
 
 use crate::dma::{Profile, Status};
-use crate::ring::Patience;
+use crate::ring::SpinPolicy;
 use std::io;
 
-/// How much the engine minds.
+/// How strictly the engine checks chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Strictness {
-    /// As hardware: bounds and regions.
+    /// Like hardware: regions and bounds.
     #[default]
     Hardware,
-    /// Also addresses that are no multiple of the size of their elements' values, and chains in flight that get in each other's way:
-    /// they complete with an error, and are counted.
+    /// Also the alignment of addresses to their elements' values, and conflicts between chains in flight. Such chains
+    /// complete with an error.
     Strict,
-    /// As [`Strictness::Strict`], and [`Engine::poll`](crate::dma::Engine::poll) panics where a completion says that its user was wrong.
+    /// Like [`Strictness::Strict`], and [`Engine::poll`](crate::dma::Engine::poll) panics on a completion whose status
+    /// is the user's error.
     Assert,
 }
 
-/// What an engine is made of.
+/// The configuration of an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct DmaConfig {
-    /// What it plays.
+    /// The profile to emulate.
     pub profile: Profile,
-    /// How many threads work, each with a queue; 1 to [`DmaConfig::THREADS_MAX`], or 0 if the user helps.
+    /// The number of threads, each with a queue: 1 to [`DmaConfig::THREADS_MAX`], or 0 with `shares_work`.
     pub threads: usize,
-    /// Steps that each queue has in flight, until they are polled: a power of two, at most [`crate::ring::CAPACITY_MAX`].
+    /// The number of steps that each queue can have in flight until they are polled: a power of two, at most
+    /// [`crate::ring::CAPACITY_MAX`].
     pub queue_depth: u32,
-    /// The most steps of a chain, at most `queue_depth`.
+    /// The maximum number of steps of a chain, at most `queue_depth`.
     pub max_steps: u32,
-    /// How many regions can be mapped.
+    /// The maximum number of mapped regions.
     pub regions: usize,
-    /// What every address has to be a multiple of, in bytes: a power of two.
+    /// The required alignment of every address, in bytes: a power of two.
     pub alignment_bytes: u32,
-    /// How much it minds.
+    /// How strictly chains are checked.
     pub strictness: Strictness,
-    /// How long threads look for work before they sleep.
-    pub patience: Patience,
-    /// Chains that write no more than this in all are done by the thread that submits them: a short one takes less time
-    /// than waking another thread does. That thread has the default float environment. 0: none.
+    /// How long threads poll for work before they sleep.
+    pub spin: SpinPolicy,
+    /// Chains that write at most this many bytes run on the submitting thread, because running a short chain takes less
+    /// time than waking another thread. That thread must have the default float environment. 0: no chain does.
     pub inline_len_bytes: u64,
-    /// The thread that submits takes its share of the other chains as well, by [`EmuEngine::work`](super::EmuEngine::work) or
-    /// [`WaitEngine::wait`](crate::dma::WaitEngine::wait); then there may be no other threads.
-    pub helps: bool,
-    /// What each thread calls first, with its number: to take a core for its own, where the machine's owner wants that.
+    /// The submitting thread also takes a share of the other chains, which it runs in
+    /// [`EmuEngine::work`](super::EmuEngine::work) and [`WaitEngine::wait`](crate::dma::WaitEngine::wait). The engine
+    /// then needs no threads of its own.
+    pub shares_work: bool,
+    /// A function that each thread first calls with its number, for example to pin itself to a core.
     pub on_start: Option<fn(usize)>,
 }
 
 impl DmaConfig {
-    /// The most threads of an engine.
+    /// The maximum number of threads.
     pub const THREADS_MAX: usize = 64;
 
-    /// Describe an engine of `threads` threads that suits this machine.
+    /// Return the default configuration for `threads` threads on this machine.
     pub fn new(profile: Profile, threads: usize) -> Self {
         Self {
             profile,
@@ -61,45 +64,45 @@ impl DmaConfig {
             regions: 1024,
             alignment_bytes: 1,
             strictness: Strictness::Hardware,
-            // Its user wants a core as well.
-            patience: Patience::for_this_machine(threads + 1),
+            // The submitting thread needs a core as well.
+            spin: SpinPolicy::for_this_machine(threads + 1),
             inline_len_bytes: 0,
-            helps: false,
+            shares_work: false,
             on_start: None,
         }
     }
 }
 
-/// What an engine's threads call; see [`EmuEngine::start_notifying`](super::EmuEngine::start_notifying).
+/// A function that the engine's threads call; see [`EmuEngine::start_notifying`](super::EmuEngine::start_notifying).
 pub type Notify = Box<dyn Fn(u32) + Send + Sync>;
 
-/// Why an engine was not started.
+/// Why an engine cannot be started.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// A number is out of its range.
+    /// The configuration is invalid.
     #[error(
-        "an engine has 1 to {} threads (0 if its user helps), a queue depth that is a power of two, at most {}, and at least as much as \
-             a chain has steps, which is at least 1: not {config:?}",
+        "invalid DMA engine configuration: it needs 1 to {} threads (0 with shares_work), a queue depth that is a power \
+         of two up to {}, 1 to queue_depth steps per chain, and an alignment that is a power of two: {config:?}",
         DmaConfig::THREADS_MAX,
         crate::ring::CAPACITY_MAX
     )]
     Config {
-        /// What was asked for.
+        /// The configuration.
         config: Box<DmaConfig>,
     },
-    /// The system has no thread to give.
-    #[error("no thread for the engine: {0}")]
+    /// A thread cannot be started.
+    #[error("cannot start a thread for the DMA engine: {0}")]
     Thread(#[from] io::Error),
 }
 
-/// What an engine has done.
+/// An engine's statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DmaStats {
-    /// Chains that it took.
+    /// Chains accepted.
     pub chains: u64,
-    /// Steps of those.
+    /// Steps of the accepted chains.
     pub steps: u64,
-    /// Chains that were polled, by [`Status`].
-    pub ended: [u64; Status::ALL.len()],
+    /// Completions that were polled, by [`Status`].
+    pub completed: [u64; Status::ALL.len()],
 }

@@ -1,4 +1,4 @@
-//! Memory of this process that an engine can be given: a card's own, or a rank's where ranks are threads.
+//! Heap memory for an engine: a card's local memory, or a rank's memory if ranks are threads.
 
 use crate::dma::DmaMemory;
 use crate::dma::shared::{copy_in, copy_out};
@@ -12,12 +12,12 @@ pub struct HeapMemory {
     layout: Layout,
 }
 
-// SAFETY: the memory belongs to this value and is reached by raw pointers only.
+// SAFETY: the memory belongs to this value and is accessed only through raw pointers.
 unsafe impl Send for HeapMemory {}
-// SAFETY: as above; who reads and writes at the same time gets a mixture, as `DmaMemory` says.
+// SAFETY: see above; concurrent accesses see a mixture of old and new bytes, as `DmaMemory` permits.
 unsafe impl Sync for HeapMemory {}
 
-// SAFETY: the allocation is `layout.size()` bytes at `base`, and stays until `drop`.
+// SAFETY: `layout.size()` bytes are allocated at `base` until `drop`.
 unsafe impl DmaMemory for HeapMemory {
     fn base(&self) -> NonNull<u8> {
         self.base
@@ -29,22 +29,23 @@ unsafe impl DmaMemory for HeapMemory {
 }
 
 impl HeapMemory {
-    /// Allocate `len_bytes` zeroes.
+    /// Allocate `len_bytes` zero bytes.
     ///
     /// # Panics
-    /// If `len_bytes` is 0, or more than an allocation can be.
+    /// If `len_bytes` is 0 or exceeds the maximum size of an allocation.
     pub fn new(len_bytes: usize) -> Self {
-        assert!(len_bytes > 0, "an engine is given at least one byte");
-        let layout = Layout::from_size_align(len_bytes, 4096).expect("no allocation is that long");
+        assert!(len_bytes > 0, "len_bytes must not be 0");
+        let layout =
+            Layout::from_size_align(len_bytes, 4096).expect("len_bytes exceeds the maximum size of an allocation");
         // SAFETY: the layout is not empty.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap_or_else(|| handle_alloc_error(layout));
         Self { base, layout }
     }
 
-    /// Copy bytes in. What an engine reads there meanwhile is a mixture of old and new.
+    /// Copy bytes in. Concurrent reads of an engine see a mixture of old and new bytes.
     ///
     /// # Panics
-    /// If they do not fit.
+    /// If they reach beyond the end.
     #[track_caller]
     pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
         let at = self.at(offset_bytes, bytes.len());
@@ -52,14 +53,14 @@ impl HeapMemory {
         unsafe { copy_in(at, bytes) };
     }
 
-    /// Copy bytes out: a mixture of old and new where an engine writes meanwhile.
+    /// Copy bytes out. During a concurrent write of an engine this returns a mixture of old and new bytes.
     ///
     /// # Panics
-    /// If there are not as many.
+    /// If they reach beyond the end.
     #[track_caller]
     pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
         let at = self.at(offset_bytes, bytes.len());
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { copy_out(bytes, at) };
     }
 

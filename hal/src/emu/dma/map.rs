@@ -1,10 +1,11 @@
-//! What the engine can reach: its table of translations, as an IOMMU's.
+//! The engine's translation table, like that of an IOMMU.
 //!
-//! A descriptor names a region; whoever runs it *pins* the region's translation, uses it, and lets go. Unmapping first
-//! makes new pins fail and then waits for those that there are, so after it nothing of the region is touched: as an
-//! invalidated rkey or a flushed IOTLB. Pinning is two atomic operations; only mapping and unmapping lock.
+//! A thread that runs a chain *pins* the translations of its regions while it uses them. Unmapping makes new pins fail
+//! and then waits until the existing ones are released, so that the region is not accessed afterwards, as with an
+//! invalidated rkey or a flushed IOTLB. Pinning takes two atomic operations; only mapping and unmapping take a lock.
 //!
-//! Invariant: a place's translation is written while the place is neither live nor pinned, and read while it is pinned.
+//! Invariant: an entry's translation is written only while the entry is neither live nor pinned, and read only while it
+//! is pinned.
 
 use crate::dma::{Backing, DmaMemory, RegionKey, Status};
 use std::cell::UnsafeCell;
@@ -12,106 +13,107 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// A place's state: the generation above, this bit if it is live, and the number of pins below.
+/// The layout of an entry's state: the generation in the high half, this bit if the entry is live, and the number of
+/// pins.
 const LIVE: u64 = 1 << 31;
 const PINS: u64 = LIVE - 1;
 
-/// On cache lines of its own: threads that work on different regions do not meet here.
+/// Aligned to cache lines, so that threads that use different regions do not contend.
 #[repr(align(128))]
-struct Place {
+struct Entry {
     state: AtomicU64,
     memory: UnsafeCell<Option<Arc<dyn DmaMemory>>>,
 }
 
-/// The table.
+/// The translation table.
 pub(super) struct Map {
-    places: Box<[Place]>,
-    /// Held while a place's translation changes.
+    entries: Box<[Entry]>,
+    /// Held while a translation changes.
     changing: Mutex<()>,
 }
 
-// SAFETY: `Place::memory` is written only under `changing`, while the state says that nobody has it pinned and nobody
-// can pin it; it is read only between `pin` and `unpin`. The state's acquire and release order the two.
+// SAFETY: `Entry::memory` is written only under `changing`, while the state shows that the entry is not pinned and
+// cannot be. It is read only while pinned. Acquire and release ordering of the state order the two.
 unsafe impl Sync for Map {}
 
-/// Why memory was not mapped.
+/// Why memory cannot be mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// The table is shorter.
-    #[error("region {index} is beyond the engine's {capacity} regions")]
-    Beyond {
+    /// The index is beyond the table.
+    #[error("region index {index} is out of range: the DMA engine has {capacity} entries")]
+    OutOfRange {
         /// The index.
         index: u16,
-        /// The table's length.
+        /// The number of entries.
         capacity: usize,
     },
-    /// Something is mapped there, or was with that generation or a later one.
-    #[error("generation {asked} of region {index} comes after generation {now}, or that one is still mapped")]
-    Taken {
+    /// The index is mapped, or was mapped with this or a later generation.
+    #[error("cannot map generation {asked} of region {index}: generation {current} is still mapped, or is not older")]
+    InUse {
         /// The index.
         index: u16,
-        /// The generation asked for.
+        /// The requested generation.
         asked: u32,
-        /// The last generation there.
-        now: u32,
+        /// The last generation at this index.
+        current: u32,
     },
-    /// The memory is, in part, what the device's processor works on, or other memory would become that.
-    #[error("region {index} has bytes in common with region {other}, and one of them is the device's own memory")]
-    Shared {
+    /// The memory overlaps that of another region, and one of the two is local memory.
+    #[error("region {index} overlaps region {other}, and one of them is the device's local memory")]
+    Overlap {
         /// The index.
         index: u16,
-        /// The other's.
+        /// The other region's index.
         other: u16,
     },
 }
 
 impl Map {
     pub(super) fn new(capacity: usize) -> Self {
-        let place = |_| Place { state: AtomicU64::new(0), memory: UnsafeCell::new(None) };
-        Self { places: (0..capacity).map(place).collect(), changing: Mutex::new(()) }
+        let entry = |_| Entry { state: AtomicU64::new(0), memory: UnsafeCell::new(None) };
+        Self { entries: (0..capacity).map(entry).collect(), changing: Mutex::new(()) }
     }
 
     pub(super) fn map(&self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let beyond = MapError::Beyond { index: key.index, capacity: self.places.len() };
-        let place = self.places.get(usize::from(key.index)).ok_or(beyond)?;
-        let state = place.state.load(Ordering::Acquire);
-        let now = (state >> 32) as u32;
-        if state & (LIVE | PINS) != 0 || key.generation <= now {
-            return Err(MapError::Taken { index: key.index, asked: key.generation, now });
+        let beyond = MapError::OutOfRange { index: key.index, capacity: self.entries.len() };
+        let entry = self.entries.get(usize::from(key.index)).ok_or(beyond)?;
+        let state = entry.state.load(Ordering::Acquire);
+        let current = (state >> 32) as u32;
+        if state & (LIVE | PINS) != 0 || key.generation <= current {
+            return Err(MapError::InUse { index: key.index, asked: key.generation, current });
         }
-        // SAFETY: the place is not live, so nobody pins it, and `changing` keeps other changes out.
-        unsafe { *place.memory.get() = Some(memory) };
-        place.state.store(u64::from(key.generation) << 32 | LIVE, Ordering::Release);
+        // SAFETY: the entry is not live, so it cannot be pinned, and `changing` excludes other changes.
+        unsafe { *entry.memory.get() = Some(memory) };
+        entry.state.store(u64::from(key.generation) << 32 | LIVE, Ordering::Release);
         Ok(())
     }
 
-    /// Take a translation away; when this returns true, nobody uses it any more. False if it is not there.
+    /// Remove a translation. When this returns true, it is no longer in use. Returns false if it is not mapped.
     pub(super) fn unmap(&self, key: RegionKey) -> bool {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(place) = self.places.get(usize::from(key.index)) else { return false };
+        let Some(entry) = self.entries.get(usize::from(key.index)) else { return false };
         let live = |state: u64| state >> 32 == u64::from(key.generation) && state & LIVE != 0;
         let taken =
-            place.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, |state| live(state).then_some(state & !LIVE));
+            entry.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, |state| live(state).then_some(state & !LIVE));
         if taken.is_err() {
             return false;
         }
-        // A pin lasts for a chain at most.
-        while place.state.load(Ordering::Acquire) & PINS != 0 {
+        // A pin lasts for one chain at most.
+        while entry.state.load(Ordering::Acquire) & PINS != 0 {
             thread::yield_now();
         }
-        // SAFETY: the place is neither live nor pinned, and `changing` keeps other changes out.
-        drop(unsafe { (*place.memory.get()).take() });
+        // SAFETY: the entry is neither live nor pinned, and `changing` excludes other changes.
+        drop(unsafe { (*entry.memory.get()).take() });
         true
     }
 
-    /// Return which region has bytes in common with `memory`, if one has.
+    /// Return the index of a region that overlaps `memory`, if there is one.
     pub(super) fn find_overlap(&self, memory: &dyn DmaMemory) -> Option<u16> {
         let _changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = self.places.iter().position(|place| {
-            // SAFETY: translations change under `changing` only, so this one is not written meanwhile.
-            let mapped = unsafe { &*place.memory.get() };
+        let at = self.entries.iter().position(|entry| {
+            // SAFETY: translations change only under `changing`, so this one is not written.
+            let mapped = unsafe { &*entry.memory.get() };
             mapped.as_deref().is_some_and(|mapped| {
                 mapped.backing().overlaps(mapped.len_bytes(), &memory.backing(), memory.len_bytes())
             })
@@ -119,41 +121,41 @@ impl Map {
         at.map(|at| at as u16)
     }
 
-    /// Return how often a region is pinned now.
+    /// Return the number of pins of a region.
     #[cfg(test)]
     pub(super) fn pins(&self, key: RegionKey) -> u64 {
-        self.places[usize::from(key.index)].state.load(Ordering::Acquire) & PINS
+        self.entries[usize::from(key.index)].state.load(Ordering::Acquire) & PINS
     }
 
-    /// Keep a region's translation, and return it.
+    /// Pin a region's translation.
     pub(super) fn pin(&self, key: RegionKey) -> Result<Pin<'_>, Status> {
-        let place = self.places.get(usize::from(key.index)).ok_or(Status::BadRegion)?;
+        let entry = self.entries.get(usize::from(key.index)).ok_or(Status::BadRegion)?;
         let mut refused = Status::BadRegion;
         let pin = |state: u64| {
-            let now = (state >> 32) as u32;
-            if key.generation == now && state & LIVE != 0 {
+            let current = (state >> 32) as u32;
+            if key.generation == current && state & LIVE != 0 {
                 return Some(state + 1);
             }
-            refused = if (1..=now).contains(&key.generation) { Status::StaleRegion } else { Status::BadRegion };
+            refused = if (1..=current).contains(&key.generation) { Status::StaleRegion } else { Status::BadRegion };
             None
         };
-        match place.state.fetch_update(Ordering::Acquire, Ordering::Relaxed, pin) {
-            Ok(_) => Ok(Pin { place }),
+        match entry.state.fetch_update(Ordering::Acquire, Ordering::Relaxed, pin) {
+            Ok(_) => Ok(Pin { entry }),
             Err(_) => Err(refused),
         }
     }
 }
 
-/// A translation that stays until this is dropped.
+/// A pinned translation; it stays valid until this is dropped.
 pub(super) struct Pin<'a> {
-    place: &'a Place,
+    entry: &'a Entry,
 }
 
 impl Pin<'_> {
-    /// Return where `len_bytes` bytes at `offset_bytes` of the region are, and of what they are a part, if they are in it.
+    /// Return the address and the backing of `len_bytes` bytes at `offset_bytes`, if they are within the region.
     pub(super) fn translate(&self, offset_bytes: u64, len_bytes: u64) -> Result<(*mut u8, Backing), Status> {
-        // SAFETY: the place is pinned.
-        let memory = unsafe { &*self.place.memory.get() }.as_ref().ok_or(Status::StaleRegion)?;
+        // SAFETY: the entry is pinned.
+        let memory = unsafe { &*self.entry.memory.get() }.as_ref().ok_or(Status::StaleRegion)?;
         let end = offset_bytes.checked_add(len_bytes).ok_or(Status::OutOfBounds)?;
         if end > memory.len_bytes() as u64 {
             return Err(Status::OutOfBounds);
@@ -166,6 +168,6 @@ impl Pin<'_> {
 
 impl Drop for Pin<'_> {
     fn drop(&mut self) {
-        self.place.state.fetch_sub(1, Ordering::Release);
+        self.entry.state.fetch_sub(1, Ordering::Release);
     }
 }

@@ -1,23 +1,25 @@
-//! An emulated DMA engine: threads of its own that copy and reduce between mapped memory, one queue each.
+//! An emulated DMA engine: threads that copy and reduce between mapped regions, each with its own queue.
 //!
-//! It plays every [`Profile`](crate::dma::Profile). Descriptors go through the same rings as to hardware, and are checked
-//! where they run. The arithmetic is `reduce`'s SIMD kernels; a chain is done tile by tile wherever that is the same (`run`), so that
-//! accumulators stay in the nearest caches, each source is read once and each destination written once.
+//! It emulates every [`Profile`](crate::dma::Profile). Descriptors pass through the same rings as to hardware and are
+//! checked where they run. The arithmetic uses the SIMD kernels of `reduce`. Where the result is the same, a chain runs
+//! tile by tile (`run`), so that accumulators stay in the nearest caches, and each source is read and each destination
+//! written only once.
 //!
-//! A chain goes to the queue that is at home where it fetches from, piece by piece in turn, unless another has much less
-//! to do: so the part of everybody's buffers that a core serves is the same in each operation, and stays in its caches.
-//! (By slots it would be another in every operation of an odd number of chunks, and each line of memory that fits the
-//! caches would come from the other core's: half as fast where those are far from each other.)
+//! Each queue has an affinity to every n-th piece of memory. A chain goes to the queue with affinity to the piece that
+//! it reads first, unless another queue is much less busy. A core thus serves the same parts of all buffers in every
+//! operation, and they stay in its caches. (If slots determined the queue, an operation with an odd number of chunks
+//! would shift the assignment, and data would come from another core's caches, at half the speed if they are far
+//! apart.)
 //!
-//! *Strict* mode is pickier than hardware ([`Strictness`]).
+//! *Strict* mode checks more than hardware does ([`Strictness`]).
 //!
-//! Invariants: a chain that was taken completes once; nothing is allocated and no lock taken between submission and
-//! completion, except to wake who sleeps.
+//! Invariants: an accepted chain completes once. Nothing is allocated and no lock is taken between submission and
+//! completion, except to wake a sleeping thread.
 
 mod config;
 mod heap;
+mod inline;
 mod map;
-mod own;
 mod run;
 mod strict;
 #[cfg(test)]
@@ -32,9 +34,9 @@ use crate::dma::{
     Address, Capabilities, Chain, Completion, DESCRIPTOR_WORDS, Descriptor, DmaMemory, Engine, LocalMemory, RegionKey,
     Scope, Span, Status, Step, SubmitError, WaitEngine,
 };
-use crate::ring::{Consumer, OwnedRing, Patience, Producer};
+use crate::ring::{Consumer, OwnedRing, Producer, SpinPolicy};
+use inline::InlineRunner;
 use map::Map;
-use own::Own;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -42,12 +44,12 @@ use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use strict::InFlight;
-use worker::{COMPLETION_WORDS, Farewell, Shared, Sleeper, Worker};
+use worker::{COMPLETION_WORDS, ExitNotice, Shared, Sleeper, Worker};
 
-/// How many chains more than others a queue may have before others take those that are at home with it.
+/// How many chains more than others a queue may have before other queues take those with affinity to it.
 const AFFINITY_CHAINS: usize = 2;
 
-/// The user's side of one thread.
+/// The user's end of one thread's queue.
 struct Queue {
     sleeper: Arc<Sleeper>,
     submissions: Producer<OwnedRing<DESCRIPTOR_WORDS>, DESCRIPTOR_WORDS>,
@@ -56,23 +58,23 @@ struct Queue {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The engine.
+/// An emulated DMA engine.
 pub struct EmuEngine {
-    /// The process that has its threads.
+    /// The process that owns the threads.
     pid: u32,
-    /// What its user does.
-    own: Own,
+    /// Chains that run on the user's thread.
+    inline: InlineRunner,
     shared: Arc<Shared>,
     queues: Vec<Queue>,
     capabilities: Capabilities,
     strictness: Strictness,
-    patience: Patience,
-    /// The device's own memory.
+    spin: SpinPolicy,
+    /// The device's local memory.
     local: Vec<(RegionKey, Arc<dyn DmaMemory>)>,
     /// Descriptors of the chain that is being submitted.
     staged: Vec<[u64; DESCRIPTOR_WORDS]>,
-    /// Chains that have ended here: short ones, and those that strict mode has not let through.
-    ended: VecDeque<Completion>,
+    /// Completions of short chains, and of chains that strict mode has refused.
+    completed: VecDeque<Completion>,
     stats: DmaStats,
 }
 
@@ -80,21 +82,21 @@ impl EmuEngine {
     /// Start an engine.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`StartError`] if the configuration is invalid or a thread cannot be started.
     pub fn start(config: DmaConfig) -> Result<Self, StartError> {
         Self::start_notifying(config, None)
     }
 
-    /// Start an engine that calls `notify`, from any of its threads, after each completion, with the number of chains
-    /// that its threads still have: for a user that sleeps on something else than [`WaitEngine::wait`]. It has to be
-    /// quick, and cheap where nobody sleeps. A user that is told of 0, or of few, misses nothing.
+    /// Start an engine that calls `notify` from its threads after each completion, with the number of chains that the
+    /// threads still have. This is for a user that waits on something other than [`WaitEngine::wait`]. The function
+    /// must be fast, and cheap if no thread waits. It suffices to wake the user when the number is 0 or small.
     ///
     /// # Errors
-    /// [`StartError`].
+    /// [`StartError`] if the configuration is invalid or a thread cannot be started.
     pub fn start_notifying(config: DmaConfig, notify: Option<Notify>) -> Result<Self, StartError> {
-        let fits = (usize::from(!config.helps)..=DmaConfig::THREADS_MAX).contains(&config.threads)
+        let fits = (usize::from(!config.shares_work)..=DmaConfig::THREADS_MAX).contains(&config.threads)
             && (1..=config.queue_depth).contains(&config.max_steps)
-            // A completion names the step in 16 bits.
+            // A completion holds the step's index in 16 bits.
             && config.max_steps <= u32::from(u16::MAX)
             && config.queue_depth <= crate::ring::CAPACITY_MAX
             && config.queue_depth.is_power_of_two()
@@ -115,19 +117,19 @@ impl EmuEngine {
         let depth = config.queue_depth as usize;
         let mut engine = Self {
             pid: std::process::id(),
-            own: Own::new(&shared, capabilities, &config),
+            inline: InlineRunner::new(&shared, capabilities, &config),
             shared,
             queues: Vec::with_capacity(config.threads),
             capabilities,
             strictness: config.strictness,
-            patience: config.patience,
+            spin: config.spin,
             local: Vec::new(),
             staged: Vec::with_capacity(config.max_steps as usize),
-            ended: VecDeque::with_capacity(depth),
+            completed: VecDeque::with_capacity(depth),
             stats: DmaStats::default(),
         };
         for number in 0..config.threads {
-            // A thread that can't be had stops those before it, by `drop`.
+            // If a thread cannot be started, `drop` stops the earlier ones.
             let queue = engine.start_queue(&config, number)?;
             engine.queues.push(queue);
         }
@@ -147,12 +149,12 @@ impl EmuEngine {
             completions: Producer::new(completions.clone()),
             capabilities: self.capabilities,
             strict,
-            patience: config.patience,
+            spin: config.spin,
         };
         let on_start = config.on_start;
-        let farewell = Farewell { shared: self.shared.clone(), sleeper: sleeper.clone() };
+        let exit_notice = ExitNotice { shared: self.shared.clone(), sleeper: sleeper.clone() };
         let thread = thread::Builder::new().name(format!("dma-{number}")).spawn(move || {
-            let _farewell = farewell;
+            let _exit_notice = exit_notice;
             if let Some(on_start) = on_start {
                 on_start(number);
             }
@@ -168,51 +170,52 @@ impl EmuEngine {
         })
     }
 
-    /// Let the engine reach memory under a key. The generation must be later than any before at that index.
+    /// Map memory under a key. The generation must be newer than any before at that index.
     ///
     /// # Errors
-    /// [`MapError`].
+    /// [`MapError`]: the index is out of range or in use, or the memory overlaps local memory.
     pub fn map(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
         let is_part = |(_, local): &&(RegionKey, Arc<dyn DmaMemory>)| {
             local.backing().overlaps(local.len_bytes(), &memory.backing(), memory.len_bytes())
         };
         if let Some((other, _)) = self.local.iter().find(is_part) {
-            return Err(MapError::Shared { index: key.index, other: other.index });
+            return Err(MapError::Overlap { index: key.index, other: other.index });
         }
         self.shared.map.map(key, memory)
     }
 
-    /// Take a region away. When this returns true, the engine does not touch it any more; descriptors that name it
-    /// fail as [`Status::StaleRegion`]. False if it was not mapped.
+    /// Unmap a region. When this returns true, the engine no longer accesses it, and descriptors that refer to it fail
+    /// with [`Status::StaleRegion`]. Returns false if the region was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
         self.local.retain(|(local, _)| *local != key);
         self.shared.map.unmap(key)
     }
 
-    /// Let the engine reach memory of the device's own under a key, which its processor can work on as well
-    /// ([`LocalMemory`]). The generation must be later than any before at that index.
+    /// Allocate local memory and map it under a key. The device's processor can access it as well ([`LocalMemory`]).
+    /// The generation must be newer than any before at that index.
     ///
     /// # Errors
-    /// [`MapError`].
+    /// [`MapError`]: the index is out of range or in use.
     pub fn map_local(&mut self, key: RegionKey, len_bytes: usize) -> Result<(), MapError> {
         self.map_local_memory(key, Arc::new(HeapMemory::new(len_bytes)))
     }
 
-    /// The same for memory that outlives the engine, which others may read, but nobody else writes: nothing in this
-    /// process touches it any more, and where another process could, its mapping has to be sealed against writing.
+    /// Map existing memory as local memory. It may outlive the engine, and others may read it, but nothing else may
+    /// write it: this process must not access it otherwise, and mappings in other processes must be sealed against
+    /// writing.
     ///
     /// # Errors
-    /// [`MapError`].
+    /// [`MapError`]: the index is out of range or in use, or the memory overlaps another region.
     pub fn map_local_memory(&mut self, key: RegionKey, memory: Arc<dyn DmaMemory>) -> Result<(), MapError> {
         if let Some(other) = self.shared.map.find_overlap(&*memory) {
-            return Err(MapError::Shared { index: key.index, other });
+            return Err(MapError::Overlap { index: key.index, other });
         }
         self.shared.map.map(key, memory.clone())?;
         self.local.push((key, memory));
         Ok(())
     }
 
-    /// Return where bytes of local memory are, if no chain in flight gets in the way.
+    /// Return the address of local memory, if the access does not conflict with a chain in flight.
     fn local(&self, address: Address, len_bytes: u64, written: bool) -> Result<NonNull<u8>, Status> {
         let found = self.local.iter().find(|(key, _)| *key == address.region);
         let (_, memory) = found.ok_or(Status::BadRegion)?;
@@ -220,48 +223,49 @@ impl EmuEngine {
         if end > memory.len_bytes() as u64 {
             return Err(Status::OutOfBounds);
         }
-        if self.all_in_flight().any(|in_flight| in_flight.touches(address, len_bytes, written)) {
+        if self.all_in_flight().any(|in_flight| in_flight.conflicts_with(address, len_bytes, written)) {
             return Err(Status::Overlap);
         }
         // SAFETY: the offset is within the memory.
         Ok(unsafe { memory.base().add(address.offset_bytes as usize) })
     }
 
-    /// Tell whether there is something to poll.
+    /// Return whether there are completions to poll.
     pub fn has_completions(&mut self) -> bool {
-        !self.ended.is_empty() || self.queues.iter_mut().any(Queue::has_completions)
+        !self.completed.is_empty() || self.queues.iter_mut().any(Queue::has_completions)
     }
 
-    /// Return what the engine has done.
+    /// Return the engine's statistics.
     pub fn stats(&self) -> DmaStats {
         self.stats
     }
 
-    /// Return the queue to submit to, the user's own behind the others: the one that is at home where the chain fetches
-    /// from, unless another is much less busy or it has no room, or its thread is gone.
+    /// Return the index of the queue to submit to; the user's own queue comes after the others. This is the queue with
+    /// affinity to what the chain reads first, unless another is much less busy, or it has no room, or its thread has
+    /// exited.
     ///
     /// # Errors
-    /// [`SubmitError::Stopped`] if all threads are gone, [`SubmitError::Full`] if none that is there has room.
+    /// [`SubmitError::Stopped`] if all threads have exited, [`SubmitError::Full`] if no running thread has room.
     fn choose(&self, chain: &Chain<'_>) -> Result<usize, SubmitError> {
-        let (queues, steps) = (self.queues.len() + usize::from(self.own.helps()), chain.steps.len());
+        let (queues, steps) = (self.queues.len() + usize::from(self.inline.shares_work()), chain.steps.len());
         let is_local = |region| self.local.iter().any(|(local, _)| *local == region);
         let mut fetches = chain.steps.iter().filter_map(|step| Some((step.src()?, step.src_len_bytes())));
         let fetched = fetches.find(|(src, _)| !is_local(src.region));
-        let place = fetched.map_or(chain.tag.slot.into(), |(src, len_bytes)| src.offset_bytes / len_bytes.max(1));
-        // The first piece is at home with the user, if it helps: where there is only one, nobody has to be woken.
-        let own = queues - 1 - (place % queues as u64) as usize;
+        let piece = fetched.map_or(chain.tag.slot.into(), |(src, len_bytes)| src.offset_bytes / len_bytes.max(1));
+        // The first piece has affinity to the user's queue, if it shares the work. A single piece then wakes no thread.
+        let preferred = queues - 1 - (piece % queues as u64) as usize;
         let depth = self.capabilities.queue_depth as usize;
         let (mut best, mut all_gone): (Option<(usize, usize)>, _) = (None, true);
         for turn in 0..queues {
-            let index = (own + turn) % queues;
-            // Others take what is at home with a thread that is gone.
+            let index = (preferred + turn) % queues;
+            // Others take the chains with affinity to a thread that has exited.
             if self.queues.get(index).is_some_and(Queue::dead) {
                 continue;
             }
             all_gone = false;
-            let in_flight = self.queues.get(index).map_or(&self.own.in_flight, |queue| &queue.in_flight);
-            let chains = in_flight.len() + if index == own { 0 } else { AFFINITY_CHAINS };
-            // Everything in flight fits the rings, so they have room, and so has what is kept of it.
+            let in_flight = self.queues.get(index).map_or(&self.inline.in_flight, |queue| &queue.in_flight);
+            let chains = in_flight.len() + if index == preferred { 0 } else { AFFINITY_CHAINS };
+            // The rings and lists have room for everything in flight.
             let room = in_flight.steps() + steps <= depth;
             if room && best.is_none_or(|(_, fewest)| chains < fewest) {
                 best = Some((index, chains));
@@ -285,16 +289,16 @@ impl EmuEngine {
         self.stats.steps += steps as u64;
     }
 
-    /// Run one chain of the user's own share; false if there is none. Its completion comes as all others do.
+    /// Run one chain of the user's share. Returns false if there is none. It completes through [`Engine::poll`].
     pub fn work(&mut self) -> bool {
-        let ended = self.own.work();
-        self.ended.extend(ended);
-        ended.is_some()
+        let completed = self.inline.work();
+        self.completed.extend(completed);
+        completed.is_some()
     }
 
-    /// Tell whether [`EmuEngine::work`] has something to do.
+    /// Return whether [`EmuEngine::work`] has a chain to run.
     pub fn has_work(&self) -> bool {
-        !self.own.is_empty()
+        !self.inline.is_empty()
     }
 
     fn conflict(&self, steps: &[Step]) -> Option<usize> {
@@ -302,25 +306,25 @@ impl EmuEngine {
     }
 
     fn all_in_flight(&self) -> impl Iterator<Item = &InFlight> {
-        self.queues.iter().map(|queue| &queue.in_flight).chain([&self.own.in_flight])
+        self.queues.iter().map(|queue| &queue.in_flight).chain([&self.inline.in_flight])
     }
 
-    /// Take one completion from anywhere.
+    /// Take one completion from any queue.
     fn take(&mut self) -> Option<Completion> {
-        if let Some(ended) = self.ended.pop_front() {
-            return Some(ended);
+        if let Some(completed) = self.completed.pop_front() {
+            return Some(completed);
         }
         for queue in &mut self.queues {
             if let Some(words) = queue.completions.pop().expect("the engine's own ring") {
                 queue.in_flight.pop();
                 return Some(worker::from_words(words));
             }
-            // A thread that is gone completes nothing any more; its ring was looked at after it had gone.
+            // A thread that has exited completes nothing more. Its ring was checked after it had exited.
             if queue.dead()
                 && let Ok(0) = queue.completions.available()
                 && let Some(tag) = queue.in_flight.pop()
             {
-                // The others count what is left, and tell a user that sleeps when that is little.
+                // Keep the count that other threads pass to `notify` correct.
                 self.shared.in_flight.fetch_sub(1, Ordering::Relaxed);
                 return Some(Completion { tag, status: Status::Hardware, step: 0 });
             }
@@ -349,26 +353,26 @@ impl Engine for EmuEngine {
         if steps == 0 || steps > self.capabilities.max_steps as usize {
             return Err(SubmitError::Length { steps, max: self.capabilities.max_steps });
         }
-        // Chains that end here, now or when the user works, have their places.
-        if self.ended.len() + self.own.in_flight.len() >= self.capabilities.queue_depth as usize {
+        // There must be room for completions of chains that run on this thread, now or in `work`.
+        if self.completed.len() + self.inline.in_flight.len() >= self.capabilities.queue_depth as usize {
             return Err(SubmitError::Full { depth: self.capabilities.queue_depth });
         }
         if self.strictness != Strictness::Hardware
             && let Some(step) = self.conflict(chain.steps)
         {
             self.stats.chains += 1;
-            self.ended.push_back(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
+            self.completed.push_back(Completion { tag: chain.tag, status: Status::Overlap, step: step as u16 });
             return Ok(());
         }
-        if let Some(completion) = self.own.run_short(&chain) {
+        if let Some(completion) = self.inline.run_short(&chain) {
             self.count(steps);
-            self.ended.push_back(completion);
+            self.completed.push_back(completion);
             return Ok(());
         }
         let index = self.choose(&chain)?;
         if index == self.queues.len() {
             let local = (self.strictness == Strictness::Hardware).then_some(&self.local[..]);
-            self.own.push(&chain, local.map(|local| local.iter().map(|(key, _)| *key)));
+            self.inline.push(&chain, local.map(|local| local.iter().map(|(key, _)| *key)));
             self.count(steps);
             return Ok(());
         }
@@ -382,7 +386,7 @@ impl Engine for EmuEngine {
         }
         self.shared.in_flight.fetch_add(1, Ordering::Relaxed);
         let pushed = queue.submissions.push_batch(&self.staged).expect("the engine's own ring");
-        assert_eq!(pushed, steps, "the ring holds all that is in flight");
+        assert_eq!(pushed, steps, "the ring has room for everything in flight");
         queue.sleeper.ring();
         self.count(steps);
         Ok(())
@@ -392,11 +396,11 @@ impl Engine for EmuEngine {
         let mut taken = 0;
         while taken < completions.len() {
             let Some(completion) = self.take() else { break };
-            self.stats.ended[completion.status as usize] += 1;
-            let innocent = matches!(completion.status, Status::Done | Status::Aborted | Status::Hardware);
+            self.stats.completed[completion.status as usize] += 1;
+            let is_expected = matches!(completion.status, Status::Done | Status::Aborted | Status::Hardware);
             assert!(
-                innocent || self.strictness != Strictness::Assert,
-                "step {} of the chain {:?} is wrong: {}",
+                is_expected || self.strictness != Strictness::Assert,
+                "step {} of chain {:?} failed: {}",
                 completion.step,
                 completion.tag,
                 completion.status
@@ -417,10 +421,10 @@ impl WaitEngine for EmuEngine {
         if self.has_completions() || self.work() {
             return true;
         }
-        // A timeout beyond the clock's end is none.
+        // A timeout beyond the range of the clock means no timeout.
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let (shared, queues, ended) = (&self.shared, &mut self.queues, &self.ended);
-        shared.user.wait(self.patience, deadline, || !ended.is_empty() || queues.iter_mut().any(Queue::has_completions))
+        let (shared, queues, completed) = (&self.shared, &mut self.queues, &self.completed);
+        shared.user.wait(self.spin, deadline, || !completed.is_empty() || queues.iter_mut().any(Queue::has_completions))
     }
 }
 
@@ -432,11 +436,11 @@ impl LocalMemory for EmuEngine {
         if to.addr().get() < from_end && from.addr().get() < to_end {
             return Err(Status::Overlap);
         }
-        // SAFETY: both lie in memory that is the engine's own and stays while it is mapped. No chain in flight touches
-        // them in a way that conflicts, by this key or by another (`map` lets no second region have any of it); none can be
-        // submitted while `work` runs, because that takes `self`. Others may only read it: who maps it sees to that, for
-        // other processes by the seal of what is handed over (`Region::read_only_file`), so that a peer that misbehaves
-        // can't write here either. The two are disjoint.
+        // SAFETY: both lie in local memory, which stays while it is mapped, and are disjoint. No chain in flight
+        // conflicts, through this region or another (`map` refuses overlapping regions), and none can be submitted
+        // while `work` runs, because submitting needs `self`. Nothing else writes local memory, as `map_local_memory`
+        // requires; for other processes the file is sealed against writing (`Region::read_only_file`), so that not even
+        // a misbehaving peer can.
         let (to, from) = unsafe {
             (
                 NonNull::slice_from_raw_parts(to, dst.len_bytes as usize).as_mut(),
@@ -465,7 +469,7 @@ impl Drop for EmuEngine {
             queue.sleeper.ring();
             queue.sleeper.wake();
             if let Some(thread) = queue.thread.take() {
-                // It can only have panicked, which it has said.
+                // A panic of the thread has already been reported.
                 let _ = thread.join();
             }
         }

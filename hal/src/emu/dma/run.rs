@@ -1,36 +1,35 @@
-//! Running one chain: resolve its steps, and do them tile by tile where that changes nothing but the speed.
+//! Execution of one chain: resolve its steps, and run them tile by tile where the result is the same.
 //!
-//! Steps over equally many elements, between two publications, form a group. If no two of its spans overlap, apart
-//! from spans that are one and the same, then element i of every step depends on element i of others only, and the
-//! group may be done for a tile of elements at a time: the accumulators then stay where they are combined
-//! ([`Workspace`]) while all sources stream by, and are written once. Otherwise, and always across a publication, steps are
-//! done one after the other.
+//! Steps over equally many elements between two publications form a group. If its spans are pairwise disjoint or
+//! identical, element i of each step depends only on element i of others. The group can then run on one tile of
+//! elements at a time: the accumulators stay in the [`Workspace`] while the sources are read, and are written once.
+//! Otherwise, and always across a publication, steps run one after the other.
 //!
-//! What overlaps is told by what memory is a part of ([`Backing`]), not by its address: of a file that is registered twice
-//! each byte has two.
+//! Overlaps are determined by the memory's [`Backing`], not by addresses: if a file is registered twice, each byte has
+//! two addresses.
 //!
-//! Invariant: every span was checked against its pinned region before any pointer into it is used, and a step's
-//! source and destination are disjoint, except where results take the place of accumulators.
+//! Invariant: every span is checked against its pinned region before a pointer into it is used. A step's source and
+//! destination are disjoint, or identical where results replace accumulators.
 
 use super::map::{Map, Pin};
 use crate::crc::Crc32c;
-use crate::dma::kernels::{Action, Elements, KEPT_LEN_BYTES, Workspace};
+use crate::dma::kernels::{Action, Elements, WORKSPACE_LEN_BYTES, Workspace};
 use crate::dma::shared::covers_word;
-use crate::dma::{Address, Backing, Capabilities, Covers, RegionKey, Status, Step};
+use crate::dma::{Address, Backing, Capabilities, Coverage, RegionKey, Status, Step};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// Bytes of each copy that a tile covers, where there are only copies: a part of any L2 cache, and long enough that the cost
-/// of a tile does not show and that prefetchers get going. Tests have many tiles of few bytes.
+/// The size of a tile of each copy, if a group has only copies, in bytes. It fits any L2 cache, and is long enough to
+/// amortize the overhead of a tile and for prefetchers. Tests use small tiles to cover many of them.
 const COPY_TILE_LEN_BYTES: usize = if cfg!(test) { 96 } else { 64 << 10 };
 
-/// A step whose addresses have been found good.
+/// A step whose addresses have been checked and translated.
 struct Resolved {
     work: Work,
     dst: Span,
 }
 
 enum Work {
-    /// Two words, and what they cover.
+    /// The two words, and the bytes that they cover.
     Publish([u64; 2], Option<Span>),
     Elements {
         action: Action,
@@ -39,12 +38,12 @@ enum Work {
     },
 }
 
-/// Consecutive elements, `size_bytes` each.
+/// Contiguous elements of `size_bytes` each.
 #[derive(Clone, Copy)]
 struct Span {
-    /// Where they are for this process: one of the addresses that they may have.
+    /// Their address in this process; there may be others.
     base: *mut u8,
-    /// What they are a part of.
+    /// The memory that backs them.
     backing: Backing,
     size_bytes: usize,
     len_bytes: usize,
@@ -55,7 +54,7 @@ impl Span {
         (self.backing, self.size_bytes, self.len_bytes) == (other.backing, other.size_bytes, other.len_bytes)
     }
 
-    /// Tell whether both are the same bytes, whatever the elements.
+    /// Return whether both are the same bytes, regardless of the element size.
     fn has_bytes_of(&self, other: &Self) -> bool {
         (self.backing, self.len_bytes) == (other.backing, other.len_bytes)
     }
@@ -70,21 +69,21 @@ impl Span {
     }
 }
 
-/// What runs chains, one after the other, without allocating.
+/// Runs chains, one after the other, without allocation.
 pub(super) struct Runner<'a> {
     map: &'a Map,
     capabilities: Capabilities,
-    /// Whether addresses must be multiples of their elements' sizes.
+    /// Whether addresses must be aligned to their elements' values.
     strict: bool,
-    /// Regions of the chain, each once: threads that pin the same ones pass their cache lines back and forth.
+    /// The pinned regions of the chain. Each is pinned only once, to reduce contention between threads.
     pins: Vec<(RegionKey, Pin<'a>)>,
     steps: Vec<Resolved>,
     spans: Vec<(Span, bool)>,
     workspace: Box<Workspace>,
 }
 
-// SAFETY: pins and pointers are of the chain that runs, and nobody sends a runner away while it runs; what it borrows
-// is shared by all threads of the engine anyway.
+// SAFETY: pins and pointers exist only while a chain runs, and a runner is not moved between threads then. What it
+// borrows is shared by all threads of the engine.
 unsafe impl Send for Runner<'_> {}
 
 impl<'a> Runner<'a> {
@@ -101,15 +100,16 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// Run a chain until it ends, fails or `aborted` says so; return how it ended, and at which step.
+    /// Run a chain until it completes, fails, or `aborted` returns true. Returns its status and the index of the step
+    /// that failed, or the number of steps.
     pub(super) fn run(&mut self, chain: &[Step], aborted: impl Fn() -> bool) -> (Status, u16) {
-        let mut ended = (Status::Done, chain.len());
+        let mut completed = (Status::Done, chain.len());
         for (at, step) in chain.iter().enumerate() {
             match self.resolve(step) {
                 Ok(resolved) => self.steps.push(resolved),
                 Err(status) => {
-                    // Those before it still take effect.
-                    ended = (status, at);
+                    // Earlier steps still take effect.
+                    completed = (status, at);
                     break;
                 }
             }
@@ -117,7 +117,7 @@ impl<'a> Runner<'a> {
         let (mut at, mut sum) = (0, None);
         while at < self.steps.len() {
             if aborted() {
-                ended = (Status::Aborted, at);
+                completed = (Status::Aborted, at);
                 break;
             }
             if let Work::Publish(words, covered) = self.steps[at].work {
@@ -129,7 +129,7 @@ impl<'a> Runner<'a> {
             sum = self.summed(at, end);
             // SAFETY: the regions of all steps are pinned until this returns.
             if !unsafe { run_group(&mut self.workspace, &self.steps[at..end], tiled, &mut sum, &aborted) } {
-                ended = (Status::Aborted, at);
+                completed = (Status::Aborted, at);
                 break;
             }
             at = end;
@@ -137,12 +137,12 @@ impl<'a> Runner<'a> {
         self.steps.clear();
         self.pins.clear();
         self.spans.clear();
-        (ended.0, ended.1 as u16)
+        (completed.0, completed.1 as u16)
     }
 
     fn resolve(&mut self, step: &Step) -> Result<Resolved, Status> {
         self.capabilities.check(step)?;
-        // A pair is aligned where its values are.
+        // A pair only needs the alignment of its values.
         let values = match step {
             Step::Reduce { op, .. } | Step::Store { op, .. } if op.is_located() => 2,
             _ => 1,
@@ -159,7 +159,7 @@ impl<'a> Runner<'a> {
                     return Err(Status::Misaligned);
                 }
                 let covered = match covers.at(step.dst()) {
-                    _ if covers.is_nothing() => None,
+                    _ if covers.is_empty() => None,
                     None => return Err(Status::OutOfBounds),
                     Some(at) => Some(self.span(at, covers.len_bytes.into(), (covers.len_bytes as usize, 1))?),
                 };
@@ -178,7 +178,7 @@ impl<'a> Runner<'a> {
         Ok(Resolved { work: Work::Elements { action, src, count }, dst })
     }
 
-    /// Return where `len_bytes` bytes of elements are: of a size each, with values of another.
+    /// Translate an address to a span of `len_bytes` bytes, with elements of `size_bytes` and values of `value_bytes`.
     fn span(
         &mut self,
         address: Address,
@@ -197,9 +197,9 @@ impl<'a> Runner<'a> {
         Ok(Span { base, backing, size_bytes, len_bytes: len_bytes as usize })
     }
 
-    /// Find the steps from `first` on that form a group; return its end, and whether it may be done by tiles.
+    /// Return the end of the group that starts at step `first`, and whether it may run tile by tile.
     fn group(&mut self, first: usize) -> (usize, bool) {
-        // Copies come in bytes: they join a group if they are whole elements of it.
+        // The length of a copy is in bytes: it can join a group if its length is a multiple of the number of elements.
         let elements = self.steps[first..].iter().map_while(|step| match step.work {
             Work::Publish(..) => None,
             Work::Elements { action, count, .. } => Some((!matches!(action, Action::Copy), count)),
@@ -215,48 +215,50 @@ impl<'a> Runner<'a> {
         }
         let mut end = first;
         self.spans.clear();
-        while let Some(Resolved { work: Work::Elements { action, src, count: own }, dst }) = self.steps.get_mut(end) {
+        while let Some(Resolved { work: Work::Elements { action, src, count: step_count }, dst }) =
+            self.steps.get_mut(end)
+        {
             let copies = matches!(action, Action::Copy);
-            if *own != count && !(copies && dst.len_bytes.is_multiple_of(count)) {
+            if *step_count != count && !(copies && dst.len_bytes.is_multiple_of(count)) {
                 break;
             }
             let sized = |span: &Span| Span { size_bytes: span.len_bytes / count, ..*span };
             let (new_src, new_dst) = (sized(src), sized(dst));
-            if !note(&mut self.spans, new_src, false) || !note(&mut self.spans, new_dst, true) {
+            if !add_span(&mut self.spans, new_src, false) || !add_span(&mut self.spans, new_dst, true) {
                 break;
             }
-            *own = count;
+            *step_count = count;
             (*src, *dst) = (new_src, new_dst);
             end += 1;
         }
-        // A first step that fits no group of its own count is done alone.
+        // A first step that cannot form a group runs alone.
         if end == first { (first + 1, false) } else { (end, end - first > 1) }
     }
 
-    /// Return the step of a group that writes what the publication right behind it covers, if it writes exactly that: its
-    /// checksum is taken as it is written, while it is in the nearest cache.
-    fn summed(&self, first: usize, end: usize) -> Option<Sum> {
+    /// Return the step of a group that writes exactly what the next publication covers, if there is one. The checksum
+    /// is then computed while the step writes the bytes, when they are in the nearest cache.
+    fn summed(&self, first: usize, end: usize) -> Option<Checksum> {
         let Some(Resolved { work: Work::Publish(_, Some(covered)), .. }) = self.steps.get(end) else { return None };
         let last = self.steps[first..end].iter().rposition(|step| step.dst.overlaps(covered))?;
         let is_whole = self.steps[first + last].dst.has_bytes_of(covered);
-        is_whole.then(|| Sum { step: last, crc: Crc32c::new() })
+        is_whole.then(|| Checksum { step: last, crc: Crc32c::new() })
     }
 }
 
-/// The checksum of what a step of a group writes.
-struct Sum {
+/// The checksum of the bytes that a step of a group writes.
+struct Checksum {
     step: usize,
     crc: Crc32c,
 }
 
-/// Note a span of a group. False if it overlaps another in a way that ties different elements together.
-fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
+/// Add a span to a group. Returns false if it overlaps another so that different elements would depend on each other.
+fn add_span(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
     let mut known = None;
     for (index, (other, other_written)) in spans.iter().enumerate() {
         if other.is_same(&span) {
             known = Some(index);
         } else if (written || *other_written) && other.overlaps(&span) {
-            // Also for a span that is known: so far it may only have been read, beside others.
+            // Also checked for a known span: it may only have been read so far, together with overlapping ones.
             return false;
         }
     }
@@ -267,31 +269,31 @@ fn note(spans: &mut Vec<(Span, bool)>, span: Span, written: bool) -> bool {
     true
 }
 
-/// Do the steps of a group; false if it was aborted half-way.
+/// Run the steps of a group. Returns false if it was aborted half-way.
 ///
 /// # Safety
-/// The steps' spans lie in memory that is pinned until this returns.
+/// The steps' spans must lie in memory that is pinned until this returns.
 unsafe fn run_group(
     workspace: &mut Workspace,
     steps: &[Resolved],
     tiled: bool,
-    sum: &mut Option<Sum>,
+    sum: &mut Option<Checksum>,
     aborted: &impl Fn() -> bool,
 ) -> bool {
     let Some(Resolved { work: Work::Elements { count, .. }, .. }) = steps.first() else { return true };
     let mut widest = 1;
     for step in steps {
-        // A copy is in bytes, and those of one element may be many: it is none that has to fit.
+        // A single copy does not use the workspace, so its elements do not have to fit.
         let Work::Elements { action, src, .. } = &step.work else { continue };
         if !matches!(action, Action::Copy) || tiled {
             widest = widest.max(step.dst.size_bytes).max(src.size_bytes);
         }
     }
-    // Copies alone combine nothing: what they copy stays in the L2 cache from the first to the last.
+    // In a group of copies only, the bytes stay in the L2 cache from the first copy to the last.
     let is_copy = |step: &Resolved| matches!(step.work, Work::Elements { action: Action::Copy, .. });
-    let tile_len_bytes = if steps.iter().all(is_copy) { COPY_TILE_LEN_BYTES } else { KEPT_LEN_BYTES };
+    let tile_len_bytes = if steps.iter().all(is_copy) { COPY_TILE_LEN_BYTES } else { WORKSPACE_LEN_BYTES };
     let tile = (tile_len_bytes / widest).max(1);
-    // Alone, a step goes by tiles as well: it is element by element.
+    // A single step can also run tile by tile, because it works element by element.
     for from in (0..*count).step_by(tile) {
         if from > 0 && aborted() {
             return false;
@@ -305,30 +307,30 @@ unsafe fn run_group(
                 reads || next.dst.is_same(&step.dst)
             });
             let crc = sum.as_mut().filter(|sum| sum.step == index).map(|sum| &mut sum.crc);
-            // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and writes
-            // of any thread whatever anybody else does (`DmaMemory`). What a step writes is disjoint from what others
-            // touch unless that is the same (`note`, `resolve`). Peers can write there at the same time, whenever they like:
-            // nothing here is a reference to it, each byte is read once, by assembler, and no value read is an index
-            // or a length, so it is their own numbers that they spoil.
+            // SAFETY: both lie within spans that were checked against pinned memory, which is valid for reads and
+            // writes from any thread, whatever peers do (`DmaMemory`). What a step writes is disjoint from, or
+            // identical to, what other steps access (`add_span`, `resolve`). Peers can write there at any time: there
+            // are no references to the memory, each byte is read once, by assembly, and no value is an index or a
+            // length. So they only corrupt values.
             unsafe { workspace.step(*action, elements, cut(&step.dst), cut(src), is_kept, crc) };
         }
-        // SAFETY: as above.
+        // SAFETY: see above.
         unsafe { workspace.flush() };
     }
     true
 }
 
-/// Write two words so that they come after all writes before, and before all behind; and before them what they cover.
-/// `sum` is the checksum of that, if it was taken as it was written.
-fn publish(dst: Span, words: [u64; 2], covered: Option<Span>, sum: Option<Sum>) {
+/// Write the two words, preceded by the checksum of what they cover, after all earlier and before all later writes.
+/// `sum` is the checksum if it was computed while the bytes were written.
+fn publish(dst: Span, words: [u64; 2], covered: Option<Span>, sum: Option<Checksum>) {
     if let Some(covered) = covered {
         let third = match sum {
-            Some(sum) => Covers::word_of(sum.crc.value(), covered.len_bytes),
-            // SAFETY: the span was checked against pinned memory, and a chain's steps are done one after the other across a
-            // publication. Who writes there meanwhile, against the rules, gets a checksum that does not fit.
+            Some(sum) => Coverage::checksum_word_of(sum.crc.value(), covered.len_bytes),
+            // SAFETY: the span was checked against pinned memory, and steps run one after the other across a
+            // publication. A peer that writes there meanwhile, against the rules, only makes the checksum wrong.
             None => unsafe { covers_word(covered.base, covered.len_bytes) },
         };
-        // SAFETY: a publication that covers bytes is 24 bytes long, checked and aligned as below.
+        // SAFETY: a publication that covers bytes is 24 bytes long; it is checked and aligned as below.
         let to_third = unsafe { AtomicU64::from_ptr(dst.base.wrapping_add(16).cast()) };
         to_third.store(third.to_le(), Ordering::Release);
     }
@@ -337,6 +339,6 @@ fn publish(dst: Span, words: [u64; 2], covered: Option<Span>, sum: Option<Sum>) 
         unsafe { (AtomicU64::from_ptr(dst.base.cast()), AtomicU64::from_ptr(dst.base.wrapping_add(8).cast())) };
     second.store(words[1].to_le(), Ordering::Release);
     first.store(words[0].to_le(), Ordering::Release);
-    // What follows in the chain overwrites what this told about.
+    // Later steps of the chain overwrite the inputs of the published result.
     fence(Ordering::SeqCst);
 }

@@ -1,21 +1,21 @@
-//! What is in flight, and whether a new chain, or the device's processor, gets in its way.
+//! The memory accesses of chains in flight, and the detection of conflicts with them.
 //!
-//! Two chains in flight may run at the same time. If one writes what the other reads or writes, the result depends on
-//! which comes first; hardware lets that pass, and the bug shows once in a thousand runs. Strict mode shows it always.
-//! References are compared as they are named: memory that is registered twice is not seen to be the same.
+//! Chains in flight may run concurrently. If one writes what another reads or writes, the result depends on timing.
+//! Hardware does not detect that, so the bug shows only in rare runs. Strict mode always reports it. Accesses are
+//! compared by region and offset; memory that is registered twice is not recognized as the same.
 
 use crate::dma::{Address, RegionKey, Step, Tag};
 use std::collections::VecDeque;
 
-/// A reference to registered memory.
+/// An access to registered memory.
 #[derive(Debug, Clone, Copy)]
-struct Touch {
+struct Access {
     address: Address,
     len_bytes: u64,
     written: bool,
 }
 
-impl Touch {
+impl Access {
     fn of(step: &Step) -> impl Iterator<Item = Self> {
         let dst = Self { address: step.dst(), len_bytes: step.dst_len_bytes(), written: true };
         let src = step.src().map(|address| Self { address, len_bytes: step.src_len_bytes(), written: false });
@@ -35,18 +35,18 @@ impl Touch {
     }
 }
 
-/// The chains of one queue, oldest first, and what they touch.
+/// The chains of one queue, oldest first, and their accesses.
 pub(super) struct InFlight {
-    /// Tag, steps and touches of each.
+    /// The tag and the numbers of steps and accesses of each chain.
     chains: VecDeque<(Tag, usize, usize)>,
-    touches: VecDeque<Touch>,
+    accesses: VecDeque<Access>,
     steps: usize,
 }
 
 impl InFlight {
-    /// Make room for chains of `steps` steps together.
+    /// Return an empty list with room for chains with `steps` steps in total.
     pub(super) fn new(steps: usize) -> Self {
-        Self { chains: VecDeque::with_capacity(steps), touches: VecDeque::with_capacity(2 * steps), steps: 0 }
+        Self { chains: VecDeque::with_capacity(steps), accesses: VecDeque::with_capacity(2 * steps), steps: 0 }
     }
 
     /// Return the number of chains.
@@ -59,54 +59,54 @@ impl InFlight {
         self.steps
     }
 
-    /// Note a chain, with everything that it touches.
+    /// Add a chain with all its accesses.
     pub(super) fn push(&mut self, tag: Tag, steps: &[Step]) {
-        let before = self.touches.len();
-        self.touches.extend(steps.iter().flat_map(Touch::of));
-        self.note(tag, steps, before);
+        let before = self.accesses.len();
+        self.accesses.extend(steps.iter().flat_map(Access::of));
+        self.add(tag, steps, before);
     }
 
-    /// Note a chain, with what it reads of these regions, and what it writes, as one span each: all that the device's
-    /// processor has to know.
+    /// Add a chain, but only its reads and its writes of these regions, each as one span. This is what accesses of the
+    /// device's processor are checked against.
     pub(super) fn push_local(&mut self, tag: Tag, steps: &[Step], regions: impl Iterator<Item = RegionKey>) {
-        let before = self.touches.len();
+        let before = self.accesses.len();
         for (region, written) in regions.flat_map(|region| [(region, false), (region, true)]) {
-            let here = steps.iter().flat_map(Touch::of);
-            let here = here.filter(|touch| touch.address.region == region && touch.written == written);
-            let ends = here.map(|touch| (touch.address.offset_bytes, touch.end()));
+            let here = steps.iter().flat_map(Access::of);
+            let here = here.filter(|access| access.address.region == region && access.written == written);
+            let ends = here.map(|access| (access.address.offset_bytes, access.end()));
             let span = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1)));
-            self.touches.extend(span.map(|(offset_bytes, end)| {
+            self.accesses.extend(span.map(|(offset_bytes, end)| {
                 let address = Address { region, offset_bytes };
-                Touch { address, len_bytes: end - offset_bytes, written }
+                Access { address, len_bytes: end - offset_bytes, written }
             }));
         }
-        self.note(tag, steps, before);
+        self.add(tag, steps, before);
     }
 
-    fn note(&mut self, tag: Tag, steps: &[Step], touches_before: usize) {
+    fn add(&mut self, tag: Tag, steps: &[Step], accesses_before: usize) {
         self.steps += steps.len();
-        self.chains.push_back((tag, steps.len(), self.touches.len() - touches_before));
+        self.chains.push_back((tag, steps.len(), self.accesses.len() - accesses_before));
     }
 
-    /// Forget the oldest chain.
+    /// Remove the oldest chain.
     pub(super) fn pop(&mut self) -> Option<Tag> {
-        let (tag, steps, touches) = self.chains.pop_front()?;
+        let (tag, steps, accesses) = self.chains.pop_front()?;
         self.steps -= steps;
-        self.touches.drain(..touches);
+        self.accesses.drain(..accesses);
         Some(tag)
     }
 
-    /// Return the first step that touches what a chain here writes, or writes what one here touches.
+    /// Return the index of the first step that conflicts with a chain in flight.
     pub(super) fn conflict(&self, steps: &[Step]) -> Option<usize> {
-        steps.iter().position(|step| Touch::of(step).any(|touch| self.conflicts(touch)))
+        steps.iter().position(|step| Access::of(step).any(|access| self.conflicts(access)))
     }
 
-    /// Tell whether reading or writing some bytes would get in the way.
-    pub(super) fn touches(&self, address: Address, len_bytes: u64, written: bool) -> bool {
-        self.conflicts(Touch { address, len_bytes, written })
+    /// Return whether an access to these bytes conflicts with a chain in flight.
+    pub(super) fn conflicts_with(&self, address: Address, len_bytes: u64, written: bool) -> bool {
+        self.conflicts(Access { address, len_bytes, written })
     }
 
-    fn conflicts(&self, touch: Touch) -> bool {
-        self.touches.iter().any(|other| touch.conflicts(other))
+    fn conflicts(&self, access: Access) -> bool {
+        self.accesses.iter().any(|other| access.conflicts(other))
     }
 }

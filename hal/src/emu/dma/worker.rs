@@ -1,25 +1,26 @@
-//! The engine's threads: each takes descriptors from its own ring, runs chains, and puts completions into its own ring.
+//! The engine's threads. Each takes descriptors from its submission ring, runs chains, and puts completions into its
+//! completion ring.
 //!
 //! Invariants:
-//! - a chain that was taken is completed once, in the order of its queue;
-//! - a thread sleeps only after it has announced that and looked once more, both here and at the engine's user.
+//! - an accepted chain completes once, in the order of its queue;
+//! - a thread, of the engine or of its user, sleeps only after it has armed its doorbell and checked once more.
 
 use super::Notify;
 use super::map::Map;
 use super::run::Runner;
 use crate::dma::{Capabilities, Completion, DESCRIPTOR_WORDS, Descriptor, Scope, Status, Step, Tag};
-use crate::ring::{Consumer, Doorbell, OwnedRing, Patience, Pause, Producer};
+use crate::ring::{Consumer, Doorbell, OwnedRing, Pause, Producer, SpinPolicy};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, Thread};
 
-/// The words of a completion: seq; slot and attempt; status and step.
+/// The length of a completion in words: seq; slot and attempt; status and step.
 pub(super) const COMPLETION_WORDS: usize = 3;
 
-/// How many descriptors a thread takes from its ring at a time.
+/// The number of descriptors that a thread takes from its ring at a time.
 const BATCH: usize = 32;
 
-/// A thread that can be woken.
+/// A thread that sleeps and can be woken.
 #[derive(Default)]
 pub(super) struct Sleeper {
     bell: Doorbell<AtomicU32>,
@@ -27,13 +28,13 @@ pub(super) struct Sleeper {
     gone: AtomicBool,
 }
 
-/// Tells an engine's user that a thread has ended, be it by a panic.
-pub(super) struct Farewell {
+/// Notifies the engine's user when a thread exits, even by a panic.
+pub(super) struct ExitNotice {
     pub(super) shared: Arc<Shared>,
     pub(super) sleeper: Arc<Sleeper>,
 }
 
-impl Drop for Farewell {
+impl Drop for ExitNotice {
     fn drop(&mut self) {
         self.sleeper.gone.store(true, Ordering::Release);
         self.shared.user.ring();
@@ -44,44 +45,45 @@ impl Drop for Farewell {
 }
 
 impl Sleeper {
-    /// Wake the thread if it sleeps, after something was published for it.
+    /// Wake the thread if it sleeps. Call it after publishing work.
     pub(super) fn ring(&self) {
         if self.bell.ring() {
             self.wake();
         }
     }
 
-    /// Tell whether the thread has ended; whatever it did is visible then.
+    /// Return whether the thread has exited. Everything that it did is visible then.
     pub(super) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Tell whether the thread sleeps, or is about to.
+    /// Return whether the thread sleeps or is about to.
     #[cfg(test)]
     pub(super) fn sleeps(&self) -> bool {
         self.bell.word().load(Ordering::Relaxed) != 0
     }
 
-    /// Wake the thread in any case.
+    /// Wake the thread unconditionally.
     pub(super) fn wake(&self) {
         if let Some(thread) = &*self.thread.lock().unwrap_or_else(PoisonError::into_inner) {
             thread.unpark();
         }
     }
 
-    /// Sleep until `news` or `deadline`, as long as `patience` says; return whether there is news.
+    /// Wait until `ready` returns true or `deadline` passes, polling as `spin` specifies before sleeping. Returns
+    /// whether it is ready.
     pub(super) fn wait(
         &self,
-        patience: Patience,
+        spin: SpinPolicy,
         deadline: Option<std::time::Instant>,
-        mut news: impl FnMut() -> bool,
+        mut ready: impl FnMut() -> bool,
     ) -> bool {
-        let mut looks = 0;
+        let mut polls = 0;
         loop {
-            if news() {
+            if ready() {
                 return true;
             }
-            match patience.after(looks) {
+            match spin.after(polls) {
                 Pause::Spin => std::hint::spin_loop(),
                 Pause::Yield => thread::yield_now(),
                 Pause::Sleep => {
@@ -90,34 +92,34 @@ impl Sleeper {
                         return false;
                     }
                     *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current());
-                    self.bell.announce();
-                    if news() {
-                        self.bell.awake();
+                    self.bell.arm();
+                    if ready() {
+                        self.bell.disarm();
                         return true;
                     }
                     match left {
                         Some(left) => thread::park_timeout(left),
                         None => thread::park(),
                     }
-                    self.bell.awake();
+                    self.bell.disarm();
                 }
             }
-            looks = looks.saturating_add(1);
+            polls = polls.saturating_add(1);
         }
     }
 }
 
-/// What the engine's threads and its user share.
+/// State shared by the engine's threads and its user.
 pub(super) struct Shared {
     pub(super) map: Map,
     pub(super) stop: AtomicBool,
     /// How often each scope was aborted, modulo 2^16.
     pub(super) scopes: [AtomicU16; 1 << u8::BITS],
-    /// Who waits for completions.
+    /// The user's thread while it waits for completions.
     pub(super) user: Sleeper,
-    /// Chains that were handed to threads and have not ended.
+    /// Chains that threads have accepted and not completed.
     pub(super) in_flight: AtomicU32,
-    /// What else to call when there may be a completion for a user that sleeps elsewhere.
+    /// Called after a completion, for a user that waits elsewhere.
     pub(super) notify: Option<Notify>,
 }
 
@@ -135,7 +137,7 @@ pub(super) struct Worker {
     pub(super) completions: Producer<OwnedRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
     pub(super) capabilities: Capabilities,
     pub(super) strict: bool,
-    pub(super) patience: Patience,
+    pub(super) spin: SpinPolicy,
 }
 
 impl Worker {
@@ -147,11 +149,11 @@ impl Worker {
         let mut batch = [[0; DESCRIPTOR_WORDS]; BATCH];
         let mut chain: Vec<Step> = Vec::with_capacity(self.capabilities.max_steps as usize);
         while !shared.stop.load(Ordering::Acquire) {
-            // Both rings are this process's own: poison is a bug of this module.
+            // Both rings are private to this process, so poisoning would be a bug in this module.
             let taken = self.submissions.pop_batch(&mut batch).expect("the engine's own ring");
             if taken == 0 {
                 let (submissions, stop) = (&mut self.submissions, &shared.stop);
-                self.sleeper.wait(self.patience, None, || {
+                self.sleeper.wait(self.spin, None, || {
                     stop.load(Ordering::Acquire) || submissions.available().expect("the engine's own ring") > 0
                 });
                 continue;
@@ -171,9 +173,9 @@ impl Worker {
     }
 
     fn complete(&mut self, completion: Completion) {
-        // The user takes no more chains than there are places for completions.
+        // The user submits no more chains than there is room for completions.
         let pushed = self.completions.push(&to_words(&completion)).expect("the engine's own ring");
-        assert!(pushed, "a completion for every chain in flight has its place");
+        assert!(pushed, "there is room for the completion of every chain in flight");
         let left = self.shared.in_flight.fetch_sub(1, Ordering::Relaxed) - 1;
         self.shared.user.ring();
         if let Some(notify) = &self.shared.notify {
@@ -195,20 +197,20 @@ pub(super) fn from_words(words: [u64; COMPLETION_WORDS]) -> Completion {
     }
 }
 
-/// Round to nearest even and keep subnormals, whatever the thread that started this one has set: results must not
-/// depend on it (PROTOCOL 9).
+/// Set rounding to nearest even and keep subnormals, whatever the parent thread has set: results must not depend on it
+/// (PROTOCOL 9).
 fn default_float_environment() {
-    // Miri knows no assembly, and has no other environment.
+    // Miri does not support assembly, and always has the default environment.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     {
         const MXCSR_DEFAULT: u32 = 0x1f80;
         let mxcsr = MXCSR_DEFAULT;
-        // SAFETY: loads the value that the language assumes anyway (x86-64 psABI, 3.2.1).
+        // SAFETY: sets the value that Rust assumes (x86-64 psABI, 3.2.1).
         unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mxcsr, options(nostack, readonly)) };
     }
     #[cfg(all(target_arch = "aarch64", not(miri)))]
     {
-        // SAFETY: sets the value that the language assumes anyway (AAPCS64, 6.1.2).
+        // SAFETY: sets the value that Rust assumes (AAPCS64, 6.1.2).
         unsafe { std::arch::asm!("msr fpcr, xzr", options(nomem, nostack)) };
     }
 }

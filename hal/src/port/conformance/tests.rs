@@ -1,4 +1,4 @@
-//! The suite against the emulated port, which passes, and against broken ports, each of which must be found out.
+//! The emulated port passes the suite, and broken ports fail it.
 
 #![cfg(feature = "emu")]
 
@@ -33,7 +33,7 @@ impl Testbed for EmuBed {
         (0..n).map(|_| self.make()).collect()
     }
 
-    fn nowhere(&mut self) -> Addr {
+    fn unused_addr(&mut self) -> Addr {
         Addr::Emu(u32::MAX)
     }
 
@@ -41,51 +41,51 @@ impl Testbed for EmuBed {
         self.now
     }
 
-    fn pass(&mut self) {
+    fn advance(&mut self) {
         self.now = self.now + core::time::Duration::from_micros(1);
     }
 }
 
 #[test]
-fn the_emulated_port_conforms() {
+fn emulated_port_passes_the_suite() {
     assert_eq!(run(&mut EmuBed::new()), Ok(()));
 }
 
-/// How a port may be broken.
+/// A fault of a broken port.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
-    /// Two packets of one destination and length become one.
+    /// Merges packets of equal destination and length.
     Merge,
-    /// A packet beyond 1000 bytes arrives as two.
+    /// Splits packets over 1000 bytes.
     Split,
-    /// A packet beyond 1000 bytes is cut.
+    /// Truncates packets over 1000 bytes.
     Truncate,
-    /// A bit flips in every 50th packet.
+    /// Flips a bit in every 50th packet.
     Flip,
-    /// Every 50th packet comes twice.
+    /// Duplicates every 50th packet.
     Double,
-    /// Every 50th packet is lost.
+    /// Loses every 50th packet.
     Lose,
-    /// A token that was dropped sends a packet all the same.
+    /// Sends a packet for a dropped token.
     SendAbandoned,
-    /// A token consumed with no bytes sends one.
+    /// Sends a packet for a token that was consumed with no bytes.
     SendEmpty,
-    /// The capabilities claim longer packets than fit.
+    /// Declares longer packets than fit.
     ClaimLength,
-    /// The capabilities claim a larger buffer than there is.
+    /// Declares a larger receive buffer than there is.
     ClaimBuffer,
-    /// The capabilities claim a longer burst than the queue holds.
+    /// Declares a longer burst than the queue holds.
     ClaimBurst,
-    /// A queue that was once full stays full.
+    /// Stays full once the queue was full.
     StayFull,
-    /// The queue takes any number.
+    /// Accepts any number of packets.
     NeverFull,
-    /// Packets seem to come from somebody else.
+    /// Reports a wrong sender.
     Sender,
-    /// After a packet to nobody, nothing is sent.
-    Sulk,
-    /// What is flushed waits for the next flush.
-    Linger,
+    /// Sends nothing after a packet to an unused address.
+    StopSending,
+    /// Delays a flushed packet until the next flush.
+    DelayFlush,
 }
 
 struct Broken {
@@ -145,11 +145,11 @@ impl Broken {
             Fault::Flip if unlucky => bytes[0] ^= 4,
             Fault::Double if unlucky => self.held.push((to, bytes.clone())),
             Fault::Lose if unlucky => return,
-            Fault::Sulk if to == Addr::Emu(u32::MAX) => self.stuck = true,
+            Fault::StopSending if to == Addr::Emu(u32::MAX) => self.stuck = true,
             Fault::SendEmpty if bytes.is_empty() => bytes.push(0),
             _ => {}
         }
-        if !(self.stuck && self.fault == Fault::Sulk) {
+        if !(self.stuck && self.fault == Fault::StopSending) {
             self.held.push((to, bytes));
         }
     }
@@ -203,7 +203,7 @@ impl Port for Broken {
     }
 
     fn flush(&mut self, now: Instant) {
-        let lingering = if self.fault == Fault::Linger { self.held.pop() } else { None };
+        let delayed = if self.fault == Fault::DelayFlush { self.held.pop() } else { None };
         for (to, bytes) in self.held.drain(..) {
             if self.inner.transmit(to, now).is_none() {
                 self.inner.flush(now);
@@ -212,7 +212,7 @@ impl Port for Broken {
                 token.consume(|buffer| (put(buffer, &bytes), ()));
             }
         }
-        self.held.extend(lingering);
+        self.held.extend(delayed);
         self.inner.flush(now);
     }
 }
@@ -231,25 +231,25 @@ impl Testbed for BrokenBed {
         self.bed.ports(n).into_iter().map(make).collect()
     }
 
-    fn nowhere(&mut self) -> Addr {
-        self.bed.nowhere()
+    fn unused_addr(&mut self) -> Addr {
+        self.bed.unused_addr()
     }
 
     fn now(&self) -> Instant {
         self.bed.now()
     }
 
-    fn pass(&mut self) {
-        self.bed.pass();
+    fn advance(&mut self) {
+        self.bed.advance();
     }
 }
 
 #[test]
-fn every_broken_port_is_found_out() {
+fn suite_detects_every_fault() {
     use Fault::*;
     for fault in [Merge, Split, Truncate, Flip, Double, Lose, SendAbandoned, SendEmpty] {
         let found = run(&mut BrokenBed { bed: EmuBed::new(), fault });
-        assert!(matches!(found, Err(Violation::Foreign { .. } | Violation::Missing { .. })), "{fault:?}: {found:?}");
+        assert!(matches!(found, Err(Violation::Unexpected { .. } | Violation::Missing { .. })), "{fault:?}: {found:?}");
     }
     for (fault, name) in [(ClaimLength, "max_packet_len_bytes"), (ClaimBurst, "burst_packets")] {
         let found = run(&mut BrokenBed { bed: EmuBed::new(), fault });
@@ -263,6 +263,6 @@ fn every_broken_port_is_found_out() {
     assert!(matches!(find(StayFull), Violation::StuckFull { .. }));
     assert!(matches!(find(NeverFull), Violation::NeverFull { .. }));
     assert!(matches!(find(Sender), Violation::Address { .. }));
-    assert!(matches!(find(Sulk), Violation::Missing { check: "unreachable peer", .. }));
-    assert!(matches!(find(Linger), Violation::Missing { .. }));
+    assert!(matches!(find(StopSending), Violation::Missing { check: "unreachable peer", .. }));
+    assert!(matches!(find(DelayFlush), Violation::Missing { .. }));
 }

@@ -1,6 +1,6 @@
-//! The rules of a [`WaitPort`]: it comes back for a packet, for a wake and when time is up, and no wake is lost.
+//! The rules of a [`WaitPort`]: a wait ends on a packet, a wake or a timeout, and no wake is lost.
 
-use super::{Ledger, Testbed, Violation, content, pair, put};
+use super::{Expectations, Testbed, Violation, content, pair, put};
 use crate::port::{Addr, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -8,106 +8,106 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
 
-/// Long enough for one wait that only a lost wake-up can use it up, however busy the machine is.
-const FOREVER: Duration = Duration::from_secs(30);
+/// A wait that takes this long has lost a wake-up, however busy the machine is.
+const WAIT_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often is looked whether a wait has ended.
-const LOOK: Duration = Duration::from_millis(500);
+/// How often the watchdog checks for progress.
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How often two threads wake each other.
+/// How many times two threads wake each other.
 const ROUNDS: u32 = 2000;
 
-/// A testbed whose ports can wait.
+/// A testbed for [`WaitPort`]s.
 pub trait WaitTestbed: Testbed<Port: WaitPort + Send> {
-    /// Return what wakes `port` from another thread.
+    /// Return a function that wakes `port` from another thread.
     fn waker(&mut self, port: &Self::Port) -> Box<dyn Fn() + Send>;
 }
 
-/// Check every rule for a [`WaitPort`].
+/// Check an implementation of [`WaitPort`] against every rule.
 ///
 /// # Errors
-/// The first rule that it breaks.
+/// The first [`Violation`].
 pub fn run_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
-    time_runs_out(bed)?;
-    a_packet_ends_the_wait(bed)?;
-    a_wake_ends_one_wait(bed)?;
-    no_wake_is_lost(bed)?;
-    no_packet_is_slept_over(bed)
+    wait_times_out(bed)?;
+    packet_ends_wait(bed)?;
+    wake_ends_one_wait(bed)?;
+    every_wake_ends_a_wait(bed)?;
+    every_packet_ends_a_wait(bed)
 }
 
 fn expect(check: &'static str, expected: Wake, found: Wake) -> Result<(), Violation> {
-    if expected == found { Ok(()) } else { Err(Violation::Wake { check, expected, found }) }
+    if expected == found { Ok(()) } else { Err(Violation::WrongWake { check, expected, found }) }
 }
 
-fn time_runs_out<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
+fn wait_times_out<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let (mut a, _b) = pair(bed);
     for timeout in [Duration::ZERO, Duration::from_nanos(1), Duration::from_millis(2)] {
-        expect("time runs out", Wake::Timeout, a.wait(Some(timeout)))?;
+        expect("wait times out", Wake::Timeout, a.wait(Some(timeout)))?;
     }
     Ok(())
 }
 
-/// Also for packets that the port fetched together with one already taken.
-fn a_packet_ends_the_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
-    let check = "a packet ends the wait";
-    let mut ledger = Ledger::new(check);
+/// A packet ends a wait, even if the port fetched it together with one that was already received.
+fn packet_ends_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
+    let check = "packet ends wait";
+    let mut expected = Expectations::new(check);
     let (mut a, mut b) = pair(bed);
     for i in 0..3 {
-        ledger.send(bed, &mut a, b.local_addr(), &content(i, 100))?;
+        expected.send(bed, &mut a, b.local_addr(), &content(i, 100))?;
     }
     a.flush(bed.now());
     let at = b.local_addr();
     for _ in 0..3 {
         loop {
-            expect(check, Wake::Packet, b.wait(Some(FOREVER)))?;
+            expect(check, Wake::Packet, b.wait(Some(WAIT_LIMIT)))?;
             if let Some(token) = b.receive(bed.now()) {
-                break token.consume(|_, bytes| ledger.strike(at, bytes))?;
+                break token.consume(|_, bytes| expected.check_off(at, bytes))?;
             }
         }
     }
-    ledger.settle(bed, &mut b)?;
+    expected.receive_exactly(bed, &mut b)?;
     expect(check, Wake::Timeout, b.wait(Some(Duration::ZERO)))
 }
 
-/// Wakes before a wait are kept, as one.
-fn a_wake_ends_one_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
-    let check = "a wake ends one wait";
+/// Wakes before a wait are remembered as one.
+fn wake_ends_one_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
+    let check = "wake ends one wait";
     let (mut a, _b) = pair(bed);
     let wake = bed.waker(&a);
     for _ in 0..3 {
         wake();
         wake();
-        expect(check, Wake::Woken, a.wait(Some(FOREVER)))?;
+        expect(check, Wake::Woken, a.wait(Some(WAIT_LIMIT)))?;
         expect(check, Wake::Timeout, a.wait(Some(Duration::ZERO)))?;
     }
     Ok(())
 }
 
-fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
-    let check = "no wake is lost";
+fn every_wake_ends_a_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
+    let check = "every wake ends a wait";
     let (mut a, mut b) = pair(bed);
     let (wake, to_a, now) = (bed.waker(&a), a.local_addr(), bed.now());
     let (go, rounds) = mpsc::channel::<u32>();
-    let rescue = Rescue::default();
+    let watchdog = Watchdog::default();
     thread::scope(|scope| {
         scope.spawn(move || {
             for round in rounds {
-                // Meet the wait on its way to sleep, and asleep: on a core of its own the sleeper needs some hundred
-                // microseconds, on this thread's core it needs the core.
+                // Hit the wait both while it goes to sleep and while it sleeps. A sleeper on its own core needs a few
+                // hundred microseconds; one on this thread's core needs the core.
                 (0..1_u32 << (round % 16)).for_each(|_| std::hint::spin_loop());
                 (0..round % 61).for_each(|_| thread::yield_now());
                 wake();
             }
         });
-        let finished = rescue.watch(scope, move || send(&mut b, to_a, 0, now));
+        let finished = watchdog.watch(scope, move || send(&mut b, to_a, 0, now));
         for round in 0..ROUNDS {
-            // The other thread ends when `go` is dropped.
+            // The other thread exits when `go` is dropped.
             let _ = go.send(round);
             let found = a.wait(None);
-            if rescue.has_come() {
-                return Err(Violation::SleptOver { check });
+            if watchdog.has_fired() {
+                return Err(Violation::MissedWakeUp { check });
             }
-            rescue.note_progress();
+            watchdog.note_progress();
             expect(check, Wake::Woken, found)?;
         }
         drop((go, finished));
@@ -115,38 +115,38 @@ fn no_wake_is_lost<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     })
 }
 
-/// Two threads hand one packet back and forth, each asleep until it comes.
-fn no_packet_is_slept_over<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
+/// Two threads pass one packet back and forth; each sleeps until it arrives.
+fn every_packet_ends_a_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let (mut a, mut b) = pair(bed);
     let (to_a, to_b, now) = (a.local_addr(), b.local_addr(), bed.now());
     let (wake_a, wake_b) = (bed.waker(&a), bed.waker(&b));
-    let rescue = Rescue::default();
+    let watchdog = Watchdog::default();
     thread::scope(|scope| {
-        let finished = rescue.watch(scope, move || {
+        let finished = watchdog.watch(scope, move || {
             wake_a();
             wake_b();
         });
-        let other = scope.spawn(|| bounce(&mut b, to_a, now, &rescue));
+        let other = scope.spawn(|| bounce(&mut b, to_a, now, &watchdog));
         send(&mut a, to_b, 0, now);
-        let result = bounce(&mut a, to_b, now, &rescue);
+        let result = bounce(&mut a, to_b, now, &watchdog);
         if result.is_err() {
-            // The other side waits for a packet that does not come.
+            // The other side waits for a packet that will not arrive.
             drop(finished);
         }
         result.and(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
-/// Answer [`ROUNDS`] packets with one each.
-fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, rescue: &Rescue) -> Result<(), Violation> {
-    let check = "no packet is slept over";
+/// Reply to [`ROUNDS`] packets with one each.
+fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, watchdog: &Watchdog) -> Result<(), Violation> {
+    let check = "every packet ends a wait";
     for round in 0..ROUNDS {
         while port.receive(now).map(|token| token.consume(|_, _| ())).is_none() {
             let found = port.wait(None);
-            if rescue.has_come() {
-                return Err(Violation::SleptOver { check });
+            if watchdog.has_fired() {
+                return Err(Violation::MissedWakeUp { check });
             }
-            rescue.note_progress();
+            watchdog.note_progress();
             expect(check, Wake::Packet, found)?;
         }
         send(port, to, round, now);
@@ -161,46 +161,46 @@ fn send<P: Port>(port: &mut P, to: Addr, round: u32, now: Instant) {
     port.flush(now);
 }
 
-/// Ends a sleep that should have ended by itself.
+/// Ends a wait that should have ended by itself.
 ///
-/// A wait with a timeout would hide that: at its end it looks around, and finds what it has slept over.
+/// A timeout would hide the error, because a wait checks for packets again when it expires.
 #[derive(Default)]
-struct Rescue {
-    /// Waits that have ended.
+struct Watchdog {
+    /// The number of waits that have ended.
     progress: AtomicU32,
-    has_come: AtomicBool,
+    has_fired: AtomicBool,
 }
 
-impl Rescue {
-    fn has_come(&self) -> bool {
-        self.has_come.load(Ordering::Acquire)
+impl Watchdog {
+    fn has_fired(&self) -> bool {
+        self.has_fired.load(Ordering::Acquire)
     }
 
     fn note_progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// End the sleep of whoever sleeps when the returned sender is dropped, or when no wait has ended for [`FOREVER`]: then
-    /// one that should have ended by itself did not.
+    /// Call `end_waits` to end all waits when the returned sender is dropped, or when no wait has ended for
+    /// [`WAIT_LIMIT`]: one that should have ended did not.
     fn watch<'scope, 'env>(
         &'scope self,
         scope: &'scope thread::Scope<'scope, 'env>,
-        mut rescue: impl FnMut() + Send + 'scope,
+        mut end_waits: impl FnMut() + Send + 'scope,
     ) -> mpsc::Sender<()> {
         let (finished, watch) = mpsc::channel();
         scope.spawn(move || {
             let (mut seen, mut still) = (self.progress.load(Ordering::Relaxed), Duration::ZERO);
             // Nothing is ever sent.
-            while let Err(mpsc::RecvTimeoutError::Timeout) = watch.recv_timeout(LOOK) {
+            while let Err(mpsc::RecvTimeoutError::Timeout) = watch.recv_timeout(POLL_INTERVAL) {
                 let now = self.progress.load(Ordering::Relaxed);
-                still = if now == seen { still + LOOK } else { Duration::ZERO };
+                still = if now == seen { still + POLL_INTERVAL } else { Duration::ZERO };
                 seen = now;
-                if still >= FOREVER {
-                    self.has_come.store(true, Ordering::Release);
+                if still >= WAIT_LIMIT {
+                    self.has_fired.store(true, Ordering::Release);
                     break;
                 }
             }
-            rescue();
+            end_waits();
         });
         finished
     }

@@ -1,4 +1,4 @@
-//! The conversions of the narrow floats: exhaustive where that is possible, against the oracle and, for f16 and bf16,
+//! Conversions of the narrow floats, exhaustive where possible, compared with the oracle and, for f16 and bf16, with
 //! the `half` crate. `tests/mldtypes` compares fp8 and bf16 with ml_dtypes.
 
 use super::super::narrow::{
@@ -9,7 +9,7 @@ use super::oracle;
 use crate::op::Dtype;
 use half::{bf16, f16};
 
-/// Round by `half`, whose NaNs keep their payload.
+/// Round with `half`, whose NaNs keep their payload.
 fn half_f16(value: f32) -> u16 {
     if value.is_nan() { F16_NAN } else { f16::from_f32(value).to_bits() }
 }
@@ -24,8 +24,8 @@ fn check_rounding(bits: u32) {
     assert_eq!(f32_to_bf16(value), half_bf16(value), "bf16 of {bits:#010x}");
 }
 
-/// As [`check_rounding`], and against the oracle, which is slow.
-fn check_rounding_thrice(bits: u32) {
+/// Like [`check_rounding`], and also compare with the oracle, which is slow.
+fn check_rounding_with_oracle(bits: u32) {
     check_rounding(bits);
     let value = f32::from_bits(bits);
     assert_eq!(u64::from(f32_to_f16(value)), oracle::round(Dtype::F16, bits.into()), "f16 of {bits:#010x}");
@@ -58,24 +58,24 @@ fn every_16_bit_value_widens_exactly_and_rounds_back() {
     }
 }
 
-/// The ties: between each 16-bit value and the next lies an f32 exactly half-way.
+/// Tests the f32 half-way between each 16-bit value and the next, and its neighbours.
 #[test]
-fn ties_go_to_even_and_their_neighbours_to_the_nearest() {
+fn sixteen_bit_ties_round_to_even_and_neighbours_to_nearest() {
     for bits in 0..=u16::MAX {
         let next = bits.wrapping_add(1);
         for (value, after) in [(f16_to_f32(bits), f16_to_f32(next)), (bf16_to_f32(bits), bf16_to_f32(next))] {
-            // In f64 the sum is exact, and so is its half in f32, unless bf16 overflows: then any value will do.
+            // The sum is exact in f64, and its half in f32, unless bf16 overflows; then any value serves.
             let tie = ((f64::from(value) + f64::from(after)) / 2.0) as f32;
             for near in [tie.to_bits().wrapping_sub(1), tie.to_bits(), tie.to_bits().wrapping_add(1)] {
-                check_rounding_thrice(near);
+                check_rounding_with_oracle(near);
             }
         }
     }
 }
 
-/// A walk over all exponents and, with an odd step, all residues of the low bits.
+/// Samples all exponents and, with an odd step, all residues of the low bits.
 #[test]
-fn rounding_agrees_with_half_all_over_f32() {
+fn rounding_agrees_with_half_across_f32() {
     for bits in (0..=u32::MAX).step_by(2053) {
         check_rounding(bits);
     }
@@ -96,7 +96,7 @@ fn every_8_bit_value_widens_exactly_and_rounds_back() {
             }
         }
     }
-    // The corners by the specification's table.
+    // The limits in the specification's table.
     assert_eq!(e4m3_to_f32(0x7e), 448.0);
     assert_eq!(e4m3_to_f32(0x01), 1.0 / 512.0);
     assert!(e4m3_to_f32(0xff).is_nan());
@@ -105,9 +105,9 @@ fn every_8_bit_value_widens_exactly_and_rounds_back() {
     assert_eq!(e5m2_to_f32(0xfc), f32::NEG_INFINITY);
 }
 
-/// As for 16 bits: the f32 half-way between an 8-bit value and the next, and its neighbours; beyond the greatest too.
+/// Tests the f32 half-way between each 8-bit value and the next, its neighbours, and values beyond the greatest.
 #[test]
-fn ties_of_8_bit_values_go_to_even_and_all_of_f32_to_the_nearest() {
+fn eight_bit_ties_round_to_even_and_other_values_to_nearest() {
     let check = |bits: u32| {
         let value = f32::from_bits(bits);
         assert_eq!(u64::from(f32_to_e4m3(value)), oracle::round(Dtype::E4m3, bits.into()), "e4m3 of {bits:#010x}");
@@ -123,8 +123,8 @@ fn ties_of_8_bit_values_go_to_even_and_all_of_f32_to_the_nearest() {
 }
 
 #[test]
-#[ignore = "all 2^32 values: half a minute in a release build, an hour without optimisation"]
-fn rounding_agrees_with_half_everywhere() {
+#[ignore = "all 2^32 values: half a minute in a release build, an hour without optimization"]
+fn rounding_agrees_with_half_for_all_f32() {
     for bits in 0..=u32::MAX {
         check_rounding(bits);
     }

@@ -1,4 +1,4 @@
-//! What executors rely on: operators commute to the bit, and those that don't depend on the order associate.
+//! Algebraic laws: operators commute bit by bit, and those that do not depend on the order associate.
 
 use super::located::pairs;
 use super::values::{bytes_of, draw};
@@ -22,7 +22,7 @@ fn combined(kernel: Kernel, a: &[u8], b: &[u8], partial: bool) -> Vec<u8> {
     acc
 }
 
-/// Return the result of accumulators.
+/// Return the results of the accumulators.
 fn finished(kernel: Kernel, mut acc: Vec<u8>) -> Vec<u8> {
     let count = kernel.count(acc.len(), true).expect("whole accumulators");
     let len = kernel.finish(&mut acc, count, 3);
@@ -40,7 +40,7 @@ proptest! {
     }
 
     #[test]
-    fn what_does_not_depend_on_the_order_associates(
+    fn order_independent_operators_associate(
         seed: u64,
         kernel in prop::sample::select(kernels().filter(|kernel| !kernel.depends_on_order()).collect::<Vec<_>>()),
     ) {
@@ -52,9 +52,9 @@ proptest! {
     }
 }
 
-/// So that nothing is called independent of the order for want of a value that shows it.
+/// Shows that the drawn values can reveal a dependency on the order.
 #[test]
-fn what_depends_on_the_order_shows_it() {
+fn order_dependent_operators_do_not_associate() {
     for kernel in kernels().filter(Kernel::depends_on_order) {
         let mut state = 7;
         let [a, b, c] = [(); 3].map(|()| contribution(&mut state, kernel, 2000, true));

@@ -1,4 +1,4 @@
-//! The least and greatest of {value, index} pairs, against a comparison of the values as numbers.
+//! Minimum and maximum of {value, index} pairs, compared with an oracle that compares values as numbers.
 
 use super::values::{draw, next};
 use super::{Kernel, VERSIONS};
@@ -8,27 +8,27 @@ use std::cmp::Ordering;
 
 const VALUES: [Dtype; 6] = [Dtype::I32, Dtype::U32, Dtype::F32, Dtype::I64, Dtype::U64, Dtype::F64];
 
-/// Draw pairs, many of them with values that are special or NaN, and few indices, so that ties are frequent.
+/// Draw pairs with many special values and NaNs and with few different indices, so that ties are frequent.
 pub(super) fn pairs(state: &mut u64, dtype: Dtype, len: usize) -> Vec<u8> {
     let size = dtype.size_bytes();
     let values = draw(state, dtype, len);
     let pair = |value: u64| {
         let random = next(state);
-        // Now and then one of the two greatest, which a signed comparison would take for the least.
+        // Sometimes one of the two greatest, which a signed comparison would treat as the smallest.
         let index = if random & 7 == 0 { u64::MAX - (random >> 63) } else { random >> 62 };
         [value.to_le_bytes(), index.to_le_bytes()].map(|bytes| bytes[..size].to_vec()).concat()
     };
     values.into_iter().flat_map(pair).collect()
 }
 
-/// A value as what it means. A NaN has no place among numbers.
+/// A value as a number.
 #[derive(Clone, Copy, PartialEq)]
 enum Meaning {
     Integer(i128),
     Float(f64),
 }
 
-/// Read a pair, its index, and where its value's NaN is canonical.
+/// Return a pair's value and index, and its bytes with a canonical NaN.
 fn read(dtype: Dtype, pair: &[u8]) -> (Meaning, u64, Vec<u8>) {
     let (value, index) = pair.split_at(dtype.size_bytes());
     let four = || value.try_into().expect("4 bytes");
@@ -50,7 +50,7 @@ fn read(dtype: Dtype, pair: &[u8]) -> (Meaning, u64, Vec<u8>) {
     (meaning, wide, [canonical, index.to_vec()].concat())
 }
 
-/// Return the pair that is kept, NaNs made canonical.
+/// Return the pair that wins, with canonical NaNs.
 fn kept(dtype: Dtype, op: ReduceOp, a: &[u8], b: &[u8]) -> Vec<u8> {
     let (x, i, a) = read(dtype, a);
     let (y, j, b) = read(dtype, b);
@@ -98,7 +98,7 @@ fn check(dtype: Dtype, op: ReduceOp, len: usize, contributions: &[Vec<u8>]) {
 
 proptest! {
     #[test]
-    fn the_pair_that_comes_first_is_kept(
+    fn random_pairs_match_the_oracle(
         seed: u64,
         dtype in prop::sample::select(&VALUES[..]),
         op in prop::sample::select(&[ReduceOp::MinLoc, ReduceOp::MaxLoc][..]),
@@ -112,7 +112,7 @@ proptest! {
 }
 
 #[test]
-fn golden_pairs() {
+fn pairs_match_golden_values() {
     let kernel = |op| Kernel::new(Dtype::F32, op).expect("supported");
     let keep = |op, a: (f32, u32), b: (f32, u32)| {
         let bytes = |(value, index): (f32, u32)| [value.to_le_bytes(), index.to_le_bytes()].concat();

@@ -1,5 +1,5 @@
-//! Every element type and operator, in every compiled version, against [`oracle`]; the conversions against the
-//! `half` crate too; and golden values worked out by hand.
+//! Every element type and operator in every compiled version, compared with [`oracle`] and with golden values computed
+//! by hand. The conversions are also compared with the `half` crate.
 
 mod convert;
 mod laws;
@@ -8,7 +8,7 @@ mod oracle;
 mod scale;
 mod values;
 
-use super::last::Times;
+use super::epilogue::Scale;
 use super::{Kernel, dispatch, modulo_2_64};
 use crate::op::{Dtype, ReduceOp};
 use oracle::Format;
@@ -55,15 +55,15 @@ macro_rules! version {
                 }
             },
             scale: |kernel, dst, src, scalar| {
-                let times = Times { float: scalar, integer: modulo_2_64(scalar).unwrap_or(0) };
-                $($path)::*::scale(kernel.dtype(), times, dst, src);
+                let scale = Scale { float: scalar, integer: modulo_2_64(scalar).unwrap_or(0) };
+                $($path)::*::scale(kernel.dtype(), scale, dst, src);
             },
         }
     };
 }
 
-/// What the build's target features give, and, with `std`, what the processor can do: on one with AVX-512 that is
-/// three different pieces of machine code.
+/// The version for the build's target and, with `std`, those for the processor. On one with AVX-512 these are three
+/// different versions of the machine code.
 const VERSIONS: &[Version] = &[
     version!("portable", dispatch::portable),
     Version {
@@ -82,7 +82,7 @@ fn kernels() -> impl Iterator<Item = Kernel> {
     Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)))
 }
 
-/// Those whose elements are values; [`located`] has the others.
+/// The kernels whose elements are values; [`located`] tests those on pairs.
 fn plain_kernels() -> Vec<Kernel> {
     kernels().filter(|kernel| !kernel.op().is_located()).collect()
 }
@@ -92,7 +92,7 @@ fn source(kernel: Kernel, partial: bool) -> Dtype {
     if partial { kernel.dtype().accumulator() } else { kernel.dtype() }
 }
 
-/// The one way to look at an accumulator's bits: a NaN is a NaN until it is rounded, and what is not 0 is true.
+/// Normalize an accumulator for comparison: all NaNs are equal until they are rounded, and logical values are 0 or 1.
 fn canonical(kernel: Kernel, bits: u64) -> u64 {
     if matches!(kernel.op(), ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor) {
         return u64::from(bits != 0);
@@ -100,7 +100,7 @@ fn canonical(kernel: Kernel, bits: u64) -> u64 {
     Format::of(kernel.accumulator()).filter(|format| format.is_nan(bits)).map_or(bits, Format::nan)
 }
 
-/// Reduce the contributions element by element with the oracle; return accumulators and results.
+/// Reduce the contributions with the oracle, element by element, and return accumulators and results.
 fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32) -> (Vec<u64>, Vec<u64>) {
     let acc = kernel.accumulator();
     let widened = |(values, partial): &(Vec<u64>, bool)| -> Vec<u64> {
@@ -116,7 +116,7 @@ fn expected(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32) -> (
     (sums.into_iter().map(|bits| canonical(kernel, bits)).collect(), results)
 }
 
-/// Reduce the contributions with each version, at the given offsets from an aligned address, and compare.
+/// Reduce the contributions with each version, at these offsets from an aligned address, and compare.
 fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32, acc_offset: usize, src_offset: usize) {
     const GUARD: u8 = 0xa5;
     let (sums, results) = expected(kernel, contributions, ranks);
@@ -146,9 +146,9 @@ fn check(kernel: Kernel, contributions: &[(Vec<u64>, bool)], ranks: u32, acc_off
     }
 }
 
-/// Every special value with every other, as elements and as partials, in both orders.
+/// Combines every special value with every other, as elements and as partial results, in both orders.
 #[test]
-fn special_values_meet_each_other() {
+fn every_pair_of_special_values_matches_the_oracle() {
     for (kernel, ranks) in plain_kernels().into_iter().zip([2, 3, 7, 1, 640_000].into_iter().cycle()) {
         for partial in [false, true] {
             let all = specials(source(kernel, partial));
@@ -162,9 +162,9 @@ fn special_values_meet_each_other() {
     }
 }
 
-/// Whole vectors, what is left behind them, and addresses that no vector is aligned to.
+/// Lengths with every remainder after whole vectors, at unaligned addresses.
 #[test]
-fn every_remainder_at_odd_addresses() {
+fn every_length_and_alignment_matches_the_oracle() {
     let mut state = 1;
     for kernel in plain_kernels() {
         for len in (0..=17).chain(30..=34).chain(62..=67).chain(126..=131).chain([255, 511, 513]) {
@@ -176,9 +176,9 @@ fn every_remainder_at_odd_addresses() {
 }
 
 proptest! {
-    /// Long random reductions, elements and partials mixed, in all versions.
+    /// Long reductions of elements and partial results, in all versions.
     #[test]
-    fn random_reductions(
+    fn random_reductions_match_the_oracle(
         seed: u64,
         kernel in prop::sample::select(plain_kernels()),
         len in 0_usize..3000,
@@ -190,15 +190,15 @@ proptest! {
         let mut state = seed;
         let contributions: Vec<_> =
             partials.iter().map(|&partial| (draw(&mut state, source(kernel, partial), len), partial)).collect();
-        // f32 averages divide by the nearest f32 to the number of ranks: the number itself, up to 2^24.
+        // f32 averages divide by the number of ranks rounded to f32, which is exact up to 2^24.
         let ranks = if kernel.accumulator() == Dtype::F32 { ranks as f32 as u32 } else { ranks };
         check(kernel, &contributions, ranks, acc_offset, src_offset);
     }
 }
 
-/// Reduce contributions of one element each, in place and out of place; return the bits.
+/// Reduce contributions of one element each, in place and out of place, and return the bits.
 fn reduce(dtype: Dtype, op: ReduceOp, contributions: &[u64]) -> u64 {
-    let kernel = Kernel::new(dtype, op).expect("the two go together");
+    let kernel = Kernel::new(dtype, op).expect("supported");
     let ranks = contributions.len() as u32;
     let mut acc = vec![0xff; kernel.accumulator().size_bytes()];
     for (i, &bits) in contributions.iter().enumerate() {
@@ -213,7 +213,7 @@ fn reduce(dtype: Dtype, op: ReduceOp, contributions: &[u64]) -> u64 {
 }
 
 #[test]
-fn golden_sums() {
+fn sums_match_golden_values() {
     let sum = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Sum, contributions);
     assert_eq!(sum(Dtype::I32, &[0x7fff_ffff, 1]), 0x8000_0000, "wraps");
     assert_eq!(sum(Dtype::I64, &[u64::MAX, 1]), 0, "-1 + 1");
@@ -245,7 +245,7 @@ fn golden_sums() {
 }
 
 #[test]
-fn golden_averages() {
+fn averages_match_golden_values() {
     let average = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Avg, contributions);
     assert_eq!(average(Dtype::I32, &[7, 0]), 3, "truncated");
     assert_eq!(average(Dtype::I32, &[-7_i32 as u32 as u64, 0]), -3_i32 as u32 as u64, "towards zero");
@@ -258,7 +258,7 @@ fn golden_averages() {
 }
 
 #[test]
-fn golden_products() {
+fn products_match_golden_values() {
     let product = |dtype, contributions: &[u64]| reduce(dtype, ReduceOp::Prod, contributions);
     assert_eq!(product(Dtype::I8, &[0x80, 0xff]), 0x80, "-128 x -1 wraps");
     assert_eq!(product(Dtype::U64, &[u64::MAX, u64::MAX]), 1, "-1 x -1 modulo 2^64");
@@ -269,24 +269,24 @@ fn golden_products() {
 }
 
 #[test]
-fn golden_truths() {
+fn logical_operators_match_golden_values() {
     let one = |op, value| reduce(Dtype::I16, op, &[value]);
-    assert_eq!(one(ReduceOp::Land, 5), 1, "a lone contribution is a truth too");
+    assert_eq!(one(ReduceOp::Land, 5), 1, "a single contribution becomes 0 or 1 too");
     assert_eq!(one(ReduceOp::Lor, 0x8000), 1);
     assert_eq!(one(ReduceOp::Lxor, 0), 0);
-    assert_eq!(reduce(Dtype::U8, ReduceOp::Land, &[2, 1]), 1, "2 and 1 are both true, though 2 & 1 is 0");
-    assert_eq!(reduce(Dtype::U8, ReduceOp::Lxor, &[2, 1]), 0, "and so their exclusive or is false");
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Land, &[2, 1]), 1, "2 and 1 are both true, although 2 & 1 is 0");
+    assert_eq!(reduce(Dtype::U8, ReduceOp::Lxor, &[2, 1]), 0, "so their exclusive or is false");
     assert_eq!(reduce(Dtype::U8, ReduceOp::Lxor, &[2, 1, 4]), 1);
     assert_eq!(reduce(Dtype::U8, ReduceOp::Band, &[6, 3]), 2);
 }
 
 #[test]
-fn pairs_that_do_not_go_together_have_a_reason() {
+fn unsupported_combinations_have_a_reason_and_advice() {
     for &dtype in Dtype::ALL {
         for &op in ReduceOp::ALL {
-            let why = Kernel::why_not(dtype, op);
+            let why = Kernel::unsupported_reason(dtype, op);
             assert_eq!(Kernel::new(dtype, op).is_none(), why.is_some(), "{dtype} {op}");
-            assert!(why.is_none_or(|why| why.contains("; ")), "what to do instead: {dtype} {op}");
+            assert!(why.is_none_or(|why| why.contains("; ")), "no advice for {dtype} {op}");
         }
     }
     assert_eq!(kernels().count(), 14 * 6 + 8 * 6 + 6 * 2);
@@ -297,7 +297,7 @@ fn pairs_that_do_not_go_together_have_a_reason() {
 }
 
 #[test]
-fn golden_extremes() {
+fn minima_and_maxima_match_golden_values() {
     let f64s = |op, a: f64, b: f64| reduce(Dtype::F64, op, &[a.to_bits(), b.to_bits()]);
     for (a, b) in [(0.0, -0.0), (-0.0, 0.0)] {
         assert_eq!(f64s(ReduceOp::Min, a, b), 0x8000_0000_0000_0000);
@@ -313,21 +313,21 @@ fn golden_extremes() {
 }
 
 #[test]
-fn finish_leaves_what_lies_behind() {
-    // NaNs that rounding would change, as many as would reach into the bytes behind if they were rounded too.
-    let behind = 0xffa0_0001_u32.to_le_bytes().repeat(4);
+fn finish_leaves_bytes_after_the_accumulators_unchanged() {
+    // Non-canonical NaNs, which would change if they were rounded too.
+    let tail = 0xffa0_0001_u32.to_le_bytes().repeat(4);
     for (dtype, result) in [(Dtype::F32, &[0, 0, 0x80, 0x3f, 0, 0, 0, 0x40][..]), (Dtype::Bf16, &[0x80, 0x3f, 0, 0x40])]
     {
         let kernel = Kernel::new(dtype, ReduceOp::Sum).expect("supported");
-        let mut bytes = [&1.0_f32.to_le_bytes(), &2.0_f32.to_le_bytes(), &behind[..]].concat();
+        let mut bytes = [&1.0_f32.to_le_bytes(), &2.0_f32.to_le_bytes(), &tail[..]].concat();
         assert_eq!(kernel.finish(&mut bytes, 2, 1), result.len());
         assert_eq!(bytes[..result.len()], *result);
-        assert_eq!(bytes[8..], behind);
+        assert_eq!(bytes[8..], tail);
     }
 }
 
 #[test]
-fn lengths_are_counted_in_elements_of_the_source() {
+fn count_is_in_elements_of_the_source() {
     let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
     assert_eq!(kernel.count(6, false), Some(3));
     assert_eq!(kernel.count(6, true), None);
@@ -337,34 +337,34 @@ fn lengths_are_counted_in_elements_of_the_source() {
 
 #[test]
 #[should_panic(expected = "8 bytes of f32 accumulators and 6 bytes of bf16 are not equally many elements")]
-fn combine_refuses_more_elements() {
+fn combine_panics_if_source_is_longer() {
     let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
     kernel.combine(&mut [0; 8], &[0; 6], false);
 }
 
 #[test]
 #[should_panic(expected = "8 bytes of f32 accumulators and 2 bytes of bf16 are not equally many elements")]
-fn combine_refuses_fewer_elements() {
+fn combine_panics_if_source_is_shorter() {
     let kernel = Kernel::new(Dtype::Bf16, ReduceOp::Sum).expect("supported");
     kernel.combine(&mut [0; 8], &[0; 2], false);
 }
 
 #[test]
 #[should_panic(expected = "2 bytes of f32 are not equally many")]
-fn load_refuses_half_an_element() {
+fn load_panics_on_half_an_element() {
     let kernel = Kernel::new(Dtype::F32, ReduceOp::Sum).expect("supported");
     kernel.load(&mut [0; 2], &[0; 2], false);
 }
 
 #[test]
 #[should_panic(expected = "3 f64 accumulators do not fit 23 bytes")]
-fn finish_refuses_a_short_buffer() {
+fn finish_panics_if_buffer_is_too_short() {
     let kernel = Kernel::new(Dtype::F64, ReduceOp::Max).expect("supported");
     kernel.finish(&mut [0; 23], 3, 1);
 }
 
-/// Averages are multiplied by a reciprocal: every 16-bit integer by every small number of ranks, and quotients that
-/// are whole, or just not, of 32-bit ones.
+/// Averages multiply by a reciprocal. Tests all 16-bit integers with many numbers of ranks, and 32-bit integers whose
+/// quotients are whole or just not.
 #[test]
 fn averages_of_integers_are_exact() {
     let average = |dtype: Dtype, values: &[u64], ranks: u32| {

@@ -1,9 +1,9 @@
-//! The values that kernels must give, computed on bits with wide integers: one element at a time, no float
-//! arithmetic, nothing shared with the code under test.
+//! The expected values of kernels, computed with wide integers: one element at a time, without float arithmetic, and
+//! without code shared with the kernels.
 //!
-//! Elements and accumulators are the low bits of a u64. A float is decoded to sign x significand x 2^exponent,
-//! computed with exactly (or with a sticky bit where it can't matter), and rounded once by the definition of
-//! nearest-even. Every NaN result is the canonical one.
+//! Elements and accumulators are the low bits of a u64. A float is decoded to sign x significand x 2^exponent.
+//! Operations are exact, or keep a sticky bit where that suffices, and round once, to nearest even by definition. All
+//! NaN results are canonical.
 
 use crate::op::{Dtype, ReduceOp};
 
@@ -14,7 +14,7 @@ pub(super) struct Format {
     pub(super) fraction_bits: u32,
     /// Bits of the exponent field.
     pub(super) exponent_bits: u32,
-    /// No infinities, and NaN only where all bits below the sign are set (E4M3).
+    /// E4M3: no infinities, and a NaN only if all bits below the sign are set.
     is_finite: bool,
 }
 
@@ -39,12 +39,12 @@ impl Format {
         Some(Self { fraction_bits, exponent_bits, is_finite: dtype == Dtype::E4m3 })
     }
 
-    /// Return an exponent field of all ones: +infinity, where there is one.
+    /// Return the bits with an exponent of all ones: +infinity, if the format has it.
     pub(super) fn infinity(self) -> u64 {
         ((1 << self.exponent_bits) - 1) << self.fraction_bits
     }
 
-    /// Return the bits of the greatest magnitude that is no NaN.
+    /// Return the bits of the greatest magnitude that is not a NaN.
     pub(super) fn greatest(self) -> u64 {
         if self.is_finite { self.sign() - 2 } else { self.infinity() }
     }
@@ -103,13 +103,13 @@ impl Format {
         if negative { self.sign() | magnitude } else { magnitude }
     }
 
-    /// Round significand x 2^exponent to nearest even; return the bits, without sign.
+    /// Round significand x 2^exponent to nearest even, and return the bits without the sign.
     fn round(self, significand: u128, exponent: i32) -> u64 {
         if significand == 0 {
             return 0;
         }
         let top = 127 - significand.leading_zeros() as i32 + exponent;
-        // The unit in the last place: by the leading bit, but never below the subnormals'.
+        // The unit in the last place follows from the leading bit, but is at least that of subnormals.
         let unit = (top - self.fraction_bits as i32).max(self.least_exponent());
         let drop = unit - exponent;
         let rounded = match drop {
@@ -121,7 +121,7 @@ impl Format {
             // Less than half a unit: the leading bit lies below bit 127 of the unit.
             _ => 0,
         };
-        // A normal significand's leading bit adds 1 to the exponent field, and so does a carry out of it.
+        // The leading bit of a normal significand adds 1 to the exponent field, as does a carry.
         let field = (unit - self.least_exponent()) as u128;
         let bits = (field << self.fraction_bits) + rounded;
         bits.min(u128::from(u64::MAX)) as u64
@@ -153,13 +153,13 @@ impl Format {
     }
 
     fn divide(self, a: u64, divisor: u32) -> u64 {
-        // What 53 bits leave free below: more than enough for one rounding, with a sticky bit.
-        const MORE: u32 = 70;
+        // Extra bits below a significand of 53 bits: more than enough for one rounding with a sticky bit.
+        const EXTRA_BITS: u32 = 70;
         match self.decode(a) {
             Some(Number::Finite { negative, significand, exponent }) => {
-                let (wide, divisor) = (significand << MORE, u128::from(divisor));
+                let (wide, divisor) = (significand << EXTRA_BITS, u128::from(divisor));
                 let significand = (wide / divisor) << 1 | u128::from(!wide.is_multiple_of(divisor));
-                self.encode(Number::Finite { negative, significand, exponent: exponent - MORE as i32 - 1 })
+                self.encode(Number::Finite { negative, significand, exponent: exponent - EXTRA_BITS as i32 - 1 })
             }
             Some(infinite) => self.encode(infinite),
             None => self.nan(),
@@ -170,17 +170,17 @@ impl Format {
         if self.is_nan(a) || self.is_nan(b) {
             return self.nan();
         }
-        // Sign and magnitude as a line of integers on which -0 is just below +0.
-        let place = |bits: u64| {
+        // Maps sign and magnitude to integers in order, with -0 just below +0.
+        let rank = |bits: u64| {
             let magnitude = i128::from(self.magnitude(bits));
             if bits & self.sign() == 0 { magnitude } else { -1 - magnitude }
         };
-        if (place(a) > place(b)) == greatest { a } else { b }
+        if (rank(a) > rank(b)) == greatest { a } else { b }
     }
 }
 
-/// Add two of (negative, significand of at most 53 bits, exponent), keeping 64 bits below the greater exponent and a
-/// sticky bit: more than enough for one rounding to 53.
+/// Add two numbers (negative, significand of at most 53 bits, exponent). Keeps 64 bits below the greater exponent and a
+/// sticky bit, which is more than enough for one rounding to 53 bits.
 fn add_finite(a: (bool, u128, i32), b: (bool, u128, i32)) -> Number {
     let ((n1, s1, e1), (n2, s2, e2)) = if a.2 >= b.2 { (a, b) } else { (b, a) };
     let shift = (e1 - e2) as u32;
@@ -198,7 +198,7 @@ fn add_finite(a: (bool, u128, i32), b: (bool, u128, i32)) -> Number {
     Number::Finite { negative, significand, exponent: e1 - 64 }
 }
 
-/// Return an element as an accumulator: the exact value, or a NaN.
+/// Return an element as an accumulator: its exact value, or a NaN.
 pub(super) fn widen(dtype: Dtype, bits: u64) -> u64 {
     let (Some(from), Some(to)) = (Format::of(dtype), Format::of(dtype.accumulator())) else { return bits };
     from.decode(bits).map_or(to.nan(), |number| to.encode(number))
@@ -234,12 +234,12 @@ pub(super) fn apply(acc: Dtype, op: ReduceOp, a: u64, b: u64) -> u64 {
     )
 }
 
-/// Return an accumulator as the element of a result.
+/// Return the result element of an accumulator.
 pub(super) fn finish(dtype: Dtype, op: ReduceOp, ranks: u32, acc: u64) -> u64 {
     let accumulator = dtype.accumulator();
     let value = match (op, Format::of(accumulator)) {
         (ReduceOp::Avg, Some(format)) => format.divide(acc, ranks),
-        // Truncated, as division of Rust's integers is.
+        // Truncating, like Rust's integer division.
         (ReduceOp::Avg, None) => wrap(accumulator, integer(accumulator, acc) / i128::from(ranks)),
         (ReduceOp::Land | ReduceOp::Lor | ReduceOp::Lxor, _) => u64::from(acc != 0),
         _ => acc,
@@ -268,7 +268,7 @@ pub(super) fn round(dtype: Dtype, acc: u64) -> u64 {
 fn integer(dtype: Dtype, bits: u64) -> i128 {
     let is_signed = matches!(dtype, Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64);
     let len = dtype.size_bytes() as u32 * 8;
-    // Sign-extend by subtracting 2^len from the upper half, in a type where sums don't wrap.
+    // Sign-extend by subtracting 2^len from the upper half, in a type in which sums do not wrap.
     i128::from(bits) - if is_signed && bits >> (len - 1) == 1 { 1_i128 << len } else { 0 }
 }
 

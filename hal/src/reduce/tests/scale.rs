@@ -1,4 +1,4 @@
-//! The multiplication of contributions to premultiplied sums.
+//! Tests of [`Kernel::scale`].
 
 use super::super::ScaleError;
 use super::values::{bytes_of, draw, specials, values_of};
@@ -7,7 +7,7 @@ use crate::op::{Dtype, ReduceOp};
 use proptest::prelude::*;
 
 fn check(dtype: Dtype, values: &[u64], scalar: f64) {
-    let kernel = Kernel::new(dtype, ReduceOp::PremulSum).expect("every type has it");
+    let kernel = Kernel::new(dtype, ReduceOp::PremulSum).expect("supported by every type");
     let right: Vec<u64> = values.iter().map(|&bits| oracle::scale(dtype, bits, scalar)).collect();
     for version in VERSIONS {
         let src = bytes_of(dtype, values);
@@ -18,7 +18,7 @@ fn check(dtype: Dtype, values: &[u64], scalar: f64) {
 }
 
 #[test]
-fn special_values_times_special_scalars() {
+fn special_values_and_scalars_match_the_oracle() {
     let whole = [0.0, -0.0, 1.0, -1.0, 3.0, 255.0, -129.0, 4_294_967_297.0, -9.223_372_036_854_776e18, 1e19];
     let others = [0.1, -0.5, 1e-40, 1e39, -1e-320, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, f64::MIN_POSITIVE];
     for &dtype in Dtype::ALL {
@@ -30,7 +30,7 @@ fn special_values_times_special_scalars() {
 
 proptest! {
     #[test]
-    fn random_values_times_random_scalars(
+    fn random_values_and_scalars_match_the_oracle(
         seed: u64,
         dtype in prop::sample::select(Dtype::ALL),
         len in 0_usize..300,
@@ -45,7 +45,7 @@ proptest! {
 }
 
 #[test]
-fn scalars_that_an_integer_can_not_be_multiplied_by_are_refused() {
+fn scale_refuses_fractions_for_integers_and_other_operators() {
     let kernel = Kernel::new(Dtype::I32, ReduceOp::PremulSum).expect("supported");
     for scalar in [0.5, -0.1, 18_446_744_073_709_551_616.0, -9.3e18, f64::INFINITY, f64::NAN] {
         let mut dst = [7; 4];
@@ -59,7 +59,7 @@ fn scalars_that_an_integer_can_not_be_multiplied_by_are_refused() {
 
 #[test]
 #[should_panic(expected = "4 bytes and 8 bytes of f32 are not equally many elements")]
-fn scale_refuses_fewer_elements() {
+fn scale_panics_if_lengths_differ() {
     let kernel = Kernel::new(Dtype::F32, ReduceOp::PremulSum).expect("supported");
     let _ = kernel.scale(&mut [0; 4], &[0; 8], 1.0);
 }

@@ -1,4 +1,4 @@
-//! Values to try: the special ones of each type, and random ones that meet in interesting ways.
+//! Test values: special values of each type, and random values whose combinations round.
 
 use super::oracle::Format;
 use crate::op::Dtype;
@@ -18,21 +18,21 @@ pub(super) fn specials(dtype: Dtype) -> Vec<u64> {
     // NaNs: signalling with the least and greatest payload, the canonical one, quiet with a payload.
     magnitudes.extend([format.infinity() + 1, format.nan() - 1, format.nan(), format.nan() + 1, format.sign() - 1]);
     magnitudes.retain(|&magnitude| magnitude < format.sign());
-    // One and a half units against one: a tie when added, and for the cancellation below it.
+    // Values that tie when added to one, and cancel just below it.
     magnitudes.extend([one - unit * u64::from(format.fraction_bits), one - unit * u64::from(format.fraction_bits + 1)]);
     if dtype == Dtype::F32 {
         // Ties of bf16 and f16 and their neighbours, f16's overflow, and its subnormals' ties.
         magnitudes.extend([0x3f80_7fff, 0x3f80_8000, 0x3f80_8001, 0x3f81_8000, 0x7f7f_7fff, 0x7f7f_8000]);
         magnitudes.extend([0x3f80_0fff, 0x3f80_1000, 0x3f80_1001, 0x3f80_3000, 0x477f_efff, 0x477f_f000]);
         magnitudes.extend([0x3300_0000, 0x3300_0001, 0x32ff_ffff, 0x33c0_0000, 0x387f_ffff, 0x387f_e000, 0x387f_f000]);
-        // The same of E4M3 (464 is the last that rounds to 448; 2^-10 ties with zero) and E5M2 (61,440; 2^-17).
+        // The same for E4M3 (464 is the largest that rounds to 448; 2^-10 ties with zero) and E5M2 (61,440; 2^-17).
         magnitudes.extend([0x43e8_0000, 0x43e8_0001, 0x43e7_ffff, 0x3a80_0000, 0x3a80_0001, 0x3c7f_ffff, 0x3f88_0000]);
         magnitudes.extend([0x4770_0000, 0x4770_0001, 0x476f_ffff, 0x3700_0000, 0x3700_0001, 0x387f_ffff, 0x3f90_0000]);
     }
     magnitudes.iter().flat_map(|&magnitude| [magnitude, magnitude | format.sign()]).collect()
 }
 
-/// Return the next number of Steele, Lea and Flood's SplitMix64 generator (OOPSLA 2014).
+/// Return the next number of the SplitMix64 generator (Steele, Lea, Flood, OOPSLA 2014).
 pub(super) fn next(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;
@@ -41,7 +41,7 @@ pub(super) fn next(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Draw `len` values: special ones, any bits, and floats within a few powers of two of one, whose sums round.
+/// Draw `len` values: special values, arbitrary bits, and floats close to one, whose sums round.
 pub(super) fn draw(state: &mut u64, dtype: Dtype, len: usize) -> Vec<u64> {
     let special = specials(dtype);
     let mask = u64::MAX >> (64 - dtype.size_bytes() * 8);

@@ -1,4 +1,4 @@
-//! The device's side of the double: an emulated engine that reaches the memory of ranks of other hosts.
+//! The device's side of an in-process link: an emulated engine that accesses the memory of ranks on other hosts.
 
 use super::super::{Link, LinkEnd, LinkFailure, RankLink, RemoteRegion};
 use super::{End, Exchange, ExchangeLink, Parcel};
@@ -11,7 +11,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// A step, whose memory it is at, and what is announced there.
+/// A step of a chain that accesses a peer's memory, and the offset that it announces.
 #[derive(Debug, Clone, Copy)]
 struct Touched {
     step: u16,
@@ -19,15 +19,15 @@ struct Touched {
     landed: Option<u32>,
 }
 
-/// The device's side: an emulated engine that reaches the memory of ranks, and announces what it writes there.
+/// An emulated engine that accesses the memory of ranks and announces the results that it writes there.
 pub struct ExchangeDevice {
     engine: EmuEngine,
     exchange: Exchange,
     event: Arc<OwnedFd>,
     peers: Vec<Option<ExchangeLink>>,
-    /// Memory of ranks, and whether results land there.
+    /// Mapped memory of ranks: key, peer, and whether it is a landing area.
     remote: Vec<(RegionKey, u16, bool)>,
-    /// What chains in flight write there, if they do, and whose memory they are at.
+    /// Chains in flight, and their steps that access peers' memory.
     chains: Vec<(Tag, Vec<Touched>)>,
 }
 
@@ -38,10 +38,10 @@ impl fmt::Debug for ExchangeDevice {
 }
 
 impl ExchangeDevice {
-    /// Give an engine ranks of this exchange.
+    /// Connect an engine to the ranks of this exchange.
     ///
     /// # Errors
-    /// [`LinkFailure`]: the system has no event to give.
+    /// [`LinkFailure`] if the system has no eventfd left.
     pub fn new(engine: EmuEngine, exchange: Exchange) -> Result<Self, LinkFailure> {
         let event = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         let event = Arc::new(event.map_err(|errno| LinkFailure(format!("an event: {errno}")))?);
@@ -53,13 +53,13 @@ impl ExchangeDevice {
         &mut self.engine
     }
 
-    /// Connect to a rank's end; returns its number, and where the device's end is.
+    /// Connect to a rank's end; returns the peer's number and the address of the device's end.
     ///
     /// # Errors
     /// [`LinkFailure`]
     pub fn connect(&mut self, rank: &LinkEnd) -> Result<(u16, LinkEnd), LinkFailure> {
         let mut link = self.exchange.rank_link()?;
-        // What comes for any of them wakes the device.
+        // An arrival from any rank wakes the device.
         self.exchange.lock().ends[link.number].event = Arc::clone(&self.event);
         link.connect(rank)?;
         let end = link.end();
@@ -79,10 +79,10 @@ impl ExchangeDevice {
         }
     }
 
-    /// Let chains reach memory of a rank under `key`.
+    /// Map a rank's memory for chains under `key`.
     ///
     /// # Errors
-    /// [`MapError`], or none if there is no such memory.
+    /// [`MapError`], or `None` if there is no such memory.
     pub fn map_remote(
         &mut self,
         key: RegionKey,
@@ -95,30 +95,30 @@ impl ExchangeDevice {
         Ok(())
     }
 
-    /// Take memory away; false if it was not there.
+    /// Unmap memory; false if it was not mapped.
     pub fn unmap(&mut self, key: RegionKey) -> bool {
         self.remote.retain(|(known, ..)| *known != key);
         self.engine.unmap(key)
     }
 
-    /// Return what becomes readable when a rank has something for the device.
+    /// Return the descriptor that becomes readable on an arrival.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
     }
 
-    /// Look at what comes from now on.
+    /// Reset the descriptor: later arrivals make it readable again.
     pub fn arm(&mut self) {
         let _ = rustix::io::read(&*self.event, &mut [0; 8]);
     }
 
-    /// Tell whether a rank has something for the device.
-    pub fn has_news(&self) -> bool {
+    /// Return whether an arrival waits.
+    pub fn has_work(&self) -> bool {
         let state = self.exchange.lock();
         let waits = |link: &ExchangeLink| !state.ends[link.number].inbox.is_empty();
         self.peers.iter().flatten().any(waits)
     }
 
-    /// Whose memory the steps of a chain are at, and what they announce.
+    /// Return the steps of a chain that access peers' memory.
     fn touched(&self, steps: &[Step]) -> Vec<Touched> {
         let of = |key: RegionKey| self.remote.iter().find(|(known, ..)| *known == key).copied();
         let mut touched = Vec::new();
@@ -134,7 +134,7 @@ impl ExchangeDevice {
         touched
     }
 
-    /// A step was at memory that is not there: the peer's hardware refuses that, and its connection is at its end.
+    /// A step accessed memory that is not mapped: the peer's hardware refuses, which ends its connection.
     fn refuse(&mut self, step: u16, touched: &[Touched]) {
         let mut state = self.exchange.lock();
         for peer in touched.iter().filter(|touched| touched.step == step).map(|touched| touched.peer) {
@@ -144,7 +144,7 @@ impl ExchangeDevice {
         }
     }
 
-    /// Announce what a chain has written; false if somebody whose memory it was at is gone.
+    /// Announce the results that a chain has written; false if a peer that it accessed has gone.
     fn announce(&self, touched: &[Touched]) -> bool {
         let mut state = self.exchange.lock();
         touched.iter().all(|Touched { peer, landed, .. }| {

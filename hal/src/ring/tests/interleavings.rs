@@ -1,10 +1,10 @@
-//! Every interleaving of two threads, and every value that the memory model lets a load return, by `loom`.
+//! `loom` tries every interleaving of two threads and every value that the memory model lets a load return.
 //!
-//! The cells of the entries are `loom`'s, which report two accesses that nothing orders; the sleep is a mutex and a
-//! condition variable that do what `futex(2)` does. Each test has a twin that takes one rule away and must fail, so
-//! that a search which finds nothing means something.
+//! The entries are `loom` cells, which report unordered accesses. Sleeping is modelled by a mutex and a condition
+//! variable that behave like `futex(2)`. Each test has a counterpart that removes one rule and must fail, which shows
+//! that the search can find such errors.
 
-use super::super::{Consumer, Doorbell, Memory, Producer, Wanted, Word};
+use super::super::{Consumer, Doorbell, Memory, Producer, WakeThreshold, Word};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
@@ -12,7 +12,7 @@ use loom::thread;
 
 const CAPACITY: u32 = 2;
 
-/// A ring of `loom`'s cells; `publish` is the order of index stores, release where all is well.
+/// A ring of `loom` cells. `publish` is the ordering of index stores; release is correct.
 struct Cells {
     produced: AtomicU32,
     consumed: AtomicU32,
@@ -63,7 +63,7 @@ impl Memory<1> for Arc<Cells> {
     }
 }
 
-/// Three entries through two places: each index store and load is seen by the other side, and a place is used again.
+/// Move three entries through a ring of two, so that a place is reused.
 fn transfer(publish: Ordering) {
     loom::model(move || {
         let cells = Cells::new(publish);
@@ -73,7 +73,7 @@ fn transfer(publish: Ordering) {
             while next <= 3 {
                 let batch = [[next], [next + 1]];
                 let left = (4 - next).min(2) as usize;
-                match producer.push_batch(&batch[..left]).expect("the peer is honest") {
+                match producer.push_batch(&batch[..left]).expect("the peer is correct") {
                     0 => thread::yield_now(),
                     pushed => next += pushed as u64,
                 }
@@ -82,7 +82,7 @@ fn transfer(publish: Ordering) {
         let mut consumer = Consumer::<_, 1>::new(cells);
         let mut expected = 1;
         while expected <= 3 {
-            match consumer.pop().expect("the peer is honest") {
+            match consumer.pop().expect("the peer is correct") {
                 None => thread::yield_now(),
                 Some(entry) => {
                     assert_eq!(entry, [expected]);
@@ -95,17 +95,17 @@ fn transfer(publish: Ordering) {
 }
 
 #[test]
-fn entries_arrive_whole_and_in_order() {
+fn entries_arrive_intact_and_in_order() {
     transfer(Ordering::Release);
 }
 
 #[test]
 #[should_panic(expected = "Causality violation")]
-fn without_release_order_entries_tear() {
+fn relaxed_index_stores_race_with_entry_reads() {
     transfer(Ordering::Relaxed);
 }
 
-/// A word to sleep on, and the kernel's queue behind it.
+/// A futex word with the kernel's wait queue.
 struct Futex {
     word: AtomicU32,
     fenced: bool,
@@ -116,7 +116,7 @@ struct Futex {
 impl Futex {
     fn wait(&self) {
         let mut kernel = self.kernel.lock().expect("no panic");
-        // The kernel compares under the lock that a waker takes.
+        // The kernel compares while it holds the lock that a waker takes.
         while self.word.load(Ordering::Relaxed) == Doorbell::<&Self>::ASLEEP {
             kernel = self.sleepers.wait(kernel).expect("no panic");
         }
@@ -148,12 +148,12 @@ impl Word for Futex {
     }
 }
 
-/// Each ringer publishes one thing; the sleeper sleeps until it has all. A lost wake-up is a deadlock.
-fn wake_up(ringers: usize, fenced: bool, look_again: bool) {
+/// Each ringer publishes one flag; the sleeper sleeps until all are set. A lost wake-up is a deadlock.
+fn wake_up(ringers: usize, fenced: bool, check_again: bool) {
     let mut model = loom::model::Builder::new();
-    // All interleavings of two threads; of three, those with at most two preemptions, which are few enough.
+    // All interleavings of two threads. With three, at most two preemptions, to keep the search small.
     model.preemption_bound = (ringers > 1).then_some(2);
-    // `loom`'s own counter of references can't be dropped where a model has failed, and is not under test.
+    // `std` reference counts: `loom`'s cannot be dropped in a model that failed, and they are not under test.
     model.check(move || {
         let futex = std::sync::Arc::new(Futex {
             word: AtomicU32::new(Doorbell::<&Futex>::AWAKE),
@@ -161,28 +161,28 @@ fn wake_up(ringers: usize, fenced: bool, look_again: bool) {
             kernel: Mutex::new(()),
             sleepers: Condvar::new(),
         });
-        let news: std::sync::Arc<[_]> = (0..ringers).map(|_| AtomicU32::new(0)).collect();
+        let work: std::sync::Arc<[_]> = (0..ringers).map(|_| AtomicU32::new(0)).collect();
         let ringers: Vec<_> = (0..ringers)
             .map(|ringer| {
-                let (futex, news) = (futex.clone(), news.clone());
+                let (futex, work) = (futex.clone(), work.clone());
                 thread::spawn(move || {
-                    news[ringer].store(1, Ordering::Release);
+                    work[ringer].store(1, Ordering::Release);
                     if Doorbell::new(&*futex).ring() {
                         futex.wake();
                     }
                 })
             })
             .collect();
-        let all_there = || news.iter().all(|news| news.load(Ordering::Acquire) == 1);
+        let all_there = || work.iter().all(|work| work.load(Ordering::Acquire) == 1);
         let bell = Doorbell::new(&*futex);
         while !all_there() {
-            bell.announce();
-            if look_again && all_there() {
-                bell.awake();
+            bell.arm();
+            if check_again && all_there() {
+                bell.disarm();
                 break;
             }
             futex.wait();
-            bell.awake();
+            bell.disarm();
         }
         for ringer in ringers {
             ringer.join().expect("no panic");
@@ -191,29 +191,29 @@ fn wake_up(ringers: usize, fenced: bool, look_again: bool) {
 }
 
 #[test]
-fn no_wake_up_is_lost() {
+fn one_ringer_always_wakes_the_sleeper() {
     wake_up(1, true, true);
 }
 
 #[test]
-fn no_wake_up_is_lost_between_two_ringers() {
+fn two_ringers_always_wake_the_sleeper() {
     wake_up(2, true, true);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn without_fences_wake_ups_are_lost() {
+fn without_fences_a_wake_up_is_lost() {
     wake_up(1, false, true);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn without_the_second_look_wake_ups_are_lost() {
+fn without_the_second_check_a_wake_up_is_lost() {
     wake_up(1, true, false);
 }
 
-/// The ringer counts to two and rings when what is wanted is reached; the sleeper wants two, and what was wanted before
-/// is far ahead. A lost wake-up is a deadlock.
+/// The ringer counts to two and rings when the threshold is reached. The sleeper sets the threshold to two; the
+/// previous one was far ahead. A lost wake-up is a deadlock.
 fn wake_up_at(fenced: bool) {
     loom::model(move || {
         let futex = std::sync::Arc::new(Futex {
@@ -222,7 +222,7 @@ fn wake_up_at(fenced: bool) {
             kernel: Mutex::new(()),
             sleepers: Condvar::new(),
         });
-        let wanted = std::sync::Arc::new(Futex {
+        let threshold = std::sync::Arc::new(Futex {
             word: AtomicU32::new(9),
             fenced,
             kernel: Mutex::new(()),
@@ -230,11 +230,11 @@ fn wake_up_at(fenced: bool) {
         });
         let count: std::sync::Arc<AtomicU32> = std::sync::Arc::new(AtomicU32::new(0));
         let ringer = {
-            let (futex, wanted, count) = (futex.clone(), wanted.clone(), count.clone());
+            let (futex, threshold, count) = (futex.clone(), threshold.clone(), count.clone());
             thread::spawn(move || {
                 for now in 1..=2 {
                     count.store(now, Ordering::Release);
-                    if Wanted::new(&*wanted).is_reached(now) && Doorbell::new(&*futex).ring() {
+                    if WakeThreshold::new(&*threshold).is_reached(now) && Doorbell::new(&*futex).ring() {
                         futex.wake();
                     }
                 }
@@ -242,26 +242,26 @@ fn wake_up_at(fenced: bool) {
         };
         let bell = Doorbell::new(&*futex);
         while count.load(Ordering::Acquire) < 2 {
-            Wanted::new(&*wanted).set(2);
-            bell.announce();
+            WakeThreshold::new(&*threshold).set(2);
+            bell.arm();
             if count.load(Ordering::Acquire) >= 2 {
-                bell.awake();
+                bell.disarm();
                 break;
             }
             futex.wait();
-            bell.awake();
+            bell.disarm();
         }
         ringer.join().expect("no panic");
     });
 }
 
 #[test]
-fn who_waits_for_a_count_is_woken_when_it_is_reached() {
+fn sleeper_is_woken_when_the_threshold_is_reached() {
     wake_up_at(true);
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn without_fences_a_count_is_missed() {
+fn without_fences_a_threshold_is_missed() {
     wake_up_at(false);
 }

@@ -1,4 +1,4 @@
-//! Rings against a queue that stands outside, against peers that write garbage, and under every interleaving.
+//! Rings compared with a plain queue, with peers that write garbage, and under every interleaving.
 
 mod interleavings;
 
@@ -15,26 +15,26 @@ fn words(count: usize) -> Vec<AtomicU64> {
 enum Operation {
     Push(usize),
     Pop(usize),
-    AskRoom,
-    AskAvailable,
+    Room,
+    Available,
 }
 
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
     let operation = prop_oneof![
         4 => (0..12_usize).prop_map(Operation::Push),
         4 => (0..12_usize).prop_map(Operation::Pop),
-        1 => Just(Operation::AskRoom),
-        1 => Just(Operation::AskAvailable),
+        1 => Just(Operation::Room),
+        1 => Just(Operation::Available),
     ];
     prop::collection::vec(operation, 0..200)
 }
 
 proptest! {
     #[test]
-    fn behaves_as_a_bounded_queue(
+    fn ring_behaves_like_a_bounded_queue(
         operations in operations(),
         capacity_log2 in 0..4_u32,
-        // Half of the runs cross the point where indices wrap.
+        // In half of the runs the indices wrap around.
         start in prop_oneof![Just(0), (u32::MAX - 100)..=u32::MAX],
     ) {
         let capacity = 1_usize << capacity_log2;
@@ -50,29 +50,29 @@ proptest! {
             match operation {
                 Operation::Push(count) => {
                     let batch: Vec<_> = (next..).take(count).map(|n| [n, !n, n * 7]).collect();
-                    let pushed = producer.push_batch(&batch).expect("the peer is honest");
+                    let pushed = producer.push_batch(&batch).expect("the peer is correct");
                     prop_assert_eq!(pushed, count.min(capacity - oracle.len()));
                     oracle.extend(&batch[..pushed]);
                     next += pushed as u64;
                 }
                 Operation::Pop(count) => {
                     let mut batch = vec![[0; 3]; count];
-                    let popped = consumer.pop_batch(&mut batch).expect("the peer is honest");
-                    // It may take what it knows of and leave the rest for the next call, but never nothing.
+                    let popped = consumer.pop_batch(&mut batch).expect("the peer is correct");
+                    // A call may take only the entries that it already knew of, but at least one if any is ready.
                     prop_assert!(popped <= count.min(oracle.len()));
                     prop_assert_eq!(popped == 0, count == 0 || oracle.is_empty());
                     for entry in &batch[..popped] {
                         prop_assert_eq!(Some(*entry), oracle.pop_front());
                     }
                 }
-                Operation::AskRoom => prop_assert_eq!(producer.room(), Ok((capacity - oracle.len()) as u32)),
-                Operation::AskAvailable => prop_assert_eq!(consumer.available(), Ok(oracle.len() as u32)),
+                Operation::Room => prop_assert_eq!(producer.room(), Ok((capacity - oracle.len()) as u32)),
+                Operation::Available => prop_assert_eq!(consumer.available(), Ok(oracle.len() as u32)),
             }
         }
     }
 
     #[test]
-    fn garbage_in_every_peer_writable_word_poisons_and_never_panics(
+    fn garbage_from_the_peer_poisons_permanently_and_does_not_panic(
         garbage in prop::collection::vec((any::<u32>(), any::<u32>(), any::<u64>()), 1..50),
         small in any::<bool>(),
     ) {
@@ -82,7 +82,7 @@ proptest! {
         let mut consumer = Consumer::new(ring);
         let mut ends = [None; 2];
         for (produced, consumed, word) in garbage {
-            // Small numbers are often plausible, and have to be survived as well.
+            // Small numbers are often plausible indices.
             let mask = if small { 15 } else { u32::MAX };
             ring.set_produced(produced & mask);
             ring.set_consumed(consumed & mask);
@@ -94,7 +94,7 @@ proptest! {
                 (1, consumer.available()),
             ] {
                 match (ends[end], result) {
-                    (Some(first), result) => prop_assert_eq!(result, Err(first), "poison is for ever"),
+                    (Some(first), result) => prop_assert_eq!(result, Err(first), "poison is permanent"),
                     (None, Ok(moved)) => prop_assert!(moved <= 8),
                     (None, Err(poisoned)) => ends[end] = Some(poisoned),
                 }
@@ -104,7 +104,7 @@ proptest! {
 }
 
 #[test]
-fn an_index_beyond_the_capacity_or_backwards_is_named() {
+fn index_beyond_the_capacity_or_backwards_poisons() {
     let (indices, entries) = (Indices::default(), words(4));
     let ring = SharedRing::<1>::new(&indices, &entries).expect("a power of two");
     let mut consumer = Consumer::new(ring);
@@ -117,11 +117,11 @@ fn an_index_beyond_the_capacity_or_backwards_is_named() {
     assert_eq!(producer.room(), Ok(3));
     ring.set_consumed(1);
     assert_eq!(producer.room(), Err(Poisoned { from: 2, to: 1, limit: 3 }));
-    assert_eq!(producer.push(&[4]), Err(Poisoned { from: 2, to: 1, limit: 3 }), "even where room was known");
+    assert_eq!(producer.push(&[4]), Err(Poisoned { from: 2, to: 1, limit: 3 }), "even if room was known before");
 }
 
 #[test]
-fn only_powers_of_two_of_whole_entries_make_a_ring() {
+fn ring_capacity_must_be_a_power_of_two_of_whole_entries() {
     let indices = Indices::default();
     for count in [0, 1, 3, 6, 9] {
         let entries = words(count);

@@ -1,16 +1,16 @@
-//! Shared memory, sockets and doorbells; between processes where it takes two.
+//! Tests of shared memory, sockets and doorbells, between two processes where necessary.
 //!
-//! The other process is this test program again, with `other_process` as its only test and a role in its environment.
+//! The other process is this test program again, running only `other_process` with a role in its environment.
 
-#[cfg(feature = "emu")]
-mod by_reference;
 mod processes;
 mod signals;
+#[cfg(feature = "emu")]
+mod zero_copy;
 
 use super::*;
 use crate::dma::DmaMemory;
 use crate::ids::{ChildIndex, GroupId};
-use crate::ring::{Doorbell, Patience};
+use crate::ring::{Doorbell, SpinPolicy};
 use rustix::fs::{
     FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create, open,
 };
@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Long enough for a machine that does something else first; a test that works never waits for it.
+/// A timeout for a busy machine; a passing test never waits this long.
 const LONG: Duration = Duration::from_secs(60);
 
 fn unique_name() -> String {
@@ -43,25 +43,25 @@ fn numbered(number: u64) -> Message {
 }
 
 #[test]
-fn a_region_is_one_memory_for_all_who_map_it() {
+fn region_opened_twice_shares_its_bytes() {
     let ours = Region::create(10_000, Pages::Normal).expect("memory");
     let theirs = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
     assert_ne!(ours.base(), theirs.base());
     assert_eq!((ours.len_bytes(), theirs.len_bytes()), (10_000, 10_000));
     ours.write(9_990, &[1, 2, 3]);
     assert_eq!(bytes_of(&theirs, 9_989, 5), [0, 1, 2, 3, 0]);
-    // SAFETY: nobody else has this memory.
+    // SAFETY: no other thread or process has this memory.
     assert_eq!(unsafe { theirs.as_slice() }[9_991], 2);
 }
 
 #[test]
 #[should_panic(expected = "2 bytes at 9999 reach beyond 10000 bytes")]
-fn a_region_ends_where_it_ends() {
+fn write_beyond_region_panics() {
     Region::create(10_000, Pages::Normal).expect("memory").write(9_999, &[0; 2]);
 }
 
 #[test]
-fn nobody_resizes_a_region() {
+fn region_cannot_be_resized() {
     let region = Region::create(10_000, Pages::Normal).expect("memory");
     for len_bytes in [0, 5_000, 20_000] {
         assert!(ftruncate(region.file(), len_bytes).is_err());
@@ -69,10 +69,10 @@ fn nobody_resizes_a_region() {
 }
 
 #[test]
-fn nobody_writes_to_memory_that_was_handed_over_for_reading() {
+fn read_only_file_cannot_be_reopened_for_writing() {
     let ours = Region::create(10_000, Pages::Normal).expect("memory");
-    let file = ours.read_only_file().expect("nobody else has it");
-    // Who has a descriptor can open its file again, and ask for more.
+    let file = ours.read_only_file().expect("the file was not shared");
+    // The holder of a descriptor can reopen its file and ask for write access.
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     let again = open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).expect("the file's mode allows it");
     let refused = Region::open(duplicate(again.as_fd()), 10_000).expect_err("it is sealed");
@@ -84,16 +84,16 @@ fn nobody_writes_to_memory_that_was_handed_over_for_reading() {
     ours.write(9_990, &[1, 2, 3]);
     let mut found = [0; 4];
     assert!(theirs.read(9_989, &mut found));
-    assert_eq!(found, [0, 1, 2, 3], "its owner goes on");
-    assert!(ours.read_only_file().is_ok(), "to the next one");
-    // What somebody may write to already can't be taken back.
+    assert_eq!(found, [0, 1, 2, 3], "the owner can still write");
+    assert!(ours.read_only_file().is_ok(), "it can be handed over again");
+    // Write access that was given cannot be revoked.
     let shared = Region::create(10_000, Pages::Normal).expect("memory");
     let _ = duplicate(shared.file());
-    assert_eq!(shared.read_only_file().expect_err("others write"), MemoryError::Writable);
+    assert_eq!(shared.read_only_file().expect_err("it was handed over as writable"), MemoryError::Writable);
 }
 
 #[test]
-fn memory_that_could_vanish_is_refused() {
+fn unsealed_or_oversized_memory_is_refused() {
     let memfd = |flags| {
         let file = memfd_create("test", MemfdFlags::CLOEXEC | flags).expect("memory");
         ftruncate(&file, 4096).expect("memory");
@@ -113,27 +113,27 @@ fn memory_that_could_vanish_is_refused() {
     assert!(matches!(Region::create(0, Pages::Normal), Err(MemoryError::Length { len_bytes: 0, .. })));
 }
 
-/// A device maps what ranks hand over: as much as they like, and for as long as they like.
+/// A device maps whatever ranks hand over, of any size and for any time.
 #[test]
-fn mapped_memory_of_others_keeps_no_descriptor_and_allocates_nothing() {
+fn opened_region_keeps_no_descriptor_and_touches_no_page() {
     let name = unique_name();
     let theirs = memfd_create(&name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memory");
     ftruncate(&theirs, 64 << 20).expect("memory");
     fcntl_add_seals(&theirs, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).expect("seals");
     let region = Region::open(duplicate(theirs.as_fd()), 64 << 20).expect("it is sealed");
-    assert_eq!(rustix::fs::fstat(&theirs).expect("a file").st_blocks, 0, "nobody has touched a page");
+    assert_eq!(rustix::fs::fstat(&theirs).expect("a file").st_blocks, 0, "no page is populated");
     let descriptors = || {
-        let files = std::fs::read_dir("/proc/self/fd").expect("Linux tells");
+        let files = std::fs::read_dir("/proc/self/fd").expect("/proc is mounted");
         let links = files.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok());
         links.filter(|link| link.to_string_lossy().contains(&name)).count()
     };
-    assert_eq!(descriptors(), 1, "the one that is theirs");
+    assert_eq!(descriptors(), 1, "only the peer's own descriptor");
     drop(theirs);
     assert_eq!((descriptors(), bytes_of(&region, (64 << 20) - 4, 4)), (0, vec![0; 4]));
 }
 
 #[test]
-fn severed_memory_keeps_address_and_contents_and_loses_its_sharers() {
+fn severed_region_keeps_address_and_contents_but_is_not_shared() {
     let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
     let device = Region::open(duplicate(ours.file()), 10_000).expect("it is sealed");
     ours.write(100, b"before");
@@ -148,13 +148,13 @@ fn severed_memory_keeps_address_and_contents_and_loses_its_sharers() {
 }
 
 #[test]
-fn severing_some_pages_leaves_all_others_shared() {
+fn severing_some_pages_leaves_the_others_shared() {
     let page = Region::create(1, Pages::Normal).expect("memory").page_len_bytes();
     let mut ours = Region::create(5 * page + 10, Pages::Normal).expect("memory");
     let device = Region::open(duplicate(ours.file()), 1 << 20).expect("it is sealed");
     (0..6).for_each(|nth| ours.write(nth * page, &[nth as u8; 10]));
     ours.sever(&[page..2 * page, 3 * page..4 * page, 5 * page..5 * page + 10]).expect("memory");
-    // Some pages twice.
+    // Overlaps pages that are severed already.
     ours.sever(std::slice::from_ref(&(page..3 * page))).expect("memory");
     for nth in 0..6 {
         assert_eq!(bytes_of(&ours, nth * page, 10), [nth as u8; 10], "page {nth}");
@@ -165,15 +165,15 @@ fn severing_some_pages_leaves_all_others_shared() {
 }
 
 #[test]
-#[should_panic(expected = "no range of whole pages")]
-fn a_part_of_a_page_is_not_severed() {
+#[should_panic(expected = "not a range of whole pages")]
+fn severing_part_of_a_page_panics() {
     let mut ours = Region::create(10_000, Pages::Normal).expect("memory");
     let _ = ours.sever(std::slice::from_ref(&(0..100)));
 }
 
-/// From safe Rust two threads may have parts of one buffer: severing one part must not undo writes to the other.
+/// Safe Rust lets two threads hold parts of one buffer: severing one part must not undo writes to the other.
 #[test]
-fn severing_pages_undoes_no_write_to_their_neighbours() {
+fn severing_pages_keeps_concurrent_writes_to_adjacent_pages() {
     use std::sync::atomic::{AtomicBool, Ordering};
     const ROUNDS: usize = 200;
     let page = Region::create(1, Pages::Normal).expect("memory").page_len_bytes();
@@ -181,7 +181,8 @@ fn severing_pages_undoes_no_write_to_their_neighbours() {
     let (base, over) = (ours.base().as_ptr().expose_provenance(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
-            // SAFETY: the memory outlives the scope, and these words, at both edges of what is severed, are this thread's.
+            // SAFETY: the memory outlives the scope, and these words, at both edges of what is severed, are this
+            // thread's.
             let words = [page - 8, 15 * page].map(|at| unsafe {
                 std::sync::atomic::AtomicU64::from_ptr(std::ptr::with_exposed_provenance_mut(base + at))
             });
@@ -201,12 +202,12 @@ fn severing_pages_undoes_no_write_to_their_neighbours() {
 }
 
 #[test]
-fn messages_arrive_whole_with_their_descriptor() {
+fn messages_arrive_with_their_descriptors_until_closed() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     assert!(matches!(Listener::bind(&name), Err(SocketError::Name { call: "bind", .. })));
-    let rank = Connection::open(&name, LONG).expect("somebody listens");
-    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let rank = Connection::open(&name, LONG).expect("a listener");
+    let device = listener.accept(LONG).expect("accepted").expect("a connection");
     assert_eq!((rank.peer().pid(), device.peer().pid()), (std::process::id() as i32, std::process::id() as i32));
 
     let region = Region::create(4096, Pages::Normal).expect("memory");
@@ -232,7 +233,7 @@ fn messages_arrive_whole_with_their_descriptor() {
     drop(rank);
     assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
     assert!(matches!(
-        device.send(&Message::Refused { reason: AttachRefusal::Stranger }, None),
+        device.send(&Message::Refused { reason: AttachRefusal::UnknownChild }, None),
         Err(SocketError::Closed)
     ));
     drop((device, listener));
@@ -240,34 +241,34 @@ fn messages_arrive_whole_with_their_descriptor() {
 }
 
 #[test]
-fn nobody_waits_for_ever_for_a_device_that_does_not_accept() {
+fn connect_to_a_full_backlog_times_out() {
     let name = unique_name();
     let _listener = Listener::bind(&name).expect("a free name");
     let limit = Duration::from_millis(50);
-    // As many as the system lets wait, and one more.
+    // Fills the backlog and one more.
     let connections: Result<Vec<_>, _> = (0..1000).map(|_| Connection::open(&name, limit)).collect();
     assert!(matches!(connections, Err(SocketError::Timeout(waited)) if waited == limit), "{connections:?}");
 }
 
 #[test]
-fn nobody_waits_for_ever_for_a_device_that_does_not_listen_any_more() {
+fn send_to_a_peer_that_does_not_receive_times_out() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     let limit = Duration::from_millis(50);
-    let rank = Connection::open(&name, limit).expect("somebody listens");
-    let _device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let rank = Connection::open(&name, limit).expect("a listener");
+    let _device = listener.accept(LONG).expect("accepted").expect("a connection");
     let sent = (0..100_000).try_for_each(|number| rank.send(&numbered(number), None));
     assert!(matches!(sent, Err(SocketError::Timeout(waited)) if waited == limit), "{sent:?}");
 }
 
 #[test]
-fn garbage_is_no_message() {
+fn malformed_messages_are_refused_and_later_ones_accepted() {
     use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketType, connect, send, socket};
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     let rank = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).expect("a socket");
-    connect(&rank, &SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short")).expect("somebody listens");
-    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    connect(&rank, &SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short")).expect("a listener");
+    let device = listener.accept(LONG).expect("accepted").expect("a connection");
     let mut good = [0; 32];
     good[..9].copy_from_slice(b"SUMS\x01\0\x04\0\x01");
     let mut cases = vec![vec![0; 32], good[..31].to_vec(), [&good[..], &[0]].concat(), vec![0xff; 4096]];
@@ -283,11 +284,14 @@ fn garbage_is_no_message() {
         assert!(matches!(device.receive(LONG), Err(SocketError::Malformed)), "{case:?}");
     }
     send(&rank, &good, SendFlags::empty()).expect("it is open");
-    assert_eq!(device.receive(LONG).expect("a message").message, Message::Refused { reason: AttachRefusal::Stranger });
+    assert_eq!(
+        device.receive(LONG).expect("a message").message,
+        Message::Refused { reason: AttachRefusal::UnknownChild }
+    );
 }
 
 #[test]
-fn a_part_of_memory_is_that_part_and_ends_with_the_memory() {
+fn open_at_maps_the_range_and_refuses_one_beyond_the_end() {
     let whole = Region::create(3 * 4096, Pages::Normal).expect("memory");
     let open = |offset_bytes, len_bytes| Region::open_at(whole.file(), offset_bytes, len_bytes);
     let part = open(4096, 8192).expect("it is there");
@@ -304,9 +308,9 @@ fn a_part_of_memory_is_that_part_and_ends_with_the_memory() {
 }
 
 #[test]
-fn a_wait_without_news_ends_at_its_deadline_and_needs_a_bell_to_sleep_on() {
+fn wait_ends_at_its_deadline_and_refuses_no_or_too_many_bells() {
     let word = AtomicU32::new(0);
-    let waiter = Waiter::new(Patience::NONE);
+    let waiter = Waiter::new(SpinPolicy::NONE);
     let soon = Some(Instant::now() + Duration::from_millis(1));
     assert_eq!(waiter.wait(&[Doorbell::new(&word)], soon, || false), Ok(false));
     let bells = [Doorbell::new(&word); SLEEPER_BELLS_MAX + 1];
@@ -315,24 +319,25 @@ fn a_wait_without_news_ends_at_its_deadline_and_needs_a_bell_to_sleep_on() {
     let late = Some(Instant::now() + LONG);
     assert_eq!(waiter.wait(&[], late, || false), Err(WaitError::Bells(0)));
     assert_eq!(waiter.wait(&bells, late, || false), Err(WaitError::Bells(SLEEPER_BELLS_MAX + 1)));
-    assert_eq!(waiter.wait(&[], late, || true), Ok(true), "news need no sleep");
-    assert_eq!(word.load(Ordering::Relaxed), 0, "nobody sleeps");
+    assert_eq!(waiter.wait(&[], late, || true), Ok(true), "no sleep is needed");
+    assert_eq!(word.load(Ordering::Relaxed), 0, "no thread sleeps");
 }
 
-/// News that comes after the first look and before the announcement rings for nobody: only the second look finds it.
+/// A condition that becomes true between the first check and the announcement rings no bell: only the second check
+/// finds it.
 #[test]
-fn a_sleeper_looks_again_after_it_has_announced_its_sleep() {
+fn sleeper_checks_again_after_announcing_its_sleep() {
     let word = AtomicU32::new(0);
     let bell = Doorbell::new(&word);
-    let mut looks = Vec::new();
-    // Not needed by a sleeper that looks again, and the end of one that does not.
+    let mut polls = Vec::new();
+    // Reached only by a sleeper that does not check again.
     let late = Some(Instant::now() + LONG);
-    let news = || {
-        looks.push(word.load(Ordering::Relaxed));
-        assert!(looks.len() > 1 || !bell.ring(), "nobody sleeps yet");
-        looks.len() > 1
+    let ready = || {
+        polls.push(word.load(Ordering::Relaxed));
+        assert!(polls.len() > 1 || !bell.ring(), "no thread sleeps yet");
+        polls.len() > 1
     };
-    assert_eq!(Waiter::new(Patience::NONE).wait(&[bell], late, news), Ok(true));
-    assert_eq!(looks[..2], [0, Doorbell::<&AtomicU32>::ASLEEP]);
-    assert_eq!(word.load(Ordering::Relaxed), 0, "nobody sleeps any more");
+    assert_eq!(Waiter::new(SpinPolicy::NONE).wait(&[bell], late, ready), Ok(true));
+    assert_eq!(polls[..2], [0, Doorbell::<&AtomicU32>::ASLEEP]);
+    assert_eq!(word.load(Ordering::Relaxed), 0, "no thread sleeps");
 }

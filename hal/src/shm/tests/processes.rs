@@ -1,4 +1,4 @@
-//! Two processes and more: queues that carry everything whoever sleeps, and deaths that are seen.
+//! Tests with several processes: queues whose ends sleep whenever they can, and detection of deaths.
 
 use super::*;
 use crate::dma::{Capabilities, Profile};
@@ -8,14 +8,14 @@ use crate::mmio::{CompletionEntry, EntryStatus, Features, FunctionConfig, Submis
 use crate::ring::{Consumer, Producer};
 use std::process::{Child, Command, Stdio};
 
-/// Entries that a rank submits; more than the rings hold by far.
+/// Entries that a rank submits: many times what the rings hold.
 const ENTRIES: u64 = 20_000;
 
-/// The other process, which ends with the test in any case.
-pub(super) struct Other(Child);
+/// The other process, which is killed when the test ends.
+pub(super) struct OtherProcess(Child);
 
-impl Other {
-    /// Start this program as `role`, to talk to the device `name`.
+impl OtherProcess {
+    /// Start this program as `role` against the device `name`.
     pub(super) fn start(role: &str, name: &str) -> Self {
         let program = std::env::current_exe().expect("the test program");
         let child = Command::new(program)
@@ -32,21 +32,21 @@ impl Other {
     }
 }
 
-impl Drop for Other {
+impl Drop for OtherProcess {
     fn drop(&mut self) {
-        // It may have ended; both calls then do nothing.
+        // If it has ended, both calls do nothing.
         let _ = (self.0.kill(), self.0.wait());
     }
 }
 
 #[test]
-#[ignore = "the other process of other tests"]
+#[ignore = "run by other tests as a second process"]
 fn other_process() {
     let role = std::env::var("SUMAC_TEST_ROLE").expect("started by a test");
     let name = std::env::var("SUMAC_TEST_DEVICE").expect("started by a test");
     match role.as_str() {
         "submit" => submit(&name),
-        "wait for ever" => {
+        "wait for the end" => {
             let device = Connection::open(&name, LONG).expect("a device");
             device.send(&ATTACH, None).expect("it is open");
             assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
@@ -54,17 +54,17 @@ fn other_process() {
         "write" => write(&name),
         "full" => full(&name),
         #[cfg(feature = "emu")]
-        "reduce" => by_reference::rank(&name),
+        "reduce" => zero_copy::rank_process(&name),
         "listen as another user" => {
             become_another_user();
             let listener = Listener::bind(&name).expect("a free name");
-            // Until the test ends this process.
+            // Until the test kills this process.
             while listener.accept(LONG).is_ok() {}
         }
         "dial as another user" => {
             become_another_user();
             let refused = Connection::open_of(&name, LONG, DeviceUsers { own: OTHER_USER, named: None });
-            // To the superuser's device: this side lets it in, whatever it does itself.
+            // This side accepts root's device, whether or not that device accepts it.
             let device = refused.expect("the superuser's");
             assert!(matches!(device.receive(LONG), Err(SocketError::Closed)));
         }
@@ -72,7 +72,7 @@ fn other_process() {
     }
 }
 
-/// A user who owns nothing.
+/// A user without files or processes (`nobody`).
 const OTHER_USER: u32 = 65_534;
 
 fn become_another_user() {
@@ -80,28 +80,28 @@ fn become_another_user() {
     assert_eq!(unsafe { libc::setresuid(OTHER_USER, OTHER_USER, OTHER_USER) }, 0, "this process is the superuser's");
 }
 
-/// Tell whether this process may become another user; else say so, and what is not tested.
+/// Return whether this process may change its user; else print which test is skipped.
 fn can_become_another_user(test: &str) -> bool {
     let is_root = rustix::process::geteuid().is_root();
     if !is_root {
-        eprintln!("SKIPPED {test}: it takes a second user, and so the superuser to begin with");
+        eprintln!("SKIPPED {test}: it needs a second user, and so has to run as root");
     }
     is_root
 }
 
-/// A device maps all memory of its ranks, so that a rank of the superuser has more to lose than others.
+/// A device maps all memory of its ranks, so a rank of root has more to lose than others.
 #[test]
-fn device_of_another_user_is_refused_by_root_unless_it_is_named() {
-    if !can_become_another_user("device_of_another_user_is_refused_by_root_unless_it_is_named") {
+fn device_of_another_user_is_refused_unless_named() {
+    if !can_become_another_user("device_of_another_user_is_refused_unless_named") {
         return;
     }
     let name = unique_name();
-    let _device = Other::start("listen as another user", &name);
-    let begun = Instant::now();
+    let _device = OtherProcess::start("listen as another user", &name);
+    let start = Instant::now();
     let open = |users| loop {
         match Connection::open_of(&name, LONG, users) {
-            // It has not come that far.
-            Err(SocketError::Name { call: "connect", .. }) if begun.elapsed() < LONG => std::thread::yield_now(),
+            // The process is still starting.
+            Err(SocketError::Name { call: "connect", .. }) if start.elapsed() < LONG => std::thread::yield_now(),
             opened => return opened,
         }
     };
@@ -115,14 +115,14 @@ fn device_of_another_user_is_refused_by_root_unless_it_is_named() {
 }
 
 #[test]
-fn rank_of_another_user_is_accepted_by_devices_that_serve_all_users_alone() {
-    if !can_become_another_user("rank_of_another_user_is_accepted_by_devices_that_serve_all_users_alone") {
+fn rank_of_another_user_is_accepted_only_by_devices_serving_all() {
+    if !can_become_another_user("rank_of_another_user_is_accepted_only_by_devices_serving_all") {
         return;
     }
     for serves_all in [false, true] {
         let name = unique_name();
         let listener = Listener::bind(&name).expect("a free name").serving_all(serves_all);
-        let rank = Other::start("dial as another user", &name);
+        let rank = OtherProcess::start("dial as another user", &name);
         match listener.accept(LONG) {
             Ok(Some(connection)) => assert!(serves_all && connection.peer().uid() == OTHER_USER),
             Err(SocketError::User { uid: OTHER_USER, .. }) => assert!(!serves_all),
@@ -132,13 +132,13 @@ fn rank_of_another_user_is_accepted_by_devices_that_serve_all_users_alone() {
     }
 }
 
-/// What ranks say first.
+/// The first message of a rank.
 const ATTACH: Message = Message::Attach { group: GroupId(3), child: ChildIndex(2), key: u64::MAX };
 
 pub(super) fn config() -> FunctionConfig {
     FunctionConfig {
         boot_id: BootId(1),
-        features: Features::BY_REFERENCE,
+        features: Features::ZERO_COPY,
         queues: 2,
         depth: 8,
         dma: Capabilities::new(Profile::Full, 1, 1),
@@ -146,8 +146,8 @@ pub(super) fn config() -> FunctionConfig {
 }
 
 /// Accept a rank and give it a function.
-pub(super) fn welcome(listener: &Listener) -> (Connection, Function) {
-    let connection = listener.accept(LONG).expect("welcome").expect("somebody waits");
+pub(super) fn accept_rank(listener: &Listener) -> (Connection, Function) {
+    let connection = listener.accept(LONG).expect("accepted").expect("a connection");
     assert_eq!(connection.receive(LONG).expect("a message").message, ATTACH);
     let function = Function::create(&config()).expect("memory");
     connection.send(&Message::Function, Some(function.file())).expect("it is open");
@@ -169,23 +169,23 @@ fn entry(number: u64) -> SubmissionEntry {
     SubmissionEntry::Admin { cookie: number, command }
 }
 
-/// Submit all entries, and see each answered, in order; sleep wherever there is nothing to do.
+/// Submit all entries and check that each is answered, in order; sleep whenever there is nothing to do.
 fn submit(name: &str) {
     let (_device, function) = attach(name);
     let queue = function.queue(1).expect("a queue");
     let mut submissions = Producer::new(queue.submissions.clone());
     let mut completions = Consumer::new(queue.completions.clone());
-    let waiter = Waiter::new(Patience::NONE);
+    let waiter = Waiter::new(SpinPolicy::NONE);
     let (mut submitted, mut answered) = (0, 0);
     while answered < ENTRIES {
         let batch: Vec<_> = (submitted..ENTRIES.min(submitted + 3)).map(|number| entry(number).emit()).collect();
-        let pushed = submissions.push_batch(&batch).expect("an honest device");
+        let pushed = submissions.push_batch(&batch).expect("valid ring indices");
         submitted += pushed as u64;
         if pushed > 0 {
             ring(queue.device_bell());
         }
         let mut words = [[0; 4]; 5];
-        let popped = completions.pop_batch(&mut words).expect("an honest device");
+        let popped = completions.pop_batch(&mut words).expect("valid ring indices");
         for words in &words[..popped] {
             let answer = CompletionEntry::parse(words).expect("an answer");
             let expected = CompletionEntry::Admin { status: EntryStatus::Result, cookie: answered, value: answered };
@@ -193,15 +193,15 @@ fn submit(name: &str) {
             answered += 1;
         }
         if popped > 0 {
-            // There is room for answers again.
+            // Notify the device that there is room for completions.
             ring(queue.device_bell());
         }
-        let news = || {
-            completions.available().expect("an honest device") > 0
-                || submitted < ENTRIES && submissions.room().expect("an honest device") > 0
+        let ready = || {
+            completions.available().expect("valid ring indices") > 0
+                || submitted < ENTRIES && submissions.room().expect("valid ring indices") > 0
         };
         if answered < ENTRIES {
-            assert_eq!(waiter.wait(&[queue.host_bell()], Some(Instant::now() + LONG), news), Ok(true));
+            assert_eq!(waiter.wait(&[queue.host_bell()], Some(Instant::now() + LONG), ready), Ok(true));
         }
     }
 }
@@ -210,20 +210,20 @@ fn submit(name: &str) {
 fn serve(ranks: usize) {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
-    let others: Vec<_> = (0..ranks).map(|_| Other::start("submit", &name)).collect();
-    let functions: Vec<_> = others.iter().map(|_| welcome(&listener)).collect();
+    let others: Vec<_> = (0..ranks).map(|_| OtherProcess::start("submit", &name)).collect();
+    let functions: Vec<_> = others.iter().map(|_| accept_rank(&listener)).collect();
     let queues: Vec<_> = functions.iter().map(|(_, function)| function.queue(1).expect("a queue")).collect();
     let mut ends: Vec<_> = queues
         .iter()
         .map(|queue| (Consumer::new(queue.submissions.clone()), Producer::new(queue.completions.clone()), 0))
         .collect();
     let bells: Vec<_> = queues.iter().map(FunctionQueue::device_bell).collect();
-    let waiter = Waiter::new(Patience::NONE);
+    let waiter = Waiter::new(SpinPolicy::NONE);
     while ends.iter().any(|(_, _, answered)| *answered < ENTRIES) {
         for ((submissions, completions, answered), queue) in ends.iter_mut().zip(&queues) {
             let mut moved = 0;
-            while completions.room().expect("an honest rank") > 0
-                && let Some(words) = submissions.pop().expect("an honest rank")
+            while completions.room().expect("valid ring indices") > 0
+                && let Some(words) = submissions.pop().expect("valid ring indices")
             {
                 assert_eq!(SubmissionEntry::parse(&words), Ok(entry(*answered)));
                 let answer =
@@ -235,57 +235,57 @@ fn serve(ranks: usize) {
                 ring(queue.host_bell());
             }
         }
-        let news = || {
+        let ready = || {
             ends.iter_mut().any(|(submissions, completions, answered)| {
                 *answered == ENTRIES
-                    || submissions.available().expect("an honest rank") > 0
-                        && completions.room().expect("an honest rank") > 0
+                    || submissions.available().expect("valid ring indices") > 0
+                        && completions.room().expect("valid ring indices") > 0
             })
         };
-        assert_eq!(waiter.wait(&bells, Some(Instant::now() + LONG), news), Ok(true));
+        assert_eq!(waiter.wait(&bells, Some(Instant::now() + LONG), ready), Ok(true));
     }
-    assert!(others.into_iter().all(Other::succeeded));
+    assert!(others.into_iter().all(OtherProcess::succeeded));
 }
 
 #[test]
-fn a_rank_and_a_device_that_sleep_whenever_they_can_lose_nothing() {
+fn rank_and_device_that_sleep_when_idle_lose_no_entry() {
     serve(1);
 }
 
 #[test]
-fn a_device_sleeps_on_the_doorbells_of_several_ranks() {
+fn device_sleeping_on_several_doorbells_serves_all_ranks() {
     serve(2);
 }
 
 #[test]
-fn a_killed_rank_is_seen_and_a_killed_device_too() {
+fn death_of_either_side_closes_the_connection() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
-    let mut other = Other::start("wait for ever", &name);
-    let rank = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let mut other = OtherProcess::start("wait for the end", &name);
+    let rank = listener.accept(LONG).expect("accepted").expect("a connection");
     assert!(matches!(rank.receive(LONG).expect("a message").message, Message::Attach { .. }));
-    assert_eq!(rank.peer().wait(Duration::ZERO), Ok(false), "it is alive");
+    assert_eq!(rank.peer().wait(Duration::ZERO), Ok(false), "it has not ended");
     rank.peer().kill().expect("it is ours");
     assert_eq!(rank.peer().wait(LONG), Ok(true));
     assert!(matches!(rank.receive(LONG), Err(SocketError::Closed)));
     assert!(!other.0.wait().expect("it is ours").success());
-    rank.peer().kill().expect("to kill the dead is no error");
+    rank.peer().kill().expect("killing an ended process is no error");
 
-    // And the other way around: for the rank, the device is gone.
-    let other = Other::start("wait for ever", &name);
-    let rank = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    // The other way around: the rank detects the end of the device.
+    let other = OtherProcess::start("wait for the end", &name);
+    let rank = listener.accept(LONG).expect("accepted").expect("a connection");
     assert!(matches!(rank.receive(LONG).expect("a message").message, Message::Attach { .. }));
     drop((rank, listener));
     assert!(other.succeeded(), "it has seen the connection close");
 }
 
-/// Write ones into all memory that is handed over, and say so.
+/// Write ones into all memory that is handed over, and acknowledge.
 fn write(name: &str) {
     let device = Connection::open(name, LONG).expect("a device");
     loop {
         match device.receive(LONG) {
             Ok(Received { message: Message::Memory { handle }, file: Some(file) }) => {
-                // Stay mapped: what is severed later must stay out of reach.
+                // Keep the mapping, to write to it again after the other side has severed it.
                 let region = Region::open(file, 1 << 20).expect("it is sealed");
                 region.write(0, &[1; 4096]);
                 device.send(&numbered(handle), None).expect("it is open");
@@ -301,11 +301,11 @@ fn write(name: &str) {
 }
 
 #[test]
-fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
+fn writes_through_an_old_mapping_miss_severed_memory() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
-    let other = Other::start("write", &name);
-    let device = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let other = OtherProcess::start("write", &name);
+    let device = listener.accept(LONG).expect("accepted").expect("a connection");
     let mut region = Region::create(4096, Pages::Normal).expect("memory");
     device.send(&Message::Memory { handle: 7 }, Some(region.file())).expect("it is open");
     assert_eq!(device.receive(LONG).expect("a message").message, numbered(7));
@@ -318,18 +318,18 @@ fn a_process_that_has_lost_its_share_writes_where_nobody_looks() {
     assert!(other.succeeded());
 }
 
-/// What the by-reference test and a real endpoint both put into contributions.
+/// The view that contributions of the zero-copy test carry.
 pub(super) fn view() -> (GroupId, Epoch, ChunkNo) {
     (GroupId(1), Epoch { term: 1, counter: 1 }, ChunkNo(0))
 }
 
-/// A process without room for descriptors is not one that was sent nonsense.
+/// A process that is out of descriptors must not report a malformed message.
 #[test]
-fn a_descriptor_without_room_is_told_from_one_that_was_not_sent() {
+fn descriptor_beyond_the_limit_is_reported_as_no_descriptor() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
-    let rank = Other::start("full", &name);
-    let connection = listener.accept(LONG).expect("welcome").expect("somebody waits");
+    let rank = OtherProcess::start("full", &name);
+    let connection = listener.accept(LONG).expect("accepted").expect("a connection");
     let region = Region::create(4096, Pages::Normal).expect("memory");
     for handle in [1, 2] {
         connection.send(&Message::Memory { handle }, Some(region.file())).expect("it is open");
@@ -337,12 +337,12 @@ fn a_descriptor_without_room_is_told_from_one_that_was_not_sent() {
     assert!(rank.succeeded());
 }
 
-/// The other process of that test.
+/// The other process of the test above.
 fn full(name: &str) {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let device = Connection::open(name, LONG).expect("a device");
     let limit = getrlimit(Resource::Nofile);
-    // What is open stays open.
+    // Open descriptors stay open.
     setrlimit(Resource::Nofile, Rlimit { current: Some(3), ..limit }).expect("less than before");
     let received = device.receive(LONG);
     let is_first = |message: &Message| *message == Message::Memory { handle: 1 };

@@ -1,14 +1,14 @@
-//! Signals that a program handles, profilers' and interval timers' among them, cut nothing short.
+//! Waits are not cut short by signals that the program handles, such as those of profilers and interval timers.
 
 use super::*;
 use std::sync::mpsc::channel;
 
-/// Longer than it takes to see that a wait has ended early.
+/// Long enough to notice a wait that ends early.
 const LIMIT: Duration = Duration::from_millis(200);
 
 extern "C" fn handled(_: libc::c_int) {}
 
-/// Call `wait` while signals come in; returns how long it took, and what it returned.
+/// Call `wait` while signals arrive; returns how long it took, and its result.
 fn under_signals<R: Send>(wait: impl FnOnce() -> R + Send) -> (Duration, R) {
     // SAFETY: a handler that does nothing may run anywhere; the structure's zeroes are an empty mask and no flags.
     unsafe {
@@ -16,16 +16,16 @@ fn under_signals<R: Send>(wait: impl FnOnce() -> R + Send) -> (Duration, R) {
         action.sa_sigaction = handled as extern "C" fn(libc::c_int) as usize;
         assert_eq!(libc::sigaction(libc::SIGUSR1, &raw const action, std::ptr::null_mut()), 0);
     }
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(move || {
             // SAFETY: it has no conditions.
-            tell.send(unsafe { libc::pthread_self() }).expect("somebody listens");
-            let begun = Instant::now();
+            sender.send(unsafe { libc::pthread_self() }).expect("somebody listens");
+            let start = Instant::now();
             let returned = wait();
-            (begun.elapsed(), returned)
+            (start.elapsed(), returned)
         });
-        let thread = told.recv().expect("a thread");
+        let thread = receiver.recv().expect("a thread");
         while !waiting.is_finished() {
             // SAFETY: the thread was not joined yet, so that its name is valid.
             unsafe { libc::pthread_kill(thread, libc::SIGUSR1) };
@@ -36,7 +36,7 @@ fn under_signals<R: Send>(wait: impl FnOnce() -> R + Send) -> (Duration, R) {
 }
 
 #[test]
-fn signals_end_no_wait() {
+fn waits_under_signals_last_their_timeout() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     let (took, accepted) = under_signals(|| listener.accept(LIMIT).expect("no error").is_none());
@@ -50,7 +50,7 @@ fn signals_end_no_wait() {
 }
 
 #[test]
-fn a_wait_beyond_all_times_ends_with_what_it_waits_for() {
+fn wait_with_maximal_timeout_returns_on_arrival() {
     let name = unique_name();
     let listener = Listener::bind(&name).expect("a free name");
     let ours = Connection::open(&name, LONG).expect("it listens");

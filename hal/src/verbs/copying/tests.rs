@@ -8,10 +8,10 @@ use std::rc::Rc;
 
 const LEN: usize = 256;
 
-/// A peer whose memory nobody reaches.
+/// A peer that is gone.
 const GONE: u16 = 7;
 
-/// Memory of words that may be written while somebody reads.
+/// Memory of atomic words.
 struct Words(Box<[AtomicU64]>);
 
 // SAFETY: the words stay where they are, and may change under a shared borrow.
@@ -40,25 +40,25 @@ fn fill(memory: &Words, from: u8) {
     }
 }
 
-/// What the hardware has, for the tests to look at.
+/// The state of the hardware, shared with the tests.
 #[derive(Default)]
 struct Card {
     batches: VecDeque<(u64, Vec<Copy>)>,
     posted: usize,
-    /// Completions that it gives out at once; more only when asked again.
+    /// Completions returned before the next `None`.
     budget: usize,
     fails: bool,
-    /// Batches that it takes at a time, if there is a limit.
+    /// The maximum number of batches, if limited.
     room: Option<usize>,
     is_stopped: bool,
     registered: Vec<u32>,
     next_key: u32,
 }
 
-/// Hardware that does the last batch first, and in a batch the last copy first.
-struct Backwards(Rc<RefCell<Card>>);
+/// Hardware that executes the last batch first, and the last copy of a batch first.
+struct ReverseCopier(Rc<RefCell<Card>>);
 
-impl Drop for Backwards {
+impl Drop for ReverseCopier {
     fn drop(&mut self) {
         self.0.borrow_mut().batches.clear();
     }
@@ -75,7 +75,7 @@ impl Drop for Registration {
     }
 }
 
-impl Copier for Backwards {
+impl Copier for ReverseCopier {
     type Registration = Registration;
 
     fn register(&mut self, _memory: &Arc<dyn DmaMemory>) -> Result<(Registration, u32), VerbsError> {
@@ -97,30 +97,30 @@ impl Copier for Backwards {
         Ok(())
     }
 
-    fn poll(&mut self) -> Option<Ended> {
+    fn poll(&mut self) -> Option<BatchOutcome> {
         let mut card = self.0.borrow_mut();
         assert!(!card.is_stopped);
         if card.budget == 0 {
-            // Asked again and again, it gets there.
+            // Each further poll completes one batch.
             card.budget = 1;
             return None;
         }
         card.budget -= 1;
         let (number, copies) = card.batches.pop_back()?;
         if card.fails {
-            return Some(Ended::Failed);
+            return Some(BatchOutcome::Failed);
         }
         let there = |copy: &Copy| [copy.src.peer, copy.dst.peer].contains(&Some(GONE));
         if copies.iter().any(there) {
-            return Some(Ended::Lost(number));
+            return Some(BatchOutcome::Lost(number));
         }
         for copy in copies.iter().rev() {
             assert!([copy.src.key, copy.dst.key].iter().all(|key| card.registered.contains(key)));
-            let at = |place: Place| std::ptr::with_exposed_provenance_mut::<u8>(place.addr as usize);
+            let at = |range: MemoryRange| std::ptr::with_exposed_provenance_mut::<u8>(range.addr as usize);
             // SAFETY: inside memory that is registered, and disjoint.
             unsafe { at(copy.dst).copy_from_nonoverlapping(at(copy.src), copy.len_bytes as usize) };
         }
-        Some(Ended::Done(number))
+        Some(BatchOutcome::Done(number))
     }
 
     fn stop(&mut self) {
@@ -130,7 +130,7 @@ impl Copier for Backwards {
 
 struct Bench {
     card: Rc<RefCell<Card>>,
-    engine: Copying<Backwards>,
+    engine: CopyEngine<ReverseCopier>,
     memory: [Arc<Words>; 2],
 }
 
@@ -146,14 +146,14 @@ fn copy(src: Address, dst: Address, len_bytes: u32) -> Step {
     Step::Copy { src, dst, len_bytes }
 }
 
-/// An engine with a region of a rank, 0, and one of its own, 1.
+/// An engine with region 0 of a rank and region 1 of its own.
 fn bench() -> Bench {
     let card = Rc::<RefCell<Card>>::default();
-    let mut engine = Copying::new(Backwards(Rc::clone(&card)), LEN as u32, 8);
+    let mut engine = CopyEngine::new(ReverseCopier(Rc::clone(&card)), LEN as u32, 8);
     let memory = [words(), words()];
     for (index, memory) in memory.iter().enumerate() {
         fill(memory, index as u8 * 100);
-        engine.map(key(index as u16), Arc::clone(memory) as Arc<dyn DmaMemory>, index == 1).expect("a free place");
+        engine.map(key(index as u16), Arc::clone(memory) as Arc<dyn DmaMemory>, index == 1).expect("a free entry");
     }
     Bench { card, engine, memory }
 }
@@ -179,14 +179,14 @@ impl Bench {
 }
 
 #[test]
-fn what_is_not_tied_leaves_together_and_the_rest_waits() {
+fn independent_copies_are_posted_together_and_dependent_ones_wait() {
     let mut bench = bench();
     let publish = |words| Step::Publish { dst: at(1, 0), words, covers: Default::default() };
     let steps = [
         publish([0, 0]),
         copy(at(0, 0), at(1, 16), 32),
         copy(at(0, 64), at(1, 48), 32),
-        // Of what was just copied.
+        // Reads what the two copies above wrote.
         copy(at(1, 16), at(0, 128), 64),
         publish([7, 8]),
         copy(at(1, 0), at(0, 200), 16),
@@ -202,7 +202,7 @@ fn what_is_not_tied_leaves_together_and_the_rest_waits() {
 
 proptest! {
     #[test]
-    fn a_chain_is_as_if_each_step_was_done_before_the_next(
+    fn chain_has_the_effect_of_its_steps_in_order(
         steps in prop::collection::vec((0_u16..2, 0_u64..240, 0_u16..2, 0_u64..240, 1_u32..40), 1..40),
     ) {
         let mut bench = bench();
@@ -229,7 +229,7 @@ proptest! {
 }
 
 #[test]
-fn a_step_that_is_wrong_ends_the_chain_where_it_stands() {
+fn invalid_step_ends_the_chain_after_the_steps_before_it() {
     let stale = Address { region: RegionKey { index: 0, generation: 0 }, offset_bytes: 0 };
     let reduce = Step::Reduce {
         op: ReduceOp::Sum,
@@ -264,26 +264,26 @@ fn a_step_that_is_wrong_ends_the_chain_where_it_stands() {
 }
 
 #[test]
-fn memory_goes_when_nothing_posted_touches_it() {
+fn unmap_waits_for_posted_copies_and_later_steps_fail() {
     let mut bench = bench();
     let steps = [copy(at(0, 0), at(1, 0), 8), copy(at(1, 0), at(0, 8), 8)];
     bench.submit(1, &steps).expect("taken");
     assert!(!bench.engine.unmap(RegionKey { index: 0, generation: 2 }) && !bench.engine.unmap(key(5)));
-    // The registration's own assertion sees whether the hardware is done.
+    // The registration asserts on drop that no posted copy uses it.
     assert!(bench.engine.unmap(key(0)));
     assert_eq!(bench.card.borrow().registered.len(), 1);
-    assert_eq!(Arc::strong_count(&bench.memory[0]), 1, "nobody else keeps it");
+    assert_eq!(Arc::strong_count(&bench.memory[0]), 1, "the engine keeps no reference");
     assert_eq!(bench.poll(), Some((1, Status::StaleRegion, 1)), "the rest of the chain does not find it");
     assert!(!bench.engine.unmap(key(0)));
     let again = bench.engine.map(key(0), bench.memory[0].clone(), false).expect_err("its generation was there");
-    assert!(matches!(again, MapMemoryError::Taken { asked: 1, now: 1, .. }), "{again}");
+    assert!(matches!(again, MapMemoryError::Taken { requested: 1, now: 1, .. }), "{again}");
     let next = RegionKey { index: 0, generation: 2 };
     bench.engine.map(next, bench.memory[0].clone(), false).expect("a later one");
     assert_eq!(bench.run(&[copy(at(0, 0), at(1, 0), 8)]), (Status::StaleRegion, 0));
 }
 
 #[test]
-fn an_abort_ends_what_is_left_of_a_scope() {
+fn abort_ends_the_remaining_steps_of_its_scope_only() {
     let mut bench = bench();
     let before = bytes(&bench.memory[0]);
     let steps = [copy(at(0, 0), at(1, 0), 8), copy(at(1, 0), at(0, 8), 8)];
@@ -298,7 +298,7 @@ fn an_abort_ends_what_is_left_of_a_scope() {
 }
 
 #[test]
-fn hardware_that_fails_ends_everything_once() {
+fn hardware_failure_ends_each_chain_once_and_stops_the_engine() {
     let mut bench = bench();
     let before = bytes(&bench.memory[1]);
     for seq in 1..=3 {
@@ -311,11 +311,11 @@ fn hardware_that_fails_ends_everything_once() {
     assert!(bench.card.borrow().is_stopped);
     assert_eq!(bench.submit(4, &[copy(at(0, 0), at(1, 0), 8)]), Err(SubmitError::Stopped));
     assert_eq!(bytes(&bench.memory[1]), before);
-    assert!(bench.engine.unmap(key(0)), "and memory is let go");
+    assert!(bench.engine.unmap(key(0)), "memory is released");
 }
 
 #[test]
-fn what_has_no_room_is_not_taken() {
+fn submit_beyond_length_depth_or_chains_is_refused() {
     let mut bench = bench();
     let step = copy(at(0, 0), at(1, 0), 1);
     let long = vec![step; STEPS as usize];
@@ -336,12 +336,12 @@ fn what_has_no_room_is_not_taken() {
     }
     bench.card.borrow_mut().budget = CHAINS;
     assert!(bench.poll().is_some(), "all have ended, and one was taken");
-    bench.submit(100, &[step]).expect("its place");
+    bench.submit(100, &[step]).expect("a free entry");
     assert_eq!(bench.submit(101, &[step]), Err(SubmitError::Full { depth: DEPTH }), "the others' completions wait");
 }
 
 #[test]
-fn the_processor_works_on_the_devices_own_memory_only_between_chains() {
+fn with_local_refuses_ranks_memory_and_memory_in_use() {
     let mut bench = bench();
     let span = |index, offset, len_bytes| Span { address: at(index, offset), len_bytes };
     let work = |bench: &mut Bench, dst, src| {
@@ -361,11 +361,11 @@ fn the_processor_works_on_the_devices_own_memory_only_between_chains() {
 }
 
 #[test]
-fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
+fn lost_peer_ends_only_the_chains_at_its_memory() {
     let mut bench = bench();
     let region = RemoteRegion { addr: 4096, len_bytes: 64, rkey: 9, generation: 0 };
-    bench.engine.map_remote(key(2), (GONE, region), false).expect("a free place");
-    bench.engine.map_remote(key(3), (GONE, region), false).expect("a free place");
+    bench.engine.map_remote(key(2), (GONE, region), false).expect("a free entry");
+    bench.engine.map_remote(key(3), (GONE, region), false).expect("a free entry");
     let before = bytes(&bench.memory[0]);
     bench
         .submit(1, &[copy(at(1, 0), at(0, 8), 8), copy(at(2, 0), at(0, 8), 8), copy(at(1, 0), at(0, 0), 8)])
@@ -387,7 +387,7 @@ fn a_peer_that_is_gone_ends_the_chains_at_its_memory_only() {
 }
 
 #[test]
-fn chains_wait_for_room_and_none_is_forgotten() {
+fn chains_waiting_for_room_all_complete() {
     let mut bench = bench();
     bench.card.borrow_mut().room = Some(2);
     for seq in 0..10 {

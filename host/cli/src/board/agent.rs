@@ -1,4 +1,4 @@
-//! Building the agent for the Arm Linux of a BlueField-class card: a static program.
+//! Building the agent, a static program for the Arm Linux of a BlueField-class card.
 
 use super::build::{BuildOptions, DEBIAN_RUSTC, Toolchain, has_debian_source, has_rustup_target, source_with};
 use crate::exit::Failure;
@@ -9,19 +9,19 @@ use std::process::Command;
 const FOLDER: &str = "firmware/boards/bluefield";
 const PROGRAM: &str = "sumac-agent";
 
-/// rustup's target, which brings the C library with it.
+/// rustup's target, which includes the C library.
 const MUSL: &str = "aarch64-unknown-linux-musl";
-/// Debian's, whose C library is linked in. The standard library for it is built from Debian's source: as a package it is
-/// one of a foreign architecture, which a machine would first have to be told of.
+/// Debian's target, whose C library is linked statically. Its standard library is built from Debian's source, because
+/// the package of the library needs a foreign architecture to be enabled.
 const GNU: &str = "aarch64-unknown-linux-gnu";
 const DEBIAN_LINKER: &str = "aarch64-linux-gnu-gcc";
-/// The C library that is linked in.
+/// The C library to link.
 const DEBIAN_C_LIBRARY: &str = "libc.a";
 
-/// Build the agent and return where it is.
+/// Build the agent and return its path.
 ///
 /// # Errors
-/// No sources or no compiler for it (bad input); a build that fails.
+/// There are no sources or no compiler for it, or the build fails.
 pub(crate) fn build_agent(options: &BuildOptions) -> Result<PathBuf, Failure> {
     let source = source_with(options.source.as_deref(), Path::new(FOLDER)).map_err(Failure::Input)?;
     let target = choose(options.toolchain).map_err(Failure::Input)?;
@@ -33,14 +33,14 @@ pub(crate) fn build_agent(options: &BuildOptions) -> Result<PathBuf, Failure> {
         // build-std is unstable; RUSTC_BOOTSTRAP switches it on in a released compiler.
         cargo.arg("-Zbuild-std=std").env("RUSTC", DEBIAN_RUSTC).env("RUSTC_BOOTSTRAP", "1");
     }
-    let status = cargo.status().context("can't start cargo").map_err(Failure::Run)?;
+    let status = cargo.status().context("cannot start cargo").map_err(Failure::Run)?;
     if !status.success() {
-        return Err(Failure::Run(anyhow!("cargo could not build the agent ({status}); its messages say why")));
+        return Err(Failure::Run(anyhow!("cargo failed to build the agent ({status}); see its messages")));
     }
     Ok(folder.join(target).join("release").join(PROGRAM))
 }
 
-/// Return the target that this machine can build for.
+/// Return a target for which this machine can build.
 fn choose(wanted: Toolchain) -> anyhow::Result<&'static str> {
     if wanted != Toolchain::Debian && has_rustup_target(MUSL) {
         return Ok(MUSL);
@@ -54,7 +54,7 @@ fn choose(wanted: Toolchain) -> anyhow::Result<&'static str> {
     )
 }
 
-/// The linker tells where the library is, or its name alone if it finds none.
+/// Ask the linker for the path of the library; it replies with the bare name if it finds none.
 fn has_debian_c_library() -> bool {
     let found = Command::new(DEBIAN_LINKER).arg(format!("-print-file-name={DEBIAN_C_LIBRARY}")).output();
     found.is_ok_and(|found| Path::new(String::from_utf8_lossy(&found.stdout).trim()).is_absolute())

@@ -1,4 +1,4 @@
-//! Building an image: the compiler that this machine has for it, cargo, and what became of the memory budget.
+//! Building a board's image: choice of the compiler, the run of cargo, and a report of the memory that it uses.
 
 use crate::exit::Failure;
 use anyhow::{Context, anyhow, bail};
@@ -15,12 +15,12 @@ use std::process::Command;
 pub(crate) enum BareBoard {
     /// QEMU's virt machine, aarch64
     QemuVirt,
-    /// QEMU's microvm, x86-64: the least that a board can be
+    /// QEMU's microvm, x86-64: a minimal board
     X86Microvm,
 }
 
 impl BareBoard {
-    /// Return its folder in `firmware/boards`, and the name of what is built there.
+    /// Return its folder in `firmware/boards` and the name of its binary.
     const fn names(self) -> (&'static str, &'static str) {
         match self {
             Self::QemuVirt => ("qemu-virt", "sumac-qemu-virt"),
@@ -36,24 +36,24 @@ impl BareBoard {
     }
 }
 
-/// Where the standard library for the board comes from: `core`, or all of it for the agent.
+/// The source of the standard library: `core` for a board, all of it for the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Toolchain {
-    /// rustup's, if it has the target or can get it, else Debian's
+    /// rustup, if it has the target or can download it, else Debian's compiler
     Auto,
-    /// rustup's compiler, with the target that it downloads
+    /// rustup's compiler and target
     Rustup,
     /// Debian's rustc-web, which builds the library from rust-web-src
     Debian,
 }
 
-/// How to build an image.
+/// Options for building.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BuildOptions {
-    /// The sources: a checkout of Sumac [default: the one that this folder is in]
+    /// Checkout of Sumac to build from [default: the one that contains the current folder]
     #[arg(long, value_name = "FOLDER")]
     pub(crate) source: Option<PathBuf>,
-    /// Where the standard library for the board's processor comes from
+    /// Source of the standard library for the board's processor
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub(crate) toolchain: Toolchain,
     /// Features of the board's crate, comma-separated
@@ -61,23 +61,23 @@ pub(crate) struct BuildOptions {
     pub(crate) features: Vec<String>,
 }
 
-/// How long rustup may take to get a target.
+/// How long rustup may take to download a target, in seconds.
 const RUSTUP_LIMIT_S: u32 = 120;
 
-/// Debian's compiler, which must be of the release that its library source is of.
+/// Debian's compiler, which must have the same release as its library source.
 pub(super) const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 const DEBIAN_SOURCE: &str = "/usr/lib/rustlib/src/rust";
 
-/// Return where `board`'s image is if it was built in the checkout that this folder is in.
+/// Return the path of `board`'s image, if it was built in the checkout that contains the current folder.
 pub(crate) fn default_image(board: BareBoard) -> Option<PathBuf> {
     let image = image_path(&source(None, board).ok()?, board);
     image.is_file().then_some(image)
 }
 
-/// Build `board`'s image and say what is in it; a copy goes to `output` if that is asked for.
+/// Build `board`'s image, print the sizes of its sections, and copy it to `output` if that is given.
 ///
 /// # Errors
-/// No sources or no compiler for it (bad input); a build that fails.
+/// There are no sources or no compiler for it, or the build fails.
 pub(crate) fn build(board: BareBoard, options: &BuildOptions, output: Option<&Path>) -> Result<(), Failure> {
     let source = source(options.source.as_deref(), board).map_err(Failure::Input)?;
     let toolchain = choose(options.toolchain, board.target()).map_err(Failure::Input)?;
@@ -94,17 +94,17 @@ pub(crate) fn build(board: BareBoard, options: &BuildOptions, output: Option<&Pa
         let linker = format!("CARGO_TARGET_{}_LINKER", board.target().to_uppercase().replace('-', "_"));
         cargo.env(linker, "ld.lld");
     }
-    let status = cargo.status().context("can't start cargo").map_err(Failure::Run)?;
+    let status = cargo.status().context("cannot start cargo").map_err(Failure::Run)?;
     if !status.success() {
-        return Err(Failure::Run(anyhow!("cargo could not build the image ({status}); its messages say why")));
+        return Err(Failure::Run(anyhow!("cargo failed to build the image ({status}); see its messages")));
     }
     let image = image_path(&source, board);
-    let bytes = fs::read(&image).with_context(|| format!("can't read {}", image.display())).map_err(Failure::Run)?;
+    let bytes = fs::read(&image).with_context(|| format!("cannot read {}", image.display())).map_err(Failure::Run)?;
     let sections = sections(&bytes).map_err(Failure::Run)?;
     let shown = match output {
         Some(output) => {
             publish(&bytes, output)
-                .with_context(|| format!("can't write {}", output.display()))
+                .with_context(|| format!("cannot write {}", output.display()))
                 .map_err(Failure::Run)?;
             output
         }
@@ -114,7 +114,7 @@ pub(crate) fn build(board: BareBoard, options: &BuildOptions, output: Option<&Pa
     Ok(())
 }
 
-/// Write a file that appears whole or not at all.
+/// Write a file atomically.
 fn publish(bytes: &[u8], output: &Path) -> io::Result<()> {
     let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder)?;
@@ -144,20 +144,20 @@ pub(super) fn source_with(given: Option<&Path>, folder: &Path) -> anyhow::Result
         return if given.join(&manifest).is_file() {
             Ok(given.canonicalize()?)
         } else {
-            bail!("{} is no checkout of Sumac: there is no {} in it", given.display(), manifest.display())
+            bail!("{} is not a checkout of Sumac: it has no {}", given.display(), manifest.display())
         };
     }
-    let here = env::current_dir().context("there is no current folder")?;
+    let here = env::current_dir().context("cannot get the current folder")?;
     let found = here.ancestors().find(|folder| folder.join(&manifest).is_file());
     found.map(Path::to_path_buf).ok_or_else(|| {
         anyhow!(
-            "{} is in no checkout of Sumac; images are built from its sources, name them by --source",
+            "{} is not in a checkout of Sumac; images are built from its sources, name them with --source",
             here.display()
         )
     })
 }
 
-/// Settle where `core` comes from.
+/// Choose the source of `core`.
 fn choose(wanted: Toolchain, target: &str) -> anyhow::Result<Toolchain> {
     if wanted != Toolchain::Debian && has_rustup_target(target) {
         return Ok(Toolchain::Rustup);
@@ -181,7 +181,7 @@ pub(super) fn has_rustup_target(target: &str) -> bool {
     }
     let add =
         Command::new("timeout").arg(RUSTUP_LIMIT_S.to_string()).args(["rustup", "target", "add", target]).output();
-    // Asked again: an answer of success is not yet a target.
+    // Check again: success of rustup does not mean that the target is there.
     add.is_ok_and(|added| added.status.success()) && installed()
 }
 
@@ -197,7 +197,7 @@ fn has_debian_linker() -> bool {
     Command::new("ld.lld").arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
-/// What an image holds, in the words of `link.ld`.
+/// The sections of an image and their sizes, as named in `link.ld`.
 #[derive(Debug, PartialEq, Eq)]
 struct Sections(Vec<(String, u64)>);
 
@@ -207,12 +207,12 @@ impl std::fmt::Display for Sections {
         for (name, len) in &self.0 {
             write!(f, "{name} {len} B, ")?;
         }
-        write!(f, "in all {total} B of memory")
+        write!(f, "total {total} B of memory")
     }
 }
 
 fn sections(image: &[u8]) -> anyhow::Result<Sections> {
-    let file = object::File::parse(image).context("the image is no ELF file")?;
+    let file = object::File::parse(image).context("the image is not an ELF file")?;
     let known = |name: &str| file.section_by_name(&format!(".{name}")).map(|section| (name.to_owned(), section.size()));
     Ok(Sections(["text", "rodata", "data", "bss", "stack", "keep"].into_iter().filter_map(known).collect()))
 }
@@ -222,19 +222,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sources_are_found_from_within_and_refused_elsewhere() {
+    fn sources_are_found_from_within_a_checkout_only() {
         let root = source(None, BareBoard::QemuVirt).expect("the tests run within the sources");
         assert!(root.join("firmware/boards/qemu-virt/link.ld").is_file());
         assert_eq!(source(Some(&root), BareBoard::QemuVirt).expect("given"), root);
         let empty = tempfile::tempdir().expect("a folder");
         let error = source(Some(empty.path()), BareBoard::QemuVirt).expect_err("no sources").to_string();
-        assert!(error.contains("is no checkout of Sumac"), "{error}");
+        assert!(error.contains("is not a checkout of Sumac"), "{error}");
     }
 
     #[test]
-    fn sections_are_named_with_their_sum() {
+    fn sections_are_printed_with_their_total() {
         let all = Sections(vec![("text".into(), 10), ("bss".into(), 5)]);
-        assert_eq!(all.to_string(), "text 10 B, bss 5 B, in all 15 B of memory");
+        assert_eq!(all.to_string(), "text 10 B, bss 5 B, total 15 B of memory");
         assert!(sections(b"no ELF").is_err());
     }
 }

@@ -1,20 +1,21 @@
-//! The broker of an emulated board: ranks of this machine dial it, and it seats them in memory that they share with the
-//! board (`sumac_hal::mmio::desk`).
+//! The broker of an emulated board: it connects ranks of this machine to memory that they share with the board
+//! (`sumac_hal::mmio::admission`).
 //!
-//! The memory is files of this process, which the emulator maps as BARs of `ivshmem-plain` functions: the desk, redo slots,
-//! and the seats, each a file of its own, so that a rank reaches its own seat, and the redo slots to read, and nothing else.
+//! The memory consists of files of this process, which the emulator maps as BARs of `ivshmem-plain` functions: the
+//! admission queue, the redo slots, and one file per rank slot. A rank can access its own rank slot, read the redo
+//! slots, and nothing else.
 //!
 //! Invariants:
-//! - the board decides who may attach, as it knows the keys; the broker only passes on what it says;
-//! - a seat is given to another rank only when the board has done with it, and when the rank that had it has hung up: its
-//!   program's buffers are there until then, also when the board has gone long before;
-//! - when the board begins another life, or ends, everybody is hung up on;
-//! - who has dialled and says nothing keeps nobody waiting.
+//! - The board decides which rank may attach, because it knows the keys. The broker only forwards requests and replies.
+//! - A rank slot is reused only after the board has released it and its rank has closed the connection. Until then it
+//!   may hold the buffers of the rank's program, even long after the board is gone.
+//! - When the board starts another incarnation or ends, all connections are closed.
+//! - A connection that sends nothing does not delay others.
 //!
-//! Ranks are processes of one user, the broker's, and of the superuser: also where the broker is the superuser's, others are
-//! refused. For the redo slots of all groups are in one file, as a BAR is, and ranks that have it can read those of other
-//! groups. One that hangs up and goes on writing to the seat that it had spoils the values of the
-//! next one's program, as it could by a debugger, and nothing of the board's.
+//! Only ranks of the broker's user and of the superuser are admitted, also if the broker runs as the superuser. The
+//! reason is that the redo slots of all groups are in one file, as they are in one BAR, so any rank can read those of
+//! other groups. A rank that keeps writing to its rank slot after it closed the connection corrupts the values of the
+//! next rank's program, as it could with a debugger, but nothing of the board.
 
 #[cfg(test)]
 mod tests;
@@ -28,79 +29,79 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::BootId;
-use sumac_hal::mmio::desk::{ARENA_OFFSET_BYTES, AttachRefusal, DeskAnswer, DeskRequest};
+use sumac_hal::mmio::admission::{ARENA_OFFSET_BYTES, AdmissionReply, AdmissionRequest, AttachRefusal};
 use sumac_hal::mmio::{Bar, COMPLETION_WORDS, SUBMISSION_WORDS};
 use sumac_hal::ring::{Consumer, Producer, SharedRing};
 use sumac_hal::shm::{
     BarMemory, Bell, Connection, DeviceUsers, Listener, Message, Pages, Received, Region, SocketError, machine,
 };
 
-/// The desk's memory: more than its rings take. BARs are powers of two.
-const DESK_LEN_BYTES: usize = 64 << 10;
+/// The memory of the admission queue: more than its rings need, because BARs are powers of two.
+const QUEUE_LEN_BYTES: usize = 64 << 10;
 
 /// Memory of redo slots.
 const REDO_LEN_BYTES: usize = 8 << 20;
 
-/// How soon the broker looks again whether a rank or the board has something.
-const LOOK: Duration = Duration::from_millis(5);
+/// How often the broker polls ranks and the board.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How long a rank may take to say which one it is.
-const SAY_LIMIT: Duration = Duration::from_secs(5);
+/// How long a new connection may take to send its request.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How many may be about to say it; one more, and the one that has had most time is hung up on.
-const DIALLED_MAX: usize = 64;
+/// The maximum number of connections without a request; beyond it, the oldest one is closed.
+const PENDING_MAX: usize = 64;
 
-/// Answers taken from the board at a time.
-const ANSWERS_PER_TURN: usize = 64;
+/// Replies of the board handled per turn.
+const REPLIES_PER_TURN: usize = 64;
 
 /// The first device number on the bus: 0 is its bridge.
 const FIRST_DEVICE: usize = 1;
 
-/// The memory of a board, and the thread that seats ranks. Dropping it hangs up on all.
+/// The memory of a board and the thread that connects ranks to it. Dropping it closes all connections.
 #[derive(Debug)]
 pub(super) struct Broker {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the emulator and the board are to be told.
+/// The configuration of the emulator and of the board.
 #[derive(Debug)]
-pub(super) struct Told {
-    /// Arguments of the emulator.
+pub(super) struct BoardSetup {
+    /// Arguments for the emulator.
     pub(super) arguments: Vec<String>,
-    /// Lines of the board's options.
+    /// Option lines for the board.
     pub(super) options: String,
 }
 
 impl Broker {
-    /// Make the memory of so many seats, and listen.
-    pub(super) fn start(seats: u16, seat_len_bytes: usize) -> Result<(Self, Told)> {
-        let machine = machine().context("the system tells no name of this machine, so ranks can't share memory")?;
+    /// Create the memory of so many rank slots, and listen.
+    pub(super) fn start(slots: u16, slot_memory_len_bytes: usize) -> Result<(Self, BoardSetup)> {
+        let machine = machine().context("/proc does not identify this machine, so ranks cannot share memory")?;
         let socket = format!("sumac-board-{}", std::process::id());
         let listener = Listener::bind(&socket)?;
-        let desk = BarMemory::create(DESK_LEN_BYTES)?;
+        let queue_memory = BarMemory::create(QUEUE_LEN_BYTES)?;
         let redo = Region::create(REDO_LEN_BYTES, Pages::Normal)?;
-        let seats = (0..seats).map(|_| BarMemory::create(seat_len_bytes)).collect::<Result<Vec<_>, _>>()?;
-        let mut told = Told { arguments: Vec::new(), options: String::new() };
-        told.function(desk.file().as_raw_fd(), DESK_LEN_BYTES);
-        // The board writes it, and ranks get it to read: by then the board serves, so the emulator has mapped it.
-        told.function(redo.device_file().as_raw_fd(), REDO_LEN_BYTES);
-        seats.iter().for_each(|seat| told.function(seat.file().as_raw_fd(), seat_len_bytes));
-        // Writing to a string can't fail.
+        let slots = (0..slots).map(|_| BarMemory::create(slot_memory_len_bytes)).collect::<Result<Vec<_>, _>>()?;
+        let mut setup = BoardSetup { arguments: Vec::new(), options: String::new() };
+        setup.function(queue_memory.file().as_raw_fd(), QUEUE_LEN_BYTES);
+        // The board writes it; ranks get it read-only. By then the board serves, so the emulator has mapped it.
+        setup.function(redo.device_file().as_raw_fd(), REDO_LEN_BYTES);
+        slots.iter().for_each(|slot| setup.function(slot.file().as_raw_fd(), slot_memory_len_bytes));
+        // Writing to a string cannot fail.
         let user = DeviceUsers::own().own;
-        let _ = writeln!(told.options, "machine={machine}\nsocket={socket}\nuser={user}");
+        let _ = writeln!(setup.options, "machine={machine}\nsocket={socket}\nuser={user}");
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
-        let arena_len_bytes = (seat_len_bytes - ARENA_OFFSET_BYTES) as u64;
-        let seats = seats.into_iter().map(Seat::new).collect();
+        let arena_len_bytes = (slot_memory_len_bytes - ARENA_OFFSET_BYTES) as u64;
+        let slots = slots.into_iter().map(RankSlot::new).collect();
         let run = move || {
-            let mut desk = Desk::new(&desk, redo, seats, arena_len_bytes);
+            let mut queue = AdmissionQueue::new(&queue_memory, redo, slots, arena_len_bytes);
             while !stopped.load(Ordering::Acquire) {
-                desk.turn(&listener);
+                queue.turn(&listener);
             }
         };
-        let thread = thread::Builder::new().name("broker".into()).spawn(run).context("can't start the broker")?;
-        Ok((Self { stop, thread: Some(thread) }, told))
+        let thread = thread::Builder::new().name("broker".into()).spawn(run).context("cannot start the broker")?;
+        Ok((Self { stop, thread: Some(thread) }, setup))
     }
 }
 
@@ -113,8 +114,8 @@ impl Drop for Broker {
     }
 }
 
-impl Told {
-    /// Have the emulator map an open file of this process as the next function's memory.
+impl BoardSetup {
+    /// Let the emulator map an open file of this process as the memory of the next function.
     fn function(&mut self, file: i32, len_bytes: usize) {
         let device = FIRST_DEVICE + self.arguments.len() / 4;
         let path = format!("/proc/{}/fd/{file}", std::process::id());
@@ -127,242 +128,252 @@ impl Told {
     }
 }
 
-/// A seat, who has it, and what the board has of it.
-struct Seat {
+/// A rank slot: its memory, its rank, and its state at the board.
+struct RankSlot {
     memory: BarMemory,
     rank: Rank,
-    board: Has,
+    board: BoardState,
 }
 
-/// Who has a seat.
+/// The rank of a rank slot.
 enum Rank {
-    Nobody,
-    There(Connection),
-    /// It was hung up on, and may still have buffers there.
-    HungUpOn(Connection),
+    Vacant,
+    Connected(Connection),
+    /// The broker has closed the connection; the rank may still have buffers there.
+    Closing(Connection),
 }
 
-/// What the board has of a seat.
+/// The state of a rank slot at the board.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Has {
-    Nothing,
-    /// It is asked whether the rank may have it.
-    Request,
-    Rank,
-    /// It knows that the rank is gone, and may still have use for the memory.
-    Remains,
+enum BoardState {
+    Free,
+    /// The board has been asked to attach the rank.
+    Requested,
+    Attached,
+    /// The board knows that the rank is gone and may still be using the memory.
+    Draining,
 }
 
-impl Seat {
+impl RankSlot {
     const fn new(memory: BarMemory) -> Self {
-        Self { memory, rank: Rank::Nobody, board: Has::Nothing }
+        Self { memory, rank: Rank::Vacant, board: BoardState::Free }
     }
 
     const fn is_free(&self) -> bool {
-        matches!((&self.rank, self.board), (Rank::Nobody, Has::Nothing))
+        matches!((&self.rank, self.board), (Rank::Vacant, BoardState::Free))
     }
 
-    /// Hang up on the rank, if there is one.
+    /// Close the rank's connection, if there is one.
     fn hang_up(&mut self) {
-        self.rank = match std::mem::replace(&mut self.rank, Rank::Nobody) {
-            Rank::There(connection) => {
-                // It fails where the rank is gone already, which is heard next.
-                let _ = connection.hang_up();
-                Rank::HungUpOn(connection)
+        self.rank = match std::mem::replace(&mut self.rank, Rank::Vacant) {
+            Rank::Connected(connection) => {
+                // It fails if the rank is gone already, which the next receive detects.
+                let _ = connection.shutdown_write();
+                Rank::Closing(connection)
             }
             other => other,
         };
     }
 
-    /// See whether the rank has hung up, or says what it should not.
+    /// Check whether the rank has closed its connection or violates the protocol.
     fn watch(&mut self) {
-        let (Rank::There(connection) | Rank::HungUpOn(connection)) = &self.rank else { return };
+        let (Rank::Connected(connection) | Rank::Closing(connection)) = &self.rank else { return };
         match connection.receive(Duration::ZERO) {
             Err(SocketError::Timeout(_)) => {}
-            // The system has no other way to tell either.
-            Err(SocketError::Closed | SocketError::System { .. }) => self.rank = Rank::Nobody,
+            // A system error means the same: the connection is unusable.
+            Err(SocketError::Closed | SocketError::System { .. }) => self.rank = Rank::Vacant,
             _ => self.hang_up(),
         }
     }
 }
 
-/// One life of the board, with the rings that it has made.
-struct Life<'a> {
+/// One incarnation of the board, with its rings.
+struct Incarnation<'a> {
     boot_id: BootId,
     requests: Producer<SharedRing<'a, SUBMISSION_WORDS>, SUBMISSION_WORDS>,
-    answers: Consumer<SharedRing<'a, COMPLETION_WORDS>, COMPLETION_WORDS>,
+    replies: Consumer<SharedRing<'a, COMPLETION_WORDS>, COMPLETION_WORDS>,
 }
 
-struct Desk<'a> {
+struct AdmissionQueue<'a> {
     memory: &'a BarMemory,
-    life: Option<Life<'a>>,
+    incarnation: Option<Incarnation<'a>>,
     redo: Region,
-    seats: Vec<Seat>,
+    slots: Vec<RankSlot>,
     arena_len_bytes: u64,
-    /// Ranks that have not said which ones they are, and since when.
-    dialled: VecDeque<(Connection, Instant)>,
+    /// Connections that have not sent their request yet, with the time of their arrival.
+    pending: VecDeque<(Connection, Instant)>,
 }
 
-impl<'a> Desk<'a> {
-    const fn new(memory: &'a BarMemory, redo: Region, seats: Vec<Seat>, arena_len_bytes: u64) -> Self {
-        Self { memory, life: None, redo, seats, arena_len_bytes, dialled: VecDeque::new() }
+impl<'a> AdmissionQueue<'a> {
+    const fn new(memory: &'a BarMemory, redo: Region, slots: Vec<RankSlot>, arena_len_bytes: u64) -> Self {
+        Self { memory, incarnation: None, redo, slots, arena_len_bytes, pending: VecDeque::new() }
     }
 
     fn turn(&mut self, listener: &Listener) {
-        match listener.accept(LOOK) {
+        match listener.accept(POLL_INTERVAL) {
             Ok(Some(connection)) => {
-                if self.dialled.len() == DIALLED_MAX {
-                    self.dialled.pop_front();
+                if self.pending.len() == PENDING_MAX {
+                    self.pending.pop_front();
                 }
-                self.dialled.push_back((connection, Instant::now()));
+                self.pending.push_back((connection, Instant::now()));
             }
             Ok(None) => {}
             Err(error) => {
-                tracing::warn!(%error, "a rank can't attach");
-                // Where this process has no room, whoever waits makes the socket readable at once again.
-                thread::sleep(LOOK);
+                tracing::warn!(%error, "cannot accept the connection of a rank");
+                // If descriptors have run out, the waiting connection makes the socket readable again at once.
+                thread::sleep(POLL_INTERVAL);
             }
         }
-        self.follow_life();
-        self.hear_dialled();
-        for _ in 0..ANSWERS_PER_TURN {
-            let Some(answer) = self.answer() else { break };
-            self.take_in(answer);
+        self.follow_incarnation();
+        self.admit_pending();
+        for _ in 0..REPLIES_PER_TURN {
+            let Some(reply) = self.reply() else { break };
+            self.handle_reply(reply);
         }
-        self.watch_seats();
+        self.watch_slots();
     }
 
-    /// See whether the board is in another life: then nobody is seated any more.
-    fn follow_life(&mut self) {
+    /// Detach all ranks if the board has started another incarnation.
+    fn follow_incarnation(&mut self) {
         let probed = Bar::probe(self.memory.words()).ok();
         let now = probed.as_ref().map(|(_, identity)| identity.boot_id);
-        if self.life.as_ref().map(|life| life.boot_id) == now {
+        if self.incarnation.as_ref().map(|incarnation| incarnation.boot_id) == now {
             return;
         }
-        if self.life.take().is_some() {
-            tracing::info!("the board has ended a life: hanging up on its ranks");
-            for seat in &mut self.seats {
-                match std::mem::replace(&mut seat.board, Has::Nothing) {
-                    // It has been given nothing.
-                    Has::Request => seat.rank = Rank::Nobody,
-                    _ => seat.hang_up(),
+        if self.incarnation.take().is_some() {
+            tracing::info!("the board's incarnation has ended: closing the connections of its ranks");
+            for slot in &mut self.slots {
+                match std::mem::replace(&mut slot.board, BoardState::Free) {
+                    // The rank has received nothing yet.
+                    BoardState::Requested => slot.rank = Rank::Vacant,
+                    _ => slot.hang_up(),
                 }
             }
         }
-        self.life = probed.and_then(|(bar, identity)| {
+        self.incarnation = probed.and_then(|(bar, identity)| {
             let queue = bar.queue(0)?;
-            let (requests, answers) = (Producer::new(queue.submissions), Consumer::new(queue.completions));
-            Some(Life { boot_id: identity.boot_id, requests, answers })
+            let (requests, replies) = (Producer::new(queue.submissions), Consumer::new(queue.completions));
+            Some(Incarnation { boot_id: identity.boot_id, requests, replies })
         });
     }
 
-    /// Ask the board; false if it can't be asked.
-    fn ask(&mut self, request: DeskRequest) -> bool {
-        // An index of a life that is over would break the rings of the next, which may have begun since the last look.
+    /// Send a request to the board. Returns false if it cannot be sent now.
+    fn ask(&mut self, request: AdmissionRequest) -> bool {
+        // A ring index of an old incarnation would corrupt the rings of the next, which may have started since the last
+        // poll.
         let now = Bar::probe(self.memory.words()).ok().map(|(_, identity)| identity.boot_id);
-        let life = self.life.as_mut().filter(|life| now == Some(life.boot_id));
-        life.is_some_and(|life| life.requests.push(&request.emit()) == Ok(true))
+        let incarnation = self.incarnation.as_mut().filter(|incarnation| now == Some(incarnation.boot_id));
+        incarnation.is_some_and(|incarnation| incarnation.requests.push(&request.emit()) == Ok(true))
     }
 
-    fn answer(&mut self) -> Option<DeskAnswer> {
-        let words = self.life.as_mut()?.answers.pop().ok()??;
-        let answer = DeskAnswer::parse(&words);
-        if answer.is_none() {
-            tracing::warn!("the board answers what no board of this version does");
+    fn reply(&mut self) -> Option<AdmissionReply> {
+        let words = self.incarnation.as_mut()?.replies.pop().ok()??;
+        let reply = AdmissionReply::parse(&words);
+        if reply.is_none() {
+            tracing::warn!("malformed reply of the board");
         }
-        answer
+        reply
     }
 
-    /// Hear who has dialled, and ask the board for each.
-    fn hear_dialled(&mut self) {
-        for (connection, since) in std::mem::take(&mut self.dialled) {
+    /// Read the requests of pending connections and forward them to the board.
+    fn admit_pending(&mut self) {
+        for (connection, since) in std::mem::take(&mut self.pending) {
             match connection.receive(Duration::ZERO) {
-                Err(SocketError::Timeout(_)) if since.elapsed() < SAY_LIMIT => {
-                    self.dialled.push_back((connection, since));
+                Err(SocketError::Timeout(_)) if since.elapsed() < HELLO_TIMEOUT => {
+                    self.pending.push_back((connection, since));
                 }
                 Ok(Received { message: Message::Attach { group, child, key }, .. }) => {
-                    let free = self.seats.iter().position(Seat::is_free);
-                    let asked = free.filter(|&at| self.ask(DeskRequest::Seat { seat: at as u16, group, child, key }));
+                    let free = self.slots.iter().position(RankSlot::is_free);
+                    let asked = free
+                        .filter(|&at| self.ask(AdmissionRequest::Attach { rank_slot: at as u16, group, child, key }));
                     match asked {
                         Some(at) => {
-                            let seat = &mut self.seats[at];
-                            (seat.rank, seat.board) = (Rank::There(connection), Has::Request);
+                            let slot = &mut self.slots[at];
+                            (slot.rank, slot.board) = (Rank::Connected(connection), BoardState::Requested);
                         }
                         None => {
-                            let (seats, ready) = (self.seats.len(), self.life.is_some());
-                            tracing::warn!(seats, ready, "no seat for a rank; `sumac image run --seats` says how many");
-                            refuse(&connection, AttachRefusal::NoRoom);
+                            let (slots, ready) = (self.slots.len(), self.incarnation.is_some());
+                            tracing::warn!(
+                                slots,
+                                ready,
+                                "no free rank slot; `sumac image run --ranks-max` sets their number"
+                            );
+                            refuse(&connection, AttachRefusal::NoMemory);
                         }
                     }
                 }
-                // It has hung up, or says what it should not.
+                // It has closed the connection or violates the protocol.
                 _ => {}
             }
         }
     }
 
-    fn take_in(&mut self, answer: DeskAnswer) {
-        let (DeskAnswer::Seated { seat, .. } | DeskAnswer::Refused { seat, .. } | DeskAnswer::Left { seat }) = answer
+    fn handle_reply(&mut self, reply: AdmissionReply) {
+        let (AdmissionReply::Attached { rank_slot: slot, .. }
+        | AdmissionReply::Refused { rank_slot: slot, .. }
+        | AdmissionReply::Detached { rank_slot: slot }) = reply
         else {
             return;
         };
-        let Some(seat) = self.seats.get_mut(usize::from(seat)) else { return };
-        match answer {
-            DeskAnswer::Seated { offset_bytes, slot_len_bytes, slots, .. } if seat.board == Has::Request => {
-                seat.board = Has::Rank;
-                let Rank::There(connection) = &seat.rank else { return };
+        let Some(slot) = self.slots.get_mut(usize::from(slot)) else { return };
+        match reply {
+            AdmissionReply::Attached { offset_bytes, slot_len_bytes, slots, .. }
+                if slot.board == BoardState::Requested =>
+            {
+                slot.board = BoardState::Attached;
+                let Rank::Connected(connection) = &slot.rank else { return };
                 let redo = Message::Redo { offset_bytes, slot_len_bytes, slots };
-                if let Err(error) = hand_over(connection, &seat.memory, &self.redo, redo, self.arena_len_bytes) {
-                    tracing::warn!(%error, "a rank did not take its seat");
-                    seat.hang_up();
+                if let Err(error) = send_memory(connection, &slot.memory, &self.redo, redo, self.arena_len_bytes) {
+                    tracing::warn!(%error, "a rank did not accept its memory");
+                    slot.hang_up();
                 }
             }
-            DeskAnswer::Refused { reason, .. } if seat.board == Has::Request => {
-                if let Rank::There(connection) = std::mem::replace(&mut seat.rank, Rank::Nobody) {
+            AdmissionReply::Refused { reason, .. } if slot.board == BoardState::Requested => {
+                if let Rank::Connected(connection) = std::mem::replace(&mut slot.rank, Rank::Vacant) {
                     refuse(&connection, reason);
                 }
-                seat.board = Has::Nothing;
+                slot.board = BoardState::Free;
             }
-            DeskAnswer::Left { .. } if matches!(seat.board, Has::Rank | Has::Remains) => {
-                seat.board = Has::Nothing;
-                seat.hang_up();
+            AdmissionReply::Detached { .. } if matches!(slot.board, BoardState::Attached | BoardState::Draining) => {
+                slot.board = BoardState::Free;
+                slot.hang_up();
             }
-            _ => tracing::warn!(?answer, "the board answers what it was not asked"),
+            _ => tracing::warn!(?reply, "unexpected reply of the board"),
         }
     }
 
-    /// See who has hung up, and tell the board; where it can't be told now, the next turn tries again.
-    fn watch_seats(&mut self) {
-        for at in 0..self.seats.len() {
-            let seat = &mut self.seats[at];
-            seat.watch();
-            let is_left = seat.board == Has::Rank && !matches!(seat.rank, Rank::There(_));
-            if is_left && self.ask(DeskRequest::Leave { seat: at as u16 }) {
-                self.seats[at].board = Has::Remains;
+    /// Detach ranks whose connection is closed. A request that cannot be sent now is retried in the next turn.
+    fn watch_slots(&mut self) {
+        for at in 0..self.slots.len() {
+            let slot = &mut self.slots[at];
+            slot.watch();
+            let is_abandoned = slot.board == BoardState::Attached && !matches!(slot.rank, Rank::Connected(_));
+            if is_abandoned && self.ask(AdmissionRequest::Detach { rank_slot: at as u16 }) {
+                self.slots[at].board = BoardState::Draining;
             }
         }
     }
 }
 
 fn refuse(connection: &Connection, reason: AttachRefusal) {
-    // Who has hung up needs no answer.
+    // A rank that has closed its connection needs no reply.
     let _ = connection.send(&Message::Refused { reason }, None);
 }
 
-/// Give a rank what it needs, in the order in which it expects it.
-fn hand_over(
+/// Send a rank the files that it needs, in the order of the protocol.
+fn send_memory(
     connection: &Connection,
-    seat: &BarMemory,
+    slot: &BarMemory,
     redo: &Region,
     slots: Message,
     arena_len_bytes: u64,
 ) -> Result<()> {
-    connection.send(&Message::Function, Some(seat.file()))?;
+    connection.send(&Message::Function, Some(slot.file()))?;
     for queue in 0..2 {
-        // The board looks by itself, so nobody listens.
+        // The board polls, so nobody waits for these bells.
         connection.send(&Message::Bell { queue }, Some(Bell::create()?.as_fd()))?;
     }
     connection.send(&slots, Some(redo.read_only_file()?.as_fd()))?;
     let arena = Message::Arena { offset_bytes: ARENA_OFFSET_BYTES as u64, len_bytes: arena_len_bytes };
-    Ok(connection.send(&arena, Some(seat.file()))?)
+    Ok(connection.send(&arena, Some(slot.file()))?)
 }

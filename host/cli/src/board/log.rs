@@ -1,7 +1,7 @@
-//! `sumac log`: a board's log frames (defmt) as text.
+//! `sumac log`: decode a board's log frames (defmt).
 //!
-//! The texts are not in the frames but in the image that wrote them, so that is needed; a frame of another image makes
-//! nonsense, or none.
+//! The frames refer to strings in the image that wrote them, so decoding needs that image. Frames of another image
+//! decode to wrong text or not at all.
 
 use crate::exit::Failure;
 use anyhow::{Context, anyhow};
@@ -14,53 +14,55 @@ use std::path::{Path, PathBuf};
 /// `sumac log`.
 #[derive(Debug, Args)]
 pub(crate) struct LogArgs {
-    /// The image that wrote the log
+    /// Image that wrote the log
     #[arg(long, value_name = "FILE")]
     elf: PathBuf,
-    /// What the board's serial port said; `-` for stdin, which is read until it ends
+    /// Output of the board's serial port; `-` reads stdin to its end
     #[arg(value_name = "FILE", default_value = "-")]
     input: PathBuf,
 }
 
-/// Print a log.
+/// Decode and print a log.
 pub(crate) fn run(args: &LogArgs) -> Result<(), Failure> {
     let text = LogText::of_image(&args.elf).map_err(Failure::Input)?;
     let from: Box<dyn Read> = match args.input.to_str() {
         Some("-") => Box::new(io::stdin()),
         _ => {
             let name = args.input.display();
-            Box::new(File::open(&args.input).with_context(|| format!("can't read {name}")).map_err(Failure::Input)?)
+            Box::new(File::open(&args.input).with_context(|| format!("cannot read {name}")).map_err(Failure::Input)?)
         }
     };
     text.copy(from, &mut io::stdout().lock())?;
     Ok(())
 }
 
-/// The texts of an image.
+/// The log strings of an image.
 pub(crate) struct LogText {
     table: Table,
     locations: Locations,
 }
 
 impl LogText {
-    /// Read the texts of an image.
+    /// Read the log strings of an image.
     ///
     /// # Errors
-    /// A file that can't be read, or that is no image with a log.
+    /// The file cannot be read, or is not an image with log strings.
     pub(crate) fn of_image(path: &Path) -> anyhow::Result<Self> {
         let name = path.display();
-        let elf = fs::read(path).with_context(|| format!("can't read {name}"))?;
-        let table = Table::parse(&elf).with_context(|| format!("{name} is no image that logs"))?;
+        let elf = fs::read(path).with_context(|| format!("cannot read {name}"))?;
+        let table = Table::parse(&elf).with_context(|| format!("{name} is not an image with a log"))?;
         let table = table.filter(|table| !table.is_empty());
-        let table = table.ok_or_else(|| anyhow!("{name} has no texts of a log; name the image as it was built"))?;
-        let locations = table.get_locations(&elf).with_context(|| format!("{name}: where its texts come from"))?;
+        let table =
+            table.ok_or_else(|| anyhow!("{name} has no log strings; name the image as it was built, not stripped"))?;
+        let locations =
+            table.get_locations(&elf).with_context(|| format!("{name}: cannot read its source locations"))?;
         Ok(Self { table, locations })
     }
 
-    /// Decode what comes, line by line, until it ends.
+    /// Decode frames to lines until the input ends.
     ///
     /// # Errors
-    /// What reading or writing said.
+    /// Reading or writing fails.
     pub(crate) fn copy(&self, mut from: impl Read, to: &mut impl Write) -> io::Result<()> {
         let mut decoder = self.table.new_stream_decoder();
         let mut bytes = [0; 4096];
@@ -76,7 +78,7 @@ impl LogText {
         }
     }
 
-    /// Print the frames that are whole.
+    /// Print all complete frames.
     fn print(&self, decoder: &mut dyn StreamDecoder, to: &mut impl Write) -> io::Result<()> {
         loop {
             match decoder.decode() {
@@ -87,10 +89,8 @@ impl LogText {
                     writeln!(to, "{time:>12} {level:<5} {}{place}", frame.display_message())?;
                 }
                 Err(DecodeError::UnexpectedEof) => return Ok(()),
-                // Frames end in a zero, so the next one is found again.
-                Err(DecodeError::Malformed) => {
-                    writeln!(to, "             ----- something that is no frame of this image")?
-                }
+                // Frames end with a zero, so decoding resumes at the next one.
+                Err(DecodeError::Malformed) => writeln!(to, "             ----- not a frame of this image")?,
             }
         }
     }
@@ -98,7 +98,7 @@ impl LogText {
 
 fn place(location: &Location) -> String {
     let file = location.file.to_string_lossy();
-    // From the board's folder on: how long the way there is depends on who built it.
+    // Only the path below the board's folder: the rest depends on where it was built.
     let short = file.rfind("src/").map_or(&*file, |at| &file[at..]);
     format!("  ({short}:{})", location.line)
 }

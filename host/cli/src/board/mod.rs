@@ -1,8 +1,8 @@
-//! Boards without an operating system: their images, the emulator that runs them, and their logs. And the agent for the
-//! Linux of those that have one.
+//! Boards: building and running images of boards without an operating system, decoding their logs, and building the
+//! agent for boards that run Linux.
 //!
-//! An image is built from the sources in `firmware/boards`, as firmware is: for a target of its own, with what the board's
-//! folder says.
+//! Images are built from the sources in `firmware/boards`, each board for its own target and with its own
+//! configuration.
 
 mod agent;
 mod build;

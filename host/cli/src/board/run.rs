@@ -1,10 +1,10 @@
-//! `sumac image run`: a board in QEMU, with a network to this host, and its log as text.
+//! `sumac image run`: run a board in QEMU, connect it to this host, and print its log.
 //!
-//! The board's network is QEMU's own (user mode): the board dials the controller through a gateway that is this host, and
-//! this host's UDP port is forwarded to the board's. So nothing needs privileges, and nothing else reaches the board.
+//! The board uses QEMU's user-mode network: it reaches the controller through a gateway that stands for this host, and
+//! a UDP port of this host is forwarded to the board. This needs no privileges, and nothing else reaches the board.
 
 use super::build::{BareBoard, default_image};
-use super::bus::{Broker, Told};
+use super::bus::{BoardSetup, Broker};
 use super::log::LogText;
 use crate::cluster;
 use crate::exit::Failure;
@@ -31,101 +31,102 @@ pub(crate) struct RunArgs {
     /// Kind of board
     #[arg(long, value_enum)]
     board: BareBoard,
-    /// The image [default: the one that `image build` has made in this checkout]
+    /// Image [default: the one built by `image build` in this checkout]
     #[arg(long, value_name = "FILE")]
     image: Option<PathBuf>,
-    /// The device's name: that of its switch in the fabric
+    /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME", default_value = "leaf0")]
     name: String,
-    /// The controller to serve
+    /// Controller to register with
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     controller: SocketAddr,
-    /// Cores, each with a shard and a network card of its own
+    /// Number of cores, each with a shard and a network card of its own
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4))]
     cores: u16,
-    /// The UDP port of this host where peers send the packets of the board's first core to; others take the next ones
+    /// UDP port of this host that is forwarded to the board's first core; the other cores take the next ones
     #[arg(long, value_name = "PORT", default_value_t = 7100, value_parser = clap::value_parser!(u16).range(1..=65_532))]
     data_port: u16,
-    /// Ranks of this machine that may contribute by reference at a time, each in memory that it shares with the board
-    /// (ivshmem); a rank takes a seat for each of its communicators. qemu-virt with one core
+    /// Maximum number of ranks of this machine that contribute zero-copy, each in memory that it shares with the board
+    /// (ivshmem); each communicator of a rank counts. Needs qemu-virt with one core
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=16))]
-    seats: u16,
-    /// The memory of each seat in MiB, a power of two up to 32: what a rank's buffers may take together, and a little more
-    #[arg(long, value_name = "MIB", default_value_t = 8, value_parser = seat_mib)]
-    seat_mib: u16,
-    /// A further option of the board, as `watchdog_ms=5000`; may be repeated
+    ranks_max: u16,
+    /// Memory for each of these ranks in MiB, a power of two up to 32: room for all its buffers and some overhead
+    #[arg(long, value_name = "MIB", default_value_t = 8, value_parser = rank_memory_mib)]
+    rank_memory_mib: u16,
+    /// Additional option of the board, as in `watchdog_ms=5000`; may be repeated
     #[arg(long, value_name = "KEY=VALUE", value_parser = option)]
     option: Vec<String>,
-    /// A further argument of QEMU; may be repeated
+    /// Additional argument for QEMU; may be repeated
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     qemu_arg: Vec<String>,
 }
 
-/// `sumac emulate` (hidden): become the emulator.
+/// `sumac emulate` (hidden): run the emulator.
 #[derive(Debug, Args)]
 pub(crate) struct EmulateArgs {
-    /// What to become, and its arguments
+    /// The program to run, and its arguments
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
     command: Vec<String>,
 }
 
-/// Become another program: what was arranged for this process's end holds for it.
+/// Replace this process by another program, which then also ends with the supervisor.
 pub(crate) fn emulate(args: &EmulateArgs) -> Result<(), Failure> {
     let Some((program, rest)) = args.command.split_first() else {
-        return Err(Failure::Input(anyhow!("no program")));
+        return Err(Failure::Input(anyhow!("no program given")));
     };
     let error = Command::new(program).args(rest).exec();
-    Err(Failure::Input(anyhow!("can't start {program}: {error}; Debian: apt-get install qemu-system-arm")))
+    Err(Failure::Input(anyhow!("cannot start {program}: {error}; on Debian, run `apt-get install qemu-system-arm`")))
 }
 
-/// Run a board until it ends or this process is told to.
+/// Run a board until it ends or a signal arrives.
 pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let image = args.image.clone().or_else(|| default_image(args.board));
     let image = image.ok_or_else(|| {
-        Failure::Input(anyhow!("no image: `sumac image build --board KIND` makes one, or --image names one"))
+        Failure::Input(anyhow!("no image; build one with `sumac image build --board KIND`, or name one with --image"))
     })?;
     let SocketAddr::V4(controller) = args.controller else {
-        return Err(Failure::Input(anyhow!("--controller {}: the board speaks IPv4", args.controller)));
+        return Err(Failure::Input(anyhow!("--controller {}: boards support IPv4 only", args.controller)));
     };
     if args.name.is_empty() || args.name.len() > MAX_NAME_LEN || args.name.contains(['\n', '#', ',']) {
         return Err(Failure::Input(anyhow!(
-            "--name {:?}: a name has 1 to {MAX_NAME_LEN} bytes, none of them , or #",
+            "--name {:?}: a name has 1 to {MAX_NAME_LEN} bytes, without line feeds, commas and #",
             args.name
         )));
     }
     let log = match args.board {
         BareBoard::QemuVirt => Some(LogText::of_image(&image).map_err(Failure::Input)?),
         BareBoard::X86Microvm if args.cores > 1 => {
-            return Err(Failure::Input(anyhow!("--cores {}: this board has one", args.cores)));
+            return Err(Failure::Input(anyhow!("--cores {}: this board has one core", args.cores)));
         }
-        // Its log is text already.
+        // This board logs text, which needs no decoding.
         BareBoard::X86Microvm => None,
     };
-    let folder = tempfile::tempdir().context("no folder for the board's options").map_err(Failure::Run)?;
+    let folder = tempfile::tempdir().context("cannot create a folder for the board's options").map_err(Failure::Run)?;
     let options = folder.path().join("options");
     let port = args.data_port;
     let mut lines = String::new();
-    // Writing to a string can't fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(lines, "name={}\ncontroller={controller}", args.name);
     let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
     let bus = start_bus(args)?;
-    if let Some((_, told)) = &bus {
-        lines += &told.options;
+    if let Some((_, setup)) = &bus {
+        lines += &setup.options;
     }
     let lines = with_options(lines, &args.option).map_err(Failure::Input)?;
-    std::fs::write(&options, lines).context("can't write the board's options").map_err(Failure::Run)?;
+    std::fs::write(&options, lines).context("cannot write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
     command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
-    command.args(bus.iter().flat_map(|(_, told)| &told.arguments));
+    command.args(bus.iter().flat_map(|(_, setup)| &setup.arguments));
     command.arg("-kernel").arg(&image).args(&args.qemu_arg);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     supervise(command, log.as_ref())
 }
 
-/// Add further options, each of which the board has to be able to read: one that can't would begin life after life with it.
+/// Append additional options after checking that the board can parse them. With an invalid option, the board would
+/// restart for ever.
 fn with_options(mut lines: String, further: &[String]) -> anyhow::Result<String> {
-    // Tests have images that fail when they are told to; only those know this key.
+    // Only the test images with injected faults know this key.
     let is_known = |line: &&str| !line.starts_with("fault=");
     for option in further {
         let _ = writeln!(lines, "{option}");
@@ -134,44 +135,47 @@ fn with_options(mut lines: String, further: &[String]) -> anyhow::Result<String>
     }
     match lines.len() {
         0..=OPTIONS_MAX_BYTES => Ok(lines),
-        len => Err(anyhow!("--option: all options together are {len} bytes, and a board keeps {OPTIONS_MAX_BYTES}")),
+        len => Err(anyhow!("--option: all options together have {len} bytes; the limit is {OPTIONS_MAX_BYTES}")),
     }
 }
 
-/// Start the broker, if ranks are to be seated.
-fn start_bus(args: &RunArgs) -> Result<Option<(Broker, Told)>, Failure> {
-    if args.seats == 0 {
+/// Start the broker, if ranks may contribute zero-copy.
+fn start_bus(args: &RunArgs) -> Result<Option<(Broker, BoardSetup)>, Failure> {
+    if args.ranks_max == 0 {
         return Ok(None);
     }
     if args.board != BareBoard::QemuVirt || args.cores > 1 {
-        return Err(Failure::Input(anyhow!("--seats {}: only qemu-virt with one core has a bus", args.seats)));
+        return Err(Failure::Input(anyhow!(
+            "--ranks-max {}: only qemu-virt with one core shares memory",
+            args.ranks_max
+        )));
     }
-    Broker::start(args.seats, usize::from(args.seat_mib) << 20).map(Some).map_err(Failure::Run)
+    Broker::start(args.ranks_max, usize::from(args.rank_memory_mib) << 20).map(Some).map_err(Failure::Run)
 }
 
-/// Read the size of a seat: what a BAR can have.
-fn seat_mib(text: &str) -> Result<u16, String> {
+/// Parse the memory of a rank, which must be a valid size of a BAR.
+fn rank_memory_mib(text: &str) -> Result<u16, String> {
     let size = text.parse().ok().filter(|size: &u16| size.is_power_of_two() && *size <= 32);
     size.ok_or_else(|| format!("{text:?} is not a power of two from 1 to 32"))
 }
 
-/// Check what the board is to check again.
+/// Check the form of an option of the board.
 fn option(text: &str) -> Result<String, String> {
     let is_line = text.contains('=') && !text.contains(['\n', '#']);
     is_line.then(|| text.to_owned()).ok_or_else(|| format!("{text:?} is not KEY=VALUE"))
 }
 
-/// Where QEMU's user network has its guest and this host (its documentation, "Network emulation").
+/// The addresses of the guest and of this host in QEMU's user-mode network (QEMU documentation, "Network emulation").
 const GUEST: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 15);
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 2, 2);
 
-/// Return QEMU and the arguments that make up the board, with its serial port on stdout.
+/// Return the QEMU command line of the board, with its serial port on stdout.
 fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     let machine = match board {
         BareBoard::QemuVirt => "qemu-system-aarch64 -M virt -cpu cortex-a72 -m 128M",
         BareBoard::X86Microvm => "qemu-system-x86_64 -M microvm,acpi=off,rtc=off -accel tcg -cpu max -m 128M",
     };
-    // QEMU gives the first card the last of the board's slots: so the last core's comes first.
+    // QEMU assigns the board's slots in reverse order, so the card of the last core comes first.
     let network = (0..cores).rev().map(|core| {
         let port = port + core;
         let forward = format!("hostfwd=udp:127.0.0.1:{port}-{GUEST}:{port}");
@@ -184,10 +188,10 @@ fn qemu(board: BareBoard, port: u16, cores: u16) -> Vec<String> {
     parts.flat_map(|part| part.split(' ').map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Print the board's log until it ends; a signal ends it.
+/// Print the board's log until it ends or a signal arrives.
 fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(Failure::run)?;
-    let mut child = command.spawn().context("can't start the emulator").map_err(Failure::Run)?;
+    let mut child = command.spawn().context("cannot start the emulator").map_err(Failure::Run)?;
     let log = child.stdout.take();
     let ended_by = Arc::new(AtomicI32::new(0));
     let (handle, seen) = (signals.handle(), Arc::clone(&ended_by));
@@ -195,7 +199,8 @@ fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure
     let watcher = thread::spawn(move || {
         for signal in signals.forever() {
             seen.store(signal, Ordering::Release);
-            // It may have ended by itself meanwhile; it is not waited for before this thread has ended.
+            // It may have ended already. Its process id is still valid, because it is reaped only after this thread
+            // ends.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
     });
@@ -204,12 +209,12 @@ fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure
         None => io::copy(&mut log, &mut io::stdout()).map(drop),
     });
     if copied.is_err() {
-        // Nobody reads the log any more.
+        // The reader of the log is gone.
         let _ = child.kill();
     }
     handle.close();
     let _ = watcher.join();
-    let status = child.wait().context("waiting for the emulator").map_err(Failure::Run)?;
+    let status = child.wait().context("cannot wait for the emulator").map_err(Failure::Run)?;
     match ended_by.load(Ordering::Acquire) {
         0 => {}
         signal => return Err(Failure::Signal(signal)),
@@ -217,9 +222,9 @@ fn supervise(mut command: Command, text: Option<&LogText>) -> Result<(), Failure
     copied?;
     match status.code() {
         Some(0) => Ok(()),
-        // What it said is on stderr.
+        // Its messages are on stderr.
         Some(code) => Err(Failure::Run(anyhow!("the emulator ended with status {code}"))),
-        None => Err(Failure::Run(anyhow!("the emulator was ended ({status})"))),
+        None => Err(Failure::Run(anyhow!("the emulator was killed ({status})"))),
     }
 }
 
@@ -228,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_that_the_board_can_t_read_are_named_before_it_boots() {
+    fn invalid_board_options_are_refused_before_the_boot() {
         let base = "name=leaf0\ncontroller=127.0.0.1:1\nip=10.0.2.15/24\ngateway=10.0.2.2\nlisten=7100\n";
         let with = |options: &[&str]| {
             let options: Vec<_> = options.iter().map(|&option| option.into()).collect();
@@ -236,16 +241,16 @@ mod tests {
         };
         let good = with(&["watchdog_ms=5000", "fault=panic"]).expect("the board takes it");
         assert_eq!(good, format!("{base}watchdog_ms=5000\nfault=panic\n"));
-        for (options, says) in [
+        for (options, message) in [
             (&["watchdog_ms=5000", "watchdg_ms=5000"][..], "--option watchdg_ms=5000: line 7: unknown key"),
             (&["watchdog_ms=5"], "--option watchdog_ms=5: watchdog_ms=\"5\" is not a time from 100 to 600000 ms"),
             (&["data=here"], "--option data=here: data=\"here\" is not an IPv4 address and port"),
             (&["machine=m"], "--option machine=m: no socket"),
         ] {
             let error = with(options).expect_err("wrong");
-            assert!(error.contains(says), "{error}");
+            assert!(error.contains(message), "{error}");
         }
         let error = with(&[&format!("{:500}=x", "#"), "watchdog_ms=5000"]).expect_err("too long");
-        assert!(error.contains("a board keeps 512"), "{error}");
+        assert!(error.contains("the limit is 512"), "{error}");
     }
 }

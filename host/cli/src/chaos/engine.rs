@@ -1,14 +1,14 @@
-//! What becomes of each packet: decided by rules, on the caller's time, without a socket.
+//! The sans-I/O core of the proxy: it applies rules to packets, on the caller's time.
 //!
-//! The same rules as on the simulator's links ([`sumac_hal::emu`]): each packet is shown to a lane's rules in turn, and the
-//! first that does not let it pass decides; what the lane itself takes comes on top.
+//! The rules are those of the simulator's links ([`sumac_hal::emu`]). Each packet passes through a lane's rules in
+//! order, and the first that does not let it pass decides. Delays of the lane add up.
 //!
 //! Invariants:
-//! - what becomes of a packet follows from the seed, its link, its client's number there, its direction and which packet of
-//!   that flow it is, and, where a rule holds for a while, from the time: what others send changes nothing;
-//! - `received + duplicated == sent + lost + overflowed + refused + stray + unsent + held`, for each lane, after every call:
-//!   nothing is made but copies, and each packet leaves at most twice;
-//! - what is held back never takes more than the limit, and no client more than its place.
+//! - A packet's fate depends on the seed, its link, its client's number, its direction and its number in that flow, and
+//!   for rules with a time span on the time. Traffic of other clients does not affect it.
+//! - For each lane and after every call, `received + duplicated == sent + lost + overflowed + refused + stray + unsent
+//!   + held`. The engine creates no packets but copies, and each packet leaves at most twice.
+//! - Delayed packets never exceed the limit in bytes, and clients never exceed their table.
 
 use super::clients::{Admission, Clients};
 use serde::Serialize;
@@ -19,34 +19,35 @@ use sumac_hal::emu::{Frame, Rng, Rule, Verdict, damage, decide};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 
-/// What a packet that is held back takes beside its bytes, about.
+/// The approximate memory of a delayed packet beyond its bytes.
 const HELD_OVERHEAD_BYTES: usize = 128;
 
-/// Which way a packet goes.
+/// The direction of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Direction {
     /// From a client to the target.
     Up,
-    /// Back.
+    /// From the target to a client.
     Down,
 }
 
-/// A link of this proxy, and one of its clients.
+/// A link of the proxy and the number of one of its clients.
 pub(crate) type Flow = (usize, u64);
 
-/// Sockets, as the engine needs them.
+/// The socket operations that the engine needs.
 pub(crate) trait Sockets {
-    /// Open a new client's socket towards the target; false if the system has none.
+    /// Open a new client's socket towards the target. Returns false if the system has none left.
     fn open(&mut self, flow: Flow) -> bool;
-    /// Close the socket of a client that has lost its place.
+    /// Close the socket of an evicted client.
     fn close(&mut self, flow: Flow);
-    /// Send to the target, from the client's socket, or from the link's own to the client; false if it was not taken.
+    /// Send to the target from the client's socket, or to the client from the link's own. Returns false if the socket
+    /// rejected it.
     fn send(&mut self, flow: Flow, direction: Direction, client: SocketAddr, bytes: &[u8]) -> bool;
 }
 
-/// The time that a lane takes.
+/// A delay of all packets of a lane, drawn between two limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct LinkDelay {
     pub(crate) during: (Instant, Instant),
     pub(crate) min: Duration,
     pub(crate) max: Duration,
@@ -56,40 +57,40 @@ pub(crate) struct Way {
 #[derive(Default)]
 pub(crate) struct Lane {
     pub(crate) rules: Vec<Box<dyn Rule + Send>>,
-    pub(crate) ways: Vec<Way>,
+    pub(crate) delays: Vec<LinkDelay>,
 }
 
-/// What a lane has counted: packets.
+/// Packet counters of a lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub(crate) struct LaneCounters {
-    /// Came in.
+    /// Received.
     pub(crate) received: u64,
-    /// Left, copies among them.
+    /// Sent, including copies.
     pub(crate) sent: u64,
-    /// Lost by a rule.
+    /// Dropped by a rule.
     pub(crate) lost: u64,
-    /// Doubled by a rule.
+    /// Duplicated by a rule.
     pub(crate) duplicated: u64,
-    /// Damaged by a rule.
+    /// Corrupted by a rule.
     pub(crate) corrupted: u64,
-    /// Delayed by a rule, so that others overtake them.
+    /// Delayed by a rule so that others overtake them.
     pub(crate) reordered: u64,
-    /// Lost as too much was held back already.
+    /// Dropped because too many bytes were delayed already.
     pub(crate) overflowed: u64,
-    /// Lost as there was no place for another client.
+    /// Dropped because there was no room or socket for another client.
     pub(crate) refused: u64,
-    /// Lost as their client had lost its place meanwhile.
+    /// Dropped because their client had been evicted.
     pub(crate) stray: u64,
-    /// Lost as a socket did not take them.
+    /// Dropped because a socket rejected them.
     pub(crate) unsent: u64,
 }
 
-/// What a link has counted.
+/// Counters of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub(crate) struct LinkCounters {
-    /// Clients that got a place.
+    /// Clients that were admitted.
     pub(crate) clients: u64,
-    /// Clients that lost it to others.
+    /// Clients that were evicted for others.
     pub(crate) replaced: u64,
     pub(crate) up: LaneCounters,
     pub(crate) down: LaneCounters,
@@ -104,7 +105,7 @@ impl LinkCounters {
     }
 }
 
-/// A place to relay from, and what to relay to.
+/// A link: its target, lanes and clients.
 pub(crate) struct Link {
     pub(crate) target: SocketAddr,
     pub(crate) up: Lane,
@@ -112,7 +113,7 @@ pub(crate) struct Link {
     pub(crate) clients: Clients,
 }
 
-/// A packet that is held back.
+/// A delayed packet.
 struct Held {
     flow: Flow,
     direction: Direction,
@@ -124,7 +125,7 @@ pub(crate) struct Engine {
     seed: u64,
     links: Vec<Link>,
     counters: Vec<LinkCounters>,
-    /// Packets ever taken in.
+    /// Number of packets that the rules have seen.
     packets: u64,
     held: BTreeMap<(Instant, u64), Held>,
     held_numbers: u64,
@@ -147,17 +148,17 @@ impl Engine {
         }
     }
 
-    /// Return what each link has counted.
+    /// Return the counters of each link.
     pub(crate) fn counters(&self) -> &[LinkCounters] {
         &self.counters
     }
 
-    /// Return when [`Engine::release`] has something to do next.
+    /// Return when [`Engine::release`] must be called next.
     pub(crate) fn next_release(&self) -> Option<Instant> {
         self.held.first_key_value().map(|(&(at, _), _)| at)
     }
 
-    /// Send what was held back until now.
+    /// Send the delayed packets that are due.
     pub(crate) fn release(&mut self, now: Instant, sockets: &mut impl Sockets) {
         while let Some(entry) = self.held.first_entry().filter(|entry| entry.key().0 <= now) {
             let Held { flow, direction, bytes } = entry.remove();
@@ -166,7 +167,7 @@ impl Engine {
         }
     }
 
-    /// Take in a packet that came to a link from `from`.
+    /// Handle a packet that a link received from `from`.
     pub(crate) fn up(&mut self, now: Instant, link: usize, from: SocketAddr, bytes: &[u8], sockets: &mut impl Sockets) {
         let counters = &mut self.counters[link];
         counters.up.received += 1;
@@ -193,14 +194,14 @@ impl Engine {
         self.pass(now, (link, client), Direction::Up, bytes, sockets);
     }
 
-    /// Take in a packet that came to a client's socket from the target.
+    /// Handle a packet that a client's socket received from the target.
     pub(crate) fn down(&mut self, now: Instant, flow: Flow, bytes: &[u8], sockets: &mut impl Sockets) {
         self.counters[flow.0].down.received += 1;
-        self.links[flow.0].clients.note_answer(flow.1, now);
+        self.links[flow.0].clients.note_reply(flow.1, now);
         self.pass(now, flow, Direction::Down, bytes, sockets);
     }
 
-    /// Let all clients go, and what is held back for them.
+    /// Remove all clients and their delayed packets.
     pub(crate) fn forget(&mut self, sockets: &mut impl Sockets) {
         for (index, link) in self.links.iter_mut().enumerate() {
             link.clients.clear().for_each(|client| sockets.close((index, client)));
@@ -223,8 +224,8 @@ impl Engine {
             Direction::Up => (&mut link.up, (addr, link.target)),
             Direction::Down => (&mut link.down, (link.target, addr)),
         };
-        let mut rng = dice(self.seed, [index as u64, client, direction as u64, nth]);
-        let mut delay = lane.ways.iter().map(|way| way.delay(now, &mut rng)).sum::<Duration>();
+        let mut rng = packet_rng(self.seed, [index as u64, client, direction as u64, nth]);
+        let mut delay = lane.delays.iter().map(|delay| delay.draw(now, &mut rng)).sum::<Duration>();
         let frame = Frame::new(self.packets, nth, now, (Addr::Udp(path.0), Addr::Udp(path.1)), bytes);
         self.packets += 1;
         let verdict = decide(lane.rules.iter_mut().map(|rule| &mut **rule), &frame, &mut rng);
@@ -296,16 +297,17 @@ impl Engine {
     }
 }
 
-impl Way {
-    /// Draw what it takes at a time. It draws before and after as well, so that the rules' dice do not depend on the time.
-    fn delay(&self, now: Instant, rng: &mut Rng) -> Duration {
+impl LinkDelay {
+    /// Draw the delay at a time. It draws outside its time span, too, so that the rules' random numbers do not depend
+    /// on the time.
+    fn draw(&self, now: Instant, rng: &mut Rng) -> Duration {
         let delay = self.min + rng.duration_up_to(self.max.saturating_sub(self.min));
         let (from, until) = self.during;
         if (from..until).contains(&now) { delay } else { Duration::ZERO }
     }
 }
 
-/// Return the generator of one packet.
-fn dice(seed: u64, place: [u64; 4]) -> Rng {
-    place.into_iter().fold(Rng::new(seed), |mut rng, word| Rng::new(rng.next_u64() ^ word))
+/// Return the random generator of one packet.
+fn packet_rng(seed: u64, key: [u64; 4]) -> Rng {
+    key.into_iter().fold(Rng::new(seed), |mut rng, word| Rng::new(rng.next_u64() ^ word))
 }

@@ -1,10 +1,10 @@
-//! The engine on real UDP sockets: one thread, which waits in one place.
+//! The engine on real UDP sockets, on one thread.
 //!
-//! Each link has a socket that clients send to, and each client one towards the target, which takes packets of the target
-//! alone. Links and clients are numbered in an epoll set; the thread sleeps on that, on an event for its owner's orders, and
-//! until the next packet that is held back is due.
+//! Each link has a front socket to which clients send, and each client has a socket towards the target that receives
+//! from the target only. All sockets are in one epoll set. The thread waits for this set, for commands of its owner (an
+//! eventfd), and until the next delayed packet is due.
 //!
-//! Invariant: what one socket brings in a turn is bounded, so that none keeps the others waiting.
+//! Invariant: the number of packets read from one socket per turn is bounded, so that no socket starves the others.
 
 use super::engine::{Direction, Engine, Flow, LinkCounters, Sockets};
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
@@ -20,22 +20,22 @@ use std::thread::JoinHandle;
 use std::time::Instant as Clock;
 use sumac_hal::time::Instant;
 
-/// The longest UDP datagram, and a little more.
+/// Room for the longest UDP datagram.
 const PACKET_MAX_BYTES: usize = 1 << 16;
 
-/// Packets taken from a socket before others get their turn.
+/// Packets read from a socket per turn.
 const PACKETS_PER_TURN: usize = 64;
 
-/// Sockets told of at a time.
+/// Ready sockets per call of epoll.
 const EVENTS: usize = 64;
 
-/// What a socket is to hold, in bytes, as far as the system allows: a window of each child.
+/// The requested buffer size of a socket in bytes, for a window of each child; the system may grant less.
 const BUFFER_BYTES: usize = 4 << 20;
 
-/// How many bits of a socket's number are its client's; the others are its link's.
+/// How many bits of a socket's number hold the client; the others hold the link.
 const CLIENT_BITS: u32 = 48;
 
-/// The number of a link's own socket among its clients', of whom there are never so many.
+/// The client number that stands for a link's front socket; no client reaches it.
 const FRONT: u64 = (1 << CLIENT_BITS) - 1;
 
 /// A running proxy. Dropping it ends its thread.
@@ -46,37 +46,37 @@ pub(crate) struct Proxy {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread and its owner share.
+/// The state that the thread shares with its owner.
 #[derive(Debug)]
 struct Shared {
     wake: OwnedFd,
-    orders: Mutex<Orders>,
+    commands: Mutex<Commands>,
     counters: Mutex<Vec<LinkCounters>>,
 }
 
 #[derive(Debug, Default)]
-struct Orders {
+struct Commands {
     stop: bool,
-    /// Let all clients go, and drop this.
+    /// Remove all clients, then drop this sender.
     forget: Option<Sender<()>>,
 }
 
-/// Open a socket to relay from.
+/// Open a front socket.
 pub(crate) fn front(addr: SocketAddr) -> io::Result<UdpSocket> {
     let socket = UdpSocket::bind(addr)?;
     socket.set_nonblocking(true)?;
-    // What the system does not grant is lost when much comes at once, as on any link.
+    // With a smaller buffer than requested, bursts lose packets, as on any link.
     let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, BUFFER_BYTES);
     let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, BUFFER_BYTES);
     Ok(socket)
 }
 
 impl Proxy {
-    /// Relay from each of these sockets to its target; `engine` has as many links. `ended` is called when the thread ends,
-    /// for whatever reason.
+    /// Relay from each of these sockets to its target; `engine` has as many links. `ended` is called when the thread
+    /// ends, for whatever reason.
     ///
     /// # Errors
-    /// The system's, if it has no descriptors or threads.
+    /// The system has no file descriptor or thread left.
     pub(crate) fn start(
         engine: Engine,
         links: Vec<(UdpSocket, SocketAddr)>,
@@ -89,53 +89,53 @@ impl Proxy {
         }
         let shared = Shared {
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
-            orders: Mutex::default(),
+            commands: Mutex::default(),
             counters: Mutex::new(engine.counters().to_vec()),
         };
         let shared = Arc::new(shared);
         let seen = Arc::clone(&shared);
-        let wires = Wires { epoll, links, backs: BTreeMap::new() };
+        let sockets = UdpSockets { epoll, links, backs: BTreeMap::new() };
         let thread = std::thread::Builder::new().name("relay".into()).spawn(move || {
-            if let Err(error) = run(engine, wires, &seen) {
-                tracing::error!(%error, "the relay has ended");
+            if let Err(error) = run(engine, sockets, &seen) {
+                tracing::error!(%error, "the relay failed");
             }
             ended();
         })?;
         Ok(Self { fronts, shared, thread: Some(thread) })
     }
 
-    /// Return where clients send to, link by link.
+    /// Return the addresses to which clients send, link by link.
     pub(crate) fn fronts(&self) -> &[SocketAddr] {
         &self.fronts
     }
 
-    /// Return what was counted so far, link by link.
+    /// Return the counters, link by link.
     pub(crate) fn counters(&self) -> Vec<LinkCounters> {
         lock(&self.shared.counters).clone()
     }
 
-    /// Let all clients go, and what is held back for them; returns when that is done.
+    /// Remove all clients and their delayed packets, and wait until that is done.
     pub(crate) fn forget(&self) {
         let (done, wait) = channel();
-        lock(&self.shared.orders).forget = Some(done);
+        lock(&self.shared.commands).forget = Some(done);
         self.wake();
-        // It ends without a word: the sender is dropped, also by a thread that has ended.
+        // The thread drops the sender when it is done, or when it ends.
         let _ = wait.recv();
     }
 
-    /// End the thread, and return what was counted.
+    /// End the thread and return the counters.
     pub(crate) fn finish(mut self) -> Vec<LinkCounters> {
         self.stop();
         self.counters()
     }
 
     fn wake(&self) {
-        // It can fail only when the counter is full, and then the thread is awake.
+        // It fails only if the counter is full, and then the thread is awake.
         let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
     }
 
     fn stop(&mut self) {
-        lock(&self.shared.orders).stop = true;
+        lock(&self.shared.commands).stop = true;
         self.wake();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
@@ -149,14 +149,14 @@ impl Drop for Proxy {
     }
 }
 
-/// The sockets.
-struct Wires {
+/// The sockets of all links and clients.
+struct UdpSockets {
     epoll: OwnedFd,
     links: Vec<(UdpSocket, SocketAddr)>,
     backs: BTreeMap<Flow, UdpSocket>,
 }
 
-impl Sockets for Wires {
+impl Sockets for UdpSockets {
     fn open(&mut self, flow: Flow) -> bool {
         let opened = connected(self.links[flow.0].1).and_then(|back| {
             epoll::add(&self.epoll, &back, number(flow), EventFlags::IN)?;
@@ -166,7 +166,7 @@ impl Sockets for Wires {
     }
 
     fn close(&mut self, flow: Flow) {
-        // Closing takes it out of the set.
+        // Closing removes it from the epoll set.
         self.backs.remove(&flow);
     }
 
@@ -180,10 +180,10 @@ impl Sockets for Wires {
 }
 
 fn no_socket(error: &io::Error) {
-    tracing::debug!(%error, "no socket for another client");
+    tracing::debug!(%error, "cannot open a socket for a new client");
 }
 
-/// Return a socket that sends to `target`, and takes packets of it alone.
+/// Return a socket that sends to `target` and receives from it only.
 fn connected(target: SocketAddr) -> io::Result<UdpSocket> {
     let any = match target {
         SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
@@ -194,52 +194,57 @@ fn connected(target: SocketAddr) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// Number a socket in the epoll set.
+/// Return the number of a socket in the epoll set.
 fn number((link, client): Flow) -> EventData {
     EventData::new_u64((link as u64) << CLIENT_BITS | client & FRONT)
 }
 
-/// Relay until the owner wants no more, or the system.
-fn run(mut engine: Engine, mut wires: Wires, shared: &Shared) -> io::Result<()> {
+/// Relay until the owner stops it or a system call fails.
+fn run(mut engine: Engine, mut sockets: UdpSockets, shared: &Shared) -> io::Result<()> {
     let start = Clock::now();
     let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
     let mut buffer = vec![0; PACKET_MAX_BYTES];
     loop {
-        let Orders { stop, forget } = std::mem::take(&mut *lock(&shared.orders));
+        let Commands { stop, forget } = std::mem::take(&mut *lock(&shared.commands));
         if forget.is_some() {
-            engine.forget(&mut wires);
+            engine.forget(&mut sockets);
         }
-        engine.release(now(), &mut wires);
+        engine.release(now(), &mut sockets);
         lock(&shared.counters).copy_from_slice(engine.counters());
-        // Whoever waits for it sees what was counted before.
+        // Wakes the owner, which sees the counters published above.
         drop(forget);
         if stop {
             return Ok(());
         }
         let left = engine.next_release().map(|at| at - now());
         let left = left.and_then(|left| Timespec::try_from(left).ok());
-        let mut fds = [PollFd::new(&wires.epoll, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
+        let mut fds = [PollFd::new(&sockets.epoll, PollFlags::IN), PollFd::new(&shared.wake, PollFlags::IN)];
         match poll(&mut fds, left.as_ref()) {
             Ok(_) => {}
             Err(Errno::INTR) => continue,
             Err(error) => return Err(error.into()),
         }
-        let [stirred, woken] = fds.map(|fd| !fd.revents().is_empty());
+        let [sockets_ready, woken] = fds.map(|fd| !fd.revents().is_empty());
         if woken {
-            // What it counts does not matter, only that it is taken.
+            // Reset the counter; its value is of no interest.
             let _ = rustix::io::read(&shared.wake, &mut [0; 8]);
         }
-        if stirred {
-            take_in(&mut engine, &mut wires, &now, &mut buffer)?;
+        if sockets_ready {
+            receive_ready(&mut engine, &mut sockets, &now, &mut buffer)?;
         }
     }
 }
 
-/// Take in what has come.
-fn take_in(engine: &mut Engine, wires: &mut Wires, now: &impl Fn() -> Instant, buffer: &mut [u8]) -> io::Result<()> {
+/// Receive from the sockets that are ready.
+fn receive_ready(
+    engine: &mut Engine,
+    sockets: &mut UdpSockets,
+    now: &impl Fn() -> Instant,
+    buffer: &mut [u8],
+) -> io::Result<()> {
     let mut events = [const { epoll::Event { flags: EventFlags::empty(), data: EventData::new_u64(0) } }; EVENTS];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let count = match epoll::wait(&wires.epoll, &mut events[..], Some(&at_once)) {
+    let count = match epoll::wait(&sockets.epoll, &mut events[..], Some(&at_once)) {
         Err(Errno::INTR) => 0,
         count => count?,
     };
@@ -248,17 +253,17 @@ fn take_in(engine: &mut Engine, wires: &mut Wires, now: &impl Fn() -> Instant, b
         let (link, client) = ((number >> CLIENT_BITS) as usize, number & FRONT);
         for _ in 0..PACKETS_PER_TURN {
             let received = if client == FRONT {
-                wires.links[link].0.recv_from(buffer)
+                sockets.links[link].0.recv_from(buffer)
             } else {
-                // It may have been closed for another client since.
-                let Some(back) = wires.backs.get(&(link, client)) else { break };
-                back.recv(buffer).map(|len| (len, wires.links[link].1))
+                // It may have been closed meanwhile, for another client.
+                let Some(back) = sockets.backs.get(&(link, client)) else { break };
+                back.recv(buffer).map(|len| (len, sockets.links[link].1))
             };
             match received {
-                Ok((len, from)) if client == FRONT => engine.up(now(), link, from, &buffer[..len], wires),
-                Ok((len, _)) => engine.down(now(), (link, client), &buffer[..len], wires),
+                Ok((len, from)) if client == FRONT => engine.up(now(), link, from, &buffer[..len], sockets),
+                Ok((len, _)) => engine.down(now(), (link, client), &buffer[..len], sockets),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                // An ICMP message about an earlier packet: that one is lost.
+                // An ICMP error about an earlier packet, which is lost.
                 Err(_) => {}
             }
         }

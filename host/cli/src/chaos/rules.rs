@@ -1,20 +1,20 @@
-//! Rules as people write them, on the command line or in a file of TOML:
+//! Fault rules, as given on the command line or in a TOML file:
 //!
 //! ```toml
-//! [[rule]]                # each packet is shown to the rules in order; the first that does something to it decides
-//! link = 1                # which --listen, from 1; without it, all
-//! direction = "up"        # up, down or both, which is the default
-//! at = "2s"               # from then on, since the proxy began [0s]
-//! for = "500ms"           # for so long; without it, for ever
+//! [[rule]]                # each packet passes through the rules in order; the first fault decides
+//! link = 1                # number of the --listen, from 1 [all links]
+//! direction = "up"        # up, down or both [both]
+//! at = "2s"               # start, measured from the start of the proxy [0s]
+//! for = "500ms"           # length [unlimited]
 //! loss = "5%"
 //! duplicate = "1%"
 //! corrupt = "0.1%"
-//! reorder = "2%"          # delayed, so that others overtake them
-//! late = "5ms"            # by so much at most, copies too [5ms]
-//! delay = "1ms..5ms"      # what every packet takes; it comes on top of whatever any rule does
+//! reorder = "2%"          # delay so that other packets overtake
+//! late = "5ms"            # maximum delay of reordered packets and of copies [5ms]
+//! delay = "1ms..5ms"      # delay of every packet, in addition to all faults
 //! ```
 
-use super::engine::{Lane, Way};
+use super::engine::{Lane, LinkDelay};
 use clap::ValueEnum;
 use serde::Deserialize;
 use std::str::FromStr;
@@ -23,67 +23,67 @@ use sumac_hal::emu::{During, RandomFaults};
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
-/// How much later packets come at most that others are to overtake, and copies, if nothing is said.
+/// The default maximum delay of reordered packets and of copies.
 pub(super) const LATE: Duration = Duration::from_millis(5);
 
 /// The most rules of a file.
 const RULES_MAX: usize = 64;
 
-/// The longest time that can be asked for.
+/// The longest time.
 const TIME_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Why something is no rule.
+/// Why a rule is invalid.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum RuleError {
-    /// Not a share.
-    #[error("{0:?} is no share of packets; write 0% to 100% in steps of 0.1%, as in 5% or 0.1%")]
-    Share(String),
+    /// Not a rate.
+    #[error("{0:?} is not a rate; use 0% to 100% in steps of 0.1%, as in 5% or 0.1%")]
+    Rate(String),
     /// Not a time.
-    #[error("{0:?} is no time; write a whole number with us, ms or s behind it, as in 500ms; the longest is 7 days")]
+    #[error("{0:?} is not a time; use a whole number with us, ms or s, as in 500ms, up to 7 days")]
     Time(String),
-    /// Not a span.
-    #[error(
-        "{0:?} is no span of times; write one time, or two with .. between them, the shorter first, as in 1ms..5ms"
-    )]
+    /// Not a range of times.
+    #[error("{0:?} is not a range of times; use one time, or two joined by .., the shorter first, as in 1ms..5ms")]
     Span(String),
-    /// Shares of more than there is.
-    #[error("the shares of one rule are {sum}.{tenths}% together: each packet suffers one fault, so 100% is the most")]
+    /// Rates of more than 100% in all.
+    #[error(
+        "the rates of one rule are {sum}.{tenths}% together; the limit is 100%, as each packet suffers one fault at most"
+    )]
     Sum {
-        /// Whole percent.
+        /// The sum, in whole percent.
         sum: u32,
-        /// And tenths.
+        /// Its tenths of a percent.
         tenths: u32,
     },
-    /// A link that is not.
-    #[error("rule {rule} is for link {link}; the links are 1 to {links}, in the order of --listen")]
+    /// A link that does not exist.
+    #[error("rule {rule} names link {link}; the links are 1 to {links}, in the order of --listen")]
     Link {
-        /// Which rule, from 1.
+        /// The rule, from 1.
         rule: usize,
-        /// Its link.
+        /// The link that it names.
         link: usize,
-        /// How many there are.
+        /// The number of links.
         links: usize,
     },
     /// Too many rules.
-    #[error("{0} rules; {RULES_MAX} is the most")]
+    #[error("{0} rules exceed the limit of {RULES_MAX}")]
     TooMany(usize),
-    /// It is not TOML, or has other fields.
+    /// Not TOML, or with unknown fields.
     #[error(transparent)]
     Form(#[from] toml::de::Error),
 }
 
-/// A share of packets, in thousandths.
+/// A rate of packets, in thousandths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(try_from = "String")]
-pub(crate) struct Share(pub(crate) u16);
+pub(crate) struct Rate(pub(crate) u16);
 
-impl Share {
-    /// All of them.
+impl Rate {
+    /// All packets.
     pub(crate) const ALL: Self = Self(1000);
 }
 
-impl FromStr for Share {
+impl FromStr for Rate {
     type Err = RuleError;
 
     fn from_str(text: &str) -> Result<Self, RuleError> {
@@ -92,10 +92,10 @@ impl FromStr for Share {
             let (whole, tenths) = number.split_once('.').unwrap_or((number, "0"));
             let digits =
                 |part: &str| part.bytes().all(|byte| byte.is_ascii_digit()).then(|| part.parse::<u16>().ok())?;
-            let share = digits(whole)?.checked_mul(10)?.checked_add(digits(tenths)?)?;
-            (tenths.len() == 1 && share <= 1000).then_some(Self(share))
+            let rate = digits(whole)?.checked_mul(10)?.checked_add(digits(tenths)?)?;
+            (tenths.len() == 1 && rate <= 1000).then_some(Self(rate))
         };
-        parse().ok_or_else(|| RuleError::Share(text.into()))
+        parse().ok_or_else(|| RuleError::Rate(text.into()))
     }
 }
 
@@ -121,7 +121,7 @@ impl FromStr for Time {
     }
 }
 
-/// A length of time that is drawn between two.
+/// A range of times to draw from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub(crate) struct Span {
@@ -153,17 +153,17 @@ macro_rules! from_text {
     )* };
 }
 
-from_text!(Share, Time, Span);
+from_text!(Rate, Time, Span);
 
-/// Which way packets go that a rule is for.
+/// The directions to which a rule applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
-pub(crate) enum Ways {
+pub(crate) enum Directions {
     /// From clients to the target
     Up,
     /// From the target to clients
     Down,
-    /// Both
+    /// Both directions
     #[default]
     Both,
 }
@@ -173,14 +173,14 @@ pub(crate) enum Ways {
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct RuleSpec {
     pub(crate) link: Option<usize>,
-    pub(crate) direction: Ways,
+    pub(crate) direction: Directions,
     pub(crate) at: Option<Time>,
     #[serde(rename = "for")]
     pub(crate) length: Option<Time>,
-    pub(crate) loss: Share,
-    pub(crate) duplicate: Share,
-    pub(crate) corrupt: Share,
-    pub(crate) reorder: Share,
+    pub(crate) loss: Rate,
+    pub(crate) duplicate: Rate,
+    pub(crate) corrupt: Rate,
+    pub(crate) reorder: Rate,
     pub(crate) late: Option<Time>,
     pub(crate) delay: Option<Span>,
 }
@@ -192,13 +192,13 @@ struct File {
     rule: Vec<RuleSpec>,
 }
 
-/// Read a file's rules.
+/// Parse the rules in a TOML file.
 pub(crate) fn parse(toml: &str) -> Result<Vec<RuleSpec>, RuleError> {
     let File { rule } = toml::from_str(toml)?;
     if rule.len() > RULES_MAX { Err(RuleError::TooMany(rule.len())) } else { Ok(rule) }
 }
 
-/// Make the lanes of each link, up and down.
+/// Return the lanes of each link, up and down.
 pub(crate) fn lanes(rules: &[RuleSpec], links: usize) -> Result<Vec<(Lane, Lane)>, RuleError> {
     let mut lanes: Vec<(Lane, Lane)> = (0..links).map(|_| Default::default()).collect();
     for (index, spec) in rules.iter().enumerate() {
@@ -211,8 +211,8 @@ pub(crate) fn lanes(rules: &[RuleSpec], links: usize) -> Result<Vec<(Lane, Lane)
             }
         };
         for (up, down) in its {
-            let up = (spec.direction != Ways::Down).then_some(up);
-            let down = (spec.direction != Ways::Up).then_some(down);
+            let up = (spec.direction != Directions::Down).then_some(up);
+            let down = (spec.direction != Directions::Up).then_some(down);
             up.into_iter().chain(down).for_each(|lane| spec.add_to(lane, faults));
         }
     }
@@ -222,11 +222,7 @@ pub(crate) fn lanes(rules: &[RuleSpec], links: usize) -> Result<Vec<(Lane, Lane)
 impl RuleSpec {
     fn faults(&self) -> Result<RandomFaults, RuleError> {
         let Self {
-            loss: Share(loss),
-            duplicate: Share(duplicate),
-            corrupt: Share(corrupt),
-            reorder: Share(reorder),
-            ..
+            loss: Rate(loss), duplicate: Rate(duplicate), corrupt: Rate(corrupt), reorder: Rate(reorder), ..
         } = *self;
         let sum = [loss, duplicate, corrupt, reorder].into_iter().map(u32::from).sum::<u32>();
         if sum > 1000 {
@@ -245,7 +241,7 @@ impl RuleSpec {
         let from = Instant::ZERO + self.at.map_or(Duration::ZERO, |Time(at)| at);
         let until = from + self.length.map_or(Duration::MAX, |Time(length)| length);
         lane.rules.push(Box::new(During { during: from..until, rule }));
-        lane.ways.extend(self.delay.map(|Span { min, max }| Way { during: (from, until), min, max }));
+        lane.delays.extend(self.delay.map(|Span { min, max }| LinkDelay { during: (from, until), min, max }));
     }
 }
 
@@ -254,11 +250,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_times_and_spans_are_read_as_people_write_them() {
-        let share = |text: &str| text.parse::<Share>().map(|share| share.0).ok();
-        assert_eq!(["0%", "5%", "0.1%", "100%", "99.9%"].map(share), [0, 50, 1, 1000, 999].map(Some));
+    fn rates_times_and_ranges_parse_and_invalid_ones_are_refused() {
+        let rate = |text: &str| text.parse::<Rate>().map(|rate| rate.0).ok();
+        assert_eq!(["0%", "5%", "0.1%", "100%", "99.9%"].map(rate), [0, 50, 1, 1000, 999].map(Some));
         for text in ["", "%", "5", "100.1%", "0.05%", "-1%", "5.%", "+5%", "6554%", ".5%x"] {
-            assert!(matches!(text.parse::<Share>(), Err(RuleError::Share(named)) if named == text), "{text}");
+            assert!(matches!(text.parse::<Rate>(), Err(RuleError::Rate(named)) if named == text), "{text}");
         }
         let span = |text: &str| text.parse::<Span>().map(|Span { min, max }| (min.as_micros(), max.as_micros())).ok();
         assert_eq!(["1ms..5ms", "20us", "0s..2s"].map(span), [(1000, 5000), (20, 20), (0, 2_000_000)].map(Some));
@@ -268,27 +264,27 @@ mod tests {
     }
 
     #[test]
-    fn a_file_gives_each_lane_its_rules() {
+    fn rules_are_added_to_the_lanes_that_they_name() {
         let rules = parse(
             "[[rule]]\ndirection = 'up'\nat = '2s'\nfor = '500ms'\nloss = '100%'\n[[rule]]\nlink = 2\ndelay = '1ms'\n",
         );
         let rules = rules.expect("two rules");
         let lanes = lanes(&rules, 2).expect("lanes");
-        let numbers = |lane: &Lane| (lane.rules.len(), lane.ways.len());
+        let numbers = |lane: &Lane| (lane.rules.len(), lane.delays.len());
         let numbers: Vec<_> = lanes.iter().map(|(up, down)| (numbers(up), numbers(down))).collect();
         assert_eq!(numbers, [((1, 0), (0, 0)), ((2, 1), (1, 1))]);
     }
 
     #[test]
-    fn what_is_no_rule_is_refused_by_name() {
+    fn invalid_rule_error_names_the_field_or_limit() {
         let refused =
-            |toml: &str| parse(toml).and_then(|rules| lanes(&rules, 2)).map(|_| ()).expect_err("no rule").to_string();
+            |toml: &str| parse(toml).and_then(|rules| lanes(&rules, 2)).map(|_| ()).expect_err("refused").to_string();
         let cases = [
             ("[[rule]]\nlos = '5%'", "unknown field `los`"),
             ("[[rule]]\nloss = '5'", "in steps of 0.1%"),
             ("[[rule]]\ndirection = 'left'", "expected one of `up`, `down`, `both`"),
-            ("[[rule]]\nlink = 3", "rule 1 is for link 3; the links are 1 to 2"),
-            ("[[rule]]\nlink = 0", "rule 1 is for link 0; the links are 1 to 2"),
+            ("[[rule]]\nlink = 3", "rule 1 names link 3; the links are 1 to 2"),
+            ("[[rule]]\nlink = 0", "rule 1 names link 0; the links are 1 to 2"),
             ("[[rule]]\nloss = '60%'\nreorder = '40.1%'", "100.1% together"),
             ("rule = 5", "invalid type"),
         ];
@@ -296,6 +292,6 @@ mod tests {
             let error = refused(toml);
             assert!(error.contains(named), "{toml}: {error}");
         }
-        assert!(refused(&"[[rule]]\n".repeat(65)).contains("65 rules; 64 is the most"));
+        assert!(refused(&"[[rule]]\n".repeat(65)).contains("65 rules exceed the limit of 64"));
     }
 }

@@ -1,6 +1,6 @@
-//! The engine on virtual time.
+//! Tests of the engine in virtual time.
 
-use super::engine::{Direction, Flow, LaneCounters, Sockets, Way};
+use super::engine::{Direction, Flow, LaneCounters, LinkDelay, Sockets};
 use super::*;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -21,16 +21,16 @@ fn ms(ms: u64) -> Instant {
     Instant::from_nanos(ms * 1_000_000)
 }
 
-/// Sockets that note what is sent on them.
+/// Sockets that record what is sent.
 #[derive(Debug, Default)]
-struct Noted {
+struct RecordingSockets {
     open: BTreeSet<Flow>,
     sent: Vec<(Flow, Direction, SocketAddr, Vec<u8>)>,
-    /// The most that may be open.
+    /// The maximum number of open sockets.
     most: Option<usize>,
 }
 
-impl Sockets for Noted {
+impl Sockets for RecordingSockets {
     fn open(&mut self, flow: Flow) -> bool {
         self.most.is_none_or(|most| self.open.len() < most) && self.open.insert(flow)
     }
@@ -49,14 +49,14 @@ impl Sockets for Noted {
 /// An engine of one link, and its sockets.
 struct Bench {
     engine: Engine,
-    sockets: Noted,
+    sockets: RecordingSockets,
 }
 
 impl Bench {
     fn new(seed: u64, lanes: (Lane, Lane), clients: usize, room: usize) -> Self {
         let (up, down) = lanes;
         let link = Link { target: target(), up, down, clients: Clients::new(clients) };
-        Self { engine: Engine::new(seed, room, vec![link]), sockets: Noted::default() }
+        Self { engine: Engine::new(seed, room, vec![link]), sockets: RecordingSockets::default() }
     }
 
     fn up(&mut self, at: Instant, port: u16, bytes: &[u8]) {
@@ -71,7 +71,7 @@ impl Bench {
         self.check();
     }
 
-    /// Every packet is somewhere.
+    /// Assert that the counters account for every packet.
     fn check(&self) {
         let counters = self.engine.counters()[0];
         for (lane, direction) in [(counters.up, Direction::Up), (counters.down, Direction::Down)] {
@@ -81,14 +81,14 @@ impl Bench {
         }
     }
 
-    /// Return what was sent since the last call, by its first byte.
+    /// Return the first byte of each packet sent since the last call.
     fn sent(&mut self) -> Vec<u8> {
         self.sockets.sent.drain(..).map(|(.., bytes)| bytes[0]).collect()
     }
 }
 
 fn lane(rule: impl Rule + Send + 'static) -> Lane {
-    Lane { rules: vec![Box::new(rule)], ways: Vec::new() }
+    Lane { rules: vec![Box::new(rule)], delays: Vec::new() }
 }
 
 fn faults(loss: u16, duplicate: u16, reorder: u16, corrupt: u16) -> RandomFaults {
@@ -101,13 +101,13 @@ fn faults(loss: u16, duplicate: u16, reorder: u16, corrupt: u16) -> RandomFaults
     }
 }
 
-fn for_ever(min: u64, max: u64) -> Way {
+fn always(min: u64, max: u64) -> LinkDelay {
     let during = (Instant::ZERO, Instant::ZERO + Duration::MAX);
-    Way { during, min: Duration::from_millis(min), max: Duration::from_millis(max) }
+    LinkDelay { during, min: Duration::from_millis(min), max: Duration::from_millis(max) }
 }
 
 #[test]
-fn without_rules_all_passes_at_once_to_its_own_client_alone() {
+fn packets_pass_unchanged_to_their_own_client_without_rules() {
     let mut bench = Bench::new(1, Default::default(), 4, ROOM);
     for round in 0..3 {
         bench.up(ms(round), 1, &[1]);
@@ -117,15 +117,17 @@ fn without_rules_all_passes_at_once_to_its_own_client_alone() {
         let sent = std::mem::take(&mut bench.sockets.sent);
         let expected = [(0, Direction::Up, 1), (1, Direction::Up, 2), (0, Direction::Down, 1), (1, Direction::Down, 2)];
         let expected = expected.into_iter().zip(1..);
-        assert!(sent.iter().eq(
-            &expected.map(|((client, way, port), byte)| ((0, client), way, addr(port), vec![byte])).collect::<Vec<_>>()
-        ));
+        assert!(
+            sent.iter().eq(&expected
+                .map(|((client, direction, port), byte)| ((0, client), direction, addr(port), vec![byte]))
+                .collect::<Vec<_>>())
+        );
     }
     assert_eq!(bench.engine.counters()[0].clients, 2);
     assert_eq!(bench.engine.next_release(), None);
 }
 
-/// What becomes of a flow, packet by packet, when `others` packets of others come in between.
+/// Return what is sent for each packet of a flow while other clients send `others` packets in between.
 fn fates(seed: u64, others: u16) -> Vec<Vec<Vec<u8>>> {
     let rules = || lane(faults(100, 100, 100, 100));
     let mut bench = Bench::new(seed, (rules(), rules()), 64, ROOM);
@@ -143,17 +145,17 @@ fn fates(seed: u64, others: u16) -> Vec<Vec<Vec<u8>>> {
 }
 
 #[test]
-fn the_seed_says_what_becomes_of_each_packet_of_a_flow_whatever_others_send() {
+fn fate_of_a_flow_depends_on_the_seed_and_not_on_other_flows() {
     let alone = fates(7, 0);
     assert_eq!(fates(7, 0), alone);
     assert_ne!(fates(8, 0), alone);
-    // What others send comes in between; of this flow the same comes.
+    // Packets of other flows are interleaved; this flow's are the same.
     let crowded = fates(7, 3);
     assert!(alone.iter().zip(&crowded).all(|(alone, crowded)| alone.iter().all(|bytes| crowded.contains(bytes))));
 }
 
 #[test]
-fn faults_come_in_the_shares_asked_for() {
+fn faults_occur_at_the_requested_rates() {
     let mut bench = Bench::new(3, (lane(faults(100, 50, 70, 30)), Lane::default()), 4, ROOM);
     for nth in 0..10_000 {
         bench.up(ms(nth), 1, &[7; 32]);
@@ -171,7 +173,7 @@ fn faults_come_in_the_shares_asked_for() {
 }
 
 #[test]
-fn a_cut_loses_one_way_for_its_time_and_no_more() {
+fn cut_drops_one_direction_during_its_time_span() {
     let cut = During { during: ms(10)..ms(20), rule: faults(1000, 0, 0, 0) };
     let mut bench = Bench::new(1, (lane(cut), Lane::default()), 4, ROOM);
     for at in 0..30 {
@@ -184,8 +186,8 @@ fn a_cut_loses_one_way_for_its_time_and_no_more() {
 }
 
 #[test]
-fn a_way_takes_its_time_in_order_and_a_drawn_one_out_of_order() {
-    let slow = Lane { rules: Vec::new(), ways: vec![for_ever(3, 3)] };
+fn constant_delay_keeps_order_and_random_delay_does_not() {
+    let slow = Lane { rules: Vec::new(), delays: vec![always(3, 3)] };
     let mut bench = Bench::new(1, (slow, Lane::default()), 4, ROOM);
     (0..5).for_each(|nth| bench.up(ms(0), 1, &[nth]));
     assert_eq!((bench.sent(), bench.engine.next_release()), (vec![], Some(ms(3))));
@@ -193,7 +195,7 @@ fn a_way_takes_its_time_in_order_and_a_drawn_one_out_of_order() {
     assert!(bench.sent().is_empty());
     bench.engine.release(ms(3), &mut bench.sockets);
     assert_eq!(bench.sent(), [0, 1, 2, 3, 4]);
-    let drawn = Lane { rules: Vec::new(), ways: vec![for_ever(1, 5)] };
+    let drawn = Lane { rules: Vec::new(), delays: vec![always(1, 5)] };
     let mut bench = Bench::new(1, (drawn, Lane::default()), 4, ROOM);
     (0..50).for_each(|nth| bench.up(ms(0), 1, &[nth]));
     bench.engine.release(ms(1), &mut bench.sockets);
@@ -204,8 +206,8 @@ fn a_way_takes_its_time_in_order_and_a_drawn_one_out_of_order() {
 }
 
 #[test]
-fn what_is_held_back_never_takes_more_than_its_room() {
-    let slow = || Lane { rules: vec![], ways: vec![for_ever(100, 100)] };
+fn delayed_packets_never_exceed_the_queue_limit() {
+    let slow = || Lane { rules: vec![], delays: vec![always(100, 100)] };
     let mut bench = Bench::new(1, (slow(), slow()), 4, 10_000);
     for nth in 0..1000 {
         bench.up(ms(0), 1, &vec![1; nth % 300]);
@@ -219,7 +221,7 @@ fn what_is_held_back_never_takes_more_than_its_room() {
     assert_eq!(bench.engine.counters()[0].up.overflowed, up.overflowed, "there is room again");
 }
 
-/// Each sender has sent, and was answered so often.
+/// Let each sender send once and receive this many replies.
 fn settle(bench: &mut Bench, ports: std::ops::Range<u16>, answers: u64) {
     for (port, client) in ports.zip(0..) {
         bench.up(ms(1), port, &[1]);
@@ -229,9 +231,9 @@ fn settle(bench: &mut Bench, ports: std::ops::Range<u16>, answers: u64) {
 }
 
 #[test]
-fn who_sends_from_many_addresses_takes_no_place_of_those_that_are_answered() {
+fn many_source_addresses_never_evict_clients_with_replies() {
     let mut bench = Bench::new(1, Default::default(), 8, ROOM);
-    settle(&mut bench, 1..5, clients::SETTLED_ANSWERS);
+    settle(&mut bench, 1..5, clients::SETTLED_REPLIES);
     for port in 1000..5000 {
         bench.up(ms(2), port, &[9]);
         assert!(bench.sockets.open.len() <= 8);
@@ -243,13 +245,14 @@ fn who_sends_from_many_addresses_takes_no_place_of_those_that_are_answered() {
     }
     let expected: Vec<_> = (1..5)
         .flat_map(|port: u16| {
-            [Direction::Up, Direction::Down].map(|way| ((0, u64::from(port) - 1), way, addr(port), vec![port as u8]))
+            [Direction::Up, Direction::Down]
+                .map(|direction| ((0, u64::from(port) - 1), direction, addr(port), vec![port as u8]))
         })
         .collect();
-    assert_eq!(bench.sockets.sent, expected, "they have their sockets still");
+    assert_eq!(bench.sockets.sent, expected, "they keep their sockets");
     let counters = bench.engine.counters()[0];
     assert_eq!((counters.clients, counters.replaced, counters.up.refused), (4004, 3996, 0));
-    // Somebody new gets a place all the same, and keeps it as long as he sends and is answered.
+    // A new client is admitted all the same, and stays as long as it sends and gets replies.
     bench.up(ms(4), 6, &[6]);
     bench.down(ms(4), 4004, &[7]);
     (6000..6003).for_each(|port| bench.up(ms(5), port, &[9]));
@@ -259,22 +262,22 @@ fn who_sends_from_many_addresses_takes_no_place_of_those_that_are_answered() {
 }
 
 #[test]
-fn a_table_of_answered_clients_is_full_until_one_is_silent_for_long() {
+fn full_table_of_replied_clients_admits_no_one_until_one_is_idle() {
     let mut bench = Bench::new(1, Default::default(), 3, ROOM);
-    settle(&mut bench, 1..4, clients::SETTLED_ANSWERS);
+    settle(&mut bench, 1..4, clients::SETTLED_REPLIES);
     bench.up(ms(2), 9, &[9]);
     assert_eq!((bench.sent(), bench.engine.counters()[0].up.refused), (vec![], 1));
     let later = ms(1) + clients::IDLE_LIMIT;
     bench.up(later, 1, &[1]);
     bench.up(later, 9, &[9]);
     assert_eq!((bench.sent(), bench.engine.counters()[0].replaced), (vec![1, 9], 1));
-    // What comes for who has lost its place goes to nobody.
+    // Packets for an evicted client are dropped.
     bench.down(later, 1, &[2]);
     assert_eq!((bench.sent(), bench.engine.counters()[0].down.stray), (vec![], 1));
 }
 
 #[test]
-fn without_a_socket_there_is_no_place() {
+fn client_without_a_socket_is_refused_and_may_retry() {
     let mut bench = Bench::new(1, Default::default(), 8, ROOM);
     bench.sockets.most = Some(1);
     bench.up(ms(0), 1, &[1]);
@@ -286,8 +289,8 @@ fn without_a_socket_there_is_no_place() {
 }
 
 #[test]
-fn who_is_forgotten_is_somebody_new_and_gets_nothing_that_was_held_back() {
-    let slow = Lane { rules: vec![], ways: vec![for_ever(5, 5)] };
+fn forget_drops_delayed_packets_and_readmits_clients_as_new() {
+    let slow = Lane { rules: vec![], delays: vec![always(5, 5)] };
     let mut bench = Bench::new(1, (Lane::default(), slow), 2, ROOM);
     bench.up(ms(0), 1, &[1]);
     bench.down(ms(0), 0, &[2]);

@@ -1,20 +1,20 @@
-//! Which processors a leaf device and its ranks run on, when all of a cluster shares one machine.
+//! Processor affinity of leaf devices and their ranks, for a cluster on one machine.
 //!
-//! A switch sits next to its hosts, and bytes that go from a rank to its leaf and back are the most of all bytes. Where
-//! processors are far from each other (two dies, two sockets), they cost twice when rank and leaf run on different
-//! ones, and the kernel's scheduler, which knows nothing of the tree, moves them about. So each leaf shares an equal
-//! part of the processors with its ranks, as a launcher of MPI jobs binds ranks to sockets. Devices without ranks run anywhere.
+//! Most bytes of a run travel between a rank and its leaf. Where processors are far apart (two dies, two sockets),
+//! these bytes cost twice as much if rank and leaf run on different ones, and the kernel's scheduler, which does not
+//! know the tree, migrates them. So each leaf shares an equal part of the processors with its ranks, as a switch sits
+//! next to its hosts and as MPI launchers bind ranks to sockets. Devices without ranks run anywhere.
 //!
-//! Invariant: one leaf, one processor, or a kernel that refuses: nothing is bound.
+//! Invariant: with a single leaf, a single processor or a kernel that refuses, nothing is bound.
 
 use crate::layout::Layout;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::BTreeSet;
 
-/// The parts of this machine's processors, one a leaf.
+/// A partition of this machine's processors, one part per leaf.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
-    /// By the index of the device; `None` where it has no ranks. Empty: nothing is bound.
+    /// By index of the device; `None` if it has no ranks. Empty if nothing is bound.
     of_device: Vec<Option<CpuSet>>,
 }
 
@@ -41,9 +41,9 @@ impl Parts {
         Self { of_device }
     }
 
-    /// Run `spawn`, whose child processes then run on the part of `device`.
+    /// Run `spawn`, and let the processes that it starts run on the part of `device`.
     pub(crate) fn within<T>(&self, device: usize, spawn: impl FnOnce() -> T) -> T {
-        // Children inherit the affinity of the thread that starts them. Where the kernel refuses, they run anywhere.
+        // Children inherit the affinity of the thread that starts them. If the kernel refuses, they run anywhere.
         let part = self.of_device.get(device).and_then(Option::as_ref);
         let own = part.and_then(|part| {
             let own = sched_getaffinity(None).ok()?;
@@ -57,7 +57,7 @@ impl Parts {
     }
 }
 
-/// Return share `nth` of `shares` of the processors: neighbours, as even as can be, at least one.
+/// Return part `nth` of `shares` of the processors: adjacent ones, of nearly equal number, at least one.
 fn share(cpus: &[usize], nth: usize, shares: usize) -> &[usize] {
     let start = nth * cpus.len() / shares;
     let end = ((nth + 1) * cpus.len() / shares).max(start + 1);
@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_even_and_none_is_empty() {
+    fn shares_are_even_and_never_empty() {
         let all = |cpus: &[usize], shares| (0..shares).map(|nth| share(cpus, nth, shares).to_vec()).collect::<Vec<_>>();
         assert_eq!(all(&[0, 1], 2), [[0], [1]]);
         assert_eq!(all(&[0, 1, 4, 5, 6], 2), [vec![0, 1], vec![4, 5, 6]]);
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn children_are_bound_and_this_process_is_not() {
+    fn only_children_are_bound() {
         let layout = Layout::generated(2, 4).expect("a plan");
         let before = sched_getaffinity(None).expect("an affinity");
         let parts = Parts::new(&layout);
@@ -89,9 +89,9 @@ mod tests {
         assert_eq!(sched_getaffinity(None).expect("an affinity"), before);
         assert_eq!(seen[0].count() + seen[1].count(), before.count());
         assert!((0..CpuSet::MAX_CPU).all(|cpu| !(seen[0].is_set(cpu) && seen[1].is_set(cpu))));
-        // A device that is none, as one without ranks, runs anywhere.
+        // A device without ranks runs anywhere.
         assert_eq!(parts.within(2, || sched_getaffinity(None).expect("an affinity")), before);
-        // Nor is there anything to divide with one leaf.
+        // With a single leaf there is nothing to divide.
         assert_eq!(Parts::new(&Layout::generated(1, 4).expect("a plan")).of_device, []);
     }
 }

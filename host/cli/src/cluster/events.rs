@@ -1,4 +1,4 @@
-//! What a supervisor waits for, on one channel: lines and ends of children, and signals.
+//! The events of a supervisor, on one channel: lines and ends of children, and signals.
 
 use super::ChildId;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -7,7 +7,7 @@ use std::io;
 use std::sync::mpsc::Sender;
 use std::thread;
 
-/// Something that happened.
+/// An event.
 #[derive(Debug)]
 pub(super) enum Event {
     /// A child printed a line on stdout.
@@ -20,13 +20,12 @@ pub(super) enum Event {
 
 /// Send an event for each signal that asks the process to end.
 ///
-/// The thread sleeps in a read for the rest of the process's life; signals that come after the supervisor is gone, while
-/// the process is winding up, have no further effect.
+/// The thread blocks in a read until the process ends. Signals that arrive after the supervisor is gone have no effect.
 pub(super) fn watch_signals(sender: Sender<Event>) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     thread::Builder::new().name("signals".into()).spawn(move || {
         for signal in &mut signals {
-            // The supervisor may be gone: then there is nothing left to end.
+            // If the supervisor is gone, there is nothing left to end.
             let _ = sender.send(Event::Signal(signal));
         }
     })?;

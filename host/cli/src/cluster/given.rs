@@ -1,4 +1,4 @@
-//! Devices that are there already: boards and other machines, in the place of emulated ones.
+//! Existing devices (boards, other machines) that take the place of emulated ones.
 
 use super::{ClusterError, Limit, Supervisor};
 use std::net::SocketAddr;
@@ -8,44 +8,44 @@ use sumac::controller::status;
 use sumac_hal::port::Addr;
 use thiserror::Error;
 
-/// How long a device may take to dial the controller: as long as a card's restart.
+/// How long a device may take to register: as long as the restart of a card.
 const REGISTER_LIMIT: Duration = Duration::from_secs(120);
 
-/// How often the controller is asked meanwhile.
-const ASK_EVERY: Duration = Duration::from_millis(200);
+/// How often to poll the controller meanwhile.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// A device that is there already.
+/// An existing device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GivenDevice {
-    /// The node of the tree that it is; unsaid, the first leaf that is not named.
+    /// The tree node that it replaces; `None`: the first one that no other device names.
     pub(crate) name: Option<String>,
     /// Where its first shard receives packets.
     pub(crate) addr: SocketAddr,
 }
 
-/// What is no device.
+/// A value of --device that cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no device; give IP:PORT, where its first shard receives packets, or NAME=IP:PORT")]
-pub(crate) struct NoDevice(String);
+#[error("{0:?} is not [NAME=]IP:PORT, the address at which a device's first shard receives packets")]
+pub(crate) struct InvalidDevice(String);
 
 impl FromStr for GivenDevice {
-    type Err = NoDevice;
+    type Err = InvalidDevice;
 
-    fn from_str(text: &str) -> Result<Self, NoDevice> {
+    fn from_str(text: &str) -> Result<Self, InvalidDevice> {
         let (name, addr) = match text.split_once('=') {
             Some((name, addr)) => (Some(name), addr),
             None => (None, text),
         };
-        let addr: SocketAddr = addr.parse().map_err(|_| NoDevice(text.to_owned()))?;
+        let addr: SocketAddr = addr.parse().map_err(|_| InvalidDevice(text.to_owned()))?;
         let is_sound = addr.port() != 0 && name.is_none_or(|name| !name.is_empty());
-        is_sound.then(|| Self { name: name.map(str::to_owned), addr }).ok_or_else(|| NoDevice(text.to_owned()))
+        is_sound.then(|| Self { name: name.map(str::to_owned), addr }).ok_or_else(|| InvalidDevice(text.to_owned()))
     }
 }
 
-/// Return which of `devices` each of `given` is, or a sentence on why one is none.
+/// Return the index in `devices` and the address of each given device.
 ///
 /// # Errors
-/// A name that the tree does not have, or twice; more devices than nodes.
+/// A message: a name that the tree does not have or that is given twice, or more devices than nodes.
 pub(crate) fn places(devices: &[String], given: &[GivenDevice]) -> Result<Vec<(usize, SocketAddr)>, String> {
     let has = devices.join(", ");
     let mut taken = Vec::new();
@@ -61,17 +61,18 @@ pub(crate) fn places(devices: &[String], given: &[GivenDevice]) -> Result<Vec<(u
     let mut free = (0..devices.len()).filter(|place| !taken.contains(place));
     let place = |device: &GivenDevice| {
         let place = if device.name.is_some() { named.next() } else { free.next() };
-        let place = place.ok_or_else(|| format!("{} devices are given, the tree has {has}", given.len()))?;
+        let place = place.ok_or_else(|| format!("{} devices are given, but the tree has only {has}", given.len()))?;
         Ok((place, device.addr))
     };
     given.iter().map(place).collect()
 }
 
 impl Supervisor {
-    /// Wait until the controller at `controller` knows a device of this name that receives at this address.
+    /// Wait until a device of this name and address has registered with the controller.
     ///
     /// # Errors
-    /// [`ClusterError::Stranger`] if it is somewhere else, [`ClusterError::Absent`] if it does not come; the end of a child.
+    /// [`ClusterError::WrongAddress`] if it receives at another address, [`ClusterError::Absent`] if it does not
+    /// register, and the end of a child.
     pub(super) fn wait_registered(
         &mut self,
         controller: SocketAddr,
@@ -85,14 +86,14 @@ impl Supervisor {
                 let found = device.data_addrs.first().copied();
                 return match found {
                     Some(Addr::Udp(found)) if found == addr => Ok(()),
-                    found => Err(ClusterError::Stranger { name: name.to_owned(), addr, found }),
+                    found => Err(ClusterError::WrongAddress { name: name.to_owned(), addr, found }),
                 };
             }
             if limit.is_over() {
                 let names = report.devices.into_iter().map(|device| device.name).collect();
                 return Err(ClusterError::Absent { name: name.to_owned(), controller, limit: limit.length, names });
             }
-            self.pass(ASK_EVERY)?;
+            self.sleep(POLL_INTERVAL)?;
         }
     }
 }
@@ -106,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_take_the_places_that_they_name_and_the_others_what_is_left() {
+    fn devices_replace_the_nodes_that_they_name_and_the_others_the_rest() {
         let devices = ["root", "left", "right"].map(String::from);
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let all = [given("127.0.0.1:1"), given("root=127.0.0.1:2"), given("127.0.0.1:3")];
@@ -118,9 +119,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_device_is_refused() {
+    fn invalid_devices_are_refused() {
         for text in ["", "leaf0", "127.0.0.1", "127.0.0.1:0", "=127.0.0.1:1", "leaf0=", "a=b=127.0.0.1:1"] {
-            assert_eq!(text.parse::<GivenDevice>(), Err(NoDevice(text.into())));
+            assert_eq!(text.parse::<GivenDevice>(), Err(InvalidDevice(text.into())));
         }
     }
 }

@@ -1,12 +1,12 @@
-//! A whole cluster as child processes of this one: a controller, emulated devices, ranks.
+//! A cluster as child processes of this one: a controller, emulated devices and ranks.
 //!
 //! Invariants:
-//! - **No child outlives its supervisor.** Dropping a [`Supervisor`] kills and reaps every child. Should the supervisor
-//!   be killed itself, the kernel kills the children ([`die_with_supervisor`]); as that is tied to the *thread* that
-//!   started them, all children are started from the main thread.
-//! - Ctrl-C reaches the supervisor alone, for each child has a process group of its own; so there is one place
-//!   that decides what is left behind: nothing.
-//! - The supervisor waits in one place ([`Supervisor::next_line`]), for lines, ends of children and signals alike.
+//! - **No child outlives its supervisor.** Dropping a [`Supervisor`] kills and reaps every child. If the supervisor
+//!   itself is killed, the kernel kills the children ([`die_with_supervisor`]). That is tied to the *thread* that
+//!   started them, so all children are started from the main thread.
+//! - Ctrl-C reaches only the supervisor, because each child has its own process group. The supervisor then ends all
+//!   children.
+//! - The supervisor waits in one place ([`Supervisor::next_line`]) for lines, ends of children and signals.
 //! - Every wait has a limit.
 
 mod bind;
@@ -17,7 +17,7 @@ mod start;
 
 pub(crate) use bind::Parts;
 pub(crate) use given::{GivenDevice, places};
-pub(crate) use process::{die_with_supervisor, supervised};
+pub(crate) use process::{die_with_supervisor, is_supervised, supervised};
 pub(crate) use start::{
     ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, spawn_controller, start, start_controller,
     start_device,
@@ -40,76 +40,76 @@ use thiserror::Error;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct ChildId(usize);
 
-/// Why a cluster can't start, or broke.
+/// Why a cluster cannot start, or failed.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum ClusterError {
-    /// The system refused to start or watch a process.
-    #[error("can't {what}: {source}")]
+    /// The system could not start or watch a process.
+    #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The action that failed.
         what: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A child ended although it was still needed.
+    /// A child ended while it was still needed.
     #[error("{name} ended early ({status}){}", stderr_tail(stderr))]
     Died {
-        /// Which.
+        /// The child's name.
         name: String,
-        /// How.
+        /// Its exit status.
         status: ExitStatus,
-        /// The last lines that it wrote to stderr.
+        /// The last lines of its stderr.
         stderr: Vec<String>,
     },
-    /// A child did not say what was waited for.
+    /// A child did not print the expected line in time.
     #[error("{name} did not {what} within {} s{}", limit.as_secs(), stderr_tail(stderr))]
     Silent {
-        /// Which.
+        /// The child's name.
         name: String,
-        /// What was waited for.
+        /// What it was expected to do.
         what: &'static str,
-        /// For how long.
+        /// The time limit.
         limit: Duration,
-        /// The last lines that it wrote to stderr.
+        /// The last lines of its stderr.
         stderr: Vec<String>,
     },
-    /// A child said something that is no answer.
-    #[error("{name} printed {line:?} where {expected} was expected")]
+    /// A child printed an unexpected line.
+    #[error("unexpected line from {name}: {line:?}; expected {expected}")]
     Unexpected {
-        /// Which.
+        /// The child's name.
         name: String,
-        /// What it said.
+        /// The line.
         line: String,
-        /// What it should have said.
+        /// What was expected.
         expected: &'static str,
     },
-    /// A device that should be there does not dial the controller.
-    #[error("no device {name} has dialled the controller at {controller} within {} s; there are: {}", limit.as_secs(), list(names))]
+    /// A given device did not register with the controller in time.
+    #[error("device {name} did not register with the controller at {controller} within {} s; registered devices: {}", limit.as_secs(), list(names))]
     Absent {
-        /// Its name.
+        /// The device's name.
         name: String,
-        /// Whom it should have dialled.
+        /// The controller.
         controller: SocketAddr,
-        /// For how long.
+        /// The time limit.
         limit: Duration,
-        /// Who has.
+        /// The devices that have registered.
         names: Vec<String>,
     },
-    /// A device of that name is somewhere else.
-    #[error("device {name} receives packets at {}, not at {addr}", found.map_or_else(|| "no address".into(), |found| found.to_string()))]
-    Stranger {
-        /// Its name.
+    /// A device of that name receives packets at another address.
+    #[error("device {name} receives packets at {}, not at {addr} as --device says", found.map_or_else(|| "no address".into(), |found| found.to_string()))]
+    WrongAddress {
+        /// The device's name.
         name: String,
-        /// Where it should be.
+        /// The expected address.
         addr: SocketAddr,
-        /// Where it is.
+        /// The address that it registered.
         found: Option<Addr>,
     },
-    /// The controller does not say who is there.
-    #[error("asking the controller for its devices: {0}")]
+    /// The controller did not report its devices.
+    #[error("cannot get the devices of the controller: {0}")]
     Controller(Box<ClientError>),
-    /// Somebody wants this process to end.
+    /// A signal asked this process to end.
     #[error("ended by signal {0}")]
     Signal(i32),
 }
@@ -126,40 +126,40 @@ pub(crate) struct Supervisor {
     children: Vec<Child>,
     events: Receiver<Event>,
     sender: Sender<Event>,
-    /// Is taken off the terminal while a child's line is passed on to stderr.
+    /// Hidden while a child's line is copied to stderr.
     bar: ProgressBar,
-    /// How often `-v` is handed on.
+    /// How often `-v` is passed to children.
     verbose: u8,
 }
 
 impl Supervisor {
-    /// Get ready to start children, and take over SIGINT, SIGTERM and SIGHUP.
+    /// Prepare to start children, and handle SIGINT, SIGTERM and SIGHUP.
     ///
     /// # Errors
-    /// [`ClusterError::System`] if signals can't be taken over.
+    /// [`ClusterError::System`] if the signal handlers cannot be installed.
     pub(crate) fn new(bar: ProgressBar, verbose: u8) -> Result<Self, ClusterError> {
         let (sender, events) = channel();
         events::watch_signals(sender.clone())
-            .map_err(|source| ClusterError::System { what: "watch for signals".into(), source })?;
+            .map_err(|source| ClusterError::System { what: "install signal handlers".into(), source })?;
         Ok(Self { children: Vec::new(), events, sender, bar, verbose })
     }
 
-    /// Start this binary again with `args`, `stdin` to be read to its end.
+    /// Start this binary with `args`, and with `stdin` as its whole standard input.
     ///
     /// # Errors
-    /// [`ClusterError::System`] if it can't be started.
+    /// [`ClusterError::System`] if it cannot be started.
     pub(crate) fn spawn(&mut self, name: &str, args: &[String], stdin: Vec<u8>) -> Result<ChildId, ClusterError> {
-        let id = self.spawn_to_talk_to(name, args)?;
-        self.say(id, stdin);
+        let id = self.spawn_with_stdin(name, args)?;
+        self.write(id, stdin);
         self.children[id.0].stdin = None;
         Ok(id)
     }
 
-    /// Start this binary again with `args`, and a stdin that stays open for [`Supervisor::say`].
+    /// Start this binary with `args`, and with a standard input that stays open for [`Supervisor::write`].
     ///
     /// # Errors
-    /// [`ClusterError::System`] if it can't be started.
-    pub(crate) fn spawn_to_talk_to(&mut self, name: &str, args: &[String]) -> Result<ChildId, ClusterError> {
+    /// [`ClusterError::System`] if it cannot be started.
+    pub(crate) fn spawn_with_stdin(&mut self, name: &str, args: &[String]) -> Result<ChildId, ClusterError> {
         let id = ChildId(self.children.len());
         let args: Vec<String> = args.iter().cloned().chain((0..self.verbose).map(|_| "-v".to_owned())).collect();
         let child = Child::spawn(id, name, &args, &self.sender, &self.bar)
@@ -168,21 +168,21 @@ impl Supervisor {
         Ok(id)
     }
 
-    /// Write to the stdin of a child. One that has ended misses it.
-    pub(crate) fn say(&self, id: ChildId, bytes: Vec<u8>) {
-        let told = self.children[id.0].stdin.as_ref().map(|stdin| stdin.send(bytes));
-        if let Some(Err(error)) = told {
-            tracing::debug!(name = self.name(id), %error, "not told: it no longer listens");
+    /// Write to the standard input of a child, unless it has ended.
+    pub(crate) fn write(&self, id: ChildId, bytes: Vec<u8>) {
+        let queued = self.children[id.0].stdin.as_ref().map(|stdin| stdin.send(bytes));
+        if let Some(Err(error)) = queued {
+            tracing::debug!(name = self.name(id), %error, "cannot write to a child that has closed its standard input");
         }
     }
 
     /// Wait for the next line that any child prints on stdout.
     ///
-    /// A child that ends with status 0 after [`Supervisor::may_end`], or anyhow after [`Supervisor::may_fail`], is not an
-    /// event.
+    /// A child may end with status 0 after [`Supervisor::may_end`], and with any status after [`Supervisor::may_fail`].
     ///
     /// # Errors
-    /// A signal, the early end of a child, or the passing of `deadline`, which is laid to `awaited` and `what`.
+    /// A signal, the early end of a child, or the end of `limit`, which is reported as `awaited` not having done
+    /// `what`.
     pub(crate) fn next_line(
         &mut self,
         limit: Limit,
@@ -196,7 +196,7 @@ impl Supervisor {
         }
     }
 
-    /// Wait for the next event: a line, or the end of a child, which is in order.
+    /// Wait for the next event: a line, or the permitted end of a child.
     fn next_event(
         &mut self,
         limit: Limit,
@@ -215,20 +215,19 @@ impl Supervisor {
         }
     }
 
-    /// See that all children run and nobody wants this process to end, without waiting: for those who do something
-    /// else than wait for lines.
+    /// Check without waiting that all children run and that no signal has arrived.
     ///
     /// # Errors
-    /// As [`Supervisor::next_line`], and any line.
+    /// Those of [`Supervisor::next_line`], and any line.
     pub(crate) fn check(&mut self) -> Result<(), ClusterError> {
         while let Ok(event) = self.events.try_recv() {
-            self.in_order(event)?;
+            self.expect_no_line(event)?;
         }
         Ok(())
     }
 
-    /// Take an event where no line is due.
-    fn in_order(&mut self, event: Event) -> Result<(), ClusterError> {
+    /// Handle an event while no line is expected.
+    fn expect_no_line(&mut self, event: Event) -> Result<(), ClusterError> {
         match event {
             Event::Closed(id) => self.closed(id),
             Event::Line(id, line) => {
@@ -239,21 +238,21 @@ impl Supervisor {
         }
     }
 
-    /// Let time pass.
+    /// Wait for this time.
     ///
     /// # Errors
-    /// As [`Supervisor::check`], and at once.
-    fn pass(&mut self, time: Duration) -> Result<(), ClusterError> {
+    /// Those of [`Supervisor::check`], without delay.
+    fn sleep(&mut self, time: Duration) -> Result<(), ClusterError> {
         let limit = Limit::new(time);
         loop {
             match self.events.recv_timeout(limit.left()) {
-                Ok(event) => self.in_order(event)?,
+                Ok(event) => self.expect_no_line(event)?,
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => return Ok(()),
             }
         }
     }
 
-    /// Say that a child has done its work: from now on, its end with status 0 is in order.
+    /// Note that a child has done its work: from now on it may end with status 0.
     pub(crate) fn may_end(&mut self, id: ChildId) {
         self.children[id.0].may_end = true;
     }
@@ -261,7 +260,7 @@ impl Supervisor {
     /// Wait until these children have ended, each with status 0.
     ///
     /// # Errors
-    /// As [`Supervisor::next_line`], and any further line.
+    /// Those of [`Supervisor::next_line`], and any further line.
     pub(crate) fn wait_ended(&mut self, ids: &[ChildId], limit: Limit) -> Result<(), ClusterError> {
         ids.iter().for_each(|&id| self.may_end(id));
         while let Some(&awaited) = ids.iter().find(|id| !self.children[id.0].ended) {
@@ -273,11 +272,11 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Kill a child, as nothing in it can notice, and wait until the system has taken back what it had: who is started in
-    /// its place may want the same ports. Its end is in order, whatever its status.
+    /// Kill a child with SIGKILL and wait until the system has freed its resources, because its successor may need the
+    /// same ports. The child may end with any status.
     ///
     /// # Errors
-    /// [`ClusterError::System`] if it can't be killed.
+    /// [`ClusterError::System`] if it cannot be killed.
     pub(crate) fn kill(&mut self, id: ChildId) -> Result<(), ClusterError> {
         let child = &mut self.children[id.0];
         child.may_fail = true;
@@ -286,21 +285,21 @@ impl Supervisor {
         killed.map(|_| ()).map_err(|source| ClusterError::System { what: what(), source })
     }
 
-    /// Say that a child may fail: its end is in order, whatever its status.
+    /// Note that a child may end with any status.
     pub(crate) fn may_fail(&mut self, id: ChildId) {
         self.children[id.0].may_fail = true;
     }
 
-    /// Return a child's process.
+    /// Return a child's process id.
     pub(crate) fn pid(&self, id: ChildId) -> u32 {
         self.children[id.0].process.id()
     }
 
-    /// Wait until a child that may fail has ended, whatever it and others print meanwhile. Returns its status and the
-    /// last lines that it wrote to stderr.
+    /// Wait until a child that may fail has ended, and ignore all lines meanwhile. Returns its status and the last
+    /// lines of its stderr.
     ///
     /// # Errors
-    /// As [`Supervisor::next_line`].
+    /// Those of [`Supervisor::next_line`].
     pub(crate) fn ending(&mut self, id: ChildId, limit: Limit) -> Result<(ExitStatus, Vec<String>), ClusterError> {
         while !self.children[id.0].ended {
             self.next_event(limit, id, "end")?;
@@ -308,7 +307,7 @@ impl Supervisor {
         let child = &mut self.children[id.0];
         let what = || format!("wait for {}", child.name);
         let status = child.process.wait().map_err(|source| ClusterError::System { what: what(), source })?;
-        Ok((status, child.stderr_to_its_end()))
+        Ok((status, child.final_stderr()))
     }
 
     /// Return a child's name.
@@ -316,7 +315,7 @@ impl Supervisor {
         &self.children[id.0].name
     }
 
-    /// Take note that a child's stdout is closed: it has ended, or is about to.
+    /// Reap a child whose stdout is closed: it has ended or is about to.
     fn closed(&mut self, id: ChildId) -> Result<(), ClusterError> {
         let child = &mut self.children[id.0];
         let what = || format!("wait for {}", child.name);
@@ -325,25 +324,25 @@ impl Supervisor {
         if child.may_fail || child.may_end && status.success() {
             return Ok(());
         }
-        Err(ClusterError::Died { name: child.name.clone(), status, stderr: child.stderr_to_its_end() })
+        Err(ClusterError::Died { name: child.name.clone(), status, stderr: child.final_stderr() })
     }
 }
 
 impl Drop for Supervisor {
-    /// End every child: first all are told, then all are waited for.
+    /// Kill all children, then reap them.
     fn drop(&mut self) {
-        let mut left: Vec<_> = self.children.iter_mut().filter(|child| !child.ended).collect();
-        for child in &mut left {
-            // It may have ended by itself, which is what is wanted.
+        let mut running: Vec<_> = self.children.iter_mut().filter(|child| !child.ended).collect();
+        for child in &mut running {
+            // Killing fails if it has already ended.
             let _ = child.process.kill();
         }
-        for child in &mut left {
+        for child in &mut running {
             let _ = child.process.wait();
         }
     }
 }
 
-/// A time limit, and how long it was, for the message.
+/// A time limit, with its length for messages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit {
     end: Instant,
@@ -351,12 +350,12 @@ pub(crate) struct Limit {
 }
 
 impl Limit {
-    /// Start to count.
+    /// Start the clock.
     pub(crate) fn new(length: Duration) -> Self {
         Self { end: Instant::now() + length, length }
     }
 
-    /// Tell whether it has passed.
+    /// Whether it has passed.
     pub(crate) fn is_over(&self) -> bool {
         self.left().is_zero()
     }
@@ -371,5 +370,5 @@ fn list(names: &[String]) -> String {
 }
 
 fn stderr_tail(lines: &[String]) -> String {
-    if lines.is_empty() { String::new() } else { format!("; its last words:\n  {}", lines.join("\n  ")) }
+    if lines.is_empty() { String::new() } else { format!("; its last messages:\n  {}", lines.join("\n  ")) }
 }

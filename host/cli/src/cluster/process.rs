@@ -1,4 +1,4 @@
-//! One child process: how it is started, listened to, and kept from outliving its parent.
+//! One child process: starting it, reading its output, and ending it with its parent.
 
 use super::ChildId;
 use super::events::Event;
@@ -12,47 +12,52 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-/// The variable that tells a process who supervises it.
+/// The variable in which a process finds the process id of its supervisor.
 const SUPERVISOR_VARIABLE: &str = "SUMAC_SUPERVISOR";
 
-/// How many of a child's last lines an error shows.
+/// The number of last lines of a child's stderr that an error shows.
 const STDERR_LINES: usize = 8;
 
-/// The longest line that is taken from a child, in bytes.
+/// The longest line that is read from a child, in bytes.
 const LINE_MAX_BYTES: u64 = 16 << 20;
 
 /// If this process is supervised, have the kernel kill it when the supervisor ends.
 ///
-/// The parent may have ended before the kernel was asked: then the process ends here.
+/// If the supervisor ended before the kernel was asked, the process exits here.
 pub(crate) fn die_with_supervisor() {
     let Some(supervisor) = std::env::var(SUPERVISOR_VARIABLE).ok().and_then(|pid| pid.parse().ok()) else { return };
-    let asked = set_parent_process_death_signal(Some(Signal::KILL));
-    if asked.is_err() || getppid().map(Pid::as_raw_pid) != Some(supervisor) {
+    let is_set = set_parent_process_death_signal(Some(Signal::KILL));
+    if is_set.is_err() || getppid().map(Pid::as_raw_pid) != Some(supervisor) {
         std::process::exit(1);
     }
 }
 
-/// Return a command that runs this binary in a process group of its own, and ends with the thread that starts it.
+/// Whether another process of this binary started this one.
+pub(crate) fn is_supervised() -> bool {
+    std::env::var_os(SUPERVISOR_VARIABLE).is_some()
+}
+
+/// Return a command that runs this binary in its own process group and is killed with the thread that starts it.
 pub(crate) fn supervised() -> io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.env(SUPERVISOR_VARIABLE, getpid().as_raw_pid().to_string()).process_group(0);
     Ok(command)
 }
 
-/// A child and what it says.
+/// A child and the ends of its pipes.
 #[derive(Debug)]
 pub(super) struct Child {
-    /// What messages call it.
+    /// Its name in messages.
     pub(super) name: String,
     /// The process.
     pub(super) process: std::process::Child,
-    /// Whether its end is in order, with status 0.
+    /// Whether it may end with status 0.
     pub(super) may_end: bool,
-    /// Whether its end is in order, whatever its status.
+    /// Whether it may end with any status.
     pub(super) may_fail: bool,
-    /// Whether it has ended and been waited for.
+    /// Whether it has ended and has been reaped.
     pub(super) ended: bool,
-    /// What is written to its stdin, which stays open as long as this does.
+    /// Bytes to write to its stdin, which stays open as long as this sender.
     pub(super) stdin: Option<Sender<Vec<u8>>>,
     stderr: Arc<Mutex<VecDeque<String>>>,
     stderr_reader: Option<JoinHandle<()>>,
@@ -74,11 +79,11 @@ impl Child {
         let pipes = (process.stdin.take(), process.stdout.take(), process.stderr.take());
         let stderr = Arc::default();
         let (may_end, may_fail, ended) = (false, false, false);
-        let (stdin, told) = channel();
+        let (stdin, to_write) = channel();
         let (name, stdin, stderr_reader) = (name.into(), Some(stdin), None);
         let mut child = Self { name, process, may_end, may_fail, ended, stdin, stderr, stderr_reader };
         let (Some(to), Some(from), Some(errors)) = pipes else { return Ok(child) };
-        if let Err(error) = child.listen(id, (to, told), from, errors, events, bar) {
+        if let Err(error) = child.listen(id, (to, to_write), from, errors, events, bar) {
             let _ = child.process.kill();
             let _ = child.process.wait();
             return Err(error);
@@ -89,27 +94,27 @@ impl Child {
     fn listen(
         &mut self,
         id: ChildId,
-        (mut to, told): (impl Write + Send + 'static, Receiver<Vec<u8>>),
+        (mut to, to_write): (impl Write + Send + 'static, Receiver<Vec<u8>>),
         from: impl Read + Send + 'static,
         errors: impl Read + Send + 'static,
         events: &Sender<Event>,
         bar: &ProgressBar,
     ) -> io::Result<()> {
         let start = |what: &str| thread::Builder::new().name(format!("{} {what}", self.name));
-        // A child that ends without reading all of it is reported by its end.
-        start("stdin").spawn(move || drop(told.iter().try_for_each(|bytes| to.write_all(&bytes))))?;
+        // A child that ends before it has read everything is reported as ended.
+        start("stdin").spawn(move || drop(to_write.iter().try_for_each(|bytes| to.write_all(&bytes))))?;
         let events = events.clone();
         start("stdout").spawn(move || {
             each_line(from, |line| drop(events.send(Event::Line(id, line))));
-            // Where nobody listens any more, the supervisor is ending the child.
+            // If the receiver is gone, the supervisor is ending the child.
             let _ = events.send(Event::Closed(id));
         })?;
         let (kept, name, bar) = (Arc::clone(&self.stderr), self.name.clone(), bar.clone());
         let reader = start("stderr").spawn(move || {
             each_line(errors, |line| {
-                // The error that ends a child comes with the supervisor's own message.
+                // The supervisor's own message repeats the error with which a child ends.
                 if !line.starts_with("error: ") {
-                    bar.suspend(|| tell!("{name}: {line}"));
+                    bar.suspend(|| message!("{name}: {line}"));
                 }
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 if kept.len() == STDERR_LINES {
@@ -122,22 +127,22 @@ impl Child {
         Ok(())
     }
 
-    /// Return the last lines on stderr of a child that has ended.
-    pub(super) fn stderr_to_its_end(&mut self) -> Vec<String> {
+    /// Return the last lines of stderr of a child that has ended.
+    pub(super) fn final_stderr(&mut self) -> Vec<String> {
         if let Some(reader) = self.stderr_reader.take() {
-            // It ends with the pipe; had it panicked, what it kept is still there.
+            // The reader ends with the pipe. The lines it kept remain even if it panicked.
             let _ = reader.join();
         }
         self.stderr_so_far()
     }
 
-    /// Return the last lines on stderr until now.
+    /// Return the last lines of stderr until now.
     pub(super) fn stderr_so_far(&mut self) -> Vec<String> {
         self.stderr.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
     }
 }
 
-/// Call `f` for each line until the end, an error, or a line that is too long; bytes that are no UTF-8 are replaced.
+/// Call `f` for each line until the end, an error, or an overlong line. Invalid UTF-8 is replaced.
 fn each_line(from: impl Read, mut f: impl FnMut(String)) {
     let mut from = BufReader::new(from);
     loop {
@@ -154,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_split_and_foreign_bytes_replaced() {
+    fn lines_are_split_and_invalid_utf8_is_replaced() {
         let mut lines = Vec::new();
         each_line(&b"one\n\ntw\xffo"[..], |line| lines.push(line));
         assert_eq!(lines, ["one", "", "tw\u{fffd}o"]);

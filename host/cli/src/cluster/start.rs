@@ -1,4 +1,4 @@
-//! How a cluster comes up: the controller, then the devices, then the ranks, each waited for by its first line.
+//! Start of a cluster: first the controller, then the devices. Each prints a line when it is ready.
 
 use super::bind::Parts;
 use super::{ChildId, ClusterError, Limit, Supervisor};
@@ -8,36 +8,36 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
-/// How long a process may take to get ready. Hundreds of them on a small machine take their time.
+/// How long a process may take to get ready; generous, because hundreds may start on a small machine.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// What the controller prints once it listens, in front of its address.
+/// The prefix of the line with the controller's address, printed once it listens.
 pub(crate) const LISTENING: &str = "listening ";
 
-/// What a device prints once the controller knows it, in front of its name.
+/// The prefix of the line with a device's name, printed once it has registered.
 pub(crate) const READY: &str = "ready ";
 
-/// What to start besides the ranks.
+/// The configuration of a cluster, without its ranks.
 #[derive(Debug)]
 pub(crate) struct ClusterConfig<'a> {
     /// Fabric, devices and hosts.
     pub(crate) layout: &'a Layout,
-    /// Worker threads of a device.
+    /// Shards of each device.
     pub(crate) shards: u16,
-    /// Which processors each leaf runs on.
+    /// The processors on which each leaf runs.
     pub(crate) parts: Parts,
-    /// What the controller takes whatever it costs.
+    /// What the controller prefers regardless of cost.
     pub(crate) preference: Preference<'a>,
-    /// Further options of the devices of these indices.
+    /// Additional options of devices, by index.
     pub(crate) device_options: Vec<(usize, Vec<String>)>,
-    /// Where the controller listens; `None`: on any port of loopback that is free.
+    /// Where the controller listens; `None`: on any free port of loopback.
     pub(crate) listen: Option<SocketAddr>,
-    /// Devices of the layout that are there already, and where they receive packets: none are started for them.
+    /// Existing devices that take the place of emulated ones, with the addresses at which they receive packets.
     pub(crate) given: Vec<(usize, SocketAddr)>,
 }
 
 impl<'a> ClusterConfig<'a> {
-    /// Describe a cluster of emulated devices of one worker thread each, bound nowhere, that goes by cost.
+    /// Describe a cluster of emulated devices with one shard each, bound to no processors, that selects by cost.
     pub(crate) fn new(layout: &'a Layout) -> Self {
         Self {
             layout,
@@ -51,31 +51,31 @@ impl<'a> ClusterConfig<'a> {
     }
 }
 
-/// Ways that a controller takes whatever they cost.
+/// Algorithms that a controller prefers regardless of cost.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Preference<'a> {
-    /// None.
+    /// No preference: select by cost.
     Cost,
-    /// Those of an override file.
+    /// The algorithms of an override file.
     File(&'a Path),
-    /// The tree while there is one.
+    /// The tree, while there is one.
     Tree,
 }
 
-/// The processes of a cluster but its ranks.
+/// The processes of a cluster, without its ranks.
 #[derive(Debug)]
 pub(crate) struct Started {
     /// Where the controller listens.
     pub(crate) addr: SocketAddr,
     pub(crate) controller: ChildId,
-    /// The layout's devices, in its order, but for those that were there already.
+    /// The emulated devices, in the order of the layout.
     pub(crate) devices: Vec<ChildId>,
 }
 
-/// Start a controller and devices; returns when every device has registered with it.
+/// Start a controller and devices, and wait until every device has registered.
 ///
 /// # Errors
-/// [`ClusterError`]; the processes started so far are the supervisor's.
+/// [`ClusterError`]. The supervisor owns the processes started so far.
 pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> Result<Started, ClusterError> {
     let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let (controller, addr) = start_controller(supervisor, config, config.listen.unwrap_or(anywhere))?;
@@ -98,10 +98,10 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
     Ok(Started { addr, controller, devices })
 }
 
-/// Start a controller that listens at `listen`; returns when it does, and where.
+/// Start a controller at `listen`, wait until it listens, and return its address.
 ///
 /// # Errors
-/// [`ClusterError`], also if any other child says something meanwhile.
+/// [`ClusterError`], also if any other child prints a line meanwhile.
 pub(crate) fn start_controller(
     supervisor: &mut Supervisor,
     config: &ClusterConfig<'_>,
@@ -114,10 +114,10 @@ pub(crate) fn start_controller(
     Ok((controller, addr))
 }
 
-/// The same without waiting: it prints [`LISTENING`] and its address when it listens.
+/// Start a controller without waiting. It prints [`LISTENING`] and its address when it listens.
 ///
 /// # Errors
-/// [`ClusterError::System`] if it can't be started.
+/// [`ClusterError::System`] if it cannot be started.
 pub(crate) fn spawn_controller(
     supervisor: &mut Supervisor,
     config: &ClusterConfig<'_>,
@@ -127,7 +127,7 @@ pub(crate) fn spawn_controller(
         Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
         Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
     };
-    // What ends its devices is meant to, as often as it does.
+    // Faults end devices on purpose, so the controller must not delay their return.
     let own = [
         "controller".into(),
         format!("--listen={listen}"),
@@ -143,10 +143,10 @@ pub(crate) fn spawn_controller(
     supervisor.spawn("the controller", &args, stdin)
 }
 
-/// Start the layout's device of an index, which prints [`READY`] when the controller knows it.
+/// Start the device at an index of the layout. It prints [`READY`] when it has registered.
 ///
 /// # Errors
-/// [`ClusterError::System`] if it can't be started.
+/// [`ClusterError::System`] if it cannot be started.
 pub(crate) fn start_device(
     supervisor: &mut Supervisor,
     config: &ClusterConfig<'_>,

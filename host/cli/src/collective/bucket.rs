@@ -1,35 +1,21 @@
-//! Which tensors share an operation, and where each lies in its buffers.
+//! Gradient-style bucketing: which tensors share an operation, and where each lies in its buffers.
 //!
 //! Tensors of one element type are coalesced into buckets of up to [`BUCKET_BYTES`], as data-parallel trainers do with
-//! gradients (Li et al., "PyTorch Distributed", VLDB 2020, on gradient bucketing: 25 MB); a larger one is an operation of
-//! its own. A rank reads a tensor straight into its place in the bucket, so coalescing copies nothing where blocks are whole.
+//! gradients (Li et al., "PyTorch Distributed", VLDB 2020, on gradient bucketing: 25 MB). A larger tensor is an
+//! operation of its own. A rank reads a tensor directly into its place in the bucket, so coalescing copies nothing
+//! where blocks are whole.
 //!
-//! A buffer consists of *parts*, one a rank where ranks own blocks of it, else one; a part holds one block of each
-//! tensor, in order. What is gathered may differ in length from rank to rank: blocks are as long as the longest then, and
-//! what is behind a shorter one's end does not reach the output.
+//! A buffer consists of *parts*: one per rank if ranks own blocks of it, else a single one. A part holds one block of
+//! each tensor, in order. Gathered tensors may differ in length between ranks. Their blocks then have the length of the
+//! longest, and the padding of shorter ones does not reach the output.
 //!
-//! Invariant: all ranks make the same buckets, as they come from the same list.
+//! Invariant: all ranks form the same buckets, because they start from the same list.
 
-use serde::{Deserialize, Serialize};
+use crate::job::Piece;
 use sumac_hal::op::{Collective, Dtype};
 
-/// How long a bucket of several tensors may become, in bytes of all ranks' blocks that a rank holds.
+/// The maximum size of a bucket of several tensors, in bytes of all blocks that a rank holds.
 pub(crate) const BUCKET_BYTES: usize = 25 << 20;
-
-/// A tensor of an operation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Piece {
-    /// Its name in the files.
-    pub(crate) name: String,
-    /// Its element type.
-    pub(crate) dtype: Dtype,
-    /// Whether elements are taken in Fortran order.
-    pub(crate) fortran_order: bool,
-    /// How many elements each rank's file has of it.
-    pub(crate) counts: Vec<u64>,
-    /// Where the result begins in an output file.
-    pub(crate) offset: u64,
-}
 
 impl Piece {
     /// Return the length of one rank's block in bytes.
@@ -49,18 +35,18 @@ pub(crate) struct Bucket<'a> {
     pub(crate) dtype: Dtype,
     /// The tensors.
     pub(crate) pieces: Vec<&'a Piece>,
-    /// Where each one's block begins in a part.
+    /// The offset of each tensor's block in a part, in bytes.
     starts: Vec<usize>,
     part_len_bytes: usize,
 }
 
 impl<'a> Bucket<'a> {
-    /// Share tensors out to buckets, in order.
+    /// Distribute tensors to buckets, in order.
     pub(crate) fn all(collective: Collective, ranks: usize, pieces: &'a [Piece]) -> Vec<Self> {
         let mut buckets: Vec<Self> = Vec::new();
         for piece in pieces {
             let same = buckets.iter().rposition(|bucket| bucket.dtype == piece.dtype);
-            // Only the last one of a type: whether an earlier one had room left is of no matter any more.
+            // Only the last bucket of a type is filled; earlier ones are closed.
             match same.filter(|&at| buckets[at].has_room_for(piece)) {
                 Some(at) => buckets[at].push(piece),
                 None => {
@@ -80,22 +66,22 @@ impl<'a> Bucket<'a> {
         buckets
     }
 
-    /// Return the length of what a rank gives in bytes.
+    /// Return the length of a rank's input in bytes.
     pub(crate) const fn input_len_bytes(&self) -> usize {
         self.part_len_bytes * self.input_parts()
     }
 
-    /// Return the length of what a rank gets in bytes.
+    /// Return the length of a rank's output in bytes.
     pub(crate) const fn output_len_bytes(&self) -> usize {
         self.part_len_bytes * self.output_parts()
     }
 
-    /// Return where a tensor's elements go in what a rank gives, if they stay together.
+    /// Return the place of a tensor's elements in the input, if they are contiguous there.
     pub(crate) fn whole<'b>(&self, nth: usize, len_bytes: usize, input: &'b mut [u8]) -> Option<&'b mut [u8]> {
         (self.input_parts() == 1).then(|| &mut input[self.starts[nth]..][..len_bytes])
     }
 
-    /// Put a tensor's elements into what a rank gives.
+    /// Copy a tensor's elements to their blocks in the input.
     pub(crate) fn pack(&self, nth: usize, elements: &[u8], input: &mut [u8]) {
         let block = elements.len() / self.input_parts();
         for part in 0..self.input_parts() {
@@ -104,7 +90,7 @@ impl<'a> Bucket<'a> {
         }
     }
 
-    /// Return the runs of what a rank got that a tensor's result consists of, in order.
+    /// Return the slices of the output that make up a tensor's result, in order.
     pub(crate) fn unpack<'b>(&'b self, nth: usize, output: &'b [u8]) -> impl Iterator<Item = &'b [u8]> {
         let piece = self.pieces[nth];
         (0..self.output_parts()).map(move |part| {
@@ -146,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn small_tensors_share_a_bucket_by_type_and_large_ones_do_not() {
+    fn small_tensors_of_one_type_share_a_bucket() {
         let mib = (1 << 20) / 4;
         let of = |nth, dtype, mibs: u64| piece(nth, dtype, vec![mibs * mib; 2]);
         let pieces = [
@@ -162,11 +148,11 @@ mod tests {
             buckets.iter().map(|bucket| bucket.pieces.iter().map(|piece| piece.name.as_str()).collect()).collect();
         assert_eq!(names, ["02", "15", "3", "4"]);
         assert_eq!(buckets[0].input_len_bytes(), BUCKET_BYTES);
-        // What every rank gets counts: twice as much.
+        // The limit applies to what a rank receives, which is twice as much here.
         assert_eq!(Bucket::all(Collective::AllGather, 2, &pieces).len(), 5);
     }
 
-    /// Element `index` of a tensor at a rank, in one byte.
+    /// Return the value of element `index` of a tensor on a rank.
     fn element(rank: usize, nth: usize, index: usize) -> u8 {
         (rank * 89 + nth * 31 + index * 7) as u8
     }
@@ -188,9 +174,9 @@ mod tests {
     }
 
     proptest! {
-        /// The oracle: concatenation, tensor by tensor.
+        /// The oracle is concatenation, tensor by tensor.
         #[test]
-        fn what_is_gathered_is_joined_tensor_by_tensor(
+        fn gathered_bucket_unpacks_to_concatenated_tensors(
             counts in prop::collection::vec(prop::collection::vec(0_u64..9, 3), 1..5),
         ) {
             let pieces: Vec<_> =
@@ -205,21 +191,21 @@ mod tests {
             }
         }
 
-        /// The oracle: one rank's array, cut into equal parts; what is reduced does not matter to places.
+        /// The oracle is one rank's array in equal parts; the reduction does not affect placement.
         #[test]
-        fn what_is_scattered_is_cut_tensor_by_tensor(blocks in prop::collection::vec(0_u64..9, 1..5)) {
+        fn scattered_bucket_unpacks_to_equal_parts_of_tensors(blocks in prop::collection::vec(0_u64..9, 1..5)) {
             let pieces: Vec<_> =
                 blocks.iter().enumerate().map(|(nth, block)| piece(nth, Dtype::F16, vec![block * 4; 4])).collect();
             let buckets = Bucket::all(Collective::ReduceScatter, 4, &pieces);
             let bucket = &buckets[0];
-            let given = &inputs(bucket, 1)[0];
+            let input = &inputs(bucket, 1)[0];
             for rank in 0..4 {
                 let len = bucket.output_len_bytes();
-                let got = &given[rank * len..][..len];
+                let output = &input[rank * len..][..len];
                 for (nth, block) in blocks.iter().enumerate() {
                     let all = elements(bucket, 0, nth);
                     let len = *block as usize * 2;
-                    prop_assert_eq!(bucket.unpack(nth, got).collect::<Vec<_>>().concat(), &all[rank * len..][..len]);
+                    prop_assert_eq!(bucket.unpack(nth, output).collect::<Vec<_>>().concat(), &all[rank * len..][..len]);
                 }
             }
         }

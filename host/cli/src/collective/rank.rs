@@ -1,7 +1,7 @@
-//! The rank's side of a collective on files: read, operate and write, bucket by bucket.
+//! One rank of a collective on files: read, run the operation and write, bucket by bucket.
 //!
-//! Invariants: what is timed is the operation alone; a rank writes only behind the head of its own output, each tensor in
-//! its place; a file that is not what it was when the supervisor looked at it is an error, at all ranks alike.
+//! Invariants: only the operation is timed. A rank writes only after the head of its own output, each tensor in its
+//! place. A file that has changed since the supervisor inspected it is an error.
 
 use super::bucket::Bucket;
 use crate::exit::Failure;
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use sumac::comm::Buffers;
 use sumac::{CallOptions, Collective, Communicator, OpDesc};
 use sumac_hal::ids::Rank;
-use sumac_hal::op::Path as Way;
+use sumac_hal::op::Path as OpPath;
 use sumac_hal::wire::crc32c;
 
-/// Do all operations of a job.
+/// Run all operations of a job.
 pub(crate) fn run(communicator: &Communicator, work: &FileWork) -> Result<Report, Failure> {
     let inspect = |path: &std::path::PathBuf| ArrayFile::inspect(path).map_err(Failure::input);
     let input = work.input.as_ref().map(inspect).transpose()?;
@@ -27,34 +27,34 @@ pub(crate) fn run(communicator: &Communicator, work: &FileWork) -> Result<Report
     let output = output.transpose().map_err(Failure::Run)?;
     let options = CallOptions { algo: Some(work.algo), ..CallOptions::default() };
     let (mut time, mut checksums) = (Duration::ZERO, Vec::new());
-    let (mut paths, mut fallback) = (Vec::<(Way, u32)>::new(), None);
+    let (mut paths, mut fallback) = (Vec::<(OpPath, u32)>::new(), None);
     for bucket in Bucket::all(work.collective, communicator.size() as usize, &work.pieces) {
-        let mut given = vec![0; bucket.input_len_bytes()];
-        // Result in place of contribution, unless one is a part of the other.
+        let mut input_buffer = vec![0; bucket.input_len_bytes()];
+        // In place if input and output have the same length.
         let is_in_place = matches!(work.collective, Collective::AllReduce | Collective::Broadcast);
-        let mut got = vec![0; if is_in_place { 0 } else { bucket.output_len_bytes() }];
+        let mut output_buffer = vec![0; if is_in_place { 0 } else { bucket.output_len_bytes() }];
         if let Some(file) = &input {
-            fill(&bucket, file, communicator.rank(), &mut given).map_err(Failure::Input)?;
+            fill(&bucket, file, communicator.rank(), &mut input_buffer).map_err(Failure::Input)?;
         }
-        // So that the time is the operation's, and not that of waiting for who is still reading.
+        // Without it, the time would include waiting for ranks that are still reading.
         communicator.barrier().map_err(Failure::run)?;
         let desc = describe(work, &bucket);
         let buffers = match is_in_place {
-            true => Buffers::InPlace(&mut given),
-            false => Buffers::Separate { input: &given, output: &mut got },
+            true => Buffers::InPlace(&mut input_buffer),
+            false => Buffers::Separate { input: &input_buffer, output: &mut output_buffer },
         };
         let start = Instant::now();
         let outcome = communicator.run(&desc, buffers, &options).map_err(Failure::run)?;
         time += start.elapsed();
-        let got = if is_in_place { &given } else { &got };
-        checksums.extend(crc32c(got).to_le_bytes());
+        let result = if is_in_place { &input_buffer } else { &output_buffer };
+        checksums.extend(crc32c(result).to_le_bytes());
         match paths.iter_mut().find(|(path, _)| *path == outcome.path) {
             Some((_, count)) => *count += 1,
             None => paths.push((outcome.path, 1)),
         }
         fallback = fallback.or(outcome.fallback);
         if let Some((path, file)) = &output {
-            write(&bucket, got, file).with_context(|| cannot_write(path)).map_err(Failure::Run)?;
+            write(&bucket, result, file).with_context(|| cannot_write(path)).map_err(Failure::Run)?;
         }
     }
     Ok(Report::Combined {
@@ -65,20 +65,20 @@ pub(crate) fn run(communicator: &Communicator, work: &FileWork) -> Result<Report
     })
 }
 
-/// Read a bucket's tensors into what this rank gives.
-fn fill(bucket: &Bucket<'_>, file: &ArrayFile, rank: u32, given: &mut [u8]) -> anyhow::Result<()> {
+/// Read a bucket's tensors into this rank's input.
+fn fill(bucket: &Bucket<'_>, file: &ArrayFile, rank: u32, input: &mut [u8]) -> anyhow::Result<()> {
     for (nth, piece) in bucket.pieces.iter().enumerate() {
         let tensor = file
             .tensor(&piece.name)
             .filter(|tensor| (tensor.dtype, Some(&tensor.count())) == (piece.dtype, piece.counts.get(rank as usize)));
-        let changed = || anyhow!("{}: changed since it was looked at", file.path.display());
+        let changed = || anyhow!("{}: changed while it was in use", file.path.display());
         let tensor = tensor.ok_or_else(changed)?;
-        if let Some(to) = bucket.whole(nth, tensor.len_bytes, given) {
+        if let Some(to) = bucket.whole(nth, tensor.len_bytes, input) {
             file.read(tensor, piece.fortran_order, to)?;
         } else {
             let mut elements = vec![0; tensor.len_bytes];
             file.read(tensor, piece.fortran_order, &mut elements)?;
-            bucket.pack(nth, &elements, given);
+            bucket.pack(nth, &elements, input);
         }
     }
     Ok(())
@@ -88,20 +88,20 @@ fn fill(bucket: &Bucket<'_>, file: &ArrayFile, rank: u32, given: &mut [u8]) -> a
 fn describe(work: &FileWork, bucket: &Bucket<'_>) -> OpDesc {
     let Bucket { dtype, .. } = *bucket;
     let count = |len_bytes: usize| (len_bytes / dtype.size_bytes()) as u64;
-    let (given, got) = (count(bucket.input_len_bytes()), count(bucket.output_len_bytes()));
+    let (input, output) = (count(bucket.input_len_bytes()), count(bucket.output_len_bytes()));
     match work.collective {
-        Collective::ReduceScatter => OpDesc::reduce_scatter(dtype, work.op, given),
-        Collective::AllGather => OpDesc::all_gather(dtype, got),
-        Collective::Broadcast => OpDesc::broadcast(dtype, Rank(work.root), given),
-        _ => OpDesc::all_reduce(dtype, work.op, given),
+        Collective::ReduceScatter => OpDesc::reduce_scatter(dtype, work.op, input),
+        Collective::AllGather => OpDesc::all_gather(dtype, output),
+        Collective::Broadcast => OpDesc::broadcast(dtype, Rank(work.root), input),
+        _ => OpDesc::all_reduce(dtype, work.op, input),
     }
 }
 
 /// Write a bucket's results to their places.
-fn write(bucket: &Bucket<'_>, got: &[u8], file: &File) -> anyhow::Result<()> {
+fn write(bucket: &Bucket<'_>, output: &[u8], file: &File) -> anyhow::Result<()> {
     for (nth, piece) in bucket.pieces.iter().enumerate() {
         let mut at = piece.offset;
-        for run in bucket.unpack(nth, got) {
+        for run in bucket.unpack(nth, output) {
             file.write_all_at(run, at)?;
             at += run.len() as u64;
         }

@@ -1,11 +1,11 @@
-//! What RDMA there is: ports, their identifiers, how much memory may be locked for them, and cards that copy by themselves.
+//! Checks for RDMA: ports, their identifiers, the limit of locked memory, and devices that copy memory themselves.
 
 use super::{Finding, Health};
 
-/// What the line is called.
+/// The name of the capability.
 const WHAT: &str = "RDMA (verbs)";
 
-/// Packets go another way without it.
+/// Report that verbs are not built in.
 #[cfg(not(feature = "verbs"))]
 pub(super) fn findings() -> Vec<Finding> {
     let advice = "build with `--features verbs`; Debian: apt-get install cmake libclang-dev libibverbs-dev";
@@ -22,7 +22,7 @@ mod built {
     use std::net::Ipv6Addr;
     use sumac_hal::verbs::{VerbsDevice, devices, max_memcpy_len_bytes};
 
-    /// What a device's ports lock with their buffers: 16 MiB, and as much again to spare.
+    /// The memory that the buffers of a device's ports lock: 16 MiB, with as much in reserve.
     const LOCKED_BYTES: u64 = 32 << 20;
 
     pub(in crate::doctor) fn findings() -> Vec<Finding> {
@@ -32,7 +32,7 @@ mod built {
             Err(error) => missing(error.to_string(), ""),
             Ok(ports) if ports.is_empty() => missing(
                 "no RDMA device".into(),
-                "Soft-RoCE makes one of a network interface: modprobe rdma_rxe, rdma link add rxe0 type rxe netdev eth0",
+                "Soft-RoCE turns a network interface into one: modprobe rdma_rxe, rdma link add rxe0 type rxe netdev eth0",
             ),
             Ok(ports) => {
                 let mut names: Vec<_> = ports.iter().map(|port| port.device.as_str()).collect();
@@ -42,7 +42,7 @@ mod built {
         }
     }
 
-    /// Whether the device copies between registered memory by itself.
+    /// Check whether the device copies between registered memory itself.
     fn copies(device: &str) -> Finding {
         let (health, found) = match max_memcpy_len_bytes(device) {
             Ok(len_bytes) => (Health::Ok, format!("{device}: up to {len_bytes} bytes at a time")),
@@ -58,11 +58,11 @@ mod built {
             |(gid, index)| format!("[{}], index {index}", Ipv6Addr::from(gid)),
         );
         let (health, advice) = match (port.is_active, port.gid, port.mtu_bytes) {
-            (false, ..) => (Health::Warn, "the port is down: see `rdma link`, and bring its network interface up"),
+            (false, ..) => (Health::Warn, "the port is down; check `rdma link` and bring its network interface up"),
             (_, None, _) => (Health::Warn, "give its network interface an IP address"),
             (_, _, ..4096) => (
                 Health::Warn,
-                "packets are shorter than they could be: a RoCE interface's MTU of 4200 or more allows 4096 bytes",
+                "packets are shorter than possible; an MTU of 4200 or more on a RoCE interface allows 4096 bytes",
             ),
             _ => (Health::Ok, ""),
         };
@@ -74,9 +74,10 @@ mod built {
         let limit = getrlimit(Resource::Memlock).current;
         let found = limit.map_or_else(|| "no limit".into(), |bytes| format!("{} KiB", bytes >> 10));
         let (health, advice) = match limit {
-            Some(bytes) if bytes < LOCKED_BYTES => {
-                (Health::Warn, "buffers of RDMA ports may not fit: raise it (ulimit -l, LimitMEMLOCK=), or run as root")
-            }
+            Some(bytes) if bytes < LOCKED_BYTES => (
+                Health::Warn,
+                "buffers of RDMA ports may not fit; raise the limit (ulimit -l, LimitMEMLOCK=) or run as root",
+            ),
             _ => (Health::Ok, ""),
         };
         Finding { health, what: "locked memory", found, advice: advice.into() }

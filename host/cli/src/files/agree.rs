@@ -1,6 +1,6 @@
-//! Whether several files go together, tensor by tensor, and into the parts asked for.
+//! Checks that several files match, tensor by tensor, and can be split or concatenated.
 //!
-//! Tensors are compared by name, whatever their order in a file; the first file's order counts from then on.
+//! Tensors are matched by name, in any order. The first file's order is used from then on.
 
 use super::{AgreeError, ArrayFile, Format, Shape, Tensor};
 use std::collections::BTreeSet;
@@ -9,15 +9,15 @@ use std::path::{Path, PathBuf};
 /// What a collective does along the first axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Axis0 {
-    /// Nothing: shapes are the same at all ranks.
+    /// Nothing: shapes are the same on all ranks.
     Keep,
-    /// The result is cut into as many equal parts as there are ranks.
+    /// The result is split into one equal part per rank.
     Cut,
-    /// The ranks' arrays are joined; their lengths along it may differ.
+    /// The ranks' arrays are concatenated; their lengths along the axis may differ.
     Join,
 }
 
-/// Look at all files and see that their tensors go together.
+/// Inspect all files and check that their tensors match.
 ///
 /// # Errors
 /// The first [`AgreeError`], in order of the files.
@@ -31,7 +31,7 @@ pub(crate) fn inspect_all(paths: &[PathBuf], axis0: Axis0) -> Result<Vec<ArrayFi
         same_format(file, &first.path, first.format)?;
         same_names(file, first)?;
         for expected in &first.tensors {
-            // The names are the same.
+            // It exists, because the names are the same.
             let Some(found) = file.tensor(&expected.name) else { continue };
             axis(file, found, axis0, files.len() as u64)?;
             same_type(file, found, first, expected, axis0)?;
@@ -72,9 +72,9 @@ fn same_type(
         first: first.path.clone(),
         found: format!("{}{what} {found_value}", found.label()),
         expected,
-        except: if axis0 == Axis0::Join { ", but for axis 0" } else { "" },
+        except: if axis0 == Axis0::Join { ", except for axis 0" } else { "" },
     };
-    // What is compared starts behind the axis that may differ.
+    // Skip the axis that may differ.
     let from = usize::from(axis0 == Axis0::Join);
     if found.shape.len() != expected.shape.len() || found.shape[from..] != expected.shape[from..] {
         return Err(differs("shape", Shape(&found.shape).to_string(), Shape(&expected.shape).to_string()));
@@ -85,12 +85,12 @@ fn same_type(
     Ok(())
 }
 
-/// Check that a tensor's first axis is there, and can be cut, where that is asked for.
+/// Check that a tensor has a first axis and that it can be split, as far as the collective needs it.
 fn axis(file: &ArrayFile, tensor: &Tensor, axis0: Axis0, ranks: u64) -> Result<(), AgreeError> {
     let verb = match axis0 {
         Axis0::Keep => return Ok(()),
-        Axis0::Cut => "cut",
-        Axis0::Join => "join",
+        Axis0::Cut => "split",
+        Axis0::Join => "concatenate",
     };
     match tensor.shape.first() {
         None => Err(AgreeError::NoAxis { path: file.path.clone(), label: tensor.label(), verb }),

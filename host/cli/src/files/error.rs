@@ -1,4 +1,4 @@
-//! Why files of arrays can't be used, alone or together. Every message names the file and the values.
+//! Errors of array files, alone or together. Every message names the file and the values.
 
 use super::{Format, Shape};
 use std::io;
@@ -6,38 +6,38 @@ use std::path::PathBuf;
 use sumac_hal::op::Dtype;
 use thiserror::Error;
 
-/// Why a file can't be used.
+/// Why a file cannot be used.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum FileError {
-    /// The file can't be read.
+    /// The file cannot be read.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another kind of file, or one that is damaged in its header.
+    /// Another format, or a damaged header.
     #[error("{}: not a {format} file: {why}", path.display())]
     Foreign {
         /// The file.
         path: PathBuf,
-        /// What its name says that it is.
+        /// The format that its name stands for.
         format: Format,
-        /// The first thing that is wrong.
+        /// The first error found.
         why: String,
     },
-    /// An element type without a kernel.
-    #[error("{}: {label}element type {found}; known are {known} (convert it first)", path.display())]
+    /// An unsupported element type.
+    #[error("{}: {label}element type {found} is not supported; convert it to one of {known}", path.display())]
     Type {
         /// The file.
         path: PathBuf,
-        /// Which tensor, if the file has several.
+        /// Prefix with the tensor's name, if it has one.
         label: String,
-        /// As the file calls it.
+        /// The type in the notation of the file.
         found: String,
-        /// What this version reduces, as the format calls it.
+        /// The supported types in the notation of the format.
         known: String,
     },
     /// More or fewer bytes than the header says.
@@ -46,36 +46,36 @@ pub(crate) enum FileError {
     Length {
         /// The file.
         path: PathBuf,
-        /// What the header describes.
+        /// Description of the header's contents.
         what: String,
-        /// Bytes that there are.
+        /// Bytes in the file.
         found: u128,
-        /// Bytes that the header needs.
+        /// Bytes according to the header.
         expected: u128,
     },
 }
 
-/// Why files do not go together, or into what is asked for.
+/// Why files do not match, or cannot be split or concatenated.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum AgreeError {
-    /// A file alone is at fault already.
+    /// A file is invalid by itself.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Files of two formats.
-    #[error("{}: a {found} file, but {} is {expected}; all inputs must have the same format, and the output too",
+    /// Files of different formats.
+    #[error("{}: a {found} file, but {} is {expected}; all inputs and the output must have the same format",
         path.display(), first.display())]
     Format {
         /// The file.
         path: PathBuf,
         /// The file that it is compared with.
         first: PathBuf,
-        /// This file's.
+        /// This file's format.
         found: Format,
-        /// That file's.
+        /// That file's format.
         expected: Format,
     },
-    /// Tensors that only some of the files have.
+    /// Tensors that only some files have.
     #[error("{}: lacks {}, which {} has", path.display(), names(missing), other.display())]
     Missing {
         /// The file that lacks them.
@@ -85,7 +85,7 @@ pub(crate) enum AgreeError {
         /// A file that has them.
         other: PathBuf,
     },
-    /// Two tensors do not go together.
+    /// Two tensors differ.
     #[error("{}: {found}, but {} has {expected}; all inputs must have the same{except}",
         path.display(), first.display())]
     Differs {
@@ -93,49 +93,49 @@ pub(crate) enum AgreeError {
         path: PathBuf,
         /// The file that it is compared with.
         first: PathBuf,
-        /// What differs, and how it is in this file.
+        /// What differs, with its value in this file.
         found: String,
-        /// How it is in that file.
+        /// Its value in that file.
         expected: String,
-        /// What need not be the same.
+        /// What may differ.
         except: &'static str,
     },
-    /// No axis to cut or join along.
+    /// A scalar cannot be split or concatenated.
     #[error("{}: {label}shape () has no axis 0 to {verb} along", path.display())]
     NoAxis {
         /// The file.
         path: PathBuf,
-        /// Which tensor, if the file has several.
+        /// Prefix with the tensor's name, if it has one.
         label: String,
-        /// `cut` or `join`.
+        /// `split` or `concatenate`.
         verb: &'static str,
     },
-    /// Parts would not be equal.
-    #[error("{}: {label}shape {} can't be cut into {ranks} equal parts: axis 0 has {len}, no multiple of {ranks}",
+    /// Axis 0 cannot be split into equal parts.
+    #[error("{}: {label}cannot split shape {} into {ranks} equal parts: axis 0 has {len}, which is not a multiple of {ranks}",
         path.display(), Shape(shape))]
     Parts {
         /// The file.
         path: PathBuf,
-        /// Which tensor, if the file has several.
+        /// Prefix with the tensor's name, if it has one.
         label: String,
         /// Its shape.
         shape: Vec<u64>,
         /// The length of axis 0.
         len: u64,
-        /// Parts asked for.
+        /// Number of parts.
         ranks: u64,
     },
-    /// More than can be addressed.
-    #[error("{label}the joined arrays of {dtype} are longer than a file can be")]
+    /// The result is too long for a file.
+    #[error("{label}the concatenated arrays of {dtype} exceed the maximum length of a file")]
     TooLong {
-        /// Which tensor, if the files have several.
+        /// Prefix with the tensor's name, if it has one.
         label: String,
         /// Its element type.
         dtype: Dtype,
     },
 }
 
-/// How many names a message lists.
+/// The maximum number of names in a message.
 const NAMES_MAX: usize = 8;
 
 fn names(missing: &[String]) -> String {

@@ -1,11 +1,11 @@
-//! Files of arrays: what collectives on files take, and why they refuse the rest.
+//! Array files for collectives: two formats, validation and output.
 //!
-//! Two formats, told apart by the name: `.safetensors` holds named tensors, everything else is read as `.npy`, which holds
-//! one array (here a tensor whose name is empty). Files are looked at (header and length) before anything is started;
-//! elements are read by the ranks, tensor by tensor.
+//! The file name determines the format: `.safetensors` holds named tensors; every other file is read as `.npy`, which
+//! holds a single array (here a tensor with an empty name). The supervisor inspects header and length of each file
+//! before anything starts. The ranks read the elements, tensor by tensor.
 //!
-//! Invariant: an [`ArrayFile`] describes a file that held every element when it was looked at, and nothing behind
-//! them; what a header says of lengths is never believed before it is compared with the file's.
+//! Invariant: an [`ArrayFile`] describes a file that contained exactly the elements of its header when it was
+//! inspected. Lengths in a header are not used before they have been compared with that of the file.
 
 mod agree;
 mod error;
@@ -27,17 +27,17 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use sumac_hal::op::Dtype;
 
-/// A kind of file.
+/// A file format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// NumPy's.
+    /// NumPy's `.npy`.
     Npy,
-    /// Hugging Face's.
+    /// Hugging Face's `.safetensors`.
     Safetensors,
 }
 
 impl Format {
-    /// Return what a file's name says of its format.
+    /// Return the format that a file's name stands for.
     pub(crate) fn of(path: &Path) -> Self {
         let is_safetensors = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("safetensors"));
         if is_safetensors { Self::Safetensors } else { Self::Npy }
@@ -53,7 +53,7 @@ impl fmt::Display for Format {
     }
 }
 
-/// A shape as Python writes it.
+/// A shape in Python's notation.
 pub(crate) struct Shape<'a>(pub(crate) &'a [u64]);
 
 impl fmt::Display for Shape<'_> {
@@ -65,7 +65,7 @@ impl fmt::Display for Shape<'_> {
     }
 }
 
-/// A tensor in a file, looked at but not read.
+/// The description of a tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tensor {
     /// Its name; empty in a format without names.
@@ -76,14 +76,14 @@ pub(crate) struct Tensor {
     pub(crate) shape: Vec<u64>,
     /// Whether the first index varies fastest in the file.
     pub(crate) fortran_order: bool,
-    /// Where its elements begin in the file.
+    /// The offset of its elements in the file.
     pub(crate) offset: u64,
-    /// Their length in bytes.
+    /// The length of its elements in bytes.
     pub(crate) len_bytes: usize,
 }
 
 impl Tensor {
-    /// Return what messages put in front of what they say of this tensor.
+    /// Return the prefix of messages about this tensor.
     pub(crate) fn label(&self) -> String {
         label(&self.name)
     }
@@ -94,31 +94,31 @@ impl Tensor {
     }
 }
 
-/// Return what messages put in front of what they say of a tensor.
+/// Return the prefix of messages about a tensor.
 fn label(name: &str) -> String {
     if name.is_empty() { String::new() } else { format!("tensor {name:?}: ") }
 }
 
-/// A file of arrays, looked at but not read.
+/// The description of an array file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ArrayFile {
-    /// Where it is.
+    /// Its path.
     pub(crate) path: PathBuf,
-    /// What it is.
+    /// Its format.
     pub(crate) format: Format,
-    /// Its tensors, in order of their elements in the file.
+    /// Its tensors, in the order of their elements in the file.
     pub(crate) tensors: Vec<Tensor>,
-    /// The file's bytes in front of the elements.
+    /// The bytes in front of the elements.
     pub(crate) head: Vec<u8>,
-    /// What the header says besides, if the format has room for it.
+    /// Metadata in the header, if the format has any.
     pub(crate) metadata: Option<BTreeMap<String, String>>,
 }
 
 impl ArrayFile {
-    /// Look at a file's header and length.
+    /// Inspect a file's header and length.
     ///
     /// # Errors
-    /// [`FileError`] for all but whole arrays of known types.
+    /// [`FileError`] unless the file holds complete arrays of supported types.
     pub(crate) fn inspect(path: &Path) -> Result<Self, FileError> {
         let io_error = |source| FileError::Io { path: path.into(), source };
         let mut file = File::open(path).map_err(io_error)?;
@@ -126,10 +126,11 @@ impl ArrayFile {
         Self::inspect_from(&mut file, len_bytes, path)
     }
 
-    /// Look at what `file` gives, which is `len_bytes` long; `path` names it in messages, and says what it is.
+    /// Inspect the contents of `file`, which has `len_bytes` bytes. `path` determines the format and is used in
+    /// messages.
     ///
     /// # Errors
-    /// As [`ArrayFile::inspect`].
+    /// Those of [`ArrayFile::inspect`].
     pub(crate) fn inspect_from(file: &mut impl Read, len_bytes: u64, path: &Path) -> Result<Self, FileError> {
         match Format::of(path) {
             Format::Npy => npy::inspect(file, len_bytes, path),
@@ -137,15 +138,15 @@ impl ArrayFile {
         }
     }
 
-    /// Return the tensor of a name.
+    /// Return the tensor with a name.
     pub(crate) fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.tensors.iter().find(|tensor| tensor.name == name)
     }
 
-    /// Read a tensor's elements into `to`, which is as long as they are, in C or Fortran order.
+    /// Read a tensor's elements in C or Fortran order into `to`, which must have their length.
     ///
     /// # Errors
-    /// [`FileError::Io`]; the file may have changed since it was looked at.
+    /// [`FileError::Io`], also if the file has become shorter since it was inspected.
     pub(crate) fn read(&self, tensor: &Tensor, fortran_order: bool, to: &mut [u8]) -> Result<(), FileError> {
         let read = |to: &mut [u8]| File::open(&self.path)?.read_exact_at(to, tensor.offset);
         let io_error = |source| FileError::Io { path: self.path.clone(), source };
@@ -154,7 +155,7 @@ impl ArrayFile {
         }
         let mut bytes = vec![0; to.len()];
         read(&mut bytes).map_err(io_error)?;
-        // The bytes of an array in one order are those of the transposed array in the other.
+        // An array in one order has the bytes of the transposed array in the other order.
         let mut shape: Vec<usize> = tensor.shape.iter().map(|&dim| dim as usize).collect();
         if tensor.fortran_order {
             shape.reverse();

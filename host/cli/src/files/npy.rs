@@ -1,8 +1,8 @@
 //! Arrays in NumPy's `.npy` files.
 //!
-//! Source: NEP 1 and `numpy/lib/format.py`. A file is the magic `\x93NUMPY`, two bytes of version, the header's length (16
-//! bits in version 1, else 32), the header, and the elements. The header is a Python dictionary literal with
-//! the keys `descr`, `fortran_order` and `shape` and no others, which is read here strictly.
+//! Source: NEP 1 and `numpy/lib/format.py`. A file consists of the magic `\x93NUMPY`, two bytes of version, the
+//! header's length (16 bits in version 1, else 32), the header, and the elements. The header is a Python dictionary
+//! literal with exactly the keys `descr`, `fortran_order` and `shape`. It is parsed strictly.
 
 mod header;
 
@@ -13,7 +13,7 @@ use std::io::Read;
 use std::path::Path;
 use sumac_hal::op::Dtype;
 
-/// The element types that this version reduces, as the format calls them.
+/// The supported element types, in the notation of the format.
 const TYPES: [(&str, Dtype); 11] = [
     ("|i1", Dtype::I8),
     ("|u1", Dtype::U8),
@@ -28,11 +28,11 @@ const TYPES: [(&str, Dtype); 11] = [
     ("<f8", Dtype::F64),
 ];
 
-/// Look at a file of `file_len_bytes` bytes.
+/// Inspect a file of `file_len_bytes` bytes.
 pub(super) fn inspect(file: &mut impl Read, file_len_bytes: u64, path: &Path) -> Result<ArrayFile, FileError> {
     let Header { dtype, fortran_order, shape, bytes: head } = read_header(file, path)?;
     let found = u128::from(file_len_bytes.saturating_sub(head.len() as u64));
-    // No product of a shape that a file can hold overflows; one that a header only claims may.
+    // An overflow means that the header claims more than any file can hold.
     let expected = len_bytes(dtype, &shape).unwrap_or(u128::MAX);
     match usize::try_from(expected) {
         Ok(len_bytes) if found == expected => {
@@ -50,12 +50,12 @@ pub(super) fn inspect(file: &mut impl Read, file_len_bytes: u64, path: &Path) ->
 /// Return a header of version 1 for an array in C order.
 ///
 /// # Errors
-/// An element type that the format has no name for.
+/// The format does not support the element type.
 pub(super) fn head(dtype: Dtype, shape: &[u64]) -> anyhow::Result<Vec<u8>> {
     let descr = TYPES.iter().find(|(_, known)| *known == dtype).map(|(descr, _)| descr);
-    let descr = descr.with_context(|| format!(".npy has no name for {dtype}"))?;
+    let descr = descr.with_context(|| format!(".npy does not support {dtype}"))?;
     let mut text = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {}, }}", Shape(shape));
-    // Padded as NumPy pads: the elements begin at a multiple of 64 bytes, behind a line feed.
+    // Pad as NumPy does: a line feed ends the header, and the elements begin at a multiple of 64 bytes.
     let front = MAGIC.len() + 4;
     let len = (front + text.len() + 1).next_multiple_of(64) - front;
     text.extend(std::iter::repeat_n(' ', len - 1 - text.len()));
@@ -64,10 +64,10 @@ pub(super) fn head(dtype: Dtype, shape: &[u64]) -> anyhow::Result<Vec<u8>> {
     Ok([MAGIC, &[1, 0], &len.to_le_bytes(), text.as_bytes()].concat())
 }
 
-/// How a file begins.
+/// The magic bytes at the start of a file.
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// Turn an array of `shape` in C order into Fortran order; `out` is as long as `bytes`.
+/// Convert an array of `shape` from C order to Fortran order; `out` has the length of `bytes`.
 pub(super) fn transpose(bytes: &[u8], shape: &[usize], size_bytes: usize, out: &mut [u8]) {
     let mut strides = vec![size_bytes; shape.len()];
     for axis in 1..shape.len() {
@@ -76,7 +76,7 @@ pub(super) fn transpose(bytes: &[u8], shape: &[usize], size_bytes: usize, out: &
     let (mut index, mut to) = (vec![0; shape.len()], 0);
     for element in bytes.chunks_exact(size_bytes) {
         out[to..to + size_bytes].copy_from_slice(element);
-        // Count up with the last axis fastest, and keep the place in step.
+        // Increment the index with the last axis fastest, and update the position with it.
         for axis in (0..shape.len()).rev() {
             index[axis] += 1;
             to += strides[axis];

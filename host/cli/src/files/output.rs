@@ -1,7 +1,7 @@
-//! Files that collectives write: their heads, and how they appear whole or not at all.
+//! Output files of collectives, which are written atomically.
 //!
-//! Invariants: a file has a temporary name beside its own until every byte is on the disk; several outputs get their
-//! names together, and where one can't, none keeps its.
+//! Invariants: a file has a temporary name in the same folder until every byte is on disk. Several outputs are renamed
+//! together; if one rename fails, none of them remains.
 
 use super::{AgreeError, ArrayFile, Axis0, Format, Tensor, npy, safetensors};
 use anyhow::Context;
@@ -9,21 +9,20 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// What stands in front of an output's elements, and where they go.
+/// The head of an output file and the places of its tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OutputHead {
-    /// The bytes in front.
+    /// The bytes in front of the elements.
     pub(crate) bytes: Vec<u8>,
-    /// The tensors, in the order of the first input's.
+    /// The tensors, in the order of the first input.
     pub(crate) tensors: Vec<Tensor>,
 }
 
 impl OutputHead {
-    /// Return the head of what comes of these inputs, which go together for `axis0`. What the header of the first one
-    /// says besides shapes is kept.
+    /// Return the head for the result of these inputs, which match for `axis0`. Metadata comes from the first input.
     ///
     /// # Errors
-    /// An array that is longer than a file can be.
+    /// An array is longer than a file can be.
     pub(crate) fn new(files: &[ArrayFile], axis0: Axis0) -> anyhow::Result<Self> {
         let first = files.first().context("no input")?;
         if axis0 == Axis0::Keep {
@@ -47,7 +46,7 @@ impl OutputHead {
     }
 }
 
-/// Give a tensor the shape of its result; `None` if that is longer than a file can be.
+/// Change a tensor to the shape of its result. Returns `None` if that is longer than a file can be.
 fn reshape(tensor: &mut Tensor, files: &[ArrayFile], axis0: Axis0) -> Option<()> {
     let mut lens = files.iter().filter_map(|file| file.tensor(&tensor.name)?.shape.first());
     let joined = lens.try_fold(0_u64, |sum, &len| sum.checked_add(len));
@@ -59,7 +58,7 @@ fn reshape(tensor: &mut Tensor, files: &[ArrayFile], axis0: Axis0) -> Option<()>
     Some(())
 }
 
-/// A file that gets its name when it is whole, and is gone otherwise.
+/// An output file in progress. It is removed unless it is published.
 #[derive(Debug)]
 pub(crate) struct Output {
     temporary: PathBuf,
@@ -67,13 +66,13 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// Begin a file beside `path` with `head`.
+    /// Create a temporary file next to `path` and write `head` to it.
     ///
     /// # Errors
-    /// A file that can't be written there.
+    /// The file cannot be written there.
     pub(crate) fn create(path: &Path, head: &[u8]) -> anyhow::Result<Self> {
-        let name = path.file_name().with_context(|| format!("{}: not the name of a file", path.display()))?;
-        anyhow::ensure!(!path.is_dir(), "{}: is a directory; name a file in it", path.display());
+        let name = path.file_name().with_context(|| format!("{} is not the name of a file", path.display()))?;
+        anyhow::ensure!(!path.is_dir(), "{} is a directory; name a file in it", path.display());
         let temporary = path.with_file_name(format!(".{}.{}", name.to_string_lossy(), std::process::id()));
         let mut file = File::create_new(&temporary).with_context(|| format!("cannot write {}", path.display()))?;
         let output = Self { temporary, path: path.into() };
@@ -81,25 +80,25 @@ impl Output {
         Ok(output)
     }
 
-    /// Return where elements are written to.
+    /// Return the path to which elements are written.
     pub(crate) fn temporary(&self) -> &Path {
         &self.temporary
     }
 
-    /// Give all files their names.
+    /// Rename all files to their final names.
     ///
     /// # Errors
-    /// A file that can't be kept; then none of them is there.
+    /// A file cannot be written or renamed. Then none of them remains.
     pub(crate) fn publish(outputs: Vec<Self>) -> anyhow::Result<()> {
         for output in &outputs {
-            // A name must not survive a power cut that its bytes do not.
+            // After a power cut, a name must not exist without its bytes.
             let sync = || File::open(&output.temporary)?.sync_all();
             sync().with_context(|| format!("cannot write {}", output.path.display()))?;
         }
         for (nth, output) in outputs.iter().enumerate() {
             if let Err(error) = fs::rename(&output.temporary, &output.path) {
                 for published in &outputs[..nth] {
-                    // Best effort: one that can't be removed stays.
+                    // Best effort: a file that cannot be removed remains.
                     let _ = fs::remove_file(&published.path);
                 }
                 return Err(error).with_context(|| format!("cannot write {}", output.path.display()));
@@ -111,7 +110,7 @@ impl Output {
 
 impl Drop for Output {
     fn drop(&mut self) {
-        // After `publish` there is no such file any more, which is what is wanted.
+        // Fails after `publish`, when the file no longer exists.
         let _ = fs::remove_file(&self.temporary);
     }
 }
@@ -121,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_output_that_is_not_published_is_gone() {
+    fn dropped_output_is_removed_and_published_one_remains() {
         let path = std::env::temp_dir().join(format!("sumac-output-{}.npy", std::process::id()));
         let output = Output::create(&path, b"head").expect("a writable temporary directory");
         let temporary = output.temporary.clone();
@@ -135,12 +134,12 @@ mod tests {
     }
 
     #[test]
-    fn outputs_appear_all_or_none() {
+    fn failed_rename_removes_all_outputs() {
         let dir = std::env::temp_dir().join(format!("sumac-outputs-{}", std::process::id()));
         fs::create_dir(&dir).expect("a writable temporary directory");
         let paths = [dir.join("0.npy"), dir.join("1.npy")];
         let outputs: Vec<_> = paths.iter().map(|path| Output::create(path, b"head").expect("begun")).collect();
-        // A directory that is not empty can't be replaced by a file.
+        // A file cannot replace a directory that is not empty.
         fs::create_dir(&paths[1]).and_then(|()| fs::write(paths[1].join("x"), b"")).expect("written");
         let error = Output::publish(outputs).expect_err("must fail").to_string();
         assert!(error.contains("1.npy"), "{error}");

@@ -1,8 +1,8 @@
 //! Tensors in `.safetensors` files.
 //!
-//! Source: the format's description in the `safetensors` crate, which also checks the header here: eight bytes of length
-//! (little-endian), a JSON object of names with `dtype`, `shape` and `data_offsets`, and the elements without gaps.
-//! The header's own length is limited as that crate limits it.
+//! Source: the description of the format in the `safetensors` crate, which also validates the header here. A file
+//! consists of eight bytes of header length (little-endian), a JSON object of names with `dtype`, `shape` and
+//! `data_offsets`, and the elements without gaps. The length of the header has the same limit as in that crate.
 
 use super::{ArrayFile, FileError, Format, Tensor};
 use anyhow::Context;
@@ -13,13 +13,13 @@ use std::io::{ErrorKind, Read};
 use std::path::Path;
 use sumac_hal::op::Dtype;
 
-/// The longest header that is read, in bytes: the limit of the format's own reader.
+/// The longest header in bytes: the limit of the `safetensors` crate.
 const HEADER_MAX_LEN: u64 = 100_000_000;
 
-/// The header's length in front of it.
+/// The length of the prefix that holds the header's length, in bytes.
 const PREFIX_LEN: u64 = 8;
 
-/// The element types that this version reduces, as the format calls them.
+/// The supported element types, in the notation of the format.
 const TYPES: [(Stored, Dtype); 14] = [
     (Stored::I8, Dtype::I8),
     (Stored::U8, Dtype::U8),
@@ -37,12 +37,12 @@ const TYPES: [(Stored, Dtype); 14] = [
     (Stored::F8_E5M2, Dtype::E5m2),
 ];
 
-/// Look at a file of `len_bytes` bytes.
+/// Inspect a file of `len_bytes` bytes.
 pub(super) fn inspect(file: &mut impl Read, len_bytes: u64, path: &Path) -> Result<ArrayFile, FileError> {
     let foreign = |why: String| FileError::Foreign { path: path.into(), format: Format::Safetensors, why };
     let head = read_head(file, len_bytes, path)?;
     let metadata: Metadata = serde_json::from_slice(&head[PREFIX_LEN as usize..])
-        .map_err(|error| foreign(format!("its header makes no sense: {error}")))?;
+        .map_err(|error| foreign(format!("invalid header: {error}")))?;
     let data_start = head.len() as u64;
     let mut tensors = Vec::new();
     for name in metadata.offset_keys() {
@@ -67,7 +67,7 @@ pub(super) fn inspect(file: &mut impl Read, len_bytes: u64, path: &Path) -> Resu
             len_bytes: end - start,
         });
     }
-    // The crate has checked that the elements follow each other without gaps.
+    // The crate has checked that there are no gaps between elements.
     let (found, expected) = (u128::from(len_bytes - data_start), metadata.data_len() as u128);
     if found != expected {
         return Err(FileError::Length { path: path.into(), what: "its header".into(), found, expected });
@@ -77,10 +77,10 @@ pub(super) fn inspect(file: &mut impl Read, len_bytes: u64, path: &Path) -> Resu
     Ok(ArrayFile { path: path.into(), format: Format::Safetensors, tensors, head, metadata: kept })
 }
 
-/// Return a header for tensors of other shapes, which follow each other in the order given.
+/// Return a header for tensors in this order.
 ///
 /// # Errors
-/// An element type that the format has no name for.
+/// The format does not support an element type.
 pub(super) fn head(metadata: Option<&BTreeMap<String, String>>, tensors: &[Tensor]) -> anyhow::Result<Vec<u8>> {
     #[derive(Serialize)]
     struct Head<'a> {
@@ -93,7 +93,7 @@ pub(super) fn head(metadata: Option<&BTreeMap<String, String>>, tensors: &[Tenso
     let infos = tensors.iter().map(|tensor| {
         let end = start + tensor.len_bytes;
         let stored = TYPES.iter().find(|(_, dtype)| *dtype == tensor.dtype);
-        let &(stored, _) = stored.with_context(|| format!(".safetensors has no name for {}", tensor.dtype))?;
+        let &(stored, _) = stored.with_context(|| format!(".safetensors does not support {}", tensor.dtype))?;
         let info = TensorInfo {
             dtype: stored,
             shape: tensor.shape.iter().map(|&dim| dim as usize).collect(),
@@ -103,7 +103,7 @@ pub(super) fn head(metadata: Option<&BTreeMap<String, String>>, tensors: &[Tenso
     });
     let tensors = infos.collect::<anyhow::Result<_>>()?;
     let mut text = serde_json::to_vec(&Head { metadata, tensors })?;
-    // Elements begin at a multiple of eight bytes, as in the files that the format's own writer makes.
+    // Elements begin at a multiple of eight bytes, as the `safetensors` crate writes them.
     text.resize(text.len().next_multiple_of(PREFIX_LEN as usize), b' ');
     Ok([&(text.len() as u64).to_le_bytes(), &text[..]].concat())
 }
@@ -120,7 +120,7 @@ fn read_head(file: &mut impl Read, len_bytes: u64, path: &Path) -> Result<Vec<u8
     let len = head.iter().rev().fold(0_u64, |n, &byte| n << 8 | u64::from(byte));
     let most = HEADER_MAX_LEN.min(len_bytes.saturating_sub(PREFIX_LEN));
     if len > most {
-        return Err(foreign(format!("a header of {len} bytes, where at most {most} can be")));
+        return Err(foreign(format!("the header length {len} exceeds the limit of {most} bytes")));
     }
     head.resize((PREFIX_LEN + len) as usize, 0);
     read(file, &mut head[PREFIX_LEN as usize..], "its header")?;

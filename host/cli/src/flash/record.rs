@@ -1,7 +1,7 @@
-//! What each card has had, kept on the host: so that an older image can't come back unnoticed.
+//! A record of each card's last image, kept on the host to detect rollbacks.
 //!
-//! One small file a card, named after its place (DEV_NAME). The card itself keeps no such thing where a host that pushes
-//! boot streams could not change it, so this guards against mistakes on this host, not against whoever owns it.
+//! There is one small file per card, named after its DEV_NAME. A card has no storage for this that a host which pushes
+//! boot streams could not modify. The record therefore protects against mistakes on this host, not against its owner.
 
 use crate::exit::Failure;
 use anyhow::Context;
@@ -10,11 +10,11 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// What a card has had.
+/// The record of a card.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Record {
-    /// The last image's version; images without a manifest have none.
+    /// The version of the last image; images without a manifest have none.
     pub(super) version: Option<String>,
     /// The highest epoch.
     pub(super) epoch: u64,
@@ -23,7 +23,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Read what is known of a card; nothing if it is new here.
+    /// Read the record of a card, if there is one.
     pub(super) fn read(folder: &Path, card: &str) -> Result<Option<Self>, Failure> {
         let path = file(folder, card);
         let text = match fs::read(&path) {
@@ -31,21 +31,21 @@ impl Record {
             text => text.with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)?,
         };
         let record = serde_json::from_slice(&text);
-        let why = || format!("{} is damaged; remove it if the card's epoch does not matter", path.display());
+        let why = || format!("{} is damaged; remove it to accept any epoch", path.display());
         record.with_context(why).map(Some).map_err(Failure::Input)
     }
 
-    /// See that records can be kept here.
+    /// Check that records can be written to a folder.
     pub(super) fn probe(folder: &Path) -> Result<(), Failure> {
         let probe = || -> io::Result<()> {
             fs::create_dir_all(folder)?;
             tempfile::tempfile_in(folder).map(drop)
         };
-        let why = || format!("cannot keep what the card has had in {}; name another --records", folder.display());
+        let why = || format!("cannot write records to {}; name another folder with --records", folder.display());
         probe().with_context(why).map_err(Failure::Input)
     }
 
-    /// Keep it; whole or not at all.
+    /// Write the record atomically.
     pub(super) fn write(&self, folder: &Path, card: &str) -> Result<(), Failure> {
         let path = file(folder, card);
         let write = || -> io::Result<()> {
@@ -60,7 +60,8 @@ impl Record {
     }
 }
 
-/// Return a card's file; what can't be in a file's name is written as its code, so that no two cards share one.
+/// Return the path of a card's record. Characters that a file name cannot have are escaped, so that no two cards share
+/// one.
 fn file(folder: &Path, card: &str) -> PathBuf {
     let plain = |character: char| character.is_ascii_alphanumeric() || "-.:_".contains(character);
     let name: String = card
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_read_and_damage_is_named() {
+    fn records_are_read_back_and_damage_is_an_error() {
         let folder = tempfile::tempdir().expect("a folder");
         let (root, card) = (folder.path().join("a/b"), "pcie-0000:04:00.2");
         assert_eq!(Record::read(&root, card).expect("new"), None);

@@ -1,4 +1,4 @@
-//! What `sumac flash` and `sumac devices` show: lines and a bar on stderr for people, one JSON object for programs.
+//! Output of `sumac flash` and `sumac card list`: lines and a progress bar on stderr, or one JSON object on stdout.
 
 use super::record::Record;
 use crate::exit::Failure as Exit;
@@ -10,7 +10,7 @@ use sumac_firmware::flash::{Failure, Outcome, Progress, Restored, Stage};
 use sumac_firmware::manifest::{Checked, envelope, hex};
 use sumac_firmware::rshim::{CardMode, Misc, Rshim};
 
-/// What `misc` says of a card.
+/// The state of a card, from its `misc` node.
 #[derive(Debug, Serialize)]
 pub(crate) struct Card {
     path: String,
@@ -45,7 +45,7 @@ impl Card {
         }
     }
 
-    /// Return one line for people.
+    /// Return the card's state as a line of text.
     pub(crate) fn line(&self) -> String {
         let text = |value: &Option<String>| value.clone().unwrap_or_else(|| "?".into());
         let mut parts = vec![text(&self.info), text(&self.device)];
@@ -64,13 +64,13 @@ impl Card {
     }
 }
 
-/// What `flash --json` prints.
+/// The JSON form of the outcome of `flash`.
 #[derive(Serialize)]
 struct Report<'a> {
     outcome: &'static str,
     exit_status: u8,
     card: String,
-    /// The line of the boot log that was success.
+    /// The line of the boot log that meant success.
     seen: Option<&'a str>,
     message: Option<String>,
     advice: Option<&'static str>,
@@ -80,7 +80,7 @@ struct Report<'a> {
     boot_log: &'a [String],
 }
 
-/// Where to show things.
+/// The output of `flash`.
 #[derive(Debug)]
 pub(super) struct Display {
     json: bool,
@@ -91,22 +91,22 @@ impl Display {
         Self { json }
     }
 
-    /// Show what is on the card now.
+    /// Show the card's state and record.
     pub(super) fn card(&self, card: &Card, had: Option<&Record>) {
-        tell!("{}", card.line());
+        message!("{}", card.line());
         match had {
             Some(Record { version, epoch, sha256 }) => {
                 let version = version.as_deref().unwrap_or("without a manifest");
-                tell!(
-                    "flashed from here last: {version}, epoch {epoch}, sha256 {}",
+                message!(
+                    "last flashed from here: {version}, epoch {epoch}, sha256 {}",
                     &sha256.get(..16).unwrap_or(sha256)
                 );
             }
-            None => tell!("not flashed from here before"),
+            None => message!("never flashed from here"),
         }
     }
 
-    /// Show what goes to it.
+    /// Show the image.
     pub(super) fn image(&self, checked: &Checked, generation: Generation, key: Option<&ed25519_dalek::VerifyingKey>) {
         let (version, epoch) = match &checked.manifest {
             Some(manifest) => (manifest.version.as_str(), manifest.epoch),
@@ -115,20 +115,20 @@ impl Display {
         let signed = key
             .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
         let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
-        tell!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+        message!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
     }
 
-    /// Say that nothing was done.
+    /// Report a dry run.
     pub(super) fn dry_run(&self) -> io::Result<()> {
         let mut out = io::stdout().lock();
         if self.json {
             writeln!(out, r#"{{"outcome":"dry-run","exit_status":0}}"#)
         } else {
-            writeln!(out, "dry run: the image may go to the card; nothing was changed")
+            writeln!(out, "dry run: image and card are ready; nothing was changed")
         }
     }
 
-    /// Say to programs that the image or the usage is wrong; people get it as any error.
+    /// Report an invalid image or usage as JSON. As text, it is printed like any error.
     pub(super) fn refused(&self, error: &anyhow::Error) -> io::Result<()> {
         if !self.json {
             return Ok(());
@@ -137,19 +137,19 @@ impl Display {
         writeln!(io::stdout(), "{report}")
     }
 
-    /// Begin to show progress.
+    /// Create the progress bar.
     pub(super) fn bar(&self, len_bytes: u64) -> Bar {
         let target = if self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
         let bar = ProgressBar::with_draw_target(Some(len_bytes), target);
         let style = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}";
-        // The template is the constant above.
+        // The template is a valid constant.
         if let Ok(style) = ProgressStyle::with_template(style) {
             bar.set_style(style);
         }
         Bar { bar, json: self.json }
     }
 
-    /// Report a failure before anything was begun.
+    /// Report a failure before the first change to the card.
     pub(super) fn failed(&self, card: &Rshim, failure: &Failure) -> Exit {
         let outcome = Outcome {
             result: Err(failure.clone()),
@@ -160,7 +160,7 @@ impl Display {
         self.ended(card, &outcome).err().unwrap_or(Exit::Reported)
     }
 
-    /// Report how it ended.
+    /// Report the outcome.
     pub(super) fn ended(&self, card: &Rshim, outcome: &Outcome) -> Result<(), Exit> {
         let failure = outcome.result.as_ref().err();
         let exit_status = failure.map_or(0, Failure::exit_status);
@@ -187,37 +187,42 @@ impl Display {
             serde_json::to_writer(&mut out, &report).map_err(io::Error::from)?;
             writeln!(out)?;
         } else if let Ok(line) = &outcome.result {
-            writeln!(out, "{}: done, {} bytes; the card said: {line}", card.folder().display(), outcome.written_bytes)?;
+            writeln!(
+                out,
+                "{}: done, {} bytes; the card reported: {line}",
+                card.folder().display(),
+                outcome.written_bytes
+            )?;
         }
         out.flush()?;
         self.settings(card, &outcome.restored);
         match failure {
             None => Ok(()),
             Some(failure) => {
-                tell!("error: {}: {failure}", card.folder().display());
-                tell!("what to do: {}", failure.advice());
+                message!("error: {}: {failure}", card.folder().display());
+                message!("what to do: {}", failure.advice());
                 Err(Exit::Status(exit_status))
             }
         }
     }
 
-    /// Say what became of the card's settings.
+    /// Report whether the card's settings were restored.
     fn settings(&self, card: &Rshim, restored: &Restored) {
         let misc = card.folder().join("misc");
         match restored {
             Restored::NotTouched => {}
-            Restored::Yes => tell!("the card's settings are as before"),
+            Restored::Yes => message!("the card's settings are restored"),
             Restored::No(why) => {
                 let misc = misc.display();
-                tell!(
-                    "the card's settings are NOT restored ({why}); once the driver answers: echo \"BOOT_MODE 1\" > {misc}"
+                message!(
+                    "the card's settings are NOT restored ({why}); when the driver responds: echo \"BOOT_MODE 1\" > {misc}"
                 );
             }
         }
     }
 }
 
-/// A bar with the boot log above it.
+/// A progress bar below the boot log.
 #[derive(Debug)]
 pub(super) struct Bar {
     bar: ProgressBar,
@@ -225,7 +230,7 @@ pub(super) struct Bar {
 }
 
 impl Bar {
-    /// Show something.
+    /// Show progress.
     pub(super) fn show(&mut self, progress: Progress) {
         match progress {
             Progress::Stage(stage) => {
@@ -233,14 +238,14 @@ impl Bar {
                     self.bar.reset();
                 }
                 if stage == Stage::Booting {
-                    // The rate is that of the writing, not of the waiting.
+                    // Freeze the rate of writing.
                     self.bar.abandon_with_message("written");
                 }
                 self.line(&format!("{stage}"));
             }
             Progress::Written(bytes) => self.bar.set_position(bytes),
             Progress::Log(line) => self.line(&format!("  {line}")),
-            // Once all was written, it shows how fast that was.
+            // A finished bar keeps showing the rate of writing.
             Progress::Restoring if !self.bar.is_finished() => self.bar.abandon(),
             _ => {}
         }
@@ -250,7 +255,7 @@ impl Bar {
         if self.json {
             tracing::info!("{line}");
         } else {
-            self.bar.suspend(|| tell!("{line}"));
+            self.bar.suspend(|| message!("{line}"));
         }
     }
 }

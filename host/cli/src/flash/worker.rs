@@ -1,4 +1,4 @@
-//! The processes that talk to a card's driver, so that one that hangs there can't hold up the command.
+//! Worker processes that access a card's driver, so that a hanging driver does not block the command.
 
 use crate::cluster;
 use crate::exit::Failure;
@@ -12,7 +12,7 @@ use sumac_firmware::flash::{Role, Workers, serve_boot, serve_misc};
 use sumac_firmware::manifest::hex;
 use sumac_firmware::rshim::Rshim;
 
-/// Starts workers.
+/// Starts worker processes.
 pub(crate) type Spawn = Box<dyn FnMut(Role, Stdio) -> io::Result<Child>>;
 
 /// `sumac rshim-worker`.
@@ -21,36 +21,37 @@ pub(crate) struct WorkerArgs {
     /// The card's folder
     #[arg(long)]
     rshim: String,
-    /// Write stdin to `boot`: its length in bytes
+    /// Length of the image on stdin in bytes, which is written to `boot`
     #[arg(long, requires = "sha256")]
     len_bytes: Option<u64>,
-    /// Its SHA-256, in hexadecimal digits
+    /// SHA-256 of the image, in hexadecimal digits
     #[arg(long)]
     sha256: Option<String>,
 }
 
-/// Start the worker for `misc` of a card.
+/// Start the worker for a card's `misc` node.
 pub(crate) fn start(card: &Rshim) -> anyhow::Result<Workers<Spawn>> {
     let folder = card.folder().to_owned();
     let spawn = move |role: Role, stdin: Stdio| {
         let mut command = cluster::supervised()?;
-        // A path with a slash is the folder itself, whatever it was called before.
+        // A path with a slash is taken as a folder, not as a name below /dev.
         command.arg("rshim-worker").arg("--rshim").arg(folder.join("."));
         if let Role::Boot { len_bytes, sha256 } = role {
             command.args(["--len-bytes", &len_bytes.to_string(), "--sha256", &hex(&sha256)]);
         }
         command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
     };
-    Workers::start(Box::new(spawn) as Spawn).context("start a process for the card")
+    Workers::start(Box::new(spawn) as Spawn).context("cannot start a worker process for the card")
 }
 
-/// Be a worker.
+/// Run as a worker process.
 pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
     let card = Rshim::new(&args.rshim);
     let stdout = io::stdout().lock();
     match (args.len_bytes, &args.sha256) {
         (Some(len_bytes), Some(digits)) => {
-            let sha256 = parse_digest(digits).ok_or_else(|| Failure::Input(anyhow!("{digits:?} is no SHA-256")))?;
+            let sha256 =
+                parse_digest(digits).ok_or_else(|| Failure::Input(anyhow!("{digits:?} is not a SHA-256 digest")))?;
             let image = io::stdin().as_fd().try_clone_to_owned()?;
             serve_boot(&card, File::from(image), len_bytes, &sha256, stdout)?;
         }

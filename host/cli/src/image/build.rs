@@ -1,7 +1,7 @@
 //! `sumac image build`.
 
 use super::file::{Output, Outputs, parse_pair};
-use super::repack::{Making, ManifestArgs};
+use super::repack::{ManifestArgs, StreamBuilder};
 use crate::board::{self, BareBoard, BuildOptions};
 use crate::exit::Failure;
 use anyhow::{Context, anyhow};
@@ -13,7 +13,7 @@ use sumac_firmware::bfb::{ImageId, Source};
 use sumac_firmware::manifest::files::{self, FilesError};
 use sumac_firmware::recipe::Recipe;
 
-/// Where the kernel looks for the next archive in an initramfs: at a multiple of this, in bytes.
+/// The alignment of archives in an initramfs, in bytes.
 const ARCHIVE_ALIGNMENT: u64 = 4;
 
 /// `sumac image build`.
@@ -22,43 +22,42 @@ pub(super) struct BuildArgs {
     /// Kind of card
     #[arg(long, value_enum, default_value_t = BoardName::Bluefield)]
     board: BoardName,
-    /// The kernel (`image`): an arm64 Image, or another UEFI application
+    /// Kernel (`image`): an arm64 Image or another UEFI application
     #[arg(long, value_name = "FILE", required_if_eq("board", "bluefield"))]
     kernel: Option<PathBuf>,
-    /// Its first file system, compressed or not
+    /// Initramfs, compressed or not
     #[arg(long, value_name = "FILE", required_if_eq("board", "bluefield"))]
     initramfs: Option<PathBuf>,
-    /// A boot stream with the vendor's boot loaders, such as /lib/firmware/mellanox/boot/default.bfb
+    /// Boot stream with the vendor's boot loaders, such as /lib/firmware/mellanox/boot/default.bfb
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// A file for the card's file system, put behind the initramfs with a manifest, as /usr/bin/sumac=sumac; may be
-    /// repeated
+    /// File to append to the initramfs, with a manifest, as in /usr/bin/sumac=sumac; may be repeated
     #[arg(long, value_name = "PATH=FILE", value_parser = parse_pair)]
     agent: Vec<(String, String)>,
-    /// Kernel arguments, behind those that name consoles and the initramfs
+    /// Additional kernel arguments, after those for consoles and the initramfs
     #[arg(long, value_name = "ARGS", default_value = "")]
     append: String,
     #[command(flatten)]
     manifest: ManifestArgs,
     #[command(flatten)]
     bare: BuildOptions,
-    /// The file to write [for boards without an operating system: unasked, it stays where cargo makes it]
+    /// File to write [default for boards without an operating system: the output of cargo]
     #[arg(short, long, value_name = "FILE", required_if_eq("board", "bluefield"))]
     output: Option<PathBuf>,
 }
 
-/// The kinds of cards and boards that there are recipes for.
+/// The supported kinds of cards and boards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum BoardName {
     /// BlueField, BlueField-2 and BlueField-3
     Bluefield,
     /// QEMU's virt machine without an operating system: an ELF file, built from the sources
     QemuVirt,
-    /// The same for QEMU's microvm (x86-64)
+    /// QEMU's microvm (x86-64) without an operating system: an ELF file, built from the sources
     X86Microvm,
 }
 
-/// Make it.
+/// Build a boot stream or a board's image.
 pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
     let bare = match args.board {
         BoardName::Bluefield => None,
@@ -71,18 +70,18 @@ pub(super) fn run(args: &BuildArgs) -> Result<(), Failure> {
         }
         (None, Some(kernel), Some(initramfs), Some(output)) => stream(args, kernel, initramfs, output),
         _ => Err(Failure::Input(anyhow!(
-            "--kernel, --initramfs, --base and --agent make boot streams; a board without an operating system has none"
+            "--kernel, --initramfs, --base and --agent are for boot streams; boards without an operating system have none"
         ))),
     }
 }
 
-/// Make a boot stream.
+/// Build a boot stream.
 fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> Result<(), Failure> {
     let key = args.manifest.key()?;
     let outputs = Outputs::new()?;
-    let mut making = Making::default();
+    let mut stream = StreamBuilder::default();
     if let Some(base) = &args.base {
-        making.take(base, &[ImageId::INFO], output, &outputs)?;
+        stream.take(base, &[ImageId::INFO], output, &outputs)?;
     }
     let file = |path: &Path| {
         Source::file(path).with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)
@@ -93,23 +92,23 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
         let archive = pack((args, output), version, key.as_ref(), &outputs)?;
         let padding = initramfs.len_bytes().wrapping_neg() % ARCHIVE_ALIGNMENT;
         let padding = Source::Bytes(vec![0; padding as usize]);
-        initramfs = Source::Chain(vec![initramfs, padding, making.spool(archive)?]);
+        initramfs = Source::Chain(vec![initramfs, padding, stream.spool(archive)?]);
     }
     let mut recipe = Recipe::new(file(kernel)?, initramfs);
     recipe.more_args.clone_from(&args.append);
-    recipe.put_into(&mut making.builder).map_err(Failure::input)?;
-    making.say(version, args.manifest.epoch, key.as_ref())?;
-    making.write(output, key.as_ref(), &outputs)?.publish()?;
-    let count = making.builder.images().count();
+    recipe.put_into(&mut stream.builder).map_err(Failure::input)?;
+    stream.add_manifest(version, args.manifest.epoch, key.as_ref())?;
+    stream.write(output, key.as_ref(), &outputs)?.publish()?;
+    let count = stream.builder.images().count();
     let signed = if key.is_some() { "signed" } else { "not signed (--sign-key)" };
     writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", output.display())?;
     if args.base.is_none() {
-        tell!("note: without --base there is no boot loader in it; a card boots it only from one that it has");
+        message!("note: without --base, the stream contains no boot loader; a card needs one of its own to boot it");
     }
     Ok(())
 }
 
-/// Pack the agent's files.
+/// Pack the agent's files into an archive.
 fn pack(
     (args, output): (&BuildArgs, &Path),
     version: &str,

@@ -12,27 +12,24 @@ use sumac_firmware::bfb::{BfbError, ImageName, Policy, scan};
 /// `sumac image extract`.
 #[derive(Debug, Args)]
 pub(super) struct ExtractArgs {
-    /// The boot stream
+    /// Boot stream
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Only this image, as boot-args-v2 [default: all]; may be repeated
+    /// Image to extract, as in boot-args-v2; may be repeated [default: all images]
     #[arg(short, long = "name", value_name = "NAME")]
     names: Vec<ImageName>,
-    /// Folder to write to
+    /// Folder for the files
     #[arg(short, long, value_name = "FOLDER", default_value = ".")]
     output: PathBuf,
-    /// What the files' names begin with
+    /// Prefix of the files' names
     #[arg(short, long, value_name = "TEXT", default_value = "dump-")]
     prefix: String,
 }
 
-/// Write the images out; all of them, or none if the stream is damaged.
+/// Extract images: all requested ones, or none if the stream is damaged.
 pub(super) fn run(args: &ExtractArgs) -> Result<(), Failure> {
     if args.prefix.contains('/') {
-        return Err(Failure::Input(anyhow!(
-            "{:?} is no beginning of a file's name; name a folder with --output",
-            args.prefix
-        )));
+        return Err(Failure::Input(anyhow!("--prefix {:?} contains a /; name a folder with --output", args.prefix)));
     }
     let file = ImageFile::open(&args.file)?;
     let outputs = Outputs::new()?;
@@ -46,7 +43,7 @@ pub(super) fn run(args: &ExtractArgs) -> Result<(), Failure> {
         }
         if piece.is_empty() {
             let created = outputs.create(&args.output.join(format!("{}{name}", args.prefix)));
-            // The reason is kept; the scan only needs to end.
+            // The failure is kept aside; this error only ends the scan.
             let output = created.map_err(|failure| {
                 refused = Some(failure);
                 io::Error::other("cannot write")
@@ -61,7 +58,7 @@ pub(super) fn run(args: &ExtractArgs) -> Result<(), Failure> {
         (report, _) => report.map_err(|error| file.failure(error))?,
     };
     if let Some(missing) = args.names.iter().find(|name| report.find(**name).is_none()) {
-        return Err(Failure::Input(anyhow!("{}: has no image {missing}", args.file.display())));
+        return Err(Failure::Input(anyhow!("{}: no image {missing}", args.file.display())));
     }
     for (name, output) in written {
         output.publish()?;

@@ -1,4 +1,4 @@
-//! The files of `sumac image`: streams in either form, keys, and outputs that appear whole or not at all.
+//! The files of `sumac image`: streams in either form, keys, and outputs that are written atomically.
 
 use crate::exit::Failure;
 use anyhow::{Context, anyhow};
@@ -23,12 +23,12 @@ const KEY_MAX_BYTES: u64 = 64 << 10;
 pub(crate) struct ImageFile {
     path: PathBuf,
     file: File,
-    /// As in an eMMC boot partition.
+    /// Whether it has the form of an eMMC boot partition.
     pub(crate) is_emmc: bool,
 }
 
 impl ImageFile {
-    /// Open a file and look which form it has.
+    /// Open a file and detect its form.
     pub(crate) fn open(path: &Path) -> Result<Self, Failure> {
         let open = || -> anyhow::Result<Self> {
             let file = File::open(path)?;
@@ -48,31 +48,31 @@ impl ImageFile {
         Ok(if self.is_emmc { Box::new(emmc::Reader::after_first_word(file)) } else { Box::new(file) })
     }
 
-    /// Say of which file an error is.
+    /// Add the file's path to an error.
     pub(crate) fn failure(&self, error: impl Into<anyhow::Error>) -> Failure {
         Failure::Input(error.into().context(self.path.display().to_string()))
     }
 
-    /// Copy the stream into memory that nobody can change: check and use that, not the file, which may change in between.
+    /// Copy the stream into sealed memory, so that the checked bytes cannot change before they are used.
     pub(crate) fn seal(&self) -> Result<SealedImage, Failure> {
         SealedImage::copy(self.stream()?).map_err(|error| self.failure(error))
     }
 }
 
-/// Read a private key as `openssl genpkey -algorithm ed25519` writes it.
+/// Read a private key in the form of `openssl genpkey -algorithm ed25519`.
 pub(super) fn read_signing_key(path: &Path) -> Result<SigningKey, Failure> {
     let text = read_key(path)?;
     SigningKey::from_pkcs8_pem(&text).map_err(|error| {
-        let what = "no private ed25519 key in PEM form; make one with `openssl genpkey -algorithm ed25519`";
+        let what = "not a private ed25519 key in PEM form; create one with `openssl genpkey -algorithm ed25519`";
         Failure::Input(anyhow!("{}: {what}: {error}", path.display()))
     })
 }
 
-/// Read a public key as `openssl pkey -pubout` writes it.
+/// Read a public key in the form of `openssl pkey -pubout`.
 pub(crate) fn read_public_key(path: &Path) -> Result<VerifyingKey, Failure> {
     let text = read_key(path)?;
     VerifyingKey::from_public_key_pem(&text).map_err(|error| {
-        let what = "no public ed25519 key in PEM form; take it from the private one with `openssl pkey -pubout`";
+        let what = "not a public ed25519 key in PEM form; derive it from the private one with `openssl pkey -pubout`";
         Failure::Input(anyhow!("{}: {what}: {error}", path.display()))
     })
 }
@@ -84,26 +84,28 @@ fn read_key(path: &Path) -> Result<String, Failure> {
     Ok(text)
 }
 
-/// Files that get their names when they are whole, and are gone otherwise; Ctrl-C ends their writing in order.
+/// Creates output files. Ctrl-C stops writing and leaves no file behind.
 #[derive(Debug)]
 pub(super) struct Outputs {
     interrupted: Arc<AtomicBool>,
 }
 
 impl Outputs {
-    /// From here on, Ctrl-C makes writing fail.
+    /// Handle Ctrl-C from here on: it makes writing fail.
     pub(super) fn new() -> Result<Self, Failure> {
         let interrupted = Arc::new(AtomicBool::new(false));
-        signal_hook::flag::register(SIGINT, interrupted.clone()).context("watch for Ctrl-C").map_err(Failure::Run)?;
+        signal_hook::flag::register(SIGINT, interrupted.clone())
+            .context("cannot handle Ctrl-C")
+            .map_err(Failure::Run)?;
         Ok(Self { interrupted })
     }
 
-    /// Begin a file beside `path`; it goes away unless it is published.
+    /// Create a temporary file next to `path`. It is removed unless it is published.
     pub(super) fn create(&self, path: &Path) -> Result<Output, Failure> {
         let create = || -> anyhow::Result<Output> {
             anyhow::ensure!(path.file_name().is_some() && !path.is_dir(), "not the name of a file");
-            // A device would be replaced by a file beside it, and never be written.
-            anyhow::ensure!(!path.exists() || path.is_file(), "is there, and is no ordinary file");
+            // The rename would replace a device instead of writing to it.
+            anyhow::ensure!(!path.exists() || path.is_file(), "exists and is not a regular file");
             let folder = path.parent().filter(|folder| *folder != Path::new("")).unwrap_or(Path::new("."));
             let mode = Permissions::from_mode(0o666);
             let file = tempfile::Builder::new().prefix(".sumac-").permissions(mode).tempfile_in(folder)?;
@@ -112,13 +114,13 @@ impl Outputs {
         create().with_context(|| format!("cannot write {}", path.display())).map_err(Failure::Input)
     }
 
-    /// Turn a failure into that of the signal, if there was one.
+    /// Return the failure of the signal if there was one, else the given failure.
     pub(super) fn failure(&self, failure: Failure) -> Failure {
         if self.interrupted.load(Ordering::Relaxed) { Failure::Signal(SIGINT) } else { failure }
     }
 }
 
-/// A file in the making.
+/// An output file in progress.
 #[derive(Debug)]
 pub(super) struct Output {
     path: PathBuf,
@@ -127,12 +129,13 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Where the bytes are until it is published.
+    /// Return the path of its bytes until it is published.
     pub(super) fn temporary(&self) -> &Path {
         self.file.path()
     }
 
-    /// Give the file its name; a name must not survive a power cut that its bytes do not.
+    /// Rename the file to its final name. Its bytes are synced before, so that a power cut cannot leave a name without
+    /// them.
     pub(super) fn publish(self) -> Result<(), Failure> {
         let Self { path, file, interrupted } = self;
         if interrupted.load(Ordering::Relaxed) {
@@ -166,15 +169,15 @@ impl Seek for Output {
     }
 }
 
-/// Split `PLACE=FILE`; the place has no `=`.
+/// Split `NAME=VALUE`; the name has no `=`.
 pub(super) fn parse_pair(text: &str) -> Result<(String, String), String> {
     match text.split_once('=') {
         Some((left, right)) if !left.is_empty() => Ok((left.into(), right.into())),
-        _ => Err("write NAME=VALUE".into()),
+        _ => Err("expected NAME=VALUE".into()),
     }
 }
 
-/// Make a folder for outputs, if it is not there.
+/// Create a folder for outputs, if it does not exist.
 pub(super) fn create_folder(path: &Path) -> Result<(), Failure> {
-    fs::create_dir_all(path).with_context(|| format!("cannot make {}", path.display())).map_err(Failure::Input)
+    fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display())).map_err(Failure::Input)
 }

@@ -1,4 +1,4 @@
-//! `sumac image initramfs`: the agent as the first file system of a card.
+//! `sumac image initramfs`: build a card's initramfs with the agent.
 
 use super::file::Outputs;
 use crate::board::{BuildOptions, build_agent};
@@ -12,20 +12,21 @@ use sumac_firmware::manifest::files::FilesError;
 /// `sumac image initramfs`.
 #[derive(Debug, Args)]
 pub(super) struct InitramfsArgs {
-    /// The agent, a static program for the card's processor [default: built from the sources]
+    /// Agent, a static program for the card's processor [default: built from the sources]
     #[arg(long, value_name = "FILE", conflicts_with_all = ["source", "toolchain"])]
     agent: Option<PathBuf>,
-    /// The kernel's modules, as /lib/modules/6.1.0-56-arm64 after depmod: those that the agent needs come along
+    /// Folder of the kernel's modules, as in /lib/modules/6.1.0-56-arm64 after depmod; the modules that the agent needs
+    /// are included
     #[arg(long, value_name = "FOLDER")]
     modules: Option<PathBuf>,
     #[command(flatten)]
     build: BuildOptions,
-    /// The file to write
+    /// File to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
 
-/// Make it.
+/// Build an initramfs.
 pub(super) fn run(args: &InitramfsArgs) -> Result<(), Failure> {
     let agent = match &args.agent {
         Some(agent) => agent.clone(),
@@ -45,7 +46,7 @@ fn write(agent: &Path, modules: Option<&Path>, path: &Path) -> Result<(), Failur
     output.publish()?;
     writeln!(io::stdout(), "{}: {len_bytes} bytes, {} modules", path.display(), contents.modules.len())?;
     if modules.is_none() {
-        tell!("note: without --modules the kernel must have its drivers built in");
+        message!("note: without --modules, the kernel must have all drivers built in");
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! `sumac image`: boot streams for BlueField-class cards, read, checked, made and changed; images of boards without an
-//! operating system, made and run.
+//! `sumac image`: list, verify, build and repack boot streams for BlueField-class cards; build and run images of boards
+//! without an operating system.
 //!
-//! Invariants: images go through in pieces, however long they are; a file that is written appears whole and checked, or
-//! not at all.
+//! Invariants: images are streamed in pieces, whatever their length. Output files are written atomically, after they
+//! have been verified.
 
 mod build;
 mod extract;
@@ -27,45 +27,44 @@ pub(crate) struct ImageArgs {
     command: ImageCommand,
 }
 
-/// What to do with boot streams.
+/// The subcommands of `sumac image`.
 #[derive(Debug, Subcommand)]
 enum ImageCommand {
-    /// Show what is in a boot stream
+    /// List the images in a boot stream
     ///
-    /// Takes BFB files and what is in eMMC boot partitions. What can be put right by `repack` is noted; other damage
-    /// is an error, with offset and field.
+    /// Reads BFB files and the contents of eMMC boot partitions. Faults that `repack` can fix are noted; other damage
+    /// is an error that names offset and field.
     List(show::ListArgs),
-    /// Check every byte of a boot stream, and its signed manifest
+    /// Verify every byte of a boot stream, and its signed manifest
     ///
-    /// Stricter than the boot stages are: also the order of the images and what the headers say about each other must
-    /// be right.
+    /// Stricter than the boot stages: the order of the images and the references between headers must be right, too.
     Verify(show::VerifyArgs),
-    /// Make a boot stream with an own kernel and file system, or the image of a board without an operating system
+    /// Build a boot stream from a kernel and a file system, or the image of a board without an operating system
     ///
-    /// The boot loaders come from a vendor's stream (--base), which is yours: none comes with Sumac. The result has a
-    /// manifest of all images, signed if there is a key.
+    /// The boot loaders come from a vendor's stream (--base), which you provide; Sumac includes none. The result
+    /// contains a manifest of all images, signed if a key is given.
     #[command(after_long_help = BUILD_HELP)]
     Build(build::BuildArgs),
-    /// Make the first file system of a card: the agent as /init, and the kernel modules that it loads
+    /// Build the initramfs of a card: the agent as /init, and the kernel modules that it loads
     ///
     /// For `image build --initramfs`. The agent takes its configuration from the kernel's command line (`image build
     /// --append 'sumac.name=leaf0 sumac.controller=10.0.0.1:7847'`) and from a store on the card.
     Initramfs(initramfs::InitramfsArgs),
     /// Run a board without an operating system in QEMU, and print its log
     ///
-    /// It dials the controller, and this host's UDP port is its own: `sumac perf --device 127.0.0.1:7100` measures it. Runs
-    /// until it is interrupted.
+    /// The board registers with the controller, and a UDP port of this host is forwarded to it, so that
+    /// `sumac perf --device 127.0.0.1:7100` measures it. Runs until interrupted.
     Run(RunArgs),
-    /// Write images of a boot stream to files named dump-NAME-vN
+    /// Extract images of a boot stream to files named dump-NAME-vN
     Extract(extract::ExtractArgs),
-    /// Put boot streams and images together, in the order that the boot stages need
+    /// Combine boot streams and images, in the order that the boot stages need
     ///
-    /// Later inputs win over earlier ones, and --set and --text over all of them. A manifest that no longer fits is left
-    /// out unless a new one is asked for with --image-version.
+    /// Later inputs override earlier ones; --set and --text override all inputs. A manifest that no longer matches is
+    /// dropped, unless --image-version requests a new one.
     Repack(repack::RepackArgs),
-    /// On a card: check the files that the agent starts against the manifest beside them
+    /// On a card: verify the files that the agent starts against their manifest
     ///
-    /// The manifest is etc/sumac/manifest.json below the root; `image build --agent` writes it.
+    /// The manifest is etc/sumac/manifest.json below the root. `image build --agent` writes it.
     VerifyFiles(VerifyFilesArgs),
 }
 
@@ -80,7 +79,7 @@ struct VerifyFilesArgs {
     key: PathBuf,
 }
 
-/// Do it.
+/// Run a subcommand of `sumac image`.
 pub(crate) fn run(args: &ImageArgs) -> Result<(), Failure> {
     match &args.command {
         ImageCommand::List(args) => show::list(args),
@@ -99,7 +98,7 @@ fn verify_files(args: &VerifyFilesArgs) -> Result<(), Failure> {
     let manifest = files::check(&args.root, Trust::Key(&key)).map_err(Failure::input)?;
     let count = manifest.files.len();
     let (version, epoch, key) = (&manifest.version, manifest.epoch, envelope::key_id(&key));
-    println!("{count} files as in the manifest: version {version}, epoch {epoch}, signed by {key}");
+    println!("{count} files match the manifest: version {version}, epoch {epoch}, signed by {key}");
     Ok(())
 }
 
@@ -112,5 +111,5 @@ EXAMPLES
   sumac image verify sumac.bfb --key pub.pem
   sumac image initramfs --modules /lib/modules/VERSION -o initramfs.cpio
 
-The initramfs must say `Linux up` and then `DPU is ready` through the driver mlxbf-bootctl (write to
-/sys/devices/platform/MLNXBF04:00/rsh_log): `sumac flash` waits for it. That of `sumac image initramfs` does.";
+`sumac flash` waits until the card reports `Linux up` and then `DPU is ready` through the driver mlxbf-bootctl (by
+a write to /sys/devices/platform/MLNXBF04:00/rsh_log). The initramfs of `sumac image initramfs` does so; yours must, too.";

@@ -1,4 +1,4 @@
-//! `sumac image repack`, and what it shares with `build`: taking streams in and writing one out.
+//! `sumac image repack`, and the stream builder that it shares with `build`.
 
 use super::ImageFile;
 use super::file::{Output, Outputs, parse_pair, read_signing_key};
@@ -18,30 +18,30 @@ use sumac_firmware::manifest::{self, MANIFEST_IMAGE, Manifest, ManifestError, Tr
 /// `sumac image repack`.
 #[derive(Debug, Args)]
 pub(super) struct RepackArgs {
-    /// Boot streams to take images from
+    /// Boot streams with images to include
     #[arg(value_name = "FILE")]
     inputs: Vec<PathBuf>,
-    /// An image from a file, as image=vmlinuz or boot-args-v2=args.txt; may be repeated
+    /// Image from a file, as in image=vmlinuz or boot-args-v2=args.txt; may be repeated
     #[arg(long, value_name = "NAME=FILE", value_parser = parse_pair)]
     set: Vec<(String, String)>,
-    /// An image from a text, as boot-desc="Linux from rshim"; may be repeated
+    /// Image from a text, as in boot-desc="Linux from rshim"; may be repeated
     #[arg(long, value_name = "NAME=TEXT", value_parser = parse_pair)]
     text: Vec<(String, String)>,
-    /// Leave out all versions of an image, as boot-timeout or id99; may be repeated
+    /// Drop all versions of an image, as in boot-timeout or id99; may be repeated
     #[arg(long, value_name = "NAME", value_parser = parse_id)]
     drop: Vec<ImageId>,
-    /// Keep only what this card takes
+    /// Keep only images for this card
     #[arg(long = "for", value_name = "CARD", value_parser = parse_generation)]
     card: Option<Generation>,
     #[command(flatten)]
     manifest: ManifestArgs,
-    /// What to write: a boot stream, or its form in an eMMC boot partition
+    /// Output format: a boot stream, or its form in an eMMC boot partition
     #[arg(long, value_enum, default_value_t = Form::Bfb)]
     format: Form,
-    /// With --format emmc: size of the boot partition
+    /// Size of the boot partition, for --format emmc
     #[arg(long, value_name = "BYTES", default_value_t = SizeBytes(emmc::STREAM_MAX_BYTES))]
     max_size: SizeBytes,
-    /// The file to write
+    /// File to write
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
@@ -49,22 +49,22 @@ pub(super) struct RepackArgs {
 /// The form of a stream in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Form {
-    /// What is pushed over rshim
+    /// For rshim
     Bfb,
-    /// What lies in an eMMC boot partition
+    /// For an eMMC boot partition
     Emmc,
 }
 
-/// What the manifest says, and who signs it.
+/// The contents of the manifest and its signature.
 #[derive(Debug, Args)]
 pub(super) struct ManifestArgs {
-    /// Version that the manifest says
+    /// Version to write into the manifest
     #[arg(long, value_name = "VERSION")]
     pub(super) image_version: Option<String>,
-    /// Counts up when older images must not come back
+    /// Epoch to write into the manifest; `flash` refuses images with a lower epoch than the card has had
     #[arg(long, value_name = "N", default_value_t = 0, requires = "image_version")]
     pub(super) epoch: u64,
-    /// Private key (PEM) to sign the manifest with
+    /// Private key (PEM) with which to sign the manifest
     #[arg(long, value_name = "FILE", requires = "image_version")]
     pub(super) sign_key: Option<PathBuf>,
 }
@@ -76,34 +76,34 @@ impl ManifestArgs {
     }
 }
 
-/// Put it together.
+/// Combine the inputs.
 pub(super) fn run(args: &RepackArgs) -> Result<(), Failure> {
     let key = args.manifest.key()?;
     let outputs = Outputs::new()?;
-    let mut making = Making::default();
+    let mut stream_builder = StreamBuilder::default();
     for input in &args.inputs {
-        making.take(input, &args.drop, &args.output, &outputs)?;
+        stream_builder.take(input, &args.drop, &args.output, &outputs)?;
     }
     for (name, file) in &args.set {
         let name = name.parse::<ImageName>().map_err(Failure::input)?;
         let source = Source::file(Path::new(file)).with_context(|| format!("cannot read {file}"));
-        making.builder.insert(name, source.map_err(Failure::Input)?).map_err(Failure::input)?;
+        stream_builder.builder.insert(name, source.map_err(Failure::Input)?).map_err(Failure::input)?;
     }
     for (name, text) in &args.text {
         let name = name.parse::<ImageName>().map_err(Failure::input)?;
-        making.builder.insert(name, Source::Bytes(text.clone().into_bytes())).map_err(Failure::input)?;
+        stream_builder.builder.insert(name, Source::Bytes(text.clone().into_bytes())).map_err(Failure::input)?;
     }
     for id in &args.drop {
-        making.builder.remove(*id);
+        stream_builder.builder.remove(*id);
     }
     if let Some(card) = args.card {
-        making.builder.keep_for(card);
+        stream_builder.builder.keep_for(card);
     }
     match &args.manifest.image_version {
-        Some(version) => making.say(version, args.manifest.epoch, key.as_ref())?,
-        None => making.forget_stale_manifest()?,
+        Some(version) => stream_builder.add_manifest(version, args.manifest.epoch, key.as_ref())?,
+        None => stream_builder.drop_stale_manifest()?,
     }
-    let stream = making.write(&args.output, key.as_ref(), &outputs)?;
+    let stream = stream_builder.write(&args.output, key.as_ref(), &outputs)?;
     match args.format {
         Form::Bfb => stream.publish(),
         Form::Emmc => {
@@ -120,16 +120,16 @@ pub(super) fn run(args: &RepackArgs) -> Result<(), Failure> {
     }
 }
 
-/// A stream in the making, with what its sources need to stay.
+/// A boot stream in progress, with the temporary files that it refers to.
 #[derive(Debug, Default)]
-pub(super) struct Making {
+pub(super) struct StreamBuilder {
     pub(super) builder: Builder,
-    /// Files that go away with this.
+    /// Temporary files, which are removed with this.
     spools: Vec<Output>,
 }
 
-impl Making {
-    /// Take in all images of a stream but those dropped.
+impl StreamBuilder {
+    /// Add all images of a stream except the dropped ones.
     pub(super) fn take(
         &mut self,
         path: &Path,
@@ -151,12 +151,12 @@ impl Making {
         };
         let report = report.map_err(|error| file.failure(error))?;
         for note in &report.notes {
-            tell!("note: {}: {note}", path.display());
+            message!("note: {}: {note}", path.display());
         }
         self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
     }
 
-    /// Write a file of its own that goes away with this, and return it as a source.
+    /// Keep a temporary file and return it as a source.
     pub(super) fn spool(&mut self, mut spool: Output) -> Result<Source, Failure> {
         spool.flush().map_err(Failure::run)?;
         let source = Source::file(spool.temporary()).map_err(Failure::run)?;
@@ -164,15 +164,15 @@ impl Making {
         Ok(source)
     }
 
-    /// Put a manifest of all images in.
-    pub(super) fn say(&mut self, version: &str, epoch: u64, key: Option<&SigningKey>) -> Result<(), Failure> {
+    /// Add a manifest of all images.
+    pub(super) fn add_manifest(&mut self, version: &str, epoch: u64, key: Option<&SigningKey>) -> Result<(), Failure> {
         let sealed = Manifest::of(&self.builder, version, epoch).and_then(|manifest| manifest.seal(key));
         let sealed = sealed.map_err(Failure::input)?;
         self.builder.insert(MANIFEST_IMAGE, Source::Bytes(sealed)).map_err(Failure::input)
     }
 
-    /// Leave out a manifest that says something else than what is in the stream now.
-    fn forget_stale_manifest(&mut self) -> Result<(), Failure> {
+    /// Drop a manifest that does not match the images.
+    fn drop_stale_manifest(&mut self) -> Result<(), Failure> {
         let Some((_, info)) = self.builder.images().find(|(name, _)| *name == MANIFEST_IMAGE) else { return Ok(()) };
         let mut sealed = Vec::new();
         let limit = ENVELOPE_MAX_BYTES as u64;
@@ -180,21 +180,23 @@ impl Making {
         if !manifest::is_envelope(&sealed) {
             return Ok(());
         }
-        let said = envelope::open::<Manifest>(&sealed, Trust::Anybody).ok();
-        let fits = match &said {
-            Some(said) => Manifest::of(&self.builder, &said.version, said.epoch).map_err(Failure::input)? == *said,
+        let manifest = envelope::open::<Manifest>(&sealed, Trust::AnySigner).ok();
+        let fits = match &manifest {
+            Some(manifest) => {
+                Manifest::of(&self.builder, &manifest.version, manifest.epoch).map_err(Failure::input)? == *manifest
+            }
             None => false,
         };
         if !fits {
-            tell!(
-                "note: the manifest says something else than what is in the stream now; it is left out. Make a new one with --image-version"
+            message!(
+                "note: the manifest does not match the images and is dropped; create a new one with --image-version"
             );
             self.builder.remove(ImageId::INFO);
         }
         Ok(())
     }
 
-    /// Write the stream beside `path`, and read it again: only what was seen to be right gets a name.
+    /// Write the stream to a temporary file next to `path` and verify it; only a verified stream is published.
     pub(super) fn write(&self, path: &Path, key: Option<&SigningKey>, outputs: &Outputs) -> Result<Output, Failure> {
         let mut output = outputs.create(path)?;
         self.builder.write_to(&mut output).map_err(|error| match error {
@@ -204,14 +206,14 @@ impl Making {
             error => Failure::input(error),
         })?;
         let key = key.map(SigningKey::verifying_key);
-        let trust = key.as_ref().map_or(Trust::Anybody, Trust::Key);
+        let trust = key.as_ref().map_or(Trust::AnySigner, Trust::Key);
         let written = File::open(output.temporary()).map_err(Failure::run)?;
         manifest::check(written, Policy::Strict, trust).map_err(|error| match error {
-            // The images were others when they were hashed.
+            // An input file has changed since it was hashed.
             ManifestError::Image { name, .. } => {
-                Failure::Input(anyhow!("{name}: its file changed while it was read; nothing is written"))
+                Failure::Input(anyhow!("{name}: its file changed while it was read; nothing was written"))
             }
-            error => Failure::Run(anyhow!(error).context("what was written does not read back")),
+            error => Failure::Run(anyhow!(error).context("the written stream does not verify")),
         })?;
         Ok(output)
     }
@@ -219,12 +221,10 @@ impl Making {
 
 fn parse_id(text: &str) -> Result<ImageId, String> {
     let unnamed = || text.strip_prefix("id")?.parse().ok().map(ImageId);
-    ImageId::from_name(text)
-        .or_else(unnamed)
-        .ok_or_else(|| "not the name of an image, such as image or boot-args".into())
+    ImageId::from_name(text).or_else(unnamed).ok_or_else(|| "not the name of an image; try image or boot-args".into())
 }
 
 fn parse_generation(text: &str) -> Result<Generation, String> {
     let names = Generation::ALL.map(Generation::name).join(", ");
-    Generation::from_name(text).ok_or_else(|| format!("no card; known are {names}"))
+    Generation::from_name(text).ok_or_else(|| format!("not a card; choose one of {names}"))
 }

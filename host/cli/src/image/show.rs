@@ -12,7 +12,7 @@ use sumac_firmware::manifest::{self, Checked, Trust, envelope, hex};
 /// `sumac image list`.
 #[derive(Debug, Args)]
 pub(super) struct ListArgs {
-    /// The boot stream
+    /// Boot stream
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Print one JSON object
@@ -23,15 +23,15 @@ pub(super) struct ListArgs {
 /// `sumac image verify`.
 #[derive(Debug, Args)]
 pub(super) struct VerifyArgs {
-    /// The boot stream
+    /// Boot stream
     #[arg(value_name = "FILE")]
     file: PathBuf,
-    /// Public key (PEM) that must have signed the manifest; without it, digests are compared if there is a manifest
+    /// Public key (PEM) that must have signed the manifest; without it, only the digests in the manifest are verified
     #[arg(long, value_name = "FILE")]
     key: Option<PathBuf>,
 }
 
-/// What `list --json` prints.
+/// The JSON form of `image list`.
 #[derive(Serialize)]
 struct Listing {
     form: &'static str,
@@ -55,10 +55,10 @@ struct Image {
     following: String,
 }
 
-/// Print what is in a stream.
+/// List the images in a stream.
 pub(super) fn list(args: &ListArgs) -> Result<(), Failure> {
     let file = ImageFile::open(&args.file)?;
-    let checked = manifest::check(file.stream()?, Policy::Repairable, Trust::Anybody);
+    let checked = manifest::check(file.stream()?, Policy::Repairable, Trust::AnySigner);
     let checked = checked.map_err(|error| file.failure(error))?;
     let listing = Listing::new(checked, file.is_emmc);
     let mut out = io::stdout().lock();
@@ -105,14 +105,14 @@ fn print(listing: &Listing, out: &mut impl Write) -> io::Result<()> {
         let Image { name, offset, len_bytes, crc32, .. } = image;
         writeln!(out, "{name:<22} {offset:>12} {len_bytes:>12} {crc32:>9}")?;
     }
-    let boots = if listing.boots.is_empty() { "no card by itself".into() } else { listing.boots.join(", ") };
+    let boots = if listing.boots.is_empty() { "no card on its own".into() } else { listing.boots.join(", ") };
     writeln!(out, "{} bytes ({}), boots {boots}", listing.len_bytes, listing.form)?;
     match &listing.manifest {
         Some(manifest) => {
             let manifest::Manifest { board, version, epoch, .. } = manifest;
             writeln!(
                 out,
-                "manifest: version {version}, epoch {epoch}, for {board}; its digests are right, whoever signed it"
+                "manifest: version {version}, epoch {epoch}, for {board}; digests match, signature not checked"
             )?;
         }
         None => writeln!(out, "no manifest")?,
@@ -120,13 +120,13 @@ fn print(listing: &Listing, out: &mut impl Write) -> io::Result<()> {
     listing.notes.iter().try_for_each(|note| writeln!(out, "note: {note}"))
 }
 
-/// Check a stream and say so.
+/// Verify a stream and print the result.
 pub(super) fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     let key = args.key.as_deref().map(read_public_key).transpose()?;
     let file = ImageFile::open(&args.file)?;
-    let trust = key.as_ref().map_or(Trust::Anybody, Trust::Key);
+    let trust = key.as_ref().map_or(Trust::AnySigner, Trust::Key);
     let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
-    let said = match (&checked.manifest, &key) {
+    let manifest = match (&checked.manifest, &key) {
         (Some(manifest), Some(key)) => {
             format!("version {}, epoch {}, signed by {}", manifest.version, manifest.epoch, envelope::key_id(key))
         }
@@ -137,7 +137,7 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     };
     let (count, len_bytes) = (checked.report.entries.len(), checked.report.len_bytes);
     let mut out = io::stdout().lock();
-    writeln!(out, "{}: ok, {count} images, {len_bytes} bytes, {said}", args.file.display())?;
+    writeln!(out, "{}: ok, {count} images, {len_bytes} bytes, {manifest}", args.file.display())?;
     writeln!(out, "sha256 {}", hex(&checked.sha256))?;
     for note in &checked.report.notes {
         writeln!(out, "note: {note}")?;

@@ -1,17 +1,15 @@
-//! `sumac perf`: real all-reduces through every path of a cluster on this machine, timed, every element checked.
+//! `sumac perf`: collectives by every algorithm on a cluster of processes on this machine, timed and checked.
 //!
-//! The ranks measure ([`crate::worker`]); here the cluster is started, their figures are put together and printed as
-//! they come. All algorithms run in one communicator, so what differs between two rows is the path alone.
+//! The ranks measure ([`crate::worker`]). This module starts the cluster, combines the ranks' figures and prints each
+//! row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
 
 mod args;
-mod explain;
 mod fault;
 mod output;
 mod relay;
 mod table;
 
 pub(crate) use args::PerfArgs;
-pub(crate) use explain::Explained;
 
 use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Preference, Supervisor};
 use crate::exit::Failure;
@@ -27,7 +25,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
-use sumac::select::Attached;
+use sumac::select::TreeTransport;
 
 /// How long the ranks may take to join and to leave.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
@@ -36,7 +34,7 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
     if let Some(path) = &args.overrides {
-        // The controller reads it again; here it is refused before anything is started.
+        // The controller reads it again; an invalid file is to be rejected before anything starts.
         crate::server::read_overrides(sumac::select::CostTable::EMULATED, path).map_err(Failure::Input)?;
     }
     let layout = match &args.topology {
@@ -63,7 +61,7 @@ fn measure(
     mut supervisor: Supervisor,
     bar: &ProgressBar,
 ) -> Result<u64, Failure> {
-    // Before anything is started that would disturb it.
+    // Measured before other processes start and disturb it.
     let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
     bar.set_message("starting the controller and the devices");
     let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
@@ -73,13 +71,13 @@ fn measure(
     let device_options = links
         .iter()
         .map(|link| (link.device, link.device_options()))
-        .chain(args.verbs.of_devices(args.attach, layout.devices.len()))
+        .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
         .collect();
     let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
     let mut output = Output::new(args, layout, round_trip_ns, bar);
     if let Some(fault) = args.fault {
         fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
-        tell_links(args, layout, &links, &output);
+        print_link_counters(args, layout, &links, &output);
         return output.finish();
     }
     let controller = cluster::start(&mut supervisor, &config)?.addr;
@@ -87,53 +85,53 @@ fn measure(
     let job = JobOf { name: "perf".into(), controller, cases: cases.to_vec(), announced: None };
     let ranks = start_ranks(&mut supervisor, args, &config, job)?;
     let mut reports = Reports::new(ranks.clone());
-    let attached = joined(&mut reports, &mut supervisor)?;
+    let transport = joined(&mut reports, &mut supervisor)?;
     if args.explain {
-        explained(args, cases, &mut reports, &mut supervisor, bar)?;
+        print_explanations(args, cases, &mut reports, &mut supervisor, bar)?;
         supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         return Ok(0);
     }
-    output.begin(attached)?;
+    output.begin(transport)?;
     for case in cases {
         bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
         let limit = Limit::new(case_limit(args));
         match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
-            Ok(ranks) => output.row(case, &ranks, attached)?,
-            Err(why) => output.left_out(case, &why),
+            Ok(ranks) => output.row(case, &ranks, transport)?,
+            Err(why) => output.skipped(case, &why),
         }
     }
     supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
-    tell_links(args, layout, &links, &output);
+    print_link_counters(args, layout, &links, &output);
     output.finish()
 }
 
-/// Say what `--chaos` did to packets.
-fn tell_links(args: &PerfArgs, layout: &Layout, links: &[Link], output: &Output<'_>) {
+/// Print the packet counters of `--chaos`.
+fn print_link_counters(args: &PerfArgs, layout: &Layout, links: &[Link], output: &Output<'_>) {
     if args.chaos.is_some() {
-        links.iter().for_each(|link| link.tell(&layout.devices[link.device], output));
+        links.iter().for_each(|link| link.print_counters(&layout.devices[link.device], output));
     }
 }
 
-/// Describe the cluster that is asked for.
+/// Return the configuration of the requested cluster.
 fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
     let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
     ClusterConfig { shards: args.shards, parts, ..ClusterConfig::new(layout) }
 }
 
-/// Wait until all ranks have joined, and return how they reach the tree, if there is one.
-fn joined(reports: &mut Reports, supervisor: &mut Supervisor) -> Result<Option<Attached>, Failure> {
+/// Wait until all ranks have joined, and return the transport to the tree, if there is one.
+fn joined(reports: &mut Reports, supervisor: &mut Supervisor) -> Result<Option<TreeTransport>, Failure> {
     let mut common = None;
     for report in reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "join")? {
-        let Report::Joined { attached } = report else {
-            return Err(Failure::Run(anyhow!("a rank reported {report:?} before it had joined")));
+        let Report::Joined { transport } = report else {
+            return Err(Failure::Run(anyhow!("unexpected report of a rank that has not joined: {report:?}")));
         };
-        common = attached;
+        common = transport;
     }
     Ok(common)
 }
 
-/// Print what the ranks say of each case, which all say alike.
-fn explained(
+/// Print the explanation of each case, which must be the same on all ranks.
+fn print_explanations(
     args: &PerfArgs,
     cases: &[Case],
     reports: &mut Reports,
@@ -143,10 +141,13 @@ fn explained(
     for case in cases {
         let ranks = reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "explain")?;
         let [Report::Explained(first), others @ ..] = &ranks[..] else {
-            return Err(Failure::Run(anyhow!("a rank reported {:?} where an explanation was due", ranks.first())));
+            return Err(Failure::Run(anyhow!(
+                "unexpected report of a rank instead of an explanation: {:?}",
+                ranks.first()
+            )));
         };
         if let Some(other) = others.iter().find(|other| *other != &ranks[0]) {
-            return Err(Failure::Run(anyhow!("ranks would choose differently: {first:?} and {other:?}")));
+            return Err(Failure::Run(anyhow!("ranks disagree on the selection: {first:?} and {other:?}")));
         }
         bar.suspend(|| first.write(&mut io::stdout().lock(), args.json))?;
         bar.set_message(case.collective.name());
@@ -155,12 +156,12 @@ fn explained(
     Ok(())
 }
 
-/// What the ranks of one job are to do.
+/// A job for the ranks.
 struct JobOf {
     name: String,
     controller: SocketAddr,
     cases: Vec<Case>,
-    /// The iteration of each case whose beginning they report.
+    /// The iteration of each case whose start the ranks report.
     announced: Option<u32>,
 }
 
@@ -185,7 +186,7 @@ fn start_ranks(
                 world: args.ranks,
                 host: host.clone(),
                 order: args.order.map(Into::into),
-                attach: args.attach(),
+                transport: args.transport(),
                 verbs: args.verbs.in_turn(rank as usize),
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),
@@ -195,16 +196,16 @@ fn start_ranks(
         .collect()
 }
 
-/// Start a rank on its job.
+/// Start a rank and send it its job.
 pub(crate) fn spawn_rank(supervisor: &mut Supervisor, job: &RankJob) -> Result<ChildId, Failure> {
     let mut line = serde_json::to_vec(job).map_err(Failure::run)?;
     line.push(b'\n');
-    let rank = supervisor.spawn_to_talk_to(&format!("rank {}", job.rank), &["rank".to_owned()])?;
-    supervisor.say(rank, line);
+    let rank = supervisor.spawn_with_stdin(&format!("rank {}", job.rank), &["rank".to_owned()])?;
+    supervisor.write(rank, line);
     Ok(rank)
 }
 
-/// The reports of several ranks, which come in any order, a rank's own in order.
+/// Reports of several ranks, queued per rank because ranks report independently of each other.
 #[derive(Debug)]
 pub(crate) struct Reports {
     ranks: Vec<ChildId>,
@@ -212,7 +213,7 @@ pub(crate) struct Reports {
 }
 
 impl Reports {
-    /// Collect from these children.
+    /// Collect the reports of these children.
     pub(crate) fn new(ranks: Vec<ChildId>) -> Self {
         let waiting = vec![VecDeque::new(); ranks.len()];
         Self { ranks, waiting }
@@ -221,7 +222,7 @@ impl Reports {
     /// Wait until every rank has reported, and return one report of each, in order of rank.
     ///
     /// # Errors
-    /// As [`Supervisor::next_line`]; and a line that is no report.
+    /// Those of [`Supervisor::next_line`], and a line that is not a report.
     pub(crate) fn next_of_each(
         &mut self,
         supervisor: &mut Supervisor,
@@ -235,34 +236,34 @@ impl Reports {
         Ok(self.waiting.iter_mut().filter_map(VecDeque::pop_front).collect())
     }
 
-    /// Take in a line, for whoever waits for several things.
+    /// Queue a line as a report.
     ///
     /// # Errors
-    /// A line that is no report of these children.
+    /// The line is not a report, or not of one of these children.
     fn take(&mut self, supervisor: &mut Supervisor, id: ChildId, line: String) -> Result<(), ClusterError> {
         let rank = self.ranks.iter().position(|&rank| rank == id);
         let (Some(rank), Ok(report)) = (rank, serde_json::from_str(&line)) else {
             let name = supervisor.name(id).to_owned();
             return Err(ClusterError::Unexpected { name, line, expected: "a report" });
         };
-        // All its reports but the last are asked for; when it ends after that is its own affair.
+        // A missing report is noticed when it is waited for. After the last one, the child may end at any time.
         supervisor.may_end(id);
         self.waiting[rank].push_back(report);
         Ok(())
     }
 }
 
-/// Return what the ranks measured, or why they can't.
+/// Return the measurements, or why the algorithm is not possible.
 fn measured(reports: Vec<Report>) -> Result<Result<Vec<Measured>, String>, Failure> {
     let measured = |report| match report {
         Report::Measured(measured) => Ok(Ok(measured)),
         Report::NotPossible { why } => Ok(Err(why)),
-        other => Err(Failure::Run(anyhow!("a rank reported {other:?} where a measurement was due"))),
+        other => Err(Failure::Run(anyhow!("unexpected report of a rank instead of a measurement: {other:?}"))),
     };
     reports.into_iter().map(measured).collect()
 }
 
-/// What a row is computed from.
+/// The figures of a row, combined over the ranks.
 #[derive(Debug)]
 struct Figures {
     median_ns: f64,
@@ -289,17 +290,19 @@ fn stats_of(case: &Case, ranks: &[Measured]) -> Figures {
     }
 }
 
-/// Return how long a case may take: every operation up to its deadline would be `iterations` times as long, but then the
-/// ranks themselves give up at the first; so this only catches a rank that hangs outside operations.
+/// Return how long a case may take.
+///
+/// A rank gives up at the first operation that misses its deadline, so this limit only catches a rank that hangs
+/// outside operations.
 fn case_limit(args: &PerfArgs) -> Duration {
     let operations = u64::from(args.warmup) + u64::from(args.iterations);
     Duration::from_secs(args.timeout_s.saturating_mul(operations.clamp(4, 1000)))
 }
 
-/// Return a bar on stderr, hidden where that is no terminal.
+/// Return a progress bar on stderr, hidden if stderr is not a terminal.
 fn progress_bar(rows: usize) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(rows as u64), ProgressDrawTarget::stderr());
-    // The template is a constant; should it be refused, the default is as good.
+    // The template is a constant. If it is rejected, the default style does.
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {pos}/{len} {msg}") {
         bar.set_style(style.progress_chars("=> "));
     }

@@ -1,4 +1,4 @@
-//! What a measurement prints, row by row as it comes.
+//! The output of a measurement: rows on stdout as they complete, remarks on stderr.
 
 use super::args::PerfArgs;
 use super::table::{self, Row};
@@ -10,21 +10,21 @@ use anyhow::anyhow;
 use indicatif::ProgressBar;
 use std::collections::HashSet;
 use std::io::{self, Write};
-use sumac::select::Attached;
+use sumac::select::TreeTransport;
 
-/// The table or the JSON objects, and what stands beside them on stderr.
+/// The table or the JSON objects, and the remarks on stderr.
 #[derive(Debug)]
 pub(super) struct Output<'a> {
     args: &'a PerfArgs,
     layout: &'a Layout,
     round_trip_ns: Option<f64>,
-    /// Is taken off the terminal while something is printed.
+    /// Hidden while something is printed.
     pub(super) bar: &'a ProgressBar,
     has_begun: bool,
     rows: usize,
     wrong: u64,
-    /// Reasons that were given once.
-    told: HashSet<String>,
+    /// Reasons that have been printed, each once.
+    printed_reasons: HashSet<String>,
 }
 
 impl<'a> Output<'a> {
@@ -34,53 +34,53 @@ impl<'a> Output<'a> {
         round_trip_ns: Option<f64>,
         bar: &'a ProgressBar,
     ) -> Self {
-        Self { args, layout, round_trip_ns, bar, has_begun: false, rows: 0, wrong: 0, told: HashSet::new() }
+        Self { args, layout, round_trip_ns, bar, has_begun: false, rows: 0, wrong: 0, printed_reasons: HashSet::new() }
     }
 
-    /// Print what stands above the rows, once the ranks have said how they reach the tree; only the first time.
-    pub(super) fn begin(&mut self, attached: Option<Attached>) -> io::Result<()> {
+    /// Print the table's preamble; only the first call does.
+    pub(super) fn begin(&mut self, transport: Option<TreeTransport>) -> io::Result<()> {
         if std::mem::replace(&mut self.has_begun, true) || self.args.json {
             return Ok(());
         }
-        self.bar.suspend(|| write_preamble(&mut io::stdout(), self.args, self.layout, self.round_trip_ns, attached))
+        self.bar.suspend(|| write_preamble(&mut io::stdout(), self.args, self.layout, self.round_trip_ns, transport))
     }
 
-    /// Print a row of what the ranks, which reach their tree like this, measured of a case.
-    pub(super) fn row(&mut self, case: &Case, ranks: &[Measured], attached: Option<Attached>) -> io::Result<()> {
-        let row = Row::new(case, ranks, attached);
+    /// Print the row of a case.
+    pub(super) fn row(&mut self, case: &Case, ranks: &[Measured], transport: Option<TreeTransport>) -> io::Result<()> {
+        let row = Row::new(case, ranks, transport);
         (self.wrong, self.rows) = (self.wrong + row.wrong, self.rows + 1);
         self.bar.suspend(|| write_row(self.args, &row))?;
         if let Some(why) = ranks.iter().find_map(|rank| rank.fallback.clone()) {
-            self.tell_once(&why, &format!("{} {} took {}", row.collective, row.algo, row.path));
+            self.remark_once(&why, &format!("{} {} fell back to {}", row.collective, row.algo, row.path));
         }
         self.bar.inc(1);
         Ok(())
     }
 
-    /// Say why there is no row of a case.
-    pub(super) fn left_out(&mut self, case: &Case, why: &str) {
-        self.tell_once(why, &format!("{} {} left out", case.collective, case.algo));
+    /// Print why a case has no row.
+    pub(super) fn skipped(&mut self, case: &Case, why: &str) {
+        self.remark_once(why, &format!("{} {} skipped", case.collective, case.algo));
         self.bar.inc(1);
     }
 
-    fn tell_once(&mut self, why: &str, what: &str) {
-        if self.told.insert(why.to_owned()) {
-            self.tell(&format!("{what}: {why}"));
+    fn remark_once(&mut self, why: &str, what: &str) {
+        if self.printed_reasons.insert(why.to_owned()) {
+            self.remark(&format!("{what}: {why}"));
         }
     }
 
-    /// Say something on stderr.
-    pub(super) fn tell(&self, what: &str) {
-        self.bar.suspend(|| tell!("# {what}"));
+    /// Print a remark on stderr.
+    pub(super) fn remark(&self, what: &str) {
+        self.bar.suspend(|| message!("# {what}"));
     }
 
-    /// Print what stands below the rows, and return how many elements were wrong.
+    /// Print the summary and return the number of wrong elements.
     ///
     /// # Errors
-    /// There is no row.
+    /// There was no row to print.
     pub(super) fn finish(self) -> Result<u64, Failure> {
         if self.rows == 0 {
-            return Err(Failure::Run(anyhow!("none of the ways asked for is possible; the reasons stand above")));
+            return Err(Failure::Run(anyhow!("none of the requested algorithms is possible; see the reasons above")));
         }
         if !self.args.json {
             self.bar.suspend(|| write_summary(&mut io::stdout(), self.rows, self.wrong))?;
@@ -94,7 +94,7 @@ fn write_preamble(
     args: &PerfArgs,
     layout: &Layout,
     round_trip_ns: Option<f64>,
-    attached: Option<Attached>,
+    transport: Option<TreeTransport>,
 ) -> io::Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let devices = layout.devices.len();
@@ -106,20 +106,20 @@ fn write_preamble(
         layout.levels,
         args.iterations,
         args.warmup,
-        if args.check == Check::Ends { " of an operation before and one after" } else { "" }
+        if args.check == Check::Ends { " of one operation before and one after" } else { "" }
     )?;
-    let turns = if cores < processes { " taking turns" } else { "" };
+    let oversubscribed = if cores < processes { " (oversubscribed)" } else { "" };
     let round_trip = round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
-    writeln!(out, "# cores {cores} for {processes} processes{turns}  cache line there and back {round_trip}")?;
-    match attached {
-        None => writeln!(out, "# attach none, there is no tree")?,
-        // Packets are filled from any memory alike.
-        Some(attached @ (Attached::ByPackets | Attached::ByVerbs)) => {
-            writeln!(out, "# attach {}, {attached}", attached.name())?;
+    writeln!(out, "# cores {cores} for {processes} processes{oversubscribed}  cache-line round trip {round_trip}")?;
+    match transport {
+        None => writeln!(out, "# transport none: no tree")?,
+        // Packets are filled from any kind of memory.
+        Some(transport @ (TreeTransport::Packets | TreeTransport::Verbs)) => {
+            writeln!(out, "# transport {}, {transport}", transport.name())?;
         }
-        Some(attached) => {
-            let (name, memory) = (attached.name(), args.memory.name());
-            writeln!(out, "# attach {name}, {attached}  buffers in {memory} memory")?;
+        Some(transport) => {
+            let (name, memory) = (transport.name(), args.memory.name());
+            writeln!(out, "# transport {name}, {transport}  buffers in {memory} memory")?;
         }
     }
     table::write_head(out)
@@ -137,6 +137,6 @@ fn write_row(args: &PerfArgs, row: &Row) -> io::Result<()> {
 }
 
 fn write_summary(out: &mut impl Write, rows: usize, wrong: u64) -> io::Result<()> {
-    let verdict = if wrong == 0 { "all right" } else { "WRONG RESULTS" };
+    let verdict = if wrong == 0 { "OK" } else { "WRONG RESULTS" };
     writeln!(out, "# {rows} rows, {wrong} wrong elements: {verdict}")
 }

@@ -1,12 +1,12 @@
-//! The links between devices and their children, which can be cut or made worse: a proxy of packets before each of a
-//! device's shards ([`crate::chaos`]), whose first rule loses those of cut ports, and whose others are `--chaos`.
+//! Lossy or cut links between devices and their children: a packet proxy ([`crate::chaos`]) in front of each shard.
 //!
-//! A device has its children send to the proxy, and sees one address a child. From the cut on, packets from and to ports
-//! of one process are dropped. Ports that it opens later are others: a new tree is a new link. The system gives ports out
-//! again, so a row begins with none cut, and with sockets for its own children only ([`Link::renew`]).
+//! The proxy's first rule drops packets of cut ports; the other rules are those of `--chaos`. A device directs its
+//! children to the proxy and sees one address per child. A cut drops all packets from and to the ports that one process
+//! has open. Ports that the process opens later work: a new tree is a new link. Because the system reuses ports, each
+//! row starts without cuts and with fresh client sockets ([`Link::renew`]).
 //!
-//! Results that a leaf sends once for all its children, to an address that they share, don't come by here. A rank whose
-//! contributions are lost gets no more of them than it has contributed to.
+//! Multicast results, which a leaf sends once for all its children, bypass the proxy. A rank whose contributions are
+//! lost receives no more of them than it has contributed to.
 
 use super::PerfArgs;
 use super::fault::Fault;
@@ -26,13 +26,13 @@ use sumac_hal::port::Addr;
 /// The most children of a shard.
 const MAX_CHILDREN: usize = 4096;
 
-/// The first data port of the first device, on an address that only this process uses.
+/// The first data port of the first device, on a loopback address that only this process uses.
 const FIRST_PORT: u16 = 7900;
 
-/// The distance of two devices' first data ports: as many as a device has shards at most.
+/// The distance between two devices' first data ports: the maximum number of shards.
 const PORTS: usize = 64;
 
-/// Ports whose packets are lost.
+/// Ports whose packets are dropped.
 #[derive(Debug, Clone, Default)]
 struct Cut(Arc<Mutex<BTreeSet<u16>>>);
 
@@ -41,8 +41,8 @@ impl Cut {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Return a lane on which packets from and to them are lost, before anything else is done.
-    fn before(&self, mut lane: Lane) -> Lane {
+    /// Prepend a rule to the lane that drops packets from and to these ports.
+    fn prepend_to(&self, mut lane: Lane) -> Lane {
         lane.rules.insert(0, Box::new(self.clone()));
         lane
     }
@@ -56,7 +56,7 @@ impl Rule for Cut {
     }
 }
 
-/// Start the proxies that are asked for: before every device with `--chaos`, else before the one whose link is cut.
+/// Start proxies: in front of every device with `--chaos`, else in front of the device whose link is to be cut.
 pub(super) fn start(args: &PerfArgs, layout: &Layout) -> Result<Vec<Link>, Failure> {
     let leaf = layout.leaves.first().copied().unwrap_or(0);
     let devices: Vec<usize> = match (&args.chaos, args.fault) {
@@ -68,7 +68,7 @@ pub(super) fn start(args: &PerfArgs, layout: &Layout) -> Result<Vec<Link>, Failu
     devices.into_iter().map(|device| Link::start(device, args.shards, &rules)).collect()
 }
 
-/// Proxies before all shards of a device.
+/// The proxies in front of all shards of a device.
 #[derive(Debug)]
 pub(super) struct Link {
     /// The device's index.
@@ -81,13 +81,13 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Start to relay to the shards of a device that is started later, with [`Link::device_options`].
+    /// Relay to the shards of a device that is yet to be started, with [`Link::device_options`].
     fn start(device: usize, shards: u16, rules: &RuleArgs) -> Result<Self, Failure> {
         let [_, a, b, c] = std::process::id().to_be_bytes();
-        // A loopback address of this process's own, where ports below those that the system gives out are free.
+        // A loopback address of this process's own: there, ports below the ephemeral range are free.
         let bind = Ipv4Addr::new(127, 64 | a, b, c);
         let most = (usize::from(u16::MAX) + 1 - usize::from(FIRST_PORT)) / PORTS;
-        let too_many = || Failure::Input(anyhow!("--chaos before more than {most} devices; ask for a smaller fabric"));
+        let too_many = || Failure::Input(anyhow!("--chaos supports at most {most} devices; use a smaller fabric"));
         let port = device.checked_mul(PORTS).filter(|_| device < most).ok_or_else(too_many)?;
         let port = FIRST_PORT + u16::try_from(port).map_err(|_| too_many())?;
         let cut = Cut::default();
@@ -95,18 +95,18 @@ impl Link {
         let lanes = rules.lanes(usize::from(shards)).context("--chaos").map_err(Failure::Input)?;
         let links = targets.clone().zip(lanes).map(|(target, (up, down))| chaos::Link {
             target,
-            up: cut.before(up),
-            down: cut.before(down),
+            up: cut.prepend_to(up),
+            down: cut.prepend_to(down),
             clients: Clients::new(MAX_CHILDREN),
         });
         let engine = rules.engine(links.collect());
         let fronts = targets.map(|target| Ok((chaos::front((Ipv4Addr::LOCALHOST, 0).into())?, target)));
         let proxy = fronts.collect::<io::Result<_>>().and_then(|fronts| Proxy::start(engine, fronts, || ()));
-        let proxy = proxy.context("a relay for the link of a device").map_err(Failure::Run)?;
+        let proxy = proxy.context("cannot relay the link of a device").map_err(Failure::Run)?;
         Ok(Self { device, bind, port, proxy, cut })
     }
 
-    /// Return what the device has to be started with.
+    /// Return the options with which the device must be started.
     pub(super) fn device_options(&self) -> Vec<String> {
         let fronts: Vec<String> = self.proxy.fronts().iter().map(ToString::to_string).collect();
         vec![
@@ -116,28 +116,28 @@ impl Link {
         ]
     }
 
-    /// Lose everything from and to the ports that a process has now.
+    /// Drop everything from and to the ports that a process has open now.
     pub(super) fn cut(&self, process: u32) -> io::Result<()> {
         let ports = udp_ports(process)?;
         self.cut.ports().extend(ports);
         Ok(())
     }
 
-    /// Say what was done to packets.
-    pub(super) fn tell(&self, name: &str, output: &Output<'_>) {
+    /// Print the packet counters.
+    pub(super) fn print_counters(&self, name: &str, output: &Output<'_>) {
         for LinkCounters { clients, up, down, .. } in self.proxy.counters() {
             let [received, sent] = [up.received + down.received, up.sent + down.sent];
-            let (lost, twice) = (up.lost + down.lost, up.duplicated + down.duplicated);
-            let (damaged, late) = (up.corrupted + down.corrupted, up.reordered + down.reordered);
+            let (lost, duplicated) = (up.lost + down.lost, up.duplicated + down.duplicated);
+            let (corrupted, reordered) = (up.corrupted + down.corrupted, up.reordered + down.reordered);
             let overflowed = up.overflowed + down.overflowed;
-            output.tell(&format!(
-                "chaos before device {name}: {clients} clients, {received} packets, {sent} passed on, {lost} lost, \
-                 {twice} doubled, {damaged} damaged, {late} reordered, {overflowed} not held for want of room"
+            output.remark(&format!(
+                "chaos on device {name}: {clients} clients, {received} packets, {sent} relayed, {lost} lost, \
+                 {duplicated} duplicated, {corrupted} corrupted, {reordered} reordered, {overflowed} overflowed"
             ));
         }
     }
 
-    /// Begin anew: nothing is cut, and who sends is somebody new.
+    /// Remove all cuts and forget all clients.
     pub(super) fn renew(&self) {
         self.cut.ports().clear();
         self.proxy.forget();
@@ -153,7 +153,7 @@ fn udp_ports(process: u32) -> io::Result<BTreeSet<u16>> {
     Ok(ports_of(&table, &sockets))
 }
 
-/// Pick ports out of the system's table: address and port in hexadecimal in the second column, the inode in the tenth.
+/// Parse `/proc/PID/net/udp`: the second column holds address and port in hexadecimal, the tenth the inode.
 fn ports_of(table: &str, sockets: &BTreeSet<String>) -> BTreeSet<u16> {
     let port = |line: &str| {
         let mut words = line.split_whitespace();
@@ -171,7 +171,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn this_process_finds_its_own_ports() {
+    fn udp_ports_lists_the_ports_of_this_process() {
         let open = || UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a socket");
         let sockets = [open(), open()];
         let own = sockets.map(|socket| (socket.local_addr().expect("bound").port(), socket));
@@ -183,7 +183,7 @@ mod tests {
         );
     }
 
-    /// A device behind a link, and children before it. One test at a time has the device's port.
+    /// A device behind a link, and its children. Only one test at a time can have the device's port.
     struct Bench {
         link: Link,
         device: UdpSocket,
@@ -205,12 +205,12 @@ mod tests {
             Self { link, device, children }
         }
 
-        /// Send a packet of a child, and return where it comes from at the device.
+        /// Send a packet from a child, and return its source address at the device.
         fn pass(&self, child: usize, number: u8) -> SocketAddr {
             let mut buffer = [0; 16];
             self.children[child].send(&[number]).expect("sent");
             let (len, from) = self.device.recv_from(&mut buffer).expect("a packet");
-            assert_eq!(buffer[..len], [number], "what a cut child has sent is lost");
+            assert_eq!(buffer[..len], [number], "packets of a cut child are dropped");
             self.device.send_to(&[number, 9], from).expect("sent");
             assert_eq!(self.children[child].recv(&mut buffer).expect("the answer"), 2);
             from
@@ -218,10 +218,10 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_child_gets_nothing_and_sends_nothing_until_the_next_row_and_others_do() {
+    fn cut_stops_one_child_both_ways_until_renewed() {
         let bench = Bench::new();
         let seen = [bench.pass(0, 0), bench.pass(1, 1)];
-        assert_ne!(seen[0], seen[1], "one address a child");
+        assert_ne!(seen[0], seen[1], "one address per child");
         let port = bench.children[0].local_addr().expect("bound").port();
         bench.link.cut.ports().insert(port);
         bench.children[0].send(&[7]).expect("sent");
@@ -230,7 +230,7 @@ mod tests {
         bench.children[0].set_nonblocking(true).expect("set");
         assert!(bench.children[0].recv(&mut [0; 16]).is_err());
         bench.children[0].set_nonblocking(false).expect("set");
-        // The next row's ranks may get the same ports.
+        // The next row's ranks may be given the same ports.
         bench.link.renew();
         bench.pass(0, 10);
         bench.pass(1, 11);

@@ -1,63 +1,62 @@
-//! The rows of a measurement: nccl-tests' columns for people, one JSON object each for programs.
+//! The rows of a measurement: the columns of nccl-tests, or one JSON object per row.
 
 use super::stats_of;
 use crate::job::{Case, Measured};
 use serde::Serialize;
 use std::io::{self, Write};
-use sumac::select::Attached;
+use sumac::select::TreeTransport;
 use sumac_hal::op::{Dtype, Path, ReduceOp};
 
-/// A row. Its fields are the keys of the JSON form, in this order.
+/// A row. Its fields are the keys of the JSON object, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Row {
     /// The collective.
     pub(crate) collective: &'static str,
-    /// The element type; `None` of a barrier.
+    /// The element type; `None` for a barrier.
     pub(crate) dtype: Option<&'static str>,
-    /// The operator; `None` where nothing combines.
+    /// The operator; `None` if the collective does not reduce.
     pub(crate) op: Option<&'static str>,
-    /// Ranks.
+    /// The number of ranks.
     pub(crate) ranks: u32,
-    /// Size of the operation.
+    /// Size of the operation in bytes.
     pub(crate) size_bytes: u64,
-    /// Elements.
+    /// The number of elements.
     pub(crate) count: u64,
-    /// The way asked for.
+    /// The requested algorithm.
     pub(crate) algo: &'static str,
-    /// The way taken; `mixed` if the ranks do not agree, which no correct run shows.
+    /// The path taken; `mixed` if the ranks disagree, which no correct run shows.
     pub(crate) path: &'static str,
-    /// How ranks reach what combines: their leaf device by `shm` or `udp`, `mixed` if some do this and some that; `host`
-    /// if they combine among themselves.
-    pub(crate) attach: &'static str,
-    /// Median over the iterations of the slowest rank's time.
+    /// The transport to the leaf device, `mixed` if ranks differ; `host` if the ranks reduce among themselves.
+    pub(crate) transport: &'static str,
+    /// Median over the iterations of the slowest rank's time, in microseconds.
     pub(crate) time_us: f64,
-    /// 99th percentile of the same.
+    /// 99th percentile of the same times.
     pub(crate) p99_us: f64,
-    /// Size over time, in 1e9 bytes a second.
+    /// Size over time, in 1e9 bytes per second.
     pub(crate) algbw_gbytes_s: f64,
-    /// That times nccl-tests' factor.
+    /// `algbw_gbytes_s` times the factor of nccl-tests.
     pub(crate) busbw_gbytes_s: f64,
-    /// Elements that were not what they must be, over all iterations and ranks.
+    /// Elements with wrong values, over all iterations and ranks.
     pub(crate) wrong: u64,
-    /// Bytes sent by the rank that sent the most, per operation.
+    /// Bytes sent per operation, of the rank that sent the most.
     pub(crate) wire_bytes: u64,
-    /// Processor time of the rank that used the most, per operation.
+    /// Processor time per operation in microseconds, of the rank that used the most.
     pub(crate) cpu_us: f64,
-    /// Contributions sent again, over all iterations and ranks.
+    /// Retransmitted contributions, over all iterations and ranks.
     pub(crate) retransmits: u64,
-    /// Whether anything was repaired: an operation, a barrier next to one, or what was between them.
+    /// Whether the ranks recovered from a lost tree: in an operation, in a barrier next to one, or between calls.
     pub(crate) repaired: bool,
-    /// Bytes sent for that by the rank that sent the most.
+    /// Bytes sent for recovery, of the rank that sent the most.
     pub(crate) repair_bytes: u64,
-    /// The rank that came latest to an operation, as the tree saw it; null by schedules.
+    /// The rank that arrived last at an operation, as the tree saw it; `None` on other paths.
     pub(crate) slowest_rank: Option<u32>,
-    /// How long after the first.
+    /// How long after the first rank it arrived, in microseconds.
     pub(crate) late_us: Option<u32>,
 }
 
 impl Row {
-    /// Sum up what the ranks, which reach their tree like this, measured of a case.
-    pub(crate) fn new(case: &Case, ranks: &[Measured], attached: Option<Attached>) -> Self {
+    /// Combine the ranks' measurements of a case.
+    pub(crate) fn new(case: &Case, ranks: &[Measured], transport: Option<TreeTransport>) -> Self {
         let figures = stats_of(case, ranks);
         let desc = case.desc();
         let path = common_path(ranks);
@@ -71,7 +70,7 @@ impl Row {
             count: case.count,
             algo: case.algo.name(),
             path: path.map_or("mixed", Path::name),
-            attach: attached.filter(|_| path == Some(Path::Tree)).map_or("host", Attached::name),
+            transport: transport.filter(|_| path == Some(Path::Tree)).map_or("host", TreeTransport::name),
             time_us: thousandths(figures.median_ns / 1e3),
             p99_us: thousandths(figures.p99_ns as f64 / 1e3),
             algbw_gbytes_s: figures.algbw,
@@ -88,7 +87,7 @@ impl Row {
     }
 }
 
-/// Print the table's head.
+/// Print the table's header.
 pub(crate) fn write_head(out: &mut impl Write) -> io::Result<()> {
     writeln!(
         out,
@@ -121,13 +120,13 @@ pub(crate) fn write_row(out: &mut impl Write, row: &Row) -> io::Result<()> {
     )
 }
 
-/// Return the way that all ranks say they took, if it is one.
+/// Return the path, if all ranks took the same one.
 fn common_path(ranks: &[Measured]) -> Option<Path> {
     let path = ranks.first()?.path?;
     ranks.iter().all(|rank| rank.path == Some(path)).then_some(path)
 }
 
-/// Write a number with about four digits, as nccl-tests does.
+/// Format a number with about four digits, as nccl-tests does.
 fn figure(value: f64) -> String {
     let decimals = match value {
         v if v >= 1000.0 => 0,
@@ -139,7 +138,7 @@ fn figure(value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
-/// Round to thousandths: finer digits of a microsecond are noise.
+/// Round to thousandths; finer digits of a microsecond are noise.
 fn thousandths(value: f64) -> f64 {
     (value * 1e3).round() / 1e3
 }
@@ -172,25 +171,25 @@ mod tests {
     }
 
     #[test]
-    fn a_row_has_the_documented_keys_and_figures() {
+    fn row_has_the_documented_keys_and_figures() {
         let mut ranks = vec![measured(&[131_072, 524_288, 262_144], Path::Tree); 4];
         ranks[2].times_ns[1] = 1_048_576;
         ranks[1].wire_bytes = 6000;
         ranks[3].wrong = 2;
         ranks[2].slowest = Some((1, 90));
-        let row = Row::new(&case(Collective::AllReduce), &ranks, Some(Attached::ByReference));
+        let row = Row::new(&case(Collective::AllReduce), &ranks, Some(TreeTransport::Shm));
         let json = serde_json::to_string(&row).expect("plain data");
         assert_eq!(
             json,
             "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
-             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"attach\":\"shm\",\"time_us\":262.144,\"p99_us\":1048.576,\
-             \"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
+             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"transport\":\"shm\",\"time_us\":262.144,\
+             \"p99_us\":1048.576,\"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
              \"retransmits\":4,\"repaired\":false,\"repair_bytes\":0,\"slowest_rank\":1,\"late_us\":90}"
         );
     }
 
     #[test]
-    fn the_table_lines_up() {
+    fn table_columns_line_up() {
         let mut text = Vec::new();
         write_head(&mut text).expect("memory");
         let ranks = vec![measured(&[1_234_567], Path::HalvingDoubling); 2];
@@ -205,14 +204,14 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_disagree_on_the_path_show() {
+    fn path_is_mixed_if_ranks_disagree() {
         let ranks = [measured(&[1], Path::Tree), measured(&[1], Path::Ring)];
-        let by_packets = Some(Attached::ByPackets);
-        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks, by_packets).path, "mixed");
-        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1], by_packets);
+        let udp = Some(TreeTransport::Packets);
+        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks, udp).path, "mixed");
+        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1], udp);
         assert_eq!((row.dtype, row.op, row.size_bytes, row.busbw_gbytes_s), (None, None, 0, 0.0));
-        assert_eq!(row.attach, "udp");
-        let ring = Row::new(&case(Collective::AllReduce), &ranks[1..], by_packets);
-        assert_eq!((ring.path, ring.attach), ("ring", "host"));
+        assert_eq!(row.transport, "udp");
+        let ring = Row::new(&case(Collective::AllReduce), &ranks[1..], udp);
+        assert_eq!((ring.path, ring.transport), ("ring", "host"));
     }
 }

@@ -1,19 +1,19 @@
-//! A link, what was counted on it, and whether it is good.
+//! A link, its packet counters, and whether it is good.
 //!
-//! Loss is what was sent again over what was sent. A contribution or answer is also sent again when it is merely late,
-//! so no more counts as lost than packets are missing in the balance of what all parties sent and received; where
-//! other jobs share the devices there is no such balance, and everything sent again counts.
+//! Loss is the number of retransmitted packets over the number of sent ones. Because a packet is also retransmitted
+//! when it is merely late, loss is capped by the number of packets missing from the balance of all sent and received
+//! ones. Where other jobs share the devices there is no such balance, and every retransmission counts as loss.
 
 use super::snapshot::Snapshot;
 use serde::Serialize;
 use std::fmt;
 
-/// Two ends of a link.
+/// The two ends of a link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
-    /// From here to a device.
+    /// From this host to a device.
     ToDevice(String),
-    /// Between two devices, the child in the tests first.
+    /// Between two devices; the first is the child in the tests.
     Between(String, String),
 }
 
@@ -25,7 +25,7 @@ impl fmt::Display for Link {
 }
 
 impl Link {
-    /// Return the lower end's and the upper end's name.
+    /// Return the names of the lower and the upper end.
     pub(super) fn ends(&self) -> (&str, &str) {
         match self {
             Self::ToDevice(device) => (HERE, device),
@@ -34,15 +34,15 @@ impl Link {
     }
 }
 
-/// What the end that is no device is called.
+/// The name of the end that is not a device.
 pub(super) const HERE: &str = "rank";
 
 /// Packets in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Flow {
-    /// Sent.
+    /// Packets sent.
     pub(super) sent: u64,
-    /// Lost on the way.
+    /// Packets lost.
     pub(super) lost: u64,
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Flows {
 }
 
 impl Flows {
-    /// Return what passed between two snapshots on the link to the only device of a job.
+    /// Return the packets between two snapshots on the link to the only device of a job.
     pub(super) fn to_device(before: &Snapshot, after: &Snapshot, device: &str) -> Self {
         let rank = after.rank_since(before);
         let node = after.device_since(before, device);
@@ -69,13 +69,13 @@ impl Flows {
         }
     }
 
-    /// Return what passed on the link between the two devices of a job.
+    /// Return the packets on the link between the two devices of a job.
     pub(super) fn between(before: &Snapshot, after: &Snapshot, child: &str, parent: &str) -> Self {
         let rank = after.rank_since(before);
         let (child, parent) = (after.device_since(before, child), after.device_since(before, parent));
         let sent = rank.packets_out + child.packets_out + parent.packets_out;
         let received = rank.packets_in + child.received + parent.received;
-        // What the rank's own link lost is not this one's.
+        // Losses on the rank's own link do not count for this one.
         let missing = sent.saturating_sub(received).saturating_sub(rank.retransmits + child.answers_resent);
         let missing = if after.shared || before.shared { u64::MAX } else { missing };
         let up_lost = child.contributions_resent.min(missing);
@@ -86,25 +86,25 @@ impl Flows {
         }
     }
 
-    /// Return the share of packets that were lost, both directions together.
+    /// Return the share of lost packets over both directions.
     pub(super) fn loss(&self) -> f64 {
         let sent = self.up.sent + self.down.sent;
         if sent == 0 { 0.0 } else { (self.up.lost + self.down.lost) as f64 / sent as f64 }
     }
 }
 
-/// What a test of a link measured.
+/// The measurements of a link.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Measured {
-    /// Packets.
+    /// Packets in both directions.
     pub(super) flows: Flows,
-    /// There and back over this link, in nanoseconds.
+    /// Round trip over this link, in nanoseconds.
     pub(super) latency_ns: f64,
-    /// Each way at once, in 1e9 bytes a second.
+    /// Bandwidth in both directions at once, in 1e9 bytes per second.
     pub(super) bandwidth_gbytes_s: f64,
 }
 
-/// A tested link. Its fields are the keys of the JSON form, in this order.
+/// A tested link. Its fields are the keys of the JSON object, in this order.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Row {
     /// The lower end: `rank`, or a device.
@@ -113,22 +113,22 @@ pub(super) struct Row {
     pub(super) to: String,
     /// Whether the link is good.
     pub(super) ok: bool,
-    /// Packets sent, both directions.
+    /// Packets sent, in both directions.
     pub(super) packets: Option<u64>,
-    /// Packets lost, both directions.
+    /// Packets lost, in both directions.
     pub(super) lost: Option<u64>,
-    /// The share lost in percent.
+    /// The share of lost packets, in percent.
     pub(super) loss_percent: Option<f64>,
-    /// There and back, in microseconds.
+    /// Round trip, in microseconds.
     pub(super) latency_us: Option<f64>,
-    /// Each way at once, in 1e9 bytes a second.
+    /// Bandwidth in both directions at once, in 1e9 bytes per second.
     pub(super) bandwidth_gbytes_s: Option<f64>,
-    /// What is wrong and what to look at.
+    /// The problem and its remedy.
     pub(super) problem: Option<String>,
 }
 
 impl Row {
-    /// Judge a link that was measured.
+    /// Rate a link that was measured.
     pub(super) fn measured(link: &Link, measured: &Measured, max_loss_percent: f64) -> Self {
         let Flows { up, down } = measured.flows;
         let loss_percent = 100.0 * measured.flows.loss();
@@ -145,28 +145,28 @@ impl Row {
         }
     }
 
-    /// Judge a link over which nothing came back.
+    /// Rate a link over which no result came back.
     pub(super) fn unreachable(link: &Link, why: &str) -> Self {
         let (from, to) = link.ends();
-        let look = match link {
+        let advice = match link {
             Link::ToDevice(_) => {
-                "see that its process runs (`sumac status`), that its data port is reachable under the \
-                                  address that it advertises, and that no firewall drops UDP to it"
+                "check that its process runs (`sumac status`), that its data port is reachable at the address that it \
+                 advertises, and that no firewall drops UDP to it"
                     .to_owned()
             }
             Link::Between(..) => format!(
-                "{from} is reached from here, so look at routes, firewalls and advertised addresses between the two \
+                "{from} is reachable from here, so check routes, firewalls and advertised addresses between the two \
                  devices"
             ),
         };
-        Self { problem: Some(format!("{from} - {to} does not work: {why}; {look}")), ..Self::unknown(link) }
+        Self { problem: Some(format!("{from} - {to} does not work: {why}; {advice}")), ..Self::unknown(link) }
     }
 
-    /// Say of a link why it could not be tested.
+    /// Rate a link that could not be tested.
     pub(super) fn untested(link: &Link) -> Self {
         let (from, to) = link.ends();
         let why =
-            format!("{from} - {to} was not tested: neither device is reached from here; see their own links first");
+            format!("{from} - {to} was not tested: neither device is reachable from here; fix their own links first");
         Self { problem: Some(why), ..Self::unknown(link) }
     }
 
@@ -186,7 +186,7 @@ impl Row {
     }
 }
 
-/// Say what a link loses, in which direction, and what to look at.
+/// Describe the loss of a link, its direction, and the remedy.
 fn lossy(link: &Link, flows: &Flows, max_loss_percent: f64) -> String {
     let (from, to) = link.ends();
     let share = |flow: &Flow| if flow.sent == 0 { 0.0 } else { flow.lost as f64 / flow.sent as f64 };
@@ -198,8 +198,8 @@ fn lossy(link: &Link, flows: &Flows, max_loss_percent: f64) -> String {
     };
     let loss = 100.0 * flows.loss();
     format!(
-        "{from} - {to} loses {loss:.2} % of packets, {direction} (limit {max_loss_percent} %); look at the error and drop \
-         counters of the ports and cables between them, and at the receive buffers of both ends (net.core.rmem_max, \
+        "{from} - {to} loses {loss:.2} % of packets, {direction} (limit {max_loss_percent} %); check the error and drop \
+         counters of the ports and cables between them, and the receive buffers of both ends (net.core.rmem_max, \
          `sumac doctor`)"
     )
 }

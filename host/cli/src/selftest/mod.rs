@@ -1,11 +1,11 @@
-//! `sumac selftest`: every link of a cluster on its own, for loss, latency and bandwidth.
+//! `sumac selftest`: test each link of a cluster for loss, latency and bandwidth.
 //!
-//! A link is put under test by jobs whose tree is pinned to it: one rank and one device, then one rank, a device and a
-//! second device above it. The rank runs in this process. What the second job takes longer than the first is the
-//! second link's latency; what was lost on it, its own two ends have counted.
+//! A link is tested by jobs whose tree is pinned to it: one rank and one device, then one rank, a device and a second
+//! device above it. The rank runs in this process. The latency of the link between two devices is the time by which the
+//! second job is slower than the first. Its loss comes from the counters of its two ends.
 //!
-//! Invariants: a link that fails ends its own test only; a device that is not reached from here does not make the links
-//! of others look bad.
+//! Invariants: a link that fails ends only its own test. A device that is unreachable from here does not affect the
+//! rating of other links.
 
 mod link;
 mod probe;
@@ -16,7 +16,7 @@ use crate::address::ControllerAddress;
 use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
 use crate::layout::Layout;
-use crate::options::{self, Attach, Links};
+use crate::options::{self, Links, Transport};
 use crate::size::SizeBytes;
 use crate::stats;
 use anyhow::{anyhow, ensure};
@@ -36,10 +36,10 @@ use sumac::controller::status;
 /// The largest operation.
 const BYTES_MAX: SizeBytes = SizeBytes(1 << 30);
 
-/// How many large operations are run; their median counts.
+/// The number of large operations, whose median counts.
 const LARGE_OPERATIONS: u32 = 3;
 
-/// The length of a small operation in bytes: one packet each way.
+/// The length of a small operation in bytes: one packet in each direction.
 const SMALL_BYTES: usize = 8;
 
 /// `sumac selftest`.
@@ -47,52 +47,52 @@ const SMALL_BYTES: usize = 8;
 pub(crate) struct SelftestArgs {
     #[command(flatten)]
     controller: ControllerAddress,
-    /// Test the links of these devices only; give it once a device [default: all]
+    /// Test only the links of this device; may be repeated [default: all devices]
     #[arg(long = "device", value_name = "NAME")]
     devices: Vec<String>,
-    /// How many packets in a hundred a good link may lose
+    /// Maximum loss of a good link, in percent of its packets
     #[arg(long, value_name = "PERCENT", default_value_t = 0.1)]
     max_loss: f64,
-    /// Small operations for a link's latency
+    /// Number of small operations per link, for the latency
     #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 200,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     iterations: u32,
-    /// The operation for a link's bandwidth
+    /// Size of the large operations, for the bandwidth
     #[arg(short = 'e', long = "maxbytes", value_name = "SIZE", default_value = "16M")]
     bytes: SizeBytes,
-    /// How long one operation may take before the link counts as broken, in seconds
+    /// Deadline of each operation in seconds, after which the link counts as broken
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 10,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout_s: u64,
-    /// Levels of the tree of the cluster that is started where no controller is named
+    /// Levels of the tree to start if no controller is named
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,
-    /// Start the devices of the tree planned on this fabric (an ibnetdiscover dump or TOML)
+    /// Plan the tree to start on this fabric (an ibnetdiscover dump or TOML)
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
-    /// On whose account the tests run, where the controller has quotas
+    /// Tenant to which the tests are accounted
     #[arg(long, value_name = "NAME", default_value = DEFAULT_TENANT, value_parser = options::tenant)]
     tenant: String,
-    /// How long a test waits in the controller's queue for what others hold of a device, in seconds
+    /// How long a test may wait in the controller's queue for a device, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait_for_tree: u32,
-    /// For how many ranks that tree is planned
+    /// Number of ranks for which that tree is planned
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// Test links over RDMA verbs, from the first of the ports of --verbs; devices that are there already are to receive so
+    /// Test links over RDMA verbs, from the first of these ports; existing devices must receive over verbs, too
     #[command(flatten)]
     verbs: Links,
-    /// Print one JSON object a link instead of the table
+    /// Print one JSON object per link instead of the table
     #[arg(long)]
     json: bool,
 }
 
-/// Test the links, and fail if one is bad.
+/// Test the links. A bad link is a failure.
 pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     args.check().map_err(Failure::Input)?;
-    let attach = if args.verbs.is_empty() { Attach::Udp } else { Attach::Verbs };
-    options::check_built(attach).map_err(Failure::Input)?;
+    let transport = if args.verbs.is_empty() { Transport::Udp } else { Transport::Verbs };
+    options::check_built(transport).map_err(Failure::Input)?;
     let mut supervisor = None;
     let controller = match args.controller.named()? {
         Some(addr) => addr,
@@ -103,7 +103,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
-            let device_options = args.verbs.of_devices(attach, layout.devices.len());
+            let device_options = args.verbs.of_devices(transport, layout.devices.len());
             cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
         }
     };
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let devices = args.chosen(known).map_err(Failure::Input)?;
     if !report.jobs.is_empty() {
         let jobs = report.jobs.len();
-        tell!("# {jobs} jobs are running: what they send counts into loss, latency and bandwidth");
+        message!("# {jobs} jobs are running; their traffic affects loss, latency and bandwidth");
     }
     let mut tester = Tester { args, controller, supervisor, rows: Vec::new(), alone: BTreeMap::new(), jobs: 0 };
     if !args.json {
@@ -130,65 +130,69 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
 
 impl SelftestArgs {
     fn check(&self) -> anyhow::Result<()> {
-        ensure!((0.0..=100.0).contains(&self.max_loss), "--max-loss {}: it is a percentage, 0 to 100", self.max_loss);
+        ensure!(
+            (0.0..=100.0).contains(&self.max_loss),
+            "--max-loss {} is not a percentage from 0 to 100",
+            self.max_loss
+        );
         let least = SizeBytes(SMALL_BYTES as u64);
         ensure!(
             self.bytes >= least && self.bytes <= BYTES_MAX,
-            "-e {}: the large operation is {least} to {BYTES_MAX} bytes",
+            "-e {}: the size must be {least} to {BYTES_MAX}",
             self.bytes
         );
         Ok(())
     }
 
-    /// Return which of the devices that there are to test.
+    /// Return the devices to test out of the registered ones.
     fn chosen(&self, known: Vec<String>) -> anyhow::Result<Vec<String>> {
-        ensure!(!known.is_empty(), "the controller knows no device; start one with `sumac device`");
-        let foreign = self.devices.iter().find(|name| !known.contains(name));
-        if let Some(name) = foreign {
-            return Err(anyhow!("--device {name}: the controller knows {}", known.join(", ")));
+        ensure!(!known.is_empty(), "no device has registered with the controller; start one with `sumac device`");
+        let unknown = self.devices.iter().find(|name| !known.contains(name));
+        if let Some(name) = unknown {
+            return Err(anyhow!("--device {name} has not registered; registered devices: {}", known.join(", ")));
         }
         let wanted = |name: &String| self.devices.is_empty() || self.devices.contains(name);
         Ok(known.into_iter().filter(wanted).collect())
     }
 }
 
-/// What is known so far.
+/// The state of the test.
 struct Tester<'a> {
     args: &'a SelftestArgs,
     controller: SocketAddr,
-    /// Of the cluster that was started for this.
+    /// The supervisor of the cluster, if one was started for the test.
     supervisor: Option<Supervisor>,
     rows: Vec<Row>,
-    /// What each device's own link measured, of those that are reached.
+    /// The measurements of the link to each reachable device.
     alone: BTreeMap<String, Measured>,
     jobs: u32,
 }
 
 impl Tester<'_> {
-    /// Test the link from here to a device.
+    /// Test the link from this host to a device.
     fn test_device(&mut self, device: &str) -> Result<(), Failure> {
         let link = Link::ToDevice(device.to_owned());
         let tested = self.run(vec![device.to_owned()], |before, after| Flows::to_device(before, after, device));
         if let Ok(measured) = &tested {
             self.alone.insert(device.to_owned(), *measured);
         }
-        self.judge(&link, tested)
+        self.rate(&link, tested)
     }
 
-    /// Test the link between two devices, from the one that is reached from here with less loss: the less there is on
-    /// the way to a link, the less of it can be taken for the link's.
+    /// Test the link between two devices, from the one that is reached with less loss: that leaves the least loss to be
+    /// mistaken for that of the tested link.
     fn test_pair(&mut self, one: &str, other: &str) -> Result<(), Failure> {
         let loss = |device: &str| self.alone.get(device).map_or(f64::INFINITY, |alone| alone.flows.loss());
         let (child, parent) = if loss(one) <= loss(other) { (one, other) } else { (other, one) };
         let link = Link::Between(child.to_owned(), parent.to_owned());
         let Some(alone_ns) = self.alone.get(child).map(|alone| alone.latency_ns) else {
-            return self.tell(Row::untested(&link));
+            return self.print(Row::untested(&link));
         };
         let devices = vec![parent.to_owned(), child.to_owned()];
         let tested = self.run(devices, |before, after| Flows::between(before, after, child, parent));
-        // Two medians of one machine's scheduling: their difference may come out below zero.
+        // The difference of two noisy medians may be negative.
         let own = |measured: Measured| Measured { latency_ns: (measured.latency_ns - alone_ns).max(0.0), ..measured };
-        self.judge(&link, tested.map(own))
+        self.rate(&link, tested.map(own))
     }
 
     /// Run one job on these devices, the root first.
@@ -216,7 +220,7 @@ impl Tester<'_> {
         })
     }
 
-    /// Run `count` operations, and return what each took in nanoseconds.
+    /// Run `count` operations and return their times in nanoseconds.
     fn times(&mut self, probe: &mut Probe, len_bytes: usize, count: u32) -> Result<Vec<u64>, ProbeError> {
         let mut times = Vec::with_capacity(count as usize);
         for _ in 0..count {
@@ -227,15 +231,15 @@ impl Tester<'_> {
         Ok(times)
     }
 
-    fn judge(&mut self, link: &Link, tested: Result<Measured, ProbeError>) -> Result<(), Failure> {
-        self.tell(match tested {
+    fn rate(&mut self, link: &Link, tested: Result<Measured, ProbeError>) -> Result<(), Failure> {
+        self.print(match tested {
             Ok(measured) => Row::measured(link, &measured, self.args.max_loss),
             Err(ProbeError::Cluster(error)) => return Err(error.into()),
             Err(error) => Row::unreachable(link, &error.to_string()),
         })
     }
 
-    fn tell(&mut self, row: Row) -> Result<(), Failure> {
+    fn print(&mut self, row: Row) -> Result<(), Failure> {
         let mut out = io::stdout().lock();
         if self.args.json {
             serde_json::to_writer(&mut out, &row).map_err(io::Error::from)?;

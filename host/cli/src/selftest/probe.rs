@@ -1,13 +1,13 @@
-//! One rank, in this process, alone on devices of its choice: what puts packets on the links under test.
+//! A rank in this process, alone on given devices, that sends packets over the links under test.
 //!
-//! It drives an endpoint by itself, as a communicator of one rank would not use the network at all.
+//! It drives an endpoint directly, because a communicator of one rank would not use the network.
 //!
-//! Invariant: every result is compared with what went up: one rank's sum is its own contribution.
+//! Invariant: every result is compared with the contribution, because the sum of one rank is its own contribution.
 
 use crate::cluster::ClusterError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
-use sumac::controller::proto::{Attach, JoinRequest, Terms};
+use sumac::controller::proto::{JoinRequest, Terms, Transport};
 use sumac::controller::{ClientError, Session};
 use sumac::transport::packets::TreeDriver;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
@@ -19,42 +19,42 @@ use sumac_hal::shm::DeviceUsers;
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 
-/// Why devices can't be reached, or not be trusted.
+/// Why a link cannot be measured.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(super) enum ProbeError {
-    /// The controller.
+    /// The controller failed or refused.
     #[error(transparent)]
     Controller(#[from] ClientError),
     /// The controller gave no tree on these devices.
     #[error("{0}")]
     NoTree(String),
-    /// The data port.
+    /// The data port cannot be opened.
     #[error("data port: {0}")]
     Port(#[from] HostedError),
-    /// It can't be posted.
+    /// The operation cannot be posted.
     #[error(transparent)]
     Post(#[from] PostError),
     /// The operation ended without a result.
     #[error(transparent)]
     Endpoint(#[from] EndpointError),
-    /// No result in time.
+    /// There was no result before the deadline.
     #[error("no result within {} s", .0.as_secs_f64())]
     Deadline(Duration),
-    /// This process is to end, or one that it started has ended: no link's fault.
+    /// A signal arrived, or a process of the cluster ended; no link is to blame.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// Another result than what went up.
-    #[error("{wrong} of {len} bytes came back changed")]
+    /// The result differs from the contribution.
+    #[error("{wrong} of {len} bytes of the result are wrong")]
     Wrong {
         /// Bytes that differ.
         wrong: usize,
-        /// Bytes in all.
+        /// All bytes.
         len: usize,
     },
 }
 
-/// A rank that is the only one of its job. Dropping it ends the job in good order, whatever came of the test.
+/// The only rank of a job. Dropping it leaves the job in order, whatever the outcome of the test.
 pub(super) struct Probe {
     session: Option<Session>,
     driver: TreeDriver<HostedPort>,
@@ -64,7 +64,7 @@ pub(super) struct Probe {
 }
 
 impl Probe {
-    /// Join a job of one rank on `devices`, the root first; by packets over UDP, or over the RDMA port `verbs`.
+    /// Join a job of one rank on `devices`, the root first. Packets go over UDP, or over the RDMA port `verbs`.
     pub(super) fn join(
         controller: SocketAddr,
         (job, terms): (String, Terms),
@@ -78,12 +78,12 @@ impl Probe {
             world: 1,
             host: None,
             order: Order::Arrival,
-            // Nobody connects to the only rank.
+            // No other rank connects to it.
             mesh_addr: SocketAddr::new(controller.ip(), 0),
-            repair_addr: SocketAddr::new(controller.ip(), 0),
+            recovery_addr: SocketAddr::new(controller.ip(), 0),
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
-            // Links are what is tested.
-            attach: if verbs.is_some() { Attach::Verbs } else { Attach::Udp },
+            // Shared memory would bypass the links.
+            transport: if verbs.is_some() { Transport::Verbs } else { Transport::Udp },
             machine: None,
             device_users: DeviceUsers::own(),
             terms,
@@ -91,17 +91,17 @@ impl Probe {
         let (session, membership) = Session::join_on(controller, request, devices, timeout, |_| None)?;
         let tree = membership.tree.map_err(ProbeError::NoTree)?;
         if tree.parents.is_empty() || tree.window_max == 0 {
-            return Err(ProbeError::NoTree(format!("a tree with leaf {:?} but no way to it", tree.leaf)));
+            return Err(ProbeError::NoTree(format!("the tree of leaf {:?} has no address to send to", tree.leaf)));
         }
         let endpoint = Endpoint::new(
-            // One rank has nobody to share an answer with.
+            // A single rank does not share results with others.
             tree.endpoint((Rank(0), 1), None, membership.table.version),
         );
         let driver = TreeDriver::new(endpoint, port);
         Ok(Self { session: Some(session), driver, buffer: OneBuffer(Vec::new()), sent: Vec::new(), timeout })
     }
 
-    /// Send `len_bytes` bytes, whole 64-bit words, up and get them back. Returns the time that it took.
+    /// Reduce `len_bytes` bytes of 64-bit words through the devices, and return the time.
     pub(super) fn round_trip(&mut self, len_bytes: usize) -> Result<Duration, ProbeError> {
         self.fill(len_bytes);
         let start = Instant::now();
@@ -119,20 +119,20 @@ impl Probe {
             }
         }
         let time = start.elapsed();
-        let wrong = self.buffer.0.iter().zip(&self.sent).filter(|(got, sent)| got != sent).count();
+        let wrong = self.buffer.0.iter().zip(&self.sent).filter(|(received, sent)| received != sent).count();
         if wrong > 0 {
             return Err(ProbeError::Wrong { wrong, len: len_bytes });
         }
         Ok(time)
     }
 
-    /// Take in what has arrived since, and return what was counted.
+    /// Receive pending packets and return the counters.
     pub(super) fn stats(&mut self) -> EndpointStats {
         self.driver.pump(&mut self.buffer);
         *self.driver.endpoint().stats()
     }
 
-    /// Put values into the buffer that no other operation of this length had.
+    /// Fill the buffer with values that no other operation of this length has had.
     fn fill(&mut self, len_bytes: usize) {
         let salt = self.driver.endpoint().stats().packets_out;
         self.sent.clear();
@@ -141,7 +141,7 @@ impl Probe {
         self.buffer.0.clone_from(&self.sent);
     }
 
-    /// Take the events, and tell whether `op` is complete.
+    /// Handle pending events and return whether `op` is complete.
     fn is_complete(&mut self, op: OpId) -> Result<bool, ProbeError> {
         while let Some(event) = self.driver.endpoint_mut().poll_event() {
             match event {
@@ -175,5 +175,5 @@ impl Buffers for OneBuffer {
     }
 }
 
-/// Spreads neighbouring numbers over all bits (2^64 over the golden ratio; Knuth, TAOCP 3, 6.4).
+/// Spreads consecutive numbers over all bits (2^64 divided by the golden ratio; Knuth, TAOCP 3, 6.4).
 const ODD: u64 = 0x9e37_79b9_7f4a_7c15;

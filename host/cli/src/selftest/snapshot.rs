@@ -1,4 +1,4 @@
-//! What all parties of a test have counted at one moment.
+//! The counters of rank and devices at one moment of a test.
 
 use super::probe::{Probe, ProbeError};
 use std::collections::BTreeMap;
@@ -10,33 +10,33 @@ use sumac_hal::ctrl::{Counters, DropReason};
 /// Counters of the rank and of all devices.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Snapshot {
-    /// The rank's.
+    /// The rank's counters.
     pub(super) rank: EndpointStats,
-    /// Those of each device that answers.
+    /// The counters of each device that replies.
     pub(super) devices: BTreeMap<String, Counters>,
-    /// Whether other jobs' packets are among the devices'.
+    /// Whether the devices' counters include packets of other jobs.
     pub(super) shared: bool,
 }
 
-/// What a device has counted between two snapshots.
+/// The change of a device's counters between two snapshots.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct DeviceDelta {
-    /// Whole packets received.
+    /// Well-formed packets received.
     pub(super) received: u64,
     /// Packets sent.
     pub(super) packets_out: u64,
-    /// Answers sent down again.
+    /// Results retransmitted to children.
     pub(super) answers_resent: u64,
-    /// Contributions sent up again.
+    /// Contributions retransmitted to the parent.
     pub(super) contributions_resent: u64,
 }
 
 impl Snapshot {
-    /// Ask the controller for the devices' counters, then the rank for its own: so what a device says that it has sent
-    /// has had the time to arrive.
+    /// Get the devices' counters from the controller, then those of the rank. In this order, packets that a device
+    /// counts as sent have had time to arrive.
     ///
     /// # Errors
-    /// A controller that does not answer.
+    /// The controller does not reply.
     pub(super) fn take(controller: SocketAddr, job: &str, probe: &mut Probe) -> Result<Self, ProbeError> {
         let report = status(controller)?;
         let counters = report.devices.into_iter().filter_map(|device| Some((device.name, device.stats.ok()?.counters)));
@@ -47,7 +47,7 @@ impl Snapshot {
         })
     }
 
-    /// Return what the rank has counted since `before`.
+    /// Return the change of the rank's counters since `before`.
     pub(super) fn rank_since(&self, before: &Self) -> EndpointStats {
         let (now, then) = (&self.rank, &before.rank);
         EndpointStats {
@@ -61,7 +61,7 @@ impl Snapshot {
         }
     }
 
-    /// Return what a device has counted since `before`; nothing of one that did not answer, or has restarted.
+    /// Return the change of a device's counters since `before`: zero if it did not reply or has restarted.
     pub(super) fn device_since(&self, before: &Self, device: &str) -> DeviceDelta {
         let (Some(now), Some(then)) = (self.devices.get(device), before.devices.get(device)) else {
             return DeviceDelta::default();

@@ -1,9 +1,9 @@
-//! The links, a line each, for people and for programs.
+//! The table of links.
 
 use super::link::Row;
 use std::io::{self, Write};
 
-/// Print the table's head.
+/// Print the table's header.
 pub(super) fn write_head(out: &mut impl Write) -> io::Result<()> {
     writeln!(
         out,
@@ -13,7 +13,7 @@ pub(super) fn write_head(out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "#{:>15} {:>16} {:>9} {:>7} {:>8} {:>11} {:>10} {:>7}", "", "", "", "", "(%)", "(us)", "(GB/s)", "")
 }
 
-/// Print a link; what could not be measured is `-`.
+/// Print a link; `-` stands for what could not be measured.
 pub(super) fn write_row(out: &mut impl Write, row: &Row) -> io::Result<()> {
     let count = |value: Option<u64>| value.map_or_else(|| "-".into(), |value| value.to_string());
     let figure = |value: Option<f64>, decimals| value.map_or_else(|| "-".into(), |value| format!("{value:.decimals$}"));
@@ -31,7 +31,7 @@ pub(super) fn write_row(out: &mut impl Write, row: &Row) -> io::Result<()> {
     )
 }
 
-/// Print what is wrong with the links that are bad, and the verdict.
+/// Print the problems of bad links and the summary.
 pub(super) fn write_summary(out: &mut impl Write, rows: &[Row]) -> io::Result<()> {
     for problem in rows.iter().filter_map(|row| row.problem.as_ref()) {
         writeln!(out, "# {problem}")?;

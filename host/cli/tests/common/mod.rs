@@ -1,6 +1,6 @@
-//! What the tests of the command share: running it, and files that are gone with the test.
+//! Helpers for tests of the command: running it, and temporary folders.
 
-// Each test binary uses its part of this.
+// Each test binary uses only a part of this module.
 #![allow(dead_code)]
 
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
@@ -11,7 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 
-/// Run the command to its end.
+/// Run the command and wait for its end.
 pub(crate) fn sumac(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_sumac")).args(args).stdin(Stdio::null()).output().expect("the command runs")
 }
@@ -24,12 +24,12 @@ pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Return the exit status, which an end by a signal does not have.
+/// Return the exit status. An end by a signal panics.
 pub(crate) fn exit_status(output: &Output) -> i32 {
     output.status.code().unwrap_or_else(|| panic!("ended by a signal: {}", output.status))
 }
 
-/// A controller, device or rank that is killed with the test if nothing ended it before.
+/// A running controller, device or rank. Dropping it kills the process.
 pub(crate) struct Server {
     process: Child,
     stdout: BufReader<ChildStdout>,
@@ -40,18 +40,20 @@ pub(crate) fn serve(args: &[&str]) -> Server {
     serve_with(args, "")
 }
 
-/// Start a command that reads `stdin` to its end and then serves, or does what it was told there.
+/// Start a command that reads `stdin` to its end and then serves or works.
 pub(crate) fn serve_with(args: &[&str], stdin: &str) -> Server {
     serve_from(command(), args, stdin).expect("started")
 }
 
-/// Start a command that serves, as another user; `None`, and it is said loudly, where this process can't do that.
+/// Start a command that serves, as another user. Prints a message and returns `None` if this process may not do so.
 pub(crate) fn serve_as(uid: u32, args: &[&str]) -> Option<Server> {
     let mut other = command();
     other.uid(uid).gid(uid);
     match serve_from(other, args, "") {
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            eprintln!("SKIPPED: can't run the command as user {uid}: it takes root, and a folder that all can enter");
+            eprintln!(
+                "SKIPPED: cannot run the command as user {uid}: this needs root, and a folder that all users can enter"
+            );
             None
         }
         server => Some(server.expect("started")),
@@ -63,7 +65,7 @@ fn command() -> Command {
 }
 
 fn serve_from(mut command: Command, args: &[&str], stdin: &str) -> std::io::Result<Server> {
-    // The kernel ends it with the test's thread, should the test not come to drop it.
+    // The kernel kills it with the test's thread, even if the test does not drop it.
     command.args(args).env("SUMAC_SUPERVISOR", std::process::id().to_string());
     let mut process = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut to = process.stdin.take().expect("piped");
@@ -74,12 +76,12 @@ fn serve_from(mut command: Command, args: &[&str], stdin: &str) -> std::io::Resu
 }
 
 impl Server {
-    /// Return its process.
+    /// Return its process id.
     pub(crate) fn pid(&self) -> Pid {
         Pid::from_child(&self.process)
     }
 
-    /// Kill it as nothing in it can notice.
+    /// Kill it with SIGKILL.
     pub(crate) fn kill(mut self) {
         self.process.kill().expect("it is ours");
         self.process.wait().expect("it is ours");
@@ -92,14 +94,14 @@ impl Server {
         line.trim_end().to_owned()
     }
 
-    /// Return what is left of its stdout, once it has ended by itself.
+    /// Wait until it has succeeded, and return the remaining lines of its stdout.
     pub(crate) fn expect_success(mut self) -> Vec<String> {
         let lines = self.stdout.by_ref().lines().map(|line| line.expect("a line")).collect();
         assert_eq!(self.process.wait().expect("ended").code(), Some(0), "{lines:?}");
         lines
     }
 
-    /// End it as Ctrl-C would.
+    /// End it with SIGINT, and assert that it succeeds.
     pub(crate) fn interrupt_and_expect_success(&mut self) {
         kill_process(Pid::from_child(&self.process), Signal::INT).expect("running");
         assert_eq!(self.process.wait().expect("ended").code(), Some(0));
@@ -113,7 +115,7 @@ impl Drop for Server {
     }
 }
 
-/// A process that some other has started; the file becomes readable when it ends.
+/// A process that another one has started. The pidfd becomes readable when it ends.
 pub(crate) struct Process {
     pub(crate) pid: Pid,
     pub(crate) command: String,
@@ -128,7 +130,7 @@ pub(crate) fn children(parent: u32) -> Vec<Process> {
     processes(|path| fs::read_to_string(path.join("status")).is_ok_and(|status| is_child(&status)))
 }
 
-/// Return the processes that were started with a variable, and those that they have started.
+/// Return all processes with this variable in their environment, which children inherit.
 pub(crate) fn processes_with(variable: &str, value: &str) -> Vec<Process> {
     let entry = format!("{variable}={value}");
     processes(|path| {
@@ -137,7 +139,7 @@ pub(crate) fn processes_with(variable: &str, value: &str) -> Vec<Process> {
     })
 }
 
-/// Return the processes whose folder in `/proc` says what is looked for. One that ends meanwhile is none.
+/// Return the processes whose folder in `/proc` matches. Processes that end meanwhile are skipped.
 fn processes(is_wanted: impl Fn(&Path) -> bool) -> Vec<Process> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").expect("/proc").flatten() {
@@ -154,7 +156,7 @@ fn processes(is_wanted: impl Fn(&Path) -> bool) -> Vec<Process> {
     found
 }
 
-/// A directory that is gone with the test.
+/// A temporary folder, which is removed when it is dropped.
 pub(crate) struct Dir(PathBuf);
 
 impl Dir {
@@ -174,7 +176,7 @@ impl Dir {
         path
     }
 
-    /// Return the names of everything in it, sorted.
+    /// Return the names of its entries, sorted.
     pub(crate) fn names(&self) -> Vec<String> {
         let entries = fs::read_dir(&self.0).expect("listed");
         let mut names: Vec<_> =
@@ -190,7 +192,7 @@ impl Drop for Dir {
     }
 }
 
-/// Return a .npy file of f32 elements; `shape` as Python writes it.
+/// Return a .npy file of f32 elements; `shape` is in Python's notation.
 pub(crate) fn npy_f32(values: &[f32], shape: &str) -> Vec<u8> {
     let head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n");
     let mut bytes = b"\x93NUMPY\x01\x00".to_vec();
@@ -200,7 +202,7 @@ pub(crate) fn npy_f32(values: &[f32], shape: &str) -> Vec<u8> {
     bytes
 }
 
-/// Read a .npy file of f32 elements with another crate than the command does.
+/// Read a .npy file of f32 elements with the npyz crate.
 pub(crate) fn read_npy_f32(path: impl AsRef<Path>) -> Vec<f32> {
     let bytes = fs::read(path).expect("a file");
     npyz::NpyFile::new(&bytes[..]).and_then(npyz::NpyFile::into_vec).expect("an array of f32")

@@ -1,4 +1,4 @@
-//! A cluster of processes, and what a test has seen in one.
+//! A cluster of processes, and the statistics of a test.
 
 use super::{Ending, Member, Memory, Sockets, Task, dev_shm};
 use crate::common::{Server, children, serve, serve_with};
@@ -11,7 +11,7 @@ use sumac::controller::{ControllerConfig, status};
 /// Elements of each all-reduce: 4 MiB, in 69 chunks of which the last is shorter.
 const ELEMENTS: usize = 1 << 20;
 
-/// Two leaves of two hosts each, and so of two ranks each. The planner takes the first leaf for the root.
+/// Two leaves with two hosts each, so with two ranks each. The planner picks the first leaf as the root.
 const FABRIC: &str = r#"
 switch = [{ name = "leaf0", aggregation = true }, { name = "leaf1", aggregation = true }, { name = "spine0" }]
 host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
@@ -25,13 +25,13 @@ link = [
 ]
 "#;
 
-/// How long a call may take.
+/// The deadline of a call.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(10);
 
-/// One cluster at a time, so that every child of this process is the cluster's.
+/// Serialises the tests, so that all child processes belong to one cluster.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// A controller, and the jobs that it was given.
+/// A controller and its jobs.
 pub(crate) struct Cluster {
     controller: Option<Server>,
     addr: SocketAddr,
@@ -47,7 +47,7 @@ impl Cluster {
         Self::on("")
     }
 
-    /// Start one with a fabric of two leaves: jobs of four ranks have trees of both.
+    /// Start a controller with a fabric of two leaves: jobs of four ranks have trees of both.
     pub(crate) fn start_with_two_leaves() -> Self {
         Self::on(FABRIC)
     }
@@ -56,8 +56,7 @@ impl Cluster {
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let (shm, has_fabric) = (dev_shm(), !fabric.is_empty());
         let topology: &[_] = if has_fabric { &["--topology", "-"] } else { &[] };
-        // Ranks that may choose take the tree while there is one.
-        // Devices are killed again and again, and are to be back at once.
+        // Ranks prefer the tree while there is one. Devices are killed repeatedly and must be usable again at once.
         let own = ["controller", "--listen", "127.0.0.1:0", "--prefer-tree", "--device-backoff", "0"];
         let mut controller = serve_with(&[&own, topology].concat(), fabric);
         let line = controller.line();
@@ -65,12 +64,12 @@ impl Cluster {
         Self { controller: Some(controller), addr, has_fabric, jobs: 0, shm, _alone: alone }
     }
 
-    /// Start a device, and wait until the controller knows it.
+    /// Start a device, and wait until it has registered.
     pub(crate) fn device(&self, name: &str) -> Server {
         self.device_with(name, "full")
     }
 
-    /// Start one with another engine.
+    /// Start a device with another profile of the DMA engine.
     pub(crate) fn device_with(&self, name: &str, profile: &str) -> Server {
         let controller = self.addr.to_string();
         let mut device = serve(&["device", "--name", name, "--controller", &controller, "--dma-profile", profile]);
@@ -78,15 +77,15 @@ impl Cluster {
         device
     }
 
-    /// Describe the first rank of a new job.
+    /// Return the task of the first rank of a new job.
     pub(crate) fn task(&mut self, ranks: u32, memory: Memory, rounds: u64, deadline: Duration) -> Task {
         self.jobs += 1;
         let limits = ControllerConfig::new();
-        // As the controller does it: whole cache lines where an engine is in the way.
+        // As the controller does: whole cache lines if an engine is involved.
         let chunk_bytes = usize::from(match (memory, self.has_fabric) {
             (Memory::Packets, _) => limits.chunk_max_bytes,
             (_, true) => limits.chunk_max_bytes / 64 * 64,
-            (_, false) => limits.reference_chunk_max_bytes,
+            (_, false) => limits.zero_copy_chunk_max_bytes,
         });
         let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
         let (elements, rounds_values) = (ELEMENTS, false);
@@ -111,15 +110,15 @@ impl Cluster {
         start(&self.task(ranks, memory, rounds, deadline))
     }
 
-    /// Run a job of two ranks that goes well.
-    pub(crate) fn run_well(&mut self, memory: Memory, context: &str) {
+    /// Run a job of two ranks, and assert that it succeeds.
+    pub(crate) fn run_successfully(&mut self, memory: Memory, context: &str) {
         let mut members = self.job(2, memory, 2, DEADLINE);
         let endings: Vec<_> = members.iter_mut().map(Member::ending).collect();
         assert!(endings.iter().all(|ending| ending.error.is_none() && ending.rounds == 2), "{context}: {endings:?}");
         members.into_iter().for_each(Member::end);
     }
 
-    /// Return the devices that the only job with a tree is on, the root first.
+    /// Return the devices of the only job with a tree, the root first.
     pub(crate) fn devices_of_the_job(&self) -> Vec<String> {
         let report = status(self.addr).expect("a report");
         let trees: Vec<_> = report.jobs.into_iter().filter_map(|job| job.tree?.ok()).collect();
@@ -131,7 +130,7 @@ impl Cluster {
         self.controller.take().expect("killed once").kill();
     }
 
-    /// End what is left in order, and see that this was all.
+    /// End the remaining processes in order, and assert that no others remain.
     pub(crate) fn end(mut self, devices: Vec<Server>) {
         let sockets: Vec<_> = devices.iter().map(|device| Sockets::of(device.pid())).collect();
         for mut server in devices.into_iter().chain(self.controller.take()) {
@@ -144,25 +143,25 @@ impl Cluster {
     }
 }
 
-/// Start all ranks of a job that is described by the task of its first.
+/// Start all ranks of a job, given the task of its first rank.
 pub(crate) fn start(task: &Task) -> Vec<Member> {
     (0..task.ranks).map(|rank| Member::start(&Task { rank, ..task.clone() })).collect()
 }
 
-/// What a test has seen, for its summary.
+/// The statistics of a test, for its summary.
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     endings: usize,
-    /// Ranks whose buffer held both.
+    /// Ranks whose buffer held both old and new chunks.
     pub(crate) mixed: usize,
     old: usize,
     new: usize,
-    /// How often each error came, and how many milliseconds the slowest took.
+    /// The number of each error, and the milliseconds of the slowest one.
     errors: BTreeMap<String, (usize, u64)>,
 }
 
 impl Seen {
-    /// Check how a rank's work ended after something was done to its surroundings, and note it.
+    /// Check how a rank's work ended after a fault, and count it.
     pub(crate) fn note(&mut self, ending: &Ending, since_ns: u64, limit: Duration, expected: &[&str], context: &str) {
         let error = ending.error.as_deref().unwrap_or("none");
         assert!(expected.contains(&error), "{context}: {ending:?}");

@@ -1,16 +1,16 @@
-//! Ranks that are processes of their own and may be killed: this test program again, with `rank_process` as its only
-//! test and a task in its environment.
+//! Ranks as processes that can be killed: each runs this test program with `rank_process` as its only test and with a
+//! task in its environment.
 
-// Each test binary uses its part of this.
+// Each test binary uses only a part of this module.
 #![allow(dead_code, unused_imports)]
 
 mod cluster;
-mod left;
+mod leftovers;
 mod rank;
 
 pub(crate) use cluster::{Cluster, DEADLINE, Seen, start};
-use left::dev_shm;
-pub(crate) use left::{DeviceMemory, Sockets};
+use leftovers::dev_shm;
+pub(crate) use leftovers::{DeviceMemory, Sockets};
 
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use rustix::time::{ClockId, clock_gettime};
@@ -22,24 +22,24 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-/// Long enough for a machine that does something else first; a test that works never waits for it.
+/// Long enough for a loaded machine; a passing test never waits for it.
 const LONG: Duration = Duration::from_secs(60);
 
 /// The variable that holds a rank's task.
 const TASK: &str = "SUMAC_TEST_TASK";
 
-/// Where a rank's data is, and how it gets to the device.
+/// The memory of a rank's data, and its path to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Memory {
-    /// By reference, from registered memory.
+    /// Zero-copy, from registered memory.
     Registered,
-    /// By reference, through the bounce buffer.
+    /// Zero-copy transport through the bounce buffer.
     Plain,
-    /// In packets.
+    /// Inline, in packets.
     Packets,
 }
 
-/// What a rank is to do.
+/// The task of a rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Task {
     pub(crate) controller: SocketAddr,
@@ -48,26 +48,26 @@ pub(crate) struct Task {
     pub(crate) ranks: u32,
     pub(crate) memory: Memory,
     pub(crate) elements: usize,
-    /// Whether elements are of a type that the device rounds results to, so that they are published from another place.
+    /// Whether the device rounds results to the element type, which publishes them from another place.
     pub(crate) rounds_values: bool,
-    /// What the job's chunks are long.
+    /// The length of the job's chunks, in bytes.
     pub(crate) chunk_bytes: usize,
-    /// All-reduces, one after the other.
+    /// The number of all-reduces.
     pub(crate) rounds: u64,
-    /// Of each, and of joining.
+    /// The deadline of each all-reduce and of joining, in milliseconds.
     pub(crate) deadline_ms: u64,
-    /// Whether a lost tree is got over: then operations take the tree while there is one, and the buffer is looked at
-    /// again also after the last round.
+    /// Whether ranks recover from a lost tree. Then operations use the tree while there is one, and the buffer is
+    /// checked again after the last round.
     pub(crate) repair: bool,
 }
 
-/// A round that begins now, and how long the one before took.
+/// A round that begins now, and the time of the previous one.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Round {
     pub(crate) round: u64,
     pub(crate) took_us: u64,
-    /// Whether the one before was repaired.
+    /// Whether the previous round recovered.
     pub(crate) repaired: bool,
 }
 
@@ -75,11 +75,11 @@ pub(crate) struct Round {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Ending {
-    /// The error's variant; `None` if all rounds went well.
+    /// The error's variant; `None` if all rounds succeeded.
     pub(crate) error: Option<String>,
-    /// The error's words, or where a chunk is torn.
+    /// The error's message, or the place of a torn chunk.
     pub(crate) text: String,
-    /// Rounds that went well.
+    /// Rounds that succeeded.
     pub(crate) rounds: u64,
     /// Chunks of the last round that hold this rank's contribution.
     pub(crate) old: usize,
@@ -87,48 +87,48 @@ pub(crate) struct Ending {
     pub(crate) new: usize,
     /// Chunks of the last round that hold anything else.
     pub(crate) torn: usize,
-    /// When the call returned, on the machine's clock.
+    /// When the call returned, on the machine's monotonic clock.
     pub(crate) at_ns: u64,
-    /// Rounds that were repaired.
+    /// Rounds that recovered.
     pub(crate) repaired: Vec<u64>,
-    /// Whether the last round that went well took the tree.
+    /// Whether the last successful round used the tree.
     pub(crate) by_tree: bool,
 }
 
-/// What became of the buffer after the call had failed.
+/// The buffer some time after the call returned.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Later {
-    /// Elements that are not what they were when the call returned.
+pub(crate) struct Recheck {
+    /// Elements that have changed since the call returned.
     pub(crate) changed: usize,
 }
 
-/// What is left in a rank that has dropped its communicator and its buffer.
+/// Resources that remain in a rank after it has dropped its communicator and its buffer.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Left {
-    /// Shared memory.
+pub(crate) struct Leftovers {
+    /// Mappings of shared memory.
     pub(crate) mappings: usize,
 }
 
-/// Return the machine's monotonic clock, which all processes share.
+/// Return the time on the machine's monotonic clock, which all processes share.
 pub(crate) fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Be a rank, as the environment says.
-pub(crate) fn be_a_rank() {
+/// Run the task in the environment as a rank.
+pub(crate) fn run_rank() {
     let task = std::env::var(TASK).expect("started by a test");
     let (parent, task): (i32, Task) = serde_json::from_str(&task).expect("a task");
-    // It ends with the test, also with one that does not come to kill it.
+    // It is killed with the test, even if the test cannot do so itself.
     set_parent_process_death_signal(Some(Signal::KILL)).expect("any process may");
     if getppid().map(Pid::as_raw_pid) == Some(parent) {
         rank::run(&task, std::io::stdin());
     }
 }
 
-/// A running rank, which is killed with the test if nothing ended it before.
+/// A running rank. Dropping it kills the process.
 pub(crate) struct Member {
     process: Child,
     stdin: Option<ChildStdin>,
@@ -150,7 +150,7 @@ impl Member {
         let stdin = process.stdin.take();
         let from = BufReader::new(process.stdout.take().expect("piped"));
         let (to, lines) = channel();
-        // Ends with the rank.
+        // The thread ends with the rank.
         std::thread::spawn(move || {
             let lines = from.lines().map_while(Result::ok).filter(|line| line.starts_with('{'));
             lines.map_while(|line| serde_json::from_str(&line).ok()).try_for_each(|line| to.send(line))
@@ -165,19 +165,19 @@ impl Member {
         parsed.unwrap_or_else(|error| panic!("{}: {line}: {error}", self.name))
     }
 
-    /// Wait for its second round to begin, and return how long the first took.
+    /// Wait until its second round begins, and return the time of the first.
     pub(crate) fn second_round(&mut self) -> Duration {
         let Round { round, took_us, .. } = self.line();
         assert_eq!(round, 1, "{}", self.name);
         Duration::from_micros(took_us)
     }
 
-    /// Wait for a round to begin.
+    /// Wait until a round begins.
     pub(crate) fn round(&mut self) -> Round {
         self.line()
     }
 
-    /// Wait for the end of its work.
+    /// Wait until its work has ended.
     pub(crate) fn ending(&mut self) -> Ending {
         loop {
             let line: Value = self.line();
@@ -188,25 +188,25 @@ impl Member {
         }
     }
 
-    /// Let it look at its buffer again, now, after a call that failed or the last round.
-    pub(crate) fn look_again(&mut self) -> Later {
+    /// Let it check its buffer again, after a failed call or after the last round.
+    pub(crate) fn recheck(&mut self) -> Recheck {
         drop(self.stdin.take());
         self.line()
     }
 
-    /// Wait for its end, and see that it has let go of all shared memory.
+    /// Wait for its end, and assert that it has unmapped all shared memory.
     pub(crate) fn end(mut self) {
         drop(self.stdin.take());
-        assert_eq!(self.line::<Left>().mappings, 0, "{} has let go of its memory", self.name);
+        assert_eq!(self.line::<Leftovers>().mappings, 0, "{} still maps shared memory", self.name);
         assert!(self.process.wait().expect("it is ours").success(), "{}", self.name);
     }
 
-    /// Return its process.
+    /// Return its process id.
     pub(crate) fn pid(&self) -> Pid {
         Pid::from_child(&self.process)
     }
 
-    /// Kill it.
+    /// Kill it with SIGKILL and reap it.
     pub(crate) fn kill(&mut self) {
         self.process.kill().expect("it is ours");
         self.process.wait().expect("it is ours");
@@ -215,12 +215,12 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        // It may have ended; both calls then do nothing.
+        // If it has ended, both calls do nothing.
         let _ = (self.process.kill(), self.process.wait());
     }
 }
 
-/// Send a signal to a process that is running.
+/// Send a signal to a running process.
 pub(crate) fn signal(process: Pid, signal: Signal) {
     kill_process(process, signal).expect("running");
 }

@@ -1,10 +1,10 @@
-//! The program of a rank whose surroundings die: all-reduces in place until one fails, and then a look at every chunk.
+//! The program of a rank: it runs all-reduces in place until one fails, and then checks every chunk of the buffer.
 //!
-//! It says what it saw in lines of JSON ([`Round`], [`Ending`], [`Later`], [`Left`]), so that whoever started it can
-//! judge. Element e of rank r in round i is `base(e, i) * 4^r`: the sum is `base * (1 + 4 + ...)`, which no input, no
-//! other set of contributions, and, chunk by chunk, no other round and no other place can be taken for.
+//! It reports in lines of JSON ([`Round`], [`Ending`], [`Recheck`], [`Leftovers`]). Element e of rank r in round i is
+//! `base(e, i) * 4^r`. The sum `base * (1 + 4 + ...)` differs from every input and from the sum of any other set of
+//! contributions, and a chunk of it differs from every other round and place.
 
-use super::{Ending, Later, Left, Memory, Round, Task, now_ns};
+use super::{Ending, Leftovers, Memory, Recheck, Round, Task, now_ns};
 use half::bf16;
 use serde::Serialize;
 use std::fmt::Debug;
@@ -12,34 +12,34 @@ use std::io::Read;
 use std::ops::DerefMut;
 use std::time::{Duration, Instant};
 use sumac::comm::{Element, Transfer};
-use sumac::controller::proto::Attach;
+use sumac::controller::proto::Transport;
 use sumac::select::Algo;
 use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 
-/// Do a task to its end. `looks` is read to its end before the buffer is looked at for the last time.
-pub(crate) fn run(task: &Task, mut looks: impl Read) {
+/// Run a task. `gate` is read to its end before the buffer is checked for the last time.
+pub(crate) fn run(task: &Task, mut gate: impl Read) {
     let config = JoinConfig {
         algo: if task.repair { Algo::Auto } else { Algo::Tree },
         deadline: Duration::from_millis(task.deadline_ms),
         join_timeout: Duration::from_millis(task.deadline_ms),
         repair: task.repair,
-        attach: if task.memory == Memory::Packets { Attach::Udp } else { Attach::Shm },
+        transport: if task.memory == Memory::Packets { Transport::Udp } else { Transport::Shm },
         ..JoinConfig::new(task.controller, task.job.clone(), task.rank, task.ranks)
     };
     match Communicator::join(config) {
         Err(error) => {
-            tell(&Ending { error: Some(format!("Join{}", variant(&error))), ..ending(error.to_string()) });
-            // It has no buffer.
-            tell(&Later { changed: 0 });
+            report(&Ending { error: Some(format!("Join{}", variant(&error))), ..ending(error.to_string()) });
+            // There is no buffer to check.
+            report(&Recheck { changed: 0 });
         }
-        Ok(comm) if task.rounds_values => alloc_and_reduce::<bf16>(task, comm, &mut looks),
-        Ok(comm) => alloc_and_reduce::<u32>(task, comm, &mut looks),
+        Ok(comm) if task.rounds_values => alloc_and_reduce::<bf16>(task, comm, &mut gate),
+        Ok(comm) => alloc_and_reduce::<u32>(task, comm, &mut gate),
     }
     let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc");
-    tell(&Left { mappings: maps.lines().filter(|line| line.contains("sumac-")).count() });
+    report(&Leftovers { mappings: maps.lines().filter(|line| line.contains("sumac-")).count() });
 }
 
-/// What buffers are made of.
+/// The element types of buffers.
 trait Value: Element + PartialEq {
     fn of(base: u32, factor: u32) -> Self;
 }
@@ -50,40 +50,40 @@ impl Value for u32 {
     }
 }
 
-/// Integers up to 256 are exact, and so is every sum of three ranks.
+/// Integers up to 256 are exact, and so are all sums of three ranks.
 impl Value for bf16 {
     fn of(base: u32, factor: u32) -> Self {
         Self::from_f32((((base >> 16) % 12 + 1) * factor) as f32)
     }
 }
 
-fn alloc_and_reduce<T: Value>(task: &Task, comm: Communicator, looks: &mut impl Read) {
+fn alloc_and_reduce<T: Value>(task: &Task, comm: Communicator, gate: &mut impl Read) {
     if task.memory != Memory::Registered {
-        return reduce_and_look(task, comm, vec![T::zeroed(); task.elements], looks);
+        return reduce_and_check(task, comm, vec![T::zeroed(); task.elements], gate);
     }
     match comm.alloc::<T>(task.elements) {
-        Ok(buffer) => reduce_and_look(task, comm, buffer, looks),
+        Ok(buffer) => reduce_and_check(task, comm, buffer, gate),
         Err(error) => {
-            tell(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
-            tell(&Later { changed: 0 });
+            report(&Ending { error: Some(format!("Alloc{}", variant(&error))), ..ending(error.to_string()) });
+            report(&Recheck { changed: 0 });
         }
     }
 }
 
-/// Reduce until something fails, look at the buffer, and look again when told to.
-fn reduce_and_look<T: Value>(
+/// Run all-reduces until one fails, check the buffer, and check it again when `gate` ends.
+fn reduce_and_check<T: Value>(
     task: &Task,
     comm: Communicator,
     mut buffer: impl DerefMut<Target = [T]>,
-    looks: &mut impl Read,
+    gate: &mut impl Read,
 ) {
     let ended = reduce(task, &comm, &mut buffer);
     let failed = ended.error.is_some();
-    tell(&ended);
+    report(&ended);
     let seen = buffer.to_vec();
     if failed || task.repair {
-        looks.read_to_end(&mut Vec::new()).expect("a pipe");
-        tell(&Later { changed: seen.iter().zip(buffer.iter()).filter(|(then, now)| then != now).count() });
+        gate.read_to_end(&mut Vec::new()).expect("a pipe");
+        report(&Recheck { changed: seen.iter().zip(buffer.iter()).filter(|(then, now)| then != now).count() });
     }
     if !failed {
         comm.leave();
@@ -97,13 +97,13 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
             *value = own(task.rank, element, round);
         }
         if let Some((took_us, repaired)) = before {
-            tell(&Round { round, took_us, repaired });
+            report(&Round { round, took_us, repaired });
         }
         let begun = Instant::now();
         let result = comm.all_reduce(buffer, ReduceOp::Sum);
         let at_ns = now_ns();
         let took_us = begun.elapsed().as_micros() as u64;
-        let ended = Ending { at_ns, repaired: repaired.clone(), by_tree, ..look(task, buffer, round) };
+        let ended = Ending { at_ns, repaired: repaired.clone(), by_tree, ..check_chunks(task, buffer, round) };
         let outcome = match result {
             Ok(outcome) => outcome,
             Err(error) => {
@@ -115,7 +115,7 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
         by_tree = outcome.path == Path::Tree;
         repaired.extend(outcome.repaired.then_some(round));
         if !task.repair && outcome.transfer != Some(transfer(task.memory)) {
-            return Ending { error: Some("WrongWay".into()), text: format!("{:?}", outcome.transfer), ..ended };
+            return Ending { error: Some("WrongTransfer".into()), text: format!("{:?}", outcome.transfer), ..ended };
         }
         if ended.old + ended.torn > 0 {
             return Ending { error: Some("WrongResult".into()), ..ended };
@@ -124,19 +124,19 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
     Ending { rounds: task.rounds, repaired, by_tree, ..ending(String::new()) }
 }
 
-/// Return the way that data takes from memory of a kind.
+/// Return the expected transfer for a kind of memory.
 fn transfer(memory: Memory) -> Transfer {
     match memory {
-        Memory::Registered => Transfer::Registered,
+        Memory::Registered => Transfer::ZeroCopy,
         Memory::Plain => Transfer::Bounced,
         Memory::Packets => Transfer::Packets,
     }
 }
 
-/// Compare every chunk with what it was and with what it was to become.
-fn look<T: Value>(task: &Task, buffer: &[T], round: u64) -> Ending {
+/// Compare every chunk with its old and its new contents.
+fn check_chunks<T: Value>(task: &Task, buffer: &[T], round: u64) -> Ending {
     let mut seen = Ending { rounds: round, ..ending("no chunk is torn".into()) };
-    // Partial sums are 4 bytes long, whichever type they are rounded to.
+    // Chunks are measured in partial sums of 4 bytes, whichever type they are rounded to.
     let chunk = task.chunk_bytes / size_of::<u32>();
     for (first, values) in (0..).step_by(chunk).zip(buffer.chunks(chunk)) {
         let all = |expected: &dyn Fn(usize) -> T| (first..).zip(values).all(|(at, &value)| value == expected(at));
@@ -179,6 +179,6 @@ fn variant(error: &impl Debug) -> String {
     format!("{error:?}").chars().take_while(char::is_ascii_alphanumeric).collect()
 }
 
-fn tell(line: &impl Serialize) {
+fn report(line: &impl Serialize) {
     println!("{}", serde_json::to_string(line).expect("plain values"));
 }

@@ -1,6 +1,6 @@
-//! `sumac chaos` as tests use it: a process that stands before devices, and what it has counted.
+//! A running `sumac chaos` process for tests, and its counters.
 
-// Each test binary uses its part of this.
+// Each test binary uses only a part of this module.
 #![allow(dead_code)]
 
 use crate::common::{Server, serve};
@@ -8,7 +8,7 @@ use rustix::process::{Signal, kill_process};
 use serde::Deserialize;
 use std::net::SocketAddr;
 
-/// What one direction of a link has counted.
+/// Counters of one direction of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Lane {
@@ -24,7 +24,7 @@ pub(crate) struct Lane {
     pub(crate) unsent: u64,
 }
 
-/// What a link has counted.
+/// Counters of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Counts {
@@ -36,14 +36,14 @@ pub(crate) struct Counts {
     pub(crate) down: Lane,
 }
 
-/// A running proxy, which is killed with the test if nothing ended it before.
+/// A running proxy. Dropping it kills the process.
 pub(crate) struct Proxy {
     server: Server,
     addrs: Vec<SocketAddr>,
 }
 
 impl Proxy {
-    /// Relay to these targets, which need not be there yet, by these options.
+    /// Relay to these targets, which need not exist yet, with these options.
     pub(crate) fn start(targets: &[SocketAddr], options: &str) -> Self {
         let links = targets.iter().flat_map(|to| ["--listen=127.0.0.1:0".to_owned(), format!("--to={to}")]);
         let links: Vec<String> = links.collect();
@@ -58,19 +58,19 @@ impl Proxy {
         Self { addrs: targets.iter().map(listening).collect(), server }
     }
 
-    /// Return where clients of each link send to.
+    /// Return the address of each link to which clients send.
     pub(crate) fn addrs(&self) -> &[SocketAddr] {
         &self.addrs
     }
 
-    /// Ask for its counters, without ending it.
+    /// Return its counters while it runs.
     pub(crate) fn counts(&mut self) -> Vec<Counts> {
         kill_process(self.server.pid(), Signal::USR1).expect("running");
         let line = |_| serde_json::from_str(&self.server.line()).expect("counters of a link");
         self.addrs.iter().map(line).collect()
     }
 
-    /// End it as Ctrl-C would, and return what was counted.
+    /// End it with SIGINT and return its final counters.
     pub(crate) fn finish(self) -> Vec<Counts> {
         kill_process(self.server.pid(), Signal::INT).expect("running");
         let lines = self.server.expect_success();

@@ -1,60 +1,73 @@
-//! A tree and its group on every node, or on none.
+//! Reserves a tree and its group on every node, or on none.
 //!
-//! Three steps, between which devices take their time: all are asked ([`Placement::ask`]); where one refuses or does not
-//! answer, all free it again ([`Placement::answered`]), and one that refused says what it has left
-//! ([`Placement::counted`]).
+//! The steps, with a wait for the devices between them: send the requests to all nodes
+//! ([`Placement::send_reservation`]); if one refuses or does not respond, roll back on all
+//! ([`Placement::finish_reservation`]); if it refused, query its counters ([`Placement::finish_rollback`]).
 
 use super::{PlacedNode, Placement};
 use crate::controller::ControllerConfig;
-use crate::controller::device::{Asked, DeviceError, answer_due};
+use crate::controller::device::{DeviceError, PendingReply, reply_deadline};
 use std::time::Instant;
 use sumac_hal::ctrl::{Order, Request};
 use sumac_hal::planted;
 
-/// What each node was asked, root first.
+/// The requests sent to each node, root first.
 #[derive(Debug)]
-pub(in crate::controller) struct Reserving(Vec<Result<[Asked; 2], DeviceError>>);
+pub(in crate::controller) struct PendingReservation(Vec<Result<[PendingReply; 2], DeviceError>>);
 
-/// A tree that could not be reserved, and has been freed; its device is being asked what it counts then.
+/// A reservation that failed and was rolled back; the counters of the device that failed are being queried.
 #[derive(Debug)]
-pub(in crate::controller) struct Failed {
+pub(in crate::controller) struct RolledBack {
     index: usize,
     error: DeviceError,
-    stats: Option<Asked>,
+    stats: Option<PendingReply>,
 }
 
-/// A tree that could not be reserved.
+/// A failed reservation.
 #[derive(Debug)]
-pub(in crate::controller) struct Unreserved {
-    /// The node.
+pub(in crate::controller) struct ReservationFailure {
+    /// The index of the node that failed.
     pub(in crate::controller) index: usize,
     pub(in crate::controller) error: DeviceError,
-    /// The slots that its device counts without the group, if it refused.
+    /// The slots in use on its device without the group, if the device refused and reported them.
     pub(in crate::controller) slots_used: Option<u32>,
 }
 
 impl Placement {
-    /// Install the tree and create the group on every node, and wait. Where one refuses or does not answer, nothing stays;
-    /// returned is the first that did not, root first, and what it counts then, if it says so.
-    pub(in crate::controller) fn reserve(&self, config: &ControllerConfig, order: Order) -> Result<(), Unreserved> {
-        let asked = self.ask(config, order);
-        self.answered(asked, answer_due()).map_err(|failed| self.counted(failed, answer_due()))
+    /// Install the tree and create the group on every node, and wait. If a node refuses or does not respond, roll back
+    /// and return the first such node from the root.
+    pub(in crate::controller) fn reserve(
+        &self,
+        config: &ControllerConfig,
+        order: Order,
+    ) -> Result<(), ReservationFailure> {
+        let asked = self.send_reservation(config, order);
+        self.finish_reservation(asked, reply_deadline())
+            .map_err(|failed| self.finish_rollback(failed, reply_deadline()))
     }
 
-    /// Ask all nodes to install the tree and to create the group.
-    pub(in crate::controller) fn ask(&self, config: &ControllerConfig, order: Order) -> Reserving {
+    /// Send the requests to install the tree and create the group to all nodes.
+    pub(in crate::controller) fn send_reservation(
+        &self,
+        config: &ControllerConfig,
+        order: Order,
+    ) -> PendingReservation {
         let ask = |(index, node): (usize, &PlacedNode)| {
             let install = node.device.post(Request::InstallTree(self.tree_config(index)))?;
             Ok([install, node.device.post(Request::CreateGroup(self.group_config(config, order, node)))?])
         };
-        Reserving(self.nodes.iter().enumerate().map(ask).collect())
+        PendingReservation(self.nodes.iter().enumerate().map(ask).collect())
     }
 
-    /// Take in all answers, waiting until `due` at most.
-    pub(in crate::controller) fn answered(&self, asked: Reserving, due: Instant) -> Result<(), Failed> {
+    /// Collect all responses, waiting until `due` at most, and roll back if one is missing or a refusal.
+    pub(in crate::controller) fn finish_reservation(
+        &self,
+        asked: PendingReservation,
+        due: Instant,
+    ) -> Result<(), RolledBack> {
         let mut failed = None;
         for (index, (node, asked)) in self.nodes.iter().zip(asked.0).enumerate() {
-            let done = asked.and_then(|asked| asked.iter().try_for_each(|asked| node.device.done(asked, due)));
+            let done = asked.and_then(|asked| asked.iter().try_for_each(|asked| node.device.wait_done(asked, due)));
             failed = failed.or(done.err().map(|error| (index, error)));
         }
         let Some((index, error)) = failed else { return Ok(()) };
@@ -63,26 +76,27 @@ impl Placement {
         all.for_each(|(_, node)| drop(self.release_on(&node.device)));
         let device = &self.nodes[index].device;
         let stats = matches!(error, DeviceError::Refused(_)).then(|| device.post(Request::Stats).ok()).flatten();
-        Err(Failed { index, error, stats })
+        Err(RolledBack { index, error, stats })
     }
 
-    /// Take in what the device counts, waiting until `due` at most.
-    pub(in crate::controller) fn counted(&self, failed: Failed, due: Instant) -> Unreserved {
-        let Failed { index, error, stats } = failed;
-        let stats = stats.and_then(|asked| self.nodes[index].device.counted(&asked, due).ok());
-        Unreserved { index, error, slots_used: stats.map(|stats| stats.slots_used) }
+    /// Collect the counters of the device that failed, waiting until `due` at most.
+    pub(in crate::controller) fn finish_rollback(&self, failed: RolledBack, due: Instant) -> ReservationFailure {
+        let RolledBack { index, error, stats } = failed;
+        let stats = stats.and_then(|asked| self.nodes[index].device.wait_stats(&asked, due).ok());
+        ReservationFailure { index, error, slots_used: stats.map(|stats| stats.slots_used) }
     }
 
-    /// Tell whether nothing more has to be waited for before the answers are taken in.
+    /// Whether all responses have arrived, so that [`Placement::finish_reservation`] would not wait.
     #[cfg(feature = "snapshot")]
-    pub(in crate::controller) fn has_answers(&self, asked: &Reserving) -> bool {
-        let all = |node: &PlacedNode, asked: &[Asked; 2]| asked.iter().all(|asked| node.device.is_answered(asked));
+    pub(in crate::controller) fn is_answered_by_all(&self, asked: &PendingReservation) -> bool {
+        let all =
+            |node: &PlacedNode, asked: &[PendingReply; 2]| asked.iter().all(|asked| node.device.is_answered(asked));
         self.nodes.iter().zip(&asked.0).all(|(node, asked)| asked.as_ref().map_or(true, |asked| all(node, asked)))
     }
 
-    /// Tell whether nothing more has to be waited for before the count is taken in.
+    /// Whether the counters have arrived, so that [`Placement::finish_rollback`] would not wait.
     #[cfg(feature = "snapshot")]
-    pub(in crate::controller) fn has_count(&self, failed: &Failed) -> bool {
+    pub(in crate::controller) fn is_rolled_back(&self, failed: &RolledBack) -> bool {
         failed.stats.as_ref().is_none_or(|asked| self.nodes[failed.index].device.is_answered(asked))
     }
 }

@@ -1,130 +1,130 @@
-//! Why a controller does not take a rank in.
+//! Why a controller refuses a rank.
 
-use super::BadTenant;
-use crate::controller::limits::BadName;
+use super::InvalidTenant;
+use crate::controller::limits::InvalidName;
 use serde::{Deserialize, Serialize};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
-/// Why a rank can't join.
+/// Why a rank cannot join or resume a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
 #[non_exhaustive]
 pub enum JoinRefusal {
-    /// Not a rank of the world.
-    #[error("{rank} of {world}: ranks are numbered from 0, and there is at least one")]
-    Rank {
+    /// The rank is out of range.
+    #[error("{rank} is out of range for a job of {world} ranks; ranks are numbered from 0")]
+    InvalidRank {
         /// The rank.
         rank: Rank,
-        /// The world's size.
+        /// The number of ranks in the job.
         world: u32,
     },
-    /// The rank is there already.
-    #[error("{rank} of job {job:?} is there already")]
-    Taken {
+    /// The rank has already joined.
+    #[error("{rank} of job {job:?} has already joined")]
+    RankTaken {
         /// The rank.
         rank: Rank,
         /// The job.
         job: String,
     },
-    /// Ranks disagree on what the job is.
+    /// Ranks of the job disagree on one of its parameters.
     #[error("ranks of job {job:?} disagree on {what}: {first} here, {other} at {rank}")]
-    Disagree {
+    Mismatch {
         /// The job.
         job: String,
-        /// What they disagree on.
+        /// The parameter.
         what: String,
-        /// The first rank's.
+        /// The value of the refused rank.
         first: String,
-        /// The other's.
+        /// The value of `rank`.
         other: String,
-        /// The other.
+        /// A rank that joined before.
         rank: Rank,
     },
-    /// The tenant has no proper name.
+    /// The tenant's name is invalid.
     #[error(transparent)]
-    Tenant(#[from] BadTenant),
-    /// A job of that name runs.
-    #[error("job {job:?} is running; take another name")]
+    Tenant(#[from] InvalidTenant),
+    /// A job of that name is running.
+    #[error("job {job:?} is already running; use another name")]
     Running {
         /// The job.
         job: String,
     },
-    /// A rank died before the job was complete.
-    #[error("{rank} of job {job:?} is gone before the job was complete")]
-    Gone {
+    /// A rank disconnected before all ranks had joined.
+    #[error("{rank} of job {job:?} disconnected before all ranks had joined")]
+    RankLost {
         /// The rank.
         rank: Rank,
         /// The job.
         job: String,
     },
-    /// A rank of a job from before came back when the others had gone on without it.
-    #[error("{rank} came back to job {job:?} too late: the job goes on, and counts it as lost")]
+    /// A rank came back to a restarted controller after the job had resumed without it.
+    #[error("{rank} came back too late: job {job:?} has resumed without it and counts it as lost")]
     TooLate {
         /// The rank.
         rank: Rank,
         /// The job.
         job: String,
     },
-    /// Too few ranks of a job from before have come back.
+    /// Too few ranks came back to a restarted controller.
     #[error(
-        "{came} of the {world} ranks of job {job:?} have come back to the controller within {waited_s} s; it goes on with \
-         more than half of them"
+        "only {came} of the {world} ranks of job {job:?} came back to the controller within {waited_s} s; a job \
+         resumes with more than half of its ranks"
     )]
-    Minority {
+    TooFewRanks {
         /// The job.
         job: String,
-        /// How many came, those that then left included.
+        /// How many came back, including those that then left.
         came: u32,
-        /// How many it has.
+        /// The number of ranks in the job.
         world: u32,
         /// How long the first of them waited, in seconds.
         waited_s: u64,
     },
-    /// A rank of a job from before counts further than any job comes.
-    #[error("job {job:?} is said to be at {what} {found}; a controller takes over up to {max}: begin it anew")]
-    Count {
+    /// A resuming rank reports a counter beyond what any job reaches.
+    #[error("job {job:?} reports {what} {found}; a controller resumes jobs up to {what} {max}: restart the job")]
+    CounterTooLarge {
         /// The job.
         job: String,
-        /// What is counted.
+        /// The counter's name.
         what: String,
-        /// How far it is said to be.
+        /// The reported value.
         found: u32,
         /// The limit.
         max: u32,
     },
-    /// What the rank says that its declared order means is no expression over its ranks.
-    #[error("the expression of job {job:?} makes no sense: {reason}")]
+    /// The declared expression of a resuming rank is invalid.
+    #[error("the declared expression of job {job:?} is invalid: {reason}")]
     Expression {
         /// The job.
         job: String,
-        /// Why.
+        /// What is wrong with it.
         reason: String,
     },
-    /// Something has no proper name.
+    /// A name is invalid.
     #[error(transparent)]
-    Name(#[from] BadName),
-    /// More ranks than a job may have.
-    #[error("{world} ranks; a job has at most {limit}")]
-    Ranks {
-        /// Asked for.
+    Name(#[from] InvalidName),
+    /// The job has too many ranks.
+    #[error("{world} ranks requested; a job has at most {limit}")]
+    TooManyRanks {
+        /// The requested number.
         world: u32,
-        /// The most.
+        /// The maximum.
         limit: u32,
     },
-    /// The connection stands for another rank already.
-    #[error("this connection stands for {rank} of job {job:?}; join on a connection of its own")]
-    Member {
+    /// The connection has already joined a job.
+    #[error("this connection has already joined as {rank} of job {job:?}; open another connection to join again")]
+    AlreadyJoined {
         /// The rank.
         rank: Rank,
         /// The job.
         job: String,
     },
-    /// The controller has as many as it takes.
-    #[error("the controller takes at most {limit} {what}; start it with a higher limit, or come back later")]
+    /// A limit of the controller is reached.
+    #[error("the controller accepts at most {limit} {what}; start it with a higher limit, or retry later")]
     Limit {
-        /// Of what.
+        /// What is limited.
         what: String,
-        /// The most.
+        /// The maximum.
         limit: u64,
     },
 }

@@ -1,37 +1,37 @@
-//! What a controller says of itself.
+//! The report behind `sumac status`.
 
-use super::QueuePlace;
-use crate::controller::books::Quota;
+use super::QueuePosition;
+use crate::controller::resources::Quota;
 use serde::{Deserialize, Serialize};
-use sumac_hal::ctrl::{Bus, DeviceCapabilities, Stats};
+use sumac_hal::ctrl::{AttachPoint, DeviceCapabilities, Stats};
 use sumac_hal::ids::GroupId;
 use sumac_hal::port::Addr;
 
-/// The state of the controller's world.
+/// The state of a controller.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StatusReport {
     /// Switches, hosts and aggregation nodes of the fabric, if one was given.
     pub fabric: Option<FabricStatus>,
-    /// The devices that are connected, by name.
+    /// The connected devices, by name.
     pub devices: Vec<DeviceStatus>,
     /// The jobs, by name.
     pub jobs: Vec<JobStatus>,
-    /// How many jobs the report leaves out, as it would be too long.
+    /// How many jobs were left out to keep the report within its size limit.
     pub jobs_left_out: u32,
     /// The tenants that have jobs or a quota, by name.
     pub tenants: Vec<TenantStatus>,
 }
 
-/// One tenant: what its groups hold, and what they may.
+/// A tenant: what its groups hold, and its quota.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TenantStatus {
     /// Its name.
     pub name: String,
-    /// Groups.
+    /// Groups held.
     pub groups: u64,
-    /// Slots, in each shard of the device where it has the most.
+    /// Slots held per shard, on the device where the tenant holds most.
     pub slots: u64,
-    /// Memory for slots and redo slots, in each shard of the device where it has the most, in bytes.
+    /// Memory held per shard for slots and redo slots, on the device where the tenant holds most, in bytes.
     pub memory_bytes: u64,
     /// Its quota.
     pub quota: Quota,
@@ -55,13 +55,14 @@ pub struct DeviceStatus {
     pub name: String,
     /// Whether the fabric has an aggregation node of that name.
     pub in_fabric: bool,
-    /// Where it receives packets.
+    /// Where its shards receive packets.
     pub data_addrs: Vec<Addr>,
-    /// What it can do.
+    /// Its capabilities.
     pub capabilities: DeviceCapabilities,
-    /// How ranks on its own machine contribute by reference; `None` if they can't.
-    pub bus: Option<Bus>,
-    /// What it says of itself, or why it does not.
+    /// Where ranks attach for zero-copy; `None` if the device does not support it.
+    #[serde(rename = "bus")]
+    pub attach: Option<AttachPoint>,
+    /// Its counters, or why they are missing.
     pub stats: Result<Stats, String>,
 }
 
@@ -70,22 +71,22 @@ pub struct DeviceStatus {
 pub struct JobStatus {
     /// Its name.
     pub name: String,
-    /// Whose it is.
+    /// Its tenant.
     pub tenant: String,
-    /// Ranks that are there.
+    /// How many ranks are connected.
     pub joined: u32,
-    /// Ranks that it has.
+    /// How many ranks it has.
     pub world: u32,
-    /// Whether it is complete.
+    /// Whether it has started.
     pub running: bool,
-    /// How often it was placed anew since it began.
+    /// The current view: how often it was placed anew since it started.
     pub view: u32,
-    /// The group and its devices, root first, or why there is none: one that is lost, or of which a device is not connected,
-    /// counts as none. `None` before the job is complete.
+    /// The tree, or why there is none. A lost tree, or one with a disconnected device, counts as none. `None` before
+    /// the job has started.
     pub tree: Option<Result<JobTree, String>>,
-    /// Its place among those that wait for a tree.
-    pub queue: Option<QueuePlace>,
-    /// Whether a tree is offered to it, or about to be made for it.
+    /// Its position in the queue for a tree.
+    pub queue: Option<QueuePosition>,
+    /// Whether a tree is on offer to the job, or being reserved for it.
     pub is_offered: bool,
 }
 
@@ -94,10 +95,11 @@ pub struct JobStatus {
 pub struct JobTree {
     /// The group.
     pub group: GroupId,
-    /// Node levels.
+    /// Levels of nodes.
     pub levels: u32,
     /// The devices, root first.
     pub devices: Vec<String>,
-    /// How many of the ranks contribute by reference; the others by packets.
-    pub by_reference: u32,
+    /// How many ranks use zero-copy; the others use packets.
+    #[serde(rename = "by_reference")]
+    pub zero_copy_ranks: u32,
 }

@@ -1,76 +1,80 @@
-//! On whose account a job runs, and how its ranks want to reach their devices.
+//! A job's tenant and admission terms, and the transports to its devices.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// On whose account a job runs, and what it does while there is no tree for it.
+/// A job's tenant, and what the job does while no tree is available.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Terms {
-    /// The tenant: see [`check_tenant`].
+    /// The tenant's name, valid by [`check_tenant`].
     pub tenant: String,
-    /// How long joining waits for a tree that others hold, in milliseconds.
+    /// How long joining waits for a tree that depends on resources of other jobs, in milliseconds.
     pub wait_ms: u32,
-    /// Whether the ranks take a tree that is offered later.
-    pub moves: bool,
+    /// Whether the running job accepts a tree that is offered later.
+    pub accepts_migration: bool,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], which does not wait and does not move.
+    /// [`DEFAULT_TENANT`], no wait, no migration.
     fn default() -> Self {
-        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, moves: false }
+        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, accepts_migration: false }
     }
 }
 
-/// The tenant of jobs that name none.
+/// The tenant of jobs that do not name one.
 pub const DEFAULT_TENANT: &str = "default";
 
-/// The longest name of a tenant in bytes.
+/// The maximum length of a tenant's name, in bytes.
 pub const MAX_TENANT_LEN: usize = 64;
 
 /// Check a tenant's name.
 ///
 /// # Errors
-/// [`BadTenant`] if it is empty, longer than [`MAX_TENANT_LEN`], or of other characters than letters, digits, `.`, `_` and `-`.
-pub fn check_tenant(name: &str) -> Result<(), BadTenant> {
+/// [`InvalidTenant`] if it is empty, longer than [`MAX_TENANT_LEN`], or contains characters other than letters, digits,
+/// `.`, `_` and `-`.
+pub fn check_tenant(name: &str) -> Result<(), InvalidTenant> {
     let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     if (1..=MAX_TENANT_LEN).contains(&name.len()) && is_plain {
         return Ok(());
     }
-    Err(BadTenant { len: name.len(), begin: name.chars().take(MAX_TENANT_LEN).collect() })
+    Err(InvalidTenant { len: name.len(), begin: name.chars().take(MAX_TENANT_LEN).collect() })
 }
 
-/// A name that no tenant can have.
+/// An invalid tenant name.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Error)]
-#[error("{begin:?} ({len} bytes) is no tenant; a name has 1 to {MAX_TENANT_LEN} letters, digits, `.`, `_` or `-`")]
-pub struct BadTenant {
-    /// Its length in bytes.
+#[error(
+    "{begin:?} ({len} bytes) is not a valid tenant name; use 1 to {MAX_TENANT_LEN} letters, digits, `.`, `_` or `-`"
+)]
+pub struct InvalidTenant {
+    /// The length of the name in bytes.
     pub len: usize,
-    /// How it begins.
+    /// The beginning of the name.
     pub begin: String,
 }
 
 /// How a rank reaches its leaf device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Attach {
-    /// By shared memory if the leaf is on the same machine and has a bus, else by packets.
+pub enum Transport {
+    /// Shared memory if the leaf is on the same machine and takes it, else UDP.
     #[default]
     Auto,
-    /// By packets, which carry the data.
+    /// UDP packets that carry the data.
     Udp,
-    /// By shared memory, which the device's engine reads and writes; or there is no tree, for that reason.
+    /// Zero-copy over shared memory, which the device's engine reads and writes. If it is unavailable, there is no
+    /// tree.
     Shm,
-    /// By packets over RDMA verbs, to a device that receives them so; or there is no tree, for that reason.
+    /// Packets over RDMA verbs, for a device that receives them so. If it is unavailable, there is no tree.
     Verbs,
-    /// By reference over RDMA verbs: the device's engine reads this rank's memory, and writes to it; or there is no tree, for
-    /// that reason.
+    /// Zero-copy over RDMA verbs: the device's engine reads and writes this rank's memory. If it is unavailable, there
+    /// is no tree.
     Rdma,
 }
 
-impl Attach {
-    /// Every way.
+impl Transport {
+    /// All transports.
     pub const ALL: [Self; 5] = [Self::Auto, Self::Udp, Self::Shm, Self::Verbs, Self::Rdma];
 
     /// Return its name on the command line.
@@ -84,32 +88,33 @@ impl Attach {
         }
     }
 
-    /// Whether a rank contributes by reference, or there is no tree.
-    pub const fn insists_on_reference(self) -> bool {
+    /// Whether the rank needs a zero-copy transport and takes no tree without one.
+    pub const fn requires_zero_copy(self) -> bool {
         matches!(self, Self::Shm | Self::Rdma)
     }
 
-    /// Whether a rank may contribute by reference, over memory that it shares with its leaf.
+    /// Whether the rank may share memory with its leaf.
     pub const fn may_share_memory(self) -> bool {
         matches!(self, Self::Auto | Self::Shm)
     }
 }
 
-impl fmt::Display for Attach {
+impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
 }
 
-/// A name that is no way to reach a leaf.
+/// A name that no transport has.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no way to attach; known are {known}", known = Attach::ALL.map(Attach::name).join(", "))]
-pub struct UnknownAttach(String);
+#[error("{0:?} is not a transport; choose one of {known}", known = Transport::ALL.map(Transport::name).join(", "))]
+pub struct UnknownTransport(String);
 
-impl FromStr for Attach {
-    type Err = UnknownAttach;
+impl FromStr for Transport {
+    type Err = UnknownTransport;
 
-    fn from_str(text: &str) -> Result<Self, UnknownAttach> {
-        Self::ALL.into_iter().find(|attach| attach.name() == text).ok_or_else(|| UnknownAttach(text.to_owned()))
+    fn from_str(text: &str) -> Result<Self, UnknownTransport> {
+        let named = Self::ALL.into_iter().find(|transport| transport.name() == text);
+        named.ok_or_else(|| UnknownTransport(text.to_owned()))
     }
 }

@@ -1,50 +1,49 @@
-//! Leases: groups are renewed while their job lives, and a group that a device has freed is freed everywhere.
+//! Leases: groups are renewed while their job runs, and an expired lease tears the group down on every device.
 //!
-//! Any valid packet that comes of a rank's doing renews a group at the device that it reaches; the controller renews it at
-//! all, so that a job which does nothing for a while keeps its tree. A device that has no such group any more says so when
-//! it is to renew it. Then the group is released on all nodes, what it took is given back, and the job's ranks are told that
-//! the tree is lost.
+//! Any valid packet caused by a rank renews the group at the device that it reaches. The controller renews it on all
+//! devices, so that an idle job keeps its tree. A device that no longer has the group refuses the renewal. The group is
+//! then released on all nodes and in the ledger, and the job's ranks are notified that the tree is lost.
 //!
-//! What an earlier life of the controller has left on a device is not in the books; nobody but the job's own packets renews
-//! it, and a device that is more crowded than the books say is asked again until it is less so.
+//! Groups of an earlier incarnation of the controller are not in the ledger. Only the job's own packets renew them. A
+//! device that has less room than the ledger says is queried until it has more.
 
 use super::State;
-use crate::controller::books::DeviceKey;
-use crate::controller::device::{Asked, DeviceError, DeviceSession};
+use crate::controller::device::{DeviceError, DeviceSession, PendingReply};
 use crate::controller::proto::ClientReply;
+use crate::controller::resources::DeviceKey;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
 
-/// Stands for the slots in use on a device that has yet to count them.
+/// Marks a device whose slots in use are not known yet.
 const NOT_COUNTED: u32 = u32::MAX;
 
-/// What devices are asked for the leases' sake.
-pub(in crate::controller) struct Round {
+/// A round of renewals: the leases to renew, and the crowded devices to query.
+pub(in crate::controller) struct LeaseRound {
     leases: Vec<(Arc<DeviceSession>, GroupId)>,
     crowded: Vec<Arc<DeviceSession>>,
 }
 
-/// What came of it.
-pub(in crate::controller) struct Renewed {
+/// The results of a round.
+pub(in crate::controller) struct RenewalResults {
     expired: Vec<(DeviceKey, GroupId)>,
-    /// The slots in use on devices that were crowded.
+    /// The slots in use on crowded devices.
     slots_used: Vec<(DeviceKey, u32)>,
-    /// Devices that did not answer: jobs may do without them meanwhile.
-    silent: Vec<DeviceKey>,
+    /// Devices that did not respond.
+    unresponsive: Vec<DeviceKey>,
 }
 
-/// What they were asked, until they have answered.
-pub(in crate::controller) struct Renewing {
-    leases: Vec<(Arc<DeviceSession>, GroupId, Result<Asked, DeviceError>)>,
-    stats: Vec<(Arc<DeviceSession>, Result<Asked, DeviceError>)>,
+/// A round whose responses are outstanding.
+pub(in crate::controller) struct PendingRenewals {
+    leases: Vec<(Arc<DeviceSession>, GroupId, Result<PendingReply, DeviceError>)>,
+    stats: Vec<(Arc<DeviceSession>, Result<PendingReply, DeviceError>)>,
 }
 
-impl Round {
-    /// Ask all devices at once.
-    pub(in crate::controller) fn ask(self) -> Renewing {
+impl LeaseRound {
+    /// Send all requests.
+    pub(in crate::controller) fn send(self) -> PendingRenewals {
         let renew = |(device, group): (Arc<DeviceSession>, GroupId)| {
             let asked = device.post(Request::RenewGroup(group));
             (device, group, asked)
@@ -54,38 +53,38 @@ impl Round {
             (device, asked)
         };
         let leases = self.leases.into_iter().map(renew).collect();
-        Renewing { leases, stats: self.crowded.into_iter().map(count).collect() }
+        PendingRenewals { leases, stats: self.crowded.into_iter().map(count).collect() }
     }
 }
 
-impl Renewing {
-    /// Take in what devices say, waiting until `due` at most. The state is not locked meanwhile: one that has stopped takes
-    /// seconds.
-    pub(in crate::controller) fn answered(self, due: Instant) -> Renewed {
-        let mut renewed = Renewed { expired: Vec::new(), slots_used: Vec::new(), silent: Vec::new() };
+impl PendingRenewals {
+    /// Collect the responses, waiting until `due` at most. Call it with the state unlocked: an unresponsive device
+    /// takes seconds.
+    pub(in crate::controller) fn wait(self, due: Instant) -> RenewalResults {
+        let mut renewed = RenewalResults { expired: Vec::new(), slots_used: Vec::new(), unresponsive: Vec::new() };
         for (device, group, asked) in self.leases {
-            match asked.and_then(|asked| device.done(&asked, due)) {
+            match asked.and_then(|asked| device.wait_done(&asked, due)) {
                 Ok(()) => {}
                 Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push((device.key(), group)),
                 Err(error) => {
-                    tracing::warn!(device = device.name(), %group, %error, "lease not renewed");
-                    renewed.silent.push(device.key());
+                    tracing::warn!(device = device.name(), %group, %error, "cannot renew the lease of a group");
+                    renewed.unresponsive.push(device.key());
                 }
             }
         }
         for (device, asked) in self.stats {
-            match asked.and_then(|asked| device.counted(&asked, due)) {
+            match asked.and_then(|asked| device.wait_stats(&asked, due)) {
                 Ok(stats) => renewed.slots_used.push((device.key(), stats.slots_used)),
-                Err(_) => renewed.silent.push(device.key()),
+                Err(_) => renewed.unresponsive.push(device.key()),
             }
         }
         renewed
     }
 
-    /// Tell whether nothing more has to be waited for.
+    /// Whether all responses have arrived.
     #[cfg(feature = "snapshot")]
     pub(in crate::controller) fn has_answers(&self) -> bool {
-        let is_answered = |device: &DeviceSession, asked: &Result<Asked, DeviceError>| {
+        let is_answered = |device: &DeviceSession, asked: &Result<PendingReply, DeviceError>| {
             asked.as_ref().map_or(true, |asked| device.is_answered(asked))
         };
         let mut leases = self.leases.iter().map(|(device, _, asked)| (device, asked));
@@ -96,23 +95,26 @@ impl Renewing {
 }
 
 impl State {
-    /// Return what devices are to be asked: to renew each group on each of its devices.
-    pub(in crate::controller) fn round(&self) -> Round {
+    /// Collect a round: each group on each of its devices.
+    pub(in crate::controller) fn lease_round(&self) -> LeaseRound {
         let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
         let leases = placements.flat_map(|placement| {
             let devices = placement.nodes.iter().filter_map(|node| self.session(&node.device.key()));
             devices.map(|device| (device, placement.group))
         });
-        Round { leases: leases.collect(), crowded: self.crowded.keys().filter_map(|key| self.session(key)).collect() }
+        LeaseRound {
+            leases: leases.collect(),
+            crowded: self.crowded.keys().filter_map(|key| self.session(key)).collect(),
+        }
     }
 
-    /// Return the connection of a device in that life, if it is there.
+    /// The session of a device in that incarnation, if it is connected.
     pub(super) fn session(&self, key: &DeviceKey) -> Option<Arc<DeviceSession>> {
         self.devices.get(&key.name).filter(|device| device.announce.boot_id == key.boot_id).cloned()
     }
 
-    /// Take in what devices have said.
-    pub(in crate::controller) fn renewed(&mut self, renewed: Renewed) {
+    /// Handle the results of a round.
+    pub(in crate::controller) fn renewed(&mut self, renewed: RenewalResults) {
         for (device, group) in renewed.expired {
             self.expire(&device, group);
         }
@@ -121,53 +123,53 @@ impl State {
             let (is_less, was_counted) = (slots_used < *known, *known != NOT_COUNTED);
             *known = slots_used;
             if is_less {
-                self.books.touch();
-                // One that was not counted stays, so that what is refused again is compared with this count.
+                self.ledger.bump_version();
+                // A first count stays, so that the next refusal is compared with it.
                 if was_counted {
                     self.crowded.remove(&device);
                 }
             }
         }
-        let mut were_silent = std::mem::take(&mut self.silent);
-        were_silent.extend(renewed.silent);
-        let is_silent = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.answers());
-        let (silent, others): (_, BTreeSet<_>) = were_silent.into_iter().partition(is_silent);
-        self.silent = silent;
+        let mut were_unresponsive = std::mem::take(&mut self.unresponsive);
+        were_unresponsive.extend(renewed.unresponsive);
+        let is_unresponsive = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.is_responsive());
+        let (unresponsive, others): (_, BTreeSet<_>) = were_unresponsive.into_iter().partition(is_unresponsive);
+        self.unresponsive = unresponsive;
         if !others.is_empty() {
-            self.books.touch();
-            // A plan that was made without them is void.
+            self.ledger.bump_version();
+            // Plans made without them are void.
             self.planning.devices_version += 1;
             self.reconsider();
         }
         self.offer_again();
-        self.pump();
+        self.serve_queue();
     }
 
-    /// A device has refused what the books leave of it, and then counted so many slots in use. What it was short of may have
-    /// been freed before it counted, and then it never counts fewer: it is asked again once.
-    pub(super) fn note_crowded(&mut self, device: &DeviceSession, need: u64, slots_used: Option<u32>) {
-        if slots_used.is_none() && device.answers() {
-            // It answers, but not that.
+    /// A device has refused although the ledger has resources left, and then reported its slots in use. If the slots
+    /// were freed before it counted, it will never report fewer, so the next count lets jobs try once more.
+    pub(super) fn mark_crowded(&mut self, device: &DeviceSession, need: u64, slots_used: Option<u32>) {
+        if slots_used.is_none() && device.is_responsive() {
+            // It responds, but not with its counters.
             return;
         }
-        let is_room = |used: &u32| u64::from(*used) + need <= device.room().slots;
+        let has_capacity = |used: &u32| u64::from(*used) + need <= device.capacity().slots;
         let known = self.crowded.get(&device.key()).copied();
-        let is_freed = |used: &u32| is_room(used) && known.is_none_or(|known| *used < known);
+        let is_freed = |used: &u32| has_capacity(used) && known.is_none_or(|known| *used < known);
         let count = slots_used.filter(|used| !is_freed(used)).unwrap_or(NOT_COUNTED);
         self.crowded.insert(device.key(), count);
     }
 
-    /// A device has a group no more that it should have: the tree is lost.
+    /// A device no longer has a group: the tree is lost.
     fn expire(&mut self, device: &DeviceKey, group: GroupId) {
         let of_group = |placed: &Result<_, String>| matches!(placed, Ok(placement) if holds(placement, group));
         let found = self.jobs.iter_mut().find(|(_, job)| job.placement.as_ref().is_some_and(of_group));
-        // It may have ended or moved meanwhile.
+        // The job may have ended or moved meanwhile.
         let Some((name, job)) = found else { return };
-        let why = format!("the lease of its group ran out on device {}", device.name);
+        let why = format!("the lease of its group expired on device {}", device.name);
         tracing::warn!(job = name, view = job.view, %group, why, "tree is lost");
         let lost = job.placement.replace(Err(why));
-        if !std::mem::replace(&mut job.suspected, true) {
-            job.tell(&ClientReply::Repair { view: job.view });
+        if !std::mem::replace(&mut job.tree_suspected, true) {
+            job.broadcast(&ClientReply::TreeLost { view: job.view });
         }
         if let Some(Ok(placement)) = lost {
             self.release(&placement);

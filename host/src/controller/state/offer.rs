@@ -1,12 +1,12 @@
-//! A tree for a running job that has none, once there is one for it.
+//! Offers a tree to a running job that has none.
 //!
-//! Ranks that run schedules can't stop anywhere: some are in the middle of an operation that others have not begun. So
-//! each says from which call on it waits, and all move at the greatest of these numbers ([`ClientReply::Offer`]). Then they
-//! ask for a tree as after the loss of one. What it takes is held for them meanwhile, but not for ever: a job that makes no
-//! calls gets what there is when it comes.
+//! Ranks that use host collectives cannot switch just anywhere: some are in the middle of an operation that others have
+//! not started. So each rank names the call at which it pauses, and all move at the highest of these
+//! ([`ClientReply::Offer`]). They then request a tree as after a loss. The resources are claimed for them meanwhile,
+//! but not indefinitely: a job that makes no calls gets what is available when it finally asks.
 
 use super::{Client, Job, State};
-use crate::controller::line::Frames;
+use crate::controller::outbox::Frames;
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use sumac_hal::ctrl::{FrameError, encode_frames};
 use sumac_hal::ids::Rank;
 
 impl State {
-    /// A rank waits from a call on; the last one to say so says when the job moves.
+    /// A rank pauses at call `at`. The last rank to answer fixes the call at which all move.
     pub(in crate::controller) fn pause(
         &mut self,
         place: Option<&(String, Rank)>,
@@ -31,41 +31,41 @@ impl State {
         if offer.len() == job.world as usize {
             let call = offer.values().copied().max().unwrap_or(0);
             (job.offer, job.is_moving) = (None, true);
-            job.tell(&ClientReply::MoveAt { view, call });
+            job.broadcast(&ClientReply::MoveAt { view, call });
         }
     }
 }
 
 impl Job {
-    /// Tell whether ranks can be offered a tree: all are there, none is busy with the loss of one.
-    pub(super) fn can_move(&self) -> bool {
+    /// Whether the job can be offered a tree: it has none, all ranks are connected, and no replan is in progress.
+    pub(super) fn can_take_offer(&self) -> bool {
         let is_whole = self.members.len() == self.world as usize;
-        let is_busy = self.suspected || !self.waiting.is_empty() || self.placing.is_some();
-        is_whole && !is_busy && self.settles_at.is_none() && matches!(self.placement, Some(Err(_)))
+        let is_busy = self.tree_suspected || !self.replan_requests.is_empty() || self.placing.is_some();
+        is_whole && !is_busy && self.offer_not_before.is_none() && matches!(self.placement, Some(Err(_)))
     }
 
-    /// Offer a tree, unless the ranks are on their way to one already.
+    /// Offer a tree, unless an offer is pending or the ranks are already moving.
     pub(super) fn make_offer(&mut self) {
         if self.offer.is_none() && !self.is_moving {
             self.offer = Some(BTreeMap::new());
-            self.tell(&ClientReply::Offer { view: self.view });
+            self.broadcast(&ClientReply::Offer { view: self.view });
         }
     }
 
-    /// A rank is gone, and a tree is for all: those that wait go on.
+    /// Withdraw the offer because a rank is gone: paused ranks continue.
     pub(super) fn withdraw_offer(&mut self) {
         if self.offer.take().is_some() {
-            self.tell(&ClientReply::Withdrawn);
+            self.broadcast(&ClientReply::OfferWithdrawn);
         }
     }
 
-    /// Tell all ranks that are there.
-    pub(super) fn tell(&self, reply: &ClientReply) {
+    /// Send a message to all connected ranks.
+    pub(super) fn broadcast(&self, reply: &ClientReply) {
         self.put(Frames::of(reply));
     }
 
-    /// The same of several replies, which all ranks' queues share as one: as many as the ranks can die together.
-    pub(super) fn tell_all(&self, replies: impl Iterator<Item = ClientReply>) {
+    /// Send several messages as one queue entry, shared by all ranks: thousands of ranks may be lost together.
+    pub(super) fn broadcast_all(&self, replies: impl Iterator<Item = ClientReply>) {
         let frames: Result<Vec<_>, _> = replies.map(|reply| encode_frames(&reply)).collect();
         self.put(frames.map(|frames| Frames::new(frames.concat())));
     }
@@ -73,7 +73,7 @@ impl Job {
     fn put(&self, frames: Result<Frames, FrameError>) {
         match frames {
             Ok(frames) => self.members.values().for_each(|member| member.client.put(std::slice::from_ref(&frames))),
-            Err(error) => tracing::error!(%error, "ranks can't be told"),
+            Err(error) => tracing::error!(%error, "cannot encode a message to the ranks"),
         }
     }
 }

@@ -1,32 +1,32 @@
-//! What the controller says of itself.
+//! Makes status reports.
 
-use super::repair::LOST;
+use super::replan::LOST;
 use super::{Job, State};
 use crate::controller::ControllerConfig;
 use crate::controller::admit::Placement;
 use crate::controller::device::DeviceSession;
-use crate::controller::line::Frames;
+use crate::controller::outbox::Frames;
 use crate::controller::proto::{
-    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePlace, StatusReport, TenantStatus,
+    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePosition, StatusReport, TenantStatus,
 };
-use crate::controller::queue::Standing;
+use crate::controller::queue::EntryStatus;
 #[cfg(feature = "snapshot")]
 use crate::controller::{
-    books::{Amount, Claim, DeviceKey},
-    rehearsal::Booked,
+    harness::ClaimRecord,
+    resources::{Claim, DeviceKey, Resources},
 };
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{FrameError, Request};
 
-/// How long all devices together may take to say what they count.
+/// How long all devices together may take to report their counters.
 const STATS_LIMIT: Duration = Duration::from_secs(2);
 
-/// Of a device that was asked before.
-const OWES_STATS: &str = "it has not answered when it was asked before";
+/// Shown for a device that still owes the counters of an earlier report.
+const STATS_OVERDUE: &str = "not queried: it has not answered an earlier query";
 
-/// Encode a report within so many bytes: jobs are left out, and counted, where it would be longer.
+/// Encode a report in at most `len_max` bytes. Leaves out jobs, and counts them, if it would be longer.
 pub(in crate::controller) fn encode(mut report: StatusReport, len_max: usize) -> Result<Frames, FrameError> {
     loop {
         let frames = Frames::of(&ClientReply::Status(report.clone()))?;
@@ -36,40 +36,41 @@ pub(in crate::controller) fn encode(mut report: StatusReport, len_max: usize) ->
         let kept = report.jobs.len() / 2;
         report.jobs_left_out += (report.jobs.len() - kept) as u32;
         report.jobs.truncate(kept);
-        // Tenants have jobs or quotas: of those that have none of the jobs that are shown, the first are.
+        // Tenants may be as many as jobs, so they are cut, too.
         report.tenants.truncate(kept.max(TENANTS_SHOWN));
     }
 }
 
-/// How many tenants are shown however long the report is.
+/// How many tenants are always shown.
 const TENANTS_SHOWN: usize = 256;
 
-/// A report that lacks what devices say of themselves.
+/// A report that still lacks the devices' counters.
 pub(in crate::controller) struct Report {
-    told: StatusReport,
+    report: StatusReport,
     devices: Vec<Arc<DeviceSession>>,
 }
 
 impl Report {
-    /// Leave out what devices say of themselves.
+    /// Return the report without counters.
     #[cfg(any(test, feature = "snapshot"))]
     pub(in crate::controller) fn without_devices(self) -> StatusReport {
-        self.told
+        self.report
     }
 
-    /// Ask the devices. The state is not locked meanwhile: one that has stopped takes seconds.
+    /// Query the devices' counters. Call it with the state unlocked: an unresponsive device takes seconds.
     pub(in crate::controller) fn ask_devices(mut self) -> StatusReport {
         let due = Instant::now() + STATS_LIMIT;
-        // Who was waited for in vain is asked again when it has answered that.
-        let ask = |device: &Arc<DeviceSession>| match device.owes_stats() {
-            true => Err(OWES_STATS.to_owned()),
+        // Do not query a device again until it has answered the earlier query.
+        let ask = |device: &Arc<DeviceSession>| match device.has_overdue_stats() {
+            true => Err(STATS_OVERDUE.to_owned()),
             false => device.post(Request::Stats).map_err(|error| error.to_string()),
         };
         let asked: Vec<_> = self.devices.iter().map(ask).collect();
-        for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.told.devices) {
-            device.stats = asked.and_then(|asked| session.counted_soon(&asked, due).map_err(|error| error.to_string()));
+        for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.report.devices) {
+            device.stats =
+                asked.and_then(|asked| session.wait_report_stats(&asked, due).map_err(|error| error.to_string()));
         }
-        self.told
+        self.report
     }
 }
 
@@ -81,15 +82,15 @@ impl State {
             in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
             data_addrs: session.announce.data_addrs.iter().copied().collect(),
             capabilities: session.announce.capabilities,
-            bus: session.announce.bus.clone(),
+            attach: session.announce.attach.clone(),
             stats: Err(String::new()),
         };
         let resuming = self.resuming.iter().map(|((name, _), resuming)| (name, &resuming.job));
-        let places = self.queue.places(&self.books);
-        let report = |(name, job): (&String, &Job)| self.report_job(name, job, places.get(name).copied());
+        let positions = self.queue.positions(&self.ledger);
+        let report = |(name, job): (&String, &Job)| self.report_job(name, job, positions.get(name).copied());
         let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).map(report).collect();
         jobs.sort_by(|one, other| one.name.cmp(&other.name));
-        let told = StatusReport {
+        let report = StatusReport {
             fabric: fabric.map(|fabric| FabricStatus {
                 switches: fabric.switches().len() as u32,
                 hosts: fabric.hosts().len() as u32,
@@ -101,15 +102,15 @@ impl State {
             jobs_left_out: 0,
             tenants: self.report_tenants(),
         };
-        Report { told, devices: self.devices.values().cloned().collect() }
+        Report { report, devices: self.devices.values().cloned().collect() }
     }
 
-    /// Return all that the books hold, by group and device.
+    /// All claims in the ledger, by group and device.
     #[cfg(feature = "snapshot")]
-    pub(in crate::controller) fn booked(&self) -> Vec<Booked> {
+    pub(in crate::controller) fn claim_records(&self) -> Vec<ClaimRecord> {
         let of = |claim: &Claim| {
             let (group, tenant) = (claim.group, claim.tenant.clone());
-            let booked = move |(key, need): &(DeviceKey, Amount)| Booked {
+            let record = move |(key, need): &(DeviceKey, Resources)| ClaimRecord {
                 group,
                 tenant: tenant.clone(),
                 device: key.name.clone(),
@@ -117,13 +118,13 @@ impl State {
                 slots: need.slots,
                 memory_bytes: need.memory_bytes,
             };
-            claim.needs.iter().map(booked).collect::<Vec<_>>()
+            claim.needs.iter().map(record).collect::<Vec<_>>()
         };
-        self.books.claims().flat_map(of).collect()
+        self.ledger.claims().flat_map(of).collect()
     }
 
-    fn report_job(&self, name: &str, job: &Job, queue: Option<QueuePlace>) -> JobStatus {
-        let standing = self.queue.get(name).map(|entry| entry.standing);
+    fn report_job(&self, name: &str, job: &Job, queue: Option<QueuePosition>) -> JobStatus {
+        let status = self.queue.get(name).map(|entry| entry.status);
         JobStatus {
             name: name.to_owned(),
             tenant: job.tenant().to_owned(),
@@ -133,34 +134,34 @@ impl State {
             view: job.view,
             tree: job.placement.as_ref().map(|placed| self.report_tree(job, placed)),
             queue,
-            is_offered: standing.is_some_and(|standing| standing != Standing::Waits) || job.placing.is_some(),
+            is_offered: status.is_some_and(|status| status != EntryStatus::Waiting) || job.placing.is_some(),
         }
     }
 
-    /// Describe a job's tree. One that is lost is none, though its ranks have yet to ask for another; nor is one of a device
-    /// that is not connected, though its ranks may not have noticed.
+    /// Describe a job's tree. A lost tree counts as none even before its ranks request another one, and so does a tree
+    /// with a disconnected device even before its ranks have noticed.
     fn report_tree(&self, job: &Job, placed: &Result<Placement, String>) -> Result<JobTree, String> {
         let placement = placed.as_ref().map_err(Clone::clone)?;
         let mut devices = placement.nodes.iter().map(|node| &node.device);
         if let Some(gone) = devices.find(|device| self.session(&device.key()).is_none()) {
             return Err(format!("device {} of its tree is not connected", gone.name()));
         }
-        if job.suspected {
+        if job.tree_suspected {
             return Err(LOST.into());
         }
         Ok(JobTree {
             group: placement.group,
             levels: placement.levels,
             devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
-            by_reference: placement.ranks_by_reference(),
+            zero_copy_ranks: placement.zero_copy_ranks(),
         })
     }
 
     fn report_tenants(&self) -> Vec<TenantStatus> {
         let running = self.jobs.values().map(|job| job.tenant().to_owned());
-        let names: BTreeSet<String> = self.books.tenants().chain(running).collect();
+        let names: BTreeSet<String> = self.ledger.tenants().chain(running).collect();
         let tenant = |name: String| {
-            let (held, quota) = self.books.held(&name);
+            let (held, quota) = self.ledger.usage(&name);
             let (groups, slots, memory_bytes) = (held.groups, held.slots, held.memory_bytes);
             TenantStatus { name, groups, slots, memory_bytes, quota }
         };

@@ -1,25 +1,26 @@
-//! Jobs that an earlier life of the controller has begun: they are known again by what their ranks say.
+//! Resumes jobs of an earlier incarnation of the controller, from what their ranks report.
 //!
 //! ```text
-//!   each rank  -- Resume(what it knows) --> controller     as soon as it is reached
-//!   controller -- Resumed ----------------> all ranks      when all have come, or RESUME_LIMIT after the first
+//!   each rank  -- Resume(what it knows) --> controller     as soon as it has reconnected
+//!   controller -- Resumed ----------------> all ranks      once all have come, or RESUME_LIMIT after the first
 //!              -- RankLost ----------------> those that came, for each that has not
 //! ```
 //!
-//! The tree that such a job has is on no books, and goes on without this controller. To it the job has none, so that it
-//! gets one as any other that runs without, at a call that all ranks agree on; then nobody renews the one from before.
+//! The ledger does not have the job's old tree, which keeps working without this controller. The controller treats the
+//! job as one without a tree, and offers it a new one at a call that all ranks agree on. The old tree's lease then
+//! expires.
 //!
 //! Invariants:
-//! - Ranks are of one job only if they know the same secret, which the controller of before gave to its ranks alone. A
-//!   stranger that knows a job's name comes back to a job of its own, which keeps nobody away from the other.
-//! - No job is resumed by fewer than all its ranks unless the others count as lost from then on, and never by half of them
-//!   or fewer: those that did not come may go on by themselves (PROTOCOL 8). One that comes later is refused.
-//! - A resumed job is in a view that no controller before has spoken of.
+//! - Ranks belong to one job only if they know the same secret, which the earlier controller gave to its ranks alone. A
+//!   client that knows only the job's name resumes a separate job, which does not interfere with the real one.
+//! - If not all ranks come back, the missing ones count as lost from then on, and are refused if they come later. A job
+//!   never resumes with half of its ranks or fewer, because the others may continue by themselves (PROTOCOL 8).
+//! - A resumed job starts a view that no earlier controller has used.
 
 use super::{Client, Job, Member, State, agree, check_request};
 use crate::controller::ControllerConfig;
-use crate::controller::proto::{ClientReply, JoinRefusal, Resumption};
-use crate::controller::queue::Standing;
+use crate::controller::proto::{ClientReply, JoinRefusal, ResumeRequest};
+use crate::controller::queue::EntryStatus;
 use crate::schedule::tree::Tree;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -27,22 +28,22 @@ use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
 
-/// How long a job's ranks may take to come back, from the first one on; they dial twice a second. Who is not there by
-/// then is dead to the others, as one whose connection has ended.
+/// How long a job's ranks may take to come back after the first one; they dial twice a second. Missing ranks then count
+/// as lost, as if their connections had ended.
 pub(super) const RESUME_LIMIT: Duration = Duration::from_secs(10);
 
-/// The last view, and round of survivors, that a job from before may be at: it goes on counting from there.
+/// The maximum view and survivor round that a resuming job may report; it counts up from there.
 const COUNT_MAX: u32 = 1 << 30;
 
-/// A job of which not all ranks have come back: its name, and what only its ranks know.
+/// Identifies a resuming job: its name, and the secret that only its ranks know.
 pub(super) type Key = (String, u64);
 
-/// What is known of it.
+/// A job of which not all ranks have come back.
 #[derive(Debug)]
 pub(super) struct Resuming {
     pub(super) job: Job,
     until: Instant,
-    /// Those that came back to leave.
+    /// Ranks that came back and left.
     left: BTreeSet<Rank>,
 }
 
@@ -52,25 +53,25 @@ impl Resuming {
     }
 
     fn refuse(&self, refusal: &JoinRefusal) {
-        self.job.tell(&ClientReply::Refused(refusal.clone()));
+        self.job.broadcast(&ClientReply::Refused(refusal.clone()));
     }
 }
 
 impl State {
-    /// Take in a rank of a job from before; it goes on if this was the last one missing. Returns what [`State::depart`]
-    /// wants.
+    /// Add a rank to a resuming job, which continues with its last rank. Returns the place that [`State::depart`]
+    /// expects.
     pub(super) fn resume(
         &mut self,
         config: &ControllerConfig,
-        resumption: Resumption,
+        resumption: ResumeRequest,
         client: &Arc<Client>,
     ) -> Result<(String, Rank), JoinRefusal> {
-        let Resumption { request, devices, view, shrunk, mesh_token, expression } = resumption;
+        let ResumeRequest { request, devices, view, shrink_count, mesh_token, expression } = resumption;
         check_request(&request, &devices)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
-        for (what, found) in [("view", view), ("round", shrunk)] {
+        for (what, found) in [("view", view), ("round", shrink_count)] {
             if found > COUNT_MAX {
-                return Err(JoinRefusal::Count { job: name, what: what.into(), found, max: COUNT_MAX });
+                return Err(JoinRefusal::CounterTooLarge { job: name, what: what.into(), found, max: COUNT_MAX });
             }
         }
         let nonsense = |reason| JoinRefusal::Expression { job: name.clone(), reason };
@@ -79,20 +80,20 @@ impl State {
         if let Some(job) = self.jobs.get(&name) {
             return Err(match job {
                 job if job.mesh_token != mesh_token => JoinRefusal::Running { job: name },
-                job if job.members.contains_key(&rank) => JoinRefusal::Taken { rank, job: name },
+                job if job.members.contains_key(&rank) => JoinRefusal::RankTaken { rank, job: name },
                 _ => JoinRefusal::TooLate { rank, job: name },
             });
         }
         let (key, until) = ((name.clone(), mesh_token), self.now + RESUME_LIMIT);
         if let Some(Resuming { job, left, .. }) = self.resuming.get(&key) {
             if job.members.contains_key(&rank) || left.contains(&rank) {
-                return Err(JoinRefusal::Taken { rank, job: name });
+                return Err(JoinRefusal::RankTaken { rank, job: name });
             }
             if let Some(member) = job.members.values().next() {
                 agree(&name, (&request, &devices), member)?;
             }
             if job.world != world || declared != job.expression {
-                return Err(nonsense("it is another one than that of a rank that came before".into()));
+                return Err(nonsense("it differs from the one that another rank reported".into()));
             }
         }
         if !self.resuming.contains_key(&key) {
@@ -103,47 +104,48 @@ impl State {
             Resuming { job, until, left: BTreeSet::new() }
         });
         let job = &mut resuming.job;
-        // One that has not heard the last of it is told by what follows.
-        (job.view, job.shrunk) = (job.view.max(view), job.shrunk.max(shrunk));
+        // Ranks may have missed the latest view; they learn it from `Resumed`.
+        (job.view, job.shrink_count) = (job.view.max(view), job.shrink_count.max(shrink_count));
         job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client: Arc::clone(client) });
         if resuming.came() == world {
-            self.go_on(&key);
+            self.finish_resume(&key);
         }
         self.wake.notify_all();
         Ok((name, rank))
     }
 
-    /// Go on with the jobs whose ranks, and then devices, had their time to come back. Returns when the next is due.
+    /// Resume jobs whose ranks have had their time, and offer trees once devices have had theirs. Returns the next
+    /// deadline.
     pub(super) fn expire_resuming(&mut self) -> Option<Instant> {
         let now = self.now;
         let is_due = |resuming: &Resuming| resuming.until <= now;
         let due: Vec<Key> =
             self.resuming.iter().filter(|(_, resuming)| is_due(resuming)).map(|(key, _)| key.clone()).collect();
         for key in &due {
-            self.go_on(key);
+            self.finish_resume(key);
         }
-        let is_due = |job: &Job| job.settles_at.is_some_and(|at| at <= now);
+        let is_due = |job: &Job| job.offer_not_before.is_some_and(|at| at <= now);
         let due: Vec<String> = self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
         for name in &due {
             if let Some(job) = self.jobs.get_mut(name) {
-                job.settles_at = None;
+                job.offer_not_before = None;
             }
             self.offer_soon(name);
         }
-        let settling = self.jobs.values().filter_map(|job| job.settles_at);
+        let settling = self.jobs.values().filter_map(|job| job.offer_not_before);
         self.resuming.values().map(|resuming| resuming.until).chain(settling).min()
     }
 
-    /// The job runs, as far as this controller is concerned.
-    fn go_on(&mut self, key: &Key) {
+    /// Resume a job with the ranks that have come back.
+    fn finish_resume(&mut self, key: &Key) {
         let Some(resuming) = self.resuming.remove(key) else { return };
         let (name, world, came) = (&key.0, resuming.job.world, resuming.came());
         if 2 * came <= world {
-            tracing::warn!(job = name, came, world, "job is not resumed: too few of its ranks have come back");
+            tracing::warn!(job = name, came, world, "cannot resume the job: too few of its ranks came back");
             let waited_s = RESUME_LIMIT.as_secs();
-            return resuming.refuse(&JoinRefusal::Minority { job: name.clone(), came, world, waited_s });
+            return resuming.refuse(&JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s });
         }
-        // Whoever else came by that name has another job in mind.
+        // Other clients that used the job's name have a different secret.
         self.resuming.retain(|(other, _), resuming| {
             if other == name {
                 resuming.refuse(&JoinRefusal::Running { job: name.clone() });
@@ -152,36 +154,36 @@ impl State {
         });
         let Resuming { mut job, left, .. } = resuming;
         job.view += 1;
-        tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job is resumed");
-        job.placement = Some(Err("its tree is from before this controller started, and not on its books".into()));
-        job.tell(&ClientReply::Resumed { view: job.view });
+        tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
+        job.placement = Some(Err("its tree belongs to an earlier controller; this one reserves another".into()));
+        job.broadcast(&ClientReply::Resumed { view: job.view });
         let is_lost = |rank: &Rank| !job.members.contains_key(rank) && !left.contains(rank);
         for rank in (0..world).map(Rank).filter(is_lost) {
-            tracing::warn!(job = name, %rank, "rank is lost: it has not come back");
-            job.tell(&ClientReply::RankLost(rank));
+            tracing::warn!(job = name, %rank, "rank is lost: it did not come back");
+            job.broadcast(&ClientReply::RankLost(rank));
         }
-        // A tree of the devices that came first would be all that it ever gets.
-        job.settles_at = Some(self.devices_by).filter(|at| *at > self.now);
+        // Wait for devices to reconnect; otherwise the job would get a tree on the few that came first.
+        job.offer_not_before = Some(self.devices_settled_at).filter(|at| *at > self.now);
         self.jobs.insert(name.clone(), job);
         self.offer_soon(name);
     }
 
-    /// A running job without a tree is offered one as soon as there is one for it.
+    /// Offer a tree to a running job without one as soon as one is available.
     pub(super) fn offer_soon(&mut self, name: &str) {
-        if !self.jobs.get(name).is_some_and(Job::can_move) {
+        if !self.jobs.get(name).is_some_and(Job::can_take_offer) {
             return;
         }
-        if self.queue.get(name).is_none_or(|entry| entry.standing == Standing::Waits) {
-            self.enter_queue(name, None);
+        if self.queue.get(name).is_none_or(|entry| entry.status == EntryStatus::Waiting) {
+            self.enqueue(name, None);
         } else if let Some(job) = self.jobs.get_mut(name) {
-            // What it takes is held for it.
+            // Its resources are already claimed.
             job.make_offer();
         }
-        self.pump();
+        self.serve_queue();
     }
 
-    /// A rank of a job that has not gone on yet is gone again: if it died, it may still come back.
-    pub(super) fn depart_early(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
+    /// A rank of a resuming job disconnected. Unless it left, it may still come back.
+    pub(super) fn depart_resuming(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
         let mut of_name = self.resuming.iter_mut().filter(|((other, _), _)| other == name);
         let Some((key, resuming)) = of_name.find(|(_, resuming)| resuming.job.has(rank, client)) else { return };
         let key = key.clone();
@@ -192,7 +194,7 @@ impl State {
         if resuming.job.members.is_empty() {
             self.resuming.remove(&key);
         } else if resuming.came() == resuming.job.world {
-            self.go_on(&key);
+            self.finish_resume(&key);
         }
     }
 }

@@ -1,23 +1,23 @@
-//! Jobs that have no tree and could have one: how they come into the queue, what they get when something is freed, and
-//! when they give up.
+//! Jobs without a tree that could have one: how they enter the queue, when they are reconsidered, and when they give
+//! up.
 //!
-//! What its ranks have declined a job is not offered again before something has changed, and never on a device that one of
-//! them could not attach to. Ranks that decline for no device's sake may just have been late: they get a few more chances,
-//! each with a round of leases. What is offered is held for it, for a while.
+//! A tree that the ranks declined is not offered again until something has changed, and never on a device that one of
+//! them could not attach to. Ranks that decline without naming a device may just have been late, so they get a few more
+//! offers, one per round of lease renewals. Resources on offer are claimed for the job for a limited time.
 
 use super::{Client, Job, State};
-use crate::controller::limits::plain_reason;
+use crate::controller::limits::sanitize_reason;
 use crate::controller::proto::ClientReply;
-use crate::controller::queue::Standing;
+use crate::controller::queue::EntryStatus;
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 
-/// How often a job is offered a tree again that its ranks have declined for no device's sake.
+/// How many more offers a job gets after declining without naming a device.
 const DECLINES_MAX: u32 = 8;
 
 impl State {
-    /// A rank says that the tree of a view is not taken: the job is without one from here on.
+    /// A rank declines the tree of a view: the job runs without one from now on.
     pub(in crate::controller) fn decline(
         &mut self,
         (place, client): (Option<&(String, Rank)>, &Arc<Client>),
@@ -25,7 +25,7 @@ impl State {
         (device, why): (Option<String>, String),
     ) {
         let Some((name, rank)) = place else { return };
-        let why = plain_reason(&why);
+        let why = sanitize_reason(&why);
         let device = device.and_then(|device| self.devices.get(&device).cloned());
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.view == view) else {
             return;
@@ -34,71 +34,72 @@ impl State {
             return;
         }
         let is_first = matches!(job.placement, Some(Ok(_)));
-        // Those who only heard of it may be faster than the one whose reason it is.
+        // Ranks that only heard of the failure may be faster than the one that names the device.
         if is_first || device.is_some() {
-            tracing::warn!(job = name, %rank, view, why, "tree is declined");
-            if device.is_none() && job.declines < DECLINES_MAX {
-                job.declines += 1;
-                job.has_declined = true;
+            tracing::warn!(job = name, %rank, view, why, "tree declined by a rank");
+            if device.is_none() && job.decline_count < DECLINES_MAX {
+                job.decline_count += 1;
+                job.offer_again_due = true;
             }
             let placed = job.placement.replace(Err(format!("{rank} declined its tree: {why}")));
-            job.declined.extend(device.filter(|device| !job.declined.iter().any(|known| Arc::ptr_eq(known, device))));
+            job.declined_devices
+                .extend(device.filter(|device| !job.declined_devices.iter().any(|known| Arc::ptr_eq(known, device))));
             if let Some(Ok(placement)) = placed {
                 self.release(&placement);
             }
-            let tried = Some(self.books.version());
-            self.enter_queue(name, tried);
-            self.pump();
+            let tried = Some(self.ledger.version());
+            self.enqueue(name, tried);
+            self.serve_queue();
         }
     }
 
-    /// Offer a tree again to jobs whose ranks have declined one for no device's sake.
+    /// Offer a tree again to jobs that declined one without naming a device.
     pub(super) fn offer_again(&mut self) {
-        let is_due = |job: &Job| job.has_declined && job.can_move();
+        let is_due = |job: &Job| job.offer_again_due && job.can_take_offer();
         let due: Vec<String> = self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
         for name in &due {
             if let Some(job) = self.jobs.get_mut(name) {
-                job.has_declined = false;
+                job.offer_again_due = false;
             }
             self.offer_soon(name);
         }
     }
 
-    /// A device has come or gone: jobs that could not have a tree may have one, or the other way round.
+    /// The set of eligible devices has changed: reconsider all jobs without a tree.
     pub(super) fn reconsider(&mut self) {
-        let without = self.jobs.iter().filter(|(_, job)| job.can_move() || job.waits_until.is_some());
+        let without = self.jobs.iter().filter(|(_, job)| job.can_take_offer() || job.join_waits_until.is_some());
         let names: Vec<String> = without.map(|(name, _)| name.clone()).collect();
         for name in names {
             match self.queue.get_mut(&name) {
-                Some(entry) if entry.standing != Standing::Waits => entry.tried = None,
-                _ => self.enter_queue(&name, None),
+                Some(entry) if entry.status != EntryStatus::Waiting => entry.tried_version = None,
+                _ => self.enqueue(&name, None),
             }
         }
-        self.pump();
+        self.serve_queue();
     }
 
-    /// Tell the ranks of jobs whose place in the queue has changed.
-    pub(super) fn tell_queue(&mut self) {
-        let places = self.queue.places(&self.books);
+    /// Notify the ranks of jobs whose position in the queue has changed.
+    pub(super) fn report_queue_positions(&mut self) {
+        let positions = self.queue.positions(&self.ledger);
         for (name, job) in &mut self.jobs {
-            let place = places.get(name).copied();
-            if job.placement.is_some() && job.placing.is_none() && job.told != place {
-                job.told = place;
-                job.tell(&ClientReply::Queued(place));
+            let place = positions.get(name).copied();
+            if job.placement.is_some() && job.placing.is_none() && job.reported_position != place {
+                job.reported_position = place;
+                job.broadcast(&ClientReply::Queued(place));
             }
         }
     }
 
-    /// Give up what was held or waited for until now, devices and ranks included. Returns when the next is due.
+    /// Handle all deadlines that have passed. Returns the next one.
     pub(in crate::controller) fn expire_all(&mut self) -> Option<Instant> {
-        let waits = self.expire_waits().into_iter().chain(self.expire_absent());
-        waits.chain(self.expire_resuming()).chain(self.expire_forgone()).chain(self.expire_rests()).min()
+        let waits = self.expire_waits().into_iter().chain(self.expire_reconnect_grace());
+        waits.chain(self.expire_resuming()).chain(self.expire_abandoned_replans()).chain(self.expire_backoffs()).min()
     }
 
-    /// Give up what was held or waited for until now. Returns when the next is due.
+    /// Expire offers and waits for a tree. Returns the next deadline.
     pub(in crate::controller) fn expire_waits(&mut self) -> Option<Instant> {
         let now = self.now;
-        let due = |job: &Job| job.waits_until.into_iter().chain(job.hold.map(|(_, until)| until)).min();
+        let due = |job: &Job| job.join_waits_until.into_iter().chain(job.offer_claim.map(|(_, until)| until)).min();
         let is_due = |job: &Job| due(job).is_some_and(|at| at <= now);
         let names: Vec<String> =
             self.jobs.iter().filter(|(_, job)| is_due(job)).map(|(name, _)| name.clone()).collect();
@@ -106,31 +107,31 @@ impl State {
             self.give_up(name);
         }
         if !names.is_empty() {
-            self.pump();
+            self.serve_queue();
         }
         self.jobs.values().filter_map(due).min()
     }
 
     fn give_up(&mut self, name: &str) {
         let Some(job) = self.jobs.get_mut(name) else { return };
-        if let Some((group, _)) = job.hold.take() {
-            tracing::warn!(job = name, "no rank has come for the tree that was offered: it is given away");
-            self.books.free(group);
+        if let Some((group, _)) = job.offer_claim.take() {
+            tracing::warn!(job = name, "the ranks did not accept the offered tree in time; releasing its resources");
+            self.ledger.free(group);
             if let Some(entry) = self.queue.get_mut(name) {
-                entry.standing = Standing::Parked;
+                entry.status = EntryStatus::Parked;
             }
         }
-        if job.waits_until.take().is_none() {
+        if job.join_waits_until.take().is_none() {
             return;
         }
-        tracing::warn!(job = name, tenant = job.tenant(), "the time to wait for a tree is over");
-        self.seek_reason(name);
+        tracing::warn!(job = name, tenant = job.tenant(), "timed out waiting for a tree");
+        self.request_reason(name);
     }
 
-    /// A job waits no more.
+    /// Remove a job from the queue.
     pub(super) fn leave_queue(&mut self, name: &str) {
         if self.queue.remove(name) {
-            self.books.touch();
+            self.ledger.bump_version();
         }
     }
 }

@@ -1,47 +1,47 @@
-//! Peers that do not read, do not end what they say, claim what can't be, or come in numbers.
+//! Hostile peers: they do not read, leave messages incomplete, send values out of range, or come in large numbers.
 
-use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, Resumption};
-use super::replan::{Raw, SOON, of, request, why};
+use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest};
+use super::replan::{Raw, SOON, no_tree_reason, request, tree_of};
 use super::*;
 use crate::plan::Child;
 use std::io::{ErrorKind, Read, Write};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 
-/// A request of a rank of a job of that name.
+/// A join request for the job `job`.
 fn of_job(job: &str, rank: u32, world: u32) -> JoinRequest {
     JoinRequest { job: job.into(), ..request(rank, world) }
 }
 
 fn refusal(raw: &mut Raw) -> String {
-    let reply = raw.hear();
+    let reply = raw.recv();
     let ClientReply::Refused(refusal) = reply else { panic!("refused: {reply:?}") };
     refusal.to_string()
 }
 
-/// Wait until a condition holds.
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + GREETING_TIMEOUT;
+/// Wait until a condition holds; `what` describes it.
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while !holds() {
         assert!(Instant::now() < deadline, "not in time: {what}");
         thread::yield_now();
     }
 }
 
-/// Ask for the state without end until nothing more can be sent: whoever answers with blocking writes is stuck by then.
-fn ask_without_reading(controller: &Controller) -> TcpStream {
+/// Send status requests until the connection blocks. A controller with blocking writes would be stuck by then.
+fn request_without_reading(controller: &Controller) -> TcpStream {
     let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
-    send(&mut stream, &Greeting::Client).expect("it listens");
+    send(&mut stream, &Hello::Client).expect("it listens");
     let mut asked = Vec::new();
     (0..1000).for_each(|_| send(&mut asked, &ClientRequest::Status).expect("memory"));
     stream.set_nonblocking(true).expect("a socket");
-    let deadline = Instant::now() + GREETING_TIMEOUT;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     let mut blocked_since = None;
     while Instant::now() < deadline {
         match stream.write(&asked) {
             Ok(_) => blocked_since = None,
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                // It is stuck, or only slow.
+                // Distinguish blocked from slow.
                 if blocked_since.get_or_insert_with(Instant::now).elapsed() > Duration::from_millis(500) {
                     break;
                 }
@@ -55,7 +55,7 @@ fn ask_without_reading(controller: &Controller) -> TcpStream {
 }
 
 #[test]
-fn client_that_does_not_read_holds_up_nobody() {
+fn client_that_does_not_read_delays_no_other_peer() {
     let lease = Duration::from_secs(1);
     let controller = Controller::start(ControllerConfig { lease, ..ControllerConfig::new() }).expect("a port");
     let (renewals, renewed) = channel();
@@ -63,17 +63,17 @@ fn client_that_does_not_read_holds_up_nobody() {
         if matches!(request, Request::RenewGroup(_)) {
             let _ = renewals.send(());
         }
-        Reply::Yes
+        Reply::Done
     });
     let mut runs = Raw::join_with(&controller, of_job("runs", 0, 1), &[]);
-    assert_eq!(of(&runs.joined()).leaf, "leaf0");
-    let deaf = ask_without_reading(&controller);
-    // One that joins, and does not read either: the others of its job are told when it dies.
+    assert_eq!(tree_of(&runs.joined()).leaf, "leaf0");
+    let deaf = request_without_reading(&controller);
+    // A member of a job that does not read either.
     let mut member = Raw::join_with(&controller, of_job("deaf", 0, 2), &[]);
-    (0..1000).for_each(|_| member.say(ClientRequest::Replan { view: 9 }));
+    (0..1000).for_each(|_| member.send(ClientRequest::Replan { view: 9 }));
     assert!(status(controller.local_addr()).is_ok());
     let mut joins = Raw::join_with(&controller, of_job("joins", 0, 1), &[]);
-    assert_eq!(of(&joins.joined()).leaf, "leaf0");
+    assert_eq!(tree_of(&joins.joined()).leaf, "leaf0");
     while renewed.try_recv().is_ok() {}
     renewed.recv_timeout(SOON).expect("groups are renewed");
     let (done, ends) = channel();
@@ -86,21 +86,21 @@ fn client_that_does_not_read_holds_up_nobody() {
 }
 
 #[test]
-fn client_with_more_output_than_its_queue_holds_is_hung_up_on() {
+fn client_beyond_its_output_limit_is_disconnected() {
     let limits = Limits { peer_output_bytes: 8192, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
-    let mut deaf = ask_without_reading(&controller);
+    let mut deaf = request_without_reading(&controller);
     deaf.set_nonblocking(false).expect("a socket");
     deaf.set_read_timeout(Some(SOON)).expect("a socket");
-    // What the system has buffered still arrives, and then the end.
+    // Data buffered by the kernel still arrives, then the connection ends.
     let mut rest = Vec::new();
     let ended = deaf.read_to_end(&mut rest);
-    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset), "hung up on");
+    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset), "disconnected");
     assert!(status(controller.local_addr()).is_ok());
 }
 
 #[test]
-fn long_plan_holds_up_neither_status_nor_renewals_nor_the_end() {
+fn long_plan_delays_neither_status_nor_renewals_nor_shutdown() {
     let config = ControllerConfig { lease: Duration::from_secs(1), ..ControllerConfig::new() };
     let gate = config.gate.clone();
     let controller = Controller::start(config).expect("a port");
@@ -109,10 +109,10 @@ fn long_plan_holds_up_neither_status_nor_renewals_nor_the_end() {
         if matches!(request, Request::RenewGroup(_)) {
             let _ = renewals.send(());
         }
-        Reply::Yes
+        Reply::Done
     });
     let mut runs = Raw::join_with(&controller, of_job("runs", 0, 1), &[]);
-    assert_eq!(of(&runs.joined()).leaf, "leaf0");
+    assert_eq!(tree_of(&runs.joined()).leaf, "leaf0");
     let closed = gate.0.lock().expect("no panic");
     let mut plans = Raw::join_with(&controller, of_job("plans", 0, 1), &[]);
     let report = plans.report();
@@ -120,9 +120,9 @@ fn long_plan_holds_up_neither_status_nor_renewals_nor_the_end() {
     assert_eq!((job.running, job.joined), (false, 1), "it is being planned");
     while renewed.try_recv().is_ok() {}
     renewed.recv_timeout(SOON).expect("groups are renewed");
-    // The device is gone by the time the plan is made: nobody is placed on it.
-    drop(gate_opens_after(closed, || super::replan::end(device, &controller)));
-    assert!(why(&plans.joined()).contains("no device is connected"));
+    // The device disconnects before the plan is finished, so it is not used.
+    drop(keep_closed_during(closed, || super::replan::disconnect_device(device, &controller)));
+    assert!(no_tree_reason(&plans.joined()).contains("no device is connected"));
     let closed = gate.0.lock().expect("no panic");
     let _plans = Raw::join_with(&controller, of_job("ends", 0, 1), &[]).report();
     let (done, ends) = channel();
@@ -134,26 +134,26 @@ fn long_plan_holds_up_neither_status_nor_renewals_nor_the_end() {
     drop(closed);
 }
 
-fn gate_opens_after<T>(closed: T, first: impl FnOnce()) -> T {
+fn keep_closed_during<T>(closed: T, first: impl FnOnce()) -> T {
     first();
     closed
 }
 
 #[test]
-fn counts_beyond_the_limits_are_refused_before_they_size_anything() {
+fn counts_beyond_the_limits_are_refused() {
     let controller = controller();
     for world in [u32::MAX, RANKS_MAX + 1] {
         let expression = vec![vec![Child::Rank(Rank(0))]];
-        let resumption = Resumption {
+        let resumption = ResumeRequest {
             request: of_job("many", 0, world),
             devices: Vec::new(),
             view: 0,
-            shrunk: 0,
+            shrink_count: 0,
             mesh_token: 1,
             expression,
         };
         let mut raw = Raw::dial(&controller);
-        raw.say(ClientRequest::Resume(Box::new(resumption)));
+        raw.send(ClientRequest::Resume(Box::new(resumption)));
         assert!(refusal(&mut raw).contains("at most 16384"));
         assert!(refusal(&mut Raw::join_with(&controller, of_job("many", 0, world), &[])).contains("at most 16384"));
     }
@@ -163,43 +163,43 @@ fn counts_beyond_the_limits_are_refused_before_they_size_anything() {
 }
 
 #[test]
-fn three_hundred_ranks_on_one_pinned_device_get_the_reason_and_hold_nothing() {
+fn too_many_ranks_for_one_device_get_the_reason_and_hold_nothing() {
     let controller = controller();
     let mut announce = announce("leaf0", 1, None);
     announce.capabilities.children = u16::MAX;
-    let _device = Device::serve(&controller, announce, |_| Reply::Yes);
+    let _device = Device::serve(&controller, announce, |_| Reply::Done);
     let mut ranks: Vec<Raw> =
         (0..300).map(|rank| Raw::join_with(&controller, of_job("wide", rank, 300), &["leaf0"])).collect();
     for rank in &mut ranks {
-        assert!(why(&rank.joined()).contains("300 children, and a group has at most 256"));
+        assert!(no_tree_reason(&rank.joined()).contains("300 children; a group has at most 256"));
     }
     drop(ranks);
     let flat: Vec<Raw> = (0..300).map(|rank| Raw::join_with(&controller, of_job("flat", rank, 300), &[])).collect();
     for mut rank in flat {
-        assert!(why(&rank.joined()).contains("300 ranks are more than the 256 children"));
+        assert!(no_tree_reason(&rank.joined()).contains("300 ranks exceed the 256 children"));
     }
     let mut next = Raw::join_with(&controller, of_job("next", 0, 1), &[]);
-    assert_eq!(of(&next.joined()).leaf, "leaf0");
+    assert_eq!(tree_of(&next.joined()).leaf, "leaf0");
     let report = status(controller.local_addr()).expect("a report");
     assert_eq!(report.tenants.iter().map(|tenant| tenant.groups).sum::<u64>(), 1, "{:?}", report.tenants);
 }
 
 #[test]
-fn connection_that_joins_without_end_is_one_member_and_frees_all_as_it_ends() {
+fn second_join_on_a_connection_is_refused() {
     let controller = controller();
     let _device = Device::start(&controller, "leaf0", None, None);
     let mut greedy = Raw::dial(&controller);
     for nth in 0..300 {
         let mut request = of_job(&format!("job{nth}"), 0, 1);
         request.terms.tenant = format!("tenant{nth}");
-        greedy.say(ClientRequest::Join(request));
+        greedy.send(ClientRequest::Join(request));
     }
     let (mut joined, mut refused) = (0, 0);
     for _ in 0..300 {
-        match greedy.hear() {
+        match greedy.recv() {
             ClientReply::Joined(_) => joined += 1,
             ClientReply::Refused(refusal) => {
-                assert!(refusal.to_string().contains("stands for rank 0 of job \"job0\""), "{refusal}");
+                assert!(refusal.to_string().contains("joined as rank 0 of job \"job0\""), "{refusal}");
                 refused += 1;
             }
             other => panic!("{other:?}"),
@@ -207,59 +207,61 @@ fn connection_that_joins_without_end_is_one_member_and_frees_all_as_it_ends() {
     }
     assert_eq!((joined, refused), (1, 299));
     drop(greedy);
-    until("its job ends", || status(controller.local_addr()).expect("a report").jobs.is_empty());
-    // The device has slots for two such groups: all are free.
+    wait_until("its job ends", || status(controller.local_addr()).expect("a report").jobs.is_empty());
+    // All slots are free again: the device has room for exactly two such groups.
     let ranks: Vec<_> = (0..2).map(|nth| join(&controller, &format!("next{nth}"), &[AUTO])).collect();
     assert!(ranks.iter().all(|ranks| ranks[0].1.tree.is_ok()));
 }
 
 #[test]
-fn rank_that_has_left_may_join_on_the_same_connection() {
+fn rank_that_left_can_join_again_on_the_same_connection() {
     let controller = controller();
     let mut raw = Raw::join_with(&controller, of_job("first", 0, 1), &[]);
     raw.joined();
-    raw.say(ClientRequest::Leave);
-    assert_eq!(raw.hear(), ClientReply::Left);
-    raw.say(ClientRequest::Join(of_job("second", 0, 1)));
+    raw.send(ClientRequest::Leave);
+    assert_eq!(raw.recv(), ClientReply::Left);
+    raw.send(ClientRequest::Join(of_job("second", 0, 1)));
     raw.joined();
 }
 
 #[test]
-fn names_that_are_too_long_or_not_plain_are_refused() {
+fn invalid_names_are_refused() {
     let controller = controller();
     let long = "x".repeat(65);
     for job in ["", "a b", "a\u{1b}[31m", "\u{202e}", &long, &"x".repeat(60_000)] {
         let mut raw = Raw::join_with(&controller, of_job(job, 0, 1), &[]);
         let why = refusal(&mut raw);
-        assert!(why.contains("is no name of a job") && !why.contains('\u{1b}') && why.len() < 600, "{why}");
+        assert!(why.contains("is not a valid job name") && !why.contains('\u{1b}') && why.len() < 600, "{why}");
     }
     let host = JoinRequest { host: Some("h\u{7}".into()), ..of_job("job", 0, 1) };
-    assert!(refusal(&mut Raw::join_with(&controller, host, &[])).contains("is no name of a host"));
+    assert!(refusal(&mut Raw::join_with(&controller, host, &[])).contains("is not a valid host name"));
     let machine = JoinRequest { machine: Some(text("m\u{1b}")), ..of_job("job", 0, 1) };
-    assert!(refusal(&mut Raw::join_with(&controller, machine, &[])).contains("is no name of a machine"));
-    assert!(refusal(&mut Raw::join_with(&controller, of_job("job", 0, 1), &["\n"])).contains("no name of a device"));
+    assert!(refusal(&mut Raw::join_with(&controller, machine, &[])).contains("is not a valid machine name"));
+    assert!(
+        refusal(&mut Raw::join_with(&controller, of_job("job", 0, 1), &["\n"])).contains("not a valid device name")
+    );
     let mut device = TcpStream::connect(controller.local_addr()).expect("a controller");
-    send(&mut device, &Greeting::Device(announce("leaf\u{1b}[2J", 1, None))).expect("it listens");
-    assert_eq!(device.read(&mut [0; 16]).expect("closed in order"), 0, "it is hung up on");
+    send(&mut device, &Hello::Device(announce("leaf\u{1b}[2J", 1, None))).expect("it listens");
+    assert_eq!(device.read(&mut [0; 16]).expect("closed in order"), 0, "it is disconnected");
     let report = status(controller.local_addr()).expect("a report");
     assert!(report.jobs.is_empty() && report.devices.is_empty(), "{report:?}");
 }
 
 #[test]
-fn reason_with_escape_sequences_is_made_plain() {
+fn escape_sequences_in_a_reason_are_replaced() {
     let controller = controller();
     let _device = Device::start(&controller, "leaf0", None, None);
     let mut rank = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
-    assert_eq!(of(&rank.joined()).leaf, "leaf0");
+    assert_eq!(tree_of(&rank.joined()).leaf, "leaf0");
     let why = format!("\u{1b}[31m{}", "y".repeat(2000));
-    rank.say(ClientRequest::Decline { view: 0, device: None, why });
+    rank.send(ClientRequest::Decline { view: 0, device: None, why });
     let report = rank.report();
     let told = report.jobs[0].tree.as_ref().expect("complete").as_ref().expect_err("declined");
     assert!(!told.contains('\u{1b}') && told.contains("declined") && told.len() < 1000, "{told}");
 }
 
 #[test]
-fn connections_beyond_the_limit_are_told_so() {
+fn connection_beyond_the_limit_is_refused_with_the_limit() {
     let limits = Limits { connections: 3, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
     let mut held: Vec<Raw> = (0..3).map(|_| Raw::dial(&controller)).collect();
@@ -267,11 +269,11 @@ fn connections_beyond_the_limit_are_told_so() {
     let error = status(controller.local_addr()).expect_err("one too many").to_string();
     assert!(error.contains("at most 3 connections"), "{error}");
     held.pop();
-    until("there is room", || status(controller.local_addr()).is_ok());
+    wait_until("there is room", || status(controller.local_addr()).is_ok());
 }
 
 #[test]
-fn jobs_beyond_the_limit_are_refused_by_name() {
+fn job_beyond_the_limit_is_refused_with_the_limit() {
     let limits = Limits { jobs: 2, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
     let mut held: Vec<Raw> =
@@ -279,23 +281,23 @@ fn jobs_beyond_the_limit_are_refused_by_name() {
     assert_eq!(held[1].report().jobs.len(), 2);
     assert!(refusal(&mut Raw::join_with(&controller, of_job("third", 0, 1), &[])).contains("at most 2 jobs"));
     let mut second = Raw::join_with(&controller, of_job("job1", 1, 2), &[]);
-    assert_eq!(second.joined().mesh.len(), 2, "a rank of a job that is there is let in");
+    assert_eq!(second.joined().mesh.len(), 2, "a rank of an existing job is accepted");
 }
 
 #[test]
-fn silent_and_slow_strangers_are_hung_up_on() {
+fn silent_slow_and_idle_peers_are_disconnected() {
     let limits = Limits { greeting: Duration::from_millis(300), idle: Duration::from_millis(300), ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
-    let is_hung_up_on = |mut stream: TcpStream| {
+    let is_disconnected = |mut stream: TcpStream| {
         stream.set_read_timeout(Some(SOON)).expect("a socket");
         matches!(stream.read(&mut [0; 16]), Ok(0))
     };
     let silent = TcpStream::connect(controller.local_addr()).expect("a controller");
-    assert!(is_hung_up_on(silent), "it says nothing");
-    // One byte after the other does not help.
+    assert!(is_disconnected(silent), "no handshake");
+    // Sending byte by byte does not extend the deadline.
     let mut dripping = TcpStream::connect(controller.local_addr()).expect("a controller");
     let mut greeting = Vec::new();
-    send(&mut greeting, &Greeting::Device(announce("leaf0", 1, None))).expect("memory");
+    send(&mut greeting, &Hello::Device(announce("leaf0", 1, None))).expect("memory");
     let began = Instant::now();
     dripping.set_read_timeout(Some(Duration::from_millis(50))).expect("a socket");
     let ended = greeting
@@ -303,38 +305,38 @@ fn silent_and_slow_strangers_are_hung_up_on() {
         .any(|byte| dripping.write_all(&[*byte]).is_err() || matches!(dripping.read(&mut [0; 16]), Ok(0)));
     assert!(ended, "its greeting took {:?}", began.elapsed());
     let mut idle = TcpStream::connect(controller.local_addr()).expect("a controller");
-    send(&mut idle, &Greeting::Client).expect("it listens");
-    assert!(is_hung_up_on(idle), "it asks for nothing");
-    // A member may be silent.
+    send(&mut idle, &Hello::Client).expect("it listens");
+    assert!(is_disconnected(idle), "it asks for nothing");
+    // A rank that has joined may be idle.
     let mut member = Raw::join_with(&controller, of_job("job", 0, 2), &[]);
     let silent = TcpStream::connect(controller.local_addr()).expect("a controller");
-    assert!(is_hung_up_on(silent), "as much time has passed");
+    assert!(is_disconnected(silent), "as much time has passed");
     assert_eq!(member.report().jobs.len(), 1);
 }
 
-/// Whoever adds the last byte to what all peers have waiting is not to blame for the rest.
+/// The peer whose message exceeds the limit is not the one to disconnect.
 #[test]
-fn output_beyond_all_limits_ends_those_that_do_not_read_and_no_other() {
+fn total_output_beyond_the_limit_disconnects_only_peers_that_do_not_read() {
     let limits = Limits { output_bytes: 1, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
     let mut ranks: Vec<Raw> = (0..2).map(|rank| Raw::join_with(&controller, of_job("job", rank, 2), &[])).collect();
     ranks.iter_mut().for_each(|rank| drop(rank.joined()));
-    let mut deaf = ask_without_reading(&controller);
-    ranks[0].say(ClientRequest::Suspect { view: 0 });
-    assert!(ranks.iter_mut().all(|rank| rank.hear() == ClientReply::Repair { view: 0 }));
+    let mut deaf = request_without_reading(&controller);
+    ranks[0].send(ClientRequest::Suspect { view: 0 });
+    assert!(ranks.iter_mut().all(|rank| rank.recv() == ClientReply::TreeLost { view: 0 }));
     let report = ranks[1].report();
     assert_eq!((report.jobs[0].joined, report.jobs[0].world), (2, 2));
     deaf.set_nonblocking(false).expect("a socket");
     deaf.set_read_timeout(Some(SOON)).expect("a socket");
     let ended = deaf.read_to_end(&mut Vec::new());
-    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset), "hung up on");
+    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset), "disconnected");
 }
 
 #[test]
-fn input_beyond_all_limits_ends_those_that_have_begun_the_most_and_no_other() {
+fn total_input_beyond_the_limit_disconnects_the_largest_sender() {
     let limits = Limits { input_bytes: 100_000, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
-    // It is refused in the end, for the number of its devices.
+    // The request itself is refused in the end, for its number of devices.
     let long = |devices: usize| {
         let devices = vec!["x".repeat(100); devices];
         let mut bytes = Vec::new();
@@ -344,7 +346,7 @@ fn input_beyond_all_limits_ends_those_that_have_begun_the_most_and_no_other() {
     let begun = |bytes: &[u8]| {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         stream.set_read_timeout(Some(SOON)).expect("a socket");
-        send(&mut stream, &Greeting::Client).expect("it listens");
+        send(&mut stream, &Hello::Client).expect("it listens");
         stream.write_all(bytes).expect("it listens");
         stream
     };
@@ -360,9 +362,9 @@ fn input_beyond_all_limits_ends_those_that_have_begun_the_most_and_no_other() {
     assert!(matches!(reply, ClientReply::Refused(JoinRefusal::Limit { .. })), "{reply:?}");
 }
 
-/// Both arrive at once, as far as the controller can tell, and in that order.
+/// The disconnect and the request arrive at the same time, in this order.
 #[test]
-fn rank_that_has_hung_up_is_in_no_report_that_is_asked_for_after_it() {
+fn disconnected_rank_is_missing_from_the_next_report() {
     let controller = controller();
     let mut asks = Raw::dial(&controller);
     for round in 0..300 {
@@ -374,120 +376,122 @@ fn rank_that_has_hung_up_is_in_no_report_that_is_asked_for_after_it() {
 }
 
 #[test]
-fn report_too_long_for_a_peer_leaves_jobs_out_and_counts_them() {
+fn report_too_long_for_a_peer_counts_omitted_jobs() {
     let limits = Limits { peer_output_bytes: 16 * 1024, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..ControllerConfig::new() }).expect("a port");
     let mut held: Vec<Raw> = (0..200)
         .map(|nth| Raw::join_with(&controller, of_job(&format!("job{nth}{}", "x".repeat(50)), 0, 2), &[]))
         .collect();
-    held.iter_mut().for_each(|raw| raw.say(ClientRequest::Survivors));
-    held.iter_mut().for_each(|raw| drop(raw.hear()));
+    held.iter_mut().for_each(|raw| raw.send(ClientRequest::Survivors));
+    held.iter_mut().for_each(|raw| drop(raw.recv()));
     let report = status(controller.local_addr()).expect("a report");
     assert!(!report.jobs.is_empty() && report.jobs_left_out > 0, "{}", report.jobs.len());
     assert_eq!(report.jobs.len() as u32 + report.jobs_left_out, 200);
 }
 
 #[test]
-fn mute_device_costs_one_report_some_time_and_later_ones_none() {
+fn device_that_owes_counters_is_not_queried_again() {
     let controller = controller();
-    let device = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::Stats));
+    let device = Device::that_stops_responding(&controller, "leaf0", |request| matches!(request, Request::Stats));
     let first = status(controller.local_addr()).expect("a report");
     assert!(first.devices[0].stats.is_err());
     assert_eq!(device.stopped.recv_timeout(SOON), Ok(Request::Stats));
     let second = status(controller.local_addr()).expect("a report");
     let why = second.devices[0].stats.as_ref().expect_err("mute");
-    assert!(why.contains("when it was asked before"), "{why}");
+    assert!(why.contains("an earlier query"), "{why}");
     assert!(device.stopped.try_recv().is_err(), "it is not asked again, and not waited for");
 }
 
 #[test]
-fn job_is_placed_without_devices_that_are_late_if_others_are_enough() {
+fn job_avoids_devices_with_overdue_counters() {
     let controller = controller();
     let _mute: Vec<_> = (0..8)
-        .map(|nth| Device::that_stops(&controller, &format!("a{nth}"), |request| matches!(request, Request::Stats)))
+        .map(|nth| {
+            Device::that_stops_responding(&controller, &format!("a{nth}"), |request| matches!(request, Request::Stats))
+        })
         .collect();
     let _real = Device::start(&controller, "b", None, None);
-    until("all are there", || status(controller.local_addr()).expect("a report").devices.len() == 9);
-    assert_eq!(of(&Raw::join_with(&controller, of_job("job", 0, 1), &[]).joined()).leaf, "b");
-    // Whoever pins one gets it: it may only be slow.
+    wait_until("all are there", || status(controller.local_addr()).expect("a report").devices.len() == 9);
+    assert_eq!(tree_of(&Raw::join_with(&controller, of_job("job", 0, 1), &[]).joined()).leaf, "b");
+    // A pinned device is used anyway: it may just be slow.
     let mut pinned = Raw::join_with(&controller, of_job("pinned", 0, 1), &["a0"]);
-    pinned.patient();
-    assert!(why(&pinned.joined()).contains("a0"));
+    pinned.extend_timeout();
+    assert!(no_tree_reason(&pinned.joined()).contains("a0"));
 }
 
 #[test]
-fn report_that_waits_for_a_device_holds_up_no_client() {
+fn report_that_waits_for_a_device_delays_no_client() {
     let controller = controller();
-    let device = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::Stats));
+    let device = Device::that_stops_responding(&controller, "leaf0", |request| matches!(request, Request::Stats));
     let mut rank = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
     rank.joined();
     let addr = controller.local_addr();
     let report = thread::spawn(move || status(addr));
     assert_eq!(device.stopped.recv_timeout(SOON), Ok(Request::Stats));
-    // The place is taken, as the state says, again and again while the report waits.
+    // While the report waits, other clients are answered: the rank is already taken.
     for _ in 0..20 {
         let mut second = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
-        assert!(matches!(second.hear(), ClientReply::Refused(_)));
+        assert!(matches!(second.recv(), ClientReply::Refused(_)));
     }
     assert!(!report.is_finished(), "it still waits for the device");
     assert!(report.join().expect("no panic").expect("a report").devices[0].stats.is_err());
 }
 
 #[test]
-fn device_that_does_not_read_is_hung_up_on_and_holds_up_nobody() {
+fn device_that_does_not_read_is_disconnected() {
     let controller = controller();
     let mut deaf = TcpStream::connect(controller.local_addr()).expect("a controller");
-    send(&mut deaf, &Greeting::Device(announce("leaf0", 1, None))).expect("it listens");
-    until("it is there", || status(controller.local_addr()).expect("a report").devices.len() == 1);
-    // Others of its name are why it is asked whether it lives, until it has left too much unanswered.
+    send(&mut deaf, &Hello::Device(announce("leaf0", 1, None))).expect("it listens");
+    wait_until("it is there", || status(controller.local_addr()).expect("a report").devices.len() == 1);
+    // Each duplicate name makes the controller probe the device, until too many requests are unanswered.
     let mut other = announce("leaf0", 1, None);
     other.capabilities.groups = 5;
-    until("it is hung up on", || {
+    wait_until("it is disconnected", || {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
-        send(&mut stream, &Greeting::Device(other.clone())).expect("it listens");
+        send(&mut stream, &Hello::Device(other.clone())).expect("it listens");
         // Refused, or welcomed.
         matches!(stream.read(&mut [0; 16]), Ok(1..))
     });
 }
 
 #[test]
-fn device_that_crashes_again_and_again_is_left_alone_for_a_while() {
+fn crash_looping_device_gets_no_job_during_its_backoff() {
     let controller = controller();
     let place = |nth: usize| Raw::join_with(&controller, of_job(&format!("job{nth}"), 0, 1), &[]).joined();
     for nth in 0..3 {
         let device = Device::start(&controller, "leaf0", None, None);
-        assert_eq!(of(&place(nth)).leaf, "leaf0", "it may restart now and then");
-        super::replan::end(device, &controller);
+        assert_eq!(tree_of(&place(nth)).leaf, "leaf0", "it may restart now and then");
+        super::replan::disconnect_device(device, &controller);
     }
     let _device = Device::start(&controller, "leaf0", None, None);
-    assert!(why(&place(3)).contains("again and again"));
+    assert!(no_tree_reason(&place(3)).contains("crash loop"));
     let mut nth = 4..;
-    until("it has stayed for a while", || place(nth.next().expect("a number")).tree.is_ok());
+    wait_until("it has stayed for a while", || place(nth.next().expect("a number")).tree.is_ok());
 }
 
 #[test]
-fn earlier_connections_of_devices_are_forgotten() {
+fn records_of_a_device_session_end_with_it() {
     let controller = controller();
     let mut ranks = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
-    assert!(why(&ranks.joined()).contains("no device"));
+    assert!(no_tree_reason(&ranks.joined()).contains("no device"));
     for _ in 0..2 {
         let device = Device::start(&controller, "leaf0", None, None);
-        let view = until_offered(&mut ranks);
-        ranks.say(ClientRequest::Pause { view, at: 1 });
-        assert!(matches!(ranks.hear(), ClientReply::MoveAt { .. }));
-        ranks.say(ClientRequest::Replan { view });
+        let view = wait_for_offer(&mut ranks);
+        ranks.send(ClientRequest::Pause { view, at: 1 });
+        assert!(matches!(ranks.recv(), ClientReply::MoveAt { .. }));
+        ranks.send(ClientRequest::Replan { view });
         let (view, _) = ranks.replanned();
-        ranks.say(ClientRequest::Decline { view, device: Some("leaf0".into()), why: "no way".into() });
+        ranks.send(ClientRequest::Decline { view, device: Some("leaf0".into()), why: "no way".into() });
         assert_eq!(ranks.report().jobs.len(), 1);
-        assert_eq!(controller.shared.lock().remembered_of("job"), 1);
-        super::replan::end(device, &controller);
-        assert_eq!(controller.shared.lock().remembered_of("job"), 0);
+        assert_eq!(controller.shared.lock().remembered_sessions("job"), 1);
+        super::replan::disconnect_device(device, &controller);
+        assert_eq!(controller.shared.lock().remembered_sessions("job"), 0);
     }
 }
 
-fn until_offered(rank: &mut Raw) -> u32 {
+fn wait_for_offer(rank: &mut Raw) -> u32 {
     loop {
-        if let ClientReply::Offer { view } = rank.hear_all() {
+        if let ClientReply::Offer { view } = rank.recv_any() {
             return view;
         }
     }

@@ -1,7 +1,7 @@
-//! Jobs whose tree is lost: who is told, what they get instead, and when not.
+//! Lost trees: notification of the ranks, replacement, and refusals.
 
-use super::super::proto::{ClientReply, ClientRequest, Over, StatusReport};
-use super::super::state::ABSENCE;
+use super::super::proto::{AbortReason, ClientReply, ClientRequest, StatusReport};
+use super::super::state::RECONNECT_GRACE;
 use super::super::{ClientError, Notice};
 use super::*;
 use std::time::Instant;
@@ -9,10 +9,10 @@ use sumac_hal::ids::Epoch;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::shm::DeviceUsers;
 
-/// Longer than anything here takes, and shorter than a controller waits for a device.
+/// Longer than any step here takes, and shorter than the controller's timeout for devices.
 pub(super) const SOON: Duration = Duration::from_secs(4);
 
-/// One rank's end of its connection, each message by hand.
+/// A rank's raw connection, driven message by message.
 pub(super) struct Raw {
     stream: TcpStream,
     reader: FrameReader<TcpStream>,
@@ -26,7 +26,7 @@ impl Raw {
     pub(super) fn join_with(controller: &Controller, request: JoinRequest, devices: &[&str]) -> Self {
         let mut raw = Self::dial(controller);
         let devices = devices.iter().map(|&device| device.to_owned()).collect();
-        raw.say(ClientRequest::JoinOn { request, devices });
+        raw.send(ClientRequest::JoinOn { request, devices });
         raw
     }
 
@@ -34,56 +34,55 @@ impl Raw {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
         stream.set_read_timeout(Some(SOON)).expect("a socket");
         let reader = FrameReader::new(stream.try_clone().expect("a file"));
-        send(&mut stream, &Greeting::Client).expect("it listens");
+        send(&mut stream, &Hello::Client).expect("it listens");
         Self { stream, reader }
     }
 
-    pub(super) fn say(&mut self, request: ClientRequest) {
+    pub(super) fn send(&mut self, request: ClientRequest) {
         send(&mut self.stream, &request).expect("it listens");
     }
 
-    /// Return what is said next, but offers and places in the queue: a device that comes may be one for a job without a
-    /// tree.
-    pub(super) fn hear(&mut self) -> ClientReply {
+    /// Receive the next message except offers and queue positions, which any new device may cause.
+    pub(super) fn recv(&mut self) -> ClientReply {
         loop {
-            match self.hear_all() {
+            match self.recv_any() {
                 ClientReply::Offer { .. } | ClientReply::Queued(_) => {}
                 reply => return reply,
             }
         }
     }
 
-    /// Wait longer from now on than for a device that does not answer.
-    pub(super) fn patient(&mut self) {
-        self.stream.set_read_timeout(Some(2 * GREETING_TIMEOUT)).expect("a socket");
+    /// From now on wait longer than the controller's timeout for devices.
+    pub(super) fn extend_timeout(&mut self) {
+        self.stream.set_read_timeout(Some(2 * TEST_TIMEOUT)).expect("a socket");
     }
 
-    pub(super) fn hear_all(&mut self) -> ClientReply {
+    pub(super) fn recv_any(&mut self) -> ClientReply {
         self.reader.recv().expect("an answer")
     }
 
     pub(super) fn joined(&mut self) -> Membership {
-        let ClientReply::Joined(membership) = self.hear() else { panic!("all have joined") };
+        let ClientReply::Joined(membership) = self.recv() else { panic!("all have joined") };
         *membership
     }
 
     pub(super) fn replanned(&mut self) -> (u32, Membership) {
-        let reply = self.hear();
+        let reply = self.recv();
         let ClientReply::Replanned { view, membership } = reply else { panic!("all have asked: {reply:?}") };
         (view, *membership)
     }
 
-    /// Return the view that another tree was refused for, and why.
+    /// Receive the refusal of a replan: its view and reason.
     pub(super) fn refused(&mut self) -> (u32, String) {
-        let reply = self.hear();
-        let ClientReply::NotReplanned { view, reason } = reply else { panic!("refused: {reply:?}") };
+        let reply = self.recv();
+        let ClientReply::ReplanRefused { view, reason } = reply else { panic!("refused: {reply:?}") };
         (view, reason)
     }
 
-    /// Return the controller's state, once it has done what this rank asked before. Nothing else was said.
+    /// Request a report. All earlier requests have been handled by then, and nothing else may arrive before it.
     pub(super) fn report(&mut self) -> StatusReport {
-        self.say(ClientRequest::Status);
-        let reply = self.hear();
+        self.send(ClientRequest::Status);
+        let reply = self.recv();
         let ClientReply::Status(report) = reply else { panic!("nothing was to be said: {reply:?}") };
         report
     }
@@ -97,25 +96,25 @@ pub(super) fn request(rank: u32, world: u32) -> JoinRequest {
         host: None,
         order: Order::TreeFold,
         mesh_addr: SocketAddr::from(([127, 0, 0, 1], 1 + rank as u16)),
-        repair_addr: SocketAddr::from(([127, 0, 0, 1], 1 + rank as u16)),
+        recovery_addr: SocketAddr::from(([127, 0, 0, 1], 1 + rank as u16)),
         max_packet_len_bytes: PACKET_LEN,
-        attach: Attach::Udp,
+        transport: Transport::Udp,
         machine: None,
         device_users: DeviceUsers::own(),
-        terms: Terms { moves: true, ..Terms::default() },
+        terms: Terms { accepts_migration: true, ..Terms::default() },
     }
 }
 
-/// Join a job of `world` ranks, and return what each was told.
-pub(super) fn begin(controller: &Controller, world: u32, devices: &[&str]) -> (Vec<Raw>, Vec<Membership>) {
+/// Join a job of `world` ranks, and return their memberships.
+pub(super) fn join_all(controller: &Controller, world: u32, devices: &[&str]) -> (Vec<Raw>, Vec<Membership>) {
     let mut ranks: Vec<_> = (0..world).map(|rank| Raw::join(controller, rank, world, devices)).collect();
     let memberships = ranks.iter_mut().map(Raw::joined).collect();
     (ranks, memberships)
 }
 
-/// Let all ranks ask for another tree than that of `view`.
+/// Let all ranks request a replacement for the tree of `view`.
 pub(super) fn replan(ranks: &mut [Raw], view: u32) -> Vec<Membership> {
-    ranks.iter_mut().for_each(|rank| rank.say(ClientRequest::Replan { view }));
+    ranks.iter_mut().for_each(|rank| rank.send(ClientRequest::Replan { view }));
     let told = ranks.iter_mut().map(|rank| {
         let (new, membership) = rank.replanned();
         assert_eq!(new, view + 1);
@@ -124,20 +123,20 @@ pub(super) fn replan(ranks: &mut [Raw], view: u32) -> Vec<Membership> {
     told.collect()
 }
 
-pub(super) fn of(membership: &Membership) -> &TreeMembership {
+pub(super) fn tree_of(membership: &Membership) -> &TreeMembership {
     membership.tree.as_ref().expect("a tree")
 }
 
-pub(super) fn why(membership: &Membership) -> &str {
+pub(super) fn no_tree_reason(membership: &Membership) -> &str {
     membership.tree.as_ref().expect_err("no tree")
 }
 
-pub(super) fn released(device: &Device) -> GroupId {
-    device.released.recv_timeout(GREETING_TIMEOUT).expect("an order")
+pub(super) fn recv_release(device: &Device) -> GroupId {
+    device.released.recv_timeout(TEST_TIMEOUT).expect("an order")
 }
 
-/// End a device, and wait until the controller knows.
-pub(super) fn end(device: Device, controller: &Controller) {
+/// Disconnect a device, and wait until the controller has noticed.
+pub(super) fn disconnect_device(device: Device, controller: &Controller) {
     let devices = || status(controller.local_addr()).expect("a report").devices.len();
     let before = devices();
     device.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
@@ -147,35 +146,35 @@ pub(super) fn end(device: Device, controller: &Controller) {
 }
 
 #[test]
-fn report_shows_no_tree_that_is_lost_or_of_a_device_that_is_gone() {
+fn lost_tree_and_tree_on_a_gone_device_are_reported_as_none() {
     let controller = controller();
     let device = Device::start(&controller, "leaf0", None, None);
-    let (mut ranks, _) = begin(&controller, 2, &[]);
+    let (mut ranks, _) = join_all(&controller, 2, &[]);
     let tree = |rank: &mut Raw| rank.report().jobs[0].tree.clone().expect("it runs");
     assert!(tree(&mut ranks[0]).is_ok());
-    end(device, &controller);
-    // The ranks have a second to find out.
+    disconnect_device(device, &controller);
+    // The ranks are notified after the grace period.
     assert_eq!(tree(&mut ranks[0]), Err("device leaf0 of its tree is not connected".into()));
     let _device = Device::start(&controller, "leaf0", None, None);
-    assert!(ranks.iter_mut().all(|rank| rank.hear() == ClientReply::Repair { view: 0 }));
+    assert!(ranks.iter_mut().all(|rank| rank.recv() == ClientReply::TreeLost { view: 0 }));
     let other = Device::start(&controller, "leaf1", None, None);
     let after = replan(&mut ranks[..], 0);
     assert!(after.iter().all(|membership| membership.tree.is_ok()));
-    ranks[0].say(ClientRequest::Suspect { view: 1 });
-    assert_eq!(ranks[0].hear(), ClientReply::Repair { view: 1 });
+    ranks[0].send(ClientRequest::Suspect { view: 1 });
+    assert_eq!(ranks[0].recv(), ClientReply::TreeLost { view: 1 });
     assert_eq!(tree(&mut ranks[0]), Err("its tree is lost".into()));
     drop(other);
 }
 
 #[test]
-fn a_job_moves_to_the_other_device_and_the_first_one_is_freed() {
+fn replan_moves_the_job_and_releases_the_lost_group() {
     let controller = controller();
     let devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
-    let (mut ranks, before) = begin(&controller, 3, &[]);
+    let (mut ranks, before) = join_all(&controller, 3, &[]);
     let after = replan(&mut ranks, 0);
-    let group = of(&after[0]).group;
+    let group = tree_of(&after[0]).group;
     for (rank, (before, after)) in before.iter().zip(&after).enumerate() {
-        let (old, new) = (of(before), of(after));
+        let (old, new) = (tree_of(before), tree_of(after));
         assert_eq!((old.leaf.as_str(), new.leaf.as_str()), ("leaf0", "leaf1"));
         assert_eq!((old.epoch.counter, new.epoch), (1, Epoch { counter: 2, ..old.epoch }));
         assert_eq!((usize::from(new.child.0), &after.mesh), (rank, &before.mesh));
@@ -184,217 +183,219 @@ fn a_job_moves_to_the_other_device_and_the_first_one_is_freed() {
     }
     let created = devices[1].group();
     assert_eq!((created.group, created.epoch.counter), (group, 2));
-    assert_eq!(released(&devices[0]), of(&before[0]).group);
+    assert_eq!(recv_release(&devices[0]), tree_of(&before[0]).group);
     let job = ranks[0].report().jobs.remove(0);
     let tree = job.tree.expect("running").expect("a tree");
     assert_eq!((job.view, tree.group, tree.devices), (1, group, vec!["leaf1".to_owned()]));
-    // And from there to the first one, which is lost no more than any other; not before all have asked anew.
-    ranks[2].say(ClientRequest::Replan { view: 1 });
+    // And back to the first device, which is eligible again; but only once all ranks have asked again.
+    ranks[2].send(ClientRequest::Replan { view: 1 });
     assert_eq!(ranks[2].report().jobs[0].view, 1);
     let third = replan(&mut ranks, 1);
-    assert_eq!((of(&third[2]).leaf.as_str(), of(&third[2]).epoch.counter), ("leaf0", 3));
-    assert_eq!(released(&devices[1]), group);
+    assert_eq!((tree_of(&third[2]).leaf.as_str(), tree_of(&third[2]).epoch.counter), ("leaf0", 3));
+    assert_eq!(recv_release(&devices[1]), group);
 }
 
 #[test]
-fn nobody_waits_for_a_device_that_has_stopped_to_free_the_lost_group() {
+fn unresponsive_device_does_not_delay_the_release_of_a_lost_group() {
     let controller = controller();
-    let stopped = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::ReleaseGroup(_)));
+    let stopped =
+        Device::that_stops_responding(&controller, "leaf0", |request| matches!(request, Request::ReleaseGroup(_)));
     let _other = Device::start(&controller, "leaf1", None, None);
-    let (mut ranks, before) = begin(&controller, 2, &[]);
+    let (mut ranks, before) = join_all(&controller, 2, &[]);
     let after = replan(&mut ranks, 0);
-    assert_eq!(of(&after[0]).leaf, "leaf1");
-    let order = stopped.stopped.recv_timeout(GREETING_TIMEOUT).expect("an order");
-    assert_eq!(order, Request::ReleaseGroup(of(&before[0]).group));
+    assert_eq!(tree_of(&after[0]).leaf, "leaf1");
+    let order = stopped.stopped.recv_timeout(TEST_TIMEOUT).expect("an order");
+    assert_eq!(order, Request::ReleaseGroup(tree_of(&before[0]).group));
     // While that is not answered, the controller serves all the same.
-    ranks[0].say(ClientRequest::Suspect { view: 1 });
-    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 1 }));
+    ranks[0].send(ClientRequest::Suspect { view: 1 });
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 1 }));
     for rank in &mut ranks {
-        rank.say(ClientRequest::Replan { view: 7 });
+        rank.send(ClientRequest::Replan { view: 7 });
         assert_eq!(rank.refused().0, 7);
     }
     stopped.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
 }
 
 #[test]
-fn nobody_waits_for_a_device_that_has_stopped_to_renew_a_lease() {
+fn unresponsive_device_does_not_delay_a_replan_during_renewal() {
     let config = ControllerConfig { lease: Duration::from_secs(1), ..ControllerConfig::new() };
     let controller = Controller::start(config).expect("a port");
-    let stopped = Device::that_stops(&controller, "leaf0", |request| matches!(request, Request::RenewGroup(_)));
+    let stopped =
+        Device::that_stops_responding(&controller, "leaf0", |request| matches!(request, Request::RenewGroup(_)));
     let _other = Device::start(&controller, "leaf1", None, None);
-    let (mut ranks, before) = begin(&controller, 2, &[]);
-    let renewal = stopped.stopped.recv_timeout(GREETING_TIMEOUT).expect("a third of the lease is over");
-    assert_eq!(renewal, Request::RenewGroup(of(&before[0]).group));
+    let (mut ranks, before) = join_all(&controller, 2, &[]);
+    let renewal = stopped.stopped.recv_timeout(TEST_TIMEOUT).expect("a third of the lease is over");
+    assert_eq!(renewal, Request::RenewGroup(tree_of(&before[0]).group));
     // While that is not answered, the job moves.
-    assert_eq!(of(&replan(&mut ranks, 0)[0]).leaf, "leaf1");
+    assert_eq!(tree_of(&replan(&mut ranks, 0)[0]).leaf, "leaf1");
     stopped.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
 }
 
 #[test]
-fn a_job_has_no_tree_where_only_the_lost_one_s_device_is_there() {
+fn replan_without_another_device_yields_no_tree() {
     let controller = controller();
     let device = Device::start(&controller, "leaf0", None, None);
-    let (mut ranks, before) = begin(&controller, 2, &[]);
+    let (mut ranks, before) = join_all(&controller, 2, &[]);
     let after = replan(&mut ranks, 0);
     for (before, after) in before.iter().zip(&after) {
-        let why = why(after);
+        let why = no_tree_reason(after);
         assert!(["no device", "lost", "leaf0"].iter().all(|part| why.contains(part)), "{why}");
         let flat = vec![vec![crate::plan::Child::Rank(Rank(0)), crate::plan::Child::Rank(Rank(1))]];
         assert_eq!((after.mesh_token, &after.mesh, &after.expression), (before.mesh_token, &before.mesh, &flat));
     }
-    assert_eq!(released(&device), of(&before[0]).group);
+    assert_eq!(recv_release(&device), tree_of(&before[0]).group);
     let job = ranks[0].report().jobs.remove(0);
     assert!(job.running && job.view == 1 && job.tree.expect("running").is_err());
 }
 
-/// Also where the job had no tree in between.
+/// Even if the job had no tree in between.
 #[test]
-fn a_device_whose_tree_is_lost_is_not_asked_while_it_lives() {
+fn device_of_a_lost_tree_stays_excluded_in_later_views() {
     let controller = controller();
     let _lost = Device::start(&controller, "leaf0", None, None);
-    let (mut ranks, _) = begin(&controller, 2, &[]);
-    assert!(replan(&mut ranks, 0).iter().all(|membership| why(membership).contains("leaf0")));
+    let (mut ranks, _) = join_all(&controller, 2, &[]);
+    assert!(replan(&mut ranks, 0).iter().all(|membership| no_tree_reason(membership).contains("leaf0")));
     let _other = Device::start(&controller, "leaf1", None, None);
-    assert!(replan(&mut ranks, 1).iter().all(|membership| of(membership).leaf == "leaf1"));
+    assert!(replan(&mut ranks, 1).iter().all(|membership| tree_of(membership).leaf == "leaf1"));
 }
 
 #[test]
-fn a_device_that_restarted_is_taken_again() {
+fn restarted_device_is_used_again() {
     for pinned in [&[][..], &["leaf0"]] {
         let controller = controller();
         let first = Device::start(&controller, "leaf0", None, None);
-        let (mut ranks, before) = begin(&controller, 2, pinned);
-        end(first, &controller);
+        let (mut ranks, before) = join_all(&controller, 2, pinned);
+        disconnect_device(first, &controller);
         let second = Device::start(&controller, "leaf0", None, None);
-        ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 0 }));
+        ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 }));
         let after = replan(&mut ranks, 0);
-        assert_eq!(of(&after[0]).leaf, "leaf0");
-        assert_eq!(second.group().group, of(&after[0]).group);
-        assert_ne!(of(&after[0]).group, of(&before[0]).group);
-        // Whoever greets again has no groups: the old one is no business of it.
+        assert_eq!(tree_of(&after[0]).leaf, "leaf0");
+        assert_eq!(second.group().group, tree_of(&after[0]).group);
+        assert_ne!(tree_of(&after[0]).group, tree_of(&before[0]).group);
+        // The restarted device is not told to release the old group.
         ranks.into_iter().for_each(drop);
-        assert_eq!(released(&second), of(&after[0]).group);
+        assert_eq!(recv_release(&second), tree_of(&after[0]).group);
     }
 }
 
 #[test]
-fn a_pinned_job_stays_without_a_tree_until_its_device_restarts() {
+fn pinned_job_has_no_tree_until_its_device_restarts() {
     let controller = controller();
     let first = Device::start(&controller, "leaf1", None, None);
     let _other = Device::start(&controller, "leaf0", None, None);
-    let (mut ranks, _) = begin(&controller, 2, &["leaf1"]);
+    let (mut ranks, _) = join_all(&controller, 2, &["leaf1"]);
     let after = replan(&mut ranks, 0);
-    let reason = why(&after[1]);
-    assert!(reason.starts_with("device leaf1 is pinned, and the tree there is lost"), "{reason}");
-    end(first, &controller);
+    let reason = no_tree_reason(&after[1]);
+    assert!(reason.starts_with("device leaf1 is pinned, but its tree was lost"), "{reason}");
+    disconnect_device(first, &controller);
     let _second = Device::start(&controller, "leaf1", None, None);
-    assert_eq!(of(&replan(&mut ranks, 1)[0]).leaf, "leaf1");
+    assert_eq!(tree_of(&replan(&mut ranks, 1)[0]).leaf, "leaf1");
 }
 
 #[test]
-fn what_a_job_left_counts_against_nothing() {
+fn released_group_frees_its_resources() {
     let controller = controller();
     let device = Device::start(&controller, "leaf0", None, None);
     let _other = Device::start(&controller, "leaf1", None, None);
-    let (mut ranks, before) = begin(&controller, 2, &[]);
+    let (mut ranks, before) = join_all(&controller, 2, &[]);
     replan(&mut ranks, 0);
-    assert_eq!(released(&device), of(&before[0]).group);
+    assert_eq!(recv_release(&device), tree_of(&before[0]).group);
     let other = JoinRequest { job: "other".into(), ..request(0, 1) };
     let (_session, membership) = Session::join(controller.local_addr(), other, SOON, |_| None).expect("an answer");
     // Slots for a window of 256 are half of what a device has.
-    assert_eq!((of(&membership).leaf.as_str(), of(&membership).window_max), ("leaf0", 256));
+    assert_eq!((tree_of(&membership).leaf.as_str(), tree_of(&membership).window_max), ("leaf0", 256));
 }
 
 #[test]
-fn a_view_that_is_not_the_jobs_is_refused_at_once() {
+fn replan_for_another_view_is_refused() {
     let controller = controller();
     let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
     let mut alone = Raw::join(&controller, 0, 2, &[]);
-    alone.say(ClientRequest::Replan { view: 0 });
+    alone.send(ClientRequest::Replan { view: 0 });
     let (view, reason) = alone.refused();
     assert!(view == 0 && reason.contains("1 of its 2 ranks"), "{reason}");
     let mut ranks = [alone, Raw::join(&controller, 1, 2, &[])];
     ranks.iter_mut().for_each(|rank| drop(rank.joined()));
-    ranks[0].say(ClientRequest::Replan { view: 1 });
+    ranks[0].send(ClientRequest::Replan { view: 1 });
     assert_eq!(ranks[0].refused(), (1, "job \"job\" is at view 0".into()));
-    // Who was refused has not asked.
-    ranks[1].say(ClientRequest::Replan { view: 0 });
+    // A refused request does not count.
+    ranks[1].send(ClientRequest::Replan { view: 0 });
     assert_eq!(ranks[1].report().jobs[0].view, 0);
-    ranks[0].say(ClientRequest::Replan { view: 0 });
+    ranks[0].send(ClientRequest::Replan { view: 0 });
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.replanned().0, 1));
-    ranks[1].say(ClientRequest::Replan { view: 0 });
+    ranks[1].send(ClientRequest::Replan { view: 0 });
     assert_eq!(ranks[1].refused(), (0, "job \"job\" is at view 1".into()));
     let mut stranger = Raw::join(&controller, 0, 2, &[]);
-    assert!(matches!(stranger.hear(), ClientReply::Refused(_)), "the job runs");
-    stranger.say(ClientRequest::Replan { view: 1 });
+    assert!(matches!(stranger.recv(), ClientReply::Refused(_)), "the job runs");
+    stranger.send(ClientRequest::Replan { view: 1 });
     assert_eq!(stranger.refused(), (1, "no job was joined on this connection".into()));
 }
 
 #[test]
-fn who_asks_twice_is_one_rank() {
+fn repeated_replan_request_counts_once() {
     let controller = controller();
     let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
-    let (mut ranks, _) = begin(&controller, 2, &[]);
-    (0..2).for_each(|_| ranks[0].say(ClientRequest::Replan { view: 0 }));
+    let (mut ranks, _) = join_all(&controller, 2, &[]);
+    (0..2).for_each(|_| ranks[0].send(ClientRequest::Replan { view: 0 }));
     assert_eq!(ranks[0].report().jobs[0].view, 0);
-    ranks[1].say(ClientRequest::Replan { view: 0 });
+    ranks[1].send(ClientRequest::Replan { view: 0 });
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.replanned().0, 1));
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.report().jobs[0].view, 1));
 }
 
 #[test]
-fn ranks_that_wait_hear_of_one_that_is_gone() {
+fn pending_replan_is_refused_when_a_rank_is_gone() {
     for leaves in [false, true] {
         let controller = controller();
         let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
-        let (mut ranks, _) = begin(&controller, 3, &[]);
-        ranks[0].say(ClientRequest::Replan { view: 0 });
+        let (mut ranks, _) = join_all(&controller, 3, &[]);
+        ranks[0].send(ClientRequest::Replan { view: 0 });
         assert_eq!(ranks[0].report().jobs[0].joined, 3);
         let mut last = ranks.pop().expect("three");
         if leaves {
-            last.say(ClientRequest::Leave);
-            assert_eq!(last.hear(), ClientReply::Left);
+            last.send(ClientRequest::Leave);
+            assert_eq!(last.recv(), ClientReply::Left);
         }
         drop(last);
         for rank in (!leaves).then_some(&mut ranks).into_iter().flatten() {
-            assert_eq!(rank.hear(), ClientReply::RankLost(Rank(2)));
+            assert_eq!(rank.recv(), ClientReply::RankLost(Rank(2)));
         }
-        let reason = "rank 2 of job \"job\" is gone, and a tree is for all its ranks";
+        let reason = "rank 2 of job \"job\" is gone; a tree needs all ranks";
         assert_eq!(ranks[0].refused(), (0, reason.into()));
-        // And so it is for who comes later.
-        ranks[1].say(ClientRequest::Replan { view: 0 });
+        // Later requests get the same refusal.
+        ranks[1].send(ClientRequest::Replan { view: 0 });
         assert_eq!(ranks[1].refused(), (0, reason.into()));
         ranks.iter_mut().for_each(|rank| assert_eq!(rank.report().jobs[0].view, 0));
     }
 }
 
 #[test]
-fn all_ranks_are_told_once_that_a_tree_is_lost() {
+fn lost_tree_is_notified_once_per_view() {
     let controller = controller();
     let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
     let mut alone = Raw::join(&controller, 0, 2, &[]);
-    alone.say(ClientRequest::Suspect { view: 0 });
+    alone.send(ClientRequest::Suspect { view: 0 });
     assert!(!alone.report().jobs[0].running);
     let mut ranks = vec![alone, Raw::join(&controller, 1, 2, &[])];
     ranks.iter_mut().for_each(|rank| drop(rank.joined()));
-    ranks[1].say(ClientRequest::Suspect { view: 1 });
+    ranks[1].send(ClientRequest::Suspect { view: 1 });
     ranks[1].report();
-    ranks[1].say(ClientRequest::Suspect { view: 0 });
-    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 0 }));
+    ranks[1].send(ClientRequest::Suspect { view: 0 });
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 }));
     for rank in &mut ranks {
-        rank.say(ClientRequest::Suspect { view: 0 });
+        rank.send(ClientRequest::Suspect { view: 0 });
         rank.report();
     }
     ranks.iter_mut().for_each(|rank| drop(rank.report()));
     replan(&mut ranks, 0);
     for view in [0, 1] {
-        ranks[0].say(ClientRequest::Suspect { view });
+        ranks[0].send(ClientRequest::Suspect { view });
     }
-    ranks.iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Repair { view: 1 }));
+    ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 1 }));
 }
 
-/// Wait until the only job has no tree, and return why.
-pub(super) fn until_without(controller: &Controller) -> String {
+/// Wait until the only job has no tree, and return the reason.
+pub(super) fn wait_until_no_tree(controller: &Controller) -> String {
     loop {
         let report = status(controller.local_addr()).expect("a report");
         match report.jobs.into_iter().next().and_then(|job| job.tree) {
@@ -405,7 +406,7 @@ pub(super) fn until_without(controller: &Controller) -> String {
 }
 
 #[test]
-fn sessions_hear_of_a_lost_tree_and_get_another_one() {
+fn sessions_replace_a_lost_tree_together() {
     let controller = controller();
     let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
     let addr = controller.local_addr();
@@ -414,7 +415,7 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
         .map(|rank| {
             let told = told.clone();
             let told = move |notice| {
-                if !matches!(notice, Notice::Withdrawn | Notice::Queued(_) | Notice::ControllerLost) {
+                if !matches!(notice, Notice::OfferWithdrawn | Notice::Queued(_) | Notice::ControllerLost) {
                     told.send((rank, notice)).expect("somebody listens");
                 }
                 None
@@ -426,51 +427,50 @@ fn sessions_hear_of_a_lost_tree_and_get_another_one() {
     ranks[1].0.suspect(0);
     let mut heard = [(); 2].map(|()| notices.recv_timeout(SOON).expect("a notice"));
     heard.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(heard, [0, 1].map(|rank| (rank, Notice::Repair { view: 0 })));
-    // Before its time is up the other one is not there. Its wish stands, but it does not wait for the tree any more: that is
-    // no tree for the job.
+    assert_eq!(heard, [0, 1].map(|rank| (rank, Notice::TreeLost { view: 0 })));
+    // Rank 0 times out before rank 1 asks. Its request stays valid, but it declines the tree that arrives too late.
     let error = ranks[0].0.replan(0, Instant::now()).expect_err("alone");
     assert!(matches!(error, ClientError::ReplanTimeout { view: 0, .. }), "{error}");
     let later = Instant::now() + SOON;
     let second = ranks[1].0.replan(0, later).expect("all have asked");
-    assert_eq!(of(&second).leaf, "leaf1");
-    let declined = until_without(&controller);
-    assert_eq!(declined, "rank 0 declined its tree: it came too late for a rank");
+    assert_eq!(tree_of(&second).leaf, "leaf1");
+    let declined = wait_until_no_tree(&controller);
+    assert_eq!(declined, "rank 0 declined its tree: it arrived after a rank had stopped waiting");
     let error = ranks[0].0.replan(0, later).expect_err("stale").to_string();
-    assert_eq!(error, "no other tree than that of view 0: job \"job\" is at view 1");
+    assert_eq!(error, "cannot replace the tree of view 0: job \"job\" is at view 1");
     thread::scope(|scope| {
         let first = scope.spawn(|| ranks[0].0.replan(1, later));
         let second = ranks[1].0.replan(1, later).expect("all have asked");
         let first = first.join().expect("no panic").expect("all have asked");
-        assert_eq!([&first, &second].map(|membership| of(membership).epoch.counter), [3; 2]);
+        assert_eq!([&first, &second].map(|membership| tree_of(membership).epoch.counter), [3; 2]);
     });
     let error = ranks[0].0.replan(1, later).expect_err("stale").to_string();
-    assert_eq!(error, "no other tree than that of view 1: job \"job\" is at view 2");
+    assert_eq!(error, "cannot replace the tree of view 1: job \"job\" is at view 2");
 }
 
-/// A controller that answers one Join, and each Replan with what it is given, and then is gone.
+/// A scripted controller: answers one Join, then one Replan with `answers`, and disconnects.
 fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let addr = listener.local_addr().expect("bound");
     let serve = move || {
         let (mut stream, _) = listener.accept().expect("a client");
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
-        assert_eq!(reader.recv::<Greeting>().expect("a greeting"), Greeting::Client);
+        assert_eq!(reader.recv::<Hello>().expect("a greeting"), Hello::Client);
         assert!(matches!(reader.recv(), Ok(ClientRequest::Join(_))));
-        send(&mut stream, &ClientReply::Joined(Box::new(nowhere(1)))).expect("a client");
+        send(&mut stream, &ClientReply::Joined(Box::new(membership_without_tree(1)))).expect("a client");
         assert_eq!(reader.recv::<ClientRequest>().expect("a wish"), ClientRequest::Replan { view: 3 });
         answers.iter().for_each(|answer| send(&mut stream, answer).expect("a client"));
     };
     (addr, thread::spawn(serve))
 }
 
-fn nowhere(mesh_token: u64) -> Membership {
+fn membership_without_tree(mesh_token: u64) -> Membership {
     let table = crate::select::CostTable::EMULATED;
     Membership {
         tree: Err("none".into()),
         queue: None,
         mesh: Vec::new(),
-        repair_mesh: Vec::new(),
+        recovery_mesh: Vec::new(),
         mesh_token,
         expression: Vec::new(),
         table,
@@ -478,9 +478,9 @@ fn nowhere(mesh_token: u64) -> Membership {
 }
 
 #[test]
-fn answers_of_other_views_are_dropped() {
-    let replanned = |view| ClientReply::Replanned { view, membership: Box::new(nowhere(view.into())) };
-    let stale = ClientReply::NotReplanned { view: 2, reason: "stale".into() };
+fn replan_replies_for_other_views_are_ignored() {
+    let replanned = |view| ClientReply::Replanned { view, membership: Box::new(membership_without_tree(view.into())) };
+    let stale = ClientReply::ReplanRefused { view: 2, reason: "stale".into() };
     let (addr, serving) = scripted(vec![replanned(0), stale, replanned(3), replanned(5), replanned(4)]);
     let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
     assert_eq!(session.replan(3, Instant::now() + SOON).expect("an answer").mesh_token, 4);
@@ -488,83 +488,83 @@ fn answers_of_other_views_are_dropped() {
 }
 
 #[test]
-fn a_controller_that_is_gone_ends_the_wait() {
+fn lost_controller_fails_a_pending_replan() {
     fn shared<T: Send + Sync>(session: T) -> T {
         session
     }
     let (addr, serving) = scripted(Vec::new());
     let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
     let session = shared(session);
-    // The deadline is beyond what the test may take.
+    // The deadline is longer than the test may take.
     let error = session.replan(3, Instant::now() + Duration::from_secs(3600)).expect_err("it is gone");
-    assert!(matches!(error, ClientError::Ended { view: 3 }), "{error}");
+    assert!(matches!(error, ClientError::ControllerLost { view: 3 }), "{error}");
     serving.join().expect("as scripted");
-    // Nobody hears it, and nobody needs to.
+    // Ignored without a controller.
     session.suspect(3);
 }
 
-/// A connection that breaks is no death: a device that is back in the same life has its groups.
+/// A device that reconnects in the same incarnation keeps its groups.
 #[test]
-fn a_device_that_stays_away_or_comes_in_another_life_has_lost_its_trees() {
+fn device_gone_beyond_the_grace_period_or_restarted_loses_its_trees() {
     for comes_back in [false, true] {
         let controller = controller();
-        let life = announce("leaf0", 1, None);
-        let device = Device::serve(&controller, life.clone(), |_| Reply::Yes);
+        let incarnation = announce("leaf0", 1, None);
+        let device = Device::serve(&controller, incarnation.clone(), |_| Reply::Done);
         let mut ranks: Vec<_> = (0..2).map(|rank| Raw::join(&controller, rank, 2, &[])).collect();
         ranks.iter_mut().for_each(|rank| assert!(rank.joined().tree.is_ok()));
         device.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
-        until_devices(&controller, 0);
-        let back = Device::serve(&controller, life, |_| Reply::Yes);
-        until_devices(&controller, 1);
+        wait_for_devices(&controller, 0);
+        let back = Device::serve(&controller, incarnation, |_| Reply::Done);
+        wait_for_devices(&controller, 1);
         let expire = |later: Duration| {
             let mut state = controller.shared.lock();
             state.now += later;
             state.expire_all()
         };
-        assert_eq!(expire(2 * ABSENCE), None);
+        assert_eq!(expire(2 * RECONNECT_GRACE), None);
         for rank in &mut ranks {
-            rank.say(ClientRequest::Status);
-            assert!(matches!(rank.hear(), ClientReply::Status(_)));
+            rank.send(ClientRequest::Status);
+            assert!(matches!(rank.recv(), ClientReply::Status(_)));
         }
         back.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
-        until_devices(&controller, 0);
+        wait_for_devices(&controller, 0);
         let _next = comes_back.then(|| Device::start(&controller, "leaf0", None, None));
-        expire(if comes_back { Duration::ZERO } else { 2 * ABSENCE });
+        expire(if comes_back { Duration::ZERO } else { 2 * RECONNECT_GRACE });
         for rank in &mut ranks {
-            assert_eq!(rank.hear(), ClientReply::Repair { view: 0 });
-            rank.say(ClientRequest::Status);
-            assert!(matches!(rank.hear(), ClientReply::Status(_)), "it is said once");
+            assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 });
+            rank.send(ClientRequest::Status);
+            assert!(matches!(rank.recv(), ClientReply::Status(_)), "it is said once");
         }
     }
 }
 
-/// Wait until so many devices are connected.
-fn until_devices(controller: &Controller, count: usize) {
+/// Wait until `count` devices are connected.
+fn wait_for_devices(controller: &Controller, count: usize) {
     while status(controller.local_addr()).expect("a report").devices.len() != count {
         thread::yield_now();
     }
 }
 
-/// A rank that comes to a mismatch when the others are gone hears why they are.
+/// A rank that reaches a mismatch after the others are gone learns why.
 #[test]
-fn all_other_ranks_are_told_once_why_a_job_is_over_and_before_they_hear_of_deaths() {
+fn abort_is_notified_once_and_before_lost_ranks() {
     let controller = controller();
     let mut early = Raw::join(&controller, 0, 3, &[]);
     let desc = |count| OpDesc::all_reduce(Dtype::I64, ReduceOp::Sum, count);
-    let over = |count| Over::Mismatch { first: desc(count), other: desc(count + 1) };
-    // Before it has begun, nothing is over.
-    early.say(ClientRequest::Over(over(1)));
+    let over = |count| AbortReason::Mismatch { first: desc(count), other: desc(count + 1) };
+    // An abort before the job has started is ignored.
+    early.send(ClientRequest::Abort(over(1)));
     early.report();
     let mut ranks = vec![early, Raw::join(&controller, 1, 3, &[]), Raw::join(&controller, 2, 3, &[])];
     ranks.iter_mut().for_each(|rank| drop(rank.joined()));
-    ranks[0].say(ClientRequest::Over(over(2)));
-    ranks[..2].iter_mut().for_each(|rank| assert_eq!(rank.hear(), ClientReply::Over(over(2))));
-    ranks[1].say(ClientRequest::Over(over(3)));
+    ranks[0].send(ClientRequest::Abort(over(2)));
+    ranks[..2].iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::Aborted(over(2))));
+    ranks[1].send(ClientRequest::Abort(over(3)));
     ranks[1].report();
     let mut late = ranks.pop().expect("three");
     drop(ranks);
-    assert_eq!(late.hear(), ClientReply::Over(over(2)));
-    let mut lost = [late.hear(), late.hear()];
+    assert_eq!(late.recv(), ClientReply::Aborted(over(2)));
+    let mut lost = [late.recv(), late.recv()];
     lost.sort_by_key(|reply| format!("{reply:?}"));
     assert_eq!(lost, [0, 1].map(|rank| ClientReply::RankLost(Rank(rank))));
 }

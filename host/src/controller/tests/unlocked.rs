@@ -1,26 +1,26 @@
-//! What happens between the copy that a plan is made of and its outcome: the state step by step, without threads.
+//! Changes between a plan's snapshot and its result: the state machine step by step, without threads.
 
-use super::super::admit::Unreserved;
+use super::super::admit::ReservationFailure;
 use super::super::device::{DeviceError, DeviceSession};
-use super::super::line::{Frames, Line, NoLine};
+use super::super::outbox::{Frames, MessageSink, NullSink};
 use super::super::proto::{ClientReply, JobStatus};
 use super::super::state::{Client, State};
 use super::replan::request;
 use super::*;
 use sumac_hal::ctrl::{Counters, FrameBuffer, Stats};
 
-/// Keeps what is sent, each time by itself.
+/// Records each message separately.
 #[derive(Debug, Clone, Default)]
-struct Kept(Arc<Mutex<Vec<Vec<u8>>>>);
+struct RecordingSink(Arc<Mutex<Vec<Vec<u8>>>>);
 
-impl Line for Kept {
+impl MessageSink for RecordingSink {
     fn put(&self, parts: &[Frames]) -> bool {
         let bytes: Vec<&[u8]> = parts.iter().map(Frames::bytes).collect();
         self.0.lock().expect("no panic").push(bytes.concat());
         true
     }
 
-    fn hang_up(&self) {}
+    fn disconnect(&self) {}
 }
 
 struct Steps {
@@ -38,13 +38,13 @@ impl Steps {
     fn add_device(&mut self, name: &str) -> Arc<DeviceSession> {
         let mut announce = announce(name, 1, None);
         announce.capabilities.groups = 1;
-        let session = Arc::new(DeviceSession::on(announce, Box::new(NoLine)));
+        let session = Arc::new(DeviceSession::new(announce, Box::new(NullSink)));
         self.state.add_device(&self.config, &session).expect("there is room");
         session
     }
 
-    fn join(&mut self, job: &str, place: (u32, u32), wait_ms: u32, line: impl Line + 'static) -> Arc<Client> {
-        self.join_on(&[], job, place, wait_ms, line)
+    fn join(&mut self, job: &str, place: (u32, u32), wait_ms: u32, sink: impl MessageSink + 'static) -> Arc<Client> {
+        self.join_on(&[], job, place, wait_ms, sink)
     }
 
     fn join_on(
@@ -53,10 +53,10 @@ impl Steps {
         job: &str,
         (rank, world): (u32, u32),
         wait_ms: u32,
-        line: impl Line + 'static,
+        sink: impl MessageSink + 'static,
     ) -> Arc<Client> {
-        let client = Arc::new(Client::new(Box::new(line)));
-        let terms = Terms { moves: true, wait_ms, ..Terms::default() };
+        let client = Arc::new(Client::new(Box::new(sink)));
+        let terms = Terms { accepts_migration: true, wait_ms, ..Terms::default() };
         let request = JoinRequest { job: job.into(), terms, ..request(rank, world) };
         let pinned = devices.iter().map(|&device| device.to_owned()).collect();
         self.state.join(&self.config, request, pinned, &client).expect("it may");
@@ -65,21 +65,21 @@ impl Steps {
 
     fn plan(&mut self) {
         while let Some(plan) = self.state.next_plan() {
-            let planned = plan.run(&self.config);
-            self.state.planned(&self.config, planned);
+            let apply_plan = plan.run(&self.config);
+            self.state.apply_plan(&self.config, apply_plan);
         }
     }
 
-    /// Devices say yes to what is drafted.
+    /// All devices accept the pending drafts.
     fn settle(&mut self) {
         while let Some(draft) = self.state.ready.pop_front() {
-            assert!(self.state.settle(&self.config, draft, Ok(())).is_none());
+            assert!(self.state.finish_reservation(&self.config, draft, Ok(())).is_none());
         }
     }
 
-    /// A round of leases, of which no device says anything.
+    /// A round of renewals without responses.
     fn renew(&mut self) {
-        let renewed = self.state.round().ask().answered(Instant::now());
+        let renewed = self.state.lease_round().send().wait(Instant::now());
         self.state.renewed(renewed);
     }
 
@@ -90,26 +90,26 @@ impl Steps {
 }
 
 #[test]
-fn job_that_got_its_tree_while_its_wait_was_planned_waits_no_more() {
+fn job_placed_during_its_queue_plan_is_not_queued() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let first = steps.join("first", (0, 1), 0, NoLine);
+    let first = steps.join("first", (0, 1), 0, NullSink);
     steps.plan();
     steps.settle();
-    let _next = steps.join("next", (0, 1), 60_000, NoLine);
+    let _next = steps.join("next", (0, 1), 60_000, NullSink);
     steps.plan();
     assert!(steps.job("next").queue.is_some(), "the only place is taken");
     steps.state.depart(("first", Rank(0)), &first, true);
     let serves = steps.state.next_plan().expect("there is a place");
-    // Comes while that is planned, and lets all that wait be looked at again.
+    // Connects during the plan, and makes all waiting jobs be reconsidered.
     steps.add_device("leaf1");
     let served = serves.run(&steps.config);
-    steps.state.planned(&steps.config, served);
+    steps.state.apply_plan(&steps.config, served);
     let enters = steps.state.next_plan();
     steps.settle();
     if let Some(enters) = enters {
         let entered = enters.run(&steps.config);
-        steps.state.planned(&steps.config, entered);
+        steps.state.apply_plan(&steps.config, entered);
     }
     steps.plan();
     let next = steps.job("next");
@@ -118,35 +118,35 @@ fn job_that_got_its_tree_while_its_wait_was_planned_waits_no_more() {
 }
 
 #[test]
-fn job_of_the_name_of_one_that_has_ended_takes_no_place_for_it() {
+fn stale_queue_plan_does_not_queue_a_new_job_of_that_name() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let _first = steps.join("first", (0, 1), 0, NoLine);
+    let _first = steps.join("first", (0, 1), 0, NullSink);
     steps.plan();
     steps.settle();
-    let next = steps.join("next", (0, 1), 0, NoLine);
+    let next = steps.join("next", (0, 1), 0, NullSink);
     let sought = steps.state.next_plan().expect("all are there").run(&steps.config);
-    steps.state.planned(&steps.config, sought);
+    steps.state.apply_plan(&steps.config, sought);
     let enters = steps.state.next_plan().expect("it runs without a tree");
     steps.state.depart(("next", Rank(0)), &next, true);
-    let _other = steps.join("next", (0, 2), 0, NoLine);
+    let _other = steps.join("next", (0, 2), 0, NullSink);
     let entered = enters.run(&steps.config);
-    steps.state.planned(&steps.config, entered);
+    steps.state.apply_plan(&steps.config, entered);
     steps.plan();
     assert_eq!(steps.job("next").queue, None, "it has not begun");
 }
 
 #[test]
-fn ranks_that_die_together_are_told_of_together() {
+fn ranks_lost_together_are_notified_in_one_entry() {
     let mut steps = Steps::new();
-    let kept = Kept::default();
-    let _left = steps.join("job", (0, 100), 0, kept.clone());
-    let others: Vec<_> = (1..100).map(|rank| (steps.join("job", (rank, 100), 0, NoLine), rank)).collect();
+    let recorded = RecordingSink::default();
+    let _left = steps.join("job", (0, 100), 0, recorded.clone());
+    let others: Vec<_> = (1..100).map(|rank| (steps.join("job", (rank, 100), 0, NullSink), rank)).collect();
     steps.plan();
-    kept.0.lock().expect("no panic").clear();
+    recorded.0.lock().expect("no panic").clear();
     let gone = others.into_iter().map(|(client, rank)| (client, ("job".to_owned(), Rank(rank))));
     steps.state.depart_all(gone.collect());
-    let puts = kept.0.lock().expect("no panic").clone();
+    let puts = recorded.0.lock().expect("no panic").clone();
     assert_eq!(puts.len(), 1, "one entry of its queue for all");
     let mut told = FrameBuffer::new(1 << 20);
     told.push(&puts[0]);
@@ -157,15 +157,15 @@ fn ranks_that_die_together_are_told_of_together() {
 }
 
 #[test]
-fn job_whose_wait_ends_as_its_place_is_freed_comes_before_later_ones() {
+fn job_that_times_out_as_resources_are_freed_precedes_later_jobs() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let first = steps.join("first", (0, 1), 0, NoLine);
+    let first = steps.join("first", (0, 1), 0, NullSink);
     steps.plan();
     steps.settle();
-    let _early = steps.join("early", (0, 1), 300, NoLine);
+    let _early = steps.join("early", (0, 1), 300, NullSink);
     steps.plan();
-    let _later = steps.join("later", (0, 1), 60_000, NoLine);
+    let _later = steps.join("later", (0, 1), 60_000, NullSink);
     steps.plan();
     steps.state.now += Duration::from_secs(1);
     steps.state.expire_all();
@@ -178,26 +178,26 @@ fn job_whose_wait_ends_as_its_place_is_freed_comes_before_later_ones() {
 }
 
 #[test]
-fn plan_for_a_later_job_yields_what_is_freed_meanwhile_to_an_earlier_one() {
+fn resources_freed_during_a_plan_go_to_the_earlier_job() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
     steps.add_device("leaf1");
-    let on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NoLine);
-    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NoLine);
+    let on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NullSink);
+    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NullSink);
     steps.plan();
     steps.settle();
-    let _early = steps.join_on(&["leaf0", "leaf1"], "early", (0, 1), 60_000, NoLine);
+    let _early = steps.join_on(&["leaf0", "leaf1"], "early", (0, 1), 60_000, NullSink);
     steps.plan();
-    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NoLine);
+    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NullSink);
     steps.plan();
     steps.state.depart(("on1", Rank(0)), &on1, true);
-    // The early one does not fit, the later one does.
+    // The early job does not fit, the later one does.
     let none = steps.state.next_plan().expect("there is a place").run(&steps.config);
-    steps.state.planned(&steps.config, none);
+    steps.state.apply_plan(&steps.config, none);
     let serves = steps.state.next_plan().expect("there is a place for it");
     steps.state.depart(("on0", Rank(0)), &on0, true);
     let served = serves.run(&steps.config);
-    steps.state.planned(&steps.config, served);
+    steps.state.apply_plan(&steps.config, served);
     steps.plan();
     steps.settle();
     let (early, later) = (steps.job("early"), steps.job("later"));
@@ -206,34 +206,34 @@ fn plan_for_a_later_job_yields_what_is_freed_meanwhile_to_an_earlier_one() {
 }
 
 #[test]
-fn job_is_served_though_every_plan_for_it_is_overtaken() {
+fn job_is_served_after_four_overtaken_plans() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
     steps.add_device("leaf1");
-    let _on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NoLine);
-    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NoLine);
+    let _on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NullSink);
+    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NullSink);
     let others: Vec<_> = (0..8).map(|index| (format!("spare{index}"), format!("other{index}"))).collect();
     let mut place = |(device, job): (String, String)| {
         steps.add_device(&device);
-        (steps.join_on(&[&device], &job, (0, 1), 0, NoLine), (job, Rank(0)))
+        (steps.join_on(&[&device], &job, (0, 1), 0, NullSink), (job, Rank(0)))
     };
     let others: Vec<_> = others.into_iter().map(&mut place).collect();
     steps.plan();
     steps.settle();
-    let _early = steps.join_on(&["leaf0"], "early", (0, 1), 60_000, NoLine);
+    let _early = steps.join_on(&["leaf0"], "early", (0, 1), 60_000, NullSink);
     steps.plan();
-    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NoLine);
+    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NullSink);
     steps.plan();
     steps.state.depart(("on1", Rank(0)), &on1, true);
     let mut overtaken = 0;
     for (client, (job, rank)) in &others {
         let none = steps.state.next_plan().expect("the early one is looked at").run(&steps.config);
-        steps.state.planned(&steps.config, none);
+        steps.state.apply_plan(&steps.config, none);
         let serves = steps.state.next_plan().expect("there is a place for the later one");
-        // The world changes under each plan.
+        // The state changes during each plan.
         steps.state.depart((job, *rank), client, true);
         let served = serves.run(&steps.config);
-        steps.state.planned(&steps.config, served);
+        steps.state.apply_plan(&steps.config, served);
         if !steps.state.ready.is_empty() {
             break;
         }
@@ -246,15 +246,19 @@ fn job_is_served_though_every_plan_for_it_is_overtaken() {
 }
 
 #[test]
-fn job_whose_ranks_declined_a_tree_that_came_too_late_is_offered_one_again() {
+fn declined_tree_is_offered_again_eight_times() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let client = steps.join("job", (0, 1), 0, NoLine);
+    let client = steps.join("job", (0, 1), 0, NullSink);
     steps.plan();
     steps.settle();
     let place = ("job".to_owned(), Rank(0));
     for view in 0..100 {
-        steps.state.decline((Some(&place), &client), view, (None, "it came too late for a rank".into()));
+        steps.state.decline(
+            (Some(&place), &client),
+            view,
+            (None, "it arrived after a rank had stopped waiting".into()),
+        );
         steps.plan();
         let job = steps.job("job");
         assert!(job.queue.is_some() && !job.is_offered, "not at once: {job:?}");
@@ -274,20 +278,20 @@ fn job_whose_ranks_declined_a_tree_that_came_too_late_is_offered_one_again() {
 }
 
 #[test]
-fn job_finds_a_device_that_answers_again_while_it_is_planned_without() {
+fn device_that_recovers_during_a_plan_is_used() {
     let mut steps = Steps::new();
     let device = steps.add_device("leaf0");
-    let _client = steps.join("job", (0, 1), 0, NoLine);
+    let _client = steps.join("job", (0, 1), 0, NullSink);
     steps.plan();
-    let asked = device.post(Request::Hello).expect("it is connected");
-    device.done(&asked, Instant::now()).expect_err("it is silent");
+    let asked = device.post(Request::Identify).expect("it is connected");
+    device.wait_done(&asked, Instant::now()).expect_err("it is silent");
     let draft = steps.state.ready.pop_front().expect("a draft");
-    let silent = Unreserved { index: 0, error: DeviceError::Gone, slots_used: None };
-    assert!(steps.state.settle(&steps.config, draft, Err(silent)).is_none());
+    let silent = ReservationFailure { index: 0, error: DeviceError::Unreachable, slots_used: None };
+    assert!(steps.state.finish_reservation(&steps.config, draft, Err(silent)).is_none());
     let without = steps.state.next_plan().expect("another is sought").run(&steps.config);
-    device.take(Envelope { id: 0, message: Response::Done });
+    device.handle_response(Envelope { id: 0, message: Response::Done });
     steps.renew();
-    steps.state.planned(&steps.config, without);
+    steps.state.apply_plan(&steps.config, without);
     steps.plan();
     steps.settle();
     let job = steps.job("job");
@@ -295,45 +299,45 @@ fn job_finds_a_device_that_answers_again_while_it_is_planned_without() {
 }
 
 #[test]
-fn job_that_a_device_refuses_finds_one_that_came_meanwhile() {
+fn device_that_connects_during_a_reservation_is_offered() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let _client = steps.join("job", (0, 1), 0, NoLine);
+    let _client = steps.join("job", (0, 1), 0, NullSink);
     steps.plan();
     let draft = steps.state.ready.pop_front().expect("a draft");
     steps.add_device("leaf1");
     steps.plan();
-    let refused = Unreserved { index: 0, error: DeviceError::Answer, slots_used: None };
-    assert!(steps.state.settle(&steps.config, draft, Err(refused)).is_none());
+    let refused = ReservationFailure { index: 0, error: DeviceError::UnexpectedResponse, slots_used: None };
+    assert!(steps.state.finish_reservation(&steps.config, draft, Err(refused)).is_none());
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");
 }
 
 #[test]
-fn job_refused_anew_just_before_the_device_counts_fewer_slots_is_tried_again() {
+fn refused_job_is_retried_when_the_device_reports_free_slots() {
     let mut steps = Steps::new();
     let device = steps.add_device("leaf0");
-    let client = steps.join_on(&["leaf0"], "job", (0, 1), 0, NoLine);
+    let client = steps.join_on(&["leaf0"], "job", (0, 1), 0, NullSink);
     let refuse = |steps: &mut Steps, slots_used: u64| {
         steps.plan();
         let draft = steps.state.ready.pop_front().expect("a draft");
         let error = DeviceError::Refused(Refusal::NoSlots { need: 1 });
-        let refused = Unreserved { index: 0, error, slots_used: Some(slots_used as u32) };
-        assert!(steps.state.settle(&steps.config, draft, Err(refused)).is_none());
+        let refused = ReservationFailure { index: 0, error, slots_used: Some(slots_used as u32) };
+        assert!(steps.state.finish_reservation(&steps.config, draft, Err(refused)).is_none());
         steps.plan();
         let job = steps.job("job");
         assert!(job.queue.is_some() && !job.is_offered, "{job:?}");
     };
-    refuse(&mut steps, device.room().slots);
-    // Something changes, for which it is offered a tree there.
+    refuse(&mut steps, device.capacity().slots);
+    // A change makes the job be offered a tree there.
     steps.add_device("leaf1");
     steps.plan();
     assert!(steps.job("job").is_offered);
     steps.state.replan(Some(&("job".to_owned(), Rank(0))), &client, 0);
-    // What was left there ends after the refusal.
+    // The old group ends after the refusal.
     refuse(&mut steps, 0);
-    let round = steps.state.round().ask();
+    let round = steps.state.lease_round().send();
     let stats = Stats {
         boot_id: device.announce.boot_id,
         groups: 0,
@@ -343,9 +347,9 @@ fn job_refused_anew_just_before_the_device_counts_fewer_slots_is_tried_again() {
         stack: None,
         counters: Counters::default(),
     };
-    // Whichever its number is.
-    (0..100).for_each(|id| device.take(Envelope { id, message: Response::Stats(stats) }));
-    steps.state.renewed(round.answered(Instant::now()));
+    // The id of the stats request is unknown, so answer all.
+    (0..100).for_each(|id| device.handle_response(Envelope { id, message: Response::Stats(stats) }));
+    steps.state.renewed(round.wait(Instant::now()));
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");

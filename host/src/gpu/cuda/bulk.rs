@@ -1,4 +1,4 @@
-//! The copy engine of sm_90 and later, which reduces on the way: `bulk.cu`.
+//! The reducing copy engine of sm_90 and later (`bulk.cu`).
 
 use super::compile::{self, BULK_ARCH, CompiledKernel};
 use super::{Cuda, CudaMemory, address, driver, function, module};
@@ -8,17 +8,17 @@ use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
 use std::sync::{Arc, PoisonError};
 use sumac_hal::op::{Dtype, ReduceOp};
 
-/// The bytes of a tile, as `bulk.cu` has them.
+/// Bytes of a tile, as in `bulk.cu`.
 const TILE_BYTES: usize = 8192;
 
-/// Blocks for each multiprocessor: what their shared memory leaves room for.
+/// Blocks for each multiprocessor: as many as their shared memory allows.
 const BLOCKS_EACH: usize = 6;
 
 /// One warp, of which one thread drives the engine.
 const THREADS: u32 = 32;
 
 impl Cuda {
-    /// Return the function for a type and an operator, and see that there is the one that publishes.
+    /// Return the function for a type and an operator; also loads the publishing function.
     fn bulk(&self, dtype: Dtype, op: ReduceOp) -> Result<CudaFunction, GpuError> {
         self.check_bulk()?;
         let mut known = self.loaded.bulk.lock().unwrap_or_else(PoisonError::into_inner);
@@ -37,7 +37,7 @@ impl Cuda {
         Ok(new)
     }
 
-    /// Return the function that publishes, from the module of a reduction that every engine has.
+    /// Return the publishing function, from the module of a reduction that every engine supports.
     fn publisher(&self) -> Result<CudaFunction, GpuError> {
         self.bulk(Dtype::U32, ReduceOp::Sum)?;
         let publish = self.loaded.publish.lock().unwrap_or_else(PoisonError::into_inner);

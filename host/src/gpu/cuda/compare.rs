@@ -1,5 +1,4 @@
-//! The kernels' arithmetic, compiled for the host, against the CPU's kernels: every type, operator and form, bit by
-//! bit.
+//! The kernels' arithmetic, compiled for the host, against the CPU kernels: every type, operator and form, bit for bit.
 
 use super::launch::{Launch, Scaling, head, whole};
 use std::io::{Read, Write};
@@ -7,7 +6,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// A drawn number after the other.
+/// Random numbers.
 struct Draws(u64);
 
 impl Draws {
@@ -40,7 +39,7 @@ impl Kernels {
         Self { child, to, from }
     }
 
-    /// Run a job: its head, its buffers (bytes, off, same as), its structure. Return `dst`.
+    /// Run a job, given its header, its buffers (bytes, offset, alias) and its structure; returns `dst`.
     fn run(&mut self, job: [u64; 4], buffers: [(&[u8], u64, u64); 3], structure: &[u64]) -> Vec<u8> {
         let mut words = job.to_vec();
         words.extend(buffers.iter().flat_map(|&(bytes, off, same_as)| [bytes.len() as u64, off, same_as]));
@@ -60,13 +59,13 @@ impl Kernels {
 
 impl Drop for Kernels {
     fn drop(&mut self) {
-        // Not all of it is dropped before the process is: it would wait for its input's end.
+        // Close its input before waiting for the process.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Elements of a type, or pairs: any bits, and among them those that are special.
+/// Random elements of a type, or pairs, including special values.
 fn elements(draws: &mut Draws, dtype: Dtype, is_located: bool, count: usize) -> Vec<u8> {
     let size = dtype.size_bytes();
     let bits = size as u32 * 8;
@@ -98,7 +97,7 @@ fn elements(draws: &mut Draws, dtype: Dtype, is_located: bool, count: usize) -> 
     for _ in 0..count {
         let value = match draws.below(3) {
             0 => special[draws.below(special.len() as u64) as usize],
-            // Near one in size: sums that round.
+            // Near 1, so that sums round.
             1 => (infinity >> 1) ^ (draws.next() & (sign | ((1 << (fraction + 1)) - 1))),
             _ => draws.next(),
         };
@@ -110,7 +109,7 @@ fn elements(draws: &mut Draws, dtype: Dtype, is_located: bool, count: usize) -> 
     bytes
 }
 
-/// Let NaNs of accumulators, whose payload is nobody's business, be one.
+/// Canonicalize NaNs of accumulators, whose payloads are unspecified.
 fn without_payloads(dtype: Dtype, is_located: bool, bytes: &mut [u8]) {
     let each = dtype.size_bytes() * if is_located { 2 } else { 1 };
     for element in bytes.chunks_exact_mut(each) {
@@ -123,7 +122,7 @@ fn without_payloads(dtype: Dtype, is_located: bool, bytes: &mut [u8]) {
     }
 }
 
-/// One form of a landing.
+/// A form of a landing.
 #[derive(Debug, Clone, Copy)]
 struct Form {
     is_partial: bool,
@@ -153,11 +152,11 @@ fn compare(kernels: &mut Kernels, draws: &mut Draws, kernel: &Kernel, form: Form
     let mut source = |is_partial| elements(draws, kernel.source(is_partial), is_located, count);
     let (src, own) = (source(form.is_partial), source(form.own.unwrap_or(false)));
     let dst = vec![0x5a; count * each(!form.is_finished)];
-    // A common distance of whole elements, one that differs, or none.
+    // A common offset in whole elements, differing ones, or none.
     let (shift, apart) = (draws.below(5), draws.below(2));
     let off = |is_partial, extra: u64| (shift + extra) * each(is_partial) as u64 % 16;
     let offs = [off(form.is_partial, 0), off(form.own.unwrap_or(false), 0), off(!form.is_finished, apart)];
-    // In place, where the forms are one: on the own operand, or on what arrives.
+    // In place where the forms match: on the operand, or on the input.
     let same_as = match (draws.below(3), form.own) {
         (0, Some(own)) if each(own) == each(!form.is_finished) => 1,
         (1, _) if each(form.is_partial) == each(!form.is_finished) => 0,
@@ -204,7 +203,7 @@ fn compare(kernels: &mut Kernels, draws: &mut Draws, kernel: &Kernel, form: Form
 
 #[test]
 #[ignore = "needs a C++ compiler: tests/run cuda"]
-fn kernels_have_the_bits_of_the_cpu() {
+fn kernels_match_the_cpu_bit_for_bit() {
     let seed = std::env::var("SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x5ac);
     let (mut kernels, mut draws, mut compared) = (Kernels::start(), Draws(seed | 1), 0);
     for &dtype in Dtype::ALL {
@@ -224,7 +223,7 @@ fn kernels_have_the_bits_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a C++ compiler: tests/run cuda"]
-fn every_narrow_float_widens_and_rounds_as_on_the_cpu() {
+fn narrow_floats_convert_as_on_the_cpu() {
     let mut kernels = Kernels::start();
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::E5m2] {
         let kernel = Kernel::new(dtype, ReduceOp::Sum).expect("sums");
@@ -241,7 +240,7 @@ fn every_narrow_float_widens_and_rounds_as_on_the_cpu() {
         without_payloads(Dtype::F32, false, &mut wanted);
         without_payloads(Dtype::F32, false, &mut found);
         assert!(wanted == found, "{dtype} widens otherwise");
-        // Every f32 of sixteen leading bits, at and beside the halves between its neighbours in the narrow type.
+        // Every f32 with sixteen leading bits, at and beside the midpoints between neighbours of the narrow type.
         for low in [0_u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
             let floats: Vec<u8> = (0..1_u32 << 16).flat_map(|high| (high << 16 | low).to_le_bytes()).collect();
             let len = (1 << 16) * dtype.size_bytes();
@@ -256,7 +255,7 @@ fn every_narrow_float_widens_and_rounds_as_on_the_cpu() {
 
 #[test]
 #[ignore = "needs a C++ compiler: tests/run cuda"]
-fn contributions_are_multiplied_as_on_the_cpu() {
+fn scaling_matches_the_cpu() {
     let (mut kernels, mut draws) = (Kernels::start(), Draws(77));
     for &dtype in Dtype::ALL {
         let kernel = Kernel::new(dtype, ReduceOp::PremulSum).expect("premultiplied sums");

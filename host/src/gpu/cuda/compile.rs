@@ -1,39 +1,39 @@
-//! From `kernels.cu`, `bulk.cu` and `product.cu` to code: by nvrtc when it is there, for the GPU that is there, one
-//! kernel at a time.
+//! Compiles `kernels.cu`, `bulk.cu` and `product.cu` with nvrtc, if available, for the GPU at hand, one kernel at a
+//! time.
 //!
-//! A kernel is compiled for the GPU's own architecture if the compiler knows it, else to PTX for the newest older one,
-//! which the driver compiles on. PTX written to files ([`CompiledKernel::file_name`]) serves machines without nvrtc.
+//! A kernel is compiled for the GPU's own architecture if the compiler supports it, otherwise to PTX for the newest
+//! older one, which the driver compiles. PTX in files ([`CompiledKernel::file_name`]) serves machines without nvrtc.
 
 use super::CudaOptions;
 use crate::gpu::engine::bulk_instruction;
-use crate::gpu::{Absent, GpuError};
+use crate::gpu::{GpuError, Unavailable};
 use cudarc::nvrtc::{Ptx, result, sys};
 use std::ffi::{CStr, CString, c_char};
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// The first architecture whose copy engine reduces.
+/// The first architecture with a reducing copy engine.
 pub const BULK_ARCH: u32 = 90;
 
-/// A source, its name, and what a kernel of it defines.
+/// A source, its name, and the definitions of a kernel.
 struct Source {
     text: &'static str,
     name: &'static CStr,
     defines: Vec<String>,
-    /// For messages.
+    /// For error messages.
     what: String,
 }
 
-/// What to compile for: compute capability times ten.
+/// Compilation target: compute capability times ten.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Target {
-    /// One architecture's own code.
+    /// Machine code of one architecture.
     Sass(u32),
-    /// Code that the drivers of this architecture and later ones compile on.
+    /// PTX that drivers compile for this architecture and later ones.
     Ptx(u32),
 }
 
-/// A kernel's code.
+/// A compiled kernel.
 #[derive(Debug, Clone)]
 pub struct CompiledKernel {
     bytes: Vec<u8>,
@@ -46,17 +46,17 @@ impl CompiledKernel {
         Self { bytes: ptx.into_bytes(), is_ptx: true, log: String::new() }
     }
 
-    /// Return the name under which a kernel's PTX lies in a folder.
+    /// Return the file name of a kernel's PTX.
     pub fn file_name(kernel: &Kernel) -> String {
         format!("{}-{}.ptx", kernel.dtype(), kernel.op())
     }
 
-    /// Return the same for the copy engine's.
+    /// Return the file name of the copy engine's PTX.
     pub fn bulk_file_name(dtype: Dtype, op: ReduceOp) -> String {
         format!("bulk-{dtype}-{op}.ptx")
     }
 
-    /// The name under which the matrix product's lies there.
+    /// File name of the matrix product's PTX.
     pub const PRODUCT_FILE_NAME: &str = "product.ptx";
 
     /// Return the code.
@@ -64,18 +64,18 @@ impl CompiledKernel {
         &self.bytes
     }
 
-    /// Return the registers of a thread, as the compiler tells for [`Target::Sass`].
+    /// Return the registers of a thread, as reported by the compiler for [`Target::Sass`].
     pub fn registers(&self) -> Option<u32> {
-        self.told("Used ", " registers")
+        self.log_number("Used ", " registers")
     }
 
-    /// Return the bytes that a thread spills to memory, as the compiler tells for [`Target::Sass`].
+    /// Return the bytes that a thread spills, as reported by the compiler for [`Target::Sass`].
     pub fn spilled_bytes(&self) -> Option<u32> {
-        self.told(" bytes stack frame, ", " bytes spill stores")
+        self.log_number(" bytes stack frame, ", " bytes spill stores")
     }
 
-    /// Return the largest number that the compiler's log has between two texts.
-    fn told(&self, before: &str, after: &str) -> Option<u32> {
+    /// Return the largest number between two texts in the compiler's log.
+    fn log_number(&self, before: &str, after: &str) -> Option<u32> {
         let numbers = self.log.split(before).skip(1).filter_map(|rest| rest.split_once(after)?.0.trim().parse().ok());
         numbers.max()
     }
@@ -88,7 +88,7 @@ impl CompiledKernel {
     }
 }
 
-/// Return code from the compiler, if there is one and it may be used, else from the folder of what was compiled before.
+/// Return code from the compiler, if available and enabled, otherwise from the folder of compiled kernels.
 pub(super) fn provide(
     options: &CudaOptions,
     has_compiler: bool,
@@ -99,22 +99,22 @@ pub(super) fn provide(
         return compile();
     }
     let Some(folder) = &options.kernels else {
-        return Err(Absent::Compiler { wanted: file_name }.into());
+        return Err(Unavailable::Compiler { wanted: file_name }.into());
     };
     let path = folder.join(file_name);
     match std::fs::read_to_string(&path) {
         Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
-        Err(_) => Err(Absent::Compiler { wanted: path.display().to_string() }.into()),
+        Err(_) => Err(Unavailable::Compiler { wanted: path.display().to_string() }.into()),
     }
 }
 
-/// Tell whether there is a compiler.
-pub fn is_there() -> bool {
+/// Return whether the compiler is available.
+pub fn is_available() -> bool {
     // SAFETY: loading the compiler runs its initialisers, as any use of it does.
     unsafe { sys::is_culib_present() }
 }
 
-/// Return what to compile for on a GPU of this capability.
+/// Return the target for a GPU of this capability.
 pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
     let mut count = 0;
     // SAFETY: it writes one integer.
@@ -128,7 +128,7 @@ pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
         Some(arch) => Ok(Target::Ptx(arch)),
         None => Err(GpuError::Kernel {
             kernel: format!("a GPU of capability {}.{}", capability / 10, capability % 10),
-            why: "the compiler knows only newer ones: use an older nvrtc".into(),
+            why: "the compiler supports only newer ones; use an older nvrtc".into(),
         }),
     }
 }
@@ -136,7 +136,7 @@ pub(super) fn best_target(capability: u32) -> Result<Target, GpuError> {
 /// Compile a kernel.
 ///
 /// # Errors
-/// [`GpuError::Absent`] without a compiler, [`GpuError::Kernel`] with its words.
+/// [`GpuError::Unavailable`] without a compiler, [`GpuError::Kernel`] with its message.
 pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuError> {
     let (dtype, op) = (kernel.dtype(), kernel.op());
     let source = Source {
@@ -148,14 +148,14 @@ pub fn compile(kernel: &Kernel, target: Target) -> Result<CompiledKernel, GpuErr
     run(&source, target, CompiledKernel::file_name(kernel))
 }
 
-/// Compile what drives the copy engine, for [`BULK_ARCH`] or later.
+/// Compile the copy engine's kernel, for [`BULK_ARCH`] or later.
 ///
 /// # Errors
-/// As [`compile`]; [`GpuError::Kernel`] if it has no such reduction.
+/// As for [`compile`]; [`GpuError::Kernel`] if the engine does not support this reduction.
 pub fn compile_bulk(dtype: Dtype, op: ReduceOp, target: Target) -> Result<CompiledKernel, GpuError> {
     let what = format!("the copy engine's {dtype} {op}");
     let Some(instruction) = bulk_instruction(dtype, op) else {
-        return Err(GpuError::Kernel { kernel: what, why: "it has no such reduction".into() });
+        return Err(GpuError::Kernel { kernel: what, why: "it does not support this reduction".into() });
     };
     let defines = vec![format!("-DSUMAC_BULK=\"{instruction}\"")];
     let source = Source { text: include_str!("bulk.cu"), name: c"bulk.cu", defines, what };
@@ -165,7 +165,7 @@ pub fn compile_bulk(dtype: Dtype, op: ReduceOp, target: Target) -> Result<Compil
 /// Compile the matrix product.
 ///
 /// # Errors
-/// As [`compile`].
+/// As for [`compile`].
 pub fn compile_product(target: Target) -> Result<CompiledKernel, GpuError> {
     let (text, name) = (include_str!("product.cu"), c"product.cu");
     let source = Source { text, name, defines: Vec::new(), what: "the matrix product".into() };
@@ -173,8 +173,8 @@ pub fn compile_product(target: Target) -> Result<CompiledKernel, GpuError> {
 }
 
 fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKernel, GpuError> {
-    if !is_there() {
-        return Err(Absent::Compiler { wanted: file_name }.into());
+    if !is_available() {
+        return Err(Unavailable::Compiler { wanted: file_name }.into());
     }
     let arch = match target {
         Target::Sass(arch) => format!("sm_{arch}"),
@@ -183,7 +183,7 @@ fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKer
     let mut options = vec![
         format!("--gpu-architecture={arch}"),
         "--std=c++17".into(),
-        // The bits of the CPU's kernels: nothing contracted, nothing flushed, division as IEEE has it.
+        // Same bits as the CPU kernels: no contraction, no flushing, IEEE division.
         "--fmad=false".into(),
         "--ftz=false".into(),
         "--prec-div=true".into(),
@@ -208,7 +208,7 @@ fn run(source: &Source, target: Target, file_name: String) -> Result<CompiledKer
     Ok(CompiledKernel { bytes, is_ptx: matches!(target, Target::Ptx(_)), log })
 }
 
-/// A program of the compiler's.
+/// An nvrtc program.
 struct Program(sys::nvrtcProgram);
 
 impl Program {
@@ -226,7 +226,7 @@ impl Program {
         CStr::from_bytes_until_nul(&bytes).map_or_else(|_| String::new(), |log| log.to_string_lossy().into_owned())
     }
 
-    /// Return the architecture's own code; the program was compiled for one.
+    /// Return machine code; the program must have been compiled for one architecture.
     fn sass(&self) -> Result<Vec<u8>, GpuError> {
         let mut len = 0;
         // SAFETY: it writes one length.
@@ -245,7 +245,7 @@ impl Drop for Program {
     }
 }
 
-/// Name an error of the compiler.
+/// Convert an error of the compiler.
 fn named(status: sys::nvrtcResult, what: &str) -> Result<(), GpuError> {
     status.result().map_err(|error| GpuError::Kernel { kernel: what.into(), why: error.to_string() })
 }

@@ -1,10 +1,10 @@
-//! GPUDirect RDMA: memory of the GPU as dma-buf, and the verbs that register it, both found at run time.
+//! GPUDirect RDMA: exporting GPU memory as dma-buf, and the verbs that register it, both loaded at run time.
 //!
-//! libibverbs is loaded by its own few functions here, so that a build without the feature `verbs` can tell what the
-//! machine has. Nothing is sent: it is a probe, whose registration ends with it.
+//! libibverbs is loaded here directly, so that a build without the feature `verbs` can report what the machine
+//! supports. This is a probe: nothing is sent, and the registration ends with it.
 
 use super::{Cuda, CudaMemory, CudaOptions, words};
-use crate::gpu::direct::{Adapter, DmaBuf, Exported, NoDirect, Route, route};
+use crate::gpu::direct::{Adapter, DmaBuf, Exported, Route, WhyPinned, route};
 use crate::gpu::{Gpu, GpuError};
 use cudarc::driver::sys;
 use libloading::{Library, Symbol};
@@ -14,19 +14,21 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
 
-/// dma-buf covers whole pages of the host; those that this is built for have at least this.
+/// dma-bufs cover whole host pages of at least this size.
 const PAGE_BYTES: u64 = 4096;
 
-/// What `ibv_access_flags` calls local and remote writes, and remote reads.
+/// `ibv_access_flags`: local and remote writes, and remote reads.
 const ACCESS: c_int = 1 | 2 | 4;
 
 impl Exported for Cuda {
-    fn dma_buf(&self, memory: &CudaMemory) -> Result<DmaBuf, NoDirect> {
-        let refused = |why: String| NoDirect::Gpu(why);
+    fn dma_buf(&self, memory: &CudaMemory) -> Result<DmaBuf, WhyPinned> {
+        let refused = |why: String| WhyPinned::Gpu(why);
         let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
         match self.context.attribute(attribute) {
             Ok(1) => {}
-            Ok(_) => return Err(refused("the driver says so; NVIDIA's open kernel modules have it".into())),
+            Ok(_) => {
+                return Err(refused("not supported by the driver; NVIDIA's open kernel modules support it".into()));
+            }
             Err(error) => return Err(refused(words(error))),
         }
         self.bind().map_err(|error| refused(error.to_string()))?;
@@ -63,19 +65,20 @@ pub(crate) struct VerbsRegion {
     region: Pointer,
 }
 
-/// Find a function of libibverbs.
-fn symbol<'l, F>(library: &'l Library, name: &str) -> Result<Symbol<'l, F>, NoDirect> {
+/// Look up a function of libibverbs.
+fn symbol<'l, F>(library: &'l Library, name: &str) -> Result<Symbol<'l, F>, WhyPinned> {
     // SAFETY: the callers name functions of libibverbs with their types.
-    unsafe { library.get(name.as_bytes()) }.map_err(|_| NoDirect::Library(format!("it has no {name}: update it")))
+    unsafe { library.get(name.as_bytes()) }
+        .map_err(|_| WhyPinned::Library(format!("function {name} is missing; update it")))
 }
 
 impl VerbsCard {
     /// Open the first device.
-    fn open() -> Result<Self, NoDirect> {
+    fn open() -> Result<Self, WhyPinned> {
         // SAFETY: loading it runs its initialisers, as any use of it does.
         let library = unsafe { Library::new("libibverbs.so.1") };
-        let library =
-            library.map_err(|_| NoDirect::Library("there is no libibverbs.so.1; Debian: libibverbs1".into()))?;
+        let library = library
+            .map_err(|_| WhyPinned::Library("cannot load libibverbs.so.1; on Debian install libibverbs1".into()))?;
         symbol::<unsafe extern "C" fn()>(&library, "ibv_reg_dmabuf_mr")?;
         let get: Symbol<'_, unsafe extern "C" fn(*mut c_int) -> *mut Pointer> =
             symbol(&library, "ibv_get_device_list")?;
@@ -87,12 +90,12 @@ impl VerbsCard {
         // SAFETY: it writes one integer, and returns an array of as many devices, or null.
         let list = unsafe { get(&raw mut count) };
         if list.is_null() {
-            return Err(NoDirect::NoDevice);
+            return Err(WhyPinned::NoDevice);
         }
         if count == 0 {
             // SAFETY: it is the list.
             unsafe { free(list) };
-            return Err(NoDirect::NoDevice);
+            return Err(WhyPinned::NoDevice);
         }
         // SAFETY: the list has a first device, which is used before the list is freed.
         let (device, context) = unsafe {
@@ -102,7 +105,7 @@ impl VerbsCard {
             free(list);
             (device, context)
         };
-        let refused = |why: io::Error| NoDirect::Refused { device: device.clone(), why: why.to_string() };
+        let refused = |why: io::Error| WhyPinned::Refused { device: device.clone(), why: why.to_string() };
         if context.is_null() {
             return Err(refused(io::Error::last_os_error()));
         }
@@ -113,7 +116,7 @@ impl VerbsCard {
         failed.map_or(Ok(card), Err)
     }
 
-    /// Call a function that ends an object, if it is there.
+    /// Call the function that destroys an object, if available.
     fn end(library: &Library, name: &str, object: Pointer) {
         if let Ok(end) = symbol::<unsafe extern "C" fn(Pointer) -> c_int>(library, name)
             && !object.is_null()
@@ -140,7 +143,7 @@ impl Drop for VerbsRegion {
 impl Adapter for VerbsCard {
     type Region = VerbsRegion;
 
-    fn register(&self, memory: DmaBuf) -> Result<VerbsRegion, NoDirect> {
+    fn register(&self, memory: DmaBuf) -> Result<VerbsRegion, WhyPinned> {
         type Register = unsafe extern "C" fn(Pointer, u64, usize, u64, c_int, c_int) -> Pointer;
         let register: Symbol<'_, Register> = symbol(&self.library, "ibv_reg_dmabuf_mr")?;
         let DmaBuf { fd, at, len_bytes, address } = memory;
@@ -148,14 +151,14 @@ impl Adapter for VerbsCard {
         let region = unsafe { register(self.domain, at, len_bytes as usize, address, fd.as_raw_fd(), ACCESS) };
         if ptr::eq(region, ptr::null_mut()) {
             let why = io::Error::last_os_error().to_string();
-            return Err(NoDirect::Refused { device: self.name.clone(), why });
+            return Err(WhyPinned::Refused { device: self.name.clone(), why });
         }
         Ok(VerbsRegion { library: Arc::clone(&self.library), region })
     }
 }
 
-/// Try it with a piece of memory; see [`crate::gpu::direct::probe_direct`].
-pub(crate) fn probe_direct() -> Result<Result<String, NoDirect>, GpuError> {
+/// Try it with real memory; see [`crate::gpu::direct::probe_direct`].
+pub(crate) fn probe_direct() -> Result<Result<String, WhyPinned>, GpuError> {
     let cuda = Cuda::open(CudaOptions::default())?;
     let memory = cuda.alloc(1 << 16)?;
     let card = VerbsCard::open();
@@ -176,13 +179,13 @@ pub(crate) fn probe_direct() -> Result<Result<String, NoDirect>, GpuError> {
 mod tests {
     use super::*;
 
-    /// Without a device, or with one: no panic, and a name for what is missing.
+    /// With or without a device: no panic, and what is missing is named.
     #[test]
-    fn what_verbs_lack_is_named() {
+    fn missing_verbs_support_is_named() {
         match VerbsCard::open() {
             Ok(card) => assert!(!card.name.is_empty()),
-            Err(NoDirect::Library(why)) => assert!(why.contains("libibverbs") || why.contains("ibv_"), "{why}"),
-            Err(why) => assert!(matches!(why, NoDirect::NoDevice | NoDirect::Refused { .. }), "{why}"),
+            Err(WhyPinned::Library(why)) => assert!(why.contains("libibverbs") || why.contains("ibv_"), "{why}"),
+            Err(why) => assert!(matches!(why, WhyPinned::NoDevice | WhyPinned::Refused { .. }), "{why}"),
         }
     }
 }

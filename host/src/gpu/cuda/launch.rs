@@ -1,7 +1,7 @@
-//! How a fused pass becomes a launch: arguments, alignment, grid.
+//! Launch of a fused pass: arguments, alignment, grid.
 //!
-//! [`Launch`] and [`Scaling`] are the structures of `kernels.cu`, field by field; the comparison of the kernels' bits
-//! on the host goes through the same bytes.
+//! [`Launch`] and [`Scaling`] mirror the structures of `kernels.cu` field by field; the bitwise comparison of the
+//! kernels on the host uses the same bytes.
 
 use super::compile::CompiledKernel;
 use super::{address, driver, function, module};
@@ -26,9 +26,8 @@ pub(super) struct Launch {
 }
 
 impl Launch {
-    /// Describe a landing: the addresses of what arrives, of the operand and of the result; how many elements, and
-    /// how many before the first vector; whether accumulators arrive, whether the operand is some, whether the result
-    /// is finished.
+    /// Describe a landing: addresses of input, operand and result; number of elements, and of those before the first
+    /// vector; whether the input and the operand are accumulators, and whether the result is finished.
     pub(super) const fn new(
         [src, own, dst]: [u64; 3],
         (count, head): (u64, u64),
@@ -44,7 +43,7 @@ impl Launch {
         Self { src, own, dst, count, head, flags, ranks }
     }
 
-    /// Return the structure as it lies in memory.
+    /// Return the structure as words in memory order.
     #[cfg(test)]
     pub(super) fn words(&self) -> [u64; 6] {
         let last = u64::from(self.flags) | u64::from(self.ranks) << 32;
@@ -67,7 +66,7 @@ pub(super) struct Scaling {
 }
 
 impl Scaling {
-    /// Return the structure as it lies in memory.
+    /// Return the structure as words in memory order.
     #[cfg(test)]
     pub(super) fn words(&self) -> [u64; 5] {
         [self.src, self.dst, self.count, self.scalar.to_bits(), self.integer]
@@ -82,13 +81,13 @@ const OWN: u32 = 2;
 const OWN_PARTIAL: u32 = 4;
 const FINISH: u32 = 8;
 
-/// The threads of a block, as `kernels.cu` promises the compiler.
+/// Threads of a block, as declared in `kernels.cu`.
 const BLOCK: u32 = 256;
 
-/// Blocks for each multiprocessor: what the kernels' registers leave room for, several times over.
+/// Blocks for each multiprocessor: several times what the kernels' registers allow at once.
 const BLOCKS_EACH: u32 = 8;
 
-/// The code for one type and operator, in the GPU.
+/// Loaded code for one type and operator.
 #[derive(Debug, Clone)]
 pub struct Loaded {
     kernel: Kernel,
@@ -153,7 +152,7 @@ impl Loaded {
             .map_err(|error| driver("a launch", error))
     }
 
-    /// The elements that fill 16 bytes.
+    /// Elements in 16 bytes.
     const fn width(&self) -> u64 {
         (16 / self.kernel.element_bytes()) as u64
     }
@@ -164,8 +163,8 @@ impl Loaded {
     }
 }
 
-/// Return after how many elements all of `ends`, (address, bytes of an element), lie at multiples of 16 bytes; `count`
-/// if they never do.
+/// Return the number of elements after which all of `ends`, (address, element bytes), are multiples of 16 bytes;
+/// `count` if never.
 pub(super) fn head(ends: &[(u64, u64)], width: u64, count: u64) -> u64 {
     let is_aligned = |after: &u64| ends.iter().all(|(start, each)| (start + after * each).is_multiple_of(16));
     (0..width).find(is_aligned).map_or(count, |head| head.min(count))

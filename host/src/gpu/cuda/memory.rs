@@ -1,11 +1,11 @@
-//! Memory of the GPU, and memory of this process that it copies from and to.
+//! GPU memory, and pinned host memory for copies.
 
 use super::{driver, no_room};
 use crate::gpu::GpuError;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice, result, sys};
 use std::sync::Arc;
 
-/// Memory of the GPU, or part of it. Clones are shares; the last one frees what was allocated here.
+/// GPU memory, or part of it. Clones are shares; dropping the last one frees what was allocated here.
 #[derive(Debug, Clone)]
 pub struct CudaMemory {
     block: Arc<Block>,
@@ -17,17 +17,17 @@ pub struct CudaMemory {
 pub(super) struct Block {
     context: Arc<CudaContext>,
     address: u64,
-    whose: Whose,
+    whose: Ownership,
 }
 
-/// What becomes of memory when nobody has a share any more.
+/// How memory is released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Whose {
-    /// It is freed.
+enum Ownership {
+    /// Freed.
     Ours,
-    /// It is somebody else's affair.
+    /// Borrowed: not released here.
     Borrowed,
-    /// A peer's, opened by a handle, is closed.
+    /// Opened by a peer's handle: closed.
     Opened,
 }
 
@@ -37,31 +37,31 @@ impl Block {
         // SAFETY: what it holds is never read before it is written: results are, and work by the schedules' proof.
         let address = unsafe { result::malloc_sync(len_bytes.max(1)) };
         let address = address.map_err(|error| no_room("an allocation", len_bytes, error))?;
-        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Ours });
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Ownership::Ours });
         Ok(CudaMemory { block, at: 0, len_bytes })
     }
 
     pub(super) fn borrow(context: &Arc<CudaContext>, address: u64, len_bytes: usize) -> CudaMemory {
-        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Borrowed });
+        let block = Arc::new(Self { context: Arc::clone(context), address, whose: Ownership::Borrowed });
         CudaMemory { block, at: 0, len_bytes }
     }
 
-    /// Take over a peer's allocation that was opened.
+    /// Take over an opened allocation of a peer.
     pub(super) fn opened(context: &Arc<CudaContext>, address: u64) -> OpenedBlock {
-        OpenedBlock(Arc::new(Self { context: Arc::clone(context), address, whose: Whose::Opened }))
+        OpenedBlock(Arc::new(Self { context: Arc::clone(context), address, whose: Ownership::Opened }))
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.whose == Whose::Borrowed || self.context.bind_to_thread().is_err() {
+        if self.whose == Ownership::Borrowed || self.context.bind_to_thread().is_err() {
             return;
         }
         // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which
         // is gone then.
         let _ = unsafe {
             match self.whose {
-                Whose::Opened => sys::cuIpcCloseMemHandle(self.address).result(),
+                Ownership::Opened => sys::cuIpcCloseMemHandle(self.address).result(),
                 _ => result::free_sync(self.address),
             }
         };
@@ -79,12 +79,12 @@ impl OpenedBlock {
 }
 
 impl CudaMemory {
-    /// Return where it begins.
+    /// Return its address.
     pub fn address(&self) -> u64 {
         self.block.address + self.at as u64
     }
 
-    /// Return how long it is.
+    /// Return its length in bytes.
     pub const fn len_bytes(&self) -> usize {
         self.len_bytes
     }
@@ -96,11 +96,11 @@ impl CudaMemory {
     }
 }
 
-/// Memory of this process that stays where it is, for copies that go on while the process does something else.
+/// Pinned host memory for asynchronous copies.
 #[derive(Debug)]
 pub struct CudaPinned {
     memory: PinnedHostSlice<u8>,
-    /// The last copy from or to it.
+    /// The last copy that uses it.
     last: CudaEvent,
 }
 
@@ -161,7 +161,7 @@ impl CudaPinned {
 
 impl Drop for CudaPinned {
     fn drop(&mut self) {
-        // What still copies must end before the memory goes; if the context is broken, nothing copies.
+        // Copies must end before the memory is released; if the context is broken, nothing copies.
         let _ = self.quiet();
     }
 }

@@ -1,16 +1,15 @@
-//! GPU memory by NVIDIA's driver, which is found at run time.
+//! CUDA backend: GPU memory through NVIDIA's driver, which is loaded at run time.
 //!
-//! [`Cuda`] is a [`Gpu`] for [`Group`](super::Group): memory of its own or borrowed from somebody else (PyTorch's
-//! tensors, by pointer and length), streams likewise, and kernels that are compiled when they are first needed
-//! ([`compile`]) or were compiled before and lie in a folder.
+//! [`Cuda`] is a [`Gpu`] for [`Group`](super::Group). Memory is its own or borrowed (PyTorch's tensors, by pointer and
+//! length), streams likewise. Kernels are compiled on first use ([`compile`]) or loaded from a folder of compiled ones.
 //!
-//! Without a driver, a GPU or a compiler nothing panics: [`Cuda::open`] and [`Cuda::load`] say what is missing. The
-//! library underneath panics when it misses a library or a symbol, so it is asked first: for the driver and its
-//! version, and for the compiler.
+//! Without a driver, GPU or compiler nothing panics: [`Cuda::open`] and [`Cuda::load`] return what is missing. The
+//! underlying crate panics if a library or symbol is missing, so presence and version of driver and compiler are
+//! checked first.
 //!
 //! Invariants:
-//! - every pointer that a launch gets lies in memory whose share is in the caller's hands, and within its length;
-//! - the context is current whenever the driver is called.
+//! - Every pointer passed to a launch lies in memory of which the caller holds a share, and within its length.
+//! - The context is current whenever the driver is called.
 
 mod bulk;
 pub mod compile;
@@ -27,7 +26,7 @@ pub use memory::{CudaMemory, CudaPinned};
 pub use nccl::CudaNccl;
 pub use product::Product;
 
-use super::{Absent, Fused, Gpu, GpuError, Part};
+use super::{Fused, Gpu, GpuError, Part, Unavailable};
 use cudarc::driver::{
     CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, DriverError, result, sys,
 };
@@ -40,17 +39,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// The oldest CUDA that a driver must support: the one whose symbols this is built for.
+/// The oldest CUDA version that a driver must support: the one whose symbols this is built for.
 const NEEDED_VERSION: i32 = 13_000;
 
-/// Which GPU, and where its kernels come from.
+/// Selects the GPU and the source of its kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CudaOptions {
     /// The GPU's number, from 0.
     pub ordinal: usize,
-    /// Whether to compile kernels, if the compiler is there.
+    /// Whether to compile kernels, if the compiler is available.
     pub compiles: bool,
-    /// Where compiled kernels are ([`CompiledKernel::file_name`]), for machines without the compiler.
+    /// Folder of compiled kernels ([`CompiledKernel::file_name`]), for machines without the compiler.
     pub kernels: Option<PathBuf>,
 }
 
@@ -68,14 +67,14 @@ pub struct Cuda {
     /// Compute capability: 90 for 9.0.
     capability: u32,
     multiprocessors: u32,
-    /// The word that stops what has not begun, and the stream that sets it.
+    /// The word that disables passes, and the stream that sets it.
     stop: CudaMemory,
     control: Arc<CudaStream>,
-    /// Code that is in the GPU already.
+    /// Loaded code.
     loaded: Arc<Loads>,
 }
 
-/// Code that is in the GPU.
+/// Code loaded into the GPU.
 #[derive(Debug, Default)]
 struct Loads {
     kernels: Mutex<HashMap<Kernel, Loaded>>,
@@ -87,13 +86,13 @@ impl Cuda {
     /// Open a GPU.
     ///
     /// # Errors
-    /// [`GpuError::Absent`] says what is missing; else what the driver says.
+    /// [`GpuError::Unavailable`] names what is missing; otherwise the driver's error.
     pub fn open(options: CudaOptions) -> Result<Self, GpuError> {
         let ordinal = options.ordinal;
-        let absent = |error: DriverError| Absent::Device { ordinal, why: words(error) };
+        let absent = |error: DriverError| Unavailable::Device { ordinal, why: words(error) };
         let devices = Self::count()?;
         if ordinal >= devices {
-            return Err(Absent::Device { ordinal, why: format!("it knows {devices}") }.into());
+            return Err(Unavailable::Device { ordinal, why: format!("it finds {devices}") }.into());
         }
         let context = CudaContext::new(ordinal).map_err(absent)?;
         // SAFETY: memory and order are `Group`'s affair, which keeps both by events of its own.
@@ -105,22 +104,22 @@ impl Cuda {
         Self::with((context, options), (capability, multiprocessors.unsigned_abs().max(1)), Arc::default())
     }
 
-    /// Return how many GPUs this process sees.
+    /// Return the number of GPUs that this process sees.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// As for [`Self::open`].
     pub fn count() -> Result<usize, GpuError> {
         check_driver()?;
-        let absent = |error: DriverError| Absent::Device { ordinal: 0, why: words(error) };
+        let absent = |error: DriverError| Unavailable::Device { ordinal: 0, why: words(error) };
         let devices = result::init().and_then(|()| CudaContext::device_count()).map_err(absent)?;
         Ok(usize::try_from(devices).unwrap_or(0))
     }
 
-    /// Return the same GPU for another group, with the code that it has: a group that gives up stops only its own
-    /// passes.
+    /// Return the same GPU for another group, sharing loaded code: a group that stops its operations disables only its
+    /// own passes.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn another(&self) -> Result<Self, GpuError> {
         let from = (Arc::clone(&self.context), self.options.clone());
         Self::with(from, (self.capability, self.multiprocessors), Arc::clone(&self.loaded))
@@ -141,7 +140,7 @@ impl Cuda {
     /// Return the GPU's name, capability and memory, for tables.
     ///
     /// # Errors
-    /// What the driver says.
+    /// The driver's error.
     pub fn describe(&self) -> Result<String, GpuError> {
         let name = self.context.name().map_err(|error| driver("its name", error))?;
         let bytes = self.context.total_mem().map_err(|error| driver("its memory", error))?;
@@ -160,7 +159,7 @@ impl Cuda {
         self.capability
     }
 
-    /// Use memory of somebody else, as that of PyTorch's tensors.
+    /// Borrow memory, such as that of PyTorch's tensors.
     ///
     /// # Safety
     /// The bytes are memory of this GPU, valid in its primary context, until every share of the result is dropped and
@@ -169,7 +168,7 @@ impl Cuda {
         Block::borrow(&self.context, address, len_bytes)
     }
 
-    /// Use a stream of somebody else, as PyTorch's current one.
+    /// Borrow a stream, such as PyTorch's current one.
     ///
     /// # Safety
     /// `handle` is a `CUstream` of the GPU's primary context, and lives until the result is dropped.
@@ -178,22 +177,22 @@ impl Cuda {
         unsafe { self.context.wrap_borrowed_stream(handle as usize as sys::CUstream) }
     }
 
-    /// Copy into memory, and wait until it is there.
+    /// Copy to memory, and wait for completion.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] if the lengths differ; what the driver says.
+    /// [`GpuError::Invalid`] if the lengths differ; the driver's error.
     pub fn write(&self, to: &CudaMemory, bytes: &[u8]) -> Result<(), GpuError> {
         self.fits(to, bytes.len())?;
         // SAFETY: `to` is as long as `bytes`.
         let copied = unsafe { result::memcpy_htod_sync(to.address(), bytes) };
-        // From memory that is not pinned the last bytes may still be on their way then.
+        // From unpinned memory the last bytes may still be in flight then.
         copied.and_then(|()| self.context.default_stream().synchronize()).map_err(|error| driver("a copy", error))
     }
 
-    /// Copy out of memory, and wait until it is there.
+    /// Copy from memory, and wait for completion.
     ///
     /// # Errors
-    /// As [`Self::write`].
+    /// As for [`Self::write`].
     pub fn read(&self, bytes: &mut [u8], from: &CudaMemory) -> Result<(), GpuError> {
         self.fits(from, bytes.len())?;
         // SAFETY: `from` is as long as `bytes`.
@@ -218,7 +217,7 @@ impl Cuda {
         file_name: String,
         compile: impl FnOnce(Target) -> Result<CompiledKernel, GpuError>,
     ) -> Result<CompiledKernel, GpuError> {
-        compile::provide(&self.options, compile::is_there(), file_name, || {
+        compile::provide(&self.options, compile::is_available(), file_name, || {
             compile(compile::best_target(self.capability)?)
         })
     }
@@ -228,10 +227,10 @@ impl Cuda {
 fn check_driver() -> Result<(), GpuError> {
     // SAFETY: loading the driver runs its initialisers, as any use of it does.
     if !unsafe { sys::is_culib_present() } {
-        return Err(Absent::Driver.into());
+        return Err(Unavailable::Driver.into());
     }
     match driver_version()? {
-        has if has < NEEDED_VERSION => Err(Absent::OldDriver { has, needs: NEEDED_VERSION }.into()),
+        has if has < NEEDED_VERSION => Err(Unavailable::OldDriver { has, needs: NEEDED_VERSION }.into()),
         _ => Ok(()),
     }
 }
@@ -244,7 +243,7 @@ fn driver_version() -> Result<i32, GpuError> {
     Ok(version)
 }
 
-/// Return the driver's words for an error.
+/// Return the driver's message for an error.
 fn words(error: DriverError) -> String {
     let text =
         |words: Result<&std::ffi::CStr, DriverError>| words.ok().map(|words| words.to_string_lossy().into_owned());
@@ -254,7 +253,7 @@ fn words(error: DriverError) -> String {
     }
 }
 
-/// Name an error of the driver.
+/// Convert an error of the driver.
 fn driver(what: &'static str, error: DriverError) -> GpuError {
     use sys::cudaError_enum as E;
     let why = words(error);
@@ -279,7 +278,7 @@ fn driver(what: &'static str, error: DriverError) -> GpuError {
     }
 }
 
-/// Name an error of an allocation.
+/// Convert an error of an allocation.
 fn no_room(what: &'static str, len_bytes: usize, error: DriverError) -> GpuError {
     match error.0 {
         sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY => GpuError::OutOfMemory { len_bytes },
@@ -326,7 +325,7 @@ impl Gpu for Cuda {
         if let Some(known) = loaded().get(kernel) {
             return Ok(known.clone());
         }
-        // Not under the lock: several threads may compile at a time.
+        // Without the lock: several threads may compile at a time.
         let code = self.code(CompiledKernel::file_name(kernel), |target| compile::compile(kernel, target))?;
         let new = Loaded::new(&self.context, kernel, code)?;
         Ok(loaded().entry(*kernel).or_insert(new).clone())
@@ -386,14 +385,14 @@ impl Gpu for Cuda {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         on.begin_capture(mode).map_err(|error| driver("a capture", error))?;
         let result = body();
-        // The capture ends whatever became of its body.
+        // End the capture even if its body failed.
         let graph = on.end_capture(sys::CUgraphInstantiate_flags(0)).map_err(|error| driver("a capture", error));
         result?;
         graph?.ok_or_else(|| GpuError::Driver { what: "a capture", why: "it captured nothing".into() })
     }
 
     fn launch(&self, graph: &CudaGraph, _: &Arc<CudaStream>) -> Result<(), GpuError> {
-        // It belongs to the stream that it was captured on: a group has one that captures.
+        // It runs on the stream that it was captured on: a group has only one that captures.
         graph.launch().map_err(|error| driver("a graph", error))
     }
 
@@ -423,7 +422,7 @@ impl Gpu for Cuda {
     }
 }
 
-/// Put code into the GPU, or say whose it is that does not go there.
+/// Load code into the GPU; on failure, name the kernel.
 fn module(
     context: &Arc<CudaContext>,
     code: CompiledKernel,
@@ -435,7 +434,7 @@ fn module(
     })
 }
 
-/// The function of a module.
+/// Look up a function of a module.
 fn function(module: &Arc<CudaModule>, name: &'static str) -> Result<CudaFunction, GpuError> {
     module.load_function(name).map_err(|error| driver(name, error))
 }

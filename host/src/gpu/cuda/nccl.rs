@@ -1,11 +1,11 @@
-//! NCCL, which is found at run time: one communicator for each rank, set up and used without blocking.
+//! NCCL, loaded at run time: one communicator for each rank, set up and used without blocking.
 //!
-//! The library underneath panics when it misses NCCL, so it is asked first. It knows the file by the name `libnccl.so`
-//! alone among those that NCCL's packages have.
+//! The underlying crate panics if NCCL is missing, so its presence is checked first. Of the names in NCCL's packages it
+//! knows only `libnccl.so`.
 
 use super::{Cuda, CudaMemory, address};
 use crate::gpu::nccl::{Nccl, NcclId, why_not};
-use crate::gpu::{Absent, GpuError, Part};
+use crate::gpu::{GpuError, Part, Unavailable};
 use cudarc::driver::CudaStream;
 use cudarc::nccl::sys;
 use std::ffi::{CStr, c_char, c_int};
@@ -41,12 +41,12 @@ impl CudaNccl {
 
 impl Drop for CudaNccl {
     fn drop(&mut self) {
-        // Its operations are done or were given up; a peer that is gone must not hold this one.
+        // Its operations are complete or were stopped; a lost peer must not block this one.
         self.abort();
     }
 }
 
-/// Name an error; true if what was begun goes on.
+/// Convert an error; returns true if the operation is still in progress.
 fn named(status: sys::ncclResult_t, what: &'static str) -> Result<bool, GpuError> {
     match status {
         sys::ncclResult_t::ncclSuccess => Ok(false),
@@ -64,13 +64,13 @@ fn named(status: sys::ncclResult_t, what: &'static str) -> Result<bool, GpuError
     }
 }
 
-/// Check that there is NCCL.
+/// Check that NCCL is available.
 fn check() -> Result<(), GpuError> {
     // SAFETY: loading it runs its initialisers, as any use of it does.
-    if unsafe { sys::is_culib_present() } { Ok(()) } else { Err(Absent::Nccl.into()) }
+    if unsafe { sys::is_culib_present() } { Ok(()) } else { Err(Unavailable::Nccl.into()) }
 }
 
-/// Return NCCL's number of a type.
+/// Return NCCL's constant for a type.
 const fn dtype_of(dtype: Dtype) -> Option<sys::ncclDataType_t> {
     use sys::ncclDataType_t as T;
     Some(match dtype {
@@ -88,7 +88,7 @@ const fn dtype_of(dtype: Dtype) -> Option<sys::ncclDataType_t> {
     })
 }
 
-/// Return NCCL's number of an operator.
+/// Return NCCL's constant for an operator.
 const fn op_of(op: ReduceOp) -> Option<sys::ncclRedOp_t> {
     use sys::ncclRedOp_t as O;
     Some(match op {
@@ -101,9 +101,9 @@ const fn op_of(op: ReduceOp) -> Option<sys::ncclRedOp_t> {
     })
 }
 
-/// Return a configuration that leaves all but blocking to NCCL, in the form of 2.24.
+/// Return a configuration with non-blocking mode and otherwise defaults, in the layout of 2.24.
 fn config() -> sys::ncclConfig_t {
-    // What NCCL's own header begins with, and its number for what is left to it.
+    // The magic number of NCCL's header, and its value for defaults.
     const MAGIC: u32 = 0xcafe_beef;
     const VERSION: u32 = 22_403;
     const UNDEFINED: c_int = c_int::MIN;
@@ -143,11 +143,10 @@ impl Nccl for Cuda {
     fn nccl_init(&self, id: &NcclId, rank: u32, ranks: u32) -> Result<CudaNccl, GpuError> {
         check()?;
         self.bind()?;
-        let bytes: [u8; 128] = id
-            .0
-            .as_slice()
-            .try_into()
-            .map_err(|_| GpuError::Nccl { what: "an id", why: format!("{} bytes, and 128 are right", id.0.len()) })?;
+        let bytes: [u8; 128] =
+            id.0.as_slice()
+                .try_into()
+                .map_err(|_| GpuError::Nccl { what: "an id", why: format!("{} bytes instead of 128", id.0.len()) })?;
         let id = sys::ncclUniqueId { internal: bytes.map(|byte| byte as c_char) };
         let (mut comm, mut config) = (ptr::null_mut(), config());
         // SAFETY: both are written or read during the call alone; the ranks agreed on the id.
@@ -179,7 +178,7 @@ impl Nccl for Cuda {
             return Err(refused(why.to_string()));
         }
         let (Some(its_dtype), Some(its_op)) = (dtype_of(dtype), op_of(op)) else {
-            return Err(refused("NCCL has no such reduction".into()));
+            return Err(refused("NCCL does not support this reduction".into()));
         };
         if to.len_bytes != from.len_bytes {
             return Err(GpuError::Invalid(format!("{} bytes into {}", from.len_bytes, to.len_bytes)));
@@ -187,11 +186,11 @@ impl Nccl for Cuda {
         let (count, what) = (to.len_bytes / desc.element_bytes(), "an all-reduce");
         let (send, receive) = (address(&from) as usize as *const _, address(&to) as usize as *mut _);
         // SAFETY: both parts hold `count` elements and are kept by the caller until the stream has got there.
-        let handed = unsafe {
+        let enqueued = unsafe {
             let on = on.cu_stream().cast();
             sys::ncclAllReduce(send, receive, count, its_dtype, its_op, comm.alive(what)?, on)
         };
-        named(handed, what).map(|_| ())
+        named(enqueued, what).map(|_| ())
     }
 
     fn nccl_abort(&self, comm: &CudaNccl) {
@@ -205,9 +204,9 @@ impl Nccl for Cuda {
 mod tests {
     use super::*;
 
-    /// What is judged possible has numbers, and the other way round.
+    /// Operations that pass [`why_not`] have NCCL types and operators.
     #[test]
-    fn what_nccl_is_asked_for_it_has() {
+    fn eligible_operations_have_nccl_types_and_operators() {
         for &dtype in Dtype::ALL {
             for &op in ReduceOp::ALL {
                 let is_possible = why_not(Order::Arrival, &OpDesc::all_reduce(dtype, op, 1)).is_none();
@@ -217,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn its_absence_is_named() {
+    fn missing_nccl_is_reported() {
         match check() {
             Ok(()) => {}
             Err(error) => assert!(error.to_string().contains("libnccl.so"), "{error}"),

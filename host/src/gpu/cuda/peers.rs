@@ -1,8 +1,7 @@
-//! Memory of other processes and GPUs: CUDA's handles and peer access, and the words by which streams wait for each
-//! other.
+//! Memory of other processes and GPUs: CUDA's IPC handles, peer access, and the words by which streams synchronize.
 //!
-//! A handle opens the whole allocation that memory lies in; the driver counts how often it was opened. Streams write
-//! and wait for words by the driver's memory operations, which make what was done before visible first.
+//! A handle opens the whole allocation of the memory; the driver counts how often. Streams write words and wait for
+//! them with the driver's memory operations, which first make earlier work visible.
 
 use super::memory::Block;
 use super::{Cuda, CudaMemory, address, driver, words};
@@ -13,16 +12,16 @@ use cudarc::driver::{CudaContext, CudaStream, DriverError, result, sys};
 use std::ffi::c_char;
 use std::sync::Arc;
 
-/// The bytes of the driver's handle.
+/// Length of the driver's handle in bytes.
 const HANDLE_BYTES: usize = 64;
 
 impl Cuda {
-    /// Return the GPU's name that no other has: its UUID.
+    /// Return the GPU's unique name: its UUID.
     fn uuid(&self) -> Result<String, GpuError> {
         self.context.uuid().map(hex).map_err(|error| driver("its UUID", error))
     }
 
-    /// Return the number of the GPU of this name, if this process sees it.
+    /// Return the ordinal of a GPU, if this process sees it.
     fn ordinal_of(&self, uuid: &str) -> Option<i32> {
         let devices = CudaContext::device_count().ok()?;
         (0..devices).find(|&ordinal| {
@@ -31,7 +30,7 @@ impl Cuda {
         })
     }
 
-    /// Return the allocation that an address lies in: where it begins, and its length.
+    /// Return address and length of the allocation that contains an address.
     fn allocation(&self, at: u64) -> Result<(u64, u64), DriverError> {
         let (mut base, mut len) = (0, 0);
         // SAFETY: it writes two integers.
@@ -39,7 +38,7 @@ impl Cuda {
         Ok((base, len as u64))
     }
 
-    /// Let this GPU reach another's memory of the same process.
+    /// Enable access to another GPU's memory in the same process.
     fn enable(&self, ordinal: i32) -> Result<(), DriverError> {
         let peer = CudaContext::new(ordinal as usize)?;
         self.context.bind_to_thread()?;
@@ -52,16 +51,16 @@ impl Cuda {
 
     fn open_handle(&self, handle: &Handle) -> Result<CudaMemory, GpuError> {
         let refused = |why: String| GpuError::Handle(why);
-        let ipc = handle.ipc.as_ref().map_err(|why| refused(format!("its owner got no handle: {why}")))?;
+        let ipc = handle.ipc.as_ref().map_err(|why| refused(format!("its owner could not export it: {why}")))?;
         let bytes: [u8; HANDLE_BYTES] =
-            ipc.as_slice().try_into().map_err(|_| refused(format!("{} bytes are no handle", ipc.len())))?;
+            ipc.as_slice().try_into().map_err(|_| refused(format!("{} bytes are not a handle", ipc.len())))?;
         let raw = sys::CUipcMemHandle { reserved: bytes.map(|byte| byte as c_char) };
         let lazy = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
         let mut base = 0;
         // SAFETY: it writes one address; a handle that is none is an error of the driver.
         let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut base, raw, lazy) }.result();
         opened.map_err(|error| refused(words(error)))?;
-        // From here on it is closed again whatever comes.
+        // From here on it is closed on every path.
         let block = Block::opened(&self.context, base);
         let end = handle.at.checked_add(handle.len_bytes);
         let (_, len) = self.allocation(base).map_err(|error| refused(words(error)))?;
@@ -76,13 +75,13 @@ fn hex(uuid: sys::CUuuid) -> String {
     uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect()
 }
 
-/// Return what tells this running system from others; by itself, where the kernel does not say.
+/// Identify the running system; unique to the process if the kernel does not tell.
 fn host(process: u64) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
     boot.map_or_else(|_| format!("unknown host of process {process}"), |id| id.trim().to_owned())
 }
 
-/// Return what tells this process from the others of its host, also where each container counts its own.
+/// Identify this process on its host, even where containers number processes separately.
 fn process() -> u64 {
     let namespace = std::fs::read_link("/proc/self/ns/pid").ok();
     let digits = |name: &std::path::PathBuf| name.to_string_lossy().chars().filter(char::is_ascii_digit).collect();
@@ -143,7 +142,7 @@ impl Peered for Cuda {
     fn open(&self, peer: &PeerFacts, handle: &Handle) -> Result<CudaMemory, GpuError> {
         self.bind()?;
         if peer.host != host(process()) {
-            return Err(GpuError::Handle("it is of another machine".into()));
+            return Err(GpuError::Handle("it belongs to another machine".into()));
         }
         if peer.process != process() {
             return self.open_handle(handle);

@@ -1,4 +1,4 @@
-//! A matrix product on the multiprocessors: something computed, to measure what communicates beside it.
+//! A matrix product: computation for measuring overlap with communication.
 
 use super::compile::{self, CompiledKernel};
 use super::{Cuda, CudaMemory, driver, function, module};
@@ -6,10 +6,10 @@ use crate::gpu::{Gpu, GpuError};
 use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
 use std::sync::Arc;
 
-/// The side of a tile, as `product.cu` has it.
+/// Side of a tile, as in `product.cu`.
 const TILE: u32 = 64;
 
-/// Two square matrices and room for their product.
+/// Two square matrices and their product.
 #[derive(Debug)]
 pub struct Product {
     function: CudaFunction,
@@ -18,13 +18,13 @@ pub struct Product {
 }
 
 impl Cuda {
-    /// Make two matrices of `side` rows, a multiple of 64, of no particular contents.
+    /// Allocate two matrices of `side` rows, a multiple of 64, with unspecified contents.
     ///
     /// # Errors
-    /// [`GpuError::Invalid`] for another side; [`GpuError::OutOfMemory`]; [`GpuError::Absent`] without its code.
+    /// [`GpuError::Invalid`] for another side; [`GpuError::OutOfMemory`]; [`GpuError::Unavailable`] without its code.
     pub fn product(&self, side: u32) -> Result<Product, GpuError> {
         if side == 0 || !side.is_multiple_of(TILE) {
-            return Err(GpuError::Invalid(format!("{side} rows: a multiple of {TILE}, please")));
+            return Err(GpuError::Invalid(format!("{side} rows are not a multiple of {TILE}")));
         }
         let code = self.code(CompiledKernel::PRODUCT_FILE_NAME.into(), compile::compile_product)?;
         let function = function(&module(&self.context, code, || "the matrix product".into())?, "sumac_product")?;
@@ -35,10 +35,10 @@ impl Cuda {
 }
 
 impl Product {
-    /// Hand one product to a stream. It lives until the stream has got there, by the caller.
+    /// Enqueue one product. The caller must keep it alive until it is complete.
     ///
     /// # Errors
-    /// The driver's words.
+    /// The driver's error.
     pub fn run(&self, on: &Arc<CudaStream>) -> Result<(), GpuError> {
         let addresses = self.matrices.each_ref().map(CudaMemory::address);
         let blocks = self.side / TILE;

@@ -1,24 +1,24 @@
-//! The engine's rules, on the double.
+//! The engine's rules, on the fake GPU.
 
 use super::*;
-use crate::gpu::{Double, DoubleMemory};
+use crate::gpu::{FakeGpu, FakeMemory};
 
-fn engine(family: Family) -> GpuEngine<Double> {
-    GpuEngine::new(Double::new(5, 1 << 20), family).expect("an engine")
+fn engine(family: Family) -> GpuEngine<FakeGpu> {
+    GpuEngine::new(FakeGpu::new(5, 1 << 20), family).expect("an engine")
 }
 
 fn chain(seq: u64, scope: u8, steps: &[Step]) -> Chain<'_> {
     Chain { tag: Tag { seq, slot: 0, attempt: 0 }, scope: Scope(scope), steps }
 }
 
-fn run(engine: &mut GpuEngine<Double>, steps: &[Step]) -> (Status, u16) {
+fn run(engine: &mut GpuEngine<FakeGpu>, steps: &[Step]) -> (Status, u16) {
     engine.submit(chain(1, 0, steps)).expect("taken");
     let mut end = [Completion { tag: Tag { seq: 0, slot: 0, attempt: 0 }, status: Status::Done, step: 0 }];
     while engine.poll(&mut end) == 0 {}
     (end[0].status, end[0].step)
 }
 
-fn memory(engine: &mut GpuEngine<Double>, bytes: &[u8]) -> (DoubleMemory, RegionKey) {
+fn memory(engine: &mut GpuEngine<FakeGpu>, bytes: &[u8]) -> (FakeMemory, RegionKey) {
     let memory = engine.gpu().upload_now(bytes).expect("room");
     let key = engine.register(memory.clone()).expect("few regions");
     (memory, key)
@@ -29,7 +29,7 @@ const fn at(region: RegionKey, offset_bytes: u64) -> Address {
 }
 
 #[test]
-fn every_instruction_is_a_type_and_operator_of_its_family() {
+fn instructions_match_the_sets_of_their_family() {
     for family in [Family::Sums, Family::Integers] {
         let engine = engine(family);
         for &dtype in Dtype::ALL {
@@ -44,7 +44,7 @@ fn every_instruction_is_a_type_and_operator_of_its_family() {
 }
 
 #[test]
-fn a_chain_reduces_in_order_and_publishes_behind() {
+fn chain_reduces_in_order_and_then_publishes() {
     let mut engine = engine(Family::Sums);
     let floats = |values: [f32; 4]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
     let (_, a) = memory(&mut engine, &floats([1.0, 2.0, 3.0, 4.0]));
@@ -71,7 +71,7 @@ fn a_chain_reduces_in_order_and_publishes_behind() {
 }
 
 #[test]
-fn what_is_wrong_ends_a_chain_where_it_is() {
+fn invalid_step_ends_the_chain_there() {
     let mut engine = engine(Family::Integers);
     let (bytes, key) = memory(&mut engine, &[1; 64]);
     let copy = |src, dst, len_bytes| Step::Copy { src: at(key, src), dst: at(key, dst), len_bytes };
@@ -98,7 +98,7 @@ fn what_is_wrong_ends_a_chain_where_it_is() {
 }
 
 #[test]
-fn limits_are_named_and_every_chain_completes_once() {
+fn limits_are_enforced_and_chains_complete_once() {
     let mut engine = engine(Family::Sums);
     let (_, key) = memory(&mut engine, &[1; 64]);
     let steps = [Step::Copy { src: at(key, 0), dst: at(key, 16), len_bytes: 16 }; 65];

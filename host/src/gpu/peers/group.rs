@@ -1,18 +1,18 @@
-//! One rank among GPUs of several processes.
+//! A rank of a group of GPUs in several processes.
 
-use super::choose::{Choice, PeerExplanation, Way};
-use super::hand::{PeerPlan, Run, Words};
-use super::join::{NetworkCost, Seen, crowd, first_reason, hello, join_nccl, show};
-use super::room::words;
+use super::join::{NetworkCost, OpenedMemory, exchange_memory, first_reason, hello, join_nccl, ranks_on_busiest_gpu};
+use super::plan::{PeerPlan, PlanRun, SignalPages};
+use super::resources::create_pages;
+use super::select::{PeerExplanation, PeerSelection, PeerTransport};
 use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::gpu::buffers::{GpuBuffers, check};
-use crate::gpu::group::{GroupOptions, Patience, shared};
+use crate::gpu::group::{GroupOptions, SpinWait, contended_table};
 use crate::gpu::nccl::Nccl;
 use crate::gpu::staged::Staging;
 use crate::gpu::trace::{Kind, Timeline, Trace};
 use crate::gpu::{GpuCanceller, GpuError, Part};
 use crate::plan::Child;
-use crate::select::{Algo, CostTable, Declared, Situation};
+use crate::select::{Algo, CostTable, Declared, SelectionContext};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -20,17 +20,17 @@ use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::reduce::Kernel;
 
-/// How a group between processes works; the same at all ranks.
+/// Options of a group between processes; equal on all ranks.
 #[derive(Debug, Clone)]
 pub struct PeerOptions {
-    /// Order, constants and pieces of the direct way.
+    /// Order, cost constants and piece length of direct algorithms.
     pub group: GroupOptions,
-    /// Chunks of the staged way, in bytes: a multiple of the size of every element.
+    /// Chunk length of staged transfers in bytes: a multiple of the size of every element.
     pub chunk_bytes: usize,
-    /// Whether to try the direct way.
+    /// Whether to try direct access.
     pub direct: bool,
-    /// Whether all-reduces whose way is open go through the network first, staged; where that has no tree any more,
-    /// what is left of them goes directly.
+    /// Whether all-reduces whose transport is open are staged through the network first; if it loses its tree, the rest
+    /// is transferred directly.
     pub network_first: bool,
     /// Whether to set up NCCL.
     pub nccl: bool,
@@ -38,28 +38,29 @@ pub struct PeerOptions {
 
 impl Default for PeerOptions {
     fn default() -> Self {
-        // 5 us as on one GPU; NVLink 4's 450 GB/s each way, by NVIDIA's data sheet of the H100 SXM. Not measured.
+        // 5 us as on one GPU; NVLink 4's 450 GB/s for each direction, by NVIDIA's data sheet of the H100 SXM. Not
+        // measured.
         let table = CostTable { beta_step_s: 1.0 / 450e9, ..CostTable::GPU };
         let group = GroupOptions { table, ..GroupOptions::default() };
         Self { group, chunk_bytes: 4 << 20, direct: true, network_first: false, nccl: true }
     }
 }
 
-/// One rank's memory, which the others have opened where that is possible.
+/// One rank's memory, which the other ranks have opened if possible.
 pub struct Shared<G: Peered> {
     pub(super) number: u32,
     pub(super) own: G::Memory,
-    pub(super) seen: Seen<G::Memory>,
+    pub(super) opened_memory: OpenedMemory<G::Memory>,
 }
 
 impl<G: Peered> Shared<G> {
-    /// Return why it can't be used directly, if that is so.
+    /// Return why it cannot be used directly, if so.
     pub fn why_staged(&self) -> Option<&WhyStaged> {
-        self.seen.as_ref().err()
+        self.opened_memory.as_ref().err()
     }
 }
 
-/// An operation on its way.
+/// An operation in flight.
 pub struct PeerWork<G: Peered> {
     pub(super) number: u64,
     pub(super) done: Arc<G::Event>,
@@ -67,36 +68,36 @@ pub struct PeerWork<G: Peered> {
 }
 
 impl<G: Peered> PeerWork<G> {
-    /// Return the event that stands for the end of the operation: consumers let their streams wait for it.
+    /// Return the event that marks the end of the operation; consumers make their streams wait for it.
     pub const fn done(&self) -> &Arc<G::Event> {
         &self.done
     }
 
-    /// Return the path it takes.
+    /// Return the algorithm that it uses.
     pub const fn path(&self) -> Path {
         self.path
     }
 }
 
-/// What became of an all-reduce.
+/// Outcome of an all-reduce.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeerOutcome {
-    /// The way it took.
-    pub way: Way,
-    /// Staged: for each chunk that went through the network its path.
+    /// The transport used.
+    pub transport: PeerTransport,
+    /// Staged: the path of each chunk through the network.
     pub chunks: Vec<Path>,
-    /// Why the network did not go on through its tree, if it began with one or might have.
+    /// Why the network's tree was not used, or not to the end.
     pub fallback: Option<String>,
-    /// Staged: the bytes at the end that went directly, because the network had no tree any more.
+    /// Staged: bytes at the end that were transferred directly because the network had lost its tree.
     pub direct_bytes: usize,
 }
 
-/// What is on its way, what it works on, and how its end is told.
-pub(super) struct PeerFlight<G: Peered> {
+/// An operation in flight, the memory that it uses, and how its end is checked.
+pub(super) struct PeerInFlight<G: Peered> {
     pub(super) number: u64,
     pub(super) done: Arc<G::Event>,
     pub(super) held: Vec<G::Memory>,
-    /// The own page as it is at the end; none for NCCL.
+    /// This rank's page at the end; none for NCCL.
     pub(super) page: Option<G::Pinned>,
     pub(super) desc: OpDesc,
     pub(super) path: Path,
@@ -104,7 +105,7 @@ pub(super) struct PeerFlight<G: Peered> {
     pub(super) base: u32,
 }
 
-/// One rank among GPUs of several processes. See [`super`].
+/// A rank of a group of GPUs in several processes.
 pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     pub(super) gpu: G,
     pub(super) bootstrap: B,
@@ -112,60 +113,61 @@ pub struct PeerGroup<G: Peered + Nccl, B: Bootstrap> {
     pub(super) facts: Vec<PeerFacts>,
     network: Option<NetworkCost>,
     pub(super) options: PeerOptions,
-    pub(super) situation: Situation,
+    pub(super) selection: SelectionContext,
     pub(super) stream: G::Stream,
     pub(super) canceller: GpuCanceller,
-    /// The words of the direct way, or why there is none.
-    pub(super) direct: Result<Words<G::Memory>, WhyStaged>,
+    /// The pages for direct access, or why it is impossible.
+    pub(super) direct: Result<SignalPages<G::Memory>, WhyStaged>,
     pub(super) nccl: Result<G::Comm, String>,
     pub(super) staging: Option<Staging<G>>,
-    /// All ranks' partial values, and how many bytes each has.
+    /// All ranks' partial values, and the length of each in bytes.
     pub(super) work: Vec<Option<G::Memory>>,
     pub(super) work_bytes: Vec<usize>,
     pub(super) plans: HashMap<(OpDesc, Path), Arc<PeerPlan<G>>>,
     pub(super) kernels: HashMap<Kernel, Arc<G::Kernel>>,
-    /// How far the counters have got.
+    /// Value of the counters.
     counter: u32,
-    /// How many pieces of memory were shown.
-    pub(super) shown: u32,
+    /// Number of exports so far.
+    pub(super) exported: u32,
     pub(super) started: u64,
-    pub(super) flights: Vec<PeerFlight<G>>,
-    /// Pages that nobody copies to.
+    pub(super) in_flight: Vec<PeerInFlight<G>>,
+    /// Pinned pages that are free.
     pub(super) pins: Vec<G::Pinned>,
-    /// What ended the group, and the first operation that has it.
+    /// The error that ended the group, and the first operation that it affects.
     pub(super) ended: Option<(u64, PeerError)>,
-    /// Memory that others may still read.
-    pub(super) kept: Vec<G::Memory>,
+    /// Memory that other ranks may still access.
+    pub(super) retained: Vec<G::Memory>,
     trace: Option<Trace<G>>,
     pid: u32,
 }
 
 impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
-    /// Tell the other ranks what there is, and decide with them how to go. All ranks call it with the same options.
+    /// Exchange facts with the other ranks, and decide on a transport together. All ranks call it with the same
+    /// options.
     ///
     /// # Errors
-    /// [`PeerError`]. That ranks don't reach each other is none: [`PeerGroup::why_staged`] says it.
+    /// [`PeerError`]. Lack of direct access is not an error; see [`PeerGroup::why_staged`].
     pub fn join(gpu: G, bootstrap: B, options: PeerOptions, deadline: Instant) -> Result<Self, PeerError> {
         let (me, ranks) = (bootstrap.rank() as usize, bootstrap.ranks());
         let (facts, network) = hello(&gpu, &bootstrap, &options, deadline)?;
         let children = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
         let declared = Declared::new(vec![children], ranks, options.group.order)
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
-        let situation = Situation {
+        let selection = SelectionContext {
             ranks,
             order: options.group.order,
-            tree: Err("what goes from GPU to GPU does not pass through the network".into()),
-            table: shared(&options.group.table, crowd(&facts)),
+            tree: Err("transfers between GPUs do not pass through the network".into()),
+            table: contended_table(&options.group.table, ranks_on_busiest_gpu(&facts)),
             declared,
         };
         let direct = match first_reason(&facts) {
             Some(why) => Err(why),
             None if !options.direct => Err(WhyStaged::Asked),
-            None => words(&gpu, &bootstrap, &facts, deadline)?,
+            None => create_pages(&gpu, &bootstrap, &facts, deadline)?,
         };
         let nccl = match options.nccl {
             true => join_nccl(&gpu, &bootstrap, &facts, deadline)?,
-            false => Err("the options leave it out".into()),
+            false => Err("disabled by the options".into()),
         };
         let stream = gpu.stream()?;
         Ok(Self {
@@ -175,7 +177,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             facts,
             network,
             options,
-            situation,
+            selection,
             stream,
             canceller: GpuCanceller::default(),
             direct,
@@ -186,12 +188,12 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             plans: HashMap::new(),
             kernels: HashMap::new(),
             counter: 0,
-            shown: 1,
+            exported: 1,
             started: 0,
-            flights: Vec::new(),
+            in_flight: Vec::new(),
             pins: Vec::new(),
             ended: None,
-            kept: Vec::new(),
+            retained: Vec::new(),
             trace: None,
             pid: std::process::id(),
         })
@@ -202,9 +204,10 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         if self.pid == std::process::id() { Ok(()) } else { Err(GpuError::Forked) }
     }
 
-    /// Forget all that drops would end on the GPU or for the other ranks: in a forked child it is the parent's.
+    /// Leak everything that dropping would end on the GPU or for the other ranks: in a forked child it belongs to the
+    /// parent.
     pub(super) fn forget(&mut self) {
-        std::mem::forget((std::mem::take(&mut self.flights), std::mem::take(&mut self.kept)));
+        std::mem::forget((std::mem::take(&mut self.in_flight), std::mem::take(&mut self.retained)));
         std::mem::forget((std::mem::take(&mut self.work), std::mem::take(&mut self.pins)));
         std::mem::forget((std::mem::take(&mut self.plans), std::mem::take(&mut self.kernels)));
         std::mem::forget((self.staging.take(), self.trace.take()));
@@ -217,85 +220,85 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         &self.gpu
     }
 
-    /// Return the connections that the ranks had before.
+    /// Return the bootstrap connections.
     pub const fn bootstrap(&self) -> &B {
         &self.bootstrap
     }
 
-    /// Return what each rank has.
+    /// Return the facts of each rank.
     pub fn facts(&self) -> &[PeerFacts] {
         &self.facts
     }
 
-    /// Return why the ranks don't reach each other's memory, if that is so: the same at all ranks.
+    /// Return why the ranks cannot access each other's memory, if so; identical on all ranks.
     pub fn why_staged(&self) -> Option<&WhyStaged> {
         self.direct.as_ref().err()
     }
 
-    /// Return why there is no NCCL, if that is so: the same at all ranks.
+    /// Return why NCCL is unavailable, if so; identical on all ranks.
     pub fn why_no_nccl(&self) -> Option<&str> {
         self.nccl.as_ref().err().map(String::as_str)
     }
 
-    /// Return what ends a wait from another thread.
+    /// Return a handle that cancels a wait from another thread.
     pub fn canceller(&self) -> GpuCanceller {
         self.canceller.clone()
     }
 
-    /// Record when what is handed over from now on runs; one trace at a time.
+    /// Start recording when enqueued work runs; one trace at a time.
     ///
     /// # Errors
-    /// The driver's words.
+    /// The driver's error.
     pub fn start_trace(&mut self) -> Result<(), PeerError> {
         self.trace = Some(Trace::new(&self.gpu, &self.stream)?);
         Ok(())
     }
 
-    /// Read the trace; what it has must be waited for. An empty one if none was started.
+    /// Read the trace; its work must be complete. Empty if none was started.
     ///
     /// # Errors
-    /// As [`Trace::finish`].
+    /// As for [`Trace::finish`].
     pub fn take_trace(&mut self) -> Result<Timeline, PeerError> {
         Ok(self.trace.take().map(|trace| trace.finish(&self.gpu)).transpose()?.unwrap_or_default())
     }
 
-    /// Let the other ranks open `memory`, all of it. All ranks call it, each with its own, and keep the memory until
-    /// all have closed it ([`PeerGroup::unshare`]).
+    /// Share all of `memory` with the other ranks. All ranks call it, each with its own, and keep the memory until all
+    /// have closed it ([`PeerGroup::unshare`]).
     ///
     /// # Errors
-    /// [`PeerError`]. Memory that can't be opened is none: [`Shared::why_staged`] says it, alike at all ranks.
+    /// [`PeerError`]. Memory that cannot be opened is not an error; see [`Shared::why_staged`], identical on all ranks.
     pub fn share(&mut self, memory: &G::Memory, deadline: Instant) -> Result<Shared<G>, PeerError> {
-        self.usable()?;
-        let number = self.shown;
-        self.shown += 1;
-        let seen = match &self.direct {
+        self.check_usable()?;
+        let number = self.exported;
+        self.exported += 1;
+        let opened_memory = match &self.direct {
             Err(why) => Err(why.clone()),
-            Ok(_) => show(&self.gpu, &self.bootstrap, &self.facts, (number, memory, &[]), deadline)?,
+            Ok(_) => exchange_memory(&self.gpu, &self.bootstrap, &self.facts, (number, memory, &[]), deadline)?,
         };
-        Ok(Shared { number, own: memory.clone(), seen })
+        Ok(Shared { number, own: memory.clone(), opened_memory })
     }
 
-    /// Close the other ranks' part of what was shared, so that each may free its own. All ranks call it, when all
-    /// that they started on it is done.
+    /// Close the shared memory of the other ranks, so that each may free its own. All ranks call it, after all
+    /// operations on it are complete.
     ///
     /// # Errors
     /// [`PeerError`].
     pub fn unshare(&mut self, shared: Shared<G>, deadline: Instant) -> Result<(), PeerError> {
-        self.all_landed(deadline)?;
-        let Shared { own, seen, .. } = shared;
-        drop(seen);
+        self.wait_all(deadline)?;
+        let Shared { own, opened_memory, .. } = shared;
+        drop(opened_memory);
         self.bootstrap.exchange(&[], deadline)?;
         drop(own);
         Ok(())
     }
 
-    /// End the group in good order. All ranks call it, when all that they started is done. What is shared must have
-    /// been closed before ([`PeerGroup::unshare`]).
+    /// Leave the group. All ranks call it, after all operations are complete. Shared memory must have been closed
+    /// before ([`PeerGroup::unshare`]).
     ///
     /// # Errors
     /// [`PeerError`].
     pub fn leave(mut self, deadline: Instant) -> Result<(), PeerError> {
-        self.all_landed(deadline)?;
+        self.wait_all(deadline)?;
         let words = std::mem::replace(&mut self.direct, Err(WhyStaged::Asked));
         let own = words.map(|words| words.pages[self.me].clone());
         let own_work = self.work[self.me].take();
@@ -305,10 +308,10 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(())
     }
 
-    /// Say which way an operation would take, what each would cost, or why it is not possible.
+    /// Explain the selection for an operation: costs, reasons and the choice.
     pub fn explain(&self, shared: &Shared<G>, desc: &OpDesc, algo: Algo) -> PeerExplanation {
-        let choice = Choice {
-            situation: &self.situation,
+        let choice = PeerSelection {
+            selection: &self.selection,
             options: &self.options,
             why_staged: shared.why_staged(),
             no_nccl: self.why_no_nccl(),
@@ -317,8 +320,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         choice.explain(desc, algo)
     }
 
-    /// Hand an operation in place to the GPU; it begins when the events `after` have come, at all ranks. The host does
-    /// not wait, but the first time that partial values need more memory, at most until `deadline`.
+    /// Enqueue an in-place operation, which begins when the events `after` have completed on all ranks. The host does
+    /// not wait, except, at most until `deadline`, the first time that partial values need more memory.
     ///
     /// # Errors
     /// [`PeerError::Staged`] if it can only be staged; [`PeerError`].
@@ -329,15 +332,15 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         after: &[&G::Event],
         deadline: Instant,
     ) -> Result<PeerWork<G>, PeerError> {
-        match self.explain(shared, desc, algo).way {
-            Ok(Way::Direct(path)) => self.start_direct((shared, 0), (desc, path), after, deadline),
-            Ok(Way::Nccl) => self.start_nccl(shared, desc, after, deadline),
-            Ok(Way::Staged(why)) => Err(PeerError::Staged(why)),
+        match self.explain(shared, desc, algo).transport {
+            Ok(PeerTransport::Direct(path)) => self.start_direct((shared, 0), (desc, path), after, deadline),
+            Ok(PeerTransport::Nccl) => self.start_nccl(shared, desc, after, deadline),
+            Ok(PeerTransport::Staged(why)) => Err(PeerError::Staged(why)),
             Err(why) => Err(GpuError::Invalid(format!("{desc}: {why}")).into()),
         }
     }
 
-    /// Hand over a schedule on what is behind `from` bytes.
+    /// Enqueue a schedule on the memory behind the first `from` bytes.
     pub(super) fn start_direct(
         &mut self,
         (shared, from): (&Shared<G>, usize),
@@ -345,29 +348,29 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         after: &[&G::Event],
         deadline: Instant,
     ) -> Result<PeerWork<G>, PeerError> {
-        self.usable()?;
-        let seen = shared.seen.as_ref().map_err(|why| PeerError::Staged(why.clone()))?;
+        self.check_usable()?;
+        let opened_memory = shared.opened_memory.as_ref().map_err(|why| PeerError::Staged(why.clone()))?;
         let plan = self.plan(desc, path)?;
         let behind = |memory: &G::Memory| {
             let range = self.gpu.addresses(memory);
             let len_bytes = ((range.end - range.start) as usize).saturating_sub(from);
             GpuBuffers::InPlace(self.gpu.part(memory, from, len_bytes))
         };
-        let buffers: Vec<_> = seen.iter().map(behind).collect();
+        let buffers: Vec<_> = opened_memory.iter().map(behind).collect();
         check(&self.gpu, &plan.schedules, desc.element_bytes(), &buffers)?;
         self.grow_work(&plan.program.work_bytes, deadline)?;
-        let signature = desc.signature(path, self.situation.table.version) ^ shared.number.rotate_left(16);
+        let signature = desc.signature(path, self.selection.table.version) ^ shared.number.rotate_left(16);
         let base = self.counter;
         self.counter = base.wrapping_add(plan.steps());
         let words = self.direct.as_ref().map_err(|why| PeerError::Staged(why.clone()))?;
-        let run = Run { me: self.me, words, buffers: &buffers, work: &self.work, signature, base };
-        let held = seen.iter().chain(self.work.iter().flatten()).cloned().collect();
+        let run = PlanRun { me: self.me, words, buffers: &buffers, work: &self.work, signature, base };
+        let held = opened_memory.iter().chain(self.work.iter().flatten()).cloned().collect();
         let mut page = self.pins.pop().map_or_else(|| self.gpu.pinned(self.facts.len() * page::ENTRY_BYTES), Ok)?;
-        let handed = after.iter().try_for_each(|event| self.gpu.wait(&self.stream, event)).map_err(PeerError::from);
-        let handed = handed.and_then(|()| plan.hand_over(&self.gpu, &self.stream, &run, &mut self.trace));
+        let enqueued = after.iter().try_for_each(|event| self.gpu.wait(&self.stream, event)).map_err(PeerError::from);
+        let enqueued = enqueued.and_then(|()| plan.enqueue(&self.gpu, &self.stream, &run, &mut self.trace));
         let own = page::whole(&words.pages[self.me], self.facts.len());
-        let handed = handed.and_then(|()| Ok(self.gpu.download(&self.stream, &mut page, own)?));
-        let told = PeerFlight {
+        let enqueued = enqueued.and_then(|()| Ok(self.gpu.download(&self.stream, &mut page, own)?));
+        let flight = PeerInFlight {
             number: 0,
             done: Arc::new(self.gpu.event()?),
             held,
@@ -377,7 +380,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             signature,
             base,
         };
-        self.fly(handed, told)
+        self.track(enqueued, flight)
     }
 
     fn start_nccl(
@@ -387,7 +390,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         after: &[&G::Event],
         deadline: Instant,
     ) -> Result<PeerWork<G>, PeerError> {
-        self.usable()?;
+        self.check_usable()?;
         let (gpu, stream, own) = (&self.gpu, &self.stream, &shared.own);
         let comm = self.nccl.as_ref().map_err(|why| GpuError::Invalid(why.clone()))?;
         let (Some(dtype), Some(op)) = (desc.dtype, desc.op) else {
@@ -399,44 +402,44 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             return Err(GpuError::Invalid(format!("a buffer of {len_bytes} bytes for {desc}")).into());
         }
         let whole = Part { memory: own, at: 0, len_bytes };
-        let hand = || gpu.nccl_all_reduce(comm, stream, (dtype, op), (whole, whole));
-        let handed = after.iter().try_for_each(|event| gpu.wait(stream, event));
-        let handed = handed.and_then(|()| match &mut self.trace {
-            None => hand(),
+        let enqueue_op = || gpu.nccl_all_reduce(comm, stream, (dtype, op), (whole, whole));
+        let enqueued = after.iter().try_for_each(|event| gpu.wait(stream, event));
+        let enqueued = enqueued.and_then(|()| match &mut self.trace {
+            None => enqueue_op(),
             Some(trace) => {
                 let lane = format!("rank {}", self.me);
-                trace.span(gpu, stream, (&lane, "NCCL", Kind::Communication), hand)
+                trace.span(gpu, stream, (&lane, "NCCL", Kind::Communication), enqueue_op)
             }
         });
-        let handed = handed.map_err(PeerError::from).and_then(|()| until_handed(gpu, comm, desc, deadline));
+        let enqueued = enqueued.map_err(PeerError::from).and_then(|()| wait_enqueued(gpu, comm, desc, deadline));
         let done = Arc::new(gpu.event()?);
         let (held, path) = (vec![own.clone()], Path::Nccl);
-        let told = PeerFlight { number: 0, done, held, page: None, desc: *desc, path, signature: 0, base: 0 };
-        self.fly(handed, told)
+        let flight = PeerInFlight { number: 0, done, held, page: None, desc: *desc, path, signature: 0, base: 0 };
+        self.track(enqueued, flight)
     }
 
-    /// Note that something was handed over, also where not all of it could be.
-    fn fly(&mut self, handed: Result<(), PeerError>, flight: PeerFlight<G>) -> Result<PeerWork<G>, PeerError> {
+    /// Record that work was enqueued, even if only partly.
+    fn track(&mut self, enqueued: Result<(), PeerError>, flight: PeerInFlight<G>) -> Result<PeerWork<G>, PeerError> {
         let recorded = self.gpu.record(&flight.done, &self.stream).map_err(PeerError::from);
         self.started += 1;
         let work = PeerWork { number: self.started, done: Arc::clone(&flight.done), path: flight.path };
-        self.flights.push(PeerFlight { number: self.started, ..flight });
-        match handed.and(recorded) {
+        self.in_flight.push(PeerInFlight { number: self.started, ..flight });
+        match enqueued.and(recorded) {
             Ok(()) => Ok(work),
-            // The others wait for what never comes from here.
+            // The other ranks wait for something that this one never sends.
             Err(error) => Err(self.give_up(error)),
         }
     }
 }
 
-/// Wait until NCCL has handed an operation to its stream: the first time it connects the ranks before.
-fn until_handed<G: Nccl>(gpu: &G, comm: &G::Comm, desc: &OpDesc, deadline: Instant) -> Result<(), PeerError> {
-    let mut patience = Patience::default();
+/// Wait until NCCL has enqueued an operation: on the first, it connects the ranks before.
+fn wait_enqueued<G: Nccl>(gpu: &G, comm: &G::Comm, desc: &OpDesc, deadline: Instant) -> Result<(), PeerError> {
+    let mut spin = SpinWait::default();
     while !gpu.nccl_is_ready(comm)? {
         if Instant::now() >= deadline {
             return Err(PeerError::Deadline { desc: *desc, missing: Vec::new() });
         }
-        patience.wait();
+        spin.wait();
     }
     Ok(())
 }

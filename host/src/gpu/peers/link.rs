@@ -1,19 +1,19 @@
-//! Whether one rank's GPU reaches another's memory, and why not.
+//! Whether one rank's GPU can access another's memory, and why not.
 
 use super::PeerFacts;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// How a GPU reaches a peer's memory.
+/// How a GPU accesses a peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reach {
-    /// It is its own.
+    /// It is the same GPU.
     SameGpu,
     /// Over NVLink or PCIe, by peer access.
     OtherGpu,
 }
 
-/// Why ranks don't reach each other's memory directly, or should not.
+/// Why ranks cannot, or should not, access each other's memory directly.
 #[derive(Debug, Clone, PartialEq, Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum WhyStaged {
@@ -25,8 +25,8 @@ pub enum WhyStaged {
         /// The other.
         b: u32,
     },
-    /// A process can't hand its memory to others.
-    #[error("rank {rank} can't hand its memory to other processes: {why}")]
+    /// A process cannot export its memory.
+    #[error("rank {rank} cannot export its memory to other processes: {why}")]
     NoHandles {
         /// The rank.
         rank: u32,
@@ -38,33 +38,33 @@ pub enum WhyStaged {
     NoPeerAccess {
         /// The GPU that would read.
         from: String,
-        /// The GPU whose memory it would be.
+        /// The GPU whose memory it is.
         to: String,
     },
-    /// It was tried, and did not work.
+    /// Opening the memory failed.
     #[error("rank {rank} could not open the memory of rank {peer}: {why}")]
     Opening {
-        /// Who tried.
+        /// The rank that tried.
         rank: u32,
-        /// Whose memory it is.
+        /// The owner of the memory.
         peer: u32,
-        /// The driver's words.
+        /// The driver's error.
         why: String,
     },
-    /// It would take longer.
-    #[error("directly it takes {direct_us:.1} us, staged {staged_us:.1} us")]
+    /// Direct transfer would be slower.
+    #[error("direct: {direct_us:.1} us, staged: {staged_us:.1} us")]
     Cost {
-        /// The cheapest direct way.
+        /// Cost of the cheapest direct algorithm in microseconds.
         direct_us: f64,
-        /// The staged way.
+        /// Cost of staging in microseconds.
         staged_us: f64,
     },
-    /// The caller wants it so.
-    #[error("the options ask for it")]
+    /// Requested by the options.
+    #[error("requested by the options")]
     Asked,
 }
 
-/// Judge two ranks by what they say; what else it takes only trying shows.
+/// Compare the facts of two ranks; other obstacles show only on opening.
 pub(super) fn by_facts((a, mine): (u32, &PeerFacts), (b, theirs): (u32, &PeerFacts)) -> Option<WhyStaged> {
     if mine.host != theirs.host {
         return Some(WhyStaged::OtherHost { a, b });

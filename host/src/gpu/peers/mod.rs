@@ -1,46 +1,46 @@
-//! Ranks in processes of their own, each with a GPU, or several with one: their memory in each other's hands.
+//! Ranks in separate processes, each with a GPU or sharing one, that access each other's GPU memory.
 //!
-//! A [`PeerGroup`] is one rank. At the beginning the ranks tell each other what they have ([`PeerFacts`]) over the
-//! connections that they have anyway ([`Bootstrap`]; a [`Communicator`] is one), and each tries
-//! to open what every other one shows it. From the verdicts of all, which all have, all decide the same:
-//! - **direct**, if each reaches each: the schedules of [`crate::schedule`] over all ranks' memory, each rank with the
-//!   passes that write to its own;
-//! - **staged** through pinned memory and the network ([`Staging`](super::Staging)) if not, or where that costs less,
-//!   with the reason ([`WhyStaged`]) in each outcome;
-//! - **NCCL**, where all have it, if it costs least or is asked for.
+//! A [`PeerGroup`] is one rank. On joining, the ranks exchange their facts ([`PeerFacts`]) over existing connections
+//! ([`Bootstrap`]; a [`Communicator`] is one), and each tries to open what every other exports. All ranks receive all
+//! results, and so reach the same decision:
+//! - **direct**, if every rank can access every other: schedules of [`crate::schedule`] over all ranks' memory, where
+//!   each rank runs the passes that write to its own;
+//! - **staged** through pinned memory and the network ([`Staging`](super::Staging)) otherwise, or where that costs
+//!   less, with the reason ([`WhyStaged`]) in each outcome;
+//! - **NCCL**, where all ranks have it, if it costs least or is requested.
 //!
-//! # How the ranks' streams keep their order
+//! # Ordering between the ranks' streams
 //!
-//! Each rank has a page of words that the others write, one counter a rank. A rank that is behind an
-//! operation says so in the pages of those who wait for it, and they wait for that, on their streams: no host takes
-//! part. An operation begins when all have come to it and ends when all have done it; so nobody reads memory whose
-//! owner has got it back.
+//! Each rank has a page of words that the others write, with one counter for each rank. When a rank's stream has passed
+//! an operation, it writes its counter in the pages of the ranks that wait for it; they wait on their streams, without
+//! the host. An operation begins when all ranks have entered it and ends when all have completed it, so no rank reads
+//! memory that its owner already has back.
 //!
-//! Each rank says at the end what it took part in. Who finds something else in its page has not got a sum, and says so:
-//! [`PeerError::Mismatch`], or [`PeerError::GivenUp`] where a rank has given up, which it says before it lets its
-//! stream go.
+//! At the end each rank writes the signature of the operation that it ran. A rank that finds another signature in its
+//! page fails with [`PeerError::Mismatch`], or with [`PeerError::GivenUp`] if a rank has given up, which that rank
+//! writes before it releases its stream.
 //!
 //! Invariants:
-//! - what all have to do alike is decided from what all have been told, and from nothing else;
-//! - nothing that a peer says is used before it is checked: versions, lengths, handles;
-//! - a wait ends by its deadline; afterwards the group is of no use, and keeps the memory that others may still read.
+//! - Decisions that all ranks must share depend only on what all have exchanged.
+//! - Nothing received from a peer is used before it is checked: versions, lengths, handles.
+//! - A wait ends by its deadline; afterwards the group is unusable, and keeps memory that other ranks may still read.
 
-mod choose;
 mod error;
 mod group;
-mod hand;
 mod join;
 mod link;
 mod page;
-mod room;
+mod plan;
+mod resources;
+mod select;
 #[cfg(test)]
 mod tests;
 mod wait;
 
-pub use choose::{HOST_BETA_S, PeerExplanation, Way};
 pub use error::PeerError;
 pub use group::{PeerGroup, PeerOptions, PeerOutcome, PeerWork, Shared};
 pub use link::{Reach, WhyStaged};
+pub use select::{HOST_BETA_S, PeerExplanation, PeerTransport};
 
 use super::error::GpuError;
 use super::{Gpu, Part};
@@ -50,87 +50,87 @@ use serde::{Deserialize, Serialize};
 use std::time::Instant;
 use sumac_hal::op::{Dtype, OpDesc, Path};
 
-/// What a rank says of its process and its GPU.
+/// A rank's process and GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerFacts {
-    /// The running system: the same for all processes of one machine.
+    /// Identifies the machine: the same for all its processes.
     pub host: String,
-    /// The process: no other of its machine has this number.
+    /// Identifies the process on its machine.
     pub process: u64,
-    /// The GPU: no other one has this name.
+    /// Identifies the GPU.
     pub gpu: String,
-    /// Whether other processes can get handles of its memory, or why not.
+    /// Whether its memory can be exported to other processes, or why not.
     pub shares: Result<(), String>,
-    /// The version of NCCL, or why there is none.
+    /// The version of NCCL, or why it is unavailable.
     pub nccl: Result<u32, String>,
 }
 
-/// What opens memory to another process or GPU.
+/// Exports memory to another process or GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Handle {
-    /// Where the memory begins, for the same process.
+    /// Address of the memory, for the same process.
     pub address: u64,
-    /// The driver's handle of the allocation, for others, or why there is none.
+    /// The driver's handle of the allocation, for other processes, or why there is none.
     pub ipc: Result<Vec<u8>, String>,
-    /// Where the memory begins in the allocation.
+    /// Offset of the memory in the allocation.
     pub at: u64,
-    /// How long it is.
+    /// Its length in bytes.
     pub len_bytes: u64,
 }
 
-/// A GPU whose memory other processes and GPUs can reach.
+/// A GPU whose memory other processes and GPUs can access.
 pub trait Peered: Gpu {
     /// Describe this process and its GPU.
     ///
     /// # Errors
-    /// The driver's words, here and below.
+    /// The driver's error, here and below.
     fn facts(&self) -> Result<PeerFacts, GpuError>;
 
-    /// Tell how this GPU reaches memory of a peer's on the same machine.
+    /// Return how this GPU accesses memory of a peer on the same machine.
     ///
     /// # Errors
-    /// Why it does not.
+    /// Why it cannot.
     fn reach(&self, peer: &PeerFacts) -> Result<Reach, WhyStaged>;
 
-    /// Return what opens memory to others.
+    /// Export memory.
     ///
     /// # Errors
-    /// [`GpuError::Handle`] if it can't be had for this memory.
+    /// [`GpuError::Handle`] if this memory cannot be exported.
     fn export(&self, memory: &Self::Memory) -> Result<Handle, GpuError>;
 
-    /// Open a peer's memory; the last share closes it.
+    /// Open a peer's memory; dropping the last share closes it.
     ///
     /// # Errors
-    /// [`GpuError::Handle`] for handles that are wrong, or whose memory is gone.
+    /// [`GpuError::Handle`] for handles that are invalid, or whose memory is gone.
     fn open(&self, peer: &PeerFacts, handle: &Handle) -> Result<Self::Memory, GpuError>;
 
-    /// Write a word of memory, perhaps a peer's, when the stream gets here; all that the stream did before is seen
-    /// first.
+    /// Write a word of memory, possibly a peer's, when the stream gets there; all earlier work of the stream is visible
+    /// before.
     ///
     /// # Errors
     /// As above.
     fn signal(&self, on: &Self::Stream, to: Part<'_, Self::Memory>, value: u32) -> Result<(), GpuError>;
 
-    /// Let a stream wait until a word that counts upwards, and begins anew after its last value, has got to `value`.
+    /// Make a stream wait until a word, which counts up and wraps around, has reached `value`.
     ///
     /// # Errors
     /// As above.
     fn await_signal(&self, on: &Self::Stream, at: Part<'_, Self::Memory>, value: u32) -> Result<(), GpuError>;
 
-    /// Write words of own memory at once, past all streams.
+    /// Write words of own memory immediately, bypassing all streams.
     ///
     /// # Errors
     /// As above.
     fn set_now(&self, to: Part<'_, Self::Memory>, words: &[u32]) -> Result<(), GpuError>;
 
-    /// Read words of own memory at once, past all streams.
+    /// Read words of own memory immediately, bypassing all streams.
     ///
     /// # Errors
     /// As above.
     fn get_now(&self, from: Part<'_, Self::Memory>) -> Result<Vec<u32>, GpuError>;
 }
 
-/// The connections that ranks have before they reach each other's GPUs.
+/// Connections of the ranks that exist before they access each other's GPUs.
 pub trait Bootstrap {
     /// Return this rank.
     fn rank(&self) -> u32;
@@ -138,34 +138,34 @@ pub trait Bootstrap {
     /// Return the number of ranks.
     fn ranks(&self) -> u32;
 
-    /// Give `bytes`, at most [`MESSAGE_BYTES_MAX`], to all ranks, and return what each gave. All ranks call it.
+    /// Send `bytes`, at most [`MESSAGE_BYTES_MAX`], to all ranks, and return the bytes of each. All ranks must call it.
     ///
     /// # Errors
-    /// [`PeerError::Bootstrap`], or [`PeerError::Message`] for what breaks the form.
+    /// [`PeerError::Bootstrap`], or [`PeerError::Message`] for malformed messages.
     fn exchange(&self, bytes: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, PeerError>;
 
-    /// All-reduce memory of the process, for what is staged.
+    /// All-reduce host memory, for staged transfers.
     ///
     /// # Errors
     /// [`PeerError::Bootstrap`].
     fn all_reduce(&self, desc: &OpDesc, bytes: &mut [u8], deadline: Instant) -> Result<Reduced, PeerError>;
 
-    /// Return what it expects such an operation to take, in seconds. Ranks need not agree: rank 0's word counts.
+    /// Return the estimated time of such an operation in seconds. Ranks need not agree: rank 0's estimate is used.
     fn cost_s(&self, desc: &OpDesc) -> Option<f64>;
 }
 
-/// What became of an all-reduce of memory of the process.
+/// Outcome of an all-reduce of host memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reduced {
     /// The path taken.
     pub path: Path,
-    /// Why not the tree, if that was not possible.
+    /// Why the tree was not used, if it could not be.
     pub fallback: Option<String>,
-    /// Whether it was repaired on the way; then ranks may name different paths.
+    /// Whether it was recovered; ranks may then report different paths.
     pub repaired: bool,
 }
 
-/// The longest message of a [`Bootstrap`].
+/// Maximum length of a message of a [`Bootstrap`].
 pub const MESSAGE_BYTES_MAX: usize = 4096 - 4;
 
 impl Bootstrap for Communicator {
@@ -178,10 +178,10 @@ impl Bootstrap for Communicator {
     }
 
     fn exchange(&self, bytes: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, PeerError> {
-        // Blocks of one length: a message's own stands before it.
+        // Blocks of equal length, each prefixed with the message's length.
         let block = MESSAGE_BYTES_MAX + 4;
         if bytes.len() > MESSAGE_BYTES_MAX {
-            let why = format!("{} bytes, and {MESSAGE_BYTES_MAX} are the most", bytes.len());
+            let why = format!("{} bytes exceed the maximum of {MESSAGE_BYTES_MAX}", bytes.len());
             return Err(PeerError::Message { rank: self.rank(), why });
         }
         let mut own = vec![0; block];

@@ -1,16 +1,16 @@
-//! The words by which ranks tell each other how far they are.
+//! Layout of the words by which ranks synchronize.
 //!
-//! A page has four words for each rank, which that rank writes: how far it is; what it took part in, and whether it has
-//! given up, both at the end of an operation; one is free. A rank's banner has the second and third, from where its
-//! stream copies them into all pages: the given-up word is the host's alone, so that what was handed over before a
-//! rank gave up can't say that all is well.
+//! A page has four words for each rank, written by that rank: its progress counter, then, at the end of an operation,
+//! the operation's signature and whether it has given up; the fourth is unused. A rank's banner holds the second and
+//! third, and its stream copies them into all pages. Only the host writes the given-up word, so that work enqueued
+//! before a rank gave up cannot report success.
 
 use crate::gpu::Part;
 
-/// The bytes of a rank's words.
+/// Length of a rank's words in bytes.
 pub(super) const ENTRY_BYTES: usize = 16;
 
-/// The bytes of a banner.
+/// Length of a banner in bytes.
 pub(super) const BANNER_BYTES: usize = 8;
 
 const WORD_BYTES: usize = 4;
@@ -20,8 +20,8 @@ pub(super) const fn counter<M>(page: &M, of: usize) -> Part<'_, M> {
     Part { memory: page, at: of * ENTRY_BYTES, len_bytes: WORD_BYTES }
 }
 
-/// Return what a rank says at the end.
-pub(super) const fn verdict<M>(page: &M, of: usize) -> Part<'_, M> {
+/// Return a rank's signature and given-up words.
+pub(super) const fn outcome<M>(page: &M, of: usize) -> Part<'_, M> {
     Part { memory: page, at: of * ENTRY_BYTES + WORD_BYTES, len_bytes: BANNER_BYTES }
 }
 
@@ -30,12 +30,12 @@ pub(super) const fn whole<M>(page: &M, ranks: usize) -> Part<'_, M> {
     Part { memory: page, at: 0, len_bytes: ranks * ENTRY_BYTES }
 }
 
-/// Return the banner's word for what its rank takes part in.
+/// Return the banner's signature word.
 pub(super) const fn signature<M>(banner: &M) -> Part<'_, M> {
     Part { memory: banner, at: 0, len_bytes: WORD_BYTES }
 }
 
-/// Return the banner's word for having given up.
+/// Return the banner's given-up word.
 pub(super) const fn given_up<M>(banner: &M) -> Part<'_, M> {
     Part { memory: banner, at: WORD_BYTES, len_bytes: WORD_BYTES }
 }
@@ -45,8 +45,8 @@ pub(super) const fn banner<M>(banner: &M) -> Part<'_, M> {
     Part { memory: banner, at: 0, len_bytes: BANNER_BYTES }
 }
 
-/// What a rank that has given up says.
+/// Value of the given-up word of a rank that has given up.
 pub(super) const GIVEN_UP: u32 = 1;
 
-/// How far ahead a counter is set so that no wait for it goes on: as far as numbers that go round allow.
+/// How far ahead a counter is set to end all waits for it: as far as wrapping numbers allow.
 pub(super) const FAR_AHEAD: u32 = 1 << 30;

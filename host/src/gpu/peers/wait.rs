@@ -1,10 +1,10 @@
-//! How operations between GPUs of several processes end: well, in a named error, and never by hanging.
+//! Completion of operations between GPUs of several processes: success, or a named error by the deadline.
 
-use super::choose::Way;
-use super::group::{PeerFlight, PeerGroup, PeerOutcome, PeerWork, Shared};
+use super::group::{PeerGroup, PeerInFlight, PeerOutcome, PeerWork, Shared};
+use super::select::PeerTransport;
 use super::{Bootstrap, PeerError, Peered, page};
 use crate::gpu::GpuError;
-use crate::gpu::group::Patience;
+use crate::gpu::group::SpinWait;
 use crate::gpu::nccl::Nccl;
 use crate::gpu::staged::Staging;
 use crate::select::Algo;
@@ -12,36 +12,36 @@ use std::time::Instant;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 
 impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
-    /// Tell whether an operation is done at all ranks.
+    /// Return whether an operation is complete on all ranks.
     ///
     /// # Errors
-    /// What became of it instead; what went wrong on the GPU.
+    /// The error that it ended with; the error of the GPU.
     pub fn is_done(&mut self, work: &PeerWork<G>) -> Result<bool, PeerError> {
-        self.land()?;
+        self.retire_done()?;
         match &self.ended {
             Some((from, error)) if work.number >= *from => Err(error.clone()),
-            _ => Ok(self.flights.iter().all(|flight| flight.number != work.number)),
+            _ => Ok(self.in_flight.iter().all(|flight| flight.number != work.number)),
         }
     }
 
-    /// Wait for an operation, until `deadline` and, if it has to be given up, the time that this takes.
+    /// Wait for an operation until `deadline` and, if it must be stopped, for the grace period.
     ///
     /// # Errors
-    /// [`PeerError`]: after any of them the group is of no use.
+    /// [`PeerError`]: after any of them the group is unusable.
     pub fn wait(&mut self, work: PeerWork<G>, deadline: Instant) -> Result<(), PeerError> {
-        let mut patience = Patience::default();
+        let mut spin = SpinWait::default();
         loop {
             if self.is_done(&work)? {
                 return Ok(());
             }
-            let flight = self.flights.iter().find(|flight| flight.number == work.number);
+            let flight = self.in_flight.iter().find(|flight| flight.number == work.number);
             let why = match flight {
                 _ if self.canceller.take() => GpuError::Cancelled.into(),
                 Some(flight) if Instant::now() >= deadline => {
                     PeerError::Deadline { desc: flight.desc, missing: self.missing(flight) }
                 }
                 _ => {
-                    patience.wait();
+                    spin.wait();
                     continue;
                 }
             };
@@ -49,7 +49,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         }
     }
 
-    /// All-reduce shared memory in place, whichever way is chosen; it begins when the events `after` have come.
+    /// All-reduce shared memory in place over the selected transport; begins when the events `after` have completed.
     ///
     /// # Errors
     /// [`PeerError`].
@@ -64,25 +64,26 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let range = self.gpu.addresses(&shared.own);
         let desc = OpDesc::all_reduce(dtype, op, (range.end - range.start) / each as u64);
         self.check_process()?;
-        let way = self.explain(shared, &desc, algo).way;
-        if let Ok(Way::Staged(_)) = &way {
-            return self.staged(shared, (&desc, way.unwrap_or(Way::Nccl)), after, deadline);
+        let transport = self.explain(shared, &desc, algo).transport;
+        if let Ok(PeerTransport::Staged(_)) = &transport {
+            return self.staged(shared, (&desc, transport.unwrap_or(PeerTransport::Nccl)), after, deadline);
         }
         let work = self.start(shared, (&desc, algo), after, deadline)?;
-        let way = if work.path == Path::Nccl { Way::Nccl } else { Way::Direct(work.path) };
+        let transport = if work.path == Path::Nccl { PeerTransport::Nccl } else { PeerTransport::Direct(work.path) };
         self.wait(work, deadline)?;
-        Ok(PeerOutcome { way, chunks: Vec::new(), fallback: None, direct_bytes: 0 })
+        Ok(PeerOutcome { transport, chunks: Vec::new(), fallback: None, direct_bytes: 0 })
     }
 
-    /// Go through pinned memory and the network; directly from where the network has no tree any more, if it may.
+    /// Stage through pinned memory and the network; if the network loses its tree and the options allow, transfer the
+    /// rest directly.
     fn staged(
         &mut self,
         shared: &Shared<G>,
-        (desc, way): (&OpDesc, Way),
+        (desc, transport): (&OpDesc, PeerTransport),
         after: &[&G::Event],
         deadline: Instant,
     ) -> Result<PeerOutcome, PeerError> {
-        self.usable()?;
+        self.check_usable()?;
         let each = desc.element_bytes();
         if !self.options.chunk_bytes.is_multiple_of(each) {
             let what = format!("chunks of {} bytes cut elements of {each}", self.options.chunk_bytes);
@@ -95,18 +96,18 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let (gpu, bootstrap, ready) = (&self.gpu, &self.bootstrap, self.gpu.event()?);
         after.iter().try_for_each(|event| gpu.wait(&self.stream, event))?;
         gpu.record(&ready, &self.stream)?;
-        let may_leave = self.options.network_first && shared.seen.is_ok();
-        let mut outcome = PeerOutcome { way, chunks: Vec::new(), fallback: None, direct_bytes: 0 };
+        let may_leave = self.options.network_first && shared.opened_memory.is_ok();
+        let mut outcome = PeerOutcome { transport, chunks: Vec::new(), fallback: None, direct_bytes: 0 };
         let mut through = 0;
         let ran = staging.run(gpu, &shared.own, &ready, deadline, |bytes| {
             if may_leave && outcome.fallback.is_some() {
-                return Err(Leaving::Directly);
+                return Err(StagedExit::Directly);
             }
             let part = OpDesc { count: (bytes.len() / each) as u64, ..*desc };
             let reduced = bootstrap.all_reduce(&part, bytes, deadline)?;
             through += bytes.len();
             outcome.chunks.push(reduced.path);
-            // While one is repaired ranks may see different ways; the next one is chosen alike by all.
+            // During recovery ranks may see different paths; the next chunk is selected alike by all.
             if !reduced.repaired && reduced.path != Path::Tree {
                 outcome.fallback = outcome.fallback.take().or(reduced.fallback);
             }
@@ -115,11 +116,11 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         self.staging = Some(staging);
         match ran {
             Ok(()) => return Ok(outcome),
-            Err(Leaving::Error(error)) => {
+            Err(StagedExit::Error(error)) => {
                 self.ended.get_or_insert((self.started + 1, error.clone()));
                 return Err(error);
             }
-            Err(Leaving::Directly) => {}
+            Err(StagedExit::Directly) => {}
         }
         let left = desc.count as usize * each - through;
         let rest = OpDesc { count: (left / each) as u64, ..*desc };
@@ -130,7 +131,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(outcome)
     }
 
-    /// Return the cheapest schedule for what the network has left over.
+    /// Return the cheapest direct schedule for the rest.
     fn explain_direct(&self, shared: &Shared<G>, desc: &OpDesc) -> Result<Path, PeerError> {
         let explanation = self.explain(shared, desc, Algo::Auto).direct;
         let cost = |candidate: &crate::select::Candidate| candidate.cost_s.clone().unwrap_or(f64::INFINITY);
@@ -140,39 +141,39 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         Ok(best.ok_or_else(none)?.path)
     }
 
-    /// Wait until nothing is on its way.
-    pub(super) fn all_landed(&mut self, deadline: Instant) -> Result<(), PeerError> {
-        let mut patience = Patience::default();
+    /// Wait until no operation is in flight.
+    pub(super) fn wait_all(&mut self, deadline: Instant) -> Result<(), PeerError> {
+        let mut spin = SpinWait::default();
         loop {
-            self.usable()?;
-            match self.flights.first() {
+            self.check_usable()?;
+            match self.in_flight.first() {
                 None => return Ok(()),
                 Some(flight) if Instant::now() >= deadline => {
                     let why = PeerError::Deadline { desc: flight.desc, missing: self.missing(flight) };
                     return Err(self.give_up(why));
                 }
-                Some(_) => patience.wait(),
+                Some(_) => spin.wait(),
             }
         }
     }
 
-    /// Check that the group is of use.
-    pub(super) fn usable(&mut self) -> Result<(), PeerError> {
-        self.land()?;
+    /// Check that the group is usable.
+    pub(super) fn check_usable(&mut self) -> Result<(), PeerError> {
+        self.retire_done()?;
         if self.ended.is_some() { Err(PeerError::Ended) } else { Ok(()) }
     }
 
-    /// Let go of what is done, and note the first operation that has not become what it should.
-    fn land(&mut self) -> Result<(), PeerError> {
+    /// Retire complete operations, and record the first one that failed.
+    fn retire_done(&mut self) -> Result<(), PeerError> {
         self.check_process()?;
-        if let (Ok(comm), true) = (&self.nccl, self.flights.iter().any(|flight| flight.path == Path::Nccl))
+        if let (Ok(comm), true) = (&self.nccl, self.in_flight.iter().any(|flight| flight.path == Path::Nccl))
             && self.ended.is_none()
             && let Err(error) = self.gpu.nccl_is_ready(comm)
         {
             self.give_up(error.into());
         }
         let mut index = 0;
-        while let Some(flight) = self.flights.get(index) {
+        while let Some(flight) = self.in_flight.get(index) {
             let is_done = match self.gpu.is_done(&flight.done) {
                 Ok(is_done) => is_done,
                 Err(error) => {
@@ -185,21 +186,21 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
                 index += 1;
                 continue;
             }
-            let mut flight = self.flights.remove(index);
-            if let (Err(error), None) = (self.verdict(&mut flight), &self.ended) {
+            let mut flight = self.in_flight.remove(index);
+            if let (Err(error), None) = (self.check_result(&mut flight), &self.ended) {
                 self.ended = Some((flight.number, error));
             }
             self.pins.extend(flight.page);
             if self.ended.is_some() {
-                // Who has come to another operation may still read it.
-                self.kept.append(&mut flight.held);
+                // Ranks at another operation may still read it.
+                self.retained.append(&mut flight.held);
             }
         }
         Ok(())
     }
 
-    /// Read what each rank took part in.
-    fn verdict(&self, flight: &mut PeerFlight<G>) -> Result<(), PeerError> {
+    /// Check the signature and given-up word of each rank.
+    fn check_result(&self, flight: &mut PeerInFlight<G>) -> Result<(), PeerError> {
         let Some(page) = &mut flight.page else { return Ok(()) };
         let words = self.gpu.host(page)?;
         let (desc, path) = (flight.desc, flight.path.name());
@@ -218,8 +219,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         mismatch.map_or(Ok(()), Err)
     }
 
-    /// Return the ranks that have not come to an operation.
-    fn missing(&self, flight: &PeerFlight<G>) -> Vec<u32> {
+    /// Return the ranks that have not entered an operation.
+    fn missing(&self, flight: &PeerInFlight<G>) -> Vec<u32> {
         let Ok(words) = &self.direct else { return Vec::new() };
         if flight.page.is_none() {
             return Vec::new();
@@ -231,9 +232,9 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         late.map(|(rank, _)| rank as u32).collect()
     }
 
-    /// End everything that is on its way, tell the others, and return `why`, or that it can't be ended.
+    /// Stop everything in flight and notify the other ranks; returns `why`, or the error if that failed.
     pub(super) fn give_up(&mut self, why: PeerError) -> PeerError {
-        let first = self.flights.iter().map(|flight| flight.number).min().unwrap_or(self.started);
+        let first = self.in_flight.iter().map(|flight| flight.number).min().unwrap_or(self.started);
         self.ended.get_or_insert((first, why.clone()));
         match self.end_all() {
             Ok(()) => why,
@@ -246,45 +247,45 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             self.gpu.nccl_abort(comm);
         }
         if let Ok(words) = &self.direct {
-            // First what the others will read, then what lets the stream go there.
+            // First what the other ranks will read, then what releases the stream.
             self.gpu.set_now(page::given_up(&words.banner), &[page::GIVEN_UP])?;
         }
         self.gpu.stop(true)?;
-        let (until, mut patience) = (Instant::now() + self.options.group.grace, Patience::default());
+        let (until, mut spin) = (Instant::now() + self.options.group.grace, SpinWait::default());
         loop {
-            // Again and again: others still count in this page.
-            if let (Ok(words), Some(flight)) = (&self.direct, self.flights.first()) {
+            // Repeatedly, as other ranks still count in this page.
+            if let (Ok(words), Some(flight)) = (&self.direct, self.in_flight.first()) {
                 let ahead = flight.base.wrapping_add(page::FAR_AHEAD);
                 for rank in 0..self.facts.len() {
                     self.gpu.set_now(page::counter(&words.pages[self.me], rank), &[ahead])?;
                 }
             }
-            self.land()?;
-            if self.flights.is_empty() {
+            self.retire_done()?;
+            if self.in_flight.is_empty() {
                 return Ok(());
             }
             if Instant::now() >= until {
                 return Err(GpuError::Stuck.into());
             }
-            patience.wait();
+            spin.wait();
         }
     }
 }
 
-/// Why staging stopped before its end.
-enum Leaving {
+/// Why staging stopped early.
+enum StagedExit {
     Error(PeerError),
-    /// What is left goes directly.
+    /// Transfer the rest directly.
     Directly,
 }
 
-impl From<GpuError> for Leaving {
+impl From<GpuError> for StagedExit {
     fn from(error: GpuError) -> Self {
         Self::Error(error.into())
     }
 }
 
-impl From<PeerError> for Leaving {
+impl From<PeerError> for StagedExit {
     fn from(error: PeerError) -> Self {
         Self::Error(error)
     }
@@ -295,15 +296,15 @@ impl<G: Peered + Nccl, B: Bootstrap> Drop for PeerGroup<G, B> {
         if self.check_process().is_err() {
             return self.forget();
         }
-        if self.land().is_err() || !self.flights.is_empty() {
+        if self.retire_done().is_err() || !self.in_flight.is_empty() {
             self.give_up(GpuError::Cancelled.into());
         }
-        for flight in self.flights.drain(..) {
+        for flight in self.in_flight.drain(..) {
             flight.held.into_iter().for_each(std::mem::forget);
             std::mem::forget(flight.page);
         }
-        // Who has not left in good order can't say until when others read and write these.
-        self.kept.drain(..).for_each(std::mem::forget);
+        // Without an orderly leave nobody knows how long other ranks access these.
+        self.retained.drain(..).for_each(std::mem::forget);
         self.work[self.me].take().into_iter().for_each(std::mem::forget);
         if let Ok(words) = &self.direct {
             std::mem::forget(words.pages[self.me].clone());

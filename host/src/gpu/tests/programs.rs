@@ -1,6 +1,6 @@
-//! Programs: what waits for what, and why.
+//! Programs: waits between streams, and their necessity.
 
-use crate::gpu::program::{Program, What};
+use crate::gpu::program::{OpKind, Program};
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, tree::Tree};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
@@ -14,7 +14,7 @@ fn schedules(name: &str, ranks: u32, count: usize) -> Vec<Schedule> {
 }
 
 #[test]
-fn no_two_operations_race_in_any_program() {
+fn programs_have_no_races() {
     let kernel = sumac_hal::reduce::Kernel::new(Dtype::Bf16, ReduceOp::Sum);
     let wide = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
     for algorithm in ALGORITHMS {
@@ -23,7 +23,7 @@ fn no_two_operations_race_in_any_program() {
                 let schedules = schedules(algorithm.name, ranks, count);
                 for is_in_place in [false, true] {
                     let program = Program::new(&schedules, each, kernel.as_ref(), is_in_place, piece_bytes);
-                    // Broadcasts and gathers of some can't be in place; those are errors, not programs.
+                    // Some broadcasts and gathers cannot run in place; those are errors, not programs.
                     let Ok(program) = program else {
                         assert!(is_in_place, "{}", algorithm.name);
                         continue;
@@ -35,9 +35,9 @@ fn no_two_operations_race_in_any_program() {
     }
 }
 
-/// A wait too few is a race: so none of a program's waits is idle, and the search for races finds what is missing.
+/// Removing a wait creates a race: so no wait is superfluous, and the race detector finds missing ones.
 #[test]
-fn every_wait_is_needed() {
+fn removing_any_wait_is_a_race() {
     let kernel = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);
     for name in ["ring::all_reduce", "halving_doubling::all_reduce", "tree::all_reduce", "pairwise::all_reduce"] {
         let program = Program::new(&schedules(name, 4, 64), 4, kernel.as_ref(), true, 64).expect("a program");
@@ -58,7 +58,7 @@ fn pieces_let_the_next_rank_start_early() {
     let program = Program::new(&schedules, 4, kernel.as_ref(), true, 256).expect("a program");
     // Block 0 at rank 1 is a quarter of 1024 elements: four pieces of 256 bytes. Rank 2 takes the first piece without
     // waiting for the last.
-    let lands: Vec<_> = program.ops.iter().filter(|op| matches!(op.what, What::Land { .. })).collect();
+    let lands: Vec<_> = program.ops.iter().filter(|op| matches!(op.kind, OpKind::Land { .. })).collect();
     assert_eq!(lands.len(), 4 * 3 * 4);
     let second = program.ops.iter().find(|op| op.to.rank == 2 && !op.waits.is_empty()).expect("one waits");
     let waited = &program.ops[second.waits[0]];
@@ -68,7 +68,7 @@ fn pieces_let_the_next_rank_start_early() {
 }
 
 #[test]
-fn schedules_that_do_not_meet_are_refused() {
+fn mismatched_schedules_are_refused() {
     let mut mixed = schedules("ring::all_reduce", 3, 9);
     mixed[1] = schedules("ring::all_reduce", 3, 12)[1].clone();
     let kernel = sumac_hal::reduce::Kernel::new(Dtype::F32, ReduceOp::Sum);

@@ -1,19 +1,19 @@
-//! Through pinned memory of the process.
+//! Staging through pinned host memory.
 
-use super::{ROOM, far};
-use crate::gpu::{Double, Gpu, GpuError, Staging};
+use super::{ROOM, long_deadline};
+use crate::gpu::{FakeGpu, Gpu, GpuError, Staging};
 use std::time::Instant;
 
 #[test]
-fn a_buffer_goes_through_the_host_in_chunks() {
+fn buffer_is_staged_in_chunks() {
     for seed in 0..20 {
-        let gpu = Double::new(seed, ROOM);
+        let gpu = FakeGpu::new(seed, ROOM);
         let mut staging = Staging::new(&gpu, 64).expect("room");
         let bytes: Vec<u8> = (0..1000).map(|index| (index * 7) as u8).collect();
         let memory = gpu.upload_now(&bytes).expect("room");
         let ready = gpu.event().expect("an event");
         let mut lens = Vec::new();
-        let doubled = staging.run(&gpu, &memory, &ready, far(), |chunk| {
+        let doubled = staging.run(&gpu, &memory, &ready, long_deadline(), |chunk| {
             lens.push(chunk.len());
             chunk.iter_mut().for_each(|byte| *byte = byte.wrapping_add(1));
             Ok::<_, GpuError>(())
@@ -24,7 +24,7 @@ fn a_buffer_goes_through_the_host_in_chunks() {
         assert_eq!(gpu.download_now(&memory), wanted, "seed {seed}");
         // An error leaves whole chunks.
         let mut left = 5;
-        let failed = staging.run(&gpu, &memory, &ready, far(), |chunk| {
+        let failed = staging.run(&gpu, &memory, &ready, long_deadline(), |chunk| {
             chunk.fill(0);
             left -= 1;
             if left == 0 { Err(GpuError::Cancelled) } else { Ok(()) }
@@ -37,8 +37,8 @@ fn a_buffer_goes_through_the_host_in_chunks() {
 }
 
 #[test]
-fn a_chunk_that_does_not_come_passes_the_deadline() {
-    let gpu = Double::new(2, ROOM);
+fn missing_chunk_fails_at_the_deadline() {
+    let gpu = FakeGpu::new(2, ROOM);
     let mut staging = Staging::new(&gpu, 64).expect("room");
     let memory = gpu.alloc(100).expect("room");
     let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
@@ -47,5 +47,5 @@ fn a_chunk_that_does_not_come_passes_the_deadline() {
     let late = staging.run(&gpu, &memory, &produced, Instant::now(), |_| Ok::<_, GpuError>(()));
     assert_eq!(late, Err(GpuError::Deadline));
     gate.open();
-    staging.run(&gpu, &memory, &produced, far(), |_| Ok::<_, GpuError>(())).expect("through");
+    staging.run(&gpu, &memory, &produced, long_deadline(), |_| Ok::<_, GpuError>(())).expect("through");
 }

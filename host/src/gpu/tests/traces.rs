@@ -1,12 +1,12 @@
-//! Compute and communication that run at the same time, and the trace that shows it.
+//! Overlap of computation and communication, and its trace.
 
-use super::{far, group, in_place, inputs, request};
+use super::{group, in_place, inputs, long_deadline, request};
 use crate::gpu::trace::{Kind, SPANS_MAX, Span, Timeline, Trace};
-use crate::gpu::{Double, Gpu, GpuError, Part};
+use crate::gpu::{FakeGpu, Gpu, GpuError, Part};
 use crate::select::Algo;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
-/// A producer's layers, each of which is reduced while the next one is computed.
+/// A producer's layers; each is reduced while the next one is computed.
 fn layers(is_apart: bool) -> Timeline {
     let mut group = group(11, 2);
     let gpu = group.gpu().clone();
@@ -28,7 +28,7 @@ fn layers(is_apart: bool) -> Timeline {
         works.push(work);
     }
     for work in works {
-        group.wait(work, far()).expect("done");
+        group.wait(work, long_deadline()).expect("done");
     }
     while !gpu
         .is_done(&{
@@ -42,7 +42,7 @@ fn layers(is_apart: bool) -> Timeline {
 }
 
 #[test]
-fn communication_runs_beside_what_is_computed_next() {
+fn communication_overlaps_with_the_next_layers_computation() {
     let timeline = layers(false);
     let (mut compute, mut communication) = (Vec::new(), Vec::new());
     for span in &timeline.spans {
@@ -58,13 +58,13 @@ fn communication_runs_beside_what_is_computed_next() {
     assert!(!communication.iter().any(|span| meet(span, compute[0])), "{timeline:?}");
     let overlap = timeline.overlap();
     assert!(overlap.both_us > 0.0 && overlap.efficiency() > 0.5 && overlap.efficiency() <= 1.0, "{overlap:?}");
-    // A consumer that waits for each has none.
+    // With a consumer that waits for each, there is no overlap.
     let apart = layers(true).overlap();
     assert_eq!((apart.both_us, apart.efficiency()), (0.0, 0.0), "{apart:?}");
 }
 
 #[test]
-fn a_trace_is_what_perfetto_reads() {
+fn trace_is_written_in_perfetto_format() {
     let timeline = layers(false);
     let mut bytes = Vec::new();
     timeline.write(&mut bytes).expect("memory");
@@ -88,8 +88,8 @@ fn a_trace_is_what_perfetto_reads() {
 }
 
 #[test]
-fn a_trace_has_an_end_and_is_read_when_all_is_done() {
-    let gpu = Double::new(1, 1 << 20);
+fn trace_is_bounded_and_readable_only_when_complete() {
+    let gpu = FakeGpu::new(1, 1 << 20);
     let stream = gpu.stream().expect("a stream");
     let mut trace = Trace::new(&gpu, &stream).expect("a trace");
     let gate = gpu.gate(&stream);

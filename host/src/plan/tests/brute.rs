@@ -5,7 +5,7 @@
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A branch on its way: the height of the tree it carries.
+/// A branch in progress: the height of the tree that it carries.
 type Branch = usize;
 
 struct Brute<'a> {
@@ -18,8 +18,8 @@ struct Brute<'a> {
     best: Option<(usize, usize)>,
 }
 
-/// Return the fewest levels and then the least sharing, if any root reaches all hosts. Each host's switch must be able to
-/// aggregate.
+/// Return the fewest levels and then the least sharing, if any root reaches all hosts. Each host's switch must be able
+/// to aggregate.
 pub(super) fn optimum(fabric: &Fabric, hosts: &[HostId]) -> Option<(usize, usize)> {
     let leaves: BTreeSet<SwitchId> = hosts.iter().map(|host| fabric.host(*host).uplinks[0].switch).collect();
     let roots = fabric.switch_ids().filter(|switch| fabric.switch(*switch).aggregation.is_some());
@@ -67,7 +67,7 @@ impl Brute<'_> {
         self.send(nth, here, arrived, load);
     }
 
-    /// Try every way on for each branch that leaves the switch.
+    /// Try every next hop for each branch that leaves the switch.
     fn send(
         &mut self,
         nth: usize,

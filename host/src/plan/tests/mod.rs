@@ -33,7 +33,7 @@ fn aggregating_at(fabric: &Fabric, prefixes: &[&str]) -> Limits {
 }
 
 #[test]
-fn the_real_superpod_is_planned_for_2_16_64_and_all() {
+fn real_superpod_plans_for_2_16_64_and_all_hosts() {
     let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
     for count in [2, 16, 64, 542] {
         let plan = planned(&fabric, HostSelection::First(count), &Limits::default());
@@ -54,7 +54,7 @@ fn the_real_superpod_is_planned_for_2_16_64_and_all() {
 }
 
 #[test]
-fn one_switch_that_holds_all_hosts_is_one_level() {
+fn single_switch_yields_one_level() {
     let plan = planned(&leaf_spine(4, 2, 8, 1), HostSelection::First(8), &Limits::default());
     assert_eq!((plan.levels, plan.nodes.len(), plan.root().name.as_str()), (1, 1, "leaf0"));
     assert!(plan.aligned && plan.optimal);
@@ -63,9 +63,9 @@ fn one_switch_that_holds_all_hosts_is_one_level() {
 }
 
 #[test]
-fn a_leaf_may_be_the_root() {
+fn leaf_can_be_the_root() {
     let plan = planned(&leaf_spine(2, 2, 4, 1), HostSelection::All, &Limits::default());
-    // Over either spine the way is as long, with one node more.
+    // Via either spine the path is as long, with one node more.
     assert_eq!((plan.root().name.as_str(), plan.nodes.len(), plan.levels), ("leaf0", 2, 2));
     assert_eq!(plan.root().children[4], Child::Node(1));
 }
@@ -93,20 +93,20 @@ fn deeper_fabrics_get_more_levels() {
     assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal, plan.aligned), (3, 1, true, true));
     let pod = planned(&fabric, HostSelection::First(4), &Limits::default());
     assert_eq!((pod.levels, pod.max_link_sharing), (2, 1));
-    // Without devices in the middle the cores take all edges directly, and share the way.
+    // Without devices in the middle, the cores take all edges directly, and edges share cables.
     let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["edge", "core"]));
     assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 2, true));
 }
 
 #[test]
-fn hosts_below_a_switch_without_a_device_enter_at_the_next() {
+fn host_below_a_switch_without_device_enters_at_the_next() {
     let fabric = leaf_spine(2, 2, 3, 1);
     let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["spine"]));
     assert_eq!((plan.levels, plan.nodes.len(), plan.max_link_sharing), (1, 1, 3));
 }
 
 #[test]
-fn a_host_with_two_ports_enters_where_fewest_levels_come_out() {
+fn two_port_host_enters_where_levels_are_fewest() {
     let fabric = Fabric::from_toml(
         r#"
         switch = [{ name = "a", aggregation = true }, { name = "b", aggregation = true }, { name = "c", aggregation = true }]
@@ -120,7 +120,7 @@ fn a_host_with_two_ports_enters_where_fewest_levels_come_out() {
 }
 
 #[test]
-fn too_many_children_are_split_or_refused_by_name() {
+fn nodes_over_the_child_limit_are_split_or_refused() {
     let fabric = leaf_spine(8, 4, 4, 1);
     let split = planned(&fabric, HostSelection::All, &at_most(4));
     assert_eq!((split.levels, split.max_children, split.aligned), (3, 4, true));
@@ -131,7 +131,7 @@ fn too_many_children_are_split_or_refused_by_name() {
 }
 
 #[test]
-fn devices_bring_their_own_limits() {
+fn device_limits_apply_per_switch() {
     let fabric = leaf_spine(4, 2, 2, 1);
     let mut limits = aggregating_at(&fabric, &["leaf", "spine"]);
     let spine0 = fabric.find_switch("spine0").expect("generated");
@@ -142,11 +142,11 @@ fn devices_bring_their_own_limits() {
     assert_eq!(planned(&fabric, HostSelection::All, &limits).root().name, "spine1");
     limits.slots_needed = 9;
     let error = plan(&fabric, &HostSelection::All, &limits).expect_err("no slots").to_string();
-    assert!(error.contains("`leaf0`: its device has 8 free slots, the group needs 9"), "{error}");
+    assert!(error.contains("`leaf0`: its device has 8 free slots; the group needs 9"), "{error}");
 }
 
 #[test]
-fn selections_are_read_and_checked() {
+fn host_selections_parse_and_are_checked() {
     assert_eq!("16".parse(), Ok(HostSelection::First(16)));
     assert_eq!(" all ".parse(), Ok(HostSelection::All));
     assert_eq!("b, a".parse(), Ok(HostSelection::Named(vec!["b".into(), "a".into()])));
@@ -157,10 +157,10 @@ fn selections_are_read_and_checked() {
         plan(&fabric, &hosts, &Limits::default()).expect_err(text).to_string()
     };
     assert!(refused("0").contains("no host is selected"));
-    assert!(refused("17").contains("17 hosts are asked for, the fabric has 16"));
-    assert!(refused("h1,h99").contains("no host is called `h99`; did you mean `h9`"), "{}", refused("h1,h99"));
+    assert!(refused("17").contains("17 hosts requested, but the fabric has 16"));
+    assert!(refused("h1,h99").contains("no host is named `h99`; did you mean `h9`"), "{}", refused("h1,h99"));
     assert!(refused("H12x").contains("did you mean `h12`"), "{}", refused("H12x"));
-    assert!(refused("zebrafish").ends_with("no host is called `zebrafish`"));
+    assert!(refused("zebrafish").ends_with("no host is named `zebrafish`"));
     assert!(refused("h1,h2,h1").contains("`h1` is listed twice"));
     let named = planned(&fabric, HostSelection::Named(vec!["h9".into(), "h0".into()]), &Limits::default());
     assert_eq!(named.ranks.iter().map(|rank| rank.name.as_str()).collect::<Vec<_>>(), ["h9", "h0"]);
@@ -168,11 +168,11 @@ fn selections_are_read_and_checked() {
     let dump = Fabric::from_ibnetdiscover(include_str!("../../../tests/fixtures/two-leaves.ibnetdiscover"));
     let hosts = HostSelection::Named(vec!["ConnectX".into()]);
     let error = plan(&dump.expect("valid"), &hosts, &Limits::default()).expect_err("ambiguous").to_string();
-    assert!(error.contains("2 hosts are called `ConnectX`") && error.contains("2000000000000003"), "{error}");
+    assert!(error.contains("2 hosts are named `ConnectX`") && error.contains("2000000000000003"), "{error}");
 }
 
 #[test]
-fn a_fabric_in_pieces_is_refused_by_name() {
+fn disconnected_fabric_is_refused_with_names() {
     let fabric = leaf_spine(2, 1, 1, 1);
     let between: BTreeSet<LinkId> = fabric.adjacent(SwitchId(1)).iter().map(|(_, link)| *link).collect();
     let error = plan(&fabric.without_links(&between), &HostSelection::All, &Limits::default()).expect_err("two pieces");
@@ -224,7 +224,7 @@ fn renderings_show_the_tree() {
 }
 
 #[test]
-fn the_verifier_sees_every_kind_of_fault() {
+fn verifier_detects_every_kind_of_fault() {
     let fabric = leaf_spine(3, 2, 2, 1);
     let limits = Limits::default();
     let good = planned(&fabric, HostSelection::All, &limits);
@@ -367,7 +367,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 1024, ..ProptestConfig::default() })]
 
     #[test]
-    fn plans_on_any_small_fabric_are_as_good_as_they_claim(fabric in any_small_fabric()) {
+    fn plans_claimed_optimal_match_brute_force(fabric in any_small_fabric()) {
         compare_with_brute_force(&fabric, &HostSelection::All)?;
     }
 }

@@ -1,4 +1,4 @@
-//! Rules of a view change that can be broken, to see that the searches over all its states find what each is for.
+//! Rules of a view change that tests can break, to check that the exhaustive search finds what each rule is for.
 
 use super::View;
 #[cfg(feature = "snapshot")]
@@ -8,17 +8,17 @@ use crate::recovery::Ballot;
 #[cfg(feature = "snapshot")]
 use sumac_hal::time::Instant;
 
-/// A rule that is broken.
+/// A broken rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(not(feature = "snapshot"), expect(unreachable_pub, reason = "searches of other crates name it"))]
 pub enum Flaw {
-    /// Ballots below the one that was promised are taken, too.
+    /// Ranks accept ballots below the one that they have promised.
     LowerBallots,
-    /// Ranks listen to those that are dead to them.
-    TheDead,
-    /// What may have been committed is not adopted.
+    /// Ranks accept messages from ranks that are dead to them.
+    MessagesFromDead,
+    /// An outcome that may have been committed is not adopted.
     NothingAdopted,
-    /// Suspicion alone is enough, whoever is left.
+    /// Suspicion suffices without a majority.
     AnyMinority,
 }
 
@@ -29,14 +29,14 @@ impl<P, D> View<P, D> {
         self.flaw = flaw;
     }
 
-    /// Tell whether this rule is broken: none is where nobody searches.
+    /// Return whether this rule is broken; never outside of searches.
     #[cfg(not(any(test, feature = "snapshot")))]
     #[expect(clippy::unused_self, reason = "searches ask it")]
     pub(super) const fn breaks(&self, _: Flaw) -> bool {
         false
     }
 
-    /// Tell whether this rule is broken.
+    /// Return whether this rule is broken.
     #[cfg(any(test, feature = "snapshot"))]
     pub(super) fn breaks(&self, flaw: Flaw) -> bool {
         self.flaw == Some(flaw)
@@ -48,9 +48,9 @@ impl<P, D> View<P, D> {
         self.promised.map(|(ballot, _)| ballot)
     }
 
-    /// Forget moments: what is due after a while is due as if that while began at [`Instant::ZERO`].
+    /// Normalize time: timers count as if they had been started at [`Instant::ZERO`].
     #[cfg(feature = "snapshot")]
-    pub(crate) fn forget_time(&mut self) {
+    pub(crate) fn normalize_time(&mut self) {
         self.retry_at = self.retry_at.map(|_| Instant::ZERO + RETRY);
         self.resend_at = self.resend_at.map(|_| Instant::ZERO + RESEND);
     }

@@ -1,31 +1,32 @@
-//! Every way in which a view change of two or three ranks can go: all orders of messages of different pairs, and, where
-//! connections are made anew, of the same; a rank that dies at any point, with what it had said lost from any point on,
-//! and a second one, each heard of by each other rank at any time; and ranks that suspect each other rightly or not,
-//! where nobody says who is dead.
+//! Exhaustive search of the view change with two or three ranks. It covers all orders of messages between different
+//! pairs and, with reconnections, within a pair; the death of a rank at any point, with its messages lost from any
+//! point on, and of a second one; the detection of each death by each rank at any time; and right and wrong suspicions
+//! where there is no controller.
 //!
-//! One operation is at stake. A rank holds its result or not; what nobody holds can be had while all are alive. Its plan
-//! is done by each rank at any time, be the others at work on it or not, which is more than can happen.
+//! One operation is at stake. Each rank holds its result or not; a result that no rank holds is available while all are
+//! alive. Each rank finishes executing the plan at any time, whether or not the others do, which includes more than can
+//! happen.
 
 use super::*;
 use std::collections::HashSet;
 use std::hash::{BuildHasher, Hash, RandomState};
 
-type Said = Message<bool, bool>;
+type ViewMessage = Message<bool, bool>;
 
-/// How much may go wrong.
+/// The faults to explore.
 #[derive(Debug, Clone, Copy)]
 struct Scope {
     ranks: usize,
-    /// How many die.
+    /// The number of ranks that may die.
     deaths: usize,
-    /// How many ranks hold the result at first, at most.
+    /// Maximum number of ranks that hold the result at first.
     holders: u32,
-    /// The tree is lost, which all ranks notice by themselves; else nothing happens before a rank dies.
+    /// The tree is lost, which all ranks notice by themselves; otherwise nothing happens before a rank dies.
     tree_is_lost: bool,
-    /// The controller says who is dead; else ranks suspect each other, so often wrongly.
+    /// A controller reports dead ranks; otherwise ranks suspect each other, wrongly up to this number of times.
     has_controller: bool,
     false_alarms: usize,
-    /// Connections are made anew at any time, and what was on its way over an older one comes later, or never.
+    /// Connections may be replaced at any time; messages on the old one arrive later or never.
     reconnects: bool,
     flaw: Option<Flaw>,
 }
@@ -33,13 +34,13 @@ struct Scope {
 #[derive(Clone, Hash)]
 struct World {
     views: Vec<View<bool, bool>>,
-    /// What is on its way, from and to.
-    wires: BTreeMap<(usize, usize), VecDeque<Said>>,
-    /// Who has died.
+    /// Messages in flight, by sender and receiver.
+    wires: BTreeMap<(usize, usize), VecDeque<ViewMessage>>,
+    /// Which ranks have died.
     is_dead: Vec<bool>,
     holds: Vec<bool>,
     running: Vec<Option<(Ballot, bool)>>,
-    /// What each rank had at its end, also of those that died after it.
+    /// What each rank has committed, also if it died later.
     committed: Vec<Option<Outcome<bool>>>,
     ended: Vec<Option<End>>,
     deaths_left: usize,
@@ -48,13 +49,13 @@ struct World {
 
 #[derive(Debug, Clone, Copy)]
 enum Action {
-    /// From, to, and how many that were said earlier it overtakes.
+    /// Sender, receiver, and how many earlier messages it overtakes.
     Deliver(usize, usize, usize),
-    /// What is on its way from a dead rank is lost.
+    /// Messages in flight from a dead rank are lost.
     Lose(usize, usize),
     Die(usize),
-    /// The first hears that the second is dead.
-    Hear(usize, usize, Authority),
+    /// The first rank learns that the second is dead.
+    Detect(usize, usize, Authority),
     FinishPlan(usize),
 }
 
@@ -104,11 +105,11 @@ impl World {
             if self.running[rank].is_some() {
                 actions.push(Action::FinishPlan(rank));
             }
-            let authority = if scope.has_controller { Authority::Word } else { Authority::Suspicion };
+            let authority = if scope.has_controller { Authority::Confirmed } else { Authority::Suspicion };
             for other in ranks.clone().filter(|&other| other != rank) {
                 let is_news = !self.views[rank].dead().contains_key(&Rank(other as u32)) && self.views[rank].is_open();
                 if is_news && (self.is_dead[other] || self.false_alarms_left > 0) {
-                    actions.push(Action::Hear(rank, other, authority));
+                    actions.push(Action::Detect(rank, other, authority));
                 }
             }
         }
@@ -118,8 +119,9 @@ impl World {
     fn act(&mut self, action: Action) {
         match action {
             Action::Deliver(from, to, nth) => {
-                let said = self.wires.get_mut(&(from, to)).and_then(|wire| wire.remove(nth)).expect("on its way");
-                self.views[to].handle(Rank(from as u32), said, Instant::ZERO);
+                let message =
+                    self.wires.get_mut(&(from, to)).and_then(|wire| wire.remove(nth)).expect("a message in flight");
+                self.views[to].handle(Rank(from as u32), message, Instant::ZERO);
                 self.settle(to);
             }
             Action::Lose(from, to) => self.wires.entry((from, to)).or_default().clear(),
@@ -129,13 +131,13 @@ impl World {
                 self.running[rank] = None;
                 self.wires.retain(|(_, to), _| *to != rank);
             }
-            Action::Hear(rank, other, authority) => {
+            Action::Detect(rank, other, authority) => {
                 self.false_alarms_left -= usize::from(!self.is_dead[other]);
                 self.views[rank].rank_died(Rank(other as u32), authority);
                 self.settle(rank);
             }
             Action::FinishPlan(rank) => {
-                let (ballot, completes) = self.running[rank].take().expect("at work");
+                let (ballot, completes) = self.running[rank].take().expect("a plan in execution");
                 self.holds[rank] |= completes;
                 self.views[rank].done(ballot, completes, 7);
                 self.settle(rank);
@@ -144,12 +146,12 @@ impl World {
         self.wires.retain(|_, wire| !wire.is_empty());
     }
 
-    /// Do what a rank's view wants.
+    /// Process the messages and events of a rank's view.
     fn settle(&mut self, rank: usize) {
         loop {
-            while let Some((to, said)) = self.views[rank].poll_transmit() {
+            while let Some((to, message)) = self.views[rank].poll_transmit() {
                 if !self.is_dead[to.0 as usize] {
-                    self.wires.entry((rank, to.0 as usize)).or_default().push_back(said);
+                    self.wires.entry((rank, to.0 as usize)).or_default().push_back(message);
                 }
             }
             match self.views[rank].poll_event() {
@@ -158,8 +160,8 @@ impl World {
                     self.running[rank] = None;
                     self.views[rank].promise(ballot, self.holds[rank]);
                 }
-                Some(Event::Run { ballot, accounts }) => {
-                    let completes = accounts.len() == self.views.len() || accounts.values().any(|&holds| holds);
+                Some(Event::Run { ballot, reports }) => {
+                    let completes = reports.len() == self.views.len() || reports.values().any(|&holds| holds);
                     self.running[rank] = Some((ballot, completes));
                 }
                 Some(Event::Committed(outcome)) => {
@@ -174,8 +176,8 @@ impl World {
         }
     }
 
-    /// Return what is wrong, in a state that may be the last.
-    fn wrong(&self, scope: &Scope, is_last: bool) -> Option<String> {
+    /// Return the violation in a state, if any; `is_last` if no action is possible.
+    fn violation(&self, scope: &Scope, is_last: bool) -> Option<String> {
         let mut outcomes = self.committed.iter().flatten();
         if let Some(first) = outcomes.next()
             && let Some(other) = outcomes.find(|other| *other != first)
@@ -184,44 +186,44 @@ impl World {
         }
         for (rank, outcome) in self.committed.iter().enumerate() {
             if outcome.as_ref().is_some_and(|outcome| outcome.decision && !self.holds[rank]) {
-                return Some(format!("rank {rank} has completed what it does not have"));
+                return Some(format!("rank {rank} has committed a result that it does not have"));
             }
         }
-        // Who is suspected wrongly may wait for ranks that do not listen: that is what deadlines are for.
+        // A wrongly suspected rank may wait for ranks that ignore it, until its deadline.
         if !is_last || scope.false_alarms > 0 {
             return None;
         }
         let happened = !scope.tree_is_lost && self.is_dead.iter().all(|is_dead| !is_dead);
         let is_open = |rank: &usize| !happened && !self.is_dead[*rank] && self.views[*rank].is_open();
         if let Some(rank) = (0..scope.ranks).find(is_open) {
-            return Some(format!("rank {rank} waits for ever"));
+            return Some(format!("rank {rank} never finishes"));
         }
         let live = self.is_dead.iter().filter(|is_dead| !**is_dead).count();
-        let may_go_on = scope.has_controller || 2 * live > scope.ranks;
+        let may_continue = scope.has_controller || 2 * live > scope.ranks;
         let out = (0..scope.ranks).find(|&rank| !self.is_dead[rank] && self.ended[rank].is_some());
-        out.filter(|_| may_go_on).map(|rank| format!("rank {rank} is out, with {:?}", self.ended[rank]))
+        out.filter(|_| may_continue).map(|rank| format!("rank {rank} was excluded with {:?}", self.ended[rank]))
     }
 }
 
-/// Search a scope; returns the number of states, and what was found wrong first, with how it came about.
+/// Search a scope. Returns the number of states and the first violation, with the actions that led to it.
 fn search(scope: &Scope) -> (usize, Option<(String, Vec<Action>)>) {
     let hasher = RandomState::new();
     let (mut seen, mut states) = (HashSet::new(), 0);
     for held in (0..1_u32 << scope.ranks).filter(|held| held.count_ones() <= scope.holders) {
         let holds = (0..scope.ranks).map(|rank| held >> rank & 1 == 1).collect();
         let mut next = VecDeque::from([(World::new(scope, holds), Vec::new())]);
-        while let Some((world, way)) = next.pop_front() {
+        while let Some((world, trace)) = next.pop_front() {
             let actions = world.actions(scope);
             states += 1;
-            if let Some(what) = world.wrong(scope, actions.is_empty()) {
-                return (states, Some((what, way)));
+            if let Some(what) = world.violation(scope, actions.is_empty()) {
+                return (states, Some((what, trace)));
             }
             for action in actions {
                 let mut after = world.clone();
                 after.act(action);
                 if seen.insert(hasher.hash_one(&after)) {
-                    let way = if scope.flaw.is_some() { [&way[..], &[action]].concat() } else { Vec::new() };
-                    next.push_back((after, way));
+                    let trace = if scope.flaw.is_some() { [&trace[..], &[action]].concat() } else { Vec::new() };
+                    next.push_back((after, trace));
                 }
             }
         }
@@ -229,7 +231,7 @@ fn search(scope: &Scope) -> (usize, Option<(String, Vec<Action>)>) {
     (states, None)
 }
 
-const BY_WORD: Scope = Scope {
+const CONFIRMED_DEATHS: Scope = Scope {
     ranks: 2,
     deaths: 1,
     holders: 3,
@@ -240,52 +242,52 @@ const BY_WORD: Scope = Scope {
     flaw: None,
 };
 
-fn expect_sound(scopes: &[Scope]) {
+fn expect_no_violation(scopes: &[Scope]) {
     for scope in scopes {
-        let (states, wrong) = search(scope);
+        let (states, violation) = search(scope);
         println!("{states} states: {scope:?}");
-        assert!(wrong.is_none(), "{scope:?}: {wrong:?}");
+        assert!(violation.is_none(), "{scope:?}: {violation:?}");
     }
 }
 
 #[test]
-fn ranks_agree_whoever_dies_when() {
-    let two = BY_WORD;
+fn ranks_agree_when_any_rank_dies_at_any_point() {
+    let two = CONFIRMED_DEATHS;
     let three = Scope { ranks: 3, ..two };
     let only_deaths = |scope| Scope { tree_is_lost: false, ..scope };
     let twice = Scope { deaths: 2, ..three };
-    expect_sound(&[two, only_deaths(two), three, only_deaths(three), twice, only_deaths(twice)]);
-    expect_sound(&[Scope { reconnects: true, ..three }, Scope { reconnects: true, ..only_deaths(twice) }]);
+    expect_no_violation(&[two, only_deaths(two), three, only_deaths(three), twice, only_deaths(twice)]);
+    expect_no_violation(&[Scope { reconnects: true, ..three }, Scope { reconnects: true, ..only_deaths(twice) }]);
 }
 
-/// The majority goes on, and what is left of two ranks does not.
+/// A majority continues; one of two ranks does not.
 #[test]
-fn ranks_agree_where_nobody_says_who_is_dead() {
-    let two = Scope { has_controller: false, ..BY_WORD };
+fn ranks_agree_without_a_controller() {
+    let two = Scope { has_controller: false, ..CONFIRMED_DEATHS };
     let three = Scope { ranks: 3, ..two };
-    expect_sound(&[two, three, Scope { tree_is_lost: false, ..three }, Scope { deaths: 2, ..three }]);
+    expect_no_violation(&[two, three, Scope { tree_is_lost: false, ..three }, Scope { deaths: 2, ..three }]);
 }
 
-/// Nobody contradicts another, though some wait until their deadline.
+/// No two ranks contradict each other, though some wait until their deadline.
 #[test]
-fn ranks_agree_where_they_suspect_the_living() {
-    let two = Scope { has_controller: false, false_alarms: 2, ..BY_WORD };
+fn ranks_agree_under_false_suspicions() {
+    let two = Scope { has_controller: false, false_alarms: 2, ..CONFIRMED_DEATHS };
     let three = Scope { ranks: 3, deaths: 0, holders: 1, ..two };
-    expect_sound(&[two, three, Scope { tree_is_lost: false, false_alarms: 3, ..three }]);
+    expect_no_violation(&[two, three, Scope { tree_is_lost: false, false_alarms: 3, ..three }]);
 }
 
 #[test]
-fn rules_that_are_broken_are_found() {
-    let three = Scope { ranks: 3, ..BY_WORD };
-    let suspicious = Scope { has_controller: false, false_alarms: 2, deaths: 0, ..BY_WORD };
+fn search_finds_every_broken_rule() {
+    let three = Scope { ranks: 3, ..CONFIRMED_DEATHS };
+    let suspicious = Scope { has_controller: false, false_alarms: 2, deaths: 0, ..CONFIRMED_DEATHS };
     for (flaw, scope) in [
         (Flaw::NothingAdopted, three),
         (Flaw::LowerBallots, Scope { reconnects: true, ..three }),
-        (Flaw::TheDead, Scope { ranks: 3, ..suspicious }),
+        (Flaw::MessagesFromDead, Scope { ranks: 3, ..suspicious }),
         (Flaw::AnyMinority, suspicious),
     ] {
-        let (states, wrong) = search(&Scope { flaw: Some(flaw), ..scope });
-        let (what, way) = wrong.unwrap_or_else(|| panic!("{flaw:?} is not found in {states} states"));
-        println!("{flaw:?}, in state {states}, {} steps: {what}", way.len());
+        let (states, violation) = search(&Scope { flaw: Some(flaw), ..scope });
+        let (what, trace) = violation.unwrap_or_else(|| panic!("{flaw:?} is not found in {states} states"));
+        println!("{flaw:?}, in state {states}, {} steps: {what}", trace.len());
     }
 }

@@ -1,4 +1,4 @@
-//! What can be wrong with a set of schedules: one name for each way.
+//! Errors of the schedule checker.
 
 use crate::schedule::{Buffer, Region};
 use sumac_hal::ids::Rank;
@@ -10,20 +10,20 @@ use thiserror::Error;
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CheckError {
-    /// The schedules are not those of ranks 0, 1, ... of one communicator for one such collective.
-    #[error("schedule {index} is not that of {index}'s place in the same communicator for the same collective")]
+    /// The schedules are not those of ranks 0, 1, ... of one communicator for the same collective.
+    #[error("schedule {index} does not belong to rank {index} of the same communicator and collective")]
     NotOneCollective {
         /// The index of the schedule that does not fit.
         index: usize,
     },
-    /// Buffers that are declared to share memory don't fit into each other.
-    #[error("{rank}: the shorter buffer sticks out of the longer one, in which it is declared to lie")]
+    /// Buffers declared to share memory do not fit into each other.
+    #[error("{rank}: a buffer exceeds the longer one that it is declared to share")]
     Layout {
         /// Whose schedule.
         rank: Rank,
     },
     /// A message names its own rank or one outside the communicator.
-    #[error("{rank}, step {step}: {peer} is no peer")]
+    #[error("{rank}, step {step}: {peer} is not a valid peer")]
     BadPeer {
         /// Whose schedule.
         rank: Rank,
@@ -32,7 +32,7 @@ pub enum CheckError {
         /// The peer named.
         peer: Rank,
     },
-    /// A region reaches past its buffer.
+    /// A region exceeds its buffer.
     #[error("{rank}, step {step}: elements {}..{} of {len} in {:?}", region.span.start, region.span.end(), region.buffer)]
     OutOfBounds {
         /// Whose schedule.
@@ -45,7 +45,7 @@ pub enum CheckError {
         len: usize,
     },
     /// The two ends of a combination or of a local move differ in length, or a schedule that only moves combines.
-    #[error("{rank}, step {step}: an operand that does not fit what it goes with")]
+    #[error("{rank}, step {step}: operand lengths differ, or a move-only schedule combines")]
     BadOperand {
         /// Whose schedule.
         rank: Rank,
@@ -60,7 +60,7 @@ pub enum CheckError {
         /// Which step.
         step: usize,
     },
-    /// A step writes elements that it also uses: which value travels is a race.
+    /// A step writes elements that it also uses: a race.
     #[error("{rank}, step {step}: writes {written:?} while {other:?} is in use")]
     Overlap {
         /// Whose schedule.
@@ -118,8 +118,8 @@ pub enum CheckError {
         /// The sender's buffer.
         sent: Buffer,
     },
-    /// Ranks wait for each other in a circle.
-    #[error("{rank}, step {step}: waits for {peer} for ever")]
+    /// Ranks wait for each other in a cycle.
+    #[error("{rank}, step {step}: waits for {peer} forever")]
     Deadlock {
         /// The lowest rank that is stuck.
         rank: Rank,
@@ -128,9 +128,9 @@ pub enum CheckError {
         /// A peer that it waits for.
         peer: Rank,
     },
-    /// A value is read in a form that the rank does not hold, as partial for finished, or where there is none.
-    #[error("{rank}, step {step}: element {element} of {wanted:?} holds {held:?} (None: nothing) there")]
-    Stale {
+    /// A value is read in a form that the rank does not hold: partial for finished, or absent.
+    #[error("{rank}, step {step}: element {element} of {expected:?} holds {held:?} (None: nothing) there")]
+    WrongForm {
         /// Whose value.
         rank: Rank,
         /// Its step.
@@ -140,11 +140,11 @@ pub enum CheckError {
         /// The form held: the buffer through which it was written last.
         held: Option<Buffer>,
         /// The buffer read.
-        wanted: Buffer,
+        expected: Buffer,
     },
     /// A reduction combines different elements.
     #[error("{rank}, step {step}: element {own} would be combined with element {other}")]
-    Mixed {
+    ElementMismatch {
         /// Where.
         rank: Rank,
         /// Its step.
@@ -154,9 +154,9 @@ pub enum CheckError {
         /// The other.
         other: usize,
     },
-    /// A reduction takes a finished value for a contribution.
+    /// A reduction uses a finished value as a contribution.
     #[error("{rank}, step {step}: element {element} is finished, and would be reduced further")]
-    Refined {
+    FinishedOperand {
         /// Where.
         rank: Rank,
         /// Its step.
@@ -164,7 +164,7 @@ pub enum CheckError {
         /// The first element concerned.
         element: usize,
     },
-    /// A reduction adds a contribution that is already in.
+    /// A reduction adds a contribution twice.
     #[error("{rank}, step {step}: element {element} would get the contribution of {twice} twice")]
     Doubled {
         /// Where.
@@ -176,9 +176,9 @@ pub enum CheckError {
         /// A rank whose contribution is on both sides.
         twice: Rank,
     },
-    /// A value is rounded before every contribution is in.
+    /// A value is rounded before every contribution is included.
     #[error("{rank}, step {step}: element {element} is finished with {contributions} contributions")]
-    Completion {
+    RoundedEarly {
         /// Where.
         rank: Rank,
         /// Its step.
@@ -188,7 +188,7 @@ pub enum CheckError {
         /// The contributions in.
         contributions: usize,
     },
-    /// A rank ends without a contribution that it should have.
+    /// A rank ends without a required contribution.
     #[error("{rank} ends without the contribution of {missing} to element {element}")]
     Missing {
         /// Where.
@@ -208,15 +208,15 @@ pub enum CheckError {
         /// The form held.
         held: Option<Buffer>,
     },
-    /// A rank ends with another element than it should.
-    #[error("{rank} ends with the wrong thing in element {element} of its output")]
+    /// A rank ends with the wrong element.
+    #[error("{rank} ends with the wrong value in element {element} of its output")]
     Misplaced {
         /// Where.
         rank: Rank,
         /// The first element concerned.
         element: usize,
     },
-    /// Two ranks end with different expressions of one element, and so, perhaps, with different bits.
+    /// Two ranks end with different expressions of one element, and so perhaps with different bits.
     #[error("{rank} and {other} have combined element {element} in different orders")]
     Differs {
         /// A rank.
@@ -227,11 +227,11 @@ pub enum CheckError {
         other: Rank,
     },
     /// A rank leaves a barrier that another may not have entered.
-    #[error("{rank} leaves the barrier without having heard of {unheard}")]
-    NotHeard {
+    #[error("{rank} leaves the barrier although {missing} may not have entered")]
+    BarrierNotSynchronized {
         /// The rank that leaves.
         rank: Rank,
-        /// The lowest rank that it has not heard of.
-        unheard: Rank,
+        /// The lowest such rank.
+        missing: Rank,
     },
 }

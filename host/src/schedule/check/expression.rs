@@ -25,7 +25,7 @@ struct Node {
 }
 
 impl Expressions {
-    /// Start a table that holds the inputs of `ranks` ranks.
+    /// Create a table with the inputs of `ranks` ranks.
     pub(super) fn new(ranks: usize) -> Self {
         let input = |rank| Node { operands: None, ranks: RankSet::of(rank, ranks), in_order: true };
         Self { nodes: (0..ranks).map(input).collect(), pairs: HashMap::new() }
@@ -62,7 +62,7 @@ impl Expressions {
         self.nodes[id.0].in_order
     }
 
-    /// Evaluate the expression over values of one's own.
+    /// Evaluate the expression over given values.
     pub fn evaluate<T>(&self, id: ExprId, input: &impl Fn(Rank) -> T, combine: &impl Fn(T, T) -> T) -> T {
         match self.nodes[id.0].operands {
             None => input(Rank(id.0 as u32)),
@@ -70,14 +70,14 @@ impl Expressions {
         }
     }
 
-    /// Return the expression in writing, as `((0+1)+(2+3))`.
-    pub fn written(&self, id: ExprId) -> String {
+    /// Return the expression as text: `((0+1)+(2+3))`.
+    pub fn to_text(&self, id: ExprId) -> String {
         self.evaluate(id, &|rank| rank.0.to_string(), &|left, right| format!("({left}+{right})"))
     }
 
     /// Return the expression of a tree, or `None` if it is over more ranks than the table.
     pub fn of_tree(&mut self, tree: &Tree) -> Option<ExprId> {
-        // `Tree` has every rank once: no contribution is on both sides.
+        // `Tree` contains every rank once: no contribution is on both sides.
         let inputs = self.nodes.iter().take_while(|node| node.operands.is_none()).count();
         if tree.ranks() as usize > inputs {
             return None;

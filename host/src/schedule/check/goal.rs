@@ -1,4 +1,4 @@
-//! What a collective owes its callers, and whether a simulation has come to it.
+//! The postconditions of each collective, and their check against a simulation.
 
 use super::error::CheckError;
 use super::expression::ExprId;
@@ -7,7 +7,7 @@ use super::simulation::Simulation;
 use crate::schedule::{Buffer, Pattern, Schedule, Span};
 use sumac_hal::ids::Rank;
 
-/// What a collective owes its callers.
+/// The postcondition of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Goal<'a> {
@@ -48,8 +48,8 @@ pub enum Goal<'a> {
     Barrier,
 }
 
-/// What one run of a rank's output must be.
-enum Want {
+/// The required value of one run of a rank's output.
+enum Postcondition {
     /// Every contribution to these elements.
     Sum,
     /// This rank's input.
@@ -130,19 +130,19 @@ impl Goal<'_> {
         }
     }
 
-    /// Check that every rank has ended with what it is owed; return the expressions of a reduction.
-    pub(super) fn reached(&self, simulation: &Simulation<'_>) -> Result<Vec<(Span, ExprId)>, CheckError> {
+    /// Check that every rank ends with its postconditions; returns the expressions of a reduction.
+    pub(super) fn check_postconditions(&self, simulation: &Simulation<'_>) -> Result<Vec<(Span, ExprId)>, CheckError> {
         if *self == Self::Barrier {
-            return simulation.all_heard().map(|()| Vec::new());
+            return simulation.check_barrier().map(|()| Vec::new());
         }
         let ranks = simulation.ranks();
         let mut blocks = Blocks::default();
         for rank in 0..ranks {
-            for (at, len, element, want) in self.owed(rank, simulation) {
+            for (at, len, element, postcondition) in self.postconditions(rank, simulation) {
                 let rank = Rank(rank as u32);
                 for run in simulation.output(rank, Buffer::Output.at(Span { start: at, len }))? {
-                    check_run(simulation, rank, at, element, &run, &want)?;
-                    if matches!(want, Want::Sum) {
+                    check_run(simulation, rank, at, element, &run, &postcondition)?;
+                    if matches!(postcondition, Postcondition::Sum) {
                         blocks.add(rank, &run)?;
                     }
                 }
@@ -151,24 +151,25 @@ impl Goal<'_> {
         Ok(blocks.runs.into_iter().map(|run| (Span { start: run.start, len: run.len }, run.value.expression)).collect())
     }
 
-    /// Return what a rank's output must be: from where, how many elements, from which element of the inputs on, what.
-    fn owed(&self, rank: usize, simulation: &Simulation<'_>) -> Vec<(usize, usize, usize, Want)> {
+    /// Return the required contents of a rank's output: start, number of elements, first element of the inputs, and
+    /// value.
+    fn postconditions(&self, rank: usize, simulation: &Simulation<'_>) -> Vec<(usize, usize, usize, Postcondition)> {
         let schedules = simulation.schedules();
         let (ranks, count) = (schedules.len(), self.count(schedules));
         let block = |index: usize| Span::of_block(count, ranks as u32, index as u32);
         let all = 0..ranks;
-        let gathered = |from: usize| (block(from).start, block(from).len, 0, Want::Input(Rank(from as u32)));
+        let gathered = |from: usize| (block(from).start, block(from).len, 0, Postcondition::Input(Rank(from as u32)));
         match *self {
-            Self::AllReduce => vec![(0, count, 0, Want::Sum)],
-            Self::Reduce { root } if rank == root.0 as usize => vec![(0, count, 0, Want::Sum)],
-            Self::Broadcast { root } => vec![(0, count, 0, Want::Input(root))],
-            Self::ReduceScatter => vec![(0, block(rank).len, block(rank).start, Want::Sum)],
+            Self::AllReduce => vec![(0, count, 0, Postcondition::Sum)],
+            Self::Reduce { root } if rank == root.0 as usize => vec![(0, count, 0, Postcondition::Sum)],
+            Self::Broadcast { root } => vec![(0, count, 0, Postcondition::Input(root))],
+            Self::ReduceScatter => vec![(0, block(rank).len, block(rank).start, Postcondition::Sum)],
             Self::AllGather => all.map(gathered).collect(),
             Self::Gather { root } if rank == root.0 as usize => all.map(gathered).collect(),
-            Self::Scatter { root } => vec![(0, block(rank).len, block(rank).start, Want::Input(root))],
+            Self::Scatter { root } => vec![(0, block(rank).len, block(rank).start, Postcondition::Input(root))],
             Self::AllToAll => {
                 let Span { start, len } = block(rank);
-                all.map(|from| (from * len, len, start, Want::Input(Rank(from as u32)))).collect()
+                all.map(|from| (from * len, len, start, Postcondition::Input(Rank(from as u32)))).collect()
             }
             Self::AllToAllV { counts } => {
                 let before = |from: usize| counts[from * ranks..][..rank].iter().sum();
@@ -176,7 +177,7 @@ impl Goal<'_> {
                 let taken = |from: usize| {
                     let len = counts[from * ranks + rank];
                     at += len;
-                    (at - len, len, before(from), Want::Input(Rank(from as u32)))
+                    (at - len, len, before(from), Postcondition::Input(Rank(from as u32)))
                 };
                 all.map(taken).collect()
             }
@@ -185,30 +186,30 @@ impl Goal<'_> {
     }
 }
 
-/// Check one run of what was read from element `at` of the output on.
+/// Check one run of the output, read from element `at` on.
 fn check_run(
     simulation: &Simulation<'_>,
     rank: Rank,
     at: usize,
     element: usize,
     run: &Run,
-    want: &Want,
+    postcondition: &Postcondition,
 ) -> Result<(), CheckError> {
     let contributors = simulation.contributors(run.value.expression);
     let is_place_right = run.value.element == element + run.start;
-    match want {
-        Want::Sum => {
+    match postcondition {
+        Postcondition::Sum => {
             if let Some(missing) = contributors.first_missing(simulation.ranks()) {
                 return Err(CheckError::Missing { rank, element: run.value.element, missing });
             }
             if is_place_right { Ok(()) } else { Err(CheckError::Misplaced { rank, element: at + run.start }) }
         }
-        Want::Input(from) if contributors.is_only(*from) && is_place_right => Ok(()),
-        Want::Input(_) => Err(CheckError::Misplaced { rank, element: at + run.start }),
+        Postcondition::Input(from) if contributors.is_only(*from) && is_place_right => Ok(()),
+        Postcondition::Input(_) => Err(CheckError::Misplaced { rank, element: at + run.start }),
     }
 }
 
-/// The expressions of a reduction's elements, sorted by element, with the rank that has shown them.
+/// The expressions of a reduction's elements, sorted by element, with the rank that showed them first.
 #[derive(Default)]
 struct Blocks {
     runs: Vec<Run>,
@@ -216,7 +217,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Note a run that `rank` ends with; what another rank has shown before must be the same.
+    /// Add a run that `rank` ends with; it must agree with what other ranks have shown.
     fn add(&mut self, rank: Rank, run: &Run) -> Result<(), CheckError> {
         let (mut element, end) = (run.value.element, run.value.element + run.len);
         while element < end {

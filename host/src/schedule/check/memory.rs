@@ -1,9 +1,9 @@
-//! One rank's memory in symbols: which value lies where, and in which form.
+//! One rank's symbolic memory: which value lies where, in which form.
 //!
-//! A value is an expression over one element: "element 7 of (0+1)". Memory is a list of runs of neighbouring
-//! elements with one expression, so its cost does not depend on the count. Buffers that may share memory do share
-//! it here: that is the harder case. A read names the form in which the value must be; a value that was overwritten
-//! through another name has another form. What passes with shared memory is therefore right without.
+//! A value is an expression over one element: "element 7 of (0+1)". Memory is a list of runs of neighbouring elements
+//! with the same expression, so its cost does not depend on the count. Buffers that may share memory do share it here,
+//! which is the harder case: a read names the form that the value must have, and a value overwritten through another
+//! buffer has another form. What passes with shared memory is therefore also correct without.
 
 use super::expression::{ExprId, Expressions};
 use crate::schedule::{Buffer, Layout, Region};
@@ -12,17 +12,17 @@ use sumac_hal::ids::Rank;
 /// A run of elements with one expression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Run {
-    /// The first address, or, apart from memory, the offset in what was read.
+    /// The first address or, outside memory, the offset in what was read.
     pub(super) start: usize,
     pub(super) len: usize,
     pub(super) value: Value,
 }
 
-/// What the first element of a run is; those that follow it are its expression's next elements.
+/// The value of a run's first element; the following ones are its expression's next elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Value {
     pub(super) expression: ExprId,
-    /// Which element of the inputs.
+    /// The element of the inputs.
     pub(super) element: usize,
 }
 
@@ -31,7 +31,7 @@ impl Run {
         self.start + self.len
     }
 
-    /// Return the part of the run in `start..end`, which it reaches into, moved by `start` to 0.
+    /// Return the part of the run in `start..end`, which it overlaps, shifted by `start` to 0.
     fn part(&self, start: usize, end: usize) -> Self {
         let (first, last) = (self.start.max(start), self.end().min(end));
         let value = Value { element: self.value.element + (first - self.start), ..self.value };
@@ -39,8 +39,8 @@ impl Run {
     }
 }
 
-/// Why a read fails: at which element of the region what form is there (`None`: nothing).
-pub(super) struct Unfit {
+/// Why a read fails: the element of the region, and the form found there (`None`: nothing).
+pub(super) struct ReadError {
     pub(super) element: usize,
     pub(super) held: Option<Buffer>,
 }
@@ -49,12 +49,12 @@ pub(super) struct Unfit {
 #[derive(Debug)]
 pub(super) struct Memory {
     bases: [usize; 3],
-    /// Sorted, without overlap, none empty; with each run the name through which it was written.
+    /// Sorted, disjoint, none empty; each with the buffer through which it was written.
     runs: Vec<(Buffer, Run)>,
 }
 
 impl Memory {
-    /// Lay the buffers out, and fill the input.
+    /// Lay out the buffers, and fill the input.
     pub(super) fn new(rank: Rank, layout: &Layout) -> Self {
         let (input, output, end) = match layout.in_place_at {
             Some(at) if layout.input >= layout.output => (0, at, layout.input),
@@ -70,7 +70,7 @@ impl Memory {
         memory
     }
 
-    /// Return where a region begins.
+    /// Return the address of a region.
     pub(super) const fn address(&self, region: Region) -> usize {
         self.bases[region.buffer as usize] + region.span.start
     }
@@ -82,7 +82,7 @@ impl Memory {
     }
 
     /// Return a region's runs, from offset 0 on without gaps.
-    pub(super) fn read(&self, region: Region) -> Result<Vec<Run>, Unfit> {
+    pub(super) fn read(&self, region: Region) -> Result<Vec<Run>, ReadError> {
         if region.span.len == 0 {
             return Ok(Vec::new());
         }
@@ -96,13 +96,13 @@ impl Memory {
                 break;
             }
             if *held != region.buffer {
-                return Err(Unfit { element: region.span.start + (at - start), held: Some(*held) });
+                return Err(ReadError { element: region.span.start + (at - start), held: Some(*held) });
             }
             parts.push(run.part(start, end));
             at = run.end();
         }
         if at < end {
-            return Err(Unfit { element: region.span.start + (at - start), held: None });
+            return Err(ReadError { element: region.span.start + (at - start), held: None });
         }
         Ok(parts)
     }
@@ -133,7 +133,7 @@ impl Memory {
         self.join(from.saturating_sub(1), from + runs.len() + 2);
     }
 
-    /// Make one run of neighbours that continue each other, among runs `first..=last`.
+    /// Merge neighbours that continue each other, among runs `first..=last`.
     fn join(&mut self, first: usize, last: usize) {
         let mut index = first;
         let mut left = last.min(self.runs.len().saturating_sub(1));

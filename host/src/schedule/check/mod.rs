@@ -1,17 +1,17 @@
-//! The schedule checker: runs all ranks' schedules on symbols and proves what a test on numbers only samples.
+//! The schedule checker: executes all ranks' schedules symbolically, and proves what tests on numbers only sample.
 //!
-//! A value is the *expression* that made it, so a contribution that is missing, doubled or in another place
-//! can't cancel out. [`check`] proves, for one collective over one communicator:
-//! - within a step nothing is overwritten that the step reads, or written twice, also where buffers share memory;
-//! - the n-th send from a to b is the n-th receive of b from a: as many elements, in the same form;
-//! - no cycle of waits, even if each send waits for its receiver (no buffering anywhere);
-//! - partial values are never taken for finished ones, nor finished ones reduced further, and nothing is rounded
-//!   before every contribution is in;
-//! - at the end every rank that should have an element has it, finished, with every contribution exactly once, and
-//!   all ranks that have it have the same expression of it.
+//! A value is the *expression* that produced it, so a missing, doubled or misplaced contribution cannot cancel out.
+//! [`check`] proves, for one collective over one communicator:
+//! - Within a step nothing is overwritten that the step reads, or written twice, even where buffers share memory.
+//! - The n-th send from a to b matches the n-th receive of b from a: as many elements, in the same form.
+//! - There is no cycle of waits, even if each send waits for its receiver (no buffering anywhere).
+//! - Partial values are never used as finished ones, finished values are never reduced further, and nothing is rounded
+//!   before every contribution is included.
+//! - At the end every rank has each element that it should have, finished, with every contribution exactly once, and
+//!   all ranks have the same expression of it.
 //!
-//! It needs no element type: elements that all schedules treat alike are one symbol, so its cost does not
-//! depend on the count. The idea of verifying task graphs without devices is also that of HCCL's verifier.
+//! It needs no element type: elements that all schedules treat alike are one symbol, so its cost does not depend on the
+//! count. HCCL's verifier also checks task graphs without devices.
 
 mod error;
 mod expression;
@@ -32,29 +32,28 @@ use simulation::Simulation;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
-/// What a proved schedule costs, and the expressions it computes.
+/// Costs of a proved schedule, and the expressions that it computes.
 #[derive(Debug)]
 pub struct Report {
-    /// The steps with messages of the rank that has most: the alpha term where ranks do not wait for each other's
-    /// steps.
+    /// The largest number of steps with messages of a rank: the alpha term if ranks do not wait for each other's steps.
     pub steps: usize,
     /// The elements that the busiest sender sends.
     pub sent_elements_max: u64,
-    /// The elements that the rank combines that combines most: the gamma term.
+    /// The largest number of elements that a rank combines: the gamma term.
     pub reduced_elements_max: u64,
     /// The elements on the longest path through the collective: the beta term. A message starts when both ends have
     /// reached its step, and a rank sends one at a time and receives one at a time.
     pub path_elements: u64,
     /// The expressions of `blocks`.
     pub expressions: Expressions,
-    /// For each run of elements of a reduction that is treated alike, its expression (the same one on every rank).
+    /// For each run of elements of a reduction that is treated alike, its expression (identical on every rank).
     pub blocks: Vec<(Span, ExprId)>,
 }
 
 /// Prove that `schedules`, one for each rank in rank order, reach `goal`.
 ///
 /// # Errors
-/// [`CheckError`] names the first thing that is wrong, and where.
+/// [`CheckError`] names the first violation, and where it is.
 pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckError> {
     goal.fits(schedules)?;
     for schedule in schedules {
@@ -63,7 +62,7 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
     matched(schedules)?;
     let mut simulation = Simulation::new(schedules);
     simulation.run()?;
-    let blocks = goal.reached(&simulation)?;
+    let blocks = goal.check_postconditions(&simulation)?;
     let messages =
         |schedule: &Schedule| schedule.steps().filter(|step| !(step.sends.is_empty() && step.recvs.is_empty())).count();
     Ok(Report {
@@ -80,33 +79,33 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Difference {
-    /// It evaluates another.
+    /// It evaluates another expression.
     #[error("{name} computes {computed} for elements {}..{} of {count}; declared is {declared}", span.start, span.end())]
     Expression {
         /// The algorithm.
         name: &'static str,
         /// The first elements that differ.
         span: Span,
-        /// The elements there are.
+        /// The number of elements.
         count: usize,
         /// What it computes for them.
         computed: String,
         /// What is declared.
         declared: String,
     },
-    /// It is no right reduction at all.
+    /// It is not a correct reduction.
     #[error("{name}: {error}")]
     Wrong {
         /// The algorithm.
         name: &'static str,
-        /// What is wrong.
+        /// The violation.
         error: CheckError,
     },
 }
 
-/// Find out whether an algorithm evaluates the tree's expression, for every element, and so gives the same bits.
+/// Check whether an algorithm evaluates the tree's expression for every element, and so gives the same bits.
 ///
-/// One element for each block is looked at: schedules treat the elements of a block alike. An algorithm that reduces
+/// One element of each block is examined, as schedules treat all elements of a block alike. An algorithm that reduces
 /// nothing evaluates every expression.
 ///
 /// # Errors
@@ -125,13 +124,13 @@ pub fn evaluates(algorithm: &Algorithm, tree: &Tree) -> Result<(), Difference> {
             name,
             span,
             count,
-            computed: report.expressions.written(computed),
+            computed: report.expressions.to_text(computed),
             declared: tree.evaluate(|rank| rank.0.to_string(), |left, right| format!("({left}+{right})")),
         }),
     }
 }
 
-/// Check what a schedule shows on its own.
+/// Check each schedule on its own.
 fn well_formed(schedule: &Schedule) -> Result<(), CheckError> {
     let rank = schedule.place().rank();
     let layout = schedule.layout();
@@ -185,8 +184,8 @@ fn inside(schedule: &Schedule, index: usize, step: &Step<'_>) -> Result<(), Chec
     }
 }
 
-/// Check that nothing is written that is in use. An operand may be replaced by its combination, in place; what moves
-/// within the rank must not be, unless it stays where it is.
+/// Check that nothing in use is overwritten. An operand may be replaced by its combination, in place; the source of a
+/// local move must not be, unless it stays where it is.
 fn disjoint(rank: Rank, index: usize, step: &Step<'_>, memory: &Memory) -> Result<(), CheckError> {
     let overlap = |written: Region, other: Region| Err(CheckError::Overlap { rank, step: index, written, other });
     let is_replaced = |to: Region, own: Region| memory.address(to) == memory.address(own);
@@ -221,7 +220,7 @@ fn disjoint(rank: Rank, index: usize, step: &Step<'_>, memory: &Memory) -> Resul
     Ok(())
 }
 
-/// Check that the messages between each two ranks are the same list at both ends.
+/// Check that both ends of each pair of ranks have the same list of messages.
 fn matched(schedules: &[Schedule]) -> Result<(), CheckError> {
     let ranks = schedules.len();
     let mut sends: Vec<Vec<(usize, Send)>> = vec![Vec::new(); ranks * ranks];

@@ -1,8 +1,9 @@
-//! All ranks' schedules, executed on symbols under rendezvous sends.
+//! Symbolic execution of all ranks' schedules with rendezvous sends.
 //!
-//! A rank runs its step's local moves, then posts all its messages at once; a message happens when both ends have
-//! posted it; a step ends when all its messages have happened. Invariants: a message reads the values from before
-//! its sender's step's messages (the well-formedness check has ruled out that they overwrite them), and happens once.
+//! A rank runs its step's local moves, then posts all its messages at once. A message is transferred when both ends
+//! have posted it; a step ends when all its messages have been transferred. Invariants: a message reads values from
+//! before its sender's step (the well-formedness check has excluded that they are overwritten), and is transferred
+//! once.
 
 use super::error::CheckError;
 use super::expression::{Expressions, RankSet};
@@ -16,17 +17,17 @@ use sumac_hal::ids::Rank;
 struct RankState {
     step: usize,
     /// When the last message of the step ends, in elements of the beta term.
-    ends: u64,
+    end_time: u64,
     /// When this rank can send and receive the next message.
     sends_from: u64,
     recvs_from: u64,
-    /// Messages of the step that have not happened.
+    /// Messages of the step not yet transferred.
     waiting: usize,
     memory: Memory,
     reduced_elements: u64,
-    heard: RankSet,
-    /// What was heard before the step began: that is what its sends tell.
-    heard_before: RankSet,
+    reached_by: RankSet,
+    /// The set before the step began, which its sends carry.
+    reached_by_before: RankSet,
 }
 
 pub(super) struct Simulation<'a> {
@@ -34,7 +35,7 @@ pub(super) struct Simulation<'a> {
     states: Vec<RankState>,
     /// Sends posted and not yet received, for each (from, to).
     sends: Vec<VecDeque<Send>>,
-    /// Receives posted and not yet fed, for each (from, to).
+    /// Receives posted and not yet matched, for each (from, to).
     recvs: Vec<VecDeque<Recv>>,
     expressions: Expressions,
 }
@@ -43,17 +44,17 @@ impl<'a> Simulation<'a> {
     pub(super) fn new(schedules: &'a [Schedule]) -> Self {
         let ranks = schedules.len();
         let state = |(rank, schedule): (usize, &Schedule)| {
-            let heard = RankSet::of(rank, ranks);
+            let reached_by = RankSet::of(rank, ranks);
             RankState {
                 step: 0,
-                ends: 0,
+                end_time: 0,
                 sends_from: 0,
                 recvs_from: 0,
                 waiting: 0,
                 memory: Memory::new(Rank(rank as u32), schedule.layout()),
                 reduced_elements: 0,
-                heard_before: heard.clone(),
-                heard,
+                reached_by_before: reached_by.clone(),
+                reached_by,
             }
         };
         Self {
@@ -105,7 +106,7 @@ impl<'a> Simulation<'a> {
                 self.land(rank, local.from.buffer, &moved, &local.landing)?;
             }
             let state = &mut self.states[rank];
-            state.heard_before = state.heard.clone();
+            state.reached_by_before = state.reached_by.clone();
             state.waiting = sends.len() + recvs.len();
             if state.waiting == 0 {
                 state.step += 1;
@@ -124,7 +125,7 @@ impl<'a> Simulation<'a> {
         Ok(())
     }
 
-    /// Let one matched message happen.
+    /// Transfer one matched message.
     fn message(
         &mut self,
         from: usize,
@@ -136,36 +137,36 @@ impl<'a> Simulation<'a> {
         let end = self.states[from].sends_from.max(self.states[to].recvs_from) + send.from.span.len as u64;
         self.states[from].sends_from = end;
         self.states[to].recvs_from = end;
-        let told = self.states[from].heard_before.clone();
-        self.states[to].heard.add_all(&told);
+        let sender_set = self.states[from].reached_by_before.clone();
+        self.states[to].reached_by.add_all(&sender_set);
         let sent = self.read(from, send.from)?;
         self.land(to, send.from.buffer, &sent, &recv.landing)?;
         for rank in [from, to] {
             let state = &mut self.states[rank];
-            state.ends = state.ends.max(end);
+            state.end_time = state.end_time.max(end);
             state.waiting -= 1;
             if state.waiting == 0 {
                 state.step += 1;
-                (state.sends_from, state.recvs_from) = (state.ends, state.ends);
+                (state.sends_from, state.recvs_from) = (state.end_time, state.end_time);
                 self.post(rank, posted)?;
             }
         }
         Ok(())
     }
 
-    /// Read what a rank holds, in the form that the region's buffer says.
+    /// Read a rank's memory, in the form of the region's buffer.
     fn read(&self, rank: usize, region: Region) -> Result<Vec<Run>, CheckError> {
         let state = &self.states[rank];
-        state.memory.read(region).map_err(|unfit| CheckError::Stale {
+        state.memory.read(region).map_err(|unfit| CheckError::WrongForm {
             rank: Rank(rank as u32),
             step: state.step,
             element: unfit.element,
             held: unfit.held,
-            wanted: region.buffer,
+            expected: region.buffer,
         })
     }
 
-    /// Let elements that were in `form` arrive.
+    /// Land elements that were in `form`.
     fn land(&mut self, rank: usize, form: Buffer, arrived: &[Run], landing: &Landing) -> Result<(), CheckError> {
         let (at, step) = (Rank(rank as u32), self.states[rank].step);
         let landed = match landing.with {
@@ -183,10 +184,10 @@ impl<'a> Simulation<'a> {
                 let contributions = self.expressions.ranks(run.value.expression).len();
                 let element = run.value.element;
                 if is_refined {
-                    return Err(CheckError::Refined { rank: at, step, element });
+                    return Err(CheckError::FinishedOperand { rank: at, step, element });
                 }
                 if landing.to.buffer == Buffer::Output && contributions != self.schedules.len() {
-                    return Err(CheckError::Completion { rank: at, step, element, contributions });
+                    return Err(CheckError::RoundedEarly { rank: at, step, element, contributions });
                 }
             }
         }
@@ -212,7 +213,7 @@ impl<'a> Simulation<'a> {
             let end = x_end.min(y_end);
             let (element, own) = (x.value.element + (start - x.start), y.value.element + (start - y.start));
             if element != own {
-                return Err(CheckError::Mixed { rank, step, own, other: element });
+                return Err(CheckError::ElementMismatch { rank, step, own, other: element });
             }
             let (left, right) = match received {
                 Side::Left => (x.value.expression, y.value.expression),
@@ -232,24 +233,24 @@ impl<'a> Simulation<'a> {
         Ok(combined)
     }
 
-    /// Check that every rank has heard of every rank.
-    pub(super) fn all_heard(&self) -> Result<(), CheckError> {
+    /// Check that every rank has been reached by every rank.
+    pub(super) fn check_barrier(&self) -> Result<(), CheckError> {
         for (rank, state) in self.states.iter().enumerate() {
-            if let Some(unheard) = state.heard.first_missing(self.schedules.len()) {
-                return Err(CheckError::NotHeard { rank: Rank(rank as u32), unheard });
+            if let Some(missing) = state.reached_by.first_missing(self.schedules.len()) {
+                return Err(CheckError::BarrierNotSynchronized { rank: Rank(rank as u32), missing });
             }
         }
         Ok(())
     }
 
-    /// Read what a rank ends with.
+    /// Read what a rank end_time with.
     pub(super) fn output(&self, rank: Rank, region: Region) -> Result<Vec<Run>, CheckError> {
         let unfinished =
-            |unfit: super::memory::Unfit| CheckError::Unfinished { rank, element: unfit.element, held: unfit.held };
+            |unfit: super::memory::ReadError| CheckError::Unfinished { rank, element: unfit.element, held: unfit.held };
         self.states[rank.0 as usize].memory.read(region).map_err(unfinished)
     }
 
-    /// Return whose contributions an expression has.
+    /// Return the contributors of an expression.
     pub(super) fn contributors(&self, expression: super::ExprId) -> &RankSet {
         self.expressions.ranks(expression)
     }
@@ -264,10 +265,10 @@ impl<'a> Simulation<'a> {
 
     /// Return when the last rank has finished, in elements of the beta term.
     pub(super) fn finish_time(&self) -> u64 {
-        self.states.iter().map(|state| state.ends).max().unwrap_or(0)
+        self.states.iter().map(|state| state.end_time).max().unwrap_or(0)
     }
 
-    /// Return how many elements the rank combines that combines most.
+    /// Return the largest number of elements that a rank combines.
     pub(super) fn reduced_elements_max(&self) -> u64 {
         self.states.iter().map(|state| state.reduced_elements).max().unwrap_or(0)
     }

@@ -1,8 +1,8 @@
-//! Where a rank's memory comes from: of its own making, or, with a device that reaches nothing else, out of the arena that
-//! came with its function.
+//! Allocation of memory that the device can reach: from this process, or from the arena that came with the function if
+//! the device reaches nothing else.
 //!
-//! Invariant: no two regions of an arena overlap, and a place is given out again only when the device has let go of it and
-//! no buffer of this process lies there.
+//! Invariant: regions of an arena do not overlap, and a place is reused only after the device has released it and no
+//! buffer of this process lies there.
 
 use super::error::RegisterError;
 use std::fmt;
@@ -10,27 +10,27 @@ use std::os::fd::{AsFd, OwnedFd};
 use sumac_hal::dma::RegionKey;
 use sumac_hal::shm::{MemoryError, Pages, Region};
 
-/// What regions begin at multiples of, and are mapped in: pages, also where they are of 64 KiB.
+/// Alignment and granularity of regions: a multiple of every page size in use, 64 KiB pages included.
 const PAGE_LEN_BYTES: u64 = 64 << 10;
 
-/// What is written at a time to clear memory.
+/// Bytes cleared at a time.
 const CLEAR_LEN_BYTES: usize = 64 << 10;
 
-/// A place of the arena.
+/// An allocated range of the arena.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     start: u64,
     len_bytes: u64,
-    /// What it is registered as.
+    /// Its region key, once registered.
     key: Option<RegionKey>,
 }
 
-/// Memory that a device has given to this rank.
+/// Memory that a device has provided to this rank.
 pub(super) struct Arena {
     file: OwnedFd,
     offset_bytes: u64,
     len_bytes: u64,
-    /// In order of their starts.
+    /// Sorted by start.
     places: Vec<Place>,
 }
 
@@ -48,14 +48,14 @@ impl Arena {
         Self { file, offset_bytes, len_bytes, places: Vec::new() }
     }
 
-    /// Take zeroed memory out, and return it with where it lies.
+    /// Allocate zeroed memory, and return it with its offset in the arena.
     pub(super) fn take(&mut self, len_bytes: usize) -> Result<(Region, u64), RegisterError> {
         let full = RegisterError::Memory(MemoryError::Length { len_bytes: len_bytes as u64, max: self.largest() });
         let Some(len) = (len_bytes as u64).checked_next_multiple_of(PAGE_LEN_BYTES) else { return Err(full) };
         let Some((at, start)) = self.gaps().find(|&(_, _, gap)| gap >= len).map(|(at, start, _)| (at, start)) else {
             return Err(full);
         };
-        // Whoever gave the arena may have said anything of where it lies: that it is within the file, the mapping checks.
+        // The offset comes from the device and may be anything; mapping checks that it lies within the file.
         let Some(offset_bytes) = self.offset_bytes.checked_add(start) else { return Err(full) };
         let region = Region::open_at(self.file.as_fd(), offset_bytes, len as usize)?;
         let zeros = [0; CLEAR_LEN_BYTES];
@@ -64,7 +64,8 @@ impl Arena {
         Ok((region, start))
     }
 
-    /// Note what the memory at `start` is registered as; `None` if the device refuses, so that it never had it.
+    /// Record the key under which the memory at `start` was registered. `None`: the device refused it and never had
+    /// access.
     pub(super) fn note(&mut self, start: u64, key: Option<RegionKey>) {
         match (self.places.iter().position(|place| place.start == start), key) {
             (Some(at), Some(key)) => self.places[at].key = Some(key),
@@ -73,17 +74,17 @@ impl Arena {
         }
     }
 
-    /// The device has let go of a region, and nobody has it here.
+    /// Free a region that the device has released and that no buffer uses.
     pub(super) fn give_back(&mut self, key: RegionKey) {
         self.places.retain(|place| place.key != Some(key));
     }
 
-    /// Return the longest memory that [`Arena::take`] would find room for.
+    /// Return the longest allocation that [`Arena::take`] could satisfy.
     fn largest(&self) -> u64 {
         self.gaps().map(|(_, _, gap)| gap / PAGE_LEN_BYTES * PAGE_LEN_BYTES).max().unwrap_or(0)
     }
 
-    /// Return the free places: which taken one each precedes, where it begins, and its length.
+    /// Return the free ranges: the index of the allocated one behind each, its start and its length.
     fn gaps(&self) -> impl Iterator<Item = (usize, u64, u64)> + '_ {
         let begins = [0].into_iter().chain(self.places.iter().map(|place| place.start + place.len_bytes));
         let ends = self.places.iter().map(|place| place.start).chain([self.len_bytes]);
@@ -91,7 +92,7 @@ impl Arena {
     }
 }
 
-/// Return memory of this process's own making.
+/// Allocate shared memory in this process.
 pub(super) fn own(len_bytes: usize) -> Result<Region, RegisterError> {
     Ok(Region::create(len_bytes, Pages::Normal)?)
 }
@@ -113,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_where_it_is_said_to_be_and_nowhere_else() {
+    fn allocations_are_zeroed_and_stay_inside_the_arena() {
         let (whole, mut arena) = arena();
         whole.write(0, &[7; 4 * MIB]);
         let (first, start) = arena.take(5).expect("room");
@@ -126,11 +127,11 @@ mod tests {
         whole.read(MIB + PAGE_LEN_BYTES as usize, &mut found);
         assert_eq!(found, [9; 5]);
         whole.read(MIB - 5, &mut found);
-        assert_eq!(found, [7; 5], "what is not of the arena");
+        assert_eq!(found, [7; 5], "outside the arena");
     }
 
     #[test]
-    fn a_place_is_given_out_again_when_it_was_given_back() {
+    fn freed_and_refused_places_are_reused() {
         let (_whole, mut arena) = arena();
         let starts = [1, 2, 3].map(|index| {
             let (_, start) = arena.take(MIB).expect("room");
@@ -142,7 +143,7 @@ mod tests {
         assert!(error.to_string().contains("1 to 0"), "{error}");
         arena.give_back(key(2));
         assert_eq!(arena.take(MIB).expect("room").1, MIB as u64);
-        // Refused by the device: never registered.
+        // Refused by the device, so it was never registered.
         arena.note(MIB as u64, None);
         assert_eq!(arena.take(1).expect("room").1, MIB as u64);
     }
@@ -161,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn severed_memory_keeps_its_contents_and_lets_go_of_the_place() {
+    fn severed_region_keeps_its_contents_apart_from_the_arena() {
         let (whole, mut arena) = arena();
         let (mut region, _) = arena.take(100).expect("room");
         region.write(0, b"mine");

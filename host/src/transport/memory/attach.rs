@@ -1,10 +1,11 @@
-//! The handshake with the device (`sumac_hal::shm`, socket): what a rank shows, and what it gets.
+//! Attaching to a device: what a rank sends, and the function, queues and memory that it receives (`sumac_hal::shm`,
+//! socket).
 
 use super::arena::Arena;
 use super::error::AttachError;
-use super::far::{Far, Way};
-use super::queue::Ends;
+use super::queue::HostQueue;
 use super::redo::{REDO_HEAD_BYTES, REDO_MAX_BYTES, Redo};
+use super::remote::{DeviceLink, RemoteLink};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,39 +13,39 @@ use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::mmio::{Features, HostControl, Identity};
 use sumac_hal::shm::{Bell, Connection, DeviceUsers, Function, Message, ReadOnly, Received};
 
-/// How long the device may take to accept, and for each message.
+/// Limit for the device to accept the connection, and for each of its messages.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a device has to have.
+/// Features that a device must offer.
 pub(super) const NEEDED: Features =
-    Features::BY_REFERENCE.union(Features::FENCE).union(Features::REDO).union(Features::STRAGGLERS);
+    Features::ZERO_COPY.union(Features::FENCE).union(Features::REDO).union(Features::STRAGGLERS);
 
-/// A rank's place at its leaf device.
+/// How a rank attaches to its leaf device.
 #[derive(Debug, Clone)]
-pub struct Seating {
-    /// The device's name, for messages.
+pub struct AttachParams {
+    /// The device's name, for error messages and logs.
     pub device: String,
-    /// What it listens on.
+    /// The name of the socket that it listens on.
     pub socket: String,
-    /// Where and how to reach it on another host, instead.
+    /// Set if the device is on another host: how to reach it. `socket` is not used then.
     pub remote: Option<Remote>,
     /// The group.
     pub group: GroupId,
-    /// Its epoch.
+    /// The group's epoch.
     pub epoch: Epoch,
-    /// Which child of the device the rank is.
+    /// The rank's child index at the device.
     pub child: ChildIndex,
-    /// The key of that link.
+    /// The key of the link between the two.
     pub key: u64,
-    /// Which rank of the group this is.
+    /// The rank.
     pub rank: Rank,
-    /// How many there are.
+    /// The number of ranks in the group.
     pub ranks: u32,
-    /// How many of them run on this machine.
+    /// The number of ranks on this machine.
     pub ranks_here: usize,
     /// The payload limit of a packet in this group in bytes.
     pub chunk_len_bytes: u16,
-    /// The most chunks that the device takes in ahead of the oldest.
+    /// The maximum number of chunks that the device accepts ahead of the oldest open one.
     pub window_max: u16,
     /// The version of the cost table.
     pub table_version: u32,
@@ -53,40 +54,40 @@ pub struct Seating {
 /// A leaf device on another host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remote {
-    /// Where it lets ranks in.
+    /// The address at which it accepts ranks.
     pub addr: SocketAddr,
     /// This rank's RDMA port, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`.
     pub link: String,
-    /// The address that the port's identifier should be.
+    /// The address that the port's GID should have.
     pub prefer: IpAddr,
 }
 
-/// What a device has given.
+/// Everything that a device provides on attach.
 #[derive(Debug)]
 pub(super) struct Attached {
-    pub(super) way: Way,
+    pub(super) device_link: DeviceLink,
     pub(super) function: Function,
     pub(super) identity: Identity,
-    pub(super) admin: Ends,
-    pub(super) data: Ends,
-    /// Over shared memory.
+    pub(super) admin: HostQueue,
+    pub(super) data: HostQueue,
+    /// Redo slots, readable only over shared memory.
     pub(super) redo: Option<Redo>,
-    /// The only memory that the device reaches, if it does not reach all.
+    /// The only memory that the device can reach, if it cannot reach all.
     pub(super) arena: Option<Arena>,
 }
 
 impl Attached {
-    pub(super) fn open(seating: &Seating) -> Result<Self, AttachError> {
-        match &seating.remote {
-            Some(remote) => Far::attach(seating, remote),
-            None => Self::open_near(seating),
+    pub(super) fn open(params: &AttachParams) -> Result<Self, AttachError> {
+        match &params.remote {
+            Some(remote) => RemoteLink::attach(params, remote),
+            None => Self::open_local(params),
         }
     }
 
-    fn open_near(seating: &Seating) -> Result<Self, AttachError> {
+    fn open_local(params: &AttachParams) -> Result<Self, AttachError> {
         let users = DeviceUsers::from_env()?;
-        let connection = Connection::open_of(&seating.socket, ANSWER_TIMEOUT, users)?;
-        let Seating { group, child, key, .. } = *seating;
+        let connection = Connection::open_of(&params.socket, ANSWER_TIMEOUT, users)?;
+        let AttachParams { group, child, key, .. } = *params;
         connection.send(&Message::Attach { group, child, key }, None)?;
         let file = match next(&connection)? {
             Received { message: Message::Function, file: Some(file) } => file,
@@ -100,29 +101,29 @@ impl Attached {
         if queues != 2 {
             return Err(AttachError::Queues(queues));
         }
-        let ends = |number| -> Result<Ends, AttachError> {
+        let host_queue = |number| -> Result<HostQueue, AttachError> {
             let bell = match next(&connection)? {
                 Received { message: Message::Bell { queue }, file: Some(file) } if queue == number => Bell::open(file),
-                other => return Err(unexpected(&other.message, "the bell of the next queue")),
+                other => return Err(unexpected(&other.message, "the next queue's doorbell")),
             };
             let queue = function.queue(number).ok_or(AttachError::Queues(queues))?;
-            Ok(Ends::new(queue, bell))
+            Ok(HostQueue::new(queue, bell))
         };
-        let (admin, data) = (ends(0)?, ends(1)?);
+        let (admin, data) = (host_queue(0)?, host_queue(1)?);
         let redo = match next(&connection)? {
             Received { message: Message::Redo { offset_bytes, slot_len_bytes, slots }, file: Some(file) } => {
-                let needs = REDO_HEAD_BYTES as u32 + 2 * u32::from(seating.chunk_len_bytes);
+                let needs = REDO_HEAD_BYTES as u32 + 2 * u32::from(params.chunk_len_bytes);
                 if slots == 0 || slot_len_bytes < needs {
                     return Err(AttachError::Redo { slots, slot_len_bytes, needs });
                 }
                 let memory = ReadOnly::open(file, REDO_MAX_BYTES)?;
-                // A record that can't be read would pass for one that is not there, and inputs for intact.
+                // An unreadable record would pass for an unpublished result, and overwritten inputs for intact ones.
                 let len_bytes = u64::from(slot_len_bytes) * u64::from(slots);
                 let last = offset_bytes.checked_add(len_bytes - 1);
                 if !last.is_some_and(|last| memory.read(last, &mut [0])) {
                     return Err(AttachError::RedoMemory { slots, slot_len_bytes, offset_bytes });
                 }
-                let chunk_len_bytes = seating.chunk_len_bytes.into();
+                let chunk_len_bytes = params.chunk_len_bytes.into();
                 Redo {
                     memory,
                     offset_bytes,
@@ -144,8 +145,8 @@ impl Attached {
             },
         };
         function.bar().set_control(HostControl::ENABLE);
-        let (way, redo) = (Way::Near(Arc::new(connection)), Some(redo));
-        Ok(Self { way, function, identity, admin, data, redo, arena })
+        let (device_link, redo) = (DeviceLink::Local(Arc::new(connection)), Some(redo));
+        Ok(Self { device_link, function, identity, admin, data, redo, arena })
     }
 }
 
@@ -157,14 +158,14 @@ fn next(connection: &Connection) -> Result<Received, AttachError> {
 }
 
 fn unexpected(message: &Message, expected: &'static str) -> AttachError {
-    let said = match message {
-        Message::Attach { .. } => "that it attaches",
+    let received = match message {
+        Message::Attach { .. } => "an attach request",
         Message::Function => "its function",
         Message::Memory { .. } => "memory",
-        Message::Bell { .. } => "a bell",
+        Message::Bell { .. } => "a doorbell",
         Message::Redo { .. } => "the redo slots",
         Message::Arena { .. } => "the arena",
-        _ => "something else",
+        _ => "an unknown message",
     };
-    AttachError::Order(said, expected)
+    AttachError::UnexpectedMessage(received, expected)
 }

@@ -1,27 +1,27 @@
-//! Where chunks lie in the bounce buffer: a ring of bytes, taken in the order of seqs and given back in it.
+//! Ring allocator of the bounce buffer: chunks are allocated and freed in order of sequence number.
 //!
-//! Positions count on for ever; a position modulo the length is the offset. What does not fit before the end begins at
-//! the start, and the bytes skipped are given back with what follows them.
+//! Positions grow without bound; a position modulo the length is the offset. A chunk that does not fit before the end
+//! begins at offset 0, and the skipped bytes are freed together with that chunk.
 
 use super::endpoint::BounceConfig;
 use sumac_hal::dma::Address;
 
-/// The ring of the bounce buffer.
+/// Allocator state.
 #[derive(Debug)]
 pub(super) struct Bounce {
     config: BounceConfig,
     /// Where the next chunk may begin.
     head: u64,
-    /// Below, all is free.
+    /// Everything below is free.
     tail: u64,
 }
 
-/// A place for a chunk, not yet taken.
+/// A candidate place for a chunk, allocated by [`Bounce::take`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     /// The offset in the buffer.
     pub(super) offset: u64,
-    /// The position behind.
+    /// The position behind it.
     pub(super) end: u64,
 }
 
@@ -30,7 +30,7 @@ impl Bounce {
         Self { config, head: 0, tail: 0 }
     }
 
-    /// Return the place for the next `len_bytes`, at a multiple of `alignment_bytes`; `None` if none is free.
+    /// Find room for `len_bytes` at a multiple of `alignment_bytes`; `None` if the buffer is full.
     pub(super) fn find(&self, len_bytes: u64, alignment_bytes: u64) -> Option<Place> {
         let whole = self.config.len_bytes;
         let mut offset = (self.head % whole).next_multiple_of(alignment_bytes);
@@ -42,22 +42,22 @@ impl Bounce {
         (end - self.tail <= whole).then_some(Place { offset, end })
     }
 
-    /// Take a place that was found last.
+    /// Allocate the place that [`Bounce::find`] returned last.
     pub(super) const fn take(&mut self, place: Place) {
         self.head = place.end;
     }
 
-    /// Give back everything before `end`.
+    /// Free everything before `end`.
     pub(super) const fn free(&mut self, end: u64) {
         self.tail = end;
     }
 
-    /// Tell whether anything is in use.
+    /// Return whether anything is allocated.
     pub(super) const fn is_in_use(&self) -> bool {
         self.head != self.tail
     }
 
-    /// Nothing is in use: begin anew, so that nothing is skipped at the end.
+    /// Restart at offset 0 while nothing is in use, so that nothing is skipped at the end.
     pub(super) const fn reset(&mut self) {
         (self.head, self.tail) = (0, 0);
     }
@@ -75,7 +75,7 @@ mod tests {
     use sumac_hal::dma::RegionKey;
 
     proptest! {
-        /// What is in use never overlaps, stays inside and is aligned; a chunk of half the buffer fits an empty one.
+        /// Allocated places never overlap, stay inside and are aligned; a chunk of half the buffer fits an empty one.
         #[test]
         fn places_in_use_do_not_overlap(
             steps in prop::collection::vec((1_u64..=64, 0_u32..3, any::<bool>()), 1..200),

@@ -1,110 +1,113 @@
-//! An endpoint by reference on its device: rings, registered memory and the bounce buffer.
+//! Drives a zero-copy endpoint on its device: rings, registered memory and the bounce buffer.
 //!
-//! The device wakes this side when it has put completions into a ring. A dead one wakes nobody, so a sleep is cut into
-//! slices, and between them the connection and the heartbeat are looked at.
+//! The device rings the host's doorbell when it has posted completions. A dead device wakes nobody, so sleeps are cut
+//! into intervals, between which the connection and the heartbeat are checked.
 
 use super::Transfer;
 use super::arena::{self, Arena};
-use super::attach::{Attached, Seating};
-use super::endpoint::{BounceConfig, Places, ReferenceConfig, ReferenceEndpoint};
-use super::error::{AttachError, Breach, RegisterError};
-use super::far::Way;
+use super::attach::{AttachParams, Attached};
+use super::endpoint::{BounceConfig, Places, ZeroCopyConfig, ZeroCopyEndpoint};
+use super::error::{AttachError, ProtocolViolation, RegisterError};
+use super::heartbeat::{Heartbeat, Liveness};
 use super::memory::{Buffer, Registry};
-use super::pulse::{Pulse, Sign};
-use super::queue::{Admin, Answered, Ends, Purpose, Waker};
+use super::queue::{Admin, AdminReply, HostQueue, Purpose, Waker};
 use super::redo::Redo;
-use super::retire::{Fence, Life};
-use crate::transport::packets::{Buffers, EndpointError, EndpointStats, Event, OpId, PostError, Verdict};
+use super::remote::DeviceLink;
+use super::retire::{Fence, ProcessControl};
+use crate::transport::packets::{Buffers, CompletionInfo, EndpointError, EndpointStats, Event, OpId, PostError};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey, Span};
 use sumac_hal::mmio::{
     AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
-use sumac_hal::ring::Patience;
+use sumac_hal::ring::SpinPolicy;
 use sumac_hal::shm::{Function, Region, Waiter};
 use sumac_hal::uplink::HopTimers;
-use sumac_hal::wire::{Limit, RankMask};
+use sumac_hal::wire::{RankMask, StragglerLimit};
 
-/// How long to sleep before the connection and the heartbeat are looked at.
-const SLICE: Duration = Duration::from_millis(20);
+/// The longest sleep before the connection and the heartbeat are checked again.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The same where the device can wake nobody: some of its chunks' time.
-const NAP: Duration = Duration::from_micros(300);
+/// The same for a device that cannot ring doorbells: the time of a few chunks.
+const IDLE_POLL: Duration = Duration::from_micros(300);
 
-/// How long a device may take to register memory: it maps it, and may touch every page.
+/// Limit for the registration of memory: the device maps it, and may touch every page.
 const REGISTER_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long the device's runtime may stand still while it is waited for: as long as a hop may be silent in packets.
-const DEAD: Duration = HopTimers::DEFAULT.dead;
+/// How long the heartbeat may be unchanged while this rank waits: the silence limit of a hop in packets.
+const HEARTBEAT_TIMEOUT: Duration = HopTimers::DEFAULT.dead;
 
-/// How often to yield before sleeping: some 30 us where nobody else wants the core, which is what a wake-up takes.
+/// Yields before sleeping: about 30 us on an idle core, the cost of a wake-up.
 pub(super) const YIELDS: u32 = 100;
 
-/// The same where results land apart, so that all of what is in flight has its place there.
+/// Length of the bounce buffer where all results land there, so that everything in flight fits.
 const LANDING_LEN_BYTES: usize = 4 << 20;
 
-/// Entries that are submitted or taken in at a time.
+/// Entries submitted or processed at a time.
 const BATCH: usize = 32;
 
-/// The memory of a bounce buffer: four runs of what is copied at a time, few enough to stay in a cache.
+/// Length of the bounce buffer: four runs of staged chunks, small enough to stay in a cache.
 const BOUNCE_LEN_BYTES: usize = 1 << 20;
 
-/// A rank's side of one group by reference, on its device.
+/// A rank's side of one group over the zero-copy transport.
 #[derive(Debug)]
-pub struct ReferenceDriver {
+pub struct ZeroCopyDriver {
     pub(super) device: String,
-    pub(super) endpoint: ReferenceEndpoint,
-    pub(super) config: ReferenceConfig,
-    pub(super) way: Way,
+    pub(super) endpoint: ZeroCopyEndpoint,
+    pub(super) config: ZeroCopyConfig,
+    pub(super) device_link: DeviceLink,
     pub(super) function: Function,
     pub(super) admin: Admin,
-    pub(super) data: Ends,
+    pub(super) data: HostQueue,
     pub(super) registry: Registry,
     pub(super) bounce: Region,
-    /// Where the device's redo slots can be read.
+    /// The device's redo slots, where they can be read.
     pub(super) redo: Option<Redo>,
-    /// Where memory comes from, if the device does not reach all.
+    /// The only memory that the device reaches, if it does not reach all.
     pub(super) arena: Option<Arena>,
-    /// How long to sleep before rings are looked at, woken or not.
-    pub(super) slice: Duration,
+    /// The longest sleep before the rings are polled.
+    pub(super) poll_interval: Duration,
     pub(super) waiter: Waiter,
     pub(super) waker: Waker,
-    looked: Instant,
-    /// The connection has hung up.
-    pub(super) gone: bool,
-    /// Watches a device that shows its heartbeat.
-    pulse: Option<Pulse>,
-    /// Its runtime stands still.
-    pub(super) still: bool,
-    /// What keeps the device from writing, once something does.
+    last_check: Instant,
+    /// The device has closed the connection.
+    pub(super) is_disconnected: bool,
+    /// Watches the heartbeat of a device that has one.
+    heartbeat: Option<Heartbeat>,
+    /// The heartbeat has stopped.
+    pub(super) is_stalled: bool,
+    /// What keeps the device from writing, once the group is fenced.
     pub(super) fenced: Option<Fence>,
-    /// What was in the completion ring before memory was taken away from the device, and what came after that.
-    pub(super) early: Vec<[u64; COMPLETION_WORDS]>,
-    pub(super) late: Vec<[u64; COMPLETION_WORDS]>,
-    /// There was more, or it can't be read.
+    /// Completions taken from the ring before memory was revoked, and after.
+    pub(super) answers_before_sever: Vec<[u64; COMPLETION_WORDS]>,
+    pub(super) answers_after_sever: Vec<[u64; COMPLETION_WORDS]>,
+    /// The ring held more completions than are open, or could not be read.
     pub(super) is_garbled: bool,
     pub(super) is_retired: bool,
     next_handle: u64,
-    pub(super) life: Life,
+    pub(super) process_control: ProcessControl,
 }
 
-impl ReferenceDriver {
+impl ZeroCopyDriver {
     /// Attach to the leaf device.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn attach(seating: &Seating) -> Result<Self, AttachError> {
-        Self::with_life(seating, Life::PROCESS)
+    pub fn attach(params: &AttachParams) -> Result<Self, AttachError> {
+        Self::with_process_control(params, ProcessControl::PROCESS)
     }
 
-    /// The same, where the device is perhaps no process of its own.
-    pub(super) fn with_life(seating: &Seating, life: Life) -> Result<Self, AttachError> {
-        let Attached { way, function, identity, admin, mut data, redo, mut arena } = Attached::open(seating)?;
-        let chunk = usize::from(seating.chunk_len_bytes).next_multiple_of(64);
+    /// The same with another way to find out about the device's process, for tests that run the device in a thread.
+    pub(super) fn with_process_control(
+        params: &AttachParams,
+        process_control: ProcessControl,
+    ) -> Result<Self, AttachError> {
+        let Attached { device_link, function, identity, admin, mut data, redo, mut arena } = Attached::open(params)?;
+        let chunk = usize::from(params.chunk_len_bytes).next_multiple_of(64);
         let alignment = identity.dma.alignment_bytes.max(64) as usize;
-        let lands_apart = matches!(way, Way::Far(_));
-        let len_bytes = if lands_apart { LANDING_LEN_BYTES } else { BOUNCE_LEN_BYTES };
+        let lands_in_bounce = matches!(device_link, DeviceLink::Remote(_));
+        let len_bytes = if lands_in_bounce { LANDING_LEN_BYTES } else { BOUNCE_LEN_BYTES };
         let len_bytes = len_bytes.max(2 * chunk.next_multiple_of(alignment));
         let len_bytes = len_bytes.next_multiple_of(alignment);
         let failed = |reason| AttachError::Bounce { len_bytes: len_bytes as u64, reason };
@@ -112,60 +115,61 @@ impl ReferenceDriver {
             Some(arena) => arena.take(len_bytes).map_err(failed)?,
             None => (arena::own(len_bytes).map_err(failed)?, 0),
         };
-        let slice = if identity.features.contains(Features::SILENT) { NAP } else { SLICE };
-        // One place is left for the word of which operations differ.
+        let poll_interval = if identity.features.contains(Features::POLL_ONLY) { IDLE_POLL } else { POLL_INTERVAL };
+        // One place is reserved for the entry that names mismatched operations.
         let in_flight_max = data.completions.capacity() - 1;
-        let config = ReferenceConfig {
-            group: seating.group,
-            epoch: seating.epoch,
-            rank: seating.rank,
-            ranks: seating.ranks,
-            chunk_len_bytes: seating.chunk_len_bytes,
-            window_max: seating.window_max,
-            table_version: seating.table_version,
+        let config = ZeroCopyConfig {
+            group: params.group,
+            epoch: params.epoch,
+            rank: params.rank,
+            ranks: params.ranks,
+            chunk_len_bytes: params.chunk_len_bytes,
+            window_max: params.window_max,
+            table_version: params.table_version,
             in_flight_max,
             alignment_bytes: identity.dma.alignment_bytes,
             bounce: BounceConfig { region: RegionKey::default(), len_bytes: len_bytes as u64 },
-            lands_apart,
+            lands_in_bounce,
         };
-        debug_assert!(!data.has_news(), "a fresh ring is empty");
+        debug_assert!(!data.has_completions(), "a fresh ring is empty");
         let mut driver = Self {
-            device: seating.device.clone(),
-            endpoint: ReferenceEndpoint::new(config.clone()),
+            device: params.device.clone(),
+            endpoint: ZeroCopyEndpoint::new(config.clone()),
             config,
-            // Another rank gets the arena when this one has hung up, and buffers of this one may outlive it.
-            registry: Registry::new(way.near().filter(|_| arena.is_some()).cloned()),
-            waker: Waker::new(data.queue.clone(), way.event()),
-            way,
+            // The arena goes to another rank once this connection closes, and buffers may outlive the driver.
+            registry: Registry::new(device_link.connection().filter(|_| arena.is_some()).cloned()),
+            waker: Waker::new(data.queue.clone(), device_link.event()),
+            device_link,
             function,
             admin: Admin::new(admin),
             data,
             bounce,
             redo,
             arena,
-            slice,
-            // The ranks, the device, and the device's engine.
-            waiter: Waiter::new(Patience::for_this_machine(seating.ranks_here + 2).with_yields(YIELDS)),
-            looked: Instant::now(),
-            gone: false,
-            pulse: None,
-            still: false,
+            poll_interval,
+            // Threads that want a core: the ranks, the device, and the device's engine.
+            waiter: Waiter::new(SpinPolicy::for_this_machine(params.ranks_here + 2).with_yields(YIELDS)),
+            last_check: Instant::now(),
+            is_disconnected: false,
+            heartbeat: None,
+            is_stalled: false,
             fenced: None,
-            early: Vec::new(),
-            late: Vec::new(),
+            answers_before_sever: Vec::new(),
+            answers_after_sever: Vec::new(),
             is_garbled: false,
             is_retired: false,
             next_handle: 1,
-            life,
+            process_control,
         };
         let beats = identity.features.contains(Features::HEARTBEAT);
-        driver.pulse = beats.then(|| Pulse::new(DEAD, driver.function.bar().heartbeat(), Instant::now()));
+        driver.heartbeat =
+            beats.then(|| Heartbeat::new(HEARTBEAT_TIMEOUT, driver.function.bar().heartbeat(), Instant::now()));
         if driver.arena.is_none() {
-            driver.way.hand_over(0, &driver.bounce, true).map_err(failed)?;
+            driver.device_link.hand_over(0, &driver.bounce, true).map_err(failed)?;
         }
         driver.config.bounce.region = driver.register(start, len_bytes).map_err(failed)?;
-        driver.way.note(0, Some(driver.config.bounce.region));
-        driver.endpoint = ReferenceEndpoint::new(driver.config.clone());
+        driver.device_link.bind_key(0, Some(driver.config.bounce.region));
+        driver.endpoint = ZeroCopyEndpoint::new(driver.config.clone());
         Ok(driver)
     }
 
@@ -174,38 +178,38 @@ impl ReferenceDriver {
         &self.device
     }
 
-    /// Return zeroed memory that the device reaches.
+    /// Allocate zeroed memory that the device can reach.
     ///
     /// # Errors
-    /// [`RegisterError`]; nothing else has changed.
+    /// [`RegisterError`]; the group and other buffers are unaffected unless the device is lost or broke the protocol.
     pub fn alloc<T: bytemuck::Pod>(&mut self, len: usize) -> Result<Buffer<T>, RegisterError> {
         let len_bytes = len.saturating_mul(size_of::<T>());
         if len_bytes == 0 {
             return Ok(Buffer::plain(len));
         }
-        // Room for it may be what was dropped. What is wrong with the device, the next call says.
-        if let Err(breach) = self.keep_house() {
-            self.endpoint.fail(breach.into());
-            return Err(breach.into());
+        // Dropped buffers may make room. An error of the device is reported by the next call as well.
+        if let Err(violation) = self.run_housekeeping() {
+            self.endpoint.fail(violation.into());
+            return Err(violation.into());
         }
         let (region, handle) = self.memory(len_bytes)?;
-        let handed = if self.arena.is_none() { self.way.hand_over(handle, &region, false) } else { Ok(()) };
+        let handed = if self.arena.is_none() { self.device_link.hand_over(handle, &region, false) } else { Ok(()) };
         let registered = handed.and_then(|()| self.register(handle, len_bytes));
-        self.way.note(handle, registered.as_ref().ok().copied());
+        self.device_link.bind_key(handle, registered.as_ref().ok().copied());
         if let (Some(arena), Ok(_) | Err(RegisterError::Refused(_))) = (&mut self.arena, &registered) {
             arena.note(handle, registered.as_ref().ok().copied());
         }
-        let registered = registered.and_then(|key| Ok(self.unused(key)?));
+        let registered = registered.and_then(|key| Ok(self.check_unique(key)?));
         match registered {
-            Err(RegisterError::Broken(breach)) => self.endpoint.fail(breach.into()),
-            Err(RegisterError::Gone) => self.endpoint.fail(EndpointError::DeviceLost),
+            Err(RegisterError::Protocol(violation)) => self.endpoint.fail(violation.into()),
+            Err(RegisterError::DeviceLost) => self.endpoint.fail(EndpointError::DeviceLost),
             _ => {}
         }
         let key = registered?;
         Ok(self.registry.insert(region, key, len))
     }
 
-    /// Return zeroed memory that the device can be told of, and the handle to do it by.
+    /// Allocate zeroed memory, and return it with the handle by which the device will know it.
     fn memory(&mut self, len_bytes: usize) -> Result<(Region, u64), RegisterError> {
         if let Some(arena) = &mut self.arena {
             return arena.take(len_bytes);
@@ -215,8 +219,8 @@ impl ReferenceDriver {
         Ok((arena::own(len_bytes)?, handle))
     }
 
-    /// Post an operation with these buffers, which are as long as the operation needs and stay where they are until it
-    /// is complete or the group is retired ([`ReferenceDriver::retire`]).
+    /// Post an operation. Its buffers are as long as the operation requires, and must stay in place until it completes
+    /// or the group is retired ([`ZeroCopyDriver::retire`]).
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
@@ -224,82 +228,81 @@ impl ReferenceDriver {
         self.endpoint.post(desc, path, places)
     }
 
-    /// The same for an operation that does not wait longer than a limit for ranks to come to it. All ranks have to give
-    /// the same.
+    /// The same with a limit on how long the operation waits for ranks. All ranks must pass the same limit.
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post_within(
+    pub fn post_with_limit(
         &mut self,
         desc: OpDesc,
         path: Path,
-        limit: Option<Limit>,
+        limit: Option<StragglerLimit>,
         places: Places,
     ) -> Result<OpId, PostError> {
-        self.endpoint.post_within(desc, path, limit, places)
+        self.endpoint.post_with_limit(desc, path, limit, places)
     }
 
-    /// Return this rank's side of the protocol.
-    pub(crate) const fn endpoint(&self) -> &ReferenceEndpoint {
+    /// Return the endpoint.
+    pub(crate) const fn endpoint(&self) -> &ZeroCopyEndpoint {
         &self.endpoint
     }
 
-    /// Return the ranks that have left the group.
-    pub(crate) fn gone(&self) -> RankMask {
-        self.endpoint.gone()
+    /// Return the ranks that have been excluded from the group.
+    pub(crate) fn excluded_ranks(&self) -> RankMask {
+        self.endpoint.excluded_ranks()
     }
 
-    /// Return what is known of the operation whose completion was told last.
-    pub fn verdict(&self) -> Verdict {
-        self.endpoint.verdict()
+    /// Return details of the operation whose completion was polled last.
+    pub fn completion_info(&self) -> CompletionInfo {
+        self.endpoint.completion_info()
     }
 
-    /// Return where a slice of an operation's elements lies in registered memory, if its values are aligned there: an
-    /// engine that combines them may want that, and only bytes can be elsewhere.
+    /// Return the address of these bytes in registered memory if they start at a multiple of the operation's element
+    /// size: engines that combine values may need that alignment, and only byte elements can lie elsewhere.
     pub fn place(&self, bytes: &[u8], desc: &OpDesc) -> Option<Address> {
         let value_bytes = desc.dtype.map_or(1, Dtype::size_bytes) as u64;
         self.registry.find(bytes).filter(|address| address.offset_bytes.is_multiple_of(value_bytes))
     }
 
-    /// Return the pages of registered memory that hold nothing but these bytes: what the device itself may write to
-    /// ([`Places::writable`]).
+    /// Return the pages of registered memory that hold nothing but these bytes: those that the device itself may write
+    /// to ([`Places::writable`]).
     pub fn whole_pages(&self, bytes: &[u8]) -> Option<Span> {
         self.registry.whole_pages(bytes)
     }
 
-    /// Return the way of an operation whose buffers are `input_len` and `output_len` bytes long and lie at `places`.
+    /// Return how the payload of an operation travels, given the lengths of its buffers in bytes and their places.
     pub const fn transfer(&self, places: &Places, input_len: usize, output_len: usize) -> Transfer {
         // At its edges, any output may share pages with other memory.
         let is_edge = matches!(places.writable, Some(Span { len_bytes: 0, .. }));
-        let output_bounces = places.output.is_none() || is_edge || self.config.lands_apart;
+        let output_bounces = places.output.is_none() || is_edge || self.config.lands_in_bounce;
         let bounces = input_len > 0 && places.input.is_none() || output_len > 0 && output_bounces;
-        if bounces { Transfer::Bounced } else { Transfer::Registered }
+        if bounces { Transfer::Bounced } else { Transfer::ZeroCopy }
     }
 
-    /// Return how many buffers the device has not let go of.
+    /// Return the number of buffers that the device has not released.
     #[cfg(test)]
     pub(super) fn registered(&self) -> usize {
         self.registry.len()
     }
 
-    /// Do what can be done without waiting: take in answers, submit what may be. Returns zero if there is more at once,
-    /// `None` if only the device can bring it on.
+    /// Process completions and submit runs without blocking. Returns zero if there is more to do at once, `None` if
+    /// only the device can make progress.
     pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {
         if self.is_retired || self.has_severed() {
             return None;
         }
-        self.carry();
-        if let Err(breach) = self.keep_house() {
-            self.endpoint.fail(breach.into());
+        self.poll_link();
+        if let Err(violation) = self.run_housekeeping() {
+            self.endpoint.fail(violation.into());
         }
         let is_more = self.collect(buffers);
-        if self.gone && !is_more {
+        if self.is_disconnected && !is_more {
             self.endpoint.fail(EndpointError::DeviceLost);
         }
-        if let Err(breach) = self.submit(buffers) {
-            self.endpoint.fail(breach.into());
+        if let Err(violation) = self.submit(buffers) {
+            self.endpoint.fail(violation.into());
         }
-        self.carry();
+        self.poll_link();
         is_more.then_some(Duration::ZERO)
     }
 
@@ -308,32 +311,32 @@ impl ReferenceDriver {
         self.endpoint.poll_event()
     }
 
-    /// Return why the group is at its end, if it is.
+    /// Return the error that ended the group, if it has failed.
     pub const fn error(&self) -> Option<EndpointError> {
         self.endpoint.error()
     }
 
-    /// Return what was counted.
+    /// Return the counters.
     pub const fn stats(&self) -> &EndpointStats {
         self.endpoint.stats()
     }
 
-    /// Take in a batch of answers; true if there may be more.
+    /// Process a batch of completions; returns whether there may be more.
     pub(super) fn collect(&mut self, buffers: &mut impl Buffers) -> bool {
         let mut batch = [[0; COMPLETION_WORDS]; BATCH];
         let count = match self.data.completions.pop_batch(&mut batch) {
             Ok(count) => count,
             Err(poisoned) => {
-                self.endpoint.fail(Breach::from(poisoned).into());
+                self.endpoint.fail(ProtocolViolation::from(poisoned).into());
                 0
             }
         };
-        self.take_in(&batch[..count], buffers);
+        self.process_answers(&batch[..count], buffers);
         count == BATCH
     }
 
-    /// Take in these answers.
-    pub(super) fn take_in(&mut self, answers: &[[u64; COMPLETION_WORDS]], buffers: &mut impl Buffers) {
+    /// Process these completions.
+    pub(super) fn process_answers(&mut self, answers: &[[u64; COMPLETION_WORDS]], buffers: &mut impl Buffers) {
         let bounce = &self.bounce;
         for words in answers {
             self.endpoint.handle(words, |result| {
@@ -343,22 +346,22 @@ impl ReferenceDriver {
         }
         let (redo, view) = (&self.redo, (self.config.group, self.config.epoch));
         let is_published = |seq| redo.as_ref().is_some_and(|redo| redo.is_published(view, seq));
-        self.endpoint.keep(is_published, buffers);
+        self.endpoint.retain_completed(is_published, buffers);
     }
 
-    /// Submit what may be.
-    fn submit(&mut self, buffers: &impl Buffers) -> Result<(), Breach> {
+    /// Submit as many runs as fit.
+    fn submit(&mut self, buffers: &impl Buffers) -> Result<(), ProtocolViolation> {
         loop {
             let room = (self.data.submissions.room()? as usize).min(BATCH);
             let mut batch = [[0; SUBMISSION_WORDS]; BATCH];
             let mut count = 0;
-            // A run may take a second entry, for its operation's limit.
+            // A run may need a second entry, for its operation's limit.
             while count + 1 < room {
                 let Some(run) = self.endpoint.next_run() else { break };
                 let landing = run.contribution.dst.filter(|dst| dst.region == self.config.bounce.region);
                 if let Some(landing) = landing {
-                    // What is announced there from now on is of these chunks.
-                    self.way.forget_landed(landing.offset_bytes, self.endpoint.landing_end(&run));
+                    // Results announced there from now on belong to these chunks.
+                    self.device_link.forget_landed(landing.offset_bytes, self.endpoint.landing_end(&run));
                 }
                 if let Some(limit) = run.limit {
                     batch[count] = SubmissionEntry::Limit(limit).emit();
@@ -366,8 +369,8 @@ impl ReferenceDriver {
                 }
                 batch[count] = SubmissionEntry::Contribution(run.contribution).emit();
                 count += 1;
-                if let Some(fill) = run.fill {
-                    self.bounce.write(fill.to, &buffers.input(fill.op)[fill.from]);
+                if let Some(stage_in) = run.stage_in {
+                    self.bounce.write(stage_in.to, &buffers.input(stage_in.op)[stage_in.from]);
                     // The device fetches this run while the next is copied.
                     break;
                 }
@@ -379,43 +382,44 @@ impl ReferenceDriver {
         }
     }
 
-    /// See to dropped buffers, to answers that nobody waits for, and now and then to the connection.
-    fn keep_house(&mut self) -> Result<(), Breach> {
+    /// Deregister dropped buffers, process replies that nobody waits for, and check the device from time to time.
+    fn run_housekeeping(&mut self) -> Result<(), ProtocolViolation> {
         while let Some(region) = self.registry.next_dropped() {
-            if self.admin.submit(AdminCommand::Deregister { region }, Purpose::Leaving(region))?.is_none() {
+            if self.admin.submit(AdminCommand::Deregister { region }, Purpose::Deregister(region))?.is_none() {
                 self.registry.put_back(region);
                 break;
             }
         }
         while self.admin.is_open()
-            && let Some(answered) = self.admin.poll()?
+            && let Some(reply) = self.admin.poll()?
         {
-            self.note(&answered)?;
+            self.handle_reply(&reply)?;
         }
-        if self.looked.elapsed() >= SLICE {
-            self.look()?;
+        if self.last_check.elapsed() >= POLL_INTERVAL {
+            self.check_device()?;
         }
         Ok(())
     }
 
-    /// Deal with an answer that nobody waits for.
-    fn note(&mut self, answered: &Answered) -> Result<(), Breach> {
-        match answered.purpose {
-            Purpose::Leaving(region) if answered.status == EntryStatus::Result => {
+    /// Process a reply that nobody waits for.
+    fn handle_reply(&mut self, reply: &AdminReply) -> Result<(), ProtocolViolation> {
+        match reply.purpose {
+            Purpose::Deregister(region) if reply.status == EntryStatus::Result => {
                 self.registry.remove(region);
-                self.way.withdraw(region);
+                self.device_link.withdraw(region);
                 self.arena.iter_mut().for_each(|arena| arena.give_back(region));
             }
-            // What the device does not let go of stays mapped, and is not looked up by anybody.
-            Purpose::Leaving(region) => {
-                tracing::warn!(device = self.device, ?region, status = ?answered.status, "a region stays registered");
+            // A region that the device does not release stays mapped; nothing looks it up any more.
+            Purpose::Deregister(region) => {
+                let status = reply.status;
+                tracing::warn!(device = self.device, ?region, ?status, "cannot deregister a region; it stays mapped");
             }
-            Purpose::Unwanted => {
-                if let Some(region) = RegionKey::from_bits(answered.value)
-                    && answered.status == EntryStatus::Result
+            Purpose::Abandoned => {
+                if let Some(region) = RegionKey::from_bits(reply.value)
+                    && reply.status == EntryStatus::Result
                 {
-                    let command = AdminCommand::Deregister { region: self.unused(region)? };
-                    self.admin.submit(command, Purpose::Leaving(region))?;
+                    let command = AdminCommand::Deregister { region: self.check_unique(region)? };
+                    self.admin.submit(command, Purpose::Deregister(region))?;
                 }
             }
             Purpose::Awaited => {}
@@ -423,53 +427,52 @@ impl ReferenceDriver {
         Ok(())
     }
 
-    /// Look whether the device is still there.
-    fn look(&mut self) -> Result<(), Breach> {
-        self.looked = Instant::now();
-        self.gone |= self.way.is_gone()?;
+    /// Check the connection, the device status and the heartbeat.
+    fn check_device(&mut self) -> Result<(), ProtocolViolation> {
+        self.last_check = Instant::now();
+        self.is_disconnected |= self.device_link.is_disconnected()?;
         if self.function.bar().status().contains(DeviceStatus::FAILED) {
             self.endpoint.fail(EndpointError::GroupLost);
         }
-        self.feel();
+        self.check_heartbeat();
         Ok(())
     }
 
-    /// Look whether the device's runtime goes on, if anything is waited for.
-    fn feel(&mut self) {
+    /// Check the heartbeat, if anything is waited for.
+    fn check_heartbeat(&mut self) {
         let is_waited_for = self.endpoint.is_in_flight() || self.admin.is_open();
-        let Some(pulse) = self.pulse.as_mut().filter(|_| !self.still) else { return };
-        match pulse.look(self.function.bar().heartbeat(), is_waited_for, self.looked) {
-            Sign::Goes => {}
-            Sign::Ask => {
-                self.data.ask();
-                self.way.ask();
+        let Some(heartbeat) = self.heartbeat.as_mut().filter(|_| !self.is_stalled) else { return };
+        match heartbeat.check(self.function.bar().heartbeat(), is_waited_for, self.last_check) {
+            Liveness::Alive => {}
+            Liveness::Ping => {
+                self.data.ring_device();
+                self.device_link.ping();
             }
-            Sign::Dead => {
-                tracing::warn!(device = self.device, limit = ?DEAD, "the device stands still");
-                self.still = true;
+            Liveness::Dead => {
+                tracing::warn!(device = self.device, limit = ?HEARTBEAT_TIMEOUT, "the device's heartbeat has stopped");
+                self.is_stalled = true;
                 self.endpoint.fail(EndpointError::PathLost);
             }
         }
     }
 
-    /// Register memory that was handed over.
+    /// Register memory that the device has been given.
     fn register(&mut self, handle: u64, len_bytes: usize) -> Result<RegionKey, RegisterError> {
         let command = AdminCommand::Register { handle, offset_bytes: 0, len_bytes: len_bytes as u64 };
         match self.command(command, REGISTER_LIMIT)? {
-            (EntryStatus::Result, value) => {
-                RegionKey::from_bits(value).ok_or(RegisterError::Broken(Breach::Misplaced { queue: 0 }))
-            }
+            (EntryStatus::Result, value) => RegionKey::from_bits(value)
+                .ok_or(RegisterError::Protocol(ProtocolViolation::UnexpectedEntry { queue: 0 })),
             (status, _) => Err(RegisterError::Refused(status)),
         }
     }
 
-    /// Check that no other memory has this key: what is known by it is looked up and taken away by it.
-    fn unused(&self, region: RegionKey) -> Result<RegionKey, Breach> {
+    /// Check that no other memory has this key: regions are looked up and revoked by key.
+    fn check_unique(&self, region: RegionKey) -> Result<RegionKey, ProtocolViolation> {
         let used = region == self.config.bounce.region || self.registry.region(region).is_some();
-        if used { Err(Breach::SameRegion { region }) } else { Ok(region) }
+        if used { Err(ProtocolViolation::DuplicateRegion { region }) } else { Ok(region) }
     }
 
-    /// Have a command done, and return what was answered.
+    /// Submit a command and wait for its reply.
     pub(super) fn command(
         &mut self,
         command: AdminCommand,
@@ -481,34 +484,34 @@ impl ReferenceDriver {
             if cookie.is_none() {
                 cookie = self.admin.submit(command, Purpose::Awaited)?;
             }
-            while let Some(answered) = self.admin.poll()? {
-                if Some(answered.cookie) == cookie {
-                    return Ok((answered.status, answered.value));
+            while let Some(reply) = self.admin.poll()? {
+                if Some(reply.cookie) == cookie {
+                    return Ok((reply.status, reply.value));
                 }
-                self.note(&answered)?;
+                self.handle_reply(&reply)?;
             }
-            // What it was told it finds, should it go on.
-            if self.gone || self.still {
+            // The command is in the ring, should the device resume.
+            if self.is_disconnected || self.is_stalled {
                 cookie.into_iter().for_each(|cookie| self.admin.abandon(cookie));
-                return Err(RegisterError::Gone);
+                return Err(RegisterError::DeviceLost);
             }
             let now = Instant::now();
             if now >= deadline {
                 cookie.into_iter().for_each(|cookie| self.admin.abandon(cookie));
-                return Err(RegisterError::Silent(limit));
+                return Err(RegisterError::Timeout(limit));
             }
-            let is_news = self.wait_for_answer(deadline.min(now + self.slice));
-            if !is_news && self.looked.elapsed() >= SLICE {
-                self.look()?;
+            let is_answered = self.wait_for_answer(deadline.min(now + self.poll_interval));
+            if !is_answered && self.last_check.elapsed() >= POLL_INTERVAL {
+                self.check_device()?;
             }
         }
     }
 }
 
-impl Drop for ReferenceDriver {
+impl Drop for ZeroCopyDriver {
     fn drop(&mut self) {
         if self.registry.is_forked() {
-            // The function is the parent's, and its registers are not mapped here.
+            // The function belongs to the parent, and its registers are not mapped here.
             return;
         }
         self.retire();

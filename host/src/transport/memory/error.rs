@@ -1,4 +1,4 @@
-//! What can go wrong between a rank and a device that share memory.
+//! Errors between a rank and the device that reads and writes its memory.
 
 use std::time::Duration;
 use sumac_hal::dma::RegionKey;
@@ -8,164 +8,162 @@ use sumac_hal::ring::Poisoned;
 use sumac_hal::shm::{AttachRefusal, DeviceUserError, FunctionError, MemoryError, SocketError};
 use thiserror::Error;
 
-/// How a device broke the protocol.
+/// How a device violated the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 #[non_exhaustive]
-pub enum Breach {
-    /// It moved a ring's index to where it can't be.
+pub enum ProtocolViolation {
+    /// A ring index is out of range.
     #[error(transparent)]
     Ring(#[from] Poisoned),
-    /// What it put into a ring is no entry.
-    #[error("a completion is none: {0}")]
+    /// Malformed entry.
+    #[error("malformed completion: {0}")]
     Entry(#[from] EntryError),
-    /// It answered what was not submitted, or a second time.
-    #[error("an answer to {count} chunks from {first} on, which are not all submitted and open")]
-    Unasked {
+    /// It answered chunks that were not submitted, or were answered before.
+    #[error("unsolicited answer to {count} chunks from {first} on: not all of them are submitted and open")]
+    Unsolicited {
         /// The first chunk.
         first: ChunkNo,
         /// How many.
         count: u16,
     },
-    /// It answered for another group, or another epoch.
-    #[error("an answer for another group or epoch")]
-    Stranger,
-    /// It says that nobody wants a result that this rank wants.
-    #[error("{chunk} is answered without the result that this rank wants")]
+    /// It answered for another group or epoch.
+    #[error("answer for another group or epoch")]
+    WrongGroup,
+    /// It completed a chunk without the result that this rank requires.
+    #[error("{chunk} was completed without the result that this rank requires")]
     NoResult {
         /// The chunk.
         chunk: ChunkNo,
     },
-    /// It said that operations differ or are not supported, or that ranks are missing, and not which.
-    #[error("{status:?} at {chunk}, without the operations or ranks that it speaks of")]
-    Unnamed {
-        /// What it said.
+    /// It reported mismatched or unsupported operations, or missing ranks, without naming them.
+    #[error("{status:?} at {chunk} without the operations or ranks concerned")]
+    MissingDetails {
+        /// The reported status.
         status: EntryStatus,
         /// The chunk.
         chunk: ChunkNo,
     },
-    /// It told of a decision to go on without ranks that can't be the next one, or of half of it.
-    #[error(
-        "decision {decision}, to go on without ranks from {first} on, is not the next, not whole, or without ranks"
-    )]
-    Undecided {
-        /// Its number.
+    /// It announced a decision to exclude ranks that is out of order, incomplete or empty.
+    #[error("decision {decision} to exclude ranks from {first} on is out of order, incomplete or empty")]
+    InvalidDecision {
+        /// The number of the decision.
         decision: u16,
-        /// The first chunk that they have no part in.
+        /// The first chunk without these ranks.
         first: ChunkNo,
     },
-    /// An entry is on a queue where it does not belong, or answers no command of this rank.
-    #[error("a completion on queue {queue} that belongs to nothing there")]
-    Misplaced {
+    /// An entry on the wrong queue, or a reply to no open command.
+    #[error("unexpected completion on queue {queue}")]
+    UnexpectedEntry {
         /// The queue.
         queue: u32,
     },
-    /// It gave memory the key of other memory that it has not let go of.
-    #[error("{region:?} is the key of memory that is registered already")]
-    SameRegion {
+    /// It registered memory under the key of other memory that is still registered.
+    #[error("key {region:?} is already in use by other memory")]
+    DuplicateRegion {
         /// The key.
         region: RegionKey,
     },
-    /// It sent a message, where nothing is to be said any more.
-    #[error("a message on the connection after attaching")]
-    Message,
+    /// It sent a message on the connection after attaching.
+    #[error("unexpected message on the connection after attaching")]
+    UnexpectedMessage,
 }
 
-/// Why a rank can't attach to its leaf device.
+/// Why a rank could not attach to its leaf device.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum AttachError {
-    /// The device would not.
-    #[error("it refuses: {0}")]
+    /// The device refused.
+    #[error("attach refused: {0}")]
     Refused(AttachRefusal),
-    /// The connection.
+    /// The connection failed.
     #[error(transparent)]
     Socket(#[from] SocketError),
-    /// Whose devices this rank lets in is not told in order.
+    /// The list of users whose devices this rank accepts is malformed.
     #[error(transparent)]
     Users(#[from] DeviceUserError),
-    /// Its function.
-    #[error("its function: {0}")]
+    /// The device's function is invalid.
+    #[error("invalid function: {0}")]
     Function(#[from] FunctionError),
-    /// Memory, its own or this rank's.
+    /// Memory of the device or of this rank could not be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// It lacks what contributions by reference need.
-    #[error("it has {has:?}, and {needs:?} is needed")]
+    /// It lacks features that the zero-copy transport requires.
+    #[error("the device offers {has:?}, but zero-copy requires {needs:?}")]
     Features {
-        /// What it has.
+        /// The features that it offers.
         has: Features,
-        /// What it must have.
+        /// The features required.
         needs: Features,
     },
-    /// The engine of a device on another host asks for an alignment that memory does not have.
-    #[error("its engine asks for addresses at multiples of {found} bytes, where at most {max} are to be had")]
+    /// The engine of a device on another host requires a larger alignment than memory here has.
+    #[error("its engine requires addresses aligned to {found} bytes; at most {max} are supported")]
     Alignment {
-        /// What it asks for.
+        /// The required alignment in bytes.
         found: u32,
-        /// The most that memory has.
+        /// The maximum supported.
         max: u32,
     },
-    /// It has more shards than one.
-    #[error("it has {0} queues, and this version uses 2: admin and data of one shard")]
+    /// It has more than one shard.
+    #[error("the device has {0} queues; this version supports 2 (admin and data of one shard)")]
     Queues(u32),
-    /// It said something else than was its turn to say.
-    #[error("it said {0} where {1} was expected")]
-    Order(&'static str, &'static str),
-    /// Its redo slots can't hold a chunk.
-    #[error("{slots} redo slots of {slot_len_bytes} bytes, where a chunk needs {needs} bytes")]
+    /// It sent another message than the one due.
+    #[error("the device sent {0}, expected {1}")]
+    UnexpectedMessage(&'static str, &'static str),
+    /// Its redo slots are too short for a chunk.
+    #[error("{slots} redo slots of {slot_len_bytes} bytes; a chunk needs {needs} bytes")]
     Redo {
         /// How many.
         slots: u32,
-        /// How long each is.
+        /// The length of each in bytes.
         slot_len_bytes: u32,
-        /// How long one has to be.
+        /// The length required in bytes.
         needs: u32,
     },
-    /// Its redo slots are not where it says.
+    /// Its redo slots lie outside the memory that it provided.
     #[error(
-        "{slots} redo slots of {slot_len_bytes} bytes from {offset_bytes} on reach beyond the memory that it gave for them"
+        "{slots} redo slots of {slot_len_bytes} bytes from offset {offset_bytes} exceed the memory provided for them"
     )]
     RedoMemory {
         /// How many.
         slots: u32,
-        /// How long each is.
+        /// The length of each in bytes.
         slot_len_bytes: u32,
-        /// Where they begin.
+        /// The offset of the first.
         offset_bytes: u64,
     },
-    /// A device on another host can't be reached by RDMA.
-    #[error("by RDMA: {0}")]
+    /// A device on another host could not be reached by RDMA.
+    #[error("RDMA: {0}")]
     Remote(String),
-    /// The bounce buffer.
-    #[error("the bounce buffer of {len_bytes} bytes: {reason}")]
+    /// The bounce buffer could not be set up.
+    #[error("cannot set up a bounce buffer of {len_bytes} bytes: {reason}")]
     Bounce {
-        /// Its length.
+        /// Its length in bytes.
         len_bytes: u64,
-        /// Why it was not registered.
+        /// The reason.
         reason: RegisterError,
     },
 }
 
-/// Why memory was not registered with a device.
+/// Why memory could not be registered with a device.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RegisterError {
-    /// The system gives none.
+    /// The system could not allocate or map it.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// It could not be handed over.
-    #[error("handing it over: {0}")]
+    /// It could not be passed to the device.
+    #[error("cannot pass memory to the device: {0}")]
     Socket(String),
-    /// The device would not.
-    #[error("the device refuses: {0:?}")]
+    /// The device refused.
+    #[error("the device refused registration: {0:?}")]
     Refused(EntryStatus),
-    /// The device did not answer.
-    #[error("the device has not answered within {} ms", .0.as_millis())]
-    Silent(Duration),
-    /// The device is gone, or its runtime stands still.
-    #[error("the device is gone, or stands still")]
-    Gone,
-    /// The device makes no sense.
-    #[error("the device has broken the protocol: {0}")]
-    Broken(#[from] Breach),
+    /// The device did not reply in time.
+    #[error("the device did not reply within {} ms", .0.as_millis())]
+    Timeout(Duration),
+    /// The device disconnected, or its runtime has stopped.
+    #[error("the device disconnected or has stopped")]
+    DeviceLost,
+    /// The device violated the protocol.
+    #[error("protocol violation by the device: {0}")]
+    Protocol(#[from] ProtocolViolation),
 }

@@ -1,14 +1,14 @@
-//! Registered memory: what a program allocates so that the device reaches it, and where a slice lies in it.
+//! Registered memory: what a program allocates for the device to reach, and the lookup of slices in it.
 //!
-//! A [`Buffer`] and the registry both keep the mapping, so it goes when the buffer is dropped *and* the device has let
-//! go of it (or its driver is gone). Where the memory is of an arena that the device gives to the next rank, they keep the
-//! connection to the device too: its end says that nobody uses the arena here any more. A buffer that is dropped says so in a list that the driver looks at when it is
-//! called next. Only memory that was allocated here is ever looked up, so that an address can't be another's by now
-//! (PROTOCOL 10).
+//! A [`Buffer`] and the registry both hold the mapping. It is unmapped once the buffer is dropped *and* the device has
+//! released the region (or its driver is gone). Where the memory belongs to an arena that the device later gives to
+//! another rank, they hold the connection to the device too: its end tells the device that the arena is no longer in
+//! use here. A dropped buffer adds its key to a list that the driver processes on its next call. Only memory allocated
+//! here is ever looked up, so an address cannot belong to anything else by then (PROTOCOL 10).
 //!
 //! Soundness: the device writes only to destinations of operations in flight, and those hold the buffer, by `&mut` or
-//! as its owner, until their chunks are answered or fenced. To this process the device is like a system call that
-//! fills a buffer.
+//! as its owner, until their chunks are answered or fenced. To this process the device is like a system call that fills
+//! a buffer.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -19,18 +19,18 @@ use std::sync::{Arc, Mutex, PoisonError};
 use sumac_hal::dma::{Address, DmaMemory, RegionKey, Span};
 use sumac_hal::shm::{Connection, ProcessMark, Region};
 
-/// Memory for operations, of [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf device reads
-/// and writes by itself where the communicator attaches by reference, and an ordinary one where it does not.
+/// Memory for operations, allocated by [`Communicator::alloc`](crate::Communicator::alloc): a slice that the leaf
+/// device reads and writes itself if the communicator uses the zero-copy transport, and ordinary memory if not.
 ///
-/// Any part of it may be passed to a call. It outlives its communicator, and is then just memory. A forked process shares it
-/// where the device reaches it, and has a copy of its own where it does not; it may read it and drop it, and what it writes
-/// to a shared one the process that allocated it has too.
+/// Any part of it may be passed to a call. It outlives its communicator, as plain memory. A forked process shares
+/// memory that the device can reach and has its own copy of memory that it cannot; it may read and drop either, and its
+/// writes to shared memory are visible to the process that allocated it.
 ///
-/// Parts of it may be used by several threads, and by several operations, at once (`split_at_mut`): what one of them
-/// meets with, a device that is lost included, changes nothing in the others' parts. For that, the device itself writes
-/// only to pages (mostly 4 KiB) that hold nothing but an operation's own results. Where an output begins or ends in the
-/// middle of a page, the chunks there come through the bounce buffer, and are copied once more: one at either end, or more if
-/// a chunk is shorter than a page. A whole buffer has no such edges, nor has a part that begins and ends between pages.
+/// Several threads and several operations may use parts of it at once (`split_at_mut`): whatever happens to one, a lost
+/// device included, does not affect the others' parts. To guarantee that, the device writes only to pages (usually 4
+/// KiB) that hold nothing but an operation's own results. Where an output begins or ends within a page, the chunks
+/// there are copied through the bounce buffer: one at either end, or more if a chunk is shorter than a page. Whole
+/// buffers, and parts that begin and end on page boundaries, have no such edges.
 pub struct Buffer<T: bytemuck::Pod> {
     backing: Backing<T>,
 }
@@ -40,12 +40,12 @@ enum Backing<T> {
     Registered(Lease<T>),
 }
 
-/// A buffer's hold on a region.
+/// A buffer's share of a region.
 struct Lease<T> {
     base: NonNull<T>,
     len: usize,
     key: RegionKey,
-    /// Keeps the mapping.
+    /// Keeps the mapping alive.
     _region: SharedRegion,
     dropped: Arc<Dropped>,
 }
@@ -55,19 +55,19 @@ unsafe impl<T: Send> Send for Lease<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for Lease<T> {}
 
-/// A region that its buffer and the registry keep. The lock is for [`Region::sever`] and for copies after a fence;
+/// A region held by its buffer and the registry. The lock is for [`Region::sever`] and for copies after a fence;
 /// neither moves the memory.
 pub(super) type SharedRegion = Arc<Mutex<Region>>;
 
-/// Regions whose buffers are dropped.
+/// Keys of regions whose buffers have been dropped.
 #[derive(Debug, Default)]
 pub(super) struct Dropped {
     any: AtomicBool,
     keys: Mutex<Vec<RegionKey>>,
-    /// The process of the driver.
+    /// The driver's process.
     process: ProcessMark,
-    /// Where the memory is another rank's once this has hung up.
-    _seat: Option<Arc<Connection>>,
+    /// Keeps the connection open where its end would give the memory to another rank.
+    _connection: Option<Arc<Connection>>,
 }
 
 impl<T: bytemuck::Pod> Buffer<T> {
@@ -76,7 +76,7 @@ impl<T: bytemuck::Pod> Buffer<T> {
         Self { backing: Backing::Plain(vec![T::zeroed(); len]) }
     }
 
-    /// Tell whether a device reaches the memory.
+    /// Return whether a device can reach the memory.
     pub const fn is_registered(&self) -> bool {
         matches!(self.backing, Backing::Registered(_))
     }
@@ -114,7 +114,7 @@ impl<T: bytemuck::Pod + fmt::Debug> fmt::Debug for Buffer<T> {
 impl<T> Drop for Lease<T> {
     fn drop(&mut self) {
         if self.dropped.process.is_forked() {
-            // The device is told by the process that it is attached to, whose lock may be held here for ever.
+            // The attached process tells the device; its lock may be held for ever in this copy.
             return;
         }
         self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(self.key);
@@ -122,7 +122,7 @@ impl<T> Drop for Lease<T> {
     }
 }
 
-/// The registered memory of one driver.
+/// The registered regions of one driver.
 #[derive(Debug)]
 pub(super) struct Registry {
     entries: Vec<Entry>,
@@ -133,7 +133,7 @@ pub(super) struct Registry {
 struct Entry {
     start: usize,
     len_bytes: usize,
-    /// How many of these bytes are elements. What lies behind, nobody uses.
+    /// The bytes that are elements; nothing uses what lies behind.
     used_bytes: usize,
     page_len_bytes: usize,
     key: RegionKey,
@@ -141,20 +141,20 @@ struct Entry {
 }
 
 impl Registry {
-    /// Return an empty registry, whose buffers and itself keep a connection.
-    pub(super) fn new(seat: Option<Arc<Connection>>) -> Self {
-        Self { entries: Vec::new(), dropped: Arc::new(Dropped { _seat: seat, ..Dropped::default() }) }
+    /// Create an empty registry. It and its buffers keep `connection` open.
+    pub(super) fn new(connection: Option<Arc<Connection>>) -> Self {
+        Self { entries: Vec::new(), dropped: Arc::new(Dropped { _connection: connection, ..Dropped::default() }) }
     }
 
-    /// Tell whether this process was forked from the driver's.
+    /// Return whether this process was forked from the driver's.
     pub(super) fn is_forked(&self) -> bool {
         self.dropped.process.is_forked()
     }
 
-    /// Note a registered region, and return a buffer of `len` elements in it.
+    /// Add a registered region, and return a buffer of `len` elements in it.
     ///
     /// # Panics
-    /// If it is shorter.
+    /// If the region is too short.
     pub(super) fn insert<T: bytemuck::Pod>(&mut self, region: Region, key: RegionKey, len: usize) -> Buffer<T> {
         let (base, len_bytes) = (region.base(), region.len_bytes());
         let base = base.cast::<T>();
@@ -168,7 +168,7 @@ impl Registry {
         Buffer { backing: Backing::Registered(Lease { base, len, key, _region: region, dropped }) }
     }
 
-    /// Return where bytes lie in registered memory; `None` if they do not, or there are none.
+    /// Return the address of these bytes in registered memory; `None` if they are elsewhere, or empty.
     pub(super) fn find(&self, bytes: &[u8]) -> Option<Address> {
         let (entry, offset) = self.entry_of(bytes)?;
         Some(Address { region: entry.key, offset_bytes: offset as u64 })
@@ -183,7 +183,7 @@ impl Registry {
         })
     }
 
-    /// Return the pages that hold nothing but these bytes of registered memory; `None` if they lie elsewhere.
+    /// Return the pages that hold nothing but these bytes of registered memory; `None` if they are elsewhere.
     pub(super) fn whole_pages(&self, bytes: &[u8]) -> Option<Span> {
         let (entry, offset) = self.entry_of(bytes)?;
         let (page, end) = (entry.page_len_bytes, offset + bytes.len());
@@ -197,7 +197,7 @@ impl Registry {
         self.entries.iter().find(|entry| entry.key == key).map(|entry| &entry.region)
     }
 
-    /// Return a region whose buffer is dropped, which the device may let go of.
+    /// Return the key of a region whose buffer has been dropped.
     pub(super) fn next_dropped(&self) -> Option<RegionKey> {
         if !self.dropped.any.load(Ordering::Acquire) {
             return None;
@@ -210,12 +210,12 @@ impl Registry {
         key
     }
 
-    /// Put back what could not be told to the device yet.
+    /// Put back a key for which the admin queue had no room.
     pub(super) fn put_back(&self, key: RegionKey) {
         self.dropped.keys.lock().unwrap_or_else(PoisonError::into_inner).push(key);
     }
 
-    /// The device has let go of a region.
+    /// Remove a region that the device has released.
     pub(super) fn remove(&mut self, key: RegionKey) {
         self.entries.retain(|entry| entry.key != key);
     }
@@ -236,11 +236,11 @@ mod tests {
     const KEY: RegionKey = RegionKey { index: 1, generation: 1 };
 
     #[test]
-    fn whole_pages_hold_nothing_of_the_neighbours() {
+    fn whole_pages_exclude_pages_shared_with_neighbours() {
         let region = Region::create(5 * 65_536 + 100, Pages::Normal).expect("memory");
         let page = region.page_len_bytes();
         let mut registry = Registry::new(None);
-        // Behind the elements there is something that nobody uses.
+        // The region is longer than its elements.
         let buffer = registry.insert::<u8>(region, KEY, 5 * 65_536);
         let of = |range: std::ops::Range<usize>| {
             let Span { address, len_bytes } = registry.whole_pages(&buffer[range]).expect("registered");
@@ -256,12 +256,12 @@ mod tests {
     }
 
     #[test]
-    fn a_seat_is_kept_until_the_last_buffer_in_it_is_dropped() {
+    fn connection_stays_open_until_last_buffer_is_dropped() {
         let name = format!("sumac-memory-{}", std::process::id());
         let listener = Listener::bind(&name).expect("a free name");
         let rank = Arc::new(Connection::open(&name, LONG).expect("it listens"));
-        let device = listener.accept(LONG).expect("welcome").expect("it waits");
-        let hung_up = || match device.receive(Duration::ZERO) {
+        let device = listener.accept(LONG).expect("a connection").expect("it waits");
+        let is_closed = || match device.receive(Duration::ZERO) {
             Err(SocketError::Timeout(_)) => false,
             Err(SocketError::Closed) => true,
             other => panic!("{other:?}"),
@@ -271,9 +271,9 @@ mod tests {
         let region = Region::create(4096, Pages::Normal).expect("memory");
         let mut buffer = registry.insert::<u32>(region, KEY, 8);
         drop(registry);
-        assert!(!hung_up());
+        assert!(!is_closed());
         buffer.fill(7);
         drop(buffer);
-        assert!(hung_up());
+        assert!(is_closed());
     }
 }

@@ -1,12 +1,12 @@
-//! Contributions by reference: a rank says where its data is, and its leaf device's DMA engine fetches, reduces and
-//! delivers it (PROTOCOL 5 to 7).
+//! Zero-copy transport: a rank submits addresses, and the DMA engine of its leaf device fetches, reduces and delivers
+//! the data (PROTOCOL 5 to 7).
 //!
-//! Packets cost a rank two copies and a checksum of every byte. Where rank and leaf share memory, the rank only names
-//! places, 64 bytes for up to 16 chunks:
+//! The packet transport costs a rank two copies and a checksum of every byte. Where rank and leaf share memory, the
+//! rank submits 64-byte descriptors instead, one for up to 16 chunks:
 //!
 //! ```text
 //!   Communicator::alloc -> Buffer ------- registered (admin queue) ------> the device's engine
-//!   post -> ReferenceEndpoint -> runs of chunks -> submission ring -----------> pulls, reduces
+//!   post -> ZeroCopyEndpoint -> runs of chunks -> submission ring -----------> pulls, reduces
 //!   events <-       "         <- answers        <- completion ring <--- writes back, publishes
 //!                   ^
 //!   other memory ---'  through a bounce buffer, copied in ahead and out as answers come
@@ -14,31 +14,31 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `endpoint` | the state machine, sans I/O: which run is next, what an answer means |
-//! | `bounce` | where chunks of other memory lie in the bounce buffer |
-//! | `attach` | the handshake with the device |
-//! | `queue` | both ends of a queue of the function, and who wakes whom |
-//! | `arena` | where memory comes from |
-//! | `memory` | registered memory: [`Buffer`], and where a slice lies in it |
-//! | `redo` | what the device has published, as this rank reads it |
-//! | `pulse` | whether the device's runtime goes on |
-//! | `far` | a device on another host: messages, and memory opened to it ([`sumac_hal::remote`]) |
-//! | `driver` | all of it together, as [`TreeDriver`](crate::transport::packets::TreeDriver) is for packets |
-//! | `wait` | sleeping until the device has something |
-//! | `retire` | the fence, and what is left when the device is gone |
+//! | `endpoint` | sans-I/O state machine: which run to submit next, how to apply an answer |
+//! | `bounce` | ring allocator of the bounce buffer, for memory that is not registered |
+//! | `attach` | handshake with the device |
+//! | `queue` | host side of a queue pair of the function, admin commands, wake-ups |
+//! | `arena` | allocation of registered memory |
+//! | `memory` | registered memory: [`Buffer`], and the lookup of a slice in it |
+//! | `redo` | read access to the results that the device has published |
+//! | `heartbeat` | detection of a device whose runtime has stopped |
+//! | `remote` | leaf device on another host, over RDMA ([`sumac_hal::remote`]) |
+//! | `driver` | combines all of the above, as [`TreeDriver`](crate::transport::packets::TreeDriver) does for packets |
+//! | `wait` | sleeping until the device has made progress |
+//! | `retire` | end of a group: fencing the device and salvaging published results |
 //!
 //! Invariants:
-//! - Nothing that the device writes is believed: each answer has to name chunks that were submitted and not yet
-//!   answered; what does not ends the group with a named error ([`Breach`]).
-//! - Memory that an operation was given is the device's until its chunk is answered. No call returns an error while
-//!   the device could still write to the caller's memory: the group is fenced first, by the device itself, by the
-//!   end of its process, or by taking the memory away from it.
-//! - After an error each chunk of the caller's buffer is wholly old or wholly new: what the device had published is
-//!   copied from its redo slot, and of what it had not it has touched no destination. Only of a device that goes on while
-//!   its memory is taken away there may be chunks of which that is not known; then the error says so.
-//! - The device writes to pages that hold nothing but the output of an operation in flight: those can be taken away from it
-//!   beside threads of this process that write to anything else.
-//! - Registered memory stays mapped until the device has let go of it and its [`Buffer`] is dropped.
+//! - Nothing that the device writes is trusted. Each answer must name chunks that were submitted and not yet answered;
+//!   anything else ends the group with a [`ProtocolViolation`].
+//! - Memory of an operation belongs to the device until its chunks are answered. No call returns an error while the
+//!   device could still write to the caller's memory: the group is fenced first, by the device itself, by the end of
+//!   its process, or by revoking the memory.
+//! - After an error each chunk of the caller's buffer is wholly old or wholly new. Results that the device had
+//!   published are copied from its redo slots; of unpublished ones it has not touched any destination. Only a device
+//!   that keeps running while its memory is revoked can leave chunks whose contents are unknown, and the error says so.
+//! - The device writes only to pages that hold nothing but the output of an operation in flight. Such pages can be
+//!   revoked while other threads of this process write to the rest of the memory.
+//! - Registered memory stays mapped until the device has released it and its [`Buffer`] is dropped.
 
 mod arena;
 mod attach;
@@ -46,45 +46,51 @@ mod bounce;
 mod driver;
 mod endpoint;
 mod error;
-mod far;
+mod heartbeat;
 mod memory;
-mod pulse;
 mod queue;
 mod redo;
+mod remote;
 mod retire;
 #[cfg(test)]
 mod tests;
 mod wait;
 
-pub use attach::{Remote, Seating};
-pub use driver::ReferenceDriver;
-pub use endpoint::{BounceConfig, Drain, Fill, Places, ReferenceConfig, ReferenceEndpoint, Run};
-pub use error::{AttachError, Breach, RegisterError};
+pub use attach::{AttachParams, Remote};
+pub use driver::ZeroCopyDriver;
+pub use endpoint::{BounceConfig, Places, Run, StageIn, StageOut, ZeroCopyConfig, ZeroCopyEndpoint};
+pub use error::{AttachError, ProtocolViolation, RegisterError};
 pub use memory::Buffer;
 pub use queue::Waker;
 #[cfg(feature = "snapshot")]
 pub(crate) use redo::{ReadAt, Redo};
 
-/// The way that an operation's bytes took between this rank and its leaf device.
+/// How the payload of an operation moved between this rank and its leaf device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Transfer {
-    /// In packets.
+    /// Inline, in packets.
     Packets,
-    /// By the device's engine, straight from and to the caller's registered memory ([`Buffer`]), but for results on pages
-    /// that hold other memory too, a chunk at either end, or more if they are shorter than a page; or there were none.
-    Registered,
-    /// By the device's engine, at least in part through a bounce buffer: the caller's memory is not registered, or all of
-    /// the output lies on pages that hold other memory too.
+    /// Zero-copy: the device's engine read and wrote the caller's registered memory ([`Buffer`]) directly. Results on
+    /// pages that hold other memory too are still copied: a chunk at either end, or all of an output that is shorter
+    /// than a page. Operations without payload count as zero-copy.
+    ZeroCopy,
+    /// At least in part through a bounce buffer: the caller's memory is not registered, or all of the output lies on
+    /// pages that hold other memory too.
     Bounced,
 }
 
 impl Transfer {
-    /// Return the name, as tables print it.
+    /// The old name of [`ZeroCopy`](Self::ZeroCopy).
+    #[deprecated(since = "0.2.0", note = "renamed to `ZeroCopy`")]
+    #[allow(non_upper_case_globals, reason = "it stands for a variant")]
+    pub const Registered: Self = Self::ZeroCopy;
+
+    /// Return the name as printed in tables.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Packets => "packets",
-            Self::Registered => "registered",
+            Self::ZeroCopy => "zero-copy",
             Self::Bounced => "bounced",
         }
     }

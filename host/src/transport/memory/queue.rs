@@ -1,8 +1,8 @@
-//! Both ends of a queue that a host has, and commands on the admin queue.
+//! Host side of a queue pair of the function, wake-ups, and admin commands.
 //!
-//! Invariant: each completion of the admin queue answers a command that is open, once.
+//! Invariant: each completion on the admin queue answers exactly one open command.
 
-use super::error::Breach;
+use super::error::ProtocolViolation;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,35 +13,35 @@ use sumac_hal::mmio::{
 use sumac_hal::ring::{Consumer, Poisoned, Producer};
 use sumac_hal::shm::{Bell, FunctionQueue, FunctionRing, ring};
 
-/// A queue as its host has it.
+/// Host side of a queue pair: producer of submissions, consumer of completions.
 #[derive(Debug)]
-pub(super) struct Ends {
+pub(super) struct HostQueue {
     pub(super) submissions: Producer<FunctionRing<SUBMISSION_WORDS>, SUBMISSION_WORDS>,
     pub(super) completions: Consumer<FunctionRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
     pub(super) queue: FunctionQueue,
     bell: Bell,
 }
 
-impl Ends {
+impl HostQueue {
     pub(super) fn new(queue: FunctionQueue, bell: Bell) -> Self {
         let submissions = Producer::new(queue.submissions.clone());
         Self { submissions, completions: Consumer::new(queue.completions.clone()), queue, bell }
     }
 
-    /// Submit as many entries as there is room for, and wake the device.
+    /// Submit as many entries as fit, and ring the device's doorbell. Returns how many.
     pub(super) fn submit(&mut self, entries: &[[u64; SUBMISSION_WORDS]]) -> Result<usize, Poisoned> {
         let count = self.submissions.push_batch(entries)?;
         self.bell.ring(self.queue.device_bell());
         Ok(count)
     }
 
-    /// Wake the device, if it sleeps, for nothing else than that it shows that it can be.
-    pub(super) fn ask(&self) {
+    /// Ring the device's doorbell without a submission, so that its heartbeat moves.
+    pub(super) fn ring_device(&self) {
         self.bell.ring(self.queue.device_bell());
     }
 
-    /// Tell whether there is anything to take in, or the ring is broken.
-    pub(super) fn has_news(&mut self) -> bool {
+    /// Return whether a completion is available, or the ring is corrupt.
+    pub(super) fn has_completions(&mut self) -> bool {
         self.completions.available().map_or(true, |count| count > 0)
     }
 }
@@ -51,7 +51,7 @@ impl Ends {
 pub struct Waker {
     queue: FunctionQueue,
     raised: Arc<AtomicBool>,
-    /// What wakes who sleeps on descriptors.
+    /// An eventfd, for waits that poll file descriptors.
     event: Option<Arc<OwnedFd>>,
 }
 
@@ -60,11 +60,11 @@ impl Waker {
         Self { queue, raised: Arc::new(AtomicBool::new(false)), event }
     }
 
-    /// Make the present wait end, or else the next one.
+    /// End the current wait, or the next one if there is none.
     pub fn wake(&self) {
         self.raised.store(true, Ordering::Release);
         match &self.event {
-            // It can fail only when the counter is full, and then it is readable.
+            // Writing fails only when the counter is full, and then the descriptor is readable anyway.
             Some(event) => _ = rustix::io::write(event, &1_u64.to_ne_bytes()),
             None => ring(self.queue.host_bell()),
         }
@@ -74,49 +74,49 @@ impl Waker {
         self.raised.load(Ordering::Acquire)
     }
 
-    /// Take the wake, if there is one.
+    /// Consume a pending wake-up.
     pub(super) fn take(&self) -> bool {
         self.raised.swap(false, Ordering::AcqRel)
     }
 }
 
-/// What a command was for.
+/// What to do with the reply to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// Somebody waits for its answer.
+    /// A caller waits for it.
     Awaited,
-    /// It registers memory that nobody wants any more.
-    Unwanted,
-    /// It takes this region back.
-    Leaving(RegionKey),
+    /// The caller gave up waiting; a region that it registered must be deregistered.
+    Abandoned,
+    /// It deregisters this region.
+    Deregister(RegionKey),
 }
 
-/// The answer to a command.
+/// The reply to a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Answered {
+pub(super) struct AdminReply {
     pub(super) cookie: u64,
     pub(super) purpose: Purpose,
     pub(super) status: EntryStatus,
     pub(super) value: u64,
 }
 
-/// The admin queue.
+/// The admin queue and its open commands.
 #[derive(Debug)]
 pub(super) struct Admin {
-    pub(super) ends: Ends,
+    pub(super) queue: HostQueue,
     next_cookie: u64,
     open: Vec<(u64, Purpose)>,
 }
 
 impl Admin {
-    pub(super) const fn new(ends: Ends) -> Self {
-        Self { ends, next_cookie: 0, open: Vec::new() }
+    pub(super) const fn new(queue: HostQueue) -> Self {
+        Self { queue, next_cookie: 0, open: Vec::new() }
     }
 
-    /// Submit a command, and return its cookie; `None` if there is no room now.
-    pub(super) fn submit(&mut self, command: AdminCommand, purpose: Purpose) -> Result<Option<u64>, Breach> {
+    /// Submit a command, and return its cookie; `None` if the ring is full.
+    pub(super) fn submit(&mut self, command: AdminCommand, purpose: Purpose) -> Result<Option<u64>, ProtocolViolation> {
         let cookie = self.next_cookie;
-        if self.ends.submit(&[SubmissionEntry::Admin { cookie, command }.emit()])? == 0 {
+        if self.queue.submit(&[SubmissionEntry::Admin { cookie, command }.emit()])? == 0 {
             return Ok(None);
         }
         self.next_cookie += 1;
@@ -124,27 +124,27 @@ impl Admin {
         Ok(Some(cookie))
     }
 
-    /// Tell whether any command is open.
+    /// Return whether any command is open.
     pub(super) const fn is_open(&self) -> bool {
         !self.open.is_empty()
     }
 
-    /// Nobody waits for a command any more.
+    /// Mark a command as no longer waited for.
     pub(super) fn abandon(&mut self, cookie: u64) {
         if let Some((_, purpose)) = self.open.iter_mut().find(|(open, _)| *open == cookie) {
-            *purpose = Purpose::Unwanted;
+            *purpose = Purpose::Abandoned;
         }
     }
 
-    /// Take in the next answer.
-    pub(super) fn poll(&mut self) -> Result<Option<Answered>, Breach> {
-        let Some(words) = self.ends.completions.pop()? else { return Ok(None) };
-        let misplaced = Breach::Misplaced { queue: 0 };
+    /// Return the next reply.
+    pub(super) fn poll(&mut self) -> Result<Option<AdminReply>, ProtocolViolation> {
+        let Some(words) = self.queue.completions.pop()? else { return Ok(None) };
+        let misplaced = ProtocolViolation::UnexpectedEntry { queue: 0 };
         let CompletionEntry::Admin { status, cookie, value } = CompletionEntry::parse(&words)? else {
             return Err(misplaced);
         };
         let index = self.open.iter().position(|(open, _)| *open == cookie).ok_or(misplaced)?;
         let (_, purpose) = self.open.swap_remove(index);
-        Ok(Some(Answered { cookie, purpose, status, value }))
+        Ok(Some(AdminReply { cookie, purpose, status, value }))
     }
 }

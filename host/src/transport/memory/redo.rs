@@ -1,25 +1,27 @@
-//! The redo slots of a group, as a rank reads them: what the device had published when it was last seen (PROTOCOL 7).
+//! A rank's read access to the redo slots of its group: the results that the device had published when it was last seen
+//! (PROTOCOL 7).
 //!
-//! Invariant: a result is trusted only if its record names the chunk, and has the checksum and the length of the very bytes
-//! that were read.
+//! Invariant: a result is accepted only if its record names the chunk and carries the checksum and length of the very
+//! bytes that were read.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
-use sumac_hal::dma::Covers;
+use sumac_hal::dma::Coverage;
 use sumac_hal::ids::{Epoch, GroupId};
 use sumac_hal::shm::ReadOnly;
 use sumac_hal::wire::crc32c;
 
-/// The most redo memory that is mapped: more than a device has.
+/// The maximum redo memory that is mapped: more than any device has.
 pub(super) const REDO_MAX_BYTES: u64 = 1 << 40;
 
-/// The bytes before a redo slot's bounce; behind that, of one chunk, are the accumulators.
+/// Length in bytes of the head of a redo slot, which begins with the record. Behind it lie the bounce area, one chunk
+/// long, and the accumulators.
 pub(super) const REDO_HEAD_BYTES: u64 = 64;
 
-/// Memory that somebody else writes.
+/// Memory that another process writes.
 pub(crate) trait ReadAt {
-    /// Copy bytes out: a mixture of old and new where its owner writes meanwhile. False, and nothing, if there are not
-    /// as many.
+    /// Copy bytes out; a mixture of old and new if the owner writes meanwhile. Returns false, and copies nothing, if
+    /// the range lies outside the memory.
     fn read_at(&self, offset_bytes: u64, bytes: &mut [u8]) -> bool;
 }
 
@@ -29,7 +31,7 @@ impl ReadAt for ReadOnly {
     }
 }
 
-/// The redo slots of the group, which outlive the device's process (PROTOCOL 7).
+/// The redo slots of the group. They outlive the device's process (PROTOCOL 7).
 #[derive(Debug)]
 pub(crate) struct Redo<M = ReadOnly> {
     pub(crate) memory: M,
@@ -37,16 +39,16 @@ pub(crate) struct Redo<M = ReadOnly> {
     pub(crate) slot_len_bytes: u64,
     pub(crate) slots: u64,
     pub(crate) chunk_len_bytes: u64,
-    /// What was published when the device's writes to this rank were ended, by chunk. The device may go on with the slots.
+    /// Results published when the device's access was ended, by chunk: the device may reuse the slots afterwards.
     pub(crate) frozen: Option<BTreeMap<u64, Vec<u8>>>,
 }
 
 impl<M: ReadAt> Redo<M> {
-    /// Read the result of a chunk; false, and anything in `result`, if none is published.
+    /// Read the published result of a chunk. Returns false, with arbitrary bytes in `result`, if there is none.
     ///
-    /// A device that lives goes on with the slot once this rank was answered, perhaps while it is read here. It clears
-    /// the record before it touches what the record stands for, so a record that is still there afterwards vouches for
-    /// all that was read; one that is not stands for a chunk that this rank has, or that nothing was written of.
+    /// A live device reuses the slot once this rank has been answered, perhaps while it is read here. It clears the
+    /// record before it overwrites what the record stands for, so a record that is still there afterwards vouches for
+    /// all bytes read. A cleared one stands for a chunk that this rank already has, or of which nothing was written.
     pub(crate) fn published(&self, view: (GroupId, Epoch), seq: u64, result: &mut [u8]) -> bool {
         if let Some(frozen) = &self.frozen {
             let found = frozen.get(&seq).filter(|found| found.len() == result.len());
@@ -61,7 +63,7 @@ impl<M: ReadAt> Redo<M> {
         let found = self.record_at(slot, view, seq);
         fence(Ordering::Acquire);
         let bounce = slot.checked_add(REDO_HEAD_BYTES);
-        // Where the result is: in the first accumulator, or rounded in the bounce.
+        // The result is in the first accumulator, or, if it was rounded, in the bounce area.
         let at = match (found, bounce) {
             (Some((0, _)), Some(bounce)) => bounce.checked_add(self.chunk_len_bytes),
             (Some(_), at) => at,
@@ -71,10 +73,10 @@ impl<M: ReadAt> Redo<M> {
         fence(Ordering::Acquire);
         was_read
             && self.record_at(slot, view, seq) == found
-            && found.is_some_and(|(_, covers)| covers == Covers::word(result))
+            && found.is_some_and(|(_, covers)| covers == Coverage::checksum_word(result))
     }
 
-    /// Tell whether the result of a chunk is published, by what its record says of itself.
+    /// Return whether a record says that the result of a chunk is published.
     pub(crate) fn is_published(&self, view: (GroupId, Epoch), seq: u64) -> bool {
         if let Some(frozen) = &self.frozen {
             return frozen.contains_key(&seq);
@@ -84,8 +86,8 @@ impl<M: ReadAt> Redo<M> {
             .is_some_and(|slot| self.record_at(slot, view, seq).is_some())
     }
 
-    /// Keep what is published of these chunks, with the lengths of their results, and look at the device's memory no more:
-    /// what this rank says that it has, it has until it is asked for it.
+    /// Copy what is published of these chunks, given with the lengths of their results, and stop reading the device's
+    /// memory: a result that this rank reports must remain available until it is requested.
     pub(crate) fn freeze(&mut self, view: (GroupId, Epoch), chunks: impl Iterator<Item = (u64, usize)>) {
         if self.frozen.is_some() {
             return;
@@ -100,7 +102,7 @@ impl<M: ReadAt> Redo<M> {
         self.frozen = Some(frozen);
     }
 
-    /// Return where the record of a slot says that the result of a chunk is, and its checksum, if it is published.
+    /// Return where the record of a slot locates the result of a chunk, and its checksum, if it is published.
     fn record_at(&self, slot: u64, (group, epoch): (GroupId, Epoch), seq: u64) -> Option<(u8, u64)> {
         let mut bytes = [0; RECORD_LEN_BYTES];
         if !self.memory.read_at(slot, &mut bytes) {
@@ -113,10 +115,10 @@ impl<M: ReadAt> Redo<M> {
     }
 }
 
-/// The bytes of a record: two words, and the checksum of the result.
-const RECORD_LEN_BYTES: usize = Covers::SKIP_MIN_BYTES as usize;
+/// Length of a record in bytes: two words, and the checksum of the result.
+const RECORD_LEN_BYTES: usize = Coverage::OFFSET_MIN_BYTES as usize;
 
-/// Return the words that publish a result; behind them is [`Covers::word`] of its bytes.
+/// Return the two words of a record. Behind them follows [`Coverage::checksum_word`] of the result.
 pub(super) fn record(group: GroupId, epoch: Epoch, seq: u64, location: u8) -> [u64; 2] {
     let mut bytes = [0; 17];
     bytes[..4].copy_from_slice(&group.0.to_le_bytes());
@@ -135,15 +137,15 @@ mod tests {
     const CHUNK: usize = 60 << 10;
     const VIEW: (GroupId, Epoch) = (GroupId(1), Epoch { term: 1, counter: 1 });
 
-    /// How often the slot is used again.
+    /// Number of times the slot is reused.
     const SLOTS_USED: u64 = 3000;
 
-    /// A chunk's result: bytes of its number.
+    /// The result of a chunk: bytes with the low bits of its number.
     fn result(seq: u64) -> Vec<u8> {
         vec![seq as u8; CHUNK]
     }
 
-    /// Do with the only slot what a device does with one for each chunk.
+    /// Publish a chunk in the only slot, as a device does.
     fn publish(memory: &Region, seq: u64, location: u8) {
         let head = REDO_HEAD_BYTES as usize;
         memory.write(0, &[0; 16]);
@@ -154,7 +156,7 @@ mod tests {
         }
         fence(Ordering::Release);
         let [first, second] = record(VIEW.0, VIEW.1, seq, location);
-        let words = [first, second, Covers::word(&result(seq))];
+        let words = [first, second, Coverage::checksum_word(&result(seq))];
         memory.write(0, &words.map(u64::to_le_bytes).concat());
     }
 
@@ -169,9 +171,9 @@ mod tests {
         }
     }
 
-    /// The record names a chunk; whether the bytes are that chunk's, only their checksum tells.
+    /// The record names a chunk; only the checksum tells whether the bytes belong to it.
     #[test]
-    fn bytes_without_their_checksum_are_no_result() {
+    fn bytes_with_wrong_checksum_are_not_a_result() {
         for location in 0..2 {
             let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
             let redo = redo_of(&memory);
@@ -187,9 +189,9 @@ mod tests {
         }
     }
 
-    /// A device that lives goes on with its slots while ranks repair what it has left.
+    /// A live device reuses its slots while ranks recover.
     #[test]
-    fn what_was_found_stays_when_the_device_goes_on() {
+    fn frozen_results_survive_slot_reuse() {
         let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
         let mut redo = redo_of(&memory);
         publish(&memory, 5, 1);
@@ -200,9 +202,9 @@ mod tests {
         assert!([4, 6].iter().all(|&seq| !redo.is_published(VIEW, seq) && !redo.published(VIEW, seq, &mut found)));
     }
 
-    /// A mixture of two chunks would be copied over what this rank has.
+    /// A mixture of two chunks would overwrite this rank's data.
     #[test]
-    fn a_slot_that_the_device_goes_on_with_gives_a_whole_result_or_none() {
+    fn slot_reused_during_read_gives_whole_result_or_none() {
         let memory = Region::create(REDO_HEAD_BYTES as usize + 2 * CHUNK, Pages::Normal).expect("memory");
         let redo = redo_of(&memory);
         let (stop, newest) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -211,7 +213,7 @@ mod tests {
                 for seq in (1..).take_while(|_| !stop.load(Ordering::Relaxed)) {
                     publish(&memory, seq, (seq % 2) as u8);
                     newest.store(seq, Ordering::Relaxed);
-                    // Now and then long enough to be read in peace.
+                    // Sometimes pause long enough for an undisturbed read.
                     (0..seq % 64 * 200).for_each(|_| std::hint::spin_loop());
                 }
             });

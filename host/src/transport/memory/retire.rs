@@ -1,34 +1,34 @@
-//! The end of a group at this rank: no write of the device may follow, and no chunk may be left half-written
-//! (PROTOCOL 5 to 7).
+//! Ending a group at this rank: afterwards the device writes nothing, and no chunk is half-written (PROTOCOL 5 to 7).
 //!
-//! What ends the device's writes, in the order in which it is tried:
-//! 1. The device itself: it answers a fence when nothing of the group can take effect any more.
-//! 2. The end of its process, if its connection has hung up and is the device's own, not a broker's.
-//! 3. A device that is there and silent, or gone but not dead, keeps the memory it had, and this process gets fresh
-//!    memory with the same contents at the same addresses ([`Region::sever`](sumac_hal::shm::Region::sever)).
-//! 4. A device on another host has nothing of this process but what its RDMA device lets in: the connection is ended, what is
-//!    on its way is drained, and all keys are taken back ([`sumac_hal::remote`]).
-//! 5. Where the system has no memory for that, the device's process is ended by force.
+//! The device's access is ended by the first of these that works:
+//! 1. A fence: the device replies when nothing of the group can take effect any more.
+//! 2. The end of the device's process, if the connection has closed and its peer is the device itself, not a broker.
+//! 3. Revocation, if the device is silent, or disconnected but not dead: it keeps the memory it had, and this process
+//!    gets fresh memory with the same contents at the same addresses
+//!    ([`Region::sever`](sumac_hal::shm::Region::sever)).
+//! 4. For a device on another host, closing the link: whatever is in flight is drained, and all keys are revoked
+//!    ([`sumac_hal::remote`]).
+//! 5. Killing the device's process, where the system has no memory for a revocation.
 //!
-//! Then each chunk that was open is looked up in its redo slot. The device publishes a result there before it writes
-//! it to anybody, so an unpublished one has touched no destination, and a published one is copied to it whole; but none
-//! of those that a rank that was left out has no part in.
+//! Then each open chunk is looked up in its redo slot. The device publishes a result there before it writes it to any
+//! rank. So an unpublished result has not touched its destination, and a published one is copied there whole, except
+//! where this rank is excluded from it.
 //!
-//! To sever takes time, and the device may go on meanwhile. So what it had answered is taken out of the ring before, and
-//! an answer that comes later says nothing of chunks whose memory was taken away: what was written behind the copy is not
-//! here. Of those only a record vouches, which has the checksum of the result's bytes. Where there is none, and no answer
-//! either, nothing was published while the copy was made, and it holds the input: the device answers before it uses a slot
-//! again, so records are looked at first, and the ring after them. Where there is none, but an answer, nobody knows what
-//! the copy holds ([`Remains::is_unknown`]).
+//! Revocation takes time, and the device may keep running meanwhile. Answers posted before it are therefore taken out
+//! of the ring first. A later answer proves nothing about revoked chunks, since writes after the copy did not reach
+//! this process. For those only a redo record vouches, by the checksum of the result. With neither a record nor an
+//! answer, nothing was published while the copy was made, and the copy holds the input; since the device answers before
+//! it reuses a slot, records are read first and the ring after. With an answer but no record, the contents of the copy
+//! are unknown ([`RecoverySource::is_unknown`]).
 //!
-//! Only the pages of open chunks are severed, and the device was never given a page that holds anything else than the
-//! output of an operation in flight ([`Places::writable`](super::Places)): no other thread writes there.
+//! Only the pages of open chunks are revoked. The device never had write access to a page that holds anything but the
+//! output of an operation in flight ([`Places::writable`](super::Places)), so no other thread writes there.
 
-use super::driver::ReferenceDriver;
+use super::driver::ZeroCopyDriver;
 use super::error::RegisterError;
-use super::far::Way;
 use super::redo::Redo;
-use crate::recovery::Remains;
+use super::remote::DeviceLink;
+use crate::transport::RecoverySource;
 use crate::transport::packets::{Buffers, EndpointError, Ops};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -39,131 +39,131 @@ use sumac_hal::ids::{Epoch, GroupId};
 use sumac_hal::mmio::{AdminCommand, COMPLETION_WORDS, EntryStatus};
 use sumac_hal::shm::{Peer, Region};
 
-/// How long a device may take for a fence: its engine finishes or drops what it has, at most a window of chunks.
+/// Limit for a fence: the engine completes or drops what it has, at most a window of chunks.
 const FENCE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long a process that has closed its connection may take to end.
+/// Limit for a process that has closed its connection to end.
 const END_LIMIT: Duration = Duration::from_secs(1);
 
-/// What is known of the device's process. Tests have theirs in their own.
+/// Access to the device's process. Tests run devices in threads and substitute their own.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Life {
-    /// Wait until it has ended; false if it has not, as far as that can be told.
+pub(super) struct ProcessControl {
+    /// Wait until the process has ended; returns false if it has not, as far as that can be told.
     pub(super) has_ended: fn(&Peer, Duration) -> bool,
-    /// End it by force.
-    pub(super) end: fn(&Peer),
+    /// Kill it.
+    pub(super) kill: fn(&Peer),
 }
 
-impl Life {
+impl ProcessControl {
     pub(super) const PROCESS: Self = Self {
         has_ended: |peer, limit| peer.wait(limit).unwrap_or(false),
-        // Whether it could be done, the wait for its end tells.
-        end: |peer| _ = peer.kill(),
+        // The wait that follows shows whether this succeeded.
+        kill: |peer| _ = peer.kill(),
     };
 }
 
 /// What keeps the device from writing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fence {
-    /// It had nothing.
-    Nothing,
-    /// It says so itself.
+    /// Nothing was in flight.
+    NotNeeded,
+    /// The device confirmed a fence.
     Confirmed,
     /// Its process has ended.
-    Ended,
-    /// It no longer has this rank's memory.
+    ProcessExited,
+    /// This rank's memory was revoked.
     Severed,
 }
 
-impl ReferenceDriver {
-    /// End the group at this rank. Afterwards the device writes to no memory of the caller's, and each chunk there is
-    /// wholly old or wholly new. Nothing can be posted any more.
+impl ZeroCopyDriver {
+    /// End the group at this rank. Afterwards the device writes to no memory of the caller, each chunk there is wholly
+    /// old or wholly new, and nothing can be posted.
     pub fn retire(&mut self) {
         if self.is_retired {
             return;
         }
         let fence = self.fence();
-        // None is left where outputs were at hand.
-        self.early.iter().for_each(|words| self.endpoint.note_landed(words));
+        // Empty if they were processed with outputs at hand.
+        self.answers_before_sever.iter().for_each(|words| self.endpoint.note_landed(words));
         self.endpoint.close();
         let recovered = self.recover();
         if self.has_severed() {
-            self.doubt();
+            self.take_late_answers();
         }
         self.is_retired = true;
-        if fence != Fence::Nothing {
+        if fence != Fence::NotNeeded {
             tracing::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
         }
     }
 
-    /// End the group, and land in `buffers` what the device has answered and this rank has not looked at, and what was
-    /// published and perhaps not delivered, be it by way of the bounce buffer.
+    /// End the group, and land in `buffers` answered results that were not processed yet, as well as published ones
+    /// that may not have been delivered, including those bound for the bounce buffer.
     ///
-    /// An answer in the ring may be all that is left of a result: the device uses a slot again once it has answered.
+    /// An answer in the ring may be the only trace of a result: the device reuses a slot once it has answered.
     pub(crate) fn salvage(&mut self, buffers: &mut impl Buffers) {
         if !self.is_retired {
-            // A device that lives may answer until it is fenced.
+            // A live device may answer until it is fenced.
             self.fence();
             let view = (self.config.group, self.config.epoch);
             if let Some(redo) = &mut self.redo {
-                redo.freeze(view, self.endpoint.looked_up());
+                redo.freeze(view, self.endpoint.recoverable_chunks());
             }
             let answers = if self.has_severed() {
-                std::mem::take(&mut self.early)
+                std::mem::take(&mut self.answers_before_sever)
             } else {
-                // What has come of a device on another host comes into the ring now.
-                self.way.drain();
+                // Messages that have arrived from a device on another host enter the ring now.
+                self.device_link.drain();
                 self.take_answers()
             };
             let mut error = None;
             for words in &answers {
-                // An error among them takes nothing back of what else has landed.
+                // An error among them does not undo the others.
                 self.endpoint.reopen();
-                self.take_in(std::slice::from_ref(words), buffers);
+                self.process_answers(std::slice::from_ref(words), buffers);
                 error = error.or(self.endpoint.error());
             }
             error.into_iter().for_each(|error| self.endpoint.fail(error));
-            if self.has_severed() && matches!(self.endpoint.error(), Some(EndpointError::Broken(_))) {
-                // They make no sense: they are not taken in, and say nothing.
-                answers.iter().for_each(|words| self.endpoint.doubt(words));
+            if self.has_severed() && matches!(self.endpoint.error(), Some(EndpointError::Protocol(_))) {
+                // The device broke the protocol: its answers are not applied, and prove nothing.
+                answers.iter().for_each(|words| self.endpoint.mark_unknown(words));
             }
         }
         self.retire();
         let open = self.endpoint.open_seqs();
         let landings: Vec<_> = open.clone().map(|seq| self.endpoint.landing(seq)).collect();
-        let (left, view) = ((&self.redo, &self.way, &self.bounce), (self.config.group, self.config.epoch));
+        let (sources, view) = ((&self.redo, &self.device_link, &self.bounce), (self.config.group, self.config.epoch));
         let published = |seq: u64, result: &mut [u8]| {
             let landing = seq.checked_sub(open.start).and_then(|index| landings.get(index as usize).copied().flatten());
-            published(left, view, (seq, landing), result)
+            published(sources, view, (seq, landing), result)
         };
         self.endpoint.land_published(published, buffers);
-        let (late, bounce) = (std::mem::take(&mut self.late), &self.bounce);
-        for words in &late {
-            self.endpoint.land_late(words, |result| {
+        let (answers_after_sever, bounce) = (std::mem::take(&mut self.answers_after_sever), &self.bounce);
+        for words in &answers_after_sever {
+            self.endpoint.land_late_answers(words, |result| {
                 let output = &mut buffers.output(result.op)[result.to..][..result.from.len()];
                 bounce.read(result.from.start, output);
             });
         }
     }
 
-    /// Tell whether memory was taken away from a device that may go on.
+    /// Return whether memory was revoked from a device that may keep running.
     pub(super) fn has_severed(&self) -> bool {
-        self.fenced == Some(Fence::Severed) && matches!(self.way, Way::Near(_))
+        self.fenced == Some(Fence::Severed) && matches!(self.device_link, DeviceLink::Local(_))
     }
 
-    /// Look at what the device has answered since its memory was taken away, once all that is published was looked at.
-    fn doubt(&mut self) {
-        self.late = self.take_answers();
-        self.late.iter().for_each(|words| self.endpoint.doubt(words));
+    /// Take the answers that arrived since memory was revoked, after all published results were read.
+    fn take_late_answers(&mut self) {
+        self.answers_after_sever = self.take_answers();
+        self.answers_after_sever.iter().for_each(|words| self.endpoint.mark_unknown(words));
         if self.is_garbled {
-            self.endpoint.doubt_all();
+            self.endpoint.mark_all_unknown();
         }
     }
 
-    /// Take out of the ring what is there.
+    /// Empty the completion ring.
     fn take_answers(&mut self) -> Vec<[u64; COMPLETION_WORDS]> {
         let mut answers = Vec::new();
-        // All open chunks have fewer answers, with all that is said before them.
+        // Open chunks have at most this many answers, including the entries that precede them.
         for _ in 0..3 * (u64::from(self.config.in_flight_max) + 1) {
             match self.data.completions.pop() {
                 Ok(Some(words)) => answers.push(words),
@@ -186,36 +186,40 @@ impl ReferenceDriver {
 
     fn fence_once(&mut self) -> Fence {
         if !self.endpoint.is_in_flight() {
-            return Fence::Nothing;
+            return Fence::NotNeeded;
         }
         let command = AdminCommand::Fence { group: self.config.group, epoch: self.config.epoch };
         match self.command(command, FENCE_LIMIT) {
             Ok((EntryStatus::Result, _)) => return Fence::Confirmed,
-            // Behind an arena the peer is a broker, whose end is not the device's.
-            Err(RegisterError::Gone)
-                if self.gone
+            // With an arena the peer is a broker, whose end is not the device's.
+            Err(RegisterError::DeviceLost)
+                if self.is_disconnected
                     && self.arena.is_none()
-                    && self.way.peer().is_some_and(|peer| (self.life.has_ended)(peer, END_LIMIT)) =>
+                    && self
+                        .device_link
+                        .peer()
+                        .is_some_and(|peer| (self.process_control.has_ended)(peer, END_LIMIT)) =>
             {
-                return Fence::Ended;
+                return Fence::ProcessExited;
             }
             other => {
-                tracing::warn!(device = self.device, ?other, "the device does not fence: taking its memory away");
+                tracing::warn!(device = self.device, ?other, "fence failed; revoking the device's memory");
             }
         }
-        if matches!(self.way, Way::Near(_)) {
-            self.early = self.take_answers();
+        if matches!(self.device_link, DeviceLink::Local(_)) {
+            self.answers_before_sever = self.take_answers();
         }
         self.sever();
         Fence::Severed
     }
 
-    /// Take away the memory that open chunks go to; from a device on another host all memory.
+    /// Revoke the memory that open chunks are written to; for a device on another host, all memory.
     fn sever(&mut self) {
-        if let Way::Far(far) = &mut self.way {
-            if let Err(error) = far.fence() {
-                // It never writes to a caller's memory; what has landed is not looked at any more.
-                tracing::error!(device = self.device, %error, "the link can't be fenced: what has landed is not trusted");
+        if let DeviceLink::Remote(remote) = &mut self.device_link {
+            if let Err(error) = remote.fence() {
+                // It never writes to a caller's memory, and landed results are ignored from now on.
+                let device = &self.device;
+                tracing::error!(device, %error, "cannot fence the link; ignoring results that have landed");
             }
             return;
         }
@@ -231,19 +235,22 @@ impl ReferenceDriver {
             let severed = region.sever(&pages);
             drop(region);
             if let Err(error) = severed {
-                let Some(peer) = self.way.peer() else { return };
-                tracing::error!(device = self.device, %error, "can't take memory away: ending the device");
-                (self.life.end)(peer);
-                // Where even that is refused, the caller's memory is in danger, and nothing is left to do.
-                if !(self.life.has_ended)(peer, END_LIMIT) {
-                    tracing::error!(device = self.device, "the device goes on, and may write to memory of this rank");
+                let Some(peer) = self.device_link.peer() else { return };
+                tracing::error!(device = self.device, %error, "cannot revoke memory; killing the device process");
+                (self.process_control.kill)(peer);
+                // If even that fails, the caller's memory is at risk, and nothing more can be done.
+                if !(self.process_control.has_ended)(peer, END_LIMIT) {
+                    tracing::error!(
+                        device = self.device,
+                        "the device process cannot be killed and may still write to this rank's memory"
+                    );
                 }
                 return;
             }
         }
     }
 
-    /// Copy what was published and perhaps not delivered; returns how many chunks.
+    /// Copy published results that may not have been delivered; returns how many.
     fn recover(&mut self) -> usize {
         let (redo, view, registry) = (&self.redo, (self.config.group, self.config.epoch), &self.registry);
         self.endpoint.recover(
@@ -258,7 +265,7 @@ impl ReferenceDriver {
     }
 }
 
-/// Return the pages, each once, that these bytes of a memory of `whole` bytes lie in.
+/// Return the pages, without duplicates, that contain these byte ranges of a memory of `whole` bytes.
 fn pages(mut bytes: Vec<Range<usize>>, page: usize, whole: usize) -> Vec<Range<usize>> {
     bytes.retain(|range| !range.is_empty());
     bytes.sort_unstable_by_key(|range| range.start);
@@ -273,16 +280,16 @@ fn pages(mut bytes: Vec<Range<usize>>, page: usize, whole: usize) -> Vec<Range<u
     pages
 }
 
-/// Read the result of a chunk: from its redo slot, or, of a device on another host, from where it has landed.
+/// Read the result of a chunk from its redo slot or, for a device on another host, from where it has landed.
 fn published(
-    (redo, way, bounce): (&Option<Redo>, &Way, &Region),
+    (redo, device_link, bounce): (&Option<Redo>, &DeviceLink, &Region),
     view: (GroupId, Epoch),
     (seq, landing): (u64, Option<u64>),
     result: &mut [u8],
 ) -> bool {
-    match (redo, way, landing) {
+    match (redo, device_link, landing) {
         (Some(redo), ..) => redo.published(view, seq, result),
-        (None, Way::Far(far), Some(at)) if far.has_landed(at) => {
+        (None, DeviceLink::Remote(remote), Some(at)) if remote.has_landed(at) => {
             bounce.read(at as usize, result);
             true
         }
@@ -290,7 +297,7 @@ fn published(
     }
 }
 
-impl Remains for ReferenceDriver {
+impl RecoverySource for ZeroCopyDriver {
     fn ops(&self) -> &Ops {
         self.endpoint.ops()
     }
@@ -300,9 +307,9 @@ impl Remains for ReferenceDriver {
     }
 
     fn published(&self, seq: u64, result: &mut [u8]) -> bool {
-        let left = (&self.redo, &self.way, &self.bounce);
+        let sources = (&self.redo, &self.device_link, &self.bounce);
         let landing = self.endpoint.landing(seq);
-        published(left, (self.config.group, self.config.epoch), (seq, landing), result)
+        published(sources, (self.config.group, self.config.epoch), (seq, landing), result)
     }
 
     fn is_unknown(&self, seq: u64) -> bool {

@@ -1,8 +1,9 @@
 //! Moves packets between an endpoint and its port.
 
-use crate::transport::packets::{Buffers, Endpoint, Outgoing};
+use super::{Buffers, Endpoint, Outgoing};
 use std::time::{Duration, Instant as Clock};
-use sumac_hal::port::{Gather, Port, RxToken, WaitPort};
+use sumac_hal::driver::{self, PacketCore, PacketSource};
+use sumac_hal::port::{Addr, Gather, Port, WaitPort};
 use sumac_hal::time::Instant;
 
 /// An endpoint on a port, with a clock.
@@ -13,8 +14,20 @@ pub struct TreeDriver<P> {
     start: Clock,
 }
 
+/// An endpoint with the buffers of its operations.
+struct EndpointCore<'e, B> {
+    endpoint: &'e mut Endpoint,
+    buffers: &'e mut B,
+}
+
+/// The same while it sends: payloads go straight from the buffers.
+struct EndpointSource<'s, B> {
+    endpoint: &'s mut Endpoint,
+    buffers: &'s B,
+}
+
 impl<P: Port> TreeDriver<P> {
-    /// Put an endpoint on a port.
+    /// Create a driver.
     pub fn new(endpoint: Endpoint, port: P) -> Self {
         Self { endpoint, port, start: Clock::now() }
     }
@@ -24,7 +37,7 @@ impl<P: Port> TreeDriver<P> {
         &self.endpoint
     }
 
-    /// Return the endpoint, to post operations and take events.
+    /// Return the endpoint, to post operations and poll events.
     pub const fn endpoint_mut(&mut self) -> &mut Endpoint {
         &mut self.endpoint
     }
@@ -38,53 +51,13 @@ impl<P: Port> TreeDriver<P> {
         Instant::from_nanos(u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
-    /// Do what can be done without waiting: take in a burst of packets, do what is due, send what may be sent.
-    /// Returns how long there is nothing to do unless a packet arrives: zero if there is more at once, `None` if
-    /// only a packet can bring it on.
+    /// Make progress without blocking: receive a burst of packets, handle timeouts, send what may be sent. Returns how
+    /// long there is nothing to do unless a packet arrives: zero if there is more to do at once, `None` if only a
+    /// packet can make progress.
     pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {
         let now = self.now();
-        let burst = self.port.capabilities().burst_packets.max(1);
-        let mut received = 0;
-        while received < burst {
-            let Some(token) = self.port.receive(now) else { break };
-            let is_marked = token.is_marked();
-            token.consume(|from, packet| match is_marked {
-                true => self.endpoint.handle_marked(from, packet, buffers, now),
-                false => self.endpoint.handle(from, packet, buffers, now),
-            });
-            received += 1;
-        }
-        if self.endpoint.poll_timeout().is_some_and(|at| at <= now) {
-            self.endpoint.handle_timeout(now);
-        }
-        // What the socket refused earlier goes first.
-        self.port.flush(now);
-        let blocked = !self.transmit(buffers, now);
-        if blocked || received == burst {
-            return Some(Duration::ZERO);
-        }
-        self.endpoint.poll_timeout().map(|at| at - now)
-    }
-
-    /// Send what the endpoint has, payloads from the caller's buffers; false if the port could not take all of it.
-    fn transmit(&mut self, buffers: &impl Buffers, now: Instant) -> bool {
-        loop {
-            let room = self.port.room().min(BATCH);
-            if room == 0 {
-                return false;
-            }
-            let mut batch: heapless::Vec<Outgoing<'_>, BATCH> = heapless::Vec::new();
-            while batch.len() < room {
-                let Some(out) = self.endpoint.poll_outgoing(buffers, now) else { break };
-                // There is room: the batch is as long as what was asked for.
-                let _ = batch.push(out);
-            }
-            if batch.is_empty() {
-                return true;
-            }
-            let packets = batch.iter().map(|out| Gather { to: out.to, header: &out.header, payload: out.payload });
-            self.port.transmit_gather(packets, now);
-        }
+        let mut core = EndpointCore { endpoint: &mut self.endpoint, buffers };
+        driver::poll(&mut core, &mut self.port, now, 1).map(|at| at - now)
     }
 }
 
@@ -95,5 +68,40 @@ impl<P: WaitPort> TreeDriver<P> {
     }
 }
 
-/// Packets handed to the port at a time.
-const BATCH: usize = 32;
+impl<B: Buffers> PacketCore for EndpointCore<'_, B> {
+    type Source<'s>
+        = EndpointSource<'s, B>
+    where
+        Self: 's;
+
+    fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, now: Instant) {
+        match is_marked {
+            true => self.endpoint.handle_marked(from, packet, self.buffers, now),
+            false => self.endpoint.handle(from, packet, self.buffers, now),
+        }
+    }
+
+    fn handle_timeout(&mut self, now: Instant) {
+        self.endpoint.handle_timeout(now);
+    }
+
+    fn poll_timeout(&self) -> Option<Instant> {
+        self.endpoint.poll_timeout()
+    }
+
+    fn source(&mut self) -> EndpointSource<'_, B> {
+        EndpointSource { endpoint: self.endpoint, buffers: self.buffers }
+    }
+}
+
+impl<'s, B: Buffers> PacketSource for EndpointSource<'s, B> {
+    type Outgoing = Outgoing<'s>;
+
+    fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing<'s>> {
+        self.endpoint.poll_outgoing(self.buffers, now)
+    }
+
+    fn gather<'o>(&'o self, outgoing: &'o Outgoing<'s>) -> Gather<'o> {
+        Gather { to: outgoing.to, header: &outgoing.header, payload: outgoing.payload }
+    }
+}

@@ -1,18 +1,19 @@
-//! A rank's side of the protocol, sans I/O: slot window, chunk ledger, retransmission.
+//! Packet endpoint of a rank, sans I/O: slot window, chunk accounting, retransmission.
 //!
-//! An [`Endpoint`] is driven by the five verbs, like a device's node: [`Endpoint::handle`],
-//! [`Endpoint::handle_timeout`], [`Endpoint::poll_transmit`], [`Endpoint::poll_timeout`] and
-//! [`Endpoint::poll_event`]. The caller's buffers stay with the caller and are lent through [`Buffers`].
+//! An [`Endpoint`] is driven by five methods, like a device's node: [`Endpoint::handle`], [`Endpoint::handle_timeout`],
+//! [`Endpoint::poll_transmit`], [`Endpoint::poll_timeout`] and [`Endpoint::poll_event`]. Buffers stay with the caller
+//! and are accessed through [`Buffers`].
 //!
 //! Invariants (PROTOCOL 1 and 3):
-//! - chunk j is sent only if `j < have + W`: a contiguous window, never a count of packets in flight;
-//! - `have` is moved past a chunk only when its result is in the caller's buffer;
-//! - an input byte is overwritten only by its own chunk's result, after which that input is not needed any more;
-//! - payload is sent a second time only when the node says that it is missing;
-//! - an error that the tree tells at chunk k ends the group when every chunk below k has landed, not before: until
-//!   then other ranks may need this one's contributions, and all ranks end at the same chunk with the same error;
-//! - what comes from elsewhere than the node, or does not match what was asked, is dropped and counted.
+//! - Chunk j is sent only if `j < have + W`: a contiguous window, not a count of packets in flight.
+//! - `have` passes a chunk only once its result is in the caller's buffer.
+//! - An input byte is overwritten only by the result of its own chunk, after which that input is no longer needed.
+//! - Payload is retransmitted only when the node reports it missing.
+//! - An error that the tree reports at chunk k ends the group once every chunk below k has landed, not before: until
+//!   then other ranks may need this one's contributions, and all ranks end at the same chunk with the same error.
+//! - Packets that do not come from the node, or do not match what was requested, are dropped and counted.
 
+mod completion;
 mod driver;
 mod ops;
 mod receive;
@@ -20,17 +21,16 @@ mod receive;
 mod snapshot;
 #[cfg(test)]
 mod tests;
-mod verdict;
 
+pub use completion::{CompletionInfo, Slowest};
 pub use driver::TreeDriver;
 pub use ops::{Buffers, OpId};
-pub(crate) use ops::{Keep, Kept, MAX_OPS, Op, Ops, Part, Seat};
+pub(crate) use ops::{MAX_OPS, Op, Ops, Part, RankInfo, RetainedOp, Retention};
 #[cfg(feature = "snapshot")]
 pub use snapshot::Progress;
-pub use verdict::{Slowest, Verdict};
 
-use crate::recovery::Remains;
-use crate::transport::memory::Breach;
+use crate::transport::RecoverySource;
+use crate::transport::memory::ProtocolViolation;
 use std::collections::VecDeque;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::EntryStatus;
@@ -39,134 +39,136 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::{HopTimers, Listening, MAX_WINDOW, Uplink};
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Limit, Packet, RankMask, Repr, payload_crc};
+use sumac_hal::uplink::{HopTimers, MAX_WINDOW, SharedResults, Uplink};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, StragglerLimit, payload_crc};
 use thiserror::Error;
 
-/// What a rank is told when it joins a group.
+/// Parameters of a rank in a group.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub struct EndpointConfig {
     /// The group.
     pub group: GroupId,
-    /// Its epoch.
+    /// The group's epoch.
     pub epoch: Epoch,
-    /// Which rank of the group this is.
+    /// This rank.
     pub rank: Rank,
-    /// How many there are; more than `rank`.
+    /// Number of ranks; greater than `rank`.
     pub ranks: u32,
-    /// Which child of its leaf node the rank is.
+    /// The rank's child index at its leaf node.
     pub child: ChildIndex,
-    /// The key of that link.
+    /// The key of the link to the leaf node.
     pub key: u64,
-    /// The key of what the leaf node sends to all its children at once, if the port listens to the shared address.
+    /// The key of packets that the leaf node sends to all its children at once, if the port has joined the shared
+    /// address.
     pub shared_key: Option<u64>,
-    /// Where the leaf node's shards receive, in order of shard.
+    /// The receive addresses of the leaf node's shards, in order of shard.
     pub parents: Vec<Addr>,
-    /// The most contributions in flight.
+    /// The maximum window: contributions in flight.
     pub window_max: u16,
-    /// How many to begin with, before the node has granted a window.
+    /// The window before the node has granted one.
     pub window_start: u16,
     /// The payload limit of a packet in this group in bytes.
     pub chunk_len_bytes: u16,
-    /// The timers of the hop.
+    /// Timers of the hop.
     pub timers: HopTimers,
-    /// The version of the cost table, part of every signature.
+    /// Version of the cost table, part of every signature.
     pub table_version: u32,
-    /// Drawn by the rank for this life of the group: what its tokens are made of.
+    /// Chosen at random by the rank for this incarnation of the group; its tokens derive from it.
     pub salt: u32,
 }
 
-/// Why an operation ended without a result. The group is at its end then: its ranks no longer agree on numbers.
+/// Why an operation failed. The group is at its end then: its ranks no longer agree on sequence numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
 #[non_exhaustive]
 pub enum EndpointError {
-    /// Ranks called different things.
+    /// Ranks called different operations.
     #[error(
-        "ranks called different operations: one {first}, another {other}; all ranks must make the same calls in the same order"
+        "ranks called different operations: one {first}, another {other}; all ranks must make the same \
+         calls in the same order"
     )]
     Mismatch {
-        /// What the first to arrive called.
+        /// The operation of the rank that arrived first.
         first: OpDesc,
-        /// What another called.
+        /// The operation of another rank.
         other: OpDesc,
     },
-    /// A device on the way does not know the operation.
-    #[error("a device of the tree can't do {0}")]
+    /// A device of the tree does not support the operation.
+    #[error("a device of the tree does not support {0}")]
     Unsupported(OpDesc),
-    /// The way to the root is dead.
+    /// The path to the root is lost.
     #[error("the path to the tree's root is lost: no answer within the limit for dead hops")]
     PathLost,
-    /// The device has no such group.
-    #[error("the device no longer knows the group: it restarted, or the lease ran out")]
+    /// The device does not know the group.
+    #[error("the device no longer knows the group: it restarted, or the lease expired")]
     GroupLost,
-    /// The device refused a contribution by reference.
-    #[error("the device refused the contribution to {chunk} by reference: {status:?}")]
+    /// The device refused a zero-copy contribution.
+    #[error("the device refused the zero-copy contribution to {chunk}: {status:?}")]
     Device {
-        /// What it said.
+        /// The reported status.
         status: EntryStatus,
         /// The chunk.
         chunk: ChunkNo,
     },
-    /// The device that memory is shared with is gone.
-    #[error("the device that reads and writes this rank's memory is gone")]
+    /// The device of a zero-copy transport is lost.
+    #[error("the device that reads and writes this rank's memory is lost")]
     DeviceLost,
-    /// Ranks did not come to an operation within its limit.
-    #[error("ranks {missing} had not come to the operation within its limit, and it has no result without them")]
+    /// Ranks missed the limit of an operation.
+    #[error("ranks {missing} did not enter the operation within its limit, and it has no result without them")]
     Stragglers {
-        /// Who.
+        /// The missing ranks.
         missing: RankMask,
     },
-    /// This rank did not come in time.
-    #[error("the group goes on without this rank, which had not come to an operation within its limit")]
+    /// This rank missed the limit of an operation and was excluded.
+    #[error("this rank was excluded from the group: it did not enter an operation within its limit")]
     Excluded,
-    /// What the device answered by reference makes no sense.
-    #[error("the device has broken the protocol: {0}")]
-    Broken(#[from] Breach),
+    /// The device of a zero-copy transport violated the protocol.
+    #[error("protocol violation by the device: {0}")]
+    Protocol(#[from] ProtocolViolation),
 }
 
-/// Why an operation can't be posted.
+/// Why an operation cannot be posted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PostError {
     /// An earlier operation failed.
-    #[error("the group is at its end: {0}")]
+    #[error("the group has failed: {0}")]
     Failed(#[from] EndpointError),
-    /// Too many at once.
-    #[error("{limit} operations are in flight already; wait for one first")]
+    /// Too many operations are in flight.
+    #[error("{limit} operations are already in flight; wait for one to complete")]
     TooMany {
         /// The limit.
         limit: usize,
     },
 }
 
-/// What happened.
+/// An event of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
     /// The operation is complete: its result is in the caller's buffer.
     Completed(OpId),
-    /// This and every other operation in flight ended without a result.
+    /// This and every other operation in flight failed.
     Failed(EndpointError),
 }
 
 /// A packet to send: the first `len_bytes` of the buffer given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Transmit {
-    /// To whom.
+    /// The destination.
     pub to: Addr,
-    /// How long it is.
+    /// Its length in bytes.
     pub len_bytes: usize,
 }
 
 /// A packet to send whose payload is still in the caller's buffer.
 #[derive(Debug, Clone)]
 pub struct Outgoing<'b> {
-    /// To whom.
+    /// The destination.
     pub to: Addr,
     /// The packet's header.
     pub header: [u8; HEADER_LEN],
-    /// The rest.
+    /// The payload, behind the header.
     pub payload: &'b [u8],
 }
 
@@ -178,22 +180,22 @@ impl<'b> Outgoing<'b> {
     }
 }
 
-/// What an endpoint counts.
+/// Counters of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct EndpointStats {
     /// Packets sent.
     pub packets_out: u64,
-    /// Their bytes, headers too.
+    /// Bytes sent, headers included.
     pub bytes_out: u64,
-    /// Packets taken in.
+    /// Packets received.
     pub packets_in: u64,
-    /// Contributions sent again.
+    /// Contributions retransmitted.
     pub retransmits: u64,
     /// Probes sent.
     pub probes: u64,
-    /// Results that came to all children at once.
+    /// Results received through the shared address.
     pub shared_results: u64,
-    /// Packets dropped: foreign, damaged, stale or doubled.
+    /// Packets dropped: foreign, damaged, stale or duplicate.
     pub dropped: u64,
 }
 
@@ -202,36 +204,36 @@ pub struct EndpointStats {
 #[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub struct Endpoint {
     config: EndpointConfig,
-    /// One hop a shard of the leaf node.
+    /// One hop for each shard of the leaf node.
     hops: Vec<Uplink>,
     ops: Ops,
-    /// The first seq that was not sent yet.
+    /// The first sequence number that has not been sent.
     next: u64,
-    /// What the node granted last.
+    /// The window that the node granted last.
     window: u16,
     stable: ChunkNo,
-    /// Whether contributions ask for shared results.
-    listening: Listening,
-    /// Headers to send.
+    /// Whether contributions request shared results.
+    shared_results: SharedResults,
+    /// Packets without payload to send.
     replies: VecDeque<(Addr, Repr)>,
-    /// Seqs to send again.
+    /// Sequence numbers to retransmit.
     again: VecDeque<u64>,
-    /// The tree's word that it ends at this seq, the lowest that was heard of, while chunks below are still open.
+    /// The lowest chunk at which the tree reported an error, and that error, while chunks below are still open.
     ending: Option<(u64, EndpointError)>,
-    /// An answer met congestion, which the node has yet to be told.
+    /// An answer carried a congestion mark that the node has not been told about.
     congested: bool,
     failed: Option<EndpointError>,
-    failure_told: bool,
+    failure_reported: bool,
     stats: EndpointStats,
     #[cfg(feature = "planted")]
     bug: Option<sumac_hal::planted::Bug>,
 }
 
 impl Endpoint {
-    /// Return an endpoint that has posted nothing.
+    /// Create an endpoint.
     ///
     /// # Panics
-    /// If `config.parents` is empty or longer than a node can have shards, or the rank is none of the group's.
+    /// If `config.parents` is empty or longer than a node can have shards, or `rank` is not below `ranks`.
     pub fn new(config: EndpointConfig) -> Self {
         let shards = config.parents.len() as u16;
         assert!(Shard::new(0, shards).is_some(), "{shards} shards");
@@ -240,16 +242,16 @@ impl Endpoint {
         Self {
             window: config.window_start.clamp(1, config.window_max),
             hops,
-            ops: Ops::new(usize::from(config.chunk_len_bytes), Seat { rank: config.rank.0, ranks: config.ranks }),
+            ops: Ops::new(usize::from(config.chunk_len_bytes), RankInfo { rank: config.rank.0, ranks: config.ranks }),
             next: 0,
             stable: ChunkNo(0),
-            listening: Listening::new(config.shared_key.is_some()),
+            shared_results: SharedResults::new(config.shared_key.is_some()),
             replies: VecDeque::new(),
             again: VecDeque::with_capacity(MAX_WINDOW as usize),
             ending: None,
             congested: false,
             failed: None,
-            failure_told: false,
+            failure_reported: false,
             stats: EndpointStats::default(),
             #[cfg(feature = "planted")]
             bug: None,
@@ -257,39 +259,44 @@ impl Endpoint {
         }
     }
 
-    /// Give this endpoint a bug.
+    /// Plant a bug in this endpoint.
     #[cfg(feature = "planted")]
     pub fn plant(&mut self, bug: sumac_hal::planted::Bug) {
         self.bug = Some(bug);
     }
 
-    /// Post an operation. On [`Path::Tree`] it runs through the tree; on any other path it only tells the tree
-    /// what this rank calls, so that ranks which call different things find out (PROTOCOL 2).
+    /// Post an operation. On [`Path::Tree`] it runs through the tree. On any other path the tree carries only its
+    /// signature, so that mismatched calls are detected (PROTOCOL 2).
     ///
-    /// An operation without elements is one `Empty`, like a barrier: ranks that call it and ranks that call
-    /// something else find out (PROTOCOL 1 gives it no seq at all, which lets one rank go on where another waits).
+    /// An operation without elements uses one `Empty`, like a barrier, so that mismatched calls are detected. (PROTOCOL
+    /// 1 assigns it no sequence number at all, which lets one rank proceed where another waits.)
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
     pub fn post(&mut self, desc: OpDesc, path: Path) -> Result<OpId, PostError> {
-        self.post_within(desc, path, None)
+        self.post_with_limit(desc, path, None)
     }
 
-    /// The same for an operation that does not wait longer than a limit for ranks to come to it. All ranks have to give
-    /// it the same one. Devices of several shards, and groups of more than 256 ranks, take no notice of it.
+    /// The same with a limit on how long the operation waits for ranks. All ranks must pass the same limit. Devices
+    /// with several shards, and groups of more than 256 ranks, ignore it.
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post_within(&mut self, desc: OpDesc, path: Path, limit: Option<Limit>) -> Result<OpId, PostError> {
+    pub fn post_with_limit(
+        &mut self,
+        desc: OpDesc,
+        path: Path,
+        limit: Option<StragglerLimit>,
+    ) -> Result<OpId, PostError> {
         if let Some(error) = self.failed {
             return Err(error.into());
         }
         let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
         let signature = limit.map_or(signature, |limit| limit.sign(signature));
-        self.ops.post_within(desc, signature, path == Path::Tree, limit)
+        self.ops.post_with_limit(desc, signature, path == Path::Tree, limit)
     }
 
-    /// Write the next packet to `buffer`, which has room for a chunk and its header; `None` if there is none to
+    /// Write the next packet to `buffer`, which must have room for a chunk and its header; `None` if there is none to
     /// send now.
     ///
     /// Call it after `post`, `handle` and `handle_timeout` until it returns `None`.
@@ -300,8 +307,8 @@ impl Endpoint {
         Some(Transmit { to, len_bytes: HEADER_LEN + payload.len() })
     }
 
-    /// Return the next packet without copying its payload out of the caller's buffer, for ports that gather. The
-    /// packet counts as sent.
+    /// Return the next packet with its payload still in the caller's buffer, for ports that gather. The packet counts
+    /// as sent.
     pub fn poll_outgoing<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
         let out = self.next_packet(buffers, now)?;
         self.stats.packets_out += 1;
@@ -309,7 +316,7 @@ impl Endpoint {
         Some(out)
     }
 
-    /// Return where the next packet goes, if there is one, without sending it.
+    /// Return the destination of the next packet, if there is one, without sending it.
     pub fn poll_destination(&mut self) -> Option<Addr> {
         if self.failed.is_some() {
             return None;
@@ -322,14 +329,14 @@ impl Endpoint {
         Some(self.config.parents[self.shard_of(seq)])
     }
 
-    /// Do what is due at `now`: probe, or give the path up.
+    /// Handle timers due at `now`: send probes, or give up on the path.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.hops.len() {
             if !self.waits_for(index) {
                 continue;
             }
             let hop = &mut self.hops[index];
-            if hop.is_dead(now) && !planted!(self, DeadHopUnnoticed) {
+            if hop.is_dead(now) && !planted!(self, DeadHopUndetected) {
                 return self.fail(EndpointError::PathLost);
             }
             if let Some(probe) = hop.poll_probe(now) {
@@ -342,7 +349,7 @@ impl Endpoint {
         }
     }
 
-    /// Return when [`Endpoint::handle_timeout`] is to be called next, if nothing arrives before.
+    /// Return when to call [`Endpoint::handle_timeout`] next, unless a packet arrives before.
     pub fn poll_timeout(&self) -> Option<Instant> {
         if self.failed.is_some() {
             return None;
@@ -350,69 +357,69 @@ impl Endpoint {
         (0..self.hops.len()).filter(|&index| self.waits_for(index)).filter_map(|index| self.hops[index].timeout()).min()
     }
 
-    /// Return the next event: completions in the order of completion, a failure once and last.
+    /// Return the next event: completions in order, and last, once, the failure.
     pub fn poll_event(&mut self) -> Option<Event> {
         if let Some(id) = self.ops.pop_completed() {
             return Some(Event::Completed(id));
         }
-        let error = self.failed.filter(|_| !self.failure_told)?;
-        self.failure_told = true;
+        let error = self.failed.filter(|_| !self.failure_reported)?;
+        self.failure_reported = true;
         Some(Event::Failed(error))
     }
 
-    /// Return what is known of the operation whose completion [`Endpoint::poll_event`] has told last.
-    pub const fn verdict(&self) -> Verdict {
-        self.ops.verdict()
+    /// Return details of the operation whose completion [`Endpoint::poll_event`] returned last.
+    pub const fn completion_info(&self) -> CompletionInfo {
+        self.ops.completion_info()
     }
 
-    /// Return how many shards the leaf device has.
+    /// Return the number of shards of the leaf device.
     pub const fn shards(&self) -> usize {
         self.hops.len()
     }
 
-    /// Return the ranks that have left the group.
-    pub fn gone(&self) -> RankMask {
-        self.ops.cuts.gone()
+    /// Return the ranks that have been excluded from the group.
+    pub fn excluded_ranks(&self) -> RankMask {
+        self.ops.exclusions.ranks()
     }
 
-    /// Return the first chunk whose result has not landed: all below have.
+    /// Return the first chunk whose result has not landed.
     pub fn have(&self) -> ChunkNo {
         let shards = 0..self.hops.len();
         let first = shards.map(|i| self.shard(i).global(self.hops[i].answered_below())).min();
         ChunkNo(first.map_or(0, |seq| seq.0).min(self.ops.end()))
     }
 
-    /// Tell whether another operation can be posted.
+    /// Return whether another operation can be posted.
     pub fn has_room(&self) -> bool {
         self.ops.has_room()
     }
 
-    /// Return the chunk below which every rank has every result, as far as this rank was told.
+    /// Return the chunk below which every rank is known to have every result.
     pub const fn stable(&self) -> ChunkNo {
         self.stable
     }
 
-    /// Return what this rank keeps of a chunk of an operation that has returned: the chunk's result, or its own
-    /// contribution where it does not get that. `None` for a chunk that every rank is known to have, or that belongs
-    /// to an operation in flight.
+    /// Return the bytes that this rank retains of a chunk of a completed operation: the chunk's result, or its own
+    /// contribution where it does not receive that. `None` for a chunk that every rank is known to have, or that
+    /// belongs to an operation in flight.
     pub fn kept(&self, seq: ChunkNo) -> Option<Vec<u8>> {
-        let kept = self.ops.kept().find(|kept| (kept.from..kept.op.end()).contains(&seq.0))?;
+        let kept = self.ops.retained().find(|kept| (kept.from..kept.op.end()).contains(&seq.0))?;
         let mut bytes = Vec::new();
-        self.ops.give_kept(kept, seq.0, &mut bytes);
+        self.ops.copy_retained(kept, seq.0, &mut bytes);
         Some(bytes)
     }
 
-    /// Return why the group is at its end, if it is.
+    /// Return the error that ended the group, if it has failed.
     pub const fn error(&self) -> Option<EndpointError> {
         self.failed
     }
 
-    /// Return what was counted since the endpoint began.
+    /// Return the counters.
     pub const fn stats(&self) -> &EndpointStats {
         &self.stats
     }
 
-    /// Return the window in force, in chunks.
+    /// Return the current window in chunks.
     pub fn window(&self) -> u16 {
         if planted!(self, WindowUnclamped) {
             return self.window.max(1);
@@ -420,7 +427,7 @@ impl Endpoint {
         self.window.clamp(1, self.config.window_max)
     }
 
-    /// End the group, for what its user found out.
+    /// Close the group, for a reason that the caller detected.
     pub(crate) fn close(&mut self) {
         if planted!(self, MissingFence) {
             return;
@@ -446,7 +453,7 @@ impl Endpoint {
         Some(self.contribute(seq, end, buffers, now))
     }
 
-    /// Forget what was to be sent again but has its answer by now, or will have none.
+    /// Drop retransmissions that have been answered by now, or never will be.
     fn drop_answered(&mut self) {
         while let Some(&seq) = self.again.front() {
             let index = self.shard_of(seq);
@@ -458,52 +465,53 @@ impl Endpoint {
         }
     }
 
-    /// Return the seq before which answers are to be had: the end of what was posted, or where the tree ends.
+    /// Return the sequence number before which answers are still expected: the end of what was posted, or where the
+    /// tree ends.
     fn end(&self) -> u64 {
         self.ending.map_or(self.ops.end(), |(at, _)| at)
     }
 
-    /// Tell whether a shard still owes answers that are to be had.
+    /// Return whether a shard still owes expected answers.
     fn waits_for(&self, index: usize) -> bool {
         let first = self.shard(index).global(self.hops[index].answered_below());
         self.ending.is_none_or(|(at, _)| first.0 < at)
     }
 
-    /// Return the next seq to send for the first time, if the window allows it.
+    /// Return the next sequence number to send for the first time, if the window allows it.
     fn next_in_window(&self) -> Option<u64> {
         let limit = self.end().min(self.window_end());
         (self.next < limit).then_some(self.next)
     }
 
-    /// Return the seq before which contributions may be sent.
+    /// Return the sequence number before which contributions may be sent.
     fn window_end(&self) -> u64 {
         let have = self.have().0;
         if planted!(self, CountedWindow) {
-            let answered = (have..self.next).filter(|&seq| Remains::is_answered(self, seq)).count();
+            let answered = (have..self.next).filter(|&seq| RecoverySource::is_answered(self, seq)).count();
             return have + answered as u64 + u64::from(self.window());
         }
         have + u64::from(self.window())
     }
 
-    /// Return the contribution to `seq`; if that is Empty, also to those that follow below `end`, as far as they are
-    /// Empty of the same operation too.
+    /// Return the contribution to `seq`. An Empty also covers the following ones below `end`, as far as they are Empty
+    /// of the same operation.
     fn contribute<'b>(&mut self, seq: u64, end: u64, buffers: &'b impl Buffers, now: Instant) -> Outgoing<'b> {
         let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
         let part = op.part(seq);
-        let payload = part.gives.map_or(&[][..], |range| &buffers.input(op.id)[range]);
+        let payload = part.input.map_or(&[][..], |range| &buffers.input(op.id)[range]);
         let kind = if payload.is_empty() { Kind::Empty } else { Kind::Data };
-        let wants = part.takes.is_some();
+        let wants = part.landing.is_some();
         let mut repr = self.header(kind, ChunkNo(seq), self.config.salt);
         repr.set_op(&op.desc);
         repr.signature = op.signature;
         repr.slowest = Some(self.config.rank);
         if let Some(limit) = op.limit {
-            // An operation has fewer chunks than that: what is said of it would not fit its elements' number.
+            // Operations with more chunks would not fit the element count of the header.
             repr.set_limit(limit, (seq - op.first()) as u32);
         }
         repr.flags.set(Flags::WANT, wants);
         repr.flags.set(Flags::CONGESTED, std::mem::take(&mut self.congested));
-        repr.flags.set(Flags::SHARED, wants && self.listening.asks());
+        repr.flags.set(Flags::SHARED, wants && self.shared_results.is_requested());
         repr.payload_len_bytes = payload.len() as u16;
         if kind == Kind::Empty {
             repr.count = empty_run(&op, seq, end, wants);
@@ -541,7 +549,7 @@ impl Endpoint {
     }
 }
 
-impl Remains for Endpoint {
+impl RecoverySource for Endpoint {
     fn ops(&self) -> &Ops {
         &self.ops
     }
@@ -554,17 +562,17 @@ impl Remains for Endpoint {
         self.hops[index].is_answered(self.shard(index).below(ChunkNo(seq)))
     }
 
-    /// Packets bring results to their own place; nobody else has them.
+    /// Results in packets go straight to their destinations; nobody else holds them.
     fn published(&self, _: u64, _: &mut [u8]) -> bool {
         false
     }
 }
 
-/// Return how many seqs from `seq` on, below `end`, are Empty of `op` and want results as `wants` says.
+/// Return how many sequence numbers from `seq` on, below `end`, are Empty contributions to `op` with the same `wants`.
 fn empty_run(op: &Op, seq: u64, end: u64, wants: bool) -> u16 {
     let alike = |next: &u64| {
         let part = op.part(*next);
-        part.gives.is_none() && part.takes.is_some() == wants
+        part.input.is_none() && part.landing.is_some() == wants
     };
     1 + (seq + 1..end.min(op.end())).take_while(alike).count() as u16
 }

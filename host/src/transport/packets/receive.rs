@@ -1,4 +1,4 @@
-//! What comes down from the leaf node.
+//! Processing of packets from the leaf node.
 
 use super::{Buffers, Endpoint, EndpointConfig, EndpointError, Slowest};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
@@ -10,28 +10,28 @@ use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
 
 impl Endpoint {
-    /// Take in a packet that the network marked as having met congestion: [`Endpoint::handle`], and the next contribution
-    /// tells the node, which cuts the window (PROTOCOL 3).
+    /// Process a packet that carries a congestion mark (ECN): [`Endpoint::handle`], and the next contribution tells the
+    /// node, which reduces the window (PROTOCOL 3).
     pub fn handle_marked(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
         let dropped = self.stats.dropped;
         self.handle(from, packet, buffers, now);
-        // What is dropped may be anybody's.
+        // A dropped packet may be anybody's.
         self.congested |= dropped == self.stats.dropped;
     }
 
-    /// Take in a packet that arrived at `now` from `from`; results go to `buffers`.
+    /// Process a packet that arrived at `now` from `from`; results go to `buffers`.
     pub fn handle(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
         if self.failed.is_some() {
             return;
         }
         self.stats.packets_in += 1;
-        if self.take(from, packet, buffers, now).is_none() {
+        if self.accept(from, packet, buffers, now).is_none() {
             self.stats.dropped += 1;
         }
     }
 
-    /// `None` if the packet is dropped.
-    fn take(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) -> Option<()> {
+    /// Returns `None` if the packet is to be dropped.
+    fn accept(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) -> Option<()> {
         let packet = match Packet::new_checked(packet) {
             Err(WireError::Checksum { .. }) if planted!(self, ChecksumUnchecked) => Packet::new_unchecked(packet),
             checked => checked.ok()?,
@@ -39,21 +39,22 @@ impl Endpoint {
         let repr = Repr::parse(&packet).ok()?;
         let config = &self.config;
         let link = (repr.child, repr.key);
-        // Only results are shared: all else is said to one child.
+        // Only results are sent to all children; everything else goes to one.
         let all = config.shared_key.filter(|_| repr.kind == Kind::Result).map(|key| (ChildIndex::ALL, key));
         let mine = repr.group == config.group
-            && (repr.epoch == config.epoch || planted!(self, EpochForgotten))
+            && (repr.epoch == config.epoch || planted!(self, EpochUnchecked))
             && (link == (config.child, config.key) || Some(link) == all);
         let index = self.shard_of(repr.seq.0);
-        // A Status may speak of the shard's next seqs, a Nak of a group as a whole: both name a seq of theirs.
+        // A Status may refer to the shard's next sequence numbers, and a Nak to the group as a whole; both name one of
+        // that shard.
         if !mine || config.parents[index] != from {
             return None;
         }
         if repr.child == ChildIndex::ALL {
-            self.listening.on_shared();
+            self.shared_results.on_shared();
         }
         let taken = match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) if repr.view > self.ops.cuts.number() => self.ask_view(index, &repr),
+            (Kind::Result | Kind::Done, _) if repr.view > self.ops.exclusions.count() => self.ask_view(index, &repr),
             (Kind::Result | Kind::Done, _) => self.on_answers(index, &repr, packet.payload(), buffers, now),
             (Kind::Status, _) => self.on_status(index, &repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(index, reason, (&repr, packet.payload()), now),
@@ -65,13 +66,13 @@ impl Endpoint {
         if repr.window > 0 {
             self.window = repr.window;
         }
-        self.keep(buffers);
+        self.retain_completed(buffers);
         Some(())
     }
 
-    /// Keep of the operations that are complete now what other ranks may lack (PROTOCOL 5): the caller's buffers are
-    /// its own again.
-    fn keep(&mut self, buffers: &mut impl Buffers) {
+    /// Retain what other ranks may still lack of completed operations (PROTOCOL 5), since their buffers return to the
+    /// caller.
+    fn retain_completed(&mut self, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         if planted!(self, NoRetention) {
             return;
@@ -79,10 +80,10 @@ impl Endpoint {
         if !planted!(self, UnboundedQueue) {
             self.ops.forget_below(stable);
         }
-        self.ops.keep_new(stable, |_, _| false, |op, keep, to| keep.retain(op.id, buffers, to));
+        self.ops.retain_new(stable, |_, _| false, |op, retention, to| retention.append_to(op.id, buffers, to));
     }
 
-    /// Take in the answer to one chunk, or the Done of a run of them; `None` if nothing of it is new.
+    /// Process the answer to one chunk, or the Done of a run; `None` if none of it is new.
     fn on_answers(
         &mut self,
         index: usize,
@@ -118,32 +119,32 @@ impl Endpoint {
         let op = self.ops.of_seq(seq).filter(|op| seq < self.next && op.signature == repr.signature)?;
         let local = self.shard(index).below(repr.seq);
         let again = self.hops[index].is_answered(local);
-        if again && !planted!(self, LandsTwice) {
+        if again && !planted!(self, DuplicateCounted) {
             return None;
         }
-        match (op.part(seq).takes, repr.kind) {
+        match (op.part(seq).landing, repr.kind) {
             (Some(landing), Kind::Result) if landing.result_len == payload.len() => {
                 let part = &payload[landing.part];
                 buffers.output(op.id)[landing.at..][..part.len()].copy_from_slice(part);
-                self.note_way(repr.child == ChildIndex::ALL);
+                self.note_delivery(repr.child == ChildIndex::ALL);
             }
             (None, Kind::Done) if payload.is_empty() => {}
             (Some(_), Kind::Done) if planted!(self, DoneForResult) => {}
             _ => return None,
         }
         self.ops.note_slowest(seq, repr.slowest.map(|rank| Slowest { rank, late_us: repr.late_us }));
-        // Landed: only now may `have` pass it.
+        // The result has landed: only now may `have` pass the chunk.
         assert!(self.hops[index].on_answer(local, now) || again, "a chunk lands once");
         self.ops.landed(seq);
         Some(())
     }
 
-    /// Note whether a result came to all children at once.
-    fn note_way(&mut self, shared: bool) {
+    /// Record whether a result came through the shared address.
+    fn note_delivery(&mut self, shared: bool) {
         self.stats.shared_results += u64::from(shared);
-        if !shared && self.listening.on_alone() {
+        if !shared && self.shared_results.on_unicast() {
             let EndpointConfig { group, child, .. } = self.config;
-            tracing::info!(%group, %child, "no shared results arrive: takes them one by one from now on");
+            tracing::info!(%group, %child, "no shared results arrive; requesting unicast results from now on");
         }
     }
 
@@ -151,7 +152,7 @@ impl Endpoint {
         let window = self.window();
         while let Some(local) = self.hops[index].next_gap(window) {
             let seq = self.shard(index).global(local);
-            // What is asked for again may still wait to be asked for at all.
+            // An earlier Nak for it may still be queued.
             if self.replies.iter().any(|(_, waiting)| (waiting.kind, waiting.seq) == (Kind::Nak, seq)) {
                 continue;
             }
@@ -180,22 +181,22 @@ impl Endpoint {
         known.then_some(())
     }
 
-    /// An answer is of a view of the group that this rank has not heard of: it is dropped, which has it sent again, and
-    /// the decision is asked for.
+    /// An answer belongs to a view that this rank does not know yet. Drop it, which has it sent again, and request the
+    /// decision.
     fn ask_view(&mut self, index: usize, repr: &Repr) -> Option<()> {
         if self.replies.iter().all(|(_, waiting)| waiting.kind != Kind::Late) {
-            let view = self.ops.cuts.number() + 1;
+            let view = self.ops.exclusions.count() + 1;
             let ask = Repr { view, ..self.header(Kind::Late, repr.seq, self.config.salt) };
             self.replies.push_back((self.config.parents[index], ask));
         }
         None
     }
 
-    /// The root has decided to go on without ranks.
+    /// Process the root's decision to exclude ranks.
     fn on_cut(&mut self, index: usize, repr: &Repr, payload: &[u8]) -> Option<()> {
         let ranks = RankMask::from_bytes(payload)?;
-        match repr.view.checked_sub(self.ops.cuts.number()) {
-            Some(1) => self.ops.cuts.push(repr.seq.0, &ranks),
+        match repr.view.checked_sub(self.ops.exclusions.count()) {
+            Some(1) => self.ops.exclusions.push(repr.seq.0, &ranks),
             Some(2..) => return self.ask_view(index, repr),
             _ => return None,
         }
@@ -206,11 +207,11 @@ impl Endpoint {
     }
 
     fn on_nak(&mut self, index: usize, reason: NakReason, (repr, payload): (&Repr, &[u8]), now: Instant) -> Option<()> {
-        // Only what echoes a token of ours is about this life of ours (PROTOCOL 4).
+        // Only Naks that echo one of our tokens concern this incarnation (PROTOCOL 4).
         if repr.token != self.config.salt && !self.hops[index].is_probe_token(repr.token) {
             return None;
         }
-        self.hops[index].on_heard(now);
+        self.hops[index].on_activity(now);
         if matches!(reason, NakReason::Missing | NakReason::Resend) {
             let in_flight = (self.have()..ChunkNo(self.next.min(self.end()))).contains(&repr.seq);
             let local = self.shard(index).local(repr.seq)?;
@@ -221,16 +222,16 @@ impl Endpoint {
         }
         let ops = repr.op_desc().zip(unpack_op(repr.bits2));
         match terminal(reason, ops, payload)? {
-            // Nothing more is to be had from a node that does not know the group.
+            // A node that does not know the group has nothing more to send.
             error @ (EndpointError::GroupLost | EndpointError::Excluded) => self.fail(error),
-            error if planted!(self, ErrorAtOnce) => self.fail(error),
-            // What was never sent can't have been refused: a number beyond is taken for the next.
+            error if planted!(self, ErrorNotDeferred) => self.fail(error),
+            // A chunk that was never sent cannot have been refused: clamp the number to the next one.
             error => self.end_at(repr.seq.0.min(self.next), error),
         }
         Some(())
     }
 
-    /// The tree says that it has no answer to `seq` and whatever follows.
+    /// The tree has no answer to `seq` and all later chunks.
     fn end_at(&mut self, seq: u64, error: EndpointError) {
         if self.ending.is_none_or(|(earlier, _)| seq < earlier) {
             self.ending = Some((seq, error));
@@ -238,7 +239,7 @@ impl Endpoint {
         self.settle();
     }
 
-    /// Fail if the tree ends here: every chunk below has landed.
+    /// Fail with the pending error once every chunk below has landed.
     fn settle(&mut self) {
         if let Some((at, error)) = self.ending
             && self.have().0 >= at
@@ -248,7 +249,7 @@ impl Endpoint {
     }
 }
 
-/// Return the error that a Nak from the node means for this group, if it is the end of it.
+/// Return the error that a Nak from the node means, if it ends the group.
 fn terminal(reason: NakReason, ops: Option<(OpDesc, OpDesc)>, payload: &[u8]) -> Option<EndpointError> {
     Some(match (reason, ops) {
         (NakReason::Mismatch, Some((first, other))) => EndpointError::Mismatch { first, other },

@@ -1,5 +1,5 @@
-//! An endpoint without what says only what was: for searches over all states of a group. Under the feature it can be
-//! copied, compared and hashed, and its end can be rehearsed ([`crate::rehearsal`]).
+//! State of an endpoint, without counters and times: for exhaustive searches over the states of a group. With the
+//! feature `snapshot` endpoints can be copied, compared and hashed.
 
 use super::{Endpoint, EndpointStats, OpId};
 use sumac_hal::ids::ChunkNo;
@@ -8,10 +8,10 @@ use sumac_hal::shard::Shard;
 use sumac_hal::uplink::Uplink;
 
 impl Endpoint {
-    /// Forget counts and moments, as at the moment [`Uplink::AFTERWARDS`].
+    /// Reset counters and times, as at the instant [`Uplink::RESUME_AT`].
     ///
     /// # Panics
-    /// If something waits to be sent.
+    /// If anything is waiting to be sent.
     pub fn rest(&mut self) {
         assert!(self.poll_destination().is_none(), "not at rest");
         self.stats = EndpointStats::default();
@@ -19,23 +19,23 @@ impl Endpoint {
         self.ops.forget_slowest();
     }
 
-    /// Forget the probes that are out: see [`Uplink::forget_probe`].
+    /// Forget outstanding probes; see [`Uplink::forget_probe`].
     pub fn forget_probes(&mut self) {
         self.hops.iter_mut().for_each(Uplink::forget_probe);
     }
 
-    /// Keep nothing of what has returned, as if others could not need it any more.
-    pub fn forget_kept(&mut self) {
+    /// Drop everything retained, as if no rank could need it any more.
+    pub fn forget_retained(&mut self) {
         self.ops.forget_below(u64::MAX);
     }
 
-    /// Tell whether the answer to chunk `seq` is here.
+    /// Return whether chunk `seq` has been answered.
     pub fn holds(&self, seq: u64) -> bool {
         let index = usize::from(Shard::of(ChunkNo(seq), self.hops.len() as u16));
         self.hops[index].is_answered(self.shard(index).below(ChunkNo(seq)))
     }
 
-    /// End the group, for what its user found out: nothing is taken in any more, and nothing sent.
+    /// Close the endpoint: nothing is processed or sent any more.
     pub fn freeze(&mut self) {
         self.close();
     }
@@ -45,15 +45,15 @@ impl Endpoint {
         self.ops.in_flight().find(|op| op.end() > cut).map_or(self.ops.next_id(), |op| op.id)
     }
 
-    /// Return how many chunks an operation has that goes through the tree.
+    /// Return the number of chunks of an operation that goes through the tree.
     pub fn chunks(&self, desc: &OpDesc) -> u64 {
         self.ops.chunks(desc)
     }
 
-    /// Return where the endpoint stands.
+    /// Return the progress of the endpoint.
     pub fn progress(&self) -> Progress {
         let (mut kept, mut kept_bytes) = (0, 0);
-        for operation in self.ops.kept() {
+        for operation in self.ops.retained() {
             kept += 1;
             kept_bytes += operation.len_bytes();
         }
@@ -69,21 +69,21 @@ impl Endpoint {
     }
 }
 
-/// Where an endpoint stands, and how long its queues are.
+/// Progress of an endpoint, and lengths of its queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Progress {
     /// Operations posted.
     pub posted: u64,
     /// Chunks sent at least once.
     pub sent: u64,
-    /// Operations that have returned and are kept.
+    /// Completed operations that are retained.
     pub kept: usize,
-    /// What is kept of them.
+    /// Bytes retained of them.
     pub kept_bytes: usize,
-    /// The tree ends, and chunks before its end are still open.
+    /// The tree has reported an error, and chunks below it are open.
     pub is_ending: bool,
-    /// Headers to be sent.
+    /// Packets without payload to send.
     pub replies: usize,
-    /// Chunks to be sent again.
+    /// Chunks to retransmit.
     pub again: usize,
 }

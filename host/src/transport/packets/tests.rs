@@ -1,4 +1,4 @@
-//! Tests of one endpoint, packet by packet, against a leaf node that the tests play themselves.
+//! One endpoint, packet by packet, against a leaf node played by the tests.
 
 mod sets;
 mod shared;
@@ -16,7 +16,7 @@ const KEY: u64 = 0x1234_5678;
 /// f32 elements in a chunk.
 const CHUNK: u64 = 16;
 
-/// One buffer an operation, input and output alike.
+/// One buffer for each operation, input and output alike.
 struct Memory(Vec<Vec<u8>>);
 
 impl Buffers for Memory {
@@ -74,7 +74,7 @@ impl Rig {
         self.endpoint.post(sum(count), Path::Tree).expect("not failed")
     }
 
-    /// Take all that it sends now.
+    /// Return all packets that it sends now.
     fn drain(&mut self) -> Vec<(Addr, Repr, Vec<u8>)> {
         let mut buffer = vec![0; 4096];
         let mut all = Vec::new();
@@ -89,12 +89,12 @@ impl Rig {
         }
     }
 
-    /// Take all that it sends now, as kinds and seqs.
+    /// Return all packets that it sends now, as kinds and sequence numbers.
     fn sent(&mut self) -> Vec<(Kind, u64)> {
         self.drain().iter().map(|(_, repr, _)| (repr.kind, repr.seq.0)).collect()
     }
 
-    /// A header from the node, right in every field.
+    /// A header from the node, valid in every field.
     fn down(kind: Kind, seq: u64) -> Repr {
         Repr {
             seq: ChunkNo(seq),
@@ -152,12 +152,12 @@ impl Rig {
 }
 
 #[test]
-fn the_window_is_contiguous() {
+fn window_is_contiguous() {
     let mut rig = Rig::new(3, 1);
     let desc = sum(6 * CHUNK);
     rig.post(6 * CHUNK, 1.0);
     assert_eq!(rig.sent(), [(Kind::Data, 0), (Kind::Data, 1), (Kind::Data, 2)]);
-    // Two answers, but not that of chunk 0: two packets fewer in flight open nothing.
+    // Two answers, but none for chunk 0: fewer packets in flight do not open the window.
     rig.result(1, desc, 16, 2.0);
     rig.result(2, desc, 16, 2.0);
     assert_eq!((rig.sent(), rig.endpoint.have()), (vec![], ChunkNo(0)));
@@ -169,7 +169,7 @@ fn the_window_is_contiguous() {
 }
 
 #[test]
-fn the_node_grants_less_and_never_more_than_the_group_allows() {
+fn node_grant_shrinks_the_window_and_never_exceeds_the_maximum() {
     let mut rig = Rig::new(4, 1);
     let desc = sum(100 * CHUNK);
     rig.post(100 * CHUNK, 1.0);
@@ -186,7 +186,7 @@ fn the_node_grants_less_and_never_more_than_the_group_allows() {
 }
 
 #[test]
-fn a_result_lands_in_its_own_chunk_once() {
+fn result_lands_once_in_its_own_chunk() {
     let mut rig = Rig::new(8, 1);
     let desc = sum(2 * CHUNK + 3);
     let id = rig.post(2 * CHUNK + 3, 1.0);
@@ -206,7 +206,7 @@ fn a_result_lands_in_its_own_chunk_once() {
 }
 
 #[test]
-fn what_does_not_fit_is_dropped() {
+fn foreign_and_malformed_packets_are_dropped() {
     let mut rig = Rig::new(8, 1);
     let desc = sum(CHUNK);
     rig.post(CHUNK, 1.0);
@@ -244,7 +244,7 @@ fn what_does_not_fit_is_dropped() {
 }
 
 #[test]
-fn operations_complete_in_order_and_those_without_elements_are_one_empty() {
+fn operations_complete_in_order_and_empty_ones_send_one_empty() {
     let mut rig = Rig::new(8, 1);
     let first = rig.post(CHUNK, 1.0);
     let between = rig.post(0, 0.0);
@@ -259,7 +259,7 @@ fn operations_complete_in_order_and_those_without_elements_are_one_empty() {
 }
 
 #[test]
-fn a_barrier_is_one_empty_and_one_done() {
+fn barrier_sends_one_empty_and_awaits_one_done() {
     let mut rig = Rig::new(8, 1);
     rig.memory.0.push(Vec::new());
     let id = rig.endpoint.post(OpDesc::barrier(), Path::Tree).unwrap();
@@ -273,7 +273,7 @@ fn a_barrier_is_one_empty_and_one_done() {
 }
 
 #[test]
-fn many_operations_and_no_more_than_the_limit() {
+fn posting_stops_at_the_operation_limit() {
     let mut rig = Rig::new(64, 1);
     let limit = loop {
         rig.memory.0.push(1.0_f32.to_le_bytes().to_vec());
@@ -298,7 +298,7 @@ fn many_operations_and_no_more_than_the_limit() {
 }
 
 #[test]
-fn lost_answers_are_asked_for_after_three_later_ones() {
+fn gap_naks_after_three_later_answers() {
     let mut rig = Rig::new(8, 1);
     let desc = sum(8 * CHUNK);
     rig.post(8 * CHUNK, 1.0);
@@ -317,7 +317,7 @@ fn lost_answers_are_asked_for_after_three_later_ones() {
 }
 
 #[test]
-fn payload_is_sent_again_only_when_the_node_says_that_it_is_missing() {
+fn payload_is_resent_only_when_the_node_reports_it_missing() {
     let mut rig = Rig::new(8, 1);
     rig.post(3 * CHUNK, 1.0);
     rig.drain();
@@ -327,7 +327,7 @@ fn payload_is_sent_again_only_when_the_node_says_that_it_is_missing() {
     rig.nak(NakReason::Missing, 1, SALT);
     rig.nak(NakReason::Missing, 7, SALT);
     assert_eq!(rig.sent(), [(Kind::Data, 1)], "once, and nothing that was never sent");
-    // No answer: a header asks, at first; only what the Status lacks goes out again.
+    // Without answers, a header probes first; only what the Status lacks is sent again.
     rig.now = rig.endpoint.poll_timeout().expect("armed");
     rig.endpoint.handle_timeout(rig.now);
     let sent = rig.drain();
@@ -339,14 +339,14 @@ fn payload_is_sent_again_only_when_the_node_says_that_it_is_missing() {
     rig.put(NODE, status, &[]);
     assert_eq!(rig.sent(), [(Kind::Data, 2)]);
     assert_eq!(rig.endpoint.stats().retransmits, 2);
-    // What is answered before its turn comes is not sent at all.
+    // A retransmission that is answered before its turn is not sent.
     rig.nak(NakReason::Missing, 2, SALT);
     rig.result(2, sum(3 * CHUNK), 16, 2.0);
     assert_eq!(rig.sent(), []);
 }
 
 #[test]
-fn a_silent_node_is_a_lost_path() {
+fn silent_node_is_path_lost() {
     let mut rig = Rig::new(8, 1);
     rig.now = rig.now + Duration::from_secs(100);
     rig.post(CHUNK, 1.0);
@@ -362,7 +362,7 @@ fn a_silent_node_is_a_lost_path() {
 }
 
 #[test]
-fn a_group_is_lost_only_by_an_echo_of_our_token() {
+fn group_lost_requires_an_echo_of_our_token() {
     for reason in [NakReason::UnknownGroup, NakReason::WrongEpoch] {
         let mut rig = Rig::new(8, 1);
         rig.post(CHUNK, 1.0);
@@ -373,7 +373,7 @@ fn a_group_is_lost_only_by_an_echo_of_our_token() {
         rig.nak(reason, 0, SALT);
         assert_eq!(rig.endpoint.poll_event(), Some(Event::Failed(EndpointError::GroupLost)));
     }
-    // The token of a probe that is out is ours too.
+    // The token of an outstanding probe is ours too.
     let mut rig = Rig::new(8, 1);
     rig.post(CHUNK, 1.0);
     rig.drain();
@@ -385,13 +385,13 @@ fn a_group_is_lost_only_by_an_echo_of_our_token() {
 }
 
 #[test]
-fn a_mismatch_names_both_operations_once_everything_before_has_landed() {
+fn mismatch_names_both_operations_after_lower_chunks_land() {
     let (first, other) = (sum(9), OpDesc::barrier());
     let mut rig = Rig::new(8, 1);
     let earlier = rig.post(2 * CHUNK, 1.0);
     rig.post(4 * CHUNK, 1.0);
     rig.drain();
-    // A later chunk's word comes first, with another pair: the lowest chunk's counts.
+    // A later chunk's error arrives first, with another pair: the lowest chunk's counts.
     rig.mismatch(4, other, first);
     rig.mismatch(2, first, other);
     assert_eq!(rig.endpoint.poll_event(), None, "chunks 0 and 1 may still come");
@@ -412,9 +412,9 @@ fn a_mismatch_names_both_operations_once_everything_before_has_landed() {
     assert!(text.contains("all_reduce f32 sum x 9") && text.contains("barrier"), "{text}");
 }
 
-/// Shards tell independently: a lower chunk in another shard is still cared for.
+/// Shards report independently: a lower chunk in another shard is still awaited.
 #[test]
-fn a_mismatch_in_one_shard_waits_for_lower_chunks_in_another() {
+fn mismatch_in_one_shard_waits_for_lower_chunks_in_another() {
     let mut rig = Rig::new(64, 2);
     let desc = sum(33 * CHUNK);
     rig.post(33 * CHUNK, 1.0);
@@ -434,7 +434,7 @@ fn a_mismatch_in_one_shard_waits_for_lower_chunks_in_another() {
 }
 
 #[test]
-fn other_endings_have_their_own_names() {
+fn unsupported_and_path_lost_naks_map_to_their_errors() {
     let mut rig = Rig::new(8, 1);
     rig.post(CHUNK, 1.0);
     rig.drain();
@@ -461,9 +461,9 @@ fn other_endings_have_their_own_names() {
     assert_eq!((repr.kind, repr.signature, payload.len()), (Kind::Empty, signature, 0));
 }
 
-/// An answer that met congestion is told with the next contribution, once; somebody else's packet is not.
+/// A congestion mark is reported with the next contribution, once; one on a foreign packet is not.
 #[test]
-fn congestion_on_the_way_down_is_told_to_the_node() {
+fn congestion_mark_is_reported_once_with_the_next_contribution() {
     let mut rig = Rig::new(1, 1);
     let desc = sum(3 * CHUNK);
     rig.post(3 * CHUNK, 1.0);

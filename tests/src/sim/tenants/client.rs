@@ -1,15 +1,15 @@
-//! A rank and its controller: what `sumac::controller::Session` and `sumac::comm` say on its connection, and make of what
-//! they hear there.
+//! A rank's session with the controller: the messages of `sumac::controller::Session` and `sumac::comm`, and how they
+//! react to replies.
 
 use super::TenantViolation as Violation;
 use super::draw::Tenancy;
-use super::job::{End, Phase, Say};
-use super::wire::{Letter, Peer};
+use super::job::{End, JobMessage, Phase};
+use super::wire::{Message, Peer};
 use super::world::{Actor, Alarm, World};
 use crate::sim::coverage::Mark;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
-use sumac::controller::proto::{Attach, ClientReply, ClientRequest, JoinRequest, Membership, Terms};
+use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Membership, Terms, Transport};
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
@@ -24,25 +24,25 @@ impl World<'_, '_> {
             host: plan.hosts.get(rank).cloned(),
             order: plan.order,
             mesh_addr: addr,
-            repair_addr: addr,
+            recovery_addr: addr,
             max_packet_len_bytes: 65_507,
-            attach: Attach::Udp,
+            transport: Transport::Udp,
             machine: None,
             device_users: DeviceUsers::own(),
-            terms: Terms { tenant: Tenancy::tenant(plan.tenant), wait_ms: plan.wait_ms, moves: plan.moves },
+            terms: Terms { tenant: Tenancy::tenant(plan.tenant), wait_ms: plan.wait_ms, accepts_migration: plan.moves },
         }
     }
 
-    /// Dial, and ask to join; where there is no controller, again later.
+    /// Dial and request to join; retry later if there is no controller.
     pub(super) fn dial(&mut self, at: (usize, usize)) -> Result<(), Violation> {
-        if self.jobs[at.0].ranks[at.1].heard.is_one_gone {
+        if self.jobs[at.0].ranks[at.1].peers.has_lost_rank {
             return self.end(at, End::NotJoined);
         }
         let Some(controller) = &mut self.controller else {
-            self.schedule(self.now + DIAL_AGAIN, Alarm::Rank(at.0, at.1));
+            self.schedule(self.now + REDIAL_DELAY, Alarm::Rank(at.0, at.1));
             return Ok(());
         };
-        controller.client_dials(sumac::controller::rehearsal::Conn(self.next_conn + 1));
+        controller.connect_client(sumac::controller::harness::ConnId(self.next_conn + 1));
         let conn = self.open(Peer::Rank(at.0, at.1));
         let until = self.now + JOIN_LIMIT + Duration::from_millis(self.plan.jobs[at.0].wait_ms.into());
         let member = &mut self.jobs[at.0].ranks[at.1];
@@ -53,8 +53,8 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// The controller has said something.
-    pub(super) fn hear(&mut self, at: (usize, usize), reply: ClientReply) -> Result<(), Violation> {
+    /// Handle a reply of the controller.
+    pub(super) fn on_reply(&mut self, at: (usize, usize), reply: ClientReply) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         let is_joining = matches!(member.phase, Phase::Joining(_));
         match reply {
@@ -65,11 +65,11 @@ impl World<'_, '_> {
             ClientReply::Refused(_) if is_joining => return self.end(at, End::NotJoined),
             _ if is_joining || matches!(member.phase, Phase::Ended(_)) => {}
             ClientReply::RankLost(_) => {
-                member.heard.is_one_gone = true;
+                member.peers.has_lost_rank = true;
                 return self.end(at, End::RanksFailed);
             }
-            ClientReply::Repair { view } if member.has_tree && view >= member.view => {
-                self.report.seen.note(Mark::FrozenByWord);
+            ClientReply::TreeLost { view } if member.has_tree && view >= member.view => {
+                self.report.seen.note(Mark::FrozenByController);
                 self.freeze(at)?;
             }
             ClientReply::Offer { view } => {
@@ -78,16 +78,16 @@ impl World<'_, '_> {
                 self.pause(at, pauses);
             }
             ClientReply::MoveAt { view, call } => member.calls.move_at(view, call),
-            ClientReply::Withdrawn => member.calls.withdraw(),
+            ClientReply::OfferWithdrawn => member.calls.withdraw(),
             ClientReply::Queued(place) => {
                 member.queue = place;
-                self.report.seen.note(Mark::PlaceTold);
+                self.report.seen.note(Mark::PositionReported);
             }
             ClientReply::Replanned { view, membership } => {
                 member.queue = membership.queue;
                 if member.given_up == Some(view.wrapping_sub(1)) {
                     if membership.tree.is_ok() {
-                        let why = "it came too late for a rank".into();
+                        let why = "it arrived after a rank had stopped waiting".into();
                         self.ask_controller(at, ClientRequest::Decline { view, device: None, why });
                     }
                 } else {
@@ -95,19 +95,19 @@ impl World<'_, '_> {
                     self.note_tree(at, &membership)?;
                 }
             }
-            ClientReply::NotReplanned { view, .. } => member.answer = Some((view, None)),
+            ClientReply::ReplanRefused { view, .. } => member.answer = Some((view, None)),
             _ => {}
         }
         self.advance(at)
     }
 
-    /// The tree is lost, as this rank says.
+    /// Report that the tree is lost.
     pub(super) fn suspect(&mut self, at: (usize, usize)) {
         let view = self.jobs[at.0].ranks[at.1].view;
         self.ask_controller(at, ClientRequest::Suspect { view });
     }
 
-    /// All ranks are at the call where they move to the tree that was offered.
+    /// All ranks are at the call where they move to the offered tree.
     pub(super) fn move_to(&mut self, at: (usize, usize), view: u32) {
         let member = &mut self.jobs[at.0].ranks[at.1];
         if member.has_tree {
@@ -119,25 +119,25 @@ impl World<'_, '_> {
         self.ask_for_tree(at);
     }
 
-    /// Answer an offer, now or when an earlier one is through: the view, and the call from which on this rank waits.
+    /// Answer an offer, now or when an earlier one is done: the view, and the call at which this rank will wait.
     pub(super) fn pause(&mut self, at: (usize, usize), offered: Option<(u32, u64)>) {
         if let Some((view, from)) = offered {
             self.ask_controller(at, ClientRequest::Pause { view, at: from });
         }
     }
 
-    /// Ask for another tree.
+    /// Request another tree.
     pub(super) fn ask_for_tree(&mut self, at: (usize, usize)) {
         let until = self.now + REPLAN_LIMIT;
         let member = &mut self.jobs[at.0].ranks[at.1];
         (member.answer, member.found) = (None, None);
-        member.phase = Phase::Asks(until);
+        member.phase = Phase::Replanning(until);
         let view = member.view;
         self.ask_controller(at, ClientRequest::Replan { view });
         self.schedule(until, Alarm::Rank(at.0, at.1));
     }
 
-    /// Take the controller's answer, or go on without; false if it may still come.
+    /// Take the controller's reply, or continue without; false if it may still arrive.
     pub(super) fn take_answer(&mut self, at: (usize, usize), until: sumac_hal::time::Instant) -> bool {
         let now = self.now;
         let member = &mut self.jobs[at.0].ranks[at.1];
@@ -164,7 +164,7 @@ impl World<'_, '_> {
         if group == 0 {
             self.report.seen.note(Mark::NoTree);
         }
-        self.tell_all(at, &Say::Vote(epoch, group));
+        self.broadcast(at, &JobMessage::Vote(epoch, group));
         true
     }
 
@@ -174,7 +174,7 @@ impl World<'_, '_> {
     }
 
     /// A rank's connection has ended.
-    pub(super) fn miss_controller(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+    pub(super) fn on_controller_lost(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         member.calls.withdraw();
         member.queue = None;
@@ -185,7 +185,7 @@ impl World<'_, '_> {
     }
 
     pub(super) fn kill_rank(&mut self, at: (usize, usize)) -> Result<(), Violation> {
-        if !matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Away | Phase::Ended(_)) {
+        if !matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Disconnected | Phase::Ended(_)) {
             self.jobs[at.0].is_disturbed = true;
             self.report.seen.note(Mark::RankDied);
             self.end(at, End::Killed)?;
@@ -193,7 +193,7 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// A rank is through, in whatever way.
+    /// A rank has ended.
     pub(super) fn end(&mut self, at: (usize, usize), end: End) -> Result<(), Violation> {
         if end == End::RanksFailed {
             if let Some(endpoint) = &mut self.jobs[at.0].ranks[at.1].endpoint {
@@ -216,7 +216,7 @@ impl World<'_, '_> {
             match end {
                 End::Killed => {
                     self.conns.remove(&conn);
-                    self.mail(Letter::Gone(conn));
+                    self.send_message(Message::Gone(conn));
                 }
                 _ => self.close(conn),
             }
@@ -225,7 +225,7 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// Note a tree, or the reason why there is none: there has to be one.
+    /// Record a tree, or the reason for having none, which must be given.
     fn note_tree(&mut self, at: (usize, usize), membership: &Membership) -> Result<(), Violation> {
         match &membership.tree {
             Ok(tree) => {
@@ -234,7 +234,7 @@ impl World<'_, '_> {
                 self.check_reserved(at, tree)
             }
             Err(why) if why.is_empty() => {
-                Err(Violation { oracle: "no reason", what: format!("job {} has no tree, and nobody says why", at.0) })
+                Err(Violation { oracle: "no reason", what: format!("job {} has no tree and no reason", at.0) })
             }
             Err(_) => {
                 self.report.unplaced += 1;
@@ -247,11 +247,11 @@ impl World<'_, '_> {
     }
 }
 
-/// How long a rank waits for the others to join.
+/// Limit for all ranks to join.
 const JOIN_LIMIT: Duration = Duration::from_secs(20);
 
-/// How long the controller may take for another tree.
+/// Limit for the controller to provide another tree.
 const REPLAN_LIMIT: Duration = Duration::from_secs(6);
 
-/// How long a rank waits before it dials again.
-const DIAL_AGAIN: Duration = Duration::from_millis(90);
+/// Delay before a rank redials.
+const REDIAL_DELAY: Duration = Duration::from_millis(90);

@@ -1,16 +1,16 @@
-//! Devices: a production node each, and its connection to the controller, as a board's agent keeps it: requests are done
-//! in order, a connection that ends is dialled anew, and groups outlive it.
+//! Devices: a production node each, with a connection to the controller as a board's agent keeps it. Requests are
+//! executed in order, a lost connection is redialled, and groups outlive it.
 
 use super::TenantViolation as Violation;
-use super::draw::{Room, Tenancy};
+use super::draw::{DeviceCapacity, Tenancy};
 use super::watch::HeldGroup;
-use super::wire::{Letter, Peer};
+use super::wire::{Message, Peer};
 use super::world::{Actor, Alarm, World, device_addr};
 use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
-use sumac::controller::rehearsal::Conn;
+use sumac::controller::harness::ConnId;
 use sumac_device::{Child, Event, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Announce, DropReason, Envelope, Name, Refusal, Request, Response, TreeConfig};
 use sumac_hal::emu::Delivery;
@@ -19,7 +19,7 @@ use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, Packet, Repr};
 
-/// The memory of one life of a device.
+/// The tables of one incarnation of a device.
 pub(super) struct Tables {
     groups: Vec<Option<Group>>,
     trees: Vec<Option<TreeConfig>>,
@@ -29,41 +29,41 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    pub(super) fn new(room: &Room) -> Self {
+    pub(super) fn new(capacity: &DeviceCapacity) -> Self {
         Self {
-            groups: (0..room.groups).map(|_| None).collect(),
-            trees: vec![None; room.groups],
-            children: vec![Child::EMPTY; room.children],
-            slots: vec![Slot::EMPTY; room.slots],
-            bytes: vec![0; room.bytes],
+            groups: (0..capacity.groups).map(|_| None).collect(),
+            trees: vec![None; capacity.groups],
+            children: vec![Child::EMPTY; capacity.children],
+            slots: vec![Slot::EMPTY; capacity.slots],
+            bytes: vec![0; capacity.bytes],
         }
     }
 }
 
 /// A device.
 pub(super) struct Device<'m> {
-    /// `None`: it is off.
+    /// `None` while it is off.
     pub(super) node: Option<Node<'m>>,
     boot_id: BootId,
-    lives: u64,
+    incarnations: u64,
     spare: Vec<&'m mut Tables>,
-    pub(super) conn: Option<Conn>,
+    pub(super) conn: Option<ConnId>,
     pub(super) stalled_until: Instant,
-    backlog: VecDeque<(Conn, Envelope<Request>)>,
-    /// So many more groups are refused.
+    backlog: VecDeque<(ConnId, Envelope<Request>)>,
+    /// Number of groups that it will refuse.
     pub(super) refuses: u32,
-    /// What an oracle knows of its groups.
+    /// Oracle state of its groups.
     pub(super) held: BTreeMap<GroupId, HeldGroup>,
-    /// It has missed what the controller said, so that what it holds may be nobody's until its lease runs out.
+    /// It has missed requests of the controller, so it may hold orphaned groups until their leases expire.
     pub(super) disturbed: bool,
 }
 
 impl<'m> Device<'m> {
-    pub(super) fn new(plan: &Tenancy, index: usize, mut lives: Vec<&'m mut Tables>) -> Self {
+    pub(super) fn new(plan: &Tenancy, index: usize, mut incarnations: Vec<&'m mut Tables>) -> Self {
         let mut device = Self {
             node: None,
             boot_id: BootId(0),
-            lives: 0,
+            incarnations: 0,
             spare: Vec::new(),
             conn: None,
             stalled_until: Instant::ZERO,
@@ -72,8 +72,8 @@ impl<'m> Device<'m> {
             held: BTreeMap::new(),
             disturbed: false,
         };
-        lives.reverse();
-        device.spare = lives;
+        incarnations.reverse();
+        device.spare = incarnations;
         device.start(plan, index);
         device
     }
@@ -81,8 +81,8 @@ impl<'m> Device<'m> {
     /// Start with empty tables.
     fn start(&mut self, plan: &Tenancy, index: usize) {
         let Some(tables) = self.spare.pop() else { return };
-        self.boot_id = BootId(weight(&[plan.seed, index as u64, self.lives]));
-        self.lives += 1;
+        self.boot_id = BootId(weight(&[plan.seed, index as u64, self.incarnations]));
+        self.incarnations += 1;
         let config = NodeConfig {
             shard: Shard::new(0, 1).expect("one shard"),
             boot_id: self.boot_id,
@@ -94,7 +94,7 @@ impl<'m> Device<'m> {
         self.disturbed = false;
     }
 
-    /// Return what it says when it dials.
+    /// Return its announcement when it dials.
     pub(super) fn announce(&self, index: usize) -> Announce {
         let node = self.node.as_ref().expect("only a device that is on dials");
         Announce {
@@ -102,7 +102,7 @@ impl<'m> Device<'m> {
             boot_id: self.boot_id,
             capabilities: node.capabilities(),
             data_addrs: std::iter::once(device_addr(index)).collect(),
-            bus: None,
+            attach: None,
         }
     }
 
@@ -114,7 +114,7 @@ impl<'m> Device<'m> {
 impl World<'_, '_> {
     pub(super) fn kill_device(&mut self, index: usize, len: Duration) {
         let device = &mut self.devices[index];
-        // The last life has to last.
+        // The last incarnation must stay up.
         if device.node.is_none() || device.spare.is_empty() {
             return;
         }
@@ -124,7 +124,7 @@ impl World<'_, '_> {
         self.report.seen.note(Mark::LossDevice);
         if let Some(conn) = self.devices[index].conn.take() {
             self.conns.remove(&conn);
-            self.mail(Letter::Gone(conn));
+            self.send_message(Message::Gone(conn));
         }
         self.schedule(self.now + len, Alarm::Boot(index));
     }
@@ -139,20 +139,20 @@ impl World<'_, '_> {
     pub(super) fn ask_of_device(
         &mut self,
         index: usize,
-        conn: Conn,
+        conn: ConnId,
         request: Envelope<Request>,
     ) -> Result<(), Violation> {
         self.devices[index].backlog.push_back((conn, request));
         self.answer_backlog(index)
     }
 
-    /// Do what was asked, if the device does anything.
+    /// Execute pending requests, unless the device is stalled.
     pub(super) fn answer_backlog(&mut self, index: usize) -> Result<(), Violation> {
         while self.devices[index].stalled_until <= self.now {
             let Some((conn, Envelope { id, message })) = self.devices[index].backlog.pop_front() else { break };
             let response = self.control(index, &message)?;
             if self.conns.get(&conn) == Some(&Peer::Device(index)) {
-                self.mail(Letter::FromDevice(conn, Envelope { id, message: response }));
+                self.send_message(Message::FromDevice(conn, Envelope { id, message: response }));
             }
         }
         Ok(())
@@ -160,9 +160,9 @@ impl World<'_, '_> {
 
     fn control(&mut self, index: usize, request: &Request) -> Result<Response, Violation> {
         let now = self.device_time(index);
-        let announce = (*request == Request::Hello).then(|| self.devices[index].announce(index));
+        let announce = (*request == Request::Identify).then(|| self.devices[index].announce(index));
         if let Some(announce) = announce {
-            return Ok(Response::Hello(announce));
+            return Ok(Response::Announce(announce));
         }
         let device = &mut self.devices[index];
         if matches!(request, Request::CreateGroup(_)) && device.refuses > 0 {
@@ -176,7 +176,8 @@ impl World<'_, '_> {
             (Request::CreateGroup(config), Response::Done) => {
                 let bytes =
                     node.stats().slot_memory_used_bytes - device.held.values().map(|held| held.bytes).sum::<u64>();
-                let held = HeldGroup { slots: u64::from(config.slots), bytes, lease_ms: config.lease_ms, heard: now };
+                let held =
+                    HeldGroup { slots: u64::from(config.slots), bytes, lease_ms: config.lease_ms, last_packet: now };
                 device.held.insert(config.group, held);
                 self.report.seen.note(Mark::GroupCreated);
             }
@@ -187,7 +188,7 @@ impl World<'_, '_> {
             }
             (Request::RenewGroup(group), Response::Done) => {
                 if let Some(held) = device.held.get_mut(group) {
-                    held.heard = now;
+                    held.last_packet = now;
                 }
             }
             _ => {}
@@ -205,17 +206,17 @@ impl World<'_, '_> {
         let dropped = drops(node);
         node.handle(delivery.from, &delivery.bytes, now);
         let group = Packet::new_checked(&delivery.bytes).ok().and_then(|packet| Repr::parse(&packet).ok());
-        // What was dropped for coming late or twice may have renewed all the same: that is not counted on.
+        // Packets dropped as late or duplicate may have renewed the lease all the same; do not count on it.
         let group = group.filter(|repr| repr.kind != Kind::Status).map(|repr| repr.group);
         if let Some(held) = group.and_then(|group| device.held.get_mut(&group))
             && drops(node) == dropped
         {
-            held.heard = now;
+            held.last_packet = now;
         }
         self.touched.insert(Actor::Device(index));
     }
 
-    /// Take what a device wants its board to know: a lease may run out only when it is over.
+    /// Process a device's events: a lease must not expire early.
     pub(super) fn note_events(&mut self, index: usize) -> Result<(), Violation> {
         let now = self.device_time(index);
         let device = &mut self.devices[index];
@@ -224,10 +225,12 @@ impl World<'_, '_> {
             self.report.seen.device_event(event);
             let Event::LeaseExpired(group) = event else { continue };
             let held = device.held.remove(&group);
-            let lease = held.map(|held| (held.heard, Duration::from_millis(held.lease_ms.into())));
-            if let Some((heard, lease)) = lease.filter(|(heard, lease)| now < *heard + *lease) {
-                let what =
-                    format!("device {index} let {group} go {:?} after a valid packet, of {lease:?}", now - heard);
+            let lease = held.map(|held| (held.last_packet, Duration::from_millis(held.lease_ms.into())));
+            if let Some((last_packet, lease)) = lease.filter(|(last_packet, lease)| now < *last_packet + *lease) {
+                let what = format!(
+                    "device {index} released {group} {:?} after a valid packet, with a lease of {lease:?}",
+                    now - last_packet
+                );
                 return Err(Violation { oracle: "lease cut short", what });
             }
         }

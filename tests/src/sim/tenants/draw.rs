@@ -1,4 +1,4 @@
-//! What a seed draws: devices and how they are wired, tenants and their quotas, jobs that come and go, and what is lost.
+//! What a seed draws: devices and fabric, tenants and quotas, jobs, and incidents.
 
 use super::world::DEVICES_FIRST;
 use crate::oracle::weight;
@@ -13,87 +13,87 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
 use sumac_hal::op::OpDesc;
 
-/// A world of tenants, and what happens in it.
+/// A tenants run and its parameters.
 #[derive(Debug, Clone)]
 pub struct Tenancy {
-    /// The seed that all this and the run are drawn from.
+    /// The seed of these parameters and of the run.
     pub seed: u64,
-    /// How many levels the switches have.
+    /// Levels of switches.
     pub levels: u32,
-    /// How they are wired, as a fabric file; `None`: any device serves all ranks.
+    /// The fabric file; `None` if any device serves all ranks.
     pub fabric: Option<String>,
-    /// The devices.
-    pub rooms: Vec<Room>,
-    /// What each tenant may hold.
+    /// Capacity of each device.
+    pub capacities: Vec<DeviceCapacity>,
+    /// Quota of each tenant.
     pub quotas: Vec<Quota>,
-    /// How long a group lives without a packet or a renewal.
+    /// Lease of groups.
     pub lease: Duration,
-    /// The payload limit in bytes.
+    /// Payload limit, in bytes.
     pub chunk_len_bytes: u16,
-    /// The jobs, by when they come.
+    /// The jobs, by arrival.
     pub jobs: Vec<JobPlan>,
-    /// What is lost, and when.
-    pub ills: Vec<(Duration, Trouble)>,
-    /// What the links do wrong.
+    /// Incidents, and when they happen.
+    pub incidents: Vec<(Duration, Incident)>,
+    /// Link faults.
     pub faults: Faults,
-    /// What every path is like.
+    /// Properties of every path.
     pub link: LinkConfig,
-    /// The most that a letter to or from the controller takes.
-    pub mail_max: Duration,
-    /// What is wrong with the code.
+    /// Maximum delay of a message to or from the controller.
+    pub message_delay_max: Duration,
+    /// The planted bug, if any.
     pub planted: Planted,
 }
 
-/// What a device has.
+/// The capacity of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub struct DeviceCapacity {
     /// Groups.
     pub groups: usize,
     /// Children of all groups.
     pub children: usize,
     /// Slots.
     pub slots: usize,
-    /// Memory for slots.
+    /// Slot memory, in bytes.
     pub bytes: usize,
 }
 
 /// A job.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JobPlan {
-    /// Whose it is.
+    /// Index of its tenant.
     pub tenant: usize,
-    /// When its ranks come.
+    /// When its ranks arrive.
     pub at: Duration,
-    /// Its ranks' hosts, where a fabric has some.
+    /// Hosts of its ranks, if the fabric has hosts.
     pub hosts: Vec<String>,
-    /// Its ranks.
+    /// Number of ranks.
     pub world: usize,
     /// The declared order.
     pub order: Order,
-    /// How long joining waits for a tree.
+    /// How long joining waits for a tree, in milliseconds.
     pub wait_ms: u32,
-    /// Whether it takes a tree that is offered later.
+    /// Whether it accepts a tree that is offered later.
     pub moves: bool,
-    /// What it calls.
+    /// Its operations.
     pub ops: Vec<OpDesc>,
-    /// The most that a rank takes between two calls.
-    pub think: Duration,
-    /// Jobs of the same kind want the same.
+    /// Maximum time of a rank between two calls.
+    pub think_max: Duration,
+    /// Jobs of the same kind need the same resources.
     pub kind: usize,
 }
 
-/// What goes wrong.
+/// An incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Trouble {
-    /// A device is gone for a while, and then starts with empty tables.
+pub enum Incident {
+    /// A device is down for a while, and then restarts with empty tables.
     Die(usize, Duration),
-    /// A device does not answer its controller for a while, and serves packets meanwhile.
+    /// A device does not reply to its controller for a while, but serves packets.
     Stall(usize, Duration),
     /// A device refuses the next groups.
     Refuse(usize, u32),
     /// A device's connection to the controller ends.
     CutDevice(usize),
-    /// The controller forgets everything, and is away for a while.
+    /// The controller loses its state, and is away for a while.
     Controller(Duration),
     /// A rank of a job dies.
     Kill(usize, usize),
@@ -102,27 +102,27 @@ pub enum Trouble {
 }
 
 impl Tenancy {
-    /// Draw what happens from a seed.
+    /// Draw the parameters of a seed.
     pub fn draw(seed: u64) -> Self {
         let mut draw = Draw::new(weight(&[seed, 0x7465_6e61]));
         let chunk_len_bytes = 16 * (4 + draw.below(8) as u16);
         let (levels, fabric, devices, hosts) = draw_fabric(&mut draw);
-        let rooms = draw_rooms(&mut draw, devices, usize::from(chunk_len_bytes));
+        let capacities = draw_capacities(&mut draw, devices, usize::from(chunk_len_bytes));
         let tenants = 1 + draw.below(4) as usize;
         let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
         let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
-        let ills = draw_ills(&mut draw, devices, &jobs);
+        let incidents = draw_incidents(&mut draw, devices, &jobs);
         let faults = if draw.chance(500) { Faults::draw(&mut draw) } else { Faults::default() };
         Self {
             seed,
             levels,
             fabric,
-            rooms,
+            capacities,
             quotas,
             lease: Duration::from_millis(draw.one_of(&[1_000, 2_000, 9_000])),
             chunk_len_bytes,
             jobs,
-            ills,
+            incidents,
             faults,
             link: LinkConfig {
                 latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),
@@ -130,7 +130,7 @@ impl Tenancy {
                 receive_queue_bytes: None,
                 mark_queue_bytes: None,
             },
-            mail_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
+            message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
             planted: Planted::default(),
         }
     }
@@ -140,42 +140,42 @@ impl Tenancy {
         format!("tenant{index}")
     }
 
-    /// Return how its controller is set up in one of its lives.
-    pub(super) fn config(&self, life: u64) -> ControllerConfig {
+    /// Return the controller's configuration in one of its incarnations.
+    pub(super) fn config(&self, incarnation: u64) -> ControllerConfig {
         let tenants = (0..).zip(&self.quotas).map(|(index, quota)| (Self::tenant(index), *quota)).collect();
         ControllerConfig {
             fabric: self.fabric.as_ref().map(|text| Fabric::from_toml(text).expect("a fabric")),
             window_bytes: 8 * u32::from(self.chunk_len_bytes),
             chunk_max_bytes: self.chunk_len_bytes,
-            shared_answers: false,
+            multicast_results: false,
             lease: self.lease,
             quotas: Quotas { other: Quota::default(), tenants },
-            started_ms: Some(1_000_000 + 10_000 * life),
+            started_ms: Some(1_000_000 + 10_000 * incarnation),
             ..ControllerConfig::new()
         }
     }
 
-    /// From then on nothing goes wrong any more.
+    /// Return when the last incident is over.
     pub(super) fn healed_at(&self) -> Duration {
-        let end = |(at, ill): &(Duration, Trouble)| match ill {
-            Trouble::Die(_, len) | Trouble::Stall(_, len) | Trouble::Controller(len) => *at + *len,
+        let end = |(at, incident): &(Duration, Incident)| match incident {
+            Incident::Die(_, len) | Incident::Stall(_, len) | Incident::Controller(len) => *at + *len,
             _ => *at,
         };
-        self.ills.iter().map(end).max().unwrap_or_default()
+        self.incidents.iter().map(end).max().unwrap_or_default()
     }
 }
 
-/// Switches in levels, each of a level above wired to those below; or none, where any device serves all. Returns also how
-/// many devices there are, and the names of hosts.
+/// Draw a fabric: levels of switches, each level wired to the one below; or none, where any device serves all ranks.
+/// Also returns the number of devices and the names of hosts.
 fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
     let large = draw.chance(25);
     if draw.chance(400) {
         let devices = if large { 64 } else { 1 + draw.below(5) as usize };
         return (1, None, devices, Vec::new());
     }
-    // One level is one switch, as no other could be reached.
+    // One level is one switch, as another one could not be reached.
     let levels = 1 + draw.below(4) as usize;
-    // A tree of switches, where each level doubles, has deeper trees than one with two ways up everywhere.
+    // A tree of switches, doubling per level, has deeper trees than a fabric with two uplinks everywhere.
     let doubles = !large && draw.chance(400);
     let widths: Vec<usize> = match (large, levels) {
         _ if doubles => (0..levels).rev().map(|level| 1 << level).collect(),
@@ -204,7 +204,7 @@ fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
             }
         }
         for (nth, low) in below.iter().enumerate() {
-            // Two ways up, where there are two.
+            // Two uplinks, if there are two switches above.
             let mut ups = [here[nth % width], here[(nth + 1) % width]].to_vec();
             ups.dedup();
             ups.truncate(if doubles { 0 } else { 2 });
@@ -216,15 +216,15 @@ fn draw_fabric(draw: &mut Draw) -> (u32, Option<String>, usize, Vec<String>) {
     (levels as u32, Some(text), devices, hosts)
 }
 
-fn draw_rooms(draw: &mut Draw, devices: usize, chunk: usize) -> Vec<Room> {
-    let mut room = || Room {
+fn draw_capacities(draw: &mut Draw, devices: usize, chunk: usize) -> Vec<DeviceCapacity> {
+    let mut capacity = || DeviceCapacity {
         groups: 1 + draw.below(4) as usize,
         children: draw.one_of(&[8, 16, 40, 300]),
         slots: draw.one_of(&[8, 20, 32, 64]),
         bytes: chunk * draw.one_of(&[64, 200, 1_000, 5_000]),
     };
-    let common = room();
-    (0..devices).map(|_| if devices > 8 { common } else { room() }).collect()
+    let common = capacity();
+    (0..devices).map(|_| if devices > 8 { common } else { capacity() }).collect()
 }
 
 fn draw_quota(draw: &mut Draw, chunk: u64) -> Quota {
@@ -235,7 +235,7 @@ fn draw_quota(draw: &mut Draw, chunk: u64) -> Quota {
     }
 }
 
-/// Jobs of a few kinds, many of them alike: more than fit.
+/// Draw jobs of a few kinds, many alike, needing more than there is.
 fn draw_jobs(
     draw: &mut Draw,
     tenants: usize,
@@ -265,7 +265,7 @@ fn draw_jobs(
                 wait_ms: draw.one_of(&[0, 0, 300, 5_000]),
                 moves: draw.chance(800),
                 ops: Vec::new(),
-                think: Duration::ZERO,
+                think_max: Duration::ZERO,
                 kind: kind as usize,
             }
         })
@@ -275,21 +275,21 @@ fn draw_jobs(
     for _ in 0..if large { 2 } else { count } {
         let kind = &kinds[draw.below(kinds.len() as u64) as usize];
         at += Duration::from_millis(draw.one_of(&[0, 3, 200, 1_500]));
-        // An offer is taken some calls ahead: only long jobs move.
+        // An offer takes effect some calls later, so only long jobs move.
         let is_long = kind.world < 9 && draw.chance(400);
         let rounds = if kind.world > 20 { 1 } else { 1 + draw.below(4) + if is_long { 12 } else { 0 } };
         let chunks = if is_long { 1 } else { (20 / kind.world as u64).clamp(1, 6) };
         let ops = (0..rounds).flat_map(|_| draw_ops(draw, kind.world, chunk_len_bytes, chunks)).collect();
-        let think = if is_long { draw.one_of(&[5, 50, 150]) } else { draw.one_of(&[0, 5, 100, 700, 4_000]) };
-        let think = Duration::from_millis(think);
-        jobs.push(JobPlan { tenant: draw.below(tenants as u64) as usize, at, ops, think, ..kind.clone() });
+        let think_max = if is_long { draw.one_of(&[5, 50, 150]) } else { draw.one_of(&[0, 5, 100, 700, 4_000]) };
+        let think_max = Duration::from_millis(think_max);
+        jobs.push(JobPlan { tenant: draw.below(tenants as u64) as usize, at, ops, think_max, ..kind.clone() });
     }
     jobs
 }
 
-/// Each kind of trouble is off in most runs.
-fn draw_ills(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Duration, Trouble)> {
-    let mut ills = Vec::new();
+/// Each kind of incident is off in most runs.
+fn draw_incidents(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Duration, Incident)> {
+    let mut incidents = Vec::new();
     let while_ = |draw: &mut Draw| Duration::from_millis(draw.one_of(&[100, 1_500, 7_000, 15_000]));
     let kinds: BTreeMap<u64, bool> = (0..7).map(|kind| (kind, draw.chance(250))).collect();
     for kind in kinds.into_iter().filter_map(|(kind, is_on)| is_on.then_some(kind)) {
@@ -299,19 +299,19 @@ fn draw_ills(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Duration
             let device = draw.below(devices as u64) as usize;
             let job = draw.below(jobs.len() as u64) as usize;
             let rank = draw.below(jobs[job].world as u64) as usize;
-            let ill = match kind {
-                0 => Trouble::Die(device, while_(draw)),
-                1 => Trouble::Stall(device, while_(draw)),
-                2 => Trouble::Refuse(device, 1 + draw.below(3) as u32),
-                3 => Trouble::CutDevice(device),
-                4 => Trouble::Controller(while_(draw)),
-                5 => Trouble::Kill(job, rank),
-                _ => Trouble::CutRank(job, rank),
+            let incident = match kind {
+                0 => Incident::Die(device, while_(draw)),
+                1 => Incident::Stall(device, while_(draw)),
+                2 => Incident::Refuse(device, 1 + draw.below(3) as u32),
+                3 => Incident::CutDevice(device),
+                4 => Incident::Controller(while_(draw)),
+                5 => Incident::Kill(job, rank),
+                _ => Incident::CutRank(job, rank),
             };
-            // It happens while somebody is there.
-            ills.push((jobs[job].at + DEVICES_FIRST + at, ill));
+            // It happens while the job exists.
+            incidents.push((jobs[job].at + DEVICES_FIRST + at, incident));
         }
     }
-    ills.sort_by_key(|(at, _)| *at);
-    ills
+    incidents.sort_by_key(|(at, _)| *at);
+    incidents
 }

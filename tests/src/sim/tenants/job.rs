@@ -1,8 +1,8 @@
-//! Jobs, and their ranks: production endpoints, and the production decisions on calls and on what a repair does.
+//! Jobs and their ranks: production endpoints, with the production decisions about calls and repairs.
 //!
-//! A rank is a model of `sumac::comm` in what it waits for: it calls one operation after the other, moves where an offer
-//! says, and repairs what its tree leaves, together with all ranks of its job. Ranks that lose one of them end. How ranks
-//! agree while others die is tried by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
+//! A rank models what `sumac::comm` waits for: it calls one operation after the other, moves to offered trees, and
+//! repairs a lost tree together with all ranks of its job. Ranks of a job that loses one of them end. Agreement while
+//! ranks die is tested by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
 
 use super::TenantViolation as Violation;
 use super::draw::{JobPlan, Tenancy};
@@ -16,11 +16,11 @@ use crate::sim::reduce::{reduce, tree};
 use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::comm::rehearsal::{Begin, Calls};
-use sumac::controller::proto::{Membership, QueuePlace};
-use sumac::controller::rehearsal::Conn;
+use sumac::comm::harness::{CallStart, Calls};
+use sumac::controller::harness::ConnId;
+use sumac::controller::proto::{Membership, QueuePosition};
+use sumac::harness::{Decision, Origin, RankReport};
 use sumac::plan::Child;
-use sumac::rehearsal::{Account, Decision, Origin};
 use sumac::transport::packets::{Endpoint, Event};
 use sumac_hal::emu::Delivery;
 use sumac_hal::ids::Rank;
@@ -32,54 +32,54 @@ use sumac_hal::time::Instant;
 pub(super) enum End {
     /// It has all results.
     Done,
-    /// The scenario has killed it.
+    /// The scenario killed it.
     Killed,
-    /// A rank of its job is gone.
+    /// A rank of its job died.
     RanksFailed,
-    /// It could not join: a rank of its job is gone, or the controller is.
+    /// It could not join: a rank of its job, or the controller, is gone.
     NotJoined,
 }
 
-/// What a rank does.
+/// The state of a rank.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Phase {
-    /// It is to dial.
-    Away,
-    /// It waits for the others, and perhaps for a tree, until then at most.
+    /// Not connected: it dials next.
+    Disconnected,
+    /// Waiting for the others, and perhaps for a tree, until this time at most.
     Joining(Instant),
-    /// Its program does something else.
-    Thinks(Instant),
-    /// It waits for its turn: the number of the call.
+    /// Its program computes, until this time.
+    Computing(Instant),
+    /// Waiting for its turn; the number of the call.
     Turn(u64),
-    /// An operation goes through the tree.
+    /// An operation runs in the tree.
     InTree,
-    /// An operation runs by a schedule, once all are there.
-    InSchedule,
-    /// Its tree is lost: it waits for what the others have.
+    /// An operation runs as a host collective, once all ranks have entered.
+    InHostCollective,
+    /// Its tree is lost: waiting for the others' reports.
     Frozen,
-    /// It waits for what it lacks.
-    Lands,
-    /// It has asked for another tree, and waits until then.
-    Asks(Instant),
-    /// It waits for what the others have found.
+    /// Waiting for missing chunks.
+    Collecting,
+    /// It has requested another tree, and waits until this time.
+    Replanning(Instant),
+    /// Waiting for the others' votes.
     Votes,
-    /// It has all results, and waits for the others to.
+    /// It has all results, and waits for the others.
     Finishing,
     Ended(End),
 }
 
-/// What ranks say to each other.
+/// A message between the ranks of a job.
 #[derive(Debug, Clone)]
-pub(super) enum Say {
+pub(super) enum JobMessage {
     /// The tree of an epoch is lost.
     Lost(u32),
-    /// What is left of it.
-    Account(u32, Account),
-    /// Something was given.
+    /// The sender's report on it.
+    RankReport(u32, RankReport),
+    /// Chunks were sent.
     Given,
-    /// The group that was found, and one; 0: none.
+    /// A vote: the group found plus one; 0 for none.
     Vote(u32, u64),
-    /// This operation was begun by a schedule.
+    /// The sender has entered this host collective.
     Entered(usize),
     Finished,
     Gone,
@@ -88,12 +88,12 @@ pub(super) enum Say {
 /// A rank of a job.
 pub(super) struct Member {
     pub(super) phase: Phase,
-    pub(super) conn: Option<Conn>,
-    /// Its place in the queue, as it was told.
-    pub(super) queue: Option<QueuePlace>,
-    /// How often the job was placed, as far as it knows.
+    pub(super) conn: Option<ConnId>,
+    /// Its job's last known queue position.
+    pub(super) queue: Option<QueuePosition>,
+    /// Number of assignments of its job that it knows of.
     pub(super) view: u32,
-    /// How often its way has changed.
+    /// Number of changes of its tree.
     pub(super) epoch: u32,
     pub(super) calls: Calls,
     pub(super) endpoint: Option<Endpoint>,
@@ -101,33 +101,33 @@ pub(super) struct Member {
     pub(super) memory: Memory,
     pub(super) done: usize,
     pub(super) called: usize,
-    /// What it does when its tree is made good.
+    /// The state to resume after a repair.
     pub(super) resumes: Phase,
-    pub(super) told: Option<Account>,
+    pub(super) sent_report: Option<RankReport>,
     pub(super) decision: Option<Decision>,
     pub(super) missing: BTreeSet<u64>,
-    /// What the controller has answered.
+    /// The controller's reply.
     pub(super) answer: Option<(u32, Option<Box<Membership>>)>,
     pub(super) found: Option<Box<Membership>>,
-    /// The view whose answer comes too late.
+    /// The view whose reply is too late.
     pub(super) given_up: Option<u32>,
-    /// It moves to a tree that is offered.
+    /// It accepts offered trees.
     pub(super) moves: bool,
-    pub(super) heard: Heard,
+    pub(super) peers: PeerState,
 }
 
-/// What a rank has heard of the others.
+/// What a rank knows of the others.
 #[derive(Default)]
-pub(super) struct Heard {
+pub(super) struct PeerState {
     lost: Option<u32>,
-    accounts: BTreeMap<u32, BTreeMap<usize, Account>>,
+    reports: BTreeMap<u32, BTreeMap<usize, RankReport>>,
     votes: BTreeMap<u32, BTreeMap<usize, u64>>,
     entered: BTreeMap<usize, BTreeSet<usize>>,
     finished: BTreeSet<usize>,
-    pub(super) is_one_gone: bool,
+    pub(super) has_lost_rank: bool,
 }
 
-/// What was given of a chunk in a repair.
+/// Pieces of a chunk sent in a repair.
 #[derive(Default)]
 struct Piece {
     contributions: BTreeMap<usize, Vec<u8>>,
@@ -138,22 +138,22 @@ struct Piece {
 pub(super) struct Job {
     pub(super) index: usize,
     pub(super) ranks: Vec<Member>,
-    /// A rank of it was killed, or cut off from the controller.
+    /// A rank of it was killed, or lost the controller.
     pub(super) is_disturbed: bool,
     pub(super) has_lost_controller: bool,
-    /// What its oracle needs, from when its ranks have been told the expression.
+    /// Parameters of its oracle, once its ranks know the declared order.
     options: Option<Options>,
     results: BTreeMap<usize, Vec<Vec<u8>>>,
     decisions: BTreeMap<u32, Decision>,
     pieces: BTreeMap<(u32, u64), Piece>,
-    /// How many ranks have called each operation.
+    /// Number of ranks that have called each operation.
     calls: BTreeMap<usize, usize>,
 }
 
 impl Job {
     pub(super) fn new(index: usize, plan: &JobPlan) -> Self {
         let member = || Member {
-            phase: Phase::Away,
+            phase: Phase::Disconnected,
             conn: None,
             queue: None,
             view: 0,
@@ -164,15 +164,15 @@ impl Job {
             memory: Memory { first: 0, ops: Vec::new() },
             done: 0,
             called: 0,
-            resumes: Phase::Away,
-            told: None,
+            resumes: Phase::Disconnected,
+            sent_report: None,
             decision: None,
             missing: BTreeSet::new(),
             answer: None,
             found: None,
             given_up: None,
             moves: false,
-            heard: Heard::default(),
+            peers: PeerState::default(),
         };
         Self {
             index,
@@ -192,7 +192,7 @@ impl Job {
     }
 }
 
-/// Describe a job as the oracle of results knows a cluster.
+/// Describe a job as a cluster, for the oracle of results.
 fn options_of(tenancy: &Tenancy, index: usize, expression: &[Vec<Child>]) -> Options {
     let plan = &tenancy.jobs[index];
     Options {
@@ -226,7 +226,7 @@ impl World<'_, '_> {
         &mut self.jobs[at.0].ranks[at.1]
     }
 
-    /// All ranks of the job have joined: begin.
+    /// All ranks of the job have joined: start.
     pub(super) fn begin(&mut self, at: (usize, usize), membership: Box<Membership>) -> Result<(), Violation> {
         let (tenancy, now) = (self.plan, self.now);
         let job = &mut self.jobs[at.0];
@@ -235,7 +235,7 @@ impl World<'_, '_> {
         if shape_of(&membership.expression, 0) != known.trees[0] {
             return Err(Violation {
                 oracle: "disagreement",
-                what: format!("ranks of job {} were told different expressions", at.0),
+                what: format!("ranks of job {} got different expressions", at.0),
             });
         }
         let ops = 0..tenancy.jobs[at.0].ops.len();
@@ -243,12 +243,12 @@ impl World<'_, '_> {
         let member = &mut job.ranks[at.1];
         member.memory = memory;
         member.queue = membership.queue;
-        member.phase = Phase::Thinks(now);
+        member.phase = Phase::Computing(now);
         self.install(at, Some(membership));
         self.catch_up(at)
     }
 
-    /// Go on with the tree of a membership, or without.
+    /// Continue with the tree of a membership, or without one.
     fn install(&mut self, at: (usize, usize), membership: Option<Box<Membership>>) {
         let (tenancy, world) = (self.plan, self.plan.jobs[at.0].world as u32);
         let member = self.member(at);
@@ -263,98 +263,103 @@ impl World<'_, '_> {
         self.touched.insert(Actor::Rank(at.0, at.1));
     }
 
-    /// What others have said of a loss in this epoch, perhaps before this rank was there.
+    /// Others may have reported the loss before this rank got here.
     fn catch_up(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = self.member(at);
-        if member.heard.is_one_gone {
+        if member.peers.has_lost_rank {
             return self.end(at, End::RanksFailed);
         }
-        if member.has_tree && member.heard.lost == Some(member.epoch) { self.freeze(at) } else { Ok(()) }
+        if member.has_tree && member.peers.lost == Some(member.epoch) { self.freeze(at) } else { Ok(()) }
     }
 
-    pub(super) fn hear_of_rank(&mut self, at: (usize, usize), from: usize, say: Say) -> Result<(), Violation> {
+    pub(super) fn on_job_message(
+        &mut self,
+        at: (usize, usize),
+        from: usize,
+        body: JobMessage,
+    ) -> Result<(), Violation> {
         let member = self.member(at);
-        let heard = &mut member.heard;
-        match say {
-            Say::Lost(epoch) => heard.lost = heard.lost.max(Some(epoch)),
-            Say::Account(epoch, account) => _ = heard.accounts.entry(epoch).or_default().insert(from, account),
-            Say::Given => {}
-            Say::Vote(epoch, group) => _ = heard.votes.entry(epoch).or_default().insert(from, group),
-            Say::Entered(op) => _ = heard.entered.entry(op).or_default().insert(from),
-            Say::Finished => _ = heard.finished.insert(from),
-            // One that has said that it has all has left.
-            Say::Gone if heard.finished.contains(&from) => {}
-            Say::Gone => heard.is_one_gone = true,
+        let peers = &mut member.peers;
+        match body {
+            JobMessage::Lost(epoch) => peers.lost = peers.lost.max(Some(epoch)),
+            JobMessage::RankReport(epoch, report) => _ = peers.reports.entry(epoch).or_default().insert(from, report),
+            JobMessage::Given => {}
+            JobMessage::Vote(epoch, group) => _ = peers.votes.entry(epoch).or_default().insert(from, group),
+            JobMessage::Entered(op) => _ = peers.entered.entry(op).or_default().insert(from),
+            JobMessage::Finished => _ = peers.finished.insert(from),
+            // A rank that had finished has left.
+            JobMessage::Gone if peers.finished.contains(&from) => {}
+            JobMessage::Gone => peers.has_lost_rank = true,
         }
-        let is_there = !matches!(member.phase, Phase::Away | Phase::Joining(_) | Phase::Ended(_));
+        let is_there = !matches!(member.phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
         if is_there && !self.is_busy(at) {
             self.catch_up(at)?;
-        } else if is_there && self.member(at).heard.is_one_gone {
+        } else if is_there && self.member(at).peers.has_lost_rank {
             self.end(at, End::RanksFailed)?;
         }
         self.advance(at)
     }
 
     fn have_all_finished(&self, (job, rank): (usize, usize)) -> bool {
-        self.jobs[job].ranks[rank].heard.finished.len() == self.plan.jobs[job].world
+        self.jobs[job].ranks[rank].peers.finished.len() == self.plan.jobs[job].world
     }
 
-    /// Tell whether a rank is in a repair or a move.
+    /// Return whether a rank is in a repair or a move.
     fn is_busy(&self, at: (usize, usize)) -> bool {
         let phase = &self.jobs[at.0].ranks[at.1].phase;
-        matches!(phase, Phase::Frozen | Phase::Lands | Phase::Asks(_) | Phase::Votes)
+        matches!(phase, Phase::Frozen | Phase::Collecting | Phase::Replanning(_) | Phase::Votes)
     }
 
-    /// Go as far as what has come allows.
+    /// Advance as far as received messages allow.
     pub(super) fn advance(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
         loop {
             let now = self.now;
-            // All ranks have all: those that were told before this one are gone, and nobody has to be repaired.
+            // All ranks have all results: finished ranks may be gone, and no repair is needed.
             if self.is_busy(at) && self.member(at).resumes == Phase::Finishing && self.have_all_finished(at) {
                 return self.end(at, End::Done);
             }
             let member = self.member(at);
             let epoch = member.epoch;
             match member.phase.clone() {
-                Phase::Away => return self.dial(at),
+                Phase::Disconnected => return self.dial(at),
                 Phase::Joining(until) if now >= until => return self.end(at, End::NotJoined),
-                Phase::Thinks(until) if now >= until => {
+                Phase::Computing(until) if now >= until => {
                     if member.done == ops {
                         self.member(at).phase = Phase::Finishing;
-                        self.tell_all(at, &Say::Finished);
+                        self.broadcast(at, &JobMessage::Finished);
                         return Ok(());
                     }
                     member.phase = Phase::Turn(member.calls.call());
                 }
                 Phase::Turn(call) => match member.calls.begin(call) {
-                    Begin::Wait => return Ok(()),
-                    Begin::Go => self.call(at)?,
-                    Begin::Move(view) => self.move_to(at, view),
+                    CallStart::Wait => return Ok(()),
+                    CallStart::Begin => self.call(at)?,
+                    CallStart::Migrate(view) => self.move_to(at, view),
                 },
-                Phase::InSchedule => {
+                Phase::InHostCollective => {
                     let op = member.done;
-                    if member.heard.entered.get(&op).is_none_or(|ranks| ranks.len() < world) {
+                    if member.peers.entered.get(&op).is_none_or(|ranks| ranks.len() < world) {
                         return Ok(());
                     }
                     self.run_schedule(at)?;
                 }
-                Phase::Frozen if member.heard.accounts.get(&epoch).is_some_and(|all| all.len() == world) => {
+                Phase::Frozen if member.peers.reports.get(&epoch).is_some_and(|all| all.len() == world) => {
                     self.decide(at)?;
                 }
-                Phase::Lands => {
+                Phase::Collecting => {
                     self.land(at);
                     if !self.member(at).missing.is_empty() {
                         return Ok(());
                     }
                     self.ask_for_tree(at);
                 }
-                Phase::Asks(until) => {
+                Phase::Replanning(until) => {
                     if !self.take_answer(at, until) {
                         return Ok(());
                     }
                 }
-                Phase::Votes if member.heard.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
+                Phase::Votes if member.peers.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
                     self.commit(at)?;
                 }
                 Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),
@@ -363,7 +368,7 @@ impl World<'_, '_> {
         }
     }
 
-    /// Begin the operation of a call on whatever way there is.
+    /// Start the operation of a call, in the tree or as a host collective.
     fn call(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let ops = &self.plan.jobs[at.0].ops;
         let job = &mut self.jobs[at.0];
@@ -376,28 +381,28 @@ impl World<'_, '_> {
         if member.has_tree {
             member.phase = Phase::InTree;
             if let Some(endpoint) = &mut member.endpoint {
-                // Where the tree is lost already, it is begun again on the next.
+                // If the tree is already lost, it restarts on the next one.
                 let posted = endpoint.post(ops[op], Path::Tree);
                 assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
             }
             self.touched.insert(Actor::Rank(at.0, at.1));
         } else {
-            member.phase = Phase::InSchedule;
-            self.tell_all(at, &Say::Entered(op));
+            member.phase = Phase::InHostCollective;
+            self.broadcast(at, &JobMessage::Entered(op));
         }
         Ok(())
     }
 
-    /// What a schedule does once all ranks are there is the schedules' own business: here it is done at once.
+    /// Host collectives have their own tests: here they complete at once when all ranks have entered.
     fn run_schedule(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let op = self.member(at).done;
         let after = self.after(at, op);
         self.member(at).memory.ops[op] = after;
-        self.report.by_schedules += 1;
+        self.report.by_host_collectives += 1;
         self.finish_op(at)
     }
 
-    /// Return the buffers of an operation as they have to be when it has returned.
+    /// Return the expected buffers of an operation after it has returned.
     fn after(&mut self, (job, rank): (usize, usize), op: usize) -> OpMemory {
         let Job { options, results: known, .. } = &mut self.jobs[job];
         let options = options.as_ref().expect("it has begun");
@@ -405,7 +410,7 @@ impl World<'_, '_> {
         OpMemory::before(options, 0, 0, rank, op).after(&options.groups[0].ops[op], options.ranks, rank, results)
     }
 
-    /// An operation returns: what is there has to be right.
+    /// An operation returns: its contents must be right.
     fn finish_op(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let (now, plan) = (self.now, &self.plan.jobs[at.0]);
         let op = self.member(at).done;
@@ -415,7 +420,7 @@ impl World<'_, '_> {
             return Err(Violation { oracle: "early completion", what });
         }
         let after = self.after(at, op);
-        let think = self.draw.below(plan.think.as_nanos() as u64 + 1);
+        let think_max = self.draw.below(plan.think_max.as_nanos() as u64 + 1);
         let member = self.member(at);
         if let Some((byte, [found, expected])) = member.memory.ops[op].first_difference(&after) {
             let what =
@@ -423,9 +428,9 @@ impl World<'_, '_> {
             return Err(Violation { oracle: "wrong result", what });
         }
         member.done += 1;
-        let until = now + Duration::from_nanos(think);
-        if !matches!(member.phase, Phase::Frozen | Phase::Lands | Phase::Votes) {
-            member.phase = Phase::Thinks(until);
+        let until = now + Duration::from_nanos(think_max);
+        if !matches!(member.phase, Phase::Frozen | Phase::Collecting | Phase::Votes) {
+            member.phase = Phase::Computing(until);
         }
         self.schedule(until, Alarm::Rank(at.0, at.1));
         Ok(())
@@ -441,7 +446,7 @@ impl World<'_, '_> {
         }
     }
 
-    /// Take what a rank's endpoint has to say.
+    /// Process the events of a rank's endpoint.
     pub(super) fn collect(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         loop {
             let is_busy = self.is_busy(at);
@@ -465,7 +470,7 @@ impl World<'_, '_> {
         }
     }
 
-    /// The tree is lost: take nothing more in, and tell all what is here.
+    /// The tree is lost: freeze, and send the report to all.
     pub(super) fn freeze(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         if self.is_busy(at) || !self.member(at).has_tree {
             return Ok(());
@@ -475,25 +480,25 @@ impl World<'_, '_> {
         let epoch = member.epoch;
         let Some(endpoint) = &mut member.endpoint else { return Ok(()) };
         endpoint.freeze();
-        let account = Account::of(endpoint);
-        member.told = Some(account.clone());
+        let report = RankReport::of(endpoint);
+        member.sent_report = Some(report.clone());
         member.resumes = std::mem::replace(&mut member.phase, Phase::Frozen);
         self.report.repairs += 1;
         self.report.seen.note(Mark::FrozenByLoss);
-        self.tell_all(at, &Say::Lost(epoch));
-        self.tell_all(at, &Say::Account(epoch, account));
+        self.broadcast(at, &JobMessage::Lost(epoch));
+        self.broadcast(at, &JobMessage::RankReport(epoch, report));
         self.collect(at)
     }
 
-    /// With everybody's account: work out the plan, and give away what is this rank's to give.
+    /// With all reports: compute the plan, and send this rank's part.
     fn decide(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let job = &mut self.jobs[at.0];
         let member = &mut job.ranks[at.1];
         let epoch = member.epoch;
-        let accounts: Vec<Account> = member.heard.accounts[&epoch].values().cloned().collect();
+        let reports: Vec<RankReport> = member.peers.reports[&epoch].values().cloned().collect();
         let Some(endpoint) = &member.endpoint else { return Ok(()) };
         let failed = |why: String| Violation { oracle: "unrepairable", what: format!("job {}: {why}", at.0) };
-        let decision = Decision::of(&accounts, endpoint).map_err(failed)?;
+        let decision = Decision::of(&reports, endpoint).map_err(failed)?;
         if *job.decisions.entry(epoch).or_insert_with(|| decision.clone()) != decision {
             return Err(Violation { oracle: "disagreement", what: format!("job {} epoch {epoch}", at.0) });
         }
@@ -505,7 +510,7 @@ impl World<'_, '_> {
                 Origin::Held(_) => {}
                 Origin::Recompute => {
                     piece.contributions.insert(at.1, bytes);
-                    if piece.contributions.len() == accounts.len() {
+                    if piece.contributions.len() == reports.len() {
                         let options = job.options.as_ref().expect("it has begun");
                         let given: Vec<Vec<u8>> = piece.contributions.values().cloned().collect();
                         let tree = tree(&options.trees[0], options.ranks, options.order(0));
@@ -516,12 +521,12 @@ impl World<'_, '_> {
         }
         member.missing = decision.chunks.iter().map(|chunk| chunk.seq).collect();
         member.decision = Some(decision);
-        member.phase = Phase::Lands;
-        self.tell_all(at, &Say::Given);
+        member.phase = Phase::Collecting;
+        self.broadcast(at, &JobMessage::Given);
         Ok(())
     }
 
-    /// Land what was given.
+    /// Store received chunks.
     fn land(&mut self, at: (usize, usize)) {
         let Job { ranks, pieces, .. } = &mut self.jobs[at.0];
         let Member { endpoint, memory, missing, decision, epoch, .. } = &mut ranks[at.1];
@@ -534,15 +539,15 @@ impl World<'_, '_> {
         }
     }
 
-    /// Go on with what all have found.
+    /// Continue with the result of the vote.
     fn commit(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = self.member(at);
-        let votes: BTreeSet<u64> = member.heard.votes[&member.epoch].values().copied().collect();
+        let votes: BTreeSet<u64> = member.peers.votes[&member.epoch].values().copied().collect();
         let all_alike = votes.len() == 1 && !votes.contains(&0);
         let found = member.found.take();
         if let Some(decision) = member.decision.take() {
             let endpoint = member.endpoint.as_ref().expect("of the lost tree");
-            if Some(Account::of(endpoint)) != member.told {
+            if Some(RankReport::of(endpoint)) != member.sent_report {
                 return Err(Violation { oracle: "not fenced", what: format!("job {} rank {}", at.0, at.1) });
             }
             let below = member.memory.first + decision.completed_below(endpoint).0 as usize;
@@ -556,21 +561,21 @@ impl World<'_, '_> {
         let moves = self.member(at).moves;
         self.report.seen.note(match (moves, all_alike) {
             (true, true) => Mark::MovedBack,
-            (true, false) => Mark::MovedNot,
+            (true, false) => Mark::OfferDeclined,
             (false, true) => Mark::CommitTree,
             (false, false) => Mark::CommitSchedules,
         });
         let now = self.now;
         let member = self.member(at);
         member.epoch += 1;
-        (member.told, member.endpoint) = (None, None);
+        (member.sent_report, member.endpoint) = (None, None);
         member.missing.clear();
-        // As `sumac::comm` does, whatever way it goes on by.
-        member.calls.outdate(member.view);
+        // As `sumac::comm` does, with or without a tree.
+        member.calls.enter_view(member.view);
         let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
         let offered = if moved { member.calls.moved() } else { None };
         let begins = moved || member.called > member.done;
-        member.phase = if resumes == Phase::InTree { Phase::Thinks(now) } else { resumes };
+        member.phase = if resumes == Phase::InTree { Phase::Computing(now) } else { resumes };
         self.pause(at, offered);
         self.install(at, found.filter(|_| all_alike));
         if begins {
@@ -580,7 +585,7 @@ impl World<'_, '_> {
         self.catch_up(at)
     }
 
-    /// Check what is in the buffers of an operation that fails: whole chunks, old or new.
+    /// Check the buffers of a failed operation: each chunk is entirely old or new.
     pub(super) fn check_torn(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let op = self.member(at).done;
         if self.jobs[at.0].options.is_none() || op >= self.plan.jobs[at.0].ops.len() {

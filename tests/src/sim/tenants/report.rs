@@ -1,21 +1,21 @@
-//! What worlds of tenants did.
+//! Reports of tenants runs.
 
 use super::draw::Tenancy;
 use super::job::End;
 use crate::oracle::weight;
-use crate::sim::coverage::Seen;
+use crate::sim::coverage::Coverage;
 use crate::sim::report::Extents;
 use std::time::Duration;
 
-/// What a run did; of several, added up.
+/// Counts of one run, or the sum of several.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct TenantReport {
-    /// Hash over the links' packets, how many letters there were, and what the controller said of itself.
+    /// Hash over the links' packets, the number of messages, and the controller's status.
     pub log_hash: u64,
     /// Virtual time.
     pub took: Duration,
-    /// The most letters on their way at once.
-    pub letters_most: u64,
+    /// Maximum number of messages in flight.
+    pub messages_max: u64,
     /// Ranks with all results.
     pub completed: u64,
     /// Ranks whose job has lost one of them.
@@ -24,17 +24,17 @@ pub struct TenantReport {
     pub killed: u64,
     /// Ranks that could not join.
     pub not_joined: u64,
-    /// Places in trees that ranks were told.
+    /// Trees assigned to ranks.
     pub placed: u64,
-    /// Reasons for there being none.
+    /// Joins without a tree, each with a reason.
     pub unplaced: u64,
-    /// Operations by schedules, counted once a rank.
-    pub by_schedules: u64,
-    /// Trees lost, counted once a rank.
+    /// Operations run as host collectives, counted once per rank.
+    pub by_host_collectives: u64,
+    /// Lost trees, counted once per rank.
     pub repairs: u64,
-    /// What was met.
-    pub seen: Seen,
-    /// How large worlds were.
+    /// Covered marks.
+    pub seen: Coverage,
+    /// Sizes of the runs.
     pub extents: Extents,
 }
 
@@ -42,11 +42,11 @@ impl TenantReport {
     pub(super) fn of(plan: &Tenancy) -> Self {
         let ranks = plan.jobs.iter().map(|job| job.world as u64).sum();
         let tenants = plan.quotas.len() as u64;
-        let extents = Extents::of(plan.rooms.len() as u64, [u64::MAX, 0], ranks, tenants);
+        let extents = Extents::of(plan.capacities.len() as u64, [u64::MAX, 0], ranks, tenants);
         Self { extents, ..Self::default() }
     }
 
-    /// Note how deep a tree was.
+    /// Record the depth of a tree.
     pub(super) fn deepest(&mut self, levels: u32) {
         self.extents.note_levels(levels.into());
     }
@@ -60,11 +60,11 @@ impl TenantReport {
         } += 1;
     }
 
-    /// Add another run's.
+    /// Add another run's counts.
     pub fn merge(&mut self, other: &Self) {
         self.log_hash = weight(&[self.log_hash, other.log_hash]);
         self.took += other.took;
-        self.letters_most = self.letters_most.max(other.letters_most);
+        self.messages_max = self.messages_max.max(other.messages_max);
         for (sum, n) in self.counts().into_iter().zip(other.clone().counts()) {
             *sum.1 += *n.1;
         }
@@ -72,7 +72,7 @@ impl TenantReport {
         self.extents.merge(&other.extents);
     }
 
-    /// Return what was counted, by name.
+    /// Return all counts, by name.
     pub fn counts(&mut self) -> [(&'static str, &mut u64); 8] {
         [
             ("ends: complete", &mut self.completed),
@@ -81,7 +81,7 @@ impl TenantReport {
             ("ends: not joined", &mut self.not_joined),
             ("places in trees", &mut self.placed),
             ("reasons for none", &mut self.unplaced),
-            ("by schedules", &mut self.by_schedules),
+            ("host collectives", &mut self.by_host_collectives),
             ("trees lost", &mut self.repairs),
         ]
     }

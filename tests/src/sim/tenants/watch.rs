@@ -1,6 +1,6 @@
-//! The oracles outside: who holds what, compared with who may; who comes first; who waits in vain.
+//! External oracles: resources held against quotas and capacities, queue order, and starvation.
 //!
-//! What devices hold is counted from what they were asked and have said, and what tenants may hold is what was drawn.
+//! Resources held are derived from requests to devices and their replies; limits are those that were drawn.
 
 use super::TenantViolation as Violation;
 use super::draw::Tenancy;
@@ -10,52 +10,52 @@ use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
+use sumac::controller::harness::{ClaimRecord, ControllerHarness};
 use sumac::controller::proto::{JobStatus, StatusReport, TreeMembership};
-use sumac::controller::rehearsal::{Booked, Rehearsed};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::GroupId;
 use sumac_hal::time::Instant;
 
-/// What a device holds for a group.
+/// Resources that a device holds for a group.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeldGroup {
     pub(super) slots: u64,
     pub(super) bytes: u64,
     pub(super) lease_ms: u32,
-    /// The last valid packet, or renewal, by the device's clock.
-    pub(super) heard: Instant,
+    /// Time of the last valid packet or renewal, by the device's clock.
+    pub(super) last_packet: Instant,
 }
 
-/// What was seen of the controller.
+/// Observed state of the controller.
 #[derive(Default)]
 pub(super) struct Watch {
-    /// It has done something since.
+    /// It has acted since the last check.
     pub(super) is_stale: bool,
     pub(super) hash: u64,
-    /// Where each group was created.
+    /// Devices on which each group was created.
     created: BTreeSet<(GroupId, usize)>,
-    jobs: BTreeMap<usize, Seen>,
-    looks: u64,
-    /// Since when somebody waits though nothing is taken.
+    jobs: BTreeMap<usize, ObservedJob>,
+    checks: u64,
+    /// Since when a job waits although no resource is in use.
     idle_since: Option<Instant>,
 }
 
-/// A job as it was seen last.
+/// Last observed state of a job.
 #[derive(Debug, Clone, Default)]
-struct Seen {
-    /// At which look it came into the queue, if it is there.
+struct ObservedJob {
+    /// The check at which it entered the queue, if it is queued.
     since: Option<u64>,
-    /// The same, as long as it waits or is being served.
+    /// The same, while it waits or is being served.
     entered: Option<u64>,
     has: bool,
-    /// Its ranks have been told something, and with it what a declared order means.
+    /// Its ranks have a reply, which fixes the meaning of a declared order.
     runs: bool,
-    /// Later ones of its tenant that got something while it waited.
-    passed: u32,
+    /// Later jobs of its tenant that were served while it waited.
+    skipped: u32,
 }
 
 impl Watch {
-    /// The controller has forgotten everything.
+    /// The controller has lost its state.
     pub(super) fn controller_gone(&mut self) {
         self.jobs.clear();
         self.idle_since = None;
@@ -72,17 +72,17 @@ fn index_in(name: &str, before: &str) -> usize {
 }
 
 impl World<'_, '_> {
-    /// Look at what the controller has done, if it has.
-    pub(super) fn look(&mut self) -> Result<(), Violation> {
+    /// Check the controller's state if it has acted.
+    pub(super) fn check_controller(&mut self) -> Result<(), Violation> {
         if !std::mem::take(&mut self.watch.is_stale) {
             return self.check_idle();
         }
         let Some(controller) = &self.controller else { return Ok(()) };
-        let (report, booked, is_settled) = (controller.report(), controller.booked(), controller.is_settled());
+        let (report, booked, has_no_drafts) = (controller.report(), controller.claims(), controller.has_no_drafts());
         self.check_quotas(&booked)?;
         self.check_order(&report)?;
         let has_backlog = self.devices.iter().any(|device| device.stalled_until > self.now);
-        if is_settled && !has_backlog && self.is_silent() {
+        if has_no_drafts && !has_backlog && self.is_silent() {
             self.check_kept(&booked)?;
             self.check_places(&report)?;
             let waits = report.jobs.iter().any(|job| job.queue.is_some());
@@ -97,12 +97,12 @@ impl World<'_, '_> {
         self.check_idle()
     }
 
-    /// Nobody waits for long while everything is free.
+    /// No job waits for long while everything is free.
     fn check_idle(&self) -> Result<(), Violation> {
         let limit = 3 * self.plan.lease + Duration::from_secs(1);
         match self.watch.idle_since {
             Some(since) if self.now > since + limit => {
-                let report = self.controller.as_ref().map(Rehearsed::report);
+                let report = self.controller.as_ref().map(ControllerHarness::report);
                 let waits = report.iter().flat_map(|report| &report.jobs).find(|job| job.queue.is_some());
                 Err(violation("waits for nothing", format!("for {limit:?}, and nothing is taken: {waits:?}")))
             }
@@ -110,8 +110,8 @@ impl World<'_, '_> {
         }
     }
 
-    /// No tenant is beyond its quota, and no device beyond what it has: by the books, and by what devices were given.
-    fn check_quotas(&self, booked: &[Booked]) -> Result<(), Violation> {
+    /// No tenant exceeds its quota and no device its capacity, according to both the ledger and the devices.
+    fn check_quotas(&self, booked: &[ClaimRecord]) -> Result<(), Violation> {
         let mut groups: BTreeMap<&str, BTreeSet<GroupId>> = BTreeMap::new();
         let mut slots: BTreeMap<(&str, usize), [u64; 4]> = BTreeMap::new();
         for entry in booked {
@@ -137,10 +137,11 @@ impl World<'_, '_> {
             within(groups.len() as u64, quota.groups, &|| format!("groups of {tenant}"))?;
         }
         for ((tenant, index), [slots, bytes, slots_held, bytes_held]) in slots {
-            let room = &self.plan.rooms[index];
+            let capacity = &self.plan.capacities[index];
             let quota = (!tenant.is_empty()).then(|| self.plan.quotas[index_in(tenant, "tenant")]);
-            let limits = quota
-                .map_or((Some(room.slots as u64), Some(room.bytes as u64)), |quota| (quota.slots, quota.memory_bytes));
+            let limits = quota.map_or((Some(capacity.slots as u64), Some(capacity.bytes as u64)), |quota| {
+                (quota.slots, quota.memory_bytes)
+            });
             let what = |what: &str| format!("{what} of {tenant:?} on device {index}");
             within(slots.max(slots_held), limits.0, &|| what("slots"))?;
             within(bytes.max(bytes_held), limits.1, &|| what("bytes"))?;
@@ -148,16 +149,16 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// Who comes first gets it first: of jobs of one tenant that want the same, the one that waits longer; and nobody is
-    /// passed over for ever.
+    /// Fair order: of a tenant's jobs with equal needs, the one that has waited longest is served first, and no job is
+    /// skipped forever.
     fn check_order(&mut self, report: &StatusReport) -> Result<(), Violation> {
-        self.watch.looks += 1;
-        let look = self.watch.looks;
+        self.watch.checks += 1;
+        let look = self.watch.checks;
         let mut served = Vec::new();
         for status in &report.jobs {
             let index = index_in(&status.name, "job");
             let seen = self.watch.jobs.entry(index).or_default();
-            // Who comes straight from joining has something when the devices have said so.
+            // A job that comes straight from joining is served once the devices have replied.
             let is_given = status.is_offered && seen.entered.is_some();
             let has = is_given || matches!(status.tree, Some(Ok(_)));
             if has && !seen.has {
@@ -168,10 +169,10 @@ impl World<'_, '_> {
                 None => seen.since = None,
                 Some(_) => _ = seen.since.get_or_insert(look),
             }
-            // Who is being served keeps its place until it has its tree: a device may refuse it.
+            // A job being served keeps its place until it has its tree: a device may refuse it.
             match status.queue {
                 None if status.is_offered => {}
-                None => (seen.entered, seen.passed) = (None, 0),
+                None => (seen.entered, seen.skipped) = (None, 0),
                 Some(_) => _ = seen.entered.get_or_insert(look),
             }
         }
@@ -188,9 +189,9 @@ impl World<'_, '_> {
                 {
                     continue;
                 }
-                // What a declared order means is said once, and may be what only some trees do. Whom a device has refused is
-                // not tried again before something has changed, and others are. Where devices hold what the books do not
-                // know, who comes may find that it has just gone.
+                // The meaning of a declared order is fixed once, and may be one that only some trees support. A job
+                // refused by a device is not retried before something changes, while others are. Where devices hold
+                // more than the ledger knows, a job may find the resource just taken.
                 let means_the_same = plans[0].order == Order::Arrival || ran == status.running;
                 let refusals = [Mark::DeviceFull, Mark::DeviceRefuses].map(|mark| self.report.seen.count(mark));
                 let is_disturbed = self.devices.iter().any(|device| device.disturbed) || refusals != [0; 2];
@@ -205,40 +206,40 @@ impl World<'_, '_> {
                 if entered.is_some_and(|entered| seen.entered.unwrap_or(look) >= entered) {
                     continue;
                 }
-                seen.passed += 1;
-                if self.plan.rooms.len() == 1 && seen.passed > PASSES_MAX {
-                    let what = format!("job {other} was passed over {} times", seen.passed);
-                    return Err(violation("passed over too often", what));
+                seen.skipped += 1;
+                if self.plan.capacities.len() == 1 && seen.skipped > SKIPS_MAX {
+                    let what = format!("job {other} was skipped {} times", seen.skipped);
+                    return Err(violation("starvation", what));
                 }
             }
         }
         Ok(())
     }
 
-    /// Devices that have heard everything hold nothing that nobody has booked: a tree is on all of its nodes or on none.
-    fn check_kept(&self, booked: &[Booked]) -> Result<(), Violation> {
+    /// Devices that have received everything hold only what is in the ledger: a tree is on all of its nodes or on none.
+    fn check_kept(&self, booked: &[ClaimRecord]) -> Result<(), Violation> {
         for (index, device) in self.devices.iter().enumerate().filter(|(_, device)| !device.disturbed) {
             let is_booked =
                 |group: &GroupId| booked.iter().any(|entry| entry.group == *group && entry.boot_id == device.boot_id());
             if let Some(group) = device.held.keys().find(|group| !is_booked(group)) {
                 return Err(violation(
                     "kept on one node",
-                    format!("device {index} holds {group}, which nobody has booked"),
+                    format!("device {index} holds {group}, which is not in the ledger"),
                 ));
             }
         }
         Ok(())
     }
 
-    /// Each rank knows its job's place in the queue.
+    /// Each rank knows its job's queue position.
     fn check_places(&self, report: &StatusReport) -> Result<(), Violation> {
         for status in report.jobs.iter().filter(|status| status.running) {
             let job = index_in(&status.name, "job");
-            let knows = |phase: &Phase| !matches!(phase, Phase::Away | Phase::Joining(_) | Phase::Ended(_));
+            let knows = |phase: &Phase| !matches!(phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
             let ranks = self.jobs[job].ranks.iter().filter(|rank| rank.conn.is_some() && knows(&rank.phase));
             for rank in ranks {
                 if rank.queue != status.queue {
-                    let what = format!("job {job} is at {:?}, and a rank was told {:?}", status.queue, rank.queue);
+                    let what = format!("job {job} is at {:?}, but a rank has {:?}", status.queue, rank.queue);
                     return Err(violation("place in the queue", what));
                 }
             }
@@ -246,14 +247,17 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// Check what a device says that it holds.
+    /// Check the resources that a device reports.
     pub(super) fn check_held(&mut self, index: usize) -> Result<(), Violation> {
         let device = &self.devices[index];
         let Some(node) = &device.node else { return Ok(()) };
-        let (stats, room) = (node.stats(), &self.plan.rooms[index]);
+        let (stats, capacity) = (node.stats(), &self.plan.capacities[index]);
         let (slots, bytes) = device.held.values().fold((0, 0), |sum, held| (sum.0 + held.slots, sum.1 + held.bytes));
         let found = [u64::from(stats.groups), u64::from(stats.slots_used), stats.slot_memory_used_bytes];
-        if found != [device.held.len() as u64, slots, bytes] || slots > room.slots as u64 || bytes > room.bytes as u64 {
+        if found != [device.held.len() as u64, slots, bytes]
+            || slots > capacity.slots as u64
+            || bytes > capacity.bytes as u64
+        {
             let what =
                 format!("device {index} has {found:?} of groups, slots, bytes; {:?} were asked for", device.held);
             return Err(violation("conservation on a device", what));
@@ -262,9 +266,9 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// A tree that a rank is told is on all of its nodes.
+    /// A tree assigned to a rank is on all of its nodes.
     pub(super) fn check_reserved(&self, at: (usize, usize), tree: &TreeMembership) -> Result<(), Violation> {
-        let report = self.controller.as_ref().map(Rehearsed::report);
+        let report = self.controller.as_ref().map(ControllerHarness::report);
         let placed = report.iter().flat_map(|report| &report.jobs).filter_map(|job| job.tree.as_ref()?.as_ref().ok());
         let nodes = placed.filter(|placed| placed.group == tree.group).flat_map(|placed| &placed.devices);
         let missing = |device: &&String| !self.watch.created.contains(&(tree.group, index_in(device, "d")));
@@ -275,7 +279,7 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// A rank ends as the scenario calls for.
+    /// A rank ends as the scenario requires.
     pub(super) fn check_rank_end(&mut self, at: (usize, usize), end: End) -> Result<(), Violation> {
         let job = &mut self.jobs[at.0];
         let all = self.plan.jobs[at.0].ops.len();
@@ -294,16 +298,16 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    /// When all is over, nobody holds anything, neither on devices nor in the books, and nobody waits.
+    /// At the end nothing is held, neither on devices nor in the ledger, and no job waits.
     pub(super) fn check_end(&mut self) -> Result<(), Violation> {
         let left =
             |what: &str, found: &dyn std::fmt::Debug| Err(violation("left behind", format!("{what}: {found:?}")));
         let Some(controller) = &self.controller else { return left("controller", &"gone") };
-        let (report, booked) = (controller.report(), controller.booked());
+        let (report, booked) = (controller.report(), controller.claims());
         if !booked.is_empty() {
-            return left("in the books", &booked);
+            return left("in the ledger", &booked);
         }
-        if !report.jobs.is_empty() || !controller.is_settled() {
+        if !report.jobs.is_empty() || !controller.has_no_drafts() {
             return left("jobs", &report.jobs);
         }
         if report.devices.len() != self.devices.len() {
@@ -323,13 +327,13 @@ impl World<'_, '_> {
 }
 
 impl Tenancy {
-    /// Note what was drawn that shows nowhere else.
-    pub(super) fn note(&self, seen: &mut crate::sim::coverage::Seen) {
-        if self.ills.is_empty() {
+    /// Record drawn parameters that show nowhere else.
+    pub(super) fn note(&self, seen: &mut crate::sim::coverage::Coverage) {
+        if self.incidents.is_empty() {
             seen.note(Mark::NothingLost);
         }
     }
 }
 
-/// How often a job may be passed over.
-const PASSES_MAX: u32 = 8;
+/// How often a job may be skipped.
+const SKIPS_MAX: u32 = 8;

@@ -1,47 +1,47 @@
-//! Connections to the controller, and letters between the ranks of a job: they take a while and come in order; a
-//! connection may end, and what was on its way is lost.
+//! Connections to the controller, and messages between the ranks of a job. Messages are delayed and stay in order; a
+//! connection may end, and its messages are then lost.
 
 use super::TenantViolation as Violation;
-use super::job::{Phase, Say};
+use super::job::{JobMessage, Phase};
 use super::world::{Alarm, World};
 use std::time::Duration;
+use sumac::controller::harness::ConnId;
 use sumac::controller::proto::{ClientReply, ClientRequest};
-use sumac::controller::rehearsal::Conn;
 use sumac_hal::ctrl::{Envelope, Request, Response};
 use sumac_hal::time::Instant;
 
-/// Whose a connection is.
+/// The peer of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Peer {
     Device(usize),
     Rank(usize, usize),
 }
 
-/// What is on its way.
-// Few are, and not for long.
+/// A message in flight.
+// The size is fine: few messages exist at a time.
 #[allow(clippy::large_enum_variant)]
-pub(super) enum Letter {
-    ToDevice(Conn, Envelope<Request>),
-    FromDevice(Conn, Envelope<Response>),
-    ToRank(Conn, Box<ClientReply>),
-    FromRank(Conn, ClientRequest),
+pub(super) enum Message {
+    ToDevice(ConnId, Envelope<Request>),
+    FromDevice(ConnId, Envelope<Response>),
+    ToRank(ConnId, Box<ClientReply>),
+    FromRank(ConnId, ClientRequest),
     /// The peer has closed its connection, and sends nothing more.
-    Closed(Conn),
-    /// The controller finds that a connection is gone.
-    Gone(Conn),
-    /// The peer does.
-    Ended(Conn, Peer),
-    /// From rank to rank of a job; `None`: to all of its ranks at once, as many as they are.
+    Closed(ConnId),
+    /// The controller detects that a connection is gone.
+    Gone(ConnId),
+    /// The peer detects that a connection is gone.
+    Ended(ConnId, Peer),
+    /// Between ranks of a job; `None` sends to all of its ranks at once.
     Mesh {
         job: usize,
         from: usize,
         to: Option<usize>,
-        say: Say,
+        body: JobMessage,
     },
 }
 
-impl Letter {
-    /// Tell whether it is on a connection to the controller.
+impl Message {
+    /// Return whether it is on a connection to the controller.
     pub(super) const fn is_on_wire(&self) -> bool {
         matches!(
             self,
@@ -54,8 +54,8 @@ impl Letter {
         )
     }
 
-    /// What it does not overtake: the same way between the same two.
-    const fn way(&self) -> (u64, u64) {
+    /// Return the channel within which messages keep their order.
+    const fn channel(&self) -> (u64, u64) {
         match self {
             Self::ToDevice(conn, _) | Self::ToRank(conn, _) => (0, conn.0),
             Self::FromDevice(conn, _) | Self::FromRank(conn, _) | Self::Closed(conn) => (1, conn.0),
@@ -70,85 +70,85 @@ impl Letter {
 }
 
 impl World<'_, '_> {
-    /// Send a letter on its way.
-    pub(super) fn mail(&mut self, letter: Letter) {
-        let most = self.plan.mail_max.as_nanos() as u64;
+    /// Send a message.
+    pub(super) fn send_message(&mut self, message: Message) {
+        let most = self.plan.message_delay_max.as_nanos() as u64;
         let most = self.draw.one_of(&[20_000, most / 8, most]).max(1_000);
         let at = self.now + Duration::from_nanos(1_000 + self.draw.below(most));
-        let last = self.last.entry(letter.way()).or_default();
+        let last = self.last.entry(message.channel()).or_default();
         *last = at.max(*last);
         let at = *last;
-        self.letter_numbers += 1;
-        self.on_wire += usize::from(letter.is_on_wire());
-        self.letters.insert((at, self.letter_numbers), letter);
-        self.report.letters_most = self.report.letters_most.max(self.letters.len() as u64);
+        self.message_numbers += 1;
+        self.on_wire += usize::from(message.is_on_wire());
+        self.messages.insert((at, self.message_numbers), message);
+        self.report.messages_max = self.report.messages_max.max(self.messages.len() as u64);
     }
 
-    pub(super) fn open(&mut self, peer: Peer) -> Conn {
+    pub(super) fn open(&mut self, peer: Peer) -> ConnId {
         self.next_conn += 1;
-        let conn = Conn(self.next_conn);
+        let conn = ConnId(self.next_conn);
         self.conns.insert(conn, peer);
         conn
     }
 
-    /// A connection is gone: both ends find out, each in its time, and what was on its way is lost.
-    pub(super) fn cut(&mut self, conn: Conn) {
+    /// A connection is gone: each end detects it in its own time, and messages in flight are lost.
+    pub(super) fn cut(&mut self, conn: ConnId) {
         let Some(peer) = self.conns.remove(&conn) else { return };
-        self.mail(Letter::Gone(conn));
-        self.tell_end(conn, peer);
+        self.send_message(Message::Gone(conn));
+        self.notify_end(conn, peer);
         if let Peer::Device(device) = peer {
             self.devices[device].disturbed = true;
         }
     }
 
-    /// The peer of a connection finds that it is gone.
-    pub(super) fn tell_end(&mut self, conn: Conn, peer: Peer) {
-        self.mail(Letter::Ended(conn, peer));
+    /// Notify the peer of a connection that it is gone.
+    pub(super) fn notify_end(&mut self, conn: ConnId, peer: Peer) {
+        self.send_message(Message::Ended(conn, peer));
     }
 
     /// A peer closes its connection; what it has sent still arrives.
-    pub(super) fn close(&mut self, conn: Conn) {
-        self.mail(Letter::Closed(conn));
+    pub(super) fn close(&mut self, conn: ConnId) {
+        self.send_message(Message::Closed(conn));
     }
 
-    pub(super) fn take(&mut self, letter: Letter) -> Result<(), Violation> {
-        let is_on_wire = letter.is_on_wire();
+    pub(super) fn take(&mut self, message: Message) -> Result<(), Violation> {
+        let is_on_wire = message.is_on_wire();
         self.on_wire -= usize::from(is_on_wire);
-        match letter {
-            Letter::ToDevice(conn, request) => {
+        match message {
+            Message::ToDevice(conn, request) => {
                 if let Some(Peer::Device(device)) = self.conns.get(&conn).copied() {
                     self.ask_of_device(device, conn, request)?;
                 }
             }
-            Letter::FromDevice(conn, response) => {
+            Message::FromDevice(conn, response) => {
                 if self.conns.contains_key(&conn)
                     && let Some(controller) = &mut self.controller
                 {
-                    controller.device_says(conn, response, self.now);
+                    controller.handle_response(conn, response, self.now);
                 }
             }
-            Letter::ToRank(conn, reply) => {
+            Message::ToRank(conn, reply) => {
                 if let Some(Peer::Rank(job, rank)) = self.conns.get(&conn).copied() {
-                    self.hear((job, rank), *reply)?;
+                    self.on_reply((job, rank), *reply)?;
                 }
             }
-            Letter::FromRank(conn, request) => {
+            Message::FromRank(conn, request) => {
                 if self.conns.contains_key(&conn)
                     && let Some(controller) = &mut self.controller
                 {
-                    controller.client_says(conn, request, self.now);
+                    controller.handle_request(conn, request, self.now);
                 }
             }
-            Letter::Closed(conn) => {
+            Message::Closed(conn) => {
                 self.conns.remove(&conn);
                 self.lose(conn);
             }
-            Letter::Gone(conn) => self.lose(conn),
-            Letter::Ended(conn, peer) => self.end_of(conn, peer)?,
-            Letter::Mesh { job, from, to, say } => {
+            Message::Gone(conn) => self.lose(conn),
+            Message::Ended(conn, peer) => self.end_of(conn, peer)?,
+            Message::Mesh { job, from, to, body } => {
                 let all = 0..self.plan.jobs[job].world;
                 for to in to.map_or(all, |to| to..to + 1) {
-                    self.hear_of_rank((job, to), from, say.clone())?;
+                    self.on_job_message((job, to), from, body.clone())?;
                 }
             }
         }
@@ -156,85 +156,85 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    fn lose(&mut self, conn: Conn) {
+    fn lose(&mut self, conn: ConnId) {
         if let Some(controller) = &mut self.controller {
-            controller.gone(conn, self.now);
+            controller.disconnect(conn, self.now);
         }
     }
 
-    fn end_of(&mut self, conn: Conn, peer: Peer) -> Result<(), Violation> {
+    fn end_of(&mut self, conn: ConnId, peer: Peer) -> Result<(), Violation> {
         match peer {
             Peer::Device(device) if self.devices[device].conn == Some(conn) => {
                 self.devices[device].conn = None;
-                self.schedule(self.now + DIAL_AGAIN, Alarm::DialDevice(device));
+                self.schedule(self.now + REDIAL_DELAY, Alarm::DialDevice(device));
                 Ok(())
             }
             Peer::Rank(job, rank) if self.jobs[job].ranks[rank].conn == Some(conn) => {
                 self.jobs[job].ranks[rank].conn = None;
-                self.miss_controller((job, rank))
+                self.on_controller_lost((job, rank))
             }
             _ => Ok(()),
         }
     }
 
-    /// A device dials, if it is there, and has not yet.
+    /// A device dials, if it is up and not connected.
     pub(super) fn dial_device(&mut self, device: usize) {
         let now = self.now;
         if self.devices[device].node.is_none() || self.devices[device].conn.is_some() {
             return;
         }
         let announce = self.devices[device].announce(device);
-        let conn = Conn(self.next_conn + 1);
-        let taken = self.controller.as_mut().is_some_and(|controller| controller.device_dials(conn, announce, now));
+        let conn = ConnId(self.next_conn + 1);
+        let taken = self.controller.as_mut().is_some_and(|controller| controller.connect_device(conn, announce, now));
         if taken {
             let conn = self.open(Peer::Device(device));
             self.devices[device].conn = Some(conn);
             self.watch.is_stale = true;
         } else {
-            self.schedule(now + DIAL_AGAIN, Alarm::DialDevice(device));
+            self.schedule(now + REDIAL_DELAY, Alarm::DialDevice(device));
         }
     }
 
-    /// A rank says something to the controller, if it has one.
+    /// Send a rank's request to the controller, if it has a connection.
     pub(super) fn ask_controller(&mut self, (job, rank): (usize, usize), request: ClientRequest) {
         if let Some(conn) = self.jobs[job].ranks[rank].conn {
-            self.mail(Letter::FromRank(conn, request));
+            self.send_message(Message::FromRank(conn, request));
         }
     }
 
-    /// A rank says something to all ranks of its job, itself too.
-    pub(super) fn tell_all(&mut self, (job, from): (usize, usize), say: &Say) {
+    /// Send a message to all ranks of a job, the sender included.
+    pub(super) fn broadcast(&mut self, (job, from): (usize, usize), body: &JobMessage) {
         let world = self.plan.jobs[job].world;
-        if world > EACH_MAX {
-            return self.mail(Letter::Mesh { job, from, to: None, say: say.clone() });
+        if world > INDIVIDUAL_MAX {
+            return self.send_message(Message::Mesh { job, from, to: None, body: body.clone() });
         }
         for to in 0..world {
-            self.mail(Letter::Mesh { job, from, to: Some(to), say: say.clone() });
+            self.send_message(Message::Mesh { job, from, to: Some(to), body: body.clone() });
         }
     }
 
-    /// A rank is gone: the others find out.
+    /// A rank is gone: the others detect it.
     pub(super) fn leave_mesh(&mut self, (job, from): (usize, usize)) {
         for to in 0..self.plan.jobs[job].world {
             if to != from && !matches!(self.jobs[job].ranks[to].phase, Phase::Ended(_)) {
-                self.mail(Letter::Mesh { job, from, to: Some(to), say: Say::Gone });
+                self.send_message(Message::Mesh { job, from, to: Some(to), body: JobMessage::Gone });
             }
         }
     }
 
-    /// Return whether nothing is on its way to or from the controller.
+    /// Return whether nothing is in flight to or from the controller.
     pub(super) const fn is_silent(&self) -> bool {
         self.on_wire == 0
     }
 
-    /// Return since when the world is whole: nothing goes wrong any more.
+    /// Return whether all incidents are over.
     pub(super) fn is_healed(&self) -> bool {
         self.now > Instant::ZERO + self.plan.healed_at()
     }
 }
 
-/// The most ranks that each get letters of their own: their number grows with the square.
-const EACH_MAX: usize = 16;
+/// Maximum number of ranks that get individual messages: their number grows with the square.
+const INDIVIDUAL_MAX: usize = 16;
 
-/// How long a device waits before it dials again.
-const DIAL_AGAIN: Duration = Duration::from_millis(120);
+/// Delay before a device redials.
+const REDIAL_DELAY: Duration = Duration::from_millis(120);

@@ -1,67 +1,67 @@
-//! The event loop: devices and ranks as production state machines, the controller as one more, and the links between
-//! them. Only who was touched by an event is asked for output afterwards, in a fixed order.
+//! The event loop: devices, ranks and the controller as production state machines, and the links between them. Only
+//! components touched by an event are polled afterwards, in a fixed order.
 
 use super::TenantViolation as Violation;
 use super::device::Device;
-use super::draw::{Tenancy, Trouble};
+use super::draw::{Incident, Tenancy};
 use super::job::{Job, Phase};
 use super::report::TenantReport;
 use super::watch::Watch;
-use super::wire::{Letter, Peer};
+use super::wire::{Message, Peer};
 use crate::oracle::weight;
-use crate::sim::clock::{Clock, Whose};
+use crate::sim::clock::{Clock, ClockOwner};
 use crate::sim::coverage::Mark;
 use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::comm::rehearsal::Calls;
-use sumac::controller::rehearsal::{Conn, Rehearsed, Sent};
+use sumac::comm::harness::Calls;
+use sumac::controller::harness::{ConnId, ControllerHarness, Output};
 use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 
-/// Whoever sends packets: a device, or a rank of a job.
+/// A sender of packets: a device, or a rank of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Actor {
     Device(usize),
     Rank(usize, usize),
 }
 
-/// Something that happens at a set moment.
+/// A scheduled event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Alarm {
-    Strike(Trouble),
-    /// A device comes back.
+    Incident(Incident),
+    /// A device restarts.
     Boot(usize),
-    /// A device answers what it was asked meanwhile.
+    /// A device executes requests that arrived while it was stalled.
     Answer(usize),
     ControllerUp,
     /// A device dials.
     DialDevice(usize),
-    /// A rank dials, or goes on, if it is time.
+    /// A rank dials or continues, if it is time.
     Rank(usize, usize),
 }
 
 pub(super) struct World<'t, 'm> {
     pub(super) plan: &'t Tenancy,
     pub(super) now: Instant,
-    pub(super) controller: Option<Rehearsed>,
-    /// How often the controller has started.
-    pub(super) life: u64,
+    pub(super) controller: Option<ControllerHarness>,
+    /// Number of starts of the controller.
+    pub(super) incarnation: u64,
     #[cfg(feature = "planted")]
-    pub(super) earlier: Option<Rehearsed>,
+    pub(super) earlier: Option<ControllerHarness>,
     pub(super) devices: Vec<Device<'m>>,
     pub(super) jobs: Vec<Job>,
     pub(super) fabric: Fabric,
     alarms: BTreeMap<(Instant, u64), Alarm>,
     alarm_numbers: u64,
-    pub(super) letters: BTreeMap<(Instant, u64), Letter>,
-    pub(super) letter_numbers: u64,
-    /// How many letters are on connections to the controller.
+    pub(super) messages: BTreeMap<(Instant, u64), Message>,
+    pub(super) message_numbers: u64,
+    /// Messages in flight on connections to the controller.
     pub(super) on_wire: usize,
     pub(super) last: BTreeMap<(u64, u64), Instant>,
-    /// Connections that are there, and whose they are.
-    pub(super) conns: BTreeMap<Conn, Peer>,
+    /// Open connections, with their peers.
+    pub(super) conns: BTreeMap<ConnId, Peer>,
     pub(super) next_conn: u64,
     pub(super) draw: Draw,
     pub(super) touched: BTreeSet<Actor>,
@@ -72,17 +72,17 @@ pub(super) struct World<'t, 'm> {
     pub(super) report: TenantReport,
 }
 
-/// Where a device receives.
+/// Return the address of a device.
 pub(super) fn device_addr(device: usize) -> Addr {
     Addr::Emu(device as u32)
 }
 
-/// Where a rank receives in one of its views.
+/// Return the address of a rank in one of its views.
 pub(super) fn rank_addr(job: usize, rank: usize, view: u32) -> Addr {
     Addr::Emu(RANKS_FROM + ((job * 256 + rank) as u32) * VIEWS + view % VIEWS)
 }
 
-/// Whom an address belongs to, and in which view.
+/// Return the owner of an address, and the view.
 pub(super) fn owner(addr: Addr) -> (Actor, u32) {
     let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
     match n.checked_sub(RANKS_FROM) {
@@ -108,7 +108,7 @@ impl<'t, 'm> World<'t, 'm> {
             plan,
             now: Instant::ZERO,
             controller: None,
-            life: 0,
+            incarnation: 0,
             #[cfg(feature = "planted")]
             earlier: None,
             devices,
@@ -116,8 +116,8 @@ impl<'t, 'm> World<'t, 'm> {
             fabric,
             alarms: BTreeMap::new(),
             alarm_numbers: 0,
-            letters: BTreeMap::new(),
-            letter_numbers: 0,
+            messages: BTreeMap::new(),
+            message_numbers: 0,
             on_wire: 0,
             last: BTreeMap::new(),
             conns: BTreeMap::new(),
@@ -132,7 +132,9 @@ impl<'t, 'm> World<'t, 'm> {
         };
         plan.note(&mut world.report.seen);
         world.start_controller();
-        plan.ills.iter().for_each(|(at, ill)| world.schedule(Instant::ZERO + *at, Alarm::Strike(*ill)));
+        plan.incidents
+            .iter()
+            .for_each(|(at, incident)| world.schedule(Instant::ZERO + *at, Alarm::Incident(*incident)));
         (0..world.devices.len()).for_each(|device| world.schedule(Instant::ZERO, Alarm::DialDevice(device)));
         for (job, plan) in plan.jobs.iter().enumerate() {
             for rank in 0..plan.world {
@@ -148,7 +150,7 @@ impl<'t, 'm> World<'t, 'm> {
         self.alarms.insert((at, self.alarm_numbers), alarm);
     }
 
-    /// Run until every rank has its end, and then until everything that a lease keeps has run out.
+    /// Run until every rank has an end, and then until everything kept by a lease has expired.
     pub(super) fn run(&mut self) -> Result<TenantReport, Violation> {
         while !self.jobs.iter().all(Job::has_ended) {
             let next = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT);
@@ -162,7 +164,7 @@ impl<'t, 'm> World<'t, 'm> {
         }
         self.check_end()?;
         self.report.took = ended - Instant::ZERO;
-        self.report.log_hash = weight(&[self.fabric.log_hash(), self.letter_numbers, self.watch.hash]);
+        self.report.log_hash = weight(&[self.fabric.log_hash(), self.message_numbers, self.watch.hash]);
         Ok(self.report.clone())
     }
 
@@ -185,21 +187,21 @@ impl<'t, 'm> World<'t, 'm> {
 
     fn next_event(&self) -> Option<Instant> {
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
-        let letters = self.letters.keys().next().map(|&(at, _)| at);
+        let messages = self.messages.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
-        let controller = self.controller.as_ref().map(Rehearsed::poll_timeout);
-        [alarms, letters, timers, controller, self.fabric.next_event()].into_iter().flatten().min()
+        let controller = self.controller.as_ref().map(ControllerHarness::poll_timeout);
+        [alarms, messages, timers, controller, self.fabric.next_event()].into_iter().flatten().min()
     }
 
     fn turn(&mut self, next: Instant) -> Result<(), Violation> {
         self.now = self.now.max(next);
         while let Some(entry) = self.alarms.first_entry().filter(|entry| entry.key().0 <= self.now) {
             let alarm = entry.remove();
-            self.sound(alarm)?;
+            self.on_alarm(alarm)?;
         }
-        while let Some(entry) = self.letters.first_entry().filter(|entry| entry.key().0 <= self.now) {
-            let letter = entry.remove();
-            self.take(letter)?;
+        while let Some(entry) = self.messages.first_entry().filter(|entry| entry.key().0 <= self.now) {
+            let message = entry.remove();
+            self.take(message)?;
         }
         self.deliver()?;
         self.time_out();
@@ -207,14 +209,14 @@ impl<'t, 'm> World<'t, 'm> {
             controller.handle_timeout(self.now);
             self.watch.is_stale = true;
         }
-        self.ask_touched()?;
-        self.send_of_controller()?;
-        self.look()
+        self.poll_touched()?;
+        self.send_from_controller()?;
+        self.check_controller()
     }
 
-    fn sound(&mut self, alarm: Alarm) -> Result<(), Violation> {
+    fn on_alarm(&mut self, alarm: Alarm) -> Result<(), Violation> {
         match alarm {
-            Alarm::Strike(trouble) => self.strike(trouble)?,
+            Alarm::Incident(incident) => self.apply_incident(incident)?,
             Alarm::Boot(device) => self.boot(device),
             Alarm::Answer(device) => self.answer_backlog(device)?,
             Alarm::ControllerUp => self.start_controller(),
@@ -224,24 +226,24 @@ impl<'t, 'm> World<'t, 'm> {
         Ok(())
     }
 
-    fn strike(&mut self, trouble: Trouble) -> Result<(), Violation> {
-        match trouble {
-            Trouble::Die(device, len) => self.kill_device(device, len),
-            Trouble::Stall(device, len) => {
+    fn apply_incident(&mut self, incident: Incident) -> Result<(), Violation> {
+        match incident {
+            Incident::Die(device, len) => self.kill_device(device, len),
+            Incident::Stall(device, len) => {
                 let device_ = &mut self.devices[device];
                 device_.stalled_until = device_.stalled_until.max(self.now + len);
                 self.report.seen.note(Mark::DeviceStalls);
                 self.schedule(self.now + len, Alarm::Answer(device));
             }
-            Trouble::Refuse(device, count) => self.devices[device].refuses += count,
-            Trouble::CutDevice(device) => {
+            Incident::Refuse(device, count) => self.devices[device].refuses += count,
+            Incident::CutDevice(device) => {
                 if let Some(conn) = self.devices[device].conn {
                     self.cut(conn);
                 }
             }
-            Trouble::Controller(len) => self.stop_controller(len),
-            Trouble::Kill(job, rank) => self.kill_rank((job, rank))?,
-            Trouble::CutRank(job, rank) => {
+            Incident::Controller(len) => self.stop_controller(len),
+            Incident::Kill(job, rank) => self.kill_rank((job, rank))?,
+            Incident::CutRank(job, rank) => {
                 if let Some(conn) = self.jobs[job].ranks[rank].conn {
                     self.jobs[job].is_disturbed = true;
                     self.cut(conn);
@@ -251,18 +253,18 @@ impl<'t, 'm> World<'t, 'm> {
         Ok(())
     }
 
-    /// The controller starts, with nothing known.
+    /// Start the controller without state.
     fn start_controller(&mut self) {
         if self.controller.is_some() {
             return;
         }
-        let seed = weight(&[self.plan.seed, self.life, 0x6374_726c]);
-        let controller = Rehearsed::start(self.plan.config(self.life), seed, self.now);
+        let seed = weight(&[self.plan.seed, self.incarnation, 0x6374_726c]);
+        let controller = ControllerHarness::start(self.plan.config(self.incarnation), seed, self.now);
         self.controller = Some(controller);
-        if self.life > 0 {
-            self.report.seen.note(Mark::ControllerAgain);
+        if self.incarnation > 0 {
+            self.report.seen.note(Mark::ControllerRestarted);
         }
-        self.life += 1;
+        self.incarnation += 1;
         #[cfg(feature = "planted")]
         self.plant();
     }
@@ -271,8 +273,8 @@ impl<'t, 'm> World<'t, 'm> {
     fn plant(&mut self) {
         let Some((controller, bug)) = self.controller.as_mut().zip(self.plan.planted.bug) else { return };
         controller.plant(bug);
-        if let Some(earlier) = self.earlier.take().filter(|_| bug == sumac_hal::planted::Bug::OldLeaseBelieved) {
-            controller.believe(earlier);
+        if let Some(earlier) = self.earlier.take().filter(|_| bug == sumac_hal::planted::Bug::OldReservationTrusted) {
+            controller.inherit_claims(earlier);
         }
     }
 
@@ -289,13 +291,13 @@ impl<'t, 'm> World<'t, 'm> {
             if let Peer::Rank(job, _) = peer {
                 self.jobs[job].has_lost_controller = true;
             }
-            self.tell_end(conn, peer);
+            self.notify_end(conn, peer);
         }
-        self.letters.retain(|_, letter| !letter.is_on_wire());
+        self.messages.retain(|_, message| !message.is_on_wire());
         self.on_wire = 0;
         for job in &self.jobs {
-            // What they find out by a change of the view, at once.
-            Calls::lose_controller(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
+            // Model: they detect it at once, instead of by a view change.
+            Calls::controller_lost(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
         }
         self.watch.controller_gone();
         self.devices.iter_mut().for_each(|device| device.disturbed = true);
@@ -335,11 +337,11 @@ impl<'t, 'm> World<'t, 'm> {
         }
     }
 
-    fn ask_touched(&mut self) -> Result<(), Violation> {
+    fn poll_touched(&mut self) -> Result<(), Violation> {
         while let Some(actor) = self.touched.pop_first() {
             let wake_at = match actor {
-                Actor::Device(device) => self.ask_device(device)?,
-                Actor::Rank(job, rank) => self.ask_rank((job, rank))?,
+                Actor::Device(device) => self.poll_device(device)?,
+                Actor::Rank(job, rank) => self.poll_rank((job, rank))?,
             };
             if let Some(at) = self.timer_of.remove(&actor) {
                 self.timers.remove(&(at, actor));
@@ -352,7 +354,7 @@ impl<'t, 'm> World<'t, 'm> {
         Ok(())
     }
 
-    fn ask_device(&mut self, device: usize) -> Result<Option<Instant>, Violation> {
+    fn poll_device(&mut self, device: usize) -> Result<Option<Instant>, Violation> {
         let now = self.device_time(device);
         let from = device_addr(device);
         let Some(node) = &mut self.devices[device].node else { return Ok(None) };
@@ -361,10 +363,10 @@ impl<'t, 'm> World<'t, 'm> {
         }
         let wake_at = node.poll_timeout();
         self.note_events(device)?;
-        Ok(wake_at.map(|at| Clock::draw(self.plan.seed, Whose::Device(device)).when(at)))
+        Ok(wake_at.map(|at| Clock::draw(self.plan.seed, ClockOwner::Device(device)).when(at)))
     }
 
-    fn ask_rank(&mut self, at: (usize, usize)) -> Result<Option<Instant>, Violation> {
+    fn poll_rank(&mut self, at: (usize, usize)) -> Result<Option<Instant>, Violation> {
         let now = self.rank_time(at);
         let member = &mut self.jobs[at.0].ranks[at.1];
         let from = rank_addr(at.0, at.1, member.epoch);
@@ -380,30 +382,30 @@ impl<'t, 'm> World<'t, 'm> {
         Ok(wake_at.map(|at_| self.clock_of(at).when(at_)))
     }
 
-    fn send_of_controller(&mut self) -> Result<(), Violation> {
-        while let Some((conn, sent)) = self.controller.as_mut().and_then(Rehearsed::poll_transmit) {
+    fn send_from_controller(&mut self) -> Result<(), Violation> {
+        while let Some((conn, sent)) = self.controller.as_mut().and_then(ControllerHarness::poll_transmit) {
             match sent {
-                Sent::Request(request) => self.mail(Letter::ToDevice(conn, request)),
-                Sent::Reply(reply) => self.mail(Letter::ToRank(conn, Box::new(reply))),
-                Sent::HangUp => self.cut(conn),
+                Output::Request(request) => self.send_message(Message::ToDevice(conn, request)),
+                Output::Reply(reply) => self.send_message(Message::ToRank(conn, Box::new(reply))),
+                Output::HangUp => self.cut(conn),
             }
         }
         Ok(())
     }
 
     pub(super) fn device_time(&self, device: usize) -> Instant {
-        Clock::draw(self.plan.seed, Whose::Device(device)).at(self.now)
+        Clock::draw(self.plan.seed, ClockOwner::Device(device)).at(self.now)
     }
 
     fn clock_of(&self, (job, rank): (usize, usize)) -> Clock {
-        Clock::draw(self.plan.seed, Whose::Rank(job * 256 + rank))
+        Clock::draw(self.plan.seed, ClockOwner::Rank(job * 256 + rank))
     }
 
     pub(super) fn rank_time(&self, at: (usize, usize)) -> Instant {
         self.clock_of(at).at(self.now)
     }
 
-    /// Return what the links did wrong.
+    /// Return the link faults that happened.
     pub(super) fn faults(&self) -> Vec<NthPacket> {
         self.fabric.faults().to_vec()
     }
@@ -411,17 +413,17 @@ impl<'t, 'm> World<'t, 'm> {
 
 const RANKS_FROM: u32 = 1 << 16;
 
-/// Addresses of a rank: those of later views are told apart from those of this one.
+/// Addresses per rank: one per view.
 const VIEWS: u32 = 64;
 
-/// What a port hands to its node in one go.
+/// Packets that a port returns per burst.
 const BURST: usize = 32;
 
-/// Devices are there before the first jobs come.
+/// Devices connect before the first jobs arrive.
 pub(super) const DEVICES_FIRST: Duration = Duration::from_millis(400);
 
-/// No run of these sizes needs this long.
+/// No run of these sizes takes this long.
 const TIME_LIMIT: Duration = Duration::from_secs(900);
 
-/// After the last end: for a device that does not answer, and for what is on its way.
+/// Time after the last end, for stalled devices and messages in flight.
 const SETTLE: Duration = Duration::from_secs(15);

@@ -1,22 +1,22 @@
-//! The engine against steps done one by one, in every profile, and what it refuses.
+//! The engine compared with a model that runs steps one by one, in every profile, and the chains that it refuses.
 
 #[cfg(feature = "shm")]
 mod aliases;
-mod life;
+mod lifecycle;
 mod refuse;
 
 use super::{DmaConfig, EmuEngine, HeapMemory, Strictness};
 use crate::dma::{
-    Address, Chain, Completion, Covers, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag,
+    Address, Chain, Completion, Coverage, Engine, LocalMemory, Profile, RegionKey, Scope, Span, Status, Step, Tag,
     WaitEngine,
 };
 use crate::op::{Dtype, ReduceOp};
 use crate::reduce::Kernel;
-use crate::ring::Patience;
+use crate::ring::SpinPolicy;
 use proptest::prelude::*;
 use std::sync::Arc;
 
-const NOTHING: Completion = Completion { tag: Tag { seq: 0, slot: 0, attempt: 0 }, status: Status::Done, step: 0 };
+const EMPTY: Completion = Completion { tag: Tag { seq: 0, slot: 0, attempt: 0 }, status: Status::Done, step: 0 };
 
 fn key(index: u16) -> RegionKey {
     RegionKey { index, generation: 1 }
@@ -31,29 +31,23 @@ fn tag(seq: u64) -> Tag {
 }
 
 fn config(profile: Profile, threads: usize) -> DmaConfig {
-    DmaConfig {
-        patience: Patience::NONE,
-        queue_depth: 64,
-        max_steps: 64,
-        regions: 8,
-        ..DmaConfig::new(profile, threads)
-    }
+    DmaConfig { spin: SpinPolicy::NONE, queue_depth: 64, max_steps: 64, regions: 8, ..DmaConfig::new(profile, threads) }
 }
 
-/// An engine with regions 0, 1, .. of these lengths.
+/// Return an engine with regions 0, 1, .. of these lengths.
 fn engine(config: DmaConfig, lens_bytes: &[usize]) -> (EmuEngine, Vec<Arc<HeapMemory>>) {
     let mut engine = EmuEngine::start(config).expect("threads");
     let memories: Vec<_> = lens_bytes.iter().map(|&len_bytes| Arc::new(HeapMemory::new(len_bytes))).collect();
     for (index, memory) in memories.iter().enumerate() {
-        engine.map(key(index as u16), memory.clone()).expect("a free place");
+        engine.map(key(index as u16), memory.clone()).expect("a free entry");
     }
     (engine, memories)
 }
 
-/// Run one chain to its end.
+/// Run one chain to completion.
 fn run(engine: &mut EmuEngine, seq: u64, steps: &[Step]) -> Completion {
     engine.submit(Chain { tag: tag(seq), scope: Scope(0), steps }).expect("the queue is empty");
-    let mut completion = [NOTHING];
+    let mut completion = [EMPTY];
     assert!(engine.wait(None));
     assert_eq!(engine.poll(&mut completion), 1);
     assert_eq!(completion[0].tag, tag(seq));
@@ -66,7 +60,7 @@ fn bytes_of(memory: &HeapMemory, offset_bytes: usize, len_bytes: usize) -> Vec<u
     bytes
 }
 
-/// What a step has to do, done to plain vectors, the whole step at a time.
+/// The effect of a step on plain vectors.
 fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
     let end = |address: Address, len_bytes: u64| address.offset_bytes + len_bytes;
     let fits = |address: Address, len_bytes| {
@@ -75,15 +69,15 @@ fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
     let (dst, dst_len_bytes) = (step.dst(), step.dst_len_bytes());
     let Some(src) = step.src() else {
         let Step::Publish { words, covers, .. } = step else { unreachable!("only publications have no source") };
-        let covered = Address { offset_bytes: dst.offset_bytes + u64::from(covers.skip_bytes), ..dst };
+        let covered = Address { offset_bytes: dst.offset_bytes + u64::from(covers.offset_bytes), ..dst };
         if !fits(dst, dst_len_bytes) || !fits(covered, covers.len_bytes.into()) {
             return Err(Status::OutOfBounds);
         }
         let memory = &mut memories[usize::from(dst.region.index)];
         let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        if !covers.is_nothing() {
+        if !covers.is_empty() {
             let covered = &memory[covered.offset_bytes as usize..][..covers.len_bytes as usize];
-            bytes.extend(Covers::word(covered).to_le_bytes());
+            bytes.extend(Coverage::checksum_word(covered).to_le_bytes());
         }
         memory[dst.offset_bytes as usize..][..bytes.len()].copy_from_slice(&bytes);
         return Ok(());
@@ -129,7 +123,7 @@ fn model(memories: &mut [Vec<u8>], step: &Step) -> Result<(), Status> {
 
 const LENS_BYTES: [usize; 3] = [600, 1000, 1400];
 
-/// Steps that often share spans, often just miss each other, and sometimes are wrong.
+/// Steps that often share spans, are often adjacent, and are sometimes invalid.
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let offset = prop_oneof![6 => Just(0), 4 => Just(512), 2 => (0..9_u64).prop_map(|at| at * 16), 1 => 0..1300_u64];
     let address = (0..3_u16, offset).prop_map(|(region, offset_bytes)| at(region, offset_bytes));
@@ -141,7 +135,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         match kind {
             0 => Step::Copy { src, dst, len_bytes: count },
             1 => Step::Copy { src, dst, len_bytes: count * 4 },
-            // Not every pair of type and operator goes together.
+            // Not every combination of type and operator is supported.
             3..=6 if Kernel::new(dtype, op).is_none() => Step::Copy { src, dst, len_bytes: count },
             2 => Step::Load { source: dtype, accumulator, src, dst, count },
             3 | 4 => Step::Reduce { op, source: dtype, accumulator, src, dst, count },
@@ -150,9 +144,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             6 => Step::Store { op, accumulator, output: dtype, src, dst, count, ranks: 2 },
             _ => {
                 let dst = Address { offset_bytes: dst.offset_bytes & !7, ..dst };
-                let nothing = src.offset_bytes % 2 == 0;
-                let covers = Covers { skip_bytes: 24 + count, len_bytes: count };
-                let covers = if nothing { Covers::NOTHING } else { covers };
+                let covers_nothing = src.offset_bytes % 2 == 0;
+                let covers = Coverage { offset_bytes: 24 + count, len_bytes: count };
+                let covers = if covers_nothing { Coverage::NONE } else { covers };
                 Step::Publish { dst, words: [u64::from(count), src.offset_bytes], covers }
             }
         }
@@ -164,13 +158,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
     #[test]
-    fn a_chain_is_its_steps_one_by_one(steps in steps(), seed in any::<u64>()) {
-        let (threads, helps) = [(1, false), (0, true), (1, true)][(seed % 3) as usize];
-        let (mut engine, memories) = engine(DmaConfig { helps, ..config(Profile::Full, threads) }, &LENS_BYTES);
+    fn chain_has_the_effect_of_its_steps_one_by_one(steps in steps(), seed in any::<u64>()) {
+        let (threads, shares_work) = [(1, false), (0, true), (1, true)][(seed % 3) as usize];
+        let (mut engine, memories) = engine(DmaConfig { shares_work, ..config(Profile::Full, threads) }, &LENS_BYTES);
         let mut word = seed;
         let mut expected: Vec<Vec<u8>> = Vec::new();
         for (memory, len_bytes) in memories.iter().zip(LENS_BYTES) {
-            // Knuth's MMIX generator; any bytes are elements.
+            // Knuth's MMIX generator; any bytes are valid elements.
             let bytes: Vec<u8> = (0..len_bytes).map(|_| {
                 word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 (word >> 56) as u8
@@ -178,15 +172,15 @@ proptest! {
             memory.write(0, &bytes);
             expected.push(bytes);
         }
-        let mut ended = (Status::Done, steps.len() as u16);
+        let mut completed = (Status::Done, steps.len() as u16);
         for (at, step) in steps.iter().enumerate() {
             if let Err(status) = model(&mut expected, step) {
-                ended = (status, at as u16);
+                completed = (status, at as u16);
                 break;
             }
         }
         let completion = run(&mut engine, 1, &steps);
-        prop_assert_eq!((completion.status, completion.step), ended);
+        prop_assert_eq!((completion.status, completion.step), completed);
         for (region, (memory, expected)) in memories.iter().zip(&expected).enumerate() {
             let found = bytes_of(memory, 0, expected.len());
             let first = found.iter().zip(expected).position(|(found, expected)| found != expected);
@@ -195,9 +189,9 @@ proptest! {
     }
 }
 
-/// A span that so far was read beside another, overlapping one, and is then written: it must not be done by tiles.
+/// A span is read together with an overlapping one and written later, so the steps must not run tile by tile.
 #[test]
-fn a_span_that_is_written_late_is_not_tiled_with_those_that_read_it() {
+fn span_written_after_overlapping_reads_is_not_tiled() {
     let (mut engine, memories) = engine(config(Profile::Full, 1), &LENS_BYTES);
     let input: Vec<u8> = (0..100_u16).flat_map(|index| (index as f32 * 256.0).to_le_bytes()).collect();
     memories[2].write(0, &input);
@@ -209,7 +203,7 @@ fn a_span_that_is_written_late_is_not_tiled_with_those_that_read_it() {
         Step::Copy { src: at(0, 0), dst: at(2, 0), len_bytes: 400 },
     ];
     for step in &steps {
-        model(&mut expected, step).expect("a good step");
+        model(&mut expected, step).expect("a valid step");
     }
     assert_eq!(run(&mut engine, 1, &steps).status, Status::Done);
     for (memory, expected) in memories.iter().zip(&expected) {
@@ -218,7 +212,7 @@ fn a_span_that_is_written_late_is_not_tiled_with_those_that_read_it() {
 }
 
 #[test]
-fn published_checksum_is_of_what_the_steps_before_wrote() {
+fn published_checksum_covers_the_writes_of_earlier_steps() {
     const COUNT: u32 = 150;
     const REDO: u64 = 64;
     const BOUNCE: u64 = REDO + COUNT as u64 * 4;
@@ -229,9 +223,9 @@ fn published_checksum_is_of_what_the_steps_before_wrote() {
     let store = |output, dst| Step::Store { op, accumulator: f32, output, src: acc, dst, count: COUNT, ranks: 2 };
     let load = Step::Load { source: bf16, accumulator: f32, src: at(1, 0), dst: acc, count: COUNT };
     let move_on = Step::Copy { src: acc, dst: bounce, len_bytes: COUNT * 4 };
-    let whole = |from: u64, size: u32| Covers { skip_bytes: from as u32, len_bytes: COUNT * size };
-    let part = Covers { skip_bytes: REDO as u32 + 20, len_bytes: 300 };
-    let chains: [(&str, Vec<Step>, Covers); 10] = [
+    let whole = |from: u64, size: u32| Coverage { offset_bytes: from as u32, len_bytes: COUNT * size };
+    let part = Coverage { offset_bytes: REDO as u32 + 20, len_bytes: 300 };
+    let chains: [(&str, Vec<Step>, Coverage); 10] = [
         ("in place", vec![copy(0, REDO, COUNT * 4), add(f32, 604), store(f32, acc)], whole(REDO, 4)),
         ("rounded elsewhere", vec![load, add(bf16, 302), store(bf16, bounce)], whole(BOUNCE, 2)),
         ("accumulators of what is rounded", vec![load, store(bf16, bounce)], whole(REDO, 4)),
@@ -249,15 +243,16 @@ fn published_checksum_is_of_what_the_steps_before_wrote() {
     for (seq, (name, mut steps, covers)) in (1..).zip(chains) {
         steps.push(Step::Publish { dst: header, words: [seq, 0], covers });
         for step in &steps {
-            model(&mut expected, step).expect("a good step");
+            model(&mut expected, step).expect("a valid step");
         }
         assert_eq!(run(&mut engine, seq, &steps).status, Status::Done, "{name}");
         assert_eq!(bytes_of(&memories[0], 0, 24), expected[0][..24], "the record of {name}");
-        assert!(bytes_of(&memories[0], 24, 2024) == expected[0][24..], "what is left of {name}");
+        assert!(bytes_of(&memories[0], 24, 2024) == expected[0][24..], "the memory after {name}");
     }
 }
 
-/// The chain of a slot, in place: `ranks` inputs of `count` f32 each, header and accumulators in region 0.
+/// Return the chain of an in-place all-reduce of `ranks` inputs of `count` f32, with header and accumulators in region
+/// 0.
 fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: u64, count: u32) -> Vec<Step> {
     let (op, f32, header, slot) = (ReduceOp::Sum, Dtype::F32, at(0, slot_offset_bytes), at(0, slot_offset_bytes + 64));
     let input = |rank: u16| at(1 + rank, input_offset_bytes);
@@ -281,7 +276,7 @@ fn all_reduce(ranks: u16, seq: u64, slot_offset_bytes: u64, input_offset_bytes: 
 }
 
 #[test]
-fn many_chains_on_many_threads_are_all_done_and_right() {
+fn all_chains_on_several_threads_complete_with_correct_results() {
     const RANKS: u16 = 4;
     const CHUNKS: u64 = 200;
     const SLOTS: u64 = 4;
@@ -311,7 +306,7 @@ fn many_chains_on_many_threads_are_all_done_and_right() {
             next += 1;
         }
         assert!(engine.wait(None));
-        let mut completions = [NOTHING; 3];
+        let mut completions = [EMPTY; 3];
         let taken = engine.poll(&mut completions);
         for completion in &completions[..taken] {
             assert_eq!((completion.status, completion.tag.attempt), (Status::Done, 7));
@@ -327,12 +322,12 @@ fn many_chains_on_many_threads_are_all_done_and_right() {
         assert_eq!(bytes_of(memory, 0, input_len_bytes), sum);
     }
     assert_eq!(engine.stats().chains, CHUNKS);
-    assert_eq!(engine.stats().ended[Status::Done as usize], CHUNKS);
+    assert_eq!(engine.stats().completed[Status::Done as usize], CHUNKS);
 }
 
 /// 256 + 1 + 1: bf16 has 8 digits, so a bf16 accumulator stays at 256 (PROTOCOL 9).
 #[test]
-fn accumulator_types_are_what_the_descriptor_says() {
+fn sums_are_accumulated_in_the_descriptors_type() {
     let bf16 = |value: f32| ((value.to_bits() >> 16) as u16).to_le_bytes();
     let sum = |profile, accumulator: Dtype| {
         let (mut engine, memories) = engine(config(profile, 1), &[64, 64]);
@@ -361,10 +356,10 @@ fn accumulator_types_are_what_the_descriptor_says() {
     assert_eq!(sum(Profile::CopyOnly, Dtype::Bf16).0, Status::Unsupported);
 }
 
-/// The same reduction in every profile, as a device does it with each: in flight and wide, in flight and narrow, or by
-/// copies around the runtime's own kernels. The values are small integers, so that all give the same sum.
+/// Runs the same reduction with every profile, as a device does: in flight with wide or narrow accumulators, or by
+/// copies and the runtime's kernels. The values are small integers, so that all sums are equal.
 #[test]
-fn every_profile_reduces_and_copy_only_ones_by_the_runtimes_kernels() {
+fn every_profile_computes_the_same_sum() {
     const RANKS: u16 = 3;
     const COUNT: u32 = 100;
     let (op, f32, len_bytes) = (ReduceOp::Sum, Dtype::F32, COUNT * 4);
@@ -372,7 +367,7 @@ fn every_profile_reduces_and_copy_only_ones_by_the_runtimes_kernels() {
     for profile in Profile::ALL {
         let (mut engine, memories) = engine(config(profile, 1), &[400; RANKS as usize]);
         let own = RegionKey { index: 7, generation: 1 };
-        engine.map_local(own, 2 * 400).expect("a free place");
+        engine.map_local(own, 2 * 400).expect("a free entry");
         let (slot, staging) = (Address { region: own, offset_bytes: 0 }, Address { region: own, offset_bytes: 400 });
         for (rank, memory) in memories.iter().enumerate() {
             let input: Vec<u8> =
@@ -413,25 +408,25 @@ fn every_profile_reduces_and_copy_only_ones_by_the_runtimes_kernels() {
 }
 
 #[test]
-fn local_memory_is_lent_only_while_no_chain_needs_it() {
+fn local_memory_is_inaccessible_while_a_chain_conflicts() {
     let (mut engine, _memories) = engine(config(Profile::CopyOnly, 1), &[64]);
     let own = RegionKey { index: 7, generation: 1 };
-    engine.map_local(own, 64).expect("a free place");
+    engine.map_local(own, 64).expect("a free entry");
     let span = |region, offset_bytes, len_bytes| Span { address: Address { region, offset_bytes }, len_bytes };
-    let lend = |engine: &mut EmuEngine, dst, src| engine.with_local(dst, src, |_, _| ());
+    let access = |engine: &mut EmuEngine, dst, src| engine.with_local(dst, src, |_, _| ());
     let (low, high) = (span(own, 0, 32), span(own, 32, 32));
-    assert_eq!(lend(&mut engine, low, high), Ok(()));
-    assert_eq!(lend(&mut engine, low, span(own, 31, 4)), Err(Status::Overlap));
-    assert_eq!(lend(&mut engine, low, span(own, 60, 5)), Err(Status::OutOfBounds));
-    assert_eq!(lend(&mut engine, span(key(0), 0, 8), high), Err(Status::BadRegion), "a rank's memory is not lent");
+    assert_eq!(access(&mut engine, low, high), Ok(()));
+    assert_eq!(access(&mut engine, low, span(own, 31, 4)), Err(Status::Overlap));
+    assert_eq!(access(&mut engine, low, span(own, 60, 5)), Err(Status::OutOfBounds));
+    assert_eq!(access(&mut engine, span(key(0), 0, 8), high), Err(Status::BadRegion), "a rank's memory is not local");
     // In flight until it is polled: it reads the low half and writes to a rank.
     let steps = [Step::Copy { src: low.address, dst: at(0, 0), len_bytes: 32 }];
     engine.submit(Chain { tag: tag(1), scope: Scope(0), steps: &steps }).expect("room");
-    assert_eq!(lend(&mut engine, low, high), Err(Status::Overlap));
-    assert_eq!(lend(&mut engine, high, low), Ok(()), "both only read the low half");
+    assert_eq!(access(&mut engine, low, high), Err(Status::Overlap));
+    assert_eq!(access(&mut engine, high, low), Ok(()), "both only read the low half");
     assert!(engine.wait(None));
-    assert_eq!(engine.poll(&mut [NOTHING]), 1);
-    assert_eq!(lend(&mut engine, low, high), Ok(()));
+    assert_eq!(engine.poll(&mut [EMPTY]), 1);
+    assert_eq!(access(&mut engine, low, high), Ok(()));
     assert!(engine.unmap(own));
-    assert_eq!(lend(&mut engine, low, high), Err(Status::BadRegion));
+    assert_eq!(access(&mut engine, low, high), Err(Status::BadRegion));
 }

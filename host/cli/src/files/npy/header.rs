@@ -1,4 +1,4 @@
-//! The header of a `.npy` file, read strictly.
+//! A strict parser for the header of a `.npy` file.
 
 use super::super::{FileError, Format};
 use super::{MAGIC, TYPES};
@@ -6,19 +6,19 @@ use std::io::{ErrorKind, Read};
 use std::path::Path;
 use sumac_hal::op::Dtype;
 
-/// The longest header that is read, in bytes: NumPy's own limit for files that are not trusted.
+/// The longest header in bytes: NumPy's limit for untrusted files.
 const TEXT_MAX_LEN: usize = 10_000;
 
-/// NumPy arrays have at most 64 dimensions (`NPY_MAXDIMS`).
+/// The maximum number of dimensions of a NumPy array (`NPY_MAXDIMS`).
 const DIMENSIONS_MAX: usize = 64;
 
-/// What a header says.
+/// The contents of a header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) dtype: Dtype,
     pub(super) fortran_order: bool,
     pub(super) shape: Vec<u64>,
-    /// Everything in front of the elements.
+    /// All bytes in front of the elements.
     pub(super) bytes: Vec<u8>,
 }
 
@@ -42,12 +42,12 @@ pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, F
     let len_size = match start[6] {
         1 => 2,
         2 | 3 => 4,
-        version => return Err(foreign(format!("version {version}; known are 1, 2 and 3"))),
+        version => return Err(foreign(format!("unknown version {version}; 1, 2 and 3 are supported"))),
     };
     let len = take(len_size, "its header's length")?;
     let len = len.iter().rev().fold(0_usize, |n, &byte| n << 8 | usize::from(byte));
     if len > TEXT_MAX_LEN {
-        return Err(foreign(format!("a header of {len} bytes; at most {TEXT_MAX_LEN} are read")));
+        return Err(foreign(format!("the header length {len} exceeds the limit of {TEXT_MAX_LEN} bytes")));
     }
     let text = String::from_utf8(take(len, "its header")?).map_err(|_| foreign("its header is not text".into()))?;
     let fields = Parser(&text).dictionary().map_err(|why| foreign(format!("its header {why}")))?;
@@ -63,7 +63,7 @@ pub(super) fn read_header(from: &mut impl Read, path: &Path) -> Result<Header, F
 
 type Fields = (Option<String>, Option<bool>, Option<Vec<u64>>);
 
-/// A reader of the dictionary literal, from front to back.
+/// A parser of the dictionary literal; it holds the remaining text.
 struct Parser<'a>(&'a str);
 
 impl<'a> Parser<'a> {
@@ -77,7 +77,7 @@ impl<'a> Parser<'a> {
                 "descr" => fields.0 = Some(self.descr()?),
                 "fortran_order" => fields.1 = Some(self.boolean()?),
                 "shape" => fields.2 = Some(self.shape()?),
-                other => return Err(format!("has the foreign key {other:?}")),
+                other => return Err(format!("has the unknown key {other:?}")),
             }
             if !self.accept(",") {
                 self.expect("}")?;
@@ -88,7 +88,7 @@ impl<'a> Parser<'a> {
         if self.0.is_empty() { Ok(fields) } else { Err(self.unexpected("its end")) }
     }
 
-    /// Read an element type; one that is no plain string (a record) as it is written.
+    /// Parse an element type. A record is returned as written.
     fn descr(&mut self) -> Result<String, String> {
         self.skip_space();
         if self.0.starts_with('[') {

@@ -1,11 +1,11 @@
-//! Arrays as another crate writes them, and files that are none.
+//! Tests of arrays as another crate writes them, and of invalid files.
 
 use super::*;
 use crate::files::tests::TestFile;
 use npyz::WriterBuilder;
 use proptest::prelude::*;
 
-/// Look at a file that holds one array.
+/// Inspect a file with one array.
 fn array(file: &TestFile) -> (ArrayFile, Tensor) {
     let array = ArrayFile::inspect(&file.0).expect("a good file");
     let tensor = array.tensor("").expect("one array").clone();
@@ -36,7 +36,7 @@ fn message(bytes: &[u8], name: &str) -> String {
 }
 
 #[test]
-fn arrays_of_every_type_are_read() {
+fn arrays_of_all_types_and_orders_are_read() {
     let shape = [2, 3];
     let files = [
         (Dtype::F32, npy(&[1_f32, 2., 3., 4., 5., 6.], &shape, npyz::Order::C)),
@@ -77,7 +77,7 @@ fn scalars_empty_arrays_and_half_floats_are_read() {
 }
 
 #[test]
-fn bad_files_are_named_with_both_values() {
+fn invalid_npy_error_names_the_fault_and_lengths() {
     let good = npy(&[1_f32; 6], &[2, 3], npyz::Order::C);
     let truncated = message(&good[..good.len() - 5], "truncated");
     assert!(
@@ -101,7 +101,7 @@ fn bad_files_are_named_with_both_values() {
 }
 
 #[test]
-fn heads_are_read_by_another_crate() {
+fn npyz_crate_reads_generated_heads() {
     for (&(_, dtype), shape) in TYPES.iter().zip([vec![], vec![3], vec![2, 0], vec![1, 2, 3], vec![1 << 40]]) {
         let head = head(dtype, &shape).expect("a head");
         assert_eq!(head.len() % 64, 0);
@@ -114,9 +114,9 @@ fn heads_are_read_by_another_crate() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
 
-    /// The oracle: element (i, j, k) of either order, by its own arithmetic.
+    /// The oracle computes element (i, j, k) of either order independently.
     #[test]
-    fn both_orders_are_read_as_asked(dims in [1_u64..4, 1..4, 1..4], fortran: bool) {
+    fn elements_are_read_in_the_requested_order(dims in [1_u64..4, 1..4, 1..4], fortran: bool) {
         let [a, b, c] = dims;
         let mut c_order = Vec::new();
         let mut f_order = vec![0_i32; (a * b * c) as usize];

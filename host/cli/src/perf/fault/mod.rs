@@ -1,14 +1,15 @@
-//! `sumac perf --fault`: something is done to the live cluster in the middle of an operation of each row.
+//! `sumac perf --fault`: inject a fault into the live cluster in the middle of an operation of each row.
 //!
-//! The ranks of a row are processes and a job of their own, on controller and devices that outlive it. They report that
-//! the iteration in the middle of the row begins, and what those before took; the moment is drawn within that time. Ranks
-//! whose operation was faster wait before the next one until it is done. What was killed is started again before the
-//! next row.
+//! The ranks of each row are processes and a job of their own, while controller and devices outlive the row. The ranks
+//! report the start of the iteration in the middle of the row and the usual time of the iterations before it. The
+//! fault's moment is drawn from that time span. Ranks whose operation was faster wait until the fault has been
+//! injected. Killed processes are restarted before the next row.
 //!
-//! Through the tree go all operations that may, as long as there is one: the controller is told so, as is every rank that
-//! was asked for the tree, which could not go on without it otherwise. In rows by a schedule, that is the barriers.
+//! While there is a tree, every operation that can use it does: the controller prefers the tree, and rows of `tree` run
+//! as `auto`, because a rank that requires the tree could not continue without it. In rows of a host collective, only
+//! the barriers use the tree.
 //!
-//! Invariant: the end of what is killed here is in order; that of anything else is not.
+//! Invariant: processes that are killed here may end; the end of any other process fails the run.
 
 use super::args::PerfArgs;
 use super::output::Output;
@@ -19,10 +20,9 @@ use crate::cluster::{
     spawn_controller, start_controller, start_device,
 };
 use crate::exit::Failure;
-use crate::job::{Case, Measured, Report};
+use crate::job::{Case, Measured, Report, now_ns};
 use crate::options::Algo;
 use crate::stats;
-use crate::worker::now_ns;
 use anyhow::{Context, anyhow};
 use clap::ValueEnum;
 use std::hash::{BuildHasher, RandomState};
@@ -30,29 +30,29 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::controller::status;
 
-/// How often to look whether all devices have found a controller that was started again.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often to ask a restarted controller for its devices and jobs.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What is done to the cluster.
+/// A fault to inject.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Fault {
-    /// Kill the leaf device of rank 0, and start it again before the next row
+    /// Kill the leaf device of rank 0; restart it before the next row
     KillDevice,
-    /// The same, and start it again at once, under the same name
+    /// Kill the leaf device of rank 0 and restart it at once under the same name
     RestartDevice,
-    /// Lose all packets between rank 0 and its leaf device from then on; ranks send packets then (--attach udp), and
-    /// a relay stands before that device
+    /// Drop all packets between rank 0 and its leaf device from then on; implies --transport udp and a relay in front
+    /// of that device
     CutLink,
-    /// Kill the controller, and start it again on the same port before the next row
+    /// Kill the controller; restart it on the same port before the next row
     KillController,
-    /// The same, and start it again at once; the row says when it knew the job again, by what the ranks told it
+    /// Kill the controller and restart it at once; the row reports when the ranks had restored its job
     RestartController,
-    /// Kill the last rank: the others can't go on, and the run ends with what they say and exit status 1
+    /// Kill the last rank; the others fail, their errors are printed, and the exit status is 1
     KillRank,
 }
 
-/// A cluster that is hurt, and mended.
-struct Patient<'a> {
+/// A running cluster and the fault to inject into it.
+struct FaultyCluster<'a> {
     args: &'a PerfArgs,
     fault: Fault,
     config: ClusterConfig<'a>,
@@ -60,23 +60,24 @@ struct Patient<'a> {
     started: Started,
     /// The index of the leaf device of rank 0.
     leaf: usize,
-    /// Before devices that have a proxy: the leaf, if its link is to be cut.
+    /// The proxies in front of devices, the leaf's among them if its link is to be cut.
     links: &'a [Link],
-    /// Something is dead that the next row needs.
-    is_hurt: bool,
+    /// Whether a process has been killed that the next row needs.
+    needs_restart: bool,
 }
 
-/// When it is done.
+/// When the fault is injected.
 #[derive(Debug, Clone, Copy)]
 struct Moment {
-    /// On the clock that ranks report.
+    /// The time on the clock that the ranks report, in nanoseconds.
     at_ns: u64,
+    /// The usual time of an operation.
     usual_ns: u64,
-    /// What part of the usual time of an operation is over, in percent.
+    /// How much of the usual time has passed, in percent.
     percent: u64,
 }
 
-/// Run all rows, each hurt once.
+/// Run all rows and inject one fault into each.
 pub(super) fn measure(
     args: &PerfArgs,
     (fault, links): (Fault, &[Link]),
@@ -88,19 +89,19 @@ pub(super) fn measure(
     let leaf = config.layout.leaves.first().copied().unwrap_or(0);
     let config = ClusterConfig { preference: Preference::Tree, ..config };
     let started = cluster::start(&mut supervisor, &config)?;
-    let mut patient = Patient { args, fault, config, supervisor, started, leaf, links, is_hurt: false };
+    let mut cluster = FaultyCluster { args, fault, config, supervisor, started, leaf, links, needs_restart: false };
     for (nth, case) in cases.iter().enumerate() {
         output.bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
-        patient.mend()?;
-        patient.row(nth, case, output)?;
+        cluster.restore()?;
+        cluster.row(nth, case, output)?;
     }
     Ok(())
 }
 
-impl Patient<'_> {
-    /// Start again what is dead, and wait until it can be used.
-    fn mend(&mut self) -> Result<(), Failure> {
-        if !std::mem::take(&mut self.is_hurt) {
+impl FaultyCluster<'_> {
+    /// Restart what was killed and wait until it is ready.
+    fn restore(&mut self) -> Result<(), Failure> {
+        if !std::mem::take(&mut self.needs_restart) {
             return Ok(());
         }
         if self.fault == Fault::RestartController {
@@ -116,7 +117,7 @@ impl Patient<'_> {
         let (id, line) = self.supervisor.next_line(limit, device, "register with the controller")?;
         if id != device || !line.starts_with(READY) {
             let name = self.supervisor.name(id);
-            return Err(Failure::Run(anyhow!("{name} printed {line:?} before the next row")));
+            return Err(Failure::Run(anyhow!("unexpected line from {name} before the next row: {line:?}")));
         }
         Ok(())
     }
@@ -127,7 +128,7 @@ impl Patient<'_> {
         Ok(device)
     }
 
-    /// Wait until the devices have found the controller again.
+    /// Wait until all devices have registered with the restarted controller.
     fn wait_for_devices(&mut self) -> Result<(), Failure> {
         let (limit, expected) = (Limit::new(START_LIMIT), self.started.devices.len());
         loop {
@@ -139,83 +140,83 @@ impl Patient<'_> {
             if limit.is_over() {
                 let seconds = START_LIMIT.as_secs();
                 return Err(Failure::Run(anyhow!(
-                    "{known} of {expected} devices have found the controller again within {seconds} s"
+                    "{known} of {expected} devices registered with the restarted controller within {seconds} s"
                 )));
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Run a row, and hurt the cluster meanwhile.
+    /// Run a row and inject the fault while it runs.
     fn row(&mut self, nth: usize, case: &Case, output: &mut Output<'_>) -> Result<(), Failure> {
         self.links.iter().for_each(Link::renew);
         let announced = self.args.iterations / 2;
-        // The tree, while there is one, is the controller's choice.
+        // The controller prefers the tree, so `auto` uses it while there is one, and ranks can continue without it.
         let algo = if case.algo == Algo::Tree { Algo::Auto } else { case.algo };
         let (name, cases) = (format!("perf{nth}"), vec![Case { algo, ..*case }]);
         let job = JobOf { name, controller: self.started.addr, cases, announced: Some(announced) };
         let ranks = start_ranks(&mut self.supervisor, self.args, &self.config, job)?;
         let mut reports = Reports::new(ranks.clone());
-        let attached = joined(&mut reports, &mut self.supervisor)?;
-        output.begin(attached)?;
+        let transport = joined(&mut reports, &mut self.supervisor)?;
+        output.begin(transport)?;
         let limit = Limit::new(case_limit(self.args));
         let moment = match moment(reports.next_of_each(&mut self.supervisor, limit, "begin to measure")?)? {
             Ok(moment) => moment,
             Err(why) => {
-                output.left_out(case, &why);
+                output.skipped(case, &why);
                 return Ok(self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?);
             }
         };
-        // Choosing the moment is all that this is for.
+        // The sleep determines when the fault is injected; nothing is synchronised by it.
         thread::sleep(Duration::from_nanos(moment.at_ns.saturating_sub(now_ns())));
-        let what = self.hurt((&format!("perf{nth}"), &ranks), &mut reports)?;
-        ranks.iter().for_each(|&rank| self.supervisor.say(rank, b"done\n".into()));
-        let told = format!("{what} {}", moment.within(case, announced, self.args.iterations));
+        let what = self.inject((&format!("perf{nth}"), &ranks), &mut reports)?;
+        ranks.iter().for_each(|&rank| self.supervisor.write(rank, b"done\n".into()));
+        let fault = format!("{what} {}", moment.describe(case, announced, self.args.iterations));
         if self.fault == Fault::KillRank {
-            output.tell(&told);
-            return self.survivors(&ranks, limit, output);
+            output.remark(&fault);
+            return self.report_survivors(&ranks, limit, output);
         }
         let reports = reports.next_of_each(&mut self.supervisor, limit, "report a measurement")?;
-        let measured = measured(reports)?.map_err(|why| Failure::Run(anyhow!("{told}; then: {why}")))?;
+        let measured = measured(reports)?.map_err(|why| Failure::Run(anyhow!("{fault}; then: {why}")))?;
         self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
-        output.row(case, &measured, attached)?;
-        output.tell(&format!("{told}; {}", consequence(&measured, announced)));
+        output.row(case, &measured, transport)?;
+        output.remark(&format!("{fault}; {}", consequence(&measured, announced)));
         Ok(())
     }
 
-    /// Do it, and say what was done.
-    fn hurt(&mut self, (job, ranks): (&str, &[ChildId]), reports: &mut Reports) -> Result<String, Failure> {
+    /// Inject the fault and return a description of it.
+    fn inject(&mut self, (job, ranks): (&str, &[ChildId]), reports: &mut Reports) -> Result<String, Failure> {
         let (leaf, supervisor) = (self.started.devices[self.leaf], &mut self.supervisor);
         let name = supervisor.name(leaf).to_owned();
         match self.fault {
             Fault::KillDevice => {
                 supervisor.kill(leaf)?;
-                self.is_hurt = true;
+                self.needs_restart = true;
                 Ok(format!("{name} killed"))
             }
             Fault::RestartDevice => {
                 supervisor.kill(leaf)?;
                 let device = self.start_leaf()?;
                 self.wait_for_line((device, READY), "register with the controller", reports)?;
-                Ok(format!("{name} killed and started again"))
+                Ok(format!("{name} killed and restarted"))
             }
             Fault::CutLink => {
                 let link = self.links.iter().find(|link| link.device == self.leaf);
                 let cut = link.zip(ranks.first());
                 let cut = cut.map_or(Ok(()), |(link, &rank)| link.cut(supervisor.pid(rank)));
-                cut.context("the ports of rank 0").map_err(Failure::Run)?;
+                cut.context("cannot list the ports of rank 0").map_err(Failure::Run)?;
                 Ok(format!("link between rank 0 and {name} cut"))
             }
             Fault::KillController => {
                 supervisor.kill(self.started.controller)?;
-                self.is_hurt = true;
+                self.needs_restart = true;
                 Ok("the controller killed".into())
             }
             Fault::RestartController => {
                 supervisor.kill(self.started.controller)?;
-                self.is_hurt = true;
+                self.needs_restart = true;
                 let after = self.restart_controller(job, reports)?;
-                Ok(format!("the controller killed and started again, which knew the job after {after:.1?},"))
+                Ok(format!("the controller killed and restarted (job restored after {after:.1?})"))
             }
             Fault::KillRank => {
                 ranks.iter().for_each(|&rank| supervisor.may_fail(rank));
@@ -226,7 +227,7 @@ impl Patient<'_> {
         }
     }
 
-    /// Wait until a child says so, and keep what ranks report meanwhile.
+    /// Wait for a line of a child, and queue the ranks' reports meanwhile.
     fn wait_for_line(
         &mut self,
         (child, begin): (ChildId, &str),
@@ -242,7 +243,7 @@ impl Patient<'_> {
         }
     }
 
-    /// Start the controller again, and wait until all ranks of the job have come back to it. Returns how long that took.
+    /// Restart the controller and wait until all ranks have rejoined the job. Returns how long that took.
     fn restart_controller(&mut self, job: &str, reports: &mut Reports) -> Result<Duration, Failure> {
         let (began, limit) = (Instant::now(), Limit::new(START_LIMIT));
         let controller = spawn_controller(&mut self.supervisor, &self.config, self.started.addr)?;
@@ -256,29 +257,29 @@ impl Patient<'_> {
             self.supervisor.check()?;
             if limit.is_over() {
                 let seconds = START_LIMIT.as_secs();
-                let why = anyhow!("{job} is not known to the controller that was started again within {seconds} s");
+                let why = anyhow!("the restarted controller did not recover job {job} within {seconds} s");
                 return Err(Failure::Run(why));
             }
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Say what became of the ranks that were left, which is how the run ends.
-    fn survivors(&mut self, ranks: &[ChildId], limit: Limit, output: &Output<'_>) -> Result<(), Failure> {
+    /// Print how the surviving ranks end, which ends the run.
+    fn report_survivors(&mut self, ranks: &[ChildId], limit: Limit, output: &Output<'_>) -> Result<(), Failure> {
         let Some((&lost, left)) = ranks.split_last() else { return Ok(()) };
         for &rank in left {
             let (status, stderr) = self.supervisor.ending(rank, limit)?;
-            let words = stderr.iter().rev().find_map(|line| line.strip_prefix("error: "));
-            output.tell(&format!("{}: {}", self.supervisor.name(rank), words.unwrap_or(&status.to_string())));
+            let error = stderr.iter().rev().find_map(|line| line.strip_prefix("error: "));
+            output.remark(&format!("{}: {}", self.supervisor.name(rank), error.unwrap_or(&status.to_string())));
         }
         let name = self.supervisor.name(lost);
-        Err(Failure::Run(anyhow!("{name} is lost, as --fault kill-rank wants it; no collective goes on without it")))
+        Err(Failure::Run(anyhow!("{name} is lost to --fault kill-rank; no collective can continue without it")))
     }
 }
 
 impl Moment {
-    /// Put into words which operation was hit.
-    fn within(self, case: &Case, iteration: u32, iterations: u32) -> String {
+    /// Describe the operation into which the fault was injected.
+    fn describe(self, case: &Case, iteration: u32, iterations: u32) -> String {
         let (desc, size, usual_ms) = (case.desc(), case.size_bytes(), self.usual_ns as f64 / 1e6);
         let (nth, percent) = (iteration + 1, self.percent);
         format!(
@@ -288,7 +289,7 @@ impl Moment {
     }
 }
 
-/// Draw the moment in the iteration that begins at all ranks; or return why the ranks can't begin.
+/// Draw the moment within the iteration that all ranks have begun, or return why they cannot begin.
 fn moment(reports: Vec<Report>) -> Result<Result<Moment, String>, Failure> {
     let (mut begun_ns, mut usual_ns) = (0, 0);
     for report in reports {
@@ -297,15 +298,17 @@ fn moment(reports: Vec<Report>) -> Result<Result<Moment, String>, Failure> {
                 (begun_ns, usual_ns) = (begun_ns.max(at_ns), usual_ns.max(usual));
             }
             Report::NotPossible { why } => return Ok(Err(why)),
-            other => return Err(Failure::Run(anyhow!("a rank reported {other:?} before it measured"))),
+            other => {
+                return Err(Failure::Run(anyhow!("unexpected report of a rank before its measurement: {other:?}")));
+            }
         }
     }
     let percent = RandomState::new().hash_one(begun_ns) % 100;
     Ok(Ok(Moment { at_ns: begun_ns + usual_ns * percent / 100, usual_ns, percent }))
 }
 
-/// Put into words what came of it. The time of a repair is what the ranks waited longer than usual.
-fn consequence(ranks: &[Measured], hurt_in: u32) -> String {
+/// Describe the fault's effect. The time of a recovery is the time that the ranks waited beyond the usual.
+fn consequence(ranks: &[Measured], faulty_iteration: u32) -> String {
     let times: Vec<_> = ranks.iter().map(|rank| rank.times_ns.clone()).collect();
     let slowest = stats::slowest_ns(&times);
     let median_ns = stats::median_ns(&slowest);
@@ -314,17 +317,17 @@ fn consequence(ranks: &[Measured], hurt_in: u32) -> String {
     if let Some(repair) = repairs().find(|repair| !repair.in_barrier) {
         let (iteration, time_ms) = (repair.iteration + 1, time_ns(repair.iteration) / 1e6);
         if slowest.len() == 1 {
-            return format!("noticed and repaired in less than {time_ms:.3} ms, all that the only iteration took");
+            return format!("detected and repaired in less than {time_ms:.3} ms, the total time of the only iteration");
         }
         let longer_ms = time_ms - median_ns / 1e6;
-        format!("noticed and repaired in {longer_ms:.3} ms, which iteration {iteration} took longer than the median")
+        format!("detected and repaired in {longer_ms:.3} ms, the time of iteration {iteration} beyond the median")
     } else if let Some(repair) = repairs().max_by_key(|repair| repair.time_ns) {
         let (iteration, time_ms) = (repair.iteration + 1, repair.time_ns as f64 / 1e6);
-        format!("noticed and repaired in {time_ms:.3} ms, by the barrier next to iteration {iteration}")
+        format!("detected and repaired in {time_ms:.3} ms, in the barrier next to iteration {iteration}")
     } else if let Some(ns) = ranks.iter().filter(|rank| rank.repairs > 0).map(|rank| rank.repairs_ns).max() {
-        format!("noticed and repaired in {:.3} ms, while no rank was in a call", ns as f64 / 1e6)
+        format!("detected and repaired in {:.3} ms, while no rank was in a call", ns as f64 / 1e6)
     } else {
-        let (time_ms, median_ms) = (time_ns(hurt_in) / 1e6, median_ns / 1e6);
+        let (time_ms, median_ms) = (time_ns(faulty_iteration) / 1e6, median_ns / 1e6);
         format!("nothing was repaired; the iteration took {time_ms:.3} ms, the median is {median_ms:.3} ms")
     }
 }
@@ -353,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_moment_is_within_the_usual_time_after_the_last_begin() {
+    fn moment_lies_within_the_usual_time_after_the_last_rank_began() {
         let begins = |at_ns, usual_ns| Report::Begins { at_ns, usual_ns };
         let Moment { at_ns, usual_ns, percent } =
             moment(vec![begins(700, 1000), begins(900, 800)]).expect("all have begun").expect("a moment");
@@ -363,23 +366,23 @@ mod tests {
     }
 
     #[test]
-    fn a_repair_is_timed_by_what_its_iteration_took_longer() {
+    fn consequence_reports_the_time_beyond_the_usual() {
         let in_operation = Repair { iteration: 1, in_barrier: false, time_ns: 7_000_000 };
         let in_barrier = Repair { iteration: 1, in_barrier: true, time_ns: 4_000_000 };
         let usual = [1_000_000, 1_000_000, 1_000_000];
         let hit = measured([1_000_000, 7_000_000, 1_000_000], Some(in_operation));
-        let said = consequence(&[measured(usual, Some(in_barrier)), hit], 1);
-        assert!(said.contains("repaired in 6.000 ms, which iteration 2"), "{said}");
+        let text = consequence(&[measured(usual, Some(in_barrier)), hit], 1);
+        assert!(text.contains("repaired in 6.000 ms, the time of iteration 2 beyond"), "{text}");
         let only =
             Measured { times_ns: vec![7_000_000], ..measured(usual, Some(Repair { iteration: 0, ..in_operation })) };
-        let said = consequence(&[only], 0);
-        assert!(said.contains("repaired in less than 7.000 ms"), "{said}");
-        let said = consequence(&[measured(usual, Some(in_barrier)), measured(usual, None)], 1);
-        assert!(said.contains("repaired in 4.000 ms, by the barrier next to iteration 2"), "{said}");
+        let text = consequence(&[only], 0);
+        assert!(text.contains("repaired in less than 7.000 ms"), "{text}");
+        let text = consequence(&[measured(usual, Some(in_barrier)), measured(usual, None)], 1);
+        assert!(text.contains("repaired in 4.000 ms, in the barrier next to iteration 2"), "{text}");
         let between = Measured { repairs: 1, repairs_ns: 3_000_000, ..measured(usual, None) };
-        let said = consequence(&[measured(usual, None), between], 1);
-        assert!(said.contains("repaired in 3.000 ms, while no rank was in a call"), "{said}");
-        let said = consequence(&[measured([1_000_000, 1_500_000, 1_000_000], None)], 1);
-        assert!(said.contains("took 1.500 ms, the median is 1.000 ms"), "{said}");
+        let text = consequence(&[measured(usual, None), between], 1);
+        assert!(text.contains("repaired in 3.000 ms, while no rank was in a call"), "{text}");
+        let text = consequence(&[measured([1_000_000, 1_500_000, 1_000_000], None)], 1);
+        assert!(text.contains("took 1.500 ms, the median is 1.000 ms"), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! Counters as devices and ranks report them, and what is made of them.
+//! Tests of loss and rating, from counters as devices and ranks report them.
 
 use super::*;
 use std::collections::BTreeMap;
@@ -18,14 +18,14 @@ fn after(rank: EndpointStats, devices: &[(&str, Counters)]) -> Snapshot {
     Snapshot { rank, devices, shared: false }
 }
 
-/// A snapshot in which all stands at zero.
+/// Return a snapshot with all counters at zero.
 fn zero(names: &[&str]) -> Snapshot {
     let devices: BTreeMap<_, _> = names.iter().map(|name| ((*name).to_owned(), Counters::default())).collect();
     Snapshot { devices, ..Snapshot::default() }
 }
 
 #[test]
-fn what_is_missing_and_was_sent_again_is_lost() {
+fn missing_and_retransmitted_packets_count_as_lost() {
     // 1000 up of which 10 are lost, 1005 down of which 5 are.
     let now = after(rank(1010, 1000, 10), &[("a", device(1000, 1005, 5, 0))]);
     let flows = Flows::to_device(&zero(&["a"]), &now, "a");
@@ -35,7 +35,7 @@ fn what_is_missing_and_was_sent_again_is_lost() {
 }
 
 #[test]
-fn what_was_only_late_is_not_lost_unless_others_blur_the_balance() {
+fn late_packets_count_as_lost_only_if_other_jobs_share_the_device() {
     let late = after(rank(1010, 1005, 10), &[("a", device(1010, 1005, 5, 0))]);
     let before = zero(&["a"]);
     assert_eq!(Flows::to_device(&before, &late, "a").loss(), 0.0);
@@ -44,7 +44,7 @@ fn what_was_only_late_is_not_lost_unless_others_blur_the_balance() {
 }
 
 #[test]
-fn damage_is_loss() {
+fn malformed_packets_count_as_lost() {
     let mut counters = device(1010, 1000, 0, 0);
     counters.dropped[0] = 10;
     let now = after(rank(1010, 1000, 10), &[("a", counters)]);
@@ -52,21 +52,21 @@ fn damage_is_loss() {
 }
 
 #[test]
-fn each_of_two_links_gets_its_own_losses() {
+fn losses_are_attributed_to_the_link_that_caused_them() {
     let before = zero(&["child", "root"]);
-    // The rank's link loses 20 contributions; between the devices 7 contributions and 3 answers are lost.
+    // The rank's link loses 20 contributions; between the devices 7 contributions and 3 results are lost.
     let child = device(1000 + 1000, 1000 + 1007, 0, 7);
     let now = after(rank(1020, 1000, 20), &[("child", child), ("root", device(1000, 1003, 3, 0))]);
     let flows = Flows::between(&before, &now, "child", "root");
     assert_eq!((flows.up, flows.down), (Flow { sent: 1007, lost: 7 }, Flow { sent: 1003, lost: 3 }));
-    // With the rank's losses alone, nothing that was sent again between the devices was lost there.
+    // If only the rank's link loses packets, retransmissions between the devices are no loss.
     let child = device(1000 + 1003, 1000 + 1007, 0, 7);
     let now = after(rank(1020, 1000, 20), &[("child", child), ("root", device(1007, 1003, 3, 0))]);
     assert_eq!(Flows::between(&before, &now, "child", "root").loss(), 0.0);
 }
 
 #[test]
-fn a_lossy_link_is_bad_and_says_where_to_look() {
+fn lossy_link_is_bad_and_names_loss_direction_and_limit() {
     let link = Link::Between("leaf0".into(), "spine0".into());
     let flows = Flows { up: Flow { sent: 1000, lost: 50 }, down: Flow { sent: 1000, lost: 2 } };
     let measured = Measured { flows, latency_ns: 12_345.0, bandwidth_gbytes_s: 1.5 };
@@ -79,7 +79,7 @@ fn a_lossy_link_is_bad_and_says_where_to_look() {
 }
 
 #[test]
-fn the_json_form_has_the_documented_keys() {
+fn json_row_has_the_documented_keys() {
     let row = Row::unreachable(&Link::ToDevice("leaf0".into()), "no result within 10 s");
     let json = serde_json::to_string(&row).expect("plain data");
     let start = "{\"from\":\"rank\",\"to\":\"leaf0\",\"ok\":false,\"packets\":null,\"lost\":null,\"loss_percent\":null,\

@@ -1,4 +1,4 @@
-//! Handles, and what ranks tell each other: right, wrong, stale, of another form.
+//! Handles and exchanged messages: valid, invalid, stale and malformed.
 
 use super::*;
 use crate::gpu::peers::{Handle, Peered, WhyStaged};
@@ -6,7 +6,7 @@ use crate::gpu::{Gpu, GpuError};
 use crate::select::Algo;
 
 #[test]
-fn a_handle_opens_memory_until_it_is_freed() {
+fn handle_opens_memory_until_it_is_freed() {
     let gpus = processes(1, &[0, 1]);
     let facts = gpus[0].facts().expect("facts");
     let whole = upload(&gpus[0], &[1, 2, 3, 4, 5, 6, 7, 8]);
@@ -17,15 +17,15 @@ fn a_handle_opens_memory_until_it_is_freed() {
         Err(GpuError::Handle(why)) => assert!(why.contains(words), "{why}"),
         other => panic!("{other:?}"),
     };
-    refused(&Handle { ipc: Ok(vec![1, 2, 3]), ..handle.clone() }, "3 bytes are no handle");
+    refused(&Handle { ipc: Ok(vec![1, 2, 3]), ..handle.clone() }, "3 bytes are not a handle");
     refused(&Handle { ipc: Ok(vec![255; 8]), ..handle.clone() }, "has no memory");
     refused(&Handle { len_bytes: 7, ..handle.clone() }, "7 bytes at 2 of 8");
     refused(&Handle { at: u64::MAX, ..handle.clone() }, "of 8");
     let of_another = gpus[1].facts().expect("facts");
     assert!(matches!(gpus[1].open(&of_another, &handle), Err(GpuError::Handle(_))), "it is not that process's");
     drop(whole);
-    refused(&handle, "or has none any more");
-    // What was opened in time is stale too: the owner has freed it.
+    refused(&handle, "has no memory");
+    // Memory opened in time is stale too: the owner has freed it.
     let (stream, event) = (gpus[1].stream().expect("a stream"), gpus[1].event().expect("an event"));
     let to = gpus[1].alloc(4).expect("room");
     let part = |memory| crate::gpu::Part { memory, at: 0, len_bytes: 4 };
@@ -33,130 +33,131 @@ fn a_handle_opens_memory_until_it_is_freed() {
     gpus[1].record(&event, &stream).expect("recorded");
     let error = std::iter::from_fn(|| Some(gpus[1].is_done(&event))).find_map(Result::err).expect("an error");
     assert!(matches!(error, GpuError::IllegalAddress(_)), "{error}");
-    // The process that owned it has met nothing.
+    // The owner's process is unaffected.
     assert!(gpus[0].alloc(1).is_ok());
 }
 
-/// A rank whose messages are changed on the way.
-struct Liar<'a> {
-    seat: Seat<'a>,
-    /// In which round, and how.
-    lie: (usize, fn(&mut Vec<u8>)),
+/// A rank whose messages are altered in transit.
+struct TamperingRank<'a> {
+    board_rank: BoardRank<'a>,
+    /// The round to alter, and how.
+    alter: (usize, fn(&mut Vec<u8>)),
     rounds: Mutex<usize>,
 }
 
-impl Bootstrap for Liar<'_> {
+impl Bootstrap for TamperingRank<'_> {
     fn rank(&self) -> u32 {
-        self.seat.rank()
+        self.board_rank.rank()
     }
 
     fn ranks(&self) -> u32 {
-        self.seat.ranks()
+        self.board_rank.ranks()
     }
 
     fn exchange(&self, bytes: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, PeerError> {
         let mut bytes = bytes.to_vec();
         let mut round = self.rounds.lock().expect("no panic");
-        if *round == self.lie.0 && self.seat.rank == 1 {
-            self.lie.1(&mut bytes);
+        if *round == self.alter.0 && self.board_rank.rank == 1 {
+            self.alter.1(&mut bytes);
         }
         *round += 1;
-        self.seat.exchange(&bytes, deadline)
+        self.board_rank.exchange(&bytes, deadline)
     }
 
     fn all_reduce(&self, desc: &OpDesc, bytes: &mut [u8], deadline: Instant) -> Result<Reduced, PeerError> {
-        self.seat.all_reduce(desc, bytes, deadline)
+        self.board_rank.all_reduce(desc, bytes, deadline)
     }
 
     fn cost_s(&self, desc: &OpDesc) -> Option<f64> {
-        self.seat.cost_s(desc)
+        self.board_rank.cost_s(desc)
     }
 }
 
-/// Join with a lie of rank 1, and return what became of rank 0.
-fn lied(round: usize, lie: fn(&mut Vec<u8>)) -> Result<Option<WhyStaged>, PeerError> {
+/// Join with an altered message of rank 1; returns the outcome at rank 0.
+fn join_with_altered_message(round: usize, alter: fn(&mut Vec<u8>)) -> Result<Option<WhyStaged>, PeerError> {
     let (board, gpus) = (Board::new(2), processes(2, &[0, 0]));
-    let mut ends = on_ranks(&board, &gpus, |gpu, seat| {
-        let liar = Liar { seat, lie: (round, lie), rounds: Mutex::new(0) };
+    let mut ends = on_ranks(&board, &gpus, |gpu, board_rank| {
+        let tampering = TamperingRank { board_rank, alter: (round, alter), rounds: Mutex::new(0) };
         let soon = Instant::now() + Duration::from_millis(500);
-        PeerGroup::join(gpu, liar, small(), soon).map(|peers| peers.why_staged().cloned())
+        PeerGroup::join(gpu, tampering, small(), soon).map(|peers| peers.why_staged().cloned())
     });
     ends.swap_remove(0)
 }
 
 #[test]
-fn nothing_that_a_peer_says_is_believed_unchecked() {
+fn invalid_peer_messages_are_rejected() {
     let message = |end: Result<Option<WhyStaged>, PeerError>, words: &str| match end {
         Err(PeerError::Message { rank: 1, why }) => assert!(why.contains(words), "{why}"),
         other => panic!("{other:?}"),
     };
-    assert_eq!(lied(99, |_| {}), Ok(None), "without a lie they reach each other");
-    message(lied(0, |bytes| bytes.clear()), "can't be read");
-    message(lied(0, |bytes| bytes.truncate(9)), "can't be read");
-    message(lied(0, |bytes| bytes[0] = 7), "of form 7, here they are of form 1");
-    message(lied(0, |bytes| bytes[3] ^= 1), "options");
-    message(lied(1, |bytes| bytes[0] = 9), "memory number 9, where this rank shows number 0");
-    message(lied(2, |bytes| bytes[0] = 77), "can't be read");
-    // A handle that opens nothing: all stage, and say who could not open what.
+    assert_eq!(join_with_altered_message(99, |_| {}), Ok(None), "unaltered, they access each other");
+    message(join_with_altered_message(0, |bytes| bytes.clear()), "unreadable message");
+    message(join_with_altered_message(0, |bytes| bytes.truncate(9)), "unreadable message");
+    message(join_with_altered_message(0, |bytes| bytes[0] = 7), "message version 7, expected 1");
+    message(join_with_altered_message(0, |bytes| bytes[3] ^= 1), "options");
+    message(join_with_altered_message(1, |bytes| bytes[0] = 9), "memory number 9, expected 0");
+    message(join_with_altered_message(2, |bytes| bytes[0] = 77), "unreadable message");
+    // A handle that opens nothing: all ranks stage, and report which rank could not open which memory.
     let opening = |end: Result<Option<WhyStaged>, PeerError>, words: &str| match end {
         Ok(Some(WhyStaged::Opening { rank: 0, peer: 1, why })) => assert!(why.contains(words), "{why}"),
         other => panic!("{other:?}"),
     };
-    // Behind number, result, address, result and length: the handle's first byte.
-    opening(lied(1, |bytes| bytes[5] ^= 0x7f), "has no memory");
-    // Shorter than what others will write to: one byte, where two MiB take four of the message's.
+    // The first byte of the handle follows number, result, address, result and length.
+    opening(join_with_altered_message(1, |bytes| bytes[5] ^= 0x7f), "has no memory");
+    // Shorter than what others will write: one byte, where two MiB take four bytes of the message.
     let short = |bytes: &mut Vec<u8>| {
         bytes.truncate(bytes.len() - 4);
         bytes.push(1);
     };
-    opening(lied(1, short), "1 bytes of it, and 32 are needed");
+    opening(join_with_altered_message(1, short), "1 bytes, but 32 are required");
 }
 
 #[test]
-fn memory_that_can_not_be_shown_is_staged_alone() {
+fn unexportable_memory_is_staged() {
     let (board, gpus) = (Board::new(2), processes(3, &[0, 1]));
-    on_ranks(&board, &gpus, |gpu, seat| {
-        let rank = seat.rank;
+    on_ranks(&board, &gpus, |gpu, board_rank| {
+        let rank = board_rank.rank;
         let memory = upload(&gpu, &input(Dtype::F32, ReduceOp::Sum, rank, 20));
-        let mut peers = PeerGroup::join(gpu.clone(), seat, small(), far()).expect("joined");
-        let sound = peers.share(&memory, far()).expect("shown");
+        let mut peers = PeerGroup::join(gpu.clone(), board_rank, small(), long_deadline()).expect("joined");
+        let sound = peers.share(&memory, long_deadline()).expect("shown");
         assert_eq!(sound.why_staged(), None);
-        // From here on no handles are handed out: what was shown before stays.
-        peers.bootstrap().exchange(&[], far()).expect("a barrier");
+        // From here on exports fail; earlier ones remain valid.
+        peers.bootstrap().exchange(&[], long_deadline()).expect("a barrier");
         gpu.without_handles("of another allocator");
-        peers.bootstrap().exchange(&[], far()).expect("a barrier");
-        let shared = peers.share(&memory, far()).expect("told");
+        peers.bootstrap().exchange(&[], long_deadline()).expect("a barrier");
+        let shared = peers.share(&memory, long_deadline()).expect("told");
         let why = shared.why_staged().expect("no handle").to_string();
         assert!(why.contains("rank 0 could not open the memory of rank 1: ") && why.contains("of another"), "{why}");
         let types = (Dtype::F32, ReduceOp::Sum, Algo::Auto);
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 20);
-        let error = peers.start(&shared, (&desc, Algo::Auto), &[], far()).map(|_| ()).expect_err("only staged");
+        let error =
+            peers.start(&shared, (&desc, Algo::Auto), &[], long_deadline()).map(|_| ()).expect_err("only staged");
         assert!(matches!(error, PeerError::Staged(WhyStaged::Opening { .. })), "{error}");
-        let outcome = peers.all_reduce(&shared, types, &[], far()).expect("staged");
+        let outcome = peers.all_reduce(&shared, types, &[], long_deadline()).expect("staged");
         assert_eq!(outcome.chunks, [Path::Tree; 2]);
         assert_eq!(gpu.download_now(&memory), sum_of(Dtype::F32, ReduceOp::Sum, 2, 20));
-        peers.all_reduce(&sound, (Dtype::F32, ReduceOp::Sum, Algo::Ring), &[], far()).expect("directly");
+        peers.all_reduce(&sound, (Dtype::F32, ReduceOp::Sum, Algo::Ring), &[], long_deadline()).expect("directly");
     });
 }
 
 #[test]
-fn who_leaves_in_good_order_leaves_nothing_open() {
+fn orderly_leave_closes_all_memory() {
     let (board, gpus) = (Board::new(3), processes(4, &[0, 1, 0]));
-    on_ranks(&board, &gpus, |gpu, seat| {
-        let memory = upload(&gpu, &input(Dtype::Bf16, ReduceOp::Sum, seat.rank, 40));
-        let mut peers = PeerGroup::join(gpu, seat, small(), far()).expect("joined");
-        let shared = peers.share(&memory, far()).expect("shown");
-        // Partial values of its own for each of these.
+    on_ranks(&board, &gpus, |gpu, board_rank| {
+        let memory = upload(&gpu, &input(Dtype::Bf16, ReduceOp::Sum, board_rank.rank, 40));
+        let mut peers = PeerGroup::join(gpu, board_rank, small(), long_deadline()).expect("joined");
+        let shared = peers.share(&memory, long_deadline()).expect("shown");
+        // Each of these needs its own partial values.
         for algo in [Algo::Binomial, Algo::Ring, Algo::HalvingDoubling] {
-            peers.all_reduce(&shared, (Dtype::Bf16, ReduceOp::Sum, algo), &[], far()).expect("reduced");
+            peers.all_reduce(&shared, (Dtype::Bf16, ReduceOp::Sum, algo), &[], long_deadline()).expect("reduced");
         }
-        peers.unshare(shared, far()).expect("closed");
-        peers.leave(far()).expect("left");
+        peers.unshare(shared, long_deadline()).expect("closed");
+        peers.leave(long_deadline()).expect("left");
     });
     assert_eq!(gpus[0].allocated_bytes(), 0);
-    // Who goes without a word keeps what others may still have open.
-    on_ranks(&board, &gpus, |gpu, seat| {
-        drop(PeerGroup::join(gpu, seat, small(), far()).expect("joined"));
+    // A rank that drops without leaving keeps what others may still have open.
+    on_ranks(&board, &gpus, |gpu, board_rank| {
+        drop(PeerGroup::join(gpu, board_rank, small(), long_deadline()).expect("joined"));
     });
     assert!(gpus[0].allocated_bytes() > 0);
 }

@@ -40,12 +40,12 @@ fn roots(ranks: u32) -> Vec<Rank> {
 }
 
 #[test]
-fn every_all_reduce_is_right_and_costs_what_its_formula_says() {
+fn all_reduces_are_correct_and_match_their_cost_formulas() {
     prove(ALGORITHMS.iter().filter(|algorithm| algorithm.pattern == Pattern::AllReduce));
 }
 
 #[test]
-fn every_other_algorithm_is_right_and_costs_what_its_formula_says() {
+fn other_algorithms_are_correct_and_match_their_cost_formulas() {
     prove(ALGORITHMS.iter().filter(|algorithm| algorithm.pattern != Pattern::AllReduce));
     assert!(Pattern::ALL.iter().all(|&pattern| ALGORITHMS.iter().any(|algorithm| algorithm.pattern == pattern)));
 }
@@ -119,7 +119,7 @@ fn all_to_all_of_any_counts_and_in_place() {
 }
 
 #[test]
-fn contradictory_counts_have_a_name() {
+fn contradictory_counts_are_refused() {
     use crate::schedule::pairwise::{CountsError, all_to_all_v};
     let place = Place::new(Rank(1), 2).expect("inside");
     let refused = |sends: &[usize], recvs: &[usize]| all_to_all_v(place, sends, recvs).expect_err("contradictory");
@@ -128,7 +128,7 @@ fn contradictory_counts_have_a_name() {
     assert_eq!(refused(&[usize::MAX, 1], &[0, 1]), CountsError::Overflow { rank: Rank(1) });
 }
 
-/// Cut ranks into runs of given lengths, over and over, until one node is left: a tree as the planner makes them.
+/// Group ranks into runs of given lengths, repeatedly, until one node is left: a tree as the planner builds it.
 fn layered(ranks: u32, widths: &[usize]) -> Vec<Vec<Child>> {
     let mut layers: Vec<Vec<Vec<Child>>> = Vec::new();
     let mut level: Vec<Child> = (0..ranks).map(|rank| Child::Rank(Rank(rank))).collect();
@@ -162,7 +162,7 @@ fn assert_follows(tree: &Tree, root: Rank) {
                 .unwrap_or_else(|error| panic!("{algorithm:?}, {tree:?}, {root}: {error}"));
             let declared = report.expressions.of_tree(tree);
             for &(_, expression) in &report.blocks {
-                assert_eq!(Some(expression), declared, "{algorithm:?} {}", report.expressions.written(expression));
+                assert_eq!(Some(expression), declared, "{algorithm:?} {}", report.expressions.to_text(expression));
             }
         }
     }
@@ -201,7 +201,7 @@ proptest! {
                 *rank = Rank(order[rank.0 as usize]);
             }
         }
-        // Children in any order, nodes among ranks.
+        // Children in any order, with nodes among ranks.
         nodes.iter_mut().enumerate().for_each(|(index, children)| {
             let by = keys[index % keys.len()] as usize % children.len();
             children.rotate_left(by);
@@ -212,7 +212,7 @@ proptest! {
 }
 
 #[test]
-fn the_trees_definition_by_hand() {
+fn tree_expressions_match_hand_written_ones() {
     let written =
         |tree: &Tree| tree.evaluate(|rank| rank.0.to_string(), |left: String, right| format!("({left}+{right})"));
     let flat = |ranks, order| written(&Tree::flat(ranks, order).expect("a tree"));
@@ -225,7 +225,7 @@ fn the_trees_definition_by_hand() {
 }
 
 #[test]
-fn what_is_no_tree_has_a_name() {
+fn invalid_trees_are_refused() {
     use crate::schedule::tree::TreeError;
     let rank = |rank| Child::Rank(Rank(rank));
     let refused = |nodes: &[&[Child]], ranks, order| {
@@ -245,17 +245,17 @@ fn what_is_no_tree_has_a_name() {
     assert_eq!(refused(&[&[Child::Node(9)]], 1, fold), TreeError::Node { node: 9, nodes: 1, parents: 1 });
 }
 
-/// Which algorithms give the bits of a tree, found out by the checker: the table that the choice must agree with.
+/// The algorithms that give the bits of a tree, determined by the checker: the table that selection must agree with.
 #[test]
-fn who_evaluates_which_expression() {
+fn table_of_algorithms_that_evaluate_a_tree() {
     let pairwise_of = |ranks| Tree::new(layered(ranks, &[4]), ranks, Order::TreePairwise).expect("a tree");
     let is_same = |name: &str, tree: &Tree| evaluates(named(name), tree).is_ok();
     for ranks in 2..=16_u32 {
         let one_node = flat(ranks);
-        // Binomial trees pair neighbours, whatever the number of ranks.
+        // Binomial trees pair neighbours for any number of ranks.
         assert!(is_same("binomial::reduce", &one_node) && is_same("binomial::all_reduce", &one_node));
         for name in ["halving_doubling::all_reduce", "recursive_doubling::all_reduce"] {
-            // For others than powers of two too, if their folded pairs are whole halves: 3, 6, 7, 12, 14, 15, ...
+            // Also for other p, if their folded pairs are whole halves: 3, 6, 7, 12, 14, 15, ...
             let is_aligned = (ranks + (ranks & ranks.wrapping_neg())).is_power_of_two();
             assert_eq!(is_same(name, &one_node), is_aligned, "{name} {ranks}");
             if ranks.is_power_of_two() {
@@ -278,7 +278,7 @@ fn who_evaluates_which_expression() {
 }
 
 #[test]
-fn the_ring_is_ruled_out_with_its_reason() {
+fn ring_difference_shows_both_expressions() {
     let why = evaluates(named("ring::all_reduce"), &Tree::flat(3, Order::TreeFold).expect("a tree"));
     let why = why.expect_err("another order for each block").to_string();
     assert_eq!(why, "ring::all_reduce computes ((1+2)+0) for elements 1..2 of 3; declared is ((0+1)+2)");
@@ -299,7 +299,7 @@ fn halving_doubling_computes_the_aligned_pairwise_tree() {
                 level = pairs(&mut report.expressions, &level);
             }
             for &(_, expression) in &report.blocks {
-                assert_eq!(expression, level[0], "{}", report.expressions.written(expression));
+                assert_eq!(expression, level[0], "{}", report.expressions.to_text(expression));
                 assert!(report.expressions.is_in_order(expression));
             }
         }
@@ -311,9 +311,9 @@ fn pairs(expressions: &mut Expressions, level: &[ExprId]) -> Vec<ExprId> {
 }
 
 #[test]
-fn a_ring_follows_another_order_for_each_block() {
+fn ring_order_differs_between_blocks() {
     let report = check(Goal::AllReduce, &schedules(named("ring::all_reduce"), 3, 3, Rank(0))).expect("proved");
-    let written: Vec<_> = report.blocks.iter().map(|&(_, id)| report.expressions.written(id)).collect();
+    let written: Vec<_> = report.blocks.iter().map(|&(_, id)| report.expressions.to_text(id)).collect();
     assert_eq!(written, ["((0+1)+2)", "((1+2)+0)", "((2+0)+1)"]);
     assert!(!report.expressions.is_in_order(report.blocks[1].1));
 }

@@ -1,4 +1,4 @@
-//! Schedules broken on purpose, each of which must get its own name.
+//! Deliberately broken schedules, each of which must be detected with its own error.
 
 use super::*;
 use crate::schedule::{Local, Operand, Side};
@@ -11,7 +11,7 @@ struct Edit {
     recvs: Vec<Recv>,
 }
 
-/// Rebuild a schedule with its steps passed through `edit`.
+/// Rebuild a schedule, passing its steps through `edit`.
 fn edited(schedule: &Schedule, mut edit: impl FnMut(usize, &mut Edit)) -> Schedule {
     let layout = *schedule.layout();
     let new = if schedule.reduces() { Schedule::reducing } else { Schedule::moving };
@@ -37,7 +37,7 @@ fn all_reduce_error(schedules: &[Schedule]) -> CheckError {
 }
 
 #[test]
-fn a_round_too_few_leaves_a_rank_unheard() {
+fn missing_barrier_round_is_detected() {
     let cut = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 2 {
@@ -46,11 +46,14 @@ fn a_round_too_few_leaves_a_rank_unheard() {
         })
     };
     let schedules: Vec<_> = schedules(named("dissemination::barrier"), 5, 0, Rank(0)).iter().map(cut).collect();
-    assert_eq!(check(Goal::Barrier, &schedules).unwrap_err(), CheckError::NotHeard { rank: Rank(0), unheard: Rank(1) });
+    assert_eq!(
+        check(Goal::Barrier, &schedules).unwrap_err(),
+        CheckError::BarrierNotSynchronized { rank: Rank(0), missing: Rank(1) }
+    );
 }
 
 #[test]
-fn a_step_missing_at_one_rank_is_an_unmatched_message() {
+fn step_missing_at_one_rank_is_an_unmatched_message() {
     let broken = |sends_too: bool| {
         let mut schedules = rings(4, 40);
         schedules[2] = edited(&schedules[2], |step, parts| {
@@ -65,7 +68,7 @@ fn a_step_missing_at_one_rank_is_an_unmatched_message() {
 }
 
 #[test]
-fn a_step_missing_at_every_rank_leaves_elements_unfinished() {
+fn step_missing_at_every_rank_leaves_elements_unfinished() {
     let cut = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 5 {
@@ -79,7 +82,7 @@ fn a_step_missing_at_every_rank_leaves_elements_unfinished() {
 }
 
 #[test]
-fn a_doubled_contribution_has_a_name() {
+fn doubled_contribution_is_detected() {
     // 0 -> 1, then 1 -> 0, which now holds 0 twice.
     let whole = Span::first(4);
     let (input, work) = (Buffer::Input.at(whole), Buffer::Work.at(whole));
@@ -95,7 +98,7 @@ fn a_doubled_contribution_has_a_name() {
 }
 
 #[test]
-fn ranges_that_differ_in_length_have_a_name() {
+fn length_mismatch_is_detected() {
     let mut schedules = schedules(named("halving_doubling::all_reduce"), 4, 41, Rank(0));
     schedules[1] = edited(&schedules[1], |step, parts| {
         if step == 0 {
@@ -106,7 +109,7 @@ fn ranges_that_differ_in_length_have_a_name() {
 }
 
 #[test]
-fn ranges_that_differ_in_place_are_found_by_their_values() {
+fn misplaced_ranges_are_detected_by_value() {
     // A partial value lands beside its own: other elements are combined.
     let mut wrong = schedules(named("binomial::reduce"), 2, 40, Rank(0));
     wrong[1] = edited(&wrong[1], |_, parts| parts.sends[0].from.span = Span { start: 1, len: 39 });
@@ -116,8 +119,8 @@ fn ranges_that_differ_in_place_are_found_by_their_values() {
         landing.with.iter_mut().for_each(|operand| operand.own.span.len = 39);
     });
     let error = check(Goal::Reduce { root: Rank(0) }, &wrong).unwrap_err();
-    assert_eq!(error, CheckError::Mixed { rank: Rank(0), step: 0, own: 0, other: 1 });
-    // All ranks agree to gather another block than the one that is finished.
+    assert_eq!(error, CheckError::ElementMismatch { rank: Rank(0), step: 0, own: 0, other: 1 });
+    // All ranks agree to gather another block than the finished one.
     let shift = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step >= 2 {
@@ -130,11 +133,14 @@ fn ranges_that_differ_in_place_are_found_by_their_values() {
     };
     let schedules: Vec<_> = rings(3, 30).iter().map(shift).collect();
     let error = all_reduce_error(&schedules);
-    assert!(matches!(error, CheckError::Stale { held: Some(Buffer::Work), wanted: Buffer::Output, .. }), "{error}");
+    assert!(
+        matches!(error, CheckError::WrongForm { held: Some(Buffer::Work), expected: Buffer::Output, .. }),
+        "{error}"
+    );
 }
 
 #[test]
-fn moved_elements_in_the_wrong_place_have_a_name() {
+fn misplaced_moves_are_detected() {
     let moving = ALGORITHMS.iter().filter(|algorithm| {
         matches!(
             algorithm.pattern,
@@ -151,7 +157,7 @@ fn moved_elements_in_the_wrong_place_have_a_name() {
                 for step in 0..good[rank].len() {
                     let mut broken = good.clone();
                     let mut is_changed = false;
-                    // One element too far to the left: what was to come first is missing, or something else comes.
+                    // One element too far to the left: the first one is missing, or another appears.
                     broken[rank] = edited(&good[rank], |at, parts| {
                         let landings = parts.recvs.iter_mut().map(|recv| &mut recv.landing.to);
                         let sent = parts.sends.iter_mut().map(|send| &mut send.from);
@@ -170,7 +176,7 @@ fn moved_elements_in_the_wrong_place_have_a_name() {
                             error,
                             CheckError::Misplaced { .. }
                                 | CheckError::Unfinished { .. }
-                                | CheckError::Stale { .. }
+                                | CheckError::WrongForm { .. }
                                 | CheckError::Overlap { .. }
                         );
                         assert!(is_named, "{algorithm:?} {rank} {step}: {error}");
@@ -184,15 +190,15 @@ fn moved_elements_in_the_wrong_place_have_a_name() {
 }
 
 #[test]
-fn a_broadcast_of_another_rank_has_a_name() {
+fn broadcast_from_wrong_root_is_detected() {
     let schedules = schedules(named("binomial::broadcast"), 4, 10, Rank(1));
     let error = check(Goal::Broadcast { root: Rank(0) }, &schedules).unwrap_err();
     assert_eq!(error, CheckError::NotOneCollective { index: 0 });
 }
 
 #[test]
-fn a_result_at_the_wrong_rank_has_a_name() {
-    // Every rank puts its own block where its neighbour's belongs.
+fn result_at_wrong_rank_is_detected() {
+    // Every rank stores its own block in its neighbour's place.
     let swap = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 0 {
@@ -215,8 +221,8 @@ fn a_result_at_the_wrong_rank_has_a_name() {
 }
 
 #[test]
-fn a_cyclic_wait_has_a_name() {
-    // Everybody sends first and receives afterwards: right with buffers, a circle without.
+fn cyclic_wait_is_a_deadlock() {
+    // All ranks send first and receive afterwards: correct with buffering, a cycle without.
     let split = |schedule: &Schedule| {
         let mut result = Schedule::reducing(schedule.place(), *schedule.layout());
         for step in schedule.steps() {
@@ -230,7 +236,7 @@ fn a_cyclic_wait_has_a_name() {
 }
 
 #[test]
-fn a_race_within_a_step_has_a_name() {
+fn race_within_a_step_is_an_overlap() {
     for (name, goal) in [
         ("ring::all_reduce", Goal::AllReduce),
         ("ring::all_gather", Goal::AllGather),
@@ -251,10 +257,10 @@ fn a_race_within_a_step_has_a_name() {
     }
 }
 
-/// What is safe with separate buffers may not be in place: the checker looks at the harder case.
+/// What is safe with separate buffers may not be in place: the checker examines the harder case.
 #[test]
-fn buffers_that_share_memory_are_seen_to() {
-    // A plain all-to-all, declared to run in place: blocks arrive where others have not yet left.
+fn overlapping_buffers_are_checked() {
+    // A plain all-to-all, declared to run in place: blocks arrive where others have not been sent yet.
     let mut schedules = schedules(named("pairwise::all_to_all"), 4, 40, Rank(0));
     check(Goal::AllToAll, &schedules).expect("right with two buffers");
     for schedule in &mut schedules {
@@ -264,7 +270,7 @@ fn buffers_that_share_memory_are_seen_to() {
     }
     let error = check(Goal::AllToAll, &schedules).unwrap_err();
     assert!(matches!(error, CheckError::Overlap { .. }), "{error}");
-    // And if no two blocks are in use at once: what is sent later has been overwritten.
+    // If no two blocks are in use at once, blocks sent later have been overwritten.
     let schedules = schedules.iter().map(|schedule| {
         let mut slow = Schedule::moving(schedule.place(), Layout { work: 10, ..*schedule.layout() });
         for step in schedule.steps() {
@@ -279,14 +285,17 @@ fn buffers_that_share_memory_are_seen_to() {
     });
     let schedules: Vec<_> = schedules.collect();
     let error = check(Goal::AllToAll, &schedules).unwrap_err();
-    assert!(matches!(error, CheckError::Stale { held: Some(Buffer::Output), wanted: Buffer::Input, .. }), "{error}");
-    // A buffer that sticks out of the one it lies in.
+    assert!(
+        matches!(error, CheckError::WrongForm { held: Some(Buffer::Output), expected: Buffer::Input, .. }),
+        "{error}"
+    );
+    // A buffer that exceeds the one it lies in.
     let out = Schedule::moving(place(0, 1), Layout { in_place_at: Some(1), ..*schedules[0].layout() });
     assert_eq!(well_formed(&out), Err(CheckError::Layout { rank: Rank(0) }));
 }
 
 #[test]
-fn early_rounding_and_reduction_of_results_have_names() {
+fn early_rounding_and_reduction_of_results_are_detected() {
     let early = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
             if step == 0 {
@@ -296,7 +305,7 @@ fn early_rounding_and_reduction_of_results_have_names() {
     };
     let schedules: Vec<_> = rings(3, 30).iter().map(early).collect();
     let error = all_reduce_error(&schedules);
-    assert!(matches!(error, CheckError::Completion { step: 0, contributions: 2, .. }), "{error}");
+    assert!(matches!(error, CheckError::RoundedEarly { step: 0, contributions: 2, .. }), "{error}");
 
     let refine = |schedule: &Schedule| {
         edited(schedule, |step, parts| {
@@ -314,11 +323,11 @@ fn early_rounding_and_reduction_of_results_have_names() {
     };
     let schedules: Vec<_> = rings(3, 30).iter().map(apart).collect();
     let error = all_reduce_error(&schedules);
-    assert!(matches!(error, CheckError::Doubled { .. } | CheckError::Refined { .. }), "{error}");
+    assert!(matches!(error, CheckError::Doubled { .. } | CheckError::FinishedOperand { .. }), "{error}");
 }
 
 #[test]
-fn results_combined_in_different_orders_have_a_name() {
+fn differing_combination_orders_are_detected() {
     // Both ranks combine the other's contribution on the right: 0+1 here, 1+0 there.
     let mut schedules = schedules(named("recursive_doubling::all_reduce"), 2, 10, Rank(0));
     for schedule in &mut schedules {
@@ -333,7 +342,7 @@ fn results_combined_in_different_orders_have_a_name() {
 }
 
 #[test]
-fn what_is_no_collective_at_all_is_refused() {
+fn malformed_schedules_are_refused() {
     let mut schedules = rings(3, 30);
     schedules.swap(0, 1);
     assert_eq!(all_reduce_error(&schedules), CheckError::NotOneCollective { index: 0 });
@@ -357,9 +366,9 @@ fn what_is_no_collective_at_all_is_refused() {
 }
 
 proptest! {
-    /// Whatever single end of a message is taken out of a right schedule, the checker notices.
+    /// Removing any single end of a message from a correct schedule is detected.
     #[test]
-    fn no_message_is_superfluous(
+    fn removing_any_message_is_detected(
         ranks in 2_u32..10,
         algorithm in 0..ALGORITHMS.len(),
         rank in any::<prop::sample::Index>(),
@@ -380,9 +389,9 @@ proptest! {
         prop_assert!(check(Goal::of(algorithm.pattern, Rank(ranks - 1)), &schedules).is_err());
     }
 
-    /// Nor is any local move, unless it stays where it is.
+    /// So is removing any local move, unless it stays where it is.
     #[test]
-    fn no_local_move_is_superfluous(
+    fn removing_any_local_move_is_detected(
         ranks in 1_u32..10,
         algorithm in 0..ALGORITHMS.len(),
         rank in any::<prop::sample::Index>(),

@@ -1,7 +1,7 @@
 //! The data path allocates nothing once it is warm.
 
 use super::device::{Behaviour, attach, start};
-use super::driver::{Lent, all_reduce, drive, post};
+use super::driver::{BorrowedBuffers, all_reduce, drive, post};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
@@ -57,9 +57,9 @@ fn operations_allocate_nothing() {
     for round in 0..6 {
         let before = COUNT.get();
         let values = if round % 2 == 0 { &mut registered[..] } else { &mut plain[..] };
-        let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(values));
-        let (op, _) = post(&mut driver, all_reduce(LEN), &mut lent);
-        assert_eq!(drive(&mut driver, op, &mut lent), Ok(()));
+        let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(values));
+        let (op, _) = post(&mut driver, all_reduce(LEN), &mut buffers);
+        assert_eq!(drive(&mut driver, op, &mut buffers), Ok(()));
         assert_eq!(COUNT.get() - before, 0, "round {round}");
     }
 }

@@ -1,9 +1,9 @@
-//! All six collectives over all ranks, with a device that adds bytes: who reads and writes what is what the collective
-//! says, wherever the buffers are.
+//! All six collectives over all ranks, with a device that adds bytes: for any buffer placement, each rank reads and
+//! writes exactly the bytes that the collective defines.
 
 use super::{BOUNCE, config};
 use crate::schedule::Span;
-use crate::transport::memory::endpoint::{Drain, Places, ReferenceEndpoint, Run};
+use crate::transport::memory::endpoint::{Places, Run, StageOut, ZeroCopyEndpoint};
 use crate::transport::packets::{Event, OpId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -18,7 +18,7 @@ const OUTPUT: RegionKey = RegionKey { index: 2, generation: 1 };
 /// Where buffers begin in their regions.
 const BASE: usize = 64;
 
-/// How a rank's buffers are, drawn for each.
+/// Buffer placement of a rank, drawn at random.
 #[derive(Debug, Clone, Copy)]
 struct Layout {
     input: bool,
@@ -35,10 +35,10 @@ struct Part {
     len: usize,
 }
 
-struct Seat {
-    endpoint: ReferenceEndpoint,
+struct SimRank {
+    endpoint: ZeroCopyEndpoint,
     layout: Layout,
-    /// What lies below addresses: by region, behind [`BASE`].
+    /// Memory by region, behind [`BASE`].
     input: Vec<u8>,
     output: Vec<u8>,
     bounce: Vec<u8>,
@@ -60,7 +60,7 @@ fn descs(root: u32, dtype: Dtype, count: u64) -> [OpDesc; 6] {
     ]
 }
 
-/// The bytes of input and output of a rank, and where they lie in the whole.
+/// The extents of a rank's input and output within the whole.
 fn extents(desc: &OpDesc, rank: u32, ranks: u32) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
     let each = desc.element_bytes();
     let all = 0..desc.count as usize * each;
@@ -77,17 +77,17 @@ fn extents(desc: &OpDesc, rank: u32, ranks: u32) -> (std::ops::Range<usize>, std
     }
 }
 
-/// The value of a byte of the whole at a rank.
+/// The value that a rank has at a byte of the whole.
 fn value(rank: u32, at: usize) -> u8 {
     (at as u32).wrapping_mul(31).wrapping_add(rank * 101 + 1) as u8
 }
 
-impl Seat {
+impl SimRank {
     fn new(desc: &OpDesc, rank: u32, ranks: u32, chunk: u16, layout: Layout) -> Self {
-        let config = super::ReferenceConfig { alignment_bytes: layout.alignment, ..config(rank, ranks, chunk) };
+        let config = super::ZeroCopyConfig { alignment_bytes: layout.alignment, ..config(rank, ranks, chunk) };
         let (input, output) = extents(desc, rank, ranks);
-        let mut seat = Self {
-            endpoint: ReferenceEndpoint::new(config),
+        let mut sim_rank = Self {
+            endpoint: ZeroCopyEndpoint::new(config),
             layout,
             input: input.clone().map(|at| value(rank, at)).collect(),
             output: vec![0xee; output.len()],
@@ -98,15 +98,15 @@ impl Seat {
             completed: false,
         };
         if layout.in_place {
-            // One region for both, which begins where the longer of the two does.
+            // One region for both, which begins where the first of the two does.
             let start = input.start.min(output.start);
             let mut whole = vec![0xee; input.end.max(output.end) - start];
-            whole[input.start - start..input.end - start].copy_from_slice(&seat.input);
-            seat.output = whole;
+            whole[input.start - start..input.end - start].copy_from_slice(&sim_rank.input);
+            sim_rank.output = whole;
         }
         let at = |region, offset: usize| Address { region, offset_bytes: (BASE + offset) as u64 };
         let start = input.start.min(output.start);
-        // Where the output's region has pages of 128 bytes, of which the first and the last hold other things as well.
+        // The output's region has pages of 128 bytes, of which the first and the last are shared with other memory.
         let pages = layout.output && layout.alignment == 1;
         let end = (BASE + output.len()) / 128 * 128;
         let address = Address { region: OUTPUT, offset_bytes: BASE.next_multiple_of(128) as u64 };
@@ -124,12 +124,12 @@ impl Seat {
                 writable,
             },
         };
-        let op = seat.endpoint.post(*desc, Path::Tree, places).expect("room");
+        let op = sim_rank.endpoint.post(*desc, Path::Tree, places).expect("room");
         assert_eq!(op, OpId(0));
-        seat
+        sim_rank
     }
 
-    /// Where input byte `at` is: in place, in the output's region.
+    /// The offset of the input in its region: in place, in the output's region.
     fn input_offset(&self, desc: &OpDesc, rank: u32, ranks: u32) -> usize {
         let (input, output) = extents(desc, rank, ranks);
         if self.layout.in_place { input.start - input.start.min(output.start) } else { 0 }
@@ -140,17 +140,17 @@ impl Seat {
         if self.layout.in_place { output.start - input.start.min(output.start) } else { 0 }
     }
 
-    /// Take a run in as the device does.
+    /// Process a run as the device does.
     fn take(&mut self, run: &Run, limit: usize, offset: usize) {
         let entry = run.contribution;
         let count = u64::from(entry.count);
         assert!(count >= 1 && entry.seq.0 % RUN + count <= RUN, "a run stays in its shard");
         assert_eq!(u64::from(entry.lag), entry.seq.0 - self.endpoint.have().0);
-        if let Some(fill) = &run.fill {
+        if let Some(stage_in) = &run.stage_in {
             let from = if self.layout.in_place { &self.output[offset..] } else { &self.input[..] };
-            let bytes = from[fill.from.clone()].to_vec();
-            self.bounce[fill.to..][..bytes.len()].copy_from_slice(&bytes);
-            fill.from.clone().for_each(|at| self.read[at] += 1);
+            let bytes = from[stage_in.from.clone()].to_vec();
+            self.bounce[stage_in.to..][..bytes.len()].copy_from_slice(&bytes);
+            stage_in.from.clone().for_each(|at| self.read[at] += 1);
         }
         let desc = OpDesc { dtype: entry.dtype, op: entry.op, collective: entry.collective, ..OpDesc::barrier() };
         let elements = entry.elements as usize;
@@ -213,7 +213,7 @@ impl Seat {
             slowest: None,
         };
         let (bounce, output, written) = (&self.bounce, &mut self.output, &mut self.written);
-        self.endpoint.handle(&entry.emit(), |Drain { from, to, .. }| {
+        self.endpoint.handle(&entry.emit(), |StageOut { from, to, .. }| {
             output[offset + to..][..from.len()].copy_from_slice(&bounce[from.clone()]);
             (*to..to + from.len()).for_each(|at| written[at] += 1);
         });
@@ -225,27 +225,27 @@ impl Seat {
     }
 }
 
-/// Run one operation over all ranks, answers in an order drawn from `order`; returns each rank's output.
-fn run(desc: &OpDesc, ranks: u32, chunk: u16, layouts: &[Layout], order: u64) -> Vec<Seat> {
-    let mut seats: Vec<_> =
-        (0..ranks).map(|rank| Seat::new(desc, rank, ranks, chunk, layouts[rank as usize])).collect();
+/// Run one operation on all ranks; `order` determines the order of answers. Returns the ranks.
+fn run(desc: &OpDesc, ranks: u32, chunk: u16, layouts: &[Layout], order: u64) -> Vec<SimRank> {
+    let mut sim_ranks: Vec<_> =
+        (0..ranks).map(|rank| SimRank::new(desc, rank, ranks, chunk, layouts[rank as usize])).collect();
     let limit = usize::from(chunk).checked_div(desc.partial_bytes()).unwrap_or(0);
     let mut answers: VecDeque<(u64, Vec<u8>)> = VecDeque::new();
     let (mut next, mut draw) = (0, order);
-    while !seats.iter().all(|seat| seat.completed) {
-        for (rank, seat) in (0..).zip(&mut seats) {
-            let offset = seat.input_offset(desc, rank, ranks);
-            while let Some(run) = seat.endpoint.next_run() {
-                seat.take(&run, limit, offset);
+    while !sim_ranks.iter().all(|sim_rank| sim_rank.completed) {
+        for (rank, sim_rank) in (0..).zip(&mut sim_ranks) {
+            let offset = sim_rank.input_offset(desc, rank, ranks);
+            while let Some(run) = sim_rank.endpoint.next_run() {
+                sim_rank.take(&run, limit, offset);
             }
         }
-        // What all have submitted is reduced in order.
+        // Chunks submitted by all ranks are reduced in order.
         let before = next;
-        while seats.iter().all(|seat| seat.submitted.contains_key(&next)) {
+        while sim_ranks.iter().all(|sim_rank| sim_rank.submitted.contains_key(&next)) {
             let mut result: Option<Vec<u8>> = None;
-            for seat in &mut seats {
-                let part = seat.submitted[&next];
-                let Some(bytes) = seat.fetch(part) else { continue };
+            for sim_rank in &mut sim_ranks {
+                let part = sim_rank.submitted[&next];
+                let Some(bytes) = sim_rank.fetch(part) else { continue };
                 match &mut result {
                     None => result = Some(bytes),
                     Some(sum) => sum.iter_mut().zip(bytes).for_each(|(sum, byte)| *sum = sum.wrapping_add(byte)),
@@ -255,27 +255,27 @@ fn run(desc: &OpDesc, ranks: u32, chunk: u16, layouts: &[Layout], order: u64) ->
             next += 1;
         }
         assert!(next > before || !answers.is_empty(), "stuck at {next}");
-        // Some of it is answered, each rank in an order of its own.
+        // Answer some of them, each rank in its own order.
         draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         let count = 1 + (draw >> 33) as usize % answers.len();
         let batch: Vec<_> = answers.drain(..count).collect();
-        for (rank, seat) in (0..).zip(&mut seats) {
-            let offset = seat.output_offset(desc, rank, ranks);
+        for (rank, sim_rank) in (0..).zip(&mut sim_ranks) {
+            let offset = sim_rank.output_offset(desc, rank, ranks);
             let turn = (draw >> 17) as usize % batch.len();
             for index in (turn..batch.len()).chain(0..turn) {
                 let (seq, result) = &batch[index];
-                let part = seat.submitted[seq];
-                seat.answer(*seq, part, result, offset);
+                let part = sim_rank.submitted[seq];
+                sim_rank.answer(*seq, part, result, offset);
             }
         }
     }
-    seats
+    sim_ranks
 }
 
-fn check(desc: &OpDesc, ranks: u32, seats: &[Seat]) {
-    for (rank, seat) in (0..).zip(seats) {
+fn check(desc: &OpDesc, ranks: u32, sim_ranks: &[SimRank]) {
+    for (rank, sim_rank) in (0..).zip(sim_ranks) {
         let (input, output) = extents(desc, rank, ranks);
-        assert!(seat.read.iter().all(|&n| n == 1), "{desc} rank {rank}: input named once: {:?}", seat.read);
+        assert!(sim_rank.read.iter().all(|&n| n == 1), "{desc} rank {rank}: input named once: {:?}", sim_rank.read);
         let own = desc.collective == Collective::AllGather;
         let mover = desc.collective == Collective::Broadcast && desc.root.0 == rank;
         let each = desc.element_bytes();
@@ -285,21 +285,21 @@ fn check(desc: &OpDesc, ranks: u32, seats: &[Seat]) {
                 (span.start * each..span.end() * each).contains(&at)
             })
         };
-        let offset = seat.output_offset(desc, rank, ranks);
+        let offset = sim_rank.output_offset(desc, rank, ranks);
         for (index, at) in output.clone().enumerate() {
             let expects = !(mover || own && input.contains(&at));
-            assert_eq!(seat.written[index], u32::from(expects), "{desc} rank {rank} byte {at}");
+            assert_eq!(sim_rank.written[index], u32::from(expects), "{desc} rank {rank} byte {at}");
             if expects {
                 let expected = match desc.collective {
                     Collective::Broadcast => value(desc.root.0, at),
                     Collective::AllGather => value(block(at).expect("a block"), at),
                     _ => (0..ranks).fold(0, |sum: u8, rank| sum.wrapping_add(value(rank, at))),
                 };
-                assert_eq!(seat.output[offset + index], expected, "{desc} rank {rank} byte {at}");
+                assert_eq!(sim_rank.output[offset + index], expected, "{desc} rank {rank} byte {at}");
             }
         }
-        assert!(!seat.endpoint.is_in_flight());
-        assert_eq!(seat.endpoint.stats().bytes_out, input.len() as u64, "what was fetched");
+        assert!(!sim_rank.endpoint.is_in_flight());
+        assert_eq!(sim_rank.endpoint.stats().bytes_out, input.len() as u64, "what was fetched");
     }
 }
 
@@ -312,7 +312,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn collectives_are_what_they_say_wherever_the_buffers_are(
+    fn collectives_match_the_oracle_for_any_buffer_placement(
         ranks in 1_u32..=8,
         root in 0_u32..8,
         count in 0_u64..600,
@@ -323,14 +323,14 @@ proptest! {
         order in any::<u64>(),
     ) {
         let desc = descs(root % ranks, dtype, count)[which];
-        let seats = run(&desc, ranks, chunk, &layouts, order);
-        check(&desc, ranks, &seats);
+        let sim_ranks = run(&desc, ranks, chunk, &layouts, order);
+        check(&desc, ranks, &sim_ranks);
     }
 }
 
-/// Registered memory goes in runs as long as a shard's, bounced memory too.
+/// Runs are as long as a shard's, for registered and bounced memory alike.
 #[test]
-fn runs_are_as_long_as_they_can_be() {
+fn runs_are_as_long_as_resources_allow() {
     for registered in [true, false] {
         let mut endpoint = super::endpoint(0, 2);
         let at = Address { region: INPUT, offset_bytes: 0 };
@@ -339,7 +339,7 @@ fn runs_are_as_long_as_they_can_be() {
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16 * 40 + 3);
         endpoint.post(desc, Path::Tree, places).expect("room");
         let counts: Vec<_> = std::iter::from_fn(|| endpoint.next_run())
-            .map(|run| (run.contribution.count, run.fill.is_some()))
+            .map(|run| (run.contribution.count, run.stage_in.is_some()))
             .collect();
         // 41 chunks: 40 may be in flight; the bounce buffer has room for 8.
         let expected = if registered { vec![(16, false), (16, false), (8, false)] } else { vec![(8, true)] };
@@ -347,9 +347,9 @@ fn runs_are_as_long_as_they_can_be() {
     }
 }
 
-/// An operation that runs elsewhere is one empty contribution with its signature.
+/// An operation that runs as a host collective is one empty contribution with its signature.
 #[test]
-fn a_schedule_is_told_as_one_empty() {
+fn host_collective_submits_one_empty_contribution() {
     let mut endpoint = super::endpoint(1, 2);
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1 << 20);
     endpoint.post(desc, Path::Ring, Places::default()).expect("room");

@@ -1,4 +1,4 @@
-//! Whole communicators on a device in a thread, brought together by a controller that knows one job and one device.
+//! Whole communicators on a device in a thread, connected by a controller that knows one job and one device.
 
 use super::device::{Behaviour, CHUNK, start};
 use super::{EPOCH, GROUP};
@@ -9,7 +9,7 @@ use crate::select::{Algo, CostTable, TreeFacts};
 use crate::transport::memory::Transfer;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{Bus, BusUser, FrameReader, Greeting, TimersConfig, send};
+use sumac_hal::ctrl::{AttachPoint, DeviceUser, FrameReader, Hello, TimersConfig, send};
 use sumac_hal::ids::{ChildIndex, Rank};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::port::Addr;
@@ -17,37 +17,37 @@ use sumac_hal::shm::AttachRefusal;
 
 const PER_CHUNK: usize = CHUNK as usize / 4;
 
-/// Start a controller of one job of so many ranks, below the device that listens on `socket`.
+/// Start a controller of one job of `ranks` ranks, below the device that listens on `socket`.
 fn controller(ranks: u32, socket: String) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let addr = listener.local_addr().expect("bound");
     std::thread::spawn(move || {
-        let mut seats: Vec<_> = (0..ranks).map(|_| greet(&listener)).collect();
-        seats.sort_by_key(|(request, _)| request.rank);
-        let mesh: Vec<_> = seats.iter().map(|(request, _)| request.mesh_addr).collect();
-        let repair_mesh: Vec<_> = seats.iter().map(|(request, _)| request.repair_addr).collect();
-        for (request, stream) in &mut seats {
+        let mut joined: Vec<_> = (0..ranks).map(|_| accept_join(&listener)).collect();
+        joined.sort_by_key(|(request, _)| request.rank);
+        let mesh: Vec<_> = joined.iter().map(|(request, _)| request.mesh_addr).collect();
+        let recovery_mesh: Vec<_> = joined.iter().map(|(request, _)| request.recovery_addr).collect();
+        for (request, stream) in &mut joined {
             let membership = Membership {
                 tree: Ok(tree(request.rank, &socket)),
                 queue: None,
                 mesh: mesh.clone(),
-                repair_mesh: repair_mesh.clone(),
+                recovery_mesh: recovery_mesh.clone(),
                 mesh_token: 1,
                 expression: vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()],
                 table: CostTable::EMULATED,
             };
             send(stream, &ClientReply::Joined(Box::new(membership))).expect("a rank");
         }
-        // Until all have left.
-        seats.iter_mut().for_each(|(_, stream)| _ = std::io::copy(stream, &mut std::io::sink()));
+        // Until all ranks have left.
+        joined.iter_mut().for_each(|(_, stream)| _ = std::io::copy(stream, &mut std::io::sink()));
     });
     addr
 }
 
-fn greet(listener: &TcpListener) -> (crate::controller::proto::JoinRequest, TcpStream) {
+fn accept_join(listener: &TcpListener) -> (crate::controller::proto::JoinRequest, TcpStream) {
     let (stream, _) = listener.accept().expect("a rank");
     let mut reader = FrameReader::new(stream.try_clone().expect("a descriptor"));
-    assert!(matches!(reader.recv::<Greeting>(), Ok(Greeting::Client)));
+    assert!(matches!(reader.recv::<Hello>(), Ok(Hello::Client)));
     let Ok(ClientRequest::Join(request)) = reader.recv() else { panic!("a rank joins") };
     (request, stream)
 }
@@ -59,8 +59,8 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         dtypes: u32::MAX,
         ops: u32::MAX,
         collectives: u32::MAX,
-        ranks_by_reference: 2,
-        ranks_by_rdma: 0,
+        zero_copy_ranks: 2,
+        rdma_ranks: 0,
         over_verbs: false,
     };
     TreeMembership {
@@ -77,14 +77,14 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         chunk_len_bytes: CHUNK,
         timers: TimersConfig { probe_min_us: 1000, probe_max_us: 1000, dead_us: 1_000_000 },
         facts,
-        bus: Some(Bus {
+        attach: Some(AttachPoint {
             machine: "here".try_into().expect("short"),
             socket: socket.try_into().expect("short"),
-            user: BusUser::ROOT,
+            user: DeviceUser::ROOT,
             redo_memory_bytes: 1 << 20,
             remote: None,
         }),
-        by_packets: None,
+        packets_reason: None,
     }
 }
 
@@ -97,7 +97,7 @@ fn job(ranks: u32, behaviour: Behaviour, program: impl Fn(Communicator) + Sync) 
     job_within(Duration::from_secs(60), ranks, behaviour, program);
 }
 
-/// The same where calls have this deadline.
+/// The same with a deadline for calls.
 fn job_within(deadline: Duration, ranks: u32, behaviour: Behaviour, program: impl Fn(Communicator) + Sync) {
     let (socket, device) = start(ranks, behaviour);
     let controller = controller(ranks, socket);
@@ -112,19 +112,19 @@ fn job_within(deadline: Duration, ranks: u32, behaviour: Behaviour, program: imp
 }
 
 #[test]
-fn calls_take_any_slice_and_say_which_way_it_went() {
+fn calls_take_any_slice_and_report_the_transfer() {
     job(2, Behaviour::Honest, |comm| {
         let rank = comm.rank();
         let mut buffer = comm.alloc::<f32>(3000).expect("memory");
         assert!(buffer.is_registered() && buffer.iter().all(|&value| value == 0.0));
         buffer.fill(1.0 + rank as f32);
         let outcome = comm.all_reduce(&mut buffer[10..2900], ReduceOp::Sum).expect("a result");
-        assert_eq!((outcome.path, outcome.transfer), (Path::Tree, Some(Transfer::Registered)));
+        assert_eq!((outcome.path, outcome.transfer), (Path::Tree, Some(Transfer::ZeroCopy)));
         assert_eq!(outcome.wire_bytes, 2890 * 4, "what the device fetched");
         let inside = |at| (10..2900).contains(&at);
         assert!((0..3000).all(|at| buffer[at] == if inside(at) { 3.0 } else { 1.0 + rank as f32 }));
 
-        // A page that holds other elements too is not the device's to write to.
+        // The device must not write to a page that holds other elements too.
         buffer[10..900].fill(1.0 + rank as f32);
         let outcome = comm.all_reduce(&mut buffer[10..900], ReduceOp::Sum).expect("a result");
         assert_eq!((outcome.path, outcome.transfer), (Path::Tree, Some(Transfer::Bounced)));
@@ -143,17 +143,17 @@ fn calls_take_any_slice_and_say_which_way_it_went() {
         let mut all = comm.alloc::<i32>(130).expect("memory");
         comm.all_gather(&block, &mut all).expect("a result");
         assert!(all.iter().zip(0..).all(|(&value, at)| value == 2 * at));
-        let mut told = vec![rank; 50];
-        comm.broadcast(&mut told, 1).expect("a result");
-        assert!(told.iter().all(|&value| value == 1));
-        assert_eq!(comm.barrier().expect("all are there").transfer, Some(Transfer::Registered));
+        let mut value = vec![rank; 50];
+        comm.broadcast(&mut value, 1).expect("a result");
+        assert!(value.iter().all(|&value| value == 1));
+        assert_eq!(comm.barrier().expect("all are there").transfer, Some(Transfer::ZeroCopy));
         comm.leave();
         assert_eq!(buffer[0], 1.0 + rank as f32, "memory outlives its communicator");
     });
 }
 
 #[test]
-fn started_operations_give_the_same_container_back() {
+fn started_operations_return_the_same_container() {
     job(2, Behaviour::Honest, |comm| {
         let started: Vec<_> = (0..20)
             .map(|k| {
@@ -165,7 +165,7 @@ fn started_operations_give_the_same_container_back() {
         let scattered = comm.start_reduce_scatter(vec![1_i64; 100], ReduceOp::Sum).expect("started");
         for (k, handle) in started.into_iter().enumerate() {
             let (buffer, outcome) = handle.wait().expect("a result");
-            assert!(buffer.is_registered() && outcome.transfer == Some(Transfer::Registered));
+            assert!(buffer.is_registered() && outcome.transfer == Some(Transfer::ZeroCopy));
             assert!(buffer.len() == 100 + k && buffer.iter().all(|&value| value == 2 * k as i32));
         }
         assert_eq!(scattered.wait().expect("a result").0, vec![2_i64; 50]);
@@ -177,11 +177,11 @@ fn started_operations_give_the_same_container_back() {
     });
 }
 
-/// A deadline, and a wish to cancel: nothing is written after the call has returned.
+/// A deadline, and a cancellation: nothing is written after the call has returned.
 #[test]
-fn errors_come_after_a_fence() {
+fn deadline_and_cancel_fence_before_returning() {
     for cancels in [false, true] {
-        job(2, Behaviour::Holds, |comm| {
+        job(2, Behaviour::IgnoreData, |comm| {
             let canceller = comm.canceller();
             let mut buffer = comm.alloc::<f32>(10 * PER_CHUNK).expect("memory");
             let (limit, begun) = (Duration::from_millis(if cancels { 20_000 } else { 100 }), Instant::now());
@@ -208,10 +208,10 @@ fn errors_come_after_a_fence() {
     }
 }
 
-/// The device goes, and its process does not: memory is taken away, and what was published is delivered.
+/// The device disconnects, and its process lives: memory is revoked, and published results are delivered.
 #[test]
-fn a_device_that_is_gone_is_named_and_chunks_are_whole() {
-    job(2, Behaviour::Dies(7), |comm| {
+fn lost_device_is_named_and_chunks_are_whole() {
+    job(2, Behaviour::Dying(7), |comm| {
         let old = 1.0 + comm.rank() as f32;
         let mut buffer = comm.alloc::<f32>(6 * PER_CHUNK).expect("memory");
         buffer.fill(old);
@@ -219,7 +219,7 @@ fn a_device_that_is_gone_is_named_and_chunks_are_whole() {
         drop(handle);
         let error = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect_err("the device is gone");
         assert_eq!(error, Error::DeviceLost { device: "leaf0".into() });
-        // One chunk was the empty operation before.
+        // The first chunk was the empty operation before.
         for (index, chunk) in buffer.chunks(PER_CHUNK).enumerate() {
             let expected = if index % 2 == 1 { 3.0 } else { old };
             assert!(chunk.iter().all(|&value| value == expected), "chunk {index}: {chunk:?}");
@@ -227,15 +227,18 @@ fn a_device_that_is_gone_is_named_and_chunks_are_whole() {
     });
 }
 
-/// A loop that only tests ends, and gets the error that a wait would have.
+/// A polling loop ends, with the error that a wait would have returned.
 #[test]
-fn testing_comes_to_an_end_like_waiting() {
+fn polling_ends_with_the_same_error_as_waiting() {
     let (long, short) = (Duration::from_secs(60), Duration::from_millis(100));
     let lost = Error::DeviceLost { device: "leaf0".into() };
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 6 * PER_CHUNK as u64);
     let late = Error::Deadline { desc, waited: short };
-    let cases =
-        [(long, Behaviour::Dies(6), lost), (short, Behaviour::Holds, late), (long, Behaviour::Holds, Error::Cancelled)];
+    let cases = [
+        (long, Behaviour::Dying(6), lost),
+        (short, Behaviour::IgnoreData, late),
+        (long, Behaviour::IgnoreData, Error::Cancelled),
+    ];
     for (deadline, behaviour, expected) in cases {
         job_within(deadline, 2, behaviour, |comm| {
             let buffer = comm.alloc::<f32>(6 * PER_CHUNK).expect("memory");
@@ -256,12 +259,12 @@ fn testing_comes_to_an_end_like_waiting() {
 }
 
 #[test]
-fn who_can_not_attach_hears_which_device_and_what_to_do() {
-    let (socket, device) = start(1, Behaviour::Refuses(AttachRefusal::NoRoom));
+fn refused_attach_names_the_device_and_the_remedy() {
+    let (socket, device) = start(1, Behaviour::RefuseAttach(AttachRefusal::NoMemory));
     let joined = Communicator::join(config(controller(1, socket), 0, 1));
     let error = joined.expect_err("refused");
     assert!(matches!(&error, JoinError::Attach { device, .. } if device == "leaf0"), "{error}");
     let text = error.to_string();
-    assert!(text.contains("no memory for another function") && text.contains("attach: udp"), "{text}");
+    assert!(text.contains("no memory for another function") && text.contains("transport: udp"), "{text}");
     drop(device.join());
 }

@@ -1,8 +1,8 @@
-//! The driver on an honest device, and devices that nobody attaches to.
+//! The driver on an honest device, and devices that refuse or fail to attach.
 
-use super::device::{Behaviour, CHUNK, attach, seating, start};
-use crate::transport::memory::driver::ReferenceDriver;
-use crate::transport::memory::{AttachError, Breach, Places, RegisterError, Transfer};
+use super::device::{Behaviour, CHUNK, attach, params, start};
+use crate::transport::memory::driver::ZeroCopyDriver;
+use crate::transport::memory::{AttachError, Places, ProtocolViolation, RegisterError, Transfer};
 use crate::transport::packets::{Buffers, EndpointError, Event, OpId};
 use std::time::{Duration, Instant};
 use sumac_hal::dma::RegionKey;
@@ -13,12 +13,12 @@ use sumac_hal::shm::AttachRefusal;
 const LONG: Duration = Duration::from_secs(30);
 
 /// The buffers of one operation.
-pub(super) enum Lent<'b> {
+pub(super) enum BorrowedBuffers<'b> {
     InPlace(&'b mut [u8]),
     Separate(&'b [u8], &'b mut [u8]),
 }
 
-impl Buffers for Lent<'_> {
+impl Buffers for BorrowedBuffers<'_> {
     fn input(&self, _: OpId) -> &[u8] {
         match self {
             Self::InPlace(buffer) => buffer,
@@ -34,7 +34,7 @@ impl Buffers for Lent<'_> {
     }
 }
 
-pub(super) fn post(driver: &mut ReferenceDriver, desc: OpDesc, buffers: &mut Lent<'_>) -> (OpId, Transfer) {
+pub(super) fn post(driver: &mut ZeroCopyDriver, desc: OpDesc, buffers: &mut BorrowedBuffers<'_>) -> (OpId, Transfer) {
     let (input, input_len) = (driver.place(buffers.input(OpId(0)), &desc), buffers.input(OpId(0)).len());
     let (output, output_len) = (driver.place(buffers.output(OpId(0)), &desc), buffers.output(OpId(0)).len());
     let writable = driver.whole_pages(buffers.output(OpId(0)));
@@ -43,8 +43,12 @@ pub(super) fn post(driver: &mut ReferenceDriver, desc: OpDesc, buffers: &mut Len
     (driver.post(desc, Path::Tree, places).expect("room"), transfer)
 }
 
-/// Drive an operation to its end.
-pub(super) fn drive(driver: &mut ReferenceDriver, op: OpId, buffers: &mut Lent<'_>) -> Result<(), EndpointError> {
+/// Drive an operation to completion or failure.
+pub(super) fn drive(
+    driver: &mut ZeroCopyDriver,
+    op: OpId,
+    buffers: &mut BorrowedBuffers<'_>,
+) -> Result<(), EndpointError> {
     let deadline = Instant::now() + LONG;
     loop {
         let next = driver.pump(buffers);
@@ -69,14 +73,14 @@ fn values(rank: u32, len: usize) -> impl Iterator<Item = f32> {
     (0..len).map(move |i| (i as u32 * 3 + rank) as f32)
 }
 
-/// Every way to have a buffer, on every length, several operations in a row.
+/// Every kind of buffer, every length, several operations in a row.
 #[test]
-fn ranks_add_up_wherever_their_buffers_are() {
+fn all_reduce_is_correct_for_any_buffer_placement() {
     const RANKS: u32 = 3;
     let (name, device) = start(RANKS, Behaviour::Honest);
     let rank = |rank: u32| {
         let mut driver = attach(&name, rank, RANKS);
-        // 3000 elements are 188 chunks: more than rings, and bounce buffer hold.
+        // 3000 elements are 188 chunks: more than the rings and the bounce buffer hold.
         for (round, len) in [1, 16, 17, 300, 3000].into_iter().enumerate() {
             let mut registered = driver.alloc::<f32>(len + 5).expect("memory");
             let mut other = driver.alloc::<f32>(len).expect("memory");
@@ -84,22 +88,28 @@ fn ranks_add_up_wherever_their_buffers_are() {
             let mut elsewhere = vec![0_f32; len];
             registered[5..].copy_from_slice(&plain);
             other.copy_from_slice(&plain);
-            let way = (round + rank as usize) % 5;
-            // Where there is no page behind the one that the first elements are on, all of the result is on that one.
-            let beside = if len > 1024 { Transfer::Registered } else { Transfer::Bounced };
-            let ends = match way {
-                0 => (Lent::InPlace(bytemuck::cast_slice_mut(&mut registered[5..])), beside),
-                1 => (Lent::InPlace(bytemuck::cast_slice_mut(&mut plain)), Transfer::Bounced),
+            let case = (round + rank as usize) % 5;
+            // An output that does not reach beyond the page of its first element is all on a shared page.
+            let beside = if len > 1024 { Transfer::ZeroCopy } else { Transfer::Bounced };
+            let ends = match case {
+                0 => (BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut registered[5..])), beside),
+                1 => (BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut plain)), Transfer::Bounced),
                 2 => (
-                    Lent::Separate(bytemuck::cast_slice(&registered[5..]), bytemuck::cast_slice_mut(&mut other)),
-                    Transfer::Registered,
+                    BorrowedBuffers::Separate(
+                        bytemuck::cast_slice(&registered[5..]),
+                        bytemuck::cast_slice_mut(&mut other),
+                    ),
+                    Transfer::ZeroCopy,
                 ),
                 3 => (
-                    Lent::Separate(bytemuck::cast_slice(&registered[5..]), bytemuck::cast_slice_mut(&mut elsewhere)),
+                    BorrowedBuffers::Separate(
+                        bytemuck::cast_slice(&registered[5..]),
+                        bytemuck::cast_slice_mut(&mut elsewhere),
+                    ),
                     Transfer::Bounced,
                 ),
                 _ => (
-                    Lent::Separate(bytemuck::cast_slice(&plain), bytemuck::cast_slice_mut(&mut other)),
+                    BorrowedBuffers::Separate(bytemuck::cast_slice(&plain), bytemuck::cast_slice_mut(&mut other)),
                     Transfer::Bounced,
                 ),
             };
@@ -107,29 +117,29 @@ fn ranks_add_up_wherever_their_buffers_are() {
             let (op, transfer) = post(&mut driver, all_reduce(len), &mut buffers);
             assert_eq!(transfer, expected_transfer);
             assert_eq!(drive(&mut driver, op, &mut buffers), Ok(()));
-            let found: &[f32] = match way {
+            let found: &[f32] = match case {
                 0 => &registered[5..],
                 1 => &plain,
                 3 => &elsewhere,
                 _ => &other,
             };
             let expected: Vec<f32> = (0..len).map(|i| (i as u32 * 9 + 3) as f32).collect();
-            assert_eq!(found, expected, "rank {rank}, way {way}, {len} elements");
-            if way > 1 {
-                let input = if way == 4 { &plain[..] } else { &registered[5..] };
+            assert_eq!(found, expected, "rank {rank}, case {case}, {len} elements");
+            if case > 1 {
+                let input = if case == 4 { &plain[..] } else { &registered[5..] };
                 assert!(input.iter().copied().eq(values(rank, len)), "a separate input stays as it is");
             }
         }
         assert!(driver.stats().bytes_out >= 4 * 3334);
-        // What was dropped is deregistered with the next call.
+        // Dropped buffers are deregistered by the next call.
         let deadline = Instant::now() + LONG;
         let kept = driver.alloc::<u8>(100).expect("memory");
         while driver.registered() > 1 {
             assert!(Instant::now() < deadline, "{driver:?}");
-            driver.pump(&mut Lent::InPlace(&mut []));
+            driver.pump(&mut BorrowedBuffers::InPlace(&mut []));
         }
         assert!(kept.iter().all(|&byte| byte == 0));
-        // The engine is told of values only where they are aligned.
+        // Addresses are passed to the engine only where elements are aligned.
         let found = |skip: usize, dtype| driver.place(&kept[skip..], &OpDesc::all_gather(dtype, 0)).is_some();
         assert!(found(0, Dtype::F64) && found(8, Dtype::F64) && found(3, Dtype::U8));
         assert!(!found(4, Dtype::F64) && !found(3, Dtype::F16));
@@ -140,32 +150,32 @@ fn ranks_add_up_wherever_their_buffers_are() {
         (0..RANKS).for_each(|number| _ = scope.spawn(move || rank(number)));
     });
     let device = device.join().expect("an honest device");
-    // A bounce buffer and one kept buffer a rank; nobody had to be fenced.
+    // A bounce buffer and one live buffer for each rank; no fence was needed.
     assert_eq!((device.regions.len(), device.fences), (2 * RANKS as usize, 0));
 }
 
 #[test]
-fn several_operations_are_submitted_ahead_of_their_answers() {
+fn operations_are_submitted_ahead_of_answers() {
     let (name, device) = start(2, Behaviour::Honest);
     let (mut driver, mut late) = std::thread::scope(|scope| {
         let late = scope.spawn(|| attach(&name, 1, 2));
         (attach(&name, 0, 2), late.join().expect("attached"))
     });
     let mut buffer = driver.alloc::<f32>(64).expect("memory");
-    let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut buffer));
-    let ops: Vec<_> = (0..3).map(|_| post(&mut driver, all_reduce(4), &mut lent).0).collect();
-    driver.pump(&mut lent);
+    let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut buffer));
+    let ops: Vec<_> = (0..3).map(|_| post(&mut driver, all_reduce(4), &mut buffers).0).collect();
+    driver.pump(&mut buffers);
     assert!(driver.poll_event().is_none(), "the other rank has not called yet");
     for _ in &ops {
         let mut other = vec![0_f32; 4];
-        let mut other = Lent::InPlace(bytemuck::cast_slice_mut(&mut other));
+        let mut other = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut other));
         let (op, _) = post(&mut late, all_reduce(4), &mut other);
         assert_eq!(drive(&mut late, op, &mut other), Ok(()), "the first rank has submitted, and does nothing now");
     }
     let deadline = Instant::now() + LONG;
     for op in ops {
         let event = loop {
-            driver.pump(&mut lent);
+            driver.pump(&mut buffers);
             match driver.poll_event() {
                 Some(event) => break event,
                 None => assert!(Instant::now() < deadline),
@@ -178,8 +188,8 @@ fn several_operations_are_submitted_ahead_of_their_answers() {
 }
 
 #[test]
-fn a_wait_is_woken_from_another_thread() {
-    let (name, _device) = start(1, Behaviour::Holds);
+fn waker_ends_a_wait_from_another_thread() {
+    let (name, _device) = start(1, Behaviour::IgnoreData);
     let mut driver = attach(&name, 0, 1);
     let waker = driver.waker();
     waker.wake();
@@ -193,67 +203,69 @@ fn a_wait_is_woken_from_another_thread() {
 }
 
 #[test]
-fn who_can_not_attach_is_told_why() {
+fn failed_attach_reports_the_reason() {
     let attach_to = |behaviour| {
         let (name, _device) = start(1, behaviour);
-        ReferenceDriver::attach(&seating(&name, 0, 1)).expect_err("refused")
+        ZeroCopyDriver::attach(&params(&name, 0, 1)).expect_err("refused")
     };
-    let error = attach_to(Behaviour::Refuses(AttachRefusal::Attached));
-    assert!(matches!(error, AttachError::Refused(AttachRefusal::Attached)), "{error}");
+    let error = attach_to(Behaviour::RefuseAttach(AttachRefusal::AlreadyAttached));
+    assert!(matches!(error, AttachError::Refused(AttachRefusal::AlreadyAttached)), "{error}");
     assert!(matches!(attach_to(Behaviour::Queues(3)), AttachError::Queues(3)));
-    let error = attach_to(Behaviour::Aligns(8192));
-    let is_alignment = matches!(&error, AttachError::Function(why) if why.to_string().contains("multiples of 8192"));
+    let error = attach_to(Behaviour::Alignment(8192));
+    let is_alignment = matches!(&error, AttachError::Function(why) if why.to_string().contains("an alignment of 8192"));
     assert!(is_alignment, "{error}");
-    // What can't be read would pass for unpublished, and inputs for intact.
+    // Unreadable redo slots would pass for unpublished results, and inputs for intact.
     for by in [1, u64::MAX / 2] {
-        assert!(matches!(attach_to(Behaviour::Misplaces(by)), AttachError::RedoMemory { .. }));
+        assert!(matches!(attach_to(Behaviour::MisplacedRedo(by)), AttachError::RedoMemory { .. }));
     }
-    let has = Features::BY_REFERENCE | Features::REDO;
-    let error = attach_to(Behaviour::Has(has));
+    let has = Features::ZERO_COPY | Features::REDO;
+    let error = attach_to(Behaviour::Features(has));
     assert!(matches!(error, AttachError::Features { has: found, .. } if found == has), "{error}");
-    let error = ReferenceDriver::attach(&seating("sumac-host-test-nobody", 0, 1)).expect_err("nobody listens");
+    let error = ZeroCopyDriver::attach(&params("sumac-host-test-nobody", 0, 1)).expect_err("nobody listens");
     assert!(matches!(error, AttachError::Socket(_)) && error.to_string().contains("nobody"), "{error}");
-    // Slots that hold no chunk.
+    // Slots too short for a chunk.
     let (name, _device) = start(1, Behaviour::Honest);
     let chunk_len_bytes = CHUNK + 1;
-    let error = ReferenceDriver::attach(&crate::transport::memory::Seating { chunk_len_bytes, ..seating(&name, 0, 1) });
+    let error =
+        ZeroCopyDriver::attach(&crate::transport::memory::AttachParams { chunk_len_bytes, ..params(&name, 0, 1) });
     assert!(matches!(error.expect_err("too short"), AttachError::Redo { needs: 194, .. }));
 }
 
 #[test]
-fn memory_that_the_device_does_not_take_is_an_error_and_changes_nothing() {
-    let (name, _device) = start(1, Behaviour::Full);
+fn refused_registration_is_an_error_and_the_group_survives() {
+    let (name, _device) = start(1, Behaviour::RegisterFull);
     let mut driver = attach(&name, 0, 1);
     let error = driver.alloc::<f32>(10).expect_err("full");
-    assert_eq!(error, RegisterError::Refused(EntryStatus::NoRoom));
+    assert_eq!(error, RegisterError::Refused(EntryStatus::NoResources));
     assert!(matches!(driver.alloc::<f64>(usize::MAX), Err(RegisterError::Memory(_))));
     assert!(!driver.alloc::<f32>(0).expect("nothing").is_registered());
     assert_eq!(driver.error(), None);
 }
 
-/// The bounce buffer's key, and another buffer's: what lies there would be taken for the new one's.
+/// The key of the bounce buffer, and of another buffer: contents of one would be taken for the other's.
 #[test]
-fn memory_under_the_key_of_other_memory_ends_the_group() {
+fn duplicate_region_key_ends_the_group() {
     for regions in [1, 2] {
-        let (name, _device) = start(1, Behaviour::Repeats(regions));
+        let (name, _device) = start(1, Behaviour::DuplicateKeys(regions));
         let mut driver = attach(&name, 0, 1);
         let kept: Vec<_> = (1..regions).map(|_| driver.alloc::<f32>(10).expect("a key of its own")).collect();
-        let breach = Breach::SameRegion { region: RegionKey { index: 4 + regions as u16, generation: 1 } };
-        assert_eq!(driver.alloc::<f32>(20).expect_err("whose is it?"), RegisterError::Broken(breach));
-        assert_eq!(driver.error(), Some(EndpointError::Broken(breach)));
+        let violation =
+            ProtocolViolation::DuplicateRegion { region: RegionKey { index: 4 + regions as u16, generation: 1 } };
+        assert_eq!(driver.alloc::<f32>(20).expect_err("a duplicate key"), RegisterError::Protocol(violation));
+        assert_eq!(driver.error(), Some(EndpointError::Protocol(violation)));
         assert_eq!(driver.registered(), kept.len());
     }
 }
 
 #[test]
-fn ranks_that_call_different_things_hear_which() {
+fn mismatched_calls_get_the_same_error_on_every_rank() {
     let (name, _device) = start(2, Behaviour::Honest);
     let rank = |rank: u32, count: usize| {
         let mut driver = attach(&name, rank, 2);
         let mut values = vec![0_f32; count];
-        let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut values));
-        let (op, _) = post(&mut driver, all_reduce(count), &mut lent);
-        drive(&mut driver, op, &mut lent).expect_err("they differ")
+        let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut values));
+        let (op, _) = post(&mut driver, all_reduce(count), &mut buffers);
+        drive(&mut driver, op, &mut buffers).expect_err("they differ")
     };
     let errors = std::thread::scope(|scope| {
         [(0, 4), (1, 5)].map(|(number, count)| scope.spawn(move || rank(number, count))).map(|rank| rank.join())

@@ -8,12 +8,12 @@ mod communicator;
 mod device;
 mod driver;
 mod endings;
-mod far;
-mod kept;
-mod pulse;
+mod heartbeat;
+mod remote;
+mod retained;
 mod severed;
 
-use super::endpoint::{BounceConfig, ReferenceConfig, ReferenceEndpoint};
+use super::endpoint::{BounceConfig, ZeroCopyConfig, ZeroCopyEndpoint};
 use sumac_hal::dma::RegionKey;
 use sumac_hal::ids::{Epoch, GroupId, Rank};
 
@@ -21,8 +21,8 @@ const GROUP: GroupId = GroupId(7);
 const EPOCH: Epoch = Epoch { term: 1, counter: 2 };
 const BOUNCE: RegionKey = RegionKey { index: 3, generation: 1 };
 
-fn config(rank: u32, ranks: u32, chunk_len_bytes: u16) -> ReferenceConfig {
-    ReferenceConfig {
+fn config(rank: u32, ranks: u32, chunk_len_bytes: u16) -> ZeroCopyConfig {
+    ZeroCopyConfig {
         group: GROUP,
         epoch: EPOCH,
         rank: Rank(rank),
@@ -33,10 +33,10 @@ fn config(rank: u32, ranks: u32, chunk_len_bytes: u16) -> ReferenceConfig {
         in_flight_max: 40,
         alignment_bytes: 1,
         bounce: BounceConfig { region: BOUNCE, len_bytes: 512 },
-        lands_apart: false,
+        lands_in_bounce: false,
     }
 }
 
-fn endpoint(rank: u32, ranks: u32) -> ReferenceEndpoint {
-    ReferenceEndpoint::new(config(rank, ranks, 64))
+fn endpoint(rank: u32, ranks: u32) -> ZeroCopyEndpoint {
+    ZeroCopyEndpoint::new(config(rank, ranks, 64))
 }

@@ -1,11 +1,11 @@
-//! Devices that answer no fence and go on while, or after, their memory is taken away.
+//! Devices that ignore fences and keep running while, or after, their memory is revoked.
 //!
-//! Time is an event here: a device wakes when it is told to, and a test goes on when it has answered.
+//! Time is driven by events: a device wakes when the test wakes it, and the test continues when it has answered.
 
 use super::device::{Behaviour, CHUNK, Wake, attach, start, wake};
-use super::driver::{Lent, all_reduce, post};
-use crate::recovery::{Remains, Unrepairable, is_unknown, ledger, plan};
-use crate::transport::memory::driver::ReferenceDriver;
+use super::driver::{BorrowedBuffers, all_reduce, post};
+use crate::recovery::{RecoverySource, Unrecoverable, inventory, is_unknown, plan};
+use crate::transport::memory::driver::ZeroCopyDriver;
 use crate::transport::memory::memory::Buffer;
 use crate::transport::memory::retire::Fence;
 use crate::transport::packets::{Event, OpId};
@@ -16,16 +16,16 @@ use sumac_hal::ids::{ChunkNo, Rank};
 const PER_CHUNK: usize = CHUNK as usize / 4;
 const CHUNKS: usize = 7;
 
-/// Two ranks with an all-reduce of threes and fours in registered memory, all of it submitted, on a device that
-/// finishes nothing until it wakes.
+/// Two ranks with an all-reduce of threes and fours in registered memory, fully submitted, on a device that completes
+/// nothing until it wakes.
 struct Job {
     name: String,
-    drivers: [ReferenceDriver; 2],
+    drivers: [ZeroCopyDriver; 2],
     buffers: [Buffer<f32>; 2],
 }
 
 fn in_flight(behaviour: Wake) -> Job {
-    let (name, _device) = start(2, Behaviour::Wakes(behaviour));
+    let (name, _device) = start(2, Behaviour::LateWake(behaviour));
     let mut drivers = std::thread::scope(|scope| {
         let ranks = [0, 1].map(|rank| {
             scope.spawn({
@@ -38,25 +38,25 @@ fn in_flight(behaviour: Wake) -> Job {
     let buffers = [0, 1].map(|rank| {
         let mut buffer = drivers[rank].alloc::<f32>(CHUNKS * PER_CHUNK).expect("memory");
         buffer.fill(3.0 + rank as f32);
-        let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut buffer));
-        post(&mut drivers[rank], all_reduce(CHUNKS * PER_CHUNK), &mut lent);
-        drivers[rank].pump(&mut lent);
+        let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut buffer));
+        post(&mut drivers[rank], all_reduce(CHUNKS * PER_CHUNK), &mut buffers);
+        drivers[rank].pump(&mut buffers);
         buffer
     });
     Job { name, drivers, buffers }
 }
 
 impl Job {
-    /// Fence rank 0, and have the device finish then, and answer.
+    /// Fence rank 0, then have the device complete and answer everything.
     fn sever_and_wake(&mut self) {
         assert_eq!(self.drivers[0].fence(), Fence::Severed);
         wake(&self.name);
         let deadline = Instant::now() + Duration::from_secs(30);
-        // All chunks of rank 1 are answered behind those of rank 0.
+        // Chunks of rank 1 are answered after those of rank 0.
         let Self { drivers: [_, other], buffers: [_, buffer], .. } = self;
-        let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(buffer));
+        let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(buffer));
         loop {
-            other.pump(&mut lent);
+            other.pump(&mut buffers);
             if other.poll_event() == Some(Event::Completed(OpId(0))) {
                 break;
             }
@@ -67,8 +67,8 @@ impl Job {
     }
 
     fn salvage(&mut self) {
-        let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(&mut self.buffers[0]));
-        self.drivers[0].salvage(&mut lent);
+        let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(&mut self.buffers[0]));
+        self.drivers[0].salvage(&mut buffers);
     }
 
     fn holds(&self, value: f32) -> bool {
@@ -76,9 +76,9 @@ impl Job {
     }
 }
 
-/// The copy was made before the device wrote: by the answer alone, a rank would take its own input for the sum.
+/// The copy was made before the device wrote: trusting the answer, a rank would take its own input for the sum.
 #[test]
-fn answers_behind_a_severing_land_nothing() {
+fn answers_after_sever_land_nothing() {
     let mut job = in_flight(Wake::LaterAndOn);
     job.sever_and_wake();
     job.salvage();
@@ -86,15 +86,16 @@ fn answers_behind_a_severing_land_nothing() {
     assert_ne!(driver.poll_event(), Some(Event::Completed(OpId(0))));
     assert!((0..CHUNKS as u64).all(|seq| !driver.is_answered(seq) && driver.is_unknown(seq)));
     assert!(is_unknown(driver, OpId(0)));
-    // Nobody may take these bytes for a contribution either. The other rank has returned, and its redo slots are used again.
-    let ledgers = [0, 1].map(|rank| (Rank(rank), ledger(&job.drivers[rank as usize])));
-    let lost = plan(&ledgers.into(), 2).expect_err("nobody has it");
-    assert_eq!(lost, Unrepairable::Forgotten { chunk: ChunkNo(0), rank: Rank(0) });
+    // These bytes must not be used as a contribution either. The other rank has returned, and its redo slots have been
+    // reused.
+    let inventories = [0, 1].map(|rank| (Rank(rank), inventory(&job.drivers[rank as usize])));
+    let lost = plan(&inventories.into(), 2).expect_err("nobody has it");
+    assert_eq!(lost, Unrecoverable::ChunkLost { chunk: ChunkNo(0), rank: Rank(0) });
     assert!(job.holds(3.0));
 }
 
 #[test]
-fn answers_behind_a_severing_are_no_word_to_a_rank_that_ends() {
+fn answers_after_sever_leave_contents_unknown_on_retire() {
     let mut job = in_flight(Wake::LaterAndOn);
     job.sever_and_wake();
     job.drivers[0].retire();
@@ -102,7 +103,7 @@ fn answers_behind_a_severing_are_no_word_to_a_rank_that_ends() {
 }
 
 #[test]
-fn records_vouch_for_what_came_behind_a_severing() {
+fn redo_records_land_results_after_sever() {
     for ends in [false, true] {
         let mut job = in_flight(Wake::Later);
         job.sever_and_wake();
@@ -117,7 +118,7 @@ fn records_vouch_for_what_came_behind_a_severing() {
 }
 
 #[test]
-fn answers_before_a_severing_count() {
+fn answers_before_sever_count() {
     for ends in [false, true] {
         let mut job = in_flight(Wake::Fence);
         assert_eq!(job.drivers[0].fence(), Fence::Severed);
@@ -133,21 +134,21 @@ fn answers_before_a_severing_count() {
     }
 }
 
-/// Who stays silent has published nothing: the copy is the input, and all can compute the sum again.
+/// A silent device has published nothing: the copy is the input, and the sum can be recomputed.
 #[test]
-fn inputs_are_whole_where_a_device_stays_silent() {
+fn inputs_are_intact_after_severing_a_silent_device() {
     let mut job = in_flight(Wake::Later);
     assert_eq!(job.drivers[0].fence(), Fence::Severed);
     job.salvage();
     assert!(job.holds(3.0) && !is_unknown(&job.drivers[0], OpId(0)));
-    let class = ledger(&job.drivers[0]).class(0).0;
-    assert!(class.needs && class.gives && !class.holds);
+    let state = inventory(&job.drivers[0]).state(0).0;
+    assert!(state.needs && state.gives && !state.holds);
 }
 
-/// From safe Rust other threads may have the parts beside an operation's.
+/// Safe Rust lets other threads use the memory beside an operation's buffer.
 #[test]
-fn severing_undoes_no_write_of_threads_that_have_other_parts() {
-    // Beyond what an operation has in flight, so that a copy of everything takes a while.
+fn sever_preserves_concurrent_writes_to_other_parts() {
+    // More than an operation has in flight, so that copying everything would take a while.
     const LEN: usize = 15 << 20;
     let (name, _device) = start(1, Behaviour::Zombie);
     let mut driver = attach(&name, 0, 1);
@@ -162,11 +163,11 @@ fn severing_undoes_no_write_of_threads_that_have_other_parts() {
         sumac_hal::op::OpDesc::all_reduce(sumac_hal::op::Dtype::U32, sumac_hal::op::ReduceOp::Sum, own.len() as u64);
     let own_pages = page as u64..3 * page as u64;
     let own_base = own.as_ptr();
-    let mut lent = Lent::InPlace(bytemuck::cast_slice_mut(own));
-    post(&mut driver, desc, &mut lent);
-    driver.pump(&mut lent);
+    let mut buffers = BorrowedBuffers::InPlace(bytemuck::cast_slice_mut(own));
+    post(&mut driver, desc, &mut buffers);
+    driver.pump(&mut buffers);
     let exposed: Vec<_> = driver.endpoint.exposed().map(|(_, at, len)| (at.offset_bytes, len as u64)).collect();
-    assert!(!exposed.is_empty() && driver.endpoint.on_its_way() > exposed.len() as u64, "{exposed:?}");
+    assert!(!exposed.is_empty() && driver.endpoint.unanswered() > exposed.len() as u64, "{exposed:?}");
     assert!(exposed.iter().all(|&(at, len)| own_pages.contains(&at) && at + len <= own_pages.end), "{exposed:?}");
     // The device answers fences until it has the contributions, and then writes to their destinations.
     let written_to = own_base.wrapping_byte_add(exposed[0].0 as usize - start);
@@ -181,7 +182,7 @@ fn severing_undoes_no_write_of_threads_that_have_other_parts() {
         let writers = [left.last_mut().expect("some"), &mut right[0]].map(|word| {
             scope.spawn(|| {
                 let (mut written, mut undone) = (0_u32, 0_u64);
-                // The memory may change under this thread if the driver is wrong: so no read is left out.
+                // A faulty driver would change the memory under this thread: no read may be optimized away.
                 let word: *mut u32 = word;
                 while !over.load(Ordering::Relaxed) {
                     // SAFETY: it is this thread's, and lives as long as the scope.
@@ -195,7 +196,7 @@ fn severing_undoes_no_write_of_threads_that_have_other_parts() {
             })
         });
         let fence = driver.fence();
-        // Before anything can fail, as the scope waits for its threads.
+        // Before any assertion, as the scope waits for its threads.
         over.store(true, Ordering::Relaxed);
         assert_eq!(fence, Fence::Severed);
         for (written, undone) in writers.map(|writer| writer.join().expect("no panic")) {

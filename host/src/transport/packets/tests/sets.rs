@@ -1,8 +1,8 @@
-//! Who contributes and who receives: runs of Empty and Done, blocks and their owners.
+//! Contributing and receiving ranks: runs of Empty and Done, blocks and their owners.
 
 use super::*;
 
-/// Chunks of an all-gather that are other ranks' leave as one Empty a run, and come back as results.
+/// In an all-gather, chunks owned by other ranks leave as one Empty a run, and come back as results.
 #[test]
 fn empties_leave_in_runs() {
     let mut rig = Rig::new(32, 1);
@@ -17,10 +17,10 @@ fn empties_leave_in_runs() {
     assert_eq!(runs, [(Kind::Empty, 0, 5)].into_iter().chain(own).chain(others).collect::<Vec<_>>());
     let wants = |repr: &Repr| repr.flags.contains(Flags::WANT);
     assert!(sent.iter().all(|(_, repr, _)| wants(repr) == (repr.kind == Kind::Empty)));
-    // Asked for, each goes again by itself.
+    // Requested again, each is sent separately.
     rig.nak(NakReason::Missing, 3, SALT);
     assert_eq!(rig.sent(), [(Kind::Empty, 3)]);
-    // The Done of a run ends what it covers, once.
+    // The Done of a run completes what it covers, once.
     rig.put(NODE, Repr { kind: Kind::Done, count: 5, ..Rig::result_header(5, desc, 0) }, &[]);
     rig.put(NODE, Repr { kind: Kind::Done, count: 5, ..Rig::result_header(5, desc, 0) }, &[]);
     assert_eq!((rig.endpoint.have(), rig.dropped()), (ChunkNo(0), 1));
@@ -34,7 +34,7 @@ fn empties_leave_in_runs() {
 
 /// Each owner lands its part of a chunk that crosses blocks.
 #[test]
-fn a_reduce_scatter_lands_the_own_block() {
+fn reduce_scatter_lands_only_the_own_block() {
     let mut rig = Rig::new(8, 1);
     let desc = OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 24);
     // Rank 1 of 4 owns elements 6 to 11; chunk 0 has elements 0 to 15.

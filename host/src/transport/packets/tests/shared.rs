@@ -4,8 +4,8 @@ use super::*;
 
 const SHARED_KEY: u64 = 0x5ead;
 
-/// One that listens to the shared address, and has posted `chunks` chunks.
-fn listening(chunks: u64) -> (Rig, OpDesc) {
+/// An endpoint that has joined the shared address, with `chunks` chunks posted.
+fn shared_results(chunks: u64) -> (Rig, OpDesc) {
     let mut rig = Rig::with(EndpointConfig { shared_key: Some(SHARED_KEY), ..config(64, 1) });
     rig.post(chunks * CHUNK, 1.0);
     (rig, sum(chunks * CHUNK))
@@ -16,8 +16,8 @@ fn shared_header(seq: u64, desc: OpDesc) -> Repr {
 }
 
 #[test]
-fn a_shared_result_lands_like_its_own() {
-    let (mut rig, desc) = listening(2);
+fn shared_result_lands_like_a_unicast_one() {
+    let (mut rig, desc) = shared_results(2);
     assert!(rig.drain().iter().all(|(_, repr, _)| repr.flags.contains(Flags::SHARED)));
     let payload = 4.0_f32.to_le_bytes().repeat(16);
     rig.put(NODE, shared_header(0, desc), &payload);
@@ -30,8 +30,8 @@ fn a_shared_result_lands_like_its_own() {
 }
 
 #[test]
-fn what_is_not_a_result_of_its_own_node_to_all_is_dropped() {
-    let (mut rig, desc) = listening(1);
+fn foreign_shared_packets_are_dropped() {
+    let (mut rig, desc) = shared_results(1);
     rig.drain();
     let payload = 4.0_f32.to_le_bytes().repeat(16);
     let good = shared_header(0, desc);
@@ -41,7 +41,7 @@ fn what_is_not_a_result_of_its_own_node_to_all_is_dropped() {
     rig.put(NODE, Repr { epoch: Epoch { term: 2, counter: 6 }, ..good }, &payload);
     rig.put(NODE, Repr { kind: Kind::Nak, reason: Some(NakReason::PathLost), ..good }, &[]);
     assert_eq!((rig.dropped(), rig.endpoint.have(), rig.endpoint.error()), (5, ChunkNo(0), None));
-    // Nor does one that does not listen take it.
+    // An endpoint that has not joined drops them too.
     let mut rig = Rig::new(64, 1);
     rig.post(CHUNK, 1.0);
     assert!(rig.drain().iter().all(|(_, repr, _)| !repr.flags.contains(Flags::SHARED)));
@@ -50,21 +50,21 @@ fn what_is_not_a_result_of_its_own_node_to_all_is_dropped() {
 }
 
 #[test]
-fn who_listens_in_vain_stops_asking() {
-    let (mut rig, desc) = listening(9);
+fn endpoint_stops_requesting_shared_results_that_never_arrive() {
+    let (mut rig, desc) = shared_results(9);
     rig.drain();
     for seq in 0..9 {
         rig.result(seq, desc, 16, 2.0);
     }
     rig.post(CHUNK, 1.0);
     assert!(rig.drain().iter().all(|(_, repr, _)| repr.flags == Flags::WANT));
-    // A shared one that was queued behind those, too late to be of use, shows that it was not in vain.
+    // A shared result that was queued behind those, too late to be of use, shows that joining was not in vain.
     rig.put(NODE, shared_header(0, desc), &2.0_f32.to_le_bytes().repeat(16));
     rig.post(CHUNK, 1.0);
     let sent = rig.drain();
     assert!(sent.len() == 1 && sent[0].1.flags == Flags::WANT | Flags::SHARED, "{sent:?}");
-    // One shared result is enough to go on.
-    let (mut rig, desc) = listening(9);
+    // One shared result is enough to keep requesting them.
+    let (mut rig, desc) = shared_results(9);
     rig.drain();
     rig.put(NODE, shared_header(0, desc), &2.0_f32.to_le_bytes().repeat(16));
     (1..9).for_each(|seq| rig.result(seq, desc, 16, 2.0));

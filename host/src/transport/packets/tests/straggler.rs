@@ -1,14 +1,14 @@
-//! Operations that do not wait for everybody, and who came last.
+//! Operations with a limit on waiting for ranks, and the report of the slowest rank.
 
 use super::*;
 
-const LIMIT: Limit = Limit { us: 5_000, cuts: true };
+const LIMIT: StragglerLimit = StragglerLimit { us: 5_000, cuts: true };
 
-/// Post a sum of `count` elements with a limit, and return the signature of its contributions with its id.
+/// Post a sum of `count` elements with a limit, and return its id and the signature of its contributions.
 fn post(rig: &mut Rig, count: u64) -> (OpId, u32) {
     rig.memory.0.push(1.0_f32.to_le_bytes().repeat(count as usize));
     let first = ChunkNo(rig.endpoint.ops.end());
-    let id = rig.endpoint.post_within(sum(count), Path::Tree, Some(LIMIT)).expect("not failed");
+    let id = rig.endpoint.post_with_limit(sum(count), Path::Tree, Some(LIMIT)).expect("not failed");
     (id, LIMIT.sign(sum(count).tree_signature(Path::Tree, 1, first)))
 }
 
@@ -22,7 +22,7 @@ fn result(signature: u32, seq: u64, view: u16) -> Repr {
 }
 
 #[test]
-fn contributions_say_who_waits_and_how_long() {
+fn contributions_carry_rank_and_limit() {
     let mut rig = Rig::new(8, 1);
     rig.post(1, 1.0);
     let (_, signature) = post(&mut rig, 2 * CHUNK);
@@ -34,7 +34,7 @@ fn contributions_say_who_waits_and_how_long() {
 }
 
 #[test]
-fn the_slowest_is_that_of_the_first_chunk() {
+fn slowest_rank_is_taken_from_the_first_chunk() {
     let mut rig = Rig::new(8, 1);
     let (id, signature) = post(&mut rig, 2 * CHUNK);
     rig.drain();
@@ -43,11 +43,11 @@ fn the_slowest_is_that_of_the_first_chunk() {
     }
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Completed(id)));
     let slowest = Some(Slowest { rank: Rank(30), late_us: 40 });
-    assert_eq!(rig.endpoint.verdict(), Verdict { slowest, missing: RankMask::EMPTY });
+    assert_eq!(rig.endpoint.completion_info(), CompletionInfo { slowest, missing: RankMask::EMPTY });
 }
 
 #[test]
-fn a_result_waits_until_it_is_known_whose_it_is() {
+fn result_of_unknown_view_waits_for_the_decision() {
     let mut rig = Rig::new(8, 1);
     let (first, one) = post(&mut rig, 1);
     let (second, two) = post(&mut rig, 1);
@@ -57,7 +57,7 @@ fn a_result_waits_until_it_is_known_whose_it_is() {
     assert_eq!((rig.dropped(), rig.endpoint.poll_event()), (2, None));
     let asked = rig.drain();
     assert_eq!(asked.iter().map(|(_, repr, _)| (repr.kind, repr.view)).collect::<Vec<_>>(), [(Kind::Late, 1)]);
-    // Later decisions do not stand for earlier ones.
+    // A later decision does not imply the earlier one.
     let cut = |view: u16, seq: u64| Repr { view, ..Rig::down(Kind::Cut, seq) };
     rig.put(NODE, cut(2, 1), &mask(&[3]).to_bytes());
     assert_eq!(rig.drain().len(), 1);
@@ -68,18 +68,18 @@ fn a_result_waits_until_it_is_known_whose_it_is() {
     rig.put(NODE, result(two, 1, 2), &[0; 4]);
     for (id, missing) in [(first, mask(&[2])), (second, mask(&[2, 3]))] {
         assert_eq!(rig.endpoint.poll_event(), Some(Event::Completed(id)));
-        assert_eq!(rig.endpoint.verdict().missing, missing);
+        assert_eq!(rig.endpoint.completion_info().missing, missing);
     }
-    assert_eq!(rig.endpoint.gone(), mask(&[2, 3]));
+    assert_eq!(rig.endpoint.excluded_ranks(), mask(&[2, 3]));
 }
 
 #[test]
-fn who_is_left_out_ends_at_once() {
+fn excluded_rank_fails_at_once() {
     let mut rig = Rig::new(8, 1);
     post(&mut rig, 3 * CHUNK);
     rig.drain();
     rig.nak(NakReason::Excluded, 2, SALT ^ 1);
-    assert_eq!(rig.endpoint.error(), None, "not an answer to anything of this life");
+    assert_eq!(rig.endpoint.error(), None, "not an answer to anything of this incarnation");
     rig.nak(NakReason::Excluded, 2, SALT);
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Failed(EndpointError::Excluded)));
 
@@ -89,7 +89,7 @@ fn who_is_left_out_ends_at_once() {
 }
 
 #[test]
-fn a_failure_names_who_was_missing_when_all_before_has_landed() {
+fn straggler_failure_names_missing_ranks_after_lower_chunks_land() {
     let mut rig = Rig::new(8, 1);
     let (id, signature) = post(&mut rig, 1);
     post(&mut rig, 1);
@@ -97,10 +97,10 @@ fn a_failure_names_who_was_missing_when_all_before_has_landed() {
     let nak = Repr { reason: Some(NakReason::Stragglers), ..Rig::down(Kind::Nak, 1) };
     rig.put(NODE, nak, &[]);
     rig.put(NODE, nak, &mask(&[0, 3]).to_bytes());
-    assert_eq!((rig.endpoint.error(), rig.dropped()), (None, 1), "a set is due");
+    assert_eq!((rig.endpoint.error(), rig.dropped()), (None, 1), "a rank mask is required");
     rig.put(NODE, result(signature, 0, 0), &[0; 4]);
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Completed(id)));
     let error = EndpointError::Stragglers { missing: mask(&[0, 3]) };
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Failed(error)));
-    assert!(error.to_string().contains("ranks 0, 3 had not come"), "{error}");
+    assert!(error.to_string().contains("ranks 0, 3 did not enter"), "{error}");
 }

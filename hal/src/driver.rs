@@ -1,0 +1,255 @@
+//! The loop that moves packets between a sans-I/O core and a port: a device's node and a rank's endpoint share it.
+//!
+//! A [`PacketCore`] takes packets and the time, and hands out packets and its next deadline. It sends through a
+//! [`PacketSource`], which it lends for the time of a transmission: packets of one batch may borrow from it.
+//!
+//! Invariants:
+//! - nothing blocks: a port without room ends the pass, and its refused packets leave before any others;
+//! - a pass is bounded in packets, so control requests and other cores get their turn under a flood.
+
+use crate::port::{Addr, Gather, Port, RxToken};
+use crate::time::Instant;
+use heapless::Vec;
+
+/// The number of packets handed to a port at a time: enough for long runs to each peer, few enough for a small stack.
+const BATCH: usize = 32;
+
+/// A sans-I/O state machine that exchanges packets with peers.
+pub trait PacketCore {
+    /// What it sends from.
+    type Source<'s>: PacketSource
+    where
+        Self: 's;
+
+    /// Handle a packet that arrived at `now`. `is_marked` is the network's congestion mark (ECN-CE, RFC 3168).
+    fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, now: Instant);
+
+    /// Handle the timers that have expired at `now`.
+    fn handle_timeout(&mut self, now: Instant);
+
+    /// Return when [`PacketCore::handle_timeout`] is due; `None` if no timer is armed.
+    fn poll_timeout(&self) -> Option<Instant>;
+
+    /// Lend what it sends from.
+    fn source(&mut self) -> Self::Source<'_>;
+}
+
+/// Hands out the packets that a [`PacketCore`] sends.
+pub trait PacketSource {
+    /// A packet whose payload stays where it is.
+    type Outgoing;
+
+    /// Return the next packet to send; `None` if there is none at `now`.
+    fn poll_outgoing(&mut self, now: Instant) -> Option<Self::Outgoing>;
+
+    /// Locate the bytes of a packet.
+    fn gather<'o>(&'o self, outgoing: &'o Self::Outgoing) -> Gather<'o>;
+}
+
+/// Do everything that can be done at `now` without waiting: receive bursts of packets, at most `rounds` of them, handle
+/// expired timers, send. Returns when to poll again if no packet arrives before then: `Some(now)` if there is more to
+/// do at once, `None` if no timer is armed.
+pub fn poll<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, rounds: usize) -> Option<Instant> {
+    let burst = port.capabilities().burst_packets.max(1);
+    let mut is_busy = false;
+    for _ in 0..rounds {
+        let received = receive(core, port, now, burst);
+        if core.poll_timeout().is_some_and(|at| at <= now) {
+            core.handle_timeout(now);
+        }
+        // Packets that the port refused earlier go first.
+        port.flush(now);
+        let is_blocked = !transmit(&mut core.source(), port, now);
+        is_busy = is_blocked || received == burst;
+        if received < burst {
+            break;
+        }
+    }
+    if is_busy { Some(now) } else { core.poll_timeout() }
+}
+
+/// Receive at most `burst` packets; returns how many there were.
+fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, burst: usize) -> usize {
+    let mut received = 0;
+    while received < burst {
+        let Some(token) = port.receive(now) else { break };
+        let is_marked = token.is_marked();
+        token.consume(|from, packet| core.handle(from, packet, is_marked, now));
+        received += 1;
+    }
+    received
+}
+
+/// Send what there is, payloads in place; returns false if the port could not take all of it.
+fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant) -> bool {
+    loop {
+        let room = port.room().min(BATCH);
+        if room == 0 {
+            return false;
+        }
+        let mut batch: Vec<S::Outgoing, BATCH> = Vec::new();
+        while batch.len() < room {
+            let Some(outgoing) = source.poll_outgoing(now) else { break };
+            // The batch has room: its length is below `room`.
+            let _ = batch.push(outgoing);
+        }
+        if batch.is_empty() {
+            return true;
+        }
+        let source = &*source;
+        port.transmit_gather(batch.iter().map(|outgoing| source.gather(outgoing)), now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::port::{Capabilities, RxToken, TxToken};
+    use std::collections::VecDeque;
+    use std::vec::Vec as Queue;
+
+    const PEER: Addr = Addr::Emu(1);
+
+    /// A core that returns each packet to its sender, and has one timer.
+    #[derive(Default)]
+    struct Echo {
+        replies: VecDeque<(Addr, Queue<u8>, bool)>,
+        timer: Option<Instant>,
+    }
+
+    struct Replies<'e>(&'e mut Echo);
+
+    impl PacketCore for Echo {
+        type Source<'s> = Replies<'s>;
+
+        fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, _now: Instant) {
+            self.replies.push_back((from, packet.to_vec(), is_marked));
+        }
+
+        fn handle_timeout(&mut self, _now: Instant) {
+            self.timer = None;
+        }
+
+        fn poll_timeout(&self) -> Option<Instant> {
+            self.timer
+        }
+
+        fn source(&mut self) -> Replies<'_> {
+            Replies(self)
+        }
+    }
+
+    impl PacketSource for Replies<'_> {
+        type Outgoing = (Addr, Queue<u8>, bool);
+
+        fn poll_outgoing(&mut self, _now: Instant) -> Option<Self::Outgoing> {
+            self.0.replies.pop_front()
+        }
+
+        fn gather<'o>(&'o self, (to, packet, is_marked): &'o Self::Outgoing) -> Gather<'o> {
+            Gather { to: *to, header: if *is_marked { b"marked" } else { b"" }, payload: packet }
+        }
+    }
+
+    /// A port of 8-byte packets, in bursts of 4, that holds as many packets as its peer has room for.
+    #[derive(Default)]
+    struct Pipe {
+        arrived: VecDeque<(Queue<u8>, bool)>,
+        queued: Queue<Queue<u8>>,
+        room: usize,
+        flushes: usize,
+    }
+
+    struct Arrived((Queue<u8>, bool));
+
+    struct Room<'p>(&'p mut Pipe);
+
+    impl RxToken for Arrived {
+        fn is_marked(&self) -> bool {
+            self.0.1
+        }
+
+        fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
+            f(PEER, &self.0.0)
+        }
+    }
+
+    impl TxToken for Room<'_> {
+        fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+            let mut buffer = [0; 8];
+            let (len, result) = f(&mut buffer);
+            self.0.queued.push(buffer[..len].to_vec());
+            self.0.room -= 1;
+            result
+        }
+    }
+
+    impl Port for Pipe {
+        type Rx<'a> = Arrived;
+        type Tx<'a> = Room<'a>;
+
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::new(8, 1024, 4)
+        }
+
+        fn local_addr(&self) -> Addr {
+            Addr::Emu(0)
+        }
+
+        fn receive(&mut self, _now: Instant) -> Option<Arrived> {
+            self.arrived.pop_front().map(Arrived)
+        }
+
+        fn transmit(&mut self, _to: Addr, _now: Instant) -> Option<Room<'_>> {
+            (self.room > 0).then_some(Room(self))
+        }
+
+        fn room(&self) -> usize {
+            self.room
+        }
+
+        fn flush(&mut self, _now: Instant) {
+            self.flushes += 1;
+        }
+    }
+
+    fn at(ms: u64) -> Instant {
+        Instant::from_nanos(ms * 1_000_000)
+    }
+
+    fn pipe(packets: usize, room: usize) -> Pipe {
+        let arrived = (0..packets).map(|n| (std::vec![n as u8], n == 1)).collect();
+        Pipe { arrived, room, ..Pipe::default() }
+    }
+
+    #[test]
+    fn poll_returns_every_packet_with_its_mark_and_the_next_deadline() {
+        let (mut core, mut port) = (Echo { timer: Some(at(9)), ..Echo::default() }, pipe(3, 100));
+        assert_eq!(poll(&mut core, &mut port, at(1), 4), Some(at(9)));
+        assert_eq!(port.queued, [&b"\0"[..], b"marked\x01", b"\x02"]);
+    }
+
+    #[test]
+    fn poll_handles_an_expired_timer_once() {
+        let (mut core, mut port) = (Echo { timer: Some(at(9)), ..Echo::default() }, pipe(0, 100));
+        assert_eq!(poll(&mut core, &mut port, at(9), 4), None);
+        assert!(core.timer.is_none() && port.flushes > 0);
+    }
+
+    #[test]
+    fn poll_stops_after_its_rounds_and_asks_to_be_called_again() {
+        let (mut core, mut port) = (Echo::default(), pipe(20, 100));
+        assert_eq!(poll(&mut core, &mut port, at(1), 2), Some(at(1)));
+        assert_eq!((port.queued.len(), port.arrived.len()), (8, 12));
+    }
+
+    #[test]
+    fn poll_keeps_packets_for_which_the_port_has_no_room() {
+        let (mut core, mut port) = (Echo::default(), pipe(3, 2));
+        assert_eq!(poll(&mut core, &mut port, at(1), 1), Some(at(1)));
+        assert_eq!((port.queued.len(), core.replies.len()), (2, 1));
+        port.room = 5;
+        assert_eq!(poll(&mut core, &mut port, at(2), 1), None);
+        assert_eq!(port.queued.last().map(|packet| &packet[..]), Some(&b"\x02"[..]));
+    }
+}

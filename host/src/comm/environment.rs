@@ -1,0 +1,359 @@
+//! A rank's configuration as environment variables: what [`JoinConfig::from_env`] reads.
+//!
+//! Launchers describe a rank by `RANK`, `WORLD_SIZE` and `MASTER_ADDR`; everything else is a variable that begins with
+//! `SUMAC_`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
+//! reads. Reading takes a lookup function, so that tests need no process environment.
+
+use super::join::{DEFAULT_PORT, JoinConfig, JoinError};
+use super::straggler::Straggler;
+use crate::controller::proto::check_tenant;
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Once;
+use std::time::Duration;
+use sumac_hal::ctrl::Order;
+use sumac_hal::udp::Offload;
+
+/// A variable that begins with `SUMAC_` and is not used as it stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Warning {
+    /// It has a new name; the old one works for one more release.
+    Deprecated {
+        /// The old name.
+        old: &'static str,
+        /// The new name.
+        new: &'static str,
+    },
+    /// Nothing reads it.
+    Unknown {
+        /// Its name.
+        name: String,
+        /// The known variable whose name is closest, if one is close.
+        similar: Option<&'static str>,
+    },
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Deprecated { old, new } => write!(f, "{old} is deprecated; use {new}"),
+            Self::Unknown { name, similar: Some(similar) } => {
+                write!(f, "unknown environment variable {name}; did you mean {similar}?")
+            }
+            Self::Unknown { name, similar: None } => write!(f, "unknown environment variable {name}"),
+        }
+    }
+}
+
+/// Old names of variables, each with the new one. They go with the next release.
+pub const DEPRECATED: [(&str, &str); 1] = [("SUMAC_ATTACH", "SUMAC_TRANSPORT")];
+
+/// Return a warning for each variable of this process that begins with `SUMAC_` and is unknown or deprecated, in order
+/// of name.
+pub fn check() -> Vec<Warning> {
+    let mut names: Vec<_> = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    names.sort_unstable();
+    names.iter().filter_map(|name| warning(name)).collect()
+}
+
+/// Log what [`check`] finds, once in a process.
+pub(super) fn warn_once() {
+    static WARNED: Once = Once::new();
+    WARNED.call_once(|| check().iter().for_each(|warning| tracing::warn!("{warning}")));
+}
+
+/// Read a rank's configuration.
+pub(super) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
+    let variables = Variables(variable);
+    let (rank, world) = (variables.required("RANK")?, variables.required("WORLD_SIZE")?);
+    let host = (variables.0)("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
+    let port = variables.parsed("SUMAC_PORT", "a port number")?.unwrap_or(DEFAULT_PORT);
+    let addr = (host.as_str(), port).to_socket_addrs().ok().and_then(|mut addrs| addrs.next());
+    let addr: SocketAddr =
+        addr.ok_or_else(|| invalid("MASTER_ADDR", format!("{host:?} is not an address or the name of a host")))?;
+    let job = (variables.0)("SUMAC_JOB").unwrap_or_else(|| "default".into());
+    let mut config = JoinConfig::new(addr, job, rank, world);
+    variables.placement(&mut config)?;
+    variables.calls(&mut config)?;
+    variables.udp(&mut config)?;
+    Ok(config)
+}
+
+/// Return the error for a variable.
+pub(super) fn invalid(name: &'static str, why: impl Into<String>) -> JoinError {
+    JoinError::Environment { name, why: why.into() }
+}
+
+/// A lookup of variables by name.
+struct Variables<F>(F);
+
+impl<F: Fn(&str) -> Option<String>> Variables<F> {
+    /// Read where the rank is and how it reaches its device.
+    fn placement(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
+        let Self(variable) = self;
+        config.host = variable("SUMAC_HOST");
+        config.verbs = variable("SUMAC_VERBS");
+        if let Some(bind) = self.parsed("SUMAC_BIND", "an IP address")? {
+            config.bind = bind;
+        }
+        if let Some(transport) = self.named("SUMAC_TRANSPORT")? {
+            config.transport = transport;
+        } else if let Some(transport) = self.named("SUMAC_ATTACH")? {
+            config.transport = transport;
+        }
+        if let Some(tenant) = variable("SUMAC_TENANT") {
+            check_tenant(&tenant).map_err(|why| invalid("SUMAC_TENANT", why.to_string()))?;
+            config.tenant = tenant;
+        }
+        set(&mut config.join_timeout, self.seconds("SUMAC_JOIN_TIMEOUT")?);
+        set(&mut config.wait_for_tree, self.seconds("SUMAC_WAIT_FOR_TREE")?);
+        Ok(())
+    }
+
+    /// Read what calls do that do not say otherwise.
+    fn calls(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
+        let orders = [("arrival", Order::Arrival), ("fold", Order::TreeFold), ("pairwise", Order::TreePairwise)];
+        set(&mut config.order, self.one_of("SUMAC_ORDER", &orders)?);
+        set(&mut config.algo, self.named("SUMAC_ALGO")?);
+        set(&mut config.deadline, self.seconds("SUMAC_DEADLINE")?);
+        set(&mut config.repair, self.one_of("SUMAC_REPAIR", &[("1", true), ("0", false)])?);
+        if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
+            config.straggler = straggler(&value).ok_or_else(|| {
+                invalid("SUMAC_STRAGGLER", format!("{value:?} is not wait, deadline:SECONDS or partial:SECONDS"))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Read the data port's configuration.
+    fn udp(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
+        const OFFLOADS: [(&str, Offload); 2] = [("auto", Offload::Auto), ("off", Offload::Off)];
+        let udp = &mut config.udp;
+        udp.max_packet_len_bytes = self.parsed("SUMAC_UDP_MAX_PACKET", "a number of bytes")?;
+        udp.peer = self.parsed("SUMAC_UDP_PEER", "an IP address and port")?;
+        set(&mut udp.receive_buffer_bytes, self.parsed("SUMAC_UDP_RECEIVE_BUFFER", "a number of bytes")?);
+        set(&mut udp.send_buffer_bytes, self.parsed("SUMAC_UDP_SEND_BUFFER", "a number of bytes")?);
+        set(&mut udp.gso, self.one_of("SUMAC_UDP_GSO", &OFFLOADS)?);
+        set(&mut udp.gro, self.one_of("SUMAC_UDP_GRO", &OFFLOADS)?);
+        let spin_us = self.parsed("SUMAC_UDP_SPIN_US", "a number of microseconds")?;
+        set(&mut udp.spin, spin_us.map(Duration::from_micros));
+        Ok(())
+    }
+
+    fn required(&self, name: &'static str) -> Result<u32, JoinError> {
+        self.parsed(name, "a number")?.ok_or_else(|| invalid(name, "it is not set; launchers set it"))
+    }
+
+    fn parsed<T: std::str::FromStr>(&self, name: &'static str, what: &str) -> Result<Option<T>, JoinError> {
+        let Some(value) = (self.0)(name) else { return Ok(None) };
+        value.parse().map(Some).map_err(|_| invalid(name, format!("{value:?} is not {what}")))
+    }
+
+    /// Parse a type whose error lists the names that it takes.
+    fn named<T: std::str::FromStr<Err: fmt::Display>>(&self, name: &'static str) -> Result<Option<T>, JoinError> {
+        let Some(value) = (self.0)(name) else { return Ok(None) };
+        value.parse().map(Some).map_err(|why: T::Err| invalid(name, why.to_string()))
+    }
+
+    fn one_of<T: Copy>(&self, name: &'static str, values: &[(&str, T)]) -> Result<Option<T>, JoinError> {
+        let Some(value) = (self.0)(name) else { return Ok(None) };
+        let found = values.iter().find(|(known, _)| *known == value);
+        let known = || values.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+        found
+            .map(|&(_, found)| Some(found))
+            .ok_or_else(|| invalid(name, format!("{value:?} is not one of {}", known())))
+    }
+
+    fn seconds(&self, name: &'static str) -> Result<Option<Duration>, JoinError> {
+        let Some(value) = (self.0)(name) else { return Ok(None) };
+        seconds(&value).map(Some).ok_or_else(|| invalid(name, format!("{value:?} is not a number of seconds")))
+    }
+}
+
+fn set<T>(field: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *field = value;
+    }
+}
+
+fn seconds(text: &str) -> Option<Duration> {
+    text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+}
+
+fn straggler(text: &str) -> Option<Straggler> {
+    match text.split_once(':') {
+        None if text == "wait" => Some(Straggler::Wait),
+        Some(("deadline", limit)) => seconds(limit).map(Straggler::Deadline),
+        Some(("partial", limit)) => seconds(limit).map(Straggler::Partial),
+        _ => None,
+    }
+}
+
+/// Return what is to be said about a variable of this name, if anything is.
+fn warning(name: &str) -> Option<Warning> {
+    if let Some(&(old, new)) = DEPRECATED.iter().find(|(old, _)| *old == name) {
+        return Some(Warning::Deprecated { old, new });
+    }
+    let is_known = KNOWN.contains(&name) || !name.starts_with("SUMAC_") || name.starts_with(TESTS);
+    (!is_known).then(|| Warning::Unknown { name: name.to_owned(), similar: similar(name) })
+}
+
+/// Return the known name that the fewest edits make of this one, if two are enough.
+fn similar(name: &str) -> Option<&'static str> {
+    let near = KNOWN.into_iter().map(|known| (distance(name, known), known)).min();
+    near.filter(|&(edits, _)| edits <= 2).map(|(_, known)| known)
+}
+
+/// Count the bytes to insert, delete or replace that make `b` of `a` (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.bytes().enumerate() {
+            let replaced = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+/// Variables of this project's own tests begin so.
+const TESTS: &str = "SUMAC_TEST_";
+
+/// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
+const KNOWN: [&str; 25] = [
+    "SUMAC_ALGO",
+    "SUMAC_BIND",
+    "SUMAC_CARDS",
+    "SUMAC_DEADLINE",
+    "SUMAC_DEVICE_USER",
+    "SUMAC_HOST",
+    "SUMAC_JOB",
+    "SUMAC_JOIN_TIMEOUT",
+    "SUMAC_LOG",
+    "SUMAC_ORDER",
+    "SUMAC_PORT",
+    "SUMAC_REPAIR",
+    "SUMAC_STRAGGLER",
+    "SUMAC_SUPERVISOR",
+    "SUMAC_TENANT",
+    "SUMAC_TRANSPORT",
+    "SUMAC_UDP_GRO",
+    "SUMAC_UDP_GSO",
+    "SUMAC_UDP_MAX_PACKET",
+    "SUMAC_UDP_PEER",
+    "SUMAC_UDP_RECEIVE_BUFFER",
+    "SUMAC_UDP_SEND_BUFFER",
+    "SUMAC_UDP_SPIN_US",
+    "SUMAC_VERBS",
+    "SUMAC_WAIT_FOR_TREE",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::controller::proto::Transport;
+    use crate::select::Algo;
+
+    fn config(variables: &[(&str, &str)]) -> Result<JoinConfig, JoinError> {
+        let all = [("RANK", "1"), ("WORLD_SIZE", "2")].iter().chain(variables).rev();
+        read(|name| all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).into()))
+    }
+
+    #[test]
+    fn unset_variables_leave_the_defaults() {
+        let config = config(&[]).expect("RANK and WORLD_SIZE suffice");
+        let controller = SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT));
+        assert_eq!(format!("{config:?}"), format!("{:?}", JoinConfig::new(controller, "default", 1, 2)));
+    }
+
+    #[test]
+    fn each_variable_sets_its_field() {
+        let set = [
+            ("SUMAC_PORT", "9"),
+            ("SUMAC_JOB", "j"),
+            ("SUMAC_HOST", "node7"),
+            ("SUMAC_ORDER", "fold"),
+            ("SUMAC_ALGO", "ring"),
+            ("SUMAC_DEADLINE", "0.25"),
+            ("SUMAC_JOIN_TIMEOUT", "5"),
+            ("SUMAC_BIND", "10.0.0.7"),
+            ("SUMAC_TRANSPORT", "verbs"),
+            ("SUMAC_VERBS", "mlx5_0:1"),
+            ("SUMAC_REPAIR", "0"),
+            ("SUMAC_TENANT", "team-a"),
+            ("SUMAC_WAIT_FOR_TREE", "90"),
+            ("SUMAC_STRAGGLER", "partial:1.5"),
+            ("SUMAC_UDP_MAX_PACKET", "8192"),
+            ("SUMAC_UDP_PEER", "10.0.0.1:7000"),
+            ("SUMAC_UDP_RECEIVE_BUFFER", "65536"),
+            ("SUMAC_UDP_SEND_BUFFER", "32768"),
+            ("SUMAC_UDP_GSO", "off"),
+            ("SUMAC_UDP_GRO", "off"),
+            ("SUMAC_UDP_SPIN_US", "15"),
+        ];
+        let read = config(&set).expect("all are valid");
+        let mut expected = JoinConfig::new(SocketAddr::from(([127, 0, 0, 1], 9)), "j", 1, 2);
+        expected.host = Some("node7".into());
+        (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
+        (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
+        expected.bind = "10.0.0.7".parse().expect("an address");
+        (expected.transport, expected.verbs) = (Transport::Verbs, Some("mlx5_0:1".into()));
+        (expected.repair, expected.tenant) = (false, "team-a".into());
+        (expected.wait_for_tree, expected.straggler) =
+            (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
+        expected.udp.max_packet_len_bytes = Some(8192);
+        expected.udp.peer = Some("10.0.0.1:7000".parse().expect("an address"));
+        (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);
+        (expected.udp.gso, expected.udp.gro) = (Offload::Off, Offload::Off);
+        expected.udp.spin = Duration::from_micros(15);
+        assert_eq!(format!("{read:?}"), format!("{expected:?}"));
+        assert!(set.iter().all(|(name, _)| KNOWN.contains(name)), "a variable is missing from KNOWN");
+    }
+
+    #[test]
+    fn transport_variable_beats_its_deprecated_name() {
+        let old = config(&[("SUMAC_ATTACH", "shm")]).expect("the old name still works");
+        assert_eq!(old.transport, Transport::Shm);
+        let both = config(&[("SUMAC_ATTACH", "shm"), ("SUMAC_TRANSPORT", "udp")]).expect("both are valid");
+        assert_eq!(both.transport, Transport::Udp);
+    }
+
+    #[test]
+    fn invalid_value_error_names_variable_value_and_choices() {
+        for (name, value, selection_cache) in [
+            ("SUMAC_TRANSPORT", "roce", "auto, udp, shm, verbs, rdma"),
+            ("SUMAC_ATTACH", "roce", "auto, udp, shm, verbs, rdma"),
+            ("SUMAC_PORT", "70000", "port"),
+            ("RANK", "first", "number"),
+            ("SUMAC_TENANT", "a=b", "letters, digits"),
+            ("SUMAC_WAIT_FOR_TREE", "soon", "number of seconds"),
+            ("SUMAC_DEADLINE", "-1", "number of seconds"),
+            ("SUMAC_ORDER", "random", "arrival, fold, pairwise"),
+            ("SUMAC_ALGO", "star", "tree"),
+            ("SUMAC_REPAIR", "maybe", "1, 0"),
+            ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
+            ("SUMAC_BIND", "eth0", "IP address"),
+            ("SUMAC_UDP_GSO", "on", "auto, off"),
+        ] {
+            let error = config(&[(name, value)]).expect_err("refused").to_string();
+            assert!(error.contains(name) && error.contains(value) && error.contains(selection_cache), "{error}");
+        }
+    }
+
+    #[test]
+    fn unknown_variable_warning_suggests_the_closest_name() {
+        let text = |name| warning(name).map(|warning| warning.to_string());
+        assert_eq!(
+            text("SUMAC_TENNANT").as_deref(),
+            Some("unknown environment variable SUMAC_TENNANT; did you mean SUMAC_TENANT?")
+        );
+        assert_eq!(text("SUMAC_COLOUR").as_deref(), Some("unknown environment variable SUMAC_COLOUR"));
+        assert_eq!(text("SUMAC_ATTACH").as_deref(), Some("SUMAC_ATTACH is deprecated; use SUMAC_TRANSPORT"));
+        for quiet in ["SUMAC_TRANSPORT", "SUMAC_TEST_ROLE", "SUMACH", "RANK"] {
+            assert_eq!(text(quiet), None);
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! The resource ledger: what the groups of all jobs hold on each device, and the quotas of tenants.
+//!
+//! A group is claimed on all nodes of its tree or on none, before any request is sent to a device, and freed once. So
+//! resources count as taken while they are being reserved, and nothing waits for a device while the ledger is locked. A
+//! group never grows: it holds its claim unchanged until it is freed (PROTOCOL 10).
+//!
+//! Invariants: on no device do claims exceed its capacity; no tenant holds more groups than its quota, nor more slots
+//! or memory on any device.
+
+use std::collections::BTreeMap;
+use sumac_hal::ids::{BootId, GroupId};
+use sumac_hal::planted;
+use thiserror::Error;
+
+/// A tenant's quota. `None` means unlimited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+pub struct Quota {
+    /// Groups: jobs with a tree, including sub-communicators.
+    pub groups: Option<u64>,
+    /// Slots per shard of a device.
+    pub slots: Option<u64>,
+    /// Memory per shard of a device, for slots and redo slots together, in bytes.
+    pub memory_bytes: Option<u64>,
+}
+
+/// The quotas of all tenants.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Quotas {
+    /// The quota of tenants without one of their own.
+    pub other: Quota,
+    /// Quotas by tenant.
+    pub tenants: BTreeMap<String, Quota>,
+}
+
+impl Quotas {
+    /// The quota of a tenant.
+    pub fn of(&self, tenant: &str) -> Quota {
+        self.tenants.get(tenant).copied().unwrap_or(self.other)
+    }
+}
+
+/// An incarnation of a device. Within one incarnation it may reconnect and keeps its groups.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct DeviceKey {
+    pub(super) name: String,
+    pub(super) boot_id: BootId,
+}
+
+/// Resources of a device: its capacity, or what is held of it. All but `groups` are per shard.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Resources {
+    pub(super) groups: u64,
+    pub(super) slots: u64,
+    pub(super) memory_bytes: u64,
+    pub(super) redo_memory_bytes: u64,
+}
+
+impl Resources {
+    fn add(self, other: Self) -> Self {
+        Self {
+            groups: self.groups.saturating_add(other.groups),
+            slots: self.slots.saturating_add(other.slots),
+            memory_bytes: self.memory_bytes.saturating_add(other.memory_bytes),
+            redo_memory_bytes: self.redo_memory_bytes.saturating_add(other.redo_memory_bytes),
+        }
+    }
+
+    /// Memory for slots and redo slots together.
+    const fn all_memory_bytes(self) -> u64 {
+        self.memory_bytes.saturating_add(self.redo_memory_bytes)
+    }
+}
+
+/// What a group needs on each device of its tree.
+pub(super) type Needs = Vec<(DeviceKey, Resources)>;
+
+/// A group, its tenant, and what it holds.
+#[derive(Debug, Clone)]
+pub(super) struct Claim {
+    pub(super) group: GroupId,
+    pub(super) tenant: String,
+    pub(super) needs: Needs,
+}
+
+/// What is available to a tenant on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Available {
+    /// The lesser of what the device and the quota leave; likewise for `slots`.
+    pub(super) groups: u64,
+    pub(super) slots: u64,
+    /// What the device leaves; likewise for `redo_memory_bytes`.
+    pub(super) memory_bytes: u64,
+    pub(super) redo_memory_bytes: u64,
+    /// What the quota leaves, for both kinds of memory together.
+    pub(super) quota_memory_bytes: u64,
+}
+
+/// Why a claim is refused.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub(super) enum Shortage {
+    /// The tenant's quota of groups is exhausted.
+    #[error("quota exceeded: tenant {tenant} holds {used} of {limit} groups and needs {need} more")]
+    Groups { tenant: String, used: u64, limit: u64, need: u64 },
+    /// The tenant's quota on a device is exhausted.
+    #[error(
+        "quota exceeded: tenant {tenant} holds {used} of {limit} {what} on device {device} and needs at least {need} \
+         more"
+    )]
+    Quota { tenant: String, device: String, what: &'static str, used: u64, limit: u64, need: u64 },
+    /// The device is full.
+    #[error("device {device} is full: {used} of {limit} {what} in use, at least {need} more needed")]
+    Device { device: String, what: &'static str, used: u64, limit: u64, need: u64 },
+}
+
+impl Shortage {
+    /// Whether the tenant's quota is exhausted, rather than a device.
+    pub(super) const fn is_quota(&self) -> bool {
+        matches!(self, Self::Groups { .. } | Self::Quota { .. })
+    }
+}
+
+/// What a tenant holds; slots and memory as the maximum over devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Usage {
+    pub(super) groups: u64,
+    pub(super) slots: u64,
+    pub(super) memory_bytes: u64,
+}
+
+/// Tracks claims on devices and enforces quotas.
+#[derive(Debug, Clone, Default)]
+pub(super) struct ResourceLedger {
+    quotas: Quotas,
+    /// The capacity of each connected device.
+    capacities: BTreeMap<DeviceKey, Resources>,
+    claims: BTreeMap<GroupId, Claim>,
+    /// Incremented by every change that may let a queued job fit.
+    version: u64,
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<sumac_hal::planted::Bug>,
+}
+
+impl ResourceLedger {
+    pub(super) fn new(quotas: Quotas) -> Self {
+        Self { quotas, ..Self::default() }
+    }
+
+    /// Add a connected device. Claims from an earlier connection of the same incarnation still count.
+    pub(super) fn add_device(&mut self, device: DeviceKey, capacity: Resources) {
+        self.capacities.insert(device, capacity);
+        self.version += 1;
+    }
+
+    /// Remove a disconnected device. Claims on it stay until their groups are freed.
+    pub(super) fn remove_device(&mut self, device: &DeviceKey) {
+        self.capacities.remove(device);
+    }
+
+    /// Record another change that may let a queued job fit.
+    pub(super) const fn bump_version(&mut self) {
+        self.version += 1;
+    }
+
+    pub(super) const fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// A copy without any claims.
+    pub(super) fn without_claims(&self) -> Self {
+        Self { claims: BTreeMap::new(), ..self.clone() }
+    }
+
+    /// A copy without quotas.
+    pub(super) fn without_quotas(&self) -> Self {
+        Self { quotas: Quotas::default(), ..self.clone() }
+    }
+
+    /// Claim resources for a group on all its devices, or on none.
+    pub(super) fn claim(&mut self, claim: Claim) -> Result<(), Shortage> {
+        debug_assert!(!self.claims.contains_key(&claim.group), "{} is claimed twice", claim.group);
+        let checked = self.check(&claim.tenant, &claim.needs);
+        if checked.is_ok() || planted!(self, QuotaAfterBooking) {
+            self.claims.insert(claim.group, claim);
+        }
+        checked
+    }
+
+    /// Free a group. Returns false if it holds nothing.
+    pub(super) fn free(&mut self, group: GroupId) -> bool {
+        let was_held = self.claims.remove(&group).is_some();
+        self.version += u64::from(was_held);
+        was_held
+    }
+
+    /// Check whether a claim would succeed. Returns the first shortage.
+    pub(super) fn check(&self, tenant: &str, needs: &[(DeviceKey, Resources)]) -> Result<(), Shortage> {
+        let quota = self.quotas.of(tenant);
+        let (used, limit) = (self.groups_of(tenant), quota.groups.unwrap_or(u64::MAX));
+        if used >= limit {
+            return Err(Shortage::Groups { tenant: tenant.to_owned(), used, limit, need: 1 });
+        }
+        needs.iter().try_for_each(|(device, need)| self.check_on(tenant, &quota, device, *need))
+    }
+
+    fn check_on(&self, tenant: &str, quota: &Quota, key: &DeviceKey, need: Resources) -> Result<(), Shortage> {
+        let capacity = self.capacities.get(key).copied().unwrap_or_default();
+        let (used, own) = (self.used(key, None), self.used(key, Some(tenant)));
+        let device = || key.name.clone();
+        let on_device = |what, used: u64, limit, need| {
+            let fits = used.checked_add(need).is_some_and(|all| all <= limit);
+            if fits { Ok(()) } else { Err(Shortage::Device { device: device(), what, used, limit, need }) }
+        };
+        let in_quota = |what, used: u64, limit: Option<u64>, need| {
+            let Some(limit) = limit else { return Ok(()) };
+            let fits = used.checked_add(need).is_some_and(|all| all <= limit);
+            let tenant = tenant.to_owned();
+            if fits { Ok(()) } else { Err(Shortage::Quota { tenant, device: device(), what, used, limit, need }) }
+        };
+        on_device("groups", used.groups, capacity.groups, need.groups)?;
+        in_quota("slots", own.slots, quota.slots, need.slots)?;
+        on_device("slots", used.slots, capacity.slots, need.slots)?;
+        let (own, all) = (own.all_memory_bytes(), need.all_memory_bytes());
+        in_quota("bytes of slot and redo memory", own, quota.memory_bytes, all)?;
+        on_device("bytes of slot memory", used.memory_bytes, capacity.memory_bytes, need.memory_bytes)?;
+        let (used, limit, need) = (used.redo_memory_bytes, capacity.redo_memory_bytes, need.redo_memory_bytes);
+        on_device("bytes of redo memory", used, limit, need)
+    }
+
+    /// What a tenant could claim on a device.
+    pub(super) fn available(&self, tenant: &str, device: &DeviceKey) -> Available {
+        let capacity = self.capacities.get(device).copied().unwrap_or_default();
+        let (used, own) = (self.used(device, None), self.used(device, Some(tenant)));
+        let quota = if planted!(self, QuotaAfterBooking) { Quota::default() } else { self.quotas.of(tenant) };
+        let allowed = |limit: Option<u64>, own| limit.map_or(u64::MAX, |limit| limit.saturating_sub(own));
+        let groups = allowed(quota.groups, self.groups_of(tenant));
+        Available {
+            groups: capacity.groups.saturating_sub(used.groups).min(groups),
+            slots: capacity.slots.saturating_sub(used.slots).min(allowed(quota.slots, own.slots)),
+            memory_bytes: capacity.memory_bytes.saturating_sub(used.memory_bytes),
+            redo_memory_bytes: capacity.redo_memory_bytes.saturating_sub(used.redo_memory_bytes),
+            quota_memory_bytes: allowed(quota.memory_bytes, own.all_memory_bytes()),
+        }
+    }
+
+    /// What is claimed on a device, by one tenant or by all.
+    fn used(&self, device: &DeviceKey, tenant: Option<&str>) -> Resources {
+        let claims = self.claims.values().filter(|claim| tenant.is_none_or(|tenant| claim.tenant == tenant));
+        let needs = claims.flat_map(|claim| &claim.needs).filter(|(key, _)| key == device);
+        needs.fold(Resources::default(), |sum, (_, need)| sum.add(*need))
+    }
+
+    fn groups_of(&self, tenant: &str) -> u64 {
+        self.claims.values().filter(|claim| claim.tenant == tenant).count() as u64
+    }
+
+    /// The tenants that hold something or have a quota, with repetitions.
+    pub(super) fn tenants(&self) -> impl Iterator<Item = String> {
+        let named = self.quotas.tenants.keys();
+        named.chain(self.claims.values().map(|claim| &claim.tenant)).cloned()
+    }
+
+    /// A tenant's usage and quota.
+    pub(super) fn usage(&self, tenant: &str) -> (Usage, Quota) {
+        let on = |device: &DeviceKey| self.used(device, Some(tenant));
+        let claims = self.claims.values().filter(|claim| claim.tenant == tenant);
+        let devices = claims.flat_map(|claim| claim.needs.iter().map(|(device, _)| on(device)));
+        let held = devices.fold(Usage { groups: self.groups_of(tenant), ..Usage::default() }, |held, used| Usage {
+            slots: held.slots.max(used.slots),
+            memory_bytes: held.memory_bytes.max(used.all_memory_bytes()),
+            ..held
+        });
+        (held, self.quotas.of(tenant))
+    }
+
+    /// A tenant's dominant share (Ghodsi et al., NSDI 2011) in millionths: the largest fraction that it holds of any
+    /// resource of all connected devices together.
+    pub(super) fn dominant_share(&self, tenant: &str) -> u64 {
+        let claims = self.claims.values().filter(|claim| claim.tenant == tenant);
+        self.dominant_share_of(claims.flat_map(|claim| &claim.needs))
+    }
+
+    /// The dominant share that `needs` would be.
+    pub(super) fn dominant_share_of<'n>(&self, needs: impl Iterator<Item = &'n (DeviceKey, Resources)>) -> u64 {
+        let here = needs.filter(|(device, _)| self.capacities.contains_key(device));
+        let held = here.fold(Resources::default(), |sum, (_, need)| sum.add(*need));
+        let all = self.capacities.values().fold(Resources::default(), |sum, capacity| sum.add(*capacity));
+        let part = |held: u64, all: u64| (u128::from(held) * 1_000_000 / u128::from(all.max(1))) as u64;
+        let parts = [
+            part(held.groups, all.groups),
+            part(held.slots, all.slots),
+            part(held.memory_bytes, all.memory_bytes),
+            part(held.redo_memory_bytes, all.redo_memory_bytes),
+        ];
+        parts.into_iter().max().unwrap_or(0)
+    }
+
+    /// All claims.
+    #[cfg(feature = "snapshot")]
+    pub(super) fn claims(&self) -> impl Iterator<Item = &Claim> {
+        self.claims.values()
+    }
+
+    /// Adopt the claims of an earlier incarnation: a planted bug.
+    #[cfg(all(feature = "planted", feature = "snapshot"))]
+    pub(super) fn inherit_claims(&mut self, earlier: Self) {
+        self.claims = earlier.claims;
+    }
+
+    /// What all tenants hold on a device, for tests of conservation.
+    #[cfg(test)]
+    pub(super) fn total_claimed(&self, device: &DeviceKey) -> Resources {
+        self.used(device, None)
+    }
+}
+
+#[cfg(test)]
+mod tests;

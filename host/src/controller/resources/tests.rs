@@ -1,0 +1,193 @@
+use super::*;
+use proptest::prelude::*;
+
+const DEVICES: [&str; 3] = ["a", "b", "c"];
+const TENANTS: [&str; 3] = ["x", "y", "z"];
+
+pub(in crate::controller) fn device(name: &str) -> DeviceKey {
+    DeviceKey { name: name.into(), boot_id: BootId(1) }
+}
+
+pub(in crate::controller) fn capacity(groups: u64, slots: u64) -> Resources {
+    Resources { groups, slots, memory_bytes: 1000, redo_memory_bytes: 500 }
+}
+
+fn need(slots: u64) -> Resources {
+    Resources { groups: 1, slots, memory_bytes: 10 * slots, redo_memory_bytes: 3 * slots }
+}
+
+fn ledger(quotas: Quotas) -> ResourceLedger {
+    let mut ledger = ResourceLedger::new(quotas);
+    DEVICES.iter().for_each(|name| ledger.add_device(device(name), capacity(5, 64)));
+    ledger
+}
+
+fn claim(group: u32, tenant: &str, devices: &[&str], slots: u64) -> Claim {
+    let needs = devices.iter().map(|name| (device(name), need(slots))).collect();
+    Claim { group: GroupId(group), tenant: tenant.into(), needs }
+}
+
+fn quota(groups: u64, slots: u64, memory_bytes: u64) -> Quota {
+    Quota { groups: Some(groups), slots: Some(slots), memory_bytes: Some(memory_bytes) }
+}
+
+#[test]
+fn shortage_names_tenant_limit_and_usage() {
+    let quotas = Quotas { other: Quota::default(), tenants: [("x".into(), quota(2, 40, 400))].into() };
+    let mut ledger = ledger(quotas);
+    ledger.claim(claim(1, "x", &["a"], 30)).expect("within everything");
+    let short = |ledger: &ResourceLedger, tenant, devices: &[&str], slots| {
+        let short = ledger.check(tenant, &claim(9, tenant, devices, slots).needs).expect_err("too much");
+        (short.is_quota(), short.to_string())
+    };
+    let slots = "quota exceeded: tenant x holds 30 of 40 slots on device a and needs at least 12 more";
+    assert_eq!(short(&ledger, "x", &["b", "a"], 12), (true, slots.into()));
+    // 13 bytes a slot, of both kinds of memory: 31 slots have 403.
+    let memory =
+        "quota exceeded: tenant x holds 0 of 400 bytes of slot and redo memory on device b and needs at least 403 more";
+    assert_eq!(short(&ledger, "x", &["b"], 31), (true, memory.into()));
+    let total_claimed = "device a is full: 30 of 64 slots in use, at least 35 more needed";
+    assert_eq!(short(&ledger, "y", &["c", "a"], 35), (false, total_claimed.into()));
+    ledger.claim(claim(2, "x", &["b"], 1)).expect("within everything");
+    let groups = "quota exceeded: tenant x holds 2 of 2 groups and needs 1 more";
+    assert_eq!(short(&ledger, "x", &["c"], 1), (true, groups.into()));
+    (3..7).for_each(|group| ledger.claim(claim(group, "y", &["a"], 1)).expect("within everything"));
+    let full = "device a is full: 5 of 5 groups in use, at least 1 more needed";
+    assert_eq!(short(&ledger, "y", &["a"], 1), (false, full.into()));
+    assert!(ledger.without_quotas().check("x", &claim(9, "x", &["c"], 1).needs).is_ok());
+    assert!(ledger.without_claims().check("x", &claim(9, "x", &["a"], 30).needs).is_ok());
+    let gone = short(&ledger, "y", &["nowhere"], 1).1;
+    assert!(gone.contains("device nowhere"), "{gone}");
+}
+
+#[test]
+fn claims_survive_a_reconnect_but_not_a_restart() {
+    let mut ledger = ledger(Quotas::default());
+    ledger.claim(claim(1, "x", &["a"], 60)).expect("free");
+    ledger.remove_device(&device("a"));
+    ledger.add_device(device("a"), capacity(5, 64));
+    assert!(ledger.check("y", &claim(2, "y", &["a"], 5).needs).is_err());
+    let restarted = DeviceKey { boot_id: BootId(2), ..device("a") };
+    ledger.remove_device(&device("a"));
+    ledger.add_device(restarted.clone(), capacity(5, 64));
+    assert!(ledger.check("y", &[(restarted, need(64))]).is_ok());
+}
+
+#[test]
+fn available_is_the_lesser_of_device_and_quota() {
+    let quotas = Quotas { other: quota(3, 20, 100), tenants: BTreeMap::new() };
+    let mut ledger = ledger(quotas);
+    ledger.claim(claim(1, "x", &["a"], 5)).expect("free");
+    let left = ledger.available("x", &device("a"));
+    assert_eq!((left.groups, left.slots, left.memory_bytes, left.quota_memory_bytes), (2, 15, 950, 35));
+    let left = ledger.available("y", &device("a"));
+    assert_eq!((left.groups, left.slots, left.redo_memory_bytes, left.quota_memory_bytes), (3, 20, 485, 100));
+    assert_eq!(ledger.available("y", &device("nowhere")).slots, 0);
+}
+
+#[test]
+fn dominant_share_is_the_largest_fraction_of_any_resource() {
+    let mut ledger = ledger(Quotas::default());
+    assert_eq!(ledger.dominant_share("x"), 0);
+    // One of 15 groups, 6 of 192 slots, 60 of 3000 bytes, 18 of 1500.
+    ledger.claim(claim(1, "x", &["a"], 6)).expect("free");
+    assert_eq!(ledger.dominant_share("x"), 66_666);
+    ledger.claim(claim(2, "x", &["b"], 40)).expect("free");
+    assert_eq!(ledger.dominant_share("x"), 46 * 1_000_000 / 192);
+    assert_eq!(ledger.dominant_share("y"), 0);
+    ledger.remove_device(&device("b"));
+    assert_eq!(ledger.dominant_share("x"), 100_000, "a device that is gone is no share of anything");
+}
+
+#[derive(Debug, Clone)]
+enum DraftStep {
+    Claim { tenant: usize, devices: [bool; 3], slots: u64 },
+    Free(usize),
+}
+
+fn steps() -> impl Strategy<Value = Vec<DraftStep>> {
+    let claim = (0..3_usize, any::<[bool; 3]>(), 1..40_u64).prop_map(|(tenant, devices, slots)| DraftStep::Claim {
+        tenant,
+        devices,
+        slots,
+    });
+    prop::collection::vec(prop_oneof![3 => claim, 1 => any::<usize>().prop_map(DraftStep::Free)], 1..80)
+}
+
+/// What the active claims hold on a device, added up independently of the ledger.
+fn sum(active: &[Claim], tenant: Option<&str>, name: &str) -> Resources {
+    let of = active.iter().filter(|claim| tenant.is_none_or(|tenant| claim.tenant == tenant));
+    let needs = of.flat_map(|claim| &claim.needs).filter(|(key, _)| *key == device(name));
+    needs.fold(Resources::default(), |sum, (_, need)| Resources {
+        groups: sum.groups + need.groups,
+        slots: sum.slots + need.slots,
+        memory_bytes: sum.memory_bytes + need.memory_bytes,
+        redo_memory_bytes: sum.redo_memory_bytes + need.redo_memory_bytes,
+    })
+}
+
+/// Whether all claims are within devices' capacities and tenants' quotas.
+fn is_within(active: &[Claim], quotas: &Quotas) -> bool {
+    let capacity = capacity(5, 64);
+    let fits = |held: Resources| {
+        held.groups <= capacity.groups
+            && held.slots <= capacity.slots
+            && held.memory_bytes <= capacity.memory_bytes
+            && held.redo_memory_bytes <= capacity.redo_memory_bytes
+    };
+    let allowed = |tenant: &&str| {
+        let quota = quotas.of(tenant);
+        let groups = active.iter().filter(|claim| claim.tenant == **tenant).count() as u64;
+        let on = DEVICES.map(|name| sum(active, Some(tenant), name));
+        groups <= quota.groups.unwrap_or(u64::MAX)
+            && on.iter().all(|held| held.slots <= quota.slots.unwrap_or(u64::MAX))
+            && on
+                .iter()
+                .all(|held| held.memory_bytes + held.redo_memory_bytes <= quota.memory_bytes.unwrap_or(u64::MAX))
+    };
+    DEVICES.iter().all(|name| fits(sum(active, None, name))) && TENANTS.iter().all(allowed)
+}
+
+proptest! {
+    /// A claim succeeds exactly if all limits still hold with it, on all devices or on none. Once all claims are freed,
+    /// nothing is held.
+    #[test]
+    fn claims_balance_and_succeed_exactly_within_limits(steps in steps(), x in (1..4_u64, 1..64_u64, 1..800_u64), y in 1..6_u64) {
+        let quotas = Quotas {
+            other: Quota::default(),
+            tenants: [("x".into(), quota(x.0, x.1, x.2)), ("y".into(), Quota { groups: Some(y), ..Quota::default() })].into(),
+        };
+        let mut ledger = ledger(quotas.clone());
+        let mut active: Vec<Claim> = Vec::new();
+        for (group, step) in (0..).zip(steps) {
+            match step {
+                DraftStep::Claim { tenant, devices, slots } => {
+                    let on: Vec<&str> = DEVICES.into_iter().zip(devices).filter(|(_, on)| *on).map(|(name, _)| name).collect();
+                    let claim = claim(group, TENANTS[tenant], &on, slots);
+                    active.push(claim.clone());
+                    let fits = is_within(&active, &quotas);
+                    prop_assert_eq!(ledger.claim(claim).is_ok(), fits);
+                    if !fits {
+                        active.pop();
+                    }
+                }
+                DraftStep::Free(which) if !active.is_empty() => {
+                    let claim = active.swap_remove(which % active.len());
+                    prop_assert!(ledger.free(claim.group));
+                    prop_assert!(!ledger.free(claim.group), "once");
+                }
+                DraftStep::Free(_) => {}
+            }
+            for name in DEVICES {
+                prop_assert_eq!(ledger.total_claimed(&device(name)), sum(&active, None, name));
+            }
+        }
+        for claim in active {
+            ledger.free(claim.group);
+        }
+        for name in DEVICES {
+            prop_assert_eq!(ledger.total_claimed(&device(name)), Resources::default());
+        }
+        prop_assert!(TENANTS.iter().all(|tenant| ledger.usage(tenant).0 == Usage::default()));
+    }
+}

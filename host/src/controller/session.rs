@@ -1,0 +1,383 @@
+//! The client side of the controller protocol: a rank's session, and status requests.
+
+use super::limits::REPLY_LEN_MAX;
+use super::proto::{
+    AbortReason, ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, QueuePosition, ResumeRequest,
+    StatusReport,
+};
+use super::session_reader::{Connection, ReplanReply, SessionReader, SurvivorsReply};
+use std::io::ErrorKind;
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use sumac_hal::ctrl::{FrameReader, Hello, StreamError, send};
+use sumac_hal::ids::Rank;
+use thiserror::Error;
+
+/// Why a request to the controller failed.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// The controller cannot be reached.
+    #[error("no controller at {addr}: {source}; start one with `sumac controller`")]
+    Connect {
+        /// The address.
+        addr: SocketAddr,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// The connection failed, or the peer sent malformed data.
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    /// The controller refused.
+    #[error(transparent)]
+    Refused(#[from] JoinRefusal),
+    /// The other ranks did not join in time.
+    #[error("not all {world} ranks of job {job:?} joined within {} s", timeout.as_secs())]
+    Timeout {
+        /// The job.
+        job: String,
+        /// How many ranks it has.
+        world: u32,
+        /// How long this one waited.
+        timeout: Duration,
+    },
+    /// The controller refused to replace the tree.
+    #[error("cannot replace the tree of view {view}: {reason}")]
+    ReplanRefused {
+        /// The view whose tree is lost.
+        view: u32,
+        /// The controller's reason.
+        reason: String,
+    },
+    /// The other ranks did not request a new tree in time.
+    #[error("not all ranks requested a replacement for the tree of view {view} within {} ms", waited.as_millis())]
+    ReplanTimeout {
+        /// The view whose tree is lost.
+        view: u32,
+        /// How long this one waited.
+        waited: Duration,
+    },
+    /// A restarted controller refused to resume this rank, which continues without one.
+    #[error("the restarted controller refused this rank: {refusal}")]
+    ResumeRefused {
+        /// The refusal.
+        refusal: JoinRefusal,
+    },
+    /// The controller was lost while this rank waited for a new tree.
+    #[error("lost the controller while waiting for a replacement for the tree of view {view}")]
+    ControllerLost {
+        /// The view whose tree is lost.
+        view: u32,
+    },
+    /// The controller could not tell which ranks survive.
+    #[error("cannot determine the surviving ranks: {reason}")]
+    NoSurvivors {
+        /// The reason.
+        reason: String,
+    },
+    /// The reply does not match the request.
+    #[error("unexpected controller reply; the controller may be of another version")]
+    ReplanReply,
+}
+
+/// A notification from the controller to a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Notice {
+    /// A rank's connection closed without leaving the job.
+    RankLost(Rank),
+    /// A rank, possibly this one, aborted the job. Precedes any [`Notice::RankLost`] that follows from the abort.
+    Aborted(AbortReason),
+    /// The tree of `view` is lost. Request another one with [`Session::replan`].
+    TreeLost {
+        /// The view whose tree is lost. A job starts at view 0, and each [`Session::replan`] starts the next one.
+        view: u32,
+    },
+    /// A tree is available for a job that runs without one. Answer with [`ClientRequest::Pause`].
+    Offer {
+        /// The job's view.
+        view: u32,
+    },
+    /// All ranks request the offered tree right before call number `call`.
+    MoveAt {
+        /// The view of the offer.
+        view: u32,
+        /// The call's number.
+        call: u64,
+    },
+    /// The offer is withdrawn, or the controller is lost.
+    OfferWithdrawn,
+    /// The connection to the controller is lost. No notifications arrive until [`Notice::ControllerBack`].
+    ControllerLost,
+    /// A restarted controller has resumed the job.
+    ControllerBack {
+        /// The job's new view.
+        view: u32,
+    },
+    /// A restarted controller refused this rank. There are no further notifications or reconnects.
+    ResumeRefused(JoinRefusal),
+    /// The job's position in the queue for a tree has changed. `None`: it is not queued.
+    Queued(Option<QueuePosition>),
+}
+
+/// A rank's session with the controller while it takes part in a job. If the connection is lost, the session reconnects
+/// to the same address and resumes the job there ([`Notice::ControllerBack`]).
+#[derive(Debug)]
+pub struct Session {
+    connection: Arc<Mutex<Connection>>,
+    /// Replies to [`Session::replan`] and ends of the connection, from the reader thread.
+    replan_replies: Mutex<Receiver<ReplanReply>>,
+    /// The view whose replan timed out: a tree that still arrives for it is declined.
+    given_up: Arc<Mutex<Option<u32>>>,
+    survivor_replies: Mutex<Receiver<SurvivorsReply>>,
+    reader_thread: Option<JoinHandle<()>>,
+    /// The session is being dropped.
+    is_closing: Arc<AtomicBool>,
+    pid: u32,
+}
+
+pub(super) fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
+    let unreached = |source| ClientError::Connect { addr, source };
+    let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreached)?;
+    stream.set_nodelay(true).map_err(unreached)?;
+    let reader = FrameReader::with_limit(stream.try_clone().map_err(unreached)?, REPLY_LEN_MAX);
+    send(&mut stream, &Hello::Client)?;
+    Ok((stream, reader))
+}
+
+/// Request a controller's status report.
+///
+/// # Errors
+/// [`ClientError`] if the controller cannot be reached or sends an unexpected reply.
+pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
+    let (mut stream, mut reader) = connect(addr)?;
+    stream.set_read_timeout(Some(STATUS_TIMEOUT)).map_err(StreamError::from)?;
+    send(&mut stream, &ClientRequest::Status)?;
+    match reader.recv()? {
+        ClientReply::Status(report) => Ok(report),
+        ClientReply::Refused(refusal) => Err(refusal.into()),
+        _ => Err(ClientError::ReplanReply),
+    }
+}
+
+impl Session {
+    /// Join a job. Waits up to `timeout` for all its ranks, and then for a tree as long as the job's terms say.
+    ///
+    /// From then on a background thread calls `on_notice` with each notification. The callback may return a request as
+    /// its answer. It must not block on [`Session::replan`], whose reply the same thread reads.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn join(
+        addr: SocketAddr,
+        request: JoinRequest,
+        timeout: Duration,
+        on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
+    ) -> Result<(Self, Membership), ClientError> {
+        Self::join_on(addr, request, Vec::new(), timeout, on_notice)
+    }
+
+    /// Join a job on a chain of explicitly chosen devices, root first, with all ranks at the last one. Bypasses the
+    /// fabric, to test single links. An empty list is the same as [`Session::join`].
+    ///
+    /// # Errors
+    /// [`ClientError`]. A device that is not connected is not an error; [`Membership::tree`] gives it as the reason for
+    /// having no tree.
+    pub fn join_on(
+        addr: SocketAddr,
+        request: JoinRequest,
+        devices: Vec<String>,
+        timeout: Duration,
+        on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
+    ) -> Result<(Self, Membership), ClientError> {
+        let (mut stream, mut reader) = connect(addr)?;
+        let (job, world) = (request.job.clone(), request.world);
+        let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
+        let resume_parts = (request.clone(), devices.clone());
+        let join =
+            if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
+        send(&mut stream, &join)?;
+        let timeout = timeout + wait;
+        let deadline = Instant::now() + timeout;
+        stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
+        let membership = match reader.recv() {
+            Ok(ClientReply::Joined(membership)) => *membership,
+            Ok(ClientReply::Refused(refusal)) => return Err(refusal.into()),
+            Ok(_) => return Err(ClientError::ReplanReply),
+            Err(StreamError::Io(error))
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+                    && Instant::now() >= deadline =>
+            {
+                return Err(ClientError::Timeout { job, world, timeout });
+            }
+            Err(error) => return Err(error.into()),
+        };
+        stream.set_read_timeout(None).map_err(StreamError::from)?;
+        let ((replan_sender, replan_replies), (survivor_sender, survivor_replies)) = (channel(), channel());
+        let (request, devices) = resume_parts;
+        let resumption = ResumeRequest {
+            request,
+            devices,
+            view: 0,
+            shrink_count: 0,
+            mesh_token: membership.mesh_token,
+            expression: membership.expression.clone(),
+        };
+        let connection = Arc::new(Mutex::new(Connection::new(stream)));
+        let is_closing = Arc::new(AtomicBool::new(false));
+        let given_up = Arc::new(Mutex::new(None));
+        let session_reader = SessionReader {
+            addr,
+            connection: Arc::clone(&connection),
+            is_closing: Arc::clone(&is_closing),
+            given_up: Arc::clone(&given_up),
+            replan_replies: replan_sender,
+            survivor_replies: survivor_sender,
+            resumption,
+            on_notice,
+        };
+        let thread = std::thread::Builder::new().name("controller".into());
+        let reader_thread = Some(thread.spawn(move || session_reader.run(reader)).map_err(StreamError::from)?);
+        let (replan_replies, survivor_replies) = (Mutex::new(replan_replies), Mutex::new(survivor_replies));
+        let session = Self {
+            connection,
+            replan_replies,
+            given_up,
+            survivor_replies,
+            reader_thread,
+            is_closing,
+            pid: std::process::id(),
+        };
+        Ok((session, membership))
+    }
+
+    /// Report that the tree of `view` is lost. The controller notifies all ranks, including this one, once per view
+    /// ([`Notice::TreeLost`]).
+    pub fn suspect(&self, view: u32) {
+        if let Err(error) = self.send(&ClientRequest::Suspect { view }) {
+            // The reader thread also notices, and `replan` returns the error.
+            tracing::debug!(%error, view, "cannot report a lost tree to the controller");
+        }
+    }
+
+    /// Abort the job on all its ranks. The controller notifies the others ([`Notice::Aborted`]).
+    pub fn abort(&self, reason: AbortReason) {
+        if let Err(error) = self.send(&ClientRequest::Abort(reason)) {
+            // The other ranks detect the failure themselves, unless they reach it after this rank is gone.
+            tracing::debug!(%error, "cannot report the abort to the controller");
+        }
+    }
+
+    /// Request a replacement for the tree of `view`, and wait until all ranks have requested it or until `deadline`.
+    /// The returned membership belongs to view `view + 1`. It may again have no tree, and says why.
+    ///
+    /// # Errors
+    /// [`ClientError::ReplanRefused`] if the job is at another view or has lost a rank; [`ClientError::ReplanTimeout`]
+    /// at the deadline; and at once [`ClientError::ControllerLost`] or [`ClientError::Stream`] if the controller is
+    /// lost, or [`ClientError::ResumeRefused`] if its successor refused this rank.
+    pub fn replan(&self, view: u32, deadline: Instant) -> Result<Membership, ClientError> {
+        let asked = Instant::now();
+        let replan_replies = self.replan_replies.lock().unwrap_or_else(PoisonError::into_inner);
+        // Drop replies and connection ends from before this request.
+        while replan_replies.try_recv().is_ok() {}
+        *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.send(&ClientRequest::Replan { view })?;
+        loop {
+            match replan_replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(Some((other, _))) if other != view => {}
+                Ok(Some((_, Ok(membership)))) => return Ok(*membership),
+                Ok(Some((_, Err(reason)))) => return Err(ClientError::ReplanRefused { view, reason }),
+                Err(RecvTimeoutError::Timeout) => break,
+                Ok(None) | Err(RecvTimeoutError::Disconnected) => return Err(ClientError::ControllerLost { view }),
+            }
+        }
+        // From here on the reader thread declines a late tree; a reply that came before is still in the channel.
+        *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = Some(view);
+        if let Err(error) = self.send(&ClientRequest::AbandonReplan { view }) {
+            // A successor does not know about this rank's request anyway.
+            tracing::debug!(%error, view, "cannot tell the controller that the replan timed out");
+        }
+        match replan_replies.try_iter().flatten().find(|(other, _)| *other == view) {
+            Some((_, Ok(membership))) => Ok(*membership),
+            Some((_, Err(reason))) => Err(ClientError::ReplanRefused { view, reason }),
+            None => Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() }),
+        }
+    }
+
+    /// Request the list of surviving ranks, and wait until all of them have requested it or until `deadline`. Returns
+    /// how many lists the job received before, and the ranks. All survivors get the same list.
+    ///
+    /// # Errors
+    /// [`ClientError::NoSurvivors`] if the job has not begun, or not all have asked in time; at once
+    /// [`ClientError::Stream`] if the controller is gone, [`ClientError::ResumeRefused`] if the next one does not take
+    /// this rank in.
+    pub fn survivors(&self, deadline: Instant) -> Result<(u32, Vec<Rank>), ClientError> {
+        let survivor_replies = self.survivor_replies.lock().unwrap_or_else(PoisonError::into_inner);
+        // Drop the reply to an earlier request that timed out: those ranks have continued without this one.
+        while survivor_replies.try_recv().is_ok() {}
+        self.send(&ClientRequest::Survivors)?;
+        match survivor_replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(Some((round, Ok(ranks)))) => Ok((round, ranks)),
+            Ok(Some((_, Err(reason)))) => Err(ClientError::NoSurvivors { reason }),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(ClientError::NoSurvivors { reason: "not all of them asked before the deadline".into() })
+            }
+            Ok(None) | Err(RecvTimeoutError::Disconnected) => Err(StreamError::Closed.into()),
+        }
+    }
+
+    /// Decline the tree of `view`. `device` is the device that this rank could not attach to, if that is the reason.
+    pub fn decline(&self, view: u32, device: Option<String>, why: &str) {
+        let why = why.chars().take(REASON_SENT_CHARS_MAX).collect();
+        if let Err(error) = self.send(&ClientRequest::Decline { view, device, why }) {
+            // The devices release the group when its lease expires.
+            tracing::debug!(%error, view, "cannot decline the tree at the controller");
+        }
+    }
+
+    /// Answer an offer after [`Notice::Offer`] was handled: this rank starts no call numbered `at` or higher until
+    /// [`Notice::MoveAt`] or [`Notice::OfferWithdrawn`].
+    pub fn pause(&self, view: u32, at: u64) {
+        if let Err(error) = self.send(&ClientRequest::Pause { view, at }) {
+            // The lost connection withdraws the offer.
+            tracing::debug!(%error, view, "cannot answer the offer");
+        }
+    }
+
+    fn send(&self, request: &ClientRequest) -> Result<(), ClientError> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner).send(request)
+    }
+
+    /// Leave the job.
+    pub fn leave(self) {
+        // Best effort: a lost controller has nothing to release. Also sent while the job is being resumed.
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let _ = send(&mut connection.stream, &ClientRequest::Leave);
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // In a forked child the thread does not exist, and the connection belongs to the parent.
+            return std::mem::forget(self.reader_thread.take());
+        }
+        self.is_closing.store(true, Ordering::Release);
+        // Unblocks the reader thread. Data already sent still arrives. Fails only if the peer closed first.
+        let _ = self.connection.lock().unwrap_or_else(PoisonError::into_inner).stream.shutdown(Shutdown::Both);
+        if let Some(reader_thread) = self.reader_thread.take() {
+            reader_thread.thread().unpark();
+            let _ = reader_thread.join();
+        }
+    }
+}
+
+/// How much of a reason is sent, in characters.
+const REASON_SENT_CHARS_MAX: usize = 300;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Long enough for a controller that waits for an unresponsive device.
+const STATUS_TIMEOUT: Duration = Duration::from_secs(30);

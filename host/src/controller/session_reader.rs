@@ -1,0 +1,204 @@
+//! The thread behind a [`Session`](super::Session): reads replies and notifications, and reconnects.
+//!
+//! If the connection is lost, the reader dials the same address until a controller there has resumed the job. Requests
+//! fail at once meanwhile, and pending ones are told that no reply will come. If a controller refuses to resume this
+//! rank, the reader stops and reports the refusal; the job continues without a controller.
+//!
+//! Invariant: only `Resume` and `Leave` are sent on a connection before the controller has replied `Resumed`.
+
+use super::ClientError;
+use super::proto::{ClientReply, ClientRequest, JoinRefusal, Membership, ResumeRequest};
+use super::session::{Notice, connect};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use sumac_hal::ctrl::{FrameReader, StreamError, send};
+use sumac_hal::ids::Rank;
+
+/// The view of a replan request and its outcome. `None`: the connection has ended.
+pub(super) type ReplanReply = Option<(u32, Result<Box<Membership>, String>)>;
+
+/// The round and the surviving ranks. `None`: the connection has ended.
+pub(super) type SurvivorsReply = Option<(u32, Result<Vec<Rank>, String>)>;
+
+/// The pause between attempts to reconnect.
+const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
+
+/// How often to retry when the controller still counts this rank as connected: it may not have noticed yet that the
+/// previous connection ended.
+const TAKEN_RETRIES_MAX: u32 = 20;
+
+/// The connection to the current controller.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub(super) stream: TcpStream,
+    /// Whether the controller has accepted this rank.
+    is_open: bool,
+    /// Set once a controller has refused to resume this rank.
+    refusal: Option<JoinRefusal>,
+}
+
+impl Connection {
+    pub(super) const fn new(stream: TcpStream) -> Self {
+        Self { stream, is_open: true, refusal: None }
+    }
+
+    pub(super) fn send(&mut self, request: &ClientRequest) -> Result<(), ClientError> {
+        match &self.refusal {
+            Some(refusal) => Err(ClientError::ResumeRefused { refusal: refusal.clone() }),
+            None if self.is_open => Ok(send(&mut self.stream, request)?),
+            None => Err(StreamError::Closed.into()),
+        }
+    }
+}
+
+/// The state of the reader thread.
+pub(super) struct SessionReader<N> {
+    pub(super) addr: SocketAddr,
+    pub(super) connection: Arc<Mutex<Connection>>,
+    /// The session is being dropped.
+    pub(super) is_closing: Arc<AtomicBool>,
+    pub(super) given_up: Arc<Mutex<Option<u32>>>,
+    pub(super) replan_replies: Sender<ReplanReply>,
+    pub(super) survivor_replies: Sender<SurvivorsReply>,
+    /// What to tell the next controller.
+    pub(super) resumption: ResumeRequest,
+    pub(super) on_notice: N,
+}
+
+impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
+    /// Read until the session is dropped or a controller refuses this rank.
+    pub(super) fn run(mut self, mut reader: FrameReader<TcpStream>) {
+        loop {
+            while let Ok(reply) = reader.recv() {
+                self.handle_reply(reply);
+            }
+            self.connection().is_open = false;
+            // The session holds the receivers and outlives this thread.
+            let _ = (self.replan_replies.send(None), self.survivor_replies.send(None));
+            // Without a controller there is no queue, and no further `MoveAt`.
+            (self.on_notice)(Notice::Queued(None));
+            if self.is_closing() {
+                (self.on_notice)(Notice::OfferWithdrawn);
+                return;
+            }
+            let (job, rank) = (&self.resumption.request.job, self.resumption.request.rank);
+            tracing::warn!(job, %rank, controller = %self.addr, "lost the controller; the job continues without one");
+            (self.on_notice)(Notice::ControllerLost);
+            match self.reconnect() {
+                Some(found) => reader = found,
+                None => return,
+            }
+        }
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Connection> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_closing(&self) -> bool {
+        self.is_closing.load(Ordering::Acquire)
+    }
+
+    /// Dial until a controller has resumed the job. `None` if the session is dropped or the controller refuses.
+    fn reconnect(&mut self) -> Option<FrameReader<TcpStream>> {
+        let (job, rank) = (self.resumption.request.job.clone(), self.resumption.request.rank);
+        let mut taken = 0;
+        while !self.is_closing() {
+            match self.resume() {
+                Ok((view, reader)) => {
+                    tracing::info!(job, %rank, view, "a controller has resumed the job");
+                    self.resumption.view = self.resumption.view.max(view);
+                    (self.on_notice)(Notice::ControllerBack { view });
+                    return Some(reader);
+                }
+                Err(ClientError::Refused(JoinRefusal::RankTaken { .. })) if taken < TAKEN_RETRIES_MAX => taken += 1,
+                Err(ClientError::Refused(refusal)) => {
+                    tracing::warn!(job, %rank, %refusal, "resume refused; the job continues without a controller");
+                    self.connection().refusal = Some(refusal.clone());
+                    (self.on_notice)(Notice::ResumeRefused(refusal));
+                    return None;
+                }
+                Err(error) => tracing::debug!(job, %rank, %error, "not resumed"),
+            }
+            // Unparked when the session is dropped.
+            std::thread::park_timeout(REDIAL_INTERVAL);
+        }
+        None
+    }
+
+    /// Ask a controller to resume the job, and wait for its reply. Returns the job's new view.
+    fn resume(&self) -> Result<(u32, FrameReader<TcpStream>), ClientError> {
+        let (mut stream, mut reader) = connect(self.addr)?;
+        send(&mut stream, &ClientRequest::Resume(Box::new(self.resumption.clone())))?;
+        {
+            let mut connection = self.connection();
+            // `drop` sets the flag first and then shuts down the stream that it finds here.
+            connection.stream = stream;
+            if self.is_closing() {
+                return Err(StreamError::Closed.into());
+            }
+        }
+        let view = match reader.recv()? {
+            ClientReply::Resumed { view } => view,
+            ClientReply::Refused(refusal) => return Err(refusal.into()),
+            _ => return Err(ClientError::ReplanReply),
+        };
+        self.connection().is_open = true;
+        Ok((view, reader))
+    }
+
+    /// Dispatch a message from the controller.
+    fn handle_reply(&mut self, reply: ClientReply) {
+        let notice = match reply {
+            ClientReply::RankLost(rank) => Notice::RankLost(rank),
+            ClientReply::Aborted(over) => Notice::Aborted(over),
+            ClientReply::TreeLost { view } => Notice::TreeLost { view },
+            ClientReply::Offer { view } => Notice::Offer { view },
+            ClientReply::MoveAt { view, call } => Notice::MoveAt { view, call },
+            ClientReply::OfferWithdrawn => Notice::OfferWithdrawn,
+            ClientReply::Queued(place) => Notice::Queued(place),
+            ClientReply::Replanned { view, membership } => return self.handle_membership(view, membership),
+            ClientReply::ReplanRefused { view, reason } => {
+                let _ = self.replan_replies.send(Some((view, Err(reason))));
+                return;
+            }
+            ClientReply::Survivors { round, ranks } => {
+                self.resumption.shrink_count =
+                    self.resumption.shrink_count.max(round.saturating_add(u32::from(ranks.is_ok())));
+                let _ = self.survivor_replies.send(Some((round, ranks)));
+                return;
+            }
+            _ => return,
+        };
+        if let Notice::TreeLost { view } | Notice::Offer { view } = notice {
+            self.resumption.view = self.resumption.view.max(view);
+        }
+        if let Some(answer) = (self.on_notice)(notice) {
+            self.send(&answer);
+        }
+    }
+
+    fn handle_membership(&mut self, view: u32, membership: Box<Membership>) {
+        self.resumption.view = self.resumption.view.max(view);
+        (self.on_notice)(Notice::Queued(membership.queue));
+        let given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
+        if *given_up != Some(view.wrapping_sub(1)) {
+            let _ = self.replan_replies.send(Some((view.wrapping_sub(1), Ok(membership))));
+        } else if membership.tree.is_ok() {
+            self.send(&ClientRequest::Decline {
+                view,
+                device: None,
+                why: "it arrived after a rank had stopped waiting".into(),
+            });
+        }
+    }
+
+    fn send(&self, request: &ClientRequest) {
+        if let Err(error) = self.connection().send(request) {
+            tracing::debug!(%error, "cannot answer the controller");
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! Encodes memberships for the ranks of a job. Most of a membership is the same for all ranks and grows with their
+//! number, so for large jobs that part is encoded once and shared by all outboxes.
+
+use super::Client;
+use crate::controller::outbox::Frames;
+use crate::controller::proto::{ClientReply, Membership, QueuePosition, TreeMembership};
+use crate::plan::Child;
+use crate::select::CostTable;
+use serde::Serialize;
+use std::net::SocketAddr;
+use sumac_hal::ctrl::{MAX_MESSAGE_LEN, fragment};
+
+/// The fields of a [`Membership`] that all ranks share: the last ones, in the same order.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct SharedFields {
+    pub(super) mesh: Vec<SocketAddr>,
+    pub(super) recovery_mesh: Vec<SocketAddr>,
+    pub(super) mesh_token: u64,
+    pub(super) expression: Vec<Vec<Child>>,
+    pub(super) table: CostTable,
+}
+
+impl SharedFields {
+    fn with(&self, (tree, queue): RankFields) -> Box<Membership> {
+        let Self { mesh, recovery_mesh, mesh_token, expression, table } = self.clone();
+        Box::new(Membership { tree, queue, mesh, recovery_mesh, mesh_token, expression, table })
+    }
+
+    fn without_ranks(&self) -> Self {
+        let (mesh_token, table) = (self.mesh_token, self.table.clone());
+        Self { mesh: Vec::new(), recovery_mesh: Vec::new(), mesh_token, expression: Vec::new(), table }
+    }
+}
+
+/// The fields of a [`Membership`] that differ by rank.
+type RankFields = (Result<TreeMembership, String>, Option<QueuePosition>);
+
+/// The messages to all ranks, prepared for sending.
+pub(super) enum MembershipMessages {
+    /// Encode a whole message for each rank.
+    Whole(SharedFields),
+    /// `end` holds the encoded shared fields. `small` is the same without the fields that grow with the number of
+    /// ranks; its encoding has `small_len` bytes.
+    Split { end: Frames, small: SharedFields, small_len: usize },
+}
+
+impl MembershipMessages {
+    pub(super) fn new(tail: SharedFields) -> Self {
+        let Ok(bytes) = postcard::to_stdvec(&tail) else { return Self::Whole(tail) };
+        // The fields before it take less than a quarter of a frame.
+        if bytes.len() < MAX_MESSAGE_LEN / 4 * 3 {
+            return Self::Whole(tail);
+        }
+        let small = tail.without_ranks();
+        let small_len = postcard::to_stdvec(&small).map_or(0, |bytes| bytes.len());
+        Self::Split { end: Frames::new(fragment(&bytes, true).concat()), small, small_len }
+    }
+
+    /// Send a rank its membership.
+    pub(super) fn send(&self, client: &Client, head: RankFields, reply: &impl Fn(Box<Membership>) -> ClientReply) {
+        match self {
+            Self::Whole(tail) => client.send(&reply(tail.with(head))),
+            Self::Split { end, small, small_len } => match postcard::to_stdvec(&reply(small.with(head))) {
+                Ok(mut bytes) => {
+                    bytes.truncate(bytes.len() - small_len);
+                    client.put(&[Frames::new(fragment(&bytes, false).concat()), end.clone()]);
+                }
+                Err(error) => tracing::error!(%error, "cannot encode a membership"),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::controller::outbox::MessageSink;
+    use std::sync::{Arc, Mutex};
+    use sumac_hal::ctrl::FrameReader;
+    use sumac_hal::ids::Rank;
+
+    /// Records all output.
+    #[derive(Debug, Clone, Default)]
+    struct RecordingSink(Arc<Mutex<Vec<u8>>>);
+
+    impl MessageSink for RecordingSink {
+        fn put(&self, parts: &[Frames]) -> bool {
+            parts.iter().for_each(|part| self.0.lock().expect("no panic").extend_from_slice(part.bytes()));
+            true
+        }
+
+        fn disconnect(&self) {}
+    }
+
+    #[test]
+    fn split_memberships_of_a_large_job_decode_like_whole_ones() {
+        for ranks in [3, 5000] {
+            let mesh: Vec<_> = (1..=ranks).map(|port| SocketAddr::from(([10, 0, 0, 1], port))).collect();
+            let expression = vec![(0..u32::from(ranks)).map(|rank| Child::Rank(Rank(rank))).collect()];
+            let tail = SharedFields {
+                recovery_mesh: mesh.iter().rev().copied().collect(),
+                mesh,
+                mesh_token: 7,
+                expression,
+                table: CostTable::EMULATED,
+            };
+            let messages = MembershipMessages::new(tail.clone());
+            assert_eq!(matches!(messages, MembershipMessages::Split { .. }), ranks == 5000);
+            let head: RankFields = (Err("no tree".into()), Some(QueuePosition { position: 2, of: 3 }));
+            for view in [None, Some(9)] {
+                let reply = |membership| match view {
+                    Some(view) => ClientReply::Replanned { view, membership },
+                    None => ClientReply::Joined(membership),
+                };
+                let recorded = RecordingSink::default();
+                messages.send(&Client::new(Box::new(recorded.clone())), head.clone(), &reply);
+                let bytes = recorded.0.lock().expect("no panic").clone();
+                let read: ClientReply = FrameReader::with_limit(&bytes[..], 1 << 20).recv().expect("a reply");
+                assert_eq!(read, reply(tail.with(head.clone())));
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Out-of-band channels between ranks of one process.
+
+use super::*;
+use std::net::Ipv4Addr;
+use std::sync::mpsc::{Receiver, channel};
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn listeners(ranks: usize) -> (Vec<TcpListener>, Vec<SocketAddr>) {
+    let bind = |_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a listener");
+    let listeners: Vec<TcpListener> = (0..ranks).map(bind).collect();
+    let addresses = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
+    (listeners, addresses)
+}
+
+fn start(rank: u32, listener: TcpListener, addresses: &[SocketAddr]) -> (OobChannel, Receiver<OobEvent>) {
+    let (to, event) = channel();
+    let on_event = move |what| {
+        let answer = matches!(&what, OobEvent::Message(_, message) if message == b"and you?").then(|| b"fine".to_vec());
+        // The test may be over.
+        let _ = to.send(what);
+        answer
+    };
+    let own = (Rank(rank), JobToken(5), 1 << 20);
+    (OobChannel::start(own, listener, addresses.to_vec(), on_event).expect("a thread"), event)
+}
+
+#[test]
+fn messages_arrive_in_order_and_are_answered() {
+    let (listeners, addresses) = listeners(2);
+    let mut ends = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses));
+    let ((a, at_a), (b, at_b)) = (ends.next().expect("two"), ends.next().expect("two"));
+    let long = vec![7; 1 << 20];
+    a.sender().send(Rank(1), long.clone());
+    a.sender().send(Rank(1), b"and you?".to_vec());
+    assert_eq!(at_b.recv_timeout(LONG), Ok(OobEvent::Message(Rank(0), long)));
+    assert_eq!(at_b.recv_timeout(LONG), Ok(OobEvent::Message(Rank(0), b"and you?".to_vec())));
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"fine".to_vec())));
+    // The last message arrives even if its sender has lost.
+    b.sender().send(Rank(0), b"bye".to_vec());
+    drop(b);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"bye".to_vec())));
+    a.sender().watch([Rank(1)]);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Gone(Rank(1))));
+}
+
+/// It may have left in good order, and nobody waits for it.
+#[test]
+fn loss_of_an_unwatched_rank_is_not_reported() {
+    let (listeners, addresses) = listeners(3);
+    let mut ends: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses)).collect();
+    let (lost, at_lost) = ends.remove(1);
+    let (a, at_a) = &ends[0];
+    a.sender().send(Rank(1), b"hello".to_vec());
+    assert_eq!(at_lost.recv_timeout(LONG), Ok(OobEvent::Message(Rank(0), b"hello".to_vec())));
+    drop(lost);
+    // A message to nobody, then one whose answer shows that the first has been handled.
+    a.sender().send(Rank(1), b"hello?".to_vec());
+    a.sender().send(Rank(2), b"and you?".to_vec());
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(2), b"fine".to_vec())));
+    assert!(at_a.try_recv().is_err());
+}
+
+#[test]
+fn watched_rank_that_never_answers_is_silent() {
+    let (mut listeners, addresses) = listeners(2);
+    let stopped = listeners.pop();
+    let (a, at_a) = start(0, listeners.remove(0), &addresses);
+    let began = Instant::now();
+    a.sender().watch([Rank(1)]);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Silent(Rank(1))));
+    assert!(began.elapsed() >= SILENCE_LIMIT);
+    drop(stopped);
+}
+
+#[test]
+fn unknown_peers_are_rejected() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, at_a) = start(0, listeners.remove(0), &addresses);
+    let message = |token, from: u32, to: u32| {
+        let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+        let mut bytes = hello(JobToken(token), Rank(from), Rank(to)).to_vec();
+        bytes.extend([2, 0, 0, 0, b'h', b'i']);
+        stream.write_all(&bytes).expect("it listens");
+        // It closes the connection, perhaps by now.
+        let _ = stream.shutdown(Shutdown::Write);
+        stream.read(&mut [0; 1]).map_or(0, |n| n)
+    };
+    assert_eq!([message(6, 1, 0), message(5, 2, 0), message(5, 0, 0), message(5, 1, 1)], [0; 4]);
+    message(5, 1, 0);
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"hi".to_vec())));
+    assert!(at_a.try_recv().is_err());
+}
+
+/// Open `connections` connections, keep the last `retained`, and send nothing.
+fn crowd(address: SocketAddr, connections: usize, retained: usize) -> VecDeque<TcpStream> {
+    let mut open = VecDeque::new();
+    for _ in 0..connections {
+        open.push_back(TcpStream::connect(address).expect("it listens"));
+        if open.len() > retained {
+            open.pop_front();
+        }
+    }
+    open
+}
+
+#[test]
+fn idle_unknown_peers_do_not_displace_ranks() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, at_a) = start(0, listeners.remove(0), &addresses);
+    let unknown_peers = crowd(addresses[0], 3 * UNKNOWN_PEERS_MAX, 3 * UNKNOWN_PEERS_MAX);
+    let (b, at_b) = start(1, listeners.remove(0), &addresses);
+    b.sender().watch([Rank(0)]);
+    b.sender().send(Rank(0), b"and you?".to_vec());
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"and you?".to_vec())));
+    assert_eq!(at_b.recv_timeout(LONG), Ok(OobEvent::Message(Rank(0), b"fine".to_vec())));
+    drop(unknown_peers);
+}
+
+#[test]
+fn connection_flood_loses_no_message_and_no_rank() {
+    let (listeners, addresses) = listeners(2);
+    let mut ends: Vec<_> = (0..).zip(listeners).map(|(rank, listener)| start(rank, listener, &addresses)).collect();
+    let ((b, _at_b), (a, at_a)) = (ends.pop().expect("two"), ends.pop().expect("two"));
+    std::thread::scope(|scope| {
+        let flood = scope.spawn(|| crowd(addresses[1], 20_000, 10).len());
+        a.sender().watch([Rank(1)]);
+        while !flood.is_finished() {
+            a.sender().send(Rank(1), b"and you?".to_vec());
+            assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"fine".to_vec())));
+        }
+        assert_eq!(flood.join().expect("no panic"), 10);
+    });
+    drop(b);
+}
+
+/// The time limit applies to the whole handshake, not to each byte.
+#[test]
+fn slow_handshake_is_closed_at_the_limit() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, _at_a) = start(0, listeners.remove(0), &addresses);
+    let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+    let pause = HELLO_LIMIT * 2 / HELLO_BYTES as u32;
+    stream.set_read_timeout(Some(pause)).expect("a pause");
+    let hello = hello(JobToken(5), Rank(1), Rank(0));
+    let hung_up = hello.iter().position(|byte| {
+        // Fails once the other end is closed, and so does what follows.
+        let _ = stream.write(&[*byte]);
+        !matches!(stream.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock)
+    });
+    assert!(hung_up.is_some_and(|at| at < HELLO_BYTES - 1), "{hung_up:?}");
+}
+
+/// The listener in place of a rank closes some connections first, as one does that is crowded by unknown peers.
+#[test]
+fn message_waits_for_an_accepted_connection() {
+    let (mut listeners, addresses) = listeners(2);
+    let listener = listeners.pop().expect("two");
+    let (a, at_a) = start(0, listeners.remove(0), &addresses);
+    a.sender().watch([Rank(1)]);
+    a.sender().send(Rank(1), b"hi".to_vec());
+    for _ in 0..5 {
+        drop(listener.accept().expect("it dials again"));
+    }
+    let (b, at_b) = start(1, listener, &addresses);
+    assert_eq!(at_b.recv_timeout(LONG), Ok(OobEvent::Message(Rank(0), b"hi".to_vec())));
+    assert!(at_a.try_recv().is_err());
+    drop(b);
+}

@@ -1,0 +1,211 @@
+//! Point-to-point channels: one connection for each direction between two ranks, for messages from one to the other.
+//!
+//! Messages use connections of their own because a stream is ordered. A frame of a schedule that its receiver has not
+//! entered waits in its stream; a message behind it, which the receiver waits for before it enters the schedule, would
+//! never arrive. On a channel, messages wait only for messages.
+//!
+//! The sender dials when it first has something to send. Each message is a header and its payload: magic `SMCM`, tag
+//! (u32), number on this channel (u64), length in bytes (u64), all little-endian.
+//!
+//! Invariant: the n-th message sent from a to b is the n-th received at b from a. Bytes are read off a channel only
+//! into a posted receive; until then they wait in the socket, and hold back the sender.
+
+use super::error::ExecError;
+use super::link::{IoOutcome, Link, State, write};
+use super::message::{Message, MessageBuffer, Ticket};
+use std::collections::VecDeque;
+use std::fmt;
+use sumac_hal::ids::Rank;
+
+/// Where the payload of a message is.
+pub(super) enum Slot {
+    /// Owned by the channel until the message is complete.
+    Owned(Box<dyn MessageBuffer>),
+    /// Borrowed from the call that waits for it: the index among its messages.
+    Borrowed(usize),
+}
+
+/// A posted message that is not complete.
+pub(super) struct PostedMessage {
+    pub(super) ticket: Ticket,
+    pub(super) tag: u32,
+    pub(super) slot: Slot,
+    /// Bytes moved, header included.
+    moved_bytes: usize,
+}
+
+impl PostedMessage {
+    pub(super) const fn new(ticket: Ticket, tag: u32, slot: Slot) -> Self {
+        Self { ticket, tag, slot, moved_bytes: 0 }
+    }
+
+    fn bytes<'a>(&'a self, borrowed: &'a [Message<'_>]) -> &'a [u8] {
+        match &self.slot {
+            Slot::Owned(buffer) => buffer.bytes(),
+            Slot::Borrowed(index) => borrowed[*index].bytes(),
+        }
+    }
+
+    fn bytes_mut<'a>(&'a mut self, borrowed: &'a mut [Message<'_>]) -> &'a mut [u8] {
+        match &mut self.slot {
+            Slot::Owned(buffer) => buffer.bytes_mut(),
+            Slot::Borrowed(index) => borrowed[*index].bytes_mut(),
+        }
+    }
+}
+
+/// One direction between this rank and a peer.
+#[derive(Default)]
+pub(super) struct P2pChannel {
+    pub(super) link: Link,
+    pub(super) posts: VecDeque<PostedMessage>,
+    /// The number of complete messages.
+    number: u64,
+}
+
+impl fmt::Debug for P2pChannel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let open = self.posts.len();
+        f.debug_struct("P2pChannel").field("state", &self.link.state).field("open", &open).finish_non_exhaustive()
+    }
+}
+
+/// A message's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Header {
+    tag: u32,
+    number: u64,
+    len_bytes: u64,
+}
+
+impl Header {
+    fn emit(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0..4].copy_from_slice(&MAGIC);
+        bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.len_bytes.to_le_bytes());
+        bytes
+    }
+
+    fn parse(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
+        let long = |at: usize| u64::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
+        let tag = u32::from_le_bytes(std::array::from_fn(|index| bytes[4 + index]));
+        (bytes[0..4] == MAGIC).then(|| Self { tag, number: long(8), len_bytes: long(16) })
+    }
+}
+
+impl P2pChannel {
+    /// Send what the socket accepts. Complete messages go to `done`; returns the number of payload bytes moved, if any
+    /// byte was.
+    pub(super) fn send(
+        &mut self,
+        to: Rank,
+        borrowed: &[Message<'_>],
+        done: &mut impl FnMut(PostedMessage),
+    ) -> Result<Option<usize>, ExecError> {
+        let (mut payload, mut any) = (0, false);
+        for _ in 0..CALLS_PER_TURN {
+            let (Some(post), State::Ready(stream)) = (self.posts.front(), &self.link.state) else { break };
+            let bytes = post.bytes(borrowed);
+            let header = Header { tag: post.tag, number: self.number, len_bytes: bytes.len() as u64 }.emit();
+            let at = post.moved_bytes;
+            let n = match write(stream, &header[at.min(HEADER_BYTES)..], &bytes[at.saturating_sub(HEADER_BYTES)..]) {
+                IoOutcome::WouldBlock => break,
+                IoOutcome::Ended => return Err(ExecError::RankLost { rank: to }),
+                IoOutcome::Bytes(n) => n,
+            };
+            any = true;
+            payload += (at + n).saturating_sub(HEADER_BYTES) - at.saturating_sub(HEADER_BYTES);
+            if self.advance(n, HEADER_BYTES + bytes.len()) {
+                self.posts.pop_front().into_iter().for_each(&mut *done);
+            }
+        }
+        Ok(any.then_some(payload))
+    }
+
+    /// Receive into the posted receives; returns whether any byte was moved.
+    pub(super) fn receive(
+        &mut self,
+        from: Rank,
+        to: Rank,
+        borrowed: &mut [Message<'_>],
+        done: &mut impl FnMut(PostedMessage),
+    ) -> Result<bool, ExecError> {
+        let mut any = false;
+        if matches!(self.link.state, State::Ended) {
+            return Err(ExecError::RankLost { rank: from });
+        }
+        for _ in 0..CALLS_PER_TURN {
+            let (Some(post), State::Ready(_)) = (self.posts.front_mut(), &self.link.state) else { break };
+            let expected = post.bytes(borrowed).len();
+            let moved = if post.moved_bytes < HEADER_BYTES {
+                match self.link.fill_header(HEADER_BYTES) {
+                    IoOutcome::Bytes(n) => {
+                        let header = Header::parse(&std::array::from_fn(|index| self.link.rx.bytes[index]));
+                        let header =
+                            header.ok_or_else(|| ExecError::protocol(from, "a message without a valid header"))?;
+                        let wanted = Header { tag: post.tag, number: self.number, len_bytes: expected as u64 };
+                        if header != wanted {
+                            return Err(ExecError::Message {
+                                from,
+                                to,
+                                number: self.number,
+                                sent: (header.tag, header.len_bytes),
+                                expected: (wanted.tag, wanted.len_bytes),
+                            });
+                        }
+                        self.link.rx.left_bytes = expected;
+                        IoOutcome::Bytes(n)
+                    }
+                    other => other,
+                }
+            } else {
+                let at = post.moved_bytes - HEADER_BYTES;
+                self.link.read_payload(&mut post.bytes_mut(borrowed)[at..])
+            };
+            match moved {
+                IoOutcome::WouldBlock => break,
+                IoOutcome::Ended => {
+                    self.link.state = State::Ended;
+                    return Err(ExecError::RankLost { rank: from });
+                }
+                IoOutcome::Bytes(n) => {
+                    any = true;
+                    if self.advance(n, HEADER_BYTES + expected) {
+                        self.posts.pop_front().into_iter().for_each(&mut *done);
+                    }
+                }
+            }
+        }
+        Ok(any)
+    }
+
+    /// Record that `n` bytes of the first message have moved; returns whether it is complete.
+    fn advance(&mut self, n: usize, total: usize) -> bool {
+        let Some(post) = self.posts.front_mut() else { return false };
+        post.moved_bytes += n;
+        let is_complete = post.moved_bytes == total;
+        self.number += u64::from(is_complete);
+        is_complete
+    }
+}
+
+const MAGIC: [u8; 4] = *b"SMCM";
+const HEADER_BYTES: usize = 24;
+/// System calls on one channel before the others get their turn.
+const CALLS_PER_TURN: usize = 8;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn header_has_golden_bytes() {
+        let header = Header { tag: 0x0102_0304, number: 0x1112, len_bytes: 0x2122_2324_2526 };
+        let golden = *b"SMCM\x04\x03\x02\x01\x12\x11\0\0\0\0\0\0\x26\x25\x24\x23\x22\x21\0\0";
+        assert_eq!(header.emit(), golden);
+        assert_eq!(Header::parse(&golden), Some(header));
+        assert_eq!(Header::parse(&[0; HEADER_BYTES]), None);
+    }
+}

@@ -1,0 +1,201 @@
+//! The single `poll` over everything that can end or advance an operation.
+//!
+//! It covers the listener, pending connections, every link and the caller's interrupt. It omits only a link with a
+//! frame that must wait for its step: its peer is ahead, so nothing that this rank still needs follows that frame, and
+//! a rank that does need the peer is notified by it directly.
+
+use super::error::ExecError;
+use super::frame::FrameKind;
+use super::handshake::HandshakeOutcome;
+use super::link::State;
+use super::message::Direction;
+use super::run::{Failure, Run, is_next, open};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+
+/// The owner of a ready descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum PollTarget {
+    Listener,
+    /// A pending connection, by index.
+    Pending(usize),
+    Link(Rank),
+    /// A channel with an open message.
+    Channel(Rank, Direction),
+    /// A one-shot announcement, by index.
+    Announcement(usize),
+    Interrupt,
+}
+
+impl Run<'_> {
+    /// Poll all sockets; if `block`, sleep until one of them, the interrupt or a timer is ready.
+    pub(super) fn poll_sockets(&mut self, block: bool) -> Result<(), Failure> {
+        let now = Instant::now();
+        if now >= self.deadline {
+            let (rank, op_index, peer) = (self.call.rank, self.call.op_index, self.awaited());
+            if self.messages_only {
+                return Err(ExecError::MessageDeadline { rank, peer }.into());
+            }
+            return Err(ExecError::Deadline { op_index, rank, peer }.into());
+        }
+        self.drive_messages()?;
+        let wake_at = self.interrupt.wake_at();
+        if wake_at.is_some_and(|at| at <= now) {
+            self.interrupt.check()?;
+        }
+        let until = wake_at.map_or(self.deadline, |at| at.min(self.deadline));
+        let until = self.announce_timer.expires_at(now).map_or(until, |at| at.min(until));
+        self.mesh.redial(now)?;
+        self.expire(now)?;
+        let until = self.mesh.wake_at(now).map_or(until, |at| at.min(until));
+        let timeout = if block { until.saturating_duration_since(now) } else { Duration::ZERO };
+        let timeout = Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        self.collect_ready(&timeout)?;
+        if block
+            && self.mesh.ready.is_empty()
+            && self.announce_timer.expires_at(now).is_some_and(|at| at <= Instant::now())
+        {
+            self.announce()?;
+        }
+        // From the back: a pending connection that leaves the list moves those behind it.
+        while let Some(ready) = self.mesh.ready.pop() {
+            match ready {
+                PollTarget::Interrupt => self.interrupt.check()?,
+                PollTarget::Listener => self.accept(now)?,
+                PollTarget::Pending(index) => self.process_pending(index)?,
+                PollTarget::Announcement(index) => self.send_announce(index)?,
+                PollTarget::Link(peer) => self.serve_link(peer)?,
+                PollTarget::Channel(peer, Direction::Send) => self.advance_channel(peer)?,
+                // The next round moves the bytes.
+                PollTarget::Channel(_, Direction::Receive) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Poll, and store the ready targets in `mesh.ready`.
+    fn collect_ready(&mut self, timeout: &Timespec) -> Result<(), ExecError> {
+        let mut fds = recycled(std::mem::take(&mut self.mesh.pollfds));
+        let mut ready = std::mem::take(&mut self.mesh.ready);
+        ready.clear();
+        let mesh = &*self.mesh;
+        let readable = PollFlags::IN;
+        // Pushed first, to be served last: newly accepted peers change the indices of the others.
+        if mesh.acceptor.resume_at(Instant::now()).is_none() {
+            fds.push(PollFd::new(mesh.acceptor.listener(), readable));
+            ready.push(PollTarget::Listener);
+        }
+        for (index, link) in mesh.links.iter().enumerate() {
+            let peer = Rank(index as u32);
+            let (Some(stream), interest) = (link.stream(), self.interest(peer)) else { continue };
+            if !interest.is_empty() {
+                fds.push(PollFd::new(stream, interest));
+                ready.push(PollTarget::Link(peer));
+            }
+        }
+        for (peer, direction, stream, interest) in mesh.messages.interests() {
+            fds.push(PollFd::new(stream, interest));
+            ready.push(PollTarget::Channel(peer, direction));
+        }
+        for (index, pending) in mesh.pending.iter().enumerate() {
+            fds.push(PollFd::new(&pending.stream, readable));
+            ready.push(PollTarget::Pending(index));
+        }
+        for (index, (_, one_shot)) in mesh.announcements.iter().enumerate() {
+            fds.push(PollFd::new(one_shot, PollFlags::OUT));
+            ready.push(PollTarget::Announcement(index));
+        }
+        if let Some(fd) = self.interrupt.poll_fd() {
+            fds.push(PollFd::from_borrowed_fd(fd, readable));
+            ready.push(PollTarget::Interrupt);
+        }
+        let polled = poll(&mut fds, Some(timeout));
+        let mut is_ready = fds.iter().map(|fd| polled.is_ok() && !fd.revents().is_empty());
+        ready.retain(|_| is_ready.next().unwrap_or(false));
+        self.mesh.pollfds = recycled(fds);
+        self.mesh.ready = ready;
+        match polled {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(errno) => Err(ExecError::Io { rank: self.call.rank, what: format!("polling the sockets: {errno}") }),
+        }
+    }
+
+    /// Process a pending connection.
+    pub(super) fn process_pending(&mut self, index: usize) -> Result<(), Failure> {
+        match self.mesh.advance_handshake(index) {
+            HandshakeOutcome::Aborted(error) => Err(Failure::Remote(error)),
+            // An operation that this rank has not entered yet, or has left, says nothing about this one.
+            HandshakeOutcome::Announced(call) if !self.messages_only && call.op_index == self.call.op_index => {
+                Ok(self.check_same_operation(&call)?)
+            }
+            HandshakeOutcome::Announced(_)
+            | HandshakeOutcome::Joined
+            | HandshakeOutcome::Incomplete
+            | HandshakeOutcome::Dropped => Ok(()),
+        }
+    }
+
+    /// Return the poll interest of the link to `peer`.
+    fn interest(&self, peer: Rank) -> PollFlags {
+        let link = &self.mesh.links[peer.0 as usize];
+        match link.state {
+            State::Idle | State::Ended => PollFlags::empty(),
+            State::Connecting(_) => PollFlags::OUT,
+            State::Handshake(_) => PollFlags::IN,
+            State::Ready(_) => {
+                let held = link.rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
+                let mut interest = PollFlags::empty();
+                interest.set(PollFlags::IN, !held || self.receives_from(peer));
+                interest.set(PollFlags::OUT, open(self.step.sends, &self.mesh.sends).any(|send| send.peer == peer));
+                interest
+            }
+        }
+    }
+
+    /// Serve a ready link that the step does not receive from.
+    fn serve_link(&mut self, peer: Rank) -> Result<(), Failure> {
+        let link = &self.mesh.links[peer.0 as usize];
+        match (&link.state, link.rx.frame) {
+            (State::Connecting(_) | State::Handshake(_), _) => self.mesh.advance(peer).map_err(Failure::Local),
+            (State::Ready(_), Some(header)) if header.kind == FrameKind::Abort => self.receive_abort(peer),
+            (State::Ready(_), None) if !self.receives_from(peer) => self.receive_header(peer).map(|_| ()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Return whether the current step waits for `peer`.
+    fn receives_from(&self, peer: Rank) -> bool {
+        let (recvs, progress) = (self.step.recvs, &self.mesh.recvs);
+        (0..recvs.len()).any(|slot| recvs[slot].peer == peer && is_next(recvs, progress, slot))
+    }
+
+    /// Return a rank that the current step waits for.
+    fn awaited(&self) -> Rank {
+        let recv = open(self.step.recvs, &self.mesh.recvs).next().map(|recv| recv.peer);
+        let send = open(self.step.sends, &self.mesh.sends).next().map(|send| send.peer);
+        recv.or(send).or(self.mesh.messages.awaited()).unwrap_or(self.call.rank)
+    }
+}
+
+/// Clear the list and change its lifetime: collecting in place keeps the allocation.
+fn recycled<'to>(mut fds: Vec<PollFd<'_>>) -> Vec<PollFd<'to>> {
+    fds.clear();
+    fds.into_iter().map_while(|_| None).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn recycling_keeps_the_allocation() {
+        let fds: Vec<PollFd<'_>> = Vec::with_capacity(100);
+        let before = fds.as_ptr().addr();
+        let fds = recycled(fds);
+        assert_eq!((fds.capacity(), fds.as_ptr().addr()), (100, before));
+    }
+}

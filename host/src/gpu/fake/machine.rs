@@ -1,0 +1,76 @@
+//! The machine of the fake GPUs: its processes and GPUs, and injected faults.
+
+use super::nccl::Library;
+use super::{FIRST_PROCESS, FakeGpu};
+use crate::gpu::GpuError;
+use std::collections::BTreeSet;
+
+/// State of a machine beside memory and streams.
+#[derive(Debug, Default)]
+pub(super) struct Machine {
+    processes: u64,
+    /// Pairs of GPUs without peer access, the lower number first.
+    apart: BTreeSet<(u8, u8)>,
+    /// Why memory cannot be exported to other processes, if so.
+    pub(super) no_handles: Option<String>,
+    pub(super) has_no_compiler: bool,
+    /// Why memory cannot be exported as dma-buf, if so.
+    pub(super) no_dma_buf: Option<String>,
+    pub(super) nccl: Library,
+}
+
+impl Machine {
+    pub(super) fn are_apart(&self, a: u8, b: u8) -> bool {
+        self.apart.contains(&(a.min(b), a.max(b)))
+    }
+}
+
+impl FakeGpu {
+    /// Start another process of the same machine, on the GPU of this number.
+    #[must_use]
+    pub fn process(&self, gpu: u8) -> Self {
+        let mut state = self.lock();
+        state.machine.processes += 1;
+        Self { state: self.state.clone(), process: FIRST_PROCESS + state.machine.processes, gpu }
+    }
+
+    /// Return the same process on another GPU.
+    #[must_use]
+    pub fn on_gpu(&self, gpu: u8) -> Self {
+        Self { gpu, ..self.clone() }
+    }
+
+    /// Disable peer access between two GPUs.
+    pub fn disable_peer_access(&self, a: u8, b: u8) {
+        self.lock().machine.apart.insert((a.min(b), a.max(b)));
+    }
+
+    /// Make exports to other processes fail with this reason.
+    pub fn without_handles(&self, why: &str) {
+        self.lock().machine.no_handles = Some(why.into());
+    }
+
+    /// Remove the compiler and compiled kernels.
+    pub fn without_compiler(&self) {
+        self.lock().machine.has_no_compiler = true;
+    }
+
+    /// Make exports as dma-buf fail with this reason.
+    pub fn without_dma_buf(&self, why: &str) {
+        self.lock().machine.no_dma_buf = Some(why.into());
+    }
+
+    /// Make this process lose its GPU: nothing that it has enqueued runs any more.
+    pub fn lose(&self, why: &str) {
+        self.lock().faults.insert(self.process, GpuError::Lost(why.into()));
+    }
+
+    /// Kill this process: its streams stop where they are, and its memory is gone.
+    pub fn kill(&self) {
+        let process = self.process;
+        let state = &mut *self.lock();
+        state.faults.insert(process, GpuError::Lost("the process was killed".into()));
+        state.streams.iter_mut().filter(|stream| stream.process == process).for_each(|stream| stream.queue.clear());
+        state.memory.retain(|_, block| block.process != process);
+    }
+}

@@ -1,0 +1,115 @@
+//! Cached resources of a group: programs, kernels, and memory that other ranks open.
+
+use super::group::PeerGroup;
+use super::join::exchange_memory;
+use super::plan::{PeerPlan, SignalPages};
+use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
+use crate::gpu::GpuError;
+use crate::gpu::group::PLANS_MAX;
+use crate::gpu::nccl::Nccl;
+use crate::gpu::program::Program;
+use crate::schedule::{ALGORITHMS, Place, Problem};
+use std::sync::Arc;
+use std::time::Instant;
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::reduce::Kernel;
+
+impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
+    /// Return the program of an operation, cached or new.
+    pub(super) fn plan(&mut self, desc: &OpDesc, path: Path) -> Result<Arc<PeerPlan<G>>, PeerError> {
+        if let Some(plan) = self.plans.get(&(*desc, path)) {
+            return Ok(Arc::clone(plan));
+        }
+        let unknown = || GpuError::Invalid(format!("{desc} by {}: no such algorithm", path.name()));
+        let algorithm = ALGORITHMS
+            .iter()
+            .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective)
+            .ok_or_else(unknown)?;
+        let kernel = match desc.dtype.zip(desc.op) {
+            Some((dtype, op)) => Some(Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
+                kernel: format!("{dtype} {op}"),
+                why: Kernel::unsupported_reason(dtype, op).unwrap_or("type and operator are incompatible").into(),
+            })?),
+            None => None,
+        };
+        let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
+        let ranks = self.facts.len() as u32;
+        if desc.root.0 >= ranks {
+            return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)).into());
+        }
+        let tree = self.selection.declared.tree();
+        let problem = |place| Problem { place, count, root: desc.root, tree };
+        let schedules: Vec<_> = Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect();
+        let pieces = self.options.group.piece_bytes;
+        let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), true, pieces)?;
+        let code = match kernel {
+            None => None,
+            Some(kernel) => Some(match self.kernels.get(&kernel) {
+                Some(code) => Arc::clone(code),
+                None => {
+                    let code = Arc::new(self.gpu.load(&kernel)?);
+                    self.kernels.insert(kernel, Arc::clone(&code));
+                    code
+                }
+            }),
+        };
+        let plan = Arc::new(PeerPlan::new(schedules, program, code));
+        if self.plans.len() >= PLANS_MAX {
+            self.plans.clear();
+        }
+        self.plans.insert((*desc, path), Arc::clone(&plan));
+        Ok(plan)
+    }
+
+    /// Allocate memory for partial values. All ranks know how much each needs, and export it together.
+    pub(super) fn grow_work(&mut self, needed: &[usize], deadline: Instant) -> Result<(), PeerError> {
+        if self.work_bytes.iter().zip(needed).all(|(have, needed)| have >= needed) {
+            return Ok(());
+        }
+        for (have, &needed) in self.work_bytes.iter_mut().zip(needed) {
+            *have = needed.max(*have);
+        }
+        self.wait_all(deadline)?;
+        // Other ranks close their mapping before the owner frees it: none passes the exchange with it open.
+        let old = self.work[self.me].take();
+        self.work.iter_mut().for_each(|work| *work = None);
+        let own = alloc_exportable(&self.gpu, self.work_bytes[self.me])?;
+        let number = self.exported;
+        self.exported += 1;
+        let opened_memory =
+            exchange_memory(&self.gpu, &self.bootstrap, &self.facts, (number, &own, &self.work_bytes), deadline)?;
+        drop(old);
+        self.work = opened_memory.map_err(PeerError::Staged)?.into_iter().map(Some).collect();
+        Ok(())
+    }
+}
+
+/// Allocate exportable memory in whole driver blocks: the driver may place several small allocations in one block, and
+/// a handle exports the whole block.
+fn alloc_exportable<G: Peered>(gpu: &G, len_bytes: usize) -> Result<G::Memory, GpuError> {
+    gpu.alloc(len_bytes.max(1).next_multiple_of(EXPORT_BLOCK_BYTES))
+}
+
+/// Size of the driver's blocks.
+const EXPORT_BLOCK_BYTES: usize = 2 << 20;
+
+/// Create this rank's page and banner, and open all pages.
+pub(super) fn create_pages<G: Peered>(
+    gpu: &G,
+    bootstrap: &impl Bootstrap,
+    facts: &[PeerFacts],
+    deadline: Instant,
+) -> Result<Result<SignalPages<G::Memory>, WhyStaged>, PeerError> {
+    let page = alloc_exportable(gpu, facts.len() * page::ENTRY_BYTES)?;
+    gpu.set_now(page::whole(&page, facts.len()), &vec![0; facts.len() * page::ENTRY_BYTES / 4])?;
+    let banner = gpu.alloc(page::BANNER_BYTES)?;
+    gpu.set_now(page::banner(&banner), &[0; page::BANNER_BYTES / 4])?;
+    let pages = exchange_memory(
+        gpu,
+        bootstrap,
+        facts,
+        (0, &page, &vec![facts.len() * page::ENTRY_BYTES; facts.len()]),
+        deadline,
+    )?;
+    Ok(pages.map(|pages| SignalPages { banner, pages }))
+}

@@ -1,0 +1,323 @@
+//! A view change, one step at a time: the production state machine, and what [`crate::comm`] makes of its events,
+//! without connections. Messages are opaque to the caller that carries them.
+
+use super::super::{self as repair, Authority, Ballot, ChunkInventory, Dead, Event, Message, View, inventory};
+use super::{Chunk, Flaw, TreeSource, chunks_of};
+use crate::transport::packets::{Buffers, OpId};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
+use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
+
+/// One attempt to change a view. Later attempts are higher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Attempt(Ballot);
+
+impl Attempt {
+    /// Return its number, from 1.
+    pub fn number(self) -> u32 {
+        self.0.attempt
+    }
+}
+
+/// A message from one rank to another.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct ViewMessage(Message<repair::RankReport, repair::Decision>);
+
+/// A rank's promise: its report.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Promise(repair::RankReport);
+
+/// The promises of all surviving ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Promises(BTreeMap<Rank, repair::RankReport>);
+
+/// The chunks that recovery attempts have written, beside those that came from the tree.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Landed(repair::Landed);
+
+/// The plan of an attempt, and the decision that follows from it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Settlement {
+    /// The chunks to move or recompute, in order.
+    pub chunks: Vec<Chunk>,
+    decision: repair::Decision,
+}
+
+/// The outcome that all surviving ranks have committed.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Outcome {
+    /// The dead ranks, in order.
+    pub dead: Vec<Rank>,
+    /// Operations in the tree that end here or below are complete.
+    pub cut: u64,
+    /// If ranks are dead: the first call that fails on all survivors that had not returned from it.
+    pub operation: u64,
+    /// The vote of all ranks in [`Change::done`]; 0 if votes differed.
+    pub vote: u64,
+}
+
+/// How a view change ends for a rank that is not part of the outcome.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum End {
+    /// Too few ranks are left, or the others continue without this one.
+    Partitioned,
+    /// The deadline passed, and nothing was committed.
+    Deadline,
+    /// The deadline passed, and other ranks may have committed.
+    Unknown,
+}
+
+/// What the driver must do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// Report by [`Change::promise`] what the rank has. Stop executing any earlier attempt.
+    Promise(Attempt),
+    /// Execute the plan that follows from these promises, and report that by [`Change::done`] or [`Change::failed`].
+    Run(Attempt, Promises),
+    /// All surviving ranks have executed the plan.
+    Committed(Outcome),
+    /// This rank is not part of the outcome.
+    Ended(End),
+}
+
+/// One rank's part in the change of one view.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Change(View<repair::RankReport, repair::Decision>);
+
+impl ViewMessage {
+    /// Return the reply of a rank that takes no further part.
+    pub fn answer_after_end(&self) -> Option<Self> {
+        let asks = matches!(self.0, Message::Call { .. } | Message::Prepare { .. } | Message::Promise { .. });
+        asks.then_some(Self(Message::Farewell))
+    }
+}
+
+impl fmt::Display for ViewMessage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |ballot: &Ballot| format!("{} of {}", ballot.attempt, ballot.coordinator);
+        let out = |dead: &Dead| format!("{:?}", dead.keys().map(|rank| rank.0).collect::<Vec<_>>());
+        match &self.0 {
+            Message::Call { dead } => write!(f, "Call without {}", out(dead)),
+            Message::Prepare { ballot, dead } => write!(f, "Prepare {} without {}", name(ballot), out(dead)),
+            Message::Promise { ballot, done, .. } => {
+                let done = done.as_ref().map_or("nothing".into(), |done| name(&done.ballot));
+                write!(f, "Promise {}, done {done}", name(ballot))
+            }
+            Message::Refuse { ballot } => write!(f, "Refuse for {}", name(ballot)),
+            Message::Plan { ballot, reports, .. } => write!(f, "Plan {} for {} ranks", name(ballot), reports.len()),
+            Message::Done { ballot, vote } => write!(f, "Done {} with {vote}", name(ballot)),
+            Message::Failed { ballot } => write!(f, "Failed {}", name(ballot)),
+            Message::Commit { outcome, .. } => write!(f, "Commit {outcome:?}"),
+            Message::Farewell => f.write_str("Farewell"),
+            Message::Excluded => f.write_str("Excluded"),
+        }
+    }
+}
+
+impl Promise {
+    /// Make the promise of a rank; `first_call` is the number of the call that was posted there first.
+    pub fn of<'r>(source: impl Into<TreeSource<'r>>, landed: &Landed, first_call: u64) -> Self {
+        let source = source.into();
+        let source = landed.0.over(&source);
+        let ops = repair::RecoverySource::ops(&source);
+        let calls = ops.in_flight().map(|op| (op.end(), first_call + op.id.0)).collect();
+        Self::new(inventory(&source), calls, first_call + ops.next_id().0)
+    }
+
+    /// Make the promise of a rank without a tree; `open` is the number of its first incomplete call.
+    pub fn without_tree(open: u64) -> Self {
+        Self::new(ChunkInventory::new(0), Vec::new(), open)
+    }
+
+    /// Return whether a rank that has reported `earlier` still has all of that, and nothing of its own has changed. It
+    /// may read more from redo slots by now, because its device continues for other ranks until they freeze, too.
+    pub fn keeps(&self, earlier: &Self) -> bool {
+        let (now, then) = (&self.0.inventory, &earlier.0.inventory);
+        let is_kept = |seq: u64| {
+            let ((now, _), (then, _)) = (now.state(seq), then.state(seq));
+            (now.needs, now.gives) == (then.needs, then.gives) && (now.holds || !then.holds)
+        };
+        let same = (&self.0.calls, self.0.open) == (&earlier.0.calls, earlier.0.open) && now.ops == then.ops;
+        same && (now.from, now.posted()) == (then.from, then.posted()) && (now.from..now.posted()).all(is_kept)
+    }
+
+    fn new(inventory: ChunkInventory, calls: Vec<(u64, u64)>, open: u64) -> Self {
+        // There are no connections.
+        let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+        Self(repair::RankReport { inventory, calls, open, address, trees: 0, offered: None })
+    }
+}
+
+impl Promises {
+    /// Collect the promises of the surviving ranks, for a caller that knows which ranks these are.
+    pub fn of(promises: impl IntoIterator<Item = (Rank, Promise)>) -> Self {
+        Self(promises.into_iter().map(|(rank, promise)| (rank, promise.0)).collect())
+    }
+
+    /// Return the surviving ranks, in order.
+    pub fn ranks(&self) -> Vec<Rank> {
+        self.0.keys().copied().collect()
+    }
+}
+
+impl Landed {
+    /// Record that a chunk was written.
+    pub fn note(&mut self, seq: u64) {
+        self.0.note(seq..seq + 1);
+    }
+
+    /// Return which elements of an operation's output hold results, as an error would report it.
+    pub fn completed_elements<'r>(&self, source: impl Into<TreeSource<'r>>, op: OpId) -> Vec<Range<u64>> {
+        repair::completed_elements(&self.0.over(&source.into()), op)
+    }
+}
+
+impl Settlement {
+    /// Compute the plan of an attempt of `ranks` ranks, at a rank that has this of its tree; either all ranks have a
+    /// tree or none.
+    ///
+    /// # Errors
+    /// Why recovery is not possible, as text.
+    pub fn of<'r>(promises: &Promises, source: Option<impl Into<TreeSource<'r>>>, ranks: u32) -> Result<Self, String> {
+        let source = source.map(Into::into);
+        if let Some(source) = source {
+            let lens = |desc: &_| source.chunks(desc);
+            if let Some((rank, _)) = promises.0.iter().find(|(_, report)| !report.inventory.is_valid(ranks, lens)) {
+                return Err(format!("the chunk inventory of {rank} is invalid"));
+            }
+        }
+        let (plan, decision) = repair::decide(&promises.0, ranks);
+        match (decision.failure, source) {
+            (Some(why), _) => Err(why.to_string()),
+            (None, Some(source)) => Ok(Self { chunks: chunks_of(&plan, &source), decision }),
+            (None, None) if plan.pieces.is_empty() => Ok(Self { chunks: Vec::new(), decision }),
+            (None, None) => Err("the plan has pieces, but there is no tree".to_owned()),
+        }
+    }
+
+    /// Return where the tree is cut: operations that end there or below are complete.
+    pub fn cut(&self) -> u64 {
+        self.decision.cut
+    }
+
+    /// If ranks are dead, return the first call that fails on all survivors that had not returned from it.
+    pub fn operation(&self) -> u64 {
+        self.decision.operation
+    }
+}
+
+impl Chunk {
+    /// Return what a rank contributes, as [`Chunk::give`] does, including chunks that recovery has written.
+    pub fn give_landed<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &Landed,
+        rank: Rank,
+        buffers: &mut dyn Buffers,
+    ) -> Vec<u8> {
+        self.give_of(&landed.0.over(&source.into()), rank, buffers)
+    }
+
+    /// Write the result, if the rank still waits for it, and record that.
+    pub fn land_once<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &mut Landed,
+        result: &[u8],
+        buffers: &mut dyn Buffers,
+    ) {
+        repair::land(&landed.0.over(&source.into()), self.seq, result, buffers);
+        landed.note(self.seq);
+    }
+}
+
+impl Change {
+    /// Take part as `rank` of `ranks` until `deadline`.
+    pub fn new(own: (Rank, u32), has_controller: bool, deadline: Instant) -> Self {
+        Self(View::new(own, Dead::new(), has_controller, deadline))
+    }
+
+    /// Break a rule from the start, to check what it is for.
+    #[must_use]
+    pub fn with_flaw(mut self, flaw: Option<Flaw>) -> Self {
+        self.0.set_flaw(flaw);
+        self
+    }
+
+    /// Normalize time: timers count as if they had been started at [`Instant::ZERO`].
+    pub fn normalize_time(&mut self) {
+        self.0.normalize_time();
+    }
+
+    /// Return the highest attempt that this rank takes part in.
+    pub fn attempt(&self) -> Option<Attempt> {
+        self.0.promised().map(Attempt)
+    }
+
+    /// The view must change.
+    pub fn begin(&mut self) {
+        self.0.begin();
+    }
+
+    /// A rank is dead: confirmed, or only suspected because it cannot be reached.
+    pub fn rank_died(&mut self, rank: Rank, is_confirmed: bool) {
+        self.0.rank_died(rank, if is_confirmed { Authority::Confirmed } else { Authority::Suspicion });
+    }
+
+    /// There is no controller any more that reports dead ranks.
+    pub fn controller_lost(&mut self) {
+        self.0.controller_lost();
+    }
+
+    /// Process a message from another rank.
+    pub fn handle(&mut self, from: Rank, message: ViewMessage, now: Instant) {
+        self.0.handle(from, message.0, now);
+    }
+
+    /// Process timeouts.
+    pub fn handle_timeout(&mut self, now: Instant) {
+        self.0.handle_timeout(now);
+    }
+
+    /// Return when [`Change::handle_timeout`] must be called.
+    pub fn poll_timeout(&self) -> Instant {
+        self.0.poll_timeout()
+    }
+
+    /// Return the next message to send, and its receiver.
+    pub fn poll_transmit(&mut self) -> Option<(Rank, ViewMessage)> {
+        self.0.poll_transmit().map(|(to, message)| (to, ViewMessage(message)))
+    }
+
+    /// Return the next step for the driver.
+    pub fn poll_step(&mut self) -> Option<Step> {
+        self.0.poll_event().map(|event| match event {
+            Event::Promise { ballot } => Step::Promise(Attempt(ballot)),
+            Event::Run { ballot, reports } => Step::Run(Attempt(ballot), Promises(reports)),
+            Event::Committed(repair::Outcome { dead, decision, vote }) => {
+                Step::Committed(Outcome { dead, cut: decision.cut, operation: decision.operation, vote })
+            }
+            Event::Ended(repair::End::Partitioned) => Step::Ended(End::Partitioned),
+            Event::Ended(repair::End::Deadline) => Step::Ended(End::Deadline),
+            Event::Ended(repair::End::Unknown) => Step::Ended(End::Unknown),
+        })
+    }
+
+    /// Reply to [`Step::Promise`].
+    pub fn promise(&mut self, attempt: Attempt, promise: Promise) {
+        self.0.promise(attempt.0, promise.0);
+    }
+
+    /// An attempt's plan has been executed here; `vote` is a value that is committed if all ranks agree on it.
+    pub fn done(&mut self, attempt: Attempt, settlement: &Settlement, vote: u64) {
+        self.0.done(attempt.0, settlement.decision.clone(), vote);
+    }
+
+    /// An attempt's plan failed here.
+    pub fn failed(&mut self, attempt: Attempt, now: Instant) {
+        self.0.failed(attempt.0, now);
+    }
+}

@@ -1,0 +1,158 @@
+//! The initial states of a recovery: the ranks' data in every state in which a tree can be lost.
+//!
+//! Each rank freezes at its own moment while the tree continues for the others. This equals a run without further
+//! events at that rank, so the ranks' final data also occurs in a single state of the tree. A dead device is one
+//! without further events; a restarted one has no data.
+//!
+//! A recovery reads a rank's completed chunks, the retained data of returned operations, and the buffers. States that
+//! agree in these are equivalent ([`Key`]): nothing reads timers and windows of a frozen endpoint, and later packets
+//! change nothing ([`InitialStates::check_frozen`]).
+
+use super::violation::Rules;
+use crate::machine::Machine;
+use crate::rank::Memory;
+use crate::scope::Scope;
+use crate::search::{Moment, moments};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::rc::Rc;
+use sumac::harness::{Landed, Promise};
+use sumac::transport::packets::{Endpoint, OpId};
+use sumac_hal::ids::ChunkNo;
+use sumac_hal::port::Addr;
+use sumac_hal::uplink::Uplink;
+
+/// What a caller does with its buffers once they are its own again.
+const GARBAGE: u8 = 0xee;
+
+/// What one rank has.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct InitialState {
+    /// Its endpoint, frozen; one of those that are the same to a repair.
+    pub(super) endpoint: Endpoint,
+    /// How many operations it has called.
+    pub(super) called: u64,
+    /// How many of them have returned.
+    pub(super) returned: u64,
+    /// Its buffers; those of operations that have returned are garbage.
+    pub(super) memory: Memory,
+}
+
+/// All of a rank that a repair reads.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    promise: Promise,
+    answered: Vec<bool>,
+    kept: Vec<Option<Vec<u8>>>,
+    next: OpId,
+    called: u64,
+    returned: u64,
+    memory: Memory,
+}
+
+/// What is on its way to a rank, from whom.
+pub(super) type Late = (usize, Addr, Vec<u8>);
+
+/// All that ranks can have at once.
+#[derive(Debug, Default)]
+pub(super) struct InitialStates {
+    /// What single ranks have, by number.
+    pub(super) ranks: Vec<Rc<InitialState>>,
+    keys: HashMap<(usize, Key), usize>,
+    /// The numbers of what all have, each once, and of packets that were on their way then, if those matter.
+    pub(super) all: BTreeMap<Vec<usize>, Vec<Vec<Late>>>,
+    /// Of how many states of the ranks.
+    pub(super) moments: usize,
+    frozen: HashSet<(usize, Addr, Vec<u8>)>,
+}
+
+impl InitialState {
+    fn of(machine: &Machine, scope: &Scope, rules: Rules) -> Self {
+        let Machine::Rank(member) = machine else { panic!("devices repair nothing") };
+        let (mut endpoint, called, returned, mut memory) = member.leave(scope);
+        memory.0[..returned as usize].iter_mut().for_each(|buffer| buffer.fill(GARBAGE));
+        if rules.keeps_nothing {
+            endpoint.forget_retained();
+        }
+        if !rules.unfenced {
+            endpoint.freeze();
+        }
+        // That it has failed is why it is frozen.
+        endpoint.poll_event();
+        endpoint.rest();
+        Self { endpoint, called, returned, memory }
+    }
+
+    fn key(&self, scope: &Scope) -> Key {
+        let seqs = 0..scope.ops().last().map_or(0, |(_, seqs)| seqs.end);
+        Key {
+            promise: Promise::of(&self.endpoint, &Landed::default(), 0),
+            answered: seqs.clone().map(|seq| self.endpoint.holds(seq)).collect(),
+            kept: seqs.map(|seq| self.endpoint.kept(ChunkNo(seq))).collect(),
+            next: self.endpoint.first_behind(u64::MAX),
+            called: self.called,
+            returned: self.returned,
+            memory: self.memory.clone(),
+        }
+    }
+}
+
+impl InitialStates {
+    /// Find all that the ranks of a scope can have.
+    pub(super) fn of(scope: &Scope, rules: Rules) -> Self {
+        Self::from(scope, moments(scope), rules)
+    }
+
+    /// Collect what the ranks have in these states.
+    pub(super) fn from(scope: &Scope, moments: Vec<Moment>, rules: Rules) -> Self {
+        let mut initial_states = Self::default();
+        let mut numbers: HashMap<*const Machine, usize> = HashMap::new();
+        let mut tuples = HashSet::new();
+        for Moment { ranks, packets } in &moments {
+            let number = |(rank, machine): (usize, &Rc<Machine>)| {
+                let known = numbers.get(&Rc::as_ptr(machine)).copied();
+                let number = known
+                    .unwrap_or_else(|| initial_states.number_of(rank, InitialState::of(machine, scope, rules), scope));
+                numbers.insert(Rc::as_ptr(machine), number);
+                number
+            };
+            let all: Vec<usize> = ranks.iter().enumerate().map(number).collect();
+            tuples.insert(ranks.iter().map(Rc::as_ptr).collect::<Vec<_>>());
+            if !rules.unfenced {
+                packets.iter().for_each(|(rank, from, bytes)| initial_states.check_frozen(all[*rank], *from, bytes));
+            }
+            let late = if rules.unfenced { packets.clone() } else { Vec::new() };
+            let lates = initial_states.all.entry(all).or_default();
+            if !lates.contains(&late) {
+                lates.push(late);
+            }
+        }
+        initial_states.moments = tuples.len();
+        initial_states
+    }
+
+    fn number_of(&mut self, rank: usize, front: InitialState, scope: &Scope) -> usize {
+        let next = self.ranks.len();
+        let number = *self.keys.entry((rank, front.key(scope))).or_insert(next);
+        if number == next {
+            self.ranks.push(Rc::new(front));
+        }
+        number
+    }
+
+    /// What arrives after the freeze changes nothing.
+    fn check_frozen(&mut self, number: usize, from: Addr, bytes: &[u8]) {
+        if !self.frozen.insert((number, from, bytes.to_vec())) {
+            return;
+        }
+        let mut front = InitialState::clone(&self.ranks[number]);
+        front.endpoint.handle(from, bytes, &mut front.memory, Uplink::RESUME_AT);
+        front.endpoint.rest();
+        assert_eq!(front, *self.ranks[number], "a frozen endpoint takes in {bytes:?}");
+    }
+
+    /// Return what all ranks can have at once, in words that are the same in every search.
+    pub(super) fn in_words(&self, scope: &Scope) -> std::collections::BTreeSet<String> {
+        let word = |&number: &usize| format!("{:?}", self.ranks[number].key(scope));
+        self.all.keys().map(|all| all.iter().map(word).collect::<Vec<_>>().join("\n")).collect()
+    }
+}

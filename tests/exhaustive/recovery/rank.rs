@@ -1,0 +1,486 @@
+//! A rank in a recovery: the production state machine of the view change and the data left by the tree, driven as by
+//! `sumac::comm`.
+
+use super::check::{compare, sum};
+use super::facts::{Ended, Facts};
+use super::initial::InitialState;
+use super::violation::{Rules, ViolationKind};
+use crate::rank::Memory;
+use crate::scope::{Scope, Wiring};
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::time::Duration;
+use sumac::harness::{
+    Attempt, Change, Chunk, Landed, Origin, Outcome, Promise, Promises, Settlement, Step, ViewMessage,
+};
+use sumac::transport::packets::{Endpoint, OpId};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::Path;
+use sumac_hal::port::Addr;
+use sumac_hal::time::Instant;
+use sumac_hal::uplink::Uplink;
+
+/// What a repair is about.
+#[derive(Debug)]
+pub(super) struct Setting<'s> {
+    pub(super) scope: &'s Scope,
+    pub(super) wiring: &'s Wiring,
+    pub(super) rules: Rules,
+    /// Whether the controller says who is dead; else ranks suspect each other.
+    pub(super) has_controller: bool,
+}
+
+/// How a rank's operations go on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Way {
+    Tree(Rc<Endpoint>),
+    Schedules,
+}
+
+/// A plan that is being done.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Trial {
+    attempt: Attempt,
+    live: Vec<usize>,
+    settlement: Settlement,
+    /// How many of its chunks have landed.
+    landed: usize,
+}
+
+/// A change of the view on its way.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Changing {
+    change: Change,
+    landed: Landed,
+    trial: Option<Trial>,
+    /// The attempt whose plan was begun last: its connections are taken once.
+    ran: Option<Attempt>,
+    /// The tree that was found with the last plan that was done here, 0 for none.
+    found: u64,
+    /// How many operations had returned before.
+    returned: u64,
+}
+
+/// A rank.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct RankState {
+    rank: usize,
+    view: u32,
+    way: Way,
+    /// The first operation of that way.
+    first: u64,
+    called: u64,
+    returned: u64,
+    memory: Memory,
+    /// Whom it knows to be dead.
+    known: BTreeSet<usize>,
+    changing: Option<Box<Changing>>,
+    /// The change of the view before: it answers who is behind.
+    settled: Option<(u32, Box<Change>)>,
+    /// Who has said what of later views.
+    early: Vec<(u32, usize, ViewMessage)>,
+    /// What it has committed, view by view.
+    outcomes: Vec<Outcome>,
+    end: Option<Ended>,
+}
+
+/// What a rank gives for an attempt, to be taken by all others.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct SharedData {
+    pub(super) from: usize,
+    pub(super) view: u32,
+    pub(super) attempt: Attempt,
+    pub(super) settlement: Settlement,
+    /// Of each chunk: the result, if it has that; else its contribution, if that is asked for.
+    pub(super) chunks: Vec<Vec<u8>>,
+}
+
+/// What can happen to a rank.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Event<'e> {
+    /// It finds that its tree is lost.
+    Begin,
+    /// Another has said something about a view.
+    ViewMessage(usize, u32, &'e ViewMessage),
+    /// A packet of the lost tree arrives.
+    Late(Addr, &'e [u8]),
+    /// It hears that a rank is dead.
+    Hear(usize),
+    /// The next chunk of its plan is here, from what these have given.
+    Land(&'e [&'e SharedData]),
+    /// Its plan comes to nothing.
+    Fail,
+    /// Its plan is done, with another tree or without.
+    Finish(bool),
+    /// It is time to try again.
+    Retry,
+    /// It is time to say again what was not answered.
+    Resend,
+    /// It has taken too long.
+    Deadline,
+}
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub(super) struct Act {
+    pub(super) said: Vec<(usize, u32, ViewMessage)>,
+    pub(super) shared_data: Option<SharedData>,
+    pub(super) wrong: Option<(ViolationKind, String)>,
+}
+
+impl RankState {
+    /// A rank whose tree is about to be lost.
+    pub(super) fn new(rank: usize, front: &InitialState) -> Self {
+        Self {
+            rank,
+            view: 0,
+            way: Way::Tree(Rc::new(front.endpoint.clone())),
+            first: 0,
+            called: front.called,
+            returned: front.returned,
+            memory: front.memory.clone(),
+            known: BTreeSet::new(),
+            changing: None,
+            settled: None,
+            early: Vec::new(),
+            outcomes: Vec::new(),
+            end: None,
+        }
+    }
+
+    /// Let something happen to it.
+    pub(super) fn meet(&mut self, setting: &Setting<'_>, event: Event<'_>) -> Act {
+        let mut run = Run { part: self, setting, act: Act::default() };
+        run.meet(event);
+        let act = run.act;
+        self.changing.iter_mut().for_each(|changing| changing.change.normalize_time());
+        self.settled.iter_mut().for_each(|(_, change)| change.normalize_time());
+        act
+    }
+
+    /// Say what there is to know of it.
+    pub(super) fn facts(&self, setting: &Setting<'_>) -> Facts {
+        let changing = self.changing.as_deref();
+        let trial = changing.and_then(|changing| changing.trial.as_ref());
+        Facts {
+            view: self.view,
+            has_tree: matches!(self.way, Way::Tree(_)),
+            is_changing: changing.is_some(),
+            end: self.end.clone(),
+            known: self.known.clone(),
+            promised: changing.and_then(|changing| changing.change.attempt()),
+            ran: changing.and_then(|changing| changing.ran),
+            trial: trial.map(|trial| (trial.attempt, trial.live.clone())),
+            next: trial.and_then(|trial| Some(trial.settlement.chunks.get(trial.landed)?.origin)),
+            asks: trial.is_some_and(|trial| self.asks(setting, trial)),
+            retries: changing.is_some_and(|changing| changing.change.poll_timeout() < Instant::ZERO + RESEND),
+            outcomes: self.outcomes.clone(),
+        }
+    }
+
+    fn asks(&self, setting: &Setting<'_>, trial: &Trial) -> bool {
+        let all_live = trial.live.len() == setting.wiring.ranks.len();
+        all_live && setting.has_controller && matches!(self.way, Way::Tree(_))
+    }
+}
+
+/// Something happens to a part.
+struct Run<'r, 's> {
+    part: &'r mut RankState,
+    setting: &'r Setting<'s>,
+    act: Act,
+}
+
+impl Run<'_, '_> {
+    fn meet(&mut self, event: Event<'_>) {
+        match event {
+            Event::Begin => self.change_view(true),
+            Event::ViewMessage(from, view, said) => self.hear(from, view, said.clone()),
+            Event::Late(from, bytes) => self.take_late(from, bytes),
+            Event::Hear(dead) => {
+                self.part.known.insert(dead);
+                if self.part.changing.is_some() {
+                    let by_word = self.setting.has_controller;
+                    self.tell(|change| change.rank_died(Rank(dead as u32), by_word));
+                } else {
+                    self.change_view(true);
+                }
+            }
+            Event::Land(shared_data_sets) => self.land(shared_data_sets),
+            Event::Fail => {
+                let trial = self.changing().trial.take().expect("it does a plan");
+                self.tell(|change| change.failed(trial.attempt, NOW));
+            }
+            Event::Finish(found) => self.finish(found),
+            Event::Retry => self.tell(|change| change.handle_timeout(NOW + RETRY)),
+            Event::Resend => self.tell(|change| change.handle_timeout(NOW + RESEND)),
+            Event::Deadline => self.tell(|change| change.handle_timeout(NOW + LIMIT)),
+        }
+    }
+
+    fn changing(&mut self) -> &mut Changing {
+        self.part.changing.as_mut().expect("in a change")
+    }
+
+    fn wrong(&mut self, wrong: ViolationKind, text: String) {
+        self.act.wrong.get_or_insert((wrong, format!("rank {}: {text}", self.part.rank)));
+    }
+
+    fn change_view(&mut self, begins: bool) {
+        if self.part.changing.is_some() || self.part.end.is_some() {
+            return;
+        }
+        let Setting { wiring, rules, has_controller, .. } = self.setting;
+        let own = (Rank(self.part.rank as u32), wiring.ranks.len() as u32);
+        let mut change = Change::new(own, *has_controller, NOW + LIMIT).with_flaw(rules.view);
+        for &dead in &self.part.known {
+            change.rank_died(Rank(dead as u32), *has_controller);
+        }
+        if begins {
+            change.begin();
+        }
+        change.handle_timeout(NOW);
+        let (landed, returned) = (Landed::default(), self.part.returned);
+        let changing = Changing { change, landed, trial: None, ran: None, found: 0, returned };
+        self.part.changing = Some(Box::new(changing));
+        self.drive();
+    }
+
+    fn tell(&mut self, news: impl FnOnce(&mut Change)) {
+        news(&mut self.changing().change);
+        self.drive();
+    }
+
+    /// Do all that the machine wants.
+    fn drive(&mut self) {
+        while let Some(changing) = &mut self.part.changing {
+            let view = self.part.view;
+            let said = std::iter::from_fn(|| changing.change.poll_transmit());
+            self.act.said.extend(said.map(|(to, said)| (to.0 as usize, view, said)));
+            match changing.change.poll_step() {
+                None => break,
+                Some(Step::Promise(attempt)) => self.promise(attempt),
+                Some(Step::Run(attempt, promises)) => self.begin_plan(attempt, &promises),
+                Some(Step::Committed(outcome)) => self.commit(outcome),
+                Some(Step::Ended(end)) => self.leave(Ended::Out(end)),
+            }
+        }
+    }
+
+    fn hear(&mut self, from: usize, view: u32, said: ViewMessage) {
+        let part = &mut *self.part;
+        if view > part.view {
+            part.early.push((view, from, said));
+            return;
+        }
+        if view < part.view {
+            let Some((_, change)) = part.settled.as_mut().filter(|(of, _)| *of == view) else { return };
+            change.handle(Rank(from as u32), said, NOW);
+            let answers = std::iter::from_fn(|| change.poll_transmit());
+            self.act.said.extend(answers.map(|(to, said)| (to.0 as usize, view, said)));
+            return;
+        }
+        if part.end.is_some() {
+            self.act.said.extend(said.answer_after_end().map(|said| (from, view, said)));
+            return;
+        }
+        self.change_view(false);
+        if self.part.changing.is_some() {
+            self.tell(|change| {
+                change.handle(Rank(from as u32), said, NOW);
+                change.handle_timeout(NOW);
+            });
+        }
+    }
+
+    fn take_late(&mut self, from: Addr, bytes: &[u8]) {
+        let part = &mut *self.part;
+        // The tree of a later view does not know it.
+        if let (0, Way::Tree(endpoint)) = (part.view, &mut part.way) {
+            let endpoint = Rc::make_mut(endpoint);
+            endpoint.handle(from, bytes, &mut part.memory, Uplink::RESUME_AT);
+            while endpoint.poll_event().is_some() {}
+            while endpoint.poll_transmit(&part.memory, &mut [0; 1500], Uplink::RESUME_AT).is_some() {}
+            endpoint.rest();
+        }
+    }
+
+    fn promise(&mut self, attempt: Attempt) {
+        let RankState { way, first, returned, changing, .. } = &mut *self.part;
+        let changing = changing.as_mut().expect("in a change");
+        let promise = match way {
+            Way::Tree(endpoint) => Promise::of(&**endpoint, &changing.landed, *first),
+            Way::Schedules => Promise::without_tree(*returned),
+        };
+        changing.trial = None;
+        changing.change.promise(attempt, promise);
+    }
+
+    /// All that live have promised: work out the plan, and give what is this rank's to give.
+    fn begin_plan(&mut self, attempt: Attempt, promises: &Promises) {
+        let ranks = self.setting.wiring.ranks.len() as u32;
+        let RankState { rank, view, way, memory, changing, .. } = &mut *self.part;
+        let changing = changing.as_mut().expect("in a change");
+        let endpoint = match way {
+            Way::Tree(endpoint) => Some(&**endpoint),
+            Way::Schedules => None,
+        };
+        let settlement = match Settlement::of(promises, endpoint, ranks) {
+            Ok(settlement) => settlement,
+            Err(why) => return self.wrong(ViolationKind::Unrepairable, why),
+        };
+        if changing.ran.replace(attempt) == Some(attempt) && !settlement.chunks.is_empty() {
+            return changing.change.failed(attempt, NOW);
+        }
+        let live = promises.ranks().into_iter().map(|rank| rank.0 as usize).collect();
+        if let Some(endpoint) = endpoint {
+            let own = Rank(*rank as u32);
+            let mut give = |chunk: &Chunk| chunk.give_landed(endpoint, &changing.landed, own, memory);
+            let chunks: Vec<Vec<u8>> = settlement.chunks.iter().map(&mut give).collect();
+            let shared_data = SharedData { from: *rank, view: *view, attempt, settlement: settlement.clone(), chunks };
+            self.act.shared_data = Some(shared_data).filter(|shared_data| !shared_data.chunks.is_empty());
+        }
+        changing.found = 0;
+        changing.trial = Some(Trial { attempt, live, settlement, landed: 0 });
+    }
+
+    /// The next chunk is computed, or has come.
+    fn land(&mut self, shared_data_sets: &[&SharedData]) {
+        let RankState { way, memory, changing, .. } = &mut *self.part;
+        let (Some(changing), Way::Tree(endpoint)) = (changing, way) else { panic!("a chunk without a tree") };
+        let trial = changing.trial.as_mut().expect("it does a plan");
+        let at = trial.landed;
+        let chunk = trial.settlement.chunks[at];
+        if let Some(other) = shared_data_sets.iter().find(|shared_data| shared_data.settlement != trial.settlement) {
+            let text = format!("{:?} where rank {} has {:?}", trial.settlement, other.from, other.settlement);
+            return self.wrong(ViolationKind::Disagreement, text);
+        }
+        let given: Vec<&[u8]> = shared_data_sets.iter().map(|shared_data| &shared_data.chunks[at][..]).collect();
+        let result = match chunk.origin {
+            Origin::Held(holder) => {
+                let holder = shared_data_sets
+                    .iter()
+                    .position(|shared_data| shared_data.from == holder.0 as usize)
+                    .expect("the holder gave");
+                given[holder].to_vec()
+            }
+            Origin::Recompute => sum(&given),
+        };
+        if result.len() != chunk.len_bytes {
+            let text = format!("chunk {}: {} bytes in place of {}", chunk.seq, result.len(), chunk.len_bytes);
+            return self.wrong(ViolationKind::Unrepairable, text);
+        }
+        if self.setting.rules.forgets_landed {
+            chunk.land(endpoint, &result, memory);
+        } else {
+            chunk.land_once(&**endpoint, &mut changing.landed, &result, memory);
+        }
+        trial.landed += 1;
+    }
+
+    fn finish(&mut self, found: bool) {
+        let word = if found { u64::from(self.part.view) + 2 } else { 0 };
+        let returns_early = self.setting.rules.returns_early;
+        let changing = self.changing();
+        let trial = changing.trial.take().expect("it does a plan");
+        changing.found = word;
+        changing.change.done(trial.attempt, &trial.settlement, word);
+        if returns_early {
+            self.complete_below(trial.settlement.cut());
+        }
+        self.drive();
+    }
+
+    /// Operations of the tree that end here or below return.
+    fn complete_below(&mut self, cut: u64) {
+        let Way::Tree(endpoint) = &self.part.way else { return };
+        let below = self.part.first + endpoint.first_behind(cut).0;
+        while self.part.returned < below {
+            let op = self.part.returned;
+            if let Some(text) = self.compare(op, |_| true) {
+                self.wrong(ViolationKind::Result, format!("operation {op} returns: {text}"));
+            }
+            self.part.memory.0[op as usize].fill(0xee);
+            self.part.returned += 1;
+        }
+    }
+
+    fn commit(&mut self, outcome: Outcome) {
+        let changing = self.part.changing.take().expect("in a change");
+        self.complete_below(outcome.cut);
+        self.part.outcomes.push(outcome.clone());
+        if !outcome.dead.is_empty() {
+            let returned = self.part.returned;
+            // Who has returned from an operation can give all that others lack of it.
+            if returned != outcome.operation {
+                self.wrong(ViolationKind::Contradiction, format!("{returned} operations have returned: {outcome:?}"));
+            }
+            self.part.changing = Some(changing);
+            self.leave(Ended::RanksFailed(outcome.dead, outcome.operation));
+            return;
+        }
+        for op in self.part.returned..self.part.memory.0.len() as u64 {
+            if let Some(text) = self.compare(op, |_| false) {
+                self.wrong(ViolationKind::Result, format!("operation {op} begins again: {text}"));
+            }
+        }
+        if outcome.vote != 0 && outcome.vote != changing.found {
+            self.wrong(ViolationKind::Disagreement, format!("it has not got tree {}", outcome.vote));
+        }
+        self.part.settled = Some((self.part.view, Box::new(changing.change)));
+        self.part.view += 1;
+        self.part.first = self.part.returned;
+        self.part.way = if outcome.vote == 0 { Way::Schedules } else { self.next_tree() };
+        let early = std::mem::take(&mut self.part.early);
+        if !self.part.known.is_empty() {
+            self.change_view(early.is_empty());
+        }
+        early.into_iter().for_each(|(view, from, said)| self.hear(from, view, said));
+    }
+
+    /// The next tree, at the moment that it is lost: nothing has gone through it.
+    fn next_tree(&self) -> Way {
+        let Setting { scope, wiring, .. } = self.setting;
+        let mut endpoint = Endpoint::new(wiring.endpoint(scope, self.part.rank, 1 + self.part.view as u16));
+        for (desc, _) in &scope.ops()[self.part.first as usize..self.part.called as usize] {
+            endpoint.post(*desc, Path::Tree).expect("calls of a group that has not failed");
+        }
+        endpoint.freeze();
+        endpoint.poll_event();
+        endpoint.rest();
+        Way::Tree(Rc::new(endpoint))
+    }
+
+    fn compare(&self, op: u64, is_new: impl Fn(u64) -> bool) -> Option<String> {
+        let Setting { scope, wiring, .. } = self.setting;
+        let RankState { rank, memory, .. } = &*self.part;
+        compare(scope, (*rank, wiring.ranks.len()), memory, op, is_new)
+    }
+
+    /// The group ends: each chunk is wholly old or wholly new, as the error says.
+    fn leave(&mut self, end: Ended) {
+        let changing = self.part.changing.take().expect("in a change");
+        for op in self.part.returned..self.part.memory.0.len() as u64 {
+            let fresh = match &self.part.way {
+                Way::Tree(endpoint) if op < self.part.called => {
+                    changing.landed.completed_elements(&**endpoint, OpId(op - self.part.first))
+                }
+                _ => Vec::new(),
+            };
+            let is_new = |i: u64| fresh.iter().any(|elements| elements.contains(&i));
+            if let Some(text) = self.compare(op, is_new) {
+                self.wrong(ViolationKind::Chunks, format!("operation {op} fails: {text}"));
+            }
+        }
+        self.part.end = Some(end);
+    }
+}
+
+/// All moments are forgotten between events.
+const NOW: Instant = Instant::ZERO;
+/// When a coordinator tries again what came to nothing.
+const RETRY: Duration = Duration::from_millis(300);
+/// When what was not answered is said again.
+const RESEND: Duration = Duration::from_secs(1);
+/// How long a change may take.
+const LIMIT: Duration = Duration::from_secs(1000);

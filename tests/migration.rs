@@ -1,0 +1,128 @@
+//! Migration of a running job to a device that connects or returns: all ranks move at the same call.
+
+mod common;
+
+use common::{Cluster, over_udp, plain};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use sumac::controller::ControllerConfig;
+use sumac::select::CostTable;
+use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp};
+use sumac_hal::uplink::HopTimers;
+
+/// The limit of the time until a job moves.
+const SOON: Duration = Duration::from_secs(30);
+
+const LEN: usize = 3000;
+
+fn by_tree() -> ControllerConfig {
+    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
+    ControllerConfig { table, timers, ..ControllerConfig::new() }
+}
+
+fn add(comm: &Communicator, op: u64) -> Outcome {
+    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| op * i + u64::from(comm.rank())).collect();
+    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
+    let ranks = u64::from(comm.size());
+    let sum = |i: u64| ranks * op * i + ranks * (ranks - 1) / 2;
+    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "operation {op}");
+    outcome
+}
+
+/// Run operations until one uses `path`; return its number.
+fn until(comm: &Communicator, op: &mut u64, path: Path) -> u64 {
+    let give_up = Instant::now() + SOON;
+    loop {
+        assert!(Instant::now() < give_up, "rank {}: no operation used {}", comm.rank(), path.name());
+        let outcome = add(comm, *op);
+        *op += 1;
+        if outcome.path == path {
+            return *op - 1;
+        }
+    }
+}
+
+#[test]
+fn job_without_device_moves_to_a_tree_when_one_connects() {
+    for configure in [plain as fn(&mut JoinConfig), over_udp] {
+        let cluster = Cluster::spare(0, by_tree());
+        let (has_begun, boards) = (AtomicBool::new(false), Mutex::new(Vec::new()));
+        let moved = thread::scope(|scope| {
+            scope.spawn(|| {
+                while !has_begun.load(Ordering::Relaxed) {
+                    thread::yield_now();
+                }
+                boards.lock().expect("nobody panicked").push(cluster.start_spare_board("late"));
+            });
+            cluster.run("late", 3, configure, |comm| {
+                assert!(add(&comm, 0).path != Path::Tree);
+                has_begun.store(true, Ordering::Relaxed);
+                let mut op = 1;
+                let moved = until(&comm, &mut op, Path::Tree);
+                // The job stays on the tree, without a recovery.
+                (0..3).for_each(|nth| assert_eq!(add(&comm, op + nth).path, Path::Tree));
+                comm.leave();
+                moved
+            })
+        });
+        assert!(moved.iter().all(|&op| op == moved[0]), "ranks moved at different operations: {moved:?}");
+    }
+}
+
+#[test]
+fn returning_device_is_used_again() {
+    let mut cluster = Cluster::spare(1, by_tree());
+    let board = Mutex::new(cluster.boards.pop());
+    let (has_begun, is_repaired) = (AtomicBool::new(false), AtomicBool::new(false));
+    let wait_for = |flag: &AtomicBool| {
+        while !flag.load(Ordering::Relaxed) {
+            thread::yield_now();
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..2 {
+                wait_for(&has_begun);
+                has_begun.store(false, Ordering::Relaxed);
+                drop(board.lock().expect("nobody panicked").take());
+                wait_for(&is_repaired);
+                is_repaired.store(false, Ordering::Relaxed);
+                *board.lock().expect("nobody panicked") = Some(cluster.start_spare_board("spare0"));
+            }
+        });
+        cluster.run("back", 3, plain, |comm| {
+            let mut op = 0;
+            for _ in 0..2 {
+                until(&comm, &mut op, Path::Tree);
+                if comm.rank() == 0 {
+                    has_begun.store(true, Ordering::Relaxed);
+                }
+                until(&comm, &mut op, Path::RecursiveDoubling);
+                comm.barrier().expect("all are there");
+                if comm.rank() == 0 {
+                    is_repaired.store(true, Ordering::Relaxed);
+                }
+            }
+            until(&comm, &mut op, Path::Tree);
+            comm.leave();
+        });
+    });
+}
+
+/// A device returns after a rank was lost: the job cannot move and is not delayed by an offer.
+#[test]
+fn job_with_a_lost_rank_gets_no_offer() {
+    let cluster = Cluster::spare(0, by_tree());
+    let errors = cluster.run("lost", 3, plain, |comm| {
+        add(&comm, 0);
+        if comm.rank() == 2 {
+            return None;
+        }
+        let _board = (comm.rank() == 0).then(|| cluster.start_spare_board("late"));
+        comm.all_reduce(&mut [0_u64; 4], ReduceOp::Sum).err().map(|error| error.to_string())
+    });
+    assert!(errors.iter().flatten().all(|error| error.contains("rank 2 is lost")), "{errors:?}");
+}

@@ -1,0 +1,130 @@
+//! Observes a cluster from outside: packets delivered, slot states, final counters.
+
+use super::clock::{Clock, ClockOwner};
+use super::cluster::Cluster;
+use super::coverage::Mark;
+use super::report::{Extents, Report, Violation};
+use super::setup::Member;
+use super::wiring::{Owner, child_key, count_levels, group_id, owner};
+use sumac_hal::emu::Delivery;
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
+
+impl Cluster<'_, '_> {
+    /// Return the reading of a device's clock.
+    pub(super) fn device_time(&self, device: usize) -> Instant {
+        Clock::draw(self.options.seed, ClockOwner::Device(device)).at(self.now)
+    }
+
+    pub(super) fn rank_time(&self, rank: usize) -> Instant {
+        Clock::draw(self.options.seed, ClockOwner::Rank(rank)).at(self.now)
+    }
+
+    /// Return when a rank's clock reads `local`.
+    pub(super) fn rank_when(&self, rank: usize, local: Instant) -> Instant {
+        Clock::draw(self.options.seed, ClockOwner::Rank(rank)).when(local)
+    }
+
+    /// Count ranks without an end, once per group. A pending restart makes every rank wait.
+    pub(super) fn waiting(&self) -> usize {
+        self.open().count() + self.pending_restarts
+    }
+
+    /// Return the members without an end.
+    fn open(&self) -> impl Iterator<Item = (usize, usize, &Member)> {
+        let members = self.members.iter().enumerate();
+        let live = members.filter(|(rank, _)| !self.deaths.is_dead(*rank));
+        let all = live.flat_map(|(rank, members)| members.iter().enumerate().map(move |(group, m)| (rank, group, m)));
+        all.filter(|(_, group, member)| {
+            let lacks = member.error.is_none() && member.done < self.options.groups[*group].ops.len() as u64;
+            member.membership.changing.is_some() || member.membership.end.is_none() && lacks
+        })
+    }
+
+    pub(super) fn hang(&self) -> Violation {
+        let (rank, group, done) =
+            self.open().next().map_or((0, 0, 0), |(rank, group, member)| (rank, group, member.done));
+        Violation::Hang { at: self.now - Instant::ZERO, waiting: self.waiting(), group, rank, done }
+    }
+
+    pub(super) fn observe_slots(&mut self, device: usize, shard: usize) {
+        for group in 0..self.options.all_groups() {
+            let Some((wiring, incarnation)) = self.wiring_at(device, group) else { continue };
+            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
+            let is_root = place.parent.is_none();
+            let slots = self.slots.entry((device, shard)).or_default();
+            slots.look(&self.devices[device].shards[shard], (group_id(group), incarnation), is_root, &mut self.seen);
+        }
+    }
+
+    /// Record a delivered packet if it is genuine. Checksums are verified only where a damaged packet would count as
+    /// something rare.
+    pub(super) fn note_packet(&mut self, delivery: &Delivery) {
+        let bytes = &delivery.bytes[..];
+        if bytes.len() < HEADER_LEN {
+            return;
+        }
+        let header = Packet::new_unchecked(bytes);
+        let kind = Kind::from_wire(header.kind());
+        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
+        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
+            return;
+        };
+        let (from, to) = (owner(delivery.from), owner(delivery.to));
+        let below = |parent: usize| {
+            let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
+            let is_known = group < self.options.all_groups();
+            is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
+        };
+        let is_up = match (&from, &to) {
+            (_, Owner::Node { device, .. }) if below(*device) => true,
+            (Owner::Node { device, .. }, _) if below(*device) => false,
+            // Forged: no such sender.
+            _ => return,
+        };
+        self.seen.packet(&repr, is_up);
+    }
+
+    /// Return the size of the cluster, whoever owns its groups.
+    fn extents(&self) -> Extents {
+        let levels = self.options.trees.iter().map(|tree| u64::from(count_levels(tree)));
+        let levels = levels.fold([u64::MAX, 0], |[least, most], n| [least.min(n), most.max(n)]);
+        let (devices, ranks) = (self.devices.len() as u64, self.options.ranks as u64);
+        Extents { of: [[devices, devices], levels, [ranks, ranks], [u64::MAX, 0]] }
+    }
+
+    pub(super) fn report(&self) -> Report {
+        let mut counters = self.past;
+        let nodes = self.devices.iter().flat_map(|device| &device.shards);
+        nodes.for_each(|node| counters.merge(node.counters()));
+        let links = self.fabric.counters();
+        let mut report = Report {
+            log_hash: self.fabric.log_hash(),
+            took: self.ended_at - Instant::ZERO,
+            packets: links.sent,
+            in_flight_most: self.in_flight_most,
+            incast_drops: links.dropped_by_queue,
+            marked: links.marked,
+            counters,
+            attacks: self.attacker.sent(),
+            seen: self.seen,
+            extents: self.extents(),
+            view_changes: self.view_changes,
+            repairs: self.seen.count(Mark::OpRepaired),
+            repair_bytes: self.repair_bytes,
+            ..Report::default()
+        };
+        self.count_survivors(&mut report);
+        for (rank, member) in self.members.iter().enumerate().flat_map(|(rank, m)| m.iter().map(move |m| (rank, m))) {
+            let stats = member.endpoint.stats();
+            report.retransmits += stats.retransmits;
+            report.probes += stats.probes;
+            report.rank_drops += stats.dropped;
+            report.shared_results += stats.shared_results;
+            if !self.deaths.is_dead(rank) && member.membership.end.is_none() {
+                report.count_end(member.error);
+            }
+        }
+        report
+    }
+}
