@@ -64,6 +64,8 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) members: Vec<Vec<Member>>,
     pub(super) posts: Posts,
     pub(super) alarms: BTreeMap<(Instant, u64), Alarm>,
+    /// How many of them are [`Alarm::BeginAgain`].
+    pub(super) restarts_to_come: usize,
     pub(super) attacker: Attacker,
     pub(super) epoch: Epoch,
     /// How often all ranks began again.
@@ -165,6 +167,7 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         members: Vec::new(),
         posts: BTreeMap::new(),
         alarms: BTreeMap::new(),
+        restarts_to_come: 0,
         attacker: Attacker::new(options.seed),
         epoch: EPOCH,
         life: 0,
@@ -296,6 +299,7 @@ impl Cluster<'_, '_> {
 
     pub(super) fn schedule(&mut self, at: Instant, alarm: Alarm) {
         self.alarm_numbers += 1;
+        self.restarts_to_come += usize::from(alarm == Alarm::BeginAgain);
         self.alarms.insert((at, self.alarm_numbers), alarm);
     }
 

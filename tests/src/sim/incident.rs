@@ -86,7 +86,10 @@ impl Cluster<'_, '_> {
                 Alarm::Die(device) => self.devices[device].alive = false,
                 Alarm::Restart(device) => self.restart(device),
                 Alarm::GiveUp(device) => self.give_up(device)?,
-                Alarm::BeginAgain => self.begin_again()?,
+                Alarm::BeginAgain => {
+                    self.restarts_to_come -= 1;
+                    self.begin_again()?;
+                }
                 Alarm::Attack => self.attack(),
                 Alarm::Strike(ill) => self.strike(ill),
                 Alarm::ControllerUp => self.start_controller(),

@@ -3,7 +3,6 @@
 use super::clock::{Clock, Whose};
 use super::cluster::Cluster;
 use super::coverage::Mark;
-use super::incident::Alarm;
 use super::report::{Extents, Report, Violation};
 use super::setup::Member;
 use super::wiring::{Owner, child_key, count_levels, group_id, owner};
@@ -28,8 +27,7 @@ impl Cluster<'_, '_> {
 
     /// Count those without an end, once a group; a restart that is still to come makes everybody wait.
     pub(super) fn waiting(&self) -> usize {
-        let pending = self.alarms.values().filter(|alarm| **alarm == Alarm::BeginAgain).count();
-        self.open().count() + pending
+        self.open().count() + self.restarts_to_come
     }
 
     /// Return who has no end yet.
