@@ -41,7 +41,7 @@ pub(crate) enum ViolationKind {
     /// A node refused a packet of a correct peer.
     Refused,
     /// A buffer holds neither its input nor the result.
-    ViolationKind,
+    WrongBytes,
     /// A rank's group ended without a cause.
     Failed,
     /// Production code panicked.

@@ -172,7 +172,7 @@ fn counted_window_breaks_the_invariants() {
 #[test]
 fn reused_epoch_mixes_two_incarnations() {
     let one_epoch = Rules { one_epoch: true, ..Rules::default() };
-    find(ViolationKind::ViolationKind, &Scope::new(one_level(2), (1, 2), 2).with_restarts(1).with_rules(one_epoch));
+    find(ViolationKind::WrongBytes, &Scope::new(one_level(2), (1, 2), 2).with_restarts(1).with_rules(one_epoch));
 }
 
 /// Without timers a loss is never repaired.

@@ -153,7 +153,7 @@ impl Member {
                 };
                 if found != expected {
                     let text = format!("chunk {seq} of {desc}: {found:#x} in place of {expected:#x}");
-                    return Some((ViolationKind::ViolationKind, text));
+                    return Some((ViolationKind::WrongBytes, text));
                 }
             }
         }

@@ -4,9 +4,8 @@
 //! - Opening `boot` resets the card and sets BOOT_MODE to 0; a second opening is refused (`EBUSY`); closing it sets
 //!   BOOT_MODE to 1.
 //! - Writing goes to a FIFO that drains as the script says: slowly, in part, with an error, or never.
-//! - Reading `misc` gives all of the text to the first read after an opening, and nothing to the next. At display level
-//! 2
-//!   the boot log is in it; it has 128 words and overwrites its oldest entries.
+//! - Reading `misc` gives all of the text to the first read after an opening, and nothing to the next. At display
+//!   level 2 the boot log is in it; it has 128 words and overwrites its oldest entries.
 //! - Writing `misc` takes one `KEY value` a write, at offset 0; anything else is `EINVAL`.
 //!
 //! The script triggers events by bytes written and readings, never by time.

@@ -127,7 +127,7 @@ impl UdpConfig {
     }
 
     /// Translate an address on the network to the address that its peers use for it.
-    pub(super) fn to_peer_addr(&self, addr: SocketAddr) -> SocketAddr {
+    pub(super) fn peer_addr_of(&self, addr: SocketAddr) -> SocketAddr {
         match self.loopback_at {
             Some(host) if addr.ip() == IpAddr::V4(host) => SocketAddr::from((Ipv4Addr::LOCALHOST, addr.port())),
             _ => addr,

@@ -247,7 +247,7 @@ impl Port for UdpPort {
             return None;
         }
         let Next { from, is_marked, message, range } = self.rx.advance()?;
-        let from = self.config.to_peer_addr(from);
+        let from = self.config.peer_addr_of(from);
         Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
     }
 

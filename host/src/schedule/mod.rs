@@ -58,9 +58,9 @@ pub mod halving_doubling;
 pub mod pairwise;
 pub mod recursive_doubling;
 pub mod ring;
-mod schedule;
+mod steps;
 pub mod tree;
 
 pub use algorithm::{ALGORITHMS, Algorithm, Cost, Pattern, Problem};
 pub use buffer::{Buffer, Landing, Layout, Local, Operand, Recv, Region, Send, Side};
-pub use schedule::{Place, PlaceError, Schedule, Span, Step};
+pub use steps::{Place, PlaceError, Schedule, Span, Step};

@@ -47,9 +47,9 @@ mod driver;
 mod endpoint;
 mod error;
 mod heartbeat;
-mod memory;
 mod queue;
 mod redo;
+mod registered;
 mod remote;
 mod retire;
 #[cfg(test)]
@@ -60,10 +60,10 @@ pub use attach::{AttachParams, Remote};
 pub use driver::ZeroCopyDriver;
 pub use endpoint::{BounceConfig, Places, Run, StageIn, StageOut, ZeroCopyConfig, ZeroCopyEndpoint};
 pub use error::{AttachError, ProtocolViolation, RegisterError};
-pub use memory::Buffer;
 pub use queue::Waker;
 #[cfg(feature = "snapshot")]
 pub(crate) use redo::{ReadAt, Redo};
+pub use registered::Buffer;
 
 /// How the payload of an operation moved between this rank and its leaf device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

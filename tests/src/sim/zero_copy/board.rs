@@ -151,8 +151,7 @@ impl<'m> Board<'m> {
         };
         let Tables { groups, trees, children, slots, bytes, redo: redo_slots, buffers } = tables;
         let memory = Span { address: Address { region: REDO, offset_bytes: 0 }, len_bytes: redo.len_bytes() as u64 };
-        let buffers =
-            ZeroCopyStorage { redo: redo_slots, buffers: buffers, memory, capabilities: *engine.capabilities() };
+        let buffers = ZeroCopyStorage { redo: redo_slots, buffers, memory, capabilities: *engine.capabilities() };
         let storage = Storage { groups, trees, children, slots, bytes };
         Self {
             node: options.planted.node(Node::with_zero_copy(config, storage, buffers)),

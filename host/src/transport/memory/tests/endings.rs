@@ -2,9 +2,9 @@
 
 use super::device::{Behaviour, CHUNK, attach, start};
 use super::driver::{BorrowedBuffers, all_reduce, drive, post};
+use crate::transport::memory::Buffer;
 use crate::transport::memory::ProtocolViolation;
 use crate::transport::memory::driver::ZeroCopyDriver;
-use crate::transport::memory::memory::Buffer;
 use crate::transport::memory::retire::Fence;
 use crate::transport::packets::EndpointError;
 use std::time::Duration;

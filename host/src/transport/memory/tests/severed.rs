@@ -5,8 +5,8 @@
 use super::device::{Behaviour, CHUNK, Wake, attach, start, wake};
 use super::driver::{BorrowedBuffers, all_reduce, post};
 use crate::recovery::{RecoverySource, Unrecoverable, inventory, is_unknown, plan};
+use crate::transport::memory::Buffer;
 use crate::transport::memory::driver::ZeroCopyDriver;
-use crate::transport::memory::memory::Buffer;
 use crate::transport::memory::retire::Fence;
 use crate::transport::packets::{Event, OpId};
 use std::sync::atomic::{AtomicBool, Ordering};
