@@ -1,4 +1,4 @@
-//! A harness for [`super::migration`]: the production code, for simulators whose ranks do not block in threads.
+//! A harness for `comm::migration`: the production code, for simulators whose ranks do not block in threads.
 
 use super::migration::{Admission, MigrationGate};
 use crate::recovery::agreed_migration;

@@ -3,10 +3,10 @@
 //!
 //! | what | limit | if exceeded |
 //! |---|---|---|
-//! | ranks of a job | [`RANKS_MAX`] | [`JoinRefusal::TooManyRanks`](super::proto::JoinRefusal::Ranks) |
+//! | ranks of a job | [`RANKS_MAX`] | [`JoinRefusal::TooManyRanks`](super::proto::JoinRefusal::TooManyRanks) |
 //! | a name | [`NAME_LEN_MAX`] characters of a [`NameKind`] ([`check_name`]) | [`JoinRefusal::Name`](super::proto::JoinRefusal::Name); a device is disconnected |
 //! | pinned devices of a job | [`PINNED_MAX`] | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit) |
-//! | memberships of a connection | 1 | [`JoinRefusal::AlreadyJoined`](super::proto::JoinRefusal::Member) |
+//! | memberships of a connection | 1 | [`JoinRefusal::AlreadyJoined`](super::proto::JoinRefusal::AlreadyJoined) |
 //! | a reason in a request | [`REASON_CHARS_MAX`] characters | truncated; control characters are replaced |
 //! | a request | [`REQUEST_LEN_MAX`] | disconnected |
 //! | a reply | [`REPLY_LEN_MAX`] | a report leaves out jobs and counts them |

@@ -207,7 +207,7 @@ mod tests {
         text(&[&store, "name=other", "keep=yes"]);
         assert_eq!(text(&[&store]), "name=other\ncontroller=10.0.0.1:1\n");
         let shown = show_store(&path).expect("readable");
-        assert!(shown.starts_with("# A write 1, B write 2, B counts\nname=other\n"), "{shown}");
+        assert!(shown.starts_with("# A write 1, B write 2, B is current\nname=other\n"), "{shown}");
         // The current copy is damaged: the other one is used.
         let mut bytes = fs::read(&path).expect("readable");
         bytes[4096 + 100] ^= 1;

@@ -245,7 +245,7 @@ mod tests {
             (&["watchdog_ms=5000", "watchdg_ms=5000"][..], "--option watchdg_ms=5000: line 7: unknown key"),
             (&["watchdog_ms=5"], "--option watchdog_ms=5: watchdog_ms=\"5\" is not a time from 100 to 600000 ms"),
             (&["data=here"], "--option data=here: data=\"here\" is not an IPv4 address and port"),
-            (&["machine=m"], "--option machine=m: no socket"),
+            (&["machine=m"], "--option machine=m: socket is missing"),
         ] {
             let error = with(options).expect_err("wrong");
             assert!(error.contains(message), "{error}");
