@@ -47,6 +47,8 @@ struct ObservedJob {
     since: Option<u64>,
     /// The same, while it waits or is being served.
     entered: Option<u64>,
+    /// The check at which it entered the queue, or got an offer straight from joining, if it has no tree yet.
+    asked: Option<u64>,
     has: bool,
     /// Its ranks have a reply, which fixes the meaning of a declared order.
     runs: bool,
@@ -162,7 +164,7 @@ impl World<'_, '_> {
             let is_given = status.is_offered && seen.entered.is_some();
             let has = is_given || matches!(status.tree, Some(Ok(_)));
             if has && !seen.has {
-                served.push((index, (seen.since, seen.entered), seen.runs));
+                served.push((index, (seen.since, seen.asked), seen.runs));
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
@@ -173,13 +175,16 @@ impl World<'_, '_> {
             }
             // A job being served keeps its place until it has its tree: a device may refuse it.
             match status.queue {
-                None if status.is_offered => {}
-                None => (seen.entered, seen.skipped) = (None, 0),
-                Some(_) => _ = seen.entered.get_or_insert(look),
+                None if status.is_offered => _ = seen.asked.get_or_insert(look),
+                None => (seen.entered, seen.asked, seen.skipped) = (None, None, 0),
+                Some(_) => {
+                    seen.entered.get_or_insert(look);
+                    seen.asked.get_or_insert(look);
+                }
             }
         }
         let waits: Vec<&JobStatus> = report.jobs.iter().filter(|job| job.queue.is_some()).collect();
-        for (job, (came, entered), ran) in served {
+        for (job, (came, asked), ran) in served {
             for status in &waits {
                 let other = index_in(&status.name, "job");
                 let plans = [&self.plan.jobs[job], &self.plan.jobs[other]];
@@ -205,7 +210,7 @@ impl World<'_, '_> {
                     return Err(violation("order of the queue", what));
                 }
                 let seen = self.watch.jobs.entry(other).or_default();
-                if entered.is_some_and(|entered| seen.entered.unwrap_or(look) >= entered) {
+                if asked.is_some_and(|asked| seen.asked.unwrap_or(look) >= asked) {
                     continue;
                 }
                 seen.skipped += 1;
