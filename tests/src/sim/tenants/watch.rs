@@ -165,6 +165,8 @@ impl World<'_, '_> {
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
+                // A job that is being served keeps its place: a device may not answer.
+                None if status.is_offered && !matches!(status.tree, Some(Ok(_))) => {}
                 None => seen.since = None,
                 Some(_) => _ = seen.since.get_or_insert(look),
             }
