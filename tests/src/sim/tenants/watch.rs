@@ -47,6 +47,8 @@ struct Seen {
     since: Option<u64>,
     /// The same, as long as it waits or is being served.
     entered: Option<u64>,
+    /// The check at which it entered the queue, or got an offer straight from joining, if it has no tree yet.
+    asked: Option<u64>,
     has: bool,
     /// Its ranks have been told something, and with it what a declared order means.
     runs: bool,
@@ -161,7 +163,7 @@ impl World<'_, '_> {
             let is_given = status.is_offered && seen.entered.is_some();
             let has = is_given || matches!(status.tree, Some(Ok(_)));
             if has && !seen.has {
-                served.push((index, (seen.since, seen.entered), seen.runs));
+                served.push((index, (seen.since, seen.asked), seen.runs));
             }
             (seen.has, seen.runs) = (has, status.running);
             match status.queue {
@@ -172,13 +174,16 @@ impl World<'_, '_> {
             }
             // Who is being served keeps its place until it has its tree: a device may refuse it.
             match status.queue {
-                None if status.is_offered => {}
-                None => (seen.entered, seen.passed) = (None, 0),
-                Some(_) => _ = seen.entered.get_or_insert(look),
+                None if status.is_offered => _ = seen.asked.get_or_insert(look),
+                None => (seen.entered, seen.asked, seen.passed) = (None, None, 0),
+                Some(_) => {
+                    seen.entered.get_or_insert(look);
+                    seen.asked.get_or_insert(look);
+                }
             }
         }
         let waits: Vec<&JobStatus> = report.jobs.iter().filter(|job| job.queue.is_some()).collect();
-        for (job, (came, entered), ran) in served {
+        for (job, (came, asked), ran) in served {
             for status in &waits {
                 let other = index_in(&status.name, "job");
                 let plans = [&self.plan.jobs[job], &self.plan.jobs[other]];
@@ -204,7 +209,7 @@ impl World<'_, '_> {
                     return Err(violation("order of the queue", what));
                 }
                 let seen = self.watch.jobs.entry(other).or_default();
-                if entered.is_some_and(|entered| seen.entered.unwrap_or(look) >= entered) {
+                if asked.is_some_and(|asked| seen.asked.unwrap_or(look) >= asked) {
                     continue;
                 }
                 seen.passed += 1;
