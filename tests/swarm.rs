@@ -326,8 +326,10 @@ fn previously_failing_seeds_pass() {
     let fetched = [83, 256, 437].map(|seed| (ZeroCopy, seed));
     // A gap was queued to be asked for while it still waited to be: `Endpoint::ask_for_gaps`.
     let doubled = [(Death, 1_795_360_217_000_356)];
+    // A copy queued for a child that had the answer by then held its slot back: `GroupCtx::is_reusable`.
+    let outdated = [(Restart, 1_795_372_110_001_202)];
     let early = torn.into_iter().chain(told).chain(crowded).chain(passed);
-    for (kind, seed) in early.chain(unsettled).chain(fetched).chain(doubled) {
+    for (kind, seed) in early.chain(unsettled).chain(fetched).chain(doubled).chain(outdated) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }

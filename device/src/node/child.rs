@@ -166,7 +166,8 @@ impl GroupCtx<'_> {
         self.accept(index, child, op, repr, payload, now);
     }
 
-    /// Return whether slot `index` can take another chunk: every child has its answer, and no DMA chain uses it.
+    /// Return whether slot `index` can take another chunk: every child has its answer, and no DMA chain uses it. A copy
+    /// still queued for a child that has reported the answer since is not worth waiting for: [`Self::begin`] drops it.
     pub(super) fn is_reusable(&self, index: usize) -> bool {
         let slot = &self.slots[index];
         if slot.state != State::Answered {
@@ -176,12 +177,14 @@ impl GroupCtx<'_> {
             return true;
         }
         let all_have = self.common.config.shard.below(self.group.min_have) > slot.local;
-        (all_have || planted!(self.common, SlotReusedEarly)) && slot.pending.is_empty() && self.is_quiet(index)
+        let may_reuse = all_have || (planted!(self.common, SlotReusedEarly) && slot.pending.is_empty());
+        may_reuse && self.is_quiet(index)
     }
 
     /// Start chunk `local` in slot `index`.
     pub(super) fn begin(&mut self, index: usize, local: u64, op: OpDesc, signature: u32) {
         self.slots[index].begin(local, op, signature);
+        self.group.down.remove(index);
         self.begin_redo(index);
         self.mark_excluded(index);
     }

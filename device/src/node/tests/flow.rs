@@ -100,6 +100,24 @@ fn slot_is_reused_only_after_every_child_has_its_answer() {
     assert_eq!(rig.dropped(DropReason::SlotBusy), 1);
 }
 
+/// A busy port delays a copy until the child has the answer by another one, and reports it.
+#[test]
+fn queued_copy_is_dropped_once_every_child_has_the_answer() {
+    let mut rig = Rig::new(Setup { window: 1, slots: 2, ..Setup::default() });
+    rig.all(0);
+    rig.drain();
+    rig.nak(1, NakReason::Missing, 0);
+    rig.have = [1, 1].into();
+    rig.all(1);
+    rig.have = [2, 2].into();
+    rig.data(0, 2, &[1.0]);
+    rig.data(1, 2, &[2.0]);
+    assert_eq!(rig.dropped(DropReason::SlotBusy), 0);
+    let sent = rig.drain();
+    assert!(sent.iter().all(|sent| sent.repr.seq != ChunkNo(0)), "the copy of chunk 0 is outdated");
+    assert!(sent.iter().any(|sent| sent.repr.seq == ChunkNo(2) && sent.floats() == [3.0]));
+}
+
 /// Chunks are identified by their full number, not its low bits: chunks that map to the same slot are kept apart.
 #[test]
 fn chunks_that_share_a_slot_are_kept_apart() {
