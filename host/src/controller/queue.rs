@@ -53,6 +53,8 @@ pub(super) struct QueueEntry {
     pub(super) status: EntryStatus,
     /// The ledger version in which it was found not to fit.
     pub(super) tried_version: Option<u64>,
+    /// The ledger version after a device refused it although the ledger had room.
+    pub(super) refused_version: Option<u64>,
 }
 
 impl QueueEntry {
@@ -92,10 +94,11 @@ impl Queue {
         self.next_ticket
     }
 
-    /// Insert or update a job's entry. A known job keeps its ticket and its skips.
+    /// Insert or update a job's entry. A known job keeps its ticket, its skips and its last refusal.
     pub(super) fn enter(&mut self, job: &str, mut entry: QueueEntry) {
         if let Some(known) = self.waiting.get(job) {
             (entry.ticket, entry.skips) = (known.ticket, known.skips);
+            entry.refused_version = known.refused_version;
         }
         self.waiting.insert(job.to_owned(), entry);
     }
@@ -191,10 +194,15 @@ impl Queue {
         }
     }
 
-    /// The next job to plan for: the first that has not been tried with the ledger's current version.
+    /// The next job to plan for: the first that has not been tried with the ledger's current version. A job that a
+    /// device refused is tried again once the ledger has settled since.
     pub(super) fn candidate(&self, ledger: &ResourceLedger) -> Option<Candidate> {
         let version = ledger.version();
-        let is_untried = |job: &String| self.waiting.get(job).is_some_and(|entry| entry.tried_version != Some(version));
+        let is_refused =
+            |entry: &QueueEntry| entry.refused_version.is_some_and(|refused| refused >= ledger.settled_version());
+        let is_untried = |job: &String| {
+            self.waiting.get(job).is_some_and(|entry| entry.tried_version != Some(version) && !is_refused(entry))
+        };
         let job = self.order(ledger).into_iter().find(is_untried)?;
         let ticket = self.waiting.get(&job)?.ticket;
         Some(Candidate { job, ticket, version })

@@ -136,6 +136,8 @@ pub(super) struct ResourceLedger {
     claims: BTreeMap<GroupId, Claim>,
     /// Incremented by every change that may let a queued job fit.
     version: u64,
+    /// The version as of the last change that counts for jobs that a device refused. See [`ResourceLedger::roll_back`].
+    settled_version: u64,
     #[cfg(feature = "planted")]
     pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
@@ -148,7 +150,7 @@ impl ResourceLedger {
     /// Add a connected device. Claims from an earlier connection of the same incarnation still count.
     pub(super) fn add_device(&mut self, device: DeviceKey, capacity: Resources) {
         self.capacities.insert(device, capacity);
-        self.version += 1;
+        self.bump_version();
     }
 
     /// Remove a disconnected device. Claims on it stay until their groups are freed.
@@ -159,10 +161,21 @@ impl ResourceLedger {
     /// Record another change that may let a queued job fit.
     pub(super) const fn bump_version(&mut self) {
         self.version += 1;
+        self.settle();
+    }
+
+    /// Let rollbacks count for jobs that a device refused. Called once per round of renewals: otherwise two such jobs
+    /// would retry because of each other's rollbacks, as fast as the device refuses.
+    pub(super) const fn settle(&mut self) {
+        self.settled_version = self.version;
     }
 
     pub(super) const fn version(&self) -> u64 {
         self.version
+    }
+
+    pub(super) const fn settled_version(&self) -> u64 {
+        self.settled_version
     }
 
     /// A copy without any claims.
@@ -187,6 +200,16 @@ impl ResourceLedger {
 
     /// Free a group. Returns false if it holds nothing.
     pub(super) fn free(&mut self, group: GroupId) -> bool {
+        let was_held = self.roll_back(group);
+        if was_held {
+            self.settle();
+        }
+        was_held
+    }
+
+    /// Withdraw the claim of a reservation that failed. That may let jobs fit which the ledger had no room for; devices
+    /// have no more free than before. Returns false if the group holds nothing.
+    pub(super) fn roll_back(&mut self, group: GroupId) -> bool {
         let was_held = self.claims.remove(&group).is_some();
         self.version += u64::from(was_held);
         was_held

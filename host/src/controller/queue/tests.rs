@@ -72,8 +72,11 @@ impl Model {
             Err(blocked_on) => {
                 let (tenant, wanted) = self.needs_of[&job].clone();
                 let (status, tried_version) = (EntryStatus::Waiting, Some(self.ledger.version()));
-                self.queue
-                    .enter(&job, QueueEntry { tenant, ticket, skips: 0, blocked_on, wanted, status, tried_version });
+                let refused_version = None;
+                self.queue.enter(
+                    &job,
+                    QueueEntry { tenant, ticket, skips: 0, blocked_on, wanted, status, tried_version, refused_version },
+                );
                 self.skipped.insert(job, 0);
             }
         }
@@ -179,6 +182,38 @@ fn job_skipped_eight_times_gets_a_reservation() {
     // Once it is served, the others get the rest.
     assert_eq!(model.end_job(1), ["2"]);
     assert_eq!(model.end_job(2).len(), 2);
+}
+
+/// Two jobs that a device refuses, though the ledger has room, do not retry because of each other's rollbacks.
+#[test]
+fn refused_job_is_tried_again_only_after_the_ledger_has_settled() {
+    let mut model = Model::new(Quotas::default());
+    model.arrive(1, "x", &[0], 10);
+    model.arrive(2, "x", &[0], 1);
+    model.arrive(3, "y", &[0], 1);
+    model.ledger.free(GroupId(1));
+    // The queue serves the next job, and the device refuses it.
+    let refuse = |model: &mut Model| {
+        let candidate = model.queue.candidate(&model.ledger)?;
+        let claim = model.claim(&candidate.job);
+        let group = claim.group;
+        assert!(model.queue.try_serve(&mut model.ledger, &candidate, Some(claim)), "the ledger has room");
+        assert!(model.ledger.roll_back(group));
+        let version = Some(model.ledger.version());
+        let entry = model.queue.get_mut(&candidate.job).expect("it is queued");
+        (entry.status, entry.tried_version, entry.refused_version) = (EntryStatus::Waiting, version, version);
+        Some(candidate.job)
+    };
+    assert_eq!([(); 3].map(|()| refuse(&mut model)), [Some("2".into()), Some("3".into()), None]);
+    model.ledger.settle();
+    assert_eq!([(); 2].map(|()| refuse(&mut model)), [Some("2".into()), None], "2 was rolled back before 3");
+    model.arrive(4, "z", &[1], 1);
+    model.ledger.free(GroupId(4));
+    assert_eq!(
+        [(); 3].map(|()| refuse(&mut model)),
+        [Some("2".into()), Some("3".into()), None],
+        "resources were freed"
+    );
 }
 
 #[test]

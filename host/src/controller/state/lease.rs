@@ -141,6 +141,7 @@ impl State {
             self.planning.devices_version += 1;
             self.reconsider();
         }
+        self.ledger.settle();
         self.offer_again();
         self.serve_queue();
     }

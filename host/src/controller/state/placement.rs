@@ -144,8 +144,11 @@ impl State {
         let Some(job) = self.jobs.get(name) else { return };
         let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
         let status = EntryStatus::Waiting;
-        self.queue
-            .enter(name, QueueEntry { tenant, ticket, skips: 0, blocked_on, wanted, status, tried_version: tried });
+        let (tried_version, refused_version) = (tried, None);
+        self.queue.enter(
+            name,
+            QueueEntry { tenant, ticket, skips: 0, blocked_on, wanted, status, tried_version, refused_version },
+        );
     }
 
     /// Publish a job's tree, or the reason why there is none, to its ranks.
@@ -207,7 +210,7 @@ impl State {
             }
             Err(failure) => failure,
         };
-        self.ledger.free(group);
+        self.ledger.roll_back(group);
         let next = if is_wanted { self.retry(config, &name, &mut draft, failure) } else { Ok(None) };
         let next = match next {
             Ok(Some(())) => Some(draft),
@@ -219,6 +222,9 @@ impl State {
             Err(RetryOutcome::Without(none)) => {
                 let tried = Some(self.ledger.version());
                 self.proceed_without_tree(config, &name, none, tried);
+                if let Some(entry) = self.queue.get_mut(&name) {
+                    entry.refused_version = tried;
+                }
                 if draft.devices_version != self.planning.devices_version {
                     // A device that connected meanwhile found the job busy.
                     self.reconsider();

@@ -70,7 +70,11 @@ impl State {
         let without = self.jobs.iter().filter(|(_, job)| job.can_take_offer() || job.join_waits_until.is_some());
         let names: Vec<String> = without.map(|(name, _)| name.clone()).collect();
         for name in names {
-            match self.queue.get_mut(&name) {
+            let mut entry = self.queue.get_mut(&name);
+            if let Some(entry) = &mut entry {
+                entry.refused_version = None;
+            }
+            match entry {
                 Some(entry) if entry.status != EntryStatus::Waiting => entry.tried_version = None,
                 _ => self.enqueue(&name, None),
             }
