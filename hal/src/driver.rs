@@ -83,7 +83,7 @@ fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, bur
 /// Send what there is, payloads in place; returns false if the port could not take all of it.
 fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant) -> bool {
     loop {
-        let room = port.room().min(BATCH);
+        let room = port.room(now).min(BATCH);
         if room == 0 {
             return false;
         }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     impl TxToken for Room<'_> {
-        fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+        fn consume<R>(self, _to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
             let mut buffer = [0; 8];
             let (len, result) = f(&mut buffer);
             self.0.queued.push(buffer[..len].to_vec());
@@ -192,19 +192,15 @@ mod tests {
             Capabilities::new(8, 1024, 4)
         }
 
-        fn local_addr(&self) -> Addr {
-            Addr::Emu(0)
-        }
-
         fn receive(&mut self, _now: Instant) -> Option<Arrived> {
             self.arrived.pop_front().map(Arrived)
         }
 
-        fn transmit(&mut self, _to: Addr, _now: Instant) -> Option<Room<'_>> {
+        fn transmit(&mut self, _now: Instant) -> Option<Room<'_>> {
             (self.room > 0).then_some(Room(self))
         }
 
-        fn room(&self) -> usize {
+        fn room(&mut self, _now: Instant) -> usize {
             self.room
         }
 

@@ -14,7 +14,7 @@ use sumac_device::{BufferRef, Child, Event, Node, NodeConfig, RedoSlot, Slot, St
 use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, ZeroCopyRefusal};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, GroupId};
-use sumac_hal::port::{Addr, Port, WaitPort};
+use sumac_hal::port::{Addr, MulticastPort, Port, WaitPort};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
