@@ -73,7 +73,7 @@ fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, bur
     let mut received = 0;
     while received < burst {
         let Some(token) = port.receive(now) else { break };
-        let is_marked = token.is_marked();
+        let is_marked = token.ecn().is_ce();
         token.consume(|from, packet| core.handle(from, packet, is_marked, now));
         received += 1;
     }
@@ -104,7 +104,7 @@ fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::port::{Capabilities, RxToken, TxToken};
+    use crate::port::{Capabilities, Ecn, RxToken, TxToken};
     use std::collections::VecDeque;
     use std::vec::Vec as Queue;
 
@@ -165,8 +165,8 @@ mod tests {
     struct Room<'p>(&'p mut Pipe);
 
     impl RxToken for Arrived {
-        fn is_marked(&self) -> bool {
-            self.0.1
+        fn ecn(&self) -> Ecn {
+            Ecn::from_mark(self.0.1)
         }
 
         fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a port is of the kind that was requested, or opening it fails; there is no silent fallback.
 
-use crate::port::{Addr, Capabilities, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::{UdpConfig, UdpError, UdpPort, UdpRx, UdpTx, Waker};
 #[cfg(feature = "verbs")]
@@ -127,11 +127,11 @@ pub enum HostedRx<'a> {
 }
 
 impl RxToken for HostedRx<'_> {
-    fn is_marked(&self) -> bool {
+    fn ecn(&self) -> Ecn {
         match self {
-            Self::Udp(token) => token.is_marked(),
+            Self::Udp(token) => token.ecn(),
             #[cfg(feature = "verbs")]
-            Self::Verbs(token) => token.is_marked(),
+            Self::Verbs(token) => token.ecn(),
         }
     }
 

@@ -3,7 +3,7 @@
 //! Invariants: transmit queue and inbox are bounded by the capabilities; time advances only by the `now` of each call.
 
 use super::{Delivery, Fabric};
-use crate::port::{Addr, Capabilities, Port, RxToken, TxToken};
+use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken};
 use crate::time::Instant;
 use std::cell::{RefCell, RefMut};
 use std::collections::{BTreeMap, VecDeque};
@@ -120,8 +120,8 @@ pub struct EmuRx {
 }
 
 impl RxToken for EmuRx {
-    fn is_marked(&self) -> bool {
-        self.delivery.is_marked
+    fn ecn(&self) -> Ecn {
+        Ecn::from_mark(self.delivery.is_marked)
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {

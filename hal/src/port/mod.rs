@@ -10,6 +10,8 @@
 //! | [`MulticastPort`] | ports that can listen to shared addresses |
 //! | [`WaitPort`] | ports on which a thread can sleep |
 //!
+//! [`trace::Tracer`] wraps a port and reports its packets; [`pcap::PcapWriter`] writes them to a capture for Wireshark.
+//!
 //! Every implementation must follow these rules, which the conformance suite checks (`port::conformance`, for tests):
 //! - a packet arrives with the bytes and the length it was sent with, or not at all;
 //! - packets may be lost, duplicated and reordered, but never merged or split;
@@ -108,6 +110,8 @@
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+pub mod pcap;
+pub mod trace;
 
 use crate::time::Instant;
 use core::fmt;
@@ -198,12 +202,33 @@ pub struct Gather<'a> {
     pub payload: &'a [u8],
 }
 
+/// The congestion mark of a received packet (explicit congestion notification, RFC 3168).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Ecn {
+    /// The network has not marked the packet.
+    #[default]
+    Unmarked,
+    /// The packet met congestion (ECN-CE).
+    Ce,
+}
+
+impl Ecn {
+    /// Return the mark of a packet that was marked or not.
+    pub const fn from_mark(is_marked: bool) -> Self {
+        if is_marked { Self::Ce } else { Self::Unmarked }
+    }
+
+    /// Return whether the packet met congestion.
+    pub const fn is_ce(self) -> bool {
+        matches!(self, Self::Ce)
+    }
+}
+
 /// A received packet.
 pub trait RxToken {
-    /// Return whether the network has marked the packet for congestion (ECN-CE, RFC 3168). False if the port cannot
-    /// tell.
-    fn is_marked(&self) -> bool {
-        false
+    /// Return the packet's congestion mark; [`Ecn::Unmarked`] if the port cannot tell.
+    fn ecn(&self) -> Ecn {
+        Ecn::Unmarked
     }
 
     /// Call `f` with the sender's address and the packet.

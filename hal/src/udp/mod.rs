@@ -26,7 +26,7 @@ pub(crate) mod wait;
 pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
 pub use wait::Waker;
 
-use crate::port::{Addr, Capabilities, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use multicast::MulticastGroups;
 use rustix::net::sockopt;
@@ -186,8 +186,8 @@ pub struct UdpRx<'a> {
 }
 
 impl RxToken for UdpRx<'_> {
-    fn is_marked(&self) -> bool {
-        self.is_marked
+    fn ecn(&self) -> Ecn {
+        Ecn::from_mark(self.is_marked)
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {

@@ -69,7 +69,7 @@ pub use rank::{RankEnd, rank_link};
 pub use region::{ExposedRegion, VerbsDomain};
 pub use shared_receives::{ReceiveStats, SharedReceives};
 
-use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::Waker;
 use address_cache::AddressCache;
@@ -237,8 +237,8 @@ pub struct VerbsRx<'a> {
 }
 
 impl RxToken for VerbsRx<'_> {
-    fn is_marked(&self) -> bool {
-        self.is_marked
+    fn ecn(&self) -> Ecn {
+        Ecn::from_mark(self.is_marked)
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
