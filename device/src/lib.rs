@@ -37,8 +37,8 @@ mod slot;
 mod trace;
 
 pub use node::{
-    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Outgoing,
-    RedoSlot, Storage, Transmit, ZeroCopyStorage,
+    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Payload,
+    RedoSlot, Storage, ZeroCopyStorage,
 };
 #[cfg(feature = "snapshot")]
 pub use node::{NodeSnapshot, Phase};

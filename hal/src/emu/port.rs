@@ -121,7 +121,7 @@ pub struct EmuRx {
 
 impl RxToken for EmuRx {
     fn ecn(&self) -> Ecn {
-        Ecn::from_mark(self.delivery.is_marked)
+        self.delivery.ecn
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {

@@ -202,6 +202,19 @@ pub struct Gather<'a> {
     pub payload: &'a [u8],
 }
 
+impl Gather<'_> {
+    /// Write the packet to the start of `buffer`, and return its length in bytes.
+    ///
+    /// # Panics
+    /// If `buffer` is shorter than the packet.
+    pub fn write(&self, buffer: &mut [u8]) -> usize {
+        let Self { header, payload, .. } = self;
+        buffer[..header.len()].copy_from_slice(header);
+        buffer[header.len()..][..payload.len()].copy_from_slice(payload);
+        header.len() + payload.len()
+    }
+}
+
 /// The congestion mark of a received packet (explicit congestion notification, RFC 3168).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Ecn {
@@ -285,13 +298,9 @@ pub trait Port {
     ///
     /// By default both parts are copied. Override it if the port has scatter-gather support.
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {
-        for Gather { to, header, payload } in packets {
+        for packet in packets {
             let Some(token) = self.transmit(now) else { break };
-            token.consume(to, |buffer| {
-                buffer[..header.len()].copy_from_slice(header);
-                buffer[header.len()..][..payload.len()].copy_from_slice(payload);
-                (header.len() + payload.len(), ())
-            });
+            token.consume(packet.to, |buffer| (packet.write(buffer), ()));
         }
         self.flush(now);
     }
