@@ -9,7 +9,7 @@ use sumac::controller::{Controller, ControllerConfig};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, OpDesc, Order, Path, ReduceOp};
 use sumac_hal::ctrl::{Counters, DropReason};
 use sumac_hal::ids::Rank;
-use sumac_hal::port::{Addr, Port};
+use sumac_hal::port::{Addr, MulticastPort};
 use sumac_hal::udp::{UdpConfig, UdpPort};
 
 fn input(rank: u32, i: usize) -> i64 {

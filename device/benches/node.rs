@@ -29,7 +29,7 @@ use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Request, Response, TreeConf
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
@@ -273,12 +273,12 @@ impl Rig {
         for packets in packets.chunks(burst.min(self.window * usize::from(self.children))) {
             self.now = self.now + Duration::from_micros(1);
             for inbound in packets {
-                self.node.handle(inbound.from, &inbound.bytes, self.now);
+                self.node.handle(self.now, inbound.from, Ecn::Unmarked, &inbound.bytes);
             }
             if self.node.poll_timeout().is_some_and(|at| at <= self.now) {
                 self.node.handle_timeout(self.now);
             }
-            while let Some(out) = self.node.poll_outgoing(self.now) {
+            while let Some(out) = self.node.poll_transmit(self.now) {
                 black_box(self.node.payload(&out));
             }
         }
@@ -299,11 +299,11 @@ impl Rig {
         // A run that was cut short leaves packets that were numbered but not handled.
         self.next_seq = counters.completed;
         let last = self.make(1);
-        last.iter().for_each(|inbound| self.node.handle(inbound.from, &inbound.bytes, self.now));
+        last.iter().for_each(|inbound| self.node.handle(self.now, inbound.from, Ecn::Unmarked, &inbound.bytes));
         let sum: Vec<u8> =
             f32::from(self.children).to_le_bytes().into_iter().cycle().take(self.payload.len()).collect();
         for _ in 0..self.children {
-            let out = self.node.poll_outgoing(self.now).expect("one answer per child");
+            let out = self.node.poll_transmit(self.now).expect("one answer per child");
             assert!(self.node.payload(&out) == sum, "the result is the sum");
         }
     }

@@ -22,6 +22,9 @@
 //!    deadline that it returns.
 //! 3. For zero-copy ranks, create the node with [`Node::with_zero_copy`] and drive each rank's rings with a
 //!    [`function::Function`].
+//!
+//! With the feature `testing`, `testing` has a group and its children for tests; `examples/hello.rs` is a node and its
+//! children in one screen.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -34,11 +37,13 @@ mod order;
 pub mod runtime;
 mod sets;
 mod slot;
+#[cfg(feature = "testing")]
+pub mod testing;
 mod trace;
 
 pub use node::{
-    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Outgoing,
-    RedoSlot, Storage, Transmit, ZeroCopyStorage,
+    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Payload,
+    RedoSlot, Storage, ZeroCopyStorage,
 };
 #[cfg(feature = "snapshot")]
 pub use node::{NodeSnapshot, Phase};

@@ -1,8 +1,8 @@
 //! Moves packets between a node and its port; every board calls [`poll`].
 
-use crate::node::{Node, Outgoing};
-use sumac_hal::driver::{self, PacketCore, PacketSource};
-use sumac_hal::port::{Addr, Gather, Port};
+use crate::node::{Node, Payload};
+use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
+use sumac_hal::port::{Addr, Ecn, Port};
 use sumac_hal::time::Instant;
 
 /// Receive rounds per poll. The bound keeps a flood of packets from delaying control requests.
@@ -11,6 +11,7 @@ const ROUNDS: usize = 4;
 /// Do everything that can be done at `now` without waiting: receive up to a few bursts of packets, handle expired
 /// timers, send. Returns when to poll again if no packet arrives before then; `Some(now)` means that there is more to
 /// do at once, and `None` that no timer is armed.
+#[must_use]
 pub fn poll<P: Port>(node: &mut Node<'_>, port: &mut P, now: Instant) -> Option<Instant> {
     driver::poll(node, port, now, ROUNDS)
 }
@@ -21,11 +22,8 @@ impl PacketCore for Node<'_> {
     where
         Self: 's;
 
-    fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, now: Instant) {
-        match is_marked {
-            true => self.handle_marked(from, packet, now),
-            false => Self::handle(self, from, packet, now),
-        }
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
+        Self::handle(self, now, from, ecn, packet);
     }
 
     fn handle_timeout(&mut self, now: Instant) {
@@ -42,13 +40,13 @@ impl PacketCore for Node<'_> {
 }
 
 impl PacketSource for &mut Node<'_> {
-    type Outgoing = Outgoing;
+    type Payload = Payload;
 
-    fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing> {
-        Node::poll_outgoing(self, now)
+    fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
+        Node::poll_transmit(self, now)
     }
 
-    fn gather<'o>(&'o self, outgoing: &'o Outgoing) -> Gather<'o> {
-        Gather { to: outgoing.to, header: &outgoing.header, payload: self.payload(outgoing) }
+    fn payload<'t>(&'t self, transmit: &'t Transmit<Payload>) -> &'t [u8] {
+        Node::payload(self, transmit)
     }
 }

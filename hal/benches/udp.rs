@@ -60,8 +60,8 @@ fn open(len_bytes: usize, offload: Offload) -> UdpPort {
 /// Queue one packet; only its first byte is written.
 fn send(port: &mut UdpPort, to: Addr, len_bytes: usize) {
     loop {
-        if let Some(token) = port.transmit(to, NOW) {
-            return token.consume(|buffer| {
+        if let Some(token) = port.transmit(NOW) {
+            return token.consume(to, |buffer| {
                 buffer[0] = 1;
                 (len_bytes, ())
             });
@@ -131,7 +131,7 @@ fn device(len_bytes: usize, offload: Offload, cell: Duration) -> Row {
     let to = device.local_addr();
     let window = (window(&device, len_bytes).0 / CHILDREN as u64).max(1);
     let mut children: Vec<UdpPort> = (0..CHILDREN).map(|_| open(len_bytes, offload)).collect();
-    let addrs: Vec<Addr> = children.iter().map(Port::local_addr).collect();
+    let addrs: Vec<Addr> = children.iter().map(UdpPort::local_addr).collect();
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         for mut child in children.drain(..) {

@@ -7,12 +7,40 @@
 //! - nothing blocks: a port without room ends the pass, and its refused packets leave before any others;
 //! - a pass is bounded in packets, so control requests and other cores get their turn under a flood.
 
-use crate::port::{Addr, Gather, Port, RxToken};
+use crate::port::{Addr, Ecn, Gather, Port, RxToken};
 use crate::time::Instant;
+use crate::wire::HEADER_LEN;
 use heapless::Vec;
 
 /// The number of packets handed to a port at a time: enough for long runs to each peer, few enough for a small stack.
 const BATCH: usize = 32;
+
+/// A packet to send. Its payload stays where it is; `P` is what the sender finds it by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transmit<P> {
+    /// The destination.
+    pub to: Addr,
+    /// The packet's header.
+    pub header: [u8; HEADER_LEN],
+    /// The payload, behind the header.
+    pub payload: P,
+}
+
+impl<P> Transmit<P> {
+    /// Return the packet in two parts, given its payload.
+    pub const fn gather<'t>(&'t self, payload: &'t [u8]) -> Gather<'t> {
+        Gather { to: self.to, header: &self.header, payload }
+    }
+
+    /// Write the packet with its payload to the start of `buffer`, and return it.
+    ///
+    /// # Panics
+    /// If `buffer` is shorter than the packet.
+    pub fn write<'b>(&self, payload: &[u8], buffer: &'b mut [u8]) -> &'b [u8] {
+        let len = self.gather(payload).write(buffer);
+        &buffer[..len]
+    }
+}
 
 /// A sans-I/O state machine that exchanges packets with peers.
 pub trait PacketCore {
@@ -21,13 +49,14 @@ pub trait PacketCore {
     where
         Self: 's;
 
-    /// Handle a packet that arrived at `now`. `is_marked` is the network's congestion mark (ECN-CE, RFC 3168).
-    fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, now: Instant);
+    /// Handle a packet that arrived at `now`.
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]);
 
     /// Handle the timers that have expired at `now`.
     fn handle_timeout(&mut self, now: Instant);
 
     /// Return when [`PacketCore::handle_timeout`] is due; `None` if no timer is armed.
+    #[must_use]
     fn poll_timeout(&self) -> Option<Instant>;
 
     /// Lend what it sends from.
@@ -36,19 +65,21 @@ pub trait PacketCore {
 
 /// Hands out the packets that a [`PacketCore`] sends.
 pub trait PacketSource {
-    /// A packet whose payload stays where it is.
-    type Outgoing;
+    /// What it finds a packet's payload by.
+    type Payload;
 
     /// Return the next packet to send; `None` if there is none at `now`.
-    fn poll_outgoing(&mut self, now: Instant) -> Option<Self::Outgoing>;
+    #[must_use]
+    fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<Self::Payload>>;
 
-    /// Locate the bytes of a packet.
-    fn gather<'o>(&'o self, outgoing: &'o Self::Outgoing) -> Gather<'o>;
+    /// Locate a packet's payload.
+    fn payload<'t>(&'t self, transmit: &'t Transmit<Self::Payload>) -> &'t [u8];
 }
 
 /// Do everything that can be done at `now` without waiting: receive bursts of packets, at most `rounds` of them, handle
 /// expired timers, send. Returns when to poll again if no packet arrives before then: `Some(now)` if there is more to
 /// do at once, `None` if no timer is armed.
+#[must_use]
 pub fn poll<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, rounds: usize) -> Option<Instant> {
     let burst = port.capabilities().burst_packets.max(1);
     let mut is_busy = false;
@@ -73,8 +104,8 @@ fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, bur
     let mut received = 0;
     while received < burst {
         let Some(token) = port.receive(now) else { break };
-        let is_marked = token.is_marked();
-        token.consume(|from, packet| core.handle(from, packet, is_marked, now));
+        let ecn = token.ecn();
+        token.consume(|from, packet| core.handle(now, from, ecn, packet));
         received += 1;
     }
     received
@@ -83,28 +114,28 @@ fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, bur
 /// Send what there is, payloads in place; returns false if the port could not take all of it.
 fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant) -> bool {
     loop {
-        let room = port.room().min(BATCH);
+        let room = port.room(now).min(BATCH);
         if room == 0 {
             return false;
         }
-        let mut batch: Vec<S::Outgoing, BATCH> = Vec::new();
+        let mut batch: Vec<Transmit<S::Payload>, BATCH> = Vec::new();
         while batch.len() < room {
-            let Some(outgoing) = source.poll_outgoing(now) else { break };
+            let Some(transmit) = source.poll_transmit(now) else { break };
             // The batch has room: its length is below `room`.
-            let _ = batch.push(outgoing);
+            let _ = batch.push(transmit);
         }
         if batch.is_empty() {
             return true;
         }
         let source = &*source;
-        port.transmit_gather(batch.iter().map(|outgoing| source.gather(outgoing)), now);
+        port.transmit_gather(batch.iter().map(|transmit| transmit.gather(source.payload(transmit))), now);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::port::{Capabilities, RxToken, TxToken};
+    use crate::port::{Capabilities, TxToken};
     use std::collections::VecDeque;
     use std::vec::Vec as Queue;
 
@@ -113,7 +144,7 @@ mod tests {
     /// A core that returns each packet to its sender, and has one timer.
     #[derive(Default)]
     struct Echo {
-        replies: VecDeque<(Addr, Queue<u8>, bool)>,
+        replies: VecDeque<(Addr, Queue<u8>, Ecn)>,
         timer: Option<Instant>,
     }
 
@@ -122,8 +153,8 @@ mod tests {
     impl PacketCore for Echo {
         type Source<'s> = Replies<'s>;
 
-        fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, _now: Instant) {
-            self.replies.push_back((from, packet.to_vec(), is_marked));
+        fn handle(&mut self, _now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
+            self.replies.push_back((from, packet.to_vec(), ecn));
         }
 
         fn handle_timeout(&mut self, _now: Instant) {
@@ -140,18 +171,19 @@ mod tests {
     }
 
     impl PacketSource for Replies<'_> {
-        type Outgoing = (Addr, Queue<u8>, bool);
+        type Payload = Queue<u8>;
 
-        fn poll_outgoing(&mut self, _now: Instant) -> Option<Self::Outgoing> {
-            self.0.replies.pop_front()
+        fn poll_transmit(&mut self, _now: Instant) -> Option<Transmit<Queue<u8>>> {
+            let (to, payload, ecn) = self.0.replies.pop_front()?;
+            Some(Transmit { to, header: [u8::from(ecn.is_ce()); HEADER_LEN], payload })
         }
 
-        fn gather<'o>(&'o self, (to, packet, is_marked): &'o Self::Outgoing) -> Gather<'o> {
-            Gather { to: *to, header: if *is_marked { b"marked" } else { b"" }, payload: packet }
+        fn payload<'t>(&'t self, transmit: &'t Transmit<Queue<u8>>) -> &'t [u8] {
+            &transmit.payload
         }
     }
 
-    /// A port of 8-byte packets, in bursts of 4, that holds as many packets as its peer has room for.
+    /// A port of 100-byte packets, in bursts of 4, that holds as many packets as its peer has room for.
     #[derive(Default)]
     struct Pipe {
         arrived: VecDeque<(Queue<u8>, bool)>,
@@ -165,8 +197,8 @@ mod tests {
     struct Room<'p>(&'p mut Pipe);
 
     impl RxToken for Arrived {
-        fn is_marked(&self) -> bool {
-            self.0.1
+        fn ecn(&self) -> Ecn {
+            Ecn::from_mark(self.0.1)
         }
 
         fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
@@ -175,8 +207,8 @@ mod tests {
     }
 
     impl TxToken for Room<'_> {
-        fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
-            let mut buffer = [0; 8];
+        fn consume<R>(self, _to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+            let mut buffer = [0; 100];
             let (len, result) = f(&mut buffer);
             self.0.queued.push(buffer[..len].to_vec());
             self.0.room -= 1;
@@ -189,22 +221,18 @@ mod tests {
         type Tx<'a> = Room<'a>;
 
         fn capabilities(&self) -> Capabilities {
-            Capabilities::new(8, 1024, 4)
-        }
-
-        fn local_addr(&self) -> Addr {
-            Addr::Emu(0)
+            Capabilities::new(100, 1024, 4)
         }
 
         fn receive(&mut self, _now: Instant) -> Option<Arrived> {
             self.arrived.pop_front().map(Arrived)
         }
 
-        fn transmit(&mut self, _to: Addr, _now: Instant) -> Option<Room<'_>> {
+        fn transmit(&mut self, _now: Instant) -> Option<Room<'_>> {
             (self.room > 0).then_some(Room(self))
         }
 
-        fn room(&self) -> usize {
+        fn room(&mut self, _now: Instant) -> usize {
             self.room
         }
 
@@ -226,7 +254,8 @@ mod tests {
     fn poll_returns_every_packet_with_its_mark_and_the_next_deadline() {
         let (mut core, mut port) = (Echo { timer: Some(at(9)), ..Echo::default() }, pipe(3, 100));
         assert_eq!(poll(&mut core, &mut port, at(1), 4), Some(at(9)));
-        assert_eq!(port.queued, [&b"\0"[..], b"marked\x01", b"\x02"]);
+        let sent: Queue<(u8, u8)> = port.queued.iter().map(|packet| (packet[0], packet[HEADER_LEN])).collect();
+        assert_eq!(sent, [(0, 0), (1, 1), (0, 2)], "the mark and the number of each packet");
     }
 
     #[test]
@@ -250,6 +279,6 @@ mod tests {
         assert_eq!((port.queued.len(), core.replies.len()), (2, 1));
         port.room = 5;
         assert_eq!(poll(&mut core, &mut port, at(2), 1), None);
-        assert_eq!(port.queued.last().map(|packet| &packet[..]), Some(&b"\x02"[..]));
+        assert_eq!(port.queued.last().and_then(|packet| packet.last()), Some(&2));
     }
 }

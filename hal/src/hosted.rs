@@ -2,7 +2,7 @@
 //!
 //! Invariant: a port is of the kind that was requested, or opening it fails; there is no silent fallback.
 
-use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::{UdpConfig, UdpError, UdpPort, UdpRx, UdpTx, Waker};
 #[cfg(feature = "verbs")]
@@ -73,6 +73,15 @@ impl HostedPort {
         }
     }
 
+    /// Return the address that peers send to.
+    pub fn local_addr(&self) -> Addr {
+        match self {
+            Self::Udp(port) => port.local_addr(),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(port) => port.local_addr(),
+        }
+    }
+
     /// Return a handle that wakes the thread that waits on this port; it can be used from any thread.
     pub fn waker(&self) -> Waker {
         match self {
@@ -118,11 +127,11 @@ pub enum HostedRx<'a> {
 }
 
 impl RxToken for HostedRx<'_> {
-    fn is_marked(&self) -> bool {
+    fn ecn(&self) -> Ecn {
         match self {
-            Self::Udp(token) => token.is_marked(),
+            Self::Udp(token) => token.ecn(),
             #[cfg(feature = "verbs")]
-            Self::Verbs(token) => token.is_marked(),
+            Self::Verbs(token) => token.ecn(),
         }
     }
 
@@ -147,11 +156,11 @@ pub enum HostedTx<'a> {
 }
 
 impl TxToken for HostedTx<'_> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         match self {
-            Self::Udp(token) => token.consume(f),
+            Self::Udp(token) => token.consume(to, f),
             #[cfg(feature = "verbs")]
-            Self::Verbs(token) => token.consume(f),
+            Self::Verbs(token) => token.consume(to, f),
         }
     }
 }
@@ -168,14 +177,6 @@ impl Port for HostedPort {
         }
     }
 
-    fn local_addr(&self) -> Addr {
-        match self {
-            Self::Udp(port) => port.local_addr(),
-            #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.local_addr(),
-        }
-    }
-
     fn receive(&mut self, now: Instant) -> Option<HostedRx<'_>> {
         match self {
             Self::Udp(port) => port.receive(now).map(HostedRx::Udp),
@@ -184,19 +185,19 @@ impl Port for HostedPort {
         }
     }
 
-    fn transmit(&mut self, to: Addr, now: Instant) -> Option<HostedTx<'_>> {
+    fn transmit(&mut self, now: Instant) -> Option<HostedTx<'_>> {
         match self {
-            Self::Udp(port) => port.transmit(to, now).map(HostedTx::Udp),
+            Self::Udp(port) => port.transmit(now).map(HostedTx::Udp),
             #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.transmit(to, now).map(HostedTx::Verbs),
+            Self::Verbs(port) => port.transmit(now).map(HostedTx::Verbs),
         }
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, now: Instant) -> usize {
         match self {
-            Self::Udp(port) => port.room(),
+            Self::Udp(port) => port.room(now),
             #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.room(),
+            Self::Verbs(port) => port.room(now),
         }
     }
 
@@ -208,11 +209,22 @@ impl Port for HostedPort {
         }
     }
 
+    fn flush(&mut self, now: Instant) {
+        match self {
+            Self::Udp(port) => port.flush(now),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(port) => port.flush(now),
+        }
+    }
+}
+
+impl MulticastPort for HostedPort {
     fn join(&mut self, group: Addr) -> bool {
         match self {
             Self::Udp(port) => port.join(group),
+            // Queue pairs listen to no groups.
             #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.join(group),
+            Self::Verbs(_) => false,
         }
     }
 
@@ -220,15 +232,7 @@ impl Port for HostedPort {
         match self {
             Self::Udp(port) => port.leave(group),
             #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.leave(group),
-        }
-    }
-
-    fn flush(&mut self, now: Instant) {
-        match self {
-            Self::Udp(port) => port.flush(now),
-            #[cfg(feature = "verbs")]
-            Self::Verbs(port) => port.flush(now),
+            Self::Verbs(_) => {}
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::scope::{GROUP, Scope, Wiring};
 use sumac_device::{Child, Group, Node, NodeConfig, NodeSnapshot, Slot, Storage};
 use sumac_hal::ctrl::{Counters, DropReason, Request, Response, TreeConfig};
 use sumac_hal::ids::BootId;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
@@ -122,7 +122,7 @@ impl Device {
         match event {
             Event::Packets(packets) => awake(&|node| {
                 for (from, bytes) in packets {
-                    node.handle(*from, bytes, Uplink::RESUME_AT);
+                    node.handle(Uplink::RESUME_AT, *from, Ecn::Unmarked, bytes);
                     if scope.rules.trusting {
                         node.assume_delivered(GROUP);
                     }
@@ -168,8 +168,8 @@ impl Device {
 pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)> {
     let mut buffer = [0; 1500];
     let mut sent = Vec::new();
-    while let Some(out) = node.poll_transmit(&mut buffer, now) {
-        sent.push((out.to, timeless(&buffer[..out.len_bytes])));
+    while let Some(out) = node.poll_transmit(now) {
+        sent.push((out.to, timeless(out.write(node.payload(&out), &mut buffer))));
     }
     sent
 }

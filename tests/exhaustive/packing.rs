@@ -7,7 +7,7 @@ use crate::rank::Member;
 use crate::scope::{Scope, Wiring, all_reduce, one_level, two_levels};
 use std::time::Duration;
 use sumac_device::Node;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 use sumac_tests::oracle::weight;
@@ -41,7 +41,7 @@ impl Live {
                 transmit(node, now)
             }
             (Self::Device(node), Event::Packets(packets)) => {
-                packets.iter().for_each(|(from, bytes)| node.handle(*from, bytes, now));
+                packets.iter().for_each(|(from, bytes)| node.handle(now, *from, Ecn::Unmarked, bytes));
                 transmit(node, now)
             }
             (Self::Device(_), event) => panic!("{event:?} is not part of a walk"),

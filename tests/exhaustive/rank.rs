@@ -6,7 +6,7 @@ use crate::scope::{Data, ELEMENTS, Scope, Wiring};
 use std::ops::Range;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, Event as Told, OpId};
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr, payload_crc};
@@ -85,7 +85,7 @@ impl Member {
                 for (from, bytes) in packets {
                     let counted = scope.rules.counted.then(|| self.counted(scope, bytes));
                     let bytes = counted.as_deref().unwrap_or(bytes);
-                    self.endpoint.handle(*from, bytes, &mut self.memory, now);
+                    self.endpoint.handle(now, *from, Ecn::Unmarked, bytes, &mut self.memory);
                 }
             }
             Event::Timer => self.endpoint.handle_timeout(now),
@@ -101,8 +101,8 @@ impl Member {
         }
         let mut buffer = [0; 1500];
         let mut sent = Vec::new();
-        while let Some(out) = self.endpoint.poll_transmit(&self.memory, &mut buffer, now) {
-            sent.push((out.to, timeless(&buffer[..out.len_bytes])));
+        while let Some(out) = self.endpoint.poll_transmit(now, &self.memory) {
+            sent.push((out.to, timeless(out.write(out.payload, &mut buffer))));
         }
         sent
     }

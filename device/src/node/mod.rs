@@ -1,11 +1,8 @@
 //! The sans-I/O core of a device: packets and time in; packets, events and deadlines out.
 //!
-//! One [`Node`] is one shard. It owns its tables, so two nodes need no lock. Drive it with five calls:
-//! [`Node::handle`], [`Node::handle_timeout`], [`Node::poll_transmit`], [`Node::poll_timeout`] and
-//! [`Node::poll_event`]. After either of the first two, call `poll_transmit` until it returns `None`. Control requests
-//! go to [`Node::control`].
+//! One [`Node`] is one shard. It owns its tables, so two nodes need no lock. Its methods are in groups: see [`Node`].
 //!
-//! Where the rules of PROTOCOL are implemented: `child.rs` (contributions and probes: sections 1 to 3), `parent.rs`
+//! Where the rules of PROTOCOL are implemented: `receive.rs` (which group and link a packet is for), `child.rs` (contributions and probes: sections 1 to 3), `parent.rs`
 //! (answers, and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is
 //! sent next: deficit round robin over groups), `control.rs` (groups, reserved whole or not at all), `zero_copy/`
 //! (children whose data a DMA engine fetches: sections 5 to 7).
@@ -31,10 +28,13 @@
 //! about as many results as it received contributions.
 
 mod child;
+mod context;
 mod control;
 mod group;
+mod loss;
 mod memory;
 mod parent;
+mod receive;
 #[cfg(feature = "snapshot")]
 mod snapshot;
 mod straggler;
@@ -48,36 +48,28 @@ pub use memory::{Memory, Storage};
 #[cfg(feature = "snapshot")]
 pub use snapshot::{NodeSnapshot, Phase};
 pub(crate) use straggler::View;
+pub use transmit::Payload;
 pub(crate) use zero_copy::ZeroCopyGroup;
 pub use zero_copy::{Answer, AttachError, BufferRef, RedoSlot, ZeroCopyStorage};
 
-use crate::order::Stages;
-use crate::sets::MAX_SLOTS;
-use crate::slot::{Slot, State};
 use crate::trace::{Trace, TraceRing};
-use core::ops::Range;
-use core::time::Duration;
-use group::Failure;
+use context::{GroupCtx, put_ops};
 use heapless::Deque;
 use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
-use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, GroupId};
+use sumac_hal::ids::{BootId, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, pack_op};
-use zero_copy::Refs;
+use sumac_hal::wire::{Kind, NakReason, RankMask, Repr};
 
 /// Maximum number of replies (Status, Nak, Probe) waiting to be sent.
 pub const MAX_REPLIES: usize = 64;
 
 /// Maximum number of events waiting for the board.
 pub const MAX_EVENTS: usize = 16;
-
-/// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
-const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
 
 /// What a board configures its node with.
 #[derive(Debug, Clone, Copy)]
@@ -92,34 +84,6 @@ pub struct NodeConfig {
     /// Receive buffer of its port, in bytes. A group's window starts at the size with which all children together fill
     /// it.
     pub receive_buffer_bytes: usize,
-}
-
-/// A packet to send: the first `len_bytes` of the buffer given.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Transmit {
-    /// Destination address.
-    pub to: Addr,
-    /// Length of the packet, in bytes.
-    pub len_bytes: usize,
-}
-
-/// A packet to send whose payload stays in the node's memory; see [`Node::poll_outgoing`].
-#[derive(Debug, Clone)]
-pub struct Outgoing {
-    /// Destination address.
-    pub to: Addr,
-    /// The packet's header.
-    pub header: [u8; HEADER_LEN],
-    /// Where the payload is in the node's slot memory.
-    payload: Range<usize>,
-    /// A rank mask sent as payload in place of that.
-    mask: Option<[u8; RankMask::LEN_BYTES]>,
-}
-
-impl Outgoing {
-    fn payload_len(&self) -> usize {
-        self.mask.map_or(self.payload.len(), |mask| mask.len())
-    }
 }
 
 /// Something that the board may log or report.
@@ -192,13 +156,18 @@ impl Common {
 
 /// The sans-I/O core of one shard of a device.
 ///
-/// - After [`Node::handle`], [`Node::handle_timeout`] or [`Node::control`], call [`Node::poll_transmit`] until it
-///   returns `None`.
-/// - With zero-copy children, also after [`Node::submit`] and [`Node::handle_completion`]: call [`Node::poll_dma`], then
-///   [`Node::poll_answer`] and `poll_transmit` until both return `None`.
-/// - Then [`Node::poll_timeout`] returns the next deadline, and [`Node::poll_event`] what the board may log.
+/// | input | then call, until it returns `None` or false |
+/// |---|---|
+/// | [`handle`](Node::handle): a packet | [`poll_transmit`](Node::poll_transmit) |
+/// | [`handle_timeout`](Node::handle_timeout): time has passed | `poll_transmit` |
+/// | [`control`](Node::control): a request of the controller | `poll_transmit` |
+/// | [`submit`](Node::submit): entries of a zero-copy child | [`poll_dma`](Node::poll_dma), [`poll_answer`](Node::poll_answer), `poll_transmit` |
+/// | [`handle_completion`](Node::handle_completion): a DMA chain has ended | `poll_dma`, `poll_answer`, `poll_transmit` |
 ///
-/// [`runtime::poll`](crate::runtime::poll) does this for the packets of a port.
+/// With zero-copy children, packets and timeouts can make chains due and give answers, too: call all three then.
+/// After any of them, [`poll_timeout`](Node::poll_timeout) returns the next deadline, and
+/// [`poll_event`](Node::poll_event) what the board may log. [`runtime::poll`](crate::runtime::poll) does all this for
+/// the packets of a port.
 #[derive(Debug)]
 pub struct Node<'m> {
     storage: Storage<'m>,
@@ -213,17 +182,6 @@ pub struct Node<'m> {
     dma_turn: usize,
     unknown_sender_naks: u8,
     unknown_sender_refill_at: Instant,
-}
-
-/// One group with its entries of all tables. Most rules are methods of this.
-struct GroupCtx<'a> {
-    group: &'a mut Group,
-    children: &'a mut [Child],
-    slots: &'a mut [Slot],
-    bytes: &'a mut [u8],
-    /// Zero-copy tables of the group, if it has zero-copy children.
-    refs: Option<Refs<'a>>,
-    common: &'a mut Common,
 }
 
 impl<'m> Node<'m> {
@@ -257,44 +215,6 @@ impl<'m> Node<'m> {
         self.common.bug = Some(bug);
     }
 
-    /// Handle a packet that arrived at `now` from `from`.
-    pub fn handle(&mut self, from: Addr, packet: &[u8], now: Instant) {
-        self.on_packet(from, packet, Flags::empty(), now);
-    }
-
-    /// Handle a packet that the network marked for congestion (ECN CE). The group's window is cut as for a loss
-    /// (PROTOCOL 3): here, or by the parent if the packet came from there.
-    pub fn handle_marked(&mut self, from: Addr, packet: &[u8], now: Instant) {
-        self.on_packet(from, packet, Flags::CONGESTED, now);
-    }
-
-    fn on_packet(&mut self, from: Addr, packet: &[u8], met: Flags, now: Instant) {
-        self.common.counters.packets_in += 1;
-        self.common.counters.bytes_in += packet.len() as u64;
-        let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
-            return self.common.drop_packet(DropReason::Malformed);
-        };
-        let Ok(mut repr) = Repr::parse(&packet) else {
-            return self.common.drop_packet(DropReason::Malformed);
-        };
-        repr.flags |= met;
-        let Some(index) = self.find(repr.group) else {
-            self.common.drop_packet(DropReason::UnknownGroup);
-            return self.nak_unknown_sender(from, &repr, NakReason::UnknownGroup, now);
-        };
-        let Some(mut ctx) = self.group_ctx(index) else { return };
-        if repr.epoch != ctx.group.config.epoch && !planted!(ctx.common, EpochUnchecked) {
-            ctx.common.drop_packet(DropReason::WrongEpoch);
-            return self.nak_unknown_sender(from, &repr, NakReason::WrongEpoch, now);
-        }
-        if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
-            ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
-        } else {
-            ctx.handle_child(from, &repr, packet.payload(), now);
-        }
-        ctx.note_output();
-    }
-
     /// Handle expired timers: probes, dead hops, leases, straggler limits.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.groups_end {
@@ -315,43 +235,8 @@ impl<'m> Node<'m> {
         }
     }
 
-    /// Return the destination of the next packet, for ports that need it before the packet is written. Sends nothing:
-    /// the next [`Node::poll_transmit`] writes that packet, unless something was handled in between.
-    pub fn poll_destination(&mut self) -> Option<Addr> {
-        if let Some(reply) = self.common.replies.front() {
-            return Some(reply.to);
-        }
-        let turn = self.take_turn()?;
-        self.group_ctx(turn)?.destination()
-    }
-
-    /// Write the next packet to `buffer`, which has room for the port's longest; `None` if there is none.
-    ///
-    /// Call it after each `handle` and `handle_timeout` until it returns `None`, or until the port is full; then
-    /// continue later.
-    pub fn poll_transmit(&mut self, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
-        let out = self.poll_outgoing(now)?;
-        let payload = self.payload(&out);
-        buffer[..HEADER_LEN].copy_from_slice(&out.header);
-        buffer[HEADER_LEN..][..payload.len()].copy_from_slice(payload);
-        Some(Transmit { to: out.to, len_bytes: HEADER_LEN + payload.len() })
-    }
-
-    /// Return the next packet without copying its payload, for ports that gather. [`Node::payload`] returns the
-    /// payload, which stays valid until the next `handle`, `handle_timeout` or `control`. The packet counts as sent.
-    pub fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing> {
-        let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
-        self.common.counters.packets_out += 1;
-        self.common.counters.bytes_out += (HEADER_LEN + out.payload_len()) as u64;
-        Some(out)
-    }
-
-    /// Return the payload of a packet that [`Node::poll_outgoing`] has just returned.
-    pub fn payload<'a>(&'a self, out: &'a Outgoing) -> &'a [u8] {
-        out.mask.as_ref().map_or_else(|| &self.storage.bytes[out.payload.clone()], |mask| &mask[..])
-    }
-
     /// Return when to call [`Node::handle_timeout`] next if nothing arrives before; `None` if no timer is armed.
+    #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let groups = self.storage.groups[..self.groups_end].iter().flatten().filter(|group| !group.is_closing());
         let shard = self.common.config.shard;
@@ -371,6 +256,7 @@ impl<'m> Node<'m> {
     }
 
     /// Return the next event; `None` if there is none.
+    #[must_use]
     pub fn poll_event(&mut self) -> Option<Event> {
         self.common.events.pop_front()
     }
@@ -407,107 +293,6 @@ impl<'m> Node<'m> {
             common: &mut self.common,
         })
     }
-
-    /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the
-    /// reply is a header that echoes what the sender can recognise, and replies are rate limited.
-    fn nak_unknown_sender(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
-        if !matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe) {
-            return;
-        }
-        if now >= self.unknown_sender_refill_at {
-            self.unknown_sender_naks = UNKNOWN_SENDER_NAKS_PER_MS;
-            self.unknown_sender_refill_at = now + Duration::from_millis(1);
-        }
-        let Some(left) = self.unknown_sender_naks.checked_sub(1) else { return };
-        self.unknown_sender_naks = left;
-        let nak = Repr {
-            reason: Some(reason),
-            seq: repr.seq,
-            count: repr.count,
-            token: repr.token,
-            ..Repr::new(Kind::Nak, repr.group, repr.epoch, repr.child, repr.key)
-        };
-        self.common.reply(to, nak);
-    }
-}
-
-impl GroupCtx<'_> {
-    fn shard(&self) -> Shard {
-        self.common.config.shard
-    }
-
-    /// Record that this group may have something to send. Call it after anything that may have produced output.
-    fn note_output(&mut self) {
-        if !self.common.may_send {
-            self.common.may_send = self.group.has_output();
-        }
-    }
-
-    fn slot_index(&self, local: u64) -> usize {
-        debug_assert!(self.slots.len() <= MAX_SLOTS);
-        (local % self.slots.len() as u64) as usize
-    }
-
-    /// Return the chunk buffers of slot `index`.
-    fn stages(&mut self, index: usize) -> Stages<'_> {
-        let slot = &self.slots[index];
-        let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
-        let stride = usize::from(self.group.config.chunk_len_bytes);
-        let slot_len = stride * self.group.stages;
-        Stages { bytes: &mut self.bytes[index * slot_len..][..slot_len], stride, len }
-    }
-
-    /// Return where the value of slot `index` is in the group's bytes: at the start of its stages.
-    fn value(&self, index: usize) -> Range<usize> {
-        let start = index * usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
-        start..start + usize::from(self.slots[index].value_len)
-    }
-
-    /// Fail the group at `failure.from` and send a Nak to every child that waits for this or a later chunk. Later
-    /// contributions are answered with the same Nak.
-    fn fail(&mut self, failure: Failure, now: Instant) {
-        if self.group.failed.is_some_and(|earlier| earlier.from <= failure.from) {
-            return;
-        }
-        self.group.failed = Some(failure);
-        let id = self.group.config.group;
-        self.common.trace.record(now, Trace::Failed(id, failure.from, failure.reason));
-        self.common.event(Event::GroupFailed { group: id, from: failure.from, reason: failure.reason });
-        let from = self.shard().below(failure.from);
-        for index in 0..self.slots.len() {
-            let slot = &mut self.slots[index];
-            if slot.local >= from && matches!(slot.state, State::Filling | State::Up | State::Refused) {
-                slot.pending = slot.bits.difference(&self.group.view.excluded);
-                self.group.up.remove(index);
-                self.mark_all_to_answer(index);
-                if !self.slots[index].pending.is_empty() {
-                    self.group.down.insert(index);
-                }
-            }
-        }
-    }
-
-    /// Return the Nak that reports `failure` to a child.
-    fn failure_nak(&self, failure: &Failure, child: usize, seq: ChunkNo, token: u32) -> Repr {
-        let config = &self.group.config;
-        let mut nak = Repr {
-            reason: Some(failure.reason),
-            seq,
-            count: 1,
-            token,
-            mark: self.group.stable(),
-            ..Repr::new(Kind::Nak, config.group, config.epoch, ChildIndex(child as u16), self.children[child].key)
-        };
-        put_ops(&mut nak, failure.ops);
-        nak
-    }
-}
-
-/// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.
-fn put_ops(nak: &mut Repr, ops: Option<(OpDesc, OpDesc)>) {
-    let Some((first, other)) = ops else { return };
-    nak.set_op(&first);
-    nak.bits2 = pack_op(&other);
 }
 
 /// Return whether a tree's size is valid. Checked by `control`; kept here beside what relies on it.

@@ -5,11 +5,13 @@
 //! each (as SHARP multicasts its results over UD: JSFI 4(4), 2017, doi 10.14529/jsfi170401). Only the first
 //! transmission is shared: a child that missed it asks, and gets a copy of its own.
 
-use super::{GroupCtx, Node, Outgoing};
+use super::{GroupCtx, Node};
 use crate::node::group::Parent;
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
+use core::ops::Range;
 use sumac_hal::ctrl::SharedLink;
+use sumac_hal::driver::Transmit;
 use sumac_hal::ids::ChildIndex;
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
@@ -20,9 +22,58 @@ use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, payload_c
 /// Bytes that a group may send before the next group's turn.
 const QUANTUM_BYTES: usize = 64 * 1024;
 
+/// Where the payload of a node's packet is; see [`Node::payload`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Payload {
+    /// At these offsets of the node's slot memory.
+    Slots(Range<usize>),
+    /// Here: a rank mask.
+    Mask([u8; RankMask::LEN_BYTES]),
+}
+
+impl Payload {
+    fn len(&self) -> usize {
+        match self {
+            Self::Slots(range) => range.len(),
+            Self::Mask(mask) => mask.len(),
+        }
+    }
+}
+
 impl Node<'_> {
+    /// Return the destination of the next packet, for ports that need it before the packet is written. Sends nothing:
+    /// the next [`Node::poll_transmit`] writes that packet, unless something was handled in between.
+    #[must_use]
+    pub fn poll_destination(&mut self) -> Option<Addr> {
+        if let Some(reply) = self.common.replies.front() {
+            return Some(reply.to);
+        }
+        let turn = self.take_turn()?;
+        self.group_ctx(turn)?.destination()
+    }
+
+    /// Return the next packet; `None` if there is none. It counts as sent. [`Node::payload`] returns its payload.
+    ///
+    /// Call it after each input until it returns `None`, or until the port is full; then continue later.
+    #[must_use]
+    pub fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
+        let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
+        self.common.counters.packets_out += 1;
+        self.common.counters.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        Some(out)
+    }
+
+    /// Return the payload of a packet that [`Node::poll_transmit`] has returned since the last `handle`,
+    /// `handle_timeout` or `control`.
+    pub fn payload<'t>(&'t self, transmit: &'t Transmit<Payload>) -> &'t [u8] {
+        match &transmit.payload {
+            Payload::Slots(range) => &self.storage.bytes[range.clone()],
+            Payload::Mask(mask) => mask,
+        }
+    }
+
     /// Return the oldest reply.
-    pub(super) fn next_reply(&mut self) -> Option<Outgoing> {
+    pub(super) fn next_reply(&mut self) -> Option<Transmit<Payload>> {
         let reply = self.common.replies.pop_front()?;
         Some(match reply.mask {
             Some(mask) => masked(reply.to, reply.repr, &mask),
@@ -31,13 +82,15 @@ impl Node<'_> {
     }
 
     /// Return the next packet of the group whose turn it is.
-    pub(super) fn next_in_turn(&mut self, now: Instant) -> Option<Outgoing> {
+    pub(super) fn next_in_turn(&mut self, now: Instant) -> Option<Transmit<Payload>> {
         let turn = self.take_turn()?;
         let mut out = self.group_ctx(turn)?.transmit(now)?;
         if let Some(group) = &mut self.storage.groups[turn] {
-            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload_len());
+            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload.len());
             // Convert an offset in the group's bytes to one in the node's.
-            out.payload = group.bytes.start + out.payload.start..group.bytes.start + out.payload.end;
+            if let Payload::Slots(range) = &mut out.payload {
+                *range = group.bytes.start + range.start..group.bytes.start + range.end;
+            }
         }
         Some(out)
     }
@@ -103,7 +156,7 @@ impl GroupCtx<'_> {
     }
 
     /// Return this group's next packet; its payload is a range of the group's bytes.
-    fn transmit(&mut self, now: Instant) -> Option<Outgoing> {
+    fn transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
         let oldest = self.oldest();
         if let Some(index) = self.group.up.first_from(oldest) {
             self.group.up.remove(index);
@@ -127,7 +180,7 @@ impl GroupCtx<'_> {
         self.transmit_down(index, child)
     }
 
-    fn transmit_up(&mut self, index: usize, now: Instant) -> Option<Outgoing> {
+    fn transmit_up(&mut self, index: usize, now: Instant) -> Option<Transmit<Payload>> {
         let slot = self.slots[index];
         let seq = self.shard().global(slot.local);
         let mut repr = self.up_header(Kind::Empty, seq, self.group.token);
@@ -207,7 +260,7 @@ impl GroupCtx<'_> {
         count as u16
     }
 
-    fn transmit_down(&mut self, index: usize, child: usize) -> Option<Outgoing> {
+    fn transmit_down(&mut self, index: usize, child: usize) -> Option<Transmit<Payload>> {
         let slot = &self.slots[index];
         let to = self.children[child].addr?;
         let seq = self.shard().global(slot.local);
@@ -239,7 +292,7 @@ impl GroupCtx<'_> {
     }
 
     /// Send the answer of slot `index` to all children at once.
-    fn transmit_shared(&mut self, index: usize, link: SharedLink) -> Outgoing {
+    fn transmit_shared(&mut self, index: usize, link: SharedLink) -> Transmit<Payload> {
         let slot = &mut self.slots[index];
         slot.pending = ChildSet::EMPTY;
         // If it is lost, every child asks, and those requests must not be answered by the same route.
@@ -260,7 +313,7 @@ impl GroupCtx<'_> {
     }
 
     /// Return a packet, with the value of slot `index` if it is Data or Result.
-    fn with_value(&mut self, to: Addr, mut repr: Repr, index: usize) -> Outgoing {
+    fn with_value(&mut self, to: Addr, mut repr: Repr, index: usize) -> Transmit<Payload> {
         if !matches!(repr.kind, Kind::Data | Kind::Result) {
             return bare(to, &repr);
         }
@@ -268,7 +321,7 @@ impl GroupCtx<'_> {
         let crc = self.slots[index].value_crc.unwrap_or_else(|| payload_crc(&self.bytes[payload.clone()]));
         self.slots[index].value_crc = Some(crc);
         repr.payload_len_bytes = self.slots[index].value_len;
-        Outgoing { payload, ..sealed(to, &repr, crc) }
+        Transmit { payload: Payload::Slots(payload), ..sealed(to, &repr, crc) }
     }
 }
 
@@ -281,19 +334,19 @@ fn describe(slot: &Slot, header: Repr) -> Repr {
 }
 
 /// Return a packet without payload.
-fn bare(to: Addr, repr: &Repr) -> Outgoing {
+fn bare(to: Addr, repr: &Repr) -> Transmit<Payload> {
     sealed(to, repr, 0)
 }
 
-fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Outgoing {
+fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Transmit<Payload> {
     let mut header = [0; HEADER_LEN];
     repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc);
-    Outgoing { to, header, payload: 0..0, mask: None }
+    Transmit { to, header, payload: Payload::Slots(0..0) }
 }
 
 /// Return a packet with a rank mask as payload.
-fn masked(to: Addr, repr: Repr, mask: &RankMask) -> Outgoing {
+fn masked(to: Addr, repr: Repr, mask: &RankMask) -> Transmit<Payload> {
     let bytes = mask.to_bytes();
     let repr = Repr { payload_len_bytes: bytes.len() as u16, ..repr };
-    Outgoing { mask: Some(bytes), ..sealed(to, &repr, payload_crc(&bytes)) }
+    Transmit { payload: Payload::Mask(bytes), ..sealed(to, &repr, payload_crc(&bytes)) }
 }

@@ -32,7 +32,6 @@ use sumac_device::{AttachError, Node};
 use sumac_hal::ctrl::{GroupConfig, Refusal, ZeroCopyRefusal, send};
 use sumac_hal::dma::{Capabilities, Completion, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::{DmaConfig, EmuEngine, StartError, Strictness};
-use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, ChildIndex, Epoch, FunctionId, GroupId};
 use sumac_hal::port::WaitPort;
 use sumac_hal::remote::LinkFailure;
@@ -469,7 +468,7 @@ impl Functions {
     }
 
     /// Sleep until there is work, or `timeout` has passed.
-    pub(super) fn sleep(&mut self, port: &mut HostedPort, timeout: Option<Duration>) {
+    pub(super) fn sleep(&mut self, port: &mut impl WaitPort, timeout: Option<Duration>) {
         self.doorbell.arm();
         self.engine.arm();
         self.attached.iter_mut().for_each(AttachedRank::arm);

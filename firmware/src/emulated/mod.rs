@@ -15,6 +15,7 @@
 //! controller keeps serving its groups, whose leases the ranks' packets renew, and dials again.
 
 mod attach;
+mod capture;
 mod control;
 mod engine;
 mod function;
@@ -28,9 +29,11 @@ pub use attach::ZeroCopyConfig;
 pub use functions::ZeroCopyError;
 
 use attach::{LocalListener, RemoteListener};
+use capture::Capture;
 use control::Control;
 use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::Duration;
 use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
 use sumac_hal::hosted::HostedError;
@@ -79,6 +82,9 @@ pub struct BoardConfig {
     /// `DEVICE[:PORT[:GID-INDEX]]` or `auto`; it replaces the emulated engine. `None`: unsupported. Requires
     /// `zero_copy`.
     pub rdma: Option<String>,
+    /// The file to capture all packets to, in pcapng; it is created or replaced. It contains keys and data, so only its
+    /// owner can read it. Zero-copy contributions of ranks on this machine are no packets.
+    pub pcap: Option<PathBuf>,
 }
 
 impl BoardConfig {
@@ -102,6 +108,7 @@ impl BoardConfig {
             redial: Duration::from_millis(500),
             zero_copy: Some(ZeroCopyConfig::default()),
             rdma: None,
+            pcap: None,
         }
     }
 }
@@ -149,6 +156,14 @@ pub enum BoardError {
     /// The socket that ranks attach to could not be opened.
     #[error("attach socket: {0}; start the device with --no-shm to do without zero-copy")]
     Attach(SocketError),
+    /// The capture's file could not be created.
+    #[error("capture {}: {source}", path.display())]
+    Capture {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// A system call failed.
     #[error("{what}: {source}")]
     System {
@@ -184,8 +199,9 @@ impl Board {
         }
         check_data_addrs(&config)?;
         let boot_id = random_boot_id()?;
+        let capture = config.pcap.as_deref().map(Capture::create).transpose()?;
         let shards = (0..config.shards)
-            .map(|index| start_shard(&config, index, boot_id))
+            .map(|index| start_shard(&config, index, boot_id, capture.as_ref()))
             .collect::<Result<Vec<_>, BoardError>>()?;
         let capabilities =
             shards.iter().map(|shard| shard.capabilities).reduce(common_capabilities).ok_or(BoardError::Shards(0))?;

@@ -1,6 +1,7 @@
 //! One shard: a thread with a node, a port and storage of its own.
 
 use super::attach::Arrival;
+use super::capture::Capture;
 use super::functions::Functions;
 use super::{BoardConfig, BoardError};
 use rustix::thread::{CpuSet, sched_setaffinity};
@@ -9,12 +10,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
-use std::time::Instant as Clock;
+use std::time::{Instant as Clock, SystemTime};
 use sumac_device::{BufferRef, Child, Event, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage, runtime};
 use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, ZeroCopyRefusal};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, GroupId};
-use sumac_hal::port::{Addr, Port, WaitPort};
+use sumac_hal::port::pcap::Pcap;
+use sumac_hal::port::trace::Tracer;
+use sumac_hal::port::{Addr, MulticastPort, Port, WaitPort};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
@@ -82,7 +85,12 @@ impl Drop for ShardHandle {
 }
 
 /// Open the shard's port and start its thread.
-pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> Result<ShardHandle, BoardError> {
+pub(super) fn start_shard(
+    config: &BoardConfig,
+    index: u16,
+    boot_id: BootId,
+    capture: Option<&Capture>,
+) -> Result<ShardHandle, BoardError> {
     let shard = Shard::new(index, config.shards).ok_or(BoardError::Shards(config.shards))?;
     // The board has checked that the sum is a valid port.
     let data_port = config.data_port.map_or(0, |first| first.saturating_add(index));
@@ -114,7 +122,9 @@ pub(super) fn start_shard(config: &BoardConfig, index: u16, boot_id: BootId) -> 
     let (stopped, name) = (Arc::clone(&stop), config.name.clone());
     // If loopback denotes another machine, no process on this one can share an address with it.
     let shares = config.udp.loopback_at.is_none();
-    let worker = Worker { port, node_config, inbox, stop: stopped, name, shares, joined: Vec::new(), functions };
+    let start = Clock::now();
+    let port = Tracer::new(port, capture.map(|capture| capture.shard(index, addr, SystemTime::now())));
+    let worker = Worker { start, port, node_config, inbox, stop: stopped, name, shares, joined: Vec::new(), functions };
     let core = config.cores.get(usize::from(index)).copied();
     let thread = std::thread::Builder::new()
         .name(format!("shard-{index}"))
@@ -186,8 +196,14 @@ impl Tables {
 /// Buffer references of all groups: slots times children of each.
 const BUFFER_REFS: usize = 1 << 16;
 
+/// A data port with an optional capture.
+type PacketPort = Tracer<HostedPort, Option<Pcap<Capture>>>;
+
 struct Worker {
-    port: HostedPort,
+    /// The zero of the node's time.
+    start: Clock,
+    /// The data port, which writes its packets to the capture if there is one.
+    port: PacketPort,
     node_config: NodeConfig,
     inbox: Receiver<(Request, Sender<Response>)>,
     stop: Arc<AtomicBool>,
@@ -203,7 +219,7 @@ struct Worker {
 impl Worker {
     fn run(mut self, mut tables: Tables) {
         let mut node = tables.node(self.node_config, self.functions.as_ref());
-        let start = Clock::now();
+        let start = self.start;
         let now = || Instant::from_nanos(u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX));
         while !self.stop.load(Ordering::Acquire) {
             while let Ok((request, answer)) = self.inbox.try_recv() {

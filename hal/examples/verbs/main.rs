@@ -78,6 +78,10 @@ impl Testbed for VerbsBed {
         (0..n).map(|_| self.open()).collect()
     }
 
+    fn addr_of(&self, port: &VerbsPort) -> Addr {
+        port.local_addr()
+    }
+
     /// The number of a queue pair that was closed again: they are not given out anew so soon.
     fn unused_addr(&mut self) -> Addr {
         self.open().local_addr()
@@ -137,7 +141,7 @@ fn burst(from: &mut VerbsPort, to: &mut VerbsPort, packets: usize, len: usize) {
 fn burst_out(from: &mut VerbsPort, to: Addr, packets: usize, len: usize) {
     let now = Instant::ZERO;
     for _ in 0..packets {
-        from.transmit(to, now).expect("room").consume(|buffer| (buffer[..len].fill(7), (len, ())).1);
+        from.transmit(now).expect("room").consume(to, |buffer| (buffer[..len].fill(7), (len, ())).1);
     }
     from.flush(now);
 }
@@ -222,8 +226,8 @@ fn outage(bed: &mut VerbsBed) {
     };
     told("down");
     for _ in 0..100 {
-        if let Some(token) = a.transmit(to, now) {
-            token.consume(|buffer| (buffer[..1000].fill(1), (1000, ())).1);
+        if let Some(token) = a.transmit(now) {
+            token.consume(to, |buffer| (buffer[..1000].fill(1), (1000, ())).1);
         }
         a.flush(now);
         assert_eq!(a.wait(Some(Duration::from_millis(1))), Wake::Timeout, "nothing can arrive");
@@ -233,8 +237,8 @@ fn outage(bed: &mut VerbsBed) {
     let start = Clock::now();
     loop {
         assert!(start.elapsed() < LIMIT, "nothing arrives after the outage: {a:?} {b:?}");
-        if let Some(token) = a.transmit(to, now) {
-            token.consume(|buffer| (buffer[..900].fill(2), (900, ())).1);
+        if let Some(token) = a.transmit(now) {
+            token.consume(to, |buffer| (buffer[..900].fill(2), (900, ())).1);
         }
         a.flush(now);
         b.wait(Some(Duration::from_millis(20)));

@@ -11,7 +11,7 @@
 //!   of another is identical to it.
 
 use super::{Frame, NthPacket, Rng, Rule, Verdict, damage, decide};
-use crate::port::Addr;
+use crate::port::{Addr, Ecn};
 use crate::time::Instant;
 use core::fmt;
 use core::hash::{Hash, Hasher};
@@ -66,8 +66,8 @@ pub struct Delivery {
     pub to: Addr,
     /// Its bytes, which may be damaged.
     pub bytes: Vec<u8>,
-    /// Whether it was marked for congestion.
-    pub is_marked: bool,
+    /// Its congestion mark.
+    pub ecn: Ecn,
 }
 
 /// The counters of a fabric.
@@ -247,7 +247,7 @@ impl Fabric {
                     let node = self.nodes.entry(to).or_default();
                     node.queued_bytes -= bytes.len();
                     self.log.note("delivered", at, from, to, &bytes);
-                    return Some(Delivery { at, from, to, bytes, is_marked });
+                    return Some(Delivery { at, from, to, bytes, ecn: Ecn::from_mark(is_marked) });
                 }
             }
         }

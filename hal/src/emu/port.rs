@@ -3,7 +3,7 @@
 //! Invariants: transmit queue and inbox are bounded by the capabilities; time advances only by the `now` of each call.
 
 use super::{Delivery, Fabric};
-use crate::port::{Addr, Capabilities, Port, RxToken, TxToken};
+use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken};
 use crate::time::Instant;
 use std::cell::{RefCell, RefMut};
 use std::collections::{BTreeMap, VecDeque};
@@ -102,6 +102,11 @@ pub struct EmuPort {
 }
 
 impl EmuPort {
+    /// Return the port's address.
+    pub const fn local_addr(&self) -> Addr {
+        self.addr
+    }
+
     /// Return how many packets were lost because the receive buffer was full.
     pub fn overflows(&self) -> u64 {
         self.net.shared.borrow().inboxes.get(&self.addr).map_or(0, |inbox| inbox.overflows)
@@ -115,8 +120,8 @@ pub struct EmuRx {
 }
 
 impl RxToken for EmuRx {
-    fn is_marked(&self) -> bool {
-        self.delivery.is_marked
+    fn ecn(&self) -> Ecn {
+        self.delivery.ecn
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
@@ -128,15 +133,14 @@ impl RxToken for EmuRx {
 #[derive(Debug)]
 pub struct EmuTx<'a> {
     port: &'a mut EmuPort,
-    to: Addr,
 }
 
 impl TxToken for EmuTx<'_> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         let (len_bytes, result) = f(&mut self.port.buffer);
         let bytes = self.port.buffer[..len_bytes].to_vec();
         if len_bytes > 0 {
-            self.port.queue.push_back((self.to, bytes));
+            self.port.queue.push_back((to, bytes));
         }
         result
     }
@@ -151,10 +155,6 @@ impl Port for EmuPort {
         Capabilities::new(max_packet_len_bytes, receive_buffer_bytes, queue_packets)
     }
 
-    fn local_addr(&self) -> Addr {
-        self.addr
-    }
-
     fn receive(&mut self, now: Instant) -> Option<EmuRx> {
         let mut shared = self.net.shared.borrow_mut();
         shared.deliver(now);
@@ -164,11 +164,11 @@ impl Port for EmuPort {
         Some(EmuRx { delivery })
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<EmuTx<'_>> {
-        if self.queue.len() >= self.config.queue_packets { None } else { Some(EmuTx { port: self, to }) }
+    fn transmit(&mut self, _now: Instant) -> Option<EmuTx<'_>> {
+        if self.queue.len() >= self.config.queue_packets { None } else { Some(EmuTx { port: self }) }
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         self.config.queue_packets.saturating_sub(self.queue.len())
     }
 

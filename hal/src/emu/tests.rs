@@ -256,7 +256,7 @@ fn port_drops_packets_beyond_its_receive_buffer() {
     let mut a = net.port(1, EmuPortConfig::default());
     let mut b = net.port(2, EmuPortConfig { receive_buffer_bytes: 100, ..EmuPortConfig::default() });
     for _ in 0..3 {
-        a.transmit(B, us(0)).unwrap().consume(|buffer| (buffer[..40].fill(1), (40, ())).1);
+        a.transmit(us(0)).unwrap().consume(B, |buffer| (buffer[..40].fill(1), (40, ())).1);
     }
     a.flush(us(0));
     assert!(b.receive(us(0)).is_none(), "it is still in flight");

@@ -34,6 +34,9 @@ pub trait Testbed {
     /// Return `n` connected ports. Packets are not lost as long as they fit the receive buffers.
     fn ports(&mut self, n: usize) -> Vec<Self::Port>;
 
+    /// Return the address that a port's peers send to.
+    fn addr_of(&self, port: &Self::Port) -> Addr;
+
     /// Return an address of the ports' kind that no port uses.
     fn unused_addr(&mut self) -> Addr;
 
@@ -77,7 +80,7 @@ pub enum Violation {
     Address {
         /// The check that failed.
         check: &'static str,
-        /// The sender's [`Port::local_addr`].
+        /// The sender's [`Testbed::addr_of`].
         expected: Addr,
         /// The address that the receiver saw.
         seen: Addr,
@@ -179,8 +182,8 @@ impl Expectations {
     /// Send `bytes`. While the queue is full, flush and advance time.
     fn send<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port, to: Addr, bytes: &[u8]) -> Result<(), Violation> {
         for _ in 0..TIMEOUT_STEPS {
-            if let Some(token) = port.transmit(to, bed.now()) {
-                token.consume(|buffer| (put(buffer, bytes), ()));
+            if let Some(token) = port.transmit(bed.now()) {
+                token.consume(to, |buffer| (put(buffer, bytes), ()));
                 self.expect(to, bytes);
                 return Ok(());
             }
@@ -214,7 +217,7 @@ impl Expectations {
 
     /// Receive what has arrived at `port`, and return the number of packets.
     fn drain<B: Testbed>(&mut self, bed: &B, port: &mut B::Port) -> Result<usize, Violation> {
-        let at = port.local_addr();
+        let at = bed.addr_of(port);
         let mut packets = 0;
         while let Some(token) = port.receive(bed.now()) {
             token.consume(|_, bytes| self.check_off(at, bytes))?;
@@ -225,7 +228,7 @@ impl Expectations {
 
     /// Receive at `port` until all expected packets have arrived.
     fn receive_all<B: Testbed>(&mut self, bed: &mut B, port: &mut B::Port) -> Result<(), Violation> {
-        let at = port.local_addr();
+        let at = bed.addr_of(port);
         let mut idle_steps = 0;
         while !self.is_complete(at) && idle_steps < TIMEOUT_STEPS {
             if self.drain(bed, port)? > 0 {

@@ -4,17 +4,114 @@
 //! and the sender writes it where the port needs it, without allocation. A port moves bytes and does not interpret
 //! them.
 //!
+//! | trait | for |
+//! |---|---|
+//! | [`Port`] | every port: three required methods |
+//! | [`MulticastPort`] | ports that can listen to shared addresses |
+//! | [`WaitPort`] | ports on which a thread can sleep |
+//!
+//! [`trace::Tracer`] wraps a port and reports its packets; [`pcap::PcapWriter`] writes them to a capture for Wireshark.
+//!
 //! Every implementation must follow these rules, which the conformance suite checks (`port::conformance`, for tests):
 //! - a packet arrives with the bytes and the length it was sent with, or not at all;
 //! - packets may be lost, duplicated and reordered, but never merged or split;
 //! - the receiver sees the sender's address, which is the same for all its packets and can be replied to;
 //! - `receive` and `transmit` never block; a full queue returns `None`, and has room again some time after
 //!   [`Port::flush`];
-//! - a packet leaves at the next `flush` at the latest;
-//! - a packet to a shared address arrives at every port that has joined it, with the sender's own address.
+//! - a packet leaves at the next `flush` at the latest.
+//!
+//! # Example
+//!
+//! A whole port, over a UDP socket of the standard library. Its queue holds one packet, the one that the kernel has no
+//! room for yet. It passes the conformance suite.
+//!
+//! ```
+//! use std::{io::ErrorKind::WouldBlock, net::{SocketAddr, UdpSocket}};
+//! use sumac_hal::port::{Addr, Capabilities, Port, RxToken, TxToken};
+//! use sumac_hal::time::Instant;
+//!
+//! struct SocketPort {
+//!     socket: UdpSocket, // non-blocking
+//!     received: [u8; 1472],
+//!     queued: [u8; 1472],
+//!     pending: Option<(SocketAddr, usize)>,
+//! }
+//!
+//! struct Received<'a>(SocketAddr, &'a [u8]);
+//! struct Room<'a>(&'a mut SocketPort);
+//!
+//! impl Port for SocketPort {
+//!     type Rx<'a> = Received<'a>;
+//!     type Tx<'a> = Room<'a>;
+//!
+//!     fn capabilities(&self) -> Capabilities {
+//!         Capabilities::new(1472, 1 << 16, 1) // packet length, receive buffer, packets at once
+//!     }
+//!
+//!     fn receive(&mut self, _now: Instant) -> Option<Received<'_>> {
+//!         let (len, from) = self.socket.recv_from(&mut self.received).ok()?;
+//!         Some(Received(from, &self.received[..len]))
+//!     }
+//!
+//!     fn transmit(&mut self, now: Instant) -> Option<Room<'_>> {
+//!         self.flush(now);
+//!         self.pending.is_none().then_some(Room(self))
+//!     }
+//!
+//!     fn flush(&mut self, _now: Instant) {
+//!         let Some((to, len)) = self.pending else { return };
+//!         match self.socket.send_to(&self.queued[..len], to) {
+//!             Err(error) if error.kind() == WouldBlock => {}
+//!             _ => self.pending = None, // sent, or lost
+//!         }
+//!     }
+//! }
+//!
+//! impl RxToken for Received<'_> {
+//!     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
+//!         f(Addr::Udp(self.0), self.1)
+//!     }
+//! }
+//!
+//! impl TxToken for Room<'_> {
+//!     fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+//!         let (len, result) = f(&mut self.0.queued);
+//!         if let (Addr::Udp(to), 1..) = (to, len) {
+//!             self.0.pending = Some((to, len));
+//!         }
+//!         result
+//!     }
+//! }
+//! # #[cfg(feature = "conformance")]
+//! # {
+//! #     use sumac_hal::port::conformance::{Testbed, run};
+//! #     struct Bed;
+//! #     impl Testbed for Bed {
+//! #         type Port = SocketPort;
+//! #         fn ports(&mut self, n: usize) -> Vec<SocketPort> {
+//! #             let bind = |_| {
+//! #                 let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+//! #                 socket.set_nonblocking(true).unwrap();
+//! #                 SocketPort { socket, received: [0; 1472], queued: [0; 1472], pending: None }
+//! #             };
+//! #             (0..n).map(bind).collect()
+//! #         }
+//! #         fn addr_of(&self, port: &SocketPort) -> Addr { Addr::Udp(port.socket.local_addr().unwrap()) }
+//! #         fn unused_addr(&mut self) -> Addr { Addr::Udp(UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()) }
+//! #         fn now(&self) -> Instant { Instant::ZERO }
+//! #         fn advance(&mut self) { std::thread::yield_now() }
+//! #     }
+//! #     run(&mut Bed).unwrap();
+//! # }
+//! ```
+//!
+//! [`Port::room`], [`Port::flush`] and [`Port::transmit_gather`] have defaults; a port that moves many packets at once
+//! overrides them (`udp::UdpPort`).
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+pub mod pcap;
+pub mod trace;
 
 use crate::time::Instant;
 use core::fmt;
@@ -105,12 +202,46 @@ pub struct Gather<'a> {
     pub payload: &'a [u8],
 }
 
+impl Gather<'_> {
+    /// Write the packet to the start of `buffer`, and return its length in bytes.
+    ///
+    /// # Panics
+    /// If `buffer` is shorter than the packet.
+    pub fn write(&self, buffer: &mut [u8]) -> usize {
+        let Self { header, payload, .. } = self;
+        buffer[..header.len()].copy_from_slice(header);
+        buffer[header.len()..][..payload.len()].copy_from_slice(payload);
+        header.len() + payload.len()
+    }
+}
+
+/// The congestion mark of a received packet (explicit congestion notification, RFC 3168).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Ecn {
+    /// The network has not marked the packet.
+    #[default]
+    Unmarked,
+    /// The packet met congestion (ECN-CE).
+    Ce,
+}
+
+impl Ecn {
+    /// Return the mark of a packet that was marked or not.
+    pub const fn from_mark(is_marked: bool) -> Self {
+        if is_marked { Self::Ce } else { Self::Unmarked }
+    }
+
+    /// Return whether the packet met congestion.
+    pub const fn is_ce(self) -> bool {
+        matches!(self, Self::Ce)
+    }
+}
+
 /// A received packet.
 pub trait RxToken {
-    /// Return whether the network has marked the packet for congestion (ECN-CE, RFC 3168). False if the port cannot
-    /// tell.
-    fn is_marked(&self) -> bool {
-        false
+    /// Return the packet's congestion mark; [`Ecn::Unmarked`] if the port cannot tell.
+    fn ecn(&self) -> Ecn {
+        Ecn::Unmarked
     }
 
     /// Call `f` with the sender's address and the packet.
@@ -119,15 +250,18 @@ pub trait RxToken {
 
 /// Permission to send one packet: room in the transmit queue.
 pub trait TxToken {
-    /// Call `f` with a buffer of the port's `max_packet_len_bytes`. `f` returns the number of bytes to send and a
-    /// result, which is returned. If that number is 0, nothing is sent.
+    /// Call `f` with a buffer of the port's `max_packet_len_bytes`, and queue what it wrote for `to`. `f` returns the
+    /// number of bytes to send and a result, which is returned. If that number is 0, nothing is sent. A packet to an
+    /// address that the port cannot reach is lost.
     ///
     /// # Panics
     /// If the number exceeds the buffer's length.
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R;
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R;
 }
 
-/// A network interface that sends and receives packets; see [the module](self) for its rules.
+/// A network interface that sends and receives packets; see [the module](self) for its rules and an example.
+///
+/// Three methods are required. The provided ones suit a port that sends a packet as soon as its token is consumed.
 pub trait Port {
     /// A received packet.
     type Rx<'a>: RxToken
@@ -141,43 +275,48 @@ pub trait Port {
     /// Return the port's capabilities.
     fn capabilities(&self) -> Capabilities;
 
-    /// Return the address that peers send to.
-    fn local_addr(&self) -> Addr;
-
     /// Return the next packet that has arrived by `now`, if any.
     fn receive(&mut self, now: Instant) -> Option<Self::Rx<'_>>;
 
-    /// Return a token to send one packet to `to`, or `None` if the queue is full.
-    fn transmit(&mut self, to: Addr, now: Instant) -> Option<Self::Tx<'_>>;
+    /// Return a token to send one packet, or `None` if the queue is full. A dropped token sends nothing.
+    fn transmit(&mut self, now: Instant) -> Option<Self::Tx<'_>>;
 
-    /// Return how many packets of any length [`Port::transmit`] would accept now.
-    fn room(&self) -> usize;
+    /// Send all queued packets. Packets to an unreachable peer are lost.
+    ///
+    /// By default this does nothing: override it if packets wait in a queue.
+    fn flush(&mut self, _now: Instant) {}
 
-    /// Send packets with separate headers and payloads, and flush. A port with scatter-gather support overrides this to
-    /// avoid copying payloads. Packets beyond [`Port::room`] are lost.
+    /// Return how many packets of any length [`Port::transmit`] would accept now, or fewer; 0 only if it accepts none.
+    ///
+    /// By default this is 1 or 0. Override it if the port sends several packets at once: callers hand over at most this
+    /// many in one call.
+    fn room(&mut self, now: Instant) -> usize {
+        usize::from(self.transmit(now).is_some())
+    }
+
+    /// Send packets with separate headers and payloads, and flush. Packets beyond [`Port::room`] are lost.
+    ///
+    /// By default both parts are copied. Override it if the port has scatter-gather support.
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {
-        for Gather { to, header, payload } in packets {
-            let Some(token) = self.transmit(to, now) else { break };
-            token.consume(|buffer| {
-                buffer[..header.len()].copy_from_slice(header);
-                buffer[header.len()..][..payload.len()].copy_from_slice(payload);
-                (header.len() + payload.len(), ())
-            });
+        for packet in packets {
+            let Some(token) = self.transmit(now) else { break };
+            token.consume(packet.to, |buffer| (packet.write(buffer), ()));
         }
         self.flush(now);
     }
+}
 
-    /// Join a shared address: packets to it arrive here too from now on. Returns false, and does nothing, if the port
-    /// does not support it or has already joined.
-    fn join(&mut self, _group: Addr) -> bool {
-        false
-    }
+/// A port that can listen to shared addresses, such as IP multicast groups.
+///
+/// A packet to a shared address arrives at every port that has joined it, with the sender's own address.
+pub trait MulticastPort: Port {
+    /// Join a shared address: packets to it arrive here too from now on. Returns false, and does nothing, if the
+    /// network does not support it or the port has already joined.
+    #[must_use = "a port that has not joined receives nothing from the shared address"]
+    fn join(&mut self, group: Addr) -> bool;
 
     /// Leave a shared address. Does nothing if the port has not joined it.
-    fn leave(&mut self, _group: Addr) {}
-
-    /// Send all queued packets. Packets to an unreachable peer are lost.
-    fn flush(&mut self, now: Instant);
+    fn leave(&mut self, group: Addr);
 }
 
 /// Why a wait ended.

@@ -1,5 +1,6 @@
 //! Configuration, errors and counters of a UDP port.
 
+use crate::port::Addr;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::time::Duration;
@@ -123,6 +124,14 @@ impl UdpConfig {
         match (self.loopback_at, addr) {
             (Some(host), SocketAddr::V4(addr)) if addr.ip().is_loopback() => SocketAddr::from((host, addr.port())),
             _ => addr,
+        }
+    }
+
+    /// Return the destination on the network, if a socket at `local_addr` can send there.
+    pub(super) fn reachable(&self, local_addr: SocketAddr, to: Addr) -> Option<SocketAddr> {
+        match to {
+            Addr::Udp(to) if to.is_ipv4() == local_addr.is_ipv4() && to.port() != 0 => Some(self.to_network_addr(to)),
+            _ => None,
         }
     }
 

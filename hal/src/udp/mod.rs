@@ -26,7 +26,7 @@ pub(crate) mod wait;
 pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
 pub use wait::Waker;
 
-use crate::port::{Addr, Capabilities, Gather, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use multicast::MulticastGroups;
 use rustix::net::sockopt;
@@ -110,6 +110,11 @@ impl UdpPort {
         })
     }
 
+    /// Return the address that peers send to.
+    pub const fn local_addr(&self) -> Addr {
+        Addr::Udp(self.local_addr)
+    }
+
     /// Return the port's counters.
     pub fn stats(&self) -> UdpStats {
         self.stats
@@ -130,18 +135,8 @@ impl UdpPort {
         self.watched = Some(file);
     }
 
-    /// Return the destination on the network, if this socket can send there.
-    fn reachable(&self, to: Addr) -> Option<SocketAddr> {
-        match to {
-            Addr::Udp(to) if to.is_ipv4() == self.local_addr.is_ipv4() && to.port() != 0 => {
-                Some(self.config.to_network_addr(to))
-            }
-            _ => None,
-        }
-    }
-
     /// Return the descriptor that becomes readable when packets arrive, for an event loop. Receive until there are no
-    /// packets before waiting on it: packets already fetched in a batch do not make it readable. [`Port::join`] may
+    /// packets before waiting on it: packets already fetched in a batch do not make it readable. [`MulticastPort::join`] may
     /// change the descriptor.
     pub fn poll_fd(&self) -> BorrowedFd<'_> {
         self.groups.poll_fd().unwrap_or(self.socket.as_fd())
@@ -191,8 +186,8 @@ pub struct UdpRx<'a> {
 }
 
 impl RxToken for UdpRx<'_> {
-    fn is_marked(&self) -> bool {
-        self.is_marked
+    fn ecn(&self) -> Ecn {
+        Ecn::from_mark(self.is_marked)
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
@@ -203,25 +198,26 @@ impl RxToken for UdpRx<'_> {
 /// A buffer in the transmit arena.
 pub struct UdpTx<'a> {
     tx: &'a mut TxQueue,
-    /// `None` if this socket cannot send there: the packet is written, dropped and counted.
-    to: Option<SocketAddr>,
+    local_addr: SocketAddr,
+    config: &'a UdpConfig,
     stats: &'a mut UdpStats,
 }
 
 impl std::fmt::Debug for UdpTx<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("UdpTx").field("to", &self.to).finish_non_exhaustive()
+        f.debug_struct("UdpTx").field("local_addr", &self.local_addr).finish_non_exhaustive()
     }
 }
 
 impl TxToken for UdpTx<'_> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         // `transmit` checked that there is room, and has borrowed the queue since.
         let buffer = self.tx.reserve().unwrap_or_default();
         let room = buffer.len();
         let (len_bytes, result) = f(buffer);
         assert!(len_bytes <= room, "a packet of {len_bytes} bytes was claimed in a buffer of {room}");
-        match self.to {
+        // A packet to an address that the socket cannot reach is dropped and counted.
+        match self.config.reachable(self.local_addr, to) {
             Some(to) if len_bytes > 0 => self.tx.commit(to, len_bytes),
             None if len_bytes > 0 => self.stats.send_dropped_packets += 1,
             _ => {}
@@ -238,10 +234,6 @@ impl Port for UdpPort {
         self.capabilities
     }
 
-    fn local_addr(&self) -> Addr {
-        Addr::Udp(self.local_addr)
-    }
-
     fn receive(&mut self, _now: Instant) -> Option<UdpRx<'_>> {
         if !self.fill() {
             return None;
@@ -251,13 +243,13 @@ impl Port for UdpPort {
         Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<UdpTx<'_>> {
-        self.tx.reserve()?;
-        let to = self.reachable(to);
-        Some(UdpTx { tx: &mut self.tx, to, stats: &mut self.stats })
+    fn transmit(&mut self, _now: Instant) -> Option<UdpTx<'_>> {
+        let Self { tx, local_addr, config, stats, .. } = self;
+        tx.reserve()?;
+        Some(UdpTx { tx, local_addr: *local_addr, config, stats })
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         self.tx.room().min(GATHER_PACKETS_MAX)
     }
 
@@ -266,7 +258,7 @@ impl Port for UdpPort {
         let mut room = self.tx.room().min(GATHER_PACKETS_MAX);
         let mut borrowed: heapless::Vec<&'a [u8], GATHER_PACKETS_MAX> = heapless::Vec::new();
         for Gather { to, header, payload } in packets {
-            let Some(to) = self.reachable(to).filter(|_| room > 0) else {
+            let Some(to) = self.config.reachable(self.local_addr, to).filter(|_| room > 0) else {
                 self.stats.send_dropped_packets += 1;
                 continue;
             };
@@ -280,6 +272,12 @@ impl Port for UdpPort {
         self.tx.flush_borrowed(self.socket.as_fd(), &borrowed, &mut self.stats);
     }
 
+    fn flush(&mut self, _now: Instant) {
+        self.tx.flush(self.socket.as_fd(), &mut self.stats);
+    }
+}
+
+impl MulticastPort for UdpPort {
     fn join(&mut self, group: Addr) -> bool {
         // Multicast does not cross an emulated machine's network in either direction.
         self.config.loopback_at.is_none()
@@ -288,10 +286,6 @@ impl Port for UdpPort {
 
     fn leave(&mut self, group: Addr) {
         self.groups.leave(group);
-    }
-
-    fn flush(&mut self, _now: Instant) {
-        self.tx.flush(self.socket.as_fd(), &mut self.stats);
     }
 }
 

@@ -27,6 +27,10 @@ impl Testbed for UdpBed {
         (0..n).map(|_| UdpPort::bind(self.addr, &self.config).unwrap()).collect()
     }
 
+    fn addr_of(&self, port: &UdpPort) -> Addr {
+        port.local_addr()
+    }
+
     fn unused_addr(&mut self) -> Addr {
         let addr = *self.gone.get_or_insert_with(|| UdpSocket::bind(self.addr).unwrap().local_addr().unwrap());
         Addr::Udp(addr)
@@ -101,20 +105,12 @@ impl Port for FaultyPort {
         self.inner.capabilities()
     }
 
-    fn local_addr(&self) -> Addr {
-        self.inner.local_addr()
-    }
-
     fn receive(&mut self, now: Instant) -> Option<UdpRx<'_>> {
         self.inner.receive(now)
     }
 
-    fn transmit(&mut self, to: Addr, now: Instant) -> Option<UdpTx<'_>> {
-        self.inner.transmit(to, now)
-    }
-
-    fn room(&self) -> usize {
-        self.inner.room()
+    fn transmit(&mut self, now: Instant) -> Option<UdpTx<'_>> {
+        self.inner.transmit(now)
     }
 
     fn flush(&mut self, now: Instant) {
@@ -143,6 +139,10 @@ impl Testbed for FaultyTestbed {
     fn ports(&mut self, n: usize) -> Vec<FaultyPort> {
         let ignores_packets = self.ignores_packets;
         self.bed.ports(n).into_iter().map(|inner| FaultyPort { inner, ignores_packets }).collect()
+    }
+
+    fn addr_of(&self, port: &FaultyPort) -> Addr {
+        port.inner.local_addr()
     }
 
     fn unused_addr(&mut self) -> Addr {
@@ -198,7 +198,7 @@ fn loopback_port_takes_the_longest_datagram() {
 }
 
 fn send(port: &mut UdpPort, to: Addr, len: usize) {
-    port.transmit(to, Instant::ZERO).unwrap().consume(|buffer| (buffer[..len].fill(7), (len, ())).1);
+    port.transmit(Instant::ZERO).unwrap().consume(to, |buffer| (buffer[..len].fill(7), (len, ())).1);
 }
 
 #[test]
@@ -389,7 +389,7 @@ fn congestion_marks_are_reported_per_packet() {
         sender.send_to(&[tos; 9], to).unwrap();
         assert_eq!(port.wait(None), Wake::Packet);
         let token = port.receive(Instant::ZERO).expect("a packet");
-        assert_eq!((token.is_marked(), token.consume(|_, bytes| bytes.to_vec())), (expected, vec![tos; 9]));
+        assert_eq!((token.ecn().is_ce(), token.consume(|_, bytes| bytes.to_vec())), (expected, vec![tos; 9]));
     }
     // The port's own packets declare ECN capability.
     rustix::net::sockopt::set_ip_recvtos(&sender, true).unwrap();

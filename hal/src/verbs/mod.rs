@@ -69,7 +69,7 @@ pub use rank::{RankEnd, rank_link};
 pub use region::{ExposedRegion, VerbsDomain};
 pub use shared_receives::{ReceiveStats, SharedReceives};
 
-use crate::port::{Addr, Capabilities, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken, VerbsAddr, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::Waker;
 use address_cache::AddressCache;
@@ -112,6 +112,11 @@ pub struct VerbsPort {
 }
 
 impl VerbsPort {
+    /// Return the address that peers send to.
+    pub const fn local_addr(&self) -> Addr {
+        Addr::Verbs(self.addr)
+    }
+
     /// Open a port.
     ///
     /// # Errors
@@ -232,8 +237,8 @@ pub struct VerbsRx<'a> {
 }
 
 impl RxToken for VerbsRx<'_> {
-    fn is_marked(&self) -> bool {
-        self.is_marked
+    fn ecn(&self) -> Ecn {
+        Ecn::from_mark(self.is_marked)
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
@@ -244,25 +249,29 @@ impl RxToken for VerbsRx<'_> {
 /// A slot of the transmit queue, in registered memory.
 pub struct VerbsTx<'a> {
     port: &'a mut VerbsPort,
-    /// `None` if the address is invalid: the packet is written, dropped and counted.
-    to: Option<VerbsAddr>,
 }
 
 impl std::fmt::Debug for VerbsTx<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("VerbsTx").field("to", &self.to).finish_non_exhaustive()
+        f.debug_struct("VerbsTx").field("port", &self.port).finish_non_exhaustive()
     }
 }
 
 impl TxToken for VerbsTx<'_> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         let VerbsPort { tx, addresses, stats, .. } = self.port;
         // `transmit` checked that there is room, and has borrowed the queue since.
         let buffer = tx.reserve().unwrap_or_default();
         let room = buffer.len();
         let (len_bytes, result) = f(buffer);
         assert!(len_bytes <= room, "a packet of {len_bytes} bytes was claimed in a buffer of {room}");
-        if len_bytes > 0 && !self.to.is_some_and(|to| tx.commit(&to, len_bytes, addresses)) {
+        let to = match to {
+            // Queue pair numbers have 24 bits; 0 and 1 are reserved for management.
+            Addr::Verbs(to) if (2..1 << 24).contains(&to.qpn) => Some(to),
+            _ => None,
+        };
+        // A packet to an invalid address is dropped and counted.
+        if len_bytes > 0 && !to.is_some_and(|to| tx.commit(&to, len_bytes, addresses)) {
             stats.send_dropped_packets += 1;
         }
         result
@@ -277,10 +286,6 @@ impl Port for VerbsPort {
         self.capabilities
     }
 
-    fn local_addr(&self) -> Addr {
-        Addr::Verbs(self.addr)
-    }
-
     fn receive(&mut self, _now: Instant) -> Option<VerbsRx<'_>> {
         let next = loop {
             if !self.fill() {
@@ -293,16 +298,11 @@ impl Port for VerbsPort {
         Some(VerbsRx { from: next.from, is_marked: next.is_marked, bytes: self.rx.bytes(&next) })
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<VerbsTx<'_>> {
-        let to = match to {
-            // Queue pair numbers have 24 bits; 0 and 1 are reserved for management.
-            Addr::Verbs(to) if (2..1 << 24).contains(&to.qpn) => Some(to),
-            _ => None,
-        };
-        (self.tx.room() > 0).then_some(VerbsTx { port: self, to })
+    fn transmit(&mut self, _now: Instant) -> Option<VerbsTx<'_>> {
+        (self.tx.room() > 0).then_some(VerbsTx { port: self })
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         self.tx.room()
     }
 

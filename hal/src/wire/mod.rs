@@ -47,6 +47,9 @@ pub use header::{Flags, Kind, NakReason, Repr, StragglerLimit, pack_op, unpack_o
 pub use mask::RankMask;
 pub use packet::{Packet, WireError, payload_crc};
 
+#[cfg(test)]
+pub(crate) use packet::field_ranges;
+
 #[cfg(doc)]
 use crate::ids::{ChunkNo, Epoch, GroupId};
 

@@ -57,7 +57,7 @@ pub struct Packet<T> {
     buffer: T,
 }
 
-/// The byte range of each field in the header.
+/// The byte range of each field in the header. `wireshark/sumac.lua` repeats them, which a test compares.
 mod field {
     use core::ops::Range;
     pub(super) const MAGIC: Range<usize> = 0..4;
@@ -87,6 +87,41 @@ mod field {
     pub(super) const SLOWEST: Range<usize> = 84..88;
     pub(super) const LATE_US: Range<usize> = 88..92;
     pub(super) const CRC: Range<usize> = 92..96;
+}
+
+/// Return name, offset and length of each field, for the test of the dissector.
+#[cfg(test)]
+pub(crate) fn field_ranges() -> [(&'static str, usize, usize); 27] {
+    [
+        ("magic", field::MAGIC),
+        ("version", field::VERSION..field::VERSION + 1),
+        ("kind", field::KIND..field::KIND + 1),
+        ("flags", field::FLAGS),
+        ("collective", field::COLLECTIVE..field::COLLECTIVE + 1),
+        ("dtype", field::DTYPE..field::DTYPE + 1),
+        ("op", field::OP..field::OP + 1),
+        ("reason", field::REASON..field::REASON + 1),
+        ("group", field::GROUP),
+        ("epoch", field::EPOCH),
+        ("child", field::CHILD),
+        ("count", field::COUNT),
+        ("seq", field::SEQ),
+        ("mark", field::MARK),
+        ("key", field::KEY),
+        ("signature", field::SIGNATURE),
+        ("token", field::TOKEN),
+        ("window", field::WINDOW),
+        ("payload_len", field::PAYLOAD_LEN),
+        ("attempt", field::ATTEMPT),
+        ("view", field::VIEW),
+        ("bits", field::BITS),
+        ("bits2", field::BITS2),
+        ("root", field::ROOT),
+        ("slowest", field::SLOWEST),
+        ("late_us", field::LATE_US),
+        ("crc", field::CRC),
+    ]
+    .map(|(name, range)| (name, range.start, range.len()))
 }
 
 /// Return the checksum of a payload for [`Repr::emit`](super::Repr::emit); 0 if it is empty.

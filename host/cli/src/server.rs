@@ -130,6 +130,10 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "GIB", default_value_t = 256, conflicts_with = "no_shm",
           value_parser = clap::value_parser!(u64).range(1..=1 << 16))]
     rank_memory_gib: u64,
+    /// Capture all packets to this file, for Wireshark with `hal/wireshark/sumac.lua`. It contains keys and data: only
+    /// its owner can read it. Ranks on this machine send packets only with --no-shm
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
     /// Seconds to wait for the controller
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
     timeout_s: u64,
@@ -169,6 +173,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.shards = args.shards;
     config.verbs = args.verbs;
     config.rdma = args.rdma;
+    config.pcap = args.pcap;
     config.children = args.children.unwrap_or(config.children);
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();

@@ -20,7 +20,7 @@ use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::ids::Rank;
-use sumac_hal::port::{Addr, Port};
+use sumac_hal::port::{Addr, MulticastPort, Port};
 use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;

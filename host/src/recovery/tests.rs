@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::HopTimers;
 use sumac_hal::wire::{Kind, Packet, Repr};
@@ -206,8 +206,8 @@ impl Group {
         for (rank, member) in self.members.iter_mut().enumerate() {
             let mut packet = vec![0; 4096];
             let Member { endpoint, memory, .. } = member;
-            while let Some(sent) = endpoint.poll_transmit(&TestBuffers(memory), &mut packet, now()) {
-                let packet = Packet::new_checked(&packet[..sent.len_bytes]).expect("valid");
+            while let Some(sent) = endpoint.poll_transmit(now(), &TestBuffers(memory)) {
+                let packet = Packet::new_checked(sent.write(sent.payload, &mut packet)).expect("valid");
                 let repr = Repr::parse(&packet).expect("of this version");
                 if !matches!(repr.kind, Kind::Data | Kind::Empty) {
                     continue;
@@ -296,7 +296,7 @@ fn answer(member: &mut Member, repr: Repr, payload: &[u8]) {
     let mut packet = Packet::new_unchecked(&mut bytes[..]);
     packet.payload_mut().copy_from_slice(payload);
     repr.emit(&mut packet, sumac_hal::wire::payload_crc(payload));
-    member.endpoint.handle(NODE, &bytes, &mut TestBuffers(&mut member.memory), now());
+    member.endpoint.handle(now(), NODE, Ecn::Unmarked, &bytes, &mut TestBuffers(&mut member.memory));
 }
 
 /// The wrapping sum of all non-empty parts.

@@ -67,24 +67,18 @@ impl Port for QueuePort {
         Capabilities::new(MAX_PACKET_LEN_BYTES, DEPTH * MAX_PACKET_LEN_BYTES, DEPTH)
     }
 
-    fn local_addr(&self) -> Addr {
-        Addr::Emu(0)
-    }
-
     fn receive(&mut self, _now: Instant) -> Option<Frame> {
         self.arrived.pop_front()
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<Room<'_>> {
+    fn transmit(&mut self, _now: Instant) -> Option<Room<'_>> {
         let full = self.sent.is_full();
-        (!full).then_some(Room { queue: &mut self.sent, to })
+        (!full).then_some(Room { queue: &mut self.sent })
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         self.sent.capacity() - self.sent.len()
     }
-
-    fn flush(&mut self, _now: Instant) {}
 }
 
 impl RxToken for Frame {
@@ -97,12 +91,11 @@ impl RxToken for Frame {
 #[derive(Debug)]
 pub(crate) struct Room<'a> {
     queue: &'a mut Deque<Frame, DEPTH>,
-    to: Addr,
 }
 
 impl TxToken for Room<'_> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
-        let mut frame = Frame::empty(self.to);
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+        let mut frame = Frame::empty(to);
         let (len_bytes, result) = f(&mut frame.bytes);
         assert!(len_bytes <= frame.bytes.len(), "{len_bytes} bytes do not fit a packet of {MAX_PACKET_LEN_BYTES}");
         frame.len_bytes = len_bytes;

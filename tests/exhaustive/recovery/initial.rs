@@ -18,7 +18,7 @@ use std::rc::Rc;
 use sumac::harness::{Landed, Promise};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::ChunkNo;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::uplink::Uplink;
 
 /// What a caller does with its buffers once they are its own again.
@@ -77,7 +77,7 @@ impl InitialState {
             endpoint.freeze();
         }
         // That it has failed is why it is frozen.
-        endpoint.poll_event();
+        let _ = endpoint.poll_event();
         endpoint.rest();
         Self { endpoint, called, returned, memory }
     }
@@ -145,7 +145,7 @@ impl InitialStates {
             return;
         }
         let mut front = InitialState::clone(&self.ranks[number]);
-        front.endpoint.handle(from, bytes, &mut front.memory, Uplink::RESUME_AT);
+        front.endpoint.handle(Uplink::RESUME_AT, from, Ecn::Unmarked, bytes, &mut front.memory);
         front.endpoint.rest();
         assert_eq!(front, *self.ranks[number], "a frozen endpoint takes in {bytes:?}");
     }

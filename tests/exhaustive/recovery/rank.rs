@@ -16,7 +16,7 @@ use sumac::harness::{
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Path;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 
@@ -298,9 +298,9 @@ impl Run<'_, '_> {
         // The tree of a later view does not know it.
         if let (0, Way::Tree(endpoint)) = (part.view, &mut part.way) {
             let endpoint = Rc::make_mut(endpoint);
-            endpoint.handle(from, bytes, &mut part.memory, Uplink::RESUME_AT);
+            endpoint.handle(Uplink::RESUME_AT, from, Ecn::Unmarked, bytes, &mut part.memory);
             while endpoint.poll_event().is_some() {}
-            while endpoint.poll_transmit(&part.memory, &mut [0; 1500], Uplink::RESUME_AT).is_some() {}
+            while endpoint.poll_transmit(Uplink::RESUME_AT, &part.memory).is_some() {}
             endpoint.rest();
         }
     }
@@ -446,7 +446,7 @@ impl Run<'_, '_> {
             endpoint.post(*desc, Path::Tree).expect("calls of a group that has not failed");
         }
         endpoint.freeze();
-        endpoint.poll_event();
+        let _ = endpoint.poll_event();
         endpoint.rest();
         Way::Tree(Rc::new(endpoint))
     }

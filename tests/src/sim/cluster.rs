@@ -344,10 +344,7 @@ impl Cluster<'_, '_> {
                         let now = self.device_time(device);
                         let node = &mut self.devices[device].shards[shard];
                         let before = node.counters().completed;
-                        match delivery.is_marked {
-                            true => node.handle_marked(delivery.from, &delivery.bytes, now),
-                            false => node.handle(delivery.from, &delivery.bytes, now),
-                        }
+                        node.handle(now, delivery.from, delivery.ecn, &delivery.bytes);
                         for _ in before..node.counters().completed {
                             self.reach(Point::Completed, Some(device));
                         }
@@ -360,10 +357,7 @@ impl Cluster<'_, '_> {
                     let is_dead = self.deaths.is_dead(rank);
                     if let Some(member) = self.members[rank].get_mut(group).filter(|_| !is_dead) {
                         let Member { endpoint, memory, .. } = member;
-                        match delivery.is_marked {
-                            true => endpoint.handle_marked(delivery.from, &delivery.bytes, memory, now),
-                            false => endpoint.handle(delivery.from, &delivery.bytes, memory, now),
-                        }
+                        endpoint.handle(now, delivery.from, delivery.ecn, &delivery.bytes, memory);
                         self.touched.insert(Actor::Rank { rank, group });
                     }
                 }
@@ -417,8 +411,9 @@ impl Cluster<'_, '_> {
         // A port with a busy link accepts nothing more until the link is free.
         while self.devices[device].alive && self.fabric.ready_at(from) <= self.now {
             let node = &mut self.devices[device].shards[shard];
-            let Some(sent) = node.poll_transmit(&mut self.buffer, now) else { break };
-            let bytes = &self.buffer[..sent.len_bytes];
+            let Some(sent) = node.poll_transmit(now) else { break };
+            let len_bytes = sent.gather(node.payload(&sent)).write(&mut self.buffer);
+            let bytes = &self.buffer[..len_bytes];
             if let Some(sharer) = sharer(sent.to) {
                 // Copies diverge where they are made; each has its own fate.
                 let wiring = self.wiring_at(device, sharer.1);
@@ -454,9 +449,9 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
         while self.fabric.ready_at(from) <= self.now
-            && let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut self.buffer, now)
+            && let Some(sent) = member.endpoint.poll_transmit(now, &member.memory)
         {
-            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+            self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
         }
         if self.collect(rank, group)? {
             self.check_stable(group, rank)?;

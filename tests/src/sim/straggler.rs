@@ -236,11 +236,13 @@ impl World<'_, '_> {
         }
         while let Some(delivery) = self.fabric.poll_delivery(self.now) {
             match owner(delivery.to) {
-                Owner::Node { device, .. } => self.nodes[device].handle(delivery.from, &delivery.bytes, self.now),
+                Owner::Node { device, .. } => {
+                    self.nodes[device].handle(self.now, delivery.from, delivery.ecn, &delivery.bytes);
+                }
                 Owner::Rank { rank, .. } => {
                     let Member { endpoint, memory, is_asleep, .. } = &mut self.members[rank];
                     if !*is_asleep {
-                        endpoint.handle(delivery.from, &delivery.bytes, memory, self.now);
+                        endpoint.handle(self.now, delivery.from, delivery.ecn, &delivery.bytes, memory);
                     }
                 }
                 Owner::Stranger => {}
@@ -251,22 +253,22 @@ impl World<'_, '_> {
             if node.poll_timeout().is_some_and(|at| at <= self.now) {
                 node.handle_timeout(self.now);
             }
-            while let Some(sent) = node.poll_transmit(&mut buffer, self.now) {
+            while let Some(sent) = node.poll_transmit(self.now) {
+                let bytes = sent.write(node.payload(&sent), &mut buffer);
                 let to = match sharer(sent.to) {
                     Some(sharer) => self.wiring.listeners(self.options, sharer),
                     None => vec![sent.to],
                 };
-                to.iter().for_each(|&to| {
-                    self.fabric.send(self.now, node_addr(device, 0), to, &buffer[..sent.len_bytes]);
-                });
+                to.iter().for_each(|&to| self.fabric.send(self.now, node_addr(device, 0), to, bytes));
             }
         }
         for (rank, member) in self.members.iter_mut().enumerate().filter(|(_, member)| !member.is_asleep) {
             if member.endpoint.poll_timeout().is_some_and(|at| at <= self.now) {
                 member.endpoint.handle_timeout(self.now);
             }
-            while let Some(sent) = member.endpoint.poll_transmit(&member.memory, &mut buffer, self.now) {
-                self.fabric.send(self.now, rank_addr(rank, 0), sent.to, &buffer[..sent.len_bytes]);
+            while let Some(sent) = member.endpoint.poll_transmit(self.now, &member.memory) {
+                let bytes = sent.write(sent.payload, &mut buffer);
+                self.fabric.send(self.now, rank_addr(rank, 0), sent.to, bytes);
             }
             member.take_events(self.now);
         }

@@ -290,10 +290,7 @@ fn congestion_mark_cuts_the_window_and_is_echoed_once() {
         let repr = Repr { payload_len_bytes: 4, ..rig.up(Kind::Data, child, seq) };
         let mut bytes = vec![0; repr.packet_len()];
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
-        match marked {
-            true => rig.node.handle_marked(child_addr(child), &bytes, rig.now),
-            false => rig.node.handle(child_addr(child), &bytes, rig.now),
-        }
+        rig.node.handle(rig.now, child_addr(child), Ecn::from_mark(marked), &bytes);
     };
     let cuts = |rig: &Rig| rig.node.counters().window_cuts;
     contribute(&mut rig, 0, 0, false);
@@ -318,7 +315,7 @@ fn congestion_mark_cuts_the_window_and_is_echoed_once() {
     let repr = Repr { payload_len_bytes: 4, ..result };
     let mut bytes = vec![0; repr.packet_len()];
     repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 4]));
-    rig.node.handle_marked(PARENT, &bytes, rig.now);
+    rig.node.handle(rig.now, PARENT, Ecn::Ce, &bytes);
     (1..3).for_each(|seq| contribute(&mut rig, 1, seq, false));
     let echoed: Vec<bool> =
         of_data(&rig.drain()).iter().map(|sent| sent.repr.flags.contains(Flags::CONGESTED)).collect();

@@ -26,7 +26,7 @@ use sumac_hal::ctrl::{
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::HopTimers;
@@ -241,7 +241,7 @@ impl Rig {
     }
 
     pub(in crate::node) fn put_bytes(&mut self, from: Addr, bytes: &[u8]) {
-        self.node.handle(from, bytes, self.now);
+        self.node.handle(self.now, from, Ecn::Unmarked, bytes);
         check_invariants(&mut self.node);
     }
 
@@ -275,10 +275,11 @@ impl Rig {
     /// Take the node's next packet.
     pub(in crate::node) fn next(&mut self) -> Option<Sent> {
         let destination = self.node.poll_destination();
-        let sent = self.node.poll_transmit(&mut self.buffer, self.now);
-        assert_eq!(destination, sent.map(|sent| sent.to), "poll_destination and poll_transmit disagree");
+        let sent = self.node.poll_transmit(self.now);
+        assert_eq!(destination, sent.as_ref().map(|sent| sent.to), "poll_destination and poll_transmit disagree");
         let sent = sent?;
-        let packet = Packet::new_checked(&self.buffer[..sent.len_bytes]).expect("nodes send valid packets");
+        let packet = sent.write(self.node.payload(&sent), &mut self.buffer);
+        let packet = Packet::new_checked(packet).expect("nodes send valid packets");
         let repr = Repr::parse(&packet).expect("nodes send packets of this version");
         Some(Sent { to: sent.to, repr, payload: packet.payload().to_vec() })
     }

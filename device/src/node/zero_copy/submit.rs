@@ -118,6 +118,7 @@ impl Node<'_> {
     /// Return the next completion for a ring: an answer, or an exclusion decision that its owner has to know first
     /// ([`CompletionEntry::Missing`]). An answer releases the child's regions, and advances its `have` if the result
     /// was delivered.
+    #[must_use]
     pub fn poll_answer<const N: usize>(&mut self, regions: &mut RegionTable<N>) -> Option<Answer> {
         for index in 0..self.groups_end {
             let Some(mut ctx) = self.group_ctx(index) else { continue };

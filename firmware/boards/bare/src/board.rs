@@ -18,7 +18,6 @@ use smoltcp::phy::Device;
 use sumac_device::{Entry, Event, Node, TRACE_LEN, runtime};
 use sumac_hal::ctrl::{self, Announce, GroupConfig, Request, Response, StackUsage, Stats, shards};
 use sumac_hal::ids::BootId;
-use sumac_hal::port::Port;
 use sumac_hal::shard::MAX_SHARDS;
 use sumac_hal::time::Instant;
 

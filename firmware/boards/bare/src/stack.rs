@@ -127,6 +127,11 @@ impl<D: Device> Stack<D> {
         Self { interface, device, sockets, data, control, gateway, advertised, queued: 0 }
     }
 
+    /// Return the address that peers send to.
+    pub const fn local_addr(&self) -> Addr {
+        Addr::Udp(SocketAddr::V4(self.advertised))
+    }
+
     /// Return the NIC.
     pub const fn device_mut(&mut self) -> &mut D {
         &mut self.device
@@ -202,10 +207,6 @@ impl<D: Device> Port for Stack<D> {
         Capabilities::new(MAX_PACKET_LEN_BYTES, RX_PACKETS * GUARANTEED_LEN_BYTES, TX_PACKETS)
     }
 
-    fn local_addr(&self) -> Addr {
-        Addr::Udp(SocketAddr::V4(self.advertised))
-    }
-
     fn receive(&mut self, now: Instant) -> Option<RxPacket<'_>> {
         if self.queued > 0 {
             // A packet may have waited for an ARP reply that has arrived.
@@ -227,16 +228,16 @@ impl<D: Device> Port for Stack<D> {
         Some(RxPacket { from, bytes })
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<Room<'_, D>> {
-        (self.room() > 0).then_some(Room { stack: self, to })
+    fn transmit(&mut self, now: Instant) -> Option<Room<'_, D>> {
+        (self.room(now) > 0).then_some(Room { stack: self })
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         TX_PACKETS.saturating_sub(self.queued)
     }
 
     fn transmit_gather<'a>(&mut self, packets: impl Iterator<Item = Gather<'a>>, now: Instant) {
-        for Gather { to, header, payload } in packets.take(self.room()) {
+        for Gather { to, header, payload } in packets.take(self.room(now)) {
             self.queue(to, header.len() + payload.len(), |buffer| {
                 let (head, rest) = buffer.split_at_mut(header.len());
                 head.copy_from_slice(header);
@@ -272,12 +273,11 @@ impl RxToken for RxPacket<'_> {
 #[derive(Debug)]
 pub struct Room<'a, D: Device> {
     stack: &'a mut Stack<D>,
-    to: Addr,
 }
 
 impl<D: Device> TxToken for Room<'_, D> {
-    fn consume<R>(self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
-        let Self { stack, to } = self;
+    fn consume<R>(self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+        let Self { stack } = self;
         // An unused token cannot be taken back from smoltcp's queue, so the packet is built on the stack and copied.
         // `transmit_gather` is the fast path.
         let mut bytes = [0; MAX_PACKET_LEN_BYTES];

@@ -23,9 +23,11 @@
 //! groups that must not read each other's results need separate boards, or packets. Emulated boards give each group a
 //! file of its own.
 
+mod admission;
 #[cfg(test)]
 mod tests;
 
+use admission::AdmissionQueue;
 use core::sync::atomic::{AtomicU64, Ordering};
 use core::time::Duration;
 use heapless::{Deque, Vec};
@@ -42,7 +44,7 @@ use sumac_hal::mmio::{
     Bar, BarError, COMPLETION_WORDS, CompletionEntry, DeviceStatus, EntryStatus, Features, FunctionConfig, Queue,
     SUBMISSION_WORDS, bar_len_bytes,
 };
-use sumac_hal::ring::{Consumer, Producer, SharedRing};
+use sumac_hal::ring::SharedRing;
 use sumac_hal::time::Instant;
 
 /// The maximum number of regions of all ranks.
@@ -149,18 +151,6 @@ impl Mappings for ArenaMappings<'_> {
     }
 }
 
-/// The board's end of the admission queue.
-#[derive(Debug)]
-struct AdmissionQueue {
-    bar: Bar<'static>,
-    requests: Consumer<Ring<SUBMISSION_WORDS>, SUBMISSION_WORDS>,
-    answers: Producer<Ring<COMPLETION_WORDS>, COMPLETION_WORDS>,
-    /// Room for the replies to all outstanding requests, and for one unsolicited `Detached` for each rank slot.
-    pending: Deque<AdmissionReply, { 2 * RANK_SLOTS_MAX + ADMISSION_DEPTH as usize }>,
-    has_failed: bool,
-    heartbeat: u32,
-}
-
 /// The tables of a [`ZeroCopyServer`]: put them in a `static` cell, not on a stack.
 #[derive(Debug)]
 pub struct ZeroCopyTables {
@@ -238,14 +228,7 @@ impl ZeroCopyServer {
             (engine.insert(Dma::new(STEPS_MAX)), regions.insert(RegionTable::new(REGIONS_PER_RANK)));
         assert!(ranks.is_empty() && engine.map_local(REDO, memory.redo), "the tables are in use");
         let (bar, [queue, _]) = function(memory.admission, ADMISSION_DEPTH, boot_id, *engine.capabilities())?;
-        let admission = AdmissionQueue {
-            bar,
-            requests: Consumer::new(queue.submissions),
-            answers: Producer::new(queue.completions),
-            pending: Deque::new(),
-            has_failed: false,
-            heartbeat: 0,
-        };
+        let admission = AdmissionQueue::new(bar, queue);
         Ok(Self {
             engine,
             regions,
@@ -305,8 +288,7 @@ impl ZeroCopyServer {
     /// polled.
     pub(crate) fn poll_requests(&mut self, node: &mut Node<'_>, now: Instant) {
         self.links.retain(|link| node.has_group(link.group));
-        self.admission.heartbeat = self.admission.heartbeat.wrapping_add(1);
-        self.admission.bar.set_heartbeat(self.admission.heartbeat);
+        self.admission.beat();
         for _ in 0..REQUESTS_PER_TURN {
             let Some(request) = self.admission.next_request() else { break };
             self.active_at = now;
@@ -487,46 +469,5 @@ impl<'a> ArenaMappings<'a> {
         let arena =
             memory.rank_slots.get(usize::from(rank_slot)).and_then(|rank_slot| rank_slot.get(ARENA_OFFSET_BYTES / 8..));
         Self { arena: arena.unwrap_or_default(), engine }
-    }
-}
-
-impl AdmissionQueue {
-    /// Return the next request, if there is room for its reply.
-    fn next_request(&mut self) -> Option<AdmissionRequest> {
-        if self.has_failed || self.pending.iter().len() + RANK_SLOTS_MAX >= self.pending.capacity() {
-            return None;
-        }
-        let request = self.requests.pop().ok().map(|words| words.map(|words| AdmissionRequest::parse(&words)));
-        match request {
-            Some(None) => None,
-            Some(Some(Some(request))) => Some(request),
-            _ => {
-                self.end();
-                None
-            }
-        }
-    }
-
-    /// Stop the admission queue, and show it in the function's status.
-    fn end(&mut self) {
-        self.has_failed = true;
-        self.bar.set_status(DeviceStatus::FAILED);
-    }
-
-    fn reply(&mut self, answer: AdmissionReply) {
-        // `next_request` reserves room for replies, and for all rank slots.
-        if self.pending.push_back(answer).is_err() {
-            self.end();
-        }
-    }
-
-    fn publish(&mut self) {
-        while let Some(answer) = self.pending.front() {
-            match self.answers.push(&answer.emit()) {
-                Ok(true) => drop(self.pending.pop_front()),
-                Ok(false) => return,
-                Err(_) => return self.end(),
-            }
-        }
     }
 }

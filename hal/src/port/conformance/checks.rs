@@ -24,7 +24,8 @@ pub(super) fn every_length_arrives<B: Testbed>(bed: &mut B) -> Result<(), Violat
     let mut expected = Expectations::new("every length");
     let (mut a, mut b) = pair(bed);
     let max = a.capabilities().max_packet_len_bytes;
-    let room = a.transmit(b.local_addr(), bed.now()).map(|token| token.consume(|buffer| (0, buffer.len())));
+    let to = bed.addr_of(&b);
+    let room = a.transmit(bed.now()).map(|token| token.consume(to, |buffer| (0, buffer.len())));
     if room != Some(max) {
         let found = room.unwrap_or(0);
         return Err(Violation::Capability {
@@ -37,7 +38,7 @@ pub(super) fn every_length_arrives<B: Testbed>(bed: &mut B) -> Result<(), Violat
     let powers = (0..usize::BITS - 1).map(|bit| 1_usize << bit).flat_map(|power| [power - 1, power, power + 1]);
     let lengths = (1..=300).chain(powers).chain([max / 3, max / 2, max - 1, max]).filter(|len| (1..=max).contains(len));
     for (i, len_bytes) in lengths.enumerate() {
-        expected.send(bed, &mut a, b.local_addr(), &content(i as u64, len_bytes))?;
+        expected.send(bed, &mut a, to, &content(i as u64, len_bytes))?;
         if i % 7 == 0 || len_bytes > max / 2 {
             a.flush(bed.now());
             expected.receive_all(bed, &mut b)?;
@@ -51,14 +52,15 @@ pub(super) fn every_length_arrives<B: Testbed>(bed: &mut B) -> Result<(), Violat
 pub(super) fn empty_token_sends_nothing<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("no bytes");
     let (mut a, mut b) = pair(bed);
+    let to = bed.addr_of(&b);
     for i in 0..3 {
-        if let Some(token) = a.transmit(b.local_addr(), bed.now()) {
-            token.consume(|buffer| {
+        if let Some(token) = a.transmit(bed.now()) {
+            token.consume(to, |buffer| {
                 buffer.fill(0xee);
                 (0, ())
             });
         }
-        expected.send(bed, &mut a, b.local_addr(), &content(i, 50))?;
+        expected.send(bed, &mut a, to, &content(i, 50))?;
     }
     a.flush(bed.now());
     expected.receive_exactly(bed, &mut b)
@@ -68,12 +70,13 @@ pub(super) fn empty_token_sends_nothing<B: Testbed>(bed: &mut B) -> Result<(), V
 pub(super) fn dropped_token_sends_nothing<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("abandoned token");
     let (mut a, mut b) = pair(bed);
+    let to = bed.addr_of(&b);
     let burst = a.capabilities().burst_packets as u64;
     for i in 0..burst {
         for _ in 0..3 {
-            drop(a.transmit(b.local_addr(), bed.now()));
+            drop(a.transmit(bed.now()));
         }
-        expected.send(bed, &mut a, b.local_addr(), &content(i, 40))?;
+        expected.send(bed, &mut a, to, &content(i, 40))?;
     }
     a.flush(bed.now());
     expected.receive_exactly(bed, &mut b)
@@ -84,13 +87,14 @@ pub(super) fn replies_reach_the_sender<B: Testbed>(bed: &mut B) -> Result<(), Vi
     let mut expected = Expectations::new("replies");
     let mut ports = bed.ports(3);
     let Some(mut server) = ports.pop() else { return Ok(()) };
+    let to = bed.addr_of(&server);
     for round in 0..20_u64 {
         for (i, client) in ports.iter_mut().enumerate() {
             let request = content(round * 2 + i as u64, 64 + i);
-            expected.send(bed, client, server.local_addr(), &request)?;
+            expected.send(bed, client, to, &request)?;
             client.flush(bed.now());
             let seen = first_sender(bed, &mut server, &mut expected)?;
-            let addr = client.local_addr();
+            let addr = bed.addr_of(client);
             if seen != addr {
                 return Err(Violation::Address { check: expected.check, expected: addr, seen });
             }
@@ -110,7 +114,7 @@ pub(super) fn equal_packets_are_not_merged<B: Testbed>(bed: &mut B) -> Result<()
     let max = senders[0].capabilities().max_packet_len_bytes;
     for len_bytes in [1, 96, 1000, 1472, 9000].map(|len: usize| len.min(max)) {
         for i in 0..200 {
-            let to = receivers[i % 2].local_addr();
+            let to = bed.addr_of(&receivers[i % 2]);
             expected.send(bed, &mut senders[0], to, &content(i as u64 % 90, len_bytes))?;
         }
         senders[0].flush(bed.now());
@@ -130,7 +134,7 @@ pub(super) fn mixed_lengths_are_not_merged<B: Testbed>(bed: &mut B) -> Result<()
     for i in 0..600_usize {
         // Runs of equal length, each ended by a shorter or longer packet, which ends a segmented message.
         let len_bytes = [700, 700, 700, 300, 700, 1400, 1, max.min(20_000), 700][i / 3 % 9].min(max);
-        let to = receivers[(i + i / 7) % 3].local_addr();
+        let to = bed.addr_of(&receivers[(i + i / 7) % 3]);
         expected.send(bed, &mut senders[0], to, &content(i as u64, len_bytes))?;
         if i % 50 == 49 {
             senders[0].flush(bed.now());
@@ -146,12 +150,12 @@ pub(super) fn mixed_lengths_are_not_merged<B: Testbed>(bed: &mut B) -> Result<()
 pub(super) fn full_queue_recovers<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("full queue");
     let (mut a, mut b) = pair(bed);
-    let (to, max) = (b.local_addr(), a.capabilities().max_packet_len_bytes);
+    let (to, max) = (bed.addr_of(&b), a.capabilities().max_packet_len_bytes);
     for len_bytes in [1, max] {
         let mut packets = 0;
-        while let Some(token) = a.transmit(to, bed.now()) {
+        while let Some(token) = a.transmit(bed.now()) {
             let bytes = content(packets as u64, len_bytes);
-            token.consume(|buffer| (put(buffer, &bytes), ()));
+            token.consume(to, |buffer| (put(buffer, &bytes), ()));
             expected.expect(to, &bytes);
             packets += 1;
             if packets == QUEUE_LIMIT_PACKETS {
@@ -174,10 +178,11 @@ pub(super) fn full_queue_recovers<B: Testbed>(bed: &mut B) -> Result<(), Violati
 pub(super) fn long_bursts_arrive<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("long bursts");
     let (mut a, mut b) = pair(bed);
+    let to = bed.addr_of(&b);
     let capabilities = a.capabilities();
     let len_bytes = capabilities.max_packet_len_bytes.min(1472);
     for i in 0..capabilities.burst_packets * 10 + 1 {
-        expected.send(bed, &mut a, b.local_addr(), &content(i as u64, len_bytes))?;
+        expected.send(bed, &mut a, to, &content(i as u64, len_bytes))?;
         if i % 16 == 0 {
             a.flush(bed.now());
             bed.advance();
@@ -193,19 +198,19 @@ pub(super) fn long_bursts_arrive<B: Testbed>(bed: &mut B) -> Result<(), Violatio
 pub(super) fn gathered_packets_arrive<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("gathered packets");
     let (mut a, mut b) = pair(bed);
-    let to = b.local_addr();
+    let to = bed.addr_of(&b);
     let max = a.capabilities().max_packet_len_bytes;
     let lengths = [max, 1, max / 2, 7, 97, 1400, 1400, 1400, max / 3];
     for round in 0..40_usize {
         expected.send(bed, &mut a, to, &content(round as u64, 33))?;
-        let mut room = a.room();
+        let mut room = a.room(bed.now());
         for _ in 0..TIMEOUT_STEPS {
             if room > 0 {
                 break;
             }
             a.flush(bed.now());
             bed.advance();
-            room = a.room();
+            room = a.room(bed.now());
         }
         if room == 0 {
             return Err(Violation::StuckFull { check: expected.check, flushes: TIMEOUT_STEPS });
@@ -230,7 +235,7 @@ pub(super) fn gathered_packets_arrive<B: Testbed>(bed: &mut B) -> Result<(), Vio
 pub(super) fn many_peers_exchange_packets<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("many peers");
     let mut ports = bed.ports(8);
-    let addrs: Vec<_> = ports.iter().map(Port::local_addr).collect();
+    let addrs: Vec<_> = ports.iter().map(|port| bed.addr_of(port)).collect();
     for round in 0..5 {
         for (i, port) in ports.iter_mut().enumerate() {
             for (j, &to) in addrs.iter().enumerate() {
@@ -261,8 +266,9 @@ pub(super) fn receive_buffer_holds_its_capacity<B: Testbed>(bed: &mut B) -> Resu
     for len_bytes in lengths.into_iter().filter(|&len| len == max || (FAIR_LEN_BYTES..max).contains(&len)) {
         let mut expected = Expectations::new(check);
         let (mut a, mut b) = pair(bed);
+        let to = bed.addr_of(&b);
         for i in 0..declared / len_bytes {
-            expected.send(bed, &mut a, b.local_addr(), &content(i as u64, len_bytes))?;
+            expected.send(bed, &mut a, to, &content(i as u64, len_bytes))?;
         }
         a.flush(bed.now());
         // Wait until everything has arrived before receiving.
@@ -278,9 +284,9 @@ pub(super) fn receive_buffer_holds_its_capacity<B: Testbed>(bed: &mut B) -> Resu
 pub(super) fn unreachable_peer_does_not_affect_others<B: Testbed>(bed: &mut B) -> Result<(), Violation> {
     let mut expected = Expectations::new("unreachable peer");
     let (mut a, mut b) = pair(bed);
-    let nowhere = bed.unused_addr();
+    let (to, nowhere) = (bed.addr_of(&b), bed.unused_addr());
     for i in 0..200 {
-        let to = if i % 2 == 0 { nowhere } else { b.local_addr() };
+        let to = if i % 2 == 0 { nowhere } else { to };
         expected.send(bed, &mut a, to, &content(i, 500))?;
         if i % 9 == 0 {
             a.flush(bed.now());
@@ -298,7 +304,7 @@ fn first_sender<B: Testbed>(
     port: &mut B::Port,
     expected: &mut Expectations,
 ) -> Result<crate::port::Addr, Violation> {
-    let at = port.local_addr();
+    let at = bed.addr_of(port);
     for _ in 0..TIMEOUT_STEPS {
         if let Some(token) = port.receive(bed.now()) {
             return token.consume(|from, bytes| expected.check_off(at, bytes).map(|()| from));

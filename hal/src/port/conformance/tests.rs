@@ -33,6 +33,10 @@ impl Testbed for EmuBed {
         (0..n).map(|_| self.make()).collect()
     }
 
+    fn addr_of(&self, port: &EmuPort) -> Addr {
+        port.local_addr()
+    }
+
     fn unused_addr(&mut self) -> Addr {
         Addr::Emu(u32::MAX)
     }
@@ -94,30 +98,32 @@ struct Broken {
     held: Vec<(Addr, Vec<u8>)>,
     packets: u64,
     stuck: bool,
+    /// Where the last packet went.
+    last_peer: Option<Addr>,
 }
 
 struct BrokenTx<'a> {
     port: &'a mut Broken,
-    to: Addr,
     consumed: bool,
 }
 
 impl Drop for BrokenTx<'_> {
     fn drop(&mut self) {
         if !self.consumed && self.port.fault == Fault::SendAbandoned {
-            self.port.held.push((self.to, vec![0; 9]));
+            let to = self.port.last_peer;
+            self.port.held.extend(to.map(|to| (to, vec![0; 9])));
         }
     }
 }
 
 impl TxToken for BrokenTx<'_> {
-    fn consume<R>(mut self, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
+    fn consume<R>(mut self, to: Addr, f: impl FnOnce(&mut [u8]) -> (usize, R)) -> R {
         self.consumed = true;
         let mut buffer = vec![0; self.port.inner.capabilities().max_packet_len_bytes];
         let (len, result) = f(&mut buffer);
         buffer.truncate(len);
         if len > 0 || self.port.fault == Fault::SendEmpty {
-            self.port.queue(self.to, buffer);
+            self.port.queue(to, buffer);
         }
         result
     }
@@ -126,6 +132,7 @@ impl TxToken for BrokenTx<'_> {
 impl Broken {
     fn queue(&mut self, to: Addr, mut bytes: Vec<u8>) {
         self.packets += 1;
+        self.last_peer = Some(to);
         let unlucky = self.packets.is_multiple_of(50);
         match self.fault {
             Fault::Merge => {
@@ -182,34 +189,30 @@ impl Port for Broken {
         capabilities
     }
 
-    fn local_addr(&self) -> Addr {
-        self.inner.local_addr()
-    }
-
     fn receive(&mut self, now: Instant) -> Option<BrokenRx> {
         let fault = self.fault;
         self.inner.receive(now).map(|inner| BrokenRx { inner, fault })
     }
 
-    fn transmit(&mut self, to: Addr, _now: Instant) -> Option<BrokenTx<'_>> {
+    fn transmit(&mut self, _now: Instant) -> Option<BrokenTx<'_>> {
         let full = self.held.len() >= 64 && self.fault != Fault::NeverFull;
         self.stuck |= full && self.fault == Fault::StayFull;
         let refuse = full || self.stuck && self.fault == Fault::StayFull;
-        (!refuse).then(|| BrokenTx { port: self, to, consumed: false })
+        (!refuse).then(|| BrokenTx { port: self, consumed: false })
     }
 
-    fn room(&self) -> usize {
+    fn room(&mut self, _now: Instant) -> usize {
         64_usize.saturating_sub(self.held.len())
     }
 
     fn flush(&mut self, now: Instant) {
         let delayed = if self.fault == Fault::DelayFlush { self.held.pop() } else { None };
         for (to, bytes) in self.held.drain(..) {
-            if self.inner.transmit(to, now).is_none() {
+            if self.inner.transmit(now).is_none() {
                 self.inner.flush(now);
             }
-            if let Some(token) = self.inner.transmit(to, now) {
-                token.consume(|buffer| (put(buffer, &bytes), ()));
+            if let Some(token) = self.inner.transmit(now) {
+                token.consume(to, |buffer| (put(buffer, &bytes), ()));
             }
         }
         self.held.extend(delayed);
@@ -227,8 +230,12 @@ impl Testbed for BrokenBed {
 
     fn ports(&mut self, n: usize) -> Vec<Broken> {
         let fault = self.fault;
-        let make = |inner| Broken { inner, fault, held: Vec::new(), packets: 0, stuck: false };
+        let make = |inner| Broken { inner, fault, held: Vec::new(), packets: 0, stuck: false, last_peer: None };
         self.bed.ports(n).into_iter().map(make).collect()
+    }
+
+    fn addr_of(&self, port: &Broken) -> Addr {
+        port.inner.local_addr()
     }
 
     fn unused_addr(&mut self) -> Addr {

@@ -52,11 +52,11 @@ fn packet_ends_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let check = "packet ends wait";
     let mut expected = Expectations::new(check);
     let (mut a, mut b) = pair(bed);
+    let at = bed.addr_of(&b);
     for i in 0..3 {
-        expected.send(bed, &mut a, b.local_addr(), &content(i, 100))?;
+        expected.send(bed, &mut a, at, &content(i, 100))?;
     }
     a.flush(bed.now());
-    let at = b.local_addr();
     for _ in 0..3 {
         loop {
             expect(check, Wake::Packet, b.wait(Some(WAIT_LIMIT)))?;
@@ -86,7 +86,7 @@ fn wake_ends_one_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
 fn every_wake_ends_a_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let check = "every wake ends a wait";
     let (mut a, mut b) = pair(bed);
-    let (wake, to_a, now) = (bed.waker(&a), a.local_addr(), bed.now());
+    let (wake, to_a, now) = (bed.waker(&a), bed.addr_of(&a), bed.now());
     let (go, rounds) = mpsc::channel::<u32>();
     let watchdog = Watchdog::default();
     thread::scope(|scope| {
@@ -118,7 +118,7 @@ fn every_wake_ends_a_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> 
 /// Two threads pass one packet back and forth; each sleeps until it arrives.
 fn every_packet_ends_a_wait<B: WaitTestbed>(bed: &mut B) -> Result<(), Violation> {
     let (mut a, mut b) = pair(bed);
-    let (to_a, to_b, now) = (a.local_addr(), b.local_addr(), bed.now());
+    let (to_a, to_b, now) = (bed.addr_of(&a), bed.addr_of(&b), bed.now());
     let (wake_a, wake_b) = (bed.waker(&a), bed.waker(&b));
     let watchdog = Watchdog::default();
     thread::scope(|scope| {
@@ -155,8 +155,8 @@ fn bounce<P: WaitPort>(port: &mut P, to: Addr, now: Instant, watchdog: &Watchdog
 }
 
 fn send<P: Port>(port: &mut P, to: Addr, round: u32, now: Instant) {
-    if let Some(token) = port.transmit(to, now) {
-        token.consume(|buffer| (put(buffer, &round.to_le_bytes()), ()));
+    if let Some(token) = port.transmit(now) {
+        token.consume(to, |buffer| (put(buffer, &round.to_le_bytes()), ()));
     }
     port.flush(now);
 }

@@ -1,9 +1,9 @@
 //! Moves packets between an endpoint and its port.
 
-use super::{Buffers, Endpoint, Outgoing};
+use super::{Buffers, Endpoint};
 use std::time::{Duration, Instant as Clock};
-use sumac_hal::driver::{self, PacketCore, PacketSource};
-use sumac_hal::port::{Addr, Gather, Port, WaitPort};
+use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
+use sumac_hal::port::{Addr, Ecn, Port, WaitPort};
 use sumac_hal::time::Instant;
 
 /// An endpoint on a port, with a clock.
@@ -54,6 +54,7 @@ impl<P: Port> TreeDriver<P> {
     /// Make progress without blocking: receive a burst of packets, handle timeouts, send what may be sent. Returns how
     /// long there is nothing to do unless a packet arrives: zero if there is more to do at once, `None` if only a
     /// packet can make progress.
+    #[must_use]
     pub fn pump(&mut self, buffers: &mut impl Buffers) -> Option<Duration> {
         let now = self.now();
         let mut core = EndpointCore { endpoint: &mut self.endpoint, buffers };
@@ -74,11 +75,8 @@ impl<B: Buffers> PacketCore for EndpointCore<'_, B> {
     where
         Self: 's;
 
-    fn handle(&mut self, from: Addr, packet: &[u8], is_marked: bool, now: Instant) {
-        match is_marked {
-            true => self.endpoint.handle_marked(from, packet, self.buffers, now),
-            false => self.endpoint.handle(from, packet, self.buffers, now),
-        }
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
+        self.endpoint.handle(now, from, ecn, packet, self.buffers);
     }
 
     fn handle_timeout(&mut self, now: Instant) {
@@ -95,13 +93,13 @@ impl<B: Buffers> PacketCore for EndpointCore<'_, B> {
 }
 
 impl<'s, B: Buffers> PacketSource for EndpointSource<'s, B> {
-    type Outgoing = Outgoing<'s>;
+    type Payload = &'s [u8];
 
-    fn poll_outgoing(&mut self, now: Instant) -> Option<Outgoing<'s>> {
-        self.endpoint.poll_outgoing(self.buffers, now)
+    fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<&'s [u8]>> {
+        self.endpoint.poll_transmit(now, self.buffers)
     }
 
-    fn gather<'o>(&'o self, outgoing: &'o Outgoing<'s>) -> Gather<'o> {
-        Gather { to: outgoing.to, header: &outgoing.header, payload: outgoing.payload }
+    fn payload<'t>(&'t self, transmit: &'t Transmit<&'s [u8]>) -> &'t [u8] {
+        transmit.payload
     }
 }

@@ -1,8 +1,7 @@
 //! Packet endpoint of a rank, sans I/O: slot window, chunk accounting, retransmission.
 //!
-//! An [`Endpoint`] is driven by five methods, like a device's node: [`Endpoint::handle`], [`Endpoint::handle_timeout`],
-//! [`Endpoint::poll_transmit`], [`Endpoint::poll_timeout`] and [`Endpoint::poll_event`]. Buffers stay with the caller
-//! and are accessed through [`Buffers`].
+//! Methods of an [`Endpoint`] are in groups, like those of a device's node: see there. Buffers stay with the caller and
+//! are accessed through [`Buffers`].
 //!
 //! Invariants (PROTOCOL 1 and 3):
 //! - Chunk j is sent only if `j < have + W`: a contiguous window, not a count of packets in flight.
@@ -15,33 +14,35 @@
 
 mod completion;
 mod driver;
+mod error;
+mod op;
 mod ops;
 mod receive;
 #[cfg(feature = "snapshot")]
 mod snapshot;
 #[cfg(test)]
 mod tests;
+mod transmit;
 
 pub use completion::{CompletionInfo, Slowest};
 pub use driver::TreeDriver;
-pub use ops::{Buffers, OpId};
-pub(crate) use ops::{MAX_OPS, Op, Ops, Part, RankInfo, RetainedOp, Retention};
+pub use error::{EndpointError, PostError};
+pub use op::{Buffers, OpId};
+pub(crate) use op::{Op, Part, RankInfo, Retention};
+pub(crate) use ops::{MAX_OPS, Ops, RetainedOp};
 #[cfg(feature = "snapshot")]
 pub use snapshot::Progress;
 
 use crate::transport::RecoverySource;
-use crate::transport::memory::ProtocolViolation;
 use std::collections::VecDeque;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
-use sumac_hal::mmio::EntryStatus;
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
-use sumac_hal::shard::{RUN, Shard};
+use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, StragglerLimit, payload_crc};
-use thiserror::Error;
+use sumac_hal::wire::{Kind, RankMask, Repr, StragglerLimit};
 
 /// Parameters of a rank in a group.
 #[derive(Debug, Clone)]
@@ -78,70 +79,6 @@ pub struct EndpointConfig {
     pub salt: u32,
 }
 
-/// Why an operation failed. The group is at its end then: its ranks no longer agree on sequence numbers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Error)]
-#[non_exhaustive]
-pub enum EndpointError {
-    /// Ranks called different operations.
-    #[error(
-        "ranks called different operations: one {first}, another {other}; all ranks must make the same \
-         calls in the same order"
-    )]
-    Mismatch {
-        /// The operation of the rank that arrived first.
-        first: OpDesc,
-        /// The operation of another rank.
-        other: OpDesc,
-    },
-    /// A device of the tree does not support the operation.
-    #[error("a device of the tree does not support {0}")]
-    Unsupported(OpDesc),
-    /// The path to the root is lost.
-    #[error("the path to the tree's root is lost: no answer within the limit for dead hops")]
-    PathLost,
-    /// The device does not know the group.
-    #[error("the device no longer knows the group: it restarted, or the lease expired")]
-    GroupLost,
-    /// The device refused a zero-copy contribution.
-    #[error("the device refused the zero-copy contribution to {chunk}: {status:?}")]
-    Device {
-        /// The reported status.
-        status: EntryStatus,
-        /// The chunk.
-        chunk: ChunkNo,
-    },
-    /// The device of a zero-copy transport is lost.
-    #[error("the device that reads and writes this rank's memory is lost")]
-    DeviceLost,
-    /// Ranks missed the limit of an operation.
-    #[error("ranks {missing} did not enter the operation within its limit, and it has no result without them")]
-    Stragglers {
-        /// The missing ranks.
-        missing: RankMask,
-    },
-    /// This rank missed the limit of an operation and was excluded.
-    #[error("this rank was excluded from the group: it did not enter an operation within its limit")]
-    Excluded,
-    /// The device of a zero-copy transport violated the protocol.
-    #[error("protocol violation by the device: {0}")]
-    Protocol(#[from] ProtocolViolation),
-}
-
-/// Why an operation cannot be posted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum PostError {
-    /// An earlier operation failed.
-    #[error("the group has failed: {0}")]
-    Failed(#[from] EndpointError),
-    /// Too many operations are in flight.
-    #[error("{limit} operations are already in flight; wait for one to complete")]
-    TooMany {
-        /// The limit.
-        limit: usize,
-    },
-}
-
 /// An event of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -150,34 +87,6 @@ pub enum Event {
     Completed(OpId),
     /// This and every other operation in flight failed.
     Failed(EndpointError),
-}
-
-/// A packet to send: the first `len_bytes` of the buffer given.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Transmit {
-    /// The destination.
-    pub to: Addr,
-    /// Its length in bytes.
-    pub len_bytes: usize,
-}
-
-/// A packet to send whose payload is still in the caller's buffer.
-#[derive(Debug, Clone)]
-pub struct Outgoing<'b> {
-    /// The destination.
-    pub to: Addr,
-    /// The packet's header.
-    pub header: [u8; HEADER_LEN],
-    /// The payload, behind the header.
-    pub payload: &'b [u8],
-}
-
-impl<'b> Outgoing<'b> {
-    fn new(to: Addr, repr: &Repr, payload: &'b [u8]) -> Self {
-        let mut header = [0; HEADER_LEN];
-        repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc(payload));
-        Self { to, header, payload }
-    }
 }
 
 /// Counters of an endpoint.
@@ -200,6 +109,15 @@ pub struct EndpointStats {
 }
 
 /// A rank's side of one group.
+///
+/// | input | then call, until it returns `None` |
+/// |---|---|
+/// | [`post`](Endpoint::post): an operation | [`poll_transmit`](Endpoint::poll_transmit) |
+/// | [`handle`](Endpoint::handle): a packet | [`poll_event`](Endpoint::poll_event), `poll_transmit` |
+/// | [`handle_timeout`](Endpoint::handle_timeout): time has passed | `poll_event`, `poll_transmit` |
+///
+/// After any of them, [`poll_timeout`](Endpoint::poll_timeout) returns the next deadline. [`TreeDriver`] does this for
+/// the packets of a port.
 #[derive(Debug)]
 #[cfg_attr(feature = "snapshot", derive(Clone, PartialEq, Eq, Hash))]
 pub struct Endpoint {
@@ -296,39 +214,6 @@ impl Endpoint {
         self.ops.post_with_limit(desc, signature, path == Path::Tree, limit)
     }
 
-    /// Write the next packet to `buffer`, which must have room for a chunk and its header; `None` if there is none to
-    /// send now.
-    ///
-    /// Call it after `post`, `handle` and `handle_timeout` until it returns `None`.
-    pub fn poll_transmit(&mut self, buffers: &impl Buffers, buffer: &mut [u8], now: Instant) -> Option<Transmit> {
-        let Outgoing { to, header, payload } = self.poll_outgoing(buffers, now)?;
-        buffer[..HEADER_LEN].copy_from_slice(&header);
-        buffer[HEADER_LEN..][..payload.len()].copy_from_slice(payload);
-        Some(Transmit { to, len_bytes: HEADER_LEN + payload.len() })
-    }
-
-    /// Return the next packet with its payload still in the caller's buffer, for ports that gather. The packet counts
-    /// as sent.
-    pub fn poll_outgoing<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
-        let out = self.next_packet(buffers, now)?;
-        self.stats.packets_out += 1;
-        self.stats.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
-        Some(out)
-    }
-
-    /// Return the destination of the next packet, if there is one, without sending it.
-    pub fn poll_destination(&mut self) -> Option<Addr> {
-        if self.failed.is_some() {
-            return None;
-        }
-        if let Some((to, _)) = self.replies.front() {
-            return Some(*to);
-        }
-        self.drop_answered();
-        let seq = self.again.front().copied().or_else(|| self.next_in_window())?;
-        Some(self.config.parents[self.shard_of(seq)])
-    }
-
     /// Handle timers due at `now`: send probes, or give up on the path.
     pub fn handle_timeout(&mut self, now: Instant) {
         for index in 0..self.hops.len() {
@@ -350,6 +235,7 @@ impl Endpoint {
     }
 
     /// Return when to call [`Endpoint::handle_timeout`] next, unless a packet arrives before.
+    #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         if self.failed.is_some() {
             return None;
@@ -358,6 +244,7 @@ impl Endpoint {
     }
 
     /// Return the next event: completions in order, and last, once, the failure.
+    #[must_use]
     pub fn poll_event(&mut self) -> Option<Event> {
         if let Some(id) = self.ops.pop_completed() {
             return Some(Event::Completed(id));
@@ -435,36 +322,6 @@ impl Endpoint {
         self.fail(EndpointError::PathLost);
     }
 
-    fn next_packet<'b>(&mut self, buffers: &'b impl Buffers, now: Instant) -> Option<Outgoing<'b>> {
-        if self.failed.is_some() {
-            return None;
-        }
-        if let Some((to, repr)) = self.replies.pop_front() {
-            return Some(Outgoing::new(to, &repr, &[]));
-        }
-        self.drop_answered();
-        if let Some(seq) = self.again.pop_front() {
-            self.stats.retransmits += 1;
-            return Some(self.contribute(seq, seq + 1, buffers, now));
-        }
-        let seq = self.next_in_window()?;
-        let run_end = (seq / RUN + 1) * RUN;
-        let end = run_end.min(self.end()).min(self.window_end());
-        Some(self.contribute(seq, end, buffers, now))
-    }
-
-    /// Drop retransmissions that have been answered by now, or never will be.
-    fn drop_answered(&mut self) {
-        while let Some(&seq) = self.again.front() {
-            let index = self.shard_of(seq);
-            let local = self.shard(index).below(ChunkNo(seq));
-            if seq < self.end() && !self.hops[index].is_answered(local) {
-                return;
-            }
-            self.again.pop_front();
-        }
-    }
-
     /// Return the sequence number before which answers are still expected: the end of what was posted, or where the
     /// tree ends.
     fn end(&self) -> u64 {
@@ -475,52 +332,6 @@ impl Endpoint {
     fn waits_for(&self, index: usize) -> bool {
         let first = self.shard(index).global(self.hops[index].answered_below());
         self.ending.is_none_or(|(at, _)| first.0 < at)
-    }
-
-    /// Return the next sequence number to send for the first time, if the window allows it.
-    fn next_in_window(&self) -> Option<u64> {
-        let limit = self.end().min(self.window_end());
-        (self.next < limit).then_some(self.next)
-    }
-
-    /// Return the sequence number before which contributions may be sent.
-    fn window_end(&self) -> u64 {
-        let have = self.have().0;
-        if planted!(self, CountedWindow) {
-            let answered = (have..self.next).filter(|&seq| RecoverySource::is_answered(self, seq)).count();
-            return have + answered as u64 + u64::from(self.window());
-        }
-        have + u64::from(self.window())
-    }
-
-    /// Return the contribution to `seq`. An Empty also covers the following ones below `end`, as far as they are Empty
-    /// of the same operation.
-    fn contribute<'b>(&mut self, seq: u64, end: u64, buffers: &'b impl Buffers, now: Instant) -> Outgoing<'b> {
-        let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
-        let part = op.part(seq);
-        let payload = part.input.map_or(&[][..], |range| &buffers.input(op.id)[range]);
-        let kind = if payload.is_empty() { Kind::Empty } else { Kind::Data };
-        let wants = part.landing.is_some();
-        let mut repr = self.header(kind, ChunkNo(seq), self.config.salt);
-        repr.set_op(&op.desc);
-        repr.signature = op.signature;
-        repr.slowest = Some(self.config.rank);
-        if let Some(limit) = op.limit {
-            // Operations with more chunks would not fit the element count of the header.
-            repr.set_limit(limit, (seq - op.first()) as u32);
-        }
-        repr.flags.set(Flags::WANT, wants);
-        repr.flags.set(Flags::CONGESTED, std::mem::take(&mut self.congested));
-        repr.flags.set(Flags::SHARED, wants && self.shared_results.is_requested());
-        repr.payload_len_bytes = payload.len() as u16;
-        if kind == Kind::Empty {
-            repr.count = empty_run(&op, seq, end, wants);
-        }
-        let index = self.shard_of(seq);
-        let local = self.shard(index).below(ChunkNo(seq));
-        (0..u64::from(repr.count)).for_each(|next| self.hops[index].on_sent(local + next, now));
-        self.next = self.next.max(seq + u64::from(repr.count));
-        Outgoing::new(self.config.parents[index], &repr, payload)
     }
 
     fn header(&self, kind: Kind, seq: ChunkNo, token: u32) -> Repr {
@@ -566,13 +377,4 @@ impl RecoverySource for Endpoint {
     fn published(&self, _: u64, _: &mut [u8]) -> bool {
         false
     }
-}
-
-/// Return how many sequence numbers from `seq` on, below `end`, are Empty contributions to `op` with the same `wants`.
-fn empty_run(op: &Op, seq: u64, end: u64, wants: bool) -> u16 {
-    let alike = |next: &u64| {
-        let part = op.part(*next);
-        part.input.is_none() && part.landing.is_some() == wants
-    };
-    1 + (seq + 1..end.min(op.end())).take_while(alike).count() as u16
 }

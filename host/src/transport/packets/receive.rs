@@ -4,29 +4,23 @@ use super::{Buffers, Endpoint, EndpointConfig, EndpointError, Slowest};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::planted;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
 
 impl Endpoint {
-    /// Process a packet that carries a congestion mark (ECN): [`Endpoint::handle`], and the next contribution tells the
-    /// node, which reduces the window (PROTOCOL 3).
-    pub fn handle_marked(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
-        let dropped = self.stats.dropped;
-        self.handle(from, packet, buffers, now);
-        // A dropped packet may be anybody's.
-        self.congested |= dropped == self.stats.dropped;
-    }
-
-    /// Process a packet that arrived at `now` from `from`; results go to `buffers`.
-    pub fn handle(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) {
+    /// Handle a packet that arrived at `now` from `from`; results go to `buffers`. If it has a congestion mark, the
+    /// next contribution reports that to the node, which reduces the window (PROTOCOL 3).
+    pub fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8], buffers: &mut impl Buffers) {
         if self.failed.is_some() {
             return;
         }
         self.stats.packets_in += 1;
-        if self.accept(from, packet, buffers, now).is_none() {
-            self.stats.dropped += 1;
+        match self.accept(from, packet, buffers, now) {
+            Some(()) => self.congested |= ecn.is_ce(),
+            // It may be anybody's, and so may its mark.
+            None => self.stats.dropped += 1,
         }
     }
 

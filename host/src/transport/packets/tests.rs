@@ -7,7 +7,8 @@ mod straggler;
 use super::*;
 use std::time::Duration;
 use sumac_hal::op::{Dtype, ReduceOp};
-use sumac_hal::wire::{BITMAP_SEQS, NakReason, pack_op};
+use sumac_hal::port::Ecn;
+use sumac_hal::wire::{BITMAP_SEQS, Flags, NakReason, Packet, pack_op, payload_crc};
 
 const NODE: Addr = Addr::Emu(50);
 const EPOCH: Epoch = Epoch { term: 2, counter: 7 };
@@ -80,10 +81,10 @@ impl Rig {
         let mut all = Vec::new();
         loop {
             let to = self.endpoint.poll_destination();
-            let sent = self.endpoint.poll_transmit(&self.memory, &mut buffer, self.now);
-            assert_eq!(to, sent.map(|sent| sent.to));
+            let sent = self.endpoint.poll_transmit(self.now, &self.memory);
+            assert_eq!(to, sent.as_ref().map(|sent| sent.to));
             let Some(sent) = sent else { return all };
-            let packet = Packet::new_checked(&buffer[..sent.len_bytes]).expect("valid");
+            let packet = Packet::new_checked(sent.write(sent.payload, &mut buffer)).expect("valid");
             let repr = Repr::parse(&packet).expect("of this version");
             all.push((sent.to, repr, packet.payload().to_vec()));
         }
@@ -111,7 +112,7 @@ impl Rig {
         let mut packet = Packet::new_unchecked(&mut bytes[..]);
         packet.payload_mut().copy_from_slice(payload);
         repr.emit(&mut packet, payload_crc(payload));
-        self.endpoint.handle(from, &bytes, &mut self.memory, self.now);
+        self.endpoint.handle(self.now, from, Ecn::Unmarked, &bytes, &mut self.memory);
     }
 
     /// The header of the result of `seq`, which belongs to an operation that begins at `first`.
@@ -235,7 +236,7 @@ fn foreign_and_malformed_packets_are_dropped() {
     rig.put(Addr::Emu(51), header, &payload);
     rig.put(NODE, header, &payload[..60]);
     rig.put(NODE, header, &[]);
-    rig.endpoint.handle(NODE, &payload, &mut rig.memory, rig.now);
+    rig.endpoint.handle(rig.now, NODE, Ecn::Unmarked, &payload, &mut rig.memory);
     assert_eq!(rig.dropped(), 1 + foreign.len() as u64 + 4);
     assert_eq!(rig.memory.0[0], 1.0_f32.to_le_bytes().repeat(16), "nothing landed");
     assert_eq!((rig.endpoint.have(), rig.endpoint.poll_event()), (ChunkNo(0), None));
@@ -473,7 +474,7 @@ fn congestion_mark_is_reported_once_with_the_next_contribution() {
         let repr = Repr { payload_len_bytes: 64, key, window: 1, ..Rig::result_header(seq, desc, 0) };
         let mut bytes = vec![0; repr.packet_len()];
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&[0; 64]));
-        rig.endpoint.handle_marked(NODE, &bytes, &mut rig.memory, rig.now);
+        rig.endpoint.handle(rig.now, NODE, Ecn::Ce, &bytes, &mut rig.memory);
     };
     marked(&mut rig, 0, KEY + 1);
     assert!(!congested(&mut rig), "a foreign packet");

@@ -204,7 +204,7 @@ impl World<'_, '_> {
         let Some(node) = &mut device.node else { return };
         let drops = |node: &Node<'_>| DropReason::ALL.map(|reason| node.counters().dropped(reason)).iter().sum::<u64>();
         let dropped = drops(node);
-        node.handle(delivery.from, &delivery.bytes, now);
+        node.handle(now, delivery.from, delivery.ecn, &delivery.bytes);
         let group = Packet::new_checked(&delivery.bytes).ok().and_then(|packet| Repr::parse(&packet).ok());
         // Packets dropped as late or duplicate may have renewed the lease all the same; do not count on it.
         let group = group.filter(|repr| repr.kind != Kind::Status).map(|repr| repr.group);

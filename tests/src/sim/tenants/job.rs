@@ -441,7 +441,7 @@ impl World<'_, '_> {
         let member = self.member(at);
         let is_there = !matches!(member.phase, Phase::Ended(_)) && member.epoch % 64 == view;
         if let Some(endpoint) = member.endpoint.as_mut().filter(|_| is_there) {
-            endpoint.handle(delivery.from, &delivery.bytes, &mut member.memory, now);
+            endpoint.handle(now, delivery.from, delivery.ecn, &delivery.bytes, &mut member.memory);
             self.touched.insert(Actor::Rank(at.0, at.1));
         }
     }

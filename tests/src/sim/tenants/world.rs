@@ -358,8 +358,9 @@ impl<'t, 'm> World<'t, 'm> {
         let now = self.device_time(device);
         let from = device_addr(device);
         let Some(node) = &mut self.devices[device].node else { return Ok(None) };
-        while let Some(sent) = node.poll_transmit(&mut self.buffer, now) {
-            self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+        while let Some(sent) = node.poll_transmit(now) {
+            let bytes = sent.write(node.payload(&sent), &mut self.buffer);
+            self.fabric.send(self.now, from, sent.to, bytes);
         }
         let wake_at = node.poll_timeout();
         self.note_events(device)?;
@@ -371,8 +372,8 @@ impl<'t, 'm> World<'t, 'm> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         let from = rank_addr(at.0, at.1, member.epoch);
         if let Some(endpoint) = &mut member.endpoint {
-            while let Some(sent) = endpoint.poll_transmit(&member.memory, &mut self.buffer, now) {
-                self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+            while let Some(sent) = endpoint.poll_transmit(now, &member.memory) {
+                self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
             }
         }
         self.collect(at)?;

@@ -28,9 +28,9 @@ impl World<'_, '_> {
                 member.wake = None;
                 let from = rank_addr(rank, 0);
                 while self.fabric.ready_at(from) <= self.now
-                    && let Some(sent) = endpoint.poll_transmit(&member.memory, &mut self.buffer, self.now)
+                    && let Some(sent) = endpoint.poll_transmit(self.now, &member.memory)
                 {
-                    self.fabric.send(self.now, from, sent.to, &self.buffer[..sent.len_bytes]);
+                    self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
                 }
                 if endpoint.poll_destination().is_some() {
                     // Timers do not cover a busy link.

@@ -181,8 +181,8 @@ impl World<'_, '_> {
         let device = &mut devices[index];
         let Some(board) = &mut device.board else { return };
         while fabric.ready_at(from) <= *now {
-            let Some(sent) = board.node.poll_transmit(buffer, *now) else { break };
-            let bytes = &buffer[..sent.len_bytes];
+            let Some(sent) = board.node.poll_transmit(*now) else { break };
+            let bytes = sent.write(board.node.payload(&sent), buffer);
             match sharer(sent.to) {
                 Some(sharer) => {
                     wiring.listeners(options, sharer).iter().for_each(|&to| fabric.send(*now, from, to, bytes));

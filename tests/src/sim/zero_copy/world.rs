@@ -370,10 +370,7 @@ impl World<'_, '_> {
             Owner::Node { device, .. } => {
                 let device = &mut self.devices[device];
                 let Some(board) = device.board.as_mut().filter(|_| device.stalled_until.is_none()) else { return };
-                match delivery.is_marked {
-                    true => board.node.handle_marked(from, bytes, self.now),
-                    false => board.node.handle(from, bytes, self.now),
-                }
+                board.node.handle(self.now, from, delivery.ecn, bytes);
                 device.wake = Some(self.now);
             }
             Owner::Rank { rank, .. } => {
@@ -381,10 +378,7 @@ impl World<'_, '_> {
                 if let Transport::Packets(endpoint) = &mut member.transport
                     && !member.is_dead
                 {
-                    match delivery.is_marked {
-                        true => endpoint.handle_marked(from, bytes, &mut member.memory, self.now),
-                        false => endpoint.handle(from, bytes, &mut member.memory, self.now),
-                    }
+                    endpoint.handle(self.now, from, delivery.ecn, bytes, &mut member.memory);
                     member.wake = Some(self.now);
                 }
             }

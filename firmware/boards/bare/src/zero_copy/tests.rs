@@ -10,6 +10,7 @@ use sumac_hal::ids::{ChunkNo, Epoch, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::mmio::{AdminCommand, Contribution, SubmissionEntry};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
+use sumac_hal::ring::{Consumer, Producer};
 use sumac_hal::shard::{RUN, Shard};
 use sumac_hal::uplink::HopTimers;
 

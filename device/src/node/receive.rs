@@ -1,0 +1,67 @@
+//! A node's packets: to which group and link each belongs, and what becomes of those that belong to none.
+
+use super::Node;
+use core::time::Duration;
+use sumac_hal::ctrl::DropReason;
+use sumac_hal::planted;
+use sumac_hal::port::{Addr, Ecn};
+use sumac_hal::time::Instant;
+use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr};
+
+/// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
+const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
+
+impl Node<'_> {
+    /// Handle a packet that arrived at `now` from `from`. For one with a congestion mark, the group's window is cut as
+    /// for a loss (PROTOCOL 3): here, or by the parent if the packet came from there.
+    pub fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
+        self.common.counters.packets_in += 1;
+        self.common.counters.bytes_in += packet.len() as u64;
+        let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
+            return self.common.drop_packet(DropReason::Malformed);
+        };
+        let Ok(mut repr) = Repr::parse(&packet) else {
+            return self.common.drop_packet(DropReason::Malformed);
+        };
+        if ecn.is_ce() {
+            repr.flags |= Flags::CONGESTED;
+        }
+        let Some(index) = self.find(repr.group) else {
+            self.common.drop_packet(DropReason::UnknownGroup);
+            return self.nak_unknown_sender(from, &repr, NakReason::UnknownGroup, now);
+        };
+        let Some(mut ctx) = self.group_ctx(index) else { return };
+        if repr.epoch != ctx.group.config.epoch && !planted!(ctx.common, EpochUnchecked) {
+            ctx.common.drop_packet(DropReason::WrongEpoch);
+            return self.nak_unknown_sender(from, &repr, NakReason::WrongEpoch, now);
+        }
+        if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
+            ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
+        } else {
+            ctx.handle_child(from, &repr, packet.payload(), now);
+        }
+        ctx.note_output();
+    }
+
+    /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the
+    /// reply is a header that echoes what the sender can recognise, and replies are rate limited.
+    fn nak_unknown_sender(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
+        if !matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe) {
+            return;
+        }
+        if now >= self.unknown_sender_refill_at {
+            self.unknown_sender_naks = UNKNOWN_SENDER_NAKS_PER_MS;
+            self.unknown_sender_refill_at = now + Duration::from_millis(1);
+        }
+        let Some(left) = self.unknown_sender_naks.checked_sub(1) else { return };
+        self.unknown_sender_naks = left;
+        let nak = Repr {
+            reason: Some(reason),
+            seq: repr.seq,
+            count: repr.count,
+            token: repr.token,
+            ..Repr::new(Kind::Nak, repr.group, repr.epoch, repr.child, repr.key)
+        };
+        self.common.reply(to, nak);
+    }
+}
