@@ -132,8 +132,8 @@ pub mod topo;
 pub mod transport;
 
 pub use comm::{
-    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, JoinConfig,
-    JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, Straggler, Transfer,
+    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
+    JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, Straggler, Transfer,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;

@@ -143,7 +143,7 @@ impl JoinConfig {
 pub const DEFAULT_PORT: u16 = 7847;
 
 /// Why a rank could not join its job.
-#[derive(Debug, Error)]
+#[derive(Error)]
 #[non_exhaustive]
 pub enum JoinError {
     /// An environment variable is missing or invalid.

@@ -124,7 +124,7 @@ pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
 pub use element::{Element, OwnedBuffer};
-pub use error::{Error, OutputState};
+pub use error::{CreationError, Error, OutputState};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use leave::Departure;

@@ -10,7 +10,7 @@ use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
 
 /// Why a communicator could not be split.
-#[derive(Debug, ThisError)]
+#[derive(ThisError)]
 #[non_exhaustive]
 pub enum SplitError {
     /// The ranks could not exchange their colors and keys.
