@@ -124,6 +124,7 @@ pub mod comm;
 pub mod controller;
 pub mod exec;
 pub mod gpu;
+mod log;
 pub mod plan;
 mod recovery;
 pub mod schedule;
@@ -138,10 +139,12 @@ pub use comm::{
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;
 pub use controller::proto::Transport;
+pub use half::{bf16, f16};
 #[cfg(feature = "snapshot")]
 pub use recovery::harness;
 pub use select::Algo;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+pub use sumac_hal::udp::{Offload, UdpConfig};
 pub use sumac_hal::wire::RankMask;

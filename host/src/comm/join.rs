@@ -50,7 +50,13 @@ pub struct JoinConfig {
     pub join_timeout: Duration,
     /// The local address to bind to; devices and other ranks must be able to reach it.
     pub bind: IpAddr,
-    /// Options of the UDP data port.
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
+    ///
+    /// ```
+    /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
+    /// let mut config = sumac::JoinConfig::new(controller, "job", 0, 2);
+    /// config.udp = sumac::UdpConfig { gso: sumac::Offload::Off, ..sumac::UdpConfig::default() };
+    /// ```
     pub udp: UdpConfig,
     /// How to reach the leaf device.
     pub transport: Transport,
@@ -267,7 +273,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         Err(why) => {
             if world > 1 {
                 let queue = membership.queue.map(|place| place.to_string());
-                tracing::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
+                crate::log::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
             }
             None
         }
@@ -326,13 +332,13 @@ fn packet_tree(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort,
     let (rank, world) = (Rank(config.rank), config.world);
     if let Some(why) = &tree.packets_reason {
         let device = &tree.leaf;
-        tracing::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
+        crate::log::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
     }
     // Listen before announcing it: contributions carry the key.
     let shared_key =
         tree.shared.filter(|shared| join_shared(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
     if tree.shared.is_some() && shared_key.is_none() {
-        tracing::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
+        crate::log::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
     }
     let endpoint = tree.endpoint((rank, world), shared_key, table_version);
     Tree::Packets(Box::new(TreeDriver::new(Endpoint::new(endpoint), port)))
