@@ -57,7 +57,8 @@
 //! # Asynchronous operations
 //!
 //! `start_*` methods ([`start_all_reduce`](Communicator::start_all_reduce)) take ownership of a [`Vec`] or a [`Buffer`]
-//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result:
+//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result. A start that fails gives it back
+//! ([`StartError`]).
 //!
 //! ```no_run
 //! # use sumac::{Communicator, Error, ReduceOp};
@@ -134,7 +135,8 @@ pub mod transport;
 
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
-    JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, Straggler, Transfer,
+    JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
+    Straggler, Transfer,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;
