@@ -130,6 +130,8 @@ pub mod plan;
 mod recovery;
 pub mod schedule;
 pub mod select;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod topo;
 pub mod transport;
 
