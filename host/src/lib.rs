@@ -9,7 +9,7 @@
 //! ```no_run
 //! use sumac::{Communicator, JoinConfig, ReduceOp};
 //!
-//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! fn main() -> Result<(), sumac::Error> {
 //!     // RANK, WORLD_SIZE and MASTER_ADDR, as launchers set them, and SUMAC_*.
 //!     let comm = Communicator::join(JoinConfig::from_env()?)?;
 //!
@@ -99,6 +99,8 @@
 //! # }
 //! ```
 //!
+//! `main` may return [`Error`]: it prints as one line that says what to do.
+//!
 //! [`crate::comm`] has the details: buffer lengths, stragglers, the loss of the controller, forked processes.
 //!
 //! # Sub-communicators
@@ -106,6 +108,17 @@
 //! [`Communicator::split`] makes communicators by color and key, as `MPI_Comm_split` does. [`Cart`] arranges ranks in a
 //! grid, and [`Communicator::split_along`] splits it along an axis, for data, pipeline and tensor parallelism. Each has
 //! a group of its own on the devices, so that their operations overlap.
+//!
+//! # Log
+//!
+//! Events go to the program's `tracing` subscriber. Without one, each fault is one line on stderr: a job that gets no
+//! tree, a lost device, an ended communicator. The variable `SUMAC_LOG` selects more (`debug`,
+//! `sumac::controller=trace`), or `off`. The crate installs no subscriber, so a program may set its own at any time.
+//!
+//! # Test
+//!
+//! With the feature `testing`, `sumac::testing::LocalCluster` runs a controller, emulated devices and ranks in one
+//! process, and kills devices when you say so.
 //!
 //! # Inside
 //!
