@@ -176,7 +176,9 @@ impl LocalCluster {
         let (fabric, names) = config.layout()?;
         let table = CostTable::EMULATED.with_overrides(PREFER_TREE);
         let table = table.map_err(|error| LocalClusterError::Config(error.to_string()))?;
-        let controller = Controller::start(ControllerConfig { fabric, table, ..ControllerConfig::new() });
+        let mut controller = ControllerConfig::new();
+        (controller.fabric, controller.table) = (fabric, table);
+        let controller = Controller::start(controller);
         let controller = controller.map_err(|error| LocalClusterError::Controller(Box::new(error)))?;
         let devices = Mutex::new(names.iter().map(|_| None).collect());
         let cluster = Self { config, next_job: AtomicU32::new(0), names, devices, controller };

@@ -1,6 +1,5 @@
 //! Errors of calls on a communicator.
 
-use super::{JoinError, ShrinkError, SplitError};
 use crate::controller::proto::AbortReason;
 use crate::exec::ExecError;
 use crate::select::RuledOut;
@@ -186,7 +185,7 @@ pub enum Error {
 }
 
 /// Write an error and its causes, without causes that the text contains already.
-fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+pub(super) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     let text = causes
         .map(ToString::to_string)
@@ -194,12 +193,16 @@ fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt
     f.write_str(&text)
 }
 
-/// A [`JoinError`], [`SplitError`] or [`ShrinkError`] as part of an [`Error`].
-/// It equals its clones only.
+/// A [`JoinError`](super::JoinError), [`SplitError`](super::SplitError) or [`ShrinkError`](super::ShrinkError) as part of
+/// an [`Error`]. It equals its clones only.
 #[derive(Clone)]
 pub struct CreationError(Arc<dyn std::error::Error + Send + Sync>);
 
 impl CreationError {
+    pub(super) fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
+    }
+
     /// Return the original error, to be downcast.
     pub fn get(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
         &*self.0
@@ -233,38 +236,38 @@ impl std::error::Error for CreationError {
 /// Print in `{:?}` what `Display` does, with the causes, and in `{:#?}` the variant's name before it.
 macro_rules! readable_debug {
     ($ty:ty: $($variant:ident)*) => {
-        impl fmt::Debug for $ty {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        impl std::fmt::Debug for $ty {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 if f.alternate() {
                     let name = match self {
                         $(Self::$variant { .. } => stringify!($variant),)*
                     };
                     write!(f, "{name}: ")?;
                 }
-                write_chain(self, f)
+                $crate::comm::error::write_chain(self, f)
             }
         }
     };
 }
 
+/// Make an error of creating a communicator readable, and convert it to [`Error`].
+macro_rules! creation_error {
+    ($ty:ty: $($variant:ident)*) => {
+        $crate::comm::error::readable_debug!($ty: $($variant)*);
+
+        impl From<$ty> for $crate::comm::error::Error {
+            fn from(error: $ty) -> Self {
+                Self::Creation($crate::comm::error::CreationError::new(error))
+            }
+        }
+    };
+}
+
+pub(super) use {creation_error, readable_debug};
+
 readable_debug!(Error: Mismatch RankLost RanksFailed Partitioned OutcomeUnknown PathLost GroupLost DeviceLost Device
     Memory Stragglers Excluded Deadline TooManyInFlight NotPossible Unsupported Argument Schedule Forked Cancelled Ended
     Creation);
-readable_debug!(JoinError: Environment Controller Port Listen Mesh Attach Membership);
-readable_debug!(SplitError: Exchange Join);
-readable_debug!(ShrinkError: NotMember Survivors Join);
-
-macro_rules! from_creation_errors {
-    ($($ty:ty)*) => {$(
-        impl From<$ty> for Error {
-            fn from(error: $ty) -> Self {
-                Self::Creation(CreationError(Arc::new(error)))
-            }
-        }
-    )*};
-}
-
-from_creation_errors!(JoinError SplitError ShrinkError);
 
 fn describe_mismatch(first: &OpDesc, other: &OpDesc) -> String {
     if first == other {
@@ -425,6 +428,7 @@ impl From<ExecError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::{JoinError, ShrinkError, SplitError};
     use crate::exec::MeshError;
 
     #[test]

@@ -190,6 +190,8 @@ pub enum JoinError {
     Membership(String),
 }
 
+super::error::creation_error!(JoinError: Environment Controller Port Listen Mesh Attach Membership);
+
 /// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (listener, mesh_addr) = listen(config.bind)?;

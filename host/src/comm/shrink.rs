@@ -35,6 +35,8 @@ pub enum ShrinkError {
     },
 }
 
+super::error::creation_error!(ShrinkError: NotMember Survivors Join);
+
 impl Communicator {
     /// Make a new communicator of the surviving ranks, in their present order, on the devices that are available. All
     /// survivors must call this, after an error or without one; joining waits for them up to

@@ -31,6 +31,8 @@ pub enum SplitError {
     },
 }
 
+super::error::creation_error!(SplitError: Exchange Join);
+
 impl Communicator {
     /// Split the communicator, as `MPI_Comm_split` does: ranks with the same color form a new one, ordered by `key` and
     /// then by their rank here. A rank with color `None` gets none. This is a collective call.
