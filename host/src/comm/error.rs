@@ -194,7 +194,7 @@ pub(super) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<
 }
 
 /// A [`JoinError`](super::JoinError), [`SplitError`](super::SplitError) or [`ShrinkError`](super::ShrinkError) as part of
-/// an [`Error`]. It equals its clones only.
+/// an [`Error`](enum@Error). It equals its clones only.
 #[derive(Clone)]
 pub struct CreationError(Arc<dyn std::error::Error + Send + Sync>);
 
