@@ -122,7 +122,7 @@ fn make_refused_calls(comm: &Communicator) {
     refused(comm.all_reduce_with(&mut values, ReduceOp::Sum, &options));
     refused(comm.broadcast(&mut values, comm.size()));
     let started = comm.start_all_reduce_with(vec![1_u64; 4], ReduceOp::Sum, &options);
-    assert!(started.is_err_and(|error| error.is_rejection()));
+    assert!(started.is_err_and(|refused| refused.error.is_rejection()));
     let no_barrier = CallOptions { algo: Some(Algo::Ring), ..CallOptions::default() };
     refused(comm.barrier_with(&no_barrier));
     assert_eq!(values, [1; 12]);

@@ -4,6 +4,7 @@ mod common;
 
 use common::{Cluster, plain};
 use std::time::Duration;
+use sumac::testing::{LocalCluster, LocalClusterConfig};
 use sumac::{
     Algo, BUCKET_BYTES, Buffers, CallOptions, Cart, Collective, Communicator, Dtype, Error, OpDesc, Order, Path,
     ReduceOp,
@@ -173,8 +174,8 @@ fn typed_methods_take_the_lengths_of_nccl() {
 
 #[test]
 fn started_operations_of_all_kinds_overlap() {
-    let cluster = Cluster::start(2, 2);
-    cluster.run("started", 4, plain, |comm| {
+    let two_levels = LocalClusterConfig { levels: 2, devices: 2, ..LocalClusterConfig::new(4) };
+    LocalCluster::start_with(two_levels).expect("a cluster").run(|comm| {
         let rank = comm.rank();
         let inputs: Vec<u32> = (0..4000).map(|i| value(rank, i)).collect();
         let scattered = comm.start_reduce_scatter(inputs.clone(), ReduceOp::Sum).expect("started");
@@ -264,8 +265,7 @@ fn sub_communicators_have_their_own_order_and_sequence() {
 
 #[test]
 fn buckets_coalesce_tensors() {
-    let cluster = Cluster::start(1, 4);
-    cluster.run("buckets", 3, plain, |comm| {
+    LocalCluster::start(3).expect("a cluster").run(|comm| {
         let lens = [3, 0, 70, 5000, 1, 40];
         for (limit, buckets) in [(BUCKET_BYTES, 1), (400, 3), (1, 6)] {
             let mut tensors: Vec<Vec<f32>> = lens.iter().map(|&len| vec![comm.rank() as f32; len]).collect();

@@ -7,6 +7,7 @@ Sources:  every foreign crate comes from a registry, not from a branch of somebo
 Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
           say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
+          One exception: `sumac::testing` composes clusters for users' tests, in one file, behind a feature (COMPOSERS).
 Folders:  inside a crate, no folder or file directly below `src` needs, through others, one that needs it (unit tests aside).
 Locks:    what is searched by fuzzing (tests/fuzz, a workspace of its own) are the versions that the workspace has.
 Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
@@ -45,6 +46,10 @@ ARROWS = {
     "sumac-tests": ANY,
 }
 
+# (member, feature, optional dependency, the one file of the member's that may name it). The feature enables that
+# dependency and nothing else; no other feature, the default ones included, enables either.
+COMPOSERS = [("sumac", "testing", "sumac-firmware", "host/src/testing.rs")]
+
 # Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
 
@@ -56,7 +61,8 @@ PLANTED = "planted"
 
 # (folder, what its code must not name, why).
 FORBIDDEN_NAMES = [
-    ("host/src", r"\bsumac_device\b|\bsumac_firmware\b", "host never names device"),
+    ("host/src", r"\bsumac_device\b", "host never names device"),
+    ("host/src", r"\bsumac_firmware\b", "host never names firmware, which names device"),
     ("host/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "host never names hal::emu"),
     ("device/src", r"\bsumac::|\bsumac_firmware\b", "device never names host"),
     ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
@@ -72,6 +78,7 @@ REQUIRED = [
     ("firmware/boards/bare/src/lib.rs", r"^#!\[forbid\(unsafe_code\)\]", "what boards share has no unsafe code"),
     ("device/src/lib.rs", r"^#!\[no_std\]", "the device's runtime is no_std"),
     ("device/src/lib.rs", r"^#!\[forbid\(unsafe_code\)\]", "the device's runtime has no unsafe code"),
+    ("host/src/lib.rs", r'^#\[cfg\(feature = "testing"\)\]\npub mod testing;', "clusters are for users' tests only"),
     ("hal/src/lib.rs", r"^#!\[(no_std|cfg_attr\(not\(.*\), no_std\))\]", "hal is no_std unless asked otherwise"),
 ]
 
@@ -196,11 +203,36 @@ def manifests(packages, own):
         allowed = ARROWS[name]
         for dependency in package["dependencies"]:
             to = dependency["name"]
-            if to in own and allowed is not ANY and to not in allowed:
+            if to in own and allowed is not ANY and to not in allowed and not composes(package, dependency):
                 yield f"{name} depends on {to}; it may depend on {', '.join(sorted(allowed)) or 'no member'}"
             bad = FORBIDDEN_FEATURES.get(name, set()) & set(dependency["features"])
             if to == "sumac-hal" and bad:
                 yield f"{name} asks for hal's feature '{', '.join(sorted(bad))}', which is not its to name"
+
+
+def composes(package, dependency):
+    """Tell whether a dependency is one of COMPOSERS', and only its feature enables it.
+
+    >>> package = {"name": "sumac", "features": {"testing": ["dep:sumac-firmware"], "cuda": ["dep:cudarc"]}}
+    >>> dependency = {"name": "sumac-firmware", "optional": True, "kind": None, "features": []}
+    >>> composes(package, dependency), composes(package, dependency | {"optional": False})
+    (True, False)
+    >>> composes(package, dependency | {"kind": "dev"}), composes(package, dependency | {"name": "sumac-device"})
+    (False, False)
+    >>> package["features"]["default"] = ["testing"]
+    >>> composes(package, dependency)
+    False
+    >>> package["features"]["default"] = ["sumac-firmware/verbs"]
+    >>> composes(package, dependency)
+    False
+    """
+    for member, feature, to, _ in COMPOSERS:
+        if (package["name"], dependency["name"]) == (member, to):
+            others = [part for name, parts in package["features"].items() if name != feature for part in parts]
+            is_alone = not any(part == feature or re.split("[/?:]", part.removeprefix("dep:"))[0] == to for part in others)
+            is_plain = dependency["optional"] and dependency["kind"] is None and not dependency["features"]
+            return is_plain and is_alone and package["features"].get(feature) == [f"dep:{to}"]
+    return False
 
 
 def planted(packages):
@@ -238,7 +270,10 @@ def sources():
     for folder, pattern, why in FORBIDDEN_NAMES:
         for path in sorted((ROOT / folder).rglob("*.rs")):
             text = strip_comments(path.read_text(encoding="utf-8"))
+            composed = {to.replace("-", "_") for _, _, to, file in COMPOSERS if ROOT / file == path}
             for match in re.finditer(pattern, text):
+                if match.group() in composed:
+                    continue
                 line = text.count("\n", 0, match.start()) + 1
                 yield f"{path.relative_to(ROOT)}:{line}: names '{match.group()}': {why}"
     for file, pattern, why in REQUIRED:

@@ -78,7 +78,7 @@ fn use_and_drop(all: All) -> i32 {
         is_forked(comm.all_reduce(&mut values, ReduceOp::Sum).map(drop)),
         is_forked(comm.all_reduce(&mut buffer, ReduceOp::Sum).map(drop)),
         is_forked(comm.run(&desc, bytemuck::cast_slice_mut(&mut values), &CallOptions::default()).map(drop)),
-        is_forked(comm.start_all_reduce(vec![1_u32; LEN], ReduceOp::Sum).map(drop)),
+        is_forked(comm.start_all_reduce(vec![1_u32; LEN], ReduceOp::Sum).map(drop).map_err(Error::from)),
         is_forked(comm.send(&[1_u32], (comm.rank() + 1) % RANKS, 0)),
         is_forked(comm.start_receive::<u32>(1, (comm.rank() + 1) % RANKS, 0).map(drop)),
         is_forked(comm.alloc::<u32>(LEN).map(drop)),

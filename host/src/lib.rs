@@ -9,7 +9,7 @@
 //! ```no_run
 //! use sumac::{Communicator, JoinConfig, ReduceOp};
 //!
-//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! fn main() -> Result<(), sumac::Error> {
 //!     // RANK, WORLD_SIZE and MASTER_ADDR, as launchers set them, and SUMAC_*.
 //!     let comm = Communicator::join(JoinConfig::from_env()?)?;
 //!
@@ -57,7 +57,8 @@
 //! # Asynchronous operations
 //!
 //! `start_*` methods ([`start_all_reduce`](Communicator::start_all_reduce)) take ownership of a [`Vec`] or a [`Buffer`]
-//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result:
+//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result. A start that fails gives it back
+//! ([`StartError`]).
 //!
 //! ```no_run
 //! # use sumac::{Communicator, Error, ReduceOp};
@@ -98,6 +99,8 @@
 //! # }
 //! ```
 //!
+//! `main` may return [`Error`]: it prints as one line that says what to do.
+//!
 //! [`crate::comm`] has the details: buffer lengths, stragglers, the loss of the controller, forked processes.
 //!
 //! # Sub-communicators
@@ -105,6 +108,17 @@
 //! [`Communicator::split`] makes communicators by color and key, as `MPI_Comm_split` does. [`Cart`] arranges ranks in a
 //! grid, and [`Communicator::split_along`] splits it along an axis, for data, pipeline and tensor parallelism. Each has
 //! a group of its own on the devices, so that their operations overlap.
+//!
+//! # Log
+//!
+//! Events go to the program's `tracing` subscriber. Without one, each fault is one line on stderr: a job that gets no
+//! tree, a lost device, an ended communicator. The variable `SUMAC_LOG` selects more (`debug`,
+//! `sumac::controller=trace`), or `off`. The crate installs no subscriber, so a program may set its own at any time.
+//!
+//! # Test
+//!
+//! With the feature `testing`, `sumac::testing::LocalCluster` runs a controller, emulated devices and ranks in one
+//! process, and kills devices when you say so.
 //!
 //! # Inside
 //!
@@ -124,24 +138,30 @@ pub mod comm;
 pub mod controller;
 pub mod exec;
 pub mod gpu;
+mod log;
 pub mod plan;
 mod recovery;
 pub mod schedule;
 pub mod select;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod topo;
 pub mod transport;
 
 pub use comm::{
-    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, Element, Error, Handle, JoinConfig,
-    JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, Straggler, Transfer,
+    BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
+    JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
+    Straggler, Transfer,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;
 pub use controller::proto::Transport;
+pub use half::{bf16, f16};
 #[cfg(feature = "snapshot")]
 pub use recovery::harness;
 pub use select::Algo;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+pub use sumac_hal::udp::{Offload, UdpConfig};
 pub use sumac_hal::wire::RankMask;

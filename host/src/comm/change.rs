@@ -147,7 +147,7 @@ impl Core {
         }
         let (began, sent_before) = (Instant::now(), self.recovery_bytes);
         let (job, rank, view) = (self.config.job.clone(), self.config.rank, self.view);
-        tracing::warn!(job, rank, view, %cause, "changing the view");
+        crate::log::info!(job, rank, view, %cause, "changing the view");
         let mut tree = self.tree.take();
         if tree.is_some() {
             if let Some(session) = self.session.as_ref().filter(|_| cause.is_loss_of_tree()) {
@@ -190,14 +190,19 @@ impl Core {
             Ok(new_tree) => {
                 self.recoveries = (self.recoveries.0 + 1, self.recoveries.1 + took);
                 self.install(new_tree);
-                let on = self.tree.as_ref().map_or("host collectives", |_| "another tree");
-                tracing::warn!(job, rank, view, repair_bytes, took_ms, on, "recovered");
+                let (on, why) = match &self.tree {
+                    Some(_) => ("another tree", None),
+                    None => ("host collectives", self.selection.tree.as_ref().err()),
+                };
+                // The fault's one line, which also explains the fallback that follows from it.
+                crate::log::warn!(job, rank, view, %cause, repair_bytes, took_ms, on, why, "recovered");
+                self.fallback_logged = self.tree.is_none();
                 self.relaunch(completed_below);
                 Ok(completed_below)
             }
             Err(error) => {
                 // The call logs the error itself, which says what its buffer holds.
-                tracing::warn!(
+                crate::log::info!(
                     job,
                     rank,
                     view,
@@ -372,7 +377,7 @@ impl Core {
                     }
                     Err(error) => {
                         let (job, rank) = (&self.config.job, self.config.rank);
-                        tracing::info!(job, rank, %error, "a recovery attempt failed");
+                        crate::log::info!(job, rank, %error, "a recovery attempt failed");
                         change.view.failed(ballot, change.clock.now());
                     }
                 }
@@ -486,7 +491,7 @@ fn final_error(outcome: &Outcome<Decision>, cause: &Error, waited: Duration) -> 
     match outcome.decision.failure {
         Some(Unrecoverable::Mismatch { first, other }) => return Some(Error::mismatch(first, other)),
         Some(why @ Unrecoverable::ChunkLost { .. }) => {
-            tracing::error!(%why, %cause, "recovery is not possible");
+            crate::log::info!(%why, %cause, "recovery is not possible");
             // Some rank had the result, and has it no longer.
             return Some(Error::OutcomeUnknown { desc: OpDesc::barrier(), waited, output: OutputState::default() });
         }

@@ -106,7 +106,7 @@ pub(super) struct Core {
     selection_cache: SelectionCache,
     /// The queue position that the cached selections depend on.
     queue_position: Option<QueuePosition>,
-    fallback_logged: bool,
+    pub(super) fallback_logged: bool,
 }
 
 impl std::fmt::Debug for Core {
@@ -124,6 +124,8 @@ impl Core {
         session: Session,
         notices: std::sync::Arc<Notices>,
     ) -> Self {
+        // Joining has logged why there is no tree.
+        let fallback_logged = selection.tree.is_err();
         Self {
             config,
             selection,
@@ -158,7 +160,7 @@ impl Core {
             completions: BTreeMap::new(),
             selection_cache: SelectionCache::default(),
             queue_position: None,
-            fallback_logged: false,
+            fallback_logged,
         }
     }
 
@@ -424,7 +426,7 @@ impl Core {
         let fallback = explanation.fallback().map(ToString::to_string);
         if let Some(why) = fallback.as_ref().filter(|_| !self.fallback_logged) {
             let (job, rank) = (&self.config.job, self.config.rank);
-            tracing::warn!(job, rank, path = path.name(), %why, "falling back from the tree (logged once)");
+            crate::log::warn!(job, rank, path = path.name(), %why, "falling back from the tree (logged once)");
             self.fallback_logged = true;
         }
         let chosen = (path, fallback);
@@ -504,7 +506,7 @@ impl Core {
     pub(super) fn note_end(&mut self, error: &Error) {
         if !error.is_rejection() && self.ended.is_none() {
             let (job, rank) = (&self.config.job, self.config.rank);
-            tracing::warn!(job, rank, %error, "the communicator has ended");
+            crate::log::warn!(job, rank, %error, "the communicator has ended");
             self.ended = Some(error.clone());
             if let (Some(session), Some(reason)) = (&self.session, error.abort_reason()) {
                 session.abort(reason);

@@ -5,7 +5,16 @@ use crate::transport::memory::Buffer;
 use std::any::Any;
 use sumac_hal::op::Dtype;
 
-/// A Rust type that operations take as elements.
+/// A Rust type that operations take as elements: integers, floats, and [`sumac::f16`](crate::f16) and
+/// [`sumac::bf16`](crate::bf16) of the `half` crate.
+///
+/// ```no_run
+/// # fn sum(comm: &sumac::Communicator) -> Result<(), sumac::Error> {
+/// let mut gradients = vec![sumac::bf16::ONE; 1024];
+/// comm.all_reduce(&mut gradients, sumac::ReduceOp::Sum)?;
+/// # Ok(())
+/// # }
+/// ```
 pub trait Element: bytemuck::Pod + Send + 'static {
     /// The element type that it stands for.
     const DTYPE: Dtype;
@@ -79,7 +88,7 @@ pub trait OwnedBuffer: sealed::Sealed + Send + Sized + 'static {
     fn zeroed(comm: &Communicator, len: usize) -> Result<Self, Error>;
 }
 
-mod sealed {
+pub(super) mod sealed {
     pub trait Sealed {}
 }
 

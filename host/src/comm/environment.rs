@@ -60,7 +60,7 @@ pub fn check() -> Vec<Warning> {
 /// Log what [`check`] finds, once in a process.
 pub(super) fn warn_once() {
     static WARNED: Once = Once::new();
-    WARNED.call_once(|| check().iter().for_each(|warning| tracing::warn!("{warning}")));
+    WARNED.call_once(|| check().iter().for_each(|warning| crate::log::warn!("{warning}")));
 }
 
 /// Read a rank's configuration.

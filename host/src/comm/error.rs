@@ -7,6 +7,7 @@ use crate::transport::memory::RegisterError;
 use crate::transport::packets::EndpointError;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
@@ -23,7 +24,11 @@ use thiserror::Error;
 /// Any other error ends the communicator, because its ranks may be at different operations; every later call returns
 /// [`Error::Ended`]. The caller's buffer then holds, chunk by chunk, its input or the result; after a host collective
 /// it is unspecified. If ranks failed, [`OutputState`] says which elements hold results.
-#[derive(Debug, Clone, PartialEq, Error)]
+///
+/// Programs may return it from `main`: `{:?}` prints the message, as `{}` does, and causes that it does not contain.
+/// `{:#?}` puts the variant's name before it. Joining, splitting and shrinking have errors of their own, which `?`
+/// converts to [`Error::Creation`].
+#[derive(Clone, PartialEq, Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Ranks called different operations. All of them get this error.
@@ -174,7 +179,95 @@ pub enum Error {
     /// An earlier call ended the communicator.
     #[error("the communicator has ended, because an earlier call failed: {0}")]
     Ended(Box<Self>),
+    /// There is no communicator: joining, splitting or shrinking failed. No call returns it.
+    #[error(transparent)]
+    Creation(CreationError),
 }
+
+/// Write an error and its causes, without causes that the text contains already.
+pub(super) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    let text = causes
+        .map(ToString::to_string)
+        .fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") });
+    f.write_str(&text)
+}
+
+/// A [`JoinError`](super::JoinError), [`SplitError`](super::SplitError) or [`ShrinkError`](super::ShrinkError) as part of
+/// an [`Error`](enum@Error). It equals its clones only.
+#[derive(Clone)]
+pub struct CreationError(Arc<dyn std::error::Error + Send + Sync>);
+
+impl CreationError {
+    pub(super) fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(Arc::new(error))
+    }
+
+    /// Return the original error, to be downcast.
+    pub fn get(&self) -> &(dyn std::error::Error + Send + Sync + 'static) {
+        &*self.0
+    }
+}
+
+impl PartialEq for CreationError {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl fmt::Display for CreationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl fmt::Debug for CreationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_chain(self, f)
+    }
+}
+
+impl std::error::Error for CreationError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.0.source()
+    }
+}
+
+/// Print in `{:?}` what `Display` does, with the causes, and in `{:#?}` the variant's name before it.
+macro_rules! readable_debug {
+    ($ty:ty: $($variant:ident)*) => {
+        impl std::fmt::Debug for $ty {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                if f.alternate() {
+                    let name = match self {
+                        $(Self::$variant { .. } => stringify!($variant),)*
+                    };
+                    write!(f, "{name}: ")?;
+                }
+                $crate::comm::error::write_chain(self, f)
+            }
+        }
+    };
+}
+
+/// Make an error of creating a communicator readable, and convert it to [`Error`].
+macro_rules! creation_error {
+    ($ty:ty: $($variant:ident)*) => {
+        $crate::comm::error::readable_debug!($ty: $($variant)*);
+
+        impl From<$ty> for $crate::comm::error::Error {
+            fn from(error: $ty) -> Self {
+                Self::Creation($crate::comm::error::CreationError::new(error))
+            }
+        }
+    };
+}
+
+pub(super) use {creation_error, readable_debug};
+
+readable_debug!(Error: Mismatch RankLost RanksFailed Partitioned OutcomeUnknown PathLost GroupLost DeviceLost Device
+    Memory Stragglers Excluded Deadline TooManyInFlight NotPossible Unsupported Argument Schedule Forked Cancelled Ended
+    Creation);
 
 fn describe_mismatch(first: &OpDesc, other: &OpDesc) -> String {
     if first == other {
@@ -335,6 +428,8 @@ impl From<ExecError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::{JoinError, ShrinkError, SplitError};
+    use crate::exec::MeshError;
 
     #[test]
     fn ranks_failed_display_names_ranks_call_and_output() {
@@ -352,6 +447,32 @@ mod tests {
             text.ends_with("2 ranges of output elements within 4..16 hold results, all others are unchanged"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn debug_prints_the_message_and_causes_it_lacks() {
+        let listener = MeshError::Listener(std::io::ErrorKind::AddrInUse.into());
+        let join = JoinError::Mesh(listener);
+        assert_eq!(format!("{join:?}"), "cannot make the listener non-blocking: address in use");
+        assert_eq!(format!("{join:#?}"), "Mesh: cannot make the listener non-blocking: address in use");
+        let error = Error::from(SplitError::Join { name: "job/0.1".into(), source: Box::new(join) });
+        let text = "joining job/0.1: cannot make the listener non-blocking: address in use";
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:#?}"), format!("Creation: {text}"));
+        assert_eq!(
+            format!("{:?}", Error::Ended(Box::new(Error::PathLost))),
+            Error::Ended(Box::new(Error::PathLost)).to_string()
+        );
+    }
+
+    #[test]
+    fn creation_error_equals_its_clone_and_downcasts() {
+        let make = || Error::from(ShrinkError::NotMember { name: "job".into() });
+        let error = make();
+        assert_eq!(error, error.clone());
+        assert_ne!(error, make());
+        let Error::Creation(inner) = error else { panic!("{error:#?}") };
+        assert!(matches!(inner.get().downcast_ref(), Some(ShrinkError::NotMember { name }) if name == "job"));
     }
 
     /// A failed recovery leaves ranks at different points, whatever the error was.

@@ -50,7 +50,13 @@ pub struct JoinConfig {
     pub join_timeout: Duration,
     /// The local address to bind to; devices and other ranks must be able to reach it.
     pub bind: IpAddr,
-    /// Options of the UDP data port.
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
+    ///
+    /// ```
+    /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
+    /// let mut config = sumac::JoinConfig::new(controller, "job", 0, 2);
+    /// config.udp = sumac::UdpConfig { gso: sumac::Offload::Off, ..sumac::UdpConfig::default() };
+    /// ```
     pub udp: UdpConfig,
     /// How to reach the leaf device.
     pub transport: Transport,
@@ -143,7 +149,7 @@ impl JoinConfig {
 pub const DEFAULT_PORT: u16 = 7847;
 
 /// Why a rank could not join its job.
-#[derive(Debug, Error)]
+#[derive(Error)]
 #[non_exhaustive]
 pub enum JoinError {
     /// An environment variable is missing or invalid.
@@ -183,6 +189,8 @@ pub enum JoinError {
     #[error("invalid reply from the controller: {0}")]
     Membership(String),
 }
+
+super::error::creation_error!(JoinError: Environment Controller Port Listen Mesh Attach Membership);
 
 /// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
@@ -267,7 +275,7 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         Err(why) => {
             if world > 1 {
                 let queue = membership.queue.map(|place| place.to_string());
-                tracing::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
+                crate::log::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
             }
             None
         }
@@ -326,13 +334,13 @@ fn packet_tree(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort,
     let (rank, world) = (Rank(config.rank), config.world);
     if let Some(why) = &tree.packets_reason {
         let device = &tree.leaf;
-        tracing::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
+        crate::log::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
     }
     // Listen before announcing it: contributions carry the key.
     let shared_key =
         tree.shared.filter(|shared| join_shared(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
     if tree.shared.is_some() && shared_key.is_none() {
-        tracing::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
+        crate::log::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
     }
     let endpoint = tree.endpoint((rank, world), shared_key, table_version);
     Tree::Packets(Box::new(TreeDriver::new(Endpoint::new(endpoint), port)))

@@ -42,7 +42,7 @@ impl Core {
             Departure::Clean => self.channel.iter().for_each(MembershipChannel::announce_departure),
             Departure::Unconfirmed { waited } => {
                 let (job, rank) = (&self.config.job, self.config.rank);
-                tracing::warn!(
+                crate::log::warn!(
                     job,
                     rank,
                     ?waited,

@@ -228,7 +228,7 @@ impl Inbox {
         match (postcard::to_allocvec(note), self.sender.get()) {
             (Ok(note), Some(sender)) => sender.send(to, note),
             (Ok(_), None) => {}
-            (Err(error), _) => tracing::error!(%error, "cannot encode a message to another rank"),
+            (Err(error), _) => crate::log::error!(%error, "cannot encode a message to another rank"),
         }
     }
 
@@ -290,7 +290,7 @@ impl Inbox {
                 Ok(ChannelMessage::View(epoch, message)) => (epoch, PeerEvent::Message(from, Box::new(message))),
                 Ok(_) => return (None, None),
                 Err(error) => {
-                    tracing::warn!(%from, %error, "ignored a malformed message from another rank");
+                    crate::log::warn!(%from, %error, "ignored a malformed message from another rank");
                     return (None, None);
                 }
             },

@@ -124,7 +124,7 @@ pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
 pub use element::{Element, OwnedBuffer};
-pub use error::{Error, OutputState};
+pub use error::{CreationError, Error, OutputState};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use leave::Departure;
@@ -132,6 +132,7 @@ pub use messages::MessageHandle;
 pub use notices::ControllerState;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
+pub use start::StartError;
 pub use straggler::Straggler;
 
 use self::core::Core;
@@ -220,6 +221,7 @@ pub struct Communicator {
     core: SharedCore,
     rank: u32,
     size: u32,
+    buckets: bucket::BucketPool,
 }
 
 impl Communicator {
@@ -230,7 +232,7 @@ impl Communicator {
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
         let core = SharedCore::new(join::join(config)?);
-        Ok(Self { core, rank, size })
+        Ok(Self { core, rank, size, buckets: bucket::BucketPool::default() })
     }
 
     /// Return this rank.

@@ -197,7 +197,7 @@ impl Notices {
         match served {
             Ok(thread) => threads.push(thread),
             Err(error) => {
-                tracing::error!(%error, "cannot start a recovery thread: this rank takes part in its next call");
+                crate::log::error!(%error, "cannot start a recovery thread: this rank takes part in its next call");
             }
         }
     }

@@ -359,7 +359,7 @@ impl TreeProgress<'_> {
         if !std::mem::replace(&mut self.is_loss_logged, true) {
             // The host collective does not need the tree; the next operation in the tree reports the loss.
             let (job, rank) = (&self.core.config.job, self.core.config.rank);
-            tracing::warn!(job, rank, %error, "the tree was lost during a host collective");
+            crate::log::info!(job, rank, %error, "the tree was lost during a host collective");
         }
         Ok(())
     }

@@ -235,7 +235,7 @@ impl Core {
         let new_tree = if is_offered { self.find_tree(deadline) } else { None };
         let new_tree = self.agree_on(new_tree, deadline)?;
         let (job, rank, moved) = (&self.config.job, self.config.rank, new_tree.is_some());
-        tracing::info!(job, rank, moved, "handled the offer of a tree");
+        crate::log::info!(job, rank, moved, "handled the offer of a tree");
         if self.view != view {
             return Ok(());
         }
@@ -307,7 +307,7 @@ impl Core {
         let (job, rank) = (self.config.job.clone(), self.config.rank);
         let on = self.tree.as_ref().map_or("host collectives", |_| "the present tree");
         let none = |why: &dyn std::fmt::Display| -> Option<NewTree> {
-            tracing::warn!(job, rank, %why, on, "no other tree");
+            crate::log::info!(job, rank, %why, on, "no other tree");
             None
         };
         let now = Instant::now();

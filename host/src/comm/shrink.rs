@@ -8,7 +8,7 @@ use sumac_hal::ids::Rank;
 use thiserror::Error as ThisError;
 
 /// Why a communicator could not be shrunk. Survivors can try again.
-#[derive(Debug, ThisError)]
+#[derive(ThisError)]
 #[non_exhaustive]
 pub enum ShrinkError {
     /// This rank has left the job, or its program has cancelled the communicator.
@@ -34,6 +34,8 @@ pub enum ShrinkError {
         source: Box<JoinError>,
     },
 }
+
+super::error::creation_error!(ShrinkError: NotMember Survivors Join);
 
 impl Communicator {
     /// Make a new communicator of the surviving ranks, in their present order, on the devices that are available. All

@@ -10,7 +10,7 @@ use sumac_hal::op::{Dtype, OpDesc};
 use thiserror::Error as ThisError;
 
 /// Why a communicator could not be split.
-#[derive(Debug, ThisError)]
+#[derive(ThisError)]
 #[non_exhaustive]
 pub enum SplitError {
     /// The ranks could not exchange their colors and keys.
@@ -30,6 +30,8 @@ pub enum SplitError {
         source: Box<JoinError>,
     },
 }
+
+super::error::creation_error!(SplitError: Exchange Join);
 
 impl Communicator {
     /// Split the communicator, as `MPI_Comm_split` does: ranks with the same color form a new one, ordered by `key` and

@@ -7,94 +7,153 @@
 //! Up to 1024 operations may be in flight. At the limit, a start waits for room until its deadline, as a blocking call
 //! does, and advances the operations in flight meanwhile. If none completes, it fails with [`Error::TooManyInFlight`]
 //! and does not count as a call.
+//!
+//! A start that fails gives the buffer back, unchanged ([`StartError`]).
 
 use super::calls::{check, elements};
 use super::element::ErasedBuffer;
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer};
+use std::fmt;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+
+/// Why an operation could not be started, and its buffer, which is unchanged. `?` converts it to [`Error`] and drops
+/// the buffer.
+pub struct StartError<B> {
+    /// What went wrong.
+    pub error: Error,
+    /// The buffer of the call.
+    pub buffer: B,
+}
+
+impl<B> From<StartError<B>> for Error {
+    fn from(refused: StartError<B>) -> Self {
+        refused.error
+    }
+}
+
+impl<B> fmt::Display for StartError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<B> fmt::Debug for StartError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.error, f)
+    }
+}
+
+impl<B> std::error::Error for StartError<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
 
 impl Communicator {
     /// Start an all-reduce of `buffer`; [`Handle::wait`] returns it with the result.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
-    pub fn start_all_reduce<B: OwnedBuffer>(&self, buffer: B, op: ReduceOp) -> Result<Handle<B>, Error> {
+    /// [`StartError`], with the buffer, if the operation cannot be started.
+    pub fn start_all_reduce<B: OwnedBuffer>(&self, buffer: B, op: ReduceOp) -> Result<Handle<B>, StartError<B>> {
         self.start_all_reduce_with(buffer, op, &CallOptions::default())
     }
 
     /// Start an all-reduce as [`Communicator::start_all_reduce`] does, with options.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
+    /// [`StartError`], with the buffer, if the operation cannot be started.
     pub fn start_all_reduce_with<B: OwnedBuffer>(
         &self,
         buffer: B,
         op: ReduceOp,
         options: &CallOptions,
-    ) -> Result<Handle<B>, Error> {
-        let desc = OpDesc::all_reduce(dtype::<B>(), op, elements(buffer.values(), Some(op))?);
-        self.start(desc, buffer, None, options)
+    ) -> Result<Handle<B>, StartError<B>> {
+        let count = elements(buffer.values(), Some(op));
+        let desc = count.map(|count| (OpDesc::all_reduce(dtype::<B>(), op, count), None));
+        self.start(desc, buffer, options)
     }
 
     /// Start a reduction to `root`; [`Handle::wait`] returns the buffer, which holds the result at the root only.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
-    pub fn start_reduce<B: OwnedBuffer>(&self, buffer: B, op: ReduceOp, root: u32) -> Result<Handle<B>, Error> {
-        let desc = OpDesc::reduce(dtype::<B>(), op, Rank(root), elements(buffer.values(), Some(op))?);
-        self.start(desc, buffer, None, &CallOptions::default())
+    /// [`StartError`], with the buffer, if the operation cannot be started.
+    pub fn start_reduce<B: OwnedBuffer>(&self, buffer: B, op: ReduceOp, root: u32) -> Result<Handle<B>, StartError<B>> {
+        let count = elements(buffer.values(), Some(op));
+        let desc = count.map(|count| (OpDesc::reduce(dtype::<B>(), op, Rank(root), count), None));
+        self.start(desc, buffer, &CallOptions::default())
     }
 
     /// Start a broadcast of `root`'s `buffer`; [`Handle::wait`] returns the buffer with the root's values.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
-    pub fn start_broadcast<B: OwnedBuffer>(&self, buffer: B, root: u32) -> Result<Handle<B>, Error> {
-        let desc = OpDesc::broadcast(dtype::<B>(), Rank(root), elements(buffer.values(), None)?);
-        self.start(desc, buffer, None, &CallOptions::default())
+    /// [`StartError`], with the buffer, if the operation cannot be started.
+    pub fn start_broadcast<B: OwnedBuffer>(&self, buffer: B, root: u32) -> Result<Handle<B>, StartError<B>> {
+        let count = elements(buffer.values(), None);
+        let desc = count.map(|count| (OpDesc::broadcast(dtype::<B>(), Rank(root), count), None));
+        self.start(desc, buffer, &CallOptions::default())
     }
 
     /// Start a reduce-scatter of `input`; [`Handle::wait`] returns this rank's block of the result. All blocks have the
     /// same length.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
-    pub fn start_reduce_scatter<B: OwnedBuffer>(&self, input: B, op: ReduceOp) -> Result<Handle<B>, Error> {
+    /// [`StartError`], with `input`, if the operation cannot be started.
+    pub fn start_reduce_scatter<B: OwnedBuffer>(&self, input: B, op: ReduceOp) -> Result<Handle<B>, StartError<B>> {
+        let desc = self.reduce_scatter_of(&input, op);
+        self.start(desc, input, &CallOptions::default())
+    }
+
+    fn reduce_scatter_of<B: OwnedBuffer>(&self, input: &B, op: ReduceOp) -> Result<(OpDesc, Option<B>), Error> {
         let ranks = self.size() as usize;
         let len = input.values().len();
         if !len.is_multiple_of(ranks) {
             return Err(Error::Argument(format!("{len} elements are not {ranks} equal blocks")));
         }
         let output = B::zeroed(self, len / ranks)?;
-        let desc = OpDesc::reduce_scatter(dtype::<B>(), op, elements(input.values(), Some(op))?);
-        self.start(desc, input, Some(output), &CallOptions::default())
+        Ok((OpDesc::reduce_scatter(dtype::<B>(), op, elements(input.values(), Some(op))?), Some(output)))
     }
 
     /// Start an all-gather of `input`; [`Handle::wait`] returns the inputs of all ranks, in rank order.
     ///
     /// # Errors
-    /// [`Error`] if the operation cannot be started. The buffer is lost.
-    pub fn start_all_gather<B: OwnedBuffer>(&self, input: B) -> Result<Handle<B>, Error> {
+    /// [`StartError`], with `input`, if the operation cannot be started.
+    pub fn start_all_gather<B: OwnedBuffer>(&self, input: B) -> Result<Handle<B>, StartError<B>> {
+        let desc = self.all_gather_of(&input);
+        self.start(desc, input, &CallOptions::default())
+    }
+
+    fn all_gather_of<B: OwnedBuffer>(&self, input: &B) -> Result<(OpDesc, Option<B>), Error> {
         let block = input.values().len();
         let len = block.checked_mul(self.size() as usize);
         let len = len.ok_or_else(|| Error::Argument(format!("{} blocks of {block}", self.size())))?;
         let output = B::zeroed(self, len)?;
-        let desc = OpDesc::all_gather(dtype::<B>(), elements(output.values(), None)?);
-        self.start(desc, input, Some(output), &CallOptions::default())
+        Ok((OpDesc::all_gather(dtype::<B>(), elements(output.values(), None)?), Some(output)))
     }
 
+    /// Start an operation from `buffer` to the output beside its description, or else in place.
     fn start<B: OwnedBuffer>(
         &self,
-        desc: OpDesc,
-        memory: B,
-        output: Option<B>,
+        desc: Result<(OpDesc, Option<B>), Error>,
+        buffer: B,
         options: &CallOptions,
-    ) -> Result<Handle<B>, Error> {
-        check(&desc)?;
+    ) -> Result<Handle<B>, StartError<B>> {
+        let ready = desc.and_then(|(desc, output)| {
+            check(&desc)?;
+            Ok((desc, output, self.lock()?))
+        });
+        let (desc, output, mut core) = match ready {
+            Ok(ready) => ready,
+            Err(error) => return Err(StartError { error, buffer }),
+        };
         let output = output.map(|output| Box::new(output) as Box<dyn ErasedBuffer>);
-        let id = self.lock()?.start(desc, Box::new(memory), output, options)?;
-        Ok(Handle::new(self.core.clone(), id))
+        match core.start(desc, Box::new(buffer), output, options) {
+            Ok(id) => Ok(Handle::new(self.core.clone(), id)),
+            Err(StartError { error, buffer }) => {
+                let buffer = buffer.into_any().downcast().expect("the core returns the buffer that it was given");
+                Err(StartError { error, buffer: *buffer })
+            }
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use super::element::ErasedBuffer;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::progress::Deadline;
+use super::start::StartError;
 use super::{CallOptions, Outcome, Outstanding};
 use crate::exec::Buffers;
 use crate::schedule::Schedule;
@@ -107,25 +108,34 @@ pub(super) struct Started {
 }
 
 impl Core {
-    /// Start an operation on buffers that the communicator owns until it is waited for.
+    /// Start an operation on buffers that the communicator owns until it is waited for. An error returns `memory`,
+    /// unchanged.
     pub(super) fn start(
         &mut self,
         desc: OpDesc,
         memory: Box<dyn ErasedBuffer>,
         output: Option<Box<dyn ErasedBuffer>>,
         options: &CallOptions,
-    ) -> Result<u64, Error> {
-        self.check_usable()?;
-        let extent = Extent::of(&desc, self.place)?;
+    ) -> Result<u64, StartError<Box<dyn ErasedBuffer>>> {
+        let extent = match self.check_usable().and_then(|()| Extent::of(&desc, self.place)) {
+            Ok(extent) => extent,
+            Err(error) => return Err(StartError { error, buffer: memory }),
+        };
         let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
-        extent.check(&desc, &owned.borrow_buffers())?;
-        owned.scaled = premultiply(&desc, &extent, &owned.borrow_buffers(), options)?;
+        let checked = extent.check(&desc, &owned.borrow_buffers());
+        match checked.and_then(|()| premultiply(&desc, &extent, &owned.borrow_buffers(), options)) {
+            Ok(scaled) => owned.scaled = scaled,
+            Err(error) => return Err(StartError { error, buffer: owned.memory }),
+        }
         let (deadline, before) = (self.deadline(options), self.snapshot());
-        let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
-        let result = ready.and_then(|()| self.start_call(desc, owned, options, deadline));
-        let result = result.map_err(|error| {
+        let result = match self.make_room(deadline).and_then(|()| self.begin_call(deadline)) {
+            Ok(()) => self.start_call(desc, owned, options, deadline),
+            Err(error) => Err(Box::new((error, owned))),
+        };
+        let result = result.map_err(|refused| {
+            let (error, owned) = *refused;
             let error = self.end(error, &desc, before);
-            self.release_rejected_call(error)
+            StartError { error: self.release_rejected_call(error), buffer: owned.memory }
         });
         self.calling = None;
         if result.is_ok() {
@@ -141,10 +151,13 @@ impl Core {
         mut owned: Owned,
         options: &CallOptions,
         deadline: Deadline,
-    ) -> Result<u64, Error> {
+    ) -> Result<u64, Box<(Error, Owned)>> {
         let handle = self.next_handle;
         loop {
-            let (path, fallback) = self.choose(&desc, options)?;
+            let (path, fallback) = match self.choose(&desc, options) {
+                Ok(chosen) => chosen,
+                Err(error) => return Err(Box::new((error, owned))),
+            };
             let mut started = Started {
                 desc,
                 call: self.calling.unwrap_or_default(),
@@ -168,7 +181,9 @@ impl Core {
             };
             let error;
             (error, owned) = *refused;
-            self.recover_from(Err(error), deadline)?;
+            if let Err(error) = self.recover_from(Err(error), deadline) {
+                return Err(Box::new((error, owned)));
+            }
         }
     }
 

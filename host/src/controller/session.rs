@@ -260,7 +260,7 @@ impl Session {
     pub fn suspect(&self, view: u32) {
         if let Err(error) = self.send(&ClientRequest::Suspect { view }) {
             // The reader thread also notices, and `replan` returns the error.
-            tracing::debug!(%error, view, "cannot report a lost tree to the controller");
+            crate::log::debug!(%error, view, "cannot report a lost tree to the controller");
         }
     }
 
@@ -268,7 +268,7 @@ impl Session {
     pub fn abort(&self, reason: AbortReason) {
         if let Err(error) = self.send(&ClientRequest::Abort(reason)) {
             // The other ranks detect the failure themselves, unless they reach it after this rank is gone.
-            tracing::debug!(%error, "cannot report the abort to the controller");
+            crate::log::debug!(%error, "cannot report the abort to the controller");
         }
     }
 
@@ -299,7 +299,7 @@ impl Session {
         *self.given_up.lock().unwrap_or_else(PoisonError::into_inner) = Some(view);
         if let Err(error) = self.send(&ClientRequest::AbandonReplan { view }) {
             // A successor does not know about this rank's request anyway.
-            tracing::debug!(%error, view, "cannot tell the controller that the replan timed out");
+            crate::log::debug!(%error, view, "cannot tell the controller that the replan timed out");
         }
         match replan_replies.try_iter().flatten().find(|(other, _)| *other == view) {
             Some((_, Ok(membership))) => Ok(*membership),
@@ -335,7 +335,7 @@ impl Session {
         let why = why.chars().take(REASON_SENT_CHARS_MAX).collect();
         if let Err(error) = self.send(&ClientRequest::Decline { view, device, why }) {
             // The devices release the group when its lease expires.
-            tracing::debug!(%error, view, "cannot decline the tree at the controller");
+            crate::log::debug!(%error, view, "cannot decline the tree at the controller");
         }
     }
 
@@ -344,7 +344,7 @@ impl Session {
     pub fn pause(&self, view: u32, at: u64) {
         if let Err(error) = self.send(&ClientRequest::Pause { view, at }) {
             // The lost connection withdraws the offer.
-            tracing::debug!(%error, view, "cannot answer the offer");
+            crate::log::debug!(%error, view, "cannot answer the offer");
         }
     }
 

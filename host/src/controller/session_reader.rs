@@ -85,7 +85,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
                 return;
             }
             let (job, rank) = (&self.resumption.request.job, self.resumption.request.rank);
-            tracing::warn!(job, %rank, controller = %self.addr, "lost the controller; the job continues without one");
+            crate::log::warn!(job, %rank, controller = %self.addr, "lost the controller; the job continues without one");
             (self.on_notice)(Notice::ControllerLost);
             match self.reconnect() {
                 Some(found) => reader = found,
@@ -109,19 +109,19 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
         while !self.is_closing() {
             match self.resume() {
                 Ok((view, reader)) => {
-                    tracing::info!(job, %rank, view, "a controller has resumed the job");
+                    crate::log::info!(job, %rank, view, "a controller has resumed the job");
                     self.resumption.view = self.resumption.view.max(view);
                     (self.on_notice)(Notice::ControllerBack { view });
                     return Some(reader);
                 }
                 Err(ClientError::Refused(JoinRefusal::RankTaken { .. })) if taken < TAKEN_RETRIES_MAX => taken += 1,
                 Err(ClientError::Refused(refusal)) => {
-                    tracing::warn!(job, %rank, %refusal, "resume refused; the job continues without a controller");
+                    crate::log::warn!(job, %rank, %refusal, "resume refused; the job continues without a controller");
                     self.connection().refusal = Some(refusal.clone());
                     (self.on_notice)(Notice::ResumeRefused(refusal));
                     return None;
                 }
-                Err(error) => tracing::debug!(job, %rank, %error, "not resumed"),
+                Err(error) => crate::log::debug!(job, %rank, %error, "not resumed"),
             }
             // Unparked when the session is dropped.
             std::thread::park_timeout(REDIAL_INTERVAL);
@@ -198,7 +198,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
 
     fn send(&self, request: &ClientRequest) {
         if let Err(error) = self.connection().send(request) {
-            tracing::debug!(%error, "cannot answer the controller");
+            crate::log::debug!(%error, "cannot answer the controller");
         }
     }
 }

@@ -58,7 +58,7 @@ impl Acceptor {
         match self.next() {
             Ok(stream) => return stream.map(|stream| Accepted { stream, is_last: false }),
             Err(error) if self.on_reserve == 0 => {
-                tracing::warn!(%error, "cannot accept connections; pausing");
+                crate::log::warn!(%error, "cannot accept connections; pausing");
                 self.on_reserve = ON_RESERVE_MAX;
             }
             Err(_) => {

@@ -176,7 +176,7 @@ fn ending(text: String) -> Ending {
 
 /// Return the name of an error's variant.
 fn variant(error: &impl Debug) -> String {
-    format!("{error:?}").chars().take_while(char::is_ascii_alphanumeric).collect()
+    format!("{error:#?}").chars().take_while(char::is_ascii_alphanumeric).collect()
 }
 
 fn report(line: &impl Serialize) {

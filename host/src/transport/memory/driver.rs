@@ -412,7 +412,12 @@ impl ZeroCopyDriver {
             // A region that the device does not release stays mapped; nothing looks it up any more.
             Purpose::Deregister(region) => {
                 let status = reply.status;
-                tracing::warn!(device = self.device, ?region, ?status, "cannot deregister a region; it stays mapped");
+                crate::log::warn!(
+                    device = self.device,
+                    ?region,
+                    ?status,
+                    "cannot deregister a region; it stays mapped"
+                );
             }
             Purpose::Abandoned => {
                 if let Some(region) = RegionKey::from_bits(reply.value)
@@ -449,7 +454,7 @@ impl ZeroCopyDriver {
                 self.device_link.ping();
             }
             Liveness::Dead => {
-                tracing::warn!(device = self.device, limit = ?HEARTBEAT_TIMEOUT, "the device's heartbeat has stopped");
+                crate::log::info!(device = self.device, limit = ?HEARTBEAT_TIMEOUT, "the device's heartbeat has stopped");
                 self.is_stalled = true;
                 self.endpoint.fail(EndpointError::PathLost);
             }

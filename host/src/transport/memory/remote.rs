@@ -154,7 +154,7 @@ impl RemoteLink {
                 true
             }
             Err(error) => {
-                tracing::debug!(%error, "link to the device lost");
+                crate::log::debug!(%error, "link to the device lost");
                 self.lost = Some(error);
                 true
             }

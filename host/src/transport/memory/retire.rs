@@ -92,7 +92,7 @@ impl ZeroCopyDriver {
         }
         self.is_retired = true;
         if fence != Fence::NotNeeded {
-            tracing::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
+            crate::log::debug!(device = self.device, ?fence, recovered, "group ended with chunks in flight");
         }
     }
 
@@ -203,7 +203,7 @@ impl ZeroCopyDriver {
                 return Fence::ProcessExited;
             }
             other => {
-                tracing::warn!(device = self.device, ?other, "fence failed; revoking the device's memory");
+                crate::log::info!(device = self.device, ?other, "fence failed; revoking the device's memory");
             }
         }
         if matches!(self.device_link, DeviceLink::Local(_)) {
@@ -219,7 +219,7 @@ impl ZeroCopyDriver {
             if let Err(error) = remote.fence() {
                 // It never writes to a caller's memory, and landed results are ignored from now on.
                 let device = &self.device;
-                tracing::error!(device, %error, "cannot fence the link; ignoring results that have landed");
+                crate::log::error!(device, %error, "cannot fence the link; ignoring results that have landed");
             }
             return;
         }
@@ -236,11 +236,11 @@ impl ZeroCopyDriver {
             drop(region);
             if let Err(error) = severed {
                 let Some(peer) = self.device_link.peer() else { return };
-                tracing::error!(device = self.device, %error, "cannot revoke memory; killing the device process");
+                crate::log::error!(device = self.device, %error, "cannot revoke memory; killing the device process");
                 (self.process_control.kill)(peer);
                 // If even that fails, the caller's memory is at risk, and nothing more can be done.
                 if !(self.process_control.has_ended)(peer, END_LIMIT) {
-                    tracing::error!(
+                    crate::log::error!(
                         device = self.device,
                         "the device process cannot be killed and may still write to this rank's memory"
                     );

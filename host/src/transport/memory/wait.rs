@@ -44,7 +44,7 @@ impl ZeroCopyDriver {
         let is_ready = || waker.is_raised() || completions.available().map_or(true, |count| count > 0);
         if let Err(error) = waiter.wait(&[queue.host_bell()], Some(deadline), is_ready) {
             // Without futexes the rings can still be polled.
-            tracing::debug!(device = self.device, %error, "cannot sleep on a doorbell; polling instead");
+            crate::log::debug!(device = self.device, %error, "cannot sleep on a doorbell; polling instead");
             std::thread::sleep(Duration::from_millis(1));
         }
         self.waker.take();

@@ -138,7 +138,7 @@ impl Endpoint {
         self.stats.shared_results += u64::from(shared);
         if !shared && self.shared_results.on_unicast() {
             let EndpointConfig { group, child, .. } = self.config;
-            tracing::info!(%group, %child, "no shared results arrive; requesting unicast results from now on");
+            crate::log::info!(%group, %child, "no shared results arrive; requesting unicast results from now on");
         }
     }
 

@@ -1,0 +1,12 @@
+//! The library as its users meet it: errors and log lines of programs, started operations, buckets, clusters for tests,
+//! and training that goes on when a device dies.
+
+mod buckets;
+mod clusters;
+mod errors;
+mod logging;
+mod programs;
+mod started;
+#[path = "../../host/examples/train.rs"]
+mod train;
+mod training;
