@@ -72,7 +72,7 @@ fn gpu_buffer_survives_device_loss() {
         comm.leave();
         outcomes.iter().any(|outcome| outcome.repaired || outcome.fallback.is_some() || outcome.path != Path::Tree)
     });
-    assert!(seen.iter().any(|&noticed| noticed), "the death of a leaf goes unnoticed");
+    assert!(seen.iter().any(|&noticed| noticed), "no rank has noticed the loss of the leaf");
 }
 
 #[test]

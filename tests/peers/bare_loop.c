@@ -1,5 +1,5 @@
-// A lower bound for a large all-reduce on this machine: two threads, each pinned to a core, pass over the buffers of all
-// ranks once and store the sum in each of them. No messages, no protocol, no synchronisation but between the two.
+// A lower bound for a large all-reduce on this machine: two threads, each pinned to a core, pass over the buffers of
+// all ranks once and store the sum in each of them. No messages, no protocol, no synchronisation but between the two.
 //
 //   bare_loop RANKS SIZE_BYTES...        f32 sum, in place
 //

@@ -7,9 +7,10 @@
 //
 //   {"algorithm":"ring","ranks":4,"size_bytes":8,"iterations":700,"time_us":286.1,"p99_us":402.7,"cpu_us":95.2}
 //
-// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over the
-// iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user and
-// system, all threads, maximum over ranks; it is measured in a separate pass, since reading that clock is a system call.
+// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
+// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
+// and system, all threads, maximum over ranks; it is measured in a separate pass, since reading that clock is a system
+// call.
 //
 // Do not use gloo::BarrierAllToAll here: its 4-byte buffers leave the pair with a send buffer of a few bytes, on which
 // later collectives stall for tens of milliseconds. gloo::barrier() has no such effect.

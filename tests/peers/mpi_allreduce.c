@@ -7,10 +7,10 @@
 //
 //   {"ranks":4,"size_bytes":8,"iterations":20000,"time_us":3.402,"p99_us":9.117,"cpu_us":3.351}
 //
-// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over the
-// iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user and
-// system, maximum over ranks; it is measured in a separate pass, since reading that clock is a system call, which takes
-// as long as a small operation.
+// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
+// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
+// and system, maximum over ranks; it is measured in a separate pass, since reading that clock is a system call, which
+// takes as long as a small operation.
 
 #include <mpi.h>
 #include <stdbool.h>
