@@ -3,12 +3,12 @@
 //!
 //! - Opening `boot` resets the card and sets BOOT_MODE to 0; a second opening is refused (`EBUSY`); closing it sets
 //!   BOOT_MODE to 1.
-//! - Writing goes to a FIFO that drains as the script says: slowly, in part, with an error, or never.
-//! - Reading `misc` gives all of the text to the first read after an opening, and nothing to the next. At display
-//!   level 2 the boot log is in it; it has 128 words and overwrites its oldest entries.
-//! - Writing `misc` takes one `KEY value` a write, at offset 0; anything else is `EINVAL`.
+//! - Writes go to a FIFO that drains as scripted: slowly, partially, with an error, or never.
+//! - The first read of `misc` after an open returns the whole text, the next one end of file. At display level 2 the
+//!   text includes the boot log, which has 128 words and overwrites its oldest entries.
+//! - A write to `misc` must be one `KEY value` at offset 0; anything else fails with `EINVAL`.
 //!
-//! The script triggers events by bytes written and readings, never by time.
+//! The script triggers events by bytes written and by reads of `misc`, never by time.
 
 use fuser::{
     BackgroundSession, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
@@ -25,23 +25,23 @@ use std::time::{Duration, UNIX_EPOCH};
 const ROOT: u64 = 1;
 const BOOT: u64 = 2;
 const MISC: u64 = 3;
-/// Words of the boot log's buffer.
+/// The capacity of the boot log's buffer in words.
 const LOG_WORDS: usize = 128;
-/// Threads that answer: a call that hangs must not keep others from being answered.
+/// The number of FUSE threads: calls that hang must not block others.
 const THREADS: usize = 8;
 
-/// When something happens.
+/// When an event happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum When {
-    /// From the beginning.
+    /// From the start.
     Before,
-    /// Once so many bytes of a stream were taken.
+    /// After this number of bytes of a stream.
     Written(u64),
-    /// At so many readings of `misc` after a whole stream was taken; the first one is 0.
+    /// At this read of `misc` after a complete stream, counted from 0.
     Reading(u32),
 }
 
-/// What a card does.
+/// A card's behaviour.
 #[derive(Debug, Clone)]
 pub(crate) struct Script {
     /// The length of the stream that makes the card boot, in bytes.
@@ -51,24 +51,24 @@ pub(crate) struct Script {
     pub(crate) is_secure: bool,
     pub(crate) is_dropping: bool,
     pub(crate) boot_mode: u32,
-    /// What opening `boot` fails with.
+    /// Opening `boot` fails with this error.
     pub(crate) open_error: Option<Errno>,
-    /// At most so many bytes are taken by a write.
+    /// The maximum number of bytes that a write accepts.
     pub(crate) write_max: usize,
-    /// What writing fails with, once, from this byte on.
+    /// The first write at or after this byte fails with this error.
     pub(crate) write_error: Option<(u64, Errno)>,
-    /// What every call fails with from here on.
+    /// All calls fail with this error from this trigger on.
     pub(crate) gone: Option<(When, Errno)>,
-    /// Calls into the driver hang from here on.
+    /// All calls hang from this trigger on.
     pub(crate) hangs: Option<When>,
-    /// `misc` does not take this key.
+    /// `misc` refuses this key.
     pub(crate) refused_key: Option<&'static str>,
     /// The boot log.
     pub(crate) log: Vec<(When, String)>,
 }
 
 impl Script {
-    /// A BlueField-3 that takes a stream of `len_bytes` and is ready after a few readings.
+    /// A BlueField-3 that accepts a stream of `len_bytes` bytes and is ready after a few reads of `misc`.
     pub(crate) fn good(len_bytes: usize) -> Self {
         let line = |when, text: &str| (when, text.to_owned());
         Self {
@@ -93,20 +93,20 @@ impl Script {
         }
     }
 
-    /// As [`Script::good`], with another boot log.
+    /// As [`Script::good`], with this boot log.
     pub(crate) fn with_log(len_bytes: usize, log: &[(When, &str)]) -> Self {
         Self { log: log.iter().map(|(when, line)| (*when, line.to_string())).collect(), ..Self::good(len_bytes) }
     }
 }
 
-/// What happened to a card.
+/// The recorded history of a card.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Seen {
-    /// What came in since `boot` was opened last.
+    /// The bytes written since `boot` was last opened.
     pub(crate) received: Vec<u8>,
-    /// How often `boot` was opened, whether it was let or not.
+    /// The number of attempts to open `boot`.
     pub(crate) opens: u32,
-    /// How often `boot` was closed.
+    /// The number of times that `boot` was closed.
     pub(crate) closes: u32,
     pub(crate) is_open: bool,
     /// Resets through `misc`.
@@ -114,7 +114,7 @@ pub(crate) struct Seen {
     pub(crate) boot_mode: u32,
     pub(crate) display_level: u32,
     pub(crate) clear_on_read: bool,
-    /// Keys and values that were written to `misc`.
+    /// Keys and values written to `misc`.
     pub(crate) settings: Vec<String>,
     pub(crate) readings: u32,
 }
@@ -123,18 +123,18 @@ pub(crate) struct Seen {
 struct State {
     script: Script,
     seen: Seen,
-    /// Readings of `misc` since a whole stream was taken.
+    /// The number of reads of `misc` since a stream was complete.
     readings_after: u32,
     log: VecDeque<String>,
-    /// Handles of `misc` that have given their text.
+    /// Handles of `misc` that have returned their text.
     read: Vec<u64>,
     next_handle: u64,
     is_error_told: bool,
-    /// The test is over: what hangs goes on.
+    /// Hanging calls are released.
     is_over: bool,
 }
 
-/// A card; its folder is gone with it.
+/// A card; dropping it unmounts its folder.
 pub(crate) struct SimulatedCard {
     shared: Arc<Shared>,
     folder: PathBuf,
@@ -148,7 +148,7 @@ struct Shared {
 }
 
 impl SimulatedCard {
-    /// Make a card's folder at `folder`, which is there and empty.
+    /// Mount a card at the empty folder `folder`.
     pub(crate) fn mount(folder: &Path, script: Script) -> io::Result<Self> {
         let seen = Seen { boot_mode: script.boot_mode, ..Seen::default() };
         let mut state = State {
@@ -161,7 +161,7 @@ impl SimulatedCard {
             is_error_told: false,
             is_over: false,
         };
-        state.log_what_is_due(When::Before);
+        state.append_due_lines(When::Before);
         let shared = Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new() });
         let mut config = Config::default();
         config.mount_options = vec![MountOption::FSName("rshim".into())];
@@ -170,12 +170,12 @@ impl SimulatedCard {
         Ok(Self { shared, folder: folder.into(), session: Some(session) })
     }
 
-    /// Return what has happened so far.
+    /// Return the history so far.
     pub(crate) fn seen(&self) -> Seen {
         self.shared.lock().seen.clone()
     }
 
-    /// Wait until something has happened to the card.
+    /// Wait until the card's history satisfies a condition.
     pub(crate) fn wait(&self, what: &str, is_there: impl Fn(&Seen) -> bool) {
         let limit = Duration::from_secs(600);
         let state = self.shared.lock();
@@ -184,7 +184,7 @@ impl SimulatedCard {
         assert!(!timeout.timed_out(), "{what} has not come: {:?}", Seen { received: Vec::new(), ..state.seen.clone() });
     }
 
-    /// Let what hangs go on.
+    /// Release hanging calls.
     pub(crate) fn release(&self) {
         self.shared.lock().is_over = true;
         self.shared.changed.notify_all();
@@ -194,7 +194,7 @@ impl SimulatedCard {
 impl Drop for SimulatedCard {
     fn drop(&mut self) {
         self.release();
-        // At once, even if a worker that was left behind still has a node open; fuser unmounts what is left after this.
+        // Detach immediately, even if an abandoned worker still has a file open; fuser unmounts the rest.
         let _ = rustix::mount::unmount(&self.folder, rustix::mount::UnmountFlags::DETACH);
         drop(self.session.take());
     }
@@ -205,7 +205,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begin a call into the driver: it hangs or fails if the script says so.
+    /// Start a call into the driver, which hangs or fails if scripted.
     fn enter(&self) -> Result<MutexGuard<'_, State>, Errno> {
         let state = self.lock();
         let hangs = |state: &mut State| !state.is_over && state.script.hangs.is_some_and(|when| state.is_due(when));
@@ -216,8 +216,8 @@ impl Shared {
         }
     }
 
-    /// End a call that has changed something.
-    fn tell(&self, state: MutexGuard<'_, State>) {
+    /// Publish a change of the state.
+    fn notify(&self, state: MutexGuard<'_, State>) {
         drop(state);
         self.changed.notify_all();
     }
@@ -236,8 +236,8 @@ impl State {
         }
     }
 
-    /// Put the lines whose time has come into the log's buffer.
-    fn log_what_is_due(&mut self, now: When) {
+    /// Append the log lines that are due.
+    fn append_due_lines(&mut self, now: When) {
         let before = now == When::Before;
         for (when, line) in std::mem::take(&mut self.script.log) {
             match when {
@@ -246,7 +246,7 @@ impl State {
                 when => self.script.log.push((when, line)),
             }
         }
-        // An entry has a header of a word.
+        // An entry has a header of one word.
         let words = |line: &String| 1 + line.len().div_ceil(8);
         while self.log.iter().map(words).sum::<usize>() > LOG_WORDS {
             self.log.pop_front();
@@ -299,7 +299,7 @@ impl State {
     }
 
     fn misc(&mut self) -> String {
-        self.log_what_is_due(When::Written(0));
+        self.append_due_lines(When::Written(0));
         if self.is_whole() {
             self.readings_after += 1;
         }
@@ -421,7 +421,7 @@ impl Filesystem for Card {
             state.next_handle += 1;
             let handle = state.next_handle;
             let opened = if inode == INodeNo(BOOT) { state.open_boot() } else { Ok(()) };
-            self.shared.tell(state);
+            self.shared.notify(state);
             opened.map(|()| handle)
         });
         match opened {
@@ -450,7 +450,7 @@ impl Filesystem for Card {
             }
             state.read.push(handle.into());
             let text = state.misc();
-            self.shared.tell(state);
+            self.shared.notify(state);
             Ok(text)
         });
         match text {
@@ -476,7 +476,7 @@ impl Filesystem for Card {
                 INodeNo(BOOT) => state.write_boot(data),
                 _ => state.set(offset, data).map(|()| data.len() as u32),
             };
-            self.shared.tell(state);
+            self.shared.notify(state);
             taken
         });
         match taken {
@@ -498,7 +498,7 @@ impl Filesystem for Card {
         if inode == INodeNo(BOOT) {
             let mut state = self.shared.lock();
             state.close_boot();
-            self.shared.tell(state);
+            self.shared.notify(state);
         }
         reply.ok();
     }

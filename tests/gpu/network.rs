@@ -65,7 +65,7 @@ fn gpu_buffer_survives_device_loss() {
         gate.wait();
         let outcomes = std::thread::scope(|scope| {
             if comm.rank() == 0 {
-                scope.spawn(|| boards.lock().expect("nobody panicked").remove(0));
+                scope.spawn(|| boards.lock().expect("not poisoned").remove(0));
             }
             all_reduce(&gpu, &comm).expect("got over")
         });
@@ -134,7 +134,7 @@ fn gpu_peers_complete_the_operations_of_a_lost_device() {
         gate.wait();
         let left = std::thread::scope(|scope| {
             if rank == 0 {
-                scope.spawn(|| boards.lock().expect("nobody panicked").clear());
+                scope.spawn(|| boards.lock().expect("not poisoned").clear());
             }
             among_peers(&mut peers, rank, Algo::Auto)
         });
