@@ -174,7 +174,7 @@ fn refused_call_does_not_count() {
 
 /// Only waiting ranks know the deadline; the others learn of it when the communicator ends.
 #[test]
-fn one_ranks_deadline_ends_its_communicator_and_names_it_to_the_others() {
+fn rank_past_its_deadline_ends_its_communicator_and_is_named_to_the_others() {
     let cluster = Cluster::start(1, 3);
     let is_over = Barrier::new(3);
     cluster.run("deadline", 3, plain, |comm| {

@@ -82,7 +82,7 @@ fn bytes_mut(values: &mut [u32]) -> &mut [u8] {
 }
 
 #[test]
-fn every_collective_by_every_path() {
+fn every_collective_gives_exact_results_by_every_path() {
     let cluster = Cluster::start(2, 4);
     for ranks in [1, 2, 3, 4, 7, 8] {
         let paths = cluster.run(&format!("all-{ranks}"), ranks, plain, |comm| {
@@ -181,9 +181,9 @@ fn started_operations_of_all_kinds_overlap() {
         let scattered = comm.start_reduce_scatter(inputs.clone(), ReduceOp::Sum).expect("started");
         let gathered = comm.start_all_gather(vec![rank; 500]).expect("started");
         let reduced = comm.start_reduce(inputs.clone(), ReduceOp::Sum, 2).expect("started");
-        let told = comm.start_broadcast(inputs.clone(), 3).expect("started");
-        let told = told.wait().expect("a broadcast").0;
-        assert!(told.iter().enumerate().all(|(i, &x)| x == value(3, i)));
+        let broadcast = comm.start_broadcast(inputs.clone(), 3).expect("started");
+        let broadcast = broadcast.wait().expect("a broadcast").0;
+        assert!(broadcast.iter().enumerate().all(|(i, &x)| x == value(3, i)));
         let reduced = reduced.wait().expect("a reduction").0;
         let whole = |i| if rank == 2 { total(4, i) } else { value(rank, i) };
         assert!(reduced.iter().enumerate().all(|(i, &x)| x == whole(i)));
@@ -310,12 +310,12 @@ fn cancelled_rank_is_lost_to_the_others() {
             Some((end, comm.barrier()))
         });
         assert!(matches!(ends[0], Some((Err(Error::Cancelled), Err(Error::Ended(_))))), "{:?}", ends[0]);
-        let told = match &ends[1] {
+        let is_reported = match &ends[1] {
             Some((Err(Error::RanksFailed { ranks, .. }), Err(_))) => ranks[..] == [Rank(0)],
             Some((Err(Error::Schedule(_)), Err(_))) => true,
             _ => false,
         };
-        assert!(told, "by {algo}, before the call: {before_the_call}: {:?}", ends[1]);
+        assert!(is_reported, "by {algo}, before the call: {before_the_call}: {:?}", ends[1]);
     }
 }
 

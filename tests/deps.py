@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Checks what the workspace depends on: licences, sources, and the direction of its own arrows.
+"""Checks the workspace's dependencies: licences, origins, and the direction of dependencies between its own crates.
 
 Licences: every crate that any member can pull in, on any platform, must be usable under a licence that deny.toml
           allows.
-Sources:  every foreign crate comes from a registry, not from a branch of somebody's repository.
-Arrows:   every arrow ends in hal. `host` never names `device`, `device` never names `host`; neither names `hal::emu`
-          (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
-          say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
-          One exception: `sumac::testing` composes clusters for users' tests, in one file, behind a feature (COMPOSERS).
-Folders:  inside a crate, no folder or file directly below `src` needs, through others, one that needs it (unit tests aside).
-Locks:    what is searched by fuzzing (tests/fuzz, a workspace of its own) are the versions that the workspace has.
-Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
+Origins:  every foreign crate comes from a registry, not from a git repository or a path.
+Crates:   all dependencies between members lead towards hal. `host` never names `device`, `device` never names `host`,
+          and neither names `hal::emu`: boards, tests and the command compose them. Inside hal, `emu` never names
+          `wire`. MAY_DEPEND_ON is checked against the manifests, FORBIDDEN_NAMES against the sources. One exception:
+          `sumac::testing` composes clusters for users' tests, in one file, behind a feature (COMPOSERS).
+Folders:  no folder or file directly below a crate's `src` is part of a dependency cycle (unit tests excepted).
+Locks:    the fuzz targets (tests/fuzz, a separate workspace) use the same versions as the workspace.
+Planted:  only features named `planted` enable planted bugs, so no released build contains them.
 
-    tests/deps.py              check; exit status 1 names every violation
-    tests/deps.py --features   print 'package feature' for each feature of each member, and 'package -' for none
+    tests/deps.py              check; on violations, print each and exit with status 1
+    tests/deps.py --features   print 'package feature' for each feature of each member, and 'package -' for no features
 """
 
 import json
@@ -25,16 +25,16 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# What `cargo deny` is told (tests/deny/run), which also checks what this does not: duplicates, and RustSec's advisories.
+# The policy is shared with `cargo deny` (tests/deny/run), which also checks duplicates and RustSec's advisories.
 POLICY = tomllib.loads((ROOT / "deny.toml").read_text(encoding="utf-8"))["licenses"]
 
-# Licences that any crate may have, and those that single crates may have beside them.
+# Licences allowed for every crate, and additional ones for single crates.
 ALLOWED = set(POLICY["allow"])
 EXCEPTIONS = {entry["crate"]: set(entry["allow"]) for entry in POLICY["exceptions"]}
 
-# Which members each member may depend on. A new member is an error until its place is stated here.
+# The members that each member may depend on. A new member is an error until it is listed here.
 ANY = None
-ARROWS = {
+MAY_DEPEND_ON = {
     "sumac-hal": set(),
     "sumac-device": {"sumac-hal"},
     "sumac": {"sumac-hal"},
@@ -50,41 +50,41 @@ ARROWS = {
 # dependency and nothing else; no other feature, the default ones included, enables either.
 COMPOSERS = [("sumac", "testing", "sumac-firmware", "host/src/testing.rs")]
 
-# Features of hal that a member must not ask for: the emulated hardware, and for the device also std.
+# Features of hal that a member must not enable: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
 
-# The workspace of the fuzz targets.
+# The fuzz targets' workspace.
 FUZZ = "tests/fuzz"
 
-# The feature for bugs planted on purpose.
+# The feature that enables planted bugs.
 PLANTED = "planted"
 
-# (folder, what its code must not name, why).
+# (folder, pattern that its code must not contain, reason).
 FORBIDDEN_NAMES = [
     ("host/src", r"\bsumac_device\b", "host never names device"),
     ("host/src", r"\bsumac_firmware\b", "host never names firmware, which names device"),
     ("host/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "host never names hal::emu"),
     ("device/src", r"\bsumac::|\bsumac_firmware\b", "device never names host"),
     ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
-    ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu knows nothing of wire"),
+    ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu never names wire"),
 ]
 
-# Crates whose folders must not need each other in a circle.
+# Crates whose folders must not form dependency cycles.
 LAYERED = ["hal", "device", "host", "host/cli", "firmware"]
 
-# (file, what it must say, why).
+# (file, pattern that it must contain, reason).
 REQUIRED = [
     ("firmware/boards/bare/src/lib.rs", r"^#!\[no_std\]", "boards without an operating system have no std"),
     ("firmware/boards/bare/src/lib.rs", r"^#!\[forbid\(unsafe_code\)\]", "what boards share has no unsafe code"),
     ("device/src/lib.rs", r"^#!\[no_std\]", "the device's runtime is no_std"),
     ("device/src/lib.rs", r"^#!\[forbid\(unsafe_code\)\]", "the device's runtime has no unsafe code"),
     ("host/src/lib.rs", r'^#\[cfg\(feature = "testing"\)\]\npub mod testing;', "clusters are for users' tests only"),
-    ("hal/src/lib.rs", r"^#!\[(no_std|cfg_attr\(not\(.*\), no_std\))\]", "hal is no_std unless asked otherwise"),
+    ("hal/src/lib.rs", r"^#!\[(no_std|cfg_attr\(not\(.*\), no_std\))\]", "hal is no_std by default"),
 ]
 
 
 def usable(expression, more=frozenset()):
-    """Tell whether an SPDX licence expression (SPDX 2.3, annex D) can be met within ALLOWED, and `more`.
+    """Return whether the licences in ALLOWED and `more` satisfy an SPDX expression (SPDX 2.3, annex D).
 
     >>> usable("MIT"), usable("GPL-3.0-only"), usable("MIT/Apache-2.0")
     (True, False, True)
@@ -99,7 +99,7 @@ def usable(expression, more=frozenset()):
     >>> usable("(MIT OR Apache-2.0) AND NCSA"), usable("(MIT OR Apache-2.0) AND NCSA", {"NCSA"})
     (False, True)
     """
-    # A slash is how old manifests wrote OR.
+    # Old manifests write OR as a slash.
     tokens = re.findall(r"[()]|[^\s()]+", expression.replace("/", " OR "))
 
     def take():
@@ -141,8 +141,8 @@ def metadata(*options, folder=ROOT):
     return json.loads(subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE).stdout)
 
 
-def others():
-    """Return what the workspaces beside the main one are made of: boards, for other targets, and the fuzz targets."""
+def separate_workspaces():
+    """Return the metadata of the other workspaces: boards, which have targets of their own, and the fuzz targets."""
     manifests = sorted([*(ROOT / "firmware/boards").glob("*/Cargo.toml"), ROOT / FUZZ / "Cargo.toml"])
     own = [path.parent for path in manifests if re.search(r"^\[workspace\]$", path.read_text(), re.MULTILINE)]
     return [metadata("--all-features", "--locked", folder=folder) for folder in own]
@@ -161,7 +161,7 @@ def versions(lock):
 
 
 def drift(ours, theirs):
-    """Yield where a lock file has versions of crates that the workspace's has, but not those.
+    """Yield the crates of which a lock file has a version that differs from the workspace's.
 
     >>> list(drift({"a": ["1.0.0", "2.0.0"]}, {"a": ["1.0.0"], "b": ["3.0.0"]}))
     []
@@ -180,12 +180,12 @@ def members(data):
 
 
 def foreign_crates(data, own):
-    """Yield what is wrong with crates of others."""
+    """Yield violations of foreign crates: licences and origins."""
     for package in data["packages"]:
         name = f"{package['name']} {package['version']}"
         licence = package["license"] or ""
         if not usable(licence, EXCEPTIONS.get(package["name"], frozenset())):
-            yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or argue for it in deny.toml"
+            yield f"{name}: licence '{licence or 'not stated'}' is not allowed; replace the crate, or add a justified exception to deny.toml"
         source = package["source"]
         if source is None and package["name"] not in own:
             yield f"{name}: comes from a path outside the workspace"
@@ -194,20 +194,20 @@ def foreign_crates(data, own):
 
 
 def manifests(packages, own):
-    """Yield where a manifest breaks the dependency rule, in any kind of dependency."""
+    """Yield violations of MAY_DEPEND_ON and FORBIDDEN_FEATURES in the manifests, for every kind of dependency."""
     for package in packages:
         name = package["name"]
-        if name not in ARROWS:
-            yield f"{name}: a new member; state in ARROWS what it may depend on"
+        if name not in MAY_DEPEND_ON:
+            yield f"{name}: a new member; add it to MAY_DEPEND_ON"
             continue
-        allowed = ARROWS[name]
+        allowed = MAY_DEPEND_ON[name]
         for dependency in package["dependencies"]:
             to = dependency["name"]
             if to in own and allowed is not ANY and to not in allowed and not composes(package, dependency):
                 yield f"{name} depends on {to}; it may depend on {', '.join(sorted(allowed)) or 'no member'}"
             bad = FORBIDDEN_FEATURES.get(name, set()) & set(dependency["features"])
             if to == "sumac-hal" and bad:
-                yield f"{name} asks for hal's feature '{', '.join(sorted(bad))}', which is not its to name"
+                yield f"{name} enables hal's feature '{', '.join(sorted(bad))}', which is forbidden for it"
 
 
 def composes(package, dependency):
@@ -236,7 +236,7 @@ def composes(package, dependency):
 
 
 def planted(packages):
-    """Yield where something could switch planted bugs on without naming them.
+    """Yield features and dependencies that enable planted bugs implicitly.
 
     >>> package = {"name": "a", "dependencies": [], "features": {"planted": ["b/planted"], "default": ["c"]}}
     >>> list(planted([package]))
@@ -244,20 +244,20 @@ def planted(packages):
     >>> package["features"]["default"] = ["b/planted"]
     >>> package["dependencies"] = [{"name": "b", "features": ["planted"]}]
     >>> list(planted([package]))
-    ["a's feature 'default' plants bugs", 'a asks for b with planted bugs']
+    ["a's feature 'default' enables planted bugs", 'a depends on b with planted bugs']
     """
     for package in packages:
         name = package["name"]
         for feature, parts in package["features"].items():
             if feature != PLANTED and any(re.split("[/?]+", part)[-1] == PLANTED for part in parts):
-                yield f"{name}'s feature '{feature}' plants bugs"
+                yield f"{name}'s feature '{feature}' enables planted bugs"
         for dependency in package["dependencies"]:
             if PLANTED in dependency["features"]:
-                yield f"{name} asks for {dependency['name']} with planted bugs"
+                yield f"{name} depends on {dependency['name']} with planted bugs"
 
 
 def strip_comments(text):
-    """Blank out Rust's line comments, so that documentation may name what code may not.
+    """Remove Rust's line comments: documentation may name what code must not.
 
     >>> strip_comments("a // b\\n//! c\\nd")
     'a \\n\\nd'
@@ -266,7 +266,7 @@ def strip_comments(text):
 
 
 def sources():
-    """Yield where a source file breaks the dependency rule or lacks what it must say."""
+    """Yield violations of FORBIDDEN_NAMES and REQUIRED in the sources."""
     for folder, pattern, why in FORBIDDEN_NAMES:
         for path in sorted((ROOT / folder).rglob("*.rs")):
             text = strip_comments(path.read_text(encoding="utf-8"))
@@ -282,7 +282,7 @@ def sources():
 
 
 def items(tree):
-    """Yield the first name of each path in a use tree, which may begin with a brace.
+    """Yield the first name of each path in a use tree, which may start with a brace.
 
     >>> list(items("{a::{b, c}, d, self}; x")), list(items("a::b; x"))
     (['a', 'd', 'self'], ['a'])
@@ -300,10 +300,10 @@ def items(tree):
         expected = depth == 1 and token in "{,"
 
 
-def needs(text, module):
-    """Yield the names at the root of a crate that the code of a module names; `module` is its path in the crate.
+def root_names(text, module):
+    """Yield the names at the crate root that the code of a module uses; `module` is its path in the crate.
 
-    >>> sorted(needs("use crate::{a::B, c}; use super::d; fn f() { super::super::e::g() }", ["m", "n"]))
+    >>> sorted(root_names("use crate::{a::B, c}; use super::d; fn f() { super::super::e::g() }", ["m", "n"]))
     ['a', 'c', 'e']
     """
     for match in re.finditer(r"\b(crate|super(?:::super)*)::(?=[\w{])", text):
@@ -311,10 +311,10 @@ def needs(text, module):
             yield from items(text[match.end():])
 
 
-def circles(edges):
-    """Return the nodes of a graph that reach themselves.
+def cyclic(edges):
+    """Return the nodes of a graph that are part of a cycle.
 
-    >>> circles({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": set()})
+    >>> cyclic({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": set()})
     ['a', 'b']
     """
     def reached(start):
@@ -329,10 +329,10 @@ def circles(edges):
 
 
 def folders(crate):
-    """Return what each folder or file directly below a crate's `src` needs of the others, by name."""
+    """Return {folder or file directly below a crate's `src`: the others that it depends on}."""
     src = ROOT / crate / "src"
     tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "tests"}
-    # What the crate's root re-exports belongs to the folder that it comes from.
+    # Names that the crate's root re-exports belong to the folder that defines them.
     home = {}
     for root in (path for path in (src / "lib.rs", src / "main.rs") if path.exists()):
         for use in re.finditer(r"^(?:pub )?use (\w+)::([^;]*);", strip_comments(root.read_text()), re.MULTILINE):
@@ -342,19 +342,19 @@ def folders(crate):
         module = [part for part in path.relative_to(src).with_suffix("").parts if part != "mod"]
         if module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
             continue
-        # Unit tests in the file itself stand at its end.
+        # Without unit tests, which are at the end of the file.
         text = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", strip_comments(path.read_text(encoding="utf-8")))[0]
-        edges[module[0]] |= {home.get(name, name) for name in needs(text, module)} & tops - {module[0]}
+        edges[module[0]] |= {home.get(name, name) for name in root_names(text, module)} & tops - {module[0]}
     return edges
 
 
 def layers():
-    """Yield which folders of a crate need each other."""
+    """Yield the folders that are part of dependency cycles."""
     for crate in LAYERED:
         edges = folders(crate)
-        for folder in circles(edges):
-            around = ", ".join(sorted(other for other in edges[folder] if folder in edges[other])) or "others between them"
-            yield f"{crate}/src/{folder} is in a circle of folders that need each other: {around}; move what both need below"
+        for folder in cyclic(edges):
+            direct = ", ".join(sorted(other for other in edges[folder] if folder in edges[other])) or "indirect"
+            yield f"{crate}/src/{folder} is part of a dependency cycle ({direct}); move what both sides need below them"
 
 
 def print_features():
@@ -376,13 +376,13 @@ def main():
     packages = members(data)
     own = {package["name"] for package in packages}
     found = [*foreign_crates(data, own), *manifests(packages, own), *planted(packages), *sources(), *layers()]
-    images = others()
+    images = separate_workspaces()
     for image in images:
         found += foreign_crates(image, own | {package["name"] for package in members(image)})
     found += drift(*(versions((ROOT / folder / "Cargo.lock").read_text(encoding="utf-8")) for folder in ("", FUZZ)))
     every = {(package["name"], package["version"]): package for one in [data, *images] for package in one["packages"]}
     named = {name for name, _ in every}
-    found += [f"deny.toml: an exception for {crate}, which nothing depends on" for crate in EXCEPTIONS if crate not in named]
+    found += [f"deny.toml: exception for {crate}, which is not a dependency" for crate in EXCEPTIONS if crate not in named]
     for violation in found:
         print(violation)
     licences = sorted({package["license"] or "" for package in every.values()})

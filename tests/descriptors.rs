@@ -53,7 +53,7 @@ fn take_all() -> Vec<File> {
 
 fn sum(comm: &Communicator) {
     let mut values = vec![comm.rank() + 1; LEN];
-    comm.all_reduce(&mut values, ReduceOp::Sum).expect("nobody is lost");
+    comm.all_reduce(&mut values, ReduceOp::Sum).expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
 }
 

@@ -104,7 +104,7 @@ fn over_shm(config: &mut JoinConfig) {
 
 fn sum(comm: &Communicator) {
     let mut values = vec![comm.rank() + 1; LEN];
-    let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("nobody is lost");
+    let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
     assert!(!outcome.repaired && outcome.fallback.is_none(), "{outcome:?}");
 }
@@ -161,7 +161,7 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
 
 /// Check that operations in flight complete and later calls succeed.
 fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffer: &Buffer<u32>) {
-    let (values, outcome) = handle.wait().expect("nobody is lost");
+    let (values, outcome) = handle.wait().expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
     assert!(!outcome.repaired);
     (0..20).for_each(|_| sum(&comm));

@@ -32,7 +32,7 @@ fn measure(children: usize, loss: u16) -> Report {
     all_reduce((tree, children), CHUNKS, 32, link, loss)
 }
 
-/// One all-reduce through a tree over so many ranks.
+/// An all-reduce in a tree of `ranks` ranks.
 fn all_reduce((tree, ranks): (Shape, usize), chunks: u64, window: u16, link: LinkConfig, loss: u16) -> Report {
     let count = chunks * u64::from(CHUNK_LEN_BYTES) / 4;
     let options = Options {

@@ -55,7 +55,7 @@ fn job_without_device_moves_to_a_tree_when_one_connects() {
                 while !has_begun.load(Ordering::Relaxed) {
                     thread::yield_now();
                 }
-                boards.lock().expect("nobody panicked").push(cluster.start_spare_board("late"));
+                boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
             });
             cluster.run("late", 3, configure, |comm| {
                 assert!(add(&comm, 0).path != Path::Tree);
@@ -87,10 +87,10 @@ fn returning_device_is_used_again() {
             for _ in 0..2 {
                 wait_for(&has_begun);
                 has_begun.store(false, Ordering::Relaxed);
-                drop(board.lock().expect("nobody panicked").take());
+                drop(board.lock().expect("not poisoned").take());
                 wait_for(&is_repaired);
                 is_repaired.store(false, Ordering::Relaxed);
-                *board.lock().expect("nobody panicked") = Some(cluster.start_spare_board("spare0"));
+                *board.lock().expect("not poisoned") = Some(cluster.start_spare_board("spare0"));
             }
         });
         cluster.run("back", 3, plain, |comm| {

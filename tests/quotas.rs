@@ -230,7 +230,7 @@ fn job_whose_ranks_die_releases_its_quota() {
 }
 
 /// Start a fake device that accepts every request and announces a socket where nothing listens. Returns the number of
-/// groups that it was told to release. It ends with the controller.
+/// groups that the controller releases. It ends with the controller.
 fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
     let short = |text: &str| Name::try_from(text).expect("short");
     let machine = sumac_hal::shm::machine().expect("an identifier of this machine");
@@ -251,7 +251,7 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
         data_addrs: [Addr::Udp(SocketAddr::from(([127, 0, 0, 1], 9)))].into_iter().collect(),
         attach: Some(AttachPoint {
             machine,
-            socket: short("nobody-listens-here"),
+            socket: short("no-listener"),
             user: DeviceUser::ROOT,
             redo_memory_bytes: 1 << 30,
             remote: None,
@@ -260,7 +260,7 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
     let mut stream = TcpStream::connect(controller).expect("a controller");
     send(&mut stream, &Hello::Device(announce.clone())).expect("it listens");
     let released = Arc::new(AtomicU32::new(0));
-    let told = Arc::clone(&released);
+    let count = Arc::clone(&released);
     let (welcomed, welcome) = channel();
     thread::spawn(move || {
         let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
@@ -271,7 +271,7 @@ fn unreachable(controller: SocketAddr, name: &str) -> Arc<AtomicU32> {
                     Response::Announce(announce.clone())
                 }
                 Request::ReleaseGroup(_) => {
-                    told.fetch_add(1, Ordering::SeqCst);
+                    count.fetch_add(1, Ordering::SeqCst);
                     Response::Done
                 }
                 _ => Response::Done,
@@ -298,14 +298,14 @@ fn unattachable_tree_is_released_and_not_offered_again() {
     thread::scope(|scope| {
         scope.spawn(|| {
             wait_for("both ranks have started", || begun.load(Ordering::SeqCst) == 2);
-            drop(board_here.lock().expect("nobody panicked").take());
+            drop(board_here.lock().expect("not poisoned").take());
             wait_for("the declined group is released", || released.load(Ordering::SeqCst) == 1);
             wait_for("the job reports why it has no tree", || {
                 let job = job(&cluster, "job").expect("it runs");
                 let why = job.tree.expect("running").err().unwrap_or_default();
                 why.contains("declined its tree: cannot attach to device unreachable")
             });
-            *board_here.lock().expect("nobody panicked") = Some(board(controller, 1));
+            *board_here.lock().expect("not poisoned") = Some(board(controller, 1));
         });
         cluster.run("job", 2, plain, |comm| {
             let mut op = 0;

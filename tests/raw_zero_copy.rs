@@ -454,10 +454,10 @@ fn redo_memory_is_zeroed_and_private_to_its_group() {
 fn departed_rank_leaves_no_resources() {
     let cluster = Cluster::start(1, 1);
     let mapped = || {
-        let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux tells");
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("/proc is readable");
         maps.lines().filter(|line| line.contains("sumac-region") || line.contains("sumac-bar")).count()
     };
-    let (before, fds) = (mapped(), std::fs::read_dir("/proc/self/fd").expect("Linux tells").count());
+    let (before, fds) = (mapped(), std::fs::read_dir("/proc/self/fd").expect("/proc is readable").count());
     for round in 0..5 {
         let mut rank = attach(join(&cluster, &format!("gone-{round}"), 0, 1));
         let region = Region::create(1 << 20, Pages::Normal).expect("memory");
@@ -468,7 +468,7 @@ fn departed_rank_leaves_no_resources() {
         }
     }
     let deadline = Instant::now() + LONG;
-    while mapped() > before || std::fs::read_dir("/proc/self/fd").expect("Linux tells").count() > fds {
+    while mapped() > before || std::fs::read_dir("/proc/self/fd").expect("/proc is readable").count() > fds {
         assert!(Instant::now() < deadline, "{} mappings, {before} before", mapped());
         std::thread::yield_now();
     }

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run all test programs of the workspace, several in parallel, then the documentation's examples.
+"""Runs all test programs of the workspace, several in parallel, then the documentation's examples.
 
 Usage: tests/side_by_side.py [--jobs N] [--without NAME]...
 
-`cargo test` runs programs one after the other, though many mostly wait for timeouts and leases. This runs N at a time (by
-default one more than there are processors, at most five) and skips those called NAME. The output of a program is printed
-when it has ended. All programs run, even if one fails.
+`cargo test` runs programs one after the other, although many mostly wait for timeouts and leases. This script runs N at
+a time (by default one more than there are processors, at most five) and skips programs called NAME. A program's output
+is printed when it has ended. All programs run, even if one fails.
 
 Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
 """
@@ -19,12 +19,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-# Longer than any program takes on a slow machine.
+# More than the slowest program needs on a slow machine.
 LIMIT_S = 1200
 
-MOST_JOBS = 64
+JOBS_MAX = 64
 
-# Folders of packages whose programs start processes, or take long.
+# Packages whose programs start processes or take long, by folder.
 FIRST = ["cli", "host", "tests"]
 
 
@@ -46,7 +46,7 @@ def programs(without):
 
 
 def run(program, folder):
-    """Run a test program as cargo does; return its exit status, what it printed and how long it took."""
+    """Run a test program as cargo does; return its exit status, output and duration in seconds."""
     began = time.monotonic()
     environment = dict(os.environ, CARGO_MANIFEST_DIR=str(folder))
     try:
@@ -56,14 +56,14 @@ def run(program, folder):
         )
         status, output = ran.returncode, ran.stdout
     except subprocess.TimeoutExpired as late:
-        status, output = f"none in {LIMIT_S} s", late.stdout or b""
+        status, output = f"none within {LIMIT_S} s", late.stdout or b""
     return status, output.decode(errors="replace"), time.monotonic() - began
 
 
 def jobs(text):
-    """Read how many programs may run at a time."""
-    if not (text.isdecimal() and 1 <= int(text) <= MOST_JOBS):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {MOST_JOBS}")
+    """Parse the number of programs to run at a time."""
+    if not (text.isdecimal() and 1 <= int(text) <= JOBS_MAX):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 1 to {JOBS_MAX}")
     return int(text)
 
 

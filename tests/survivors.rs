@@ -279,7 +279,7 @@ fn survivors_agree_when_a_rank_dies_during_recovery() {
             let ends = cluster.run(&job, 3, with_deadline(configure), |comm| {
                 gate.wait();
                 if comm.rank() == 2 {
-                    drop(board.lock().expect("nobody panicked").take());
+                    drop(board.lock().expect("not poisoned").take());
                 }
                 if comm.rank() == victim {
                     die_after(comm, moment);
@@ -332,7 +332,7 @@ fn calls_that_need_no_dead_rank_complete_on_all_survivors() {
     }
 }
 
-/// Return what had ended a communicator.
+/// Return the error that ended a communicator.
 fn first(error: &Error) -> &Error {
     match error {
         Error::Ended(first) => first,

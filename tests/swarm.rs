@@ -309,28 +309,28 @@ fn previously_failing_seeds_pass() {
     // Equal operations that began at different seqs were combined: `OpDesc::tree_signature`.
     let torn = [(Mismatch, 1649), (Mismatch, 1758)];
     // The refusal of a later chunk replaced that of an earlier one.
-    let told = [578, 755, 1109, 1183, 1276, 1865].map(|seed| (Mismatch, seed));
+    let replaced = [578, 755, 1109, 1183, 1276, 1865].map(|seed| (Mismatch, seed));
     // 256 ranks probed at the same moments: `Uplink` had no jitter.
     let crowded = [(Death, 472), (Restart, 1693), (Hostile, 1984)];
     // A barrier completed that a failed rank had not called: `recovery::plan`.
     let passed = [13, 140, 164].map(|seed| (Ranks, seed));
     // A run was checked while messages waited for ranks to reconnect: `Cluster::settled_at`.
     let unsettled = [5_000_699, 5_000_833].map(|seed| (Ranks, seed));
-    // Worlds of tenants: trees that nobody removed filled a device, a place in the queue was not told, a device that
-    // had not renewed in time was forgotten, nodes whose ranks were gone kept each other's groups, a rank that had all
-    // repaired its tree with ranks that had left, a job that no device answered was taken for one that came later, jobs
-    // that a device refused tried again because of each other's rollbacks, without end.
+    // Worlds of tenants: unremoved trees filled a device; a queue position was not reported; a device that renewed late
+    // was forgotten; nodes without ranks kept each other's groups; a rank with all results recovered its tree with ranks
+    // that had left; a job that no device answered counted as a later one; jobs that a device refused retried without
+    // end, because of each other's rollbacks.
     let tenants = [1_795_360_704_003_162, 1_795_367_790_000_969, 1_795_371_618_000_038, 1_795_376_618_002_178];
     for seed in [1, 4, 13, 15, 215, 351].into_iter().chain(tenants) {
         run_tenants(&Tenancy::draw(seed)).unwrap_or_else(|violation| panic!("tenants SEED={seed}: {violation}"));
     }
-    // What can never be fetched was fetched for ever, where others were fetched before it: `RedoSlot::reached`.
+    // An unreachable fetch was retried forever if others preceded it: `RedoSlot::reached`.
     let fetched = [83, 256, 437].map(|seed| (ZeroCopy, seed));
     // A gap was queued to be asked for while it still waited to be: `Endpoint::ask_for_gaps`.
     let doubled = [(Death, 1_795_360_217_000_356)];
     // A copy queued for a child that had the answer by then held its slot back: `GroupCtx::is_reusable`.
     let outdated = [(Restart, 1_795_372_110_001_202)];
-    let early = torn.into_iter().chain(told).chain(crowded).chain(passed);
+    let early = torn.into_iter().chain(replaced).chain(crowded).chain(passed);
     for (kind, seed) in early.chain(unsettled).chain(fetched).chain(doubled).chain(outdated) {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }

@@ -61,7 +61,7 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
         for _ in 0..2 {
             comm.barrier().expect("all are there");
             if number == 0 {
-                drop(controller.lock().expect("nobody panicked").take());
+                drop(controller.lock().expect("not poisoned").take());
             }
             comm.barrier().expect("all are there");
             for _ in 0..20 {
@@ -71,7 +71,7 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
             comm.barrier().expect("all are there");
             if number == 0 {
                 let config = ControllerConfig { listen: addr, ..by_tree() };
-                *controller.lock().expect("nobody panicked") = Some(Controller::start(config).expect("its port"));
+                *controller.lock().expect("not poisoned") = Some(Controller::start(config).expect("its port"));
             }
             until_tree(&comm, &mut op);
         }
@@ -122,7 +122,7 @@ fn ranks_refused_by_the_next_controller_continue_without_one() {
         add(&comm, 1);
         comm.barrier().expect("all are there");
         if number == 0 {
-            drop(controller.lock().expect("nobody panicked").take());
+            drop(controller.lock().expect("not poisoned").take());
             let listener = TcpListener::bind(addr).expect("its port");
             refuse_all(&listener);
         }

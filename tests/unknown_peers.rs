@@ -50,7 +50,7 @@ fn recovery_time(job: &str, is_crowded: bool) -> Duration {
     let run = |comm: sumac::Communicator| {
         let sum = || {
             let mut buffer = vec![comm.rank() + 1; LEN];
-            let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("nobody is lost");
+            let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("no rank is lost");
             assert_eq!(buffer, [RANKS * (RANKS + 1) / 2; LEN]);
             outcome
         };
@@ -59,12 +59,12 @@ fn recovery_time(job: &str, is_crowded: bool) -> Duration {
         gate.wait();
         gate.wait();
         if comm.rank() == 0 {
-            boards.lock().expect("nobody panicked").clear();
+            boards.lock().expect("not poisoned").clear();
         }
         let began = Instant::now();
         let outcome = sum();
         assert!(outcome.repaired || outcome.fallback.is_some(), "{outcome:?}");
-        let mut longest = took.lock().expect("nobody panicked");
+        let mut longest = took.lock().expect("not poisoned");
         *longest = began.elapsed().max(*longest);
         drop(longest);
         (0..20).for_each(|_| drop(sum()));
@@ -98,11 +98,11 @@ fn recovery_time(job: &str, is_crowded: bool) -> Duration {
         job.join().expect("a rank panicked");
         is_over.store(true, Ordering::Release);
     });
-    took.into_inner().expect("nobody panicked")
+    took.into_inner().expect("not poisoned")
 }
 
 #[test]
-fn unknown_peers_at_every_port_delay_no_recovery_and_make_no_rank_appear_lost() {
+fn unknown_peers_at_every_port_neither_delay_recovery_nor_lose_ranks() {
     let alone = recovery_time("alone", false);
     let crowded = recovery_time("crowded", true);
     println!("{alone:?} without unknown peers, {crowded:?} with them");

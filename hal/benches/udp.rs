@@ -107,15 +107,15 @@ fn one_flow(len_bytes: usize, offload: Offload, cell: Duration) -> Row {
             }
         });
         let start = Clock::now();
-        let (mut packets, mut owed) = (0, 0);
+        let (mut packets, mut unacknowledged) = (0, 0);
         while start.elapsed() < cell {
             take(&mut rx, len_bytes, |_, _| {
                 packets += 1;
-                owed += 1;
+                unacknowledged += 1;
             });
-            while owed >= credit {
+            while unacknowledged >= credit {
                 send(&mut rx, back, 1);
-                owed -= credit;
+                unacknowledged -= credit;
             }
             rx.flush(NOW);
             rx.wait(WAIT);

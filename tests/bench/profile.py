@@ -1,18 +1,18 @@
-"""Sorts the lines of `perf report -F overhead,comm,sym` into who has the processor, and what for."""
+"""Groups the lines of `perf report -F overhead,comm,sym` by kind of thread and kind of function."""
 
 import re
 import sys
 
-WHO = [
+THREADS = [
     ("ranks", re.compile(r"^sumac$")),
     ("device", re.compile(r"^shard-")),
     ("engine thread", re.compile(r"^dma-")),
-    ("nobody", re.compile(r"^swapper$")),
+    ("idle", re.compile(r"^swapper$")),
     ("others", re.compile(r"")),
 ]
 
-# The first that fits counts.
-WHAT = [
+# The first match counts.
+FUNCTIONS = [
     ("moving and combining", re.compile(r"\[\.\].*(memmove|memcpy|reduce::)")),
     ("scheduler", re.compile(r"(sched|switch|futex|wake_up|halt|cpuidle|rseq|hrtimer|spin_unlock_irq|exit_to_user)")),
     ("kernel, other", re.compile(r"\[k\]")),
@@ -20,7 +20,7 @@ WHAT = [
 ]
 
 
-def first(table, text):
+def first_match(table, text):
     return next(name for name, pattern in table if pattern.search(text))
 
 
@@ -29,14 +29,14 @@ def main():
     for line in sys.stdin:
         found = re.match(r"\s*([\d.]+)%\s+(\S.*?)\s+(\[[.k]\]\s.*)", line)
         if found:
-            who, what = first(WHO, found[2]), first(WHAT, found[3])
-            shares[who, what] = shares.get((who, what), 0.0) + float(found[1])
-    names = [name for name, _ in WHAT]
+            key = first_match(THREADS, found[2]), first_match(FUNCTIONS, found[3])
+            shares[key] = shares.get(key, 0.0) + float(found[1])
+    names = [name for name, _ in FUNCTIONS]
     print(f"{'share of the cores, %':<22}" + "".join(f"{name:>22}" for name in names) + f"{'all':>8}")
-    for who, _ in WHO:
-        row = [shares.get((who, what), 0.0) for what in names]
+    for thread, _ in THREADS:
+        row = [shares.get((thread, function), 0.0) for function in names]
         if sum(row) >= 0.1:
-            print(f"  {who:<20}" + "".join(f"{share:>22.1f}" for share in row) + f"{sum(row):>8.1f}")
+            print(f"  {thread:<20}" + "".join(f"{share:>22.1f}" for share in row) + f"{sum(row):>8.1f}")
 
 
 if __name__ == "__main__":

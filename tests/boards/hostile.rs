@@ -47,11 +47,11 @@ fn noise(mut seat: Seat, random: &mut Random, queue: usize) {
     seat.wait_for_end();
 }
 
-/// A ring index where none can be: the seat is lost. One of what was taken out is looked at when the ring is full, so
-/// it may never be.
+/// An impossible ring index: the board detaches the rank. The index of consumed completions is read only when the ring
+/// is full, so that one may go undetected.
 fn jump(mut seat: Seat, random: &mut Random) {
     let queue = random.below(2) as u32;
-    // More than a ring has places, as far as it is from what the index is.
+    // Farther from the current index than the ring has entries.
     let far = |random: &mut Random| 1_000 + random.below(1 << 31) as u32;
     seat.write_index(queue, true, far(random));
     let _ = seat.command(AdminCommand::Register { handle: 1, offset_bytes: 0, len_bytes: 8 });
@@ -150,11 +150,11 @@ fn knock(tree: &sumac::controller::proto::TreeMembership, random: &mut Random) {
     assert_eq!(refused(Message::Attach { group, child, key: random.next() }), AttachRefusal::UnknownChild);
     let other = sumac_hal::ids::ChildIndex(child.0 + 7);
     assert_eq!(refused(Message::Attach { group, child: other, key }), AttachRefusal::UnknownChild);
-    // Gone before it is answered.
+    // Disconnect before the reply.
     drop(seat::connect(tree, &Message::Attach { group, child, key: random.next() }));
 }
 
-/// What honest ranks share.
+/// State shared by the honest ranks.
 #[derive(Default)]
 struct Run {
     done: AtomicU64,

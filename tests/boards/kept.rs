@@ -17,7 +17,7 @@ const RANKS: u64 = 2;
 const COUNT: usize = 100_000;
 const LONG: Duration = Duration::from_secs(30);
 
-/// Have two ranks of a job reduce, and do something with what they hold then.
+/// Let two ranks of a job reduce, and then call `with` with each rank's communicator and buffer.
 fn job<R: Send>(
     controller: &Controller,
     job: &str,
@@ -44,7 +44,7 @@ fn job<R: Send>(
     })
 }
 
-/// Get memory that the board reaches again, all ranks of a job.
+/// Allocate memory shared with the board again, on all ranks of a job.
 fn allocate_in_the_next_incarnation(comm: &Communicator) {
     let until = Instant::now() + LONG;
     loop {

@@ -16,14 +16,14 @@ const COUNT: usize = 3_000;
 /// Operations before and after the controller's end.
 const OPERATIONS: u64 = 100;
 
-/// What the ranks and who ends them share.
+/// State shared by the ranks and the main thread.
 #[derive(Default)]
 struct Run {
     done: AtomicU64,
     stop: AtomicBool,
 }
 
-/// Reduce until rank 0 says that it is enough, which all learn by the sum; the values differ in each operation.
+/// Reduce until rank 0 contributes the end to the sum; the values differ in each operation.
 fn reduce(comm: &Communicator, rank: u32, run: &Run) {
     let tree = CallOptions { algo: Some(Algo::Tree), ..CallOptions::default() };
     let mut buffer = comm.alloc::<u64>(COUNT).expect("memory");

@@ -21,7 +21,7 @@ use sumac_hal::shm::{
 
 const LONG: Duration = Duration::from_secs(20);
 
-/// Where the first queue's block begins in a function (`sumac_hal::mmio`).
+/// The offset of the first queue's block in a function (`sumac_hal::mmio`).
 const QUEUES_OFFSET: usize = 0x2000;
 
 /// A seeded pseudo-random generator (splitmix64).
@@ -44,7 +44,7 @@ impl Random {
     }
 }
 
-/// Numbers about which a length is checked.
+/// Values near the limits of length checks.
 pub(crate) struct Edges([u64; 12]);
 
 impl Edges {
@@ -69,22 +69,22 @@ pub(crate) struct Ends {
     completions: Consumer<FunctionRing<COMPLETION_WORDS>, COMPLETION_WORDS>,
 }
 
-/// A rank in its seat.
+/// An attached rank.
 pub(crate) struct Seat {
     pub(crate) tree: TreeMembership,
     pub(crate) queues: [Ends; 2],
     pub(crate) arena_len_bytes: u64,
     connection: Connection,
-    /// The same memory as the function's, to write to as one likes.
+    /// The function's memory, for arbitrary writes.
     memory: BarMemory,
     _session: Session,
 }
 
-/// Have two ranks join a job of their own.
+/// Let two ranks join a new job.
 pub(crate) fn join(controller: SocketAddr, job: &str) -> [Joined; 2] {
     let rank = |number| {
         let request = JoinRequest {
-            // What a case is called has spaces.
+            // Names of cases contain spaces.
             job: job.replace(' ', "-"),
             rank: Rank(number),
             world: 2,
@@ -146,12 +146,12 @@ impl Ends {
         assert!(self.try_push(words), "there is room");
     }
 
-    /// The same; false if there is no room, or no ring any more.
+    /// As above; false if the ring has no room or no longer exists.
     pub(crate) fn try_push(&mut self, words: &[u64; SUBMISSION_WORDS]) -> bool {
         self.submissions.push(words) == Ok(true)
     }
 
-    /// Take the next answer out if it is there.
+    /// Take the next reply, if there is one.
     pub(crate) fn poll(&mut self) -> Option<CompletionEntry> {
         let words = self.completions.pop().expect("an honest board")?;
         Some(CompletionEntry::parse(&words).expect("an entry"))
@@ -159,7 +159,7 @@ impl Ends {
 }
 
 impl Seat {
-    /// Wait for the next answer on a queue.
+    /// Wait for the next reply on a queue.
     pub(crate) fn answer(&mut self, queue: usize) -> CompletionEntry {
         let deadline = Instant::now() + LONG;
         loop {
@@ -186,7 +186,7 @@ impl Seat {
         }
     }
 
-    /// Wait until the broker hangs up.
+    /// Wait until the broker disconnects.
     pub(crate) fn wait_for_end(&self) {
         match self.connection.receive(LONG) {
             Err(SocketError::Closed) => {}
@@ -194,21 +194,22 @@ impl Seat {
         }
     }
 
-    /// Write the index of a ring that this side writes: how many entries were submitted, or completions taken.
+    /// Write an index that this side owns: the number of entries submitted, or of completions consumed.
     pub(crate) fn write_index(&self, queue: u32, completions: bool, index: u32) {
-        // In each block: submissions produced, then 0x100 further on completions consumed in the second line.
+        // In each block: the producer index of submissions; 0x100 later, in the second line, the consumer index of
+        // completions.
         let line = if completions { 0x180 } else { 0 };
         let at = QUEUES_OFFSET + queue as usize * queue_stride_bytes(RANK_QUEUE_DEPTH) + line;
         self.memory.words()[at / 8].store(index.into(), Ordering::SeqCst);
     }
 
-    /// Write over so many words of the function, anywhere.
+    /// Overwrite `words` random words of the function.
     pub(crate) fn scribble(&self, random: &mut Random, words: usize) {
         let all = &self.memory.words()[..ARENA_OFFSET_BYTES / 8];
         (0..words).for_each(|_| all[random.below(all.len() as u64) as usize].store(random.next(), Ordering::Relaxed));
     }
 
-    /// A contribution to the first chunk that nothing is wrong with, but perhaps the region.
+    /// A contribution to the first chunk, valid except perhaps for its region.
     pub(crate) fn contribution(&self, region: RegionKey) -> Contribution {
         let at = Some(Address { region, offset_bytes: 0 });
         Contribution {
@@ -229,7 +230,7 @@ impl Seat {
         }
     }
 
-    /// A contribution whose every field is what it may be, or an edge of that.
+    /// A contribution whose fields have random valid or boundary values.
     pub(crate) fn edge_contribution(&self, own: RegionKey, random: &mut Random) -> Contribution {
         let good = self.contribution(own);
         let window = u64::from(self.tree.window_max);
@@ -240,7 +241,7 @@ impl Seat {
             random.pick(&[None, Some(Address { region: RegionKey { index, generation }, offset_bytes })])
         };
         Contribution {
-            // Now and then one that waits for a window that never opens: behind it nothing is taken any more.
+            // Rarely one that waits for a window that never opens: it blocks all later entries of the ring.
             seq: ChunkNo(random.pick(&[0, 0, 1, 2, 15, 16, window - 1, 1 << 40, u64::MAX])),
             count: random.pick(&[1, 1, 2, 16, 17, u16::MAX]),
             elements: random.pick(&[0, 1, good.elements, 2 * good.elements, 16 * good.elements, u32::MAX]),

@@ -36,7 +36,7 @@ impl Cluster {
     }
 
     #[allow(dead_code)]
-    /// Start a cluster whose devices reach ranks on other hosts over the emulated links `exchange`.
+    /// Start a cluster whose devices reach ranks on other hosts over emulated links, which `exchange` connects.
     pub(crate) fn start_remote(
         leaves: usize,
         hosts: usize,

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Draws the documentation's figures, light and dark, into host/docs/images.
 
-    tests/docs/figures.py            check that the files are what this program draws; exit status 1 if not
-    tests/docs/figures.py --write    write them
+    tests/docs/figures.py            check that the files are up to date; exit status 1 if not
+    tests/docs/figures.py --write    write the files
 
-The plot's numbers are read from the table in host/docs/tuning.md, so that the two cannot differ.
+The plot shows the numbers of the table in host/docs/tuning.md.
 """
 
 import math
@@ -120,7 +120,7 @@ def tree(theme):
 
 
 def measured():
-    """Return the sizes and, for (ranks, memory), the ratios of the table in the guide."""
+    """Return the sizes, their names, and {(ranks, memory): ratios} from the table in the guide."""
     rows = [line.strip(" |").split("|") for line in TABLE.read_text(encoding="utf-8").splitlines() if "|" in line]
     rows = [[cell.strip() for cell in row] for row in rows]
     start = next(at for at, row in enumerate(rows) if row[0] == "ranks, memory")
@@ -201,7 +201,7 @@ def main():
         if not (IMAGES / name).exists() or (IMAGES / name).read_text(encoding="utf-8") != picture
     ]
     for name in stale:
-        print(f"host/docs/images/{name}: not what tests/docs/figures.py draws; run it with --write")
+        print(f"host/docs/images/{name}: out of date; run tests/docs/figures.py --write")
     return 1 if stale else 0
 
 

@@ -136,8 +136,8 @@ impl Device {
         }
         let parent = wiring.devices[self.index].parent.map(|(parent, _)| wiring.addr(parent));
         let from_child = matches!(event, Event::Packets([(from, _)]) if Some(*from) != parent);
-        // What came too late stays so, unless the device forgets that it came at all. What comes from above may still
-        // change the window granted.
+        // A late packet stays without effect, unless the device forgets that it arrived. A packet from the parent may
+        // still change the granted window.
         let late = [DropReason::Stale, DropReason::Duplicate].iter().any(|&reason| counters.dropped(reason) > 0)
             && from_child
             && self.epoch == scope.last_epoch();

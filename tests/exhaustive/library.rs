@@ -174,8 +174,8 @@ impl<'s> Library<'s> {
         let outcome = Rc::new(Outcome { next, sent, inert: act.inert, flaw: act.flaw });
         let visited = &mut self.visited_states[machine];
         visited.outcomes.insert(key, Rc::clone(&outcome));
-        // Where machines are calm they only change the names of their tokens, to some that were used before; what was
-        // taken away until then would have to change with them.
+        // Calm machines only renumber their tokens, reusing earlier numbers; packets that were removed before would have
+        // to be renumbered with them.
         if next != state && happening != NumberedEvent::Calm {
             visited.steps.push((state, next));
         }
@@ -194,7 +194,7 @@ impl<'s> Library<'s> {
             let steps = self.visited_states[machine].steps.clone();
             let mut nexts: HashMap<u32, Vec<u32>> = HashMap::new();
             steps.iter().for_each(|&(state, next)| nexts.entry(state).or_default().push(next));
-            // What turns out to be inert in a later state is added behind, and looked at in its turn.
+            // Pairs that turn out to be inert in a later state are appended and examined in turn.
             let mut looked = 0;
             while let Some(&(state, packet)) = self.visited_states[machine].inert.get(looked) {
                 looked += 1;

@@ -40,7 +40,7 @@ impl Buffers for Memory {
 }
 
 impl Member {
-    /// A rank that has called nothing.
+    /// Create a rank that has called nothing.
     pub(crate) fn new(scope: &Scope, wiring: &Wiring, index: usize, epoch: u16) -> Self {
         let data = Data::new(wiring.ranks.len(), epoch);
         let buffer = |(desc, seqs): &(OpDesc, Range<u64>)| {
@@ -58,8 +58,7 @@ impl Member {
         }
     }
 
-    /// Return what there is of the group: the endpoint, how many operations were called, how many of them have
-    /// returned, and the buffers.
+    /// Return the state of the group: the endpoint, the numbers of called and of returned operations, and the buffers.
     pub(crate) fn leave(&self, scope: &Scope) -> (Endpoint, u64, u64, Memory) {
         let called = scope.calls[..self.called].iter().flatten().count() as u64;
         (self.endpoint.clone(), called, self.done, self.memory.clone())
@@ -92,7 +91,7 @@ impl Member {
             Event::Calm => self.endpoint.forget_probes(),
             Event::Call => self.call(scope),
             Event::Renew => {
-                // It goes on from where it was with its calls, with new data.
+                // It continues its calls from the same position, with new data.
                 let called = self.called;
                 *self = Self::new(scope, wiring, self.index, scope.last_epoch());
                 (0..called).for_each(|_| self.call(scope));
@@ -160,8 +159,8 @@ impl Member {
         None
     }
 
-    /// Return an answer with such a window that the rank keeps a number of chunks in flight, wherever they are: it
-    /// sends below `have` + window, so let that be what it has, with this answer, and the real window.
+    /// Return the answer with a window that lets the rank keep `scope.window` chunks in flight, wherever they are. As the
+    /// rank sends below `have` + window, the window grows by the completed chunks above `have`, this answer's included.
     fn counted(&self, scope: &Scope, bytes: &[u8]) -> Vec<u8> {
         let mut bytes = bytes.to_vec();
         let packet = Packet::new_checked(&bytes[..]).expect("packets arrive whole");

@@ -45,7 +45,7 @@ pub(crate) struct Scope {
     pub(crate) early_timers: u8,
     /// The maximum number of device restarts; the controller starts a new epoch after each.
     pub(crate) restarts: u8,
-    /// Answers that a child of a node can save up: fewer than in production, since each number is another state.
+    /// The maximum number of answers that a node queues for a child: fewer than in production, to limit the states.
     pub(crate) credit_max: u16,
     /// Whether a machine may receive two packets before it sends.
     pub(crate) bursts: bool,
@@ -109,12 +109,12 @@ impl Scope {
             .collect()
     }
 
-    /// Whether the slots are enough for the window, so that a device takes the group.
+    /// Whether there are enough slots for the window, so that a device accepts the group.
     pub(crate) fn is_sound(&self) -> bool {
         2 * self.window <= self.slots
     }
 
-    /// The epoch in which a run ends that had all its restarts.
+    /// The epoch in which a run with all its restarts ends.
     pub(crate) fn last_epoch(&self) -> u16 {
         1 + u16::from(self.restarts)
     }
@@ -141,7 +141,7 @@ fn outline(shape: &Shape) -> String {
     }
 }
 
-/// An all-reduce of so many chunks, the last one short.
+/// An all-reduce of `chunks` chunks, the last one short.
 pub(crate) fn all_reduce(chunks: usize) -> OpDesc {
     OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, (chunks as u64 - 1) * ELEMENTS + 1)
 }
@@ -151,7 +151,7 @@ pub(crate) fn one_level(ranks: usize) -> Shape {
     Shape::Node((0..ranks).map(Shape::Rank).collect())
 }
 
-/// A root above nodes with so many ranks each; a 0 stands for a rank without a node of its own.
+/// A root above nodes with these numbers of ranks; 0 stands for a rank attached to the root itself.
 pub(crate) fn two_levels(leaves: &[usize]) -> Shape {
     let mut next = 0;
     let mut rank = || {
@@ -168,11 +168,11 @@ pub(crate) fn two_levels(leaves: &[usize]) -> Shape {
 /// A device and its neighbours.
 #[derive(Debug)]
 pub(crate) struct Place {
-    /// Its parent and its place there.
+    /// Its parent and its child index there.
     pub(crate) parent: Option<(usize, u16)>,
-    /// How many children it has.
+    /// The number of its children.
     pub(crate) children: u16,
-    /// The ranks below it, its children's too.
+    /// The ranks of its subtree.
     pub(crate) ranks: Vec<usize>,
 }
 
@@ -181,7 +181,7 @@ pub(crate) struct Place {
 pub(crate) struct Wiring {
     /// Devices, parents first.
     pub(crate) devices: Vec<Place>,
-    /// Each rank's device and its place there.
+    /// Each rank's device and its child index there.
     pub(crate) ranks: Vec<(usize, u16)>,
 }
 
@@ -237,7 +237,7 @@ impl Wiring {
         }
     }
 
-    /// Return a device's place in the tree.
+    /// Return a device's position in the tree.
     pub(crate) fn tree(&self, device: usize) -> TreeConfig {
         let place = &self.devices[device];
         let parent = place.parent.map(|(parent, child)| NodeParent {
@@ -251,7 +251,7 @@ impl Wiring {
     pub(crate) fn group(&self, scope: &Scope, device: usize, epoch: u16) -> GroupConfig {
         let epoch = on_wire(scope, epoch);
         let key = |(parent, child): (usize, u16)| secret(parent).child_key(GROUP, epoch, ChildIndex(child));
-        // What a device would refuse is asked for afterwards.
+        // A device refuses too few slots: unsound sizes are set after it has accepted the group.
         let (window, slots) = if scope.is_sound() { (scope.window, scope.slots) } else { (1, scope.slots.max(2)) };
         GroupConfig {
             group: GROUP,
@@ -305,8 +305,8 @@ fn secret(device: usize) -> GroupSecret {
     GroupSecret([device as u8 + 1; 16])
 }
 
-/// What each rank has in its buffer before and after an operation, told apart by distinct powers of two: one for each
-/// rank, chunk and epoch, so that what is missing, doubled or stale shows.
+/// The contents of each rank's buffer before and after an operation. Each rank, chunk and epoch has a distinct power of
+/// two, so that missing, doubled and stale contributions are visible.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Data {
     ranks: usize,
@@ -325,7 +325,7 @@ impl Data {
         1 << bit
     }
 
-    /// Return one element of chunk `seq` of `rank`'s buffer as it calls.
+    /// Return an element of chunk `seq` of `rank`'s buffer before the operation.
     pub(crate) fn before(self, desc: &OpDesc, rank: usize, seq: u64) -> u64 {
         match desc.collective {
             Collective::Broadcast if desc.root.0 as usize != rank => u64::MAX,
@@ -333,7 +333,7 @@ impl Data {
         }
     }
 
-    /// Return it as it is to be in the end.
+    /// Return the expected element after the operation.
     pub(crate) fn after(self, desc: &OpDesc, rank: usize, seq: u64) -> u64 {
         let is_root = desc.root.0 as usize == rank;
         match desc.collective {

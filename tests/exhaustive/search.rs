@@ -105,13 +105,13 @@ pub(crate) struct Search<'s> {
 /// Search a scope completely.
 ///
 /// # Errors
-/// The [`Violation`] that takes the fewest steps.
+/// The [`Violation`] with the shortest trace.
 pub(crate) fn search(scope: &Scope) -> Result<Report, Box<Violation>> {
     Search::new(scope, &Wiring::new(&scope.shape), true).run()
 }
 
-/// Search a scope that holds: how many states it has, and the fingerprints of what its machines are in them, wherever
-/// packets are.
+/// Search a scope without violations; return the number of its states, and the fingerprint of the machines' states in
+/// them, regardless of packets.
 pub(crate) fn reachable(scope: &Scope, reduced: bool) -> (usize, BTreeSet<u64>) {
     let wiring = Wiring::new(&scope.shape);
     let mut search = Search::new(scope, &wiring, reduced);
@@ -119,23 +119,23 @@ pub(crate) fn reachable(scope: &Scope, reduced: bool) -> (usize, BTreeSet<u64>) 
     let mut prints = BTreeSet::new();
     for index in 0..search.store.len() {
         let mut state = search.store.get(index)[..1 + search.library.machines()].to_vec();
-        // With packets that are taken away here and on their way there, machines would be calm here only.
+        // Machines calm down when no packet is in flight, and that depends on whether inert packets are removed.
         search.calm(&mut state);
         prints.insert(search.library.fingerprint(&state[1..]));
     }
     (report.states, prints)
 }
 
-/// What all ranks have in some state of a cluster, and what is on its way to them.
+/// The ranks' states in one state of a cluster, and the packets in flight to them.
 #[derive(Debug)]
 pub(crate) struct Moment {
     /// The ranks.
     pub(crate) ranks: Vec<Rc<Machine>>,
-    /// To which rank, from where, and what.
+    /// Receiver, sender and bytes of each packet.
     pub(crate) packets: Vec<(usize, Addr, Vec<u8>)>,
 }
 
-/// Search a scope, of which not every run comes to an end, and return what its ranks have in its states, each once.
+/// Search a scope in which not every run reaches an end; return the distinct states of its ranks.
 pub(crate) fn moments(scope: &Scope) -> Vec<Moment> {
     let wiring = Wiring::new(&scope.shape);
     let mut search = Search::new(scope, &wiring, true);

@@ -1,17 +1,17 @@
-"""BlueField boot streams, written and read from the format's description alone: the other opinion on the Rust code.
+"""Reads and writes BlueField boot streams: a second implementation from the format's description, to check the Rust code.
 
 image  := header data pad      header: three little-endian u64      pad: zeros up to a multiple of 8
 w0     magic 0x13026642 | major 1 << 32 | minor 2 << 36 | next_img_ver << 44 | cur_img_ver << 48 | 3 << 52 | id << 56
 w1     length without padding | CRC-32 (zlib) of data and padding << 32
 w2     bit (1 << id) for each id that still appears later in the stream
 
-Everything is in memory and as plain as it can be; no code or table is shared with the implementation under test.
+Simple and entirely in memory; it shares no code or table with the implementation under test.
 """
 
 import struct
 import zlib
 
-# Name and id, in the order in which the boot stages read.
+# Names and ids in the order in which the boot stages read them.
 ORDER = """
 psc-bl 36, psc-fw 37, bl2r-cert 31, bl2r 30, bl2r-auth-cert 42, bl2-cert 6, bl2 1, sys 29, bl2-auth-cert 43,
 ddr-cert 38, ddr_ini 32, snps_images 33, ddr5_snps_images 40, ddr_ate_imem 34, ddr_ate_dmem 35,
@@ -31,7 +31,7 @@ def padded(data):
 
 
 def header(number, version, data, later):
-    """Return an image's header; `later` are the (id, version) behind it."""
+    """Return an image's header; `later` lists the (id, version) of the images after it."""
     same = [other_version for other, other_version in later if other == number]
     w0 = 0x13026642 | 1 << 32 | 2 << 36 | (same[0] if same else 0) << 44 | version << 48 | 3 << 52 | number << 56
     w1 = len(data) | zlib.crc32(padded(data)) << 32
@@ -64,7 +64,7 @@ def read(stream):
 
 
 def emmc(stream):
-    """Return the stream as it lies in an eMMC boot partition."""
+    """Return the contents of an eMMC boot partition that holds the stream."""
     parts = [bytes(8)]
     for at in range(0, len(stream), SEGMENT_MAX):
         piece = stream[at : at + SEGMENT_MAX]
@@ -74,7 +74,7 @@ def emmc(stream):
 
 
 def keep_for(images, hardware):
-    """Return what a card of hardware version 0 to 2 takes: its own version, or ids that have version 0 alone."""
+    """Return the images for a card of hardware version 0 to 2: those of its version, and ids with version 0 only."""
     highest = {}
     for number, version in images:
         highest[number] = max(version, highest.get(number, 0))

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::fs::FileExt;
 use std::process::Stdio;
 
-/// Flash to a card that must fail, and check what holds for every failure.
+/// Flash to a card that must fail; check the invariants of every failure.
 fn fails(bench: &Bench, script: Script, more: &[&str], status: i32, name: &str) -> Option<Ran> {
     let boot_mode = script.boot_mode;
     let ran = bench.flash(script, more)?;
@@ -24,12 +24,12 @@ fn refused(bench: &Bench, script: Script, status: i32, name: &str) -> Option<()>
     Some(())
 }
 
-/// Flash with a time limit that lets it come to this stage, however slow the machine is.
+/// Flash with growing time limits until the run reaches this stage before the limit, as machines differ in speed.
 fn timed(bench: &Bench, script: &Script, stage: &str) -> Option<Ran> {
     let mut stderr = String::new();
     for timeout_s in ["1", "5", "25", "125"] {
         let card = bench.card(script.clone())?;
-        // What hangs is not to be waited for.
+        // A driver whose calls hang soon counts as gone.
         let mut more = vec!["--timeout", timeout_s];
         more.extend(script.hangs.map(|_| ["--gone-polls", "30"]).into_iter().flatten());
         let args = bench.flash_args(&more);
@@ -110,13 +110,13 @@ fn each_fatal_boot_log_line_fails_the_flash() {
         ("INFO[MISC]: Critical Error: no disk", 24, "log-critical"),
         ("INFO[MISC]: In Enhanced NIC mode", 12, "nic-mode"),
     ] {
-        // As the very first line too, which bfb-install cuts off; and before a line of success in the same reading.
+        // Also as the first line, which bfb-install drops, and before a line of success in the same read.
         let log = [(When::Reading(2), line), (When::Reading(2), "INFO[MISC]: DPU is ready")];
         let Some(ran) = fails(&bench, Script::with_log(len, &log), &[], status, name) else { return };
         assert!(ran.stderr.contains(line) || name == "nic-mode", "{}", ran.stderr);
         assert_eq!(ran.seen.resets, 0, "a card with the whole image must not be reset");
     }
-    // While it is being written.
+    // During the write.
     let log = [(When::Written(1), "PANIC(BL2): PC = 0x1")];
     let script = Script { write_max: 16, ..Script::with_log(len, &log) };
     let Some(ran) = fails(&bench, script, &[], 21, "log-panic") else { return };
@@ -128,7 +128,7 @@ fn missing_ready_line_is_no_success() {
     let bench = Bench::new();
     let len = bench.image.len();
     let scripts = [
-        // Of an earlier boot, with and without a driver that empties the log.
+        // From an earlier boot, with and without a driver that clears the log.
         Script::with_log(len, &[(When::Before, "INFO[MISC]: DPU is ready")]),
         Script {
             refused_key: Some("CLEAR_ON_READ"),
@@ -139,7 +139,7 @@ fn missing_ready_line_is_no_success() {
         },
         // Before the last byte.
         Script::with_log(len, &[(When::Written(100), "INFO[MISC]: DPU is ready")]),
-        // Another line than the one that was asked for.
+        // A different line than the requested one.
         Script::with_log(
             len,
             &[(When::Reading(2), "INFO[MISC]: Linux up"), (When::Reading(3), "INFO[MISC]: Rebooting...")],
@@ -219,7 +219,7 @@ fn absent_or_busy_card_is_reported() {
 fn interrupt_stops_writing_and_restores_the_card() {
     let bench = Bench::new();
     for signal in [Signal::INT, Signal::TERM] {
-        // Slow enough that it is still writing.
+        // Slow enough to be still writing.
         let Some(card) = bench.card(Script { write_max: 16, boot_mode: 2, ..Script::good(bench.image.len()) }) else {
             return;
         };
@@ -230,7 +230,7 @@ fn interrupt_stops_writing_and_restores_the_card() {
         kill_process(Pid::from_child(&process), signal).expect("sent");
         let output = process.wait_with_output().expect("ended");
         let ran = Ran::new(output, card);
-        // What was under way when it was stopped may not have been counted.
+        // The write in progress may not be counted.
         assert_eq!(
             (ran.status, ran.json["outcome"].as_str()),
             (128 + signal.as_raw(), Some("interrupted")),
@@ -296,7 +296,7 @@ fn unsuitable_image_is_refused_before_any_write() {
     let (status, stderr) = flash(&[]);
     assert_eq!(status, Some(2));
     assert!(stderr.contains("offset 0x") && stderr.contains("image_crc"), "{stderr}");
-    // Whole, but changed: nobody has signed it.
+    // Well-formed but modified, so the signature does not match.
     let path = bench.path("image.bfb").display().to_string();
     fs::write(&path, &good).expect("written");
     let changed = bench.sumac(&["image", "repack", &path, "--text", "boot-desc=x", "-o", &path]);

@@ -45,7 +45,7 @@ fn damaged_image_is_refused_with_its_offset_before_any_write() {
         fs::remove_dir(bench.path("dump")).expect("removed");
     }
     assert_eq!(names(bench.folder.path()), before);
-    // What is not there can't be read, what is not known not be named.
+    // Missing files and unknown names are refused.
     for args in [
         &["list", "none.bfb"][..],
         &["extract", "image.bfb", "-n", "nicfw"],
@@ -67,7 +67,7 @@ fn image_signature_is_checked_against_the_given_key() {
     assert_eq!(image(&bench, &["verify", "unsigned.bfb"]).0, Some(0));
     let (status, stderr) = image(&bench, &["verify", "unsigned.bfb", "--key", "pub.pem"]);
     assert!(status == Some(2) && stderr.contains("not signed by the key"), "{stderr}");
-    // A signature stays where nothing it speaks of changes, and goes where something does.
+    // Repacking keeps the signature if no signed image changes, and drops it otherwise.
     assert_eq!(image(&bench, &["repack", "image.bfb", "--format", "emmc", "-o", "image.emmc"]).0, Some(0));
     assert_eq!(image(&bench, &["verify", "image.emmc", "--key", "pub.pem"]).0, Some(0));
     let (status, stderr) = image(&bench, &["repack", "image.bfb", "--for", "bluefield-3", "-o", "three.bfb"]);
@@ -85,7 +85,7 @@ fn image_larger_than_a_boot_partition_is_refused() {
     assert!(!bench.path("x").exists());
 }
 
-/// The kernel unpacks what is behind the user's initramfs over it; here an unpacker stands for the kernel.
+/// The kernel unpacks an archive appended to the user's initramfs over its files; an unpacker stands in for the kernel.
 #[test]
 fn agent_image_carries_a_manifest_that_the_card_checks() {
     let bench = Bench::new();
@@ -97,7 +97,7 @@ fn agent_image_carries_a_manifest_that_the_card_checks() {
     assert_eq!(image(&bench, &["verify", "agent.bfb", "--key", "pub.pem"]).0, Some(0));
     assert_eq!(image(&bench, &["extract", "agent.bfb", "-n", "initramfs"]).0, Some(0));
     let initramfs = fs::read(bench.path("dump-initramfs-v0")).expect("extracted");
-    // The user's is first, as it was, then zeros up to a multiple of 4.
+    // The user's archive comes first, unmodified, padded with zeros to a multiple of 4.
     let (user, agent) = initramfs.split_at(8);
     assert!(user == b"files\0\0\0" && agent.starts_with(b"070701"));
     let root = bench.path("root");
@@ -125,7 +125,7 @@ fn agent_image_carries_a_manifest_that_the_card_checks() {
 #[test]
 fn interrupted_build_leaves_no_partial_image() {
     let bench = Bench::new();
-    // Long enough that it is still at work; the agent's archive is the first thing that it writes.
+    // Long enough to be still writing; the agent's archive is the first output.
     fs::File::create(bench.path("long")).and_then(|file| file.set_len(512 << 20)).expect("made");
     let before = names(bench.folder.path());
     let args = ["image", "build", "--kernel", "kernel", "--initramfs", "long", "--agent", "/a=kernel", "-o", "out.bfb"];

@@ -1,5 +1,5 @@
-//! `sumac image` as a process; `sumac flash` and `sumac card list` on a simulated card, with a script for every failure
-//! that the driver and its users report (Mellanox/rshim-user-space and its issues).
+//! Runs `sumac image`, and `sumac flash` and `sumac card list` on a simulated card. Its scripts cover every failure that
+//! the driver and its users report (Mellanox/rshim-user-space and its issues).
 //!
 //! Needs FUSE: root or fusermount3. Without it the tests print that and are skipped; with CI=true they fail.
 //!
@@ -23,7 +23,7 @@ use tempfile::TempDir;
 /// Length of the kernel in the image: the stream takes several writes.
 const KERNEL_LEN_BYTES: usize = 200_000;
 
-/// A folder with a signed image, its keys, and a place for a card.
+/// A folder with a signed image, its keys, and a mount point for a card.
 struct Bench {
     folder: TempDir,
     image: Vec<u8>,
@@ -34,7 +34,7 @@ impl Bench {
         Self::with_epoch(3)
     }
 
-    /// Make an image of this epoch.
+    /// Create a signed image of this epoch.
     fn with_epoch(epoch: u64) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let bench = Self { folder, image: Vec::new() };
@@ -83,7 +83,7 @@ impl Bench {
         self.command(args).output().expect("the command runs")
     }
 
-    /// Return a card in this folder, or nothing if there is no FUSE here.
+    /// Mount a card in this folder; `None` without FUSE.
     fn card(&self, script: Script) -> Option<SimulatedCard> {
         match SimulatedCard::mount(&self.path("rshim0"), script) {
             Ok(card) => Some(card),
@@ -96,7 +96,7 @@ impl Bench {
         }
     }
 
-    /// The arguments for flashing the image to the card here.
+    /// The arguments that flash the image to the card.
     fn flash_args(&self, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).display().to_string();
         let (image, card, key) = (path("image.bfb"), path("rshim0"), path("pub.pem"));
@@ -105,8 +105,7 @@ impl Bench {
         if !more.contains(&"--allow-unsigned") {
             args.extend(["--key".into(), key]);
         }
-        // Long enough that a machine that stands still for a while changes nothing; a script that is about time says
-        // so.
+        // Long defaults, so that a stalled machine has no effect; tests of timeouts set their own.
         for (option, value) in [("--timeout", "600"), ("--gone-polls", "30000")] {
             if !more.contains(&option) {
                 args.extend([option.into(), value.into()]);
@@ -154,12 +153,12 @@ impl Ran {
             assert!(self.stderr.contains(message), "{context}");
         }
         assert!(bench.image.starts_with(&self.seen.received), "the card has got something else");
-        // A writer that was stopped may not have come to say what was taken last.
-        let told = self.json["written_bytes"].as_u64().expect("a number");
-        assert!(told <= self.seen.received.len() as u64, "{context}");
+        // A writer that was stopped may not have counted its last write.
+        let reported = self.json["written_bytes"].as_u64().expect("a number");
+        assert!(reported <= self.seen.received.len() as u64, "{context}");
     }
 
-    /// Check that the card is as before: booting from where it did, the log as quiet as it was.
+    /// Check that the card's settings are restored.
     fn check_restored(&self, boot_mode: u32) {
         let Seen { boot_mode: now, display_level, clear_on_read, is_open, .. } = self.seen;
         assert_eq!((now, display_level, clear_on_read, is_open), (boot_mode, 0, false, false), "{}", self.stderr);

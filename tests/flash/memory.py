@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Builds, lists, verifies and extracts a stream with a 1 GiB image, and measures how much memory that took.
+"""Builds, lists, verifies and extracts a stream with a 1 GiB image, and checks the peak memory of each command.
 
     tests/flash/memory.py SUMAC [--mib N]
 
-Exit status 1 if any of it took LIMIT_MIB or more (resident, the most at any time). The image is sparse where the file
-system can do it; the stream itself is not.
+Exit status 1 if any command's peak resident memory reaches LIMIT_MIB. The image is sparse if the file system supports
+it; the stream is not.
 """
 
 import argparse
@@ -17,7 +17,7 @@ LIMIT_MIB = 32
 
 
 def peak_kib(command):
-    """Run a command, and return its resident memory at the most, in KiB."""
+    """Run a command and return its peak resident memory in KiB."""
     quiet = [(os.POSIX_SPAWN_OPEN, descriptor, os.devnull, os.O_WRONLY, 0) for descriptor in (1, 2)]
     pid = os.posix_spawn(command[0], command, os.environ, file_actions=quiet)
     _, status, usage = os.wait4(pid, 0)

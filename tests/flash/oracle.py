@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares `sumac image` with the Python implementation beside it, on random files with many images and versions.
+"""Compares `sumac image` with the Python implementation bfb.py on random files with many images and versions.
 
     tests/flash/oracle.py SUMAC [--cases N] [--seed N]
 
-Each case draws images of random ids, versions and lengths, and compares to the byte: what `repack` makes of single
-files; what it makes of a stream with some images replaced; what it keeps for a card; the eMMC form, and back. What `list`
-and `extract` say is compared with what was put in. Once, a signed image is built, and its manifest is checked with
-openssl and hashlib. Exit status 1 at the first difference, with the seed.
+Each case draws images of random ids, versions and lengths. These outputs must be identical in every byte: `repack` of
+single files, of a stream with some images replaced, and for one card; conversion to the eMMC form and back. The outputs
+of `list` and `extract` must match the input. Finally one signed image is built, and its manifest is verified with
+openssl and hashlib. Stops with status 1 at the first difference and prints the seed.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import tempfile
 import bfb
 
 IDS = {number: name for name, number in bfb.NAMES.items()}
-# The manifest's place holds random bytes here as any other.
+# Edge cases; the id of the manifest is treated like any other and holds random bytes.
 LENGTHS = [0, 1, 7, 8, 9, 23, 24, 25, 4095, 4096, 4097]
 CARDS = ["bluefield-1", "bluefield-2", "bluefield-3"]
 
@@ -112,7 +112,7 @@ class Case:
 
     def partition(self, path, images):
         if self.rng.random() < 0.1:
-            # More than one segment, the last one full or nearly so.
+            # Several segments, the last one full or nearly full.
             images[62, 0] = self.rng.randbytes(bfb.SEGMENT_MAX + self.rng.choice([-24, -16, 0, 8]))
             path = self.repack(images, *self.settings(images))
         copy, out = self.file("all.bfb", path.read_bytes()), self.folder / "out.emmc"
@@ -135,9 +135,9 @@ class Case:
             entry.unlink()
 
     def signed(self):
-        """Build a signed image, and check its manifest (DSSE) with the tools of others."""
+        """Build a signed image, and verify its manifest (DSSE) with independent tools."""
         if not shutil.which("openssl"):
-            print("SKIPPED: signatures against openssl: it is not installed")
+            print("SKIPPED: verification of the signature: openssl is not installed")
             return 1 if os.environ.get("CI") == "true" else 0
         key, public, out = (self.folder / name for name in ("key.pem", "pub.pem", "signed.bfb"))
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
@@ -162,7 +162,7 @@ class Case:
         manifest = json.loads(body)
         assert manifest["images"] == expected, f"manifest: {manifest} is not {expected}"
         assert (manifest["board"], manifest["version"], manifest["epoch"]) == ("bluefield", "1.2", 3), manifest
-        print("the manifest's signature and digests: the same by openssl and hashlib")
+        print("the manifest's signature and digests: verified with openssl and hashlib")
         return 0
 
 
@@ -172,7 +172,7 @@ def main():
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    # The command makes every output safe from power failure, which here costs time on a disk and proves nothing.
+    # Prefer a RAM disk: the command syncs every output to disk, which takes time and is not what is tested here.
     memory = pathlib.Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
         status = Case(args.sumac, pathlib.Path(folder), random.Random(args.seed)).signed()
@@ -182,7 +182,7 @@ def main():
             except AssertionError as error:
                 print(f"seed {number}: {error}\nto repeat: oracle.py {args.sumac} --seed {number} --cases 1")
                 return 1
-    print(f"{args.cases} random files from seed {args.seed} on: the same to the byte")
+    print(f"{args.cases} random files from seed {args.seed} on: identical")
     return status
 
 

@@ -4,7 +4,7 @@ use super::rshim::{Script, When};
 use super::{Bench, Ran};
 use std::fs;
 
-/// Flash to a good card, and check that it went well.
+/// Flash to a good card and check that it succeeds.
 fn well(bench: &Bench, script: Script, more: &[&str]) -> Option<Ran> {
     let ran = bench.flash(script, more)?;
     ran.check(bench, 0, "ready");
@@ -29,7 +29,7 @@ fn flashed_card_receives_the_image_and_reports_ready() {
 fn slow_and_short_writes_deliver_every_byte() {
     let bench = Bench::new();
     for write_max in [1000, 4096, 8] {
-        // With 8 bytes, each write takes one word of the FIFO: the shortest stream that shows it.
+        // 8 bytes are one word of the FIFO per write; a short stream suffices.
         let mut script = Script { write_max, ..Script::good(bench.image.len()) };
         if write_max == 8 {
             script.write_max = 808;
@@ -50,9 +50,9 @@ fn other_ready_lines_and_boot_modes_succeed() {
     assert_eq!(ran.json["seen"], "INFO[MISC]: Linux up");
     let rebooting = [(When::Reading(2), "INFO[MISC]: Rebooting...")];
     well(&bench, Script::with_log(len, &rebooting), &["--until", "rebooting"]);
-    // A generation without BF_MODE and with images of its own.
+    // A generation without BF_MODE and with different images.
     well(&bench, Script { generation: 2, ..Script::good(len) }, &[]);
-    // Drivers that do not know CLEAR_ON_READ keep the log.
+    // Drivers without CLEAR_ON_READ keep the log.
     let kept = Script { refused_key: Some("CLEAR_ON_READ"), ..Script::good(len) };
     well(&bench, kept, &[]);
 }
@@ -79,7 +79,7 @@ fn wrapped_boot_log_neither_hides_nor_fakes_success() {
     let mut script = Script::good(bench.image.len());
     let flood: Vec<_> =
         (0..200).map(|line| (When::Reading(3), format!("INFO[BL31]: line {line} of a flood"))).collect();
-    // Behind `Linux up`, before `DPU is ready`.
+    // After `Linux up`, before `DPU is ready`.
     script.log.splice(3..3, flood);
     let Some(ran) = well(&bench, script, &[]) else { return };
     assert!(!ran.json.to_string().contains("line 0 of"), "1 KiB holds no 200 lines");

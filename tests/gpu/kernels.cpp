@@ -1,9 +1,9 @@
-// Runs the GPU's kernels on the host, job after job from standard input: the test `kernels_match_the_cpu_bit_for_bit`
-// of `sumac` sends them and compares the results with the CPU's kernels.
+// Runs the GPU kernels on the host. The test `kernels_match_the_cpu_bit_for_bit` of `sumac` sends jobs on standard
+// input and compares the results with the CPU kernels'.
 //
-// A job: what (0 land, 1 scale), type, operator, threads; three buffers (src, own, dst) as (length, how far off a
-// multiple of 16 it begins, which earlier buffer it is, or 3); the structure with null pointers; the buffers' bytes.
-// The answer is dst, with 16 bytes before and behind it.
+// A job: kernel (0 land, 1 scale), type, operator, threads; three buffers (src, own, dst), each as (length, offset from
+// 16-byte alignment, index of the earlier buffer that it aliases, or 3); the parameters with null pointers; the
+// buffers' bytes. The reply is dst with 16 guard bytes on each side.
 
 #define SUMAC_HOST
 #include "../../host/src/gpu/cuda/kernels.cu"

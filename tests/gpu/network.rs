@@ -65,14 +65,14 @@ fn gpu_buffer_survives_device_loss() {
         gate.wait();
         let outcomes = std::thread::scope(|scope| {
             if comm.rank() == 0 {
-                scope.spawn(|| boards.lock().expect("nobody panicked").remove(0));
+                scope.spawn(|| boards.lock().expect("not poisoned").remove(0));
             }
             all_reduce(&gpu, &comm).expect("got over")
         });
         comm.leave();
         outcomes.iter().any(|outcome| outcome.repaired || outcome.fallback.is_some() || outcome.path != Path::Tree)
     });
-    assert!(seen.iter().any(|&noticed| noticed), "the death of a leaf goes unnoticed");
+    assert!(seen.iter().any(|&noticed| noticed), "no rank has noticed the loss of the leaf");
 }
 
 #[test]
@@ -134,7 +134,7 @@ fn gpu_peers_complete_the_operations_of_a_lost_device() {
         gate.wait();
         let left = std::thread::scope(|scope| {
             if rank == 0 {
-                scope.spawn(|| boards.lock().expect("nobody panicked").clear());
+                scope.spawn(|| boards.lock().expect("not poisoned").clear());
             }
             among_peers(&mut peers, rank, Algo::Auto)
         });

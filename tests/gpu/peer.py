@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the rate of PyTorch's elementwise sum at 256 MiB, in the columns of `gpu measure`."""
+"""Prints the throughput of PyTorch's elementwise sum at 256 MiB, in the columns of `gpu measure`."""
 
 import statistics
 
@@ -10,7 +10,7 @@ ROUNDS = 21
 
 
 def seconds(body):
-    """Return the median time of what `body` hands to the current stream, by the GPU's clock."""
+    """Return the median time of the work that `body` enqueues on the current stream, measured with GPU events."""
     body()
     times = []
     for _ in range(ROUNDS):

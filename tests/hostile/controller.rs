@@ -1,7 +1,7 @@
 //! Attacks on the controller's port.
 
 use crate::testbed::{JobConfig, LONG, TestBed, Tools, wait_until};
-use crate::traffic::{Random, client_greeting, dial, dial_within, drip, frame_of, idle, send_once};
+use crate::traffic::{Random, client_handshake, dial, dial_within, drip, frame_of, idle, send_once};
 use rustix::net::sockopt::set_socket_recv_buffer_size;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::{Resource, Rlimit, prlimit};
@@ -44,7 +44,7 @@ pub(crate) struct Client {
 impl Client {
     pub(crate) fn open(addr: SocketAddr) -> Self {
         let mut stream = dial_within(addr, LONG).expect("the controller listens");
-        stream.write_all(&client_greeting()).expect("the handshake is sent");
+        stream.write_all(&client_handshake()).expect("the handshake is sent");
         let reader = FrameReader::new(stream.try_clone().expect("a descriptor"));
         Self { stream, reader }
     }
@@ -61,13 +61,13 @@ impl Client {
 }
 
 /// Handshakes of one byte every two seconds are disconnected.
-pub(crate) fn drip_greetings(tools: &Tools) {
+pub(crate) fn drip_handshakes(tools: &Tools) {
     let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
     let before = testbed.count();
     let mut streams = idle(testbed.addr, 20);
     // Longer than any handshake.
-    let greeting = frame_of(&[0; 200]);
-    let left = drip(&mut streams, &greeting, Duration::from_secs(2), Duration::from_secs(22));
+    let handshake = frame_of(&[0; 200]);
+    let left = drip(&mut streams, &handshake, Duration::from_secs(2), Duration::from_secs(22));
     assert_eq!(left, 0, "connections still open after 22 s of a slow handshake");
     testbed.check_unaffected(&before);
 }
@@ -90,7 +90,7 @@ pub(crate) fn garbage(tools: &Tools) {
         good.push(frame.split_off(12));
     }
     for nth in 0..400 {
-        let mut bytes = client_greeting();
+        let mut bytes = client_handshake();
         let body = &good[nth % good.len()];
         let mut mutated = body.clone();
         for _ in 0..1 + random.below(4) {
@@ -98,10 +98,10 @@ pub(crate) fn garbage(tools: &Tools) {
             mutated[at] = random.next() as u8;
         }
         match nth % 6 {
-            // As the greeting, noise, or a frame of noise.
+            // Instead of the handshake: random bytes, or a frame of random bytes.
             0 => bytes = random.bytes(1 + nth),
             1 => bytes = frame_of(&random.bytes(nth)),
-            // After it.
+            // After the handshake.
             2 => bytes.extend(frame_of(&random.bytes(nth))),
             3 => bytes.extend(&frame_of(body)[..12 + nth % body.len()]),
             _ => bytes.extend(frame_of(&mutated)),
@@ -109,7 +109,7 @@ pub(crate) fn garbage(tools: &Tools) {
         send_once(testbed.addr, &bytes);
     }
     // Longer than any message.
-    let mut long = client_greeting();
+    let mut long = client_handshake();
     long[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
     send_once(testbed.addr, &long);
     wait_until("jobs of garbage are removed", || testbed.report().jobs.iter().all(|job| job.name == "work"));
@@ -122,8 +122,8 @@ pub(crate) fn idle_connections(tools: &Tools) {
     let mut open = idle(testbed.addr, 500);
     open.extend((0..500).filter_map(|_| {
         let mut stream = dial(testbed.addr)?;
-        // It may have no room.
-        let _ = stream.write_all(&client_greeting());
+        // The controller may have no room.
+        let _ = stream.write_all(&client_handshake());
         Some(stream)
     }));
     testbed.report();
@@ -147,15 +147,15 @@ pub(crate) fn client_that_never_reads(tools: &Tools) {
     let mut testbed = TestBed::start(tools).with_job(OVER_UDP);
     let before = testbed.count();
     let mut asked = Vec::new();
-    // Refused with the beginning of the name.
+    // Refused; the error quotes the beginning of the name.
     let wrong = request("deaf", (0, 1), &"\u{10ffff}".repeat(64));
     send(&mut asked, &ClientRequest::Join(wrong)).expect("it is short");
     let many = asked.repeat(100);
     let deaf: Vec<TcpStream> = (0..3)
         .map(|_| {
             let mut stream = deaf(testbed.addr);
-            stream.write_all(&client_greeting()).expect("the handshake is sent");
-            // Until it is hung up on, or nothing more is taken.
+            stream.write_all(&client_handshake()).expect("the handshake is sent");
+            // Until the controller disconnects or accepts no more data.
             let _ = (0..400).try_for_each(|_| stream.write_all(&many));
             stream
         })
@@ -174,7 +174,7 @@ pub(crate) fn client_that_never_reads(tools: &Tools) {
     // Nor does it delay the controller's exit.
     let mut testbed = TestBed::start(tools);
     let mut stream = self::deaf(testbed.addr);
-    stream.write_all(&client_greeting()).expect("the handshake is sent");
+    stream.write_all(&client_handshake()).expect("the handshake is sent");
     let _ = (0..400).try_for_each(|_| stream.write_all(&many));
     testbed.controller.interrupt();
     assert_eq!(testbed.controller.status_within(LONG), Some(0), "the controller does not exit");

@@ -111,14 +111,14 @@ pub(crate) fn forged(tools: &Tools) {
 }
 
 /// Capture packets between ranks and devices.
-fn overhear(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr, Vec<u8>)> {
+fn capture(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr, Vec<u8>)> {
     // ETH_P_IP, in the network's order.
     let protocol = NonZeroU32::new(u32::from(0x0800_u16.to_be())).map(Protocol::from_raw);
     let socket = socket_with(AddressFamily::PACKET, SocketType::DGRAM, SocketFlags::CLOEXEC, protocol);
     let socket = socket.expect("the superuser may listen");
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(LONG)).expect("a socket");
-    let (mut heard, mut buffer) = (Vec::new(), vec![0; 70_000]);
-    while heard.len() < count {
+    let (mut captured, mut buffer) = (Vec::new(), vec![0; 70_000]);
+    while captured.len() < count {
         let (len, _) = recv(&socket, &mut buffer[..], RecvFlags::empty()).expect("there is traffic");
         let packet = &buffer[..len];
         let ip_len = usize::from(packet[0] & 15) * 4;
@@ -130,10 +130,10 @@ fn overhear(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr
         let ip: [u8; 4] = std::array::from_fn(|byte| packet[16 + byte]);
         let to = SocketAddr::from((ip, u16::from_be_bytes([udp[2], udp[3]])));
         if is_of(to) {
-            heard.push((to, udp[8..].to_vec()));
+            captured.push((to, udp[8..].to_vec()));
         }
     }
-    heard
+    captured
 }
 
 /// An attacker that has captured packets sends them, and others with their keys, from its own socket.
@@ -142,11 +142,11 @@ pub(crate) fn replayed(tools: &Tools) {
     let (before, mut random) = (testbed.count(), Random(6));
     let device: Vec<u16> = testbed.devices[0].udp_ports().iter().map(SocketAddr::port).collect();
     let ports: Vec<u16> = data_ports(&testbed).iter().map(SocketAddr::port).collect();
-    let heard = overhear(2_000, |to| ports.contains(&to.port()) && !to.ip().is_multicast());
+    let captured = capture(2_000, |to| ports.contains(&to.port()) && !to.ip().is_multicast());
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let drops = dropped(&testbed);
     let mut sent = 0;
-    for (to, bytes) in &heard {
+    for (to, bytes) in &captured {
         // Dropped if the receiver has no room.
         let _ = socket.send_to(bytes, to);
         let Ok(packet) = Packet::new_checked(&bytes[..]) else { continue };
@@ -167,7 +167,7 @@ pub(crate) fn replayed(tools: &Tools) {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
-    assert!(sent > 500, "of {} packets that were heard only {sent} were for the device", heard.len());
+    assert!(sent > 500, "only {sent} of {} captured packets were for the device", captured.len());
     let dropped = dropped(&testbed) - drops;
     assert!(dropped > sent / 4, "of {sent} packets the device has dropped {dropped}");
     testbed.check_unaffected(&before);

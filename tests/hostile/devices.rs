@@ -73,7 +73,7 @@ pub(crate) fn crash_loop(tools: &Tools) {
     testbed.finish();
 }
 
-/// Serve requests until the first group, or until there is none for a while.
+/// Serve requests until the first group, or until no request arrives for 300 ms.
 fn live(stream: TcpStream, given: &AtomicU64) {
     stream.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
     let mut to = stream.try_clone().expect("a descriptor");

@@ -63,7 +63,7 @@ const fn alone(name: &'static str, run: fn(&Tools)) -> Case {
 const CASES: &[Case] = &[
     alone("flood_leaves_half_the_throughput_over_udp", throughput::over_udp),
     alone("flood_leaves_half_the_throughput_over_shm", throughput::over_shm),
-    case("slow_handshake_at_the_controller_is_disconnected", controller::drip_greetings),
+    case("slow_handshake_at_the_controller_is_disconnected", controller::drip_handshakes),
     case("slow_handshakes_at_rank_ports_do_not_block_recovery", ranks::drip_hellos),
     case("garbage_at_the_controller_is_refused", controller::garbage),
     case("idle_connections_do_not_block_the_controller", controller::idle_connections),
@@ -86,12 +86,12 @@ const CASES: &[Case] = &[
     root("replayed_packets_from_elsewhere_are_dropped", data::replayed),
     root("redo_memory_shows_no_results_to_another_user", users::redo_memory),
     root("memory_cannot_be_opened_by_another_user", users::files),
-    root("attach_without_a_key_is_refused_to_another_user", users::stolen_seat),
+    root("attach_without_a_key_is_refused_to_another_user", users::stolen_function),
     root("root_shares_no_memory_with_another_users_device", users::foreign_device),
 ];
 
 /// The number of cases that run at a time.
-const BESIDE: usize = 3;
+const PARALLEL: usize = 3;
 
 /// The exit status if a case was skipped.
 const SKIPPED: u8 = 77;
@@ -183,7 +183,7 @@ fn run_all(tools: &Tools, cases: &[&Case]) -> ExitCode {
     let rest = Mutex::new(rest);
     let next = || rest.lock().expect("no panic").pop_front();
     thread::scope(|scope| {
-        for _ in 0..BESIDE {
+        for _ in 0..PARALLEL {
             scope.spawn(|| {
                 while let Some(case) = next() {
                     run(case);

@@ -1,4 +1,4 @@
-//! A rank of the job that attacks must not affect: it reduces until told to stop, and checks every element.
+//! A rank of the job that attacks must not affect: it reduces until it receives `stop`, and checks every element.
 //!
 //!     hostile --rank CONTROLLER JOB RANK WORLD ATTACH tree|schedules
 //!

@@ -65,13 +65,13 @@ impl Process {
         let log = tools.logs.join(format!("{case}-{name}"));
         let file = File::create(&log).expect("a log");
         let user = user.map(|user| user.to_string());
-        let mut words: Vec<&str> = Vec::new();
+        let mut arguments: Vec<&str> = Vec::new();
         if let Some(user) = &user {
-            words.extend([tools.own.to_str().expect("UTF-8"), "--as", user]);
+            arguments.extend([tools.own.to_str().expect("UTF-8"), "--as", user]);
         }
-        words.extend(program);
-        let mut command = Command::new(words[0]);
-        command.args(&words[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(file);
+        arguments.extend(program);
+        let mut command = Command::new(arguments[0]);
+        command.args(&arguments[1..]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(file);
         // The command ends with the thread that started it.
         command.env("SUMAC_SUPERVISOR", std::process::id().to_string()).env("SUMAC_LOG", "info");
         let mut child = command.spawn().unwrap_or_else(|error| panic!("{program:?}: {error}"));
@@ -88,7 +88,7 @@ impl Process {
     }
 
     /// Write a line to its stdin; false if stdin is closed.
-    pub(crate) fn say(&mut self, line: &str) -> bool {
+    pub(crate) fn send_line(&mut self, line: &str) -> bool {
         self.to.as_mut().is_some_and(|to| writeln!(to, "{line}").is_ok())
     }
 
@@ -186,7 +186,7 @@ fn ports(pid: Pid, table: &str, state: Option<&str>) -> Vec<SocketAddr> {
             link.to_str().and_then(|link| link.strip_prefix("socket:[")?.strip_suffix(']')?.parse::<u64>().ok());
         sockets.extend(inode);
     }
-    let rows = fs::read_to_string(format!("/proc/net/{table}")).expect("the kernel tells");
+    let rows = fs::read_to_string(format!("/proc/net/{table}")).expect("/proc is readable");
     let mut found = BTreeSet::new();
     for row in rows.lines().skip(1) {
         let fields: Vec<&str> = row.split_whitespace().collect();
@@ -237,8 +237,8 @@ impl<'t> TestBed<'t> {
     pub(crate) fn without_devices(tools: &'t Tools) -> Self {
         let sumac = tools.sumac.to_str().expect("UTF-8");
         let listen = ["controller", "--listen", "127.0.0.1:0", "--prefer-tree", "--lease", "3"];
-        let words: Vec<&str> = [sumac].into_iter().chain(listen).collect();
-        let mut controller = Process::start(tools, "controller", &words, None);
+        let command: Vec<&str> = [sumac].into_iter().chain(listen).collect();
+        let mut controller = Process::start(tools, "controller", &command, None);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok());
         let addr = addr.unwrap_or_else(|| panic!("the controller printed {line:?}"));
@@ -247,8 +247,8 @@ impl<'t> TestBed<'t> {
 
     pub(crate) fn add_device(&mut self, name: &str, user: Option<u32>) {
         let (sumac, addr) = (self.tools.sumac.to_str().expect("UTF-8"), self.addr.to_string());
-        let words = [sumac, "device", "--name", name, "--controller", &addr];
-        let mut device = Process::start(self.tools, &format!("device-{name}"), &words, user);
+        let command = [sumac, "device", "--name", name, "--controller", &addr];
+        let mut device = Process::start(self.tools, &format!("device-{name}"), &command, user);
         assert_eq!(device.line(), format!("ready {name}"));
         self.devices.push(device);
     }
@@ -267,8 +267,8 @@ impl<'t> TestBed<'t> {
             let numbers = [self.addr.to_string(), rank.to_string(), RANKS.to_string()];
             let (own, transport) = (self.tools.own.to_str().expect("UTF-8"), way.transport.name());
             let schedules = if way.schedules { "schedules" } else { "tree" };
-            let words = [own, "--rank", &numbers[0], name, &numbers[1], &numbers[2], transport, schedules];
-            Process::start(self.tools, &format!("{name}-{rank}"), &words, None)
+            let command = [own, "--rank", &numbers[0], name, &numbers[1], &numbers[2], transport, schedules];
+            Process::start(self.tools, &format!("{name}-{rank}"), &command, None)
         };
         (0..RANKS).map(rank).collect()
     }
@@ -358,7 +358,7 @@ impl<'t> TestBed<'t> {
 
 /// Ask a rank for its progress; panics if it has failed.
 pub(crate) fn count(rank: &mut Process) -> Count {
-    rank.say("count");
+    rank.send_line("count");
     let line = rank.line();
     let Some(numbers) = line.strip_prefix("count ") else {
         rank.check();
@@ -371,12 +371,12 @@ pub(crate) fn count(rank: &mut Process) -> Count {
 /// End the ranks after the same round, and check that they had no error.
 pub(crate) fn finish(ranks: &mut [Process]) {
     for rank in &mut *ranks {
-        assert!(rank.say("stop"), "{} does not listen", rank.name);
+        assert!(rank.send_line("stop"), "{} does not read its stdin", rank.name);
     }
     for rank in ranks {
         let ended = rank.status_within(LONG);
-        let said = fs::read_to_string(&rank.log).unwrap_or_default();
-        assert_eq!(ended, Some(0), "{}: {said}", rank.name);
+        let log = fs::read_to_string(&rank.log).unwrap_or_default();
+        assert_eq!(ended, Some(0), "{}: {log}", rank.name);
     }
 }
 

@@ -61,7 +61,7 @@ pub(crate) fn idle(addr: SocketAddr, count: usize) -> Vec<TcpStream> {
 }
 
 /// Return the handshake frame of a client.
-pub(crate) fn client_greeting() -> Vec<u8> {
+pub(crate) fn client_handshake() -> Vec<u8> {
     let mut bytes = Vec::new();
     send(&mut bytes, &Hello::Client).expect("it is short");
     bytes
@@ -69,7 +69,7 @@ pub(crate) fn client_greeting() -> Vec<u8> {
 
 /// Return a frame with valid checksums and any body.
 pub(crate) fn frame_of(body: &[u8]) -> Vec<u8> {
-    let mut frame = client_greeting()[..4].to_vec();
+    let mut frame = client_handshake()[..4].to_vec();
     frame.extend((body.len() as u32).to_le_bytes());
     let mut summed = frame.clone();
     summed.extend(crc32c(body).to_le_bytes());

@@ -25,9 +25,9 @@ pub(crate) fn set(user: u32) -> Result<(), String> {
 }
 
 /// Run this program as another user, as a spy.
-fn run_spy(testbed: &TestBed<'_>, words: &[&str]) -> Vec<String> {
+fn run_spy(testbed: &TestBed<'_>, arguments: &[&str]) -> Vec<String> {
     let own = testbed.tools.own.to_str().expect("UTF-8");
-    let command: Vec<&str> = [own, "--spy"].iter().chain(words).copied().collect();
+    let command: Vec<&str> = [own, "--spy"].iter().chain(arguments).copied().collect();
     let mut spy = Process::start(testbed.tools, "spy", &command, Some(NOBODY));
     spy.end_input();
     let lines: Vec<String> = std::iter::from_fn(|| Some(spy.line()).filter(|line| !line.is_empty())).collect();
@@ -37,15 +37,15 @@ fn run_spy(testbed: &TestBed<'_>, words: &[&str]) -> Vec<String> {
 
 /// The spy: prints each finding on a line.
 pub(crate) fn spy(args: &[String]) -> Result<(), String> {
-    let words: Vec<&str> = args.iter().map(String::as_str).collect();
-    match &words[..] {
+    let arguments: Vec<&str> = args.iter().map(String::as_str).collect();
+    match &arguments[..] {
         ["redo", controller] => redo(controller),
         ["files", pids @ ..] => {
             pids.iter().for_each(|pid| open_all(pid));
             Ok(())
         }
-        ["seat", socket, group, child] => seat(socket, group, child),
-        _ => Err(format!("{words:?}")),
+        ["attach", socket, group, child] => attach_as(socket, group, child),
+        _ => Err(format!("unknown arguments {arguments:?}")),
     }
 }
 
@@ -60,7 +60,7 @@ fn redo(controller: &str) -> Result<(), String> {
     let hello = Message::Attach { group: tree.group, child: tree.child, key: tree.key };
     let connection = Connection::open(&socket, LONG).map_err(|error| error.to_string())?;
     connection.send(&hello, None).map_err(|error| error.to_string())?;
-    // Nothing more comes when all is handed over.
+    // Until the device's broker has handed over everything and is silent.
     let (mut handed, mut searched, mut found) = (0, 0, 0);
     while let Ok(received) = connection.receive(Duration::from_millis(500)) {
         if let Message::Refused { reason } = received.message {
@@ -71,7 +71,7 @@ fn redo(controller: &str) -> Result<(), String> {
         let len = file.metadata().map_or(0, |meta| meta.len());
         let mut page = vec![0; 1 << 16];
         for at in (0..len).step_by(page.len()) {
-            // Events can't be read so.
+            // Event descriptors cannot be read with `pread`.
             let Ok(read) = file.read_at(&mut page, at) else { break };
             searched += read;
             let words = page[..read].chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")));
@@ -84,7 +84,7 @@ fn redo(controller: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Try to open everything that a process has, for reading.
+/// Try to open all files and memory of a process for reading.
 fn open_all(pid: &str) {
     let folders = ["fd", "map_files", "task"].map(|folder| format!("/proc/{pid}/{folder}"));
     let inside = folders.iter().filter_map(|folder| fs::read_dir(folder).ok()).flatten().flatten();
@@ -99,7 +99,7 @@ fn open_all(pid: &str) {
 }
 
 /// Request the function of a rank in another user's job.
-fn seat(socket: &str, group: &str, child: &str) -> Result<(), String> {
+fn attach_as(socket: &str, group: &str, child: &str) -> Result<(), String> {
     let number = |text: &str| text.parse::<u32>().map_err(|error| format!("{text}: {error}"));
     let (group, child, mut random) = (number(group)?, number(child)?, Random(8));
     for key in [0, u64::MAX, random.next()] {
@@ -145,18 +145,18 @@ pub(crate) fn files(tools: &Tools) {
     let before = testbed.count();
     let all = testbed.devices.iter().chain(&testbed.ranks).chain([&testbed.controller]);
     let pids: Vec<String> = all.map(|process| process.pid().as_raw_nonzero().to_string()).collect();
-    let words: Vec<&str> = ["files"].into_iter().chain(pids.iter().map(String::as_str)).collect();
-    let opened = run_spy(&testbed, &words);
+    let arguments: Vec<&str> = ["files"].into_iter().chain(pids.iter().map(String::as_str)).collect();
+    let opened = run_spy(&testbed, &arguments);
     assert!(opened.is_empty(), "another user has opened {} files, the first {}", opened.len(), opened[0]);
     testbed.check_unaffected(&before);
 }
 
-pub(crate) fn stolen_seat(tools: &Tools) {
+pub(crate) fn stolen_function(tools: &Tools) {
     let mut testbed = TestBed::start(tools).with_job(OVER_SHM);
     let (before, socket) = (testbed.count(), socket_of(&testbed));
     let group = crate::data::victim(&testbed).0.to_string();
     for child in ["0", "1", "2", "3"] {
-        let lines = run_spy(&testbed, &["seat", &socket, &group, child]);
+        let lines = run_spy(&testbed, &["attach", &socket, &group, child]);
         assert_eq!(lines.len(), 3);
         assert!(lines.iter().all(|line| !line.starts_with("handed")), "{lines:?}");
     }

@@ -1,13 +1,13 @@
-"""Compare the kernels' narrow floats with NumPy and ml_dtypes, bit by bit.
+"""Compares the CPU kernels' narrow floats with NumPy and ml_dtypes, bit by bit.
 
 usage: compare.py PROGRAM, where PROGRAM is the example `reduce` of sumac-hal.
 
-For each of f16, bf16, fp8 E4M3 and E5M2: every code as it is (a reduction of one rank widens and rounds it), the
-rounding of f32 values (boundaries between codes and their neighbours, powers of two, random bits), and sums, products,
-averages, minima and maxima of random codes over several ranks, accumulated by NumPy in f32 in the same order. NaNs
-compare as NaNs, and are checked to be the one canonical NaN of their type.
+For each of f16, bf16, fp8 E4M3 and E5M2: the round trip of every code through f32 (a reduction of one rank), the
+rounding of f32 values (midpoints between codes and their neighbours, powers of two, random bits), and sums, products,
+averages, minima and maxima of random codes over several ranks, which NumPy accumulates in f32 in the same order. Any
+NaN of the reference must be the canonical NaN of its type.
 
-Exit status: 0 if all bits agree, 1 if any differ.
+Exit status: 0 if all bits agree, 1 otherwise.
 """
 
 import subprocess
@@ -16,7 +16,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
-# Name here: NumPy's type, the unsigned integer of its size, the canonical NaN.
+# Name: (NumPy's type, unsigned integer of the same size, canonical NaN).
 TYPES = {
     "f16": (np.float16, np.uint16, 0x7E00),
     "bf16": (ml_dtypes.bfloat16, np.uint16, 0x7FC0),
@@ -29,14 +29,14 @@ SEED = 20_240_601
 
 
 def reduce(program, name, op, contributions, partial=False):
-    """Run PROGRAM over contributions, one array a rank; return the bytes of the result."""
+    """Run PROGRAM on the contributions, one array per rank; return the result's bytes."""
     command = [program, name, op, str(len(contributions))] + ["partial"] * partial
     data = b"".join(contribution.tobytes() for contribution in contributions)
     return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True).stdout
 
 
 def differences(name, found, expected):
-    """Return how many elements differ, and the first; `expected` is an array of the type."""
+    """Return the number of elements that differ, and a description of the first; `expected` has the type `name`."""
     _, bits, nan = TYPES[name]
     found = np.frombuffer(found, bits)
     is_nan = np.isnan(expected.astype(np.float32))
@@ -46,7 +46,7 @@ def differences(name, found, expected):
 
 
 def boundaries(name):
-    """Return the f32 values at each code, half-way to the next, and just beside those."""
+    """Return the f32 values of all codes, their midpoints, and the neighbours of both."""
     dtype, bits, _ = TYPES[name]
     codes = np.arange(2 ** (8 * bits().itemsize), dtype=np.uint32).astype(bits).view(dtype).astype(np.float64)
     finite = np.sort(codes[np.isfinite(codes)])
@@ -59,7 +59,7 @@ def boundaries(name):
 
 
 def random_f32(random, count):
-    """Return any bits, and bits of values near 1, which more of the formats hold."""
+    """Return random bit patterns, and patterns with exponents near 1, which the narrow formats can represent."""
     any_bits = random.integers(0, 2**32, count, dtype=np.uint32)
     exponent = random.integers(127 - 30, 127 + 20, count, dtype=np.uint32) << np.uint32(23)
     near = exponent | (any_bits & np.uint32(0x807FFFFF))
@@ -67,7 +67,7 @@ def random_f32(random, count):
 
 
 def codes(random, name):
-    """Return random codes, those that mean moderate values more often."""
+    """Return random codes, 80 % of them of moderate magnitude."""
     dtype, bits, _ = TYPES[name]
     any_bits = random.integers(0, 2 ** (8 * bits().itemsize), COUNT, dtype=np.uint32).astype(bits).view(dtype)
     moderate = random.normal(scale=4.0, size=COUNT).astype(np.float32).astype(dtype)
@@ -75,7 +75,7 @@ def codes(random, name):
 
 
 def combine(op, contributions):
-    """Accumulate in f32 from left to right, and round once."""
+    """Accumulate from left to right in f32."""
     wide = [contribution.astype(np.float32) for contribution in contributions]
     total = wide[0]
     for value in wide[1:]:
@@ -84,7 +84,7 @@ def combine(op, contributions):
         elif op == "prod":
             total = total * value
         else:
-            # NumPy's minimum and maximum propagate NaNs as the kernels do, but take either zero of a pair of zeros.
+            # NumPy's minimum and maximum propagate NaNs like the kernels, but of two zeros return either.
             zeros = (total == 0) & (value == 0)
             sign = np.logical_or if op == "min" else np.logical_and
             negative = sign(np.signbit(total), np.signbit(value))
@@ -107,9 +107,9 @@ def main():
         ]
         for op in ("sum", "prod", "avg", "min", "max"):
             checks.append((op, reduce(program, name, op, inputs), combine(op, inputs).astype(dtype)))
-        for what, found, expected in checks:
+        for check, found, expected in checks:
             wrong, first = differences(name, found, expected)
-            print(f"{name:<7} {what:<16} {len(expected):>8} elements, {wrong} differ" + (f": {first}" if wrong else ""))
+            print(f"{name:<7} {check:<16} {len(expected):>8} elements, {wrong} differ" + (f": {first}" if wrong else ""))
             failed += wrong > 0
     return 1 if failed else 0
 

@@ -1,18 +1,18 @@
-// The least that a large all-reduce costs on this machine: two threads, each pinned to a core, go over the buffers of
-// all ranks once and leave the sum in every one of them. No message, no protocol, nobody to wait for but each other.
+// A lower bound for a large all-reduce on this machine: two threads, each pinned to a core, pass over the buffers of
+// all ranks once and store the sum in each of them. No messages, no protocol, no synchronisation but between the two.
 //
 //   bare_loop RANKS SIZE_BYTES...        f32 sum, in place
 //
-// For each size one JSON object is printed:
+// Prints one JSON object per size:
 //
 //   {"ranks":4,"size_bytes":67108864,"iterations":24,"time_us":7214.500}
 //
-// The buffers are cut into segments that stay in a core's cache while they are reduced: the first rank's is copied,
-// the others' are added, the sum is stored to all. Plain stores: the lines have just been read, so going past the
-// cache gains nothing. One operation is checked, every element in every buffer; then the median of many is taken.
+// The buffers are split into segments that stay in a core's cache while they are reduced: the first rank's segment is
+// copied, the others' are added, the sum is stored to all. Plain stores: the lines have just been read, so non-temporal
+// stores gain nothing. One operation is checked, every element of every buffer; the result is the median of many.
 //
-// The threads meet by spinning, since a wake-up by the kernel takes longer than reducing 64 KiB. Up to some KiB the
-// time is that of their meeting, which depends on who comes last; a bound it is only from there on.
+// The threads synchronise by spinning, since a wake-up by the kernel takes longer than reducing 64 KiB. Up to some KiB
+// the barrier dominates the time; it is a bound only above that.
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -41,15 +41,15 @@ struct job {
     float *buffers[MAX_RANKS];
 };
 
-struct meeting {
+struct barrier {
     _Alignas(256) atomic_int arrived;
     _Alignas(256) atomic_uint generation;
 };
 
-// What the helping thread is told; written before a meeting, read after it.
+// Shared with the helper thread; written before a barrier, read after it.
 static struct job job;
-static bool over;
-static struct meeting before, after;
+static bool stop;
+static struct barrier before, after;
 
 static double now_us(void) {
     struct timespec now;
@@ -72,14 +72,14 @@ static bool pin(int cpu) {
     return pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
 }
 
-static void meet(struct meeting *meeting) {
-    const unsigned generation = atomic_load_explicit(&meeting->generation, memory_order_acquire);
-    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == THREADS - 1) {
-        atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
-        atomic_store_explicit(&meeting->generation, generation + 1, memory_order_release);
+static void barrier_wait(struct barrier *barrier) {
+    const unsigned generation = atomic_load_explicit(&barrier->generation, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&barrier->arrived, 1, memory_order_acq_rel) == THREADS - 1) {
+        atomic_store_explicit(&barrier->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&barrier->generation, generation + 1, memory_order_release);
         return;
     }
-    while (atomic_load_explicit(&meeting->generation, memory_order_acquire) == generation) {
+    while (atomic_load_explicit(&barrier->generation, memory_order_acquire) == generation) {
     }
 }
 
@@ -101,18 +101,18 @@ static void *help(void *unused) {
     (void)unused;
     pin(1);
     for (;;) {
-        meet(&before);
-        if (over) return NULL;
+        barrier_wait(&before);
+        if (stop) return NULL;
         reduce_share(1);
-        meet(&after);
+        barrier_wait(&after);
     }
 }
 
 static double time_one(void) {
-    meet(&before);
+    barrier_wait(&before);
     const double start = now_us();
     reduce_share(0);
-    meet(&after);
+    barrier_wait(&after);
     return now_us() - start;
 }
 
@@ -123,7 +123,7 @@ static bool prepare(size_t size_bytes) {
     job.count = size_bytes / sizeof(float);
     job.segment = segment_bytes / sizeof(float);
     for (int rank = 0; rank < job.ranks; rank++) {
-        // Shared between processes, as the ranks' memory would have to be.
+        // Shared mappings, as ranks in separate processes would need.
         void *memory = mmap(NULL, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED) {
             perror("bare_loop: mmap");
@@ -146,7 +146,7 @@ static bool check(void) {
                         expected);
                 return false;
             }
-            // Sums of zeros stay finite, however many are timed.
+            // Zeros stay finite over any number of in-place operations.
             job.buffers[rank][i] = 0;
         }
     }
@@ -180,16 +180,16 @@ int main(int argc, char **argv) {
         fprintf(stderr, "usage: bare_loop RANKS(2..%d) SIZE_BYTES(multiple of 4)...\n", MAX_RANKS);
         return 2;
     }
-    // Two threads that spin on one core would measure the scheduler.
+    // On one core, two spinning threads would measure the scheduler.
     pthread_t helper;
     if (!pin(1) || !pin(0) || pthread_create(&helper, NULL, help, NULL) != 0) {
-        fprintf(stderr, "bare_loop: CPUs 0 and 1 can't both be used\n");
+        fprintf(stderr, "bare_loop: cannot pin threads to CPUs 0 and 1\n");
         return 1;
     }
     bool right = true;
     for (int i = 2; i < argc && right; i++) right = measure(strtoull(argv[i], NULL, 10));
-    over = true;
-    meet(&before);
+    stop = true;
+    barrier_wait(&before);
     pthread_join(helper, NULL);
     return right ? 0 : 1;
 }

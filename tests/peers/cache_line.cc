@@ -1,9 +1,10 @@
-// The round trip of one cache line between two cores, in nanoseconds: where the hypervisor has put the virtual CPUs.
+// Measures the round trip of one cache line between two cores in nanoseconds. On a virtual machine it shows where the
+// hypervisor has placed the CPUs.
 //
 //   cache_line [CPU CPU]      default: 0 1; prints one number, the median of 101 batches of 1,000 round trips
 //
-// Times of collectives between processes on one machine follow this number, so a comparison that does not print it
-// can't be set beside another one's.
+// The time of small collectives between local processes follows this number; comparisons without it are not
+// comparable with each other.
 
 #include <pthread.h>
 #include <sched.h>
@@ -21,7 +22,7 @@ namespace {
 constexpr int kBatches = 101;
 constexpr unsigned kTrips = 1000;
 
-// Two cache lines would let the prefetcher help.
+// Aligned beyond a cache line: the adjacent-line prefetcher would blur the result.
 struct alignas(256) Line {
   std::atomic<unsigned> value{0};
 };
@@ -43,9 +44,9 @@ void wait_for(const Line& line, unsigned value) {
 int main(int argc, char** argv) {
   const int here = argc > 2 ? atoi(argv[1]) : 0;
   const int there = argc > 2 ? atoi(argv[2]) : 1;
-  // Two threads that spin on one core would measure the scheduler.
+  // On one core, two spinning threads would measure the scheduler.
   if (here == there || !pin(there) || !pin(here)) {
-    fprintf(stderr, "cache_line: CPUs %d and %d can't both be used\n", here, there);
+    fprintf(stderr, "cache_line: cannot pin threads to CPUs %d and %d\n", here, there);
     return 1;
   }
   static Line line;

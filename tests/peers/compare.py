@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Sets Sumac's tree beside what one would otherwise take, on one machine, in one session.
+"""Compares Sumac's tree with other all-reduce implementations on one machine, in one session.
 
-Every competitor runs in each of the rounds, in turns and from a different start, so that a machine that slows down
-slows down all of them. A cell is the median over the rounds of a run's median over its iterations of the slowest
-rank's time. Times of two sessions can't be compared; ratios within one can, beside the round trip of a cache line.
+Each round runs every competitor once, in an order that rotates from round to round, so that a slowdown of the machine
+affects all of them. A cell is the median over rounds of the median over iterations of the slowest rank's time. Times
+from different sessions are not comparable; ratios within a session are, together with the cache-line round trip.
 
-A ratio is the other's time over Sumac's, so above 1 Sumac is faster; it is also the ratio of algorithm bandwidths.
-A competitor that takes too long is cut off; what it had measured by then counts, and it is not run again.
-All samples are kept in compare.tsv, and drawn in compare.svg.
+A ratio is the other's time divided by Sumac's: above 1 Sumac is faster. It equals the ratio of algorithm bandwidths.
+A competitor that exceeds its time limit keeps the rows measured so far and is not run again.
+All samples are stored in compare.tsv and plotted in compare.svg.
 """
 
 import argparse
@@ -33,8 +33,8 @@ SIZE_MAX = 1 << 30
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 CACHE_LINE_LIMIT_S = 30
 PLOT_LIMIT_S = 120
-# More than this many processes that want to run, before anything is measured, are somebody else's.
-BUSY = 0.5
+# A load average above this before the first measurement means that the machine is not idle.
+IDLE_LOAD_MAX = 0.5
 
 
 class Comparison:
@@ -42,10 +42,11 @@ class Comparison:
         self.options = options
         self.results = store.Results()
         self.results.titles = {series.name: series.title for series in options.chosen}
-        self.notes = list(options.left_out)
+        self.notes = list(options.skipped)
         self.line_ns = []
         self.failed = False
-        # {(ranks, series, variant): the sizes still worth trying}; a stall in every round would take most of the time
+        # {(ranks, series, variant): sizes to measure}. Sizes that failed are not retried: a stall in every round
+        # would take most of the time.
         self.sizes = {}
 
     def note(self, text):
@@ -57,7 +58,7 @@ class Comparison:
         self.line_ns.append(float(process.output([cache_line(self.options)], CACHE_LINE_LIMIT_S)))
 
     def identify(self):
-        """Note which version each series is; one that can't even say that is left out."""
+        """Note the version of each series; drop series whose program does not start."""
         known = {series.needs: "" for series in self.options.chosen if series.version is None}
         for series in list(self.options.chosen):
             if series.needs not in known:
@@ -66,32 +67,32 @@ class Comparison:
                 except process.Failed as failure:
                     known[series.needs] = None
                     self.failed = True
-                    self.note(f"{series.needs} is left out, it does not start: {failure}")
+                    self.note(f"{series.needs} skipped, it does not start: {failure}")
             if known[series.needs] is None:
                 self.options.chosen.remove(series)
         self.notes.insert(0, "measured: " + ", ".join(filter(None, known.values())))
 
     def run(self):
-        """Measure all, and keep what there is after each round."""
-        turns = [(series, variant) for series in self.options.chosen for variant in series.variants]
+        """Measure everything; save the samples after each round."""
+        entries = [(series, variant) for series in self.options.chosen for variant in series.variants]
         for turn in range(self.options.rounds):
-            first = turn * len(turns) // self.options.rounds
+            first = turn * len(entries) // self.options.rounds
             for ranks in self.options.ranks:
-                # At the start and at the end, to see whether the machine moved in between.
+                # Before and after, to see whether the hypervisor moved the CPUs in between.
                 self.probe()
-                for series, variant in turns[first:] + turns[:first]:
-                    self.take(turn + 1, ranks, series, variant)
+                for series, variant in entries[first:] + entries[:first]:
+                    self.measure(turn + 1, ranks, series, variant)
                 self.probe()
-            self.keep()
+            self.save()
 
-    def take(self, turn, ranks, series, variant):
+    def measure(self, turn, ranks, series, variant):
         """Measure one variant of a series once."""
         key = ranks, series.name, variant
         sizes = self.sizes.setdefault(key, list(self.options.sizes))
         if not sizes:
             return
-        what = " ".join(filter(None, (series.title, variant)))
-        print(f"round {turn} of {self.options.rounds}, {ranks} ranks: {what}", file=sys.stderr)
+        title = " ".join(filter(None, (series.title, variant)))
+        print(f"round {turn} of {self.options.rounds}, {ranks} ranks: {title}", file=sys.stderr)
         done = []
         problem = None
         try:
@@ -100,23 +101,23 @@ class Comparison:
                 self.add(turn, ranks, series, variant, row)
         except process.Failed as failure:
             problem = failure
-        lost = [size for size in sizes if size not in done]
-        if not lost and problem is None:
+        missing = [size for size in sizes if size not in done]
+        if not missing and problem is None:
             return
-        cut_off = isinstance(problem, process.CutOff)
-        self.failed |= not cut_off
-        self.sizes[key] = [] if cut_off else done
-        gone = ", ".join(map(store.size_name, lost)) or "nothing"
-        self.note(f"{what}, {ranks} ranks, round {turn}: {problem or 'no result'}; lost: {gone}")
+        timed_out = isinstance(problem, process.TimedOut)
+        self.failed |= not timed_out
+        self.sizes[key] = [] if timed_out else done
+        names = ", ".join(map(store.size_name, missing)) or "none"
+        self.note(f"{title}, {ranks} ranks, round {turn}: {problem or 'no result'}; missing sizes: {names}")
 
     def add(self, turn, ranks, series, variant, row):
         sample = {"ranks": ranks, "series": series.name, "variant": variant, "size_bytes": row.size_bytes}
         sample |= {"round": turn, "time_us": row.time_us, "cpu_us": row.cpu_us, "iterations": row.iterations}
         self.results.add(sample | {"cache_line_ns": self.line_ns[-1], "transport": row.transport})
         if "sumac-shm" in series.groups and row.transport in (None, "inline"):
-            self.note(f"{series.title} was not: its rows say transport {row.transport}, so they came by UDP")
+            self.note(f"{series.title}: rows report transport {row.transport}, so UDP was measured instead")
 
-    def keep(self):
+    def save(self):
         store.write(self.results, self.notes, file_of(self.options, "tsv"))
 
 
@@ -129,7 +130,7 @@ def file_of(options, suffix):
 
 
 def draw(options):
-    """Draw the plot, with the interpreter that has what it takes; return whether that worked."""
+    """Draw the plot with the interpreter that has matplotlib; return whether that succeeded."""
     script = pathlib.Path(__file__).with_name("plot.py")
     try:
         process.output(
@@ -145,14 +146,14 @@ def draw(options):
 
 
 def listed(words, parse):
-    """Return what a list names, whether its parts are separated by commas or are arguments of their own."""
+    """Parse a list whose items are separated by commas, given as separate arguments, or both."""
     return list(dict.fromkeys(parse(part) for word in words for part in word.split(",") if part))
 
 
-def whole(least, most):
+def integer(minimum, maximum):
     def parse(text):
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        if not text.isdecimal() or not minimum <= int(text) <= maximum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {minimum} to {maximum}")
         return int(text)
 
     return parse
@@ -163,19 +164,19 @@ def size(text):
     value = int(match[1]) * UNITS[match[2]] if match else 0
     if not 0 < value <= SIZE_MAX or value % 4:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: a multiple of 4 up to 1G, in bytes or with K, M or G after it"
+            f"{text!r} is not a size: expected a multiple of 4 up to 1G, with an optional suffix K, M or G"
         )
     return value
 
 
 def name(text):
     if text not in competitors.names():
-        raise argparse.ArgumentTypeError(f"{text!r} is no series; there are {', '.join(competitors.names())}")
+        raise argparse.ArgumentTypeError(f"unknown series {text!r}; known: {', '.join(competitors.names())}")
     return text
 
 
 class Listed(argparse.Action):
-    """A list of what one parser takes; `const` is that parser."""
+    """A list option; `const` parses one item."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         try:
@@ -183,7 +184,7 @@ class Listed(argparse.Action):
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentError(self, str(error)) from error
         if not found:
-            raise argparse.ArgumentError(self, "names nothing")
+            raise argparse.ArgumentError(self, "the list is empty")
         setattr(namespace, self.dest, found)
 
 
@@ -193,25 +194,25 @@ def parser():
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        epilog="Lists take commas, or are arguments of their own. Series: " + ", ".join(competitors.names()),
+        epilog="List items are separated by commas or spaces. Series: " + ", ".join(competitors.names()),
     )
 
     def lists(flag, parse, text, **more):
         made.add_argument(flag, nargs="+", action=Listed, const=parse, metavar=flag[2:].upper(), help=text, **more)
 
-    lists("--ranks", whole(2, RANKS_MAX), "numbers of ranks [2,4,8]")
+    lists("--ranks", integer(2, RANKS_MAX), "numbers of ranks [2,4,8]")
     lists("--sizes", size, "message sizes, multiples of 4, such as 8,64K,16M [8 B to 64 MiB]")
-    lists("--only", name, "measure these series alone", default=[])
-    lists("--without", name, "leave these series out", default=[])
-    lists("--levels", whole(1, 2), "levels of Sumac's tree [1,2]", default=competitors.LEVELS)
-    made.add_argument("--rounds", type=whole(1, 100), help="how often all is measured, in turns [3]")
-    made.add_argument("--limit", type=whole(1, 3600), help="seconds that one run of a series may take [60]")
-    made.add_argument("--in-place", action="store_true", help="let MPI reduce in place; otherwise out of place")
+    lists("--only", name, "measure only these series", default=[])
+    lists("--without", name, "skip these series", default=[])
+    lists("--levels", integer(1, 2), "levels of Sumac's tree [1,2]", default=competitors.LEVELS)
+    made.add_argument("--rounds", type=integer(1, 100), help="number of rounds [3]")
+    made.add_argument("--limit", type=integer(1, 3600), help="time limit of one run of a series, in seconds [60]")
+    made.add_argument("--in-place", action="store_true", help="run MPI in place instead of out of place")
     made.add_argument("--quick", action="store_true", help="a smoke test: 2 ranks, 3 sizes, one round")
-    made.add_argument("--gloo-only", action="store_true", help="the same as --only gloo")
-    made.add_argument("--no-plot", action="store_true", help="draw nothing")
-    made.add_argument("--json", action="store_true", help="JSON objects instead of the tables")
-    # What `run` says to this program.
+    made.add_argument("--gloo-only", action="store_true", help="same as --only gloo")
+    made.add_argument("--no-plot", action="store_true", help="do not draw the plot")
+    made.add_argument("--json", action="store_true", help="print JSON objects instead of tables")
+    # Internal: set by `run`.
     made.add_argument("--needs", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--built", help=argparse.SUPPRESS)
     made.add_argument("--sumac", help=argparse.SUPPRESS)
@@ -225,7 +226,7 @@ def parse(arguments):
     made = parser()
     options = made.parse_args(arguments)
     if options.gloo_only and options.only:
-        made.error("--gloo-only and --only exclude each other; name gloo in --only")
+        made.error("--gloo-only and --only exclude each other; add gloo to --only")
     options.only = ["gloo"] if options.gloo_only else options.only
     for key, value in (QUICK if options.quick else DEFAULTS).items():
         if getattr(options, key) is None:
@@ -238,23 +239,23 @@ def parse(arguments):
     return options
 
 
-def leave_out(options):
-    """Drop the series that can't be measured here, and say so."""
-    options.left_out = []
+def skip_unavailable(options):
+    """Drop the series that this machine cannot measure, and report each with the reason."""
+    options.skipped = []
     missing = dict(entry.split("=", 1) for entry in options.missing)
     needs = {series.needs for series in options.chosen}
     options.sumac_has = competitors.sumac_options(options.sumac) if "sumac" in needs else set()
     for series in list(options.chosen):
-        why = missing.get(series.needs)
-        lacks = competitors.sumac_lacks(series, options.sumac_has) if series.is_sumac else []
-        if lacks:
-            why = f"this `sumac perf` has no {' and no '.join(lacks)}"
-        if why:
+        reason = missing.get(series.needs)
+        unsupported = competitors.sumac_unsupported(series, options.sumac_has) if series.is_sumac else []
+        if unsupported:
+            reason = f"this `sumac perf` does not support {', '.join(unsupported)}"
+        if reason:
             options.chosen.remove(series)
-            options.left_out.append(f"LEFT OUT: {series.title}: {why}")
+            options.skipped.append(f"SKIPPED: {series.title}: {reason}")
     if "sumac" in needs and "--transport" not in options.sumac_has:
-        options.left_out.append("this `sumac perf` has no --transport: Sumac udp is what it does without")
-    for note in options.left_out:
+        options.skipped.append("this `sumac perf` has no --transport; its default is measured as Sumac udp")
+    for note in options.skipped:
         print(f"compare: {note}", file=sys.stderr)
 
 
@@ -264,11 +265,11 @@ def main():
         print(*dict.fromkeys(series.needs for series in options.chosen), *([] if options.no_plot else ["plot"]))
         return 0
     try:
-        leave_out(options)
+        skip_unavailable(options)
         comparison = Comparison(options)
         load = os.getloadavg()[0]
-        if load > BUSY:
-            comparison.note(f"the machine was busy before this began: load {load:.1f}; don't trust the times")
+        if load > IDLE_LOAD_MAX:
+            comparison.note(f"the machine was not idle at the start: load average {load:.1f}; times are unreliable")
         if options.in_place:
             comparison.note("MPI reduces in place")
         comparison.identify()
@@ -279,7 +280,7 @@ def main():
     except KeyboardInterrupt:
         return 130
     if not comparison.results.samples:
-        print("compare: nothing could be measured", file=sys.stderr)
+        print("compare: no series could be measured", file=sys.stderr)
         return 1
     if options.json:
         report.print_json(comparison.results, options.chosen, comparison.line_ns)

@@ -3,17 +3,17 @@
 //   gloo_allreduce ALGORITHM RANKS SIZE_BYTES...        f32 sum, in place, one process a rank
 //
 // ring, ring_chunked, halving_doubling and bcube are Gloo's older class API; new_ring is gloo::allreduce(), which
-// PyTorch's backend calls. For each size one JSON object is printed:
+// PyTorch's backend calls. Prints one JSON object per size:
 //
 //   {"algorithm":"ring","ranks":4,"size_bytes":8,"iterations":700,"time_us":286.1,"p99_us":402.7,"cpu_us":95.2}
 //
-// What is timed: a barrier, then one operation; the slowest rank's time counts; time_us is the median over the
-// iterations. Before that every element of one operation is compared with the sum on every rank. cpu_us is the
-// processor time of an operation, user and system, all threads, at the rank that used most; it is taken in a pass of
-// its own, since reading that clock is a system call.
+// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
+// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
+// and system, all threads, maximum over ranks; it is measured in a separate pass, since reading that clock is a system
+// call.
 //
-// Trap: not gloo::BarrierAllToAll. Its 4-byte buffers leave the pair with a send buffer of a few bytes, on which later
-// collectives stall for tens of milliseconds; gloo::barrier() has no such effect.
+// Do not use gloo::BarrierAllToAll here: its 4-byte buffers leave the pair with a send buffer of a few bytes, on which
+// later collectives stall for tens of milliseconds. gloo::barrier() has no such effect.
 
 #include <sched.h>
 #include <signal.h>
@@ -59,7 +59,7 @@ constexpr std::chrono::seconds kTimeout{60};
 constexpr uint32_t kBarrierTag = 3;
 constexpr uint32_t kAllReduceTag = 7;
 
-// One mapping for all ranks. Plain fields are written before a barrier and read after it.
+// Mapped by all ranks. Plain fields are written before a barrier and read after it.
 struct Shared {
   double samples_us[kMaxRanks][kMaxIterations];
   double cpu_us[kMaxRanks];
@@ -73,14 +73,14 @@ double now_us() {
   return std::chrono::duration<double, std::micro>(now).count();
 }
 
-// The clock that `sumac perf` reads.
+// The same clock that `sumac perf` reads.
 double cpu_us() {
   timespec used{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
   return static_cast<double>(used.tv_sec) * 1e6 + static_cast<double>(used.tv_nsec) * 1e-3;
 }
 
-// Small integers, whose sums over kMaxRanks ranks f32 holds exactly.
+// Small integers: f32 represents their sums over kMaxRanks ranks exactly.
 float input(int rank, size_t index) { return static_cast<float>((rank + 1) * static_cast<int>((index * 7 + 3) % 1009)); }
 
 class Rank {
@@ -103,7 +103,7 @@ class Rank {
     if (!buffer) throw std::runtime_error("out of memory");
     const auto operation = prepare(buffer.get(), count);
     check(operation, buffer.get(), count);
-    // Sums of zeros stay finite, however many are timed.
+    // Zeros stay finite over any number of in-place operations.
     std::fill_n(buffer.get(), count, 0.0f);
 
     const double mean_us = warm_up(operation);
@@ -125,7 +125,7 @@ class Rank {
     barrier();
   }
 
-  // Leave together: a socket that closes early is an error to those who still use it.
+  // All ranks leave together: closing a socket early is an error for ranks that still use it.
   void finish() {
     barrier();
     shared_->finished.fetch_add(1);
@@ -183,7 +183,7 @@ class Rank {
     barrier();
   }
 
-  // Run for a while; the mean time of an operation in microseconds.
+  // Run for at least kWarmUpUs; return the mean time per operation in microseconds.
   double warm_up(const std::function<void()>& operation) {
     const double start = now_us();
     for (int done = kWarmUpOps;; done += kWarmUpOps) {
@@ -242,7 +242,7 @@ int run_rank(const std::string& algorithm, int rank, int ranks, const std::vecto
   }
 }
 
-// Wait for all; once one fails the others would wait for it in vain.
+// Wait for all ranks. Once one fails, kill the others, which would block forever.
 int wait_for(const std::vector<pid_t>& ranks) {
   int failed = 0;
   for (size_t left = ranks.size(); left > 0; left--) {

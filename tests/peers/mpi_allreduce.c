@@ -1,16 +1,16 @@
 // MPI_Allreduce of f32 sums, timed for comparison with Sumac's.
 //
 //   mpirun -np N mpi_allreduce [--in-place] SIZE_BYTES...
-//   mpirun -np 1 mpi_allreduce --version              which library this is
+//   mpirun -np 1 mpi_allreduce --version              print the library's version
 //
-// Out of place unless asked otherwise, as OSU's and Intel's benchmarks do. For each size one JSON object is printed:
+// Out of place by default, like OSU's and Intel's benchmarks. Prints one JSON object per size:
 //
 //   {"ranks":4,"size_bytes":8,"iterations":20000,"time_us":3.402,"p99_us":9.117,"cpu_us":3.351}
 //
-// What is timed: a barrier, then one operation; the slowest rank's time counts; time_us is the median over the
-// iterations. Before that every element of one operation is compared with the sum on every rank. cpu_us is the
-// processor time of an operation, user and system, at the rank that used most; it is taken in a pass of its own,
-// since reading that clock is a system call, which takes as long as a small operation.
+// An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
+// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
+// and system, maximum over ranks; it is measured in a separate pass, since reading that clock is a system call, which
+// takes as long as a small operation.
 
 #include <mpi.h>
 #include <stdbool.h>
@@ -46,7 +46,7 @@ static double clock_us(clockid_t clock) {
 
 static double now_us(void) { return clock_us(CLOCK_MONOTONIC); }
 
-// The clock that `sumac perf` reads.
+// The same clock that `sumac perf` reads.
 static double cpu_us(void) { return clock_us(CLOCK_PROCESS_CPUTIME_ID); }
 
 static int ascending(const void *left, const void *right) {
@@ -54,7 +54,7 @@ static int ascending(const void *left, const void *right) {
     return (a > b) - (a < b);
 }
 
-// Small integers, whose sums over 64 ranks f32 holds exactly.
+// Small integers: f32 represents their sums over 64 ranks exactly.
 static float value(int rank, size_t index) { return (float)((rank + 1) * (int)((index * 7 + 3) % 1009)); }
 
 static void *allocate(size_t size_bytes) {
@@ -84,11 +84,11 @@ static void check(const struct bench *bench, const struct buffers *data) {
             MPI_Abort(MPI_COMM_WORLD, 1);
         }
     }
-    // Sums of zeros stay finite, however many are timed.
+    // Zeros stay finite over any number of in-place operations.
     if (bench->in_place) memset(filled, 0, sizeof(float) * data->count);
 }
 
-// Run for a while, and agree on how many iterations fit into the budget.
+// Run for at least WARM_UP_US; return the number of iterations that fit into the budget, as rank 0 estimates it.
 static int warm_up(const struct bench *bench, const struct buffers *data) {
     const double start = now_us();
     for (int done = WARM_UP_OPS;; done += WARM_UP_OPS) {
@@ -104,7 +104,7 @@ static int warm_up(const struct bench *bench, const struct buffers *data) {
     }
 }
 
-// The most that any rank used, an operation.
+// CPU time per operation, maximum over ranks.
 static double measure_cpu(const struct bench *bench, const struct buffers *data, int timed) {
     const int iterations = timed / 4 > MIN_CPU_ITERATIONS ? timed / 4 : MIN_CPU_ITERATIONS;
     double used = 0, most = 0;
@@ -155,7 +155,7 @@ static int print_version(int rank) {
     return 0;
 }
 
-// The size that this argument names, or 0.
+// Return 0 for an invalid size.
 static size_t parse_size(const char *argument) {
     char *end = NULL;
     const unsigned long long size_bytes = strtoull(argument, &end, 10);

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws what compare.py wrote: time over bytes, a line for each series, a panel for each number of ranks.
+"""Plots the samples of compare.py: time over bytes, one line per series, one panel per number of ranks.
 
     plot.py TSV SVG
 
-Needs matplotlib, and is a program of its own because the interpreter that has it may be another one.
+A separate program because matplotlib may belong to another interpreter.
 """
 
 import sys
@@ -18,7 +18,7 @@ import results as store  # noqa: E402
 
 PANEL_INCHES = (5.2, 5.0)
 LEGEND_INCHES = 2.6
-# Sumac's own lines are the ones to look for.
+# Sumac's lines stand out by colour and width.
 OWN = "sumac"
 OTHERS = ["C0", "C1", "C2", "C4", "C5", "C6", "C8", "C9"]
 
@@ -38,10 +38,10 @@ def draw_panel(axes, results, ranks):
         own = name.startswith(OWN)
         cells = [(size, results.cell(ranks, name, size)) for size in results.sizes()]
         points = [(size, cell.time_us) for size, cell in cells if cell]
-        look = style(name, counts[own])
+        appearance = style(name, counts[own])
         counts[own] += 1
         if points:
-            axes.plot(*zip(*points), label=results.titles[name], markersize=5, **look)
+            axes.plot(*zip(*points), label=results.titles[name], markersize=5, **appearance)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(results.sizes(), [store.size_name(size) for size in results.sizes()], rotation=60)
@@ -65,7 +65,7 @@ def main():
     for panel, ranks in zip(axes[0], results.ranks()):
         draw_panel(panel, results, ranks)
     axes[0][0].set_ylabel("all-reduce, f32 sum: time in us")
-    # A series may be missing in one panel and not in another.
+    # A series may be missing from some panels, so the legend is collected from all of them.
     lines = {label: line for panel in axes[0] for line, label in zip(*panel.get_legend_handles_labels())}
     order = [title for title in results.titles.values() if title in lines]
     axes[0][-1].legend([lines[title] for title in order], order, loc="center left", bbox_to_anchor=(1.03, 0.5))

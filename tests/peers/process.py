@@ -1,4 +1,4 @@
-"""Runs a command for no longer than it may, and leaves none of its processes behind."""
+"""Runs a command under a time limit and leaves none of its processes behind."""
 
 import contextlib
 import os
@@ -6,73 +6,73 @@ import signal
 import subprocess
 import sys
 
-# How long a command that is told to end gets for it: launchers remove their shared memory then.
-END_S = 5
-# In the environment of a command and of all that it starts. Some launchers put their ranks into sessions of their
-# own, so neither a process group nor a session finds all of them.
-MARK = "SUMAC_TEST_PEERS_RUN"
+# Grace period after SIGTERM, in which launchers remove their shared memory.
+TERMINATE_S = 5
+# Set in the environment of a command and inherited by its descendants. Some launchers put their ranks into sessions
+# of their own, so neither a process group nor a session covers all of them.
+RUN_ID = "SUMAC_TEST_PEERS_RUN"
 
 started = 0
 
 
 class Failed(Exception):
-    """A command that did not run, or ran wrong; with what it had printed by then."""
+    """A command could not be started or failed; `text` is what it had printed until then."""
 
     def __init__(self, message, text=""):
         super().__init__(message)
         self.text = text
 
 
-class CutOff(Failed):
-    """A command that took longer than it may."""
+class TimedOut(Failed):
+    """A command exceeded its time limit."""
 
 
 def output(command, limit_s):
-    """Return what a command prints."""
+    """Run a command and return its standard output."""
     global started
     started += 1
-    mark = f"{os.getpid()}.{started}"
+    run_id = f"{os.getpid()}.{started}"
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
         process = subprocess.Popen(
-            command, text=True, start_new_session=True, env={**os.environ, MARK: mark}, **pipes
+            command, text=True, start_new_session=True, env={**os.environ, RUN_ID: run_id}, **pipes
         )
     except OSError as error:
         raise Failed(f"{command[0]}: {error.strerror}") from error
     try:
         text, log = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise CutOff(f"no end after {limit_s:.0f} s", end(process, mark)) from None
+        raise TimedOut(f"timed out after {limit_s:.0f} s", terminate(process, run_id)) from None
     except BaseException:
-        end(process, mark)
+        terminate(process, run_id)
         raise
     finally:
-        sweep(mark)
+        kill_run(run_id)
     if process.returncode != 0:
         sys.stderr.write(log)
         raise Failed(f"exit status {process.returncode}: {' '.join(command)}", text)
     return text
 
 
-def end(process, mark):
-    """End a command and all that it started; return what it had printed."""
+def terminate(process, run_id):
+    """Terminate a command and its descendants; return what it had printed."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(END_S)
-    sweep(mark)
+        process.wait(TERMINATE_S)
+    kill_run(run_id)
     process.kill()
     try:
-        return process.communicate(timeout=END_S)[0]
+        return process.communicate(timeout=TERMINATE_S)[0]
     except subprocess.TimeoutExpired as late:
         return (late.stdout or b"").decode(errors="replace")
 
 
-def sweep(mark):
-    """Kill what carries this mark."""
-    wanted = f"{MARK}={mark}".encode()
+def kill_run(run_id):
+    """Kill every process that belongs to this run."""
+    variable = f"{RUN_ID}={run_id}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
-        # A process may end while it is looked at, or be another user's.
+        # A process may exit while it is examined, or belong to another user.
         with contextlib.suppress(OSError):
             with open(f"/proc/{name}/environ", "rb") as file:
-                if wanted in file.read().split(b"\0"):
+                if variable in file.read().split(b"\0"):
                     os.kill(int(name), signal.SIGKILL)

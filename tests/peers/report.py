@@ -1,4 +1,4 @@
-"""Prints a comparison: a table for each number of ranks, then how times grow with ranks and bytes; or JSON."""
+"""Prints a comparison: a table per number of ranks, then how times scale with ranks and bytes; or JSON."""
 
 import json
 import os
@@ -11,7 +11,7 @@ WIDTH = 10
 
 
 class Names:
-    """Which of the measured series are Sumac's, and which are what it is set beside."""
+    """The measured series by role: Sumac's own, MPI's, and those with several variants."""
 
     def __init__(self, results, chosen):
         measured = results.series()
@@ -25,7 +25,7 @@ def line(title, cells):
 
 
 def us(value):
-    """Return a time with as many digits as it has meaning."""
+    """Format a time with the digits that are significant."""
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 10000 else f"{value:.0f}"
@@ -38,7 +38,7 @@ def number(value):
 
 
 def short(variant):
-    """Return a variant's name cut to what a column holds."""
+    """Shorten a variant's name to the width of a column."""
     return variant.replace("recursive doubling", "rec.doubl.").replace("halving_doubling", "halving")[: WIDTH - 1]
 
 
@@ -50,11 +50,11 @@ def time_lines(results, ranks, names):
             continue
         yield line(results.titles[name], [us(cell and cell.time_us) for cell in cells])
         if name in names.several:
-            yield line("  by", [short(cell.variant) if cell else "-" for cell in cells])
+            yield line("  variant", [short(cell.variant) if cell else "-" for cell in cells])
 
 
 def ratio_lines(results, ranks, names, others):
-    """Yield how often the fastest of the others takes a Sumac's time."""
+    """Yield, for each of Sumac's series, the time of the fastest of `others` divided by its own."""
     for name in names.own:
         ratios = []
         for size in results.sizes():
@@ -85,22 +85,22 @@ def print_ranks(results, ranks, names, rounds):
     for title, others in (("best MPI", names.mpi), ("best Gloo", ["gloo"]), ("bare loop", ["bare"])):
         lines = list(ratio_lines(results, ranks, names, others))
         if lines:
-            print(f"{title}'s time over Sumac's; above 1 Sumac is faster")
+            print(f"time of {title} / time of Sumac; above 1 Sumac is faster")
             print("\n".join(lines))
     lines = list(cpu_lines(results, ranks, names))
     if lines:
-        print("CPU time of an operation at the rank that used most; of Sumac without its devices")
+        print("CPU time per operation, maximum over ranks; Sumac's devices not included")
         print("\n".join(lines))
 
 
 def print_exponents(results):
-    """Print a of time ~ x^a for each series, over ranks and over bytes."""
+    """Print the exponent a of time ~ x^a for each series, over ranks and over bytes."""
     fits = {name: store.exponents(results, name) for name in results.series()}
     columns = list(next(iter(fits.values()), {}))
     columns = [column for column in columns if any(found[column] is not None for found in fits.values())]
     if not columns:
         return
-    print("\nfitted exponents of the time: over the ranks N at a size, and over the bytes P from 1 MiB on at each N")
+    print("\nscaling exponents of the time: over ranks N at fixed size, and over bytes P >= 1 MiB at fixed N")
     heads = [f"N, {store.size_name(at)}" if over == "ranks" else f"P, N = {at}" for over, at in columns]
     print(line("", heads))
     for name, found in fits.items():
@@ -121,7 +121,7 @@ def print_text(results, chosen, notes, line_ns, rounds):
 
 
 def print_json(results, chosen, line_ns):
-    """Print one object for each number of ranks, size and series, then one for each fitted exponent."""
+    """Print one object per number of ranks, size and series, then one per fitted exponent."""
     names = Names(results, chosen)
     for ranks, name, size in sorted(results.samples, key=lambda key: (key[0], key[2])):
         cell = results.cell(ranks, name, size)

@@ -1,4 +1,4 @@
-"""The samples of a comparison: medians over its rounds, the fastest variant, and the file that keeps them."""
+"""The samples of a comparison, their medians over rounds and variants, and the file they are stored in."""
 
 import csv
 import dataclasses
@@ -8,13 +8,13 @@ import statistics
 COLUMNS = ["ranks", "series", "variant", "size_bytes", "round", "time_us", "cpu_us", "iterations", "transport"]
 COLUMNS += ["cache_line_ns"]
 LARGE = 1 << 20
-# Fitted over the number of ranks are the largest sizes, so many of them.
+# Exponents over the number of ranks are fitted at this many of the largest sizes.
 LARGEST = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A series at one number of ranks and one size: medians over the rounds of its fastest variant."""
+    """One series at one number of ranks and one size: medians over the rounds, of its fastest variant."""
 
     time_us: float
     cpu_us: float | None
@@ -25,7 +25,7 @@ class Cell:
 class Results:
     def __init__(self):
         self.titles = {}
-        # {(ranks, series, size): {variant: [sample, one a round]}}; a sample is a dict with the keys of COLUMNS.
+        # {(ranks, series, size): {variant: [one sample per round]}}; a sample is a dict with the keys of COLUMNS.
         self.samples = {}
 
     def add(self, sample):
@@ -36,7 +36,7 @@ class Results:
         return [sample for variants in self.samples.values() for found in variants.values() for sample in found]
 
     def cell(self, ranks, series, size):
-        """Return the fastest variant's medians, or None where nothing was measured."""
+        """Return the fastest variant's medians, or None if nothing was measured."""
         variants = self.samples.get((ranks, series, size), {})
         times = {variant: statistics.median(s["time_us"] for s in found) for variant, found in variants.items()}
         if not times:
@@ -46,7 +46,7 @@ class Results:
         return Cell(times[best], statistics.median(used) if used else None, best, len(variants[best]))
 
     def best(self, ranks, names, size):
-        """Return (series, cell) of the fastest of these, or None where none of them was measured."""
+        """Return (series, cell) of the fastest of `names`, or None if none of them was measured."""
         found = [(name, self.cell(ranks, name, size)) for name in names]
         return min((pair for pair in found if pair[1]), key=lambda pair: pair[1].time_us, default=None)
 
@@ -57,19 +57,19 @@ class Results:
         return sorted({key[2] for key in self.samples})
 
     def series(self):
-        """Return the names of what was measured, in the order of the titles."""
+        """Return the names of the measured series in the order of the titles."""
         measured = {key[1] for key in self.samples}
         return [name for name in self.titles if name in measured]
 
 
 def ratio(results, ranks, size, other, series):
-    """Return the other's time over a series' own, so above 1 the series is faster; None if either is missing."""
+    """Return the time of `other` divided by that of `series`: above 1 the series is faster. None if one is missing."""
     own = results.cell(ranks, series, size)
     return other.time_us / own.time_us if other and own else None
 
 
 def exponent(points):
-    """Return a of y = c x^a through these points by least squares of the logarithms, or None of fewer than two."""
+    """Fit y = c x^a by least squares on the logarithms and return a, or None for fewer than two distinct x."""
     points = [(math.log(x), math.log(y)) for x, y in points if y > 0]
     if len({x for x, _ in points}) < 2:
         return None
@@ -78,7 +78,7 @@ def exponent(points):
 
 
 def exponents(results, series):
-    """Return {(over, at): exponent}: over the ranks at the largest sizes, over the large sizes at all ranks."""
+    """Return {(over, at): exponent}: over ranks at each of the largest sizes, over large sizes at each rank count."""
 
     def time_us(ranks, size):
         cell = results.cell(ranks, series, size)
@@ -94,7 +94,7 @@ def exponents(results, series):
 
 
 def write(results, notes, path):
-    """Write all samples, tab-separated, after lines that start with '#': which series is which, and what to know."""
+    """Write all samples as tab-separated values after a header of '#' lines with the series' titles and the notes."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         for name, title in results.titles.items():
             file.write(f"# {name}: {title}\n")
@@ -106,7 +106,7 @@ def write(results, notes, path):
 
 
 def read(path):
-    """Return what `write` wrote, without the notes."""
+    """Read a file of `write`; the notes are skipped."""
     results = Results()
     with open(path, encoding="utf-8", newline="") as file:
         lines = file.read().splitlines()

@@ -1,4 +1,4 @@
-"""What is compared: which series there are, which variants each has, and the commands that measure them."""
+"""The series to compare: their variants, and the commands that measure them."""
 
 import dataclasses
 import json
@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 import process
 
-# A tuned algorithm of Open MPI by the number that its parameter takes.
+# Values of Open MPI's parameter coll_tuned_allreduce_algorithm.
 OPENMPI_TUNED = {"recursive doubling": 3, "ring": 4, "Rabenseifner": 6}
 GLOO = ["ring", "ring_chunked", "halving_doubling", "bcube", "new_ring"]
-# (name of the series, what it is called in print, options of `sumac perf`)
+# (name of the series, title in print, options of `sumac perf`)
 SUMAC = [
     ("sumac-shm-registered", "Sumac shm registered", ["--transport", "shm", "--memory", "registered"]),
     ("sumac-shm-plain", "Sumac shm plain", ["--transport", "shm", "--memory", "plain"]),
     ("sumac-udp", "Sumac udp", ["--transport", "udp"]),
 ]
 LEVELS = [1, 2]
-# Back to back, as the others are measured; every element of an operation before and one after is checked.
+# Operations run back to back, like the others'. All elements are checked in one operation before and one after.
 SUMAC_ITERATIONS_MIN, SUMAC_ITERATIONS_MAX = 12, 300
 SUMAC_BYTES = 64 << 20
 
@@ -28,20 +28,20 @@ VERSION_LIMIT_S = 30
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One line of the plot: a library, of which the fastest variant counts at each size."""
+    """One line of the plot: a library, represented at each size by its fastest variant."""
 
     name: str
     title: str
-    # What --only and --without may call it, besides its name.
+    # Further names that --only and --without accept.
     groups: tuple
-    # What `run` has to provide for it.
+    # The prerequisite that `run` provides.
     needs: str
     variants: tuple
-    # (options, variant, ranks, sizes) -> commands, each of which prints one JSON object a size.
+    # (options, variant, ranks, sizes) -> commands, each of which prints one JSON object per size.
     commands: Callable
-    # options -> which one was measured; None of what has no versions
+    # options -> name and version; None for programs without versions.
     version: Callable | None
-    # Of Sumac's tree.
+    # Levels of Sumac's tree.
     levels: int | None = None
 
     @property
@@ -57,15 +57,15 @@ class Series:
 class Row:
     size_bytes: int
     time_us: float
-    # Processor time of an operation at the rank that used most, or None.
+    # CPU time per operation, maximum over ranks.
     cpu_us: float | None
     iterations: int | None
-    # How Sumac's ranks were attached, as it says itself.
+    # The transport that Sumac reports for the row.
     transport: str | None
 
 
 def measure(series, variant, options, ranks, sizes):
-    """Yield rows as the commands print them; what fails or is cut off yields what it has first."""
+    """Yield rows as the commands print them; a command that fails or times out yields its complete rows first."""
     deadline = time.monotonic() + options.limit
     for command in series.commands(options, variant, ranks, sizes):
         try:
@@ -77,17 +77,17 @@ def measure(series, variant, options, ranks, sizes):
 
 
 def rows(text, sizes):
-    """Return the rows among the lines that a command printed."""
-    # A line that was cut short has no end.
+    """Yield the rows among the lines that a command printed."""
+    # A truncated line lacks the closing brace.
     for line in text.splitlines():
         if not line.startswith("{") or not line.endswith("}"):
             continue
         row = json.loads(line)
-        lacking = {"size_bytes", "time_us"} - row.keys()
-        if lacking:
-            raise process.Failed(f"a row lacks {', '.join(sorted(lacking))}: {row}")
+        absent = {"size_bytes", "time_us"} - row.keys()
+        if absent:
+            raise process.Failed(f"row without {', '.join(sorted(absent))}: {row}")
         if row["size_bytes"] not in sizes:
-            raise process.Failed(f"a result at {row['size_bytes']} bytes, which was not asked for")
+            raise process.Failed(f"unexpected row for {row['size_bytes']} bytes")
         if row.get("wrong", 0) != 0 or row.get("path", "tree") != "tree":
             raise process.Failed(f"path {row.get('path')}, {row.get('wrong')} wrong elements: {row}")
         transport = row.get("transport")
@@ -98,10 +98,10 @@ def rows(text, sizes):
 
 
 def sumac(levels, extra):
-    """Return what gives the commands of a tree of so many levels: one a size, since sizes are no geometric series."""
+    """Build the commands for a tree of `levels` levels, one per size: `-b -e -f` only covers geometric series."""
 
     def commands(options, _variant, ranks, sizes):
-        # A command from before --transport has UDP alone, and no option for it.
+        # Versions before --transport support only UDP.
         transport = extra if "--transport" in options.sumac_has else []
         for size in sizes:
             iterations = max(SUMAC_ITERATIONS_MIN, min(SUMAC_ITERATIONS_MAX, SUMAC_BYTES // size))
@@ -129,7 +129,7 @@ def sumac_series():
 
 
 def sumac_options(command):
-    """Return which of the options that choose a series this `sumac perf` has."""
+    """Return which of the options that select a series this `sumac perf` supports."""
     try:
         text = process.output([command, "perf", "--help"], VERSION_LIMIT_S)
     except process.Failed as failure:
@@ -137,8 +137,8 @@ def sumac_options(command):
     return {option for option in ("--transport", "--check", "--memory") if re.search(rf"^.*\s{option}\b", text, re.MULTILINE)}
 
 
-def sumac_lacks(series, has):
-    """Return which options a series needs that `sumac perf` has not; UDP needs none."""
+def sumac_unsupported(series, has):
+    """Return the options that a series needs and `sumac perf` does not support; UDP needs none."""
     for name, _, extra in SUMAC:
         if name in series.groups and name != "sumac-udp":
             return [option for option in extra if option.startswith("--") and option not in has]
@@ -149,21 +149,21 @@ def sumac_lacks(series, has):
 
 
 def launcher(options, library, ranks):
-    """Return the command that starts so many ranks of one of the MPI libraries."""
-    crowded = ranks > os.cpu_count()
+    """Return the command that starts `ranks` ranks of an MPI library."""
+    oversubscribed = ranks > os.cpu_count()
     venv = os.path.join(options.built, library, "bin")
     if library == "mpich4":
         return ["mpiexec.mpich", "-n", str(ranks)]
     if library == "mpich5":
         return [os.path.join(venv, "mpiexec"), "-n", str(ranks)]
-    # Asked for always: Open MPI counts physical cores, and of those a machine may have fewer than CPUs.
+    # Always set: Open MPI counts physical cores, of which a machine may have fewer than CPUs.
     command = ["mpirun.openmpi", "--oversubscribe"]
     if library == "openmpi5":
         command = [os.path.join(venv, "mpirun"), "--map-by", ":OVERSUBSCRIBE"]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
-    if crowded:
-        # Ranks that take turns on a core must give it up while they wait.
+    if oversubscribed:
+        # Ranks that share a core must yield it while they wait.
         command += ["--mca", "mpi_yield_when_idle", "1"]
     return command + ["-np", str(ranks)]
 
@@ -228,7 +228,7 @@ def bare(options, _variant, ranks, sizes):
 
 
 def first_line(command):
-    """Return the first line that a command prints, up to the first comma, less the word for what it says."""
+    """Return the first line of a command's output up to the first comma, without a leading "Version:"."""
     line = (process.output(command, VERSION_LIMIT_S).splitlines() or [""])[0]
     return " ".join(line.split(",")[0].replace("Version:", "").split())
 
@@ -243,15 +243,15 @@ ALL = [
 
 
 def names():
-    """Return all that --only and --without may name, in the order of the series."""
+    """Return all names that --only and --without accept, in the order of the series."""
     return list(dict.fromkeys(name for series in ALL for name in (*series.groups, series.name)))
 
 
 def chosen(only, without, levels):
-    """Return the series that are named, or all, less those that are not wanted."""
+    """Return the series that `only` names, or all of them, except those that `without` names."""
 
-    def is_named(series, wanted):
-        return any(name in wanted for name in (series.name, *series.groups))
+    def is_named(series, accepted):
+        return any(name in accepted for name in (series.name, *series.groups))
 
     named = [series for series in ALL if (not only or is_named(series, only)) and not is_named(series, without)]
     return [series for series in named if series.levels is None or series.levels in levels]

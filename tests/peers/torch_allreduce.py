@@ -4,7 +4,7 @@
     torch_allreduce.py RANKS SIZE_BYTES...        f32 sum, in place, one process a rank, loopback interface
     torch_allreduce.py --version
 
-Prints the same objects as mpi_allreduce, measured in the same way; see there.
+Measures like mpi_allreduce and prints the same objects; see there.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-# One thread a rank, as the others have; read when the module is loaded.
+# One thread per rank, like the others. Both variables are read when the module is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -30,7 +30,7 @@ CPU_ITERATIONS_MIN = 3
 
 
 def check(rank, ranks, count):
-    """Compare every element of one operation with the sum; small integers, which f32 holds exactly."""
+    """Check every element of one operation. The inputs are small integers, whose sums f32 represents exactly."""
     pattern = ((torch.arange(count) * 7 + 3) % 1009).float()
     data = pattern * (rank + 1)
     dist.all_reduce(data)
@@ -40,7 +40,7 @@ def check(rank, ranks, count):
 
 
 def warm_up(data):
-    """Run for a while; return how many iterations fit into the budget, as rank 0 sees it."""
+    """Run for at least WARM_UP_S; return the number of iterations that fit into the budget, as rank 0 estimates it."""
     start, done = time.perf_counter(), 0
     agreed = torch.zeros(1)
     while agreed.item() == 0:
@@ -54,8 +54,8 @@ def warm_up(data):
     return int(agreed.item())
 
 
-def each(data, iterations, clock):
-    """Return the time of each of these operations by a clock, in microseconds."""
+def time_each(data, iterations, clock):
+    """Time each of `iterations` operations with `clock`; return microseconds."""
     times = torch.zeros(iterations, dtype=torch.float64)
     for i in range(iterations):
         dist.barrier()
@@ -67,12 +67,12 @@ def each(data, iterations, clock):
 
 def measure(rank, ranks, size_bytes):
     check(rank, ranks, size_bytes // 4)
-    # Sums of zeros stay finite, however many are timed.
+    # Zeros stay finite over any number of in-place operations.
     data = torch.zeros(size_bytes // 4)
     iterations = warm_up(data)
-    times = each(data, iterations, time.perf_counter)
+    times = time_each(data, iterations, time.perf_counter)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    cpu = each(data, max(CPU_ITERATIONS_MIN, iterations // 4), time.process_time).mean().reshape(1)
+    cpu = time_each(data, max(CPU_ITERATIONS_MIN, iterations // 4), time.process_time).mean().reshape(1)
     dist.all_reduce(cpu, op=dist.ReduceOp.MAX)
     if rank == 0:
         slowest = sorted(times.tolist())
@@ -98,7 +98,7 @@ def main():
         print("usage: torch_allreduce.py RANKS SIZE_BYTES(multiple of 4)...", file=sys.stderr)
         return 2
     ranks, *sizes = map(int, sys.argv[1:])
-    # Forked: loading the library once a rank would take longer than the measurement.
+    # Forked, because loading the library in each rank would take longer than the measurement.
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
@@ -109,7 +109,7 @@ def main():
         running = list(processes)
         while running:
             multiprocessing.connection.wait([process.sentinel for process in running])
-            # Once one fails the others would wait for it in vain.
+            # Once one rank fails, kill the others, which would block forever.
             if any(process.exitcode for process in processes):
                 for process in processes:
                     process.kill()

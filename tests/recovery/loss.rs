@@ -39,7 +39,7 @@ impl DeviceLoss {
     pub(crate) fn strike(&self, rank: u32) {
         self.gate.wait();
         if rank == 0 {
-            let board = self.boards.lock().expect("nobody panicked").remove(0);
+            let board = self.boards.lock().expect("not poisoned").remove(0);
             drop(board);
         }
         self.gate.wait();
@@ -56,7 +56,7 @@ impl DeviceLoss {
                     while Instant::now() < at {
                         thread::yield_now();
                     }
-                    self.boards.lock().expect("nobody panicked").remove(0)
+                    self.boards.lock().expect("not poisoned").remove(0)
                 });
             }
             operation()

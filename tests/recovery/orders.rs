@@ -1,4 +1,4 @@
-//! Recovery changes no bit of results that depend on the order, or whose partial values are wider than their elements.
+//! Recovery preserves results bit by bit, also if they depend on the order or have partial values wider than elements.
 
 use crate::common::{Cluster, over_udp, plain};
 use crate::loss::DeviceLoss;

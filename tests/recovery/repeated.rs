@@ -10,7 +10,7 @@ use sumac::{Communicator, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, ZeroCopyConfig};
 
 const RANKS: u32 = 3;
-/// Longer than a window and than what is submitted in advance: the operation cannot end before a rank waits for it.
+/// More than a window and than ranks submit in advance, so that the operation cannot end before a rank waits for it.
 const LONG: usize = 200_000;
 
 fn small() -> ControllerConfig {
@@ -40,7 +40,7 @@ fn returning_devices_serve_and_may_be_lost_again() {
                 let started = start(&comm, round);
                 gate.wait();
                 if comm.rank() == 0 {
-                    let mut boards = boards.lock().expect("nobody panicked");
+                    let mut boards = boards.lock().expect("not poisoned");
                     let name = serving(&cluster);
                     let nth = boards.iter().position(|(other, _)| *other == name).expect("a board of that name");
                     drop(boards.remove(nth));
@@ -49,7 +49,7 @@ fn returning_devices_serve_and_may_be_lost_again() {
                 assert!(finish(&comm, started, round), "round {round} was not recovered");
                 gate.wait();
                 if comm.rank() == 0 {
-                    let mut boards = boards.lock().expect("nobody panicked");
+                    let mut boards = boards.lock().expect("not poisoned");
                     let name =
                         ["spare0", "spare1"].into_iter().find(|name| boards.iter().all(|(other, _)| other != name));
                     let name = name.expect("a lost device");
@@ -82,7 +82,7 @@ fn two_device_losses_in_a_row_are_recovered() {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     gate.wait();
-                    let mut boards: Vec<Board> = std::mem::take(&mut *boards.lock().expect("nobody panicked"));
+                    let mut boards: Vec<Board> = std::mem::take(&mut *boards.lock().expect("not poisoned"));
                     drop(boards.pop());
                     // The moment of the second loss matters.
                     std::thread::sleep(pause);
@@ -114,7 +114,7 @@ fn communicators_on_one_device_recover_independently() {
             let (of_all, of_part) = (start(&comm, 0), start(&part, 1));
             gate.wait();
             if comm.rank() == 0 {
-                boards.lock().expect("nobody panicked").clear();
+                boards.lock().expect("not poisoned").clear();
             }
             gate.wait();
             if comm.rank() < 2 {

@@ -118,14 +118,14 @@ pub(crate) fn run_until_recovered(
             comm.leave();
         });
     });
-    progress.seen.into_inner().expect("nobody panicked")
+    progress.seen.into_inner().expect("not poisoned")
 }
 
 fn drop_board(boards: &Mutex<Vec<Board>>, controller: SocketAddr, kill: Kill, progress: &Progress) {
     while progress.begun.load(Ordering::Relaxed) == 0 {
         thread::yield_now();
     }
-    let mut boards = boards.lock().expect("nobody panicked");
+    let mut boards = boards.lock().expect("not poisoned");
     let victim = board_of(&boards, &status(controller).expect("a report"), kill.device);
     let board = boards.remove(victim);
     while progress.begun.load(Ordering::Relaxed) < kill.after_operations {
@@ -156,7 +156,7 @@ fn work(comm: &Communicator, progress: &Progress, operation: &impl Fn(&Communica
         progress.begun.fetch_max(op, Ordering::Relaxed);
         let outcome = operation(comm, op);
         if outcome.repaired {
-            progress.seen.lock().expect("nobody panicked").repaired.insert(op);
+            progress.seen.lock().expect("not poisoned").repaired.insert(op);
         }
         has_seen |= outcome.repaired;
         // The maximum of all ranks: all stop after the same operation.
@@ -175,6 +175,6 @@ fn work(comm: &Communicator, progress: &Progress, operation: &impl Fn(&Communica
     };
     progress.end.fetch_max(op, Ordering::Relaxed);
     assert_eq!(progress.end.load(Ordering::Relaxed), op, "ranks ran different numbers of operations");
-    progress.seen.lock().expect("nobody panicked").last.push(last);
+    progress.seen.lock().expect("not poisoned").last.push(last);
     comm.barrier().expect("all are still there");
 }

@@ -54,9 +54,9 @@ struct Turns {
 impl Turns {
     /// Wait for the turn `turn`, then run `begin`.
     fn take<R>(&self, turn: usize, begin: impl FnOnce() -> R) -> R {
-        let begun = self.begun.lock().expect("nobody panics");
+        let begun = self.begun.lock().expect("not poisoned");
         let waited = self.next.wait_timeout_while(begun, LONG, |begun| *begun != turn);
-        let (mut begun, late) = waited.expect("nobody panics");
+        let (mut begun, late) = waited.expect("not poisoned");
         assert!(!late.timed_out(), "the previous rank has not started");
         let result = begin();
         *begun += 1;

@@ -273,7 +273,7 @@ fn failed_open_changes_no_boot_mode_and_restores_settings() {
 }
 
 #[test]
-fn failed_write_is_named_and_the_log_is_read_once_more() {
+fn failed_write_is_named_and_the_log_is_read_again() {
     for (errno, failure) in [
         (Errno::BUSY, Failure::OtherWriter),
         (Errno::TIMEDOUT, Failure::NotDraining),

@@ -1,4 +1,4 @@
-//! The engine over one-sided connections: a device that reduces what two ranks of another host have.
+//! The DMA engine over one-sided connections: a device reduces the memory of two ranks on another host.
 
 use super::one_sided::{bytes, connected, domain};
 use super::{LIMIT, allocations};
@@ -11,13 +11,13 @@ use sumac_hal::dma::{
 };
 use sumac_hal::verbs::{ExposedRegion, LinkError, OneSided, PeerEngine, VerbsLink};
 
-/// Bytes of each rank's memory.
+/// The length of each rank's memory in bytes.
 const LEN: usize = 256 << 10;
 
-/// The bytes of a chunk.
+/// The length of a chunk in bytes.
 const CHUNK: u32 = 32 << 10;
 
-/// The device's own memory: a record, an accumulator, and what was pulled.
+/// The device's own memory: a record, an accumulator, and pulled chunks.
 const OWN: RegionKey = RegionKey { index: 0, generation: 1 };
 const RECORD: u64 = 0;
 const ACCUMULATOR: u64 = 64;
@@ -91,7 +91,7 @@ pub(crate) fn check(links: &[VerbsLink]) {
     gone(&mut engine, &mut ranks);
 }
 
-/// Pull both ranks' chunks, combine them, publish, and write the result back, in place.
+/// Pull both ranks' chunks, combine them, publish the result, and write it back in place.
 fn reduce(engine: &mut PeerEngine, ranks: &[Rank; 2]) {
     let [one, two] = ranks;
     let before = [bytes(&one.memory), bytes(&two.memory)];
@@ -129,7 +129,7 @@ fn reduce(engine: &mut PeerEngine, ranks: &[Rank; 2]) {
     println!("{chunks} chunks of {CHUNK} bytes of two ranks, pulled, combined and written back");
 }
 
-/// More at once than a connection takes.
+/// More chains at a time than a connection has room for.
 fn crowd(engine: &mut PeerEngine, rank: &Rank) {
     let step =
         |nth: u64| Step::Copy { src: at(rank.key, 64 * nth), dst: at(OWN, ACCUMULATOR + 64 * nth), len_bytes: 64 };
@@ -154,7 +154,7 @@ fn crowd(engine: &mut PeerEngine, rank: &Rank) {
     println!("{} copies at once", chains * 8);
 }
 
-/// A rank that has taken its memory back, and one that is gone: a named error each, and the other goes on.
+/// A rank that has revoked its memory and one that is gone: each is a specific error, and the other rank is unaffected.
 fn gone(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     let [one, two] = ranks;
     one.end.take();
@@ -162,7 +162,7 @@ fn gone(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     submit(engine, 1, &[copy(at(one.key, 0), at(OWN, ACCUMULATOR))]);
     submit(engine, 2, &[copy(at(two.key, 0), at(OWN, PULLED))]);
     let mut ends = [next(engine), next(engine)].map(|end| (end.tag.seq, end.status));
-    // On a link that loses packets either may come first.
+    // On a lossy link, either may come first.
     ends.sort_unstable_by_key(|end| end.0);
     assert_eq!(ends, [(1, Status::Hardware), (2, Status::Done)]);
     assert_eq!((engine.error(one.peer), engine.error(two.peer)), (Some(LinkError::PeerGone), None));

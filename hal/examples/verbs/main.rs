@@ -1,17 +1,17 @@
-//! Checks of the verbs port, for a machine that has RDMA ports: `verbs CHECK LINK...`.
+//! Checks the verbs port on a machine with RDMA ports: `verbs CHECK LINK...`.
 //!
-//! | check | what |
+//! | check | contents |
 //! |---|---|
 //! | conform | the conformance suite, with ports on the links in turn |
-//! | count | a burst is one post and one completion; small packets go inline; nothing is allocated |
-//! | cycles | a thousand ports opened and closed leave nothing behind in this process |
-//! | sided | connections with RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand of them |
-//! | engine | a device's DMA engine over such connections: two ranks' memory pulled, combined and written back; ranks that are gone |
-//! | messages | messages beside them, through a shared receive queue: announcements of results, fences, counts of posts |
-//! | two | with the other end in another machine: `two LINK` waits for it, `two LINK HOST` finds it there |
+//! | count | a burst is one post and one completion; small packets are inline; nothing is allocated |
+//! | cycles | opening and closing a thousand ports leaks nothing in this process |
+//! | sided | RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand connections |
+//! | engine | a DMA engine over such connections: pulls, combines and writes back the memory of two ranks; lost ranks |
+//! | messages | messages through a shared receive queue: announcements of results, fences, counts of posts |
+//! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it |
 //! | outage | packets flow again after a link was down: prints `down`, waits for a line, prints `up`, waits again |
 //!
-//! Exit status 0 and `ok CHECK` if it holds; else it panics with what did not.
+//! Prints `ok CHECK` and exits with status 0, or panics with the violated expectation.
 
 mod engine;
 mod messages;
@@ -29,10 +29,10 @@ use sumac_hal::verbs::{VerbsConfig, VerbsLink, VerbsPort};
 
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's, which counts. What the library allocates by itself it does not see.
+/// The system's allocator with a counter. It does not see the verbs library's own allocations.
 struct Counting;
 
-// SAFETY: everything is the system's.
+// SAFETY: all calls are forwarded to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.fetch_add(1, Ordering::Relaxed);
@@ -49,12 +49,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Return how often this process has allocated.
+/// Return the number of allocations of this process.
 fn allocations() -> usize {
     COUNT.load(Ordering::Relaxed)
 }
 
-/// How long anything may take.
+/// The limit of each wait.
 const LIMIT: Duration = Duration::from_secs(20);
 
 struct VerbsBed {
@@ -82,7 +82,7 @@ impl Testbed for VerbsBed {
         port.local_addr()
     }
 
-    /// The number of a queue pair that was closed again: they are not given out anew so soon.
+    /// The number of a queue pair that is closed again; numbers are not reused soon.
     fn unused_addr(&mut self) -> Addr {
         self.open().local_addr()
     }
@@ -91,7 +91,7 @@ impl Testbed for VerbsBed {
         Instant::from_nanos(u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX))
     }
 
-    /// Soft-RoCE's work is done by the kernel's threads, which need a processor.
+    /// Yield a processor to the kernel's threads, which do Soft-RoCE's work.
     fn advance(&mut self) {
         std::thread::sleep(Duration::from_micros(50));
     }
@@ -146,7 +146,7 @@ fn burst_out(from: &mut VerbsPort, to: Addr, packets: usize, len: usize) {
     from.flush(now);
 }
 
-/// Wait until so many packets have arrived.
+/// Wait until `packets` packets have arrived.
 fn burst_in(to: &mut VerbsPort, packets: usize, len: usize) {
     for _ in 0..packets {
         loop {
@@ -171,7 +171,7 @@ fn count(bed: &mut VerbsBed) {
             burst(&mut a, &mut b, PACKETS as usize, len);
         }
         assert_eq!(self::allocations() - allocations, 0, "allocations on the data path");
-        // The completions of the last burst are taken by the next flush.
+        // The next flush polls the completions of the last burst.
         a.flush(Instant::ZERO);
         let stats = a.stats();
         assert_eq!(stats.sent_packets - before.sent_packets, BURSTS * PACKETS);
@@ -189,13 +189,13 @@ fn count(bed: &mut VerbsBed) {
     assert!(stats.receive_posts <= 16 + stats.receive_polls, "buffers go back in batches");
 }
 
-/// Do this a thousand times, and see that this process has not grown.
+/// Repeat this a thousand times, and check that open files and resident memory have not grown.
 fn cycles(mut once: impl FnMut()) {
     const CYCLES: usize = 1000;
     let mut before = None;
     for cycle in 0..CYCLES {
         once();
-        // The first may leave what libraries load once.
+        // The first cycles include one-time allocations of libraries.
         if cycle == 10 {
             before = Some(held());
         }
@@ -207,7 +207,7 @@ fn cycles(mut once: impl FnMut()) {
     assert!(kib < kib_before + 4096, "memory grows: {kib_before} -> {kib} KiB");
 }
 
-/// Return how many files this process has open, and its resident memory in KiB.
+/// Return the number of open files of this process, and its resident memory in KiB.
 fn held() -> (usize, u64) {
     let files = std::fs::read_dir("/proc/self/fd").expect("procfs").count();
     let status = std::fs::read_to_string("/proc/self/status").expect("procfs");
@@ -220,11 +220,11 @@ fn outage(bed: &mut VerbsBed) {
     let (to, now) = (b.local_addr(), Instant::ZERO);
     let addr = a.local_addr();
     burst(&mut a, &mut b, 10, 1000);
-    let told = |what: &str| {
+    let prompt = |what: &str| {
         println!("{what}");
         std::io::stdin().lock().read_line(&mut String::new()).expect("a line");
     };
-    told("down");
+    prompt("down");
     for _ in 0..100 {
         if let Some(token) = a.transmit(now) {
             token.consume(to, |buffer| (buffer[..1000].fill(1), (1000, ())).1);
@@ -233,7 +233,7 @@ fn outage(bed: &mut VerbsBed) {
         assert_eq!(a.wait(Some(Duration::from_millis(1))), Wake::Timeout, "nothing can arrive");
     }
     println!("while it was down: {:?}", a.stats());
-    told("up");
+    prompt("up");
     let start = Clock::now();
     loop {
         assert!(start.elapsed() < LIMIT, "nothing arrives after the outage: {a:?} {b:?}");

@@ -1,4 +1,4 @@
-//! Messages beside reads and writes: a device with a shared receive queue, and two ranks on another link.
+//! Messages in addition to reads and writes: a device with a shared receive queue, and two ranks on another link.
 
 use super::one_sided::domain;
 use super::{LIMIT, allocations};
@@ -10,10 +10,10 @@ use sumac_hal::remote::{Access, Arrived, BUFFERS, CREDITS, Link, LinkError, MESS
 use sumac_hal::shm::{Pages, Region};
 use sumac_hal::verbs::{PeerEngine, RankEnd, SharedReceives, VerbsDomain, VerbsLink};
 
-/// Bytes of each memory.
+/// The length of each memory in bytes.
 const LEN: usize = 64 << 10;
 
-/// Bytes of a chunk.
+/// The length of a chunk in bytes.
 const CHUNK: u32 = 4096;
 
 /// The device's own memory.
@@ -21,15 +21,15 @@ const OWN: RegionKey = RegionKey { index: 0, generation: 1 };
 
 struct Rank {
     end: RankEnd,
-    /// What the device may read.
+    /// The memory that the device may read.
     buffer: Region,
-    /// What it may write.
+    /// The memory that the device may write.
     landing: Region,
     peer: u16,
     keys: [RegionKey; 2],
 }
 
-/// Wait until a link brings something.
+/// Wait for the next arrival on a link.
 fn next(link: &mut dyn Link) -> Result<Arrived, LinkError> {
     let (start, mut message) = (Instant::now(), [0; MESSAGE_LEN_BYTES]);
     loop {
@@ -73,8 +73,8 @@ fn bytes(region: &Region, offset: usize) -> Vec<u8> {
     bytes
 }
 
-/// Let a rank in, with memory to read and memory to write.
-fn seat(engine: &mut PeerEngine, a: &VerbsDomain, rank_at: VerbsDomain, number: u16) -> Rank {
+/// Attach a rank with memory to read and memory to write.
+fn attach(engine: &mut PeerEngine, a: &VerbsDomain, rank_at: VerbsDomain, number: u16) -> Rank {
     let mut end = RankEnd::new(rank_at).expect("an end");
     let mut connection = engine.messaging(a).expect("an end").expect("it has a queue");
     connection.connect(&sumac_hal::verbs::OneSidedEnd::from_link_end(&end.end())).expect("connected");
@@ -83,11 +83,11 @@ fn seat(engine: &mut PeerEngine, a: &VerbsDomain, rank_at: VerbsDomain, number: 
     let memory = || Region::create(LEN, Pages::Normal).expect("memory");
     let again = |region: &Region| Region::open(region.file().try_clone_to_owned().expect("a file"), LEN as u64);
     let (buffer, landing) = (memory(), memory());
-    let told = [(&buffer, Access::Read), (&landing, Access::Land)]
+    let regions = [(&buffer, Access::Read), (&landing, Access::Land)]
         .map(|(region, access)| end.expose(again(region).expect("memory"), access).expect("registered"));
     let keys = [1, 2].map(|place| RegionKey { index: 2 * number + place, generation: 1 });
-    engine.map_remote(keys[0], peer, told[0]).expect("a free place");
-    engine.map_landing(keys[1], peer, told[1]).expect("a free place");
+    engine.map_remote(keys[0], peer, regions[0]).expect("a free place");
+    engine.map_landing(keys[1], peer, regions[1]).expect("a free place");
     Rank { end, buffer, landing, peer, keys }
 }
 
@@ -99,7 +99,7 @@ pub(crate) fn check(links: &[VerbsLink]) {
     let mut engine = PeerEngine::with_receives(&a, 16, receives);
     let own = Arc::new(Region::create(LEN, Pages::Normal).expect("memory"));
     engine.map_local_memory(OWN, own).expect("memory");
-    let mut ranks = [0, 1].map(|number| seat(&mut engine, &a, domain(there), number));
+    let mut ranks = [0, 1].map(|number| attach(&mut engine, &a, domain(there), number));
     talk(&mut engine, &mut ranks);
     land(&mut engine, &mut ranks[0]);
     hostile(&mut engine, &a, domain(there));
@@ -107,7 +107,7 @@ pub(crate) fn check(links: &[VerbsLink]) {
     gone(&mut engine, ranks);
 }
 
-/// Messages of both ranks through one queue, in order, one post each, and buffers go back many at a time.
+/// Messages of both ranks arrive in order through one queue; each takes one post, and buffers are reposted in batches.
 fn talk(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     const ROUNDS: usize = 100;
     let before = allocations();
@@ -141,14 +141,14 @@ fn talk(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     println!("{} messages of two ranks in one queue of {} buffers: {received:?}", received.messages, 2 * BUFFERS);
 }
 
-/// A result that is written is announced, and all of it is there; a batch is one post and one completion.
+/// An announced result has been written completely; a batch is one post and one completion.
 fn land(engine: &mut PeerEngine, rank: &mut Rank) {
     let values: Vec<u8> = (0..CHUNK).map(|i| (i * 7 % 251) as u8).collect();
     rank.buffer.write(CHUNK as usize, &values);
     let chunk = u64::from(CHUNK);
     let (start, mut nothing) = (Instant::now(), [0; MESSAGE_LEN_BYTES]);
     let before = loop {
-        // Also of the answers of before the completions.
+        // This also polls the completions of the earlier replies.
         assert_eq!(engine.link(rank.peer).expect("a link").receive(&mut nothing), Ok(None));
         let (stats, _) = engine.stats(rank.peer);
         if stats.completions == stats.posts {
@@ -159,7 +159,7 @@ fn land(engine: &mut PeerEngine, rank: &mut Rank) {
     assert_eq!(run(engine, &[copy((rank.keys[0], chunk), (OWN, 0))]), Status::Done);
     let steps: Vec<Step> = (0..8).map(|nth| copy((OWN, 0), (rank.keys[1], nth * chunk))).collect();
     assert_eq!(run(engine, &steps), Status::Done);
-    // The device has heard that all are written: so all are announced, whatever becomes of it now.
+    // The device has seen the completion of all writes, so all are announced, even if it fails now.
     for nth in 0..8 {
         assert_eq!(next(&mut rank.end), Ok(Arrived::Landed(nth * CHUNK)));
         assert!(bytes(&rank.landing, (nth * CHUNK) as usize) == values, "place {nth}");
@@ -170,9 +170,9 @@ fn land(engine: &mut PeerEngine, rank: &mut Rank) {
     println!("8 results landed and announced by one post; a chunk was read by another");
 }
 
-/// Memory that may be read is not written, and ranks do not reach each other's.
+/// Read-only memory cannot be written, and ranks cannot reach each other's memory.
 fn hostile(engine: &mut PeerEngine, a: &VerbsDomain, there: VerbsDomain) {
-    let mut rank = seat(engine, a, there, 4);
+    let mut rank = attach(engine, a, there, 4);
     rank.buffer.write(0, &[5; CHUNK as usize]);
     assert_eq!(run(engine, &[copy((OWN, 0), (rank.keys[0], 0))]), Status::Hardware);
     assert_eq!(engine.error(rank.peer), Some(LinkError::RemoteAccess));
@@ -184,7 +184,7 @@ fn hostile(engine: &mut PeerEngine, a: &VerbsDomain, there: VerbsDomain) {
     println!("a device that writes to what it may read only: the peer's memory is not open to this access");
 }
 
-/// After a rank's fence nothing is written; what was announced before can still be taken.
+/// After a rank's fence nothing is written; earlier announcements can still be received.
 fn fenced(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     let rank = &mut ranks[0];
     assert_eq!(run(engine, &[copy((OWN, 0), (rank.keys[1], 0))]), Status::Done);
@@ -197,7 +197,7 @@ fn fenced(engine: &mut PeerEngine, ranks: &mut [Rank; 2]) {
     println!("fenced: {}", engine.error(rank.peer).expect("an error"));
 }
 
-/// A rank that is gone is an error by name at the device, and the other way round; who sleeps is woken.
+/// A lost rank is a specific error at the device and vice versa; sleeping waiters are woken.
 fn gone(engine: &mut PeerEngine, ranks: [Rank; 2]) {
     let [_, mut two] = ranks;
     engine.arm();
@@ -206,12 +206,12 @@ fn gone(engine: &mut PeerEngine, ranks: [Rank; 2]) {
     let file = engine.file().expect("it has a queue").as_fd().try_clone_to_owned().expect("a file");
     let mut fds = [rustix::event::PollFd::new(&file, rustix::event::PollFlags::IN)];
     let limit = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1), "nobody is woken");
+    assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1), "no waiter is woken");
     assert_eq!(next(&mut engine.link(two.peer).expect("a link")), Ok(Arrived::Message(1)));
     let peer = two.peer;
     drop(two);
     let start = Instant::now();
-    send(&mut engine.link(peer).expect("a link"), &[1]).expect("nobody knows yet");
+    send(&mut engine.link(peer).expect("a link"), &[1]).expect("the loss is not detected yet");
     assert_eq!(next(&mut engine.link(peer).expect("a link")), Err(LinkError::PeerGone));
     println!("a dead rank is noticed after {} ms", start.elapsed().as_millis());
 }

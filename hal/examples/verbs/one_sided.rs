@@ -1,4 +1,4 @@
-//! Connections by which one side reads and writes the other's memory: what they do, and what they must not.
+//! Connections with one-sided reads and writes of the peer's memory, and the accesses that they must refuse.
 
 use super::{LIMIT, allocations};
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use sumac_hal::verbs::{
     ExposedRegion, LinkError, OneSided, PostError, Progress, RemoteRegion, VerbsConfig, VerbsDomain, VerbsLink,
 };
 
-/// Bytes of each region.
+/// The length of each region in bytes.
 const LEN: usize = 1 << 20;
 
 pub(crate) fn domain(link: &VerbsLink) -> VerbsDomain {
@@ -20,7 +20,7 @@ pub(crate) fn connected(a: &VerbsDomain, b: &VerbsDomain) -> (OneSided, OneSided
     (one, other)
 }
 
-/// Let what is queued leave, and wait until it is complete or has failed.
+/// Flush the queue, and wait until all requests are complete or one has failed.
 pub(crate) fn finish(link: &mut OneSided, count: u64) -> Progress {
     link.flush();
     let start = Instant::now();
@@ -51,7 +51,7 @@ pub(crate) fn run(links: &[VerbsLink]) {
     cycles(&a, &b);
 }
 
-/// A chain of reads, then of writes, is one post and one completion each, and allocates nothing.
+/// A chain of reads and a chain of writes each take one post and one completion, without allocations.
 fn moves(a: &VerbsDomain, b: &VerbsDomain) {
     const PIECE: u64 = 64 << 10;
     let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(LEN).expect("memory"));
@@ -77,7 +77,7 @@ fn moves(a: &VerbsDomain, b: &VerbsDomain) {
     println!("{count} reads of {PIECE} bytes and a write");
 }
 
-/// What is outside is refused here by its range, and there by the hardware; another connection does not notice.
+/// Accesses out of bounds are refused locally by range and remotely by the hardware; other connections are unaffected.
 fn bounds_and_strangers(a: &VerbsDomain, b: &VerbsDomain) {
     let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(4096).expect("memory"));
     let (mut honest, _peer) = connected(a, b);
@@ -94,7 +94,7 @@ fn bounds_and_strangers(a: &VerbsDomain, b: &VerbsDomain) {
     let forged = [
         ("a longer region", RemoteRegion { len_bytes: 1 << 30, ..far.remote() }, 4000),
         ("an address before it", RemoteRegion { addr: far.remote().addr - 64, ..far.remote() }, 0),
-        ("a key that is nobody's", RemoteRegion { rkey: far.remote().rkey ^ 0xff, ..far.remote() }, 0),
+        ("an unknown key", RemoteRegion { rkey: far.remote().rkey ^ 0xff, ..far.remote() }, 0),
         ("a key that was revoked", revoked, 0),
     ];
     for (what, region, offset) in forged {
@@ -109,10 +109,10 @@ fn bounds_and_strangers(a: &VerbsDomain, b: &VerbsDomain) {
     }
     honest.write((&near, 0), (&far.remote(), 0), 4096).expect("room");
     assert_eq!(finish(&mut honest, 1), Progress { done: 1, error: None });
-    assert!(bytes(&far) == [0x55; 4096], "who was told the new key writes on");
+    assert!(bytes(&far) == [0x55; 4096], "the holder of the new key can still write");
 }
 
-/// After a fence a peer that goes on writing changes nothing, by this connection or another.
+/// After a fence, further writes by the peer have no effect, on this connection or another.
 fn fenced(a: &VerbsDomain, b: &VerbsDomain) {
     let (mut near, mut far) = (a.expose(LEN).expect("memory"), b.expose(LEN).expect("memory"));
     near.write(0, &[9; LEN]).expect("inside");
@@ -120,7 +120,7 @@ fn fenced(a: &VerbsDomain, b: &VerbsDomain) {
     let (mut second, _second_owner) = connected(a, b);
     let remote = far.remote();
     let mut rounds = 0;
-    // In the middle of a stream of writes.
+    // During a stream of writes.
     for _ in 0..64 {
         writer.write((&near, 0), (&remote, 0), LEN as u64).expect("room");
     }
@@ -142,7 +142,7 @@ fn fenced(a: &VerbsDomain, b: &VerbsDomain) {
     println!("fenced after {} of 64 writes: {}", progress.done, progress.error.expect("an error"));
 }
 
-/// A peer that is gone is a named error, in a time that has a limit.
+/// A lost peer is a specific error within a bounded time.
 fn gone(a: &VerbsDomain, b: &VerbsDomain) {
     let (near, far) = (a.expose(4096).expect("memory"), b.expose(4096).expect("memory"));
     let (mut link, peer) = connected(a, b);
@@ -153,7 +153,7 @@ fn gone(a: &VerbsDomain, b: &VerbsDomain) {
     println!("a dead peer is noticed after {} ms", start.elapsed().as_millis());
 }
 
-/// A thousand connections that are made, used and ended leave nothing behind in this process.
+/// A thousand connections that are created, used and closed leak nothing in this process.
 fn cycles(a: &VerbsDomain, b: &VerbsDomain) {
     let (near, far) = (a.expose(4096).expect("memory"), b.expose(4096).expect("memory"));
     super::cycles(|| {

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn values_and_what_follows_a_double_dash_are_left_alone() {
+    fn values_and_arguments_after_a_double_dash_are_unchanged() {
         for line in [
             "sumac image run --qemu-arg --seats",
             "sumac emulate -- qemu --seats",

@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn rank_that_is_behind_gets_the_commit_as_reply() {
+    fn rank_that_lags_behind_gets_the_commit_as_reply() {
         let inbox = inbox();
         let decision = Decision { cut: 7, operation: 1, failure: None };
         let dead = Dead::from([(Rank(2), Authority::Suspicion)]);

@@ -99,7 +99,7 @@ fn run_table(ranks: u32, algorithms: &[&Algorithm], roots: &[u32], counts: &[usi
 }
 
 #[test]
-fn every_algorithm_and_root_in_and_out_of_place() {
+fn every_algorithm_and_root_gives_exact_results_in_and_out_of_place() {
     let all: Vec<_> = ALGORITHMS.iter().collect();
     for ranks in [1_u32, 2, 3, 4, 7, 8] {
         let roots: Vec<_> = (0..ranks).collect();
@@ -108,13 +108,13 @@ fn every_algorithm_and_root_in_and_out_of_place() {
 }
 
 #[test]
-fn every_algorithm_with_transfers_beyond_frame_and_scratch_size() {
+fn transfers_beyond_frame_and_scratch_size_give_exact_results() {
     let all: Vec<_> = ALGORITHMS.iter().collect();
     run_table(3, &all, &[2], &[200_001]);
 }
 
 #[test]
-fn all_to_all_in_place_and_of_any_counts() {
+fn all_to_all_of_any_counts_gives_exact_results_in_and_out_of_place() {
     for ranks in [1_u32, 2, 3, 5, 8] {
         on_ranks(&mut meshes(ranks), |mesh| {
             let (place, mut op_index) = (mesh.place(), 0);

@@ -303,7 +303,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_panic(bytes in any::<[u8; HEADER_BYTES]>(), payload in any::<Vec<u8>>(), magic in any::<bool>()) {
+        fn arbitrary_bytes_parse_without_panic(bytes in any::<[u8; HEADER_BYTES]>(), payload in any::<Vec<u8>>(), magic in any::<bool>()) {
             let mut bytes = bytes;
             if magic {
                 bytes[0..4].copy_from_slice(&FRAME_MAGIC);

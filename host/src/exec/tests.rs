@@ -139,7 +139,7 @@ fn counts(ranks: u32) -> Vec<usize> {
 
 use sumac_hal::ids::Rank;
 #[test]
-fn every_type_operator_count_and_rank_count() {
+fn every_type_operator_and_count_gives_the_reduction() {
     for ranks in 1..=9_u32 {
         let mut meshes = meshes(ranks);
         on_ranks(&mut meshes, |mesh| {

@@ -281,7 +281,7 @@ mod tests {
 
     /// The other ranks have nothing that contradicts it.
     #[test]
-    fn operation_beyond_what_all_have_posted_is_a_mismatch() {
+    fn operation_that_one_rank_has_not_posted_is_a_mismatch() {
         let mut forgotten = ChunkInventory::new(0);
         forgotten.skip_to(2);
         assert!(matches!(plan(&[forgotten, inventory(0, "oooooo")]), Err(Unrecoverable::Mismatch { .. })));

@@ -4,7 +4,7 @@
 //! - the MMU is on before Rust runs, with RAM as normal memory: with it off all memory is Device memory, where
 //!   unaligned and exclusive accesses fault on hardware (Arm ARM, B2.7.2), and packets are read at any alignment;
 //! - floating point is on (`CPACR_EL1.FPEN`), which the kernels use;
-//! - every fault and every panic ends the machine with a status other than 0, so that nothing can hang in silence.
+//! - every fault and every panic stops the machine with a nonzero status, so that no failure hangs silently.
 
 use core::arch::{asm, global_asm};
 use core::fmt;
@@ -18,14 +18,14 @@ impl fmt::Write for Console {
         const DATA: *mut u32 = 0x0900_0000 as *mut u32;
         for byte in text.bytes() {
             // SAFETY: the board has the PL011's data register there, mapped as Device memory (`TABLE`), and
-            // nobody else uses it. QEMU's never runs full.
+            // nothing else uses it. QEMU's transmit FIFO is never full.
             unsafe { DATA.write_volatile(u32::from(byte)) };
         }
         Ok(())
     }
 }
 
-/// End the machine; `status` becomes the emulator's exit status (semihosting, SYS_EXIT).
+/// Stop the machine; `status` becomes the emulator's exit status (semihosting, SYS_EXIT).
 pub(crate) fn exit(status: u64) -> ! {
     const SYS_EXIT: u64 = 0x18;
     const APPLICATION_EXIT: u64 = 0x2_0026;
@@ -34,7 +34,7 @@ pub(crate) fn exit(status: u64) -> ! {
     unsafe { asm!("hlt #0xf000", in("x0") SYS_EXIT, in("x1") reason.as_ptr(), options(noreturn)) }
 }
 
-/// Where the exception vectors lead: nothing here is meant to fault.
+/// The handler of all exceptions, none of which is expected.
 extern "C" fn fault(syndrome: u64, address: u64, at: u64) -> ! {
     use fmt::Write;
     let _ = writeln!(Console, "fault: ESR {syndrome:#x}, FAR {address:#x}, ELR {at:#x}");
@@ -48,7 +48,7 @@ fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
     exit(101)
 }
 
-/// The first-level translation table for 39-bit addresses: one entry a GiB, mapped to itself.
+/// The first-level translation table for 39-bit addresses: one identity-mapped entry per GiB.
 #[repr(C, align(4096))]
 struct Table([u64; 512]);
 

@@ -1,8 +1,8 @@
 //! The device's runtime without an operating system, a heap or std, on QEMU's virt board.
 //!
-//! That this links is half of the test: the node, its storage (a `static`), its loop and a port are all there, and
-//! an allocator is not. The other half is an all-reduce of two children over more chunks than there are slots, so
-//! that every slot is used again, with every element checked. Exit status 0: all is well.
+//! Linking is half of the test: the program contains the node, its storage (a `static`), its loop and a port, but no
+//! allocator. The other half is an all-reduce of two children over more chunks than slots, so that every slot is
+//! reused; every element is checked. Exit status 0 if all results are correct.
 #![no_std]
 #![no_main]
 
@@ -36,10 +36,10 @@ type BoardMemory =
 
 static mut MEMORY: BoardMemory = BoardMemory::new();
 
-/// Where `board` leads to once there is a stack.
+/// The entry point; `board` calls it once there is a stack.
 extern "C" fn main() -> ! {
     let memory = &raw mut MEMORY;
-    // SAFETY: called once, on the only core, and nobody else names MEMORY.
+    // SAFETY: called once, on the only core, and nothing else accesses MEMORY.
     match all_reduce(unsafe { &mut *memory }) {
         Ok(elements) => {
             let _ = writeln!(
@@ -56,7 +56,7 @@ extern "C" fn main() -> ! {
     }
 }
 
-/// What can go wrong.
+/// Why the test failed.
 enum Failure {
     Refused(Refusal),
     Full,
@@ -79,7 +79,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Reduce `CHUNKS` chunks of two children, as their ranks would; the number of elements that were compared.
+/// Reduce `CHUNKS` chunks of two children, in the role of their ranks; return the number of elements compared.
 fn all_reduce(memory: &mut BoardMemory) -> Result<usize, Failure> {
     let mut port = QueuePort::new();
     let config = NodeConfig {
@@ -103,12 +103,12 @@ fn all_reduce(memory: &mut BoardMemory) -> Result<usize, Failure> {
     Ok(compared)
 }
 
-/// Element `index` of a child's contribution: small integers, whose sums f32 holds exactly.
+/// Element `index` of a child's contribution: a small integer, so that f32 represents the sums exactly.
 fn input(chunk: u64, child: u16, index: usize) -> f32 {
     (u64::from(child + 1) * (chunk * 100 + index as u64)) as f32
 }
 
-/// Let a child's contribution arrive; it has every result before `chunk`.
+/// Deliver a child's contribution; the child has every result before `chunk`.
 fn contribute(port: &mut QueuePort, chunk: u64, child: u16) -> Result<(), Failure> {
     let mut elements = [[0; size_of::<f32>()]; ELEMENTS];
     for (index, element) in elements.iter_mut().enumerate() {
@@ -123,7 +123,7 @@ fn contribute(port: &mut QueuePort, chunk: u64, child: u16) -> Result<(), Failur
     }
 }
 
-/// Compare the answer to one child with the sum; the number of elements in it.
+/// Compare the answer to one child with the sum; return the number of its elements.
 fn check(port: &mut QueuePort, chunk: u64, child: u16) -> Result<usize, Failure> {
     let frame = port.pop().ok_or(Failure::Silent { chunk, child })?;
     let result = GROUP.child(child, OP).result(chunk, frame.packet()).filter(|_| frame.peer == addr(child));

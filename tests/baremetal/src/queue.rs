@@ -1,7 +1,7 @@
-//! A port without hardware: what is pushed in arrives, what is sent can be popped out.
+//! A port without hardware: pushed packets are received, and sent packets can be popped.
 //!
-//! Fixed arrays only: the third implementation of [`Port`], and the one that a driver of a real board would look
-//! like, with descriptor rings in the place of the queues.
+//! It uses fixed arrays only. A driver of a real board would have the same form, with descriptor rings instead of the
+//! queues.
 
 use heapless::Deque;
 use sumac_hal::port::{Addr, Capabilities, Port, RxToken, TxToken};
@@ -10,10 +10,10 @@ use sumac_hal::time::Instant;
 /// The longest packet in bytes.
 pub(crate) const MAX_PACKET_LEN_BYTES: usize = 512;
 
-/// Packets that each direction holds.
+/// The capacity of each direction in packets.
 pub(crate) const DEPTH: usize = 8;
 
-/// A packet and who it comes from or goes to.
+/// A packet and its peer.
 #[derive(Debug, Clone)]
 pub(crate) struct Frame {
     pub(crate) peer: Addr,
@@ -45,7 +45,7 @@ impl QueuePort {
         Self { arrived: Deque::new(), sent: Deque::new() }
     }
 
-    /// Let a packet of `len_bytes`, written by `fill`, arrive from `peer`; false if the queue is full.
+    /// Deliver a packet of `len_bytes` bytes, written by `fill`, from `peer`; false if the queue is full.
     pub(crate) fn push(&mut self, peer: Addr, len_bytes: usize, fill: impl FnOnce(&mut [u8])) -> bool {
         let mut frame = Frame::empty(peer);
         frame.len_bytes = len_bytes;
@@ -87,7 +87,7 @@ impl RxToken for Frame {
     }
 }
 
-/// Room for one packet: `transmit` gives it out only if the queue is not full.
+/// A reserved place for one packet: `transmit` returns it only if the queue is not full.
 #[derive(Debug)]
 pub(crate) struct Room<'a> {
     queue: &'a mut Deque<Frame, DEPTH>,
@@ -100,7 +100,7 @@ impl TxToken for Room<'_> {
         assert!(len_bytes <= frame.bytes.len(), "{len_bytes} bytes do not fit a packet of {MAX_PACKET_LEN_BYTES}");
         frame.len_bytes = len_bytes;
         if len_bytes > 0 {
-            // Room was there, and `self` borrows the queue.
+            // The place is still free, as `self` borrows the queue.
             let _ = self.queue.push_back(frame);
         }
         result

@@ -3,8 +3,8 @@
 use crate::rank::Memory;
 use crate::scope::{Data, ELEMENTS, Scope};
 
-/// Say which element of an operation's buffer at `rank` of `ranks` is not as it has to be: the result where that
-/// `is_new`, else what the rank put in.
+/// Compare an operation's buffer at `rank` of `ranks` with the expected contents: the result where `is_new`, the rank's
+/// input elsewhere. Describes the first element that differs.
 pub(super) fn compare(
     scope: &Scope,
     (rank, ranks): (usize, usize),
@@ -22,7 +22,7 @@ pub(super) fn compare(
     })
 }
 
-/// Return the wrapping sum of what was given.
+/// Return the wrapping sum of the contributions.
 pub(super) fn sum(given: &[&[u8]]) -> Vec<u8> {
     let words = |bytes: &[u8]| -> Vec<u64> {
         bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().expect("eight bytes"))).collect()

@@ -7,7 +7,7 @@ use sumac_hal::ids::Rank;
 /// How the group ended for a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Ended {
-    /// These ranks are dead, and this operation is the first that fails.
+    /// These ranks are dead; the operation is the first that fails.
     RanksFailed(Vec<Rank>, u64),
     /// The rank is excluded.
     Out(End),
@@ -21,14 +21,14 @@ pub(super) struct Facts {
     pub(super) is_changing: bool,
     pub(super) end: Option<Ended>,
     pub(super) known: BTreeSet<usize>,
-    /// The highest attempt that it takes part in.
+    /// The highest attempt that it has joined.
     pub(super) promised: Option<Attempt>,
     pub(super) ran: Option<Attempt>,
-    /// The attempt whose plan it does, and the ranks of that.
+    /// The attempt whose plan it runs, and the ranks of that plan.
     pub(super) trial: Option<(Attempt, Vec<usize>)>,
-    /// Where the next chunk of that comes from; `None`: all have landed.
+    /// The origin of the plan's next chunk; `None` if all have landed.
     pub(super) next: Option<Origin>,
-    /// All live, so that another tree is asked for.
+    /// All ranks are alive, so it requests another tree.
     pub(super) asks: bool,
     pub(super) retries: bool,
     pub(super) outcomes: Vec<Outcome>,

@@ -21,23 +21,23 @@ use sumac_hal::ids::ChunkNo;
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::uplink::Uplink;
 
-/// What a caller does with its buffers once they are its own again.
+/// The byte with which callers overwrite buffers that have been returned to them.
 const GARBAGE: u8 = 0xee;
 
-/// What one rank has.
+/// The data of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct InitialState {
-    /// Its endpoint, frozen; one of those that are the same to a repair.
+    /// Its frozen endpoint, as a representative of those that are equivalent for a recovery.
     pub(super) endpoint: Endpoint,
-    /// How many operations it has called.
+    /// The number of operations that it has called.
     pub(super) called: u64,
-    /// How many of them have returned.
+    /// The number of operations that have returned.
     pub(super) returned: u64,
-    /// Its buffers; those of operations that have returned are garbage.
+    /// Its buffers; those of returned operations hold garbage.
     pub(super) memory: Memory,
 }
 
-/// All of a rank that a repair reads.
+/// Everything of a rank that a recovery reads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     promise: Promise,
@@ -49,18 +49,18 @@ struct Key {
     memory: Memory,
 }
 
-/// What is on its way to a rank, from whom.
+/// A packet in flight: receiver, sender, bytes.
 pub(super) type Late = (usize, Addr, Vec<u8>);
 
-/// All that ranks can have at once.
+/// All combinations of the ranks' data.
 #[derive(Debug, Default)]
 pub(super) struct InitialStates {
-    /// What single ranks have, by number.
+    /// The data of single ranks, by number.
     pub(super) ranks: Vec<Rc<InitialState>>,
     keys: HashMap<(usize, Key), usize>,
-    /// The numbers of what all have, each once, and of packets that were on their way then, if those matter.
+    /// The distinct combinations, as numbers, each with the packets in flight if they matter.
     pub(super) all: BTreeMap<Vec<usize>, Vec<Vec<Late>>>,
-    /// Of how many states of the ranks.
+    /// The number of states of the ranks that they represent.
     pub(super) moments: usize,
     frozen: HashSet<(usize, Addr, Vec<u8>)>,
 }
@@ -76,7 +76,7 @@ impl InitialState {
         if !rules.unfenced {
             endpoint.freeze();
         }
-        // That it has failed is why it is frozen.
+        // The failure event is what freezes it.
         let _ = endpoint.poll_event();
         endpoint.rest();
         Self { endpoint, called, returned, memory }
@@ -97,12 +97,12 @@ impl InitialState {
 }
 
 impl InitialStates {
-    /// Find all that the ranks of a scope can have.
+    /// Find all combinations of a scope.
     pub(super) fn of(scope: &Scope, rules: Rules) -> Self {
         Self::from(scope, moments(scope), rules)
     }
 
-    /// Collect what the ranks have in these states.
+    /// Collect the combinations in these states.
     pub(super) fn from(scope: &Scope, moments: Vec<Moment>, rules: Rules) -> Self {
         let mut initial_states = Self::default();
         let mut numbers: HashMap<*const Machine, usize> = HashMap::new();
@@ -139,7 +139,7 @@ impl InitialStates {
         number
     }
 
-    /// What arrives after the freeze changes nothing.
+    /// Check that packets that arrive after the freeze change nothing.
     fn check_frozen(&mut self, number: usize, from: Addr, bytes: &[u8]) {
         if !self.frozen.insert((number, from, bytes.to_vec())) {
             return;
@@ -150,7 +150,7 @@ impl InitialStates {
         assert_eq!(front, *self.ranks[number], "a frozen endpoint takes in {bytes:?}");
     }
 
-    /// Return what all ranks can have at once, in words that are the same in every search.
+    /// Return all combinations, in an encoding that is the same in every search.
     pub(super) fn in_words(&self, scope: &Scope) -> std::collections::BTreeSet<String> {
         let word = |&number: &usize| format!("{:?}", self.ranks[number].key(scope));
         self.all.keys().map(|all| all.iter().map(word).collect::<Vec<_>>().join("\n")).collect()

@@ -47,7 +47,7 @@ use sumac_tests::oracle::Shape;
 use violation::{Rules, ViolationKind};
 use world::Fault;
 
-/// What is searched: a tree and its operations, and what goes wrong in their repair.
+/// A search case: a tree, its operations, and the faults during their recovery.
 #[derive(Debug, Clone)]
 struct Case {
     scope: Scope,
@@ -58,24 +58,24 @@ struct Case {
 }
 
 impl Case {
-    /// One second failure of any kind, where the controller says who is dead.
+    /// One second failure of any kind, with a controller that reports dead ranks.
     fn new(shape: Shape, sizes: (u16, u16), calls: &[usize]) -> Self {
         let calls = calls.iter().map(|&chunks| vec![all_reduce(chunks)]).collect();
         let scope = Scope::new(shape, sizes, 1).with_calls(calls).with_faults(1, 0, 0);
         Self { scope, faults: 1, kinds: &Fault::ALL, has_controller: true, rules: Rules::default() }
     }
 
-    /// The same where ranks can only suspect each other.
+    /// The same without a controller: ranks can only suspect each other.
     fn without_controller(self) -> Self {
         Self { has_controller: false, ..self }
     }
 
-    /// The same with these failures only, so many of them.
+    /// The same with up to `faults` failures of these kinds.
     fn with(self, faults: u32, kinds: &'static [Fault]) -> Self {
         Self { faults, kinds, ..self }
     }
 
-    /// The same from states of a tree in which a timer may also fire early.
+    /// The same, starting also from states of the tree in which a timer has fired early.
     fn with_early_timer(self) -> Self {
         Self { scope: self.scope.with_faults(1, 0, 1), ..self }
     }
@@ -167,8 +167,8 @@ fn restart_leaves_the_states_that_a_death_leaves() {
     }
 }
 
-/// A rank stops at a moment of its own, with packets on their way to it that nobody takes in, while timers of others
-/// fire. Nothing comes of that, or of more faults, which does not come of one loss and one such timer.
+/// A rank stops at any moment, with unread packets in flight to it, while timers of others fire. This, or more faults,
+/// leads to no data that one loss and one such timer do not lead to.
 fn expect_nothing_else(shapes: impl IntoIterator<Item = (Shape, (u16, u16), usize)>, faults: &[(u8, u8, u8)]) {
     for (shape, sizes, chunks) in shapes {
         let of = |(losses, duplicates, early)| {

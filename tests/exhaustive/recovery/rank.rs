@@ -20,44 +20,44 @@ use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 
-/// What a repair is about.
+/// What is fixed during a recovery.
 #[derive(Debug)]
 pub(super) struct Setting<'s> {
     pub(super) scope: &'s Scope,
     pub(super) wiring: &'s Wiring,
     pub(super) rules: Rules,
-    /// Whether the controller says who is dead; else ranks suspect each other.
+    /// Whether the controller reports dead ranks; otherwise ranks suspect each other.
     pub(super) has_controller: bool,
 }
 
-/// How a rank's operations go on.
+/// The path of a rank's operations.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Way {
     Tree(Rc<Endpoint>),
     Schedules,
 }
 
-/// A plan that is being done.
+/// A recovery plan in progress.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Trial {
     attempt: Attempt,
     live: Vec<usize>,
     settlement: Settlement,
-    /// How many of its chunks have landed.
+    /// The number of its chunks that have landed.
     landed: usize,
 }
 
-/// A change of the view on its way.
+/// A view change in progress.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Changing {
     change: Change,
     landed: Landed,
     trial: Option<Trial>,
-    /// The attempt whose plan was begun last: its connections are taken once.
+    /// The attempt whose plan was started last; its connections can be used only once.
     ran: Option<Attempt>,
-    /// The tree that was found with the last plan that was done here, 0 for none.
+    /// The tree obtained with the last completed plan; 0 for none.
     found: u64,
-    /// How many operations had returned before.
+    /// The number of operations that had returned before the view change.
     returned: u64,
 }
 
@@ -67,60 +67,60 @@ pub(super) struct RankState {
     rank: usize,
     view: u32,
     way: Way,
-    /// The first operation of that way.
+    /// The first operation on `way`.
     first: u64,
     called: u64,
     returned: u64,
     memory: Memory,
-    /// Whom it knows to be dead.
+    /// The ranks that it knows to be dead.
     known: BTreeSet<usize>,
     changing: Option<Box<Changing>>,
-    /// The change of the view before: it answers who is behind.
+    /// The previous view change, which answers ranks that lag behind.
     settled: Option<(u32, Box<Change>)>,
-    /// Who has said what of later views.
+    /// Messages about later views: view, sender, message.
     early: Vec<(u32, usize, ViewMessage)>,
-    /// What it has committed, view by view.
+    /// The committed outcome of each view.
     outcomes: Vec<Outcome>,
     end: Option<Ended>,
 }
 
-/// What a rank gives for an attempt, to be taken by all others.
+/// The data that a rank contributes to an attempt, for all others.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct SharedData {
     pub(super) from: usize,
     pub(super) view: u32,
     pub(super) attempt: Attempt,
     pub(super) settlement: Settlement,
-    /// Of each chunk: the result, if it has that; else its contribution, if that is asked for.
+    /// For each chunk: the result if the rank has it, otherwise its contribution if the plan needs it.
     pub(super) chunks: Vec<Vec<u8>>,
 }
 
-/// What can happen to a rank.
+/// An event at a rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Event<'e> {
-    /// It finds that its tree is lost.
+    /// It detects the loss of its tree.
     Begin,
-    /// Another has said something about a view.
+    /// A message about a view arrives.
     ViewMessage(usize, u32, &'e ViewMessage),
     /// A packet of the lost tree arrives.
     Late(Addr, &'e [u8]),
-    /// It hears that a rank is dead.
+    /// It learns that a rank is dead.
     Hear(usize),
-    /// The next chunk of its plan is here, from what these have given.
+    /// The next chunk of its plan is available from these contributions.
     Land(&'e [&'e SharedData]),
-    /// Its plan comes to nothing.
+    /// Its plan fails.
     Fail,
-    /// Its plan is done, with another tree or without.
+    /// Its plan is complete, with another tree or without one.
     Finish(bool),
-    /// It is time to try again.
+    /// The retry timer fires.
     Retry,
-    /// It is time to say again what was not answered.
+    /// The retransmission timer fires.
     Resend,
-    /// It has taken too long.
+    /// The deadline expires.
     Deadline,
 }
 
-/// What came of it.
+/// The outcome of an event.
 #[derive(Debug, Default)]
 pub(super) struct Act {
     pub(super) said: Vec<(usize, u32, ViewMessage)>,
@@ -129,7 +129,7 @@ pub(super) struct Act {
 }
 
 impl RankState {
-    /// A rank whose tree is about to be lost.
+    /// Create a rank whose tree is about to be lost.
     pub(super) fn new(rank: usize, front: &InitialState) -> Self {
         Self {
             rank,
@@ -148,7 +148,7 @@ impl RankState {
         }
     }
 
-    /// Let something happen to it.
+    /// Apply an event.
     pub(super) fn meet(&mut self, setting: &Setting<'_>, event: Event<'_>) -> Act {
         let mut run = Run { part: self, setting, act: Act::default() };
         run.meet(event);
@@ -158,7 +158,7 @@ impl RankState {
         act
     }
 
-    /// Say what there is to know of it.
+    /// Return the facts for the oracles.
     pub(super) fn facts(&self, setting: &Setting<'_>) -> Facts {
         let changing = self.changing.as_deref();
         let trial = changing.and_then(|changing| changing.trial.as_ref());
@@ -184,7 +184,7 @@ impl RankState {
     }
 }
 
-/// Something happens to a part.
+/// An event being applied to a rank.
 struct Run<'r, 's> {
     part: &'r mut RankState,
     setting: &'r Setting<'s>,
@@ -251,7 +251,7 @@ impl Run<'_, '_> {
         self.drive();
     }
 
-    /// Do all that the machine wants.
+    /// Perform all steps that the view change requests.
     fn drive(&mut self) {
         while let Some(changing) = &mut self.part.changing {
             let view = self.part.view;
@@ -295,7 +295,7 @@ impl Run<'_, '_> {
 
     fn take_late(&mut self, from: Addr, bytes: &[u8]) {
         let part = &mut *self.part;
-        // The tree of a later view does not know it.
+        // Only the first tree can receive it; later trees have another epoch.
         if let (0, Way::Tree(endpoint)) = (part.view, &mut part.way) {
             let endpoint = Rc::make_mut(endpoint);
             endpoint.handle(Uplink::RESUME_AT, from, Ecn::Unmarked, bytes, &mut part.memory);
@@ -316,7 +316,7 @@ impl Run<'_, '_> {
         changing.change.promise(attempt, promise);
     }
 
-    /// All that live have promised: work out the plan, and give what is this rank's to give.
+    /// All live ranks have promised: derive the plan, and contribute this rank's data.
     fn begin_plan(&mut self, attempt: Attempt, promises: &Promises) {
         let ranks = self.setting.wiring.ranks.len() as u32;
         let RankState { rank, view, way, memory, changing, .. } = &mut *self.part;
@@ -344,7 +344,7 @@ impl Run<'_, '_> {
         changing.trial = Some(Trial { attempt, live, settlement, landed: 0 });
     }
 
-    /// The next chunk is computed, or has come.
+    /// Land the next chunk.
     fn land(&mut self, shared_data_sets: &[&SharedData]) {
         let RankState { way, memory, changing, .. } = &mut *self.part;
         let (Some(changing), Way::Tree(endpoint)) = (changing, way) else { panic!("a chunk without a tree") };
@@ -391,7 +391,7 @@ impl Run<'_, '_> {
         self.drive();
     }
 
-    /// Operations of the tree that end here or below return.
+    /// Return from the tree's operations that end at `cut` or below.
     fn complete_below(&mut self, cut: u64) {
         let Way::Tree(endpoint) = &self.part.way else { return };
         let below = self.part.first + endpoint.first_behind(cut).0;
@@ -411,7 +411,7 @@ impl Run<'_, '_> {
         self.part.outcomes.push(outcome.clone());
         if !outcome.dead.is_empty() {
             let returned = self.part.returned;
-            // Who has returned from an operation can give all that others lack of it.
+            // A rank that has returned from an operation can supply everything that others lack of it.
             if returned != outcome.operation {
                 self.wrong(ViolationKind::Contradiction, format!("{returned} operations have returned: {outcome:?}"));
             }
@@ -438,7 +438,7 @@ impl Run<'_, '_> {
         early.into_iter().for_each(|(view, from, said)| self.hear(from, view, said));
     }
 
-    /// The next tree, at the moment that it is lost: nothing has gone through it.
+    /// Return the next tree at the moment of its loss, before any traffic.
     fn next_tree(&self) -> Way {
         let Setting { scope, wiring, .. } = self.setting;
         let mut endpoint = Endpoint::new(wiring.endpoint(scope, self.part.rank, 1 + self.part.view as u16));
@@ -457,7 +457,7 @@ impl Run<'_, '_> {
         compare(scope, (*rank, wiring.ranks.len()), memory, op, is_new)
     }
 
-    /// The group ends: each chunk is wholly old or wholly new, as the error says.
+    /// End the group: each chunk must be entirely old or entirely new, as the error reports.
     fn leave(&mut self, end: Ended) {
         let changing = self.part.changing.take().expect("in a change");
         for op in self.part.returned..self.part.memory.0.len() as u64 {
@@ -476,11 +476,11 @@ impl Run<'_, '_> {
     }
 }
 
-/// All moments are forgotten between events.
+/// Times are normalised between events.
 const NOW: Instant = Instant::ZERO;
-/// When a coordinator tries again what came to nothing.
+/// The coordinator's retry interval after a failed attempt.
 const RETRY: Duration = Duration::from_millis(300);
-/// When what was not answered is said again.
+/// The retransmission interval of unanswered messages.
 const RESEND: Duration = Duration::from_secs(1);
-/// How long a change may take.
+/// The time limit of a view change.
 const LIMIT: Duration = Duration::from_secs(1000);

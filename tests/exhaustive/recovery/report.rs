@@ -4,15 +4,15 @@ use super::violation::ViolationKind;
 use std::fmt;
 use std::time::Duration;
 
-/// What a search found.
+/// The size of a search.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Report {
     pub(super) roots: usize,
     pub(super) states: usize,
     pub(super) transitions: usize,
     pub(super) depth: usize,
-    /// Of the states, those in which nothing has to happen any more: all go on, some have failed with ranks that are
-    /// dead, or those that are left are out.
+    /// The number of states in which nothing is pending: all ranks continue; some report dead ranks; all remaining ranks
+    /// are excluded.
     pub(super) ends: [usize; 3],
     pub(super) parts: usize,
     pub(super) runs: usize,
@@ -30,7 +30,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// What is wrong, and the shortest way there.
+/// A violation, with the shortest trace to it.
 #[derive(Debug)]
 pub(super) struct Violation {
     pub(super) wrong: ViolationKind,

@@ -1,9 +1,9 @@
-//! All ways in which a repair can go, breadth first from all that ranks can have when their tree is lost.
+//! Breadth-first search of all courses of a recovery, from every state in which ranks can lose their tree.
 //!
-//! What ranks say of a view comes in order, as connections have it, until their sender dies: then the rest may be lost
-//! from anywhere on. Where a connection breaks, what was on its way comes at any time, or never. What ranks give for a
-//! plan is there for all at once, and is taken chunk by chunk, at any time or never: every schedule is a part of that.
-//! Time is left out: what is due after a while happens at any time, or where nothing else does, as said for each step.
+//! Messages about a view arrive in order, as on a connection, until their sender dies; any suffix of the rest may then
+//! be lost. After a connection breaks, its pending messages arrive at any time or never. Data contributed to a plan is
+//! available to all ranks at once, and they take it chunk by chunk, at any time or never: every schedule is a subset of
+//! this. Time is not modelled: timers fire at any time, or only when nothing else can happen, as stated for each step.
 
 use super::facts::{Ended, Facts};
 use super::initial::InitialStates;
@@ -17,12 +17,12 @@ use std::rc::Rc;
 use std::time::Instant;
 use sumac::harness::{End, Origin, Outcome as Committed};
 
-/// What happens.
+/// A step of the search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// From and to, on the connection or the one before.
+    /// From and to; 0 for the current connection, 1 for the one before.
     Deliver(usize, usize, usize),
-    /// What is on its way there is lost.
+    /// All messages in flight there are lost.
     Drop(usize, usize, usize),
     Break(usize, usize),
     Cut(usize, usize),
@@ -31,12 +31,12 @@ enum Step {
     To(usize, NumberedEvent, Option<Fault>),
 }
 
-/// What may go wrong.
+/// The faults that a search may inject.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    /// How much altogether.
+    /// The maximum number of faults.
     pub(super) faults: u32,
-    /// What of it.
+    /// Their kinds.
     pub(super) kinds: &'static [Fault],
 }
 
@@ -47,10 +47,10 @@ pub(super) struct Search<'s> {
     limits: Limits,
     visited_states: VisitedRanks<'s>,
     store: Store,
-    /// How each state was found; none of those that repairs begin with was.
+    /// The predecessor of each state and the step from it; `None` for initial states.
     origins: Vec<Option<(u32, Step)>>,
     depths: Vec<u16>,
-    /// Steps that need no fault, from and to.
+    /// Steps without a fault, from and to.
     free: Vec<(u32, u32)>,
     ends: Vec<u32>,
     kinds: [usize; 3],
@@ -83,10 +83,10 @@ impl<'s> Search<'s> {
         self.setting.wiring.ranks.len()
     }
 
-    /// Search to the end, from all these.
+    /// Search completely from these initial states.
     ///
     /// # Errors
-    /// The [`Violation`] that takes the fewest steps.
+    /// The [`Violation`] with the shortest trace.
     pub(super) fn run(&mut self, initial_states: &InitialStates) -> Result<Report, Box<Violation>> {
         let ranks = self.ranks();
         let mut words = Vec::new();
@@ -152,7 +152,7 @@ impl<'s> Search<'s> {
         self.visited_states.facts(rank, world.parts[rank])
     }
 
-    /// List what can happen in a state.
+    /// List the possible steps in a state.
     fn enabled(&self, world: &World, steps: &mut Vec<Step>) {
         let ranks = self.ranks();
         let is_left = world.faults() < self.limits.faults;
@@ -200,13 +200,13 @@ impl<'s> Search<'s> {
         }
     }
 
-    /// Tell whether a coordinator is about to try once more what fails as ranks do not reach each other.
+    /// Return whether a coordinator is about to retry in vain, because ranks cannot reach each other.
     fn tries_in_vain(world: &World, facts: &Facts) -> bool {
         let is_last = facts.promised.is_some_and(|attempt| attempt.number() >= ATTEMPTS);
         world.cut != 0 && facts.retries && is_last
     }
 
-    /// List what a rank can do or find out by itself.
+    /// List the possible steps of one rank.
     fn enabled_at(&self, world: &World, rank: usize, steps: &mut Vec<Step>) {
         let facts = self.facts(world, rank);
         if facts.end.is_some() {
@@ -304,7 +304,7 @@ impl<'s> Search<'s> {
         outcome.wrong.clone()
     }
 
-    /// What came of a step: a rank has changed, said something, given something.
+    /// Apply an outcome: the rank's next state, its messages and its contributed data.
     fn settle(&mut self, world: &mut World, rank: usize, outcome: &Rc<Outcome>) {
         world.parts[rank] = outcome.next;
         for &(to, envelope) in &outcome.said {
@@ -324,7 +324,7 @@ impl<'s> Search<'s> {
         self.forget_gifts(world);
     }
 
-    /// What makes no difference is read at once.
+    /// Deliver inert messages at once.
     fn read_inert(&mut self, world: &mut World, from: usize, to: usize) {
         for older in 0..2 {
             while let Some(&envelope) = world.wire(from, to)[older].first() {
@@ -336,7 +336,7 @@ impl<'s> Search<'s> {
         }
     }
 
-    /// Nothing is kept of attempts in which nobody can take any more.
+    /// Drop the data of attempts in which no rank can use it any more.
     fn forget_gifts(&self, world: &mut World) {
         let shared_data_sets = std::mem::take(&mut world.shared_data_sets);
         let may_take = |shared_data: &u32| {
@@ -354,13 +354,13 @@ impl<'s> Search<'s> {
         world.shared_data_sets = shared_data_sets.into_iter().filter(may_take).collect();
     }
 
-    /// Look at a new state.
+    /// Check the invariants in a new state.
     fn judge(&self, world: &World) -> Found {
         let all: Vec<&Facts> = (0..self.ranks()).map(|rank| self.facts(world, rank)).collect();
         for view in 0..all.iter().map(|facts| facts.outcomes.len()).max().unwrap_or(0) {
             let mut outcomes = all.iter().filter_map(|facts| facts.outcomes.get(view));
             let first = outcomes.next()?;
-            // The word is about the next tree, where the dead go nowhere.
+            // The vote decides the next tree, which does not concern dead ranks.
             let of = |outcome: &Committed| (outcome.dead.clone(), outcome.cut, outcome.operation);
             let live: Vec<u64> = world.live().filter_map(|rank| Some(all[rank].outcomes.get(view)?.vote)).collect();
             let is_torn = live.iter().any(|&word| word != live[0]);
@@ -382,7 +382,7 @@ impl<'s> Search<'s> {
                     let is_behind = |named: usize| all[named].outcomes.len() < all[rank].outcomes.len();
                     let may_be_out = |named: usize| match &all[named].end {
                         Some(Ended::Out(_)) => true,
-                        // The majority goes on without whom it does not hear.
+                        // The majority continues without ranks that it cannot reach.
                         None => !self.setting.has_controller && world.cut != 0 && is_behind(named),
                         Some(Ended::RanksFailed(..)) => false,
                     };
@@ -400,7 +400,7 @@ impl<'s> Search<'s> {
         None
     }
 
-    /// Tell whether nothing has to happen any more: all that live are out, or go on, all on the same way.
+    /// Return whether nothing is pending: every live rank is excluded, or all of them continue on the same path.
     fn is_end(&self, world: &World) -> bool {
         let on: Vec<&Facts> =
             world.live().map(|rank| self.facts(world, rank)).filter(|facts| facts.end.is_none()).collect();
@@ -418,14 +418,14 @@ impl<'s> Search<'s> {
         matches!(self.facts(world, rank).end, Some(Ended::RanksFailed(..)))
     }
 
-    /// Tell which of [`Report::ends`] an end is.
+    /// Return the index of an end in [`Report::ends`].
     fn kind_of(&self, world: &World) -> usize {
         let goes_on = world.live().any(|rank| self.facts(world, rank).end.is_none());
         let has_failed = world.live().any(|rank| self.has_failed(world, rank));
         if goes_on { 0 } else { 2 - usize::from(has_failed) }
     }
 
-    /// From each state there has to be a way to an end without another fault.
+    /// Check that from every state an end is reachable without further faults.
     fn check_ends(&self) -> Result<(), Box<Violation>> {
         let mut sources: Vec<Vec<u32>> = vec![Vec::new(); self.store.len()];
         self.free.iter().for_each(|&(from, to)| sources[to as usize].push(from));
@@ -488,8 +488,8 @@ impl<'s> Search<'s> {
     }
 }
 
-/// The last attempt of ranks that do not reach each other: they would go on until their time is up.
+/// The maximum number of attempts of ranks that cannot reach each other; they would retry until their deadline.
 const ATTEMPTS: u32 = 2;
 
-/// The most states of a search.
+/// The maximum number of states.
 const STATES_MAX: usize = 20_000_000;

@@ -2,22 +2,22 @@
 
 use sumac::harness::Flaw;
 
-/// What was wrong.
+/// A kind of violation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ViolationKind {
-    /// An operation returned, or begins again, and its buffer is not what it has to be.
+    /// An operation returned or restarts with wrong contents of its buffer.
     Result,
-    /// An operation failed, and a chunk of its buffer is not what the error says of it.
+    /// An operation failed, and a chunk of its buffer differs from what the error reports.
     Chunks,
-    /// Data is lost though no rank that held it is dead.
+    /// Data is lost although every rank that held it is alive.
     Unrepairable,
-    /// Ranks do different plans, have committed different ones, or are on different ways afterwards.
+    /// Ranks run different plans, commit different outcomes, or continue on different paths.
     Disagreement,
-    /// An operation fails at one rank that has returned at another.
+    /// An operation fails at one rank but has returned at another.
     Contradiction,
     /// A live rank is reported as dead.
     Named,
-    /// A rank ends without a cause.
+    /// A rank is excluded without a cause.
     End,
     /// The end is no longer reachable.
     Stuck,
@@ -27,16 +27,16 @@ pub(super) enum ViolationKind {
     Panicked,
 }
 
-/// Rules that are broken.
+/// Rules that a search breaks on purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Rules {
-    /// Ranks keep nothing of what has returned (PROTOCOL 5).
+    /// Ranks do not retain data of returned operations (PROTOCOL 5).
     pub(super) keeps_nothing: bool,
-    /// Nothing is frozen: what was on its way still arrives (PROTOCOL 6).
+    /// Endpoints are not frozen: packets in flight still arrive (PROTOCOL 6).
     pub(super) unfenced: bool,
-    /// What an attempt has landed does not count as held in the next: it is added up again (PROTOCOL 8).
+    /// Chunks that landed in an attempt do not count as held in the next one and are summed again (PROTOCOL 8).
     pub(super) forgets_landed: bool,
-    /// Operations return when their rank has done its plan, not when all have (PROTOCOL 8).
+    /// Operations return when their rank has completed its plan, not when all ranks have (PROTOCOL 8).
     pub(super) returns_early: bool,
     /// One of the rules of the view change.
     pub(super) view: Option<Flaw>,

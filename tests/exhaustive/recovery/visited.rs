@@ -1,4 +1,4 @@
-//! Every state that a rank was ever in, all that ranks ever said and gave, and what came of it: as in
+//! All visited states of ranks, all messages and contributed data, and the outcomes of their combinations. As in
 //! [`crate::library`], production code runs once for each pair.
 
 use super::facts::Facts;
@@ -12,16 +12,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use sumac::harness::ViewMessage;
 
-/// Something on its way to a rank.
+/// A message in flight to a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Envelope {
-    /// From whom, about which view, and what.
+    /// The sender, the view and the message.
     ViewMessage(usize, u32, Box<ViewMessage>),
     /// A packet of the lost tree.
     Late(Late),
 }
 
-/// What happens to a rank, by numbers.
+/// An event at a rank, with numbers for messages and data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NumberedEvent {
     Begin,
@@ -53,22 +53,22 @@ impl NumberedEvent {
     }
 }
 
-/// In place of a shared_data.
+/// Stands for missing data.
 pub(super) const NO_SHARED_DATA: u32 = (1 << 20) - 1;
 
-/// What came of it.
+/// The outcome of an event.
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub(super) next: u32,
-    /// To whom, and what.
+    /// Receivers and messages.
     pub(super) said: Vec<(usize, u32)>,
     pub(super) shared_data: Option<u32>,
     pub(super) wrong: Option<(ViolationKind, String)>,
-    /// A envelope that nothing came of, and nothing ever will: the rank is through with what it is about.
+    /// The message had no effect and never will, because the rank has finished what it is about.
     pub(super) inert: bool,
 }
 
-/// Values by number, each once.
+/// Distinct values by number.
 #[derive(Debug)]
 struct Numbers<T> {
     values: Vec<Rc<T>>,
@@ -96,18 +96,18 @@ impl<T: Hash + Eq> Numbers<T> {
     }
 }
 
-/// What was found out about one rank.
+/// The visited states of one rank.
 #[derive(Debug)]
 struct VisitedStates {
     parts: Numbers<RankState>,
     facts: Vec<Facts>,
     outcomes: HashMap<(u32, u64), Rc<Outcome>, BuildHasherDefault<Mix>>,
     steps: Vec<(u32, u32)>,
-    /// States, and envelopes that are inert there.
+    /// Pairs of a state and a message that is inert in it.
     inert: Vec<(u32, u32)>,
 }
 
-/// What was found out.
+/// All visited states, messages and data.
 #[derive(Debug)]
 pub(super) struct VisitedRanks<'s> {
     setting: &'s Setting<'s>,
@@ -129,7 +129,7 @@ impl<'s> VisitedRanks<'s> {
         Self { setting, visited_states, envelopes: Numbers::new(), shared_data_sets: Numbers::new() }
     }
 
-    /// Return the number of a rank that has this when its tree is lost.
+    /// Return the number of the state in which a rank loses its tree with this data.
     pub(super) fn begin(&mut self, initial_states: &InitialStates, rank: usize, front: usize) -> u32 {
         self.number_of(rank, RankState::new(rank, &initial_states.ranks[front]))
     }
@@ -146,12 +146,12 @@ impl<'s> VisitedRanks<'s> {
         self.envelopes.get(envelope)
     }
 
-    /// Tell whether a rank is through with a envelope before it comes, as it is with what that is about, or with who
-    /// has sent it: only questions are answered then. Returns whom no answer reaches.
+    /// Return `Some` if a rank has finished with a message before it arrives, because of its subject or its sender: it then
+    /// only answers questions. The inner value is the rank that no answer reaches.
     fn past(&self, rank: usize, part: u32, envelope: u32) -> Option<Option<usize>> {
         let facts = self.facts(rank, part);
         match &**self.envelope(envelope) {
-            // Whom it knows to be dead is, or can't be reached.
+            // A rank that it knows to be dead is dead or unreachable.
             Envelope::ViewMessage(from, ..) if facts.known.contains(from) => Some(Some(*from)),
             Envelope::ViewMessage(_, view, _) => (facts.end.is_some() || facts.view > *view).then_some(None),
             Envelope::Late(_) => None,
@@ -179,7 +179,7 @@ impl<'s> VisitedRanks<'s> {
         number
     }
 
-    /// Return what comes of a happening to a rank.
+    /// Return the outcome of an event at a rank.
     pub(super) fn outcome(&mut self, rank: usize, part: u32, happening: NumberedEvent) -> Rc<Outcome> {
         let key = (part, happening.key());
         if let Some(outcome) = self.visited_states[rank].outcomes.get(&key) {
@@ -245,7 +245,7 @@ impl<'s> VisitedRanks<'s> {
         })
     }
 
-    /// Return a envelope that was inert in a state of its receiver, and is not in a later one; see
+    /// Return a message that was inert in a state of its receiver but is not in a later one; see
     /// [`crate::library::Library::revived`].
     pub(super) fn revived(&mut self) -> Option<u32> {
         (0..self.visited_states.len()).find_map(|rank| {

@@ -1,23 +1,23 @@
-//! All ranks of a repair, by numbers, what is on its way between them, and what has gone wrong so far.
+//! The state of a recovery: all ranks, the messages in flight between them, and the faults so far.
 
-/// What goes wrong, by its place in [`World::used`].
+/// A fault; its value is its index in [`World::used`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// A rank dies.
     Death,
-    /// A connection of the view change breaks: what was on its way comes later than what is said next, or never.
+    /// A connection of the view change breaks: its pending messages arrive after later ones, or never.
     Break,
     /// A connection of a plan breaks.
     Piece,
-    /// Two ranks do not reach each other any more.
+    /// Two ranks can no longer reach each other.
     Cut,
-    /// The next tree is lost, too.
+    /// The next tree is lost as well.
     Tree,
     /// A rank does not get the next tree.
     NoTree,
-    /// A rank takes too long.
+    /// A rank exceeds its deadline.
     Late,
-    /// A rank says again what is still on its way.
+    /// A rank retransmits a message that is still in flight.
     Hurry,
 }
 
@@ -29,16 +29,17 @@ impl Fault {
 /// A state.
 #[derive(Debug, Clone, Default)]
 pub(super) struct World {
-    /// How often each [`Fault`] has happened, four bits each.
+    /// The number of occurrences of each [`Fault`], four bits each.
     pub(super) used: u32,
-    /// Who is dead, one bit each.
+    /// Dead ranks, one bit each.
     pub(super) dead: u32,
-    /// Which pairs do not reach each other, one bit each.
+    /// Pairs that cannot reach each other, one bit each.
     pub(super) cut: u32,
     pub(super) parts: Vec<u32>,
-    /// From and to, on a connection and on the one before; packets of the tree are on a rank's connection to itself.
+    /// By sender and receiver: the current connection and the one before. Packets of the tree are on a rank's connection
+    /// to itself.
     pub(super) wires: Vec<[Vec<u32>; 2]>,
-    /// What was given for attempts, in order.
+    /// Data contributed to attempts, in order.
     pub(super) shared_data_sets: Vec<u32>,
 }
 
@@ -77,7 +78,7 @@ impl World {
         &mut self.wires[from * ranks + to]
     }
 
-    /// Write it as words.
+    /// Encode it as words.
     pub(super) fn encode(&self, words: &mut Vec<u32>) {
         words.clear();
         words.extend([self.used, self.dead, self.cut]);
@@ -90,7 +91,7 @@ impl World {
         }
     }
 
-    /// Read it from words.
+    /// Decode it from words.
     pub(super) fn decode(words: &[u32], ranks: usize) -> Self {
         let (head, rest) = words.split_at(3);
         let (parts, rest) = rest.split_at(ranks);

@@ -1,4 +1,4 @@
-//! Writes the inputs that a search begins with: `seeds FOLDER`, and each is `FOLDER/<target>/<name>`.
+//! Writes the initial inputs of searches: `seeds FOLDER` writes `FOLDER/<target>/<name>` for each.
 
 use std::io;
 use std::path::PathBuf;

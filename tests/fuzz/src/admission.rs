@@ -1,7 +1,7 @@
 //! A controller with devices and clients that send arbitrary messages in any order.
 //!
-//! Input: a byte (even: with a fabric), then steps: a byte of what happens, and what it takes. The controller is the
-//! production one, without its threads and sockets ([`ControllerHarness`]).
+//! Input: a byte (even: with a fabric), then steps, each a byte for its kind and its arguments. The controller is the
+//! production one without its threads and sockets ([`ControllerHarness`]).
 
 use crate::Cursor;
 use std::collections::{BTreeMap, VecDeque};
@@ -31,13 +31,13 @@ const FABRIC_TOML: &str = r#"
     ]
 "#;
 
-/// Read once, not for each input.
+/// Parsed once, not for each input.
 static FABRIC: LazyLock<Fabric> = LazyLock::new(|| Fabric::from_toml(FABRIC_TOML).expect("a fabric"));
 
-/// Steps that one input may have: enough for several jobs, and few enough for many inputs.
+/// The maximum number of steps of an input: enough for several jobs, and few enough for many inputs per second.
 const STEPS_MAX: usize = 128;
 
-/// Slots of a device of this world, and its other sizes.
+/// The number of slots of a device, and its other sizes.
 const SLOTS: u32 = 256;
 
 /// Run the target.
@@ -45,10 +45,10 @@ const SLOTS: u32 = 256;
 /// # Panics
 /// If an invariant is violated.
 pub fn run(data: &[u8]) {
-    play(data, &mut |_| {});
+    run_steps(data, &mut |_| {});
 }
 
-fn play(data: &[u8], hear: &mut dyn FnMut(&Output)) {
+fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Output)) {
     let mut cursor = Cursor(data);
     let has_fabric = cursor.byte() % 2 == 0;
     let config = ControllerConfig {
@@ -71,7 +71,7 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Output)) {
             break;
         }
         world.step(&mut cursor);
-        world.deliver(hear);
+        world.deliver(observe);
         world.check();
     }
     // After all connections have closed and all leases have expired, the controller holds nothing.
@@ -80,7 +80,7 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Output)) {
     }
     world.devices.clear();
     for _ in 0..STEPS_MAX {
-        if world.is_over() {
+        if world.is_idle() {
             break;
         }
         world.now = world.now.max(world.controller.poll_timeout());
@@ -88,19 +88,19 @@ fn play(data: &[u8], hear: &mut dyn FnMut(&Output)) {
         while world.controller.poll_transmit().is_some() {}
     }
     assert_eq!(world.controller.report().jobs.len(), 0, "jobs without ranks");
-    assert!(world.controller.has_no_drafts(), "somebody is asked who has hung up");
-    assert!(world.controller.claims().is_empty(), "booked for nobody");
+    assert!(world.controller.has_no_drafts(), "requests to disconnected peers are pending");
+    assert!(world.controller.claims().is_empty(), "resources are allocated without a job");
 }
 
 struct World {
     controller: ControllerHarness,
     now: Instant,
-    /// What each device was asked and has not answered.
+    /// The unanswered requests to each device.
     devices: BTreeMap<ConnId, VecDeque<Envelope<Request>>>,
-    /// Clients that are there.
+    /// The connected clients.
     clients: BTreeMap<ConnId, ()>,
     dialled: u64,
-    /// The slots of each device that has dialled, by its name.
+    /// The slots of each connected device, by its name.
     capable: BTreeMap<String, u64>,
 }
 
@@ -116,12 +116,12 @@ impl World {
             }
             3 | 4 => {
                 let request = ClientRequest::Join(join(cursor));
-                self.say(cursor, request);
+                self.request(cursor, request);
             }
             5 => {
                 let devices = (0..cursor.byte() % 4).map(|_| format!("d{}", cursor.byte() % 4)).collect();
                 let request = ClientRequest::JoinOn { request: join(cursor), devices };
-                self.say(cursor, request);
+                self.request(cursor, request);
             }
             6 => {
                 let resumption = ResumeRequest {
@@ -132,13 +132,13 @@ impl World {
                     mesh_token: cursor.u64(),
                     expression: Vec::new(),
                 };
-                self.say(cursor, ClientRequest::Resume(Box::new(resumption)));
+                self.request(cursor, ClientRequest::Resume(Box::new(resumption)));
             }
             7 => {
                 let len = usize::from(cursor.u16() % 512);
                 let bytes = cursor.take(len);
                 if let Ok((request, _)) = postcard::take_from_bytes::<ClientRequest>(bytes) {
-                    self.say(cursor, request);
+                    self.request(cursor, request);
                 }
             }
             8 => self.answer(cursor),
@@ -165,7 +165,7 @@ impl World {
                     6 => ClientRequest::AbandonReplan { view: number(cursor) },
                     _ => ClientRequest::Status,
                 };
-                self.say(cursor, request);
+                self.request(cursor, request);
             }
         }
     }
@@ -195,7 +195,7 @@ impl World {
         }
     }
 
-    fn say(&mut self, cursor: &mut Cursor<'_>, request: ClientRequest) {
+    fn request(&mut self, cursor: &mut Cursor<'_>, request: ClientRequest) {
         let clients: Vec<ConnId> = self.clients.keys().copied().collect();
         match (pick(&clients, cursor), request) {
             (_, ClientRequest::Status) => assert!(self.controller.report().jobs.len() <= self.dialled as usize),
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// A device answers what it was asked first, or says anything.
+    /// A device answers its oldest request, or sends an arbitrary message.
     fn answer(&mut self, cursor: &mut Cursor<'_>) {
         let devices: Vec<ConnId> = self.devices.keys().copied().collect();
         let Some(conn) = pick(&devices, cursor) else { return };
@@ -227,10 +227,10 @@ impl World {
         self.controller.handle_response(conn, Envelope { id, message }, self.now);
     }
 
-    /// Hand over what the controller sends.
-    fn deliver(&mut self, hear: &mut dyn FnMut(&Output)) {
+    /// Deliver the controller's messages.
+    fn deliver(&mut self, observe: &mut dyn FnMut(&Output)) {
         while let Some((conn, sent)) = self.controller.poll_transmit() {
-            hear(&sent);
+            observe(&sent);
             match sent {
                 Output::Request(request) => {
                     if let Some(asked) = self.devices.get_mut(&conn) {
@@ -248,23 +248,23 @@ impl World {
         }
     }
 
-    /// Return whether there are no peers and no resources are held.
-    fn is_over(&self) -> bool {
+    /// Return whether the controller has no peers and holds no resources.
+    fn is_idle(&self) -> bool {
         self.controller.claims().is_empty()
             && self.controller.has_no_drafts()
             && self.controller.report().jobs.is_empty()
     }
 
-    /// No device is booked for more than it has ever said that it has.
+    /// Check that no device has more resources allocated than it has ever reported.
     fn check(&self) {
-        let mut booked: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut allocated: BTreeMap<&str, u64> = BTreeMap::new();
         let all = self.controller.claims();
         for group in &all {
-            *booked.entry(&group.device).or_default() += group.slots;
+            *allocated.entry(&group.device).or_default() += group.slots;
         }
-        for (device, slots) in booked {
+        for (device, slots) in allocated {
             let most = self.capable.get(device).copied().unwrap_or_default();
-            assert!(slots <= most, "{device} is booked for {slots} of {most} slots");
+            assert!(slots <= most, "{device} has {slots} slots allocated, but {most} in total");
         }
     }
 }
@@ -274,7 +274,7 @@ fn pick(all: &[ConnId], cursor: &mut Cursor<'_>) -> Option<ConnId> {
     (!all.is_empty()).then(|| all[index % all.len()])
 }
 
-/// A small number mostly, and any number at times.
+/// Mostly a small number, sometimes any number.
 fn number(cursor: &mut Cursor<'_>) -> u32 {
     match cursor.byte() {
         255 => cursor.u32(),
@@ -339,20 +339,20 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
     request
 }
 
-/// Return what a device says first, as a seed of other targets.
+/// Return a device's first message, as a seed of other targets.
 pub fn announce() -> Announce {
     device(&mut Cursor(&[0, 1]))
 }
 
-/// Return what a rank asks, as a seed of other targets.
+/// Return a rank's request to join, as a seed of other targets.
 pub fn joining() -> JoinRequest {
     join(&mut Cursor(&[0x44, 0, 2, 0]))
 }
 
-/// Steps by which three devices dial, and answer what they are asked.
+/// Steps by which three devices connect and answer their requests.
 const DEVICES: [u8; 9] = [0, 0, 1, 0, 1, 1, 0, 2, 1];
 
-/// A join of rank `rank` of two, by the client of that number.
+/// A join of rank `rank` of two, by the client with the same number.
 fn joins(kind: u8, rank: u8) -> Vec<u8> {
     vec![2, kind, 0x04, rank, 2, rank, 0, 0, 0, rank]
 }
@@ -363,11 +363,11 @@ fn answers() -> Vec<u8> {
 }
 
 /// Return inputs for this target.
-pub fn stories() -> Vec<(String, Vec<u8>)> {
+pub fn inputs() -> Vec<(String, Vec<u8>)> {
     let front = |fabric: u8| [&[fabric][..], &DEVICES, &answers()].concat();
     let tree = [front(0), joins(3, 0), joins(3, 1), answers(), answers()].concat();
     let flat = [front(1), joins(3, 0), joins(3, 1), answers(), answers()].concat();
-    // Rank 0 suspects the tree, both ask for another.
+    // Rank 0 suspects the tree; both request another one.
     let replan = [&tree[..], &[11, 1, 0, 0], &[11, 2, 0, 0, 11, 2, 0, 1], &answers(), &answers()].concat();
     let lost = [&tree[..], &[9, 0, 11, 3, 1, 11, 0, 0]].concat();
     let leases = [&tree[..], &[10, 0xff, 0x0f], &answers(), &[10, 0xff, 0x0f, 10, 0xff, 0x0f]].concat();
@@ -387,24 +387,24 @@ pub fn stories() -> Vec<(String, Vec<u8>)> {
     .to_vec()
 }
 
-/// Return every message that the controller sends in these, with the number by which the target `control` knows its
-/// type.
-pub fn said() -> Vec<(u8, Vec<u8>)> {
-    let mut said: Vec<(u8, Vec<u8>)> = Vec::new();
-    for (_, bytes) in stories() {
-        play(&bytes, &mut |sent| {
+/// Return every message that the controller sends for these inputs, with the number of its type in the target
+/// `control`.
+pub fn controller_messages() -> Vec<(u8, Vec<u8>)> {
+    let mut messages: Vec<(u8, Vec<u8>)> = Vec::new();
+    for (_, bytes) in inputs() {
+        run_steps(&bytes, &mut |sent| {
             let message = match sent {
                 Output::Request(request) => (0, postcard::to_stdvec(request)),
                 Output::Reply(reply) => (5, postcard::to_stdvec(reply)),
                 Output::HangUp => return,
             };
             let message = (message.0, message.1.expect("memory"));
-            // One of each kind is enough: the tag of a request comes behind its number.
+            // One of each kind is enough: the tag of a request follows its number.
             let kind = |(of, bytes): &(u8, Vec<u8>)| (*of, bytes[usize::from(*of == 0)]);
-            if !said.iter().any(|other| kind(other) == kind(&message)) {
-                said.push(message);
+            if !messages.iter().any(|other| kind(other) == kind(&message)) {
+                messages.push(message);
             }
         });
     }
-    said
+    messages
 }

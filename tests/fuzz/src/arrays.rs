@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-// The command is a program, which has no library: its readers are compiled into this crate.
+// The command has no library, so its readers are compiled into this crate.
 #[path = "../../../host/cli/src/files/mod.rs"]
 #[allow(dead_code, unused_imports, unreachable_pub)]
 mod files;
@@ -24,7 +24,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Check that a file that was let pass holds every element, and nothing behind them.
+/// Check that an accepted file contains exactly its elements.
 fn check(array: &ArrayFile, file: &[u8]) {
     assert!(file.starts_with(&array.head));
     let mut end = array.head.len();

@@ -1,6 +1,6 @@
 //! Boot-time input of a device: boot streams and their manifests, boot partitions, update slots, and board options.
 //!
-//! Input: a byte of options (bit 0: make checksums right; bits 1 to 3: what it is), then its bytes.
+//! Input: a byte of options (bit 0: write valid checksums; bits 1 to 3: the kind of input), then its bytes.
 
 use crate::Cursor;
 use std::convert::Infallible;
@@ -32,7 +32,7 @@ struct Blocks {
     bytes: Vec<u8>,
 }
 
-/// Bytes of a block.
+/// Block length in bytes.
 const BLOCK_LEN_BYTES: usize = 128;
 
 impl BlockDevice for Blocks {
@@ -76,7 +76,7 @@ pub fn run(data: &[u8]) {
         }
         2 => {
             let mut out = Vec::new();
-            // A partition can be longer than what it holds is worth reading here.
+            // Bound the work per input: a partition can be much longer than its contents.
             let _ = emmc::Reader::after_first_word(&bytes[..]).take(1 << 20).read_to_end(&mut out);
             if is_mended {
                 mend(&mut out);
@@ -121,7 +121,7 @@ fn stream(bytes: &[u8]) {
     }
 }
 
-/// Records of slots: a byte of how many blocks the first has, then both devices.
+/// Records of slots: a byte for the number of blocks of the first device, then both devices.
 fn slots(bytes: &[u8], is_mended: bool) {
     const BLOCKS_MAX: usize = 16;
     let mut cursor = Cursor(bytes);
@@ -141,7 +141,7 @@ fn slots(bytes: &[u8], is_mended: bool) {
     let devices = [device(first), device(BLOCKS_MAX - first)];
     let Ok(mut slots) = Slots::new(devices) else { return };
     let chosen = slots.select();
-    // A try that was counted leaves what can be read.
+    // After a boot attempt was counted, the records are still readable.
     if let Ok(chosen) = chosen {
         let record = slots.record(chosen.slot).expect("no device fails").expect("it was chosen");
         assert_eq!(record, chosen.record);

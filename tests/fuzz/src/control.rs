@@ -1,7 +1,7 @@
 //! Control frames and their messages.
 //!
-//! Input: a byte of options (bit 0: make the headers of frames right; bits 1 to 3: which message is expected; bit 4:
-//! what follows is the message alone), a byte (how many bytes a read gives), then the stream.
+//! Input: a byte of options (bit 0: write valid frame headers; bits 1 to 3: the expected message type; bit 4: the rest
+//! is a message without a frame), a byte (the number of bytes per read), then the stream.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -13,7 +13,7 @@ use sumac_hal::ctrl::{
 };
 use sumac_hal::wire::crc32c;
 
-/// Gives so many bytes at a time.
+/// A reader that returns a fixed number of bytes at a time.
 struct Drip<'a> {
     bytes: &'a [u8],
     step: usize,
@@ -29,7 +29,7 @@ impl Read for Drip<'_> {
     }
 }
 
-/// Make the header of each frame right; the length stays where the stream has as many bytes.
+/// Write a valid header for each frame; keep the length if the stream has that many bytes.
 pub fn mend(mut stream: &mut [u8]) {
     while stream.len() >= FRAME_HEADER_LEN {
         let len = u32::from_le_bytes([stream[4], stream[5], stream[6], stream[7]]) as usize;
@@ -78,13 +78,13 @@ fn read<M: Serialize + DeserializeOwned + PartialEq + Debug>(bytes: &[u8], step:
     while let Ok(message) = reader.recv::<M>() {
         let (first, len) = decode::<M>(frames).expect("a stream has what its bytes have").expect("a whole frame");
         frames = &frames[len..];
-        // What is read can be written, and is the same when it is read again; floats may be no numbers.
+        // Messages survive a round trip; compared as text, since NaN is unequal to itself.
         let mut buffer = vec![0; FRAME_HEADER_LEN + MAX_MESSAGE_LEN];
         let Ok(frame) = encode(&message, &mut buffer) else { continue };
         let (again, _) = decode::<M>(frame).expect("what was written is a frame").expect("a whole one");
         assert_eq!(format!("{again:?}"), format!("{message:?}"));
         assert_eq!(format!("{first:?}"), format!("{message:?}"));
-        // It is logged.
+        // Logging it must not panic.
         assert!(!format!("{message:?}").is_empty());
     }
 }

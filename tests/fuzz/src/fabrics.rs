@@ -20,7 +20,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Check what the module says of fabrics.
+/// Check the invariants of `sumac::topo`.
 fn check(fabric: &Fabric) {
     let switches = fabric.switches().iter().map(|switch| &switch.name);
     let hosts = fabric.hosts().iter().map(|host| &host.name);
@@ -47,7 +47,7 @@ fn check(fabric: &Fabric) {
     for warning in fabric.warnings() {
         assert!(!warning.to_string().is_empty());
     }
-    // What is made of a fabric is one as well.
+    // Derived fabrics keep the invariants.
     let fabric = fabric.clone().with_aggregation_everywhere();
     assert!(fabric.switches().iter().all(|switch| switch.aggregation.is_some()));
 }

@@ -45,7 +45,7 @@ impl<'a> Cursor<'a> {
         array
     }
 
-    /// Take `len` bytes, or what is left.
+    /// Take `len` bytes, or all remaining ones.
     pub fn take(&mut self, len: usize) -> &'a [u8] {
         let (taken, rest) = self.0.split_at(len.min(self.0.len()));
         self.0 = rest;

@@ -1,6 +1,6 @@
 //! Ring entries, DMA descriptors, and the memory that holds them.
 //!
-//! Input: a byte (what it is), then words, little-endian.
+//! Input: a byte for the kind of input, then little-endian words.
 
 use crate::Cursor;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -52,10 +52,10 @@ fn words<const N: usize>(cursor: &mut Cursor<'_>) -> [u64; N] {
     std::array::from_fn(|_| cursor.u64())
 }
 
-/// Words of each region that chains name.
+/// The length in words of each region that chains name.
 const REGION_WORDS: usize = 64;
 
-/// Chains of any descriptors, over two regions between guards.
+/// Chains of arbitrary descriptors, over two regions between guards.
 fn engine(cursor: &mut Cursor<'_>) {
     const GUARD: u64 = 0x5a5a_a5a5_5a5a_a5a5;
     let guarded = || (0..REGION_WORDS + 2).map(|_| AtomicU64::new(GUARD)).collect::<Vec<_>>();
@@ -97,7 +97,7 @@ struct Memory {
     start: usize,
 }
 
-/// The queues of a function here, and the length of its memory.
+/// The number of queues of a function, and the length of its memory.
 const QUEUES: u32 = 2;
 const LEN_BYTES: usize = bar_len_bytes(QUEUES, DEPTH_MIN);
 
@@ -123,7 +123,7 @@ impl Memory {
         Bar::create(self.words(), &config).expect("it fits")
     }
 
-    /// The peer writes words, by a count, offsets and values.
+    /// Let the peer write words: a count, then offsets and values.
     fn spoil(&self, cursor: &mut Cursor<'_>) {
         for _ in 0..cursor.byte() % 16 {
             let at = usize::from(cursor.u16()) % self.words().len();
@@ -132,7 +132,7 @@ impl Memory {
     }
 }
 
-/// A host looks at registers that anybody has written.
+/// A host reads registers with arbitrary contents.
 fn probe(cursor: &mut Cursor<'_>) {
     let memory = Memory::new();
     memory.function();
@@ -144,7 +144,7 @@ fn probe(cursor: &mut Cursor<'_>) {
     let _ = (bar.status(), bar.heartbeat(), bar.control());
 }
 
-/// A device serves a host that writes what it likes between two looks.
+/// A device serves a host that writes arbitrary words between polls.
 fn ring_of_device(cursor: &mut Cursor<'_>) {
     let memory = Memory::new();
     let queue = memory.function().queue(1).expect("it has two");
@@ -164,7 +164,7 @@ fn ring_of_device(cursor: &mut Cursor<'_>) {
     }
 }
 
-/// A host takes what a device has written, which does what it likes between two looks.
+/// A host reads completions of a device that writes arbitrary words between polls.
 fn ring_of_host(cursor: &mut Cursor<'_>) {
     let memory = Memory::new();
     let queue = memory.function().queue(1).expect("it has two");

@@ -16,10 +16,10 @@ use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, Strag
 /// A target, a name, and bytes.
 pub type Seed = (&'static str, String, Vec<u8>);
 
-/// Return all of them.
+/// Return all initial inputs.
 ///
 /// # Panics
-/// If production code refuses what these are made of.
+/// If production code refuses the contents of a seed.
 pub fn all() -> Vec<Seed> {
     [wire(), control(), admission(), rings(), fabrics(), arrays(), boot()].concat()
 }
@@ -80,7 +80,7 @@ fn control() -> Vec<Seed> {
     fn message(name: &str, kind: u8, message: &impl Serialize) -> Seed {
         let mut buffer = vec![0; 70_000];
         let frame = encode(message, &mut buffer).expect("it fits");
-        // A frame as it is, read in pieces.
+        // An unmodified frame, read in pieces.
         seed("control", name, &[kind << 1 | 1, 20], frame)
     }
     let request = |message| Envelope { id: 7, message };
@@ -88,12 +88,12 @@ fn control() -> Vec<Seed> {
         message("hello", 0, &request(Request::Identify)),
         message("renew", 0, &request(Request::RenewGroup(GroupId(3)))),
         message("done", 1, &Envelope { id: 7, message: Response::Done }),
-        message("greeting", 2, &Hello::Client),
+        message("hello-client", 2, &Hello::Client),
         message("announce", 3, &crate::admission::announce()),
         message("device", 2, &Hello::Device(crate::admission::announce())),
         message("join", 4, &ClientRequest::Join(crate::admission::joining())),
         message(
-            "joinon",
+            "join-on",
             4,
             &ClientRequest::JoinOn { request: crate::admission::joining(), devices: vec!["d0".into()] },
         ),
@@ -101,15 +101,15 @@ fn control() -> Vec<Seed> {
         message("left", 5, &ClientReply::Left),
         message("lost", 5, &ClientReply::RankLost(Rank(3))),
     ];
-    // Everything that a controller says to devices and ranks in the worlds of the target `admission`.
-    for (number, (kind, bytes)) in crate::admission::said().into_iter().enumerate() {
-        seeds.push(seed("control", format!("said-{number}"), &[kind << 1 | 0x10, 255], &bytes));
+    // Every message of the controller in the inputs of the target `admission`.
+    for (number, (kind, bytes)) in crate::admission::controller_messages().into_iter().enumerate() {
+        seeds.push(seed("control", format!("from-controller-{number}"), &[kind << 1 | 0x10, 255], &bytes));
     }
     seeds
 }
 
 fn admission() -> Vec<Seed> {
-    crate::admission::stories().into_iter().map(|(name, bytes)| seed("admission", name, &[], &bytes)).collect()
+    crate::admission::inputs().into_iter().map(|(name, bytes)| seed("admission", name, &[], &bytes)).collect()
 }
 
 fn words(words: &[u64]) -> Vec<u8> {
@@ -146,7 +146,7 @@ fn rings() -> Vec<Seed> {
     let done = CompletionEntry::Admin { status: EntryStatus::Done, cookie: 4, value: 9 };
     let seat = AdmissionRequest::Attach { rank_slot: 1, group: GroupId(1), child: ChildIndex(2), key: 77 };
     let refused = AdmissionReply::Refused { rank_slot: 1, reason: AttachRefusal::NoMemory };
-    // Offset of a queue's first index, and of its entries, in words.
+    // Offsets of a queue's first index and of its entries, in words.
     let spoil = |writes: &[(u16, u64)]| {
         let writes = writes.iter().flat_map(|(at, value)| [&at.to_le_bytes()[..], &value.to_le_bytes()[..]].concat());
         std::iter::once(writes_len(writes.clone().count())).chain(writes).collect::<Vec<u8>>()
@@ -248,7 +248,7 @@ fn boot() -> Vec<Seed> {
     ]
 }
 
-/// Two slots of four blocks: records on trial, and confirmed, of payloads of one block.
+/// Two slots of four blocks with payloads of one block: one record on trial, one confirmed.
 fn slots() -> Vec<u8> {
     use sha2::{Digest, Sha256};
     let slot = |state: [u8; 2], sequence: u64| {

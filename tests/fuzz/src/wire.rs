@@ -1,16 +1,16 @@
 //! Packets of the data plane.
 //!
-//! Input: a byte of options (bit 0: make length and checksums right), then the packet.
+//! Input: a byte of options (bit 0: write a valid length and checksums), then the packet.
 
 use sumac_hal::op::Path;
 use sumac_hal::wire::{HEADER_LEN, Kind, MAGIC, NakReason, Packet, RankMask, Repr, VERSION, payload_crc, unpack_op};
 
-/// Where the header's fields are that are made right.
+/// Offsets of the header fields that are written.
 const VERSION_AT: usize = 4;
 const PAYLOAD_LEN_AT: usize = 58;
 const CRC_AT: usize = 92;
 
-/// Write what stands in every packet, the length and the checksum.
+/// Write the constant fields, the length and the checksum.
 pub fn mend(packet: &mut [u8]) {
     let Some(payload) = packet.get(HEADER_LEN..) else { return };
     let (len, crc) = (payload.len() as u16, payload_crc(payload));
@@ -31,10 +31,10 @@ pub fn run(data: &[u8]) {
     with(data, RankMask::from_bytes);
 }
 
-/// Run the target with a bug in the parser of ranks' sets: its length is not checked.
+/// Run the target with a planted bug in the parser of rank sets: its length is not checked.
 ///
 /// # Panics
-/// As [`run`], and where that bug shows.
+/// As [`run`], and if the bug takes effect.
 #[cfg(feature = "planted")]
 pub fn planted(data: &[u8]) {
     with(data, RankMask::from_bytes_unchecked);
@@ -64,7 +64,7 @@ fn with(data: &[u8], read_mask: fn(&[u8]) -> Option<RankMask>) {
     if let Some((limit, _)) = repr.limit() {
         let _ = limit.sign(repr.signature);
     }
-    // What is read can be written, and means the same when it is read again.
+    // Parsed packets survive a round trip.
     let mut again = bytes.clone();
     repr.emit(&mut Packet::new_unchecked(&mut again[..]), crc);
     let packet = Packet::new_checked(&again[..]).expect("what was written is a packet");

@@ -3,8 +3,9 @@
 //! Only components touched by an event (a packet, a call, a timer) are polled for output, in a fixed order: an event
 //! costs little more with 256 ranks than with two.
 
+mod poll;
+
 use super::attack::Attacker;
-use super::check::{check_queues, check_return};
 use super::clock::{Clock, ClockOwner};
 use super::controller::Controller;
 use super::coverage::{Coverage, Mark, Slots};
@@ -13,18 +14,17 @@ use super::incident::Alarm;
 use super::loss::{Pending, Point};
 use super::messages::Message;
 use super::options::{Draw, Options};
-use super::repair::{Record, Route, is_loss_of_tree};
+use super::repair::{Record, Route};
 use super::report::{Report, Violation};
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
 use super::trial::AttemptRecord;
-use super::wiring::{EPOCH, Owner, Wiring, node_addr, owner, rank_addr, sharer};
+use super::wiring::{EPOCH, Owner, Wiring, owner};
 use super::zero_copy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 use sumac::harness::{Attempt, Outcome};
-use sumac::transport::packets::Event;
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
 use sumac_hal::emu::{Fabric, NthPacket};
@@ -292,7 +292,7 @@ impl Cluster<'_, '_> {
         self.post_due()?;
         self.deliver_due();
         self.time_out_due();
-        self.ask_touched()?;
+        self.poll_touched()?;
         self.in_flight_most = self.in_flight_most.max(self.fabric.in_flight());
         Ok(())
     }
@@ -384,127 +384,6 @@ impl Cluster<'_, '_> {
                 }
             }
             self.touched.insert(actor);
-        }
-    }
-
-    /// Poll touched components for output, and record their timers.
-    fn ask_touched(&mut self) -> Result<(), Violation> {
-        for actor in std::mem::take(&mut self.touched) {
-            let wake_at = match actor {
-                Actor::Node { device, shard } => self.ask_node(device, shard),
-                Actor::Rank { rank, group } => self.ask_rank(rank, group)?,
-            };
-            if let Some(at) = self.timer_of.remove(&actor) {
-                self.timers.remove(&(at, actor));
-            }
-            if let Some(at) = wake_at {
-                self.timers.insert((at, actor));
-                self.timer_of.insert(actor, at);
-            }
-        }
-        Ok(())
-    }
-
-    fn ask_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
-        let now = self.device_time(device);
-        let from = node_addr(device, shard as u16);
-        // A port with a busy link accepts nothing more until the link is free.
-        while self.devices[device].alive && self.fabric.ready_at(from) <= self.now {
-            let node = &mut self.devices[device].shards[shard];
-            let Some(sent) = node.poll_transmit(now) else { break };
-            let len_bytes = sent.gather(node.payload(&sent)).write(&mut self.buffer);
-            let bytes = &self.buffer[..len_bytes];
-            if let Some(sharer) = sharer(sent.to) {
-                // Copies diverge where they are made; each has its own fate.
-                let wiring = self.wiring_at(device, sharer.1);
-                let listeners = wiring.map_or_else(Vec::new, |(wiring, _)| wiring.listeners(self.options, sharer));
-                listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
-                self.shared_sent += 1;
-                self.shared_copies += listeners.len() as u64;
-            } else {
-                self.fabric.send(self.now, from, sent.to, bytes);
-            }
-            self.reach(Point::Sent, Some(device));
-        }
-        if !self.devices[device].alive {
-            return None;
-        }
-        let node = &mut self.devices[device].shards[shard];
-        while let Some(event) = node.poll_event() {
-            self.seen.device_event(event);
-        }
-        let clock = Clock::draw(self.options.seed, ClockOwner::Device(device));
-        let busy = Some(self.fabric.ready_at(from)).filter(|&at| at > self.now && node.poll_destination().is_some());
-        let wake_at = node.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
-        self.observe_slots(device, shard);
-        wake_at
-    }
-
-    fn ask_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
-        if self.deaths.is_dead(rank) {
-            return Ok(None);
-        }
-        let now = self.rank_time(rank);
-        check_queues(self.options, &self.members[rank][group])?;
-        let member = &mut self.members[rank][group];
-        let from = rank_addr(rank, group);
-        while self.fabric.ready_at(from) <= self.now
-            && let Some(sent) = member.endpoint.poll_transmit(now, &member.memory)
-        {
-            self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
-        }
-        if self.collect(rank, group)? {
-            self.check_stable(group, rank)?;
-        }
-        let member = &mut self.members[rank][group];
-        let clock = Clock::draw(self.options.seed, ClockOwner::Rank(rank));
-        let busy = self.fabric.ready_at(rank_addr(rank, group));
-        let busy = Some(busy).filter(|&at| at > self.now && member.endpoint.poll_destination().is_some());
-        let wake_at = member.endpoint.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
-        let progress = member.endpoint.progress();
-        if progress != member.progress {
-            self.seen.endpoint(&member.progress, &progress);
-            member.progress = progress;
-        }
-        Ok(wake_at)
-    }
-
-    /// Process the events of a rank's endpoint. Returns true if an operation has returned.
-    pub(super) fn collect(&mut self, rank: usize, group: usize) -> Result<bool, Violation> {
-        let mut returned = false;
-        loop {
-            let member = &mut self.members[rank][group];
-            let Some(event) = member.endpoint.poll_event() else { return Ok(returned) };
-            let expected = member.done.wrapping_sub(member.first as u64);
-            match event {
-                Event::Completed(id) if id.0 == expected && member.error.is_none() => {
-                    check_return(self.options, member, (group, rank, member.done as usize), &self.called)?;
-                    self.seen.note(Mark::OpReturned);
-                    returned = true;
-                    if self.options.repairs() {
-                        self.finish_op(rank, group)?;
-                    } else {
-                        member.done += 1;
-                    }
-                }
-                Event::Completed(id) => {
-                    return Err(Violation::Completion { group, rank, found: id.0, expected });
-                }
-                // Expected: the endpoint was frozen.
-                Event::Failed(_)
-                    if member.repair.is_some()
-                        || member.membership.is_frozen()
-                        || member.route == Route::HostCollectives => {}
-                Event::Failed(error) => {
-                    self.seen.endpoint_error(error);
-                    if self.options.repairs() && is_loss_of_tree(error) {
-                        self.lose_tree(rank, group)?;
-                    } else {
-                        member.error = Some(error);
-                    }
-                }
-                other => panic!("unknown event {other:?}"),
-            }
         }
     }
 }

@@ -126,7 +126,7 @@ marks! {
     LossInRepair = "loss: during a repair",
     /// A rank freezes because its own endpoint has failed.
     FrozenByLoss = "repair: frozen by its own loss",
-    /// A rank freezes during an operation, because the controller says so.
+    /// The controller makes a rank freeze during an operation.
     FrozenByController = "repair: frozen by the controller",
     /// A rank freezes between operations.
     FrozenIdle = "repair: frozen between operations",
@@ -256,7 +256,7 @@ marks! {
     FenceSevered = "fence: severed",
     /// A device answers while memory is being severed from it.
     RefAnsweredSevered = "salvage: answered meanwhile",
-    /// Nobody has the result of such an answer.
+    /// No rank has the result of such an answer.
     RefUnknown = "salvage: outcome unknown",
     /// Answers are recovered from the ring.
     RefSalvagedRing = "salvage: from the ring",

@@ -1,4 +1,4 @@
-//! Dead ranks, partitioned ranks, a controller that is gone for good: which rank detects what and when, and how each
+//! Dead ranks, partitioned ranks, a permanently lost controller: which rank detects what and when, and how each
 //! rank may end.
 //!
 //! A rank dies at a drawn time, or right after a step of an operation or view change, its own or another rank's. Its

@@ -49,7 +49,7 @@ pub(super) struct OpMemory {
 /// Fill of an output before anything is written.
 const UNTOUCHED: u8 = 0x5a;
 
-/// What a caller writes to its buffers after an operation has returned.
+/// The byte that callers write to their buffers after an operation has returned.
 const GARBAGE: u8 = 0xee;
 
 impl OpMemory {

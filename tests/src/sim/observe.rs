@@ -85,7 +85,7 @@ impl Cluster<'_, '_> {
         self.seen.packet(&repr, is_up);
     }
 
-    /// Return the size of the cluster, whoever owns its groups.
+    /// Return the size of the cluster, regardless of the owners of its groups.
     fn extents(&self) -> Extents {
         let levels = self.options.trees.iter().map(|tree| u64::from(count_levels(tree)));
         let levels = levels.fold([u64::MAX, 0], |[least, most], n| [least.min(n), most.max(n)]);

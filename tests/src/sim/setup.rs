@@ -104,7 +104,7 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Exactly what the device needs for its places in all groups.
+    /// The exact sizes that the device needs for its nodes of all groups.
     pub(super) fn new(options: &Options, wirings: &[Wiring], device: usize) -> Self {
         let slots = usize::from(slots_per_shard(options));
         let (mut groups, mut children, mut bytes) = (0, 0, 0);

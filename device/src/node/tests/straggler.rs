@@ -158,7 +158,7 @@ fn child_with_a_later_contribution_is_not_excluded() {
 
 /// Once one of its chunks has a result, the members of an operation are decided: all ranks.
 #[test]
-fn operation_with_a_result_excludes_nobody() {
+fn operation_with_a_result_excludes_no_rank() {
     let mut rig = Rig::new(LEAF);
     (0..3).for_each(|child| contribute(&mut rig, child, (0, 0), Some(CUTS)));
     (0..2).for_each(|child| contribute(&mut rig, child, (0, 1), Some(CUTS)));
@@ -302,7 +302,7 @@ fn hold_ends_with_a_failure_or_a_dead_parent() {
 
 /// The root has a rank and two nodes below; one node has all its ranks, the other does not.
 #[test]
-fn root_queries_nodes_and_excludes_what_they_report() {
+fn root_queries_nodes_and_excludes_the_reported_ranks() {
     let mut rig = Rig::new(Setup { ranks: &[4, NODE, NODE], ..LEAF });
     (1..3).for_each(|child| {
         let hello = rig.up(Kind::Late, child, 0);

@@ -130,7 +130,7 @@ fn expect_backoff_with_free_descriptors(name: &str, free: u64) {
 
 /// A silent connection from another host delays no other connection, and is closed.
 #[test]
-fn silent_remote_connections_delay_nobody_and_are_closed() {
+fn silent_remote_connections_delay_no_other_and_are_closed() {
     let (sender, arrivals) = std::sync::mpsc::channel();
     let port = UdpPort::bind((Ipv4Addr::LOCALHOST, 0).into(), &UdpConfig::default()).expect("a port");
     let waker = port.waker();

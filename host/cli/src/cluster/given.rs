@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_replace_the_nodes_that_they_name_and_the_others_the_rest() {
+    fn named_devices_replace_their_nodes_and_unnamed_ones_the_rest() {
         let devices = ["root", "left", "right"].map(String::from);
         let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
         let all = [given("127.0.0.1:1"), given("root=127.0.0.1:2"), given("127.0.0.1:3")];

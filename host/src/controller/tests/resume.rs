@@ -136,7 +136,7 @@ fn job_name_is_free_after_resuming_ranks_disconnect() {
 
 /// A rank that does not come back within the limit is lost; one that came back and left is not.
 #[test]
-fn rank_that_does_not_come_back_is_lost() {
+fn rank_that_does_not_reconnect_is_lost() {
     let controller = controller();
     let mut ranks: Vec<Raw> = (0..3)
         .map(|rank| {

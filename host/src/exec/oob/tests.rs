@@ -1,8 +1,11 @@
 //! Out-of-band channels between ranks of one process.
 
+use super::inbound::UNKNOWN_PEERS_MAX;
 use super::*;
-use std::net::Ipv4Addr;
+use std::io::{ErrorKind, Read};
+use std::net::{Ipv4Addr, Shutdown, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Instant;
 
 const LONG: Duration = Duration::from_secs(20);
 

@@ -155,7 +155,7 @@ fn late_commit_of_a_dead_rank_is_ignored() {
 
 /// The suspected rank may be alive behind a broken link, and wait.
 #[test]
-fn suspected_rank_is_told_that_it_is_excluded() {
+fn suspected_rank_receives_its_exclusion() {
     let mut views: [Two; 3] = [0, 1, 2].map(|rank| View::new((Rank(rank), 3), Dead::new(), false, at(10_000)));
     for rank in [0, 1] {
         views[rank].rank_died(Rank(2), Authority::Suspicion);

@@ -254,7 +254,7 @@ impl World<'_, '_> {
         self.end_fence(rank, Fence::Severed)
     }
 
-    /// The device has stopped writing to this rank's memory: it says so, or it is dead.
+    /// The device has stopped writing to this rank's memory: it has confirmed that, or it is dead.
     pub(super) fn fenced(&mut self, rank: usize, fence: Fence) -> Result<(), Violation> {
         // A severing in progress always completes.
         if matches!(&self.members[rank].transport, Transport::ZeroCopy(driver) if driver.is_severing()) {

@@ -402,7 +402,7 @@ impl World<'_, '_> {
 /// No run of these sizes takes this long, whatever the faults.
 const TIME_LIMIT: Duration = Duration::from_secs(300);
 
-/// Nor has it this many turns.
+/// No run of these sizes has this many turns.
 const TURNS_MAX: u64 = 500_000;
 
 /// Node timers beyond this are leases.

@@ -240,7 +240,7 @@ fn silent_connections_do_not_delay_others() {
 }
 
 #[test]
-fn a_board_without_a_desk_is_asked_nothing() {
+fn board_that_is_not_ready_gets_no_requests() {
     let memory = queue_memory();
     let mut rig = Rig::new(&memory);
     assert_eq!(refusal(&rig.connect(&ATTACH)), AttachRefusal::NoMemory, "it has not booted");
@@ -253,7 +253,7 @@ fn a_board_without_a_desk_is_asked_nothing() {
 }
 
 #[test]
-fn the_rings_of_a_new_incarnation_are_not_written_to_as_if_they_were_the_old_ones() {
+fn request_before_a_new_incarnation_is_noticed_is_not_written() {
     let memory = queue_memory();
     let mut rig = Rig::new(&memory);
     let mut board = Board::begin(&memory, 1);

@@ -24,7 +24,7 @@ fn expect_noticed(begun: Instant) {
 }
 
 #[test]
-fn stalled_device_fails_operations_and_is_severed_without_waiting_for_a_fence() {
+fn stalled_device_fails_operations_and_is_severed_without_a_fence() {
     let (name, device) = start(1, Behaviour::Stalled(2));
     let mut driver = attach(&name, 0, 1);
     let mut buffer = driver.alloc::<f32>(COUNT).expect("not stalled yet");
