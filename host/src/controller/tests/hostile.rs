@@ -242,7 +242,10 @@ fn invalid_names_are_refused() {
     );
     let mut device = TcpStream::connect(controller.local_addr()).expect("a controller");
     send(&mut device, &Hello::Device(announce("leaf\u{1b}[2J", 1, None))).expect("it listens");
-    assert_eq!(device.read(&mut [0; 16]).expect("closed in order"), 0, "it is disconnected");
+    let mut reader = FrameReader::new(device);
+    let rejected = reader.recv::<Envelope<Request>>().expect("a message").message;
+    assert_eq!(rejected, Request::Rejected(Rejection::Name));
+    assert!(matches!(reader.recv::<Envelope<Request>>(), Err(StreamError::Closed)), "it is disconnected");
     let report = status(controller.local_addr()).expect("a report");
     assert!(report.jobs.is_empty() && report.devices.is_empty(), "{report:?}");
 }
