@@ -4,9 +4,10 @@ use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest
 use super::replan::{Raw, SOON, no_tree_reason, request, tree_of};
 use super::*;
 use crate::plan::Child;
-use std::io::{ErrorKind, Read, Write};
+use std::io::{ErrorKind, Write};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
+use sumac_hal::ctrl::{Rejection, StreamError};
 
 /// A join request for the job `job`.
 fn of_job(job: &str, rank: u32, world: u32) -> JoinRequest {
