@@ -4,7 +4,7 @@ use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest
 use super::replan::{Raw, SOON, no_tree_reason, request, tree_of};
 use super::*;
 use crate::plan::Child;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
 use sumac_hal::ctrl::{Rejection, StreamError};
