@@ -185,7 +185,8 @@ EXIT STATUS
 
 ENVIRONMENT
   Read by this command:
-  SUMAC_CONTROLLER     the controller as HOST:PORT, for device, status and selftest; beats MASTER_ADDR and SUMAC_PORT
+  SUMAC_CONTROLLER     the controller as HOST:PORT, for device, image run, status and selftest; beats MASTER_ADDR and
+                       SUMAC_PORT
   MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for

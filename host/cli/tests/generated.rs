@@ -36,7 +36,7 @@ fn completions_of_every_shell_name_every_subcommand() {
             let nested = ["image-", "card-"].iter().find_map(|prefix| name.strip_prefix(prefix));
             assert!(script.contains(nested.unwrap_or(&name)), "{shell} does not complete {name}");
         }
-        for hidden in ["rshim-worker", "rshim__worker", "emulate"] {
+        for hidden in ["rshim-worker", "rshim__worker"] {
             assert!(!script.contains(hidden), "{shell} completes {hidden}");
         }
     }

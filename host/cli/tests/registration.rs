@@ -152,11 +152,15 @@ fn rank_joins_at_the_first_address_of_its_controller_that_listens() {
 
 #[test]
 fn address_that_cannot_be_resolved_is_invalid_input() {
-    for args in [&["status"][..], &["selftest"], &["device", "--name", "d"]] {
+    let board = ["image", "run", "--board", "qemu-virt", "--image", "none"];
+    for args in [&["status"][..], &["selftest"], &["device", "--name", "d"], &board] {
         for (addr, named) in [("localhost:port", "localhost:port"), ("controller.invalid:7", "controller.invalid")] {
             let output = sumac(&[args, &["--controller", addr]].concat());
             assert_eq!(exit_status(&output), 2, "{args:?}: {}", stderr(&output));
             assert!(stderr(&output).contains(named) && stderr(&output).contains("--controller"), "{}", stderr(&output));
         }
     }
+    let output = sumac(&[&board[..], &["--controller", "[::1]:7"]].concat());
+    assert_eq!(exit_status(&output), 2, "{}", stderr(&output));
+    assert!(stderr(&output).contains("boards support IPv4 only"), "{}", stderr(&output));
 }
