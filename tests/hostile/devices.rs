@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use sumac::Transport;
 use sumac::controller::proto::DeviceStatus;
-use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Hello, Name, Request, Response, send};
+use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Hello, Name, Rejection, Request, Response, send};
 use sumac_hal::ids::BootId;
 
 const OVER_UDP: JobConfig = JobConfig { transport: Transport::Udp, schedules: true };
@@ -96,8 +96,13 @@ pub(crate) fn taken_name(tools: &Tools) {
     for incarnation in 0..300 {
         let stream = register(&testbed, announce(&real, "one", incarnation)).expect("the controller listens");
         stream.set_read_timeout(Some(LONG)).expect("a socket");
-        let answer = FrameReader::new(stream).recv::<Envelope<Request>>();
-        assert!(answer.is_err(), "the impostor got a request: {answer:?}");
+        let mut reader = FrameReader::new(stream);
+        let answer = reader.recv::<Envelope<Request>>().map(|answer| answer.message);
+        assert!(
+            matches!(answer, Ok(Request::Rejected(Rejection::NameTaken { .. }))),
+            "the impostor is told and gets no request: {answer:?}"
+        );
+        assert!(reader.recv::<Envelope<Request>>().is_err(), "the connection is closed");
     }
     assert_eq!(testbed.device_status("one").data_addrs, real.data_addrs);
     testbed.check_unaffected(&before);

@@ -1,13 +1,15 @@
 //! The board's control thread: dials the controller, announces the device, and executes the controller's requests.
 
 use super::shard::ShardLink;
-use super::{BoardConfig, BoardError};
-use std::net::{Shutdown, TcpStream};
+use super::{BoardConfig, BoardError, RegistrationError};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use sumac_hal::ctrl::{Announce, Envelope, FrameReader, Hello, Refusal, Request, Response, StreamError, send, shards};
+use sumac_hal::ctrl::{
+    Announce, Envelope, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, send, shards,
+};
 
 /// The board's handle of the control thread. Dropping it ends the thread.
 #[derive(Debug)]
@@ -27,6 +29,8 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     registered: bool,
+    /// Why the controller did not register the device at the last attempt.
+    rejection: Option<Rejection>,
     /// The connection, so that the board can end a blocking read.
     stream: Option<TcpStream>,
     stopped: bool,
@@ -46,7 +50,7 @@ impl Control {
         let dialer = Dialer {
             announce,
             shards,
-            controller: config.controller,
+            controllers: [&[config.controller][..], &config.controller_alternatives].concat(),
             redial: config.redial,
             shared: Arc::clone(&shared),
             stopped,
@@ -56,6 +60,18 @@ impl Control {
             .spawn(move || dialer.run())
             .map_err(|source| BoardError::System { what: "start the control thread", source })?;
         Ok(Self { shared, stop: Some(stop), thread: Some(thread) })
+    }
+
+    /// Wait until the device is registered, or until that will not happen.
+    pub(super) fn wait_registration(&self, timeout: Duration) -> Result<(), RegistrationError> {
+        let is_open = |state: &mut State| !state.registered && !state.rejection.is_some_and(|why| why.is_final());
+        let waited = self.shared.changed.wait_timeout_while(self.shared.lock(), timeout, is_open);
+        let state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        match state.rejection {
+            _ if state.registered => Ok(()),
+            Some(rejection) => Err(RegistrationError::Rejected(rejection)),
+            None => Err(RegistrationError::Unreached),
+        }
     }
 
     pub(super) fn wait_registered(&self, timeout: Duration) -> bool {
@@ -84,7 +100,8 @@ impl Drop for Control {
 struct Dialer {
     announce: Announce,
     shards: Vec<ShardLink>,
-    controller: std::net::SocketAddr,
+    /// The addresses of the controller, which are dialled in turn.
+    controllers: Vec<SocketAddr>,
     redial: Duration,
     shared: Arc<Shared>,
     stopped: Receiver<()>,
@@ -94,13 +111,13 @@ impl Dialer {
     fn run(self) {
         let device = self.announce.name.as_str();
         loop {
-            match self.serve() {
-                Ok(()) => return,
-                Err(error) => {
-                    tracing::debug!(device, controller = %self.controller, %error, "not connected to the controller")
+            for controller in &self.controllers {
+                match self.serve(controller) {
+                    Ok(()) => return,
+                    Err(error) => tracing::debug!(device, %controller, %error, "not connected to the controller"),
                 }
+                self.shared.lock().registered = false;
             }
-            self.shared.lock().registered = false;
             // The board drops its end of the channel when it stops, which ends this wait at once.
             if self.stopped.recv_timeout(self.redial) != Err(RecvTimeoutError::Timeout) {
                 return;
@@ -109,8 +126,8 @@ impl Dialer {
     }
 
     /// Serve one connection; `Ok` if the board stops.
-    fn serve(&self) -> Result<(), StreamError> {
-        let mut stream = TcpStream::connect_timeout(&self.controller, Duration::from_secs(5))?;
+    fn serve(&self, controller: &SocketAddr) -> Result<(), StreamError> {
+        let mut stream = TcpStream::connect_timeout(controller, Duration::from_secs(5))?;
         stream.set_nodelay(true)?;
         {
             let mut state = self.shared.lock();
@@ -127,14 +144,29 @@ impl Dialer {
                 Err(_) if self.shared.lock().stopped => return Ok(()),
                 Err(error) => return Err(error),
             };
+            if let Request::Rejected(rejection) = request.message {
+                self.note_rejection(rejection);
+                return Err(StreamError::Closed);
+            }
             let message = self.execute(request.message);
             let is_registered = matches!(message, Response::Announce(_));
             send(&mut stream, &Envelope { id: request.id, message })?;
             if is_registered {
-                self.shared.lock().registered = true;
+                {
+                    let mut state = self.shared.lock();
+                    (state.registered, state.rejection) = (true, None);
+                }
                 self.shared.changed.notify_all();
             }
         }
+    }
+
+    fn note_rejection(&self, rejection: Rejection) {
+        let before = self.shared.lock().rejection.replace(rejection);
+        if before != Some(rejection) {
+            tracing::info!(device = self.announce.name.as_str(), %rejection, "not registered");
+        }
+        self.shared.changed.notify_all();
     }
 
     fn execute(&self, request: Request) -> Response {

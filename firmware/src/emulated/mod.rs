@@ -35,7 +35,7 @@ use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
-use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
+use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name, Rejection};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -51,6 +51,8 @@ pub struct BoardConfig {
     pub name: String,
     /// The controller to register with.
     pub controller: SocketAddr,
+    /// Further addresses of the same controller, dialled in turn: those of a host name that has several.
+    pub controller_alternatives: Vec<SocketAddr>,
     /// The address that the data ports listen on.
     pub bind: IpAddr,
     /// The first shard's UDP port; the others use the following ports. `None`: any free ports.
@@ -93,6 +95,7 @@ impl BoardConfig {
         Self {
             name: name.into(),
             controller,
+            controller_alternatives: Vec::new(),
             bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
             data_port: None,
             advertise: None,
@@ -174,6 +177,18 @@ pub enum BoardError {
     },
 }
 
+/// Why a board is not registered with its controller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum RegistrationError {
+    /// No controller has answered in time.
+    #[error("no controller has answered")]
+    Unreached,
+    /// The controller did not register the device. Final rejections ([`Rejection::is_final`]) end the wait at once.
+    #[error(transparent)]
+    Rejected(#[from] Rejection),
+}
+
 /// A running board. Dropping it stops its threads, except in a forked child, which has none of them.
 #[derive(Debug)]
 pub struct Board {
@@ -232,6 +247,15 @@ impl Board {
     /// ranks need not notice. Submissions of ranks of this version cause none, not even in strict mode.
     pub fn failed_chains(&self) -> u64 {
         self.shards.iter().map(ShardHandle::failed_chains).sum()
+    }
+
+    /// Wait until the board is registered with the controller, for at most `timeout`. The board keeps dialling if this
+    /// fails.
+    ///
+    /// # Errors
+    /// [`RegistrationError`]; at once if the controller rejects the device for good.
+    pub fn wait_registration(&self, timeout: Duration) -> Result<(), RegistrationError> {
+        self.control.as_ref().map_or(Err(RegistrationError::Unreached), |control| control.wait_registration(timeout))
     }
 
     /// Wait until the board is registered with the controller, for at most `timeout`; false on timeout.

@@ -7,6 +7,7 @@ use crate::port::Addr;
 use crate::shard::MAX_SHARDS;
 use crate::uplink::HopTimers;
 use crate::wire::MAX_CHILDREN;
+use core::fmt;
 use core::net::SocketAddr;
 use core::num::NonZeroU32;
 use core::time::Duration;
@@ -289,6 +290,58 @@ pub enum Request {
     Stats,
     /// Release all groups and trees.
     Reset,
+    /// The device is not registered; the controller closes the connection. Not answered.
+    Rejected(Rejection),
+}
+
+/// Why a controller does not register a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Error)]
+#[non_exhaustive]
+pub enum Rejection {
+    /// Another device of that name is connected.
+    #[error(
+        "the controller has a device of that name, {}{}",
+        holder.map_or(Described::Unknown, Described::At),
+        if *is_alive { "" } else { " and has not answered the controller yet" }
+    )]
+    NameTaken {
+        /// Where the other device receives packets.
+        holder: Option<Addr>,
+        /// Whether the other device has answered the controller just now. If it has not, it may be an earlier
+        /// incarnation whose machine was reset, so the device should try again.
+        is_alive: bool,
+    },
+    /// The controller has as many devices as it accepts.
+    #[error("the controller has {limit} devices, its limit; raise it with `sumac controller --max-devices`")]
+    TooMany {
+        /// The limit.
+        limit: u32,
+    },
+    /// A name in the announcement is not a name of the fabric.
+    #[error("the controller does not accept a name in the device's announcement")]
+    Name,
+}
+
+impl Rejection {
+    /// Return whether trying again is futile until something is changed.
+    pub const fn is_final(&self) -> bool {
+        !matches!(self, Self::NameTaken { is_alive: false, .. })
+    }
+}
+
+/// Another device, in messages.
+enum Described {
+    At(Addr),
+    Unknown,
+}
+
+impl fmt::Display for Described {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::At(addr) => write!(f, "which receives packets at {addr}"),
+            Self::Unknown => f.write_str("which announced no address"),
+        }
+    }
 }
 
 /// A device's response to a [`Request`].

@@ -26,7 +26,7 @@ mod tests;
 
 pub use messages::{
     Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, MAX_NAME_LEN, Name,
-    NodeParent, Order, Refusal, Request, Response, SharedLink, TimersConfig, TreeConfig, ZeroCopyRefusal,
+    NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig, ZeroCopyRefusal,
 };
 pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]
@@ -38,7 +38,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages. It increases with every change of their encoding.
-pub const VERSION: u16 = 10;
+pub const VERSION: u16 = 11;
 
 /// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

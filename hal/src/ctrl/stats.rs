@@ -110,6 +110,8 @@ pub struct Counters {
     pub bytes_out: u64,
     /// Contributions accepted.
     pub contributions: u64,
+    /// Those of the contributions that arrived zero-copy; the others arrived in packets.
+    pub zero_copy_contributions: u64,
     /// Seqs completed at this node.
     pub completed: u64,
     /// Answers (Result, Done) sent for the first time.
@@ -155,6 +157,7 @@ impl Counters {
             packets_out,
             bytes_out,
             contributions,
+            zero_copy_contributions,
             completed,
             answers,
             answers_shared,
@@ -173,6 +176,7 @@ impl Counters {
         self.packets_out += packets_out;
         self.bytes_out += bytes_out;
         self.contributions += contributions;
+        self.zero_copy_contributions += zero_copy_contributions;
         self.completed += completed;
         self.answers += answers;
         self.answers_shared += answers_shared;

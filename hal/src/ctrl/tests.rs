@@ -43,19 +43,24 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 10, byte for byte. Any change requires a new version.
+/// Version 11, byte for byte. Any change requires a new version.
 #[test]
-fn version_10_encodes_to_golden_bytes() {
+fn version_11_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
     let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
-    assert_eq!([install, create, refused].map(|bytes| hex(&bytes)), [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED]);
+    let holder = Some(Addr::Udp("127.0.0.1:4791".parse().unwrap()));
+    let rejection = Rejection::NameTaken { holder, is_alive: true };
+    let rejected = frame(&Envelope { id: 3, message: Request::Rejected(rejection) });
+    let found = [install, create, refused, rejected].map(|bytes| hex(&bytes));
+    assert_eq!(found, [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED, GOLDEN_REJECTED]);
 }
 
-const GOLDEN_INSTALL: &str = "53630a0018000000fba87ad7010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53630a005000000095ddf8940203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "53630a00040000002fc223b202020740";
+const GOLDEN_INSTALL: &str = "53630b00180000005ed32c1c010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630b005000000030a6ae5f0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630b00040000008ab9757902020740";
+const GOLDEN_REJECTED: &str = "53630b000d0000003118c9d90308000100007f000001b72501";
 
 #[test]
 fn announce_and_stats_round_trip() {

@@ -1,17 +1,19 @@
-//! The address of the controller to query: an option, or the variables that ranks use as well.
+//! The address of a controller: an option, or the variables that ranks use as well.
 
 use crate::exit::Failure;
-use anyhow::{Context, anyhow};
+use anyhow::Context;
 use clap::Args;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use sumac::comm::DEFAULT_PORT;
+use sumac::controller::{first_reachable, resolve};
 
-/// Options that specify a controller.
+/// Options that specify a controller to query.
 #[derive(Debug, Args)]
 pub(crate) struct ControllerAddress {
-    /// Address of the controller [default: MASTER_ADDR and SUMAC_PORT]
-    #[arg(long, value_name = "ADDRESS")]
-    controller: Option<SocketAddr>,
+    /// Address of the controller; all addresses of a host name are tried [default: SUMAC_CONTROLLER, else MASTER_ADDR
+    /// and SUMAC_PORT]
+    #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true)]
+    controller: Option<String>,
     /// Host of the controller
     #[arg(long, env = "MASTER_ADDR", hide = true)]
     master_addr: Option<String>,
@@ -27,8 +29,7 @@ impl ControllerAddress {
     /// The name cannot be resolved.
     pub(crate) fn named(&self) -> Result<Option<SocketAddr>, Failure> {
         match self {
-            Self { controller: Some(addr), .. } => Ok(Some(*addr)),
-            Self { master_addr: None, port: None, .. } => Ok(None),
+            Self { controller: None, master_addr: None, port: None } => Ok(None),
             _ => self.or_default().map(Some),
         }
     }
@@ -38,13 +39,21 @@ impl ControllerAddress {
     /// # Errors
     /// The name cannot be resolved.
     pub(crate) fn or_default(&self) -> Result<SocketAddr, Failure> {
-        if let Some(addr) = self.controller {
-            return Ok(addr);
-        }
-        let host = self.master_addr.as_deref().unwrap_or("127.0.0.1");
-        let resolved = (host, self.port.unwrap_or(DEFAULT_PORT)).to_socket_addrs();
-        let resolved = resolved.with_context(|| format!("MASTER_ADDR {host:?}")).map_err(Failure::Input)?;
-        let none = || Failure::Input(anyhow!("MASTER_ADDR {host:?} has no address"));
-        resolved.into_iter().next().ok_or_else(none)
+        let addrs = match &self.controller {
+            Some(text) => all("--controller", text, DEFAULT_PORT)?,
+            None => {
+                let host = self.master_addr.as_deref().unwrap_or("127.0.0.1");
+                all("MASTER_ADDR", host, self.port.unwrap_or(DEFAULT_PORT))?
+            }
+        };
+        Ok(first_reachable(addrs[0], &addrs[1..]))
     }
+}
+
+/// Return all addresses of the controller that `what` specifies; never none.
+///
+/// # Errors
+/// The name cannot be resolved.
+pub(crate) fn all(what: &str, text: &str, default_port: u16) -> Result<Vec<SocketAddr>, Failure> {
+    resolve(text, default_port).with_context(|| what.to_owned()).map_err(Failure::Input)
 }

@@ -7,6 +7,7 @@ use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatt
 use crate::doctor::DoctorArgs;
 use crate::flash::FlashArgs;
 use crate::flash::worker::WorkerArgs;
+use crate::generate::{CompletionsArgs, ManArgs};
 use crate::image::ImageArgs;
 use crate::perf::PerfArgs;
 use crate::plan::PlanArgs;
@@ -28,6 +29,9 @@ pub(crate) struct Cli {
     /// Log more to stderr: -v events, -vv details, -vvv packets
     #[arg(short, long, action = ArgAction::Count, global = true, display_order = 900)]
     pub(crate) verbose: u8,
+    /// Print results and errors only: no progress, notes or warnings. SUMAC_LOG still logs what it names
+    #[arg(short, long, global = true, display_order = 901, conflicts_with = "verbose")]
+    pub(crate) quiet: bool,
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -96,7 +100,16 @@ pub(crate) enum Command {
     /// first.
     #[command(after_long_help = CHAOS_HELP)]
     Chaos(ChaosArgs),
-    /// Show a controller's fabric, devices and jobs
+    /// Show a controller's fabric, devices, tenants, jobs and recoveries
+    ///
+    /// A device's contributions are those of its children; the zero-copy ones are counted beside packets. A job's path is
+    /// the one that calls take which name no algorithm: tree or host. missing are the ranks that have not joined, have
+    /// left or are lost. Recoveries are those that this controller has seen, the latest first, also of jobs that have
+    /// ended.
+    ///
+    /// With --watch, the report replaces the one before on a terminal and follows it elsewhere. Ctrl-C ends the command
+    /// with status 0.
+    #[command(after_long_help = STATUS_HELP)]
     Status(StatusArgs),
     /// Test each link of a cluster: rank to device, and device to device
     ///
@@ -117,9 +130,17 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Check this machine's capabilities
     ///
-    /// Each line is ok, warn (works below its potential) or missing, with a remedy. The exit status is 1 if something
-    /// that perf needs does not work.
+    /// Each line is ok, warn (works below its potential), missing (this machine has none), not built (this build of the
+    /// command leaves it out) or BROKEN (perf needs it, and it does not work), with a remedy. The last line counts them.
+    #[command(after_long_help = DOCTOR_HELP)]
     Doctor(DoctorArgs),
+    /// Print completions for a shell
+    ///
+    /// Source the script or store it where the shell looks for completions, as in
+    /// `sumac completions bash > ~/.local/share/bash-completion/completions/sumac`.
+    Completions(CompletionsArgs),
+    /// Write manual pages: one for sumac and one for each subcommand
+    Man(ManArgs),
     /// Work with boot streams for BlueField-class cards and with board images
     Image(ImageArgs),
     /// Decode a board's log: time, level, message and source line
@@ -164,6 +185,8 @@ EXIT STATUS
 
 ENVIRONMENT
   Read by this command:
+  SUMAC_CONTROLLER     the controller as HOST:PORT, for device, image run, status and selftest; beats MASTER_ADDR and
+                       SUMAC_PORT
   MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
@@ -171,7 +194,7 @@ ENVIRONMENT
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
-  Read by programs that join with JoinConfig::from_env, beside MASTER_ADDR, SUMAC_PORT and SUMAC_DEVICE_USER:
+  Read by programs that join with JoinConfig::from_env, beside the first four:
   RANK, WORLD_SIZE     this rank and the number of ranks, as launchers set them
   SUMAC_JOB            the job's name, the same on all ranks [default: default]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
@@ -299,6 +322,33 @@ JSON
 
 EXIT STATUS
   0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";
+
+const STATUS_HELP: &str = "\
+EXAMPLES
+  sumac status
+  sumac status --controller localhost:7847 --watch 1
+  sumac status --json | jq '.jobs[] | {name, path, missing}'
+
+JSON
+  fabric devices[] tenants[] jobs[] jobs_left_out recoveries[] interval_s. A device has stats{Ok{counters{}}} or
+  stats{Err}, drops{} by reason without zeros, and rates{} per second. A job has joined, world, missing[{first,last}],
+  path, tree, queue and view. A recovery has job view cause began_ms_ago took_ms outcome; the last two are null while it
+  lasts. interval_s and rates are null except with --watch, from the second report on; there each report is one line.
+
+EXIT STATUS
+  0 reported, or watched until Ctrl-C; 1 no answer from the controller; 2 invalid usage or address";
+
+const DOCTOR_HELP: &str = "\
+EXAMPLES
+  sumac doctor
+  sumac doctor --json | jq -r '.findings[] | select(.health != \"ok\") | .what'
+
+JSON
+  findings[{health,what,found,advice}] summary{ok,warn,missing,not_built,broken} dma_profiles[{name,capabilities,hardware}].
+  health is a key of summary.
+
+EXIT STATUS
+  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage";
 
 const PLAN_HELP: &str = "\
 EXAMPLES

@@ -81,7 +81,7 @@ fn list(args: &ListArgs) -> Result<(), Failure> {
         }
     }
     if found.is_empty() {
-        message!(
+        note!(
             "no cards in {}; check that the rshim service runs here, and that no other host or BMC uses the card",
             args.root.display()
         );

@@ -1,8 +1,8 @@
 //! `sumac doctor`: check this machine's capabilities.
 //!
 //! Capabilities are tried or read; nothing is changed. Each line is `ok`, `warn` (works below its potential), `missing`
-//! (not available) or `BROKEN` (needed, and does not work), with a remedy. The exit status is 1 if something is broken.
-//! A table of the DMA engine profiles follows.
+//! (not available), `not built` (left out of this build) or `BROKEN` (needed, and does not work), with a remedy. The
+//! exit status is 1 if something is broken. A table of the DMA engine profiles follows, and a summary.
 
 mod shm;
 mod verbs;
@@ -10,6 +10,8 @@ mod verbs;
 use crate::exit::Failure;
 use crate::machine;
 use clap::Args;
+use serde::Serialize;
+use std::fmt;
 use std::fs;
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -19,22 +21,42 @@ use sumac_hal::udp::{UdpConfig, UdpPort};
 
 /// `sumac doctor`.
 #[derive(Debug, Args)]
-pub(crate) struct DoctorArgs {}
+pub(crate) struct DoctorArgs {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
 
 /// The state of a capability.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 enum Health {
     Ok,
     /// Works below its potential.
     Warn,
     /// Not available, and not needed.
     Missing,
+    /// This build of the command leaves it out.
+    NotBuilt,
     /// Needed, and does not work.
     Broken,
 }
 
+impl Health {
+    /// The word in the table.
+    const fn word(self) -> &'static str {
+        match self {
+            Self::Ok => "ok",
+            Self::Warn => "warn",
+            Self::Missing => "missing",
+            Self::NotBuilt => "not built",
+            Self::Broken => "BROKEN",
+        }
+    }
+}
+
 /// The result of a check.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 struct Finding {
     health: Health,
     what: &'static str,
@@ -43,32 +65,81 @@ struct Finding {
     advice: String,
 }
 
+/// How many capabilities are in each state.
+#[derive(Debug, Default, PartialEq, Eq, Serialize)]
+struct Summary {
+    ok: usize,
+    warn: usize,
+    missing: usize,
+    not_built: usize,
+    broken: usize,
+}
+
+impl Summary {
+    fn of(findings: &[Finding]) -> Self {
+        let count = |health| findings.iter().filter(|finding| finding.health == health).count();
+        Self {
+            ok: count(Health::Ok),
+            warn: count(Health::Warn),
+            missing: count(Health::Missing),
+            not_built: count(Health::NotBuilt),
+            broken: count(Health::Broken),
+        }
+    }
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { ok, warn, missing, not_built, broken } = self;
+        write!(f, "{ok} ok, {warn} warn, {missing} missing, {not_built} not built in, {broken} broken: ")?;
+        match broken {
+            0 => f.write_str("`sumac perf` can run here"),
+            _ => f.write_str("`sumac perf` cannot run here until what is BROKEN works"),
+        }
+    }
+}
+
+/// All findings, as JSON.
+#[derive(Debug, Serialize)]
+struct Report<'f> {
+    findings: &'f [Finding],
+    summary: &'f Summary,
+    dma_profiles: Vec<shm::ProfileDescription>,
+}
+
 /// Check everything and print the findings.
-pub(crate) fn run(_args: &DoctorArgs) -> Result<(), Failure> {
+pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
     let mut findings = vec![cores(), round_trip(), simd()];
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);
     findings.extend(shm::findings());
     findings.extend([cuda(), gpu_direct()]);
     findings.extend(verbs::findings());
+    let summary = Summary::of(&findings);
     let mut out = io::stdout().lock();
-    for finding in &findings {
-        let health = match finding.health {
-            Health::Ok => "ok",
-            Health::Warn => "warn",
-            Health::Missing => "missing",
-            Health::Broken => "BROKEN",
-        };
-        writeln!(out, "{health:<8} {:<15} {}", finding.what, finding.found)?;
-        if !finding.advice.is_empty() {
-            writeln!(out, "{:<24} {}", "", finding.advice)?;
-        }
-    }
-    for line in shm::profiles() {
-        writeln!(out, "{line}")?;
+    if args.json {
+        let report = Report { findings: &findings, summary: &summary, dma_profiles: shm::profiles() };
+        serde_json::to_writer_pretty(&mut out, &report).map_err(io::Error::from)?;
+        writeln!(out)?;
+    } else {
+        write_table(&mut out, &findings, &summary)?;
     }
     out.flush()?;
-    if findings.iter().any(|finding| finding.health == Health::Broken) { Err(Failure::Reported) } else { Ok(()) }
+    if summary.broken > 0 { Err(Failure::Reported) } else { Ok(()) }
+}
+
+fn write_table(out: &mut impl Write, findings: &[Finding], summary: &Summary) -> io::Result<()> {
+    for finding in findings {
+        writeln!(out, "{:<9} {:<15} {}", finding.health.word(), finding.what, finding.found)?;
+        if !finding.advice.is_empty() {
+            writeln!(out, "{:<25} {}", "", finding.advice)?;
+        }
+    }
+    writeln!(out, "DMA engines  capabilities and hardware of each profile (emulated by `sumac device --dma-profile`)")?;
+    for shm::ProfileDescription { name, capabilities, hardware } in shm::profiles() {
+        writeln!(out, "  {name:<14} {capabilities}\n  {:<14} {hardware}", "")?;
+    }
+    writeln!(out, "{summary}")
 }
 
 fn cores() -> Finding {
@@ -213,9 +284,14 @@ fn chosen(setting: &str) -> Option<&str> {
 fn cuda() -> Finding {
     let (health, found, advice) = match sumac::gpu::probe() {
         Ok(found) => (Health::Ok, found, String::new()),
-        Err(error) => (Health::Missing, error.to_string(), "ranks reduce in CPU memory instead".into()),
+        Err(error) => (without_cuda(), error.to_string(), "ranks reduce in CPU memory instead".into()),
     };
     Finding { health, what: "CUDA memory", found, advice }
+}
+
+/// The state of what needs a GPU where there is none to use.
+const fn without_cuda() -> Health {
+    if cfg!(feature = "cuda") { Health::Missing } else { Health::NotBuilt }
 }
 
 fn gpu_direct() -> Finding {
@@ -226,7 +302,23 @@ fn gpu_direct() -> Finding {
             (Health::Ok, found, "communicators do not use it yet: GPU buffers are staged in pinned memory".into())
         }
         Ok(Err(why)) => (Health::Missing, why.to_string(), staged),
-        Err(error) => (Health::Missing, error.to_string(), staged),
+        Err(error) => (without_cuda(), error.to_string(), staged),
     };
     Finding { health, what: "GPUDirect RDMA", found, advice }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn summary_counts_each_state_and_tells_whether_perf_can_run() {
+        let finding = |health| Finding { health, what: "x", found: String::new(), advice: String::new() };
+        let mut findings: Vec<_> = [Health::Ok, Health::Ok, Health::Warn, Health::NotBuilt].map(finding).into();
+        let text = Summary::of(&findings).to_string();
+        assert_eq!(text, "2 ok, 1 warn, 0 missing, 1 not built in, 0 broken: `sumac perf` can run here");
+        findings.push(finding(Health::Broken));
+        let text = Summary::of(&findings).to_string();
+        assert!(text.contains("1 broken: `sumac perf` cannot run here"), "{text}");
+    }
 }

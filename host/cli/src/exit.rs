@@ -10,6 +10,7 @@
 
 use std::io;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Why the command ends with a status other than 0.
 #[derive(Debug)]
@@ -43,6 +44,19 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         if error.kind() == io::ErrorKind::BrokenPipe { Self::Reported } else { Self::run(error) }
     }
+}
+
+/// Whether notes and progress are left out: `--quiet`.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// Leave out notes and progress from now on.
+pub(crate) fn be_quiet() {
+    QUIET.store(true, Ordering::Relaxed);
+}
+
+/// Return whether notes and progress are left out.
+pub(crate) fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
 }
 
 /// Print a line on stderr, and ignore errors.

@@ -3,6 +3,7 @@
 //! The supervisor plans the same tree as the controller, in order to start one device per node and to place each rank
 //! at a host. The controller then plans on the devices that have registered.
 
+use crate::fabric;
 use anyhow::Context;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -29,15 +30,15 @@ pub(crate) struct Layout {
 pub(crate) enum Source {
     /// A file that the user gave.
     File(PathBuf),
-    /// A generated fabric in TOML.
-    Toml(String),
+    /// A fabric that was generated, or read from stdin.
+    Text(String),
 }
 
 impl Layout {
-    /// Plan a tree for `ranks` ranks on the fabric in a file.
+    /// Plan a tree for `ranks` ranks on the fabric in a file, or on stdin for `-`.
     pub(crate) fn from_file(path: &Path, ranks: u32) -> anyhow::Result<Self> {
-        let fabric = Fabric::read(path)?;
-        Self::plan(&fabric, Source::File(path.into()), ranks)
+        let (fabric, stdin) = fabric::read(path)?;
+        Self::plan(&fabric, stdin.map_or_else(|| Source::File(path.into()), Source::Text), ranks)
             .with_context(|| format!("{}: no tree for {ranks} ranks", path.display()))
     }
 
@@ -49,7 +50,7 @@ impl Layout {
         let leaf_of = |rank| u64::from(rank) * leaves / u64::from(ranks.max(1));
         let text = toml(leaves, ranks, leaf_of);
         let fabric = Fabric::from_toml(&text)?;
-        Self::plan(&fabric, Source::Toml(text), ranks)
+        Self::plan(&fabric, Source::Text(text), ranks)
     }
 
     fn plan(fabric: &Fabric, source: Source, ranks: u32) -> anyhow::Result<Self> {
@@ -113,7 +114,7 @@ mod tests {
     #[test]
     fn too_small_fabric_error_names_both_numbers_of_hosts() {
         let fabric = Fabric::from_toml(&toml(1, 3, |_| 0)).expect("a fabric");
-        let error = Layout::plan(&fabric, Source::Toml(String::new()), 9).expect_err("too many");
+        let error = Layout::plan(&fabric, Source::Text(String::new()), 9).expect_err("too many");
         assert_eq!(error.to_string(), "9 hosts requested, but the fabric has 3");
     }
 }

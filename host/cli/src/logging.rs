@@ -1,8 +1,9 @@
 //! Logging to stderr, so that stdout holds nothing but results.
 //!
 //! `SUMAC_LOG` is a filter in the syntax of `tracing` (`debug`, `sumac::controller=trace`) and overrides `-v`. By
-//! default, warnings and errors are logged.
+//! default, warnings and errors are logged; with `--quiet`, errors.
 
+use crate::exit;
 use tracing_subscriber::EnvFilter;
 
 /// The variable that holds the filter.
@@ -11,6 +12,7 @@ pub(crate) const LOG_VARIABLE: &str = "SUMAC_LOG";
 /// Initialise logging; `verbose` is the number of `-v`.
 pub(crate) fn init(verbose: u8) {
     let level = match verbose {
+        0 if exit::is_quiet() => "error",
         0 => "warn",
         1 => "info",
         2 => "debug",

@@ -12,6 +12,15 @@ macro_rules! message {
     ($($arg:tt)*) => { $crate::exit::print_line(format_args!($($arg)*)) };
 }
 
+/// Print a note on stderr, unless the command is quiet.
+macro_rules! note {
+    ($($arg:tt)*) => {
+        if !$crate::exit::is_quiet() {
+            message!($($arg)*);
+        }
+    };
+}
+
 mod address;
 mod args;
 mod board;
@@ -22,8 +31,10 @@ mod collective;
 mod deprecated;
 mod doctor;
 mod exit;
+mod fabric;
 mod files;
 mod flash;
+mod generate;
 mod image;
 mod job;
 mod layout;
@@ -50,12 +61,17 @@ fn main() -> ExitCode {
     // First, so that a supervised process cannot outlive its supervisor.
     cluster::die_with_supervisor();
     let arguments = deprecated::Arguments::new(std::env::args_os());
+    let cli = Cli::try_parse_from(arguments.args);
+    if cli.as_ref().is_ok_and(|cli| cli.quiet) {
+        exit::be_quiet();
+    }
     // The processes that a supervisor starts have its environment, and it has warned already.
     if !cluster::is_supervised() {
         let variables = sumac::comm::environment::check().into_iter().map(|warning| warning.to_string());
-        arguments.warnings.into_iter().chain(variables).for_each(|warning| message!("warning: {warning}"));
+        arguments.warnings.into_iter().chain(variables).for_each(|warning| note!("warning: {warning}"));
     }
-    let cli = Cli::parse_from(arguments.args);
+    // Help and usage errors end the command here.
+    let cli = cli.unwrap_or_else(|error| error.exit());
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(&args, cli.verbose),
@@ -70,6 +86,8 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
+        Command::Completions(args) => generate::completions(&args),
+        Command::Man(args) => generate::man(&args),
         Command::Image(args) => image::run(&args),
         Command::Log(args) => board::show_log(&args),
         Command::Emulate(args) => board::emulate(&args),

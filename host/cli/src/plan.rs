@@ -1,17 +1,17 @@
 //! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
 
 use crate::exit::Failure;
+use crate::fabric;
 use clap::Args;
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use sumac::plan::{self, Child, HostSelection, Limits, Plan};
-use sumac::topo::Fabric;
 
 /// `sumac plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Fabric description: raw output of ibnetdiscover, an ibsim .net file, or TOML
+    /// Fabric description: raw output of ibnetdiscover, an ibsim .net file, or TOML; `-` reads it from stdin
     #[arg(long, value_name = "FILE")]
     topology: PathBuf,
     /// Hosts: the first N in natural name order, a comma-separated list of names or GUIDs, or `all`
@@ -30,7 +30,7 @@ pub(crate) struct PlanArgs {
 
 /// Plan the tree and print it.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
-    let fabric = Fabric::read(&args.topology).map_err(Failure::input)?;
+    let (fabric, _) = fabric::read(&args.topology).map_err(Failure::Input)?;
     for warning in fabric.warnings() {
         tracing::warn!("{}: {warning}", args.topology.display());
     }

@@ -3,8 +3,10 @@
 //! Each prints one line on stdout when it is ready (`listening ADDRESS`, `ready NAME`). At the signal it releases its
 //! resources and exits with status 0.
 
+use crate::address;
 use crate::cluster::{LISTENING, READY};
 use crate::exit::Failure;
+use crate::fabric;
 use crate::options;
 use crate::quota::{self, TenantQuota};
 use anyhow::{Context, anyhow};
@@ -13,19 +15,16 @@ use clap::builder::RangedU64ValueParser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::{Controller, ControllerConfig, Limits};
 use sumac::select::CostTable;
-use sumac::topo::Fabric;
-use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
+use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
+use sumac_hal::ctrl::Rejection;
 use sumac_hal::dma::Profile;
-
-/// The longest fabric description that is read from stdin, in bytes.
-const STDIN_MAX_BYTES: u64 = 64 << 20;
 
 /// `sumac controller`.
 #[derive(Debug, Args)]
@@ -33,7 +32,7 @@ pub(crate) struct ControllerArgs {
     /// Address to listen on; loopback only, because nothing is authenticated yet
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     listen: SocketAddr,
-    /// The fabric to plan on (an ibnetdiscover dump or TOML); `-` reads TOML from stdin. Without it, every device is a
+    /// The fabric to plan on (an ibnetdiscover dump or TOML); `-` reads it from stdin. Without it, every device is a
     /// switch to which all hosts are connected
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
@@ -80,9 +79,10 @@ pub(crate) struct DeviceArgs {
     /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME")]
     name: String,
-    /// Controller to register with
-    #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
-    controller: SocketAddr,
+    /// Controller to register with; all addresses of a host name are tried
+    #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
+          default_value_t = format!("127.0.0.1:{DEFAULT_PORT}"))]
+    controller: String,
     /// Address of this host that ranks and other devices reach
     #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     bind: IpAddr,
@@ -144,7 +144,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     let signals = signals()?;
     let mut config = ControllerConfig::new();
     config.listen = args.listen;
-    config.fabric = args.topology.as_deref().map(read_fabric).transpose().map_err(Failure::Input)?;
+    config.fabric =
+        args.topology.as_deref().map(fabric::read).transpose().map_err(Failure::Input)?.map(|(fabric, _)| fabric);
     if let Some(path) = &args.overrides {
         config.table = read_overrides(config.table, path).map_err(Failure::Input)?;
     } else if args.prefer_tree {
@@ -164,8 +165,10 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
 
 /// Run an emulated device until a signal.
 pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
-    let signals = signals()?;
-    let mut config = BoardConfig::new(args.name.clone(), args.controller);
+    let mut signals = signals()?;
+    let controllers = address::all("--controller", &args.controller, DEFAULT_PORT)?;
+    let mut config = BoardConfig::new(args.name.clone(), controllers[0]);
+    config.controller_alternatives = controllers[1..].to_vec();
     config.zero_copy = args.zero_copy();
     config.bind = args.bind;
     config.data_port = args.data_port;
@@ -178,15 +181,63 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();
     let board = Board::start(config).map_err(Failure::input)?;
-    if !board.wait_registered(Duration::from_secs(args.timeout_s)) {
-        let (controller, seconds) = (args.controller, args.timeout_s);
-        return Err(Failure::Run(anyhow!(
-            "device {name} found no controller at {controller} within {seconds} s; start one with `sumac controller`"
-        )));
+    let timeout = Duration::from_secs(args.timeout_s);
+    if let Err(failure) = register(&board, &mut signals, timeout) {
+        // Ending the board would wait for an attempt to connect. Its memory and its sockets have no names in the file
+        // system, so that they end with the process.
+        std::mem::forget(board);
+        return Err(match failure {
+            Unregistered::Signal(signal) => Failure::Signal(signal),
+            Unregistered::Error(error) => Failure::Run(describe(&name, &args.controller, timeout, error)),
+        });
     }
     announce(&format!("{READY}{name}"))?;
     wait(signals);
     Ok(())
+}
+
+/// Why a device is not registered.
+enum Unregistered {
+    Signal(i32),
+    Error(RegistrationError),
+}
+
+/// Wait until the device is registered, until that is hopeless, or until a signal.
+fn register(board: &Board, signals: &mut Signals, timeout: Duration) -> Result<(), Unregistered> {
+    let end = Instant::now() + timeout;
+    loop {
+        if let Some(signal) = signals.pending().next() {
+            return Err(Unregistered::Signal(signal));
+        }
+        let left = end.saturating_duration_since(Instant::now());
+        match board.wait_registration(left.min(SIGNAL_INTERVAL)) {
+            Ok(()) => return Ok(()),
+            Err(RegistrationError::Rejected(rejection)) if rejection.is_final() => {
+                return Err(Unregistered::Error(rejection.into()));
+            }
+            Err(error) if left.is_zero() => return Err(Unregistered::Error(error)),
+            Err(_) => {}
+        }
+    }
+}
+
+/// How often a device that waits for its controller looks for signals.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Describe why a device is not registered, and what to do.
+fn describe(name: &str, controller: &str, timeout: Duration, error: RegistrationError) -> anyhow::Error {
+    let seconds = timeout.as_secs();
+    match error {
+        RegistrationError::Rejected(rejection @ Rejection::NameTaken { .. }) => anyhow!(
+            "device {name} is not registered at {controller}: {rejection}; end that device, or choose another --name"
+        ),
+        RegistrationError::Rejected(rejection) => {
+            anyhow!("device {name} is not registered at {controller}: {rejection}")
+        }
+        _ => anyhow!(
+            "device {name} found no controller at {controller} within {seconds} s; start one with `sumac controller`"
+        ),
+    }
 }
 
 impl DeviceArgs {
@@ -224,15 +275,6 @@ fn raise_descriptor_limit(connections: usize) {
 
 /// An upper bound of what a controller has open besides its connections.
 const OTHER_DESCRIPTORS: u64 = 64;
-
-fn read_fabric(path: &Path) -> anyhow::Result<Fabric> {
-    if path.as_os_str() != "-" {
-        return Ok(Fabric::read(path)?);
-    }
-    let mut text = String::new();
-    io::stdin().take(STDIN_MAX_BYTES).read_to_string(&mut text).context("cannot read the fabric from stdin")?;
-    Fabric::from_toml(&text).context("stdin")
-}
 
 /// Read an override file into a cost table.
 pub(crate) fn read_overrides(table: CostTable, path: &Path) -> anyhow::Result<CostTable> {

@@ -7,6 +7,7 @@
 use super::join::{DEFAULT_PORT, JoinConfig, JoinError};
 use super::straggler::Straggler;
 use crate::controller::proto::check_tenant;
+use crate::controller::resolve;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Once;
@@ -67,13 +68,11 @@ pub(super) fn warn_once() {
 pub(super) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
     let variables = Variables(variable);
     let (rank, world) = (variables.required("RANK")?, variables.required("WORLD_SIZE")?);
-    let host = (variables.0)("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
-    let port = variables.parsed("SUMAC_PORT", "a port number")?.unwrap_or(DEFAULT_PORT);
-    let addr = (host.as_str(), port).to_socket_addrs().ok().and_then(|mut addrs| addrs.next());
-    let addr: SocketAddr =
-        addr.ok_or_else(|| invalid("MASTER_ADDR", format!("{host:?} is not an address or the name of a host")))?;
+    let mut addrs = variables.controller()?.into_iter();
     let job = (variables.0)("SUMAC_JOB").unwrap_or_else(|| "default".into());
-    let mut config = JoinConfig::new(addr, job, rank, world);
+    let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
+    let mut config = JoinConfig::new(first, job, rank, world);
+    config.controller_alternatives = addrs.collect();
     variables.placement(&mut config)?;
     variables.calls(&mut config)?;
     variables.udp(&mut config)?;
@@ -89,6 +88,20 @@ pub(super) fn invalid(name: &'static str, why: impl Into<String>) -> JoinError {
 struct Variables<F>(F);
 
 impl<F: Fn(&str) -> Option<String>> Variables<F> {
+    /// Read the addresses of the controller.
+    fn controller(&self) -> Result<Vec<SocketAddr>, JoinError> {
+        if let Some(text) = (self.0)("SUMAC_CONTROLLER") {
+            return resolve(&text, DEFAULT_PORT).map_err(|why| invalid("SUMAC_CONTROLLER", why.to_string()));
+        }
+        let host = (self.0)("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
+        let port = self.parsed("SUMAC_PORT", "a port number")?.unwrap_or(DEFAULT_PORT);
+        let addrs: Vec<_> = (host.as_str(), port).to_socket_addrs().into_iter().flatten().collect();
+        if addrs.is_empty() {
+            return Err(invalid("MASTER_ADDR", format!("{host:?} is not an address or the name of a host")));
+        }
+        Ok(addrs)
+    }
+
     /// Read where the rank is and how it reaches its device.
     fn placement(&self, config: &mut JoinConfig) -> Result<(), JoinError> {
         let Self(variable) = self;
@@ -223,10 +236,11 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 25] = [
+const KNOWN: [&str; 26] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
+    "SUMAC_CONTROLLER",
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
     "SUMAC_HOST",
@@ -311,6 +325,21 @@ mod tests {
         expected.udp.spin = Duration::from_micros(15);
         assert_eq!(format!("{read:?}"), format!("{expected:?}"));
         assert!(set.iter().all(|(name, _)| KNOWN.contains(name)), "a variable is missing from KNOWN");
+    }
+
+    #[test]
+    fn controller_variable_beats_master_addr_and_port() {
+        let read = |text| config(&[("SUMAC_CONTROLLER", text), ("MASTER_ADDR", "10.0.0.1"), ("SUMAC_PORT", "9")]);
+        let given = read("[::1]:7850").expect("an address");
+        assert_eq!(
+            (given.controller, given.bind),
+            ("[::1]:7850".parse().expect("valid"), "::1".parse().expect("valid"))
+        );
+        let named = read("localhost").expect("every system knows it");
+        let all = named.controller_alternatives.iter().chain([&named.controller]);
+        assert!(all.into_iter().all(|addr| addr.ip().is_loopback() && addr.port() == DEFAULT_PORT), "{named:?}");
+        let error = read("localhost:port").expect_err("no port").to_string();
+        assert!(error.contains("SUMAC_CONTROLLER") && error.contains("localhost:port"), "{error}");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use super::notices::Notices;
 use super::straggler::Straggler;
 use super::tree::{Tree, attach_params};
 use crate::controller::proto::{ClientRequest, DEFAULT_TENANT, JoinRequest, Terms, Transport, TreeMembership};
-use crate::controller::{ClientError, Notice, Session};
+use crate::controller::{ClientError, Notice, Session, first_reachable};
 use crate::exec::{JobToken, Mesh, MeshError};
 use crate::schedule::Place;
 use crate::select::{Algo, Declared, SelectionContext};
@@ -30,6 +30,9 @@ use thiserror::Error;
 pub struct JoinConfig {
     /// The controller's address.
     pub controller: SocketAddr,
+    /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
+    /// `controller`, that accepts a connection.
+    pub controller_alternatives: Vec<SocketAddr>,
     /// The job's name. Ranks that give the same name to the same controller form a job.
     pub job: String,
     /// This rank, from 0 to `world - 1`.
@@ -83,6 +86,7 @@ impl JoinConfig {
     pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
         Self {
             controller,
+            controller_alternatives: Vec::new(),
             job: job.into(),
             rank,
             world,
@@ -108,7 +112,8 @@ impl JoinConfig {
     /// |---|---|---|
     /// | `rank` | `RANK` | required |
     /// | `world` | `WORLD_SIZE` | required |
-    /// | `controller` | `MASTER_ADDR`, `SUMAC_PORT` | host and port; default 127.0.0.1 and [`DEFAULT_PORT`] |
+    /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
+    /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
     /// | `job` | `SUMAC_JOB` | default `default` |
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
@@ -136,6 +141,16 @@ impl JoinConfig {
     pub fn from_env() -> Result<Self, JoinError> {
         environment::warn_once();
         environment::read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Choose among the controller's addresses. A rank that is bound to the first one is then bound to the chosen one,
+    /// which may be of the other family.
+    fn choose_controller(&mut self) {
+        let chosen = first_reachable(self.controller, &self.controller_alternatives);
+        if self.bind == self.controller.ip() {
+            self.bind = chosen.ip();
+        }
+        self.controller = chosen;
     }
 
     /// Open the data port towards the leaf device.
@@ -194,6 +209,7 @@ super::error::creation_error!(JoinError: Environment Controller Port Listen Mesh
 
 /// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
+    config.choose_controller();
     let (listener, mesh_addr) = listen(config.bind)?;
     let (recovery_listener, recovery_addr) = listen(config.bind)?;
     let port = config.open_port()?;

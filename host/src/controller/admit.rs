@@ -400,6 +400,21 @@ impl Placement {
         }
     }
 
+    /// The tree's properties that path selection uses.
+    pub(super) fn facts(&self) -> TreeFacts {
+        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
+        TreeFacts {
+            levels: self.levels,
+            max_children: self.max_children,
+            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
+            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
+            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
+            zero_copy_ranks: self.zero_copy_ranks(),
+            rdma_ranks: self.rdma_ranks,
+            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
+        }
+    }
+
     /// The membership of a rank.
     pub(super) fn membership(&self, config: &ControllerConfig, rank: Rank) -> TreeMembership {
         let (leaf, child) = self.ranks[rank.0 as usize];
@@ -412,17 +427,7 @@ impl Placement {
             Some(_) => u32::from(self.window_max),
             None => announce.capabilities.receive_buffer_bytes / (u32::from(node.children) * packet),
         };
-        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
-        let facts = TreeFacts {
-            levels: self.levels,
-            max_children: self.max_children,
-            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
-            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
-            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
-            zero_copy_ranks: self.zero_copy_ranks(),
-            rdma_ranks: self.rdma_ranks,
-            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
-        };
+        let facts = self.facts();
         TreeMembership {
             group: self.group,
             epoch: self.epoch,

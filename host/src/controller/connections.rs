@@ -20,7 +20,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{Announce, Envelope, FrameBuffer, FrameError, Hello, MAX_MESSAGE_LEN, Response};
+use sumac_hal::ctrl::{
+    Announce, Envelope, FrameBuffer, FrameError, Hello, MAX_MESSAGE_LEN, Rejection, Request, Response,
+};
 use sumac_hal::ids::Rank;
 
 const LISTENER: u64 = 0;
@@ -96,8 +98,6 @@ enum CloseReason {
     Input,
     #[error("output queued for all peers exceeds the limit, and this peer's queue is the longest")]
     Output,
-    #[error("refused as a device")]
-    Refused,
 }
 
 /// All connections, and the state of their thread.
@@ -463,12 +463,12 @@ fn handle_hello(shared: &Arc<Shared>, greeting: Hello, outbox: &Arc<Outbox>) -> 
         Hello::Device(announce) => {
             if let Err(why) = check_announce(&announce) {
                 tracing::warn!(%why, "refusing a device");
-                return Err(CloseReason::Refused);
+                return Ok(reject(outbox, Rejection::Name));
             }
             let session = Arc::new(DeviceSession::new(announce, sink()));
             if let Err(why) = shared.lock().add_device(&shared.config, &session) {
                 tracing::warn!(device = session.name(), %why, "refusing the device");
-                return Err(CloseReason::Refused);
+                return Ok(reject(outbox, why.rejection()));
             }
             tracing::info!(device = session.name(), boot_id = session.announce.boot_id.0, "device connected");
             // The device learns that it is registered.
@@ -477,6 +477,15 @@ fn handle_hello(shared: &Arc<Shared>, greeting: Hello, outbox: &Arc<Outbox>) -> 
         }
         _ => Ok(Peer::Client(Arc::new(Client::new(sink())), None)),
     }
+}
+
+/// Tell a device why it is not registered, and close the connection.
+fn reject(outbox: &Arc<Outbox>, rejection: Rejection) -> Peer {
+    if let Ok(frames) = Frames::of(&Envelope { id: u32::MAX, message: Request::Rejected(rejection) }) {
+        outbox.put(&[frames]);
+    }
+    outbox.disconnect();
+    Peer::Unknown
 }
 
 /// Check the names in a device's announcement, which are displayed.

@@ -52,13 +52,16 @@ struct Calls {
     waiting: BTreeMap<u32, Sender<Response>>,
     /// The first request for counters that timed out, until its response arrives.
     overdue_stats: Option<u32>,
+    /// The last request of [`DeviceSession::probe`], and when it was posted.
+    probe: Option<(u32, Instant)>,
     is_closed: bool,
 }
 
 impl DeviceSession {
     /// Create a session that sends requests to `sink`.
     pub(super) fn new(announce: Announce, sink: Box<dyn MessageSink>) -> Self {
-        let calls = Calls { sink, next_id: 0, waiting: BTreeMap::new(), overdue_stats: None, is_closed: false };
+        let calls =
+            Calls { sink, next_id: 0, waiting: BTreeMap::new(), overdue_stats: None, probe: None, is_closed: false };
         Self { announce, calls: Mutex::new(calls), is_unresponsive: AtomicBool::new(false) }
     }
 
@@ -149,6 +152,22 @@ impl DeviceSession {
         Ok(PendingReply { id, reply: receiver })
     }
 
+    /// Find out whether the device is alive: return whether it has answered the previous probe, if that was a moment
+    /// ago, and post the next one. Posting also ends the connection of a machine that was reset.
+    pub(super) fn probe(&self, now: Instant) -> bool {
+        let is_alive = {
+            let calls = self.lock();
+            calls.probe.is_some_and(|(id, at)| {
+                !calls.waiting.contains_key(&id) && now.saturating_duration_since(at) < PROBE_VALIDITY
+            })
+        };
+        // The response is ignored. Too many missing responses also end the connection.
+        if let Ok(asked) = self.post(Request::Identify) {
+            self.lock().probe = Some((asked.id, now));
+        }
+        is_alive
+    }
+
     fn reply(&self, asked: &PendingReply, deadline: Instant) -> Result<Response, DeviceError> {
         let reply = self.recv(asked, deadline);
         if matches!(reply, Err(DeviceError::Unreachable)) {
@@ -208,6 +227,9 @@ impl DeviceSession {
 pub(super) fn reply_deadline() -> Instant {
     Instant::now() + REPLY_TIMEOUT
 }
+
+/// How long an answered probe proves that a device is alive. Devices dial twice a second.
+const PROBE_VALIDITY: Duration = Duration::from_secs(3);
 
 /// Maximum number of unanswered requests, plus an allowance per group.
 const UNANSWERED_MAX: usize = 256;

@@ -29,6 +29,7 @@
 //!
 //! It listens on loopback only, because the control protocol is not authenticated yet (PROTOCOL 10).
 
+mod address;
 mod admit;
 mod connections;
 mod device;
@@ -48,6 +49,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+pub use address::{AddressError, first_reachable, resolve};
 pub use limits::{Limits, derived_name};
 pub use resources::{Quota, Quotas};
 pub use session::{ClientError, Notice, Session, status};

@@ -7,7 +7,10 @@ mod status;
 mod terms;
 
 pub use refusal::JoinRefusal;
-pub use status::{DeviceStatus, FabricStatus, JobStatus, JobTree, StatusReport, TenantStatus};
+pub use status::{
+    DeviceStatus, FabricStatus, JobStatus, JobTree, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport,
+    TenantStatus,
+};
 pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
 
 /// The old name of [`Transport`].

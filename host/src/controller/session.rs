@@ -378,6 +378,7 @@ impl Drop for Session {
 
 /// How much of a reason is sent, in characters.
 const REASON_SENT_CHARS_MAX: usize = 300;
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an address may take to accept a connection.
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Long enough for a controller that waits for an unresponsive device.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(30);

@@ -11,6 +11,7 @@ mod offer;
 mod placement;
 mod planning;
 mod reconnect;
+mod recovery;
 mod replan;
 mod report;
 mod requests;
@@ -31,7 +32,7 @@ use super::device::DeviceSession;
 use super::entropy::Entropy;
 use super::limits::{NameKind, PINNED_MAX, RANKS_MAX, check_name};
 use super::outbox::{Frames, MessageSink};
-use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePosition, check_tenant};
+use super::proto::{ClientReply, JoinRefusal, JoinRequest, Membership, QueuePosition, RecoveryOutcome, check_tenant};
 use super::queue::Queue;
 use super::resources::{DeviceKey, ResourceLedger};
 use crate::plan::Child;
@@ -39,12 +40,14 @@ use crate::schedule::tree::Tree;
 use crash_loop::CrashLoops;
 use membership::{MembershipMessages, SharedFields};
 use planning::Planning;
+use recovery::RecoveryLog;
 use resume::Resuming;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar};
 use std::time::Instant;
-use sumac_hal::ctrl::{Order, Request};
+use sumac_hal::ctrl::{Order, Rejection};
 use sumac_hal::ids::{Epoch, GroupId, Rank};
+use sumac_hal::port::Addr;
 
 /// A connected client.
 #[derive(Debug)]
@@ -234,6 +237,7 @@ pub(super) struct State {
     queue: Queue,
     planning: Planning,
     crash_loops: CrashLoops,
+    recoveries: RecoveryLog,
     next_view: NextView,
     entropy: Entropy,
     /// When devices of an earlier incarnation of the controller should have reconnected.
@@ -290,6 +294,7 @@ impl State {
             queue: Queue::default(),
             planning: Planning::default(),
             crash_loops: CrashLoops::new(config.limits.device_backoff),
+            recoveries: RecoveryLog::default(),
             next_view: NextView::at(started_ms),
             entropy,
             devices_settled_at: Instant::now() + RECONNECT_GRACE,
@@ -323,9 +328,8 @@ impl State {
         session: &Arc<DeviceSession>,
     ) -> Result<(), DeviceRefused> {
         let name = session.name().to_owned();
-        if self.devices.contains_key(&name) {
-            self.probe_device(&name);
-            return Err(DeviceRefused::Taken);
+        if let Some(holder) = self.devices.get(&name) {
+            return Err(taken(holder, session, self.now));
         }
         let limit = config.limits.devices;
         if self.devices.len() >= limit {
@@ -338,15 +342,6 @@ impl State {
         self.record_connect(session);
         self.reconsider();
         Ok(())
-    }
-
-    /// Probe a device's connection. A machine that was reset closes none of its connections: they end when something is
-    /// sent on them, and then the device's next incarnation is accepted.
-    fn probe_device(&self, name: &str) {
-        if let Some(device) = self.devices.get(name) {
-            // The response is ignored. Too many missing responses also end the connection.
-            let _ = device.post(Request::Identify);
-        }
     }
 
     /// Drop all records of a device's session that has ended.
@@ -462,12 +457,20 @@ impl State {
                     tracing::info!(job = name, rank = %first, others, "rank disconnected after its job failed");
                 } else {
                     tracing::warn!(job = name, rank = %first, others, "rank is lost");
+                    let cause = if others == 0 {
+                        format!("{first} is lost")
+                    } else {
+                        format!("{} ranks are lost", ranks.len())
+                    };
+                    self.recoveries.begin(name, job.view, &cause, self.now);
                 }
                 job.broadcast_all(ranks.iter().map(|rank| ClientReply::RankLost(*rank)));
             }
             job.refuse_replans(name, *first);
             job.withdraw_offer();
-            job.try_report_survivors();
+            if let Some(ranks) = job.try_report_survivors() {
+                self.recoveries.end(name, RecoveryOutcome::Survivors { ranks }, self.now);
+            }
         } else {
             // Do not let the other ranks wait for one that may not come back.
             job.broadcast(&ClientReply::Refused(JoinRefusal::RankLost { rank: *first, job: name.to_owned() }));
@@ -475,6 +478,7 @@ impl State {
         let is_over = !is_begun || job.members.is_empty();
         if is_over && let Some(job) = self.jobs.remove(name) {
             tracing::info!(job = name, "job ends");
+            self.recoveries.end(name, RecoveryOutcome::JobEnded, self.now);
             if let Some(Ok(placement)) = job.placement {
                 self.release(&placement);
             }
@@ -492,10 +496,29 @@ impl State {
 pub(super) enum DeviceRefused {
     /// The name is in use.
     #[error("a device of that name is already connected")]
-    Taken,
+    Taken { holder: Option<Addr>, is_alive: bool },
     /// The limit on devices is reached.
     #[error("the limit of {limit} devices is reached; start the controller with a higher limit")]
     Limit { limit: usize },
+}
+
+impl DeviceRefused {
+    /// What the refused device is told.
+    pub(super) fn rejection(&self) -> Rejection {
+        match *self {
+            Self::Taken { holder, is_alive } => Rejection::NameTaken { holder, is_alive },
+            Self::Limit { limit } => Rejection::TooMany { limit: u32::try_from(limit).unwrap_or(u32::MAX) },
+        }
+    }
+}
+
+/// Refuse `session`, whose name `holder` has, and probe the holder. A machine that was reset closes none of its
+/// connections: they end when something is sent on them, and then the device's next incarnation is accepted.
+fn taken(holder: &DeviceSession, session: &DeviceSession, now: Instant) -> DeviceRefused {
+    let has_answered = holder.probe(now);
+    // A device that reconnects before its previous connection has ended finds nobody but itself.
+    let is_alive = has_answered && holder.key() != session.key();
+    DeviceRefused::Taken { holder: holder.announce.data_addrs.first().copied(), is_alive }
 }
 
 /// Check a rank's request before it determines an allocation or is displayed.

@@ -6,6 +6,7 @@ mod links;
 mod offers;
 mod quotas;
 mod replan;
+mod reports;
 mod resume;
 mod unlocked;
 

@@ -160,6 +160,19 @@ pub struct TreeFacts {
     pub over_verbs: bool,
 }
 
+impl TreeFacts {
+    /// How the `ranks` of the job reach their tree.
+    pub const fn transport(&self, ranks: u32) -> TreeTransport {
+        match self.zero_copy_ranks {
+            0 if self.over_verbs => TreeTransport::Verbs,
+            0 => TreeTransport::Packets,
+            all if all >= ranks && self.rdma_ranks >= ranks => TreeTransport::Rdma,
+            all if all >= ranks => TreeTransport::Shm,
+            zero_copy => TreeTransport::Mixed { zero_copy, ranks },
+        }
+    }
+}
+
 /// How the ranks of a job reach the leaves of their tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -209,14 +222,7 @@ impl fmt::Display for TreeTransport {
 impl SelectionContext {
     /// How the ranks reach their tree, if there is one.
     pub fn tree_transport(&self) -> Option<TreeTransport> {
-        let tree = self.tree.as_ref().ok()?;
-        Some(match tree.zero_copy_ranks {
-            0 if tree.over_verbs => TreeTransport::Verbs,
-            0 => TreeTransport::Packets,
-            all if all >= self.ranks && tree.rdma_ranks >= self.ranks => TreeTransport::Rdma,
-            all if all >= self.ranks => TreeTransport::Shm,
-            zero_copy => TreeTransport::Mixed { zero_copy, ranks: self.ranks },
-        })
+        self.tree.as_ref().ok().map(|tree| tree.transport(self.ranks))
     }
 }
 

@@ -254,6 +254,7 @@ impl GroupCtx<'_> {
         }
         self.children[child].top = self.children[child].top.max(local + 1);
         self.common.counters.contributions += 1;
+        self.common.counters.zero_copy_contributions += 1;
         let place = index * self.children.len() + child;
         let (Some(refs), Some(zero_copy)) = (&mut self.refs, &mut self.group.zero_copy) else { return };
         let at = |base: Option<Address>| base.and_then(|base| submitted.address(base, next));

@@ -10,7 +10,8 @@ use core::time::Duration;
 use smoltcp::phy::Device;
 use smoltcp::socket::tcp;
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, ZeroCopyRefusal, decode, encode,
+    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Rejection, Request, Response, ZeroCopyRefusal, decode,
+    encode,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -40,6 +41,9 @@ pub enum ControlError {
     /// The controller sent something that is not a request, or is too long for one.
     #[error("invalid request from the controller: {0}")]
     Frame(#[from] FrameError),
+    /// The controller did not register the device.
+    #[error("not registered: {0}")]
+    Rejected(Rejection),
     /// A request exceeds the board's buffer.
     #[error("a request exceeds {MESSAGE_BYTES} bytes")]
     TooLong,
@@ -61,8 +65,8 @@ pub struct Control {
     controller: SocketAddrV4,
     announce: Announce,
     state: State,
-    /// The controller has sent a request on this connection; one that already has a device of this name closes it
-    /// instead.
+    /// The controller has sent a request on this connection; one that already has a device of this name rejects this
+    /// one instead.
     is_accepted: bool,
     /// The number of connections so far: each uses the next source port.
     dials: u16,
@@ -186,6 +190,9 @@ impl Control {
             };
             self.request.copy_within(len..self.have, 0);
             self.have -= len;
+            if let Request::Rejected(rejection) = request.message {
+                return Err(ControlError::Rejected(rejection));
+            }
             self.is_accepted = true;
             let message = self.answer(request.message, &mut execute);
             self.len = encode(&Envelope { id: request.id, message }, &mut self.answer)?.len();

@@ -6,6 +6,7 @@
 use super::build::{BareBoard, default_image};
 use super::bus::{BoardSetup, Broker};
 use super::log::LogText;
+use crate::address;
 use crate::cluster;
 use crate::exit::Failure;
 use anyhow::{Context, anyhow};
@@ -37,9 +38,10 @@ pub(crate) struct RunArgs {
     /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME", default_value = "leaf0")]
     name: String,
-    /// Controller to register with
-    #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
-    controller: SocketAddr,
+    /// Controller to register with, by its first IPv4 address
+    #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
+          default_value_t = format!("127.0.0.1:{DEFAULT_PORT}"))]
+    controller: String,
     /// Number of cores, each with a shard and a network card of its own
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4))]
     cores: u16,
@@ -84,7 +86,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
     let image = image.ok_or_else(|| {
         Failure::Input(anyhow!("no image; build one with `sumac image build --board KIND`, or name one with --image"))
     })?;
-    let SocketAddr::V4(controller) = args.controller else {
+    let mut controllers = address::all("--controller", &args.controller, DEFAULT_PORT)?.into_iter();
+    let Some(controller) = controllers.find(SocketAddr::is_ipv4) else {
         return Err(Failure::Input(anyhow!("--controller {}: boards support IPv4 only", args.controller)));
     };
     if args.name.is_empty() || args.name.len() > MAX_NAME_LEN || args.name.contains(['\n', '#', ',']) {

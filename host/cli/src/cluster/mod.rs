@@ -23,7 +23,7 @@ pub(crate) use start::{
     start_device,
 };
 
-use crate::exit::Failure;
+use crate::exit::{Failure, is_quiet};
 use events::Event;
 use indicatif::ProgressBar;
 use process::Child;
@@ -161,7 +161,9 @@ impl Supervisor {
     /// [`ClusterError::System`] if it cannot be started.
     pub(crate) fn spawn_with_stdin(&mut self, name: &str, args: &[String]) -> Result<ChildId, ClusterError> {
         let id = ChildId(self.children.len());
-        let args: Vec<String> = args.iter().cloned().chain((0..self.verbose).map(|_| "-v".to_owned())).collect();
+        let quiet = is_quiet().then(|| "--quiet".to_owned());
+        let verbose = (0..self.verbose).map(|_| "-v".to_owned());
+        let args: Vec<String> = args.iter().cloned().chain(verbose).chain(quiet).collect();
         let child = Child::spawn(id, name, &args, &self.sender, &self.bar)
             .map_err(|source| ClusterError::System { what: format!("start {name}"), source })?;
         self.children.push(child);

@@ -125,7 +125,7 @@ pub(crate) fn spawn_controller(
 ) -> Result<ChildId, ClusterError> {
     let (topology, stdin) = match &config.layout.source {
         Source::File(path) => (path.to_string_lossy().into_owned(), Vec::new()),
-        Source::Toml(text) => ("-".to_owned(), text.clone().into_bytes()),
+        Source::Text(text) => ("-".to_owned(), text.clone().into_bytes()),
     };
     // Faults end devices on purpose, so the controller must not delay their return.
     let own = [

@@ -26,7 +26,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,
-    /// Plan the tree on this fabric (an ibnetdiscover dump or TOML) and build it from emulated devices
+    /// Plan the tree on this fabric (an ibnetdiscover dump or TOML; `-` reads it from stdin) and build it from emulated
+    /// devices
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Deadline of each operation, in seconds

@@ -3,6 +3,7 @@
 //! None of them is needed, because packets do the same. A failed check is `missing`, never `BROKEN`.
 
 use super::{Finding, Health};
+use serde::Serialize;
 use std::fmt::Display;
 use std::fs;
 use std::sync::atomic::AtomicU32;
@@ -73,14 +74,21 @@ fn huge_pages() -> Finding {
     }
 }
 
-/// Return the table of DMA engine profiles, line by line.
-pub(super) fn profiles() -> Vec<String> {
-    let head = "DMA engines  capabilities and hardware of each profile (emulated by `sumac device --dma-profile`)";
-    let line = |profile: Profile| {
-        let (does, hardware) = describe(profile);
-        format!("  {:<14} {does}\n  {:<14} {hardware}", profile.name(), "")
+/// A DMA engine profile.
+#[derive(Debug, Serialize)]
+pub(super) struct ProfileDescription {
+    pub(super) name: &'static str,
+    pub(super) capabilities: &'static str,
+    pub(super) hardware: &'static str,
+}
+
+/// Return all DMA engine profiles.
+pub(super) fn profiles() -> Vec<ProfileDescription> {
+    let described = |profile: Profile| {
+        let (capabilities, hardware) = describe(profile);
+        ProfileDescription { name: profile.name(), capabilities, hardware }
     };
-    std::iter::once(head.to_owned()).chain(Profile::ALL.map(line)).collect()
+    Profile::ALL.map(described).into()
 }
 
 /// Return the capabilities and the hardware of a profile, as documented at [`Profile`].
@@ -123,7 +131,7 @@ mod tests {
 
     #[test]
     fn table_lists_every_profile_and_its_hardware() {
-        let text = profiles().join("\n");
+        let text = format!("{:?}", profiles());
         for name in Profile::ALL.map(Profile::name).iter().chain(&["BlueField", "Ascend", "Intel DSA", "emulated"]) {
             assert!(text.contains(name), "{text}");
         }

@@ -9,7 +9,7 @@ const WHAT: &str = "RDMA (verbs)";
 #[cfg(not(feature = "verbs"))]
 pub(super) fn findings() -> Vec<Finding> {
     let advice = "build with `--features verbs`; Debian: apt-get install cmake libclang-dev libibverbs-dev";
-    vec![Finding { health: Health::Missing, what: WHAT, found: "not built in".into(), advice: advice.into() }]
+    vec![Finding { health: Health::NotBuilt, what: WHAT, found: "not built in".into(), advice: advice.into() }]
 }
 
 #[cfg(feature = "verbs")]

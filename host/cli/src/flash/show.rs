@@ -1,7 +1,7 @@
 //! Output of `sumac flash` and `sumac card list`: lines and a progress bar on stderr, or one JSON object on stdout.
 
 use super::record::Record;
-use crate::exit::Failure as Exit;
+use crate::exit::{Failure as Exit, is_quiet};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use std::io::{self, Write};
@@ -93,16 +93,16 @@ impl Display {
 
     /// Show the card's state and record.
     pub(super) fn card(&self, card: &Card, had: Option<&Record>) {
-        message!("{}", card.line());
+        note!("{}", card.line());
         match had {
             Some(Record { version, epoch, sha256 }) => {
                 let version = version.as_deref().unwrap_or("without a manifest");
-                message!(
+                note!(
                     "last flashed from here: {version}, epoch {epoch}, sha256 {}",
                     &sha256.get(..16).unwrap_or(sha256)
                 );
             }
-            None => message!("never flashed from here"),
+            None => note!("never flashed from here"),
         }
     }
 
@@ -115,7 +115,7 @@ impl Display {
         let signed = key
             .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
         let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
-        message!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+        note!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
     }
 
     /// Report a dry run.
@@ -139,7 +139,7 @@ impl Display {
 
     /// Create the progress bar.
     pub(super) fn bar(&self, len_bytes: u64) -> Bar {
-        let target = if self.json { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+        let target = if self.json || is_quiet() { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
         let bar = ProgressBar::with_draw_target(Some(len_bytes), target);
         let style = "{msg:10} {wide_bar} {bytes}/{total_bytes} {binary_bytes_per_sec} {eta}";
         // The template is a valid constant.
@@ -211,7 +211,7 @@ impl Display {
         let misc = card.folder().join("misc");
         match restored {
             Restored::NotTouched => {}
-            Restored::Yes => message!("the card's settings are restored"),
+            Restored::Yes => note!("the card's settings are restored"),
             Restored::No(why) => {
                 let misc = misc.display();
                 message!(
@@ -255,7 +255,7 @@ impl Bar {
         if self.json {
             tracing::info!("{line}");
         } else {
-            self.bar.suspend(|| message!("{line}"));
+            self.bar.suspend(|| note!("{line}"));
         }
     }
 }

@@ -103,7 +103,7 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
     let signed = if key.is_some() { "signed" } else { "not signed (--sign-key)" };
     writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", output.display())?;
     if args.base.is_none() {
-        message!("note: without --base, the stream contains no boot loader; a card needs one of its own to boot it");
+        note!("note: without --base, the stream contains no boot loader; a card needs one of its own to boot it");
     }
     Ok(())
 }

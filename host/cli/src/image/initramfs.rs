@@ -46,7 +46,7 @@ fn write(agent: &Path, modules: Option<&Path>, path: &Path) -> Result<(), Failur
     output.publish()?;
     writeln!(io::stdout(), "{}: {len_bytes} bytes, {} modules", path.display(), contents.modules.len())?;
     if modules.is_none() {
-        message!("note: without --modules, the kernel must have all drivers built in");
+        note!("note: without --modules, the kernel must have all drivers built in");
     }
     Ok(())
 }

@@ -151,7 +151,7 @@ impl StreamBuilder {
         };
         let report = report.map_err(|error| file.failure(error))?;
         for note in &report.notes {
-            message!("note: {}: {note}", path.display());
+            note!("note: {}: {note}", path.display());
         }
         self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
     }
@@ -188,9 +188,7 @@ impl StreamBuilder {
             None => false,
         };
         if !fits {
-            message!(
-                "note: the manifest does not match the images and is dropped; create a new one with --image-version"
-            );
+            note!("note: the manifest does not match the images and is dropped; create a new one with --image-version");
             self.builder.remove(ImageId::INFO);
         }
         Ok(())

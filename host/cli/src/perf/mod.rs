@@ -301,7 +301,8 @@ fn case_limit(args: &PerfArgs) -> Duration {
 
 /// Return a progress bar on stderr, hidden if stderr is not a terminal.
 fn progress_bar(rows: usize) -> ProgressBar {
-    let bar = ProgressBar::with_draw_target(Some(rows as u64), ProgressDrawTarget::stderr());
+    let target = if crate::exit::is_quiet() { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+    let bar = ProgressBar::with_draw_target(Some(rows as u64), target);
     // The template is a constant. If it is rejected, the default style does.
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {pos}/{len} {msg}") {
         bar.set_style(style.progress_chars("=> "));

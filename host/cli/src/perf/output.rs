@@ -71,7 +71,7 @@ impl<'a> Output<'a> {
 
     /// Print a remark on stderr.
     pub(super) fn remark(&self, what: &str) {
-        self.bar.suspend(|| message!("# {what}"));
+        self.bar.suspend(|| note!("# {what}"));
     }
 
     /// Print the summary and return the number of wrong elements.

@@ -68,7 +68,7 @@ pub(crate) struct SelftestArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,
-    /// Plan the tree to start on this fabric (an ibnetdiscover dump or TOML)
+    /// Plan the tree to start on this fabric (an ibnetdiscover dump or TOML; `-` reads it from stdin)
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Tenant to which the tests are accounted
@@ -112,7 +112,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let devices = args.chosen(known).map_err(Failure::Input)?;
     if !report.jobs.is_empty() {
         let jobs = report.jobs.len();
-        message!("# {jobs} jobs are running; their traffic affects loss, latency and bandwidth");
+        note!("# {jobs} jobs are running; their traffic affects loss, latency and bandwidth");
     }
     let mut tester = Tester { args, controller, supervisor, rows: Vec::new(), alone: BTreeMap::new(), jobs: 0 };
     if !args.json {

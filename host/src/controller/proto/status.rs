@@ -3,6 +3,7 @@
 use super::QueuePosition;
 use crate::controller::resources::Quota;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use sumac_hal::ctrl::{AttachPoint, DeviceCapabilities, Stats};
 use sumac_hal::ids::GroupId;
 use sumac_hal::port::Addr;
@@ -20,6 +21,63 @@ pub struct StatusReport {
     pub jobs_left_out: u32,
     /// The tenants that have jobs or a quota, by name.
     pub tenants: Vec<TenantStatus>,
+    /// The latest recoveries of all jobs, also of those that have ended; the latest comes first.
+    pub recoveries: Vec<RecoveryStatus>,
+}
+
+/// One recovery of a job: from the loss of a tree or of ranks, or from the end of an earlier controller.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecoveryStatus {
+    /// The job.
+    pub job: String,
+    /// The view that ended.
+    pub view: u32,
+    /// What was lost, and how that was noticed.
+    pub cause: String,
+    /// How long ago the controller learned of it, in milliseconds.
+    pub began_ms_ago: u64,
+    /// How long it took until the ranks could continue, in milliseconds; `None` while it lasts.
+    pub took_ms: Option<u64>,
+    /// How it ended; `None` while it lasts.
+    pub outcome: Option<RecoveryOutcome>,
+}
+
+/// How a recovery ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum RecoveryOutcome {
+    /// The job has another tree.
+    NewTree,
+    /// The job continues without a tree.
+    NoTree {
+        /// Why there is none.
+        reason: String,
+    },
+    /// The surviving ranks continue among themselves.
+    Survivors {
+        /// How many they are.
+        ranks: u32,
+    },
+    /// The job ended meanwhile.
+    JobEnded,
+}
+
+/// Consecutive ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankRange {
+    /// The first of them.
+    pub first: u32,
+    /// The last of them.
+    pub last: u32,
+}
+
+impl fmt::Display for RankRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self { first, last } if first == last => write!(f, "{first}"),
+            Self { first, last } => write!(f, "{first}-{last}"),
+        }
+    }
 }
 
 /// A tenant: what its groups hold, and its quota.
@@ -77,6 +135,9 @@ pub struct JobStatus {
     pub joined: u32,
     /// How many ranks it has.
     pub world: u32,
+    /// The ranks that are not connected, in order: they have not joined, have left, or are lost. Of many ranges, the
+    /// first ones.
+    pub missing: Vec<RankRange>,
     /// Whether it has started.
     pub running: bool,
     /// The current view: how often it was placed anew since it started.
@@ -102,4 +163,6 @@ pub struct JobTree {
     /// How many ranks use zero-copy; the others use packets.
     #[serde(rename = "by_reference")]
     pub zero_copy_ranks: u32,
+    /// How the ranks reach the tree: a name of [`TreeTransport`](crate::select::TreeTransport).
+    pub transport: String,
 }

@@ -168,6 +168,7 @@ impl State {
         let Some((name, job)) = found else { return };
         let why = format!("the lease of its group expired on device {}", device.name);
         tracing::warn!(job = name, view = job.view, %group, why, "tree is lost");
+        self.recoveries.begin(name, job.view, &format!("tree lost: {why}"), self.now);
         let lost = job.placement.replace(Err(why));
         if !std::mem::replace(&mut job.tree_suspected, true) {
             job.broadcast(&ClientReply::TreeLost { view: job.view });

@@ -175,6 +175,9 @@ impl State {
         if is_new {
             return job.send_memberships(config, place, ClientReply::Joined);
         }
+        if let Some(placed) = &job.placement {
+            self.recoveries.end_with_tree(name, placed, self.now);
+        }
         job.view += 1;
         (job.tree_suspected, job.is_moving, job.offer) = (false, false, None);
         job.clear_replan_requests();

@@ -48,6 +48,8 @@ impl State {
                         device = device.name,
                         "tree is lost: the device did not reconnect"
                     );
+                    let cause = format!("tree lost: device {} did not reconnect", device.name);
+                    self.recoveries.begin(name, job.view, &cause, now);
                     job.broadcast(&ClientReply::TreeLost { view: job.view });
                 }
             }

@@ -16,7 +16,7 @@
 //! member.
 
 use super::{Client, Job, State};
-use crate::controller::proto::{AbortReason, ClientReply};
+use crate::controller::proto::{AbortReason, ClientReply, RecoveryOutcome};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
@@ -37,6 +37,7 @@ impl State {
         }
         tracing::warn!(job = name, %rank, view, "tree is lost: reported by a rank");
         job.tree_suspected = true;
+        self.recoveries.begin(name, view, &format!("tree lost: reported by {rank}"), self.now);
         job.broadcast(&ClientReply::TreeLost { view });
     }
 
@@ -138,6 +139,8 @@ impl State {
             );
             job.clear_replan_requests();
             (job.tree_suspected, job.is_moving) = (false, false);
+            let reason = "not all ranks requested another one in time".to_owned();
+            self.recoveries.end(name, RecoveryOutcome::NoTree { reason }, now);
             self.drop_lost_tree(name);
             self.offer_soon(name);
         }
@@ -163,7 +166,11 @@ impl State {
             Some(job)
         });
         match job {
-            Some(job) => job.try_report_survivors(),
+            Some(job) => {
+                if let (Some(ranks), Some((name, _))) = (job.try_report_survivors(), place) {
+                    self.recoveries.end(name, RecoveryOutcome::Survivors { ranks }, self.now);
+                }
+            }
             None => {
                 let ranks = Err("no running job was joined on this connection".to_owned());
                 client.send(&ClientReply::Survivors { round: 0, ranks });
@@ -180,16 +187,18 @@ impl Job {
         self.replan_abandoned_until = None;
     }
 
-    /// Send the list of survivors once all of them have asked.
-    pub(super) fn try_report_survivors(&mut self) {
+    /// Send the list of survivors once all of them have asked. Returns how many they are.
+    pub(super) fn try_report_survivors(&mut self) -> Option<u32> {
         if self.survivor_requests.is_empty() || self.survivor_requests.len() < self.members.len() {
-            return;
+            return None;
         }
         self.survivor_requests.clear();
         let round = self.shrink_count;
         self.shrink_count += 1;
         let ranks: Vec<Rank> = self.members.keys().copied().collect();
+        let count = ranks.len() as u32;
         self.broadcast(&ClientReply::Survivors { round, ranks: Ok(ranks) });
+        Some(count)
     }
 
     /// Refuse pending replan requests because a rank is gone.

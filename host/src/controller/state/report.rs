@@ -7,7 +7,7 @@ use crate::controller::admit::Placement;
 use crate::controller::device::DeviceSession;
 use crate::controller::outbox::Frames;
 use crate::controller::proto::{
-    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePosition, StatusReport, TenantStatus,
+    ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePosition, RankRange, StatusReport, TenantStatus,
 };
 use crate::controller::queue::EntryStatus;
 #[cfg(feature = "snapshot")]
@@ -74,6 +74,25 @@ impl Report {
     }
 }
 
+/// How many ranges of missing ranks a report lists of a job.
+const MISSING_RANGES_MAX: usize = 32;
+
+impl Job {
+    /// Return the ranks that are not connected.
+    fn missing_ranks(&self) -> Vec<RankRange> {
+        let mut missing = Vec::new();
+        let mut next = 0;
+        let end = std::iter::once(self.world);
+        for rank in self.members.keys().map(|rank| rank.0).chain(end) {
+            if rank > next && missing.len() < MISSING_RANGES_MAX {
+                missing.push(RankRange { first: next, last: rank - 1 });
+            }
+            next = rank + 1;
+        }
+        missing
+    }
+}
+
 impl State {
     pub(in crate::controller) fn report(&self, config: &ControllerConfig) -> Report {
         let fabric = config.fabric.as_ref();
@@ -101,6 +120,7 @@ impl State {
             jobs,
             jobs_left_out: 0,
             tenants: self.report_tenants(),
+            recoveries: self.recoveries.report(self.now),
         };
         Report { report, devices: self.devices.values().cloned().collect() }
     }
@@ -130,6 +150,7 @@ impl State {
             tenant: job.tenant().to_owned(),
             joined: job.members.len() as u32,
             world: job.world,
+            missing: job.missing_ranks(),
             running: job.placement.is_some(),
             view: job.view,
             tree: job.placement.as_ref().map(|placed| self.report_tree(job, placed)),
@@ -154,6 +175,7 @@ impl State {
             levels: placement.levels,
             devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
             zero_copy_ranks: placement.zero_copy_ranks(),
+            transport: placement.facts().transport(job.world).name().to_owned(),
         })
     }
 

@@ -32,6 +32,9 @@ use sumac_hal::ids::Rank;
 /// as lost, as if their connections had ended.
 pub(super) const RESUME_LIMIT: Duration = Duration::from_secs(10);
 
+/// Why a resumed job has no tree at first.
+const EARLIER: &str = "its tree belongs to an earlier controller; this one reserves another";
+
 /// The maximum view and survivor round that a resuming job may report; it counts up from there.
 const COUNT_MAX: u32 = 1 << 30;
 
@@ -152,10 +155,14 @@ impl State {
             }
             other != name
         });
-        let Resuming { mut job, left, .. } = resuming;
+        let Resuming { mut job, left, until } = resuming;
+        // The first rank came back that long before the others had to.
+        let came_first = until.checked_sub(RESUME_LIMIT).unwrap_or(self.now).min(self.now);
+        self.recoveries.begin(name, job.view, "its controller was restarted", came_first);
+        self.recoveries.end_with_tree(name, &Err::<(), _>(EARLIER.to_owned()), self.now);
         job.view += 1;
         tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
-        job.placement = Some(Err("its tree belongs to an earlier controller; this one reserves another".into()));
+        job.placement = Some(Err(EARLIER.into()));
         job.broadcast(&ClientReply::Resumed { view: job.view });
         let is_lost = |rank: &Rank| !job.members.contains_key(rank) && !left.contains(rank);
         for rank in (0..world).map(Rank).filter(is_lost) {

@@ -7,6 +7,7 @@ use crate::plan::Child;
 use std::io::{ErrorKind, Read, Write};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
+use sumac_hal::ctrl::{Rejection, StreamError};
 
 /// A join request for the job `job`.
 fn of_job(job: &str, rank: u32, world: u32) -> JoinRequest {
@@ -242,7 +243,10 @@ fn invalid_names_are_refused() {
     );
     let mut device = TcpStream::connect(controller.local_addr()).expect("a controller");
     send(&mut device, &Hello::Device(announce("leaf\u{1b}[2J", 1, None))).expect("it listens");
-    assert_eq!(device.read(&mut [0; 16]).expect("closed in order"), 0, "it is disconnected");
+    let mut reader = FrameReader::new(device);
+    let rejected = reader.recv::<Envelope<Request>>().expect("a message").message;
+    assert_eq!(rejected, Request::Rejected(Rejection::Name));
+    assert!(matches!(reader.recv::<Envelope<Request>>(), Err(StreamError::Closed)), "it is disconnected");
     let report = status(controller.local_addr()).expect("a report");
     assert!(report.jobs.is_empty() && report.devices.is_empty(), "{report:?}");
 }
