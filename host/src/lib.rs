@@ -122,6 +122,7 @@
 
 pub mod comm;
 pub mod controller;
+mod engine;
 pub mod exec;
 pub mod gpu;
 pub mod plan;

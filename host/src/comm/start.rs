@@ -9,8 +9,8 @@
 //! and does not count as a call.
 
 use super::calls::{check, elements};
-use super::element::ErasedBuffer;
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer};
+use crate::engine::ErasedBuffer;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 

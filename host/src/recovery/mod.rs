@@ -20,9 +20,11 @@
 
 mod ballot;
 mod decide;
+mod grace_period;
 #[cfg(feature = "snapshot")]
 pub mod harness;
 mod inventory;
+mod migration;
 mod plan;
 mod source;
 #[cfg(test)]
@@ -32,7 +34,9 @@ mod view;
 pub(crate) use crate::transport::RecoverySource;
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
 pub(crate) use decide::{Decision, MigrationPromise, RankReport, agreed_migration, decide, in_latest_tree};
+pub(crate) use grace_period::GracePeriod;
 pub(crate) use inventory::ChunkInventory;
+pub(crate) use migration::{CallStart, Migration, NO_LIMIT};
 #[cfg(test)]
 pub(crate) use plan::plan;
 pub(crate) use plan::{Piece, Source, Unrecoverable};

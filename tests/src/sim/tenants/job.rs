@@ -16,7 +16,7 @@ use crate::sim::reduce::{reduce, tree};
 use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::comm::harness::{CallStart, Calls};
+use sumac::harness::{CallStart, Calls};
 use sumac::controller::harness::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
 use sumac::harness::{Decision, Origin, RankReport};

@@ -14,7 +14,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::comm::harness::Calls;
+use sumac::harness::Calls;
 use sumac::controller::harness::{ConnId, ControllerHarness, Output};
 use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
 use sumac_hal::port::Addr;

@@ -14,29 +14,13 @@
 
 use super::core::Core;
 use super::error::Error;
-use super::{CallOptions, Outcome};
+use super::options::{CallOptions, Outcome, Straggler};
 use crate::select::{Algo, Explanation, RuledOut};
 use crate::transport::packets::{CompletionInfo, OpId};
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::wire::{RankMask, StragglerLimit};
-
-/// The straggler policy of an operation. Must be the same on all ranks; otherwise they get [`Error::Mismatch`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Straggler {
-    /// Wait for late ranks until the operation's deadline.
-    #[default]
-    Wait,
-    /// Fail on all ranks with [`Error::Stragglers`] if a rank enters the operation later than this after the first one.
-    Deadline(Duration),
-    /// Complete without ranks that enter the operation later than this after the first one. [`Outcome::missing`]
-    /// reports them. They are removed from the communicator, with [`Error::Excluded`].
-    ///
-    /// Use a call deadline that is longer than this. Ranks that enter in time and then slow down are waited for.
-    Partial(Duration),
-}
 
 /// Why an operation does not support [`Straggler::Partial`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use super::element::ErasedBuffer;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::progress::Deadline;
-use super::{CallOptions, Outcome, Outstanding};
+use super::options::{CallOptions, Outcome, Outstanding};
 use crate::exec::Buffers;
 use crate::schedule::Schedule;
 use crate::select::Algo;
@@ -19,7 +19,7 @@ use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::wire::StragglerLimit;
 
 /// Buffers that the communicator owns while their operation is in flight.
-pub(super) struct Owned {
+pub(crate) struct Owned {
     /// The input, and also the output unless that is separate.
     pub(super) memory: Box<dyn ErasedBuffer>,
     pub(super) output: Option<Box<dyn ErasedBuffer>>,
@@ -46,7 +46,7 @@ impl Owned {
     }
 
     /// Return the buffer that holds the result.
-    pub(super) fn into_result(self) -> Box<dyn ErasedBuffer> {
+    pub(crate) fn into_result(self) -> Box<dyn ErasedBuffer> {
         self.output.unwrap_or(self.memory)
     }
 }
@@ -108,7 +108,7 @@ pub(super) struct Started {
 
 impl Core {
     /// Start an operation on buffers that the communicator owns until it is waited for.
-    pub(super) fn start(
+    pub(crate) fn start(
         &mut self,
         desc: OpDesc,
         memory: Box<dyn ErasedBuffer>,
@@ -267,7 +267,7 @@ impl Core {
     }
 
     /// Return the started operations and messages that the communicator holds.
-    pub(super) fn outstanding(&mut self) -> Outstanding {
+    pub(crate) fn outstanding(&mut self) -> Outstanding {
         self.reclaim_dropped();
         let in_tree = self.owned.values().map(|in_tree| &in_tree.buffers);
         let elsewhere = self.started.values().filter_map(|started| started.buffers.as_ref());
@@ -282,7 +282,7 @@ impl Core {
 
     /// Return whether a started operation has ended, with a result or an error. Drives the tree without blocking; runs
     /// a host collective to completion.
-    pub(super) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
+    pub(crate) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
         let (at, limit) = self.deadline(options);
         if self.schedules.contains(&handle) {
             self.wait_for(handle, (at, limit));
@@ -303,7 +303,7 @@ impl Core {
     }
 
     /// Wait for a started operation, and return its buffers.
-    pub(super) fn finish(&mut self, handle: u64, options: &CallOptions) -> (Option<Owned>, Result<Outcome, Error>) {
+    pub(crate) fn finish(&mut self, handle: u64, options: &CallOptions) -> (Option<Owned>, Result<Outcome, Error>) {
         let deadline = self.deadline(options);
         self.wait_for(handle, deadline);
         let Some(started) = self.started.remove(&handle) else {

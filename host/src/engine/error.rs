@@ -38,7 +38,7 @@ pub enum Error {
         other: OpDesc,
     },
     /// The peer of a message is lost; or any rank, in a communicator without recovery
-    /// ([`JoinConfig::repair`](super::JoinConfig)).
+    /// ([`JoinConfig::repair`](crate::comm::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.
@@ -118,7 +118,7 @@ pub enum Error {
         /// Why it failed.
         reason: RegisterError,
     },
-    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](super::Straggler)). All ranks that
+    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](crate::comm::Straggler)). All ranks that
     /// did get this error.
     #[error(
         "ranks {missing} did not enter the operation within its straggler limit, and it has no result without them"
@@ -168,7 +168,7 @@ pub enum Error {
          join a job from this process"
     )]
     Forked,
-    /// This rank's own program ended the communicator ([`Canceller`](super::Canceller)).
+    /// This rank's own program ended the communicator ([`Canceller`](crate::comm::Canceller)).
     #[error("cancelled by this rank's own program; the other ranks see it as lost")]
     Cancelled,
     /// An earlier call ended the communicator.
@@ -271,7 +271,7 @@ impl Error {
     }
 
     /// Turn a rejection into an error that ends the communicator: the operation had already begun.
-    pub(super) fn ending(self) -> Self {
+    pub(crate) fn ending(self) -> Self {
         if !self.is_rejection() {
             return self;
         }

@@ -1,62 +1,8 @@
-//! Element types of operations, and buffers that started operations may own.
+//! Buffers that started operations may own.
 
-use super::{Communicator, Error};
-use crate::transport::memory::Buffer;
+use super::{Buffer, Communicator, Element, Error};
+use crate::engine::ErasedBuffer;
 use std::any::Any;
-use sumac_hal::op::Dtype;
-
-/// A Rust type that operations take as elements.
-pub trait Element: bytemuck::Pod + Send + 'static {
-    /// The element type that it stands for.
-    const DTYPE: Dtype;
-}
-
-macro_rules! element {
-    ($($ty:ty: $dtype:ident,)*) => {$(
-        impl Element for $ty {
-            const DTYPE: Dtype = Dtype::$dtype;
-        }
-    )*};
-}
-
-element! {
-    i8: I8,
-    u8: U8,
-    i16: I16,
-    u16: U16,
-    i32: I32,
-    u32: U32,
-    i64: I64,
-    u64: U64,
-    f32: F32,
-    f64: F64,
-    half::f16: F16,
-    half::bf16: Bf16,
-}
-
-// Elements are sent as they are in memory, and the wire is little-endian.
-const _: () = assert!(cfg!(target_endian = "little"), "buffers are reduced in place and must be little-endian");
-
-/// A type-erased [`OwnedBuffer`], which the communicator owns until its operation completes.
-pub(super) trait ErasedBuffer: Send {
-    fn bytes(&self) -> &[u8];
-    fn bytes_mut(&mut self) -> &mut [u8];
-    fn into_any(self: Box<Self>) -> Box<dyn Any>;
-}
-
-impl<B: OwnedBuffer> ErasedBuffer for B {
-    fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(self.values())
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        bytemuck::cast_slice_mut(self.values_mut())
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any> {
-        self
-    }
-}
 
 /// A buffer that a started operation takes ownership of: a [`Vec`], or a [`Buffer`], on which operations are zero-copy
 /// where the rank shares memory with its leaf device.
@@ -115,5 +61,19 @@ impl<T: Element> OwnedBuffer for Buffer<T> {
 
     fn zeroed(comm: &Communicator, len: usize) -> Result<Self, Error> {
         comm.alloc(len)
+    }
+}
+
+impl<B: OwnedBuffer> ErasedBuffer for B {
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(self.values())
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(self.values_mut())
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
     }
 }

@@ -18,7 +18,7 @@ use super::membership::{MembershipChannel, Watermark};
 use super::progress::Deadline;
 use std::time::{Duration, Instant};
 
-/// How a rank left its job ([`Communicator::leave_within`](super::Communicator::leave_within)).
+/// How a rank left its job ([`Communicator::leave_within`](crate::Communicator::leave_within)).
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Departure {
@@ -36,7 +36,7 @@ pub enum Departure {
 
 impl Core {
     /// Leave the job. The controller frees the group when all ranks have left.
-    pub(super) fn leave(&mut self, limit: Duration) -> Departure {
+    pub(crate) fn leave(&mut self, limit: Duration) -> Departure {
         let departure = self.drain(limit);
         match &departure {
             Departure::Clean => self.channel.iter().for_each(MembershipChannel::announce_departure),

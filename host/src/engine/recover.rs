@@ -4,14 +4,15 @@
 use super::change::{PendingOps, PlanInterrupt};
 use super::core::Core;
 use super::error::Error;
-use super::join::{JoinError, attach_to_new_tree};
-use super::migration::Admission;
+use super::config::JoinError;
+use super::join::attach_to_new_tree;
+use super::migration_gate::Admission;
 use super::progress::{Connections, Deadline};
 use super::started::{Owned, Started};
 use super::tree::Tree;
 use crate::controller::proto::Membership;
 use crate::exec::{Buffers, Mesh};
-use crate::recovery::{self, Ballot, Piece, RankReport, Source};
+use crate::recovery::{self, Ballot, Migration, Piece, RankReport, Source};
 use crate::schedule::Place;
 use crate::select::{Algo, Declared, SelectionContext, explain};
 use crate::transport::packets::OpId;
@@ -183,7 +184,8 @@ impl Core {
         self.view += 1;
         self.completed_below = 0;
         self.publish_watermark();
-        self.notices.migration.enter_view(self.job_view());
+        let job_view = self.job_view();
+        self.notices.migration.update(|migration, _| migration.enter_view(job_view));
         if let Some(new_tree) = new_tree {
             self.selection = new_tree.selection;
             self.tree = Some(new_tree.tree);
@@ -213,7 +215,7 @@ impl Core {
             Admission::TimedOut => Err(Error::Deadline { desc: OpDesc::barrier(), waited }),
             Admission::Migrate(view) => {
                 let moved = self.migrate_to(view, deadline).map_err(|error| self.agreed_loss_error(error, deadline));
-                self.reply_to_offer(self.notices.migration.moved());
+                self.reply_to_offer(self.notices.migration.update(Migration::moved));
                 // The other ranks migrate in any case, so this cannot be a rejection.
                 moved.map_err(Error::ending)
             }
@@ -384,7 +386,7 @@ impl Core {
     }
 
     fn launch_again(&mut self, handle: u64, started: &mut Started, buffers: Owned) {
-        let options = super::CallOptions { algo: Some(started.algo), ..super::CallOptions::default() };
+        let options = super::options::CallOptions { algo: Some(started.algo), ..super::options::CallOptions::default() };
         let launched = self.choose(&started.desc, &options).and_then(|(path, fallback)| {
             (started.path, started.fallback) = (path, fallback);
             self.launch(handle, started, buffers).map_err(|refused| refused.0)

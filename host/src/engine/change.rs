@@ -20,7 +20,7 @@
 
 use super::core::Core;
 use super::error::{Error, OutputState};
-use super::grace_period::GracePeriod;
+use crate::recovery::GracePeriod;
 use super::membership::{Inbox, PeerEvent, authority};
 use super::notices::Notices;
 use super::progress::{BorrowedBuffers, Deadline, InFlight};
@@ -386,7 +386,7 @@ impl Core {
                 if let Some(channel) = &self.channel {
                     channel.install_view(dead.clone(), Message::Commit { outcome: commit, dead });
                 }
-                let offered = change.settled.and_then(|(view, call)| self.notices.migration.settle(view, call));
+                let offered = change.settled.and_then(|(view, call)| self.notices.migration.update(|migration, begun| migration.settle(view, call, begun)));
                 self.reply_to_offer(offered);
                 let new_tree = change.new_tree.take().filter(|new_tree| new_tree.group == outcome.vote);
                 Ok(Some(AgreedChange { outcome, new_tree, trees: change.trees }))

@@ -8,8 +8,9 @@ use super::core::Core;
 use super::dropped::Dropped;
 use super::error::Error;
 use super::membership::Inbox;
-use super::migration::MigrationGate;
+use super::migration_gate::MigrationGate;
 use crate::controller::proto::{AbortReason, QueuePosition};
+use crate::recovery::Migration;
 use crate::transport::memory;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -20,7 +21,7 @@ use sumac_hal::udp::Waker;
 
 /// Events from outside of the communicator's calls, and who is woken by them.
 #[derive(Debug)]
-pub(super) struct Notices {
+pub(crate) struct Notices {
     /// Whether `peers` holds any news.
     has_news: AtomicBool,
     is_cancelled: AtomicBool,
@@ -35,7 +36,7 @@ pub(super) struct Notices {
     /// Where among the calls the job migrates to another tree.
     pub(super) migration: MigrationGate,
     /// Dropped handles.
-    pub(super) dropped: Dropped,
+    pub(crate) dropped: Dropped,
     /// The job's position in the queue for a tree.
     queue: Mutex<Queue>,
     /// The core whose view to change if none of its calls does.
@@ -114,7 +115,7 @@ impl Notices {
     }
 
     /// Return whether this process was forked from the one that joined.
-    pub(super) fn is_forked(&self) -> bool {
+    pub(crate) fn is_forked(&self) -> bool {
         self.process.is_forked()
     }
 
@@ -184,7 +185,7 @@ impl Notices {
         // waits for the thread; so it upgrades a weak reference.
         let serve = move || {
             if let Some(core) = core.upgrade() {
-                super::lock(&core).change_view_if_requested();
+                super::shared::lock(&core).change_view_if_requested();
             }
         };
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -231,7 +232,7 @@ impl Notices {
         }
     }
 
-    pub(super) fn queue_position(&self) -> Option<QueuePosition> {
+    pub(crate) fn queue_position(&self) -> Option<QueuePosition> {
         self.queue().position
     }
 
@@ -281,12 +282,12 @@ impl Notices {
     /// The controller disconnected: nothing reports lost ranks or the call to migrate at. If it may have told some
     /// ranks that call, start a view change, in which all ranks find out.
     pub(super) fn controller_lost(&self) {
-        let in_doubt = self.migration.controller_lost();
+        let in_doubt = self.migration.update(|migration, _| migration.controller_lost());
         self.set_controller(ControllerState::Disconnected);
         let inbox = self.wakers().inbox.clone();
         match inbox.filter(|_| in_doubt) {
             Some(inbox) => self.view_change_requested(inbox.epoch()),
-            None if in_doubt => self.migration.settle_alone(),
+            None if in_doubt => _ = self.migration.update(Migration::moved),
             None => {}
         }
     }
@@ -310,7 +311,7 @@ impl Notices {
         self.wake();
     }
 
-    pub(super) fn controller(&self) -> ControllerState {
+    pub(crate) fn controller(&self) -> ControllerState {
         self.peers().controller.clone()
     }
 
@@ -333,7 +334,7 @@ impl Notices {
     }
 
     /// This rank's own program cancels the communicator.
-    pub(super) fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Release);
         self.wake();
     }

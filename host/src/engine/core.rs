@@ -4,16 +4,16 @@
 use super::element::Element;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::grace_period::GracePeriod;
-use super::join::JoinConfig;
+use crate::recovery::GracePeriod;
+use super::config::JoinConfig;
 use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::progress::{Deadline, TreeRun};
 use super::selection_cache::SelectionCache;
 use super::started::{Started, TreeBuffers};
 use super::tree::Tree;
-use super::{CallOptions, Outcome};
-use crate::controller::Session;
+use super::options::{CallOptions, Outcome, Repairs};
+use crate::controller::{ClientError, Session};
 use crate::controller::proto::QueuePosition;
 use crate::exec::{Buffers, ExecError, JobToken, Mesh};
 use crate::recovery::Landed;
@@ -51,7 +51,7 @@ impl Connections {
 }
 
 /// The state of a communicator.
-pub(super) struct Core {
+pub(crate) struct Core {
     pub(super) config: JoinConfig,
     pub(super) selection: SelectionContext,
     pub(super) tree: Option<Tree>,
@@ -164,7 +164,7 @@ impl Core {
 
     /// Allocate memory for operations, registered with the leaf device if there is one. If the communicator has ended,
     /// its next call reports that.
-    pub(super) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
+    pub(crate) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
         let is_active = self.ended.is_none() && !self.notices.is_cancelled();
         let Some(Tree::ZeroCopy(driver)) = self.tree.as_mut().filter(|_| is_active) else {
             return Ok(RegisteredBuffer::plain(len));
@@ -181,12 +181,27 @@ impl Core {
     }
 
     /// Return the configuration that a sub-communicator inherits, and the number of this split.
-    pub(super) fn next_split(&mut self) -> (JoinConfig, u64) {
+    pub(crate) fn next_split(&mut self) -> (JoinConfig, u64) {
         self.splits += 1;
         (self.config.clone(), self.splits - 1)
     }
 
-    pub(super) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
+    /// Return the recoveries so far.
+    pub(crate) const fn repairs(&self) -> Repairs {
+        Repairs { count: self.recoveries.0, time: self.recoveries.1, bytes: self.recovery_bytes }
+    }
+
+    /// Return the configuration.
+    pub(crate) const fn config(&self) -> &JoinConfig {
+        &self.config
+    }
+
+    /// Return which ranks survive, as the controller reports it until `deadline`; `None` if this rank is no member.
+    pub(crate) fn survivors(&self, deadline: Instant) -> Option<Result<(u32, Vec<Rank>), ClientError>> {
+        self.session.as_ref().map(|session| session.survivors(deadline))
+    }
+
+    pub(crate) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
         let found = self.evaluate(desc, options.algo.unwrap_or(self.config.algo));
         self.apply_straggler_policy(desc, options, found)
     }
@@ -203,7 +218,7 @@ impl Core {
     }
 
     /// Run an operation to completion.
-    pub(super) fn run(
+    pub(crate) fn run(
         &mut self,
         desc: OpDesc,
         buffers: &mut Buffers<'_>,
@@ -355,7 +370,7 @@ impl Core {
 
     /// Exchange blocks of any length. Counts differ between ranks, so only collective and type are compared; the
     /// executor detects lengths that do not match.
-    pub(super) fn all_to_all_v(
+    pub(crate) fn all_to_all_v(
         &mut self,
         dtype: Dtype,
         buffers: Buffers<'_>,
@@ -501,7 +516,7 @@ impl Core {
     }
 
     /// Record the error that ends the communicator, and stop all access to buffers, which go back to the caller.
-    pub(super) fn note_end(&mut self, error: &Error) {
+    pub(crate) fn note_end(&mut self, error: &Error) {
         if !error.is_rejection() && self.ended.is_none() {
             let (job, rank) = (&self.config.job, self.config.rank);
             tracing::warn!(job, rank, %error, "the communicator has ended");
