@@ -1,10 +1,16 @@
 //! Joining: how a rank becomes a member of its job and takes its place in a tree.
 
-use super::core::{Connections, Core};
 use super::config::{JoinConfig, JoinError};
+use super::connections::{Connections, HostPath};
+use super::core::{Core, Members};
+use super::data_path::DataPath;
 use super::membership::MembershipChannel;
 use super::notices::Notices;
+use super::operations::Operations;
+use super::selection::Selection;
 use super::tree::{Tree, attach_params};
+use super::tree_end::TreeEnd;
+use super::watch::Watch;
 use crate::controller::proto::{ClientRequest, JoinRequest, Terms, Transport, TreeMembership};
 use crate::controller::{Notice, Session};
 use crate::exec::{JobToken, Mesh};
@@ -26,8 +32,8 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (recovery_listener, recovery_addr) = listen(config.bind)?;
     let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
-    let device_users =
-        DeviceUsers::from_env().map_err(|error| JoinError::Environment { name: DEVICE_USER_VARIABLE, why: error.to_string() })?;
+    let device_users = DeviceUsers::from_env()
+        .map_err(|error| JoinError::Environment { name: DEVICE_USER_VARIABLE, why: error.to_string() })?;
     let request = JoinRequest {
         job: config.job.clone(),
         rank,
@@ -109,7 +115,18 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             None
         }
     };
-    Ok(Core::new((config, place, ranks_here), selection, tree, (connections, channel, token), session, notices))
+    let data = DataPath {
+        config,
+        place,
+        tree: TreeEnd::new(tree),
+        host: HostPath::new(connections),
+        operations: Operations::default(),
+        selection: Selection::new(selection),
+        watch: Watch::new(notices),
+        inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
+        ended: None,
+    };
+    Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here }))
 }
 
 /// Listen for the connections of other ranks.

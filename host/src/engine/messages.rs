@@ -1,18 +1,20 @@
 //! Point-to-point messages: they share the connections and the progress of host collectives.
 
+use super::connections::{Posted, PostedUntil};
 use super::core::Core;
+use super::data_path::Deadline;
 use super::error::Error;
 use super::options::CallOptions;
-use super::progress::Deadline;
-use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
+use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket, Transfer};
 use sumac_hal::ids::Rank;
 
 impl Core {
     pub(crate) fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
         self.check_usable()?;
         let deadline = self.deadline(options);
-        let result = self.with_progress(deadline, |connections, progress| {
-            message::transfer(&mut connections.mesh, messages, deadline.0, progress)
+        let result = self.with_connections(|core, connections| {
+            let mut transfer = Transfer::new(&mut connections.mesh, messages, deadline.0)?;
+            core.drive_host(&mut transfer, deadline)
         });
         self.message_result(result, deadline)
     }
@@ -26,21 +28,31 @@ impl Core {
     ) -> Result<Ticket, Error> {
         self.check_usable()?;
         let deadline = self.deadline(&CallOptions::default());
-        let result = self.with_progress(deadline, |connections, progress| {
-            if !message::make_room(&mut connections.mesh, deadline.0, progress)? {
+        let result = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            core.drive_host(&mut Posted { mesh: &mut *mesh, until: PostedUntil::Room(deadline.0) }, deadline)?;
+            if mesh.is_full() {
                 return Ok(None);
             }
-            let ticket = connections.mesh.post(peer, direction, tag, buffer)?;
-            message::poll(&mut connections.mesh, progress).map(|()| Some(ticket))
+            let ticket = mesh.post(peer, direction, tag, buffer)?;
+            core.drive_host(&mut Posted { mesh, until: PostedUntil::Blocked }, deadline)?;
+            Ok(Some(ticket))
         });
         let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
         self.message_result(result, deadline)?.ok_or(too_many)
     }
 
-    pub(crate) fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
+    pub(crate) fn wait_message(
+        &mut self,
+        ticket: Ticket,
+        options: &CallOptions,
+    ) -> Result<Box<dyn MessageBuffer>, Error> {
         let deadline = self.deadline(options);
-        let result = self.with_progress(deadline, |connections, progress| {
-            message::wait(&mut connections.mesh, ticket, deadline.0, progress)
+        let result = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            let until = PostedUntil::Complete(ticket, deadline.0);
+            core.drive_host(&mut Posted { mesh: &mut *mesh, until }, deadline)?;
+            Ok(message::take_complete(mesh, ticket)?)
         });
         self.message_result(result, deadline)
     }

@@ -1,27 +1,37 @@
 //! From a call to its outcome: posting, progress, started operations and memory. Only [`crate::comm`] enters it.
 
+mod calls;
 mod change;
 mod config;
+mod connections;
 mod core;
+mod data_path;
 mod dropped;
 mod element;
 mod error;
 mod extent;
+mod host;
 mod join;
 mod leave;
 mod membership;
 mod messages;
+mod migrate;
 mod migration_gate;
+mod new_tree;
 mod notices;
+mod operations;
 mod options;
-mod progress;
-mod recover;
+mod pieces;
+mod selection;
 mod selection_cache;
 mod shared;
 mod started;
 mod straggler;
 mod tree;
+mod tree_end;
+mod watch;
 
+pub(crate) use self::core::Core;
 pub use config::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use element::Element;
 pub(crate) use element::ErasedBuffer;
@@ -31,5 +41,4 @@ pub use leave::Departure;
 pub use notices::ControllerState;
 pub(crate) use notices::Notices;
 pub use options::{CallOptions, Outcome, Outstanding, Repairs, Straggler};
-pub(crate) use self::core::Core;
 pub(crate) use shared::SharedCore;

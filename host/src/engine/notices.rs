@@ -4,7 +4,6 @@
 //! State is published before waiters wake; waiters re-check it after they register ([`Notices::set_wakers`]). So no
 //! notice is missed, whichever comes first.
 
-use super::core::Core;
 use super::dropped::Dropped;
 use super::error::Error;
 use super::membership::Inbox;
@@ -12,8 +11,9 @@ use super::migration_gate::MigrationGate;
 use crate::controller::proto::{AbortReason, QueuePosition};
 use crate::recovery::Migration;
 use crate::transport::memory;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::ProcessMark;
@@ -39,10 +39,19 @@ pub(crate) struct Notices {
     pub(crate) dropped: Dropped,
     /// The job's position in the queue for a tree.
     queue: Mutex<Queue>,
-    /// The core whose view to change if none of its calls does.
-    core: OnceLock<Weak<Mutex<Core>>>,
+    /// Changes the view if no call does.
+    on_question: OnceLock<OnQuestion>,
     /// Threads that change the view.
     threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What is done on a thread of its own when the view is in question.
+struct OnQuestion(Arc<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for OnQuestion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnQuestion")
+    }
 }
 
 /// The state of the connection to the controller.
@@ -109,7 +118,7 @@ impl Notices {
             wakers,
             migration: MigrationGate::new(),
             dropped: Dropped::default(),
-            core: OnceLock::new(),
+            on_question: OnceLock::new(),
             threads: Mutex::default(),
         }
     }
@@ -160,11 +169,12 @@ impl Notices {
         wakers.inbox.iter().for_each(|inbox| inbox.wake());
     }
 
-    /// Set the core whose view to change in the background, once the rank has joined.
-    pub(super) fn set_core(&self, core: &Arc<Mutex<Core>>) {
+    /// Set what changes the view in the background, once the rank has joined. It blocks while a call runs, which then
+    /// has changed the view. It must not drop the last share of a communicator, because that waits for its thread.
+    pub(super) fn set_on_question(&self, change_view: impl Fn() + Send + Sync + 'static) {
         // Set only once.
-        let _ = self.core.set(Arc::downgrade(core));
-        // Notices from before found no core.
+        let _ = self.on_question.set(OnQuestion(Arc::new(change_view)));
+        // Notices from before found nothing to call.
         if self.first_usable_view() > 0 || self.has_news.load(Ordering::Acquire) {
             self.spawn_view_change();
         }
@@ -179,21 +189,15 @@ impl Notices {
 
     /// Change the view on a thread, unless a call does it.
     fn spawn_view_change(&self) {
-        let Some(core) = self.core.get().cloned() else { return };
-        // The thread blocks while a call runs, which then has changed the view. The caller's thread cannot do this,
-        // because it has more notices to read. The thread must not drop the last share of a communicator, because that
-        // waits for the thread; so it upgrades a weak reference.
-        let serve = move || {
-            if let Some(core) = core.upgrade() {
-                super::shared::lock(&core).change_view_if_requested();
-            }
-        };
+        let Some(OnQuestion(change_view)) = self.on_question.get() else { return };
+        // The caller's thread cannot do this, because it has more notices to read.
+        let change_view = Arc::clone(change_view);
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_cancelled() {
             // Nothing may join a new thread any more.
             return;
         }
-        let served = thread::Builder::new().name("recovery".into()).spawn(serve);
+        let served = thread::Builder::new().name("recovery".into()).spawn(move || change_view());
         threads.retain(|thread| !thread.is_finished());
         match served {
             Ok(thread) => threads.push(thread),

@@ -27,10 +27,15 @@ struct Shares {
 
 impl SharedCore {
     pub(crate) fn new(core: Core) -> Self {
-        let name = Arc::from(core.config.job.as_str());
-        let guard = Arc::new(ShutdownGuard(Arc::clone(&core.notices)));
+        let name = Arc::from(core.config().job.as_str());
+        let guard = Arc::new(ShutdownGuard(Arc::clone(core.notices())));
         let core = Arc::new(Mutex::new(core));
-        guard.0.set_core(&core);
+        let weak = Arc::downgrade(&core);
+        guard.0.set_on_question(move || {
+            if let Some(core) = weak.upgrade() {
+                lock(&core).change_view_if_requested();
+            }
+        });
         Self { shares: Some(Shares { guard, core, name }) }
     }
 

@@ -8,8 +8,8 @@ mod calls;
 mod change;
 mod source;
 
-use super::plan::{Inventories, Plan, plan};
 pub use super::migration::CallStart;
+use super::plan::{Inventories, Plan, plan};
 pub use super::view::Flaw;
 use super::{ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, result_lens};
 use crate::transport::packets::{Buffers, Endpoint, OpId};

@@ -19,6 +19,7 @@
 //! - no piece crosses an operation.
 
 mod ballot;
+mod change;
 mod decide;
 mod grace_period;
 #[cfg(feature = "snapshot")]
@@ -33,7 +34,8 @@ mod view;
 
 pub(crate) use crate::transport::RecoverySource;
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
-pub(crate) use decide::{Decision, MigrationPromise, RankReport, agreed_migration, decide, in_latest_tree};
+pub(crate) use change::{Action, Attempt, Change, Commit};
+pub(crate) use decide::{Decision, MigrationPromise, RankReport};
 pub(crate) use grace_period::GracePeriod;
 pub(crate) use inventory::ChunkInventory;
 pub(crate) use migration::{CallStart, Migration, NO_LIMIT};
@@ -43,4 +45,4 @@ pub(crate) use plan::{Piece, Source, Unrecoverable};
 pub(crate) use source::{
     Landed, append_contribution, append_result, completed_elements, inventory, is_unknown, land, result_lens,
 };
-pub(crate) use view::{End, Event, View};
+pub(crate) use view::End;

@@ -1,6 +1,7 @@
 //! A rank's calls, and what it has promised about them.
 
-use super::super::{CallStart, Migration, agreed_migration};
+use super::super::decide::agreed_migration;
+use super::super::{CallStart, Migration};
 use std::cell::{Cell, RefCell};
 
 /// A rank's call counter, and what it has promised about its calls.
