@@ -8,6 +8,7 @@ Arrows:   every arrow ends in hal. `host` never names `device`, `device` never n
           (boards, tests and the command do the composing); inside hal, `emu` knows nothing of `wire`. The manifests
           say what a crate can name, ARROWS what it may; the sources are searched for what manifests can't show.
 Folders:  inside a crate, no folder or file directly below `src` needs, through others, one that needs it (unit tests aside).
+          The same holds for the files of some folders. comm needs engine, engine needs recovery, never the other way.
 Locks:    what is searched by fuzzing (tests/fuzz, a workspace of its own) are the versions that the workspace has.
 Planted:  the feature that plants bugs is switched on by a feature of its own name only, so nothing that ships has it.
 
@@ -58,6 +59,9 @@ PLANTED = "planted"
 FORBIDDEN_NAMES = [
     ("host/src", r"\bsumac_device\b|\bsumac_firmware\b", "host never names device"),
     ("host/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "host never names hal::emu"),
+    ("host/src/engine", r"\bcrate::(\{[^;]*\b)?comm\b", "engine never names comm"),
+    ("host/src/recovery", r"\bcrate::(\{[^;]*\b)?(comm|engine|exec|controller)\b", "recovery never names what drives it"),
+    ("host/src/recovery", r"\b(Mutex|RwLock|Condvar|TcpListener|TcpStream|thread::)\b", "recovery does no I/O and locks nothing"),
     ("device/src", r"\bsumac::|\bsumac_firmware\b", "device never names host"),
     ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
     ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu knows nothing of wire"),
@@ -65,6 +69,9 @@ FORBIDDEN_NAMES = [
 
 # Crates whose folders must not need each other in a circle.
 LAYERED = ["hal", "device", "host", "host/cli", "firmware"]
+
+# (crate, folder) whose files must not need each other in a circle.
+LAYERED_FILES = [("host", "comm"), ("host", "engine"), ("host", "recovery")]
 
 # (file, what it must say, why).
 REQUIRED = [
@@ -265,15 +272,21 @@ def items(tree):
         expected = depth == 1 and token in "{,"
 
 
-def needs(text, module):
-    """Yield the names at the root of a crate that the code of a module names; `module` is its path in the crate.
+def needs(text, module, folder=""):
+    """Yield the names at the root of a crate that the code of a module names, or at the root of one of its folders;
+    `module` is the module's path from there.
 
     >>> sorted(needs("use crate::{a::B, c}; use super::d; fn f() { super::super::e::g() }", ["m", "n"]))
     ['a', 'c', 'e']
+    >>> sorted(needs("use crate::a::b::C; use crate::d; use super::e::F; use super::super::g;", ["m"], "a"))
+    ['b', 'e']
     """
     for match in re.finditer(r"\b(crate|super(?:::super)*)::(?=[\w{])", text):
-        if match[1] == "crate" or len(module) == match[1].count("super"):
-            yield from items(text[match.end():])
+        rest = text[match.end():]
+        if match[1] != "crate" and len(module) == match[1].count("super"):
+            yield from items(rest)
+        elif match[1] == "crate" and rest.startswith(f"{folder}::" if folder else ""):
+            yield from items(rest[len(folder) + 2 :] if folder else rest)
 
 
 def circles(edges):
@@ -293,10 +306,10 @@ def circles(edges):
     return sorted(node for node in edges if node in reached(node))
 
 
-def folders(crate):
-    """Return what each folder or file directly below a crate's `src` needs of the others, by name."""
-    src = ROOT / crate / "src"
-    tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "tests"}
+def folders(crate, folder=""):
+    """Return what each folder or file directly below a crate's `src`, or a folder there, needs of the others, by name."""
+    src = ROOT / crate / "src" / folder
+    tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "mod", "tests"}
     # What the crate's root re-exports belongs to the folder that it comes from.
     home = {}
     for root in (path for path in (src / "lib.rs", src / "main.rs") if path.exists()):
@@ -305,11 +318,11 @@ def folders(crate):
     edges = {top: set() for top in tops}
     for path in sorted(src.rglob("*.rs")):
         module = [part for part in path.relative_to(src).with_suffix("").parts if part != "mod"]
-        if module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
+        if not module or module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
             continue
         # Unit tests in the file itself stand at its end.
         text = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", strip_comments(path.read_text(encoding="utf-8")))[0]
-        edges[module[0]] |= {home.get(name, name) for name in needs(text, module)} & tops - {module[0]}
+        edges[module[0]] |= {home.get(name, name) for name in needs(text, module, folder)} & tops - {module[0]}
     return edges
 
 
@@ -320,6 +333,9 @@ def layers():
         for folder in circles(edges):
             around = ", ".join(sorted(other for other in edges[folder] if folder in edges[other])) or "others between them"
             yield f"{crate}/src/{folder} is in a circle of folders that need each other: {around}; move what both need below"
+    for crate, folder in LAYERED_FILES:
+        for file in circles(folders(crate, folder)):
+            yield f"{crate}/src/{folder}/{file} is in a circle of files that need each other; return values to the upper one"
 
 
 def print_features():

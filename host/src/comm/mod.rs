@@ -1,5 +1,5 @@
-//! The API: communicators and the collectives on them. [The front page](crate) introduces it; this page is the
-//! reference.
+//! The API, and nothing else: communicators and the collectives on them, for programs to enter. [The front page](crate)
+//! introduces it; this page is the reference.
 //!
 //! All ranks make the same calls in the same order. If they do not, every rank gets the same [`Error::Mismatch`]. No
 //! call blocks longer than its deadline. A call that falls back from the tree says so: [`Outcome`] reports the path

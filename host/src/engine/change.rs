@@ -12,7 +12,7 @@ use super::core::Core;
 use super::data_path::{Deadline, Stop};
 use super::error::{Error, OutputState};
 use super::join::listen;
-use super::membership::{Inbox, PeerEvent, authority};
+use super::membership::Inbox;
 use super::new_tree::NewTree;
 use super::operations::{BorrowedBuffers, Owned, Started};
 use super::options::CallOptions;
@@ -20,8 +20,8 @@ use super::pieces::PendingOps;
 use super::tree::Tree;
 use crate::exec::ExecError;
 use crate::recovery::{
-    self, Action, Attempt, Ballot, Change, ChunkInventory, Commit, Dead, Decision, End, Landed, Outcome, RankReport,
-    Unrecoverable,
+    self, Action, Attempt, Ballot, Change, ChunkInventory, Commit, Dead, Decision, End, Landed, Outcome, PeerEvent,
+    RankReport, Unrecoverable, authority,
 };
 use crate::transport::packets::OpId;
 use std::net::{SocketAddr, TcpListener};
@@ -342,7 +342,7 @@ impl Core {
     fn transmit_all(&self, driver: &mut ChangeDriver) {
         let Some(channel) = &self.members.channel else { return };
         while let Some((to, message)) = driver.change.poll_transmit() {
-            channel.send_view_message(to, &message);
+            channel.send_view_message(to, message);
         }
         driver.inbox.watch(driver.change.awaited(), self.notices().has_controller());
     }

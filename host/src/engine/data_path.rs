@@ -7,7 +7,8 @@
 use super::config::JoinConfig;
 use super::connections::HostPath;
 use super::error::{Error, OutputState};
-use super::membership::{Inbox, Watermark};
+use super::extent::Extent;
+use super::membership::Inbox;
 use super::operations::{BorrowedBuffers, CounterSnapshot, Operations, Owned, Started};
 use super::options::{CallOptions, Outcome, Outstanding};
 use super::selection::Selection;
@@ -15,6 +16,7 @@ use super::straggler::Policy;
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::exec::Buffers;
+use crate::recovery::Watermark;
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
 use crate::transport::memory::Transfer;
 use crate::transport::packets::OpId;
@@ -219,7 +221,7 @@ impl DataPath {
         &mut self,
         desc: &OpDesc,
         limit: Option<StragglerLimit>,
-        buffers: (&super::extent::Extent, &mut Buffers<'_>),
+        buffers: (&Extent, &mut Buffers<'_>),
     ) -> Result<Option<(OpId, Transfer)>, Stop> {
         self.tree.post(desc, Path::Tree, limit, Some(buffers)).map_err(|error| self.stop(error))
     }

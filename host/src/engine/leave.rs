@@ -16,6 +16,7 @@ use super::core::Core;
 use super::data_path::{Deadline, Stop};
 use super::error::Error;
 use super::membership::MembershipChannel;
+use crate::recovery::Watermark;
 use std::time::{Duration, Instant};
 
 /// How a rank left its job ([`Communicator::leave_within`](crate::Communicator::leave_within)).
@@ -145,7 +146,7 @@ impl Core {
     }
 
     /// Return the watermark behind the last operation that this rank has posted in the tree.
-    fn posted(&self) -> super::membership::Watermark {
+    fn posted(&self) -> Watermark {
         self.data.watermarks().1
     }
 }

@@ -1,4 +1,29 @@
-//! From a call to its outcome: posting, progress, started operations and memory. Only [`crate::comm`] enters it.
+//! From a call to its outcome: posting, progress, started operations and memory; only [`crate::comm`] enters it.
+//!
+//! A blocking all-reduce in a tree takes this path, each file once down and once up:
+//!
+//! ```text
+//!   calls        check the buffers, select the path, wait in a loop
+//!     |  ^       the buffers are borrowed by each step of the loop
+//!     v  |
+//!   data_path    post; then drive the tree, and block until the next packet
+//!     |  ^
+//!     v  |
+//!   tree_end     the present tree: operation numbers, counters
+//!     |  ^
+//!     v  |
+//!   transport    chunks out of the buffer, results into it
+//! ```
+//!
+//! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`core`]). If the view is in question,
+//! the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host collective goes
+//! from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused while the view
+//! changes.
+//!
+//! Invariants:
+//! - no file needs one that needs it: the parts ([`tree_end`], [`operations`], [`connections`], [`selection`],
+//!   [`watch`]) know neither each other nor the data path, and the data path does not know the driver;
+//! - nothing here is called by recovery, which returns what is to be done.
 
 mod calls;
 mod change;

@@ -1,7 +1,7 @@
 //! A harness for recovery, for simulators that carry messages themselves: the production code, one step at a time and
 //! without connections.
 //!
-//! Inventories, plans and pieces are those of [`crate::comm`]. The caller decides how chunks travel, who waits for whom
+//! Inventories, plans and pieces are those of a communicator. The caller decides how chunks travel, who waits for whom
 //! and when ranks agree; [`Change`] is the agreement where ranks die.
 
 mod calls;

@@ -31,6 +31,7 @@ pub(crate) const NO_LIMIT: u64 = u64::MAX;
 
 /// What a call must do before it begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(feature = "snapshot"), expect(unreachable_pub, reason = "simulators of other crates name it"))]
 pub enum CallStart {
     /// Begin.
     Begin,

@@ -1,4 +1,4 @@
-//! A view change, one step at a time: the production state machine, and what [`crate::comm`] makes of its events,
+//! A view change, one step at a time: the production state machine, and what [`Change`] makes of its events,
 //! without connections. Messages are opaque to the caller that carries them.
 
 use super::super::change::settle;
