@@ -8,7 +8,8 @@ Crates:   all dependencies between members lead towards hal. `host` never names 
           and neither names `hal::emu`: boards, tests and the command compose them. Inside hal, `emu` never names
           `wire`. MAY_DEPEND_ON is checked against the manifests, FORBIDDEN_NAMES against the sources. One exception:
           `sumac::testing` composes clusters for users' tests, in one file, behind a feature (COMPOSERS).
-Folders:  no folder or file directly below a crate's `src` is part of a dependency cycle (unit tests excepted).
+Folders:  no folder or file directly below a crate's `src` is part of a dependency cycle (unit tests excepted). The same
+          holds for the files of some folders of host, where comm names engine, and engine names recovery, never back.
 Locks:    the fuzz targets (tests/fuzz, a separate workspace) use the same versions as the workspace.
 Planted:  only features named `planted` enable planted bugs, so no released build contains them.
 
@@ -64,6 +65,9 @@ FORBIDDEN_NAMES = [
     ("host/src", r"\bsumac_device\b", "host never names device"),
     ("host/src", r"\bsumac_firmware\b", "host never names firmware, which names device"),
     ("host/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "host never names hal::emu"),
+    ("host/src/engine", r"\bcrate::(\{[^;]*\b)?comm\b", "engine never names comm"),
+    ("host/src/recovery", r"\bcrate::(\{[^;]*\b)?(comm|engine|exec|controller)\b", "recovery never names what drives it"),
+    ("host/src/recovery", r"\b(Mutex|RwLock|Condvar|TcpListener|TcpStream|thread::)\b", "recovery has no I/O and no locks"),
     ("device/src", r"\bsumac::|\bsumac_firmware\b", "device never names host"),
     ("device/src", r"\bsumac_hal::(\{[^;]*\b)?emu\b", "device never names hal::emu"),
     ("hal/src/emu", r"\bcrate::(\{[^;]*\b)?wire\b|\bsuper::(super::)?wire\b", "hal::emu never names wire"),
@@ -71,6 +75,9 @@ FORBIDDEN_NAMES = [
 
 # Crates whose folders must not form dependency cycles.
 LAYERED = ["hal", "device", "host", "host/cli", "firmware"]
+
+# (crate, folder) whose files must not form dependency cycles.
+LAYERED_FILES = [("host", "comm"), ("host", "engine"), ("host", "recovery")]
 
 # (file, pattern that it must contain, reason).
 REQUIRED = [
@@ -300,15 +307,21 @@ def items(tree):
         expected = depth == 1 and token in "{,"
 
 
-def root_names(text, module):
-    """Yield the names at the crate root that the code of a module uses; `module` is its path in the crate.
+def root_names(text, module, folder=""):
+    """Yield the names at the crate root, or at the root of one of its folders, that the code of a module uses; `module`
+    is its path from there.
 
     >>> sorted(root_names("use crate::{a::B, c}; use super::d; fn f() { super::super::e::g() }", ["m", "n"]))
     ['a', 'c', 'e']
+    >>> sorted(root_names("use crate::a::b::C; use crate::d; use super::e::F; use super::super::g;", ["m"], "a"))
+    ['b', 'e']
     """
     for match in re.finditer(r"\b(crate|super(?:::super)*)::(?=[\w{])", text):
-        if match[1] == "crate" or len(module) == match[1].count("super"):
-            yield from items(text[match.end():])
+        rest = text[match.end():]
+        if match[1] != "crate" and len(module) == match[1].count("super"):
+            yield from items(rest)
+        elif match[1] == "crate" and rest.startswith(f"{folder}::" if folder else ""):
+            yield from items(rest[len(folder) + 2 :] if folder else rest)
 
 
 def cyclic(edges):
@@ -328,10 +341,10 @@ def cyclic(edges):
     return sorted(node for node in edges if node in reached(node))
 
 
-def folders(crate):
-    """Return {folder or file directly below a crate's `src`: the others that it depends on}."""
-    src = ROOT / crate / "src"
-    tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "tests"}
+def folders(crate, folder=""):
+    """Return {folder or file directly below a crate's `src`, or below a folder of it: the others that it depends on}."""
+    src = ROOT / crate / "src" / folder
+    tops = {path.stem for path in src.iterdir() if path.is_dir() or path.suffix == ".rs"} - {"lib", "main", "mod", "tests"}
     # Names that the crate's root re-exports belong to the folder that defines them.
     home = {}
     for root in (path for path in (src / "lib.rs", src / "main.rs") if path.exists()):
@@ -340,11 +353,11 @@ def folders(crate):
     edges = {top: set() for top in tops}
     for path in sorted(src.rglob("*.rs")):
         module = [part for part in path.relative_to(src).with_suffix("").parts if part != "mod"]
-        if module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
+        if not module or module[0] not in tops or any(re.fullmatch(r"(\w+_)?tests", part) for part in module):
             continue
         # Without unit tests, which are at the end of the file.
         text = re.split(r"#\[cfg\(test\)\]\s*mod \w+ \{", strip_comments(path.read_text(encoding="utf-8")))[0]
-        edges[module[0]] |= {home.get(name, name) for name in root_names(text, module)} & tops - {module[0]}
+        edges[module[0]] |= {home.get(name, name) for name in root_names(text, module, folder)} & tops - {module[0]}
     return edges
 
 
@@ -355,6 +368,9 @@ def layers():
         for folder in cyclic(edges):
             direct = ", ".join(sorted(other for other in edges[folder] if folder in edges[other])) or "indirect"
             yield f"{crate}/src/{folder} is part of a dependency cycle ({direct}); move what both sides need below them"
+    for crate, folder in LAYERED_FILES:
+        for file in cyclic(folders(crate, folder)):
+            yield f"{crate}/src/{folder}/{file} is part of a dependency cycle; return values to the upper file"
 
 
 def print_features():

@@ -126,16 +126,23 @@
 //! change without notice.
 //!
 //! ```text
-//!   comm ------> select            which algorithm, and why
-//!    |  \------> transport         the way into the tree: packets, or memory shared with the leaf device
-//!    |   \-----> exec -> schedule  host collectives over TCP; gpu runs the same schedules on GPU memory
-//!    |    \----> recovery          agreement and recovery when devices or ranks are lost
+//!   comm                           the API
+//!    v
+//!   engine ----> select            which algorithm, and why
+//!    |  \------> recovery          what is agreed and done when devices or ranks are lost
+//!    |   \-----> transport         the path into the tree: packets, or memory shared with the leaf device
+//!    |    \----> exec -> schedule  host collectives over TCP; gpu runs the same schedules on GPU memory
 //!    v
 //!   controller -> plan -> topo     membership, tree placement, the fabric
 //! ```
+//!
+//! The buffer of an all-reduce goes down `comm` -> `engine` -> `transport` (or `exec`, for a host collective), and its
+//! outcome comes up the same way. If a device or a rank is lost, `transport` and `exec` return to `engine`, which asks
+//! `recovery` what to do, and goes on.
 
 pub mod comm;
 pub mod controller;
+mod engine;
 pub mod exec;
 pub mod gpu;
 mod log;

@@ -7,7 +7,7 @@
 //! Buckets are registered memory where the rank shares memory with its leaf device, so that the device works on them
 //! directly. Registering takes the device, so a communicator keeps its buckets for the next call.
 
-use super::element::sealed::Sealed;
+use super::owned_buffer::sealed::Sealed;
 use super::{Buffer, Communicator, Element, Error, Handle, Outcome, OwnedBuffer, StartError, Transfer};
 use std::collections::VecDeque;
 use std::fmt;

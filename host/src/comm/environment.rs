@@ -4,8 +4,7 @@
 //! `SUMAC_`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
 //! reads. Reading takes a lookup function, so that tests need no process environment.
 
-use super::join::{DEFAULT_PORT, JoinConfig, JoinError};
-use super::straggler::Straggler;
+use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve;
 use std::fmt;
@@ -58,14 +57,53 @@ pub fn check() -> Vec<Warning> {
     names.iter().filter_map(|name| warning(name)).collect()
 }
 
+impl JoinConfig {
+    /// Describe a rank by environment variables. Variables that are not set leave the defaults of [`JoinConfig::new`].
+    ///
+    /// | field | variable | value |
+    /// |---|---|---|
+    /// | `rank` | `RANK` | required |
+    /// | `world` | `WORLD_SIZE` | required |
+    /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
+    /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
+    /// | `job` | `SUMAC_JOB` | default `default` |
+    /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
+    /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
+    /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`], as `auto`, `tree` or `ring` |
+    /// | `deadline` | `SUMAC_DEADLINE` | seconds |
+    /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
+    /// | `bind` | `SUMAC_BIND` | an IP address |
+    /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
+    /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
+    /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
+    /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
+    /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
+    /// | `repair` | `SUMAC_REPAIR` | `1` or `0` |
+    /// | `tenant` | `SUMAC_TENANT` | default `default` |
+    /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
+    /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
+    ///
+    /// Seconds may have decimals. [`UdpConfig::loopback_at`], which only emulated machines need, has no variable.
+    ///
+    /// The first call in a process logs a warning for each variable that begins with `SUMAC_` and is unknown or
+    /// deprecated ([`check`]).
+    ///
+    /// # Errors
+    /// [`JoinError::Environment`] names the variable that is missing or invalid.
+    pub fn from_env() -> Result<Self, JoinError> {
+        warn_once();
+        read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+}
+
 /// Log what [`check`] finds, once in a process.
-pub(super) fn warn_once() {
+fn warn_once() {
     static WARNED: Once = Once::new();
     WARNED.call_once(|| check().iter().for_each(|warning| crate::log::warn!("{warning}")));
 }
 
 /// Read a rank's configuration.
-pub(super) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
+fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
     let variables = Variables(variable);
     let (rank, world) = (variables.required("RANK")?, variables.required("WORLD_SIZE")?);
     let mut addrs = variables.controller()?.into_iter();
@@ -80,7 +118,7 @@ pub(super) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConf
 }
 
 /// Return the error for a variable.
-pub(super) fn invalid(name: &'static str, why: impl Into<String>) -> JoinError {
+fn invalid(name: &'static str, why: impl Into<String>) -> JoinError {
     JoinError::Environment { name, why: why.into() }
 }
 

@@ -1,8 +1,7 @@
 //! Handles of asynchronous operations.
 
-use super::error::Error;
-use super::shared::SharedCore;
-use super::{CallOptions, Outcome, OwnedBuffer};
+use super::{CallOptions, Error, Outcome, OwnedBuffer};
+use crate::engine::SharedCore;
 use std::marker::PhantomData;
 use std::time::Duration;
 

@@ -4,11 +4,9 @@
 //! must be the same on both ends. A blocking send may wait for its receiver. Messages and collectives do not block each
 //! other.
 
-use super::core::Core;
-use super::progress::Deadline;
-use super::shared::SharedCore;
 use super::{CallOptions, Communicator, Element, Error};
-use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket};
+use crate::engine::SharedCore;
+use crate::exec::message::{Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
 use std::marker::PhantomData;
 use sumac_hal::ids::Rank;
@@ -126,53 +124,5 @@ impl<T: Element> MessageBuffer for Typed<T> {
 
     fn into_any(self: Box<Self>) -> Box<dyn Any> {
         self
-    }
-}
-
-impl Core {
-    fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
-        self.check_usable()?;
-        let deadline = self.deadline(options);
-        let result = self.with_progress(deadline, |connections, progress| {
-            message::transfer(&mut connections.mesh, messages, deadline.0, progress)
-        });
-        self.message_result(result, deadline)
-    }
-
-    fn post_message(
-        &mut self,
-        peer: Rank,
-        direction: Direction,
-        tag: u32,
-        buffer: Box<dyn MessageBuffer>,
-    ) -> Result<Ticket, Error> {
-        self.check_usable()?;
-        let deadline = self.deadline(&CallOptions::default());
-        let result = self.with_progress(deadline, |connections, progress| {
-            if !message::make_room(&mut connections.mesh, deadline.0, progress)? {
-                return Ok(None);
-            }
-            let ticket = connections.mesh.post(peer, direction, tag, buffer)?;
-            message::poll(&mut connections.mesh, progress).map(|()| Some(ticket))
-        });
-        let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
-        self.message_result(result, deadline)?.ok_or(too_many)
-    }
-
-    fn wait_message(&mut self, ticket: Ticket, options: &CallOptions) -> Result<Box<dyn MessageBuffer>, Error> {
-        let deadline = self.deadline(options);
-        let result = self.with_progress(deadline, |connections, progress| {
-            message::wait(&mut connections.mesh, ticket, deadline.0, progress)
-        });
-        self.message_result(result, deadline)
-    }
-
-    /// A failed message ends the communicator, unless nothing was sent. If its peer is lost, the error names that rank,
-    /// while the communicator ends with the error that all ranks agree on.
-    fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
-        result.inspect_err(|error| match self.agreed_loss_error(error.clone(), deadline) {
-            end if end == *error => self.note_end(error),
-            end => self.note_unreported_end(end),
-        })
     }
 }

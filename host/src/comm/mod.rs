@@ -1,5 +1,5 @@
-//! The API: communicators and the collectives on them. [The front page](crate) introduces it; this page is the
-//! reference.
+//! The API, and nothing else: communicators and the collectives on them, for programs to enter. [The front page](crate)
+//! introduces it; this page is the reference.
 //!
 //! All ranks make the same calls in the same order. If they do not, every rank gets the same [`Error::Mismatch`]. No
 //! call blocks longer than its deadline. A call that falls back from the tree says so: [`Outcome`] reports the path
@@ -89,125 +89,37 @@
 mod bucket;
 mod calls;
 mod cart;
-mod change;
-mod core;
-mod dropped;
-mod element;
 pub mod environment;
-mod error;
-mod extent;
-mod grace_period;
 mod handle;
-#[cfg(feature = "snapshot")]
-pub mod harness;
-mod join;
-mod leave;
-mod membership;
 mod messages;
-mod migration;
-mod notices;
-mod progress;
-mod recover;
-mod selection_cache;
-mod shared;
+mod owned_buffer;
 mod shrink;
 mod split;
 mod start;
-mod started;
-mod straggler;
-mod tree;
 
+pub use crate::engine::{
+    CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
+    Outcome, OutputState, Outstanding, Repairs, Straggler,
+};
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};
 pub use crate::transport::packets::Slowest;
 pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
-pub use element::{Element, OwnedBuffer};
-pub use error::{CreationError, Error, OutputState};
 pub use handle::Handle;
-pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
-pub use leave::Departure;
 pub use messages::MessageHandle;
-pub use notices::ControllerState;
+pub use owned_buffer::OwnedBuffer;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
 pub use start::StartError;
-pub use straggler::Straggler;
 
-use self::core::Core;
-use self::notices::Notices;
-use self::shared::SharedCore;
 use crate::controller::proto::QueuePosition;
+use crate::engine::{Core, Notices, SharedCore, join};
 use crate::select::{Algo, Explanation};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
-use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::wire::RankMask;
-
-/// Options of one call. Fields that are `None` use the communicator's defaults.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct CallOptions {
-    /// The algorithm. Must be the same on all ranks.
-    pub algo: Option<Algo>,
-    /// How long the call may take, from now.
-    pub deadline: Option<Duration>,
-    /// The factor that scales this rank's contribution, for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum)
-    /// only. Default 1.
-    pub scalar: Option<f64>,
-    /// What to do if ranks are late. Must be the same on all ranks.
-    pub straggler: Option<Straggler>,
-}
-
-/// How a completed operation was carried out.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Outcome {
-    /// The path taken.
-    pub path: Path,
-    /// How the payload moved between this rank and its leaf device; `None` for host collectives.
-    pub transfer: Option<Transfer>,
-    /// Why the operation did not use the tree, if the algorithm was left open.
-    pub fallback: Option<String>,
-    /// Bytes that this rank sent during the operation, including data-plane headers, or that its leaf device read from
-    /// its memory. Concurrent operations count each other's bytes.
-    pub wire_bytes: u64,
-    /// Contributions that this rank retransmitted during the operation.
-    pub retransmits: u64,
-    /// Whether the operation was interrupted by a failure and recovered.
-    pub repaired: bool,
-    /// The rank that entered the operation last, and how late, as measured by the devices. `None` for host collectives
-    /// and after a recovery.
-    pub slowest: Option<Slowest>,
-    /// The ranks that did not contribute to the result. Empty unless [`Straggler::Partial`] has excluded ranks, in this
-    /// operation or an earlier one.
-    pub missing: RankMask,
-}
-
-/// How often a communicator has recovered from failures, and what that cost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Repairs {
-    /// The number of recoveries.
-    pub count: u32,
-    /// Total time spent in recovery, counted from when this rank joined each one.
-    pub time: Duration,
-    /// Bytes that this rank sent to other ranks for recovery, including failed attempts.
-    pub bytes: u64,
-}
-
-/// Resources held by started operations and messages: until they are waited for or, if their handle was dropped, until
-/// they complete.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub struct Outstanding {
-    /// The number of operations.
-    pub operations: usize,
-    /// The number of messages.
-    pub messages: usize,
-    /// The total size of their buffers in bytes.
-    pub bytes: usize,
-}
+use sumac_hal::op::OpDesc;
 
 /// A rank's membership in a job, and the collectives of the job.
 ///
@@ -231,7 +143,7 @@ impl Communicator {
     /// [`JoinError`] if the controller cannot be reached, the job cannot be joined or ports cannot be opened.
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
-        let core = SharedCore::new(join::join(config)?);
+        let core = SharedCore::new(join(config)?);
         Ok(Self { core, rank, size, buckets: bucket::BucketPool::default() })
     }
 
@@ -265,8 +177,7 @@ impl Communicator {
 
     /// Return the recoveries so far, within calls ([`Outcome::repaired`]) and between them.
     pub fn repairs(&self) -> Repairs {
-        let Ok(core) = self.lock() else { return Repairs::default() };
-        Repairs { count: core.recoveries.0, time: core.recoveries.1, bytes: core.recovery_bytes }
+        self.lock().map_or_else(|_| Repairs::default(), |core| core.repairs())
     }
 
     /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.
@@ -307,7 +218,7 @@ impl Communicator {
     ///
     /// [`Communicator::leave_within`] takes the time limit as an argument and reports how the rank left.
     pub fn leave(self) {
-        let limit = self.lock().map(|core| core.config.deadline);
+        let limit = self.lock().map(|core| core.config().deadline);
         if let Ok(limit) = limit {
             self.leave_within(limit);
         }
@@ -346,9 +257,4 @@ impl Canceller {
             self.notices.cancel();
         }
     }
-}
-
-fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
-    // A thread that panicked left the protocol state as it was between two packets, which is consistent.
-    core.lock().unwrap_or_else(PoisonError::into_inner)
 }

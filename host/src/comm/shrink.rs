@@ -35,7 +35,7 @@ pub enum ShrinkError {
     },
 }
 
-super::error::creation_error!(ShrinkError: NotMember Survivors Join);
+crate::engine::creation_error!(ShrinkError: NotMember Survivors Join);
 
 impl Communicator {
     /// Make a new communicator of the surviving ranks, in their present order, on the devices that are available. All
@@ -50,13 +50,11 @@ impl Communicator {
     pub fn shrink(&self) -> Result<Self, ShrinkError> {
         let (mut config, survivors) = {
             let Ok(core) = self.lock() else { return Err(ShrinkError::NotMember { name: self.name() }) };
-            let name = core.config.job.clone();
-            let Some(session) = &core.session else { return Err(ShrinkError::NotMember { name }) };
-            let survivors = session.survivors(Instant::now() + core.config.join_timeout);
-            (
-                core.config.clone(),
-                survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?,
-            )
+            let config = core.config().clone();
+            let name = config.job.clone();
+            let survivors = core.survivors(Instant::now() + config.join_timeout);
+            let Some(survivors) = survivors else { return Err(ShrinkError::NotMember { name }) };
+            (config, survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?)
         };
         let (round, ranks) = survivors;
         let Some(place) = ranks.iter().position(|&rank| rank == Rank(self.rank())) else {

@@ -31,7 +31,7 @@ pub enum SplitError {
     },
 }
 
-super::error::creation_error!(SplitError: Exchange Join);
+crate::engine::creation_error!(SplitError: Exchange Join);
 
 impl Communicator {
     /// Split the communicator, as `MPI_Comm_split` does: ranks with the same color form a new one, ordered by `key` and

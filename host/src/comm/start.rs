@@ -11,8 +11,8 @@
 //! A start that fails gives the buffer back, unchanged ([`StartError`]).
 
 use super::calls::{check, elements};
-use super::element::ErasedBuffer;
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer};
+use crate::engine::{ErasedBuffer, RefusedStart};
 use std::fmt;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
@@ -149,7 +149,7 @@ impl Communicator {
         let output = output.map(|output| Box::new(output) as Box<dyn ErasedBuffer>);
         match core.start(desc, Box::new(buffer), output, options) {
             Ok(id) => Ok(Handle::new(self.core.clone(), id)),
-            Err(StartError { error, buffer }) => {
+            Err(RefusedStart { error, buffer }) => {
                 let buffer = buffer.into_any().downcast().expect("the core returns the buffer that it was given");
                 Err(StartError { error, buffer: *buffer })
             }

@@ -7,6 +7,7 @@ use super::*;
 use crate::schedule::{Place, Schedule, dissemination, ring};
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -266,7 +267,7 @@ impl Interrupt for Bell {
         Some(self.socket.as_fd())
     }
 
-    fn check(&mut self) -> Result<(), ExecError> {
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
         Err(ExecError::Interrupted { rank: self.rank, reason: "the bell has rung".into() })
     }
 
@@ -294,6 +295,64 @@ fn interrupt_ends_the_operation_on_every_rank() {
     }
 }
 
+/// Pauses the operation each time that it runs.
+struct Pause {
+    wake_at: Instant,
+}
+
+impl Interrupt for Pause {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
+        Ok(ControlFlow::Break(()))
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        Some(self.wake_at)
+    }
+}
+
+/// Rank 1 enters the operation only once rank 0 is paused in it.
+#[test]
+fn paused_operation_continues_where_it_was_or_ends_with_the_given_error() {
+    for cancels in [false, true] {
+        let mut meshes = meshes(2);
+        let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 1000);
+        let (schedule, kernel) =
+            (|mesh: &Mesh| ring::all_reduce(mesh.place(), 1000), Kernel::new(Dtype::I32, ReduceOp::Sum));
+        let (entered, enters) = mpsc::channel();
+        let enters = std::sync::Mutex::new(enters);
+        let results = on_ranks(&mut meshes, |mesh| {
+            let (ctx, schedule) = (context(0, desc, Path::Ring), schedule(mesh));
+            let mut buf = 1_i32.to_le_bytes().repeat(1000);
+            if mesh.place().rank() == Rank(1) {
+                enters.lock().expect("no panic").recv().expect("rank 0 is there");
+            }
+            let mut execution = Execution::new(mesh, &schedule, kernel.as_ref(), &mut buf[..], &ctx)?;
+            if schedule.place().rank() == Rank(0) {
+                let paused = execution.drive(&mut Pause { wake_at: Instant::now() });
+                assert_eq!(paused, Ok(Status::Paused));
+                entered.send(()).expect("rank 1 is there");
+                if cancels {
+                    execution.cancel(ExecError::RankLost { rank: Rank(7) });
+                }
+            }
+            let result = execution.drive(&mut NoInterrupt);
+            if cancels {
+                return result.map(|_| ());
+            }
+            assert_eq!(result?, Status::Done);
+            drop(execution);
+            assert_eq!(buf, 2_i32.to_le_bytes().repeat(1000));
+            Ok(())
+        });
+        let error = ExecError::RankLost { rank: Rank(7) };
+        assert_eq!(results, if cancels { [Err(error.clone()), Err(error)] } else { [Ok(()), Ok(())] });
+    }
+}
+
 /// Ends the operation when its socket is readable, and notifies the test.
 struct Alarm {
     socket: UnixStream,
@@ -305,7 +364,7 @@ impl Interrupt for Alarm {
         Some(self.socket.as_fd())
     }
 
-    fn check(&mut self) -> Result<(), ExecError> {
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
         self.rung.send(()).expect("the test listens");
         Err(ExecError::Interrupted { rank: Rank(0), reason: "alarm".into() })
     }

@@ -35,7 +35,7 @@ pub(super) struct Memory<'a> {
     /// The output, or both in place.
     user: &'a mut [u8],
     /// `Work`, unless it lies in the output.
-    work: &'a mut [u8],
+    pub(super) work: Vec<u8>,
     kernel: Option<&'a Kernel>,
     /// Number of ranks.
     ranks: u32,
@@ -43,13 +43,13 @@ pub(super) struct Memory<'a> {
 }
 
 impl<'a> Memory<'a> {
-    /// Lay out the memory. `work` grows to the need of the largest operation so far.
+    /// Lay out the memory. Takes `work`, which grows to the need of the largest operation so far.
     pub(super) fn new(
         schedule: &Schedule,
         element_bytes: usize,
         kernel: Option<&'a Kernel>,
         buffers: Buffers<'a>,
-        work: &'a mut Vec<u8>,
+        work: &mut Vec<u8>,
     ) -> Result<Self, ExecError> {
         let is_in_place = matches!(buffers, Buffers::InPlace(_));
         let layout = MemoryLayout::new(schedule, element_bytes, kernel, is_in_place)?;
@@ -61,14 +61,14 @@ impl<'a> Memory<'a> {
         if work.len() < layout.work_bytes {
             work.resize(layout.work_bytes, 0);
         }
-        let work = &mut work[..layout.work_bytes];
+        let work = std::mem::take(work);
         let kernel = if schedule.reduces() { kernel } else { None };
         Ok(Self { input: input.unwrap_or(&[]), user, work, kernel, ranks: schedule.place().ranks(), layout })
     }
 
     /// Return empty memory, for a run without a schedule.
     pub(super) const fn none() -> Self {
-        Self { input: &[], user: &mut [], work: &mut [], kernel: None, ranks: 1, layout: MemoryLayout::none() }
+        Self { input: &[], user: &mut [], work: Vec::new(), kernel: None, ranks: 1, layout: MemoryLayout::none() }
     }
 
     /// Return the size of an element in transfers from a buffer.

@@ -4,12 +4,11 @@
 //! - The n-th message from a to b matches the n-th receive at b from a, independently of other ranks and schedules. Tag
 //!   and length must match the receive, or both ends get [`ExecError::Message`].
 //! - A send is complete when the kernel has its last byte, which may require the receiver's help: two ranks that send
-//!   each other large messages do so in one [`transfer`], or post them.
+//!   each other large messages do so in one [`Transfer`], or post them.
 //! - Posted messages ([`Mesh::post`]) progress during any call of this rank on the mesh, schedules included, and are
-//!   complete when [`Mesh::take`] returns them.
+//!   complete when [`take_complete`] returns them.
 //! - An error ends the mesh for all its ranks, as for schedules.
 
-use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
 use super::frame::HelloKind;
 use super::link::State;
@@ -17,8 +16,8 @@ use super::memory::Memory;
 use super::mesh::Mesh;
 use super::p2p::{P2pChannel, PostedMessage, Slot};
 use super::poll_backoff::{NextPoll, PollBackoff};
-use super::run::{Failure, Interrupt, Run};
-use crate::schedule::{Layout, Schedule, Step};
+use super::run::{Failure, Interrupt, Run, Status};
+use crate::schedule::{Layout, Schedule};
 use rustix::event::PollFlags;
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -203,7 +202,7 @@ impl Messages {
 
 impl Mesh {
     /// Post a message. It progresses during any later call on the mesh, in posting order for each peer and direction.
-    /// [`wait`] waits for it, [`poll`] drives it, [`Self::take`] returns the buffer.
+    /// [`wait`] waits for it, [`poll`] drives it, [`take_complete`] returns the buffer.
     ///
     /// # Errors
     /// [`ExecError::Invalid`] if the peer is this rank or out of range, or if [`POSTS_MAX`] messages are open; the
@@ -237,8 +236,8 @@ impl Mesh {
         self.messages.owned()
     }
 
-    /// Return whether the limit of open messages is reached.
-    fn is_full(&self) -> bool {
+    /// Return whether the limit of open messages is reached ([`make_room`]).
+    pub fn is_full(&self) -> bool {
         self.messages.open >= POSTS_MAX
     }
 
@@ -257,47 +256,75 @@ impl Mesh {
     }
 }
 
-/// Send and receive; returns when all `messages` are complete, in any order.
-///
-/// # Errors
-/// [`ExecError::Invalid`] if a peer is this rank or out of range: nothing has been sent. Any other error ends the mesh;
-/// the contents of receive buffers are then unspecified.
-pub fn transfer(
-    mesh: &mut Mesh,
-    messages: &mut [Message<'_>],
+/// Messages between the caller's buffers, from [`Transfer::new`] until all are complete.
+#[derive(Debug)]
+pub struct Transfer<'a, 'm> {
+    mesh: &'a mut Mesh,
+    messages: &'a mut [Message<'m>],
+    first: Ticket,
     deadline: Instant,
-    interrupt: &mut dyn Interrupt,
-) -> Result<(), ExecError> {
-    for message in messages.iter() {
-        mesh.check_message(message.address().0)?;
-    }
-    let first = Ticket(mesh.messages.next);
-    for (index, message) in messages.iter().enumerate() {
-        let (peer, tag, direction) = message.address();
-        mesh.messages.push(peer, direction, tag, Slot::Borrowed(index));
-    }
-    // Messages posted earlier may stay open.
-    let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket >= first);
-    let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
-    let borrowed = messages.iter_mut().map(Message::reborrow).collect();
-    drive_until(mesh, borrowed, Some(deadline), interrupt, &is_done)
 }
 
-/// Wait for a posted message and return its buffer.
+impl<'a, 'm> Transfer<'a, 'm> {
+    /// Post `messages`, to be complete by `deadline`, in any order.
+    ///
+    /// # Errors
+    /// [`ExecError::Invalid`] if a peer is this rank or out of range: nothing has been sent. The mesh's own error if it
+    /// has ended.
+    pub fn new(mesh: &'a mut Mesh, messages: &'a mut [Message<'m>], deadline: Instant) -> Result<Self, ExecError> {
+        for message in messages.iter() {
+            mesh.check_message(message.address().0)?;
+        }
+        let first = Ticket(mesh.messages.next);
+        for (index, message) in messages.iter().enumerate() {
+            let (peer, tag, direction) = message.address();
+            mesh.messages.push(peer, direction, tag, Slot::Borrowed(index));
+        }
+        Ok(Self { mesh, messages, first, deadline })
+    }
+
+    /// Drive the messages until all are complete, or they are paused.
+    ///
+    /// # Errors
+    /// An error ends the mesh; the contents of receive buffers are then unspecified.
+    pub fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+        let first = self.first;
+        // Messages posted earlier may stay open.
+        let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket >= first);
+        let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
+        let borrowed = self.messages.iter_mut().map(Message::reborrow).collect();
+        drive_until(self.mesh, borrowed, Some(self.deadline), interrupt, &is_done)
+    }
+
+    /// End the messages of the mesh on all ranks, and the mesh, with an error of the caller's.
+    pub fn cancel(&mut self, error: ExecError) {
+        cancel(self.mesh, error);
+    }
+}
+
+/// Drive a posted message until it is complete; [`take_complete`] returns its buffer.
 ///
 /// # Errors
-/// [`ExecError::Invalid`] if there is no such message, or it was taken; otherwise as for [`transfer`].
+/// As for [`Transfer::drive`].
 pub fn wait(
     mesh: &mut Mesh,
     ticket: Ticket,
     deadline: Instant,
     interrupt: &mut dyn Interrupt,
-) -> Result<Box<dyn MessageBuffer>, ExecError> {
+) -> Result<Status, ExecError> {
     let is_open = |channel: &P2pChannel| channel.posts.iter().any(|post| post.ticket == ticket);
     let is_done = |mesh: &Mesh| !mesh.messages.out.iter().chain(&mesh.messages.from).any(is_open);
-    if !is_done(mesh) {
-        drive_until(mesh, Vec::new(), Some(deadline), interrupt, &is_done)?;
+    if is_done(mesh) {
+        return Ok(Status::Done);
     }
+    drive_until(mesh, Vec::new(), Some(deadline), interrupt, &is_done)
+}
+
+/// Return the buffer of a complete message.
+///
+/// # Errors
+/// [`ExecError::Invalid`] if there is no such message, or it was taken.
+pub fn take_complete(mesh: &mut Mesh, ticket: Ticket) -> Result<Box<dyn MessageBuffer>, ExecError> {
     let unknown =
         || ExecError::Invalid { what: format!("{ticket:?} is not a message of this mesh, or was already taken") };
     mesh.take(ticket).ok_or_else(unknown)
@@ -306,84 +333,97 @@ pub fn wait(
 /// Drive posted messages as far as possible without waiting.
 ///
 /// # Errors
-/// As for [`transfer`].
-pub fn poll(mesh: &mut Mesh, interrupt: &mut dyn Interrupt) -> Result<(), ExecError> {
+/// As for [`Transfer::drive`].
+pub fn poll(mesh: &mut Mesh, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
     drive_until(mesh, Vec::new(), None, interrupt, &|mesh| mesh.messages.is_idle())
 }
 
-/// Wait until there is room for another message. Returns false if there is none by the deadline, which has no other
-/// effect.
+/// Wait until there is room for another message, at most until `deadline`, which has no other effect.
 ///
 /// # Errors
-/// As for [`transfer`], except for the deadline.
-pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interrupt) -> Result<bool, ExecError> {
-    let has_room = |mesh: &Mesh| !mesh.is_full();
-    while !has_room(mesh) {
+/// As for [`Transfer::drive`], except for the deadline.
+pub fn make_room(mesh: &mut Mesh, deadline: Instant, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+    while mesh.is_full() {
         let now = Instant::now();
         if now >= deadline {
-            return Ok(false);
+            break;
         }
         // Not with the mesh's own deadline, which would end it.
-        poll(mesh, interrupt)?;
-        if !has_room(mesh) {
+        if poll(mesh, interrupt)? == Status::Paused {
+            return Ok(Status::Paused);
+        }
+        if mesh.is_full() {
             std::thread::park_timeout(ROOM_POLL_INTERVAL.min(deadline - now));
         }
     }
-    Ok(true)
+    Ok(Status::Done)
+}
+
+/// End all messages of the mesh on all ranks, and the mesh, with an error of the caller's.
+pub fn cancel(mesh: &mut Mesh, error: ExecError) {
+    let schedule = Schedule::moving(mesh.place, Layout::default());
+    messages_run(mesh, &schedule, Instant::now(), Vec::new()).fail(&Failure::Local(error));
+}
+
+/// Make a run without a schedule.
+fn messages_run<'a>(
+    mesh: &'a mut Mesh,
+    schedule: &'a Schedule,
+    deadline: Instant,
+    borrowed: Vec<Message<'a>>,
+) -> Run<'a> {
+    let call = Call::new(mesh.rank(), 0, 0, &OpDesc::barrier(), Path::Dissemination);
+    Run::new(mesh, schedule, Memory::none(), (call, deadline), borrowed, true)
 }
 
 /// Drive messages until `is_done`; without a deadline, as far as possible without waiting.
-fn drive_until<'a>(
-    mesh: &'a mut Mesh,
-    borrowed: Vec<Message<'a>>,
+fn drive_until(
+    mesh: &mut Mesh,
+    borrowed: Vec<Message<'_>>,
     deadline: Option<Instant>,
-    interrupt: &'a mut dyn Interrupt,
+    interrupt: &mut dyn Interrupt,
     is_done: &dyn Fn(&Mesh) -> bool,
-) -> Result<(), ExecError> {
+) -> Result<Status, ExecError> {
     if let Some(error) = &mesh.poisoned {
         return Err(error.clone());
     }
     let schedule = Schedule::moving(mesh.place, Layout::default());
-    let call = Call::new(mesh.rank(), 0, 0, &OpDesc::barrier(), Path::Dissemination);
-    let mut run = Run {
-        mesh,
-        schedule: &schedule,
-        memory: Memory::none(),
-        call,
-        deadline: deadline.unwrap_or_else(|| Instant::now() + POLL_DEADLINE),
-        interrupt,
-        index: 0,
-        step: Step::default(),
-        announce_timer: RetryTimer::default(),
-        borrowed,
-        messages_only: true,
-    };
-    let Err(failure) = run.drive_until(deadline.is_some(), is_done) else { return Ok(()) };
-    run.abort(&failure);
-    let (Failure::Local(error) | Failure::Remote(error)) = failure;
-    run.mesh.poisoned = Some(error.clone());
-    Err(error)
+    let until = deadline.unwrap_or_else(|| Instant::now() + POLL_DEADLINE);
+    let mut run = messages_run(mesh, &schedule, until, borrowed);
+    run.drive_until(deadline.is_some(), is_done, interrupt).map_err(|failure| run.fail(&failure))
 }
 
 impl Run<'_> {
-    fn drive_until(&mut self, waits: bool, is_done: &dyn Fn(&Mesh) -> bool) -> Result<(), Failure> {
+    fn drive_until(
+        &mut self,
+        waits: bool,
+        is_done: &dyn Fn(&Mesh) -> bool,
+        interrupt: &mut dyn Interrupt,
+    ) -> Result<Status, Failure> {
         let mut polls = PollBackoff::default();
         loop {
             let moved = self.drive_messages()?;
             if is_done(self.mesh) {
-                return Ok(());
+                return Ok(Status::Done);
             }
-            match polls.after(moved) {
+            let status = match polls.after(moved) {
                 _ if !waits => {
-                    self.poll_sockets(false)?;
+                    let status = self.poll_sockets(false, interrupt)?;
                     if !self.drive_messages()? {
-                        return Ok(());
+                        return Ok(status);
                     }
+                    status
                 }
-                NextPoll::Continue => {}
-                NextPoll::Yield => std::thread::yield_now(),
-                NextPoll::Poll => self.poll_sockets(false)?,
-                NextPoll::Block => self.poll_sockets(true)?,
+                NextPoll::Continue => Status::Done,
+                NextPoll::Yield => {
+                    std::thread::yield_now();
+                    Status::Done
+                }
+                NextPoll::Poll => self.poll_sockets(false, interrupt)?,
+                NextPoll::Block => self.poll_sockets(true, interrupt)?,
+            };
+            if status == Status::Paused {
+                return Ok(status);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Point-to-point messages: alone, beside schedules, and in every failure mode.
 
-use super::message::{Direction, Message, POSTS_MAX, Ticket, poll, transfer, wait};
+use super::message::{Direction, Message, POSTS_MAX, Ticket, Transfer, poll, take_complete, wait};
 use super::tests::{LONG, all_reduce, context, meshes, on_ranks};
 use super::*;
 use crate::schedule::pairwise;
@@ -18,12 +18,19 @@ fn post(mesh: &mut Mesh, peer: Rank, direction: Direction, tag: u32, bytes: Vec<
 }
 
 fn finish(mesh: &mut Mesh, ticket: Ticket) -> Vec<u8> {
-    let buffer = wait(mesh, ticket, Instant::now() + LONG, &mut NoInterrupt).expect("through");
+    assert_eq!(wait(mesh, ticket, Instant::now() + LONG, &mut NoInterrupt), Ok(Status::Done));
+    let buffer = take_complete(mesh, ticket).expect("through");
     *buffer.into_any().downcast().expect("a vector of bytes")
 }
 
+fn transfer(mesh: &mut Mesh, messages: &mut [Message<'_>], timeout: Duration) -> Result<(), ExecError> {
+    let status = Transfer::new(mesh, messages, Instant::now() + timeout)?.drive(&mut NoInterrupt)?;
+    assert_eq!(status, Status::Done, "nothing pauses it");
+    Ok(())
+}
+
 fn group(mesh: &mut Mesh, messages: &mut [Message<'_>]) -> Result<(), ExecError> {
-    transfer(mesh, messages, Instant::now() + LONG, &mut NoInterrupt)
+    transfer(mesh, messages, LONG)
 }
 
 fn ones(mesh: &mut Mesh, op_index: u64) -> Result<(), ExecError> {
@@ -68,7 +75,7 @@ fn nth_send_matches_nth_receive_beside_schedules() {
                 tickets.push((ticket, payload(peer, own, nth, len_bytes)));
             }
             if nth % 5 == own.0 as usize {
-                poll(mesh, &mut NoInterrupt).expect("no error");
+                assert_eq!(poll(mesh, &mut NoInterrupt), Ok(Status::Done));
             }
             if nth % 7 == 0 {
                 ones(mesh, nth as u64 / 7).expect("no error");
@@ -81,7 +88,7 @@ fn nth_send_matches_nth_receive_beside_schedules() {
         // A rank that left now might leave sends behind: a schedule at the end drives them too.
         ones(mesh, 3).expect("no error");
         while !mesh.messages.is_idle() {
-            poll(mesh, &mut NoInterrupt).expect("no error");
+            assert_eq!(poll(mesh, &mut NoInterrupt), Ok(Status::Done));
         }
         ones(mesh, 4).expect("no error");
     });
@@ -135,7 +142,7 @@ fn message_deadline_fails_on_every_rank() {
         let peer = Rank(1 - mesh.place().rank().0);
         let timeout = if peer == Rank(0) { Duration::from_millis(50) } else { LONG };
         let bytes = &mut [0; 4];
-        transfer(mesh, &mut [Message::Receive { peer, tag: 0, bytes }], Instant::now() + timeout, &mut NoInterrupt)
+        transfer(mesh, &mut [Message::Receive { peer, tag: 0, bytes }], timeout)
     });
     let error = Err(ExecError::MessageDeadline { rank: Rank(1), peer: Rank(0) });
     assert_eq!(results, [error.clone(), error.clone()]);
@@ -205,7 +212,7 @@ fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
         let received = post(mesh, peer, Direction::Receive, 0, vec![0; 3]);
         assert!(mesh.take(received).is_none());
         assert_eq!((finish(mesh, received), finish(mesh, sent)), (vec![1, 2, 3], vec![1, 2, 3]));
-        let again = wait(mesh, received, Instant::now() + LONG, &mut NoInterrupt);
+        let again = take_complete(mesh, received);
         assert!(matches!(again.err(), Some(ExecError::Invalid { .. })));
         group(mesh, &mut []).expect("nothing to do");
         ones(mesh, 0)

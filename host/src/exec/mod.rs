@@ -43,4 +43,4 @@ pub(crate) mod tests;
 pub use error::{Call, ExecError, MeshError, Refusal};
 pub use memory::Buffers;
 pub use mesh::{JobToken, Mesh};
-pub use run::{Context, Interrupt, NoInterrupt, execute};
+pub use run::{Context, Execution, Interrupt, NoInterrupt, Status, execute};

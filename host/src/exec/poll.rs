@@ -9,7 +9,7 @@ use super::frame::FrameKind;
 use super::handshake::HandshakeOutcome;
 use super::link::State;
 use super::message::Direction;
-use super::run::{Failure, Run, is_next, open};
+use super::run::{Failure, Interrupt, Run, Status, is_next, open};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
@@ -29,8 +29,9 @@ pub(super) enum PollTarget {
 }
 
 impl Run<'_> {
-    /// Poll all sockets; if `block`, sleep until one of them, the interrupt or a timer is ready.
-    pub(super) fn poll_sockets(&mut self, block: bool) -> Result<(), Failure> {
+    /// Poll all sockets; if `block`, sleep until one of them, the interrupt or a timer is ready. Returns whether the
+    /// interrupt pauses the operation.
+    pub(super) fn poll_sockets(&mut self, block: bool, interrupt: &mut dyn Interrupt) -> Result<Status, Failure> {
         let now = Instant::now();
         if now >= self.deadline {
             let (rank, op_index, peer) = (self.call.rank, self.call.op_index, self.awaited());
@@ -40,9 +41,9 @@ impl Run<'_> {
             return Err(ExecError::Deadline { op_index, rank, peer }.into());
         }
         self.drive_messages()?;
-        let wake_at = self.interrupt.wake_at();
-        if wake_at.is_some_and(|at| at <= now) {
-            self.interrupt.check()?;
+        let wake_at = interrupt.wake_at();
+        if wake_at.is_some_and(|at| at <= now) && interrupt.check()?.is_break() {
+            return Ok(Status::Paused);
         }
         let until = wake_at.map_or(self.deadline, |at| at.min(self.deadline));
         let until = self.announce_timer.expires_at(now).map_or(until, |at| at.min(until));
@@ -54,17 +55,19 @@ impl Run<'_> {
             tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: timeout.subsec_nanos().into(),
         };
-        self.collect_ready(&timeout)?;
+        self.collect_ready(&timeout, interrupt)?;
         if block
             && self.mesh.ready.is_empty()
             && self.announce_timer.expires_at(now).is_some_and(|at| at <= Instant::now())
         {
             self.announce()?;
         }
+        let mut status = Status::Done;
         // From the back: a pending connection that leaves the list moves those behind it.
         while let Some(ready) = self.mesh.ready.pop() {
             match ready {
-                PollTarget::Interrupt => self.interrupt.check()?,
+                PollTarget::Interrupt if interrupt.check()?.is_break() => status = Status::Paused,
+                PollTarget::Interrupt => {}
                 PollTarget::Listener => self.accept(now)?,
                 PollTarget::Pending(index) => self.process_pending(index)?,
                 PollTarget::Announcement(index) => self.send_announce(index)?,
@@ -74,11 +77,11 @@ impl Run<'_> {
                 PollTarget::Channel(_, Direction::Receive) => {}
             }
         }
-        Ok(())
+        Ok(status)
     }
 
     /// Poll, and store the ready targets in `mesh.ready`.
-    fn collect_ready(&mut self, timeout: &Timespec) -> Result<(), ExecError> {
+    fn collect_ready(&mut self, timeout: &Timespec, interrupt: &dyn Interrupt) -> Result<(), ExecError> {
         let mut fds = recycled(std::mem::take(&mut self.mesh.pollfds));
         let mut ready = std::mem::take(&mut self.mesh.ready);
         ready.clear();
@@ -109,7 +112,7 @@ impl Run<'_> {
             fds.push(PollFd::new(one_shot, PollFlags::OUT));
             ready.push(PollTarget::Announcement(index));
         }
-        if let Some(fd) = self.interrupt.poll_fd() {
+        if let Some(fd) = interrupt.poll_fd() {
             fds.push(PollFd::from_borrowed_fd(fd, readable));
             ready.push(PollTarget::Interrupt);
         }

@@ -15,6 +15,8 @@ use super::mesh::Mesh;
 use super::message::Message;
 use super::poll_backoff::{NextPoll, PollBackoff};
 use crate::schedule::{Recv, Schedule, Send, Step};
+use std::fmt;
+use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 use sumac_hal::ids::Rank;
@@ -41,11 +43,12 @@ pub trait Interrupt {
     /// Return a descriptor to poll for input.
     fn poll_fd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Run the state machine: its descriptor is readable, or its time has come.
+    /// Run the state machine: its descriptor is readable, or its time has come. `Break` pauses the operation: its
+    /// caller gets control back, and the operation keeps its place.
     ///
     /// # Errors
     /// An error ends the operation, at this and then at all other ranks.
-    fn check(&mut self) -> Result<(), ExecError>;
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError>;
 
     /// Return when [`Self::check`] must run even without input.
     fn wake_at(&self) -> Option<Instant> {
@@ -62,63 +65,98 @@ impl Interrupt for NoInterrupt {
         None
     }
 
-    fn check(&mut self) -> Result<(), ExecError> {
-        Ok(())
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
+        Ok(ControlFlow::Continue(()))
     }
 }
 
-/// Run `schedule` over `mesh`, in `buffers`: one buffer for input and output, or two.
-///
-/// Buffers hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] specifies. `kernel` is required if
-/// the schedule reduces. Every rank must call this with the same operations in the same order. The schedule must be one
-/// that [`crate::schedule::check`] accepts.
+/// Where an operation stands when its caller gets control back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Status {
+    /// It is complete.
+    Done,
+    /// Its interrupt has paused it. It continues where it was when it is driven again.
+    Paused,
+}
+
+/// An operation on a mesh, from [`Execution::new`] until it is done or failed.
+pub struct Execution<'a>(Run<'a>);
+
+impl fmt::Debug for Execution<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Execution").field("call", &self.0.call).field("step", &self.0.index).finish_non_exhaustive()
+    }
+}
+
+impl<'a> Execution<'a> {
+    /// Prepare to run `schedule` over `mesh`, in `buffers`: one buffer for input and output, or two.
+    ///
+    /// Buffers hold as many elements of the type of `ctx.desc` as [`Schedule::layout`] specifies. `kernel` is required
+    /// if the schedule reduces. Every rank must do this with the same operations in the same order. The schedule must
+    /// be one that [`crate::schedule::check`] accepts.
+    ///
+    /// # Errors
+    /// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. The mesh's own error if it
+    /// has ended.
+    pub fn new(
+        mesh: &'a mut Mesh,
+        schedule: &'a Schedule,
+        kernel: Option<&'a Kernel>,
+        buffers: impl Into<Buffers<'a>>,
+        ctx: &Context,
+    ) -> Result<Self, ExecError> {
+        if let Some(error) = &mesh.poisoned {
+            return Err(error.clone());
+        }
+        if schedule.place() != mesh.place {
+            let what = format!("a schedule for {:?} on the mesh of {:?}", schedule.place(), mesh.place);
+            return Err(ExecError::Invalid { what });
+        }
+        let memory = Memory::new(schedule, ctx.desc.element_bytes(), kernel, buffers.into(), &mut mesh.work)?;
+        let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
+        Ok(Self(Run::new(mesh, schedule, memory, (call, ctx.deadline), Vec::new(), false)))
+    }
+
+    /// Drive the operation until it is complete or paused.
+    ///
+    /// # Errors
+    /// An error ends the operation on all ranks, and the mesh: further calls return it again. The contents of the
+    /// output, and of a buffer for both, are then unspecified.
+    pub fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+        if let Some(error) = &self.0.mesh.poisoned {
+            return Err(error.clone());
+        }
+        self.0.run_steps(interrupt).map_err(|failure| self.0.fail(&failure))
+    }
+
+    /// End the operation on all ranks, and the mesh, with an error of the caller's.
+    pub fn cancel(&mut self, error: ExecError) {
+        self.0.fail(&Failure::Local(error));
+    }
+}
+
+impl Drop for Execution<'_> {
+    fn drop(&mut self) {
+        self.0.mesh.work = std::mem::take(&mut self.0.memory.work);
+    }
+}
+
+/// Run `schedule` over `mesh` to completion, as [`Execution`] does; a pause is not waited for.
 ///
 /// # Errors
-/// [`ExecError::Invalid`] if the arguments contradict each other: nothing has been sent. Any other error ends the
-/// operation on all ranks, and the mesh: further calls return it again. The contents of the output, and of a buffer for
-/// both, are then unspecified.
+/// As for [`Execution::new`] and [`Execution::drive`].
 pub fn execute<'a>(
-    mesh: &mut Mesh,
-    schedule: &Schedule,
-    kernel: Option<&Kernel>,
+    mesh: &'a mut Mesh,
+    schedule: &'a Schedule,
+    kernel: Option<&'a Kernel>,
     buffers: impl Into<Buffers<'a>>,
     ctx: &Context,
     interrupt: &mut dyn Interrupt,
 ) -> Result<(), ExecError> {
-    if let Some(error) = &mesh.poisoned {
-        return Err(error.clone());
-    }
-    if schedule.place() != mesh.place {
-        let what = format!("a schedule for {:?} on the mesh of {:?}", schedule.place(), mesh.place);
-        return Err(ExecError::Invalid { what });
-    }
-    let element_bytes = ctx.desc.element_bytes();
-    let mut work = std::mem::take(&mut mesh.work);
-    let result = Memory::new(schedule, element_bytes, kernel, buffers.into(), &mut work).and_then(|memory| {
-        let call = Call::new(mesh.rank(), ctx.op_index, ctx.signature, &ctx.desc, ctx.path);
-        let step = Step::default();
-        let (deadline, announce_timer) = (ctx.deadline, RetryTimer::default());
-        let mut run = Run {
-            mesh: &mut *mesh,
-            schedule,
-            memory,
-            call,
-            deadline,
-            interrupt,
-            index: 0,
-            step,
-            announce_timer,
-            borrowed: Vec::new(),
-            messages_only: false,
-        };
-        let Err(failure) = run.operation() else { return Ok(()) };
-        run.abort(&failure);
-        let (Failure::Local(error) | Failure::Remote(error)) = failure;
-        mesh.poisoned = Some(error.clone());
-        Err(error)
-    });
-    mesh.work = work;
-    result
+    let mut execution = Execution::new(mesh, schedule, kernel, buffers, ctx)?;
+    while execution.drive(interrupt)? == Status::Paused {}
+    Ok(())
 }
 
 /// An operation in progress.
@@ -128,7 +166,9 @@ pub(super) struct Run<'a> {
     pub(super) memory: Memory<'a>,
     pub(super) call: Call,
     pub(super) deadline: Instant,
-    pub(super) interrupt: &'a mut dyn Interrupt,
+    /// Whether its frames and connections are prepared.
+    is_begun: bool,
+    polls: PollBackoff,
     /// The current step.
     pub(super) index: usize,
     pub(super) step: Step<'a>,
@@ -161,9 +201,69 @@ impl From<ExecError> for Failure {
     }
 }
 
-impl Run<'_> {
-    /// Run all steps.
-    fn operation(&mut self) -> Result<(), Failure> {
+impl<'a> Run<'a> {
+    pub(super) fn new(
+        mesh: &'a mut Mesh,
+        schedule: &'a Schedule,
+        memory: Memory<'a>,
+        (call, deadline): (Call, Instant),
+        borrowed: Vec<Message<'a>>,
+        messages_only: bool,
+    ) -> Self {
+        let (step, polls, announce_timer) = (Step::default(), PollBackoff::default(), RetryTimer::default());
+        let (is_begun, index) = (false, 0);
+        Self {
+            mesh,
+            schedule,
+            memory,
+            call,
+            deadline,
+            is_begun,
+            polls,
+            index,
+            step,
+            announce_timer,
+            borrowed,
+            messages_only,
+        }
+    }
+
+    /// End the operation and the mesh. Returns the error.
+    pub(super) fn fail(&mut self, failure: &Failure) -> ExecError {
+        self.abort(failure);
+        let (Failure::Local(error) | Failure::Remote(error)) = failure;
+        self.mesh.poisoned = Some(error.clone());
+        error.clone()
+    }
+
+    /// Run the rest of the steps.
+    fn run_steps(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, Failure> {
+        if !std::mem::replace(&mut self.is_begun, true) {
+            self.begin()?;
+        }
+        while self.index < self.schedule.len() {
+            while !self.is_step_done() {
+                let moved = self.move_bytes()?;
+                let status = match self.polls.after(moved) {
+                    NextPoll::Continue => Status::Done,
+                    NextPoll::Yield => {
+                        std::thread::yield_now();
+                        Status::Done
+                    }
+                    NextPoll::Poll => self.poll_sockets(false, interrupt)?,
+                    NextPoll::Block => self.poll_sockets(true, interrupt)?,
+                };
+                if status == Status::Paused {
+                    return Ok(status);
+                }
+            }
+            self.index += 1;
+            self.enter_step();
+        }
+        Ok(Status::Done)
+    }
+
+    fn begin(&mut self) -> Result<(), Failure> {
         self.mesh.links.iter_mut().for_each(|link| link.begin_operation());
         self.dial_peers()?;
         for peer in 0..self.mesh.links.len() {
@@ -173,27 +273,19 @@ impl Run<'_> {
             }
         }
         self.mesh.announcements.clear();
-        let mut polls = PollBackoff::default();
-        let schedule = self.schedule;
-        while let Some(step) = schedule.step(self.index) {
-            self.step = step;
-            reset(&mut self.mesh.sends, step.sends.len());
-            reset(&mut self.mesh.recvs, step.recvs.len());
-            for local in step.locals {
-                self.memory.run_local(local, &mut self.mesh.scratch, &mut self.mesh.spare);
-            }
-            while !self.is_step_done() {
-                let moved = self.move_bytes()?;
-                match polls.after(moved) {
-                    NextPoll::Continue => {}
-                    NextPoll::Yield => std::thread::yield_now(),
-                    NextPoll::Poll => self.poll_sockets(false)?,
-                    NextPoll::Block => self.poll_sockets(true)?,
-                }
-            }
-            self.index += 1;
-        }
+        self.enter_step();
         Ok(())
+    }
+
+    /// Begin the current step, unless all are done.
+    fn enter_step(&mut self) {
+        let Some(step) = self.schedule.step(self.index) else { return };
+        self.step = step;
+        reset(&mut self.mesh.sends, step.sends.len());
+        reset(&mut self.mesh.recvs, step.recvs.len());
+        for local in step.locals {
+            self.memory.run_local(local, &mut self.mesh.scratch, &mut self.mesh.spare);
+        }
     }
 
     /// Dial the higher ranks of all steps at once, so that steps do not wait for connections one by one.

@@ -1,16 +1,19 @@
 //! A harness for recovery, for simulators that carry messages themselves: the production code, one step at a time and
 //! without connections.
 //!
-//! Inventories, plans and pieces are those of [`crate::comm`]. The caller decides how chunks travel, who waits for whom
+//! Inventories, plans and pieces are those of a communicator. The caller decides how chunks travel, who waits for whom
 //! and when ranks agree; [`Change`] is the agreement where ranks die.
 
+mod calls;
 mod change;
 mod source;
 
+pub use super::migration::CallStart;
 use super::plan::{Inventories, Plan, plan};
 pub use super::view::Flaw;
 use super::{ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, result_lens};
 use crate::transport::packets::{Buffers, Endpoint, OpId};
+pub use calls::Calls;
 pub use change::{Attempt, Change, End, Landed, Outcome, Promise, Promises, Settlement, Step, ViewMessage};
 pub use source::{ReadRedo, RedoPlace, RedoSlots, TreeSource};
 use sumac_hal::ids::Rank;

@@ -1,8 +1,13 @@
-//! Recovery: what happens to operations whose tree or ranks are lost. Decides which ranks are dead, which chunks some
-//! rank has, and which must be recomputed (PROTOCOL 8). Sans-I/O: [`crate::comm`] carries out the decisions, in its
-//! `change` module.
+//! What is agreed and done when devices or ranks are lost (PROTOCOL 8); time and messages enter it, and what is to be
+//! done comes out. It writes to nobody and locks nothing: [`crate::engine`] carries out what it decides.
 //!
-//! All surviving ranks agree on the dead ranks in a [`View`] change. Each describes what it has in a
+//! - [`Change`] is a rank's part in the change of a view: which ranks are dead, which chunks some rank has, and which
+//!   must be recomputed.
+//! - [`Membership`] is what ranks tell each other outside of collectives.
+//! - [`Migration`] holds calls where the job moves to another tree, and [`GracePeriod`] says how long operations may
+//!   go on once the view is in question.
+//!
+//! All surviving ranks agree on the dead ranks in a view change. Each describes what it has in a
 //! [`ChunkInventory`], gets the inventories of all, and computes the same plan from them. The pieces of the plan run
 //! one after the other, each as a host collective between the survivors:
 //! - if some rank has the result of a chunk, the lowest such rank broadcasts it;
@@ -19,10 +24,14 @@
 //! - no piece crosses an operation.
 
 mod ballot;
+mod change;
 mod decide;
+mod grace_period;
 #[cfg(feature = "snapshot")]
 pub mod harness;
 mod inventory;
+mod membership;
+mod migration;
 mod plan;
 mod source;
 #[cfg(test)]
@@ -31,12 +40,16 @@ mod view;
 
 pub(crate) use crate::transport::RecoverySource;
 pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
-pub(crate) use decide::{Decision, MigrationPromise, RankReport, agreed_migration, decide, in_latest_tree};
+pub(crate) use change::{Action, Attempt, Change, Commit};
+pub(crate) use decide::{Decision, MigrationPromise, RankReport};
+pub(crate) use grace_period::GracePeriod;
 pub(crate) use inventory::ChunkInventory;
+pub(crate) use membership::{MemberEvent, MemberMessage, Membership, PeerEvent, ViewMessage, Watermark, authority};
+pub(crate) use migration::{CallStart, Migration, NO_LIMIT};
 #[cfg(test)]
 pub(crate) use plan::plan;
 pub(crate) use plan::{Piece, Source, Unrecoverable};
 pub(crate) use source::{
     Landed, append_contribution, append_result, completed_elements, inventory, is_unknown, land, result_lens,
 };
-pub(crate) use view::{End, Event, View};
+pub(crate) use view::End;

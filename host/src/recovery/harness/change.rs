@@ -1,7 +1,9 @@
-//! A view change, one step at a time: the production state machine, and what [`crate::comm`] makes of its events,
+//! A view change, one step at a time: the production state machine, and what [`Change`] makes of its events,
 //! without connections. Messages are opaque to the caller that carries them.
 
-use super::super::{self as repair, Authority, Ballot, ChunkInventory, Dead, Event, Message, View, inventory};
+use super::super::change::settle;
+use super::super::view::{Event, View};
+use super::super::{self as repair, Authority, Ballot, ChunkInventory, Dead, Message, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
 use crate::transport::packets::{Buffers, OpId};
 use std::collections::BTreeMap;
@@ -182,14 +184,10 @@ impl Settlement {
     /// # Errors
     /// Why recovery is not possible, as text.
     pub fn of<'r>(promises: &Promises, source: Option<impl Into<TreeSource<'r>>>, ranks: u32) -> Result<Self, String> {
-        let source = source.map(Into::into);
-        if let Some(source) = source {
-            let lens = |desc: &_| source.chunks(desc);
-            if let Some((rank, _)) = promises.0.iter().find(|(_, report)| !report.inventory.is_valid(ranks, lens)) {
-                return Err(format!("the chunk inventory of {rank} is invalid"));
-            }
-        }
-        let (plan, decision) = repair::decide(&promises.0, ranks);
+        let source: Option<TreeSource<'r>> = source.map(Into::into);
+        let chunks = |desc: &_| source.map_or(0, |source| source.chunks(desc));
+        let settled = settle(&promises.0, ranks, source.is_some().then_some(&chunks));
+        let (plan, decision) = settled.map_err(|rank| format!("the chunk inventory of {rank} is invalid"))?;
         match (decision.failure, source) {
             (Some(why), _) => Err(why.to_string()),
             (None, Some(source)) => Ok(Self { chunks: chunks_of(&plan, &source), decision }),

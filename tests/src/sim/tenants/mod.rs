@@ -2,7 +2,7 @@
 //! and recovered.
 //!
 //! Production code: the controller's state, resource ledger, queue, planner and leases, without its threads
-//! ([`sumac::controller::harness`]); devices; endpoints; migration to offered trees ([`sumac::comm::harness`]); the
+//! ([`sumac::controller::harness`]); devices; endpoints; migration to offered trees ([`sumac::harness`]); the
 //! chunks that a repair moves. Models: what a rank waits for (`job`, `client`), message delivery (`wire`), and host
 //! collectives, which complete at once when all ranks have entered.
 //!

@@ -4,15 +4,16 @@
 //! State is published before waiters wake; waiters re-check it after they register ([`Notices::set_wakers`]). So no
 //! notice is missed, whichever comes first.
 
-use super::core::Core;
 use super::dropped::Dropped;
 use super::error::Error;
 use super::membership::Inbox;
-use super::migration::MigrationGate;
+use super::migration_gate::MigrationGate;
 use crate::controller::proto::{AbortReason, QueuePosition};
+use crate::recovery::Migration;
 use crate::transport::memory;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::ProcessMark;
@@ -20,7 +21,7 @@ use sumac_hal::udp::Waker;
 
 /// Events from outside of the communicator's calls, and who is woken by them.
 #[derive(Debug)]
-pub(super) struct Notices {
+pub(crate) struct Notices {
     /// Whether `peers` holds any news.
     has_news: AtomicBool,
     is_cancelled: AtomicBool,
@@ -35,13 +36,22 @@ pub(super) struct Notices {
     /// Where among the calls the job migrates to another tree.
     pub(super) migration: MigrationGate,
     /// Dropped handles.
-    pub(super) dropped: Dropped,
+    pub(crate) dropped: Dropped,
     /// The job's position in the queue for a tree.
     queue: Mutex<Queue>,
-    /// The core whose view to change if none of its calls does.
-    core: OnceLock<Weak<Mutex<Core>>>,
+    /// Changes the view if no call does.
+    on_question: OnceLock<OnQuestion>,
     /// Threads that change the view.
     threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+/// What is done on a thread of its own when the view is in question.
+struct OnQuestion(Arc<dyn Fn() + Send + Sync>);
+
+impl fmt::Debug for OnQuestion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnQuestion")
+    }
 }
 
 /// The state of the connection to the controller.
@@ -108,13 +118,13 @@ impl Notices {
             wakers,
             migration: MigrationGate::new(),
             dropped: Dropped::default(),
-            core: OnceLock::new(),
+            on_question: OnceLock::new(),
             threads: Mutex::default(),
         }
     }
 
     /// Return whether this process was forked from the one that joined.
-    pub(super) fn is_forked(&self) -> bool {
+    pub(crate) fn is_forked(&self) -> bool {
         self.process.is_forked()
     }
 
@@ -159,11 +169,12 @@ impl Notices {
         wakers.inbox.iter().for_each(|inbox| inbox.wake());
     }
 
-    /// Set the core whose view to change in the background, once the rank has joined.
-    pub(super) fn set_core(&self, core: &Arc<Mutex<Core>>) {
+    /// Set what changes the view in the background, once the rank has joined. It blocks while a call runs, which then
+    /// has changed the view. It must not drop the last share of a communicator, because that waits for its thread.
+    pub(super) fn set_on_question(&self, change_view: impl Fn() + Send + Sync + 'static) {
         // Set only once.
-        let _ = self.core.set(Arc::downgrade(core));
-        // Notices from before found no core.
+        let _ = self.on_question.set(OnQuestion(Arc::new(change_view)));
+        // Notices from before found nothing to call.
         if self.first_usable_view() > 0 || self.has_news.load(Ordering::Acquire) {
             self.spawn_view_change();
         }
@@ -178,21 +189,15 @@ impl Notices {
 
     /// Change the view on a thread, unless a call does it.
     fn spawn_view_change(&self) {
-        let Some(core) = self.core.get().cloned() else { return };
-        // The thread blocks while a call runs, which then has changed the view. The caller's thread cannot do this,
-        // because it has more notices to read. The thread must not drop the last share of a communicator, because that
-        // waits for the thread; so it upgrades a weak reference.
-        let serve = move || {
-            if let Some(core) = core.upgrade() {
-                super::lock(&core).change_view_if_requested();
-            }
-        };
+        let Some(OnQuestion(change_view)) = self.on_question.get() else { return };
+        // The caller's thread cannot do this, because it has more notices to read.
+        let change_view = Arc::clone(change_view);
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_cancelled() {
             // Nothing may join a new thread any more.
             return;
         }
-        let served = thread::Builder::new().name("recovery".into()).spawn(serve);
+        let served = thread::Builder::new().name("recovery".into()).spawn(move || change_view());
         threads.retain(|thread| !thread.is_finished());
         match served {
             Ok(thread) => threads.push(thread),
@@ -231,7 +236,7 @@ impl Notices {
         }
     }
 
-    pub(super) fn queue_position(&self) -> Option<QueuePosition> {
+    pub(crate) fn queue_position(&self) -> Option<QueuePosition> {
         self.queue().position
     }
 
@@ -281,12 +286,12 @@ impl Notices {
     /// The controller disconnected: nothing reports lost ranks or the call to migrate at. If it may have told some
     /// ranks that call, start a view change, in which all ranks find out.
     pub(super) fn controller_lost(&self) {
-        let in_doubt = self.migration.controller_lost();
+        let in_doubt = self.migration.update(|migration, _| migration.controller_lost());
         self.set_controller(ControllerState::Disconnected);
         let inbox = self.wakers().inbox.clone();
         match inbox.filter(|_| in_doubt) {
             Some(inbox) => self.view_change_requested(inbox.epoch()),
-            None if in_doubt => self.migration.settle_alone(),
+            None if in_doubt => _ = self.migration.update(Migration::moved),
             None => {}
         }
     }
@@ -310,7 +315,7 @@ impl Notices {
         self.wake();
     }
 
-    pub(super) fn controller(&self) -> ControllerState {
+    pub(crate) fn controller(&self) -> ControllerState {
         self.peers().controller.clone()
     }
 
@@ -333,7 +338,7 @@ impl Notices {
     }
 
     /// This rank's own program cancels the communicator.
-    pub(super) fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Release);
         self.wake();
     }

@@ -43,7 +43,7 @@ pub enum Error {
         other: OpDesc,
     },
     /// The peer of a message is lost; or any rank, in a communicator without recovery
-    /// ([`JoinConfig::repair`](super::JoinConfig)).
+    /// ([`JoinConfig::repair`](crate::comm::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.
@@ -123,7 +123,7 @@ pub enum Error {
         /// Why it failed.
         reason: RegisterError,
     },
-    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](super::Straggler)). All ranks that
+    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](crate::comm::Straggler)). All ranks that
     /// did get this error.
     #[error(
         "ranks {missing} did not enter the operation within its straggler limit, and it has no result without them"
@@ -173,7 +173,7 @@ pub enum Error {
          join a job from this process"
     )]
     Forked,
-    /// This rank's own program ended the communicator ([`Canceller`](super::Canceller)).
+    /// This rank's own program ended the communicator ([`Canceller`](crate::comm::Canceller)).
     #[error("cancelled by this rank's own program; the other ranks see it as lost")]
     Cancelled,
     /// An earlier call ended the communicator.
@@ -185,7 +185,7 @@ pub enum Error {
 }
 
 /// Write an error and its causes, without causes that the text contains already.
-pub(super) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+pub(crate) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     let text = causes
         .map(ToString::to_string)
@@ -193,13 +193,13 @@ pub(super) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<
     f.write_str(&text)
 }
 
-/// A [`JoinError`](super::JoinError), [`SplitError`](super::SplitError) or [`ShrinkError`](super::ShrinkError) as part of
+/// A [`JoinError`](super::JoinError), [`SplitError`](crate::SplitError) or [`ShrinkError`](crate::ShrinkError) as part of
 /// an [`Error`](enum@Error). It equals its clones only.
 #[derive(Clone)]
 pub struct CreationError(Arc<dyn std::error::Error + Send + Sync>);
 
 impl CreationError {
-    pub(super) fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self(Arc::new(error))
     }
 
@@ -244,7 +244,7 @@ macro_rules! readable_debug {
                     };
                     write!(f, "{name}: ")?;
                 }
-                $crate::comm::error::write_chain(self, f)
+                $crate::engine::error::write_chain(self, f)
             }
         }
     };
@@ -253,17 +253,17 @@ macro_rules! readable_debug {
 /// Make an error of creating a communicator readable, and convert it to [`Error`].
 macro_rules! creation_error {
     ($ty:ty: $($variant:ident)*) => {
-        $crate::comm::error::readable_debug!($ty: $($variant)*);
+        $crate::engine::error::readable_debug!($ty: $($variant)*);
 
-        impl From<$ty> for $crate::comm::error::Error {
+        impl From<$ty> for $crate::engine::error::Error {
             fn from(error: $ty) -> Self {
-                Self::Creation($crate::comm::error::CreationError::new(error))
+                Self::Creation($crate::engine::error::CreationError::new(error))
             }
         }
     };
 }
 
-pub(super) use {creation_error, readable_debug};
+pub(crate) use {creation_error, readable_debug};
 
 readable_debug!(Error: Mismatch RankLost RanksFailed Partitioned OutcomeUnknown PathLost GroupLost DeviceLost Device
     Memory Stragglers Excluded Deadline TooManyInFlight NotPossible Unsupported Argument Schedule Forked Cancelled Ended
@@ -364,7 +364,7 @@ impl Error {
     }
 
     /// Turn a rejection into an error that ends the communicator: the operation had already begun.
-    pub(super) fn ending(self) -> Self {
+    pub(crate) fn ending(self) -> Self {
         if !self.is_rejection() {
             return self;
         }

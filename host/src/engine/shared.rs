@@ -7,12 +7,12 @@ use super::core::Core;
 use super::dropped::Dropped;
 use super::error::Error;
 use super::notices::Notices;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A share in a communicator. In a forked child it is inert: it is never locked, because a thread that the child does
 /// not have may hold the lock, and dropping it has no effect.
 #[derive(Debug, Clone)]
-pub(super) struct SharedCore {
+pub(crate) struct SharedCore {
     /// `Some` until it is dropped.
     shares: Option<Shares>,
 }
@@ -26,11 +26,16 @@ struct Shares {
 }
 
 impl SharedCore {
-    pub(super) fn new(core: Core) -> Self {
-        let name = Arc::from(core.config.job.as_str());
-        let guard = Arc::new(ShutdownGuard(Arc::clone(&core.notices)));
+    pub(crate) fn new(core: Core) -> Self {
+        let name = Arc::from(core.config().job.as_str());
+        let guard = Arc::new(ShutdownGuard(Arc::clone(core.notices())));
         let core = Arc::new(Mutex::new(core));
-        guard.0.set_core(&core);
+        let weak = Arc::downgrade(&core);
+        guard.0.set_on_question(move || {
+            if let Some(core) = weak.upgrade() {
+                lock(&core).change_view_if_requested();
+            }
+        });
         Self { shares: Some(Shares { guard, core, name }) }
     }
 
@@ -42,22 +47,22 @@ impl SharedCore {
     ///
     /// # Errors
     /// [`Error::Forked`].
-    pub(super) fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
-        if self.is_forked() { Err(Error::Forked) } else { Ok(super::lock(&self.shares().core)) }
+    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Core>, Error> {
+        if self.is_forked() { Err(Error::Forked) } else { Ok(lock(&self.shares().core)) }
     }
 
     /// Return whether this process was forked from the one that joined.
-    pub(super) fn is_forked(&self) -> bool {
+    pub(crate) fn is_forked(&self) -> bool {
         self.notices().is_forked()
     }
 
     /// Return the communicator's name.
-    pub(super) fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         &self.shares().name
     }
 
     /// Queue a dropped handle by `push`, and process the queue unless a call is running, which does.
-    pub(super) fn reclaim(&self, push: impl FnOnce(&Dropped)) {
+    pub(crate) fn reclaim(&self, push: impl FnOnce(&Dropped)) {
         if self.is_forked() {
             return;
         }
@@ -68,7 +73,7 @@ impl SharedCore {
     }
 
     /// Return the notices that arrive outside of calls.
-    pub(super) fn notices(&self) -> &Arc<Notices> {
+    pub(crate) fn notices(&self) -> &Arc<Notices> {
         &self.shares().guard.0
     }
 }
@@ -90,4 +95,9 @@ impl Drop for ShutdownGuard {
         self.0.cancel();
         self.0.join_threads();
     }
+}
+
+pub(crate) fn lock(core: &Mutex<Core>) -> MutexGuard<'_, Core> {
+    // A thread that panicked left the protocol state as it was between two packets, which is consistent.
+    core.lock().unwrap_or_else(PoisonError::into_inner)
 }

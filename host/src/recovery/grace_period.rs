@@ -9,14 +9,14 @@ use std::time::{Duration, Instant};
 
 /// The polls since the view was called into question.
 #[derive(Debug, Default)]
-pub(super) struct GracePeriod {
+pub(crate) struct GracePeriod {
     polls: u32,
     last_poll_at: Option<Instant>,
 }
 
 impl GracePeriod {
     /// Count a poll. Returns how long until the next one counts; `None` when the grace period is over.
-    pub(super) fn poll(&mut self, now: Instant) -> Option<Duration> {
+    pub(crate) fn poll(&mut self, now: Instant) -> Option<Duration> {
         let due = self.last_poll_at.map_or(now, |at| at + POLL_INTERVAL);
         if now < due {
             return Some(due - now);

@@ -12,31 +12,14 @@
 //! - Once ranks are excluded, the loss of a tree or a rank is not recovered, because recovery needs all ranks: the
 //!   communicator ends with the error of the loss. So no two ranks get results over different members.
 
-use super::core::Core;
+use super::config::JoinConfig;
 use super::error::Error;
-use super::{CallOptions, Outcome};
+use super::options::{CallOptions, Straggler};
+use super::tree_end::TreeEnd;
 use crate::select::{Algo, Explanation, RuledOut};
-use crate::transport::packets::{CompletionInfo, OpId};
 use std::time::Duration;
-use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, OpDesc, Path};
 use sumac_hal::wire::{RankMask, StragglerLimit};
-
-/// The straggler policy of an operation. Must be the same on all ranks; otherwise they get [`Error::Mismatch`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Straggler {
-    /// Wait for late ranks until the operation's deadline.
-    #[default]
-    Wait,
-    /// Fail on all ranks with [`Error::Stragglers`] if a rank enters the operation later than this after the first one.
-    Deadline(Duration),
-    /// Complete without ranks that enter the operation later than this after the first one. [`Outcome::missing`]
-    /// reports them. They are removed from the communicator, with [`Error::Excluded`].
-    ///
-    /// Use a call deadline that is longer than this. Ranks that enter in time and then slow down are waited for.
-    Partial(Duration),
-}
 
 /// Why an operation does not support [`Straggler::Partial`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,15 +41,22 @@ impl Unsupported {
     }
 }
 
-impl Core {
-    fn policy(&self, options: &CallOptions) -> Straggler {
-        options.straggler.unwrap_or(self.config.straggler)
+/// The policies of one call: those of its options, else of the configuration.
+pub(super) struct Policy<'c> {
+    straggler: Straggler,
+    options: &'c CallOptions,
+    config: &'c JoinConfig,
+    tree: &'c TreeEnd,
+}
+
+impl<'c> Policy<'c> {
+    pub(super) fn new(options: &'c CallOptions, config: &'c JoinConfig, tree: &'c TreeEnd) -> Self {
+        Self { straggler: options.straggler.unwrap_or(config.straggler), options, config, tree }
     }
 
     /// Return why the tree does not support a straggler limit, if it does not.
     fn partial_unsupported(&self) -> Option<Unsupported> {
-        let shards = self.tree.as_ref().map_or(1, |tree| tree.shards());
-        if shards > 1 {
+        if self.tree.shards() > 1 {
             return Some(Unsupported::Shards);
         }
         (self.config.world as usize > RankMask::RANKS).then_some(Unsupported::Ranks)
@@ -74,8 +64,8 @@ impl Core {
 
     /// Return the straggler limit that travels with an operation through the tree; `None` if it waits until the
     /// deadline.
-    pub(super) fn limit(&self, options: &CallOptions) -> Option<StragglerLimit> {
-        let (after, cuts) = match self.policy(options) {
+    pub(super) fn limit(&self) -> Option<StragglerLimit> {
+        let (after, cuts) = match self.straggler {
             Straggler::Wait => return None,
             Straggler::Deadline(after) => (after, false),
             Straggler::Partial(after) => (after, true),
@@ -85,10 +75,10 @@ impl Core {
     }
 
     /// Return the timeout of a call. It includes the straggler limit where no tree enforces that.
-    pub(super) fn call_timeout(&self, options: &CallOptions) -> Duration {
-        let limit = options.deadline.unwrap_or(self.config.deadline);
-        match self.policy(options) {
-            Straggler::Deadline(after) if self.tree.is_none() || self.partial_unsupported().is_some() => {
+    pub(super) fn timeout(&self) -> Duration {
+        let limit = self.options.deadline.unwrap_or(self.config.deadline);
+        match self.straggler {
+            Straggler::Deadline(after) if !self.tree.is_there() || self.partial_unsupported().is_some() => {
                 limit.min(after)
             }
             _ => limit,
@@ -99,9 +89,9 @@ impl Core {
     ///
     /// # Errors
     /// [`Error::NotPossible`] if the policy is not supported.
-    pub(super) fn algo_for(&self, desc: &OpDesc, options: &CallOptions) -> Result<Algo, Error> {
-        let algo = options.algo.unwrap_or(self.config.algo);
-        if !matches!(self.policy(options), Straggler::Partial(_)) {
+    pub(super) fn algo(&self, desc: &OpDesc) -> Result<Algo, Error> {
+        let algo = self.options.algo.unwrap_or(self.config.algo);
+        if !matches!(self.straggler, Straggler::Partial(_)) {
             return Ok(algo);
         }
         let why = match (algo, desc.collective) {
@@ -117,13 +107,8 @@ impl Core {
     }
 
     /// Rule out the candidates that do not support the straggler policy.
-    pub(super) fn apply_straggler_policy(
-        &self,
-        desc: &OpDesc,
-        options: &CallOptions,
-        found: Explanation,
-    ) -> Explanation {
-        if !matches!(self.policy(options), Straggler::Partial(_)) || self.config.world == 1 {
+    pub(super) fn apply(&self, desc: &OpDesc, found: Explanation) -> Explanation {
+        if !matches!(self.straggler, Straggler::Partial(_)) || self.config.world == 1 {
             return found;
         }
         let of_tree = if desc.collective == Collective::AllGather {
@@ -132,36 +117,6 @@ impl Core {
             self.partial_unsupported()
         };
         rule_out(found, of_tree)
-    }
-
-    /// Return the ranks that were excluded as stragglers.
-    pub(super) fn excluded_ranks(&self) -> RankMask {
-        self.tree.as_ref().map_or(RankMask::EMPTY, |tree| tree.excluded_ranks())
-    }
-
-    /// Return a rank that is lost and was not excluded before.
-    pub(super) fn lost_rank(&self) -> Option<Rank> {
-        let excluded = self.excluded_ranks();
-        self.notices.lost_ranks().into_iter().find(|rank| !excluded.contains(*rank))
-    }
-
-    /// Record the details of a completed operation in the tree.
-    pub(super) fn keep_completion(&mut self, op: OpId, completion: CompletionInfo) {
-        // Operation numbers of earlier trees are void.
-        let view = self.view;
-        self.completions.retain(|&(of, _), _| of == view);
-        self.completions.insert((view, op), completion);
-    }
-
-    /// Drop the details of an operation that nobody waits for.
-    pub(super) fn forget_completion(&mut self, op: OpId) {
-        self.completions.remove(&(self.view, op));
-    }
-
-    /// Add the details of an operation in the tree to its outcome.
-    pub(super) fn with_completion(&mut self, op: Option<OpId>, outcome: Outcome) -> Outcome {
-        let completion = op.and_then(|op| self.completions.remove(&(self.view, op))).unwrap_or_default();
-        Outcome { slowest: completion.slowest, missing: completion.missing, ..outcome }
     }
 }
 

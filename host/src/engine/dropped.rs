@@ -7,31 +7,31 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The queue of dropped handles.
 #[derive(Debug, Default)]
-pub(super) struct Dropped {
+pub(crate) struct Dropped {
     is_any: AtomicBool,
     handles: Mutex<(Vec<u64>, Vec<Ticket>)>,
 }
 
 impl Dropped {
     /// Queue a dropped handle of a started operation.
-    pub(super) fn push(&self, handle: u64) {
+    pub(crate) fn push(&self, handle: u64) {
         self.lock().0.push(handle);
         self.is_any.store(true, Ordering::Release);
     }
 
     /// Queue a dropped handle of a started message.
-    pub(super) fn push_message(&self, ticket: Ticket) {
+    pub(crate) fn push_message(&self, ticket: Ticket) {
         self.lock().1.push(ticket);
         self.is_any.store(true, Ordering::Release);
     }
 
     /// Return whether the queue has entries.
-    pub(super) fn is_any(&self) -> bool {
+    pub(crate) fn is_any(&self) -> bool {
         self.is_any.load(Ordering::Acquire)
     }
 
     /// Drain the queue.
-    pub(super) fn take(&self) -> (Vec<u64>, Vec<Ticket>) {
+    pub(crate) fn take(&self) -> (Vec<u64>, Vec<Ticket>) {
         let mut handles = self.lock();
         self.is_any.store(false, Ordering::Release);
         std::mem::take(&mut *handles)

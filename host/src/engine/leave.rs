@@ -13,12 +13,13 @@
 //! - a rank waits for others no longer than its time limit, and reports a timeout.
 
 use super::core::Core;
+use super::data_path::{Deadline, Stop};
 use super::error::Error;
-use super::membership::{MembershipChannel, Watermark};
-use super::progress::Deadline;
+use super::membership::MembershipChannel;
+use crate::recovery::Watermark;
 use std::time::{Duration, Instant};
 
-/// How a rank left its job ([`Communicator::leave_within`](super::Communicator::leave_within)).
+/// How a rank left its job ([`Communicator::leave_within`](crate::Communicator::leave_within)).
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Departure {
@@ -36,12 +37,12 @@ pub enum Departure {
 
 impl Core {
     /// Leave the job. The controller frees the group when all ranks have left.
-    pub(super) fn leave(&mut self, limit: Duration) -> Departure {
+    pub(crate) fn leave(&mut self, limit: Duration) -> Departure {
         let departure = self.drain(limit);
         match &departure {
-            Departure::Clean => self.channel.iter().for_each(MembershipChannel::announce_departure),
+            Departure::Clean => self.members.channel.iter().for_each(MembershipChannel::announce_departure),
             Departure::Unconfirmed { waited } => {
-                let (job, rank) = (&self.config.job, self.config.rank);
+                let (job, rank) = (&self.data.config.job, self.data.config.rank);
                 crate::log::warn!(
                     job,
                     rank,
@@ -51,8 +52,8 @@ impl Core {
             }
             Departure::Failed(_) => {}
         }
-        self.channel.iter().for_each(MembershipChannel::end);
-        if let Some(session) = self.session.take() {
+        self.members.channel.iter().for_each(MembershipChannel::end);
+        if let Some(session) = self.members.session.take() {
             session.leave();
         }
         departure
@@ -79,9 +80,9 @@ impl Core {
     /// Return whether all ranks had all results before this communicator ended: then the ranks that it misses left
     /// gracefully.
     fn had_all_results(&self, deadline: Deadline) -> bool {
-        let is_loss = matches!(self.ended, Some(Error::RanksFailed { .. }));
-        let is_complete = self.tree.as_ref().is_some_and(|tree| tree.have() >= tree.end());
-        let Some(channel) = self.channel.as_ref().filter(|_| is_loss && is_complete) else { return false };
+        let is_loss = matches!(self.data.ended, Some(Error::RanksFailed { .. }));
+        let is_complete = self.data.tree.get().is_some_and(|tree| tree.have() >= tree.end());
+        let Some(channel) = self.members.channel.as_ref().filter(|_| is_loss && is_complete) else { return false };
         // Rank 0 reported this before it left; the report may still be on its way.
         let until = deadline.0.min(Instant::now() + LOSS_REPORT_TIMEOUT);
         while !channel.inbox().is_stable(self.posted()) && Instant::now() < until {
@@ -97,7 +98,8 @@ impl Core {
         let mut give_up_at = None;
         let mut interval = ASK_INTERVAL;
         while !self.is_stable() {
-            let Some(inbox) = self.channel.as_ref().map(|channel| std::sync::Arc::clone(channel.inbox())) else {
+            let Some(inbox) = self.members.channel.as_ref().map(|channel| std::sync::Arc::clone(channel.inbox()))
+            else {
                 return Ok(true);
             };
             let now = Instant::now();
@@ -110,20 +112,22 @@ impl Core {
                 return Ok(false);
             }
             if now >= asks_at {
-                self.channel.iter().for_each(|channel| channel.ask_for_stable(self.posted()));
+                self.members.channel.iter().for_each(|channel| channel.ask_for_stable(self.posted()));
                 (asks_at, interval) = (now + interval, (interval * 2).min(ASK_INTERVAL_MAX));
             }
-            match self.advance(None, deadline) {
+            match self.data.advance(None, deadline) {
                 Ok(idle) => inbox.wait_for_stable(self.posted(), idle.min(POLL_INTERVAL)),
-                Err(Error::Deadline { .. }) => return Ok(false),
+                Err(Stop::Failed(Error::Deadline { .. })) => return Ok(false),
                 // This rank needs nothing more from that tree.
-                Err(error) if error.is_loss_of_tree() && !self.needs_view_change() => {
+                Err(Stop::ViewInQuestion(error) | Stop::Failed(error))
+                    if error.is_loss_of_tree() && !self.data.needs_view_change() =>
+                {
                     inbox.wait_for_stable(self.posted(), POLL_INTERVAL);
                 }
-                Err(error) => {
+                Err(stop) => {
                     // This rank does not leave yet, so a disconnected rank counts as dead again.
                     inbox.cancel_leaving();
-                    self.recover_from(Err(error), deadline)?;
+                    self.resume(Err::<(), _>(stop), deadline)?;
                 }
             }
         }
@@ -135,20 +139,15 @@ impl Core {
     fn is_stable(&self) -> bool {
         // Results are needed only for recovery, which is off where ranks were excluded or recovery is disabled. Host
         // collectives retain no results.
-        let Some(tree) = self.tree.as_ref().filter(|tree| tree.excluded_ranks().is_empty()) else { return true };
-        self.channel.as_ref().is_none_or(|channel| channel.inbox().is_stable(Watermark::new(self.view, tree.end().0)))
+        if self.data.tree.get().is_none_or(|tree| !tree.excluded_ranks().is_empty()) {
+            return true;
+        }
+        self.members.channel.as_ref().is_none_or(|channel| channel.inbox().is_stable(self.posted()))
     }
 
     /// Return the watermark behind the last operation that this rank has posted in the tree.
     fn posted(&self) -> Watermark {
-        Watermark::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.end().0))
-    }
-
-    /// Publish which results this rank has, for other ranks that ask.
-    pub(super) fn publish_watermark(&self) {
-        if let Some(channel) = &self.channel {
-            channel.inbox().publish(Watermark::new(self.view, self.tree.as_ref().map_or(0, |tree| tree.have().0)));
-        }
+        self.data.watermarks().1
     }
 }
 

@@ -1,0 +1,225 @@
+//! Blocking calls.
+
+use super::core::Core;
+use super::data_path::{Deadline, Stop};
+use super::error::{Error, OutputState};
+use super::extent::Extent;
+use super::operations::{BorrowedBuffers, CounterSnapshot};
+use super::options::{CallOptions, Outcome};
+use crate::exec::Buffers;
+use crate::schedule::{Buffer, Schedule, pairwise};
+use crate::select::Algo;
+use crate::transport::memory::Transfer;
+use crate::transport::packets::{MAX_OPS, OpId};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+use sumac_hal::reduce::Kernel;
+use sumac_hal::wire::StragglerLimit;
+
+/// The result of running a blocking call's operation in the tree.
+enum TreeRun {
+    /// The result is in the call's buffers.
+    Done(Option<OpId>, Transfer),
+    /// The tree was lost before all ranks had entered the operation; start it again.
+    Restart,
+}
+
+impl Core {
+    /// Run an operation to completion.
+    pub(crate) fn run(
+        &mut self,
+        desc: OpDesc,
+        buffers: &mut Buffers<'_>,
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
+        let result = self.run_to_end(desc, buffers, options);
+        self.data.operations.calling = None;
+        result
+    }
+
+    fn run_to_end(&mut self, desc: OpDesc, buffers: &mut Buffers<'_>, options: &CallOptions) -> Result<Outcome, Error> {
+        self.check_usable()?;
+        let extent = Extent::of(&desc, self.data.place)?;
+        extent.check(&desc, buffers)?;
+        let scaled = premultiply(&desc, &extent, buffers, options)?;
+        let (deadline, before) = (self.deadline(options), self.data.snapshot());
+        let ready = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
+        ready.map_err(|error| self.end(error, &desc, before))?;
+        let begun = self.data.snapshot();
+        let buffers = match (&scaled, buffers) {
+            // Scale into a separate input, so that the caller's buffer receives only results: the call may still be
+            // rejected, or report which elements are results.
+            (Some(input), Buffers::InPlace(buffer)) => {
+                Buffers::Separate { input, output: &mut buffer[extent.output.clone()] }
+            }
+            (Some(input), Buffers::Separate { output, .. }) => Buffers::Separate { input, output },
+            (None, Buffers::InPlace(buffer)) => Buffers::InPlace(buffer),
+            (None, Buffers::Separate { input, output }) => Buffers::Separate { input, output },
+        };
+        let result = self.run_call((desc, options), &extent, buffers, (deadline, begun));
+        result.map_err(|error| {
+            let error = self.end(error, &desc, begun);
+            self.release_rejected_call(error)
+        })
+    }
+
+    /// Run a counted operation. A rejection has had no effect.
+    fn run_call(
+        &mut self,
+        (desc, options): (OpDesc, &CallOptions),
+        extent: &Extent,
+        mut buffers: Buffers<'_>,
+        (deadline, begun): (Deadline, CounterSnapshot),
+    ) -> Result<Outcome, Error> {
+        let limit = self.data.policy(options).limit();
+        loop {
+            let (path, fallback) = self.data.choose(&desc, options)?;
+            if path != Path::Tree {
+                self.run_by_schedule((&desc, limit), path, buffers, deadline)?;
+                return Ok(self.data.outcome((path, None), fallback, begun));
+            }
+            if let TreeRun::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
+                extent.copy_own(&desc, &mut buffers);
+                let outcome = self.data.outcome((path, Some(transfer)), fallback, begun);
+                return Ok(self.data.tree.with_completion(op, outcome));
+            }
+        }
+    }
+
+    /// Run an operation in the tree.
+    fn run_in_tree(
+        &mut self,
+        (desc, limit): (OpDesc, Option<StragglerLimit>),
+        extent: &Extent,
+        buffers: &mut Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<TreeRun, Error> {
+        let posted = match self.data.post(&desc, limit, (extent, &mut *buffers)) {
+            Err(Stop::ViewInQuestion(cause)) => {
+                let changed = self.change_view(None, &cause, deadline);
+                changed.map_err(|error| error.with_output(OutputState::Elements(Vec::new())))?;
+                return Ok(TreeRun::Restart);
+            }
+            Err(Stop::Failed(error)) => return Err(error),
+            Ok(posted) => posted,
+        };
+        let Some((op, transfer)) = posted else { return Ok(TreeRun::Restart) };
+        while !self.data.tree.is_complete(op) {
+            let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
+            match self.data.step(Some(borrowed), deadline) {
+                Err(Stop::ViewInQuestion(cause)) => {
+                    let borrowed = BorrowedBuffers { op, extent, buffers: &mut *buffers };
+                    return match self.change_view(Some(borrowed), &cause, deadline) {
+                        Ok(completed_below) if op < completed_below => Ok(TreeRun::Done(None, transfer)),
+                        Ok(_) => Ok(TreeRun::Restart),
+                        Err(error) if self.data.tree.is_complete(op) => {
+                            self.note_unreported_end(error);
+                            Ok(TreeRun::Done(None, transfer))
+                        }
+                        Err(error) => Err(error.with_output(self.data.tree.output_state(op))),
+                    };
+                }
+                Err(Stop::Failed(error)) => return Err(error),
+                Ok(()) => {}
+            }
+        }
+        Ok(TreeRun::Done(Some(op), transfer))
+    }
+
+    /// Wait until another operation may be posted: the number of operations in an endpoint and of started host
+    /// collectives is bounded. Nothing has been sent for the call.
+    ///
+    /// Runs a started host collective if all ranks have started it, because a rank that waits for it may be the one
+    /// that must make room.
+    ///
+    /// # Errors
+    /// [`Error::TooManyInFlight`] if the deadline passes, or an error that ends the communicator.
+    pub(super) fn make_room(&mut self, deadline: Deadline) -> Result<(), Error> {
+        self.data.reclaim_dropped();
+        while !self.data.has_room() {
+            if self.data.operations.is_schedule_due(self.data.tree.completed_below()) {
+                self.run_next_schedule(deadline)?;
+                continue;
+            }
+            match self.data.step(None, deadline) {
+                Err(Stop::Failed(Error::Deadline { waited, .. })) if !self.data.has_room() => {
+                    return Err(Error::TooManyInFlight { limit: MAX_OPS, waited });
+                }
+                Err(Stop::Failed(Error::Deadline { .. })) => {}
+                stepped => _ = self.resume(stepped, deadline)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Exchange blocks of any length. Counts differ between ranks, so only collective and type are compared; the
+    /// executor detects lengths that do not match.
+    pub(crate) fn all_to_all_v(
+        &mut self,
+        dtype: Dtype,
+        buffers: Buffers<'_>,
+        send_counts: &[usize],
+        recv_counts: &[usize],
+        options: &CallOptions,
+    ) -> Result<Outcome, Error> {
+        self.check_usable()?;
+        let collective = Collective::AllToAllV;
+        let desc = OpDesc { collective, dtype: Some(dtype), op: None, root: Rank(0), count: 0 };
+        let schedule = pairwise::all_to_all_v(self.data.place, send_counts, recv_counts)
+            .map_err(|error| Error::Argument(error.to_string()))?;
+        check_uneven(&schedule, dtype, &buffers)?;
+        self.data.policy(&CallOptions { algo: Some(Algo::Pairwise), ..*options }).algo(&desc)?;
+        let limit = self.data.policy(options).limit();
+        let deadline = self.deadline(options);
+        let begun = self.data.snapshot();
+        let path = Path::Pairwise;
+        let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
+        let begins = begins.and_then(|()| self.run_started(deadline));
+        let result = begins.and_then(|()| {
+            let announced = self.data.announce(&desc, path, limit)?;
+            self.run_announced((&desc, path), &schedule, buffers, announced, deadline)
+        });
+        let result = result.map_err(|error| {
+            let error = self.end(error, &desc, begun);
+            self.release_rejected_call(error)
+        });
+        self.data.operations.calling = None;
+        result?;
+        Ok(self.data.outcome((path, None), None, begun))
+    }
+}
+
+/// Check the buffers of an exchange of uneven blocks, before anything is announced.
+fn check_uneven(schedule: &Schedule, dtype: Dtype, buffers: &Buffers<'_>) -> Result<(), Error> {
+    let Buffers::Separate { input, output } = buffers else { return Ok(()) };
+    for (what, found, which) in [("an input", input.len(), Buffer::Input), ("an output", output.len(), Buffer::Output)]
+    {
+        let expected = schedule.layout().len(which) * dtype.size_bytes();
+        if found != expected {
+            return Err(Error::Argument(format!("{what} of {found} bytes, but the counts add up to {expected}")));
+        }
+    }
+    Ok(())
+}
+
+/// Return a rank's scaled contribution to a premultiplied sum; `None` for any other operation. The caller's buffers are
+/// not changed.
+pub(super) fn premultiply(
+    desc: &OpDesc,
+    extent: &Extent,
+    buffers: &Buffers<'_>,
+    options: &CallOptions,
+) -> Result<Option<Vec<u8>>, Error> {
+    let scalar = match (desc.op, options.scalar) {
+        (Some(ReduceOp::PremulSum), scalar) => scalar.unwrap_or(1.0),
+        (_, None) => return Ok(None),
+        (_, Some(scalar)) => {
+            return Err(Error::Argument(format!("{desc} with a scalar of {scalar}: only premul_sum takes a scalar")));
+        }
+    };
+    let Some(kernel) = desc.dtype.and_then(|dtype| Kernel::new(dtype, ReduceOp::PremulSum)) else { return Ok(None) };
+    let mut scaled = vec![0; extent.input.len()];
+    let input = extent.input(buffers);
+    kernel.scale(&mut scaled, input, scalar).map_err(|error| Error::Argument(format!("{desc}: {error}")))?;
+    Ok(Some(scaled))
+}

@@ -1,0 +1,159 @@
+//! The configuration of a rank, and why it could not join its job.
+
+use super::options::Straggler;
+use crate::controller::proto::{DEFAULT_TENANT, Transport};
+use crate::controller::{ClientError, first_reachable};
+use crate::exec::MeshError;
+use crate::select::Algo;
+use crate::transport::memory::AttachError;
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+use sumac_hal::ctrl::Order;
+use sumac_hal::hosted::{HostedError, HostedPort};
+use sumac_hal::udp::UdpConfig;
+use thiserror::Error;
+
+/// How a rank joins its job. Start from [`JoinConfig::new`] or [`JoinConfig::from_env`] and change fields.
+#[derive(Debug, Clone)]
+pub struct JoinConfig {
+    /// The controller's address.
+    pub controller: SocketAddr,
+    /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
+    /// `controller`, that accepts a connection.
+    pub controller_alternatives: Vec<SocketAddr>,
+    /// The job's name. Ranks that give the same name to the same controller form a job.
+    pub job: String,
+    /// This rank, from 0 to `world - 1`.
+    pub rank: u32,
+    /// The number of ranks in the job.
+    pub world: u32,
+    /// The name of this rank's host in the fabric. `None`, on all ranks, assigns ranks to hosts in natural sort order
+    /// of their names.
+    pub host: Option<String>,
+    /// The order in which contributions are combined, which determines the bits of floating-point results. Must be the
+    /// same on all ranks.
+    pub order: Order,
+    /// The default algorithm of calls. Default [`Algo::Auto`], the cheapest path.
+    pub algo: Algo,
+    /// The default time limit of calls. Default 60 s.
+    pub deadline: Duration,
+    /// How long joining waits for the other ranks. Default 60 s.
+    pub join_timeout: Duration,
+    /// The local address to bind to; devices and other ranks must be able to reach it.
+    pub bind: IpAddr,
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
+    ///
+    /// ```
+    /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
+    /// let mut config = sumac::JoinConfig::new(controller, "job", 0, 2);
+    /// config.udp = sumac::UdpConfig { gso: sumac::Offload::Off, ..sumac::UdpConfig::default() };
+    /// ```
+    pub udp: UdpConfig,
+    /// How to reach the leaf device.
+    pub transport: Transport,
+    /// The RDMA port for [`Transport::Verbs`] and [`Transport::Rdma`], as `DEVICE[:PORT[:GID-INDEX]]`. `None`: the
+    /// first active one.
+    pub verbs: Option<String>,
+    /// Whether to recover from the loss of a tree: the ranks complete interrupted operations among themselves
+    /// ([`Outcome::repaired`](crate::Outcome::repaired)), and later ones use another tree or host collectives. Without
+    /// recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
+    pub repair: bool,
+    /// The tenant whose quota the job counts against. Must be the same on all ranks.
+    pub tenant: String,
+    /// How long joining waits in the controller's queue for a tree, if other jobs hold the resources. Then, or at once
+    /// with the default of 0, the job starts with host collectives and migrates to a tree when its turn comes, provided
+    /// that [`repair`](Self::repair) is on. Must be the same on all ranks.
+    pub wait_for_tree: Duration,
+    /// The default straggler policy of calls. Must be the same on all ranks.
+    pub straggler: Straggler,
+}
+
+impl JoinConfig {
+    /// Configure a rank with the defaults: bound to the controller's IP address, [`Order::Arrival`], [`Algo::Auto`], a
+    /// time limit of 60 s for calls and for joining, and recovery.
+    pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
+        Self {
+            controller,
+            controller_alternatives: Vec::new(),
+            job: job.into(),
+            rank,
+            world,
+            host: None,
+            order: Order::Arrival,
+            algo: Algo::Auto,
+            deadline: Duration::from_secs(60),
+            join_timeout: Duration::from_secs(60),
+            bind: controller.ip(),
+            udp: UdpConfig::default(),
+            transport: Transport::Auto,
+            verbs: None,
+            repair: true,
+            tenant: DEFAULT_TENANT.to_owned(),
+            wait_for_tree: Duration::ZERO,
+            straggler: Straggler::Wait,
+        }
+    }
+
+    /// Choose among the controller's addresses. A rank that is bound to the first one is then bound to the chosen one,
+    /// which may be of the other family.
+    pub(super) fn choose_controller(&mut self) {
+        let chosen = first_reachable(self.controller, &self.controller_alternatives);
+        if self.bind == self.controller.ip() {
+            self.bind = chosen.ip();
+        }
+        self.controller = chosen;
+    }
+
+    /// Open the data port towards the leaf device.
+    pub(super) fn open_port(&self) -> Result<HostedPort, HostedError> {
+        let verbs = (self.transport == Transport::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
+        HostedPort::open(SocketAddr::new(self.bind, 0), &self.udp, verbs)
+    }
+}
+
+/// The default TCP port of controllers.
+pub const DEFAULT_PORT: u16 = 7847;
+
+/// Why a rank could not join its job.
+#[derive(Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// An environment variable is missing or invalid.
+    #[error("environment variable {name}: {why}")]
+    Environment {
+        /// The variable.
+        name: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The controller cannot be reached, or refused the rank.
+    #[error(transparent)]
+    Controller(#[from] ClientError),
+    /// The data port could not be opened.
+    #[error("data port: {0}")]
+    Port(#[from] HostedError),
+    /// The port for connections between ranks could not be opened.
+    #[error("cannot listen for other ranks on {addr}: {source}")]
+    Listen {
+        /// The address.
+        addr: IpAddr,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The connections between ranks failed.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// Attaching to the leaf device for zero-copy operations failed.
+    #[error("cannot attach to device {device}: {reason}; join with `transport: udp` to use packets instead")]
+    Attach {
+        /// The device.
+        device: String,
+        /// What went wrong.
+        reason: AttachError,
+    },
+    /// The controller's reply is invalid.
+    #[error("invalid reply from the controller: {0}")]
+    Membership(String),
+}
+
+super::error::creation_error!(JoinError: Environment Controller Port Listen Mesh Attach Membership);

@@ -1,0 +1,175 @@
+//! The connections between ranks, and the work on them: host collectives and messages.
+
+use super::error::Error;
+use crate::exec::message::{self, Ticket, Transfer};
+use crate::exec::{Buffers, Context, ExecError, Execution, Interrupt, Mesh, Status, execute};
+use crate::schedule::Schedule;
+use std::time::Instant;
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::reduce::Kernel;
+
+/// Connections between ranks, and the number of host collectives that have run over them.
+pub(super) struct Connections {
+    pub(super) mesh: Mesh,
+    scheduled: u64,
+}
+
+impl Connections {
+    pub(super) const fn new(mesh: Mesh) -> Self {
+        Self { mesh, scheduled: 0 }
+    }
+
+    /// Number the next operation.
+    pub(super) fn next(&mut self, (desc, path): (&OpDesc, Path), table_version: u32, deadline: Instant) -> Context {
+        self.scheduled += 1;
+        let signature = desc.signature(path, table_version);
+        Context { op_index: self.scheduled - 1, signature, desc: *desc, path, deadline }
+    }
+
+    /// Run a schedule to completion.
+    pub(super) fn run(
+        &mut self,
+        (desc, path): (&OpDesc, Path),
+        table_version: u32,
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        (deadline, interrupt): (Instant, &mut dyn Interrupt),
+    ) -> Result<(), ExecError> {
+        let ctx = self.next((desc, path), table_version, deadline);
+        execute(&mut self.mesh, schedule, kernel(desc).as_ref(), buffers, &ctx, interrupt)
+    }
+}
+
+/// Return what reduces an operation's elements, if it does.
+pub(super) fn kernel(desc: &OpDesc) -> Option<Kernel> {
+    desc.dtype.zip(desc.op).and_then(|(dtype, op)| Kernel::new(dtype, op))
+}
+
+/// The connections of a communicator's calls, which are lent to one at a time. Invariant: what was sent counts while
+/// they are lent, too.
+pub(super) struct HostPath {
+    connections: Option<Connections>,
+    /// Bytes that had been sent when the connections were lent.
+    sent_before_bytes: u64,
+    /// Bytes sent to other ranks for recovery, over connections of its own.
+    pub(super) recovery_bytes: u64,
+}
+
+impl HostPath {
+    pub(super) const fn new(connections: Connections) -> Self {
+        Self { connections: Some(connections), sent_before_bytes: 0, recovery_bytes: 0 }
+    }
+
+    /// Lend the connections.
+    ///
+    /// # Errors
+    /// An earlier call panicked while it used them.
+    pub(super) fn take(&mut self) -> Result<Connections, Error> {
+        let missing = || ExecError::Invalid {
+            what: "the connections to other ranks were lost when an earlier call panicked".into(),
+        };
+        let connections = self.connections.take().ok_or_else(|| Error::Schedule(missing()))?;
+        self.sent_before_bytes = connections.mesh.sent_bytes();
+        Ok(connections)
+    }
+
+    pub(super) fn give_back(&mut self, connections: Connections) {
+        self.connections = Some(connections);
+    }
+
+    /// Return the bytes sent directly to other ranks.
+    pub(super) fn sent_bytes(&self) -> u64 {
+        let calls = self.connections.as_ref().map_or(self.sent_before_bytes, |of| of.mesh.sent_bytes());
+        calls + self.recovery_bytes
+    }
+
+    /// Return the number of messages that own memory, and its length in bytes.
+    pub(super) fn owned_by_messages(&self) -> (usize, usize) {
+        self.connections.as_ref().map_or((0, 0), |connections| connections.mesh.owned_by_messages())
+    }
+
+    /// Drop a message when it is complete. Returns false while the connections are lent.
+    pub(super) fn abandon(&mut self, ticket: Ticket) -> bool {
+        let Some(connections) = &mut self.connections else { return false };
+        connections.mesh.abandon(ticket);
+        true
+    }
+}
+
+/// Work over the connections that pauses when the view is in question.
+pub(super) trait HostWork {
+    /// Drive the work until it is done or paused.
+    ///
+    /// # Errors
+    /// The error that ended it on all ranks.
+    fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError>;
+
+    /// End paused work on all ranks with an error.
+    fn cancel(&mut self, error: ExecError);
+}
+
+/// A host collective that was announced to the tree: the announcement is sent before the schedule begins.
+pub(super) struct Collective<'a> {
+    execution: Execution<'a>,
+    is_announced: bool,
+    is_begun: bool,
+}
+
+impl<'a> Collective<'a> {
+    pub(super) const fn new(execution: Execution<'a>) -> Self {
+        Self { execution, is_announced: false, is_begun: false }
+    }
+}
+
+impl HostWork for Collective<'_> {
+    fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+        if !std::mem::replace(&mut self.is_announced, true) && interrupt.check()?.is_break() {
+            return Ok(Status::Paused);
+        }
+        self.is_begun = true;
+        self.execution.drive(interrupt)
+    }
+
+    fn cancel(&mut self, error: ExecError) {
+        if self.is_begun {
+            self.execution.cancel(error);
+        }
+    }
+}
+
+impl HostWork for Transfer<'_, '_> {
+    fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+        Transfer::drive(self, interrupt)
+    }
+
+    fn cancel(&mut self, error: ExecError) {
+        Transfer::cancel(self, error);
+    }
+}
+
+/// Posted messages: drive them until there is room for another, until one is complete, or as far as possible.
+pub(super) struct Posted<'a> {
+    pub(super) mesh: &'a mut Mesh,
+    pub(super) until: PostedUntil,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum PostedUntil {
+    Room(Instant),
+    Complete(Ticket, Instant),
+    Blocked,
+}
+
+impl HostWork for Posted<'_> {
+    fn drive(&mut self, interrupt: &mut dyn Interrupt) -> Result<Status, ExecError> {
+        match self.until {
+            PostedUntil::Room(deadline) => message::make_room(self.mesh, deadline, interrupt),
+            PostedUntil::Complete(ticket, deadline) => message::wait(self.mesh, ticket, deadline, interrupt),
+            PostedUntil::Blocked => message::poll(self.mesh, interrupt),
+        }
+    }
+
+    fn cancel(&mut self, error: ExecError) {
+        message::cancel(self.mesh, error);
+    }
+}

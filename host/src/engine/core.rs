@@ -1,0 +1,213 @@
+//! The driver of a communicator: it takes up what the data path stops for ([`Stop`](super::data_path::Stop)), hands the
+//! question of the view to [`crate::recovery`], and carries out what that decides.
+//!
+//! The files of the driver build on each other in this order: this one; [`super::change`], the view change;
+//! [`super::host`], work on the connections between ranks; [`super::migrate`], where calls begin; and the calls
+//! themselves ([`super::calls`], [`super::started`], [`super::messages`], [`super::leave`]).
+
+use super::config::JoinConfig;
+use super::data_path::{DataPath, Deadline};
+use super::element::Element;
+use super::error::{Error, OutputState};
+use super::membership::MembershipChannel;
+use super::notices::Notices;
+use super::operations::CounterSnapshot;
+use super::options::{CallOptions, Outstanding, Repairs};
+use super::tree::Tree;
+use crate::controller::{ClientError, Session};
+use crate::exec::{ExecError, JobToken};
+use crate::select::Explanation;
+use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::OpDesc;
+
+/// A communicator: its data path, and its membership in the job.
+pub(crate) struct Core {
+    pub(super) data: DataPath,
+    pub(super) members: Members,
+    /// The communicator ended outside of a call, so the next one reports the error.
+    is_end_unreported: bool,
+    /// The number of successful recoveries, and their total time.
+    pub(super) recoveries: (u32, Duration),
+    splits: u64,
+}
+
+/// A rank's membership in its job.
+pub(super) struct Members {
+    /// The connection to the controller, until this rank leaves.
+    pub(super) session: Option<Session>,
+    /// The membership channel; `None` without recovery.
+    pub(super) channel: Option<MembershipChannel>,
+    /// The token that identifies the job on connections.
+    pub(super) token: JobToken,
+    /// The number of ranks with this one's IP address.
+    pub(super) ranks_here: usize,
+}
+
+impl std::fmt::Debug for Core {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (config, selection) = (&self.data.config, self.data.selection.context());
+        f.debug_struct("Core").field("config", config).field("selection", selection).finish_non_exhaustive()
+    }
+}
+
+impl Core {
+    pub(super) const fn new(data: DataPath, members: Members) -> Self {
+        Self { data, members, is_end_unreported: false, recoveries: (0, Duration::ZERO), splits: 0 }
+    }
+
+    pub(super) const fn notices(&self) -> &Arc<Notices> {
+        &self.data.watch.notices
+    }
+
+    /// Process dropped handles.
+    pub(super) fn reclaim_dropped(&mut self) {
+        self.data.reclaim_dropped();
+    }
+
+    /// Return the started operations and messages that the communicator holds.
+    pub(crate) fn outstanding(&mut self) -> Outstanding {
+        self.data.outstanding()
+    }
+
+    /// Allocate memory for operations, registered with the leaf device if there is one. If the communicator has ended,
+    /// its next call reports that.
+    pub(crate) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
+        let is_active = self.data.ended.is_none() && !self.notices().is_cancelled();
+        let may_recover = self.data.config.repair;
+        let Some(Tree::ZeroCopy(driver)) = self.data.tree.get_mut().filter(|_| is_active) else {
+            return Ok(RegisteredBuffer::plain(len));
+        };
+        match driver.alloc(len) {
+            // The next operation notices this too, and recovers. Without the device, ordinary memory will do.
+            Err(RegisterError::DeviceLost) if may_recover => Ok(RegisteredBuffer::plain(len)),
+            allocated => allocated.map_err(|reason| Error::Memory {
+                device: driver.device().into(),
+                len_bytes: len.saturating_mul(size_of::<T>()),
+                reason,
+            }),
+        }
+    }
+
+    /// Return the configuration that a sub-communicator inherits, and the number of this split.
+    pub(crate) fn next_split(&mut self) -> (JoinConfig, u64) {
+        self.splits += 1;
+        (self.data.config.clone(), self.splits - 1)
+    }
+
+    /// Return the recoveries so far.
+    pub(crate) const fn repairs(&self) -> Repairs {
+        Repairs { count: self.recoveries.0, time: self.recoveries.1, bytes: self.data.host.recovery_bytes }
+    }
+
+    /// Return the configuration.
+    pub(crate) const fn config(&self) -> &JoinConfig {
+        &self.data.config
+    }
+
+    /// Return which ranks survive, as the controller reports it until `deadline`; `None` if this rank is no member.
+    pub(crate) fn survivors(&self, deadline: Instant) -> Option<Result<(u32, Vec<Rank>), ClientError>> {
+        self.members.session.as_ref().map(|session| session.survivors(deadline))
+    }
+
+    pub(crate) fn explain(&self, desc: &OpDesc, options: &CallOptions) -> Explanation {
+        let algo = options.algo.unwrap_or(self.data.config.algo);
+        let found = self.data.selection.explain(desc, algo, self.notices().queue_position());
+        self.data.policy(options).apply(desc, found)
+    }
+
+    pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {
+        let limit = self.data.policy(options).timeout();
+        (Instant::now() + limit, limit)
+    }
+
+    pub(super) fn check_usable(&mut self) -> Result<(), Error> {
+        match &self.data.ended {
+            Some(error) if std::mem::take(&mut self.is_end_unreported) => Err(error.clone()),
+            // The call has not begun, so its output is unchanged.
+            Some(error) => Err(Error::Ended(Box::new(error.clone().with_output(OutputState::Elements(Vec::new()))))),
+            None if self.notices().is_cancelled() => {
+                self.note_end(&Error::Cancelled);
+                Err(Error::Cancelled)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// End the communicator, unless the error is a rejection. Completes the error with what the call knows.
+    pub(super) fn end(&mut self, error: Error, desc: &OpDesc, begun: CounterSnapshot) -> Error {
+        let error = match error {
+            Error::Schedule(ExecError::Deadline { .. }) => Error::Deadline { desc: *desc, waited: begun.at.elapsed() },
+            Error::Deadline { waited, .. } => Error::Deadline { desc: *desc, waited },
+            Error::TooManyInFlight { limit, .. } => Error::TooManyInFlight { limit, waited: begun.at.elapsed() },
+            Error::OutcomeUnknown { waited, output, .. } => Error::OutcomeUnknown { desc: *desc, waited, output },
+            other => other,
+        };
+        let had_ended = self.data.ended.is_some();
+        self.note_end(&error);
+        match &self.data.ended {
+            Some(Error::OutcomeUnknown { output, .. })
+                if !had_ended && !error.describes_output() && self.data.tree.is_output_unknown() =>
+            {
+                Error::OutcomeUnknown { desc: *desc, waited: begun.at.elapsed(), output: output.clone() }
+            }
+            _ => error,
+        }
+    }
+
+    /// Record the error that ends the communicator, and stop all access to buffers, which go back to the caller.
+    pub(crate) fn note_end(&mut self, error: &Error) {
+        if !error.is_rejection() && self.data.ended.is_none() {
+            let (job, rank) = (&self.data.config.job, self.data.config.rank);
+            crate::log::warn!(job, rank, %error, "the communicator has ended");
+            self.data.ended = Some(error.clone());
+            if let (Some(session), Some(reason)) = (&self.members.session, error.abort_reason()) {
+                session.abort(reason);
+            }
+            self.data.tree.retire();
+            self.members.channel.iter().for_each(MembershipChannel::end);
+            if self.data.tree.is_output_unknown() && !error.describes_output() {
+                let (desc, waited, output) = (OpDesc::barrier(), Duration::ZERO, OutputState::Unspecified);
+                self.data.ended = Some(Error::OutcomeUnknown { desc, waited, output });
+            }
+            // Nothing writes to their buffers any more.
+            self.data.reclaim_detached();
+        }
+        if matches!(error, Error::Cancelled) {
+            // Drop the session without leaving, so that the controller reports this rank as lost.
+            self.members.session = None;
+        }
+    }
+
+    /// Record an error that ends the communicator outside of a call. The next call returns it.
+    pub(super) fn note_unreported_end(&mut self, error: Error) {
+        self.note_end(&error.with_output(OutputState::Elements(Vec::new())));
+        self.is_end_unreported = true;
+    }
+
+    /// If the call was rejected, take its number back: other ranks do not know of it, and numbers must agree. The
+    /// corrected call gets the same number.
+    pub(super) fn release_rejected_call(&mut self, error: Error) -> Error {
+        if error.is_rejection()
+            && let Some(call) = self.data.operations.calling.take()
+        {
+            self.uncount_call(call);
+        }
+        error
+    }
+
+    /// Take a call's number back; later calls move up.
+    pub(super) fn uncount_call(&mut self, call: u64) {
+        self.notices().migration.uncount_call();
+        self.data.operations.uncount_call(call);
+    }
+
+    /// Reply to an offer that came while another migration was due.
+    pub(super) fn reply_to_offer(&self, offered: Option<(u32, u64)>) {
+        if let (Some((view, at)), Some(session)) = (offered, &self.members.session) {
+            session.pause(view, at);
+        }
+    }
+}

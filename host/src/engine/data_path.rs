@@ -1,0 +1,425 @@
+//! The data path of a communicator: the tree's end, the connections, and the operations in flight on both.
+//!
+//! It makes progress, and recovers nothing: what it cannot handle it returns as a [`Stop`], a value that the driver
+//! ([`super::core`]) takes up. All waiting is in [`DataPath::step`], and in host work, which pauses instead
+//! ([`super::connections`]).
+
+use super::config::JoinConfig;
+use super::connections::HostPath;
+use super::error::{Error, OutputState};
+use super::extent::Extent;
+use super::membership::Inbox;
+use super::operations::{BorrowedBuffers, CounterSnapshot, Operations, Owned, Started};
+use super::options::{CallOptions, Outcome, Outstanding};
+use super::selection::Selection;
+use super::straggler::Policy;
+use super::tree_end::TreeEnd;
+use super::watch::Watch;
+use crate::exec::Buffers;
+use crate::recovery::Watermark;
+use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
+use crate::transport::memory::Transfer;
+use crate::transport::packets::OpId;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use sumac_hal::op::{Collective, OpDesc, Path};
+use sumac_hal::wire::StragglerLimit;
+
+/// When a call must end, and how long it may take.
+pub(super) type Deadline = (Instant, Duration);
+
+/// Why the data path does not go on.
+#[derive(Debug)]
+pub(super) enum Stop {
+    /// The view is in question: the tree or ranks are lost, or other ranks change the view. Recover, and go on.
+    ViewInQuestion(Error),
+    /// The call fails.
+    Failed(Error),
+}
+
+impl From<Error> for Stop {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// What host work knows of the tree beside it.
+pub(super) struct Beside {
+    /// When the tree was last checked, and when it must be.
+    checked: Instant,
+    wake_at: Option<Instant>,
+    is_loss_logged: bool,
+}
+
+impl Beside {
+    pub(super) fn new() -> Self {
+        Self { checked: Instant::now(), wake_at: None, is_loss_logged: false }
+    }
+
+    /// Return when the tree must be checked. Cancellation and reports of lost ranks and trees wake the tree's port,
+    /// which an executor does not wait on, so it checks regularly.
+    pub(super) fn wake_at(&self) -> Instant {
+        let next_check = self.checked + CANCEL_POLL_INTERVAL;
+        self.wake_at.map_or(next_check, |at| at.min(next_check))
+    }
+}
+
+/// A communicator's data path.
+pub(super) struct DataPath {
+    pub(super) config: JoinConfig,
+    pub(super) place: Place,
+    pub(super) tree: TreeEnd,
+    pub(super) host: HostPath,
+    pub(super) operations: Operations,
+    pub(super) selection: Selection,
+    pub(super) watch: Watch,
+    /// Where other ranks ask for this rank's results; `None` without recovery.
+    pub(super) inbox: Option<Arc<Inbox>>,
+    /// The error that ended the communicator.
+    pub(super) ended: Option<Error>,
+}
+
+impl DataPath {
+    /// Tell an error that recovery may handle from one that fails the call.
+    fn stop(&self, error: Error) -> Stop {
+        let is_loss = self.tree.is_there() && error.is_loss_of_tree() || matches!(error, Error::RankLost { .. });
+        if self.may_recover() && is_loss { Stop::ViewInQuestion(error) } else { Stop::Failed(error) }
+    }
+
+    /// Return whether the view can change.
+    pub(super) const fn may_recover(&self) -> bool {
+        self.inbox.is_some() && self.ended.is_none()
+    }
+
+    /// Return whether a view change may recover from an error, or make it the same on all ranks.
+    pub(super) fn is_recoverable(&self, error: &Error) -> bool {
+        matches!(self.stop(error.clone()), Stop::ViewInQuestion(_))
+    }
+
+    pub(super) fn needs_view_change(&self) -> bool {
+        self.watch.needs_view_change(self.tree.excluded_ranks())
+    }
+
+    /// Return why the view must change, as reported by the controller.
+    pub(super) fn loss_error(&self) -> Error {
+        self.watch.loss_error(self.tree.excluded_ranks())
+    }
+
+    /// Return the error that ends this communicator on all ranks, if it has arrived. The rank that reported it may be
+    /// gone.
+    pub(super) fn group_error(&mut self) -> Option<Error> {
+        self.pump(None);
+        self.tree.error().filter(Error::is_group_error).or_else(|| self.watch.notices.job_error())
+    }
+
+    /// Drive the tree once, then block until the next packet.
+    pub(super) fn step(&mut self, borrowed: Option<BorrowedBuffers<'_, '_>>, deadline: Deadline) -> Result<(), Stop> {
+        let wait = self.advance(borrowed, deadline)?;
+        if !wait.is_zero() {
+            self.tree.wait(wait);
+        }
+        Ok(())
+    }
+
+    /// Drive the tree once without blocking. Returns how long the caller may block, or why there is no point in
+    /// waiting. [`Error::Deadline`] comes without the operation's name.
+    pub(super) fn advance(
+        &mut self,
+        borrowed: Option<BorrowedBuffers<'_, '_>>,
+        (at, limit): Deadline,
+    ) -> Result<Duration, Stop> {
+        let completed = self.tree.completed_below();
+        let next = self.pump(borrowed);
+        if let Some(error) = self.tree.error() {
+            return Err(self.stop(error));
+        }
+        if self.tree.completed_below() > completed {
+            return Ok(Duration::ZERO);
+        }
+        if self.watch.notices.is_cancelled() {
+            return Err(Error::Cancelled.into());
+        }
+        if self.watch.is_tree_lost() {
+            return Err(self.stop(Error::PathLost));
+        }
+        let now = Instant::now();
+        if now >= at {
+            return Err(Error::Deadline { desc: OpDesc::barrier(), waited: limit }.into());
+        }
+        match self.watch.check_grace_period(self.tree.excluded_ranks()) {
+            ControlFlow::Break(()) => Err(self.stop(self.loss_error())),
+            ControlFlow::Continue(poll) => Ok(next.into_iter().chain(poll).fold(at - now, Duration::min)),
+        }
+    }
+
+    /// Drive the tree beside host work, which goes on unless the view is in question or all ranks have failed.
+    pub(super) fn advance_beside(&mut self, beside: &mut Beside) -> Result<(), Stop> {
+        beside.checked = Instant::now();
+        let next = self.pump(None);
+        let error = self.tree.error().or_else(|| self.watch.is_tree_lost().then_some(Error::PathLost));
+        match error.filter(|_| self.tree.is_there()).map(|error| self.stop(error)) {
+            Some(Stop::Failed(error)) if error.is_group_error() => return Err(Stop::Failed(error)),
+            Some(Stop::Failed(error)) => {
+                if !std::mem::replace(&mut beside.is_loss_logged, true) {
+                    // Host work does not need the tree; the next operation in the tree reports the loss.
+                    let (job, rank) = (&self.config.job, self.config.rank);
+                    crate::log::info!(job, rank, %error, "the tree was lost during a host collective");
+                }
+            }
+            Some(stop) => return Err(stop),
+            None => {}
+        }
+        // The end of a connection that was never made cannot be detected, so rely on what the controller and other
+        // ranks report.
+        if self.watch.check_grace_period(self.tree.excluded_ranks()).is_break() {
+            match self.loss_error() {
+                error if error.is_group_error() => return Err(Stop::Failed(error)),
+                cause if self.may_recover() => return Err(Stop::ViewInQuestion(cause)),
+                error @ Error::RankLost { .. } => return Err(Stop::Failed(error)),
+                _ => {}
+            }
+        }
+        beside.wake_at = self.tree.next_poll_after(next).map(|next| Instant::now() + next);
+        Ok(())
+    }
+
+    /// Drive the tree without blocking. Returns when it must be driven again.
+    pub(super) fn pump(&mut self, borrowed: Option<BorrowedBuffers<'_, '_>>) -> Option<Duration> {
+        let waited_for = borrowed.as_ref().map(|borrowed| borrowed.op);
+        self.reclaim_dropped();
+        let next = self.tree.pump(&mut self.operations.in_flight(borrowed));
+        let mut has_completed = false;
+        while let Some((op, completion)) = self.tree.poll_completed() {
+            has_completed = true;
+            let is_wanted = waited_for == Some(op) || self.operations.is_owned(op);
+            match self.operations.detached_in_tree(op) {
+                Some(handle) => self.reclaim(handle),
+                None if is_wanted => self.tree.keep_completion(op, completion),
+                None => {}
+            }
+        }
+        if has_completed {
+            self.publish_watermark();
+        }
+        next
+    }
+
+    /// Return the watermarks of the results that this rank has, and of what it has posted.
+    pub(super) fn watermarks(&self) -> (Watermark, Watermark) {
+        let (have, posted) = self.tree.chunks();
+        (Watermark::new(self.tree.view(), have), Watermark::new(self.tree.view(), posted))
+    }
+
+    /// Publish which results this rank has, for other ranks that ask.
+    pub(super) fn publish_watermark(&self) {
+        self.inbox.iter().for_each(|inbox| inbox.publish(self.watermarks().0));
+    }
+
+    /// Post an operation in the tree; `None` if there is none.
+    pub(super) fn post(
+        &mut self,
+        desc: &OpDesc,
+        limit: Option<StragglerLimit>,
+        buffers: (&Extent, &mut Buffers<'_>),
+    ) -> Result<Option<(OpId, Transfer)>, Stop> {
+        self.tree.post(desc, Path::Tree, limit, Some(buffers)).map_err(|error| self.stop(error))
+    }
+
+    /// Announce to the tree that this rank runs an operation as a host collective, so that ranks that call different
+    /// operations find out. A lost tree takes no announcement, and a host collective does not need it.
+    pub(super) fn announce(
+        &mut self,
+        desc: &OpDesc,
+        path: Path,
+        limit: Option<StragglerLimit>,
+    ) -> Result<Option<OpId>, Error> {
+        match self.tree.post(desc, path, limit, None) {
+            Err(error) if error.is_loss_of_tree() => Ok(None),
+            posted => Ok(posted?.map(|(op, _)| op)),
+        }
+    }
+
+    /// Launch a started operation.
+    ///
+    /// # Errors
+    /// The reason, and the operation's buffers, which are unchanged; nothing was posted.
+    pub(super) fn launch(
+        &mut self,
+        handle: u64,
+        started: &mut Started,
+        mut owned: Owned,
+    ) -> Result<(), Box<(Stop, Owned)>> {
+        let (desc, path, limit) = (started.desc, started.path, started.limit);
+        if path == Path::Tree {
+            let extent = owned.extent.clone();
+            match self.post(&desc, limit, (&extent, &mut owned.borrow_buffers())) {
+                Ok(Some((op, transfer))) => {
+                    (started.tree_op, started.transfer) = (Some(op), Some(transfer));
+                    self.operations.own(op, handle, owned);
+                    return Ok(());
+                }
+                // The tree was lost since it was selected.
+                Ok(None) => return Err(Box::new((self.stop(Error::PathLost), owned))),
+                Err(stop) => return Err(Box::new((stop, owned))),
+            }
+        }
+        let schedule = self.schedule(&desc, path, &owned.borrow_buffers());
+        let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, path, limit)?, schedule)));
+        let (announced, schedule) = match announced {
+            Ok(announced) => announced,
+            Err(error) => return Err(Box::new((self.stop(error), owned))),
+        };
+        (started.tree_op, started.transfer, started.schedule) = (announced, None, Some(schedule));
+        started.buffers = Some(owned);
+        self.operations.queue_schedule(handle);
+        Ok(())
+    }
+
+    /// Make the schedule for a path. A communicator of one rank takes any.
+    pub(super) fn schedule(&self, desc: &OpDesc, path: Path, buffers: &Buffers<'_>) -> Result<Schedule, Error> {
+        self.schedule_at(self.place, desc, path, buffers)
+    }
+
+    /// Make the schedule for another place than the communicator's.
+    pub(super) fn schedule_at(
+        &self,
+        place: Place,
+        desc: &OpDesc,
+        path: Path,
+        buffers: &Buffers<'_>,
+    ) -> Result<Schedule, Error> {
+        let count = usize::try_from(desc.count).map_err(|_| Error::Argument(format!("{} elements", desc.count)))?;
+        if let (Collective::AllToAll, Buffers::InPlace(_)) = (desc.collective, buffers) {
+            let ranks = place.ranks() as usize;
+            if !count.is_multiple_of(ranks) {
+                let what = format!(
+                    "{count} elements in place are not {ranks} equal blocks; use separate input and output buffers"
+                );
+                return Err(Error::Argument(what));
+            }
+            return Ok(pairwise::all_to_all_in_place(place, count / ranks));
+        }
+        let of = ALGORITHMS.iter().filter(|algorithm| algorithm.pattern.collective() == desc.collective);
+        let algorithm = of.into_iter().find(|algorithm| path == Path::Local || algorithm.path() == path);
+        let no_schedule = || Error::Argument(format!("there is no {} schedule for {}", path.name(), desc.collective));
+        let tree = self.selection.context().declared.tree();
+        let problem = Problem { place, count, root: desc.root, tree };
+        let schedule = (algorithm.ok_or_else(no_schedule)?.schedule)(&problem);
+        if matches!(buffers, Buffers::InPlace(_)) && schedule.layout().in_place_at.is_none() {
+            return Err(Error::Argument(format!("{desc} by {} needs separate input and output buffers", path.name())));
+        }
+        Ok(schedule)
+    }
+
+    /// Return what applies to a call, beside its operation.
+    pub(super) fn policy<'c>(&'c self, options: &'c CallOptions) -> Policy<'c> {
+        Policy::new(options, &self.config, &self.tree)
+    }
+
+    /// Select the path, and say why it is not the tree if the algorithm was left open.
+    pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(Path, Option<String>), Error> {
+        if self.config.world == 1 {
+            return Ok((Path::Local, None));
+        }
+        let algo = self.policy(options).algo(desc)?;
+        self.selection.choose(desc, algo, (&self.config, &self.watch.notices))
+    }
+
+    pub(super) fn snapshot(&self) -> CounterSnapshot {
+        let (bytes, retransmits) = self.tree.counters();
+        let wire_bytes = bytes + self.host.sent_bytes();
+        CounterSnapshot { view: self.tree.view(), wire_bytes, retransmits, at: Instant::now() }
+    }
+
+    pub(super) fn outcome(
+        &self,
+        (path, transfer): (Path, Option<Transfer>),
+        fallback: Option<String>,
+        begun: CounterSnapshot,
+    ) -> Outcome {
+        let now = self.snapshot();
+        Outcome {
+            path,
+            transfer,
+            fallback,
+            wire_bytes: now.wire_bytes - begun.wire_bytes,
+            retransmits: now.retransmits - begun.retransmits,
+            repaired: now.view > begun.view,
+            slowest: None,
+            missing: self.tree.excluded_ranks(),
+        }
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        self.tree.has_room() && self.operations.has_room()
+    }
+
+    /// Record the end of a started operation in the tree, if it has ended.
+    pub(super) fn try_finish(&mut self, handle: u64) {
+        let Some(started) = self.operations.unfinished(handle) else { return };
+        let finished = if started.path == Path::Tree && started.tree_op.is_none_or(|op| self.tree.is_complete(op)) {
+            let op = started.tree_op;
+            let outcome = self.outcome((started.path, started.transfer), started.fallback.clone(), started.begun);
+            Ok(self.tree.with_completion(op, outcome))
+        } else if let Some(error) = &self.ended {
+            let in_tree = started.tree_op.filter(|_| started.path == Path::Tree);
+            let output = in_tree.map_or(OutputState::Elements(Vec::new()), |op| self.tree.output_state(op));
+            Err(error.clone().with_output(output))
+        } else {
+            return;
+        };
+        if let Some(started) = self.operations.get_mut(handle) {
+            started.finished = Some(finished);
+        }
+    }
+
+    /// Detach a started operation. It continues, because other ranks need it, and its buffers are freed when it has
+    /// ended.
+    fn detach(&mut self, handle: u64) {
+        self.try_finish(handle);
+        let Some(started) = self.operations.get_mut(handle) else { return };
+        started.is_detached = true;
+        if started.finished.is_some() {
+            self.reclaim(handle);
+        }
+    }
+
+    fn reclaim(&mut self, handle: u64) {
+        if let Some(op) = self.operations.reclaim(handle) {
+            self.tree.forget_completion(op);
+        }
+    }
+
+    /// Free the buffers of detached operations that have ended; of all detached ones if the communicator has.
+    pub(super) fn reclaim_detached(&mut self) {
+        self.operations.ended_detached(self.ended.is_some()).into_iter().for_each(|handle| self.reclaim(handle));
+        self.operations.drop_orphans();
+    }
+
+    /// Process dropped handles.
+    pub(super) fn reclaim_dropped(&mut self) {
+        if !self.watch.notices.dropped.is_any() {
+            return;
+        }
+        let (handles, tickets) = self.watch.notices.dropped.take();
+        handles.into_iter().for_each(|handle| self.detach(handle));
+        for ticket in tickets {
+            // While the connections are lent, the next call processes it.
+            if !self.host.abandon(ticket) {
+                self.watch.notices.dropped.push_message(ticket);
+            }
+        }
+    }
+
+    /// Return the started operations and messages that the communicator holds.
+    pub(super) fn outstanding(&mut self) -> Outstanding {
+        self.reclaim_dropped();
+        let ((operations, bytes), (messages, message_bytes)) =
+            (self.operations.outstanding(), self.host.owned_by_messages());
+        Outstanding { operations, messages, bytes: bytes + message_bytes }
+    }
+}
+
+/// How long host work may go on after cancellation.
+const CANCEL_POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -1,0 +1,199 @@
+//! Work on the connections between ranks: host collectives, which run in the order of posting, and what other ranks
+//! report when one fails.
+//!
+//! The work pauses when the view is in question, because other ranks may have to recover before they come to it.
+
+use super::connections::{Collective, Connections, HostWork, kernel};
+use super::core::Core;
+use super::data_path::{Beside, DataPath, Deadline, Stop};
+use super::error::Error;
+use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
+use crate::schedule::Schedule;
+use crate::transport::packets::OpId;
+use std::ops::ControlFlow;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+use sumac_hal::ids::Rank;
+use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::wire::StragglerLimit;
+
+/// Drives the data path beside host work, and pauses the work if the path stops.
+struct DriveBeside<'d> {
+    data: &'d mut DataPath,
+    beside: &'d mut Beside,
+    stop: Option<Stop>,
+}
+
+impl Interrupt for DriveBeside<'_> {
+    fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.data.tree.poll_fd()
+    }
+
+    fn check(&mut self) -> Result<ControlFlow<()>, ExecError> {
+        let rank = Rank(self.data.config.rank);
+        if self.data.watch.notices.is_cancelled() {
+            // The error that the other ranks get.
+            return Err(ExecError::RankLost { rank });
+        }
+        match self.data.advance_beside(self.beside) {
+            Ok(()) => Ok(ControlFlow::Continue(())),
+            Err(Stop::Failed(Error::RankLost { rank })) => Err(ExecError::RankLost { rank }),
+            Err(Stop::Failed(error)) => {
+                let interrupted = interrupted(rank, &error);
+                self.stop = Some(Stop::Failed(error));
+                Err(interrupted)
+            }
+            Err(stop) => {
+                self.stop = Some(stop);
+                Ok(ControlFlow::Break(()))
+            }
+        }
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        Some(self.beside.wake_at())
+    }
+}
+
+fn interrupted(rank: Rank, error: &Error) -> ExecError {
+    ExecError::Interrupted { rank, reason: error.to_string() }
+}
+
+impl Core {
+    /// Lend the connections to `work`.
+    pub(super) fn with_connections<R>(
+        &mut self,
+        work: impl FnOnce(&mut Self, &mut Connections) -> Result<R, Error>,
+    ) -> Result<R, Error> {
+        self.data.reclaim_dropped();
+        let mut connections = self.data.host.take()?;
+        let result = work(self, &mut connections);
+        self.data.host.give_back(connections);
+        result
+    }
+
+    /// Drive host work to its end, and the tree meanwhile. If the view is in question, the work is paused and the view
+    /// changed.
+    pub(super) fn drive_host(&mut self, work: &mut dyn HostWork, deadline: Deadline) -> Result<(), Error> {
+        let mut beside = Beside::new();
+        loop {
+            let mut drive = DriveBeside { data: &mut self.data, beside: &mut beside, stop: None };
+            let result = work.drive(&mut drive);
+            match (result, drive.stop) {
+                (Ok(Status::Done), _) => return Ok(()),
+                (Ok(Status::Paused), Some(Stop::ViewInQuestion(cause))) => {
+                    if let Err(error) = self.change_view(None, &cause, deadline) {
+                        work.cancel(interrupted(Rank(self.data.config.rank), &error));
+                        return Err(error);
+                    }
+                }
+                (Ok(Status::Paused), _) => {}
+                (Err(_), Some(Stop::Failed(error))) => return Err(error),
+                (Err(_), _) if self.notices().is_cancelled() => return Err(Error::Cancelled),
+                (Err(error), _) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Run the schedule of a call.
+    pub(super) fn run_schedule(
+        &mut self,
+        (desc, path): (&OpDesc, Path),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let (kernel, table_version) = (kernel(desc), self.data.selection.context().table.version);
+        self.with_connections(|core, connections| {
+            let ctx = connections.next((desc, path), table_version, deadline.0);
+            let execution = Execution::new(&mut connections.mesh, schedule, kernel.as_ref(), buffers, &ctx)?;
+            core.drive_host(&mut Collective::new(execution), deadline)
+        })
+    }
+
+    /// Run a host collective. Earlier started ones run first, because the other ranks wait for them in that order.
+    pub(super) fn run_by_schedule(
+        &mut self,
+        (desc, limit): (&OpDesc, Option<StragglerLimit>),
+        path: Path,
+        buffers: Buffers<'_>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let schedule = self.data.schedule(desc, path, &buffers)?;
+        self.run_started(deadline)?;
+        let announced = self.data.announce(desc, path, limit)?;
+        self.run_announced((desc, path), &schedule, buffers, announced, deadline)
+    }
+
+    /// Run a host collective that was announced to the tree.
+    pub(super) fn run_announced(
+        &mut self,
+        operation: (&OpDesc, Path),
+        schedule: &Schedule,
+        buffers: Buffers<'_>,
+        announced: Option<OpId>,
+        deadline: Deadline,
+    ) -> Result<(), Error> {
+        let view = self.data.tree.view();
+        // Other ranks know of it, so no error is a rejection.
+        let result = self.run_schedule(operation, schedule, buffers, deadline).map_err(Error::ending);
+        // A new tree does not know the announcement.
+        let announced = announced.filter(|_| self.data.tree.view() == view);
+        result.map_err(|error| {
+            let error = self.wait_for_group_error(announced, error, deadline);
+            self.agreed_loss_error(error, deadline)
+        })
+    }
+
+    /// Return the error that all ranks get for a failed host collective. Neighbours that notice a mismatch word it
+    /// differently; the tree's root reports the same error to all, so wait for it if the operation was announced.
+    fn wait_for_group_error(&mut self, announced: Option<OpId>, error: Error, (at, _): Deadline) -> Error {
+        let Some(announced) = announced.filter(|_| matches!(error, Error::Mismatch { .. } | Error::Schedule(_))) else {
+            return error;
+        };
+        let limit = Instant::now() + GROUP_ERROR_TIMEOUT;
+        let deadline = (at.min(limit), GROUP_ERROR_TIMEOUT);
+        while self.data.tree.is_there() && !self.data.tree.is_complete(announced) {
+            match self.data.step(None, deadline) {
+                Ok(()) => {}
+                Err(Stop::Failed(group_error)) if group_error.is_group_error() => return group_error,
+                Err(_) => return error,
+            }
+        }
+        error
+    }
+
+    /// Run all started host collectives, in the order of posting.
+    pub(super) fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
+        while self.data.operations.has_schedules() {
+            self.run_next_schedule(deadline)?;
+        }
+        Ok(())
+    }
+
+    /// Run the oldest started host collective.
+    pub(super) fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
+        let Some((handle, mut started)) = self.data.operations.next_schedule() else { return Ok(()) };
+        let (desc, path) = (started.desc, started.path);
+        // The tree of this number may be gone when the schedule has run.
+        let announced = started.tree_op.take();
+        self.data.operations.scheduling = Some(started.call);
+        let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
+            let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
+            let schedule = started.schedule.as_ref().ok_or_else(none)?;
+            self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline)
+        });
+        let result = result.map_err(|error| self.end(error, &desc, started.begun));
+        self.data.operations.scheduling = None;
+        let outcome = self.data.outcome((path, None), started.fallback.clone(), started.begun);
+        started.finished = Some(result.clone().map(|()| outcome));
+        started.schedule = None;
+        if !started.is_detached {
+            self.data.operations.put_back(handle, started);
+        }
+        result
+    }
+}
+
+/// How long a failed host collective waits for the tree's root to report the error.
+const GROUP_ERROR_TIMEOUT: Duration = Duration::from_millis(500);

@@ -1,0 +1,206 @@
+//! Joining: how a rank becomes a member of its job and takes its place in a tree.
+
+use super::config::{JoinConfig, JoinError};
+use super::connections::{Connections, HostPath};
+use super::core::{Core, Members};
+use super::data_path::DataPath;
+use super::membership::MembershipChannel;
+use super::notices::Notices;
+use super::operations::Operations;
+use super::selection::Selection;
+use super::tree::{Tree, attach_params};
+use super::tree_end::TreeEnd;
+use super::watch::Watch;
+use crate::controller::proto::{ClientRequest, JoinRequest, Terms, Transport, TreeMembership};
+use crate::controller::{Notice, Session};
+use crate::exec::{JobToken, Mesh};
+use crate::schedule::Place;
+use crate::select::{Declared, SelectionContext};
+use crate::transport::memory::{Remote, ZeroCopyDriver};
+use crate::transport::packets::Endpoint;
+use crate::transport::packets::TreeDriver;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use sumac_hal::hosted::HostedPort;
+use sumac_hal::ids::Rank;
+use sumac_hal::port::{Addr, MulticastPort, Port};
+use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
+
+/// Join a job: connect to the controller, the other ranks and the leaf device.
+pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
+    config.choose_controller();
+    let (listener, mesh_addr) = listen(config.bind)?;
+    let (recovery_listener, recovery_addr) = listen(config.bind)?;
+    let port = config.open_port()?;
+    let (rank, world) = (Rank(config.rank), config.world);
+    let device_users = DeviceUsers::from_env()
+        .map_err(|error| JoinError::Environment { name: DEVICE_USER_VARIABLE, why: error.to_string() })?;
+    let request = JoinRequest {
+        job: config.job.clone(),
+        rank,
+        world,
+        host: config.host.clone(),
+        order: config.order,
+        mesh_addr,
+        recovery_addr,
+        max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+        transport: config.transport,
+        machine: config.transport.may_share_memory().then(sumac_hal::shm::machine).flatten(),
+        device_users,
+        terms: Terms {
+            tenant: config.tenant.clone(),
+            wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
+            accepts_migration: config.repair,
+        },
+    };
+    let notices = Arc::new(super::notices::Notices::new(port.waker()));
+    let watch = Arc::clone(&notices);
+    let may_recover = config.repair;
+    let on_notice = move |notice| match notice {
+        Notice::Offer { view } if may_recover => {
+            let at = watch.migration.update(|migration, begun| migration.offer(view, begun));
+            at.map(|at| ClientRequest::Pause { view, at })
+        }
+        other => {
+            match other {
+                Notice::RankLost(rank) => watch.rank_lost(rank),
+                Notice::Aborted(reason) => watch.job_aborted(reason),
+                Notice::ControllerLost => watch.controller_lost(),
+                Notice::ControllerBack { view } => watch.controller_back(view),
+                Notice::ResumeRefused(refusal) => watch.rejoin_refused(refusal.to_string()),
+                Notice::TreeLost { view } => watch.tree_lost(view),
+                Notice::MoveAt { view, call } => watch.migration.update(|migration, _| migration.move_at(view, call)),
+                Notice::OfferWithdrawn => watch.migration.update(|migration, _| migration.withdraw()),
+                Notice::Queued(place) => watch.set_queue_position(place),
+                // Without a reply from this rank, no rank migrates.
+                Notice::Offer { .. } => {}
+            }
+            None
+        }
+    };
+    let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
+    notices.init_queue_position(membership.queue);
+    let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
+    let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
+    let token = JobToken(membership.mesh_token);
+    let connections = Connections::new(Mesh::new(place, token, listener, membership.mesh)?);
+    let channel = (may_recover && world > 1).then(|| {
+        let caller = Arc::clone(&notices);
+        let on_view_change = move |epoch| caller.view_change_requested(epoch);
+        MembershipChannel::start((rank, token), recovery_listener, membership.recovery_mesh, on_view_change)
+    });
+    let channel = channel.transpose().map_err(|source| JoinError::Listen { addr: config.bind, source })?;
+    channel.iter().for_each(|channel| notices.set_inbox(Arc::clone(channel.inbox())));
+    let selection = SelectionContext {
+        ranks: world,
+        order: config.order,
+        tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
+        declared: Declared::new(membership.expression, world, config.order)
+            .map_err(|error| JoinError::Membership(error.to_string()))?,
+        table: membership.table,
+    };
+    let table_version = selection.table.version;
+    let tree = match membership.tree {
+        Ok(tree) => {
+            if tree.parents.is_empty() || tree.window_max == 0 {
+                return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
+            }
+            config.host = config.host.or_else(|| tree.host.clone());
+            Some(attach_to_tree(&config, &tree, ranks_here, table_version, (port, &notices))?)
+        }
+        Err(why) => {
+            if world > 1 {
+                let queue = membership.queue.map(|place| place.to_string());
+                crate::log::warn!(job = config.job, %rank, %why, queue, "no tree: using host collectives");
+            }
+            None
+        }
+    };
+    let data = DataPath {
+        config,
+        place,
+        tree: TreeEnd::new(tree),
+        host: HostPath::new(connections),
+        operations: Operations::default(),
+        selection: Selection::new(selection),
+        watch: Watch::new(notices),
+        inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
+        ended: None,
+    };
+    Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here }))
+}
+
+/// Listen for the connections of other ranks.
+pub(super) fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
+    let bound = TcpListener::bind((addr, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
+    bound.map(|(addr, listener)| (listener, addr)).map_err(|source| JoinError::Listen { addr, source })
+}
+
+/// Attach to the leaf device of a tree.
+fn attach_to_tree(
+    config: &JoinConfig,
+    tree: &TreeMembership,
+    ranks_here: usize,
+    table_version: u32,
+    (port, notices): (HostedPort, &Notices),
+) -> Result<Tree, JoinError> {
+    let Some(mut attach_params) = attach_params(tree, (Rank(config.rank), config.world), ranks_here, table_version)
+    else {
+        return Ok(packet_tree(config, tree, port, table_version));
+    };
+    if config.transport == Transport::Rdma {
+        let addr = tree.attach.as_ref().and_then(|bus| bus.remote);
+        let addr = addr.ok_or_else(|| JoinError::Membership(format!("device {:?} does not accept RDMA", tree.leaf)))?;
+        let link = config.verbs.clone().unwrap_or_else(|| "auto".into());
+        attach_params.remote = Some(Remote { addr, link, prefer: config.bind });
+    }
+    let driver = ZeroCopyDriver::attach(&attach_params);
+    let driver = driver.map_err(|reason| JoinError::Attach { device: attach_params.device, reason })?;
+    notices.set_memory_waker(driver.waker());
+    Ok(Tree::ZeroCopy(Box::new(driver)))
+}
+
+/// Attach to a later tree of the communicator.
+pub(super) fn attach_to_new_tree(
+    config: &JoinConfig,
+    ranks_here: usize,
+    tree: TreeMembership,
+    table_version: u32,
+    notices: &Notices,
+) -> Result<Tree, JoinError> {
+    if tree.parents.is_empty() || tree.window_max == 0 {
+        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
+    }
+    let port = config.open_port()?;
+    notices.set_wakers(Some(port.waker()), None);
+    attach_to_tree(config, &tree, ranks_here, table_version, (port, notices))
+}
+
+/// Make an endpoint on the data port.
+fn packet_tree(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort, table_version: u32) -> Tree {
+    let (rank, world) = (Rank(config.rank), config.world);
+    if let Some(why) = &tree.packets_reason {
+        let device = &tree.leaf;
+        crate::log::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
+    }
+    // Listen before announcing it: contributions carry the key.
+    let shared_key =
+        tree.shared.filter(|shared| join_shared(&mut port, shared.addr, tree.parents.len())).map(|shared| shared.key);
+    if tree.shared.is_some() && shared_key.is_none() {
+        crate::log::info!(job = config.job, %rank, "cannot join the leaf's multicast address: results arrive by unicast");
+    }
+    let endpoint = tree.endpoint((rank, world), shared_key, table_version);
+    Tree::Packets(Box::new(TreeDriver::new(Endpoint::new(endpoint), port)))
+}
+
+/// Join the shared (multicast) address of each of the leaf's shards, the first of which is `first`. Joins all, or none
+/// and returns false.
+fn join_shared(port: &mut HostedPort, first: Addr, shards: usize) -> bool {
+    let shards = 0..u16::try_from(shards).unwrap_or(u16::MAX);
+    let joined = shards.clone().take_while(|&shard| first.offset_by(shard).is_some_and(|addr| port.join(addr))).count();
+    if joined < shards.len() {
+        shards.take(joined).filter_map(|shard| first.offset_by(shard)).for_each(|addr| port.leave(addr));
+        return false;
+    }
+    true
+}

@@ -1,0 +1,68 @@
+//! Point-to-point messages: they share the connections and the progress of host collectives.
+
+use super::connections::{Posted, PostedUntil};
+use super::core::Core;
+use super::data_path::Deadline;
+use super::error::Error;
+use super::options::CallOptions;
+use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket, Transfer};
+use sumac_hal::ids::Rank;
+
+impl Core {
+    pub(crate) fn transfer(&mut self, messages: &mut [Message<'_>], options: &CallOptions) -> Result<(), Error> {
+        self.check_usable()?;
+        let deadline = self.deadline(options);
+        let result = self.with_connections(|core, connections| {
+            let mut transfer = Transfer::new(&mut connections.mesh, messages, deadline.0)?;
+            core.drive_host(&mut transfer, deadline)
+        });
+        self.message_result(result, deadline)
+    }
+
+    pub(crate) fn post_message(
+        &mut self,
+        peer: Rank,
+        direction: Direction,
+        tag: u32,
+        buffer: Box<dyn MessageBuffer>,
+    ) -> Result<Ticket, Error> {
+        self.check_usable()?;
+        let deadline = self.deadline(&CallOptions::default());
+        let result = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            core.drive_host(&mut Posted { mesh: &mut *mesh, until: PostedUntil::Room(deadline.0) }, deadline)?;
+            if mesh.is_full() {
+                return Ok(None);
+            }
+            let ticket = mesh.post(peer, direction, tag, buffer)?;
+            core.drive_host(&mut Posted { mesh, until: PostedUntil::Blocked }, deadline)?;
+            Ok(Some(ticket))
+        });
+        let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
+        self.message_result(result, deadline)?.ok_or(too_many)
+    }
+
+    pub(crate) fn wait_message(
+        &mut self,
+        ticket: Ticket,
+        options: &CallOptions,
+    ) -> Result<Box<dyn MessageBuffer>, Error> {
+        let deadline = self.deadline(options);
+        let result = self.with_connections(|core, connections| {
+            let mesh = &mut connections.mesh;
+            let until = PostedUntil::Complete(ticket, deadline.0);
+            core.drive_host(&mut Posted { mesh: &mut *mesh, until }, deadline)?;
+            Ok(message::take_complete(mesh, ticket)?)
+        });
+        self.message_result(result, deadline)
+    }
+
+    /// A failed message ends the communicator, unless nothing was sent. If its peer is lost, the error names that rank,
+    /// while the communicator ends with the error that all ranks agree on.
+    fn message_result<R>(&mut self, result: Result<R, Error>, deadline: Deadline) -> Result<R, Error> {
+        result.inspect_err(|error| match self.agreed_loss_error(error.clone(), deadline) {
+            end if end == *error => self.note_end(error),
+            end => self.note_unreported_end(end),
+        })
+    }
+}

@@ -1,0 +1,71 @@
+//! From a call to its outcome: posting, progress, started operations and memory; only [`crate::comm`] enters it.
+//!
+//! A blocking all-reduce in a tree takes this path, each file once down and once up:
+//!
+//! ```text
+//!   calls        check the buffers, select the path, wait in a loop
+//!     |  ^       the buffers are borrowed by each step of the loop
+//!     v  |
+//!   data_path    post; then drive the tree, and block until the next packet
+//!     |  ^
+//!     v  |
+//!   tree_end     the present tree: operation numbers, counters
+//!     |  ^
+//!     v  |
+//!   transport    chunks out of the buffer, results into it
+//! ```
+//!
+//! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`core`]). If the view is in question,
+//! the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host collective goes
+//! from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused while the view
+//! changes.
+//!
+//! Invariants:
+//! - no file needs one that needs it: the parts ([`tree_end`], [`operations`], [`connections`], [`selection`],
+//!   [`watch`]) know neither each other nor the data path, and the data path does not know the driver;
+//! - nothing here is called by recovery, which returns what is to be done.
+
+mod calls;
+mod change;
+mod config;
+mod connections;
+mod core;
+mod data_path;
+mod dropped;
+mod element;
+pub(crate) mod error;
+mod extent;
+mod host;
+mod join;
+mod leave;
+mod membership;
+mod messages;
+mod migrate;
+mod migration_gate;
+mod new_tree;
+mod notices;
+mod operations;
+mod options;
+mod pieces;
+mod selection;
+mod selection_cache;
+mod shared;
+mod started;
+mod straggler;
+mod tree;
+mod tree_end;
+mod watch;
+
+pub(crate) use self::core::Core;
+pub use config::{DEFAULT_PORT, JoinConfig, JoinError};
+pub use element::Element;
+pub(crate) use element::ErasedBuffer;
+pub(crate) use error::creation_error;
+pub use error::{CreationError, Error, OutputState};
+pub(crate) use join::join;
+pub use leave::Departure;
+pub use notices::ControllerState;
+pub(crate) use notices::Notices;
+pub use options::{CallOptions, Outcome, Outstanding, Repairs, Straggler};
+pub(crate) use shared::SharedCore;
+pub(crate) use started::RefusedStart;
