@@ -171,7 +171,7 @@ impl Core {
         };
         match driver.alloc(len) {
             // The next operation notices this too, and recovers. Without the device, ordinary memory will do.
-            Err(RegisterError::DeviceLost) if self.config.repair => Ok(RegisteredBuffer::plain(len)),
+            Err(RegisterError::DeviceLost) if self.config.recover => Ok(RegisteredBuffer::plain(len)),
             allocated => allocated.map_err(|reason| Error::Memory {
                 device: driver.device().into(),
                 len_bytes: len.saturating_mul(size_of::<T>()),
@@ -467,7 +467,7 @@ impl Core {
             fallback,
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
-            repaired: now.view > begun.view,
+            recovered: now.view > begun.view,
             slowest: None,
             missing: self.excluded_ranks(),
         }

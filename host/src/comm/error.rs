@@ -38,7 +38,7 @@ pub enum Error {
         other: OpDesc,
     },
     /// The peer of a message is lost; or any rank, in a communicator without recovery
-    /// ([`JoinConfig::repair`](super::JoinConfig)).
+    /// ([`JoinConfig::recover`](super::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.

@@ -61,14 +61,14 @@ pub struct JoinConfig {
     /// first active one.
     pub verbs: Option<String>,
     /// Whether to recover from the loss of a tree: the ranks complete interrupted operations among themselves
-    /// ([`Outcome::repaired`](super::Outcome::repaired)), and later ones use another tree or host collectives. Without
+    /// ([`Outcome::recovered`](super::Outcome::recovered)), and later ones use another tree or host collectives. Without
     /// recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
-    pub repair: bool,
+    pub recover: bool,
     /// The tenant whose quota the job counts against. Must be the same on all ranks.
     pub tenant: String,
     /// How long joining waits in the controller's queue for a tree, if other jobs hold the resources. Then, or at once
     /// with the default of 0, the job starts with host collectives and migrates to a tree when its turn comes, provided
-    /// that [`repair`](Self::repair) is on. Must be the same on all ranks.
+    /// that [`recover`](Self::recover) is on. Must be the same on all ranks.
     pub wait_for_tree: Duration,
     /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
@@ -93,7 +93,7 @@ impl JoinConfig {
             udp: UdpConfig::default(),
             transport: Transport::Auto,
             verbs: None,
-            repair: true,
+            recover: true,
             tenant: DEFAULT_TENANT.to_owned(),
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
@@ -120,7 +120,7 @@ impl JoinConfig {
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
     /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
-    /// | `repair` | `SUMAC_REPAIR` | `1` or `0` |
+    /// | `recover` | `SUMAC_RECOVER` | `1` or `0` |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
@@ -223,12 +223,12 @@ pub(super) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         terms: Terms {
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
-            accepts_migration: config.repair,
+            accepts_migration: config.recover,
         },
     };
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
     let watch = Arc::clone(&notices);
-    let may_recover = config.repair;
+    let may_recover = config.recover;
     let on_notice = move |notice| match notice {
         Notice::Offer { view } if may_recover => {
             watch.migration.offer(view).map(|at| ClientRequest::Pause { view, at })

@@ -34,10 +34,10 @@
 //!
 //! If the tree fails, the ranks complete the interrupted operations among themselves. Results keep the bits of the
 //! declared order. Later operations use another tree if the controller has one, and host collectives otherwise.
-//! [`Outcome::repaired`], [`Outcome::fallback`] and the log report it. A rank that is not in a call takes part on a
+//! [`Outcome::recovered`], [`Outcome::fallback`] and the log report it. A rank that is not in a call takes part on a
 //! thread of its own. Recovery costs the time to detect the failure (immediate where memory is shared, otherwise the
 //! time limit for silent hops) plus the transfer of what is missing. Memory registered with the lost device is ordinary
-//! memory to the next one. [`JoinConfig::repair`] disables recovery.
+//! memory to the next one. [`JoinConfig::recover`] disables recovery.
 //!
 //! Once [`Straggler::Partial`] has excluded ranks, the communicator no longer recovers from the loss of its tree:
 //! recovery needs all ranks.
@@ -174,7 +174,7 @@ pub struct Outcome {
     /// Contributions that this rank retransmitted during the operation.
     pub retransmits: u64,
     /// Whether the operation was interrupted by a failure and recovered.
-    pub repaired: bool,
+    pub recovered: bool,
     /// The rank that entered the operation last, and how late, as measured by the devices. `None` for host collectives
     /// and after a recovery.
     pub slowest: Option<Slowest>,
@@ -186,7 +186,7 @@ pub struct Outcome {
 /// How often a communicator has recovered from failures, and what that cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Repairs {
+pub struct Recoveries {
     /// The number of recoveries.
     pub count: u32,
     /// Total time spent in recovery, counted from when this rank joined each one.
@@ -194,6 +194,10 @@ pub struct Repairs {
     /// Bytes that this rank sent to other ranks for recovery, including failed attempts.
     pub bytes: u64,
 }
+
+/// The old name of [`Recoveries`].
+#[deprecated(since = "0.2.0", note = "renamed to `Recoveries`")]
+pub type Repairs = Recoveries;
 
 /// Resources held by started operations and messages: until they are waited for or, if their handle was dropped, until
 /// they complete.
@@ -261,10 +265,16 @@ impl Communicator {
         self.core.notices().controller()
     }
 
-    /// Return the recoveries so far, within calls ([`Outcome::repaired`]) and between them.
-    pub fn repairs(&self) -> Repairs {
-        let Ok(core) = self.lock() else { return Repairs::default() };
-        Repairs { count: core.recoveries.0, time: core.recoveries.1, bytes: core.recovery_bytes }
+    /// Return the recoveries so far, within calls ([`Outcome::recovered`]) and between them.
+    pub fn recoveries(&self) -> Recoveries {
+        let Ok(core) = self.lock() else { return Recoveries::default() };
+        Recoveries { count: core.recoveries.0, time: core.recoveries.1, bytes: core.recovery_bytes }
+    }
+
+    /// The old name of [`Communicator::recoveries`].
+    #[deprecated(since = "0.2.0", note = "renamed to `recoveries`")]
+    pub fn repairs(&self) -> Recoveries {
+        self.recoveries()
     }
 
     /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.
