@@ -272,7 +272,7 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
     let stop = std::sync::Mutex::new(Some(board));
     let without_repair = |config: &mut JoinConfig| {
         attach(config);
-        config.repair = false;
+        config.recover = false;
     };
     let errors = cluster.run("stop", 2, without_repair, |comm| {
         comm.barrier().expect("all are there");

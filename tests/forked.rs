@@ -86,7 +86,9 @@ fn use_and_drop(all: All) -> i32 {
         comm.split(Some(0), 0).is_err() && comm.shrink().is_err(),
         comm.explain(&desc, Algo::Auto).chosen.is_none(),
         matches!(comm.controller(), ControllerState::Refused { .. }) && comm.queue_position().is_none(),
-        comm.repairs() == sumac::comm::Repairs::default() && comm.name() == "forked" && split.name() == "forked/0.0",
+        comm.recoveries() == sumac::comm::Recoveries::default()
+            && comm.name() == "forked"
+            && split.name() == "forked/0.0",
         values == [1; LEN] && buffer.iter().all(|&x| x == 7),
         handle.test(),
         is_forked(handle.wait().map(drop)),
@@ -106,7 +108,7 @@ fn sum(comm: &Communicator) {
     let mut values = vec![comm.rank() + 1; LEN];
     let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
-    assert!(!outcome.repaired && outcome.fallback.is_none(), "{outcome:?}");
+    assert!(!outcome.recovered && outcome.fallback.is_none(), "{outcome:?}");
 }
 
 /// Fork while all ranks have operations in flight and the forking rank is in a call.
@@ -163,11 +165,11 @@ fn children_of_ranks(cluster: &Cluster, configure: fn(&mut JoinConfig)) {
 fn rest(comm: Communicator, split: Communicator, handle: Handle<Vec<u32>>, buffer: &Buffer<u32>) {
     let (values, outcome) = handle.wait().expect("no rank is lost");
     assert_eq!(values, [RANKS * (RANKS + 1) / 2; LEN]);
-    assert!(!outcome.repaired);
+    assert!(!outcome.recovered);
     (0..20).for_each(|_| sum(&comm));
     sum(&split);
     assert!(buffer.iter().all(|&x| x == 7));
-    assert_eq!(comm.repairs(), sumac::comm::Repairs::default());
+    assert_eq!(comm.recoveries(), sumac::comm::Recoveries::default());
     split.leave();
     comm.leave();
 }

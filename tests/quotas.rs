@@ -214,7 +214,7 @@ fn idle_job_keeps_its_tree_beyond_a_lease() {
         let begun = Instant::now();
         wait_for("more than two leases have passed", || begun.elapsed() > Duration::from_millis(2500));
         let outcome = add(&comm, 1);
-        assert_eq!((outcome.path, outcome.repaired), (Path::Tree, false));
+        assert_eq!((outcome.path, outcome.recovered), (Path::Tree, false));
         assert_eq!(job(&cluster, "idle").expect("it runs").view, 0);
         comm.leave();
     });

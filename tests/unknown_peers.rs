@@ -63,12 +63,12 @@ fn recovery_time(job: &str, is_crowded: bool) -> Duration {
         }
         let began = Instant::now();
         let outcome = sum();
-        assert!(outcome.repaired || outcome.fallback.is_some(), "{outcome:?}");
+        assert!(outcome.recovered || outcome.fallback.is_some(), "{outcome:?}");
         let mut longest = took.lock().expect("not poisoned");
         *longest = began.elapsed().max(*longest);
         drop(longest);
         (0..20).for_each(|_| drop(sum()));
-        assert!(comm.repairs().count > 0);
+        assert!(comm.recoveries().count > 0);
         comm.barrier().expect("all are there");
         comm.leave();
     };

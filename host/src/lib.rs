@@ -80,7 +80,7 @@
 //! make it again. Any other error ends the communicator, and every later call returns [`Error::Ended`].
 //!
 //! The death of a device is no error: the ranks complete the interrupted operations among themselves, bit-exactly, and
-//! go on with another tree or with host collectives ([`Outcome::repaired`]). When a rank dies, all survivors get the
+//! go on with another tree or with host collectives ([`Outcome::recovered`]). When a rank dies, all survivors get the
 //! same [`Error::RanksFailed`], which lists the failed ranks, and continue with [`Communicator::shrink`]:
 //!
 //! ```no_run

@@ -174,7 +174,7 @@ fn reduce(controller: &Controller, number: u32, run: &Run) {
         part.iter_mut().zip(round..).for_each(|(value, index)| *value = index << number);
         part[0] = (number == 0 && run.stop.load(Ordering::Acquire)).into();
         let outcome = comm.all_reduce_with(part, ReduceOp::Sum, &tree).expect("the job is unaffected");
-        assert!(outcome.path == Path::Tree && !outcome.repaired, "{outcome:?}");
+        assert!(outcome.path == Path::Tree && !outcome.recovered, "{outcome:?}");
         let wrong = part.iter().zip(round..).skip(1).filter(|&(&sum, index)| sum != index * ((1 << HONEST) - 1));
         assert_eq!(wrong.count(), 0, "round {round}");
         run.done.fetch_add(u64::from(number == 0), Ordering::Release);

@@ -32,7 +32,7 @@ fn reduce(comm: &Communicator, rank: u32, run: &Run) {
         buffer.fill(round + u64::from(rank));
         buffer[0] = is_last.into();
         let outcome = comm.all_reduce_with(&mut buffer[..], ReduceOp::Sum, &tree).expect("the tree is there");
-        assert!(outcome.path == Path::Tree && !outcome.repaired, "{outcome:?}");
+        assert!(outcome.path == Path::Tree && !outcome.recovered, "{outcome:?}");
         let sum = u64::from(RANKS) * round + u64::from(RANKS * (RANKS - 1) / 2);
         assert!(buffer[1..].iter().all(|&value| value == sum), "round {round}");
         run.done.fetch_add(u64::from(rank == 0), Ordering::Release);

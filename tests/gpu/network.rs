@@ -70,7 +70,7 @@ fn gpu_buffer_survives_device_loss() {
             all_reduce(&gpu, &comm).expect("got over")
         });
         comm.leave();
-        outcomes.iter().any(|outcome| outcome.repaired || outcome.fallback.is_some() || outcome.path != Path::Tree)
+        outcomes.iter().any(|outcome| outcome.recovered || outcome.fallback.is_some() || outcome.path != Path::Tree)
     });
     assert!(seen.iter().any(|&noticed| noticed), "no rank has noticed the loss of the leaf");
 }

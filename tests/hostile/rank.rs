@@ -90,8 +90,8 @@ fn work(comm: &Communicator, schedules: bool) -> Result<(), String> {
             }
         }
         ROUNDS.fetch_add(1, Ordering::SeqCst);
-        IN_TREE.fetch_add((outcome.path == Path::Tree && !outcome.repaired).into(), Ordering::SeqCst);
-        REPAIRED.fetch_add(outcome.repaired.into(), Ordering::SeqCst);
+        IN_TREE.fetch_add((outcome.path == Path::Tree && !outcome.recovered).into(), Ordering::SeqCst);
+        REPAIRED.fetch_add(outcome.recovered.into(), Ordering::SeqCst);
         if buffer[0] > 0 {
             return Ok(());
         }

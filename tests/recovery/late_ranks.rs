@@ -23,7 +23,7 @@ fn sum(comm: &Communicator, op: u64) -> bool {
     let mut buffer = filled(comm, op, LEN);
     let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
     assert_sum(&buffer, op, RANKS, LEN);
-    outcome.repaired
+    outcome.recovered
 }
 
 /// The device has written all results to the last rank's memory and reused its slots. That rank has not polled yet; its

@@ -95,7 +95,7 @@ fn bits_are_the_same(order: Order, levels: usize, transport: fn(&mut JoinConfig)
             comm.leave();
             outcome
         });
-        repaired += usize::from(outcomes.iter().any(|outcome| outcome.repaired));
+        repaired += usize::from(outcomes.iter().any(|outcome| outcome.recovered));
     }
     assert!(repaired > 0, "no operation was recovered");
 }

@@ -75,7 +75,7 @@ fn remote_links_cut_in_an_operation_are_recovered() {
                     comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum")
                 });
                 assert_sum(&buffer, op, 3, LEN);
-                repaired.fetch_add(u32::from(outcome.repaired), Ordering::Relaxed);
+                repaired.fetch_add(u32::from(outcome.recovered), Ordering::Relaxed);
             }
             comm.leave();
         });

@@ -24,7 +24,7 @@ fn start(comm: &Communicator, op: u64) -> sumac::Handle<Vec<i64>> {
 fn finish(comm: &Communicator, started: sumac::Handle<Vec<i64>>, op: u64) -> bool {
     let (sum, outcome) = started.wait().expect("a sum");
     assert_sum(&sum, op, comm.size(), LONG);
-    outcome.repaired
+    outcome.recovered
 }
 
 /// Devices are lost in turn, each while it serves, and return with the same name but no state.

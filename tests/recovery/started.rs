@@ -31,7 +31,7 @@ fn recovers_during(between: impl Fn(&Communicator) + Sync) {
             let finish = |started: sumac::Handle<Vec<i64>>| {
                 let (sum, outcome) = started.wait().expect("a sum");
                 assert_sum(&sum, 0, RANKS, LONG);
-                assert!(outcome.repaired);
+                assert!(outcome.recovered);
             };
             if comm.rank() == RANKS - 1 {
                 finish(started);
@@ -151,7 +151,7 @@ fn disabled_recovery_ends_the_communicator_on_loss() {
         let loss = DeviceLoss::of(&mut cluster, RANKS);
         let off = move |config: &mut JoinConfig| {
             with_deadline(configure)(config);
-            config.repair = false;
+            config.recover = false;
         };
         cluster.run("off", RANKS, off, |comm| {
             let started = start(&comm, 0, LONG);

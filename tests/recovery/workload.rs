@@ -155,13 +155,13 @@ fn work(comm: &Communicator, progress: &Progress, operation: &impl Fn(&Communica
     let last = loop {
         progress.begun.fetch_max(op, Ordering::Relaxed);
         let outcome = operation(comm, op);
-        if outcome.repaired {
+        if outcome.recovered {
             progress.seen.lock().expect("not poisoned").repaired.insert(op);
         }
-        has_seen |= outcome.repaired;
+        has_seen |= outcome.recovered;
         // The maximum of all ranks: all stop after the same operation.
         let mut seen_by_any = [u32::from(has_seen)];
-        has_seen |= comm.all_reduce(&mut seen_by_any, ReduceOp::Max).expect("the ranks are all there").repaired;
+        has_seen |= comm.all_reduce(&mut seen_by_any, ReduceOp::Max).expect("the ranks are all there").recovered;
         after += u64::from(seen_by_any[0]);
         op += 1;
         if after > OPERATIONS_AFTER {

@@ -106,12 +106,12 @@ impl Bench<'_> {
             repair_bytes: 0,
             slowest: None,
         };
-        let before = self.communicator.repairs();
+        let before = self.communicator.recoveries();
         let outcome = match self.check {
             Check::Every => self.each_checked(&mut workload, &options, &mut sum),
             Check::Ends => self.back_to_back(&mut workload, &options, &mut sum),
         };
-        let after = self.communicator.repairs();
+        let after = self.communicator.recoveries();
         sum.repairs = after.count - before.count;
         sum.repairs_ns = nanos(after.time - before.time);
         sum.repair_bytes = after.bytes - before.bytes;
@@ -198,7 +198,7 @@ impl Bench<'_> {
         let cpu = cpu_time().saturating_sub(cpu_before);
         let outcome = outcome?;
         if let Some(sum) = sum.as_deref_mut() {
-            if outcome.repaired {
+            if outcome.recovered {
                 sum.repair = Some(Repair { iteration, in_barrier: false, time_ns: nanos(time) });
             }
             sum.times_ns.push(nanos(time));
@@ -218,7 +218,7 @@ impl Bench<'_> {
         let start = Instant::now();
         let outcome = self.communicator.barrier()?;
         if let Some(sum) = sum
-            && outcome.repaired
+            && outcome.recovered
         {
             let time_ns = nanos(start.elapsed());
             sum.repair = Some(Repair { iteration, in_barrier: true, time_ns });

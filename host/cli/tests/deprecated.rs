@@ -60,7 +60,7 @@ fn deprecated_spelling_does_the_same_and_warns_once() {
 fn help_shows_new_names_only() {
     for args in [&["--help"][..], &["perf", "--help"], &["device", "--help"], &["image", "run", "--help"]] {
         let help = stdout(&sumac(args, &[]));
-        for old in ["--attach", "--no-bus", "--seats", "--seat-mib", "  devices ", "SUMAC_ATTACH"] {
+        for old in ["--attach", "--no-bus", "--seats", "--seat-mib", "  devices ", "SUMAC_ATTACH", "SUMAC_REPAIR"] {
             assert!(!help.contains(old), "{args:?} shows {old}: {help}");
         }
     }
@@ -72,20 +72,27 @@ fn help_shows_new_names_only() {
 fn deprecated_variable_is_read_and_warns_once() {
     if std::env::var_os(READS_VARIABLES).is_some() {
         tracing_subscriber::fmt().with_ansi(false).with_writer(std::io::stderr).init();
-        let read = || JoinConfig::from_env().expect("a rank's variables").transport;
-        assert_eq!((read(), read()), (Transport::Shm, Transport::Shm));
+        let read = || {
+            let JoinConfig { transport, recover, .. } = JoinConfig::from_env().expect("a rank's variables");
+            (transport, recover)
+        };
+        assert_eq!((read(), read()), ((Transport::Shm, false), (Transport::Shm, false)));
         return;
     }
-    assert_eq!(DEPRECATED, [("SUMAC_ATTACH", "SUMAC_TRANSPORT")]);
-    let warning = "SUMAC_ATTACH is deprecated; use SUMAC_TRANSPORT";
-    let command = sumac(&["plan", "--help"], &[("SUMAC_ATTACH", "shm")]);
-    assert_eq!((exit_status(&command), stderr(&command)), (0, format!("warning: {warning}\n")));
+    assert_eq!(DEPRECATED, [("SUMAC_ATTACH", "SUMAC_TRANSPORT"), ("SUMAC_REPAIR", "SUMAC_RECOVER")]);
+    let warnings = DEPRECATED.map(|(old, new)| format!("{old} is deprecated; use {new}"));
+    let old = [("SUMAC_ATTACH", "shm"), ("SUMAC_REPAIR", "0")];
+    let command = sumac(&["plan", "--help"], &old);
+    let lines: String = warnings.iter().map(|warning| format!("warning: {warning}\n")).collect();
+    assert_eq!((exit_status(&command), stderr(&command)), (0, lines));
     let mut rank = Command::new(std::env::current_exe().expect("this test"));
     rank.args(["--exact", "deprecated_variable_is_read_and_warns_once", "--nocapture"]);
-    rank.envs([(READS_VARIABLES, "1"), ("RANK", "0"), ("WORLD_SIZE", "1"), ("SUMAC_ATTACH", "shm")]);
+    rank.envs([(READS_VARIABLES, "1"), ("RANK", "0"), ("WORLD_SIZE", "1")]).envs(old);
     let output = rank.output().expect("it runs");
     assert_eq!(exit_status(&output), 0, "{}", stdout(&output));
-    assert_eq!(stderr(&output).matches(warning).count(), 1, "{}", stderr(&output));
+    for warning in warnings {
+        assert_eq!(stderr(&output).matches(&warning).count(), 1, "{}", stderr(&output));
+    }
 }
 
 #[test]

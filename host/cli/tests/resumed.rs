@@ -163,7 +163,7 @@ fn work(comm: &Communicator, progress: &Progress) {
         if comm.rank() == 0 {
             let count = |counter: &AtomicU64, is_so| counter.fetch_add(u64::from(is_so), Ordering::SeqCst);
             count(&progress.in_tree, outcome.path == Path::Tree);
-            count(&progress.repaired, outcome.repaired || voted.repaired);
+            count(&progress.repaired, outcome.recovered || voted.recovered);
             count(&progress.rounds, true);
         }
         if stops[0] > 0 {

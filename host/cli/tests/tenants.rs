@@ -47,7 +47,7 @@ fn add(ranks: &[Communicator]) -> (Path, Option<String>, bool) {
             let mut values = [u64::from(comm.rank()) + 1; 100];
             let outcome = comm.all_reduce(&mut values, ReduceOp::Sum).expect("a sum");
             assert_eq!(values, [3; 100]);
-            (outcome.path, outcome.fallback, outcome.repaired)
+            (outcome.path, outcome.fallback, outcome.recovered)
         };
         let outcomes: Vec<_> = ranks.iter().map(|comm| scope.spawn(move || add(comm))).collect();
         let mut outcomes = outcomes.into_iter().map(|rank| rank.join().expect("no panic"));

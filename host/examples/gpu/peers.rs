@@ -100,7 +100,7 @@ impl Bootstrap for Star {
             all[1..].iter().for_each(|each| kernel.combine(&mut accumulators, each, false));
             kernel.store(bytes, &accumulators, self.ranks);
         }
-        Ok(Reduced { path: Path::Ring, fallback: Some("a star of sockets".into()), repaired: false })
+        Ok(Reduced { path: Path::Ring, fallback: Some("a star of sockets".into()), recovered: false })
     }
 
     fn cost_s(&self, _: &OpDesc) -> Option<f64> {

@@ -47,7 +47,7 @@ impl fmt::Display for Warning {
 }
 
 /// Old names of variables, each with the new one. They go with the next release.
-pub const DEPRECATED: [(&str, &str); 1] = [("SUMAC_ATTACH", "SUMAC_TRANSPORT")];
+pub const DEPRECATED: [(&str, &str); 2] = [("SUMAC_ATTACH", "SUMAC_TRANSPORT"), ("SUMAC_REPAIR", "SUMAC_RECOVER")];
 
 /// Return a warning for each variable of this process that begins with `SUMAC_` and is unknown or deprecated, in order
 /// of name.
@@ -78,7 +78,7 @@ impl JoinConfig {
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
     /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
-    /// | `repair` | `SUMAC_REPAIR` | `1` or `0` |
+    /// | `recover` | `SUMAC_RECOVER` | `1` or `0` |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
@@ -168,7 +168,10 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.order, self.one_of("SUMAC_ORDER", &orders)?);
         set(&mut config.algo, self.named("SUMAC_ALGO")?);
         set(&mut config.deadline, self.seconds("SUMAC_DEADLINE")?);
-        set(&mut config.repair, self.one_of("SUMAC_REPAIR", &[("1", true), ("0", false)])?);
+        let switch = |name| self.one_of(name, &[("1", true), ("0", false)]);
+        // The old name first, so that the new one beats it.
+        set(&mut config.recover, switch("SUMAC_REPAIR")?);
+        set(&mut config.recover, switch("SUMAC_RECOVER")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
             config.straggler = straggler(&value).ok_or_else(|| {
                 invalid("SUMAC_STRAGGLER", format!("{value:?} is not wait, deadline:SECONDS or partial:SECONDS"))
@@ -287,7 +290,7 @@ const KNOWN: [&str; 26] = [
     "SUMAC_LOG",
     "SUMAC_ORDER",
     "SUMAC_PORT",
-    "SUMAC_REPAIR",
+    "SUMAC_RECOVER",
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
     "SUMAC_TENANT",
@@ -334,7 +337,7 @@ mod tests {
             ("SUMAC_BIND", "10.0.0.7"),
             ("SUMAC_TRANSPORT", "verbs"),
             ("SUMAC_VERBS", "mlx5_0:1"),
-            ("SUMAC_REPAIR", "0"),
+            ("SUMAC_RECOVER", "0"),
             ("SUMAC_TENANT", "team-a"),
             ("SUMAC_WAIT_FOR_TREE", "90"),
             ("SUMAC_STRAGGLER", "partial:1.5"),
@@ -353,7 +356,7 @@ mod tests {
         (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
         expected.bind = "10.0.0.7".parse().expect("an address");
         (expected.transport, expected.verbs) = (Transport::Verbs, Some("mlx5_0:1".into()));
-        (expected.repair, expected.tenant) = (false, "team-a".into());
+        (expected.recover, expected.tenant) = (false, "team-a".into());
         (expected.wait_for_tree, expected.straggler) =
             (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
         expected.udp.max_packet_len_bytes = Some(8192);
@@ -389,6 +392,14 @@ mod tests {
     }
 
     #[test]
+    fn recover_variable_beats_its_deprecated_name() {
+        let recover = |variables: &[_]| config(variables).expect("all are valid").recover;
+        assert!(!recover(&[("SUMAC_REPAIR", "0")]), "the old name still works");
+        assert!(recover(&[("SUMAC_REPAIR", "0"), ("SUMAC_RECOVER", "1")]));
+        assert!(!recover(&[("SUMAC_REPAIR", "1"), ("SUMAC_RECOVER", "0")]));
+    }
+
+    #[test]
     fn invalid_value_error_names_variable_value_and_choices() {
         for (name, value, selection_cache) in [
             ("SUMAC_TRANSPORT", "roce", "auto, udp, shm, verbs, rdma"),
@@ -400,7 +411,7 @@ mod tests {
             ("SUMAC_DEADLINE", "-1", "number of seconds"),
             ("SUMAC_ORDER", "random", "arrival, fold, pairwise"),
             ("SUMAC_ALGO", "star", "tree"),
-            ("SUMAC_REPAIR", "maybe", "1, 0"),
+            ("SUMAC_RECOVER", "maybe", "1, 0"),
             ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
             ("SUMAC_BIND", "eth0", "IP address"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),

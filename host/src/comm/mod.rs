@@ -34,10 +34,10 @@
 //!
 //! If the tree fails, the ranks complete the interrupted operations among themselves. Results keep the bits of the
 //! declared order. Later operations use another tree if the controller has one, and host collectives otherwise.
-//! [`Outcome::repaired`], [`Outcome::fallback`] and the log report it. A rank that is not in a call takes part on a
+//! [`Outcome::recovered`], [`Outcome::fallback`] and the log report it. A rank that is not in a call takes part on a
 //! thread of its own. Recovery costs the time to detect the failure (immediate where memory is shared, otherwise the
 //! time limit for silent hops) plus the transfer of what is missing. Memory registered with the lost device is ordinary
-//! memory to the next one. [`JoinConfig::repair`] disables recovery.
+//! memory to the next one. [`JoinConfig::recover`] disables recovery.
 //!
 //! Once [`Straggler::Partial`] has excluded ranks, the communicator no longer recovers from the loss of its tree:
 //! recovery needs all ranks.
@@ -99,7 +99,7 @@ mod start;
 
 pub use crate::engine::{
     CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
-    Outcome, OutputState, Outstanding, Repairs, Straggler,
+    Outcome, OutputState, Outstanding, Recoveries, Straggler,
 };
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};
@@ -120,6 +120,10 @@ use crate::select::{Algo, Explanation};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 use sumac_hal::op::OpDesc;
+
+/// The old name of [`Recoveries`].
+#[deprecated(since = "0.2.0", note = "renamed to `Recoveries`")]
+pub type Repairs = Recoveries;
 
 /// A rank's membership in a job, and the collectives of the job.
 ///
@@ -175,9 +179,15 @@ impl Communicator {
         self.core.notices().controller()
     }
 
-    /// Return the recoveries so far, within calls ([`Outcome::repaired`]) and between them.
-    pub fn repairs(&self) -> Repairs {
-        self.lock().map_or_else(|_| Repairs::default(), |core| core.repairs())
+    /// Return the recoveries so far, within calls ([`Outcome::recovered`]) and between them.
+    pub fn recoveries(&self) -> Recoveries {
+        self.lock().map_or_else(|_| Recoveries::default(), |core| core.recoveries())
+    }
+
+    /// The old name of [`Communicator::recoveries`].
+    #[deprecated(since = "0.2.0", note = "renamed to `recoveries`")]
+    pub fn repairs(&self) -> Recoveries {
+        self.recoveries()
     }
 
     /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.

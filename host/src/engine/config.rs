@@ -55,14 +55,14 @@ pub struct JoinConfig {
     /// first active one.
     pub verbs: Option<String>,
     /// Whether to recover from the loss of a tree: the ranks complete interrupted operations among themselves
-    /// ([`Outcome::repaired`](crate::Outcome::repaired)), and later ones use another tree or host collectives. Without
+    /// ([`Outcome::recovered`](crate::Outcome::recovered)), and later ones use another tree or host collectives. Without
     /// recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
-    pub repair: bool,
+    pub recover: bool,
     /// The tenant whose quota the job counts against. Must be the same on all ranks.
     pub tenant: String,
     /// How long joining waits in the controller's queue for a tree, if other jobs hold the resources. Then, or at once
     /// with the default of 0, the job starts with host collectives and migrates to a tree when its turn comes, provided
-    /// that [`repair`](Self::repair) is on. Must be the same on all ranks.
+    /// that [`recover`](Self::recover) is on. Must be the same on all ranks.
     pub wait_for_tree: Duration,
     /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
@@ -87,7 +87,7 @@ impl JoinConfig {
             udp: UdpConfig::default(),
             transport: Transport::Auto,
             verbs: None,
-            repair: true,
+            recover: true,
             tenant: DEFAULT_TENANT.to_owned(),
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,

@@ -12,7 +12,7 @@ use super::error::{Error, OutputState};
 use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::operations::CounterSnapshot;
-use super::options::{CallOptions, Outstanding, Repairs};
+use super::options::{CallOptions, Outstanding, Recoveries};
 use super::tree::Tree;
 use crate::controller::{ClientError, Session};
 use crate::exec::{ExecError, JobToken};
@@ -76,7 +76,7 @@ impl Core {
     /// its next call reports that.
     pub(crate) fn alloc<T: Element>(&mut self, len: usize) -> Result<RegisteredBuffer<T>, Error> {
         let is_active = self.data.ended.is_none() && !self.notices().is_cancelled();
-        let may_recover = self.data.config.repair;
+        let may_recover = self.data.config.recover;
         let Some(Tree::ZeroCopy(driver)) = self.data.tree.get_mut().filter(|_| is_active) else {
             return Ok(RegisteredBuffer::plain(len));
         };
@@ -98,8 +98,8 @@ impl Core {
     }
 
     /// Return the recoveries so far.
-    pub(crate) const fn repairs(&self) -> Repairs {
-        Repairs { count: self.recoveries.0, time: self.recoveries.1, bytes: self.data.host.recovery_bytes }
+    pub(crate) const fn recoveries(&self) -> Recoveries {
+        Recoveries { count: self.recoveries.0, time: self.recoveries.1, bytes: self.data.host.recovery_bytes }
     }
 
     /// Return the configuration.

@@ -345,7 +345,7 @@ impl DataPath {
             fallback,
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
-            repaired: now.view > begun.view,
+            recovered: now.view > begun.view,
             slowest: None,
             missing: self.tree.excluded_ranks(),
         }

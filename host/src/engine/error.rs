@@ -43,7 +43,7 @@ pub enum Error {
         other: OpDesc,
     },
     /// The peer of a message is lost; or any rank, in a communicator without recovery
-    /// ([`JoinConfig::repair`](crate::comm::JoinConfig)).
+    /// ([`JoinConfig::recover`](crate::comm::JoinConfig)).
     #[error("{rank} is lost")]
     RankLost {
         /// The rank.

@@ -50,12 +50,12 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         terms: Terms {
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
-            accepts_migration: config.repair,
+            accepts_migration: config.recover,
         },
     };
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
     let watch = Arc::clone(&notices);
-    let may_recover = config.repair;
+    let may_recover = config.recover;
     let on_notice = move |notice| match notice {
         Notice::Offer { view } if may_recover => {
             let at = watch.migration.update(|migration, begun| migration.offer(view, begun));

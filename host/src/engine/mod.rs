@@ -66,6 +66,6 @@ pub(crate) use join::join;
 pub use leave::Departure;
 pub use notices::ControllerState;
 pub(crate) use notices::Notices;
-pub use options::{CallOptions, Outcome, Outstanding, Repairs, Straggler};
+pub use options::{CallOptions, Outcome, Outstanding, Recoveries, Straggler};
 pub(crate) use shared::SharedCore;
 pub(crate) use started::RefusedStart;

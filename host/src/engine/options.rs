@@ -37,7 +37,7 @@ pub struct Outcome {
     /// Contributions that this rank retransmitted during the operation.
     pub retransmits: u64,
     /// Whether the operation was interrupted by a failure and recovered.
-    pub repaired: bool,
+    pub recovered: bool,
     /// The rank that entered the operation last, and how late, as measured by the devices. `None` for host collectives
     /// and after a recovery.
     pub slowest: Option<Slowest>,
@@ -49,7 +49,7 @@ pub struct Outcome {
 /// How often a communicator has recovered from failures, and what that cost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub struct Repairs {
+pub struct Recoveries {
     /// The number of recoveries.
     pub count: u32,
     /// Total time spent in recovery, counted from when this rank joined each one.

@@ -22,7 +22,7 @@ pub(crate) fn run(task: &Task, mut gate: impl Read) {
         algo: if task.repair { Algo::Auto } else { Algo::Tree },
         deadline: Duration::from_millis(task.deadline_ms),
         join_timeout: Duration::from_millis(task.deadline_ms),
-        repair: task.repair,
+        recover: task.repair,
         transport: if task.memory == Memory::Packets { Transport::Udp } else { Transport::Shm },
         ..JoinConfig::new(task.controller, task.job.clone(), task.rank, task.ranks)
     };
@@ -111,9 +111,9 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
                 return Ending { error: Some(variant(&error)), text, ..ended };
             }
         };
-        before = Some((took_us, outcome.repaired));
+        before = Some((took_us, outcome.recovered));
         by_tree = outcome.path == Path::Tree;
-        repaired.extend(outcome.repaired.then_some(round));
+        repaired.extend(outcome.recovered.then_some(round));
         if !task.repair && outcome.transfer != Some(transfer(task.memory)) {
             return Ending { error: Some("WrongTransfer".into()), text: format!("{:?}", outcome.transfer), ..ended };
         }

@@ -162,7 +162,7 @@ pub struct Reduced {
     /// Why the tree was not used, if it could not be.
     pub fallback: Option<String>,
     /// Whether it was recovered; ranks may then report different paths.
-    pub repaired: bool,
+    pub recovered: bool,
 }
 
 /// Maximum length of a message of a [`Bootstrap`].
@@ -200,8 +200,8 @@ impl Bootstrap for Communicator {
     }
 
     fn all_reduce(&self, desc: &OpDesc, bytes: &mut [u8], deadline: Instant) -> Result<Reduced, PeerError> {
-        let Outcome { path, fallback, repaired, .. } = self.run(desc, Buffers::InPlace(bytes), &until(deadline))?;
-        Ok(Reduced { path, fallback, repaired })
+        let Outcome { path, fallback, recovered, .. } = self.run(desc, Buffers::InPlace(bytes), &until(deadline))?;
+        Ok(Reduced { path, fallback, recovered })
     }
 
     fn cost_s(&self, desc: &OpDesc) -> Option<f64> {

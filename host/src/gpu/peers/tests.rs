@@ -107,7 +107,7 @@ impl Bootstrap for BoardRank<'_> {
         *chunks += 1;
         let has_tree = *chunks <= self.board.tree_chunks;
         let fallback = (!has_tree).then(|| "there is no tree: its device died".to_owned());
-        Ok(Reduced { path: if has_tree { Path::Tree } else { Path::Ring }, fallback, repaired: false })
+        Ok(Reduced { path: if has_tree { Path::Tree } else { Path::Ring }, fallback, recovered: false })
     }
 
     fn cost_s(&self, _: &OpDesc) -> Option<f64> {

@@ -108,7 +108,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             through += bytes.len();
             outcome.chunks.push(reduced.path);
             // During recovery ranks may see different paths; the next chunk is selected alike by all.
-            if !reduced.repaired && reduced.path != Path::Tree {
+            if !reduced.recovered && reduced.path != Path::Tree {
                 outcome.fallback = outcome.fallback.take().or(reduced.fallback);
             }
             Ok(())

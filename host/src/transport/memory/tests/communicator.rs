@@ -89,7 +89,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
 }
 
 fn config(controller: SocketAddr, rank: u32, ranks: u32) -> JoinConfig {
-    JoinConfig { algo: Algo::Tree, repair: false, ..JoinConfig::new(controller, "test", rank, ranks) }
+    JoinConfig { algo: Algo::Tree, recover: false, ..JoinConfig::new(controller, "test", rank, ranks) }
 }
 
 /// Run `program` at each rank of a job on such a device.
