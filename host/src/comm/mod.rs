@@ -124,7 +124,7 @@ pub use bucket::BUCKET_BYTES;
 pub(crate) use bucket::buckets;
 pub use cart::Cart;
 pub use element::{Element, OwnedBuffer};
-pub use error::{CreationError, Error, OutputState};
+pub use error::{CreationError, Error, OutputState, StartError};
 pub use handle::Handle;
 pub use join::{DEFAULT_PORT, JoinConfig, JoinError};
 pub use leave::Departure;
@@ -132,7 +132,6 @@ pub use messages::MessageHandle;
 pub use notices::ControllerState;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
-pub use start::StartError;
 pub use straggler::Straggler;
 
 use self::core::Core;

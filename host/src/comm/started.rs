@@ -5,10 +5,9 @@
 
 use super::core::{Core, CounterSnapshot, premultiply};
 use super::element::ErasedBuffer;
-use super::error::{Error, OutputState};
+use super::error::{Error, OutputState, StartError};
 use super::extent::Extent;
 use super::progress::Deadline;
-use super::start::StartError;
 use super::{CallOptions, Outcome, Outstanding};
 use crate::exec::Buffers;
 use crate::schedule::Schedule;
