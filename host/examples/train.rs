@@ -32,7 +32,7 @@ pub(crate) fn main() -> Result<(), Error> {
     let is_first = comm.rank() == 0;
     let mut path = None;
     let network = train(&comm, STEPS, |step, loss, outcome| {
-        if is_first && outcome.repaired {
+        if is_first && outcome.recovered {
             println!("step {step}: a device was lost; its operations were completed without it");
         }
         let now = describe(outcome);

@@ -49,7 +49,10 @@ fn buckets_are_zero_copy_again_on_the_next_device() {
         // In the first call the loss shows, at the latest; each of the next may find one bucket of the lost device.
         (0..6).for_each(|_| drop(sum(&comm)));
         let outcomes = sum(&comm);
-        assert!(comm.repairs().count == 1 && outcomes.iter().all(|outcome| outcome.path == Path::Tree), "{outcomes:?}");
+        assert!(
+            comm.recoveries().count == 1 && outcomes.iter().all(|outcome| outcome.path == Path::Tree),
+            "{outcomes:?}"
+        );
         assert_eq!(transfers(&outcomes), [Some(Transfer::ZeroCopy); 4]);
         comm.leave();
     });

@@ -67,7 +67,7 @@ fn killed_device_is_replaced_by_a_spare_and_then_by_host_collectives() {
     let cluster = LocalCluster::start_with(config).expect("a cluster");
     assert_eq!(cluster.device_names(), ["device0", "device1"]);
     cluster.run(|comm| {
-        assert_eq!((sum(&comm).path, comm.repairs().count), (Path::Tree, 0));
+        assert_eq!((sum(&comm).path, comm.recoveries().count), (Path::Tree, 0));
         for (lost, is_tree) in [(1, true), (2, false)] {
             comm.barrier().expect("a barrier");
             if comm.rank() == 0 {
@@ -79,7 +79,7 @@ fn killed_device_is_replaced_by_a_spare_and_then_by_host_collectives() {
             // Ranks must agree on when all have recovered, or they would make different calls.
             let mut recovered = [0];
             while recovered[0] < comm.size() {
-                recovered = [u32::from(comm.repairs().count == lost)];
+                recovered = [u32::from(comm.recoveries().count == lost)];
                 comm.all_reduce(&mut recovered, ReduceOp::Sum).expect("a sum");
             }
             let outcome = sum(&comm);

@@ -33,7 +33,7 @@ fn run(kill_at: Option<usize>) -> Vec<Seen> {
             }
         });
         let network = network.expect("training");
-        let recoveries = comm.repairs().count;
+        let recoveries = comm.recoveries().count;
         comm.leave();
         Seen { losses, paths, fallback, recoveries, checksum: checksum(&network) }
     };

@@ -99,7 +99,7 @@ mod start;
 
 pub use crate::engine::{
     CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
-    Outcome, OutputState, Outstanding, Recoveries, Straggler,
+    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler,
 };
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};
@@ -112,7 +112,6 @@ pub use messages::MessageHandle;
 pub use owned_buffer::OwnedBuffer;
 pub use shrink::ShrinkError;
 pub use split::SplitError;
-pub use start::StartError;
 
 use crate::controller::proto::QueuePosition;
 use crate::engine::{Core, Notices, SharedCore, join};

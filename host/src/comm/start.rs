@@ -11,44 +11,10 @@
 //! A start that fails gives the buffer back, unchanged ([`StartError`]).
 
 use super::calls::{check, elements};
-use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer};
-use crate::engine::{ErasedBuffer, RefusedStart};
-use std::fmt;
+use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer, StartError};
+use crate::engine::ErasedBuffer;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
-
-/// Why an operation could not be started, and its buffer, which is unchanged. `?` converts it to [`Error`] and drops
-/// the buffer.
-pub struct StartError<B> {
-    /// What went wrong.
-    pub error: Error,
-    /// The buffer of the call.
-    pub buffer: B,
-}
-
-impl<B> From<StartError<B>> for Error {
-    fn from(refused: StartError<B>) -> Self {
-        refused.error
-    }
-}
-
-impl<B> fmt::Display for StartError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl<B> fmt::Debug for StartError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.error, f)
-    }
-}
-
-impl<B> std::error::Error for StartError<B> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.error.source()
-    }
-}
 
 impl Communicator {
     /// Start an all-reduce of `buffer`; [`Handle::wait`] returns it with the result.
@@ -149,7 +115,7 @@ impl Communicator {
         let output = output.map(|output| Box::new(output) as Box<dyn ErasedBuffer>);
         match core.start(desc, Box::new(buffer), output, options) {
             Ok(id) => Ok(Handle::new(self.core.clone(), id)),
-            Err(RefusedStart { error, buffer }) => {
+            Err(StartError { error, buffer }) => {
                 let buffer = buffer.into_any().downcast().expect("the core returns the buffer that it was given");
                 Err(StartError { error, buffer: *buffer })
             }

@@ -233,6 +233,39 @@ impl std::error::Error for CreationError {
     }
 }
 
+/// Why an operation could not be started, and its buffer, which is unchanged. `?` converts it to
+/// [`Error`](enum@Error) and drops the buffer.
+pub struct StartError<B> {
+    /// What went wrong.
+    pub error: Error,
+    /// The buffer of the call.
+    pub buffer: B,
+}
+
+impl<B> From<StartError<B>> for Error {
+    fn from(refused: StartError<B>) -> Self {
+        refused.error
+    }
+}
+
+impl<B> fmt::Display for StartError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<B> fmt::Debug for StartError<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.error, f)
+    }
+}
+
+impl<B> std::error::Error for StartError<B> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
 /// Print in `{:?}` what `Display` does, with the causes, and in `{:#?}` the variant's name before it.
 macro_rules! readable_debug {
     ($ty:ty: $($variant:ident)*) => {

@@ -6,18 +6,12 @@ use super::calls::premultiply;
 use super::core::Core;
 use super::data_path::Deadline;
 use super::element::ErasedBuffer;
-use super::error::Error;
+use super::error::{Error, StartError};
 use super::extent::Extent;
 use super::operations::{Owned, Started};
 use super::options::{CallOptions, Outcome};
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
-
-/// Why a call could not be started, and its buffer, which is unchanged.
-pub(crate) struct RefusedStart {
-    pub(crate) error: Error,
-    pub(crate) buffer: Box<dyn ErasedBuffer>,
-}
 
 impl Core {
     /// Start an operation on buffers that the communicator owns until it is waited for. An error returns `memory`,
@@ -28,16 +22,16 @@ impl Core {
         memory: Box<dyn ErasedBuffer>,
         output: Option<Box<dyn ErasedBuffer>>,
         options: &CallOptions,
-    ) -> Result<u64, RefusedStart> {
+    ) -> Result<u64, StartError<Box<dyn ErasedBuffer>>> {
         let extent = match self.check_usable().and_then(|()| Extent::of(&desc, self.data.place)) {
             Ok(extent) => extent,
-            Err(error) => return Err(RefusedStart { error, buffer: memory }),
+            Err(error) => return Err(StartError { error, buffer: memory }),
         };
         let mut owned = Owned { memory, output, scaled: None, extent: extent.clone() };
         let checked = extent.check(&desc, &owned.borrow_buffers());
         match checked.and_then(|()| premultiply(&desc, &extent, &owned.borrow_buffers(), options)) {
             Ok(scaled) => owned.scaled = scaled,
-            Err(error) => return Err(RefusedStart { error, buffer: owned.memory }),
+            Err(error) => return Err(StartError { error, buffer: owned.memory }),
         }
         let (deadline, before) = (self.deadline(options), self.data.snapshot());
         let result = match self.make_room(deadline).and_then(|()| self.begin_call(deadline)) {
@@ -47,7 +41,7 @@ impl Core {
         let result = result.map_err(|refused| {
             let (error, owned) = *refused;
             let error = self.end(error, &desc, before);
-            RefusedStart { error: self.release_rejected_call(error), buffer: owned.memory }
+            StartError { error: self.release_rejected_call(error), buffer: owned.memory }
         });
         self.data.operations.calling = None;
         if result.is_ok() {
