@@ -2,47 +2,23 @@
 
 mod common;
 
-use common::{Cluster, over_udp, plain};
+use common::{Cluster, checked_sum, over_udp, plain, sum_until};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use sumac::controller::ControllerConfig;
 use sumac::select::CostTable;
-use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp};
+use sumac::{JoinConfig, Path, ReduceOp};
 use sumac_hal::uplink::HopTimers;
 
 /// The limit of the time until a job moves.
 const SOON: Duration = Duration::from_secs(30);
 
-const LEN: usize = 3000;
-
 fn by_tree() -> ControllerConfig {
     let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
     ControllerConfig { table, timers, ..ControllerConfig::new() }
-}
-
-fn add(comm: &Communicator, op: u64) -> Outcome {
-    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| op * i + u64::from(comm.rank())).collect();
-    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
-    let ranks = u64::from(comm.size());
-    let sum = |i: u64| ranks * op * i + ranks * (ranks - 1) / 2;
-    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "operation {op}");
-    outcome
-}
-
-/// Run operations until one uses `path`; return its number.
-fn until(comm: &Communicator, op: &mut u64, path: Path) -> u64 {
-    let give_up = Instant::now() + SOON;
-    loop {
-        assert!(Instant::now() < give_up, "rank {}: no operation used {}", comm.rank(), path.name());
-        let outcome = add(comm, *op);
-        *op += 1;
-        if outcome.path == path {
-            return *op - 1;
-        }
-    }
 }
 
 #[test]
@@ -58,12 +34,12 @@ fn job_without_device_moves_to_a_tree_when_one_connects() {
                 boards.lock().expect("not poisoned").push(cluster.start_spare_board("late"));
             });
             cluster.run("late", 3, configure, |comm| {
-                assert!(add(&comm, 0).path != Path::Tree);
+                assert!(checked_sum(&comm, 0).path != Path::Tree);
                 has_begun.store(true, Ordering::Relaxed);
                 let mut op = 1;
-                let moved = until(&comm, &mut op, Path::Tree);
+                let moved = sum_until(&comm, &mut op, Path::Tree, SOON);
                 // The job stays on the tree, without a recovery.
-                (0..3).for_each(|nth| assert_eq!(add(&comm, op + nth).path, Path::Tree));
+                (0..3).for_each(|nth| assert_eq!(checked_sum(&comm, op + nth).path, Path::Tree));
                 comm.leave();
                 moved
             })
@@ -96,17 +72,17 @@ fn returning_device_is_used_again() {
         cluster.run("back", 3, plain, |comm| {
             let mut op = 0;
             for _ in 0..2 {
-                until(&comm, &mut op, Path::Tree);
+                sum_until(&comm, &mut op, Path::Tree, SOON);
                 if comm.rank() == 0 {
                     has_begun.store(true, Ordering::Relaxed);
                 }
-                until(&comm, &mut op, Path::RecursiveDoubling);
+                sum_until(&comm, &mut op, Path::RecursiveDoubling, SOON);
                 comm.barrier().expect("all are there");
                 if comm.rank() == 0 {
                     is_repaired.store(true, Ordering::Relaxed);
                 }
             }
-            until(&comm, &mut op, Path::Tree);
+            sum_until(&comm, &mut op, Path::Tree, SOON);
             comm.leave();
         });
     });
@@ -117,7 +93,7 @@ fn returning_device_is_used_again() {
 fn job_with_a_lost_rank_gets_no_offer() {
     let cluster = Cluster::spare(0, by_tree());
     let errors = cluster.run("lost", 3, plain, |comm| {
-        add(&comm, 0);
+        checked_sum(&comm, 0);
         if comm.rank() == 2 {
             return None;
         }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Cluster, over_udp, plain};
+use common::{Cluster, SUM_LEN, checked_sum, over_udp, plain, sum_until};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::channel;
@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use sumac::controller::proto::{JobStatus, QueuePosition};
 use sumac::controller::{Controller, ControllerConfig, Quota, Quotas, status};
 use sumac::select::CostTable;
-use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Outcome, Path, ReduceOp};
+use sumac::{Algo, Communicator, Dtype, JoinConfig, OpDesc, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
 use sumac_hal::ctrl::{
     Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, FrameReader, Hello, Name, Request, Response, send,
@@ -23,8 +23,6 @@ use sumac_hal::port::Addr;
 
 /// The limit of each wait.
 const SOON: Duration = Duration::from_secs(30);
-
-const LEN: usize = 3000;
 
 /// A controller that prefers the tree, and a device with room for one group.
 fn one_group(quotas: Quotas, lease: Duration) -> Cluster {
@@ -44,30 +42,8 @@ fn board(controller: SocketAddr, groups: u16) -> Board {
     board
 }
 
-fn add(comm: &Communicator, op: u64) -> Outcome {
-    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| op * i + u64::from(comm.rank())).collect();
-    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
-    let ranks = u64::from(comm.size());
-    let sum = |i: u64| ranks * op * i + ranks * (ranks - 1) / 2;
-    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "operation {op}");
-    outcome
-}
-
 fn explained(comm: &Communicator) -> String {
-    comm.explain(&OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, LEN as u64), Algo::Tree).to_string()
-}
-
-/// Run operations until one uses `path`; return its number.
-fn until(comm: &Communicator, op: &mut u64, path: Path) -> u64 {
-    let give_up = Instant::now() + SOON;
-    loop {
-        assert!(Instant::now() < give_up, "rank {}: no operation used {}", comm.rank(), path.name());
-        let outcome = add(comm, *op);
-        *op += 1;
-        if outcome.path == path {
-            return *op - 1;
-        }
-    }
+    comm.explain(&OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, SUM_LEN as u64), Algo::Tree).to_string()
 }
 
 fn wait_for(what: &str, done: impl Fn() -> bool) {
@@ -110,13 +86,13 @@ fn second_tenant_uses_schedules_until_the_first_leaves() {
             scope.spawn(|| {
                 cluster.run("first", 2, of_tenant("a", transport), |comm| {
                     let mut op = 0;
-                    until(&comm, &mut op, Path::Tree);
+                    sum_until(&comm, &mut op, Path::Tree, SOON);
                     first_runs.store(true, Ordering::SeqCst);
                     // Rank 0 decides when to stop, so that both make the same calls.
                     loop {
                         let mut enough = [u64::from(second_waits.load(Ordering::SeqCst) == 2)];
                         comm.broadcast(&mut enough, 0).expect("rank 0 is there");
-                        assert_eq!(add(&comm, op).path, Path::Tree);
+                        assert_eq!(checked_sum(&comm, op).path, Path::Tree);
                         op += 1;
                         if enough == [1] {
                             break;
@@ -127,7 +103,7 @@ fn second_tenant_uses_schedules_until_the_first_leaves() {
             });
             wait_for("the first job has a tree", || first_runs.load(Ordering::SeqCst));
             cluster.run("second", 2, of_tenant("b", transport), |comm| {
-                let first = add(&comm, 0);
+                let first = checked_sum(&comm, 0);
                 assert_ne!(first.path, Path::Tree);
                 let why = first.fallback.expect("a reason for the fallback");
                 let full = "device small is full: 1 of 1 groups in use";
@@ -145,8 +121,8 @@ fn second_tenant_uses_schedules_until_the_first_leaves() {
                 comm.barrier().expect("all are there");
                 second_waits.fetch_add(1, Ordering::SeqCst);
                 let mut op = 1;
-                let at = until(&comm, &mut op, Path::Tree);
-                (0..3).for_each(|nth| assert_eq!(add(&comm, op + nth).path, Path::Tree));
+                let at = sum_until(&comm, &mut op, Path::Tree, SOON);
+                (0..3).for_each(|nth| assert_eq!(checked_sum(&comm, op + nth).path, Path::Tree));
                 assert_eq!(comm.queue_position(), None);
                 moved.fetch_add(1, Ordering::SeqCst);
                 comm.leave();
@@ -166,18 +142,18 @@ fn job_that_waits_for_a_tree_has_it_from_its_first_call() {
     thread::scope(|scope| {
         scope.spawn(|| {
             cluster.run("first", 2, of_tenant("a", plain), |comm| {
-                assert_eq!(add(&comm, 0).path, Path::Tree);
+                assert_eq!(checked_sum(&comm, 0).path, Path::Tree);
                 first_runs.store(true, Ordering::SeqCst);
                 wait_for("the second job is queued", || job(&cluster, "second").is_some_and(|job| job.queue.is_some()));
                 assert!(!job(&cluster, "second").expect("a queued job").running);
-                assert_eq!(add(&comm, 1).path, Path::Tree);
+                assert_eq!(checked_sum(&comm, 1).path, Path::Tree);
                 comm.leave();
             });
         });
         wait_for("the first job has a tree", || first_runs.load(Ordering::SeqCst));
         let waits = |config: &mut JoinConfig| config.wait_for_tree = SOON;
         cluster.run("second", 2, waits, |comm| {
-            assert_eq!(add(&comm, 0).path, Path::Tree);
+            assert_eq!(checked_sum(&comm, 0).path, Path::Tree);
             comm.leave();
         });
     });
@@ -193,10 +169,10 @@ fn exhausted_quota_is_reported_with_limit_and_use() {
     wait_for("the device is gone", || status(cluster.controller.local_addr()).expect("a report").devices.is_empty());
     cluster.boards.push(board(cluster.controller.local_addr(), 8));
     cluster.run("first", 2, of_tenant("a", plain), |comm| {
-        assert_eq!(add(&comm, 0).path, Path::Tree);
+        assert_eq!(checked_sum(&comm, 0).path, Path::Tree);
         // A sub-communicator needs a group of its own.
         let half = comm.split(Some(0), 0).expect("a split").expect("a color");
-        let why = add(&half, 1).fallback.expect("a reason for the fallback");
+        let why = checked_sum(&half, 1).fallback.expect("a reason for the fallback");
         assert!(why.contains("tenant a holds 1 of 1 groups"), "{why}");
         half.leave();
         comm.leave();
@@ -209,11 +185,11 @@ fn exhausted_quota_is_reported_with_limit_and_use() {
 fn idle_job_keeps_its_tree_beyond_a_lease() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(1));
     cluster.run("idle", 2, plain, |comm| {
-        assert_eq!(add(&comm, 0).path, Path::Tree);
+        assert_eq!(checked_sum(&comm, 0).path, Path::Tree);
         comm.barrier().expect("all are there");
         let begun = Instant::now();
         wait_for("more than two leases have passed", || begun.elapsed() > Duration::from_millis(2500));
-        let outcome = add(&comm, 1);
+        let outcome = checked_sum(&comm, 1);
         assert_eq!((outcome.path, outcome.recovered), (Path::Tree, false));
         assert_eq!(job(&cluster, "idle").expect("it runs").view, 0);
         comm.leave();
@@ -225,7 +201,7 @@ fn idle_job_keeps_its_tree_beyond_a_lease() {
 #[test]
 fn job_whose_ranks_die_releases_its_quota() {
     let cluster = one_group(Quotas::default(), Duration::from_secs(30));
-    cluster.run("dies", 2, plain, |comm| drop(add(&comm, 0)));
+    cluster.run("dies", 2, plain, |comm| drop(checked_sum(&comm, 0)));
     assert_all_is_free(&cluster);
 }
 
@@ -309,7 +285,7 @@ fn unattachable_tree_is_released_and_not_offered_again() {
         });
         cluster.run("job", 2, plain, |comm| {
             let mut op = 0;
-            until(&comm, &mut op, Path::Tree);
+            sum_until(&comm, &mut op, Path::Tree, SOON);
             comm.barrier().expect("all are there");
             begun.fetch_add(1, Ordering::SeqCst);
             let mut whys = Vec::new();
@@ -317,7 +293,7 @@ fn unattachable_tree_is_released_and_not_offered_again() {
             // Until the tree was lost and another one was used.
             loop {
                 assert!(Instant::now() < give_up, "no new tree: {whys:?}");
-                let outcome = add(&comm, op);
+                let outcome = checked_sum(&comm, op);
                 op += 1;
                 match (outcome.path, whys.is_empty()) {
                     (Path::Tree, false) => break,

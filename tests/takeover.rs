@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Cluster, over_udp, plain};
+use common::{Cluster, checked_sum, over_udp, plain};
 use std::net::TcpListener;
 use std::sync::Mutex;
 use std::thread;
@@ -21,20 +21,13 @@ fn by_tree() -> ControllerConfig {
     ControllerConfig { table, ..ControllerConfig::new() }
 }
 
-fn add(comm: &Communicator, op: u64) -> Path {
-    let mut buffer: Vec<u64> = (0..3000).map(|i| op * i + u64::from(comm.rank())).collect();
-    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
-    assert!((0..).zip(&buffer).all(|(i, &x)| x == 3 * op * i + 3), "operation {op}");
-    outcome.path
-}
-
 /// Run operations until one uses the tree.
 fn until_tree(comm: &Communicator, op: &mut u64) {
     let give_up = Instant::now() + SOON;
     loop {
         assert!(Instant::now() < give_up, "rank {}: no operation in the tree", comm.rank());
         *op += 1;
-        if add(comm, *op) == Path::Tree {
+        if checked_sum(comm, *op).path == Path::Tree {
             return;
         }
     }
@@ -66,7 +59,7 @@ fn is_taken_over_twice(configure: fn(&mut JoinConfig)) {
             comm.barrier().expect("all are there");
             for _ in 0..20 {
                 op += 1;
-                add(&comm, op);
+                checked_sum(&comm, op).path;
             }
             comm.barrier().expect("all are there");
             if number == 0 {
@@ -119,7 +112,7 @@ fn ranks_refused_by_the_next_controller_continue_without_one() {
         over_udp(&mut config);
         let comm = Communicator::join(config).expect("join");
         assert_eq!(comm.controller(), ControllerState::Connected);
-        add(&comm, 1);
+        checked_sum(&comm, 1).path;
         comm.barrier().expect("all are there");
         if number == 0 {
             drop(controller.lock().expect("not poisoned").take());
@@ -129,7 +122,7 @@ fn ranks_refused_by_the_next_controller_continue_without_one() {
         let mut op = 1;
         let reason = loop {
             op += 1;
-            add(&comm, op);
+            checked_sum(&comm, op).path;
             let refused = [u64::from(matches!(comm.controller(), ControllerState::Refused { .. }))];
             let mut all = refused;
             comm.all_reduce(&mut all, ReduceOp::Min).expect("a minimum");
@@ -139,7 +132,7 @@ fn ranks_refused_by_the_next_controller_continue_without_one() {
         };
         assert!(reason.contains("job \"job\" is already running"), "{reason}");
         for nth in 0..20 {
-            add(&comm, op + nth);
+            checked_sum(&comm, op + nth).path;
         }
         let error = comm.shrink().expect_err("no controller to determine the survivors").to_string();
         assert!(

@@ -2,10 +2,10 @@
 
 use std::net::SocketAddr;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac::controller::{Controller, ControllerConfig};
 use sumac::topo::{Fabric, LeafSpine};
-use sumac::{Communicator, JoinConfig, Transport};
+use sumac::{Communicator, JoinConfig, Outcome, Path, ReduceOp, Transport};
 use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
 
 /// A controller and its boards.
@@ -128,3 +128,32 @@ pub(crate) fn over_udp(config: &mut JoinConfig) {
 /// Join with the default configuration.
 #[allow(dead_code)]
 pub(crate) fn plain(_: &mut JoinConfig) {}
+
+/// Number of elements of [`checked_sum`].
+#[allow(dead_code)]
+pub(crate) const SUM_LEN: usize = 3000;
+
+/// Run an all-reduce whose values depend on `op` and the rank, and check every element.
+#[allow(dead_code)]
+pub(crate) fn checked_sum(comm: &Communicator, op: u64) -> Outcome {
+    let mut buffer: Vec<u64> = (0..SUM_LEN as u64).map(|i| op * i + u64::from(comm.rank())).collect();
+    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum");
+    let ranks = u64::from(comm.size());
+    let sum = |i: u64| ranks * op * i + ranks * (ranks - 1) / 2;
+    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "operation {op}");
+    outcome
+}
+
+/// Run [`checked_sum`] until an operation uses `path`, at most for `limit`; return its number.
+#[allow(dead_code)]
+pub(crate) fn sum_until(comm: &Communicator, op: &mut u64, path: Path, limit: Duration) -> u64 {
+    let give_up = Instant::now() + limit;
+    loop {
+        assert!(Instant::now() < give_up, "rank {}: no operation used {}", comm.rank(), path.name());
+        let outcome = checked_sum(comm, *op);
+        *op += 1;
+        if outcome.path == path {
+            return *op - 1;
+        }
+    }
+}

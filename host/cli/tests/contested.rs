@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Server, exit_status, serve, stderr, sumac};
+use common::{Server, checked_sum, exit_status, serve, stderr, sumac};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use sumac::comm::{CallOptions, Canceller};
 use sumac::controller::proto::{ClientReply, ClientRequest, JobStatus, Transport};
 use sumac::controller::status;
-use sumac::{Algo, Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
+use sumac::{Algo, Communicator, Error, JoinConfig, Path, ReduceOp};
 use sumac_hal::ctrl::{FrameReader, Hello, send};
 
 /// The limit of every wait; a passing test never reaches it.
@@ -108,16 +108,6 @@ impl Relay {
     }
 }
 
-/// Run an all-reduce and check every element.
-fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
-    let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
-    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| round * i + rank).collect();
-    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum)?;
-    let sum = |i: u64| ranks * round * i + ranks * (ranks - 1) / 2;
-    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "round {round} is wrong");
-    Ok(outcome)
-}
-
 /// A rank that works on a thread of its own until it is stopped or fails.
 struct Member {
     thread: JoinHandle<Result<(), Error>>,
@@ -137,7 +127,7 @@ struct Progress {
 fn work(comm: &Communicator, progress: &Progress) -> Result<(), Error> {
     let host_collective = CallOptions { algo: Some(Algo::RecursiveDoubling), ..CallOptions::default() };
     for round in 0.. {
-        let outcome = add(comm, round)?;
+        let outcome = checked_sum(comm, round, LEN)?;
         progress.rounds.fetch_add(1, Ordering::SeqCst);
         progress.in_tree.fetch_add((outcome.path == Path::Tree).into(), Ordering::SeqCst);
         let mut stops = [u64::from(comm.rank() == 0 && progress.stops.load(Ordering::SeqCst))];

@@ -7,7 +7,7 @@
 mod common;
 mod proxy;
 
-use common::{Server, children, serve, serve_with};
+use common::{Server, TWO_LEAVES, children, serve, serve_with};
 use proxy::{Counts, Lane, Proxy};
 use serde_json::{Value, json};
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -18,24 +18,6 @@ const RANKS: u32 = 4;
 
 /// The number of senders that are not children.
 const UNKNOWN_SENDERS: u64 = 1000;
-
-/// Two leaves with two hosts each. The planner picks one leaf as the root, because the spine has no device.
-const FABRIC: &str = r#"
-switch = [
-    { name = "leaf0", aggregation = true },
-    { name = "leaf1", aggregation = true },
-    { name = "spine0" },
-]
-host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
-link = [
-    { ends = ["h0", "leaf0"] },
-    { ends = ["h1", "leaf0"] },
-    { ends = ["h2", "leaf1"] },
-    { ends = ["h3", "leaf1"] },
-    { ends = ["leaf0", "spine0"] },
-    { ends = ["leaf1", "spine0"] },
-]
-"#;
 
 /// The devices and the number of their children in the tree: two ranks, and for the root the other leaf.
 const DEVICES: [(&str, u64); 2] = [("leaf0", 3), ("leaf1", 2)];
@@ -67,7 +49,7 @@ impl Scenario {
     /// Run the ranks on a cluster, end it in order, and assert that no process remains.
     fn run(&self) -> Outcome {
         let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut controller = serve_with(&["controller", "--listen", "127.0.0.1:0", "--topology", "-"], FABRIC);
+        let mut controller = serve_with(&["controller", "--listen", "127.0.0.1:0", "--topology", "-"], TWO_LEAVES);
         let line = controller.line();
         let addr = line.strip_prefix("listening ").expect("an address");
         let (devices, mut proxies): (Vec<_>, Vec<_>) = (0..DEVICES.len()).map(|nth| self.device(nth, addr)).unzip();

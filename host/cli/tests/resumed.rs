@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Server, serve};
+use common::{Server, checked_sum, serve};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -14,7 +14,7 @@ use sumac::comm::{CallOptions, ControllerState};
 use sumac::controller::proto::{ClientReply, ClientRequest, JobStatus, StatusReport, Transport};
 use sumac::controller::status;
 use sumac::select::Algo;
-use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp};
+use sumac::{Communicator, Error, JoinConfig, Path, ReduceOp};
 use sumac_hal::ctrl::{FrameReader, Hello, send};
 use sumac_hal::emu::Rng;
 
@@ -137,23 +137,13 @@ fn join(addr: SocketAddr, job: &str, rank: u32, transport: Transport) -> Communi
     Communicator::join(config).expect("join")
 }
 
-/// Run an all-reduce and check every element.
-fn add(comm: &Communicator, round: u64) -> Result<Outcome, Error> {
-    let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
-    let mut buffer: Vec<u64> = (0..LEN as u64).map(|i| round * i + rank).collect();
-    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum)?;
-    let sum = |i: u64| ranks * round * i + ranks * (ranks - 1) / 2;
-    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "round {round} is wrong");
-    Ok(outcome)
-}
-
 /// Run rounds until all ranks are to stop. Another operation is in flight around the counted one, so that a job also
 /// migrates between its start and its end.
 fn work(comm: &Communicator, progress: &Progress) {
     for round in 0.. {
         let ones = vec![round + u64::from(comm.rank()); LEN / 4];
         let started = comm.start_all_reduce(ones, ReduceOp::Max).expect("a start");
-        let outcome = add(comm, round).expect("a sum");
+        let outcome = checked_sum(comm, round, LEN).expect("a sum");
         let (maxima, _) = started.wait().expect("a maximum");
         assert!(maxima.iter().all(|&max| max == round + u64::from(RANKS) - 1), "round {round} is wrong");
         // A host collective, during which the rank also advances the tree.
@@ -344,13 +334,13 @@ fn rank_lost_without_controller_is_lost_for_the_next_one_too() {
                 let (died, is_back) = (&died, &is_back);
                 scope.spawn(move || {
                     let comm = join(addr, "job", rank, Transport::Shm);
-                    (0..3).for_each(|round| drop(add(&comm, round).expect("a sum")));
+                    (0..3).for_each(|round| drop(checked_sum(&comm, round, LEN).expect("a sum")));
                     wait_for(died);
                     if rank == 2 {
                         // Like a process that ends: its connections close without a message.
                         return;
                     }
-                    let error = (3..).find_map(|round| add(&comm, round).err()).expect("one ends it");
+                    let error = (3..).find_map(|round| checked_sum(&comm, round, LEN).err()).expect("one ends it");
                     assert!(matches!(&error, Error::RanksFailed { ranks, .. } if ranks.len() == 1), "{error}");
                     wait_for(is_back);
                     wait_until("the controller does not take the job over", || {
@@ -358,7 +348,7 @@ fn rank_lost_without_controller_is_lost_for_the_next_one_too() {
                     });
                     let shrunk = comm.shrink().expect("both are there");
                     assert_eq!((shrunk.rank(), shrunk.size()), (rank, 2));
-                    assert_eq!(add(&shrunk, 9).expect("a sum").path, Path::Tree);
+                    assert_eq!(checked_sum(&shrunk, 9, LEN).expect("a sum").path, Path::Tree);
                     shrunk.leave();
                 })
             })

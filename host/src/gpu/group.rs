@@ -2,7 +2,7 @@
 
 mod prepare;
 
-pub(super) use prepare::PLANS_MAX;
+pub(super) use prepare::{PLANS_MAX, kernel_of, schedules};
 
 use super::buffers::GpuBuffers;
 use super::error::GpuError;

@@ -10,6 +10,25 @@ use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use sumac::{Communicator, Error, Outcome, ReduceOp};
+
+/// Two leaves with two hosts each. The planner picks one leaf as the root, because the spine has no device.
+pub(crate) const TWO_LEAVES: &str = r#"
+switch = [
+    { name = "leaf0", aggregation = true },
+    { name = "leaf1", aggregation = true },
+    { name = "spine0" },
+]
+host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
+link = [
+    { ends = ["h0", "leaf0"] },
+    { ends = ["h1", "leaf0"] },
+    { ends = ["h2", "leaf1"] },
+    { ends = ["h3", "leaf1"] },
+    { ends = ["leaf0", "spine0"] },
+    { ends = ["leaf1", "spine0"] },
+]
+"#;
 
 /// Run the command and wait for its end.
 pub(crate) fn sumac(args: &[&str]) -> Output {
@@ -206,4 +225,14 @@ pub(crate) fn npy_f32(values: &[f32], shape: &str) -> Vec<u8> {
 pub(crate) fn read_npy_f32(path: impl AsRef<Path>) -> Vec<f32> {
     let bytes = fs::read(path).expect("a file");
     npyz::NpyFile::new(&bytes[..]).and_then(npyz::NpyFile::into_vec).expect("an array of f32")
+}
+
+/// Run an all-reduce of `len` elements that depend on `round` and the rank, and check every element.
+pub(crate) fn checked_sum(comm: &Communicator, round: u64, len: usize) -> Result<Outcome, Error> {
+    let (ranks, rank) = (u64::from(comm.size()), u64::from(comm.rank()));
+    let mut buffer: Vec<u64> = (0..len as u64).map(|i| round * i + rank).collect();
+    let outcome = comm.all_reduce(&mut buffer, ReduceOp::Sum)?;
+    let sum = |i: u64| ranks * round * i + ranks * (ranks - 1) / 2;
+    assert!((0..).zip(&buffer).all(|(i, &x)| x == sum(i)), "round {round} is wrong");
+    Ok(outcome)
 }

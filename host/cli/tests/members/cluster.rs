@@ -1,7 +1,7 @@
 //! A cluster of processes, and the statistics of a test.
 
 use super::{Ending, Member, Memory, Sockets, Task, dev_shm};
-use crate::common::{Server, children, serve, serve_with};
+use crate::common::{Server, TWO_LEAVES, children, serve, serve_with};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,20 +10,6 @@ use sumac::controller::{ControllerConfig, status};
 
 /// Elements of each all-reduce: 4 MiB, in 69 chunks of which the last is shorter.
 const ELEMENTS: usize = 1 << 20;
-
-/// Two leaves with two hosts each, so with two ranks each. The planner picks the first leaf as the root.
-const FABRIC: &str = r#"
-switch = [{ name = "leaf0", aggregation = true }, { name = "leaf1", aggregation = true }, { name = "spine0" }]
-host = [{ name = "h0" }, { name = "h1" }, { name = "h2" }, { name = "h3" }]
-link = [
-    { ends = ["h0", "leaf0"] },
-    { ends = ["h1", "leaf0"] },
-    { ends = ["h2", "leaf1"] },
-    { ends = ["h3", "leaf1"] },
-    { ends = ["leaf0", "spine0"] },
-    { ends = ["leaf1", "spine0"] },
-]
-"#;
 
 /// The deadline of a call.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(10);
@@ -49,7 +35,7 @@ impl Cluster {
 
     /// Start a controller with a fabric of two leaves: jobs of four ranks have trees of both.
     pub(crate) fn start_with_two_leaves() -> Self {
-        Self::on(FABRIC)
+        Self::on(TWO_LEAVES)
     }
 
     fn on(fabric: &str) -> Self {

@@ -6,6 +6,7 @@ use crate::gpu::buffers::{GpuBuffers, check};
 use crate::gpu::error::GpuError;
 use crate::gpu::plan::{Plan, Prepared, Scaling};
 use crate::gpu::program::Program;
+use crate::schedule::tree::Tree;
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule};
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -75,14 +76,8 @@ impl<G: Gpu> Group<G> {
             return Ok(Arc::clone(plan));
         }
         let (desc, path, is_in_place) = shape;
-        let kernel = match desc.dtype.zip(desc.op) {
-            Some((dtype, op)) => Some(Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
-                kernel: format!("{dtype} {op}"),
-                why: Kernel::unsupported_reason(dtype, op).unwrap_or("type and operator are incompatible").into(),
-            })?),
-            None => None,
-        };
-        let schedules = self.schedules(&desc, path)?;
+        let kernel = kernel_of(&desc)?;
+        let schedules = schedules(&desc, path, self.ranks, self.selection.declared.tree())?;
         let piece_bytes = self.options.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), is_in_place, piece_bytes)?;
         let code = kernel.map(|kernel| self.code(kernel)).transpose()?;
@@ -101,21 +96,6 @@ impl<G: Gpu> Group<G> {
         })
     }
 
-    fn schedules(&self, desc: &OpDesc, path: Path) -> Result<Vec<Schedule>, GpuError> {
-        let known = ALGORITHMS
-            .iter()
-            .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective);
-        let algorithm =
-            known.ok_or_else(|| GpuError::Invalid(format!("{desc} by {}: no such algorithm", path.name())))?;
-        let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
-        if desc.root.0 >= self.ranks {
-            return Err(GpuError::Invalid(format!("{desc} to {} in a group of {}", desc.root, self.ranks)));
-        }
-        let tree = self.selection.declared.tree();
-        let problem = |place| Problem { place, count, root: desc.root, tree };
-        Ok(Place::all(self.ranks).map(|place| (algorithm.schedule)(&problem(place))).collect())
-    }
-
     /// Allocate memory for partial values. Replaced memory stays alive with the operations that use it.
     fn grow_work(&mut self, needed: &[usize]) -> Result<(), GpuError> {
         for (work, &needed) in self.work.iter_mut().zip(needed) {
@@ -125,6 +105,30 @@ impl<G: Gpu> Group<G> {
         }
         Ok(())
     }
+}
+
+/// Return the kernel of an operation; `None` if it only moves data.
+pub(in crate::gpu) fn kernel_of(desc: &OpDesc) -> Result<Option<Kernel>, GpuError> {
+    let Some((dtype, op)) = desc.dtype.zip(desc.op) else { return Ok(None) };
+    let kernel = Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
+        kernel: format!("{dtype} {op}"),
+        why: Kernel::unsupported_reason(dtype, op).unwrap_or("type and operator are incompatible").into(),
+    })?;
+    Ok(Some(kernel))
+}
+
+/// Return the schedules of all `ranks` ranks for an operation on a path.
+pub(in crate::gpu) fn schedules(desc: &OpDesc, path: Path, ranks: u32, tree: &Tree) -> Result<Vec<Schedule>, GpuError> {
+    let known = ALGORITHMS
+        .iter()
+        .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective);
+    let algorithm = known.ok_or_else(|| GpuError::Invalid(format!("{desc} by {}: no such algorithm", path.name())))?;
+    let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
+    if desc.root.0 >= ranks {
+        return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)));
+    }
+    let problem = |place| Problem { place, count, root: desc.root, tree };
+    Ok(Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect())
 }
 
 /// Programs cached by a group: enough for a training step; then the cache is cleared.

@@ -5,14 +5,12 @@ use super::join::exchange_memory;
 use super::plan::{PeerPlan, SignalPages};
 use super::{Bootstrap, PeerError, PeerFacts, Peered, WhyStaged, page};
 use crate::gpu::GpuError;
-use crate::gpu::group::PLANS_MAX;
+use crate::gpu::group::{PLANS_MAX, kernel_of, schedules};
 use crate::gpu::nccl::Nccl;
 use crate::gpu::program::Program;
-use crate::schedule::{ALGORITHMS, Place, Problem};
 use std::sync::Arc;
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::reduce::Kernel;
 
 impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
     /// Return the program of an operation, cached or new.
@@ -20,26 +18,8 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         if let Some(plan) = self.plans.get(&(*desc, path)) {
             return Ok(Arc::clone(plan));
         }
-        let unknown = || GpuError::Invalid(format!("{desc} by {}: no such algorithm", path.name()));
-        let algorithm = ALGORITHMS
-            .iter()
-            .find(|algorithm| algorithm.path() == path && algorithm.pattern.collective() == desc.collective)
-            .ok_or_else(unknown)?;
-        let kernel = match desc.dtype.zip(desc.op) {
-            Some((dtype, op)) => Some(Kernel::new(dtype, op).ok_or_else(|| GpuError::Kernel {
-                kernel: format!("{dtype} {op}"),
-                why: Kernel::unsupported_reason(dtype, op).unwrap_or("type and operator are incompatible").into(),
-            })?),
-            None => None,
-        };
-        let count = usize::try_from(desc.count).map_err(|_| GpuError::Invalid(format!("{desc} is too long")))?;
-        let ranks = self.facts.len() as u32;
-        if desc.root.0 >= ranks {
-            return Err(GpuError::Invalid(format!("{desc} to {} in a group of {ranks}", desc.root)).into());
-        }
-        let tree = self.selection.declared.tree();
-        let problem = |place| Problem { place, count, root: desc.root, tree };
-        let schedules: Vec<_> = Place::all(ranks).map(|place| (algorithm.schedule)(&problem(place))).collect();
+        let kernel = kernel_of(desc)?;
+        let schedules = schedules(desc, path, self.facts.len() as u32, self.selection.declared.tree())?;
         let pieces = self.options.group.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), true, pieces)?;
         let code = match kernel {
