@@ -38,7 +38,8 @@ pub(crate) enum Command {
     /// Measure collectives through a tree of emulated devices and through host collectives
     ///
     /// Starts a controller, the devices of a tree and the ranks as processes on this machine, runs every operation with
-    /// each algorithm, checks every element of every iteration, and prints the columns of nccl-tests.
+    /// each algorithm, out of place and in place, checks every element of every iteration, and prints the columns of
+    /// nccl-tests.
     ///
     /// time is the median over the iterations of the slowest rank's time. algbw is size / time. busbw is algbw times
     /// the factor of nccl-tests, 2 (N-1) / N for an all-reduce of N ranks, whatever the path. algo is the requested

@@ -28,8 +28,8 @@ pub(crate) fn transport_parser() -> impl TypedValueParser<Value = Transport> {
 pub(crate) fn check_built(transport: Transport) -> anyhow::Result<()> {
     ensure!(
         cfg!(feature = "verbs") || !matches!(transport, Transport::Verbs | Transport::Rdma),
-        "--transport {transport}: not built in; build with `--features verbs`, which needs cmake, libclang and \
-         libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
+        "--transport {transport}: not built in; use auto, udp or shm, or build with `--features verbs`, which needs \
+         cmake, libclang and libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
     );
     Ok(())
 }

@@ -34,11 +34,11 @@ pub(crate) struct PerfArgs {
     /// Factor between one size and the next [default: 8]
     #[arg(short = 'f', long = "stepfactor", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     pub(super) factor: Option<u32>,
-    /// Measured iterations per row
+    /// Measured iterations per row, in place and out of place each
     #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 20,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(super) iterations: u32,
-    /// Warm-up iterations before each row, which are not measured
+    /// Warm-up iterations before these, which are not measured
     #[arg(short = 'w', long = "warmup_iters", alias = "warmup-iters", value_name = "N", default_value_t = 5)]
     pub(super) warmup: u32,
     /// Element types, comma-separated, or `all`; nccl-tests' names work, too [default: f32]
@@ -78,7 +78,9 @@ pub(crate) struct PerfArgs {
     /// Memory of the ranks' buffers [default: registered]
     #[arg(long, value_name = "KIND")]
     memory: Option<MemoryKind>,
-    /// Where inputs and outputs lie [default: both; in-place with --fault]
+    /// Where inputs and outputs lie [default: both, or in-place with --fault]
+    ///
+    /// `all_to_all` runs out of place only, because in place it is another algorithm.
     #[arg(long, value_name = "WHICH")]
     pub(super) buffers: Option<Placements>,
     /// Iterations of which every element is checked

@@ -14,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use thiserror::Error;
 
 /// Other spellings, each with the name that it stands for.
-const ALIASES: [(&str, &str); 21] = [
+const ALIASES: [(&str, &str); 22] = [
     ("int8", "i8"),
     ("uint8", "u8"),
     ("int32", "i32"),
@@ -36,6 +36,7 @@ const ALIASES: [(&str, &str); 21] = [
     ("halving-doubling", "hd"),
     ("halving_doubling", "hd"),
     ("recursive-doubling", "rd"),
+    ("recursive_doubling", "rd"),
 ];
 
 /// One value, or all that there are.

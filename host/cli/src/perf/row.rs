@@ -149,7 +149,7 @@ impl Conditions {
             bind: !args.no_bind,
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             version: env!("CARGO_PKG_VERSION"),
-            command: command_line(std::env::args().skip(1)),
+            command: command_line(std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned())),
         }
     }
 }
