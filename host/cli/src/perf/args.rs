@@ -77,7 +77,7 @@ pub(crate) struct PerfArgs {
     pub(super) verbs: Links,
     /// Memory of the ranks' buffers [default: registered]
     #[arg(long, value_name = "KIND")]
-    memory: Option<MemoryKind>,
+    pub(super) memory: Option<MemoryKind>,
     /// Where inputs and outputs lie [default: both, or in-place with --fault]
     ///
     /// `all_to_all` runs out of place only, because in place it is another algorithm.
@@ -170,10 +170,5 @@ impl PerfArgs {
     /// Whether nothing but rows and errors is printed.
     pub(super) fn is_quiet(&self) -> bool {
         self.quiet
-    }
-
-    /// Whether `--memory` is given.
-    pub(super) fn names_memory(&self) -> bool {
-        self.memory.is_some()
     }
 }

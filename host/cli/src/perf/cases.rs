@@ -93,7 +93,7 @@ impl PerfArgs {
             ("--maxbytes", self.end.is_some(), moves_data, "size"),
             ("--stepbytes", self.step.is_some(), moves_data, "size"),
             ("--stepfactor", self.factor.is_some(), moves_data, "size"),
-            ("--memory", self.names_memory(), moves_data, "buffers"),
+            ("--memory", self.memory.is_some(), moves_data, "buffers"),
             ("--buffers", self.buffers.is_some(), moves_data, "buffers"),
         ];
         let names = || self.collectives.iter().map(|collective| collective.name()).collect::<Vec<_>>().join(", ");
