@@ -108,6 +108,8 @@ def sumac(levels, extra):
             command = [options.sumac, "perf", "-b", str(size), "-e", str(size), "-n", str(iterations)]
             command += ["--ranks", str(ranks), "--algo", "tree", "--levels", str(levels), "--json"]
             check = ["--check", "ends"] if "--check" in options.sumac_has else []
+            # In place, as the figures in host/docs/tuning.md; a command without the option has nothing else.
+            check += ["--buffers", "in-place"] if "--buffers" in options.sumac_has else []
             yield command + transport + check
 
     return commands
@@ -134,7 +136,7 @@ def sumac_options(command):
         text = process.output([command, "perf", "--help"], VERSION_LIMIT_S)
     except process.Failed as failure:
         raise process.Failed(f"`{command} perf --help` failed: {failure}") from failure
-    return {option for option in ("--transport", "--check", "--memory") if re.search(rf"^.*\s{option}\b", text, re.MULTILINE)}
+    return {option for option in ("--transport", "--check", "--memory", "--buffers") if re.search(rf"^.*\s{option}\b", text, re.MULTILINE)}
 
 
 def sumac_unsupported(series, has):

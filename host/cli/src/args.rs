@@ -9,7 +9,7 @@ use crate::flash::FlashArgs;
 use crate::flash::worker::WorkerArgs;
 use crate::generate::{CompletionsArgs, ManArgs};
 use crate::image::ImageArgs;
-use crate::perf::PerfArgs;
+use crate::perf::{self, PerfArgs};
 use crate::plan::PlanArgs;
 use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
@@ -42,12 +42,14 @@ pub(crate) enum Command {
     /// Measure collectives through a tree of emulated devices and through host collectives
     ///
     /// Starts a controller, the devices of a tree and the ranks as processes on this machine, runs every operation with
-    /// each algorithm, checks every element of every iteration, and prints the columns of nccl-tests.
+    /// each algorithm, out of place and in place, checks every element of every iteration, and prints the columns of
+    /// nccl-tests.
     ///
     /// time is the median over the iterations of the slowest rank's time. algbw is size / time. busbw is algbw times
     /// the factor of nccl-tests, 2 (N-1) / N for an all-reduce of N ranks, whatever the path. algo is the requested
-    /// algorithm, path the one that ran.
-    #[command(after_long_help = PERF_HELP)]
+    /// algorithm, path the one that ran. min, avg and max are over the ranks' own medians, in
+    /// place where that is measured.
+    #[command(after_long_help = perf::HELP)]
     Perf(PerfArgs),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
@@ -212,40 +214,6 @@ ENVIRONMENT
   SUMAC_UDP_*          MAX_PACKET, PEER, RECEIVE_BUFFER, SEND_BUFFER, GSO, GRO and SPIN_US of the data port
 
 Results go to stdout, logs and errors to stderr. Control ports are not authenticated yet and listen on loopback only.";
-
-const PERF_HELP: &str = "\
-EXAMPLES
-  sumac perf
-  sumac perf -b 1K -e 64M -f 4 -n 50 --algo tree,ring
-  sumac perf --levels 1 --ranks 8 -d bf16 -o max
-  sumac perf --collective reduce_scatter,all_gather,barrier --algo tree,auto
-  sumac perf --explain --algo auto --order fold -b 8 -e 16M
-  sumac perf --topology fabric.ibnetdiscover --ranks 16
-  sumac perf --transport udp --algo tree
-  sumac perf --fault kill-device -b 1M -e 16M --algo tree
-
-JSON
-  One object per row: collective dtype op ranks size_bytes count algo path transport time_us p99_us algbw_gbytes_s
-  busbw_gbytes_s wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us. wire_bytes and cpu_us
-  are maxima over ranks, per operation. repair_bytes is the maximum that one rank sent for recovery. wrong and
-  retransmits are sums over ranks and iterations. op is null for collectives that do not reduce; dtype is also null for
-  a barrier. transport is how ranks reach the tree: shm, udp, verbs, rdma or mixed; on other paths it is host. With
-  --explain: operation requested overridden chosen transport candidates[{path cost_us ruled_out}]; transport is null
-  where there is no tree.
-
-FAULTS
-  kill-device, restart-device and cut-link take rank 0's leaf device, or the link to it, out of the tree. The ranks
-  complete the operations in flight among themselves, and repaired is true. In rows that use a host collective, that may
-  be the next barrier. A dead device is detected through shared memory or, a second later, through its connection to the
-  controller. A cut link loses packets only and is detected after 5 s.
-
-  kill-controller affects no operation. After restart-controller, the ranks report their job to the new controller and
-  later migrate to a tree that it plans; nothing is repaired. kill-rank ends the run: the other ranks report which rank
-  failed.
-
-EXIT STATUS
-  0 all elements correct; 1 wrong elements, a failed run or a killed rank; 2 invalid usage or topology;
-  130 interrupted";
 
 const ALL_REDUCE_HELP: &str = "\
 EXAMPLES

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use sumac::controller::proto::{InvalidTenant, check_tenant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::dma::Profile;
-use sumac_hal::op::{Collective, Dtype, ReduceOp};
+use sumac_hal::op::ReduceOp;
 
 pub(crate) use sumac::{Algo, Transport};
 
@@ -28,8 +28,8 @@ pub(crate) fn transport_parser() -> impl TypedValueParser<Value = Transport> {
 pub(crate) fn check_built(transport: Transport) -> anyhow::Result<()> {
     ensure!(
         cfg!(feature = "verbs") || !matches!(transport, Transport::Verbs | Transport::Rdma),
-        "--transport {transport}: not built in; build with `--features verbs`, which needs cmake, libclang and \
-         libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
+        "--transport {transport}: not built in; use auto, udp or shm, or build with `--features verbs`, which needs \
+         cmake, libclang and libibverbs (Debian: apt-get install cmake libclang-dev libibverbs-dev)"
     );
     Ok(())
 }
@@ -80,31 +80,11 @@ pub(crate) fn profile_parser() -> impl TypedValueParser<Value = Profile> {
         .try_map(|name| Profile::ALL.into_iter().find(|profile| profile.name() == name).ok_or(Unknown))
 }
 
-/// Parse the name of an element type.
-pub(crate) fn dtype_parser() -> impl TypedValueParser<Value = Dtype> {
-    let names = Dtype::ALL.iter().map(|dtype| dtype.name());
-    PossibleValuesParser::new(names).try_map(|name| Dtype::from_name(&name).ok_or(Unknown))
-}
-
-/// Parse the name of an operator.
-pub(crate) fn op_parser() -> impl TypedValueParser<Value = ReduceOp> {
-    let names = ReduceOp::ALL.iter().map(|op| op.name());
-    PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
-}
-
 /// Parse the name of an operator for plain arrays: without locations and without a scalar per rank.
 pub(crate) fn array_op_parser() -> impl TypedValueParser<Value = ReduceOp> {
     let plain = |op: &&ReduceOp| !op.is_located() && **op != ReduceOp::PremulSum;
     let names = ReduceOp::ALL.iter().filter(plain).map(|op| op.name());
     PossibleValuesParser::new(names).try_map(|name| ReduceOp::from_name(&name).ok_or(Unknown))
-}
-
-/// Parse the name of a collective.
-pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
-    // All-to-all-v needs counts per rank, for which there is no option.
-    let names = Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV);
-    let names = names.map(|collective| collective.name());
-    PossibleValuesParser::new(names).try_map(|name| Collective::from_name(&name).ok_or(Unknown))
 }
 
 /// The order of reduction, by its name on the command line.

@@ -53,15 +53,23 @@ impl fmt::Display for SizeBytes {
     }
 }
 
-/// Return the sizes of a sweep: from `begin` to `end`, each `factor` times the one before.
-///
-/// A sweep from 0 continues at 8 bytes, because no factor leads away from 0. `factor` is at least 2.
-pub(crate) fn sweep(begin: SizeBytes, end: SizeBytes, factor: u32) -> Vec<SizeBytes> {
-    let next = |size: &SizeBytes| match size.0 {
-        0 => Some(SizeBytes(8)),
-        n => n.checked_mul(u64::from(factor.max(2))).map(SizeBytes),
+/// What leads from one size of a sweep to the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A factor of at least 2. As no factor leads away from 0, the size after 0 is 8 bytes.
+    Factor(u32),
+    /// A difference of at least one byte.
+    Bytes(SizeBytes),
+}
+
+/// Return the sizes of a sweep, from `begin` to `end`.
+pub(crate) fn sweep(begin: SizeBytes, end: SizeBytes, step: Step) -> impl Iterator<Item = SizeBytes> + Clone {
+    let next = move |size: &SizeBytes| match (step, size.0) {
+        (Step::Factor(_), 0) => Some(SizeBytes(8)),
+        (Step::Factor(factor), n) => n.checked_mul(u64::from(factor.max(2))).map(SizeBytes),
+        (Step::Bytes(SizeBytes(step)), n) => n.checked_add(step.max(1)).map(SizeBytes),
     };
-    std::iter::successors(Some(begin), next).take_while(|size| *size <= end).collect()
+    std::iter::successors(Some(begin), next).take_while(move |size| *size <= end)
 }
 
 #[cfg(test)]
@@ -86,9 +94,21 @@ mod tests {
         }
     }
 
+    fn sizes(begin: u64, end: u64, step: Step) -> Vec<u64> {
+        sweep(SizeBytes(begin), SizeBytes(end), step).map(|size| size.0).collect()
+    }
+
+    #[test]
+    fn sweep_by_bytes_has_equal_differences() {
+        let sizes = |b, e, step| sizes(b, e, Step::Bytes(SizeBytes(step)));
+        assert_eq!(sizes(0, 24, 8), [0, 8, 16, 24]);
+        assert_eq!(sizes(8, 30, 10), [8, 18, 28]);
+        assert_eq!(sizes(u64::MAX - 1, u64::MAX, 4), [u64::MAX - 1]);
+    }
+
     #[test]
     fn sweep_includes_its_end_and_continues_from_zero_at_8() {
-        let sizes = |b, e, f| sweep(SizeBytes(b), SizeBytes(e), f).iter().map(|size| size.0).collect::<Vec<_>>();
+        let sizes = |b, e, f| sizes(b, e, Step::Factor(f));
         assert_eq!(sizes(8, 512, 8), [8, 64, 512]);
         assert_eq!(sizes(8, 511, 8), [8, 64]);
         assert_eq!(sizes(0, 32, 2), [0, 8, 16, 32]);

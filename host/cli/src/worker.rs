@@ -8,7 +8,7 @@ use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Case, Explained, Measured, RankJob, Repair, Report, Work, now_ns};
 use crate::stats;
-use crate::workload::{Check, MemoryKind, Workload};
+use crate::workload::{Check, MemoryKind, Placement, Placements, Workload};
 use anyhow::{Context, anyhow};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{self, Write};
@@ -33,12 +33,22 @@ pub(crate) fn run() -> Result<(), Failure> {
     let communicator = Communicator::join(config).map_err(Failure::run)?;
     report(&Report::Joined { transport: tree_transport(&job, &communicator)? })?;
     match &job.work {
-        &Work::Perf { ref cases, warmup, iterations, memory, check, announced } => {
-            let (iteration, workload) = (0, None);
-            let communicator = &communicator;
-            let mut bench = Bench { communicator, warmup, iterations, check, announced, memory, iteration, workload };
+        &Work::Perf { ref cases, warmup, iterations, memory, check, placements, announced } => {
+            let mut bench = Bench {
+                communicator: &communicator,
+                warmup,
+                iterations,
+                check,
+                placements,
+                announced,
+                memory,
+                iteration: 0,
+                workload: None,
+            };
             for case in cases {
-                report(&bench.measure(case)?)?;
+                for &placement in placements.of(case.collective) {
+                    report(&bench.measure(case, placement)?)?;
+                }
             }
         }
         Work::Explain { cases } => {
@@ -73,6 +83,7 @@ struct Bench<'a> {
     warmup: u32,
     iterations: u32,
     check: Check,
+    placements: Placements,
     /// The measured iteration whose start is reported and after which the rank waits for its supervisor.
     announced: Option<u32>,
     memory: MemoryKind,
@@ -84,13 +95,18 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     /// Measure a case. The warm-up does not count.
-    fn measure(&mut self, case: &Case) -> Result<Report, Failure> {
+    fn measure(&mut self, case: &Case, placement: Placement) -> Result<Report, Failure> {
         let desc = case.desc();
         usize::try_from(case.size_bytes()).map_err(Failure::run)?;
         let mut workload = match self.workload.take().filter(|(known, _)| *known == desc) {
             Some((_, workload)) => workload,
-            None => Workload::new(desc, self.communicator, self.memory).map_err(|error| failed(case, &error))?,
+            None => {
+                let out_of_place = self.placements.of(case.collective).contains(&Placement::OutOfPlace);
+                Workload::new(desc, self.communicator, self.memory, out_of_place)
+                    .map_err(|error| failed(case, &error))?
+            }
         };
+        workload.place(placement);
         let options = CallOptions { algo: Some(case.algo), ..CallOptions::default() };
         let mut sum = Measured {
             times_ns: Vec::with_capacity(self.iterations as usize),

@@ -92,7 +92,7 @@ impl Scenario {
     }
 
     fn job(&self, controller: &str, rank: u32) -> String {
-        let work = json!({ "Perf": { "cases": self.cases, "warmup": 0, "iterations": self.iterations, "memory": "Plain", "check": "Every" } });
+        let work = json!({ "Perf": { "cases": self.cases, "warmup": 0, "iterations": self.iterations, "memory": "Plain", "check": "Every", "placements": "InPlace" } });
         let (host, order) = (format!("h{rank}"), self.order);
         let job = json!({
             "controller": controller, "job": "lossy", "rank": rank, "world": RANKS, "host": host, "order": order,

@@ -1,7 +1,8 @@
 //! Messages between a supervisor and its ranks: JSON, one object per line.
 //!
 //! A rank reads one [`RankJob`] from stdin and prints [`Report`]s on stdout: [`Report::Joined`], then one
-//! [`Report::Measured`], [`Report::NotPossible`] or [`Report::Explained`] per case, or a single [`Report::Combined`].
+//! [`Report::Measured`] or [`Report::NotPossible`] per case and placement, or one [`Report::Explained`] per case, or a
+//! single [`Report::Combined`].
 //! [`Report::Begins`] precedes [`Report::Measured`] if the job asks for it. A rank that fails prints no further report,
 //! writes its error to stderr and exits with status 1.
 
@@ -10,7 +11,7 @@ mod explained;
 pub(crate) use explained::Explained;
 
 use crate::options::Algo;
-use crate::workload::{Check, MemoryKind};
+use crate::workload::{Check, MemoryKind, Placements};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -62,6 +63,8 @@ pub(crate) enum Work {
         memory: MemoryKind,
         /// Which iterations are checked.
         check: Check,
+        /// Where inputs and outputs lie.
+        placements: Placements,
         /// The measured iteration of each case whose start is reported and after which the rank waits for a line on
         /// stdin; `None`: no such iteration.
         announced: Option<u32>,
@@ -162,7 +165,7 @@ pub(crate) enum Report {
         /// The median time of the iterations before it; 0 if there were none.
         usual_ns: u64,
     },
-    /// The next case is measured.
+    /// The next placement of the case is measured.
     Measured(Measured),
     /// The algorithm of the next case is not possible, on any rank.
     NotPossible {
@@ -182,7 +185,7 @@ pub(crate) enum Report {
     },
 }
 
-/// One rank's measurements of one case.
+/// One rank's measurements of one case in one placement.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Measured {
     /// Time of each iteration in nanoseconds.

@@ -1,68 +1,67 @@
-//! The options of `sumac perf`, which follow nccl-tests.
+//! The options of `sumac perf`, which follow nccl-tests where these have the same.
 
+use super::fault::Fault;
+use super::names::{self, Choice, Root};
 use crate::chaos::RuleArgs;
 use crate::cluster::GivenDevice;
-use crate::job::Case;
 use crate::options::{self, Algo, Links, OrderName, Transport};
-use crate::perf::fault::Fault;
-use crate::size::{SizeBytes, sweep};
-use crate::workload::{Check, MemoryKind};
-use anyhow::{bail, ensure};
+use crate::size::SizeBytes;
+use crate::workload::{Check, MemoryKind, Placements};
 use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use sumac::comm::DEFAULT_PORT;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
-use sumac_hal::reduce::Kernel;
-
-/// The largest operation. A rank allocates twice as much.
-const SIZE_MAX: SizeBytes = SizeBytes(16 << 30);
 
 /// The most ranks, each of which is a process on this machine.
 const RANKS_MAX: i64 = 1024;
 
 /// `sumac perf`.
+///
+/// Options that only some collectives have are `None` or empty unless they are given, so that those without effect can
+/// be refused.
 #[derive(Debug, Args)]
 pub(crate) struct PerfArgs {
-    /// Smallest message
-    #[arg(short = 'b', long = "minbytes", value_name = "SIZE", default_value = "8")]
-    begin: SizeBytes,
-    /// Largest message
-    #[arg(short = 'e', long = "maxbytes", value_name = "SIZE", default_value = "16M")]
-    end: SizeBytes,
-    /// Factor between one size and the next
-    #[arg(short = 'f', long = "stepfactor", value_name = "N", default_value_t = 8,
-          value_parser = clap::value_parser!(u32).range(2..))]
-    factor: u32,
-    /// Measured iterations per row
+    /// Smallest message [default: 8]
+    #[arg(short = 'b', long = "minbytes", value_name = "SIZE")]
+    pub(super) begin: Option<SizeBytes>,
+    /// Largest message [default: 16M]
+    #[arg(short = 'e', long = "maxbytes", value_name = "SIZE")]
+    pub(super) end: Option<SizeBytes>,
+    /// Difference between one size and the next
+    #[arg(short = 'i', long = "stepbytes", value_name = "SIZE", conflicts_with = "factor")]
+    pub(super) step: Option<SizeBytes>,
+    /// Factor between one size and the next [default: 8]
+    #[arg(short = 'f', long = "stepfactor", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    pub(super) factor: Option<u32>,
+    /// Measured iterations per row, in place and out of place each
     #[arg(short = 'n', long = "iters", value_name = "N", default_value_t = 20,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(super) iterations: u32,
-    /// Warm-up iterations before each row, which are not measured
-    #[arg(short = 'w', long = "warmup_iters", value_name = "N", default_value_t = 5)]
+    /// Warm-up iterations before these, which are not measured
+    #[arg(short = 'w', long = "warmup_iters", alias = "warmup-iters", value_name = "N", default_value_t = 5)]
     pub(super) warmup: u32,
-    /// Element types, comma-separated
-    #[arg(short = 'd', long = "datatype", value_name = "TYPE", default_value = "f32", value_delimiter = ',',
-          value_parser = options::dtype_parser())]
-    dtypes: Vec<Dtype>,
-    /// Operators, comma-separated
-    #[arg(short = 'o', long = "op", value_name = "OP", default_value = "sum", value_delimiter = ',',
-          value_parser = options::op_parser())]
-    ops: Vec<ReduceOp>,
+    /// Element types, comma-separated, or `all`; nccl-tests' names work, too [default: f32]
+    #[arg(short = 'd', long = "datatype", value_name = "TYPE", value_delimiter = ',',
+          value_parser = names::dtype_parser())]
+    pub(super) dtypes: Vec<Choice<Dtype>>,
+    /// Operators, comma-separated, or `all` that the type has [default: sum]
+    #[arg(short = 'o', long = "op", value_name = "OP", value_delimiter = ',', value_parser = names::op_parser())]
+    pub(super) ops: Vec<Choice<ReduceOp>>,
     /// Number of ranks, each a process
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(super) ranks: u32,
     /// Collectives, comma-separated
     #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
-          value_parser = options::collective_parser())]
-    collectives: Vec<Collective>,
-    /// Algorithms, comma-separated; `auto` selects by the controller's cost table
-    #[arg(long = "algo", value_name = "NAME", default_value = "tree,ring,hd", value_delimiter = ',',
-          value_parser = options::algo_parser())]
-    algos: Vec<Algo>,
-    /// Root of rooted collectives
-    #[arg(short = 'r', long = "root", value_name = "RANK", default_value_t = 0)]
-    root: u32,
+          value_parser = names::collective_parser())]
+    pub(super) collectives: Vec<Collective>,
+    /// Algorithms, comma-separated; `auto` selects by the controller's cost table [default: those of tree, ring and hd
+    /// that the collective has, or auto]
+    #[arg(long = "algo", value_name = "NAME", value_delimiter = ',', value_parser = names::algo_parser())]
+    pub(super) algos: Vec<Algo>,
+    /// Root of rooted collectives, or `all` for a row each [default: 0]
+    #[arg(short = 'r', long = "root", value_name = "RANK")]
+    pub(super) root: Option<Root>,
     /// Order in which contributions are reduced [default: the library's]
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
@@ -76,9 +75,14 @@ pub(crate) struct PerfArgs {
     pub(super) transport: Transport,
     #[command(flatten)]
     pub(super) verbs: Links,
-    /// Memory of the ranks' buffers
-    #[arg(long, value_name = "KIND", default_value = "registered")]
-    pub(super) memory: MemoryKind,
+    /// Memory of the ranks' buffers [default: registered]
+    #[arg(long, value_name = "KIND")]
+    pub(super) memory: Option<MemoryKind>,
+    /// Where inputs and outputs lie [default: both, or in-place with --fault]
+    ///
+    /// `all_to_all` runs out of place only, because in place it is another algorithm.
+    #[arg(long, value_name = "WHICH")]
+    pub(super) buffers: Option<Placements>,
     /// Iterations of which every element is checked
     #[arg(short = 'c', long, value_name = "WHICH", default_value = "every")]
     pub(super) check: Check,
@@ -114,7 +118,7 @@ pub(crate) struct PerfArgs {
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(super) timeout_s: u64,
     /// Print candidates, costs and the selection for each row; run nothing
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["iterations", "warmup", "memory", "buffers", "check", "timeout_s", "csv"])]
     pub(super) explain: bool,
     /// Algorithms by size that override the cost table for `--algo auto` (see `sumac controller --help`)
     #[arg(long, value_name = "FILE")]
@@ -133,143 +137,36 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "OPTIONS", conflicts_with = "explain", allow_hyphen_values = true)]
     pub(super) chaos: Option<RuleArgs>,
     /// Print one JSON object per row instead of the table
-    #[arg(long)]
+    #[arg(long, conflicts_with = "csv")]
     pub(super) json: bool,
+    /// Print comma-separated values instead of the table: a line of column names, then one line per row
+    #[arg(long)]
+    pub(super) csv: bool,
 }
 
 impl PerfArgs {
-    /// Return the rows to measure, in the order in which they are printed.
-    ///
-    /// # Errors
-    /// An empty or too large range of sizes, a root that is not a rank, an operator that its type does not have, and
-    /// options that exclude each other.
-    pub(super) fn cases(&self) -> anyhow::Result<Vec<Case>> {
-        ensure!(
-            self.begin <= self.end,
-            "the smallest message (-b {}) is larger than the largest (-e {})",
-            self.begin,
-            self.end
-        );
-        if self.end > SIZE_MAX {
-            bail!("-e {} exceeds the limit of {SIZE_MAX} per operation", self.end);
-        }
-        if let Some(fault) = self.fault {
-            ensure!(self.ranks > 1, "--fault needs --ranks 2 or more");
-            let is_shm = fault == Fault::CutLink && self.transport == Transport::Shm;
-            ensure!(!is_shm, "--fault cut-link drops packets, and --transport shm sends none; use udp or auto");
-        }
-        if matches!(self.transport, Transport::Verbs | Transport::Rdma) {
-            let relayed = self.chaos.is_some() || self.fault == Some(Fault::CutLink);
-            ensure!(
-                !relayed,
-                "--transport {}: --chaos and --fault cut-link relay UDP only; use `tc qdisc` and `ip link`",
-                self.transport
-            );
-            let (none, transport) = (self.devices.is_empty(), self.transport);
-            ensure!(none, "--transport {transport} cannot be combined with --device, which names a UDP address");
-            options::check_built(transport)?;
-        } else {
-            ensure!(self.verbs.is_empty(), "--verbs needs --transport verbs or rdma");
-        }
-        ensure!(self.root < self.ranks, "--root {}: the {} ranks count from 0", self.root, self.ranks);
-        let mut cases = Vec::new();
-        for &collective in &self.collectives {
-            if collective == Collective::Barrier {
-                cases.extend(self.sweep(collective, Dtype::F32, ReduceOp::Sum));
-            } else if !collective.reduces() {
-                self.dtypes.iter().for_each(|&dtype| cases.extend(self.sweep(collective, dtype, ReduceOp::Sum)));
-            } else {
-                for (&dtype, &op) in self.dtypes.iter().flat_map(|dtype| self.ops.iter().map(move |op| (dtype, op))) {
-                    if let Some(why) = Kernel::unsupported_reason(dtype, op) {
-                        bail!("-o {op} with -d {dtype}: {why}");
-                    }
-                    cases.extend(self.sweep(collective, dtype, op));
-                }
-            }
-        }
-        Ok(cases)
-    }
-
     /// Return the transport that ranks are to use: packets if their link is to be cut.
     pub(super) fn transport(&self) -> Transport {
         if self.fault == Some(Fault::CutLink) { Transport::Udp } else { self.transport }
     }
 
-    /// Return the rows of one collective, element type and operator: size by size, all algorithms of a size together.
-    fn sweep(&self, collective: Collective, dtype: Dtype, op: ReduceOp) -> Vec<Case> {
-        let case = |algo| Case { collective, dtype, op, root: self.root, count: 0, algo };
-        if collective == Collective::Barrier {
-            // A barrier has no other algorithms: it takes the tree, or what the communicator selects.
-            let tree = self.algos.contains(&Algo::Tree).then_some(Algo::Tree);
-            let other = self.algos.iter().any(|algo| *algo != Algo::Tree).then_some(Algo::Auto);
-            return tree.into_iter().chain(other).map(case).collect();
-        }
-        let each = case(Algo::Auto).desc().element_bytes() as u64;
-        let sizes = sweep(self.begin, self.end, self.factor).into_iter();
-        sizes.flat_map(|size| self.algos.iter().map(move |&algo| Case { count: size.0 / each, ..case(algo) })).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use clap::Parser;
-
-    #[derive(Parser)]
-    struct Command {
-        #[command(flatten)]
-        perf: PerfArgs,
+    /// Return the memory of the ranks' buffers.
+    pub(super) fn memory(&self) -> MemoryKind {
+        self.memory.unwrap_or(MemoryKind::Registered)
     }
 
-    fn parse(args: &str) -> PerfArgs {
-        Command::try_parse_from(std::iter::once("perf").chain(args.split_whitespace())).expect("valid options").perf
+    /// Return where inputs and outputs lie. A fault is injected into one operation of a row, so there it is one kind.
+    pub(super) fn placements(&self) -> Placements {
+        self.buffers.unwrap_or(if self.fault.is_some() { Placements::InPlace } else { Placements::Both })
     }
 
-    #[test]
-    fn default_sweep_is_8_bytes_to_16_mib_by_three_algorithms() {
-        let cases = parse("").cases().expect("rows");
-        assert_eq!(cases.len(), 8 * 3);
-        assert_eq!(cases.iter().map(Case::size_bytes).max(), Some(16 << 20));
-        assert_eq!(cases[..3].iter().map(|case| case.algo.name()).collect::<Vec<_>>(), ["tree", "ring", "hd"]);
+    /// Whether rows are printed for programs instead of people.
+    pub(super) fn is_machine_readable(&self) -> bool {
+        self.json || self.csv
     }
 
-    #[test]
-    fn types_and_operators_multiply_rows_and_barriers_have_no_size() {
-        let cases = parse("-b 4 -e 16 -f 2 -d f32,f64 -o sum,max --algo tree --collective all_reduce,barrier").cases();
-        let cases = cases.expect("rows");
-        assert_eq!(cases.len(), 3 * 2 * 2 + 1);
-        assert_eq!(cases.iter().find(|case| case.dtype == Dtype::F64).map(|case| case.count), Some(0));
-    }
-
-    #[test]
-    fn transport_and_memory_options_are_parsed() {
-        let defaults = parse("");
-        assert_eq!((defaults.transport, defaults.memory), (Transport::Auto, MemoryKind::Registered));
-        let given = parse("--transport shm --memory plain");
-        assert_eq!((given.transport, given.memory), (Transport::Shm, MemoryKind::Plain));
-        assert_eq!(parse("--transport udp").transport, Transport::Udp);
-        let error =
-            Command::try_parse_from(["perf", "--transport", "roce"]).map(|_| ()).expect_err("no such transport");
-        assert!(error.to_string().contains("auto, udp, shm, verbs, rdma"), "{error}");
-    }
-
-    #[test]
-    fn faults_without_effect_are_refused() {
-        let refused = |args: &str| parse(args).cases().expect_err("refused").to_string();
-        assert!(refused("--fault kill-rank --ranks 1").contains("2 or more"));
-        assert!(refused("--fault cut-link --transport shm").contains("udp or auto"));
-        assert!(refused("--fault cut-link --transport verbs").contains("ip link"));
-        assert!(refused("--fault cut-link --transport rdma").contains("ip link"));
-        assert!(refused("--verbs mlx5_0").contains("--transport verbs"));
-        assert_eq!(parse("--fault cut-link").transport(), Transport::Udp);
-        assert_eq!(parse("--fault kill-device").transport(), Transport::Auto);
-        assert!(Command::try_parse_from(["perf", "--fault", "kill-device", "--explain"]).is_err());
-    }
-
-    #[test]
-    fn reversed_size_range_error_names_both_sizes() {
-        let error = parse("-b 1M -e 8").cases().expect_err("reversed").to_string();
-        assert!(error.contains("-b 1M") && error.contains("-e 8"), "{error}");
-        assert!(parse("-e 32G").cases().is_err());
+    /// Whether nothing but rows and errors is printed.
+    pub(super) fn is_quiet(&self) -> bool {
+        crate::exit::is_quiet()
     }
 }

@@ -4,23 +4,30 @@
 //! row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
 
 mod args;
+mod cases;
+mod csv;
 mod fault;
+mod heartbeat;
+mod help;
+mod names;
 mod output;
 mod relay;
+mod row;
 mod table;
 
 pub(crate) use args::PerfArgs;
+pub(crate) use help::HELP;
 
 use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Preference, Supervisor};
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::machine;
-use crate::stats;
 use anyhow::anyhow;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use output::Output;
 use relay::Link;
+use row::Measurement;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
@@ -42,7 +49,7 @@ pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
         None => Layout::generated(args.levels, args.ranks),
     }
     .map_err(Failure::Input)?;
-    let bar = progress_bar(cases.len());
+    let bar = progress_bar(cases.len(), args.is_quiet());
     let outcome = Supervisor::new(bar.clone(), verbose)
         .map_err(Failure::from)
         .and_then(|supervisor| measure(args, &cases, &layout, supervisor, &bar));
@@ -62,7 +69,8 @@ fn measure(
     bar: &ProgressBar,
 ) -> Result<u64, Failure> {
     // Measured before other processes start and disturb it.
-    let round_trip_ns = if args.json { None } else { machine::cache_line_round_trip_ns() };
+    let is_printed = !args.is_machine_readable() && !args.is_quiet() && !args.explain;
+    let round_trip_ns = is_printed.then(machine::cache_line_round_trip_ns).flatten();
     bar.set_message("starting the controller and the devices");
     let preference = args.overrides.as_deref().map_or(Preference::Cost, Preference::File);
     let given = cluster::places(&layout.devices, &args.devices).map_err(|why| Failure::Input(anyhow!(why)))?;
@@ -74,7 +82,7 @@ fn measure(
         .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
         .collect();
     let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
-    let mut output = Output::new(args, layout, round_trip_ns, bar);
+    let mut output = Output::new(args, layout, cases, round_trip_ns, bar)?;
     if let Some(fault) = args.fault {
         fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
         print_link_counters(args, layout, &links, &output);
@@ -91,13 +99,20 @@ fn measure(
         supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         return Ok(0);
     }
-    output.begin(transport)?;
+    output.begin(controller, transport)?;
     for case in cases {
-        bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
-        let limit = Limit::new(case_limit(args));
-        match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
-            Ok(ranks) => output.row(case, &ranks, transport)?,
-            Err(why) => output.skipped(case, &why),
+        output.begin_row(case);
+        let (mut measurements, mut refused) = (Vec::new(), None);
+        for &placement in args.placements().of(case.collective) {
+            let limit = Limit::new(case_limit(args));
+            match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
+                Ok(ranks) => measurements.push(Measurement { placement, ranks }),
+                Err(why) => refused = Some(why),
+            }
+        }
+        match refused {
+            Some(why) => output.skipped(case, &why),
+            None => output.row(case, &measurements, transport)?,
         }
     }
     supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
@@ -174,7 +189,15 @@ fn start_ranks(
     let (warmup, iterations) = (args.warmup, args.iterations);
     let work = match args.explain {
         true => Work::Explain { cases },
-        false => Work::Perf { cases, warmup, iterations, memory: args.memory, check: args.check, announced },
+        false => Work::Perf {
+            cases,
+            warmup,
+            iterations,
+            memory: args.memory(),
+            check: args.check,
+            placements: args.placements(),
+            announced,
+        },
     };
     (0_u32..)
         .zip(config.layout.hosts.iter().zip(&config.layout.leaves))
@@ -263,33 +286,6 @@ fn measured(reports: Vec<Report>) -> Result<Result<Vec<Measured>, String>, Failu
     reports.into_iter().map(measured).collect()
 }
 
-/// The figures of a row, combined over the ranks.
-#[derive(Debug)]
-struct Figures {
-    median_ns: f64,
-    p99_ns: u64,
-    algbw: f64,
-    busbw: f64,
-    wire_bytes: u64,
-    cpu_ns: f64,
-}
-
-fn stats_of(case: &Case, ranks: &[Measured]) -> Figures {
-    let times: Vec<_> = ranks.iter().map(|rank| rank.times_ns.clone()).collect();
-    let slowest = stats::slowest_ns(&times);
-    let iterations = slowest.len().max(1) as u64;
-    let median_ns = stats::median_ns(&slowest);
-    let algbw = stats::algbw_gbytes_s(case.size_bytes(), median_ns);
-    Figures {
-        median_ns,
-        p99_ns: stats::p99_ns(&slowest),
-        algbw,
-        busbw: algbw * stats::bus_factor(case.collective, ranks.len() as u32),
-        wire_bytes: ranks.iter().map(|rank| rank.wire_bytes).max().unwrap_or(0).div_ceil(iterations),
-        cpu_ns: ranks.iter().map(|rank| rank.cpu_ns).max().unwrap_or(0) as f64 / iterations as f64,
-    }
-}
-
 /// Return how long a case may take.
 ///
 /// A rank gives up at the first operation that misses its deadline, so this limit only catches a rank that hangs
@@ -299,9 +295,9 @@ fn case_limit(args: &PerfArgs) -> Duration {
     Duration::from_secs(args.timeout_s.saturating_mul(operations.clamp(4, 1000)))
 }
 
-/// Return a progress bar on stderr, hidden if stderr is not a terminal.
-fn progress_bar(rows: usize) -> ProgressBar {
-    let target = if crate::exit::is_quiet() { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
+/// Return a progress bar on stderr, hidden if stderr is not a terminal or only rows are wanted.
+fn progress_bar(rows: usize, quiet: bool) -> ProgressBar {
+    let target = if quiet { ProgressDrawTarget::hidden() } else { ProgressDrawTarget::stderr() };
     let bar = ProgressBar::with_draw_target(Some(rows as u64), target);
     // The template is a constant. If it is rejected, the default style does.
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {pos}/{len} {msg}") {

@@ -1,129 +1,111 @@
-//! The rows of a measurement: the columns of nccl-tests, or one JSON object per row.
+//! The table: the columns of nccl-tests, with collective, algorithm and path in front of the figures.
 
-use super::stats_of;
-use crate::job::{Case, Measured};
-use serde::Serialize;
+use super::names::has;
+use super::row::{Figures, Row};
+use crate::job::Case;
+use crate::options::Algo;
 use std::io::{self, Write};
-use sumac::select::TreeTransport;
-use sumac_hal::op::{Dtype, Path, ReduceOp};
+use sumac_hal::op::{Dtype, ReduceOp};
 
-/// A row. Its fields are the keys of the JSON object, in this order.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct Row {
-    /// The collective.
-    pub(crate) collective: &'static str,
-    /// The element type; `None` for a barrier.
-    pub(crate) dtype: Option<&'static str>,
-    /// The operator; `None` if the collective does not reduce.
-    pub(crate) op: Option<&'static str>,
-    /// The number of ranks.
-    pub(crate) ranks: u32,
-    /// Size of the operation in bytes.
-    pub(crate) size_bytes: u64,
-    /// The number of elements.
-    pub(crate) count: u64,
-    /// The requested algorithm.
-    pub(crate) algo: &'static str,
-    /// The path taken; `mixed` if the ranks disagree, which no correct run shows.
-    pub(crate) path: &'static str,
-    /// The transport to the leaf device, `mixed` if ranks differ; `host` if the ranks reduce among themselves.
-    pub(crate) transport: &'static str,
-    /// Median over the iterations of the slowest rank's time, in microseconds.
-    pub(crate) time_us: f64,
-    /// 99th percentile of the same times.
-    pub(crate) p99_us: f64,
-    /// Size over time, in 1e9 bytes per second.
-    pub(crate) algbw_gbytes_s: f64,
-    /// `algbw_gbytes_s` times the factor of nccl-tests.
-    pub(crate) busbw_gbytes_s: f64,
-    /// Elements with wrong values, over all iterations and ranks.
-    pub(crate) wrong: u64,
-    /// Bytes sent per operation, of the rank that sent the most.
-    pub(crate) wire_bytes: u64,
-    /// Processor time per operation in microseconds, of the rank that used the most.
-    pub(crate) cpu_us: f64,
-    /// Retransmitted contributions, over all iterations and ranks.
-    pub(crate) retransmits: u64,
-    /// Whether the ranks recovered from a lost tree: in an operation, in a barrier next to one, or between calls.
-    pub(crate) repaired: bool,
-    /// Bytes sent for recovery, of the rank that sent the most.
-    pub(crate) repair_bytes: u64,
-    /// The rank that arrived last at an operation, as the tree saw it; `None` on other paths.
-    pub(crate) slowest_rank: Option<u32>,
-    /// How long after the first rank it arrived, in microseconds.
-    pub(crate) late_us: Option<u32>,
+/// The widths of the columns before the figures, which are as wide as the widest cell of the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Table {
+    collective: usize,
+    size: usize,
+    count: usize,
+    dtype: usize,
+    op: usize,
+    root: usize,
+    algo: usize,
+    path: usize,
 }
 
-impl Row {
-    /// Combine the ranks' measurements of a case.
-    pub(crate) fn new(case: &Case, ranks: &[Measured], transport: Option<TreeTransport>) -> Self {
-        let figures = stats_of(case, ranks);
-        let desc = case.desc();
-        let path = common_path(ranks);
-        let slowest = ranks.iter().filter_map(|rank| rank.slowest).max_by_key(|(_, late_us)| *late_us);
-        Self {
-            collective: case.collective.name(),
-            dtype: desc.dtype.map(Dtype::name),
-            op: desc.op.map(ReduceOp::name),
-            ranks: ranks.len() as u32,
-            size_bytes: case.size_bytes(),
-            count: case.count,
-            algo: case.algo.name(),
-            path: path.map_or("mixed", Path::name),
-            transport: transport.filter(|_| path == Some(Path::Tree)).map_or("host", TreeTransport::name),
-            time_us: thousandths(figures.median_ns / 1e3),
-            p99_us: thousandths(figures.p99_ns as f64 / 1e3),
-            algbw_gbytes_s: figures.algbw,
-            busbw_gbytes_s: figures.busbw,
-            wrong: ranks.iter().map(|rank| rank.wrong).sum(),
-            wire_bytes: figures.wire_bytes,
-            cpu_us: thousandths(figures.cpu_ns / 1e3),
-            retransmits: ranks.iter().map(|rank| rank.retransmits).sum(),
-            repaired: ranks.iter().any(|rank| rank.repairs > 0),
-            repair_bytes: ranks.iter().map(|rank| rank.repair_bytes).max().unwrap_or(0),
-            slowest_rank: slowest.map(|(rank, _)| rank),
-            late_us: slowest.map(|(_, late_us)| late_us),
+impl Table {
+    /// Lay out the table of these rows.
+    pub(super) fn new(cases: &[Case]) -> Self {
+        let mut table =
+            Self { collective: 11, size: 8, count: 10, dtype: 4, op: 5, root: 4, algo: 4, path: "mixed".len() };
+        for case in cases {
+            let desc = case.desc();
+            let widen = |width: &mut usize, len: usize| *width = (*width).max(len);
+            widen(&mut table.collective, case.collective.name().len());
+            widen(&mut table.size, case.size_bytes().to_string().len());
+            widen(&mut table.count, case.count.to_string().len());
+            widen(&mut table.dtype, desc.dtype.map_or("none", Dtype::name).len());
+            widen(&mut table.op, desc.op.map_or("none", ReduceOp::name).len());
+            widen(&mut table.root, root(case.collective.is_rooted().then_some(case.root)).len());
+            widen(&mut table.algo, case.algo.name().len());
+            let paths = Algo::ALL.into_iter().filter(|&algo| has(case.collective, algo));
+            let taken = paths.filter(|&path| case.algo == Algo::Auto || path == case.algo);
+            widen(&mut table.path, taken.map(|path| path.name().len()).max().unwrap_or(0));
         }
+        table
+    }
+
+    /// Print the header.
+    pub(super) fn write_head(&self, out: &mut impl Write) -> io::Result<()> {
+        let figures = ["time", "algbw", "busbw", "#wrong"];
+        let (time, width) = (["min", "avg", "max"], FIGURES_WIDTH);
+        let left = self.left(["", "", "", "", "", "", "", ""]);
+        let line = format!("#{left}{:^width$}{:^width$}{:^27}", "out-of-place", "in-place", "median time of a rank");
+        writeln!(out, "{}", line.trim_end())?;
+        let left = self.left(["collective", "size", "count", "type", "redop", "root", "algo", "path"]);
+        writeln!(out, "#{left}{}{}{}", cells(figures), cells(figures), times(time))?;
+        let figures = ["(us)", "(GB/s)", "(GB/s)", ""];
+        let left = self.left(["", "(B)", "(elements)", "", "", "", "", "taken"]);
+        let line = format!("#{left}{}{}{}", cells(figures), cells(figures), times(["(us)"; 3]));
+        writeln!(out, "{}", line.trim_end())
+    }
+
+    /// Print a row.
+    pub(super) fn write_row(&self, out: &mut impl Write, row: &Row) -> io::Result<()> {
+        let (size, count, root) = (row.size_bytes.to_string(), row.count.to_string(), root(row.root));
+        let (dtype, op) = (row.dtype.unwrap_or("none"), row.op.unwrap_or("none"));
+        let left = self.left([row.collective, &size, &count, dtype, op, &root, row.algo, row.path]);
+        let time = [row.rank_min_us, row.rank_avg_us, row.rank_max_us].map(figure);
+        let [out_of_place, in_place] = [row.out_of_place(), row.in_place()].map(figures);
+        writeln!(out, " {left}{out_of_place}{in_place}{}", times(time.each_ref().map(String::as_str)))
+    }
+
+    fn left(&self, [collective, size, count, dtype, op, root, algo, path]: [&str; 8]) -> String {
+        format!(
+            "{collective:>a$} {size:>b$} {count:>c$} {dtype:>d$} {op:>e$} {root:>f$} {algo:>g$} {path:>h$}",
+            a = self.collective,
+            b = self.size,
+            c = self.count,
+            d = self.dtype,
+            e = self.op,
+            f = self.root,
+            g = self.algo,
+            h = self.path,
+        )
     }
 }
 
-/// Print the table's header.
-pub(crate) fn write_head(out: &mut impl Write) -> io::Result<()> {
-    writeln!(
-        out,
-        "#{:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
-        "size", "count", "type", "redop", "algo", "path", "time", "p99", "algbw", "busbw", "#wrong"
-    )?;
-    writeln!(
-        out,
-        "#{:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
-        "(B)", "(elements)", "", "", "", "taken", "(us)", "(us)", "(GB/s)", "(GB/s)", ""
-    )
+/// The width of the figures of a placement.
+const FIGURES_WIDTH: usize = 33;
+
+fn cells([time, algbw, busbw, wrong]: [&str; 4]) -> String {
+    format!(" {time:>9} {algbw:>7} {busbw:>7} {wrong:>6}")
 }
 
-/// Print a row of the table.
-pub(crate) fn write_row(out: &mut impl Write, row: &Row) -> io::Result<()> {
-    writeln!(
-        out,
-        " {:>12} {:>13} {:>8} {:>7} {:>6} {:>6} {:>11} {:>11} {:>8} {:>8} {:>7}",
-        row.size_bytes,
-        row.count,
-        row.dtype.unwrap_or("none"),
-        row.op.unwrap_or("none"),
-        row.algo,
-        row.path,
-        figure(row.time_us),
-        figure(row.p99_us),
-        figure(row.algbw_gbytes_s),
-        figure(row.busbw_gbytes_s),
-        row.wrong
-    )
+fn times([min, avg, max]: [&str; 3]) -> String {
+    format!(" {min:>9} {avg:>9} {max:>9}")
 }
 
-/// Return the path, if all ranks took the same one.
-fn common_path(ranks: &[Measured]) -> Option<Path> {
-    let path = ranks.first()?.path?;
-    ranks.iter().all(|rank| rank.path == Some(path)).then_some(path)
+/// Format the figures of a placement; `-` if they were not measured.
+fn figures(figures: Option<Figures>) -> String {
+    match figures {
+        Some(Figures { time_us, algbw, busbw, wrong, .. }) => {
+            cells([&figure(time_us), &figure(algbw), &figure(busbw), &wrong.to_string()])
+        }
+        None => cells(["-"; 4]),
+    }
+}
+
+/// Format a root; nccl-tests prints -1 for collectives without one.
+fn root(root: Option<u32>) -> String {
+    root.map_or("-1".into(), |root| root.to_string())
 }
 
 /// Format a number with about four digits, as nccl-tests does.
@@ -138,80 +120,55 @@ fn figure(value: f64) -> String {
     format!("{value:.decimals$}")
 }
 
-/// Round to thousandths; finer digits of a microsecond are noise.
-fn thousandths(value: f64) -> f64 {
-    (value * 1e3).round() / 1e3
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::row::tests::{case, in_place, measured, out_of_place, row};
     use super::*;
-    use crate::options::Algo;
-    use sumac_hal::op::Collective;
+    use sumac_hal::op::{Collective, Path};
 
-    fn measured(times_ns: &[u64], path: Path) -> Measured {
-        Measured {
-            times_ns: times_ns.to_vec(),
-            wrong: 0,
-            path: Some(path),
-            fallback: None,
-            wire_bytes: 3000,
-            cpu_ns: 9000,
-            retransmits: 1,
-            repair: None,
-            repairs: 0,
-            repairs_ns: 0,
-            repair_bytes: 0,
-            slowest: Some((3, 70)),
-        }
-    }
-
-    fn case(collective: Collective) -> Case {
-        Case { collective, dtype: Dtype::F32, op: ReduceOp::Sum, root: 0, count: 1 << 18, algo: Algo::Tree }
-    }
-
-    #[test]
-    fn row_has_the_documented_keys_and_figures() {
-        let mut ranks = vec![measured(&[131_072, 524_288, 262_144], Path::Tree); 4];
-        ranks[2].times_ns[1] = 1_048_576;
-        ranks[1].wire_bytes = 6000;
-        ranks[3].wrong = 2;
-        ranks[2].slowest = Some((1, 90));
-        let row = Row::new(&case(Collective::AllReduce), &ranks, Some(TreeTransport::Shm));
-        let json = serde_json::to_string(&row).expect("plain data");
-        assert_eq!(
-            json,
-            "{\"collective\":\"all_reduce\",\"dtype\":\"f32\",\"op\":\"sum\",\"ranks\":4,\"size_bytes\":1048576,\
-             \"count\":262144,\"algo\":\"tree\",\"path\":\"tree\",\"transport\":\"shm\",\"time_us\":262.144,\
-             \"p99_us\":1048.576,\"algbw_gbytes_s\":4.0,\"busbw_gbytes_s\":6.0,\"wrong\":2,\"wire_bytes\":2000,\"cpu_us\":3.0,\
-             \"retransmits\":4,\"repaired\":false,\"repair_bytes\":0,\"slowest_rank\":1,\"late_us\":90}"
-        );
+    fn printed(cases: &[Case], rows: &[Row]) -> String {
+        let (mut text, table) = (Vec::new(), Table::new(cases));
+        table.write_head(&mut text).expect("memory");
+        rows.iter().for_each(|row| table.write_row(&mut text, row).expect("memory"));
+        String::from_utf8(text).expect("ASCII")
     }
 
     #[test]
     fn table_columns_line_up() {
-        let mut text = Vec::new();
-        write_head(&mut text).expect("memory");
-        let ranks = vec![measured(&[1_234_567], Path::HalvingDoubling); 2];
-        write_row(&mut text, &Row::new(&case(Collective::AllReduce), &ranks, None)).expect("memory");
-        let text = String::from_utf8(text).expect("ASCII");
+        let cases = [case(Collective::AllReduce), case(Collective::Broadcast), case(Collective::ReduceScatter)];
+        let ranks = |time_ns, path| vec![measured(&[time_ns], path); 2];
+        let rows = [
+            row(&cases[0], &[out_of_place(ranks(123_456, Path::Tree)), in_place(ranks(1_234_567, Path::Tree))], None),
+            row(&cases[1], &[in_place(ranks(9_000, Path::Tree))], None),
+            row(&cases[2], &[out_of_place(ranks(45_000, Path::Tree))], None),
+        ];
         let golden = "\
-#        size         count     type   redop   algo   path        time         p99    algbw    busbw  #wrong
-#         (B)    (elements)                          taken        (us)        (us)   (GB/s)   (GB/s)        
-      1048576        262144      f32     sum   tree     hd        1235        1235    0.849    0.849       0
+#                                                                       \
+out-of-place                       in-place                median time of a rank
+#    collective     size      count type redop root algo  path      \
+time   algbw   busbw #wrong      time   algbw   busbw #wrong       min       avg       max
+#                    (B) (elements)                      taken      \
+(us)  (GB/s)  (GB/s)             (us)  (GB/s)  (GB/s)             (us)      (us)      (us)
+     all_reduce  1048576     262144  f32   sum   -1 tree  tree     \
+123.5   8.494   8.494      0      1235   0.849   0.849      0      1235      1235      1235
+      broadcast  1048576     262144  f32  none    0 tree  tree         \
+-       -       -      -     9.000   116.5   116.5      0     9.000     9.000     9.000
+ reduce_scatter  1048576     262144  f32   sum   -1 tree  tree     \
+45.00   23.30   11.65      0         -       -       -      -     45.00     45.00     45.00
 ";
+        let text = printed(&cases, &rows);
         assert_eq!(text, golden);
+        let widths: Vec<_> = text.lines().skip(1).map(str::len).collect();
+        assert!(widths.iter().all(|width| *width == widths[0]), "{widths:?}");
     }
 
     #[test]
-    fn path_is_mixed_if_ranks_disagree() {
-        let ranks = [measured(&[1], Path::Tree), measured(&[1], Path::Ring)];
-        let udp = Some(TreeTransport::Packets);
-        assert_eq!(Row::new(&case(Collective::AllReduce), &ranks, udp).path, "mixed");
-        let row = Row::new(&Case { count: 0, ..case(Collective::Barrier) }, &ranks[..1], udp);
-        assert_eq!((row.dtype, row.op, row.size_bytes, row.busbw_gbytes_s), (None, None, 0, 0.0));
-        assert_eq!(row.transport, "udp");
-        let ring = Row::new(&case(Collective::AllReduce), &ranks[1..], udp);
-        assert_eq!((ring.path, ring.transport), ("ring", "host"));
+    fn long_names_widen_their_column_only() {
+        let long = Case { op: ReduceOp::PremulSum, algo: Algo::Auto, ..case(Collective::AllReduce) };
+        let [usual, wide] = [Table::new(&[case(Collective::AllReduce)]), Table::new(&[long])];
+        let expected = Table { op: "premul_sum".len(), path: "host-tree".len(), ..usual };
+        assert_eq!(wide, expected);
+        let barrier = Table::new(&[Case { algo: Algo::Auto, ..case(Collective::Barrier) }]);
+        assert_eq!(barrier.path, "dissemination".len());
     }
 }

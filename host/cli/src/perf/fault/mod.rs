@@ -14,6 +14,7 @@
 use super::args::PerfArgs;
 use super::output::Output;
 use super::relay::Link;
+use super::row::Measurement;
 use super::{JOIN_LIMIT, JobOf, Reports, case_limit, joined, measured, start_ranks};
 use crate::cluster::{
     self, ChildId, ClusterConfig, LISTENING, Limit, Preference, READY, START_LIMIT, Started, Supervisor,
@@ -91,8 +92,8 @@ pub(super) fn measure(
     let started = cluster::start(&mut supervisor, &config)?;
     let mut cluster = FaultyCluster { args, fault, config, supervisor, started, leaf, links, needs_restart: false };
     for (nth, case) in cases.iter().enumerate() {
-        output.bar.set_message(format!("{} {} {} B", case.collective, case.algo, case.size_bytes()));
         cluster.restore()?;
+        output.begin_row(case);
         cluster.row(nth, case, output)?;
     }
     Ok(())
@@ -158,7 +159,7 @@ impl FaultyCluster<'_> {
         let ranks = start_ranks(&mut self.supervisor, self.args, &self.config, job)?;
         let mut reports = Reports::new(ranks.clone());
         let transport = joined(&mut reports, &mut self.supervisor)?;
-        output.begin(transport)?;
+        output.begin(self.started.addr, transport)?;
         let limit = Limit::new(case_limit(self.args));
         let moment = match moment(reports.next_of_each(&mut self.supervisor, limit, "begin to measure")?)? {
             Ok(moment) => moment,
@@ -179,8 +180,11 @@ impl FaultyCluster<'_> {
         let reports = reports.next_of_each(&mut self.supervisor, limit, "report a measurement")?;
         let measured = measured(reports)?.map_err(|why| Failure::Run(anyhow!("{fault}; then: {why}")))?;
         self.supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
-        output.row(case, &measured, transport)?;
-        output.remark(&format!("{fault}; {}", consequence(&measured, announced)));
+        let consequence = consequence(&measured, announced);
+        // `--buffers both` and faults exclude each other.
+        let placement = self.args.placements().of(case.collective)[0];
+        output.row(case, &[Measurement { placement, ranks: measured }], transport)?;
+        output.remark(&format!("{fault}; {consequence}"));
         Ok(())
     }
 
