@@ -57,6 +57,11 @@ impl Beside {
         Self { checked: Instant::now(), wake_at: None, is_loss_logged: false }
     }
 
+    /// The view has changed: check the tree at once.
+    pub(super) fn view_changed(&mut self) {
+        self.wake_at = Some(Instant::now());
+    }
+
     /// Return when the tree must be checked. Cancellation and reports of lost ranks and trees wake the tree's port,
     /// which an executor does not wait on, so it checks regularly.
     pub(super) fn wake_at(&self) -> Instant {
