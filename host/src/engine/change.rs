@@ -14,7 +14,7 @@ use super::error::{Error, OutputState};
 use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
-use super::operations::{BorrowedBuffers, Owned, Started};
+use super::operations::{BorrowedBuffers, InFlight, Owned, Started};
 use super::options::CallOptions;
 use super::pieces::PendingOps;
 use super::tree::Tree;
@@ -152,7 +152,7 @@ impl Core {
         let next = self.notices().migration.begun();
         let (calls, open) = self.data.operations.pending_calls(borrowed.as_ref().map(|borrowed| borrowed.op), next);
         let (mut owned, mut landed) = (self.data.operations.take_owned(), Landed::default());
-        let mut buffers = super::operations::InFlight { owned: &mut owned, borrowed };
+        let mut buffers = InFlight { owned: &mut owned, borrowed };
         tree.iter_mut().for_each(|tree| tree.salvage(&mut buffers));
         let mut pending = PendingOps { tree: tree.as_ref(), buffers: &mut buffers, landed: &mut landed, calls, open };
         let agreed = self.agree_on_view(&mut pending, deadline);

@@ -57,6 +57,11 @@ impl Beside {
         Self { checked: Instant::now(), wake_at: None, is_loss_logged: false }
     }
 
+    /// The view has changed: check the tree at once.
+    pub(super) fn view_changed(&mut self) {
+        self.wake_at = Some(Instant::now());
+    }
+
     /// Return when the tree must be checked. Cancellation and reports of lost ranks and trees wake the tree's port,
     /// which an executor does not wait on, so it checks regularly.
     pub(super) fn wake_at(&self) -> Instant {
@@ -160,15 +165,13 @@ impl DataPath {
         let error = self.tree.error().or_else(|| self.watch.is_tree_lost().then_some(Error::PathLost));
         match error.filter(|_| self.tree.is_there()).map(|error| self.stop(error)) {
             Some(Stop::Failed(error)) if error.is_group_error() => return Err(Stop::Failed(error)),
-            Some(Stop::Failed(error)) => {
-                if !std::mem::replace(&mut beside.is_loss_logged, true) {
-                    // Host work does not need the tree; the next operation in the tree reports the loss.
-                    let (job, rank) = (&self.config.job, self.config.rank);
-                    crate::log::info!(job, rank, %error, "the tree was lost during a host collective");
-                }
+            Some(Stop::Failed(error)) if !std::mem::replace(&mut beside.is_loss_logged, true) => {
+                // Host work does not need the tree; the next operation in the tree reports the loss.
+                let (job, rank) = (&self.config.job, self.config.rank);
+                crate::log::info!(job, rank, %error, "the tree was lost during a host collective");
             }
-            Some(stop) => return Err(stop),
-            None => {}
+            Some(stop @ Stop::ViewInQuestion(_)) => return Err(stop),
+            Some(Stop::Failed(_)) | None => {}
         }
         // The end of a connection that was never made cannot be detected, so rely on what the controller and other
         // ranks report.

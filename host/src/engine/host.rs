@@ -86,6 +86,7 @@ impl Core {
                         work.cancel(interrupted(Rank(self.data.config.rank), &error));
                         return Err(error);
                     }
+                    beside.view_changed();
                 }
                 (Ok(Status::Paused), _) => {}
                 (Err(_), Some(Stop::Failed(error))) => return Err(error),

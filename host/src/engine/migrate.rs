@@ -19,7 +19,7 @@ impl Core {
     /// # Errors
     /// The error that the communicator ends with.
     pub(super) fn begin_call(&mut self, deadline: Deadline) -> Result<(), Error> {
-        let notices = Arc::clone(&self.notices());
+        let notices = Arc::clone(self.notices());
         let (at, waited) = deadline;
         let is_over = |epoch| notices.needs_view_change(epoch) || notices.is_cancelled();
         let mut call = notices.migration.count_call();

@@ -80,6 +80,9 @@ impl MigrationGate {
         }
         let mut state = self.lock();
         loop {
+            if call < state.limit() {
+                return Admission::Begin;
+            }
             if is_over() {
                 return if state.in_doubt() { Admission::InDoubt } else { Admission::Begin };
             }

@@ -13,10 +13,12 @@ use crate::exec::{Buffers, ExecError, Interrupt, JobToken, Mesh};
 use crate::recovery::{self, Attempt, Ballot, Dead, Landed, Piece, Source};
 use crate::schedule::Place;
 use crate::select::{Algo, SelectionContext, explain};
+use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::ops::ControlFlow;
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc};
@@ -33,7 +35,7 @@ pub(super) struct PendingOps<'t, 'c, 'b> {
     pub(super) buffers: &'t mut InFlight<'c, 'b>,
     pub(super) landed: &'t mut Landed,
     /// The call numbers of operations in the tree.
-    pub(super) calls: BTreeMap<crate::transport::packets::OpId, u64>,
+    pub(super) calls: BTreeMap<OpId, u64>,
     /// The first incomplete call that is not there.
     pub(super) open: u64,
 }
@@ -58,7 +60,7 @@ impl Core {
             return Ok(());
         }
         let listener = listener.ok_or_else(|| Error::Argument("a recovery attempt has no listener".into()))?;
-        let notices = std::sync::Arc::clone(self.notices());
+        let notices = Arc::clone(self.notices());
         let mut interrupt = PlanInterrupt::new(&notices, inbox, dead, Rank(self.data.config.rank));
         let mut survivors = self.connect_survivors(ballot, &attempt.live, listener)?;
         let ran = attempt

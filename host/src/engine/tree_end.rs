@@ -86,8 +86,8 @@ impl TreeEnd {
         self.tree.as_mut().map(|tree| tree.post(desc, path, limit, buffers)).transpose()
     }
 
-    /// Drive the tree without blocking. `completed` is called with each operation that completes, and returns whether
-    /// its details are wanted. Returns when it must be driven again.
+    /// Drive the tree without blocking. Returns when it must be driven again. [`TreeEnd::poll_completed`] returns what
+    /// has completed.
     pub(super) fn pump(&mut self, buffers: &mut impl packets::Buffers) -> Option<Duration> {
         self.tree.as_mut()?.pump(buffers)
     }

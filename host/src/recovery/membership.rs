@@ -47,7 +47,7 @@ impl Watermark {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) enum MemberMessage {
     /// A message of a view change, and the view.
-    View(u64, ViewMessage),
+    View(u64, Box<ViewMessage>),
     /// To rank 0: the sender leaves once all ranks have the results that it has.
     Leaves(Watermark),
     /// From rank 0: report your results.
@@ -178,8 +178,8 @@ impl Membership {
     }
 
     /// Return a message about the current view.
-    pub(crate) const fn view_message(&self, message: ViewMessage) -> MemberMessage {
-        MemberMessage::View(self.epoch, message)
+    pub(crate) fn view_message(&self, message: ViewMessage) -> MemberMessage {
+        MemberMessage::View(self.epoch, Box::new(message))
     }
 
     /// This rank wants to leave: find out whether all ranks have these results, as it has. Returns what to send.
@@ -229,7 +229,7 @@ impl Membership {
             MemberEvent::Gone(rank) => (self.epoch, PeerEvent::Gone(rank)),
             MemberEvent::Silent(rank) => (self.epoch, PeerEvent::Silent(rank)),
             MemberEvent::Message(from, message) => match *message {
-                MemberMessage::View(epoch, message) => (epoch, PeerEvent::Message(from, Box::new(message))),
+                MemberMessage::View(epoch, message) => (epoch, PeerEvent::Message(from, message)),
                 results => return self.on_results(from, &results, own, now),
             },
         };
@@ -242,7 +242,7 @@ impl Membership {
                 _ => None,
             };
             if answer.is_some() || epoch < self.epoch {
-                return Reaction::reply(answer.map(|message| MemberMessage::View(epoch, message)));
+                return Reaction::reply(answer.map(|message| MemberMessage::View(epoch, Box::new(message))));
             }
         }
         if self.has_ended {
@@ -383,7 +383,7 @@ mod tests {
     }
 
     fn note(from: u32, epoch: u64, message: &ViewMessage) -> MemberEvent {
-        event(from, MemberMessage::View(epoch, message.clone()))
+        event(from, MemberMessage::View(epoch, Box::new(message.clone())))
     }
 
     fn call() -> ViewMessage {
@@ -392,7 +392,7 @@ mod tests {
 
     fn answered(member: &mut Member, event: MemberEvent) -> Option<(u64, ViewMessage)> {
         member.handle(event).reply.map(|reply| match reply {
-            MemberMessage::View(epoch, message) => (epoch, message),
+            MemberMessage::View(epoch, message) => (epoch, *message),
             other => panic!("{other:?}"),
         })
     }

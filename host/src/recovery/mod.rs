@@ -39,7 +39,7 @@ mod tests;
 mod view;
 
 pub(crate) use crate::transport::RecoverySource;
-pub(crate) use ballot::{Authority, Ballot, Dead, Message, Outcome};
+pub(crate) use ballot::{Ballot, Dead, Outcome};
 pub(crate) use change::{Action, Attempt, Change, Commit};
 pub(crate) use decide::{Decision, MigrationPromise, RankReport};
 pub(crate) use grace_period::GracePeriod;

@@ -1,9 +1,10 @@
 //! A view change, one step at a time: the production state machine, and what [`Change`] makes of its events,
 //! without connections. Messages are opaque to the caller that carries them.
 
+use super::super::ballot::{Authority, Message};
 use super::super::change::settle;
 use super::super::view::{Event, View};
-use super::super::{self as repair, Authority, Ballot, ChunkInventory, Dead, Message, inventory};
+use super::super::{self as repair, Ballot, ChunkInventory, Dead, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
 use crate::transport::packets::{Buffers, OpId};
 use std::collections::BTreeMap;
