@@ -243,7 +243,7 @@ impl World<'_, '_> {
                         endpoint.handle(delivery.from, &delivery.bytes, memory, self.now);
                     }
                 }
-                Owner::Stranger => {}
+                Owner::Attacker => {}
             }
         }
         let mut buffer = vec![0; 65_536];
