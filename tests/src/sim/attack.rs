@@ -4,7 +4,7 @@
 use super::cluster::Cluster;
 use super::incident::Alarm;
 use super::options::Draw;
-use super::wiring::{STRANGER, Wiring, node_addr, rank_addr};
+use super::wiring::{ATTACKER, Wiring, node_addr, rank_addr};
 use std::collections::VecDeque;
 use std::time::Duration;
 use sumac_hal::emu::Delivery;
@@ -51,7 +51,7 @@ impl Attacker {
         let choice = self.draw.below(8);
         if choice == 0 {
             let bytes = (0..self.draw.below(300)).map(|_| self.draw.bits() as u8).collect();
-            return Some((STRANGER, self.recall()?.0.to, bytes));
+            return Some((ATTACKER, self.recall()?.0.to, bytes));
         }
         if choice <= 2 {
             return Some(self.as_member(cluster));
@@ -63,7 +63,7 @@ impl Attacker {
             // Late copies of delivered packets, like duplicates of the network.
             3 => return Some((seen.from, seen.to, seen.bytes)),
             // The same from another address, to one that knows the real sender.
-            4 => from = STRANGER,
+            4 => from = ATTACKER,
             // From another incarnation of the group, which had other keys.
             5 => {
                 repr.epoch = Epoch { counter: self.draw.below(3) as u16, ..repr.epoch };

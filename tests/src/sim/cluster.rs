@@ -361,7 +361,7 @@ impl Cluster<'_, '_> {
                         self.touched.insert(Actor::Rank { rank, group });
                     }
                 }
-                Owner::Stranger => {}
+                Owner::Attacker => {}
             }
             if self.options.scenario == Scenario::Hostile {
                 self.attacker.record_packet(delivery);

@@ -122,7 +122,7 @@ impl fmt::Display for Name {
             (false, Addr::Emu(number), _) => write!(f, "Addr::Emu({number})"),
             (_, _, Owner::Node { device, shard }) => write!(f, "device {device} shard {shard}"),
             (_, _, Owner::Rank { rank, group }) => write!(f, "rank {rank} group {group}"),
-            (_, _, Owner::Stranger) => f.write_str("the attacker"),
+            (_, _, Owner::Attacker) => f.write_str("the attacker"),
         }
     }
 }

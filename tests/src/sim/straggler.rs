@@ -245,7 +245,7 @@ impl World<'_, '_> {
                         endpoint.handle(self.now, delivery.from, delivery.ecn, &delivery.bytes, memory);
                     }
                 }
-                Owner::Stranger => {}
+                Owner::Attacker => {}
             }
         }
         let mut buffer = vec![0; 65_536];

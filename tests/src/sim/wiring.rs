@@ -207,7 +207,7 @@ pub(super) type Sharer = (usize, usize, u16);
 /// Return the owner of a shared address.
 pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
     let Addr::Emu(n) = addr else { return None };
-    let n = n.checked_sub(SHARED_FROM).filter(|_| addr != STRANGER)? as usize;
+    let n = n.checked_sub(SHARED_FROM).filter(|_| addr != ATTACKER)? as usize;
     Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
 
@@ -219,14 +219,14 @@ pub(super) fn child_key(options: &Options, device: usize, group: usize, epoch: E
 pub(super) enum Owner {
     Node { device: usize, shard: usize },
     Rank { rank: usize, group: usize },
-    Stranger,
+    Attacker,
 }
 
 pub(super) fn owner(addr: Addr) -> Owner {
     let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
     let parts = |n: u32| (n as usize / 16, n as usize % 16);
-    if addr == STRANGER {
-        return Owner::Stranger;
+    if addr == ATTACKER {
+        return Owner::Attacker;
     }
     if let Some(n) = n.checked_sub(RANKS_FROM) {
         let (rank, group) = parts(n);
@@ -249,7 +249,7 @@ fn secret(options: &Options, device: usize) -> GroupSecret {
 pub(super) const EPOCH: Epoch = Epoch { term: 1, counter: 1 };
 pub(super) const TIMERS: HopTimers = HopTimers::DEFAULT;
 /// The attacker's own address.
-pub(super) const STRANGER: Addr = Addr::Emu(u32::MAX);
+pub(super) const ATTACKER: Addr = Addr::Emu(u32::MAX);
 /// The lease of every group.
 pub(super) const LEASE_MS: u32 = 3_600_000;
 const RANKS_FROM: u32 = 1 << 20;

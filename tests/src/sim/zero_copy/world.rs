@@ -382,7 +382,7 @@ impl World<'_, '_> {
                     member.wake = Some(self.now);
                 }
             }
-            Owner::Stranger => {}
+            Owner::Attacker => {}
         }
     }
 
