@@ -52,7 +52,7 @@ struct Calls {
     waiting: BTreeMap<u32, Sender<Response>>,
     /// The first request for counters that timed out, until its response arrives.
     overdue_stats: Option<u32>,
-    /// The last request of [`DeviceSession::probe`], and when it was posted.
+    /// The request of [`DeviceSession::probe`] that counts, and when it was posted.
     probe: Option<(u32, Instant)>,
     is_closed: bool,
 }
@@ -152,18 +152,19 @@ impl DeviceSession {
         Ok(PendingReply { id, reply: receiver })
     }
 
-    /// Find out whether the device is alive: return whether it has answered the previous probe, if that was a moment
-    /// ago, and post the next one. Posting also ends the connection of a machine that was reset.
+    /// Find out whether the device is alive: return whether it has answered an earlier probe, if that was a moment ago,
+    /// and post another one. Posting also ends the connection of a machine that was reset.
     pub(super) fn probe(&self, now: Instant) -> bool {
-        let is_alive = {
-            let calls = self.lock();
-            calls.probe.is_some_and(|(id, at)| {
-                !calls.waiting.contains_key(&id) && now.saturating_duration_since(at) < PROBE_VALIDITY
-            })
-        };
         // The response is ignored. Too many missing responses also end the connection.
-        if let Ok(asked) = self.post(Request::Identify) {
-            self.lock().probe = Some((asked.id, now));
+        let posted = self.post(Request::Identify);
+        let mut calls = self.lock();
+        let (is_pending, is_alive) = calls.probe.map_or((false, false), |(id, at)| {
+            let is_pending = calls.waiting.contains_key(&id);
+            (is_pending, !is_pending && now.saturating_duration_since(at) < PROBE_VALIDITY)
+        });
+        // Frequent probes must not replace one that the device has yet to answer.
+        if let (false, Ok(asked)) = (is_pending, posted) {
+            calls.probe = Some((asked.id, now));
         }
         is_alive
     }
