@@ -3,7 +3,7 @@
 --   tshark -X lua_script:sumac.lua -r capture.pcapng -V
 --
 -- For Wireshark, copy this file to the folder "Personal Lua Plugins" (Help, About Wireshark, Folders). Packets are
--- recognised by their magic number, on any UDP port, whether captured by `sumac device --pcap` or on a network interface.
+-- recognised by their magic number, on any UDP port, whether captured by `sumac device --pcap` or on an interface.
 -- Filters: sumac.kind == 8 (Naks), sumac.group == 3, sumac.seq == 17.
 --
 -- A test in `hal` compares offsets and names with the wire format, and what tshark shows with what was written.
@@ -69,7 +69,9 @@ local FIELDS = {
 
 local sumac = Proto("sumac", "Sumac collective")
 
-local constructors = { [1] = ProtoField.uint8, [2] = ProtoField.uint16, [4] = ProtoField.uint32, [8] = ProtoField.uint64 }
+local constructors = {
+    [1] = ProtoField.uint8, [2] = ProtoField.uint16, [4] = ProtoField.uint32, [8] = ProtoField.uint64,
+}
 local fields, flags = {}, {}
 for index, field in ipairs(FIELDS) do
     local name, _, len, title, radix, names = table.unpack(field, 1, 6)

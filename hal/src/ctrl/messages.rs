@@ -180,7 +180,7 @@ pub struct NodeParent {
 /// The shared address to which a parent sends results for all its children at once, as a child uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SharedLink {
-    /// The address to join ([`Port::join`](crate::port::Port::join)) for the parent's first shard. The other shards use
+    /// The address to join ([`join`](crate::port::MulticastPort::join)) for the parent's first shard. The other shards use
     /// the addresses that [follow](Addr::offset_by), so that an inner node's shard receives only what it needs.
     pub addr: Addr,
     /// The key of packets that arrive there: the parent's key for [`ChildIndex::ALL`].

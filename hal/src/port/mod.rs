@@ -22,8 +22,8 @@
 //!
 //! # Example
 //!
-//! A whole port, over a UDP socket of the standard library. Its queue holds one packet, the one that the kernel has no
-//! room for yet. It passes the conformance suite.
+//! A whole port, over a UDP socket of the standard library. Its queue holds one packet. It passes the conformance
+//! suite.
 //!
 //! ```
 //! use std::{io::ErrorKind::WouldBlock, net::{SocketAddr, UdpSocket}};
@@ -53,8 +53,7 @@
 //!         Some(Received(from, &self.received[..len]))
 //!     }
 //!
-//!     fn transmit(&mut self, now: Instant) -> Option<Room<'_>> {
-//!         self.flush(now);
+//!     fn transmit(&mut self, _now: Instant) -> Option<Room<'_>> {
 //!         self.pending.is_none().then_some(Room(self))
 //!     }
 //!
@@ -97,7 +96,7 @@
 //! #             (0..n).map(bind).collect()
 //! #         }
 //! #         fn addr_of(&self, port: &SocketPort) -> Addr { Addr::Udp(port.socket.local_addr().unwrap()) }
-//! #         fn unused_addr(&mut self) -> Addr { Addr::Udp(UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()) }
+//! #         fn unused_addr(&mut self) -> Addr { let port = self.ports(1); self.addr_of(&port[0]) }
 //! #         fn now(&self) -> Instant { Instant::ZERO }
 //! #         fn advance(&mut self) { std::thread::yield_now() }
 //! #     }

@@ -1,7 +1,7 @@
 //! Captures for Wireshark: the packets of a port, in pcapng.
 //!
-//! [`PcapWriter`] is a port that writes what passes through another one. Each packet gets the IP and UDP headers that it
-//! has, or would have, on the wire, so that every tool which reads captures shows it (link type RAW: IPv4 or IPv6), and
+//! [`PcapWriter`] is a port that writes what passes through another one. Each packet gets the IP and UDP headers that
+//! it has, or would have, on the wire, so that every tool which reads captures shows it (link type RAW), and
 //! `wireshark/sumac.lua` dissects it like one that was captured on a network interface. RDMA and emulated ports have no
 //! UDP ports: queue pairs appear as the low 16 bits of their number at the GID, and port `n` of an emulated fabric as
 //! `fd53:756d:6163::n`.

@@ -136,8 +136,8 @@ impl UdpPort {
     }
 
     /// Return the descriptor that becomes readable when packets arrive, for an event loop. Receive until there are no
-    /// packets before waiting on it: packets already fetched in a batch do not make it readable. [`MulticastPort::join`] may
-    /// change the descriptor.
+    /// packets before waiting on it: packets already fetched in a batch do not make it readable.
+    /// [`MulticastPort::join`] may change the descriptor.
     pub fn poll_fd(&self) -> BorrowedFd<'_> {
         self.groups.poll_fd().unwrap_or(self.socket.as_fd())
     }

@@ -1,5 +1,5 @@
-//! A capture is read back by a reader of its own and by tshark with the dissector, and the dissector's tables are compared
-//! with the wire format.
+//! A capture is read back by a reader of its own and by tshark with the dissector, and the dissector's tables are
+//! compared with the wire format.
 
 use super::*;
 use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
@@ -102,7 +102,7 @@ fn blocks(capture: &[u8]) -> Bytes<(u32, &[u8])> {
     let (mut at, mut blocks) = (0, Bytes::new());
     while at < capture.len() {
         let len = word(at + 4) as usize;
-        assert!(len % 4 == 0 && word(at + len - 4) as usize == len, "a block of {len} bytes at {at}");
+        assert!(len.is_multiple_of(4) && word(at + len - 4) as usize == len, "a block of {len} bytes at {at}");
         blocks.push((word(at), &capture[at + 8..at + len - 4]));
         at += len;
     }

@@ -128,7 +128,7 @@ impl Probe {
 
     /// Receive pending packets and return the counters.
     pub(super) fn stats(&mut self) -> EndpointStats {
-        self.driver.pump(&mut self.buffer);
+        let _ = self.driver.pump(&mut self.buffer);
         *self.driver.endpoint().stats()
     }
 
