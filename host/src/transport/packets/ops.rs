@@ -304,14 +304,8 @@ impl Ops {
         }
     }
 
-    /// Post an operation; `offloaded` if its data goes through the tree.
-    #[cfg(test)]
-    pub(crate) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
-        self.post_with_limit(desc, signature, offloaded, None)
-    }
-
-    /// The same with a limit on how long it waits for ranks.
-    pub(crate) fn post_with_limit(
+    /// Post an operation; `offloaded` if its data goes through the tree. `limit` is how long it waits for ranks.
+    pub(crate) fn post(
         &mut self,
         desc: OpDesc,
         signature: u32,
@@ -517,7 +511,7 @@ mod tests {
         let bytes = [7; CHUNK_LEN];
         for nth in 0..20_000_u64 {
             let chunks = if nth % 97 == 0 { WINDOW } else { 1 };
-            ops.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, chunks * 8), 0, true).expect("room");
+            ops.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, chunks * 8), 0, true, None).expect("room");
             (ops.end() - chunks..ops.end()).for_each(|seq| ops.landed(seq));
             let stable = ops.end().saturating_sub(WINDOW);
             ops.forget_below(stable);
@@ -544,8 +538,8 @@ mod tests {
                 let mut given = vec![0_u32; count as usize * 4];
                 for rank in 0..ranks {
                     let mut ops = Ops::new(CHUNK_LEN, RankInfo { rank, ranks });
-                    (0..before).for_each(|_| { ops.post(OpDesc::barrier(), 0, true).unwrap(); });
-                    ops.post(desc, 0, true).unwrap();
+                    (0..before).for_each(|_| { ops.post(OpDesc::barrier(), 0, true, None).unwrap(); });
+                    ops.post(desc, 0, true, None).unwrap();
                     ends.push(ops.end());
                     let own = Span::of_blocks(count as usize, ranks, rank, rank + 1);
                     let reads = match desc.collective {

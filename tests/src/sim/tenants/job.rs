@@ -16,9 +16,9 @@ use crate::sim::reduce::{reduce, tree};
 use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::harness::{CallStart, Calls};
 use sumac::controller::harness::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
+use sumac::harness::{CallStart, Calls};
 use sumac::harness::{Decision, Origin, RankReport};
 use sumac::plan::Child;
 use sumac::transport::packets::{Endpoint, Event};
@@ -382,7 +382,7 @@ impl World<'_, '_> {
             member.phase = Phase::InTree;
             if let Some(endpoint) = &mut member.endpoint {
                 // If the tree is already lost, it restarts on the next one.
-                let posted = endpoint.post(ops[op], Path::Tree);
+                let posted = endpoint.post(ops[op], Path::Tree, None);
                 assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
             }
             self.touched.insert(Actor::Rank(at.0, at.1));
