@@ -66,7 +66,7 @@ impl Member {
 
     fn call(&mut self, scope: &Scope) {
         for desc in &scope.calls[self.called] {
-            self.endpoint.post(*desc, Path::Tree).expect("calls of a group that has not failed");
+            self.endpoint.post(*desc, Path::Tree, None).expect("calls of a group that has not failed");
         }
         self.called += 1;
     }

@@ -69,7 +69,7 @@ impl JoinConfig {
     /// | `job` | `SUMAC_JOB` | default `default` |
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
-    /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`], as `auto`, `tree` or `ring` |
+    /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`](crate::Algo), as `auto`, `tree` or `ring` |
     /// | `deadline` | `SUMAC_DEADLINE` | seconds |
     /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
     /// | `bind` | `SUMAC_BIND` | an IP address |
@@ -83,7 +83,8 @@ impl JoinConfig {
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
     ///
-    /// Seconds may have decimals. [`UdpConfig::loopback_at`], which only emulated machines need, has no variable.
+    /// Seconds may have decimals. [`UdpConfig::loopback_at`](sumac_hal::udp::UdpConfig::loopback_at), which only
+    /// emulated machines need, has no variable.
     ///
     /// The first call in a process logs a warning for each variable that begins with `SUMAC_` and is unknown or
     /// deprecated ([`check`]).

@@ -123,8 +123,8 @@ pub enum Error {
         /// Why it failed.
         reason: RegisterError,
     },
-    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](crate::comm::Straggler)). All ranks that
-    /// did get this error.
+    /// Ranks did not enter an operation within its straggler limit ([`Straggler`](crate::comm::Straggler)). All ranks
+    /// that did get this error.
     #[error(
         "ranks {missing} did not enter the operation within its straggler limit, and it has no result without them"
     )]

@@ -15,10 +15,10 @@
 //!   transport    chunks out of the buffer, results into it
 //! ```
 //!
-//! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`core`]). If the view is in question,
-//! the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host collective goes
-//! from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused while the view
-//! changes.
+//! `data_path` recovers nothing: it returns [`Stop`](data_path::Stop) to the driver ([`mod@core`]). If the view is in
+//! question, the driver carries out what [`crate::recovery`] decides ([`change`]), and the loop goes on. A host
+//! collective goes from `calls` through `host` to [`crate::exec`], which drives the data path beside it, and is paused
+//! while the view changes.
 //!
 //! Invariants:
 //! - no file needs one that needs it: the parts ([`tree_end`], [`operations`], [`connections`], [`selection`],

@@ -71,17 +71,19 @@ pub struct Outstanding {
     pub bytes: usize,
 }
 
-/// The straggler policy of an operation. Must be the same on all ranks; otherwise they get [`Error::Mismatch`].
+/// The straggler policy of an operation. Must be the same on all ranks; otherwise they get
+/// [`Error::Mismatch`](crate::Error::Mismatch).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Straggler {
     /// Wait for late ranks until the operation's deadline.
     #[default]
     Wait,
-    /// Fail on all ranks with [`Error::Stragglers`] if a rank enters the operation later than this after the first one.
+    /// Fail on all ranks with [`Error::Stragglers`](crate::Error::Stragglers) if a rank enters the operation later than
+    /// this after the first one.
     Deadline(Duration),
     /// Complete without ranks that enter the operation later than this after the first one. [`Outcome::missing`]
-    /// reports them. They are removed from the communicator, with [`Error::Excluded`].
+    /// reports them. They are removed from the communicator, with [`Error::Excluded`](crate::Error::Excluded).
     ///
     /// Use a call deadline that is longer than this. Ranks that enter in time and then slow down are waited for.
     Partial(Duration),

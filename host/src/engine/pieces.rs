@@ -1,5 +1,5 @@
-//! Execution of a recovery plan: its pieces run one after the other, each as a host collective between the survivors, over
-//! connections of the attempt only.
+//! Execution of a recovery plan: its pieces run one after the other, each as a host collective between the survivors,
+//! over connections of the attempt only.
 
 use super::connections::Connections;
 use super::core::Core;

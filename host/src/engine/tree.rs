@@ -35,7 +35,7 @@ impl Tree {
         buffers: Option<(&Extent, &mut Buffers<'_>)>,
     ) -> Result<(OpId, Transfer), Error> {
         match self {
-            Self::Packets(driver) => match driver.endpoint_mut().post_with_limit(*desc, path, limit) {
+            Self::Packets(driver) => match driver.endpoint_mut().post(*desc, path, limit) {
                 Ok(op) => Ok((op, Transfer::Packets)),
                 Err(error) => Err(self.rejected(error)),
             },
@@ -48,7 +48,7 @@ impl Tree {
                     (places.output, lens.1) = (driver.place(output, desc), output.len());
                     places.writable = driver.whole_pages(output);
                 }
-                match driver.post_with_limit(*desc, path, limit, places) {
+                match driver.post(*desc, path, limit, places) {
                     Ok(op) => Ok((op, driver.transfer(&places, lens.0, lens.1))),
                     Err(error) => Err(self.rejected(error)),
                 }

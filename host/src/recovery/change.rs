@@ -1,4 +1,5 @@
-//! One rank's part in a view change, from the reports to what is done about each chunk: [`View`] agrees, and this plans.
+//! One rank's part in a view change, from the reports to what is done about each chunk: [`View`] agrees, and this
+//! plans.
 //!
 //! The steps of an attempt:
 //! 1. Freeze and report ([`Action::Report`]): this rank takes in nothing more from the tree, and the device writes
@@ -68,7 +69,8 @@ impl Commit {
 /// Compute the number of chunks of an operation in this rank's tree.
 pub(crate) type ChunksOf<'c> = &'c dyn Fn(&OpDesc) -> u64;
 
-/// Decide from the reports of `ranks` ranks, which are about the same tree. `chunks_of` is of a rank that has that tree.
+/// Decide from the reports of `ranks` ranks, which are about the same tree. `chunks_of` is of a rank that has that
+/// tree.
 ///
 /// # Errors
 /// The rank whose report is invalid.

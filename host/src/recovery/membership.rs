@@ -1,5 +1,5 @@
-//! What ranks tell each other outside of collectives: messages of view changes, queued for whoever changes the view, and
-//! which results all ranks have. Replies need no call.
+//! What ranks tell each other outside of collectives: messages of view changes, queued for whoever changes the view,
+//! and which results all ranks have. Replies need no call.
 //!
 //! Views are numbered, and every message names the view that it would change. A message about a later view is queued:
 //! its sender knows of a commit that has not arrived here yet. The reply to a message about the previous view is the

@@ -165,7 +165,7 @@ impl Group {
         for (rank, member) in (0..).zip(&mut members) {
             for desc in descs {
                 member.memory.push(Memory::new(desc, (rank, ranks), in_place));
-                member.endpoint.post(*desc, Path::Tree).expect("not failed");
+                member.endpoint.post(*desc, Path::Tree, None).expect("not failed");
             }
         }
         Self { members, chunks: BTreeMap::new() }

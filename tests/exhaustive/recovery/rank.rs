@@ -443,7 +443,7 @@ impl Run<'_, '_> {
         let Setting { scope, wiring, .. } = self.setting;
         let mut endpoint = Endpoint::new(wiring.endpoint(scope, self.part.rank, 1 + self.part.view as u16));
         for (desc, _) in &scope.ops()[self.part.first as usize..self.part.called as usize] {
-            endpoint.post(*desc, Path::Tree).expect("calls of a group that has not failed");
+            endpoint.post(*desc, Path::Tree, None).expect("calls of a group that has not failed");
         }
         endpoint.freeze();
         let _ = endpoint.poll_event();

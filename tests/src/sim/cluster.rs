@@ -325,7 +325,7 @@ impl Cluster<'_, '_> {
                 continue;
             }
             // If the tree is already lost, it is posted again on the next one.
-            let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
+            let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree, None);
             assert!(posted.is_ok() || member.endpoint.error().is_some(), "{posted:?}");
             self.touched.insert(Actor::Rank { rank, group });
         }

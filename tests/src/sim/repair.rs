@@ -331,7 +331,7 @@ impl Cluster<'_, '_> {
         member.endpoint = self.options.planted.endpoint(Endpoint::new(config));
         member.progress = member.endpoint.progress();
         for op in member.first..member.called {
-            let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree);
+            let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree, None);
             assert!(posted.is_ok(), "{posted:?}");
         }
         self.touch_rank(rank, group);

@@ -396,7 +396,7 @@ impl Member {
             return;
         }
         self.posted += 1;
-        if let Err(error) = self.endpoint.post_with_limit(call.desc, Path::Tree, call.limit) {
+        if let Err(error) = self.endpoint.post(call.desc, Path::Tree, call.limit) {
             assert!(self.endpoint.error().is_some(), "{error}");
         }
     }

@@ -106,7 +106,7 @@ impl Probe {
         self.fill(len_bytes);
         let start = Instant::now();
         let desc = OpDesc::all_reduce(Dtype::U64, ReduceOp::Sum, (len_bytes / 8) as u64);
-        let op = self.driver.endpoint_mut().post(desc, Path::Tree)?;
+        let op = self.driver.endpoint_mut().post(desc, Path::Tree, None)?;
         loop {
             let next = self.driver.pump(&mut self.buffer);
             if self.is_complete(op)? {

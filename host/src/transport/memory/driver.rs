@@ -220,26 +220,19 @@ impl ZeroCopyDriver {
     }
 
     /// Post an operation. Its buffers are as long as the operation requires, and must stay in place until it completes
-    /// or the group is retired ([`ZeroCopyDriver::retire`]).
+    /// or the group is retired ([`ZeroCopyDriver::retire`]). `limit` is how long the operation waits for ranks; all
+    /// ranks must pass the same.
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
-        self.endpoint.post(desc, path, places)
-    }
-
-    /// The same with a limit on how long the operation waits for ranks. All ranks must pass the same limit.
-    ///
-    /// # Errors
-    /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post_with_limit(
+    pub fn post(
         &mut self,
         desc: OpDesc,
         path: Path,
         limit: Option<StragglerLimit>,
         places: Places,
     ) -> Result<OpId, PostError> {
-        self.endpoint.post_with_limit(desc, path, limit, places)
+        self.endpoint.post(desc, path, limit, places)
     }
 
     /// Return the endpoint.

@@ -219,15 +219,7 @@ impl ZeroCopyEndpoint {
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post(&mut self, desc: OpDesc, path: Path, places: Places) -> Result<OpId, PostError> {
-        self.post_with_limit(desc, path, None, places)
-    }
-
-    /// The same with a limit on how long the operation waits for ranks. All ranks must pass the same limit.
-    ///
-    /// # Errors
-    /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post_with_limit(
+    pub fn post(
         &mut self,
         desc: OpDesc,
         path: Path,
@@ -239,7 +231,7 @@ impl ZeroCopyEndpoint {
         }
         let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
         let signature = limit.map_or(signature, |limit| limit.sign(signature));
-        let id = self.ops.post_with_limit(desc, signature, path == Path::Tree, limit)?;
+        let id = self.ops.post(desc, signature, path == Path::Tree, limit)?;
         self.places.push_back(places);
         Ok(id)
     }

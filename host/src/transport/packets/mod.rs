@@ -189,29 +189,18 @@ impl Endpoint {
     /// An operation without elements uses one `Empty`, like a barrier, so that mismatched calls are detected. (PROTOCOL
     /// 1 assigns it no sequence number at all, which lets one rank proceed where another waits.)
     ///
-    /// # Errors
-    /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post(&mut self, desc: OpDesc, path: Path) -> Result<OpId, PostError> {
-        self.post_with_limit(desc, path, None)
-    }
-
-    /// The same with a limit on how long the operation waits for ranks. All ranks must pass the same limit. Devices
-    /// with several shards, and groups of more than 256 ranks, ignore it.
+    /// `limit` is how long the operation waits for ranks. All ranks must pass the same limit. Devices with several
+    /// shards, and groups of more than 256 ranks, ignore it.
     ///
     /// # Errors
     /// [`PostError`] if the group has failed or too much is in flight.
-    pub fn post_with_limit(
-        &mut self,
-        desc: OpDesc,
-        path: Path,
-        limit: Option<StragglerLimit>,
-    ) -> Result<OpId, PostError> {
+    pub fn post(&mut self, desc: OpDesc, path: Path, limit: Option<StragglerLimit>) -> Result<OpId, PostError> {
         if let Some(error) = self.failed {
             return Err(error.into());
         }
         let signature = desc.tree_signature(path, self.config.table_version, ChunkNo(self.ops.end()));
         let signature = limit.map_or(signature, |limit| limit.sign(signature));
-        self.ops.post_with_limit(desc, signature, path == Path::Tree, limit)
+        self.ops.post(desc, signature, path == Path::Tree, limit)
     }
 
     /// Handle timers due at `now`: send probes, or give up on the path.

@@ -82,14 +82,8 @@ impl Ops {
         }
     }
 
-    /// Post an operation; `offloaded` if its data goes through the tree.
-    #[cfg(test)]
-    pub(crate) fn post(&mut self, desc: OpDesc, signature: u32, offloaded: bool) -> Result<OpId, PostError> {
-        self.post_with_limit(desc, signature, offloaded, None)
-    }
-
-    /// The same with a limit on how long it waits for ranks.
-    pub(crate) fn post_with_limit(
+    /// Post an operation; `offloaded` if its data goes through the tree. `limit` is how long it waits for ranks.
+    pub(crate) fn post(
         &mut self,
         desc: OpDesc,
         signature: u32,

@@ -72,7 +72,7 @@ impl Rig {
     /// Post a sum of `count` elements, all of them `value`.
     fn post(&mut self, count: u64, value: f32) -> OpId {
         self.memory.0.push(value.to_le_bytes().repeat(count as usize));
-        self.endpoint.post(sum(count), Path::Tree).expect("not failed")
+        self.endpoint.post(sum(count), Path::Tree, None).expect("not failed")
     }
 
     /// Return all packets that it sends now.
@@ -263,7 +263,7 @@ fn operations_complete_in_order_and_empty_ones_send_one_empty() {
 fn barrier_sends_one_empty_and_awaits_one_done() {
     let mut rig = Rig::new(8, 1);
     rig.memory.0.push(Vec::new());
-    let id = rig.endpoint.post(OpDesc::barrier(), Path::Tree).unwrap();
+    let id = rig.endpoint.post(OpDesc::barrier(), Path::Tree, None).unwrap();
     let sent = rig.drain();
     assert_eq!(sent.iter().map(|(_, repr, _)| repr.kind).collect::<Vec<_>>(), [Kind::Empty]);
     let signature = OpDesc::barrier().tree_signature(Path::Tree, 1, ChunkNo(0));
@@ -278,7 +278,7 @@ fn posting_stops_at_the_operation_limit() {
     let mut rig = Rig::new(64, 1);
     let limit = loop {
         rig.memory.0.push(1.0_f32.to_le_bytes().to_vec());
-        match rig.endpoint.post(sum(1), Path::Tree) {
+        match rig.endpoint.post(sum(1), Path::Tree, None) {
             Ok(_) => {}
             Err(PostError::TooMany { limit }) => break limit,
             Err(error) => panic!("{error}"),
@@ -295,7 +295,7 @@ fn posting_stops_at_the_operation_limit() {
             done += 1;
         }
     }
-    assert!(rig.endpoint.post(sum(1), Path::Tree).is_ok());
+    assert!(rig.endpoint.post(sum(1), Path::Tree, None).is_ok());
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn silent_node_is_path_lost() {
     rig.endpoint.handle_timeout(rig.now);
     assert_eq!(rig.endpoint.poll_event(), Some(Event::Failed(EndpointError::PathLost)));
     assert_eq!((rig.endpoint.poll_event(), rig.sent(), rig.endpoint.poll_timeout()), (None, vec![], None));
-    assert_eq!(rig.endpoint.post(sum(1), Path::Tree), Err(PostError::Failed(EndpointError::PathLost)));
+    assert_eq!(rig.endpoint.post(sum(1), Path::Tree, None), Err(PostError::Failed(EndpointError::PathLost)));
 }
 
 #[test]
@@ -455,7 +455,7 @@ fn unsupported_and_path_lost_naks_map_to_their_errors() {
     // On another path only the signature goes through the tree, as one Empty.
     let mut rig = Rig::new(8, 1);
     rig.memory.0.push(vec![0; 4096]);
-    rig.endpoint.post(sum(1024), Path::Ring).unwrap();
+    rig.endpoint.post(sum(1024), Path::Ring, None).unwrap();
     let sent = rig.drain();
     let [(_, repr, payload)] = &sent[..] else { panic!("{sent:?}") };
     let signature = sum(1024).tree_signature(Path::Ring, 1, ChunkNo(0));

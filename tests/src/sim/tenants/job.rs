@@ -382,7 +382,7 @@ impl World<'_, '_> {
             member.phase = Phase::InTree;
             if let Some(endpoint) = &mut member.endpoint {
                 // If the tree is already lost, it restarts on the next one.
-                let posted = endpoint.post(ops[op], Path::Tree);
+                let posted = endpoint.post(ops[op], Path::Tree, None);
                 assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
             }
             self.touched.insert(Actor::Rank(at.0, at.1));

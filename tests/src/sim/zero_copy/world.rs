@@ -354,10 +354,10 @@ impl World<'_, '_> {
         self.register(rank, op);
         let member = &mut self.members[rank];
         let posted = match &mut member.transport {
-            Transport::Packets(endpoint) => endpoint.post(desc, Path::Tree),
+            Transport::Packets(endpoint) => endpoint.post(desc, Path::Tree, None),
             Transport::ZeroCopy(driver) => {
                 let places = driver.places(&member.memory, op, &desc);
-                driver.endpoint.post(desc, Path::Tree, places)
+                driver.endpoint.post(desc, Path::Tree, None, places)
             }
         };
         debug_assert!(posted.is_err() || posted.is_ok_and(|id| op_of(&member.memory, id) == op));

@@ -21,7 +21,7 @@ fn answer(status: EntryStatus, seq: u64, count: u16) -> CompletionEntry {
 fn in_flight() -> ZeroCopyEndpoint {
     let mut endpoint = endpoint(0, 2);
     let places = Places { input: Some(OWN), output: Some(OWN), writable: None };
-    endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Path::Tree, places).expect("room");
+    endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Path::Tree, None, places).expect("room");
     assert_eq!(endpoint.next_run().expect("a run").contribution.count, 4);
     endpoint
 }
@@ -42,7 +42,7 @@ fn mismatch_ends_the_group_after_lower_chunks_land() {
     let error = EndpointError::Mismatch { first, other };
     assert_eq!(handle(&mut endpoint, answer(EntryStatus::Result, 0, 1)), Some(error));
     assert_eq!((endpoint.poll_event(), endpoint.poll_event()), (Some(Event::Failed(error)), None));
-    assert!(endpoint.post(OpDesc::barrier(), Path::Tree, Places::default()).is_err());
+    assert!(endpoint.post(OpDesc::barrier(), Path::Tree, None, Places::default()).is_err());
     assert_eq!(endpoint.next_run(), None);
 
     let mut endpoint = in_flight();
@@ -82,7 +82,7 @@ fn limit_precedes_its_operation_and_missing_ranks_precede_the_result() {
     let places = Places { input: Some(OWN), output: Some(OWN), writable: None };
     let mut endpoint = endpoint(0, 4);
     for limit in [None, Some(limit)] {
-        endpoint.post_with_limit(sum, Path::Tree, limit, places).expect("room");
+        endpoint.post(sum, Path::Tree, limit, places).expect("room");
     }
     let runs = [endpoint.next_run(), endpoint.next_run()].map(|run| run.expect("a run"));
     let announced = OperationLimit { group: GROUP, epoch: EPOCH, seq: ChunkNo(4), chunks: 4, limit };
@@ -197,7 +197,9 @@ fn each_invalid_answer_is_its_own_violation() {
 fn exposed_lists_open_chunks_in_caller_memory() {
     let mut endpoint = in_flight();
     // Followed by a bounced one, which exposes none of the caller's memory.
-    endpoint.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16), Path::Tree, Places::default()).expect("room");
+    endpoint
+        .post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16), Path::Tree, None, Places::default())
+        .expect("room");
     assert!(endpoint.next_run().expect("a run").stage_in.is_some());
     assert_eq!(handle(&mut endpoint, answer(EntryStatus::Result, 1, 1)), None);
     let exposed: Vec<_> = endpoint.exposed().map(|(seq, address, len)| (seq.0, address.offset_bytes, len)).collect();

@@ -124,7 +124,7 @@ impl SimRank {
                 writable,
             },
         };
-        let op = sim_rank.endpoint.post(*desc, Path::Tree, places).expect("room");
+        let op = sim_rank.endpoint.post(*desc, Path::Tree, None, places).expect("room");
         assert_eq!(op, OpId(0));
         sim_rank
     }
@@ -337,7 +337,7 @@ fn runs_are_as_long_as_resources_allow() {
         let places =
             if registered { Places { input: Some(at), output: Some(at), writable: None } } else { Places::default() };
         let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16 * 40 + 3);
-        endpoint.post(desc, Path::Tree, places).expect("room");
+        endpoint.post(desc, Path::Tree, None, places).expect("room");
         let counts: Vec<_> = std::iter::from_fn(|| endpoint.next_run())
             .map(|run| (run.contribution.count, run.stage_in.is_some()))
             .collect();
@@ -352,8 +352,8 @@ fn runs_are_as_long_as_resources_allow() {
 fn host_collective_submits_one_empty_contribution() {
     let mut endpoint = super::endpoint(1, 2);
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 1 << 20);
-    endpoint.post(desc, Path::Ring, Places::default()).expect("room");
-    endpoint.post(desc, Path::Tree, Places::default()).expect("room");
+    endpoint.post(desc, Path::Ring, None, Places::default()).expect("room");
+    endpoint.post(desc, Path::Tree, None, Places::default()).expect("room");
     let run = endpoint.next_run().expect("a run").contribution;
     assert_eq!((run.src, run.dst, run.elements, run.count), (None, None, 0, 1));
     assert_eq!(run.signature, desc.tree_signature(Path::Ring, 1, ChunkNo(0)));

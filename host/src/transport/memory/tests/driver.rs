@@ -40,7 +40,7 @@ pub(super) fn post(driver: &mut ZeroCopyDriver, desc: OpDesc, buffers: &mut Borr
     let writable = driver.whole_pages(buffers.output(OpId(0)));
     let places = Places { input, output, writable };
     let transfer = driver.transfer(&places, input_len, output_len);
-    (driver.post(desc, Path::Tree, places).expect("room"), transfer)
+    (driver.post(desc, Path::Tree, None, places).expect("room"), transfer)
 }
 
 /// Drive an operation to completion or failure.

@@ -38,7 +38,7 @@ fn live_device_confirms_the_fence() {
     assert_eq!(driver.pump(&mut BorrowedBuffers::InPlace(&mut [])), None);
     driver.retire();
     assert!(buffer.iter().all(|&value| value == 3.0));
-    assert!(driver.post(all_reduce(1), sumac_hal::op::Path::Tree, Default::default()).is_err());
+    assert!(driver.post(all_reduce(1), sumac_hal::op::Path::Tree, None, Default::default()).is_err());
     drop(driver);
     assert_eq!(device.join().expect("no panic").fences, 1, "a fence holds");
 }

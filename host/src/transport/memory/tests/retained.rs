@@ -61,7 +61,7 @@ fn answer(endpoint: &mut ZeroCopyEndpoint, status: EntryStatus, count: u16) {
 fn returned(desc: OpDesc, published: fn(u64) -> bool) -> (ClosedEndpoint, Memory) {
     let mut endpoint = endpoint(0, 2);
     let places = Places { input: Some(OWN), output: None, writable: None };
-    endpoint.post(desc, Path::Tree, places).expect("room");
+    endpoint.post(desc, Path::Tree, None, places).expect("room");
     assert_eq!(endpoint.next_run().expect("a run").contribution.count, 4);
     answer(&mut endpoint, EntryStatus::Done, 4);
     let mut memory = Memory(vec![7; COUNT * 4]);
@@ -74,7 +74,9 @@ fn returned(desc: OpDesc, published: fn(u64) -> bool) -> (ClosedEndpoint, Memory
 /// The inventory of rank 1, which has contributed and lacks everything from chunk 1 on.
 fn lacking(desc: OpDesc) -> ChunkInventory {
     let mut endpoint = endpoint(1, 2);
-    endpoint.post(desc, Path::Tree, Places { input: Some(OWN), output: Some(OWN), writable: None }).expect("room");
+    endpoint
+        .post(desc, Path::Tree, None, Places { input: Some(OWN), output: Some(OWN), writable: None })
+        .expect("room");
     assert!(endpoint.next_run().is_some());
     answer(&mut endpoint, EntryStatus::Result, 1);
     inventory(&ClosedEndpoint { endpoint, published: |_| false })

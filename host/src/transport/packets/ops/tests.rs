@@ -30,7 +30,7 @@ fn retained_bytes_stay_bounded() {
     let bytes = [7; CHUNK_LEN];
     for nth in 0..20_000_u64 {
         let chunks = if nth % 97 == 0 { WINDOW } else { 1 };
-        ops.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, chunks * 8), 0, true).expect("room");
+        ops.post(OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, chunks * 8), 0, true, None).expect("room");
         (ops.end() - chunks..ops.end()).for_each(|seq| ops.landed(seq));
         let stable = ops.end().saturating_sub(WINDOW);
         ops.forget_below(stable);
@@ -56,8 +56,8 @@ proptest! {
             let mut given = vec![0_u32; count as usize * 4];
             for rank in 0..ranks {
                 let mut ops = Ops::new(CHUNK_LEN, RankInfo { rank, ranks });
-                (0..before).for_each(|_| { ops.post(OpDesc::barrier(), 0, true).unwrap(); });
-                ops.post(desc, 0, true).unwrap();
+                (0..before).for_each(|_| { ops.post(OpDesc::barrier(), 0, true, None).unwrap(); });
+                ops.post(desc, 0, true, None).unwrap();
                 ends.push(ops.end());
                 let own = Span::of_blocks(count as usize, ranks, rank, rank + 1);
                 let reads = match desc.collective {

@@ -9,7 +9,7 @@ fn empties_leave_in_runs() {
     let desc = OpDesc::all_gather(Dtype::F32, 20 * CHUNK);
     // Rank 1 of 4 owns chunks 5 to 9: 5 x 16 floats in, all of 20 x 16 out, here in one buffer.
     rig.memory.0.push(vec![0; 20 * 64]);
-    rig.endpoint.post(desc, Path::Tree).unwrap();
+    rig.endpoint.post(desc, Path::Tree, None).unwrap();
     let sent = rig.drain();
     let runs: Vec<_> = sent.iter().map(|(_, repr, _)| (repr.kind, repr.seq.0, repr.count)).collect();
     let own = (5..10).map(|seq| (Kind::Data, seq, 1));
@@ -39,7 +39,7 @@ fn reduce_scatter_lands_only_the_own_block() {
     let desc = OpDesc::reduce_scatter(Dtype::F32, ReduceOp::Sum, 24);
     // Rank 1 of 4 owns elements 6 to 11; chunk 0 has elements 0 to 15.
     rig.memory.0.push(vec![0; 24 * 4]);
-    rig.endpoint.post(desc, Path::Tree).unwrap();
+    rig.endpoint.post(desc, Path::Tree, None).unwrap();
     let wants: Vec<_> = rig.drain().iter().map(|(_, repr, _)| repr.flags.contains(Flags::WANT)).collect();
     assert_eq!(wants, [true, false]);
     let result: Vec<u8> = (0..16).flat_map(|i| (i as f32).to_le_bytes()).collect();

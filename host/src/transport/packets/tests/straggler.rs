@@ -8,7 +8,7 @@ const LIMIT: StragglerLimit = StragglerLimit { us: 5_000, cuts: true };
 fn post(rig: &mut Rig, count: u64) -> (OpId, u32) {
     rig.memory.0.push(1.0_f32.to_le_bytes().repeat(count as usize));
     let first = ChunkNo(rig.endpoint.ops.end());
-    let id = rig.endpoint.post_with_limit(sum(count), Path::Tree, Some(LIMIT)).expect("not failed");
+    let id = rig.endpoint.post(sum(count), Path::Tree, Some(LIMIT)).expect("not failed");
     (id, LIMIT.sign(sum(count).tree_signature(Path::Tree, 1, first)))
 }
 
