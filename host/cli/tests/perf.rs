@@ -220,7 +220,7 @@ fn all_types_and_operators_run_through_the_tree() {
 }
 
 #[test]
-fn what_perf_can_never_serve_is_refused_with_what_is_possible() {
+fn option_that_perf_cannot_serve_is_refused_with_alternatives() {
     for (args, possible) in [
         ("--algo nccl", "possible values: auto, tree, ring, hd"),
         ("--algo bruck", "all_reduce has auto, tree, ring"),
