@@ -70,6 +70,10 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart, trusts the reservations of its previous incarnation.
     OldReservationTrusted,
+    /// Controller: never disconnects a client that does not read.
+    StalledPeerKept,
+    /// Controller: queues any number of messages for a client that does not read.
+    OutputUnbounded,
     /// Node: writes a result to ranks before its redo record is published.
     WrittenBeforePublished,
     /// Node: after a failed chain, pulls contributions again even if the redo record is published.

@@ -17,16 +17,18 @@
 //!   never resumes with half of its ranks or fewer, because the others may continue by themselves (PROTOCOL 8).
 //! - A resumed job starts a view that no earlier controller has used.
 
-use super::{Client, Job, Member, State, agree, check_request};
+use super::{Job, Member, State, agree, check_request};
 use crate::controller::ControllerConfig;
+use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, JoinRefusal, ResumeRequest};
 use crate::controller::queue::EntryStatus;
 use crate::schedule::tree::Tree;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
 
 /// How long a job's ranks may take to come back after the first one; they dial twice a second. Missing ranks then count
 /// as lost, as if their connections had ended.
@@ -52,8 +54,8 @@ impl Resuming {
         (self.job.members.len() + self.left.len()) as u32
     }
 
-    fn refuse(&self, refusal: &JoinRefusal) {
-        self.job.broadcast(&ClientReply::Refused(refusal.clone()));
+    fn refuse(&self, output: &mut Outputs, refusal: &JoinRefusal) {
+        self.job.broadcast(output, &ClientReply::Refused(refusal.clone()));
     }
 }
 
@@ -64,7 +66,7 @@ impl State {
         &mut self,
         config: &ControllerConfig,
         resumption: ResumeRequest,
-        client: &Arc<Client>,
+        client: ConnId,
     ) -> Result<(String, Rank), JoinRefusal> {
         let ResumeRequest { request, devices, view, shrink_count, mesh_token, expression } = resumption;
         check_request(&request, &devices)?;
@@ -106,11 +108,10 @@ impl State {
         let job = &mut resuming.job;
         // Ranks may have missed the latest view; they learn it from `Resumed`.
         (job.view, job.shrink_count) = (job.view.max(view), job.shrink_count.max(shrink_count));
-        job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client: Arc::clone(client) });
+        job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client });
         if resuming.came() == world {
             self.finish_resume(&key);
         }
-        self.wake.notify_all();
         Ok((name, rank))
     }
 
@@ -143,12 +144,13 @@ impl State {
         if 2 * came <= world {
             tracing::warn!(job = name, came, world, "cannot resume the job: too few of its ranks came back");
             let waited_s = RESUME_LIMIT.as_secs();
-            return resuming.refuse(&JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s });
+            let refusal = JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s };
+            return resuming.refuse(&mut self.output, &refusal);
         }
         // Other clients that used the job's name have a different secret.
         self.resuming.retain(|(other, _), resuming| {
             if other == name {
-                resuming.refuse(&JoinRefusal::Running { job: name.clone() });
+                resuming.refuse(&mut self.output, &JoinRefusal::Running { job: name.clone() });
             }
             other != name
         });
@@ -156,11 +158,11 @@ impl State {
         job.view += 1;
         tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
         job.placement = Some(Err("its tree belongs to an earlier controller; this one reserves another".into()));
-        job.broadcast(&ClientReply::Resumed { view: job.view });
+        job.broadcast(&mut self.output, &ClientReply::Resumed { view: job.view });
         let is_lost = |rank: &Rank| !job.members.contains_key(rank) && !left.contains(rank);
         for rank in (0..world).map(Rank).filter(is_lost) {
             tracing::warn!(job = name, %rank, "rank is lost: it did not come back");
-            job.broadcast(&ClientReply::RankLost(rank));
+            job.broadcast(&mut self.output, &ClientReply::RankLost(rank));
         }
         // Wait for devices to reconnect; otherwise the job would get a tree on the few that came first.
         job.offer_not_before = Some(self.devices_settled_at).filter(|at| *at > self.now);
@@ -177,13 +179,13 @@ impl State {
             self.enqueue(name, None);
         } else if let Some(job) = self.jobs.get_mut(name) {
             // Its resources are already claimed.
-            job.make_offer();
+            job.make_offer(&mut self.output);
         }
         self.serve_queue();
     }
 
     /// A rank of a resuming job disconnected. Unless it left, it may still come back.
-    pub(super) fn depart_resuming(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
+    pub(super) fn depart_resuming(&mut self, (name, rank): (&str, Rank), client: ConnId, clean: bool) {
         let mut of_name = self.resuming.iter_mut().filter(|((other, _), _)| other == name);
         let Some((key, resuming)) = of_name.find(|(_, resuming)| resuming.job.has(rank, client)) else { return };
         let key = key.clone();

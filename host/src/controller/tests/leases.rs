@@ -158,7 +158,11 @@ fn device_that_missed_a_renewal_is_used_again() {
     let device = Device::serve(&controller, announce, answer);
     let mut first = Raw::join_with(&controller, request(0, 1), &[]);
     let group = tree_of(&first.joined()).group;
-    let silent = || controller.shared.lock().devices.values().any(|device| !device.is_responsive());
+    let silent = || {
+        let mut machine = controller.shared.lock();
+        let state = machine.state_mut();
+        state.devices.values().any(|device| !state.links.is_responsive(device))
+    };
     while !silent() {
         thread::yield_now();
     }

@@ -10,6 +10,7 @@ use crate::sim::coverage::Mark;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Membership, Terms, Transport};
+use sumac_hal::ctrl::Hello;
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
@@ -38,12 +39,13 @@ impl World<'_, '_> {
         if self.jobs[at.0].ranks[at.1].peers.has_lost_rank {
             return self.end(at, End::NotJoined);
         }
-        let Some(controller) = &mut self.controller else {
-            self.schedule(self.now + REDIAL_DELAY, Alarm::Rank(at.0, at.1));
+        let now = self.now;
+        let dialled = self.controller.as_mut().and_then(|controller| controller.dial(&Hello::Client, now));
+        let Some(conn) = dialled else {
+            self.schedule(now + REDIAL_DELAY, Alarm::Rank(at.0, at.1));
             return Ok(());
         };
-        controller.connect_client(sumac::controller::harness::ConnId(self.next_conn + 1));
-        let conn = self.open(Peer::Rank(at.0, at.1));
+        self.conns.insert(conn, Peer::Rank(at.0, at.1));
         let until = self.now + JOIN_LIMIT + Duration::from_millis(self.plan.jobs[at.0].wait_ms.into());
         let member = &mut self.jobs[at.0].ranks[at.1];
         (member.conn, member.phase) = (Some(conn), Phase::Joining(until));

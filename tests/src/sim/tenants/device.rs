@@ -10,7 +10,7 @@ use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
-use sumac::controller::harness::ConnId;
+use sumac::controller::machine::ConnId;
 use sumac_device::{Child, Event, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Announce, DropReason, Envelope, Name, Refusal, Request, Response, TreeConfig};
 use sumac_hal::emu::Delivery;

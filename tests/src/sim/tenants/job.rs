@@ -17,7 +17,7 @@ use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::comm::harness::{CallStart, Calls};
-use sumac::controller::harness::ConnId;
+use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
 use sumac::harness::{Decision, Origin, RankReport};
 use sumac::plan::Child;

@@ -1,8 +1,7 @@
 //! Tenants: the controller's own decisions, jobs with rank sets of their own on shared devices, and trees that are lost
 //! and recovered.
 //!
-//! Production code: the controller's state, resource ledger, queue, planner and leases, without its threads
-//! ([`sumac::controller::harness`]); devices; endpoints; migration to offered trees ([`sumac::comm::harness`]); the
+//! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices; endpoints; migration to offered trees ([`sumac::comm::harness`]); the
 //! chunks that a repair moves. Models: what a rank waits for (`job`, `client`), message delivery (`wire`), and host
 //! collectives, which complete at once when all ranks have entered.
 //!
@@ -21,6 +20,7 @@
 //! rank, and then chunks are whole.
 
 mod client;
+mod controller;
 mod device;
 mod draw;
 mod job;

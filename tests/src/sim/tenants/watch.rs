@@ -10,7 +10,7 @@ use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::controller::harness::{ClaimRecord, ControllerHarness};
+use sumac::controller::machine::ClaimRecord;
 use sumac::controller::proto::{JobStatus, StatusReport, TreeMembership};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::GroupId;
@@ -80,7 +80,8 @@ impl World<'_, '_> {
             return self.check_idle();
         }
         let Some(controller) = &self.controller else { return Ok(()) };
-        let (report, booked, has_no_drafts) = (controller.report(), controller.claims(), controller.has_no_drafts());
+        let machine = &controller.machine;
+        let (report, booked, has_no_drafts) = (machine.report(), machine.claims(), machine.has_no_drafts());
         self.check_quotas(&booked)?;
         self.check_order(&report)?;
         let has_backlog = self.devices.iter().any(|device| device.stalled_until > self.now);
@@ -104,7 +105,7 @@ impl World<'_, '_> {
         let limit = 3 * self.plan.lease + Duration::from_secs(1);
         match self.watch.idle_since {
             Some(since) if self.now > since + limit => {
-                let report = self.controller.as_ref().map(ControllerHarness::report);
+                let report = self.controller.as_ref().map(|controller| controller.machine.report());
                 let waits = report.iter().flat_map(|report| &report.jobs).find(|job| job.queue.is_some());
                 Err(violation("waits for nothing", format!("for {limit:?}, and nothing is taken: {waits:?}")))
             }
@@ -275,7 +276,7 @@ impl World<'_, '_> {
 
     /// A tree assigned to a rank is on all of its nodes.
     pub(super) fn check_reserved(&self, at: (usize, usize), tree: &TreeMembership) -> Result<(), Violation> {
-        let report = self.controller.as_ref().map(ControllerHarness::report);
+        let report = self.controller.as_ref().map(|controller| controller.machine.report());
         let placed = report.iter().flat_map(|report| &report.jobs).filter_map(|job| job.tree.as_ref()?.as_ref().ok());
         let nodes = placed.filter(|placed| placed.group == tree.group).flat_map(|placed| &placed.devices);
         let missing = |device: &&String| !self.watch.created.contains(&(tree.group, index_in(device, "d")));
@@ -310,11 +311,12 @@ impl World<'_, '_> {
         let left =
             |what: &str, found: &dyn std::fmt::Debug| Err(violation("left behind", format!("{what}: {found:?}")));
         let Some(controller) = &self.controller else { return left("controller", &"gone") };
-        let (report, booked) = (controller.report(), controller.claims());
+        let machine = &controller.machine;
+        let (report, booked) = (machine.report(), machine.claims());
         if !booked.is_empty() {
             return left("in the ledger", &booked);
         }
-        if !report.jobs.is_empty() || !controller.has_no_drafts() {
+        if !report.jobs.is_empty() || !machine.has_no_drafts() {
             return left("jobs", &report.jobs);
         }
         if report.devices.len() != self.devices.len() {
