@@ -48,7 +48,15 @@ fn tenancy(bug: Bug, seed: u64) -> Tenancy {
 
 /// Return whether the bug is in the controller's decisions, which only scenarios of tenants run.
 const fn is_of_tenants(bug: Bug) -> bool {
-    matches!(bug, Bug::ReservationKept | Bug::NewestFirst | Bug::QuotaAfterBooking | Bug::OldReservationTrusted)
+    matches!(
+        bug,
+        Bug::ReservationKept
+            | Bug::NewestFirst
+            | Bug::QuotaAfterBooking
+            | Bug::OldReservationTrusted
+            | Bug::StalledPeerKept
+            | Bug::OutputUnbounded
+    )
 }
 
 /// A bug that was found: the seed, the scenario, the oracle, and the number of link faults that reproduce it.
@@ -102,6 +110,8 @@ fn planted_controller_bugs_are_found() {
         (Bug::NewestFirst, "order of the queue"),
         (Bug::QuotaAfterBooking, "over a quota"),
         (Bug::OldReservationTrusted, "left behind"),
+        (Bug::StalledPeerKept, "stalled client"),
+        (Bug::OutputUnbounded, "output limit"),
     ];
     for (bug, oracle) in oracles {
         let found = look_for(bug, 300).unwrap_or_else(|| panic!("{bug:?} is not found"));

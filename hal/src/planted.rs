@@ -70,7 +70,7 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart, trusts the reservations of its previous incarnation.
     OldReservationTrusted,
-    /// Controller: never disconnects a client that does not read.
+    /// Controller: never disconnects a client that does not read, unless its queue is full.
     StalledPeerKept,
     /// Controller: queues any number of messages for a client that does not read.
     OutputUnbounded,
@@ -96,7 +96,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 38] = [
+    pub const ALL: [Self; 40] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -135,6 +135,8 @@ impl Bug {
         Self::NewestFirst,
         Self::QuotaAfterBooking,
         Self::OldReservationTrusted,
+        Self::StalledPeerKept,
+        Self::OutputUnbounded,
     ];
 
     /// The bugs that only zero-copy children can reveal.

@@ -194,6 +194,10 @@ marks! {
     MovedBack = "tenants: moved to the offered tree",
     /// The move does not happen after all.
     OfferDeclined = "tenants: offered tree not taken",
+    /// A rank does not read what the controller sends.
+    ClientBlocked = "tenants: client does not read",
+    /// The controller disconnects such a rank.
+    ClientShed = "tenants: client that does not read is cut",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
     /// A buffer is deregistered, and nothing uses it.

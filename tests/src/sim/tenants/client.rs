@@ -186,6 +186,34 @@ impl World<'_, '_> {
         }
     }
 
+    /// A rank stops reading from its connection to the controller.
+    pub(super) fn block(&mut self, at: (usize, usize), len: Duration, asks: bool) -> Result<(), Violation> {
+        let now = self.now;
+        let job = &mut self.jobs[at.0];
+        if job.ranks[at.1].conn.is_none() {
+            return Ok(());
+        }
+        (job.ranks[at.1].blocked_until, job.ranks[at.1].asks) = (now + len, asks);
+        job.is_disturbed = true;
+        self.report.seen.note(Mark::ClientBlocked);
+        self.stay_blocked(at)
+    }
+
+    /// A blocked rank may ask for a report that it does not read; at the end it reads everything.
+    pub(super) fn stay_blocked(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let member = &self.jobs[at.0].ranks[at.1];
+        let Some(conn) = member.conn else { return Ok(()) };
+        if member.blocked_until <= self.now {
+            return self.flush(conn);
+        }
+        let next = member.blocked_until.min(self.now + BLOCKED_ASKS_EVERY);
+        if member.asks {
+            self.ask_controller(at, ClientRequest::Status);
+        }
+        self.schedule(next, Alarm::Blocked(at.0, at.1));
+        Ok(())
+    }
+
     pub(super) fn kill_rank(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         if !matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Disconnected | Phase::Ended(_)) {
             self.jobs[at.0].is_disturbed = true;
@@ -257,3 +285,6 @@ const REPLAN_LIMIT: Duration = Duration::from_secs(6);
 
 /// Delay before a rank redials.
 const REDIAL_DELAY: Duration = Duration::from_millis(90);
+
+/// How often a blocked rank asks for a report.
+const BLOCKED_ASKS_EVERY: Duration = Duration::from_millis(40);

@@ -2,7 +2,7 @@
 //! The bytes that they exchange with their peers are decoded at the other end, and travel as messages.
 
 use super::TenantViolation as Violation;
-use super::draw::Tenancy;
+use super::draw::{PEER_OUTPUT_BYTES, STALLED, Tenancy};
 use super::wire::{Message, Peer};
 use super::world::{Alarm, World};
 use crate::oracle::weight;
@@ -67,6 +67,8 @@ impl Controller {
             let (has_ended, is_due) = (self.connections.has_ended(), self.machine.poll_timeout() <= now);
             if has_ended || is_due {
                 self.connections.settle(&mut self.machine, now);
+            } else if let Some(report) = self.machine.poll_report() {
+                self.machine.handle_report(report.run(), now);
             } else if !self.machine.has_plan() {
                 return has_worked;
             } else if let Some(task) = self.machine.poll_plan() {
@@ -169,17 +171,44 @@ impl World<'_, '_> {
             self.flush(conn)?;
         }
         while let Some(conn) = self.controller.as_mut().and_then(|controller| controller.connections.poll_closed()) {
+            if self.blocked.remove(&conn) {
+                self.report.seen.note(Mark::ClientShed);
+            }
             self.cut(conn);
+        }
+        self.check_blocked()
+    }
+
+    /// Clients that do not read hold no more than their limit, and are disconnected in time.
+    fn check_blocked(&mut self) -> Result<(), Violation> {
+        let (now, Some(controller)) = (self.now, &self.controller) else { return Ok(()) };
+        self.blocked.retain(|conn| controller.connections.waiting(*conn).0 > 0);
+        for conn in &self.blocked {
+            let (bytes, since) = controller.connections.waiting(*conn);
+            let found = |oracle, what| Err(Violation { oracle, what });
+            if bytes > PEER_OUTPUT_BYTES {
+                return found("output limit", format!("{bytes} bytes wait for a client that does not read"));
+            }
+            if since.is_some_and(|since| now - since >= STALLED + SWEEP_LIMIT) {
+                return found("stalled client", format!("not disconnected in {:?}", now - since.unwrap_or(now)));
+            }
         }
         Ok(())
     }
 
     /// Send a connection's output.
-    fn flush(&mut self, conn: ConnId) -> Result<(), Violation> {
+    pub(super) fn flush(&mut self, conn: ConnId) -> Result<(), Violation> {
         let (now, peer) = (self.now, self.conns.get(&conn).copied());
+        let is_blocked = match peer {
+            Some(Peer::Rank(job, rank)) => self.jobs[job].ranks[rank].blocked_until > now,
+            _ => false,
+        };
         let Some(controller) = self.controller_of(conn) else { return Ok(()) };
-        let mut reader = Reader { read: Vec::new(), is_blocked: false };
-        controller.connections.flush(conn, &mut reader, now);
+        let mut reader = Reader { read: Vec::new(), is_blocked };
+        if controller.connections.flush(conn, &mut reader, now) && self.blocked.insert(conn) {
+            self.schedule(now + STALLED, Alarm::Sweep);
+            self.schedule(now + STALLED + SWEEP_LIMIT, Alarm::Sweep);
+        }
         let mut frames = FrameBuffer::new(REPLY_LEN_MAX);
         frames.push(&reader.read);
         let failed = |error| Violation { oracle: "output of the controller", what: format!("{error}") };
@@ -202,3 +231,6 @@ impl World<'_, '_> {
 
 /// Connections of a controller are numbered from its incarnation in the high bits.
 const CONN_BITS: u32 = 32;
+
+/// How long after its deadline a connection ends at the latest.
+const SWEEP_LIMIT: Duration = Duration::from_millis(110);

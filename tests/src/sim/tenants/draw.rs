@@ -7,7 +7,7 @@ use crate::sim::options::{Draw, draw_ops};
 use crate::sim::planted::Planted;
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::controller::{ControllerConfig, Quota, Quotas};
+use sumac::controller::{ControllerConfig, Limits, Quota, Quotas};
 use sumac::topo::Fabric;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
@@ -99,6 +99,18 @@ pub enum Incident {
     Kill(usize, usize),
     /// A rank's connection to the controller ends.
     CutRank(usize, usize),
+    /// A rank does not read from its connection to the controller for a while; if true, it keeps asking for reports.
+    Block(usize, usize, Duration, bool),
+}
+
+impl Incident {
+    /// Return the job that it happens to.
+    pub(super) const fn job(&self) -> Option<usize> {
+        match self {
+            Self::Kill(job, _) | Self::CutRank(job, _) | Self::Block(job, ..) => Some(*job),
+            _ => None,
+        }
+    }
 }
 
 impl Tenancy {
@@ -111,7 +123,8 @@ impl Tenancy {
         let tenants = 1 + draw.below(4) as usize;
         let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
         let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
-        let incidents = draw_incidents(&mut draw, devices, &jobs);
+        let mut incidents = draw_incidents(&mut draw, devices, &jobs);
+        draw_blocked(&mut Draw::new(weight(&[seed, 0x626c_6f63])), &jobs, &mut incidents);
         let faults = if draw.chance(500) { Faults::draw(&mut draw) } else { Faults::default() };
         Self {
             seed,
@@ -151,6 +164,7 @@ impl Tenancy {
             lease: self.lease,
             quotas: Quotas { other: Quota::default(), tenants },
             started_ms: Some(1_000_000 + 10_000 * incarnation),
+            limits: Limits { peer_output_bytes: PEER_OUTPUT_BYTES, stalled: STALLED, ..Limits::default() },
             ..ControllerConfig::new()
         }
     }
@@ -158,7 +172,10 @@ impl Tenancy {
     /// Return when the last incident is over.
     pub(super) fn healed_at(&self) -> Duration {
         let end = |(at, incident): &(Duration, Incident)| match incident {
-            Incident::Die(_, len) | Incident::Stall(_, len) | Incident::Controller(len) => *at + *len,
+            Incident::Die(_, len)
+            | Incident::Stall(_, len)
+            | Incident::Controller(len)
+            | Incident::Block(_, _, len, _) => *at + *len,
             _ => *at,
         };
         self.incidents.iter().map(end).max().unwrap_or_default()
@@ -315,3 +332,24 @@ fn draw_incidents(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Dur
     incidents.sort_by_key(|(at, _)| *at);
     incidents
 }
+
+/// Clients that do not read: none in most runs, and one or a few in the others.
+fn draw_blocked(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration, Incident)>) {
+    if !draw.chance(200) {
+        return;
+    }
+    for _ in 0..1 + draw.below(3) {
+        let job = draw.below(jobs.len() as u64) as usize;
+        let rank = draw.below(jobs[job].world as u64) as usize;
+        let len = Duration::from_millis(draw.one_of(&[50, 2_000, 12_000]));
+        let at = Duration::from_micros(draw.below(2_000_000));
+        incidents.push((jobs[job].at + DEVICES_FIRST + at, Incident::Block(job, rank, len, draw.chance(500))));
+    }
+    incidents.sort_by_key(|(at, _)| *at);
+}
+
+/// The maximum number of bytes queued for a peer: fits the membership of the largest job twice.
+pub(super) const PEER_OUTPUT_BYTES: usize = 16 * 1024;
+
+/// How long a peer may read nothing.
+pub(super) const STALLED: Duration = Duration::from_secs(5);

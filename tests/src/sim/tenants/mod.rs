@@ -9,8 +9,8 @@
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
 //! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
-//! a while, refuse, or lose their connection; a controller that is away and loses its state; ranks that die or lose the
-//! controller. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
+//! a while, refuse, or lose their connection; a controller that is away and loses its state; ranks that die, lose the
+//! controller, or do not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
 //! everything is healed, and every rank must end.
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
@@ -19,11 +19,13 @@
 //! neither early nor never: at the end devices and ledger are empty; operations are bit-exact, or the job has lost a
 //! rank, and then chunks are whole.
 
+mod calls;
 mod client;
 mod controller;
 mod device;
 mod draw;
 mod job;
+mod repair;
 mod report;
 mod watch;
 mod wire;
@@ -109,9 +111,7 @@ pub fn shrink_tenants(plan: &Tenancy, runs_max: usize) -> Option<TenantsShrunk> 
     let with_jobs = |plan: &Tenancy, count: usize| {
         let mut plan = plan.clone();
         plan.jobs.truncate(count);
-        plan.incidents.retain(
-            |(_, incident)| !matches!(incident, Incident::Kill(job, _) | Incident::CutRank(job, _) if *job >= count),
-        );
+        plan.incidents.retain(|(_, incident)| incident.job().is_none_or(|job| job < count));
         plan
     };
     if let Some(count) = (1..count).find(|&count| fails(&with_jobs(&plan, count))) {
@@ -170,6 +170,7 @@ impl fmt::Display for Code {
         match self.0 {
             Incident::Die(device, len) => write!(f, "Die({device}, {})", ns(len)),
             Incident::Stall(device, len) => write!(f, "Stall({device}, {})", ns(len)),
+            Incident::Block(job, rank, len, asks) => write!(f, "Block({job}, {rank}, {}, {asks})", ns(len)),
             Incident::Controller(len) => write!(f, "Controller({})", ns(len)),
             other => write!(f, "{other:?}"),
         }

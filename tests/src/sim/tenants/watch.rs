@@ -4,7 +4,7 @@
 
 use super::TenantViolation as Violation;
 use super::draw::Tenancy;
-use super::job::{End, Phase};
+use super::job::{End, Member, Phase};
 use super::world::World;
 use crate::oracle::weight;
 use crate::sim::coverage::Mark;
@@ -244,7 +244,8 @@ impl World<'_, '_> {
         for status in report.jobs.iter().filter(|status| status.running) {
             let job = index_in(&status.name, "job");
             let knows = |phase: &Phase| !matches!(phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
-            let ranks = self.jobs[job].ranks.iter().filter(|rank| rank.conn.is_some() && knows(&rank.phase));
+            let reads = |rank: &Member| rank.conn.is_some() && rank.blocked_until <= self.now;
+            let ranks = self.jobs[job].ranks.iter().filter(|rank| reads(rank) && knows(&rank.phase));
             for rank in ranks {
                 if rank.queue != status.queue {
                     let what = format!("job {job} is at {:?}, but a rank has {:?}", status.queue, rank.queue);

@@ -42,6 +42,10 @@ pub(super) enum Alarm {
     DialDevice(usize),
     /// A rank dials or continues, if it is time.
     Rank(usize, usize),
+    /// A rank that does not read asks for a report, or reads again.
+    Blocked(usize, usize),
+    /// The controller checks its connections.
+    Sweep,
 }
 
 pub(super) struct World<'t, 'm> {
@@ -62,6 +66,8 @@ pub(super) struct World<'t, 'm> {
     /// Messages in flight on connections to the controller.
     pub(super) on_wire: usize,
     pub(super) last: BTreeMap<(u64, u64), Instant>,
+    /// Connections with output that their clients do not read.
+    pub(super) blocked: BTreeSet<ConnId>,
     /// Open connections, with their peers.
     pub(super) conns: BTreeMap<ConnId, Peer>,
     pub(super) draw: Draw,
@@ -121,6 +127,7 @@ impl<'t, 'm> World<'t, 'm> {
             message_numbers: 0,
             on_wire: 0,
             last: BTreeMap::new(),
+            blocked: BTreeSet::new(),
             conns: BTreeMap::new(),
             draw: Draw::new(weight(&[plan.seed, 0x776f_726c])),
             touched: BTreeSet::new(),
@@ -218,6 +225,8 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::ControllerUp => self.start_controller(),
             Alarm::DialDevice(device) => self.dial_device(device),
             Alarm::Rank(job, rank) => self.advance((job, rank))?,
+            Alarm::Blocked(job, rank) => self.stay_blocked((job, rank))?,
+            Alarm::Sweep => {}
         }
         Ok(())
     }
@@ -238,6 +247,7 @@ impl<'t, 'm> World<'t, 'm> {
                 }
             }
             Incident::Controller(len) => self.stop_controller(len),
+            Incident::Block(job, rank, len, asks) => self.block((job, rank), len, asks)?,
             Incident::Kill(job, rank) => self.kill_rank((job, rank))?,
             Incident::CutRank(job, rank) => {
                 if let Some(conn) = self.jobs[job].ranks[rank].conn {
