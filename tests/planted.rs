@@ -54,6 +54,8 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::NewestFirst
             | Bug::QuotaAfterBooking
             | Bug::OldReservationTrusted
+            | Bug::MinorityResumed
+            | Bug::ViewReused
             | Bug::StalledPeerKept
             | Bug::OutputUnbounded
     )
@@ -110,6 +112,8 @@ fn planted_controller_bugs_are_found() {
         (Bug::NewestFirst, "order of the queue"),
         (Bug::QuotaAfterBooking, "over a quota"),
         (Bug::OldReservationTrusted, "left behind"),
+        (Bug::MinorityResumed, "minority"),
+        (Bug::ViewReused, "view reused"),
         (Bug::StalledPeerKept, "stalled client"),
         (Bug::OutputUnbounded, "output limit"),
     ];

@@ -70,6 +70,10 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart, trusts the reservations of its previous incarnation.
     OldReservationTrusted,
+    /// Controller: resumes a job of its predecessor with half of its ranks or fewer.
+    MinorityResumed,
+    /// Controller: resumes a job in a view that its predecessor has used.
+    ViewReused,
     /// Controller: never disconnects a client that does not read, unless its queue is full.
     StalledPeerKept,
     /// Controller: queues any number of messages for a client that does not read.
@@ -96,7 +100,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 40] = [
+    pub const ALL: [Self; 42] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -135,6 +139,8 @@ impl Bug {
         Self::NewestFirst,
         Self::QuotaAfterBooking,
         Self::OldReservationTrusted,
+        Self::MinorityResumed,
+        Self::ViewReused,
         Self::StalledPeerKept,
         Self::OutputUnbounded,
     ];

@@ -28,6 +28,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
+use sumac_hal::planted;
 use sumac_hal::time::Instant;
 
 /// How long a job's ranks may take to come back after the first one; they dial twice a second. Missing ranks then count
@@ -141,7 +142,7 @@ impl State {
     fn finish_resume(&mut self, key: &Key) {
         let Some(resuming) = self.resuming.remove(key) else { return };
         let (name, world, came) = (&key.0, resuming.job.world, resuming.came());
-        if 2 * came <= world {
+        if 2 * came <= world && !planted!(self, MinorityResumed) {
             tracing::warn!(job = name, came, world, "cannot resume the job: too few of its ranks came back");
             let waited_s = RESUME_LIMIT.as_secs();
             let refusal = JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s };
@@ -155,7 +156,9 @@ impl State {
             other != name
         });
         let Resuming { mut job, left, .. } = resuming;
-        job.view += 1;
+        if !planted!(self, ViewReused) {
+            job.view += 1;
+        }
         tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
         job.placement = Some(Err("its tree belongs to an earlier controller; this one reserves another".into()));
         job.broadcast(&mut self.output, &ClientReply::Resumed { view: job.view });

@@ -15,7 +15,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
 impl World<'_, '_> {
-    fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
+    pub(super) fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
         let plan = &self.plan.jobs[job];
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
         JoinRequest {
@@ -59,6 +59,11 @@ impl World<'_, '_> {
     pub(super) fn on_reply(&mut self, at: (usize, usize), reply: ClientReply) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         let is_joining = matches!(member.phase, Phase::Joining(_));
+        if let ClientReply::TreeLost { view } | ClientReply::Offer { view } | ClientReply::Replanned { view, .. } =
+            reply
+        {
+            member.takeover.view = member.takeover.view.max(view);
+        }
         match reply {
             ClientReply::Joined(membership) if is_joining => {
                 self.note_tree(at, &membership)?;
@@ -66,6 +71,7 @@ impl World<'_, '_> {
             }
             ClientReply::Refused(_) if is_joining => return self.end(at, End::NotJoined),
             _ if is_joining || matches!(member.phase, Phase::Ended(_)) => {}
+            reply if member.takeover.is_pending => return self.on_takeover(at, reply),
             ClientReply::RankLost(_) => {
                 member.peers.has_lost_rank = true;
                 return self.end(at, End::RanksFailed);
@@ -117,7 +123,14 @@ impl World<'_, '_> {
             return self.pause(at, pauses);
         }
         member.resumes = member.phase.clone();
-        (member.view, member.moves) = (view, true);
+        member.moves = true;
+        if member.view > view {
+            // The offer was that of an earlier controller.
+            let epoch = member.epoch;
+            (member.found, member.phase) = (None, Phase::Votes);
+            return self.broadcast(at, &JobMessage::Vote(epoch, 0));
+        }
+        member.view = view;
         self.ask_for_tree(at);
     }
 
@@ -135,6 +148,7 @@ impl World<'_, '_> {
         (member.answer, member.found) = (None, None);
         member.phase = Phase::Replanning(until);
         let view = member.view;
+        member.asked_view = view;
         self.ask_controller(at, ClientRequest::Replan { view });
         self.schedule(until, Alarm::Rank(at.0, at.1));
     }
@@ -143,20 +157,22 @@ impl World<'_, '_> {
     pub(super) fn take_answer(&mut self, at: (usize, usize), until: sumac_hal::time::Instant) -> bool {
         let now = self.now;
         let member = &mut self.jobs[at.0].ranks[at.1];
-        let view = member.view;
+        let view = member.asked_view;
         let answer = member.answer.take_if(|(of, _)| *of == view);
-        if answer.is_none() && member.conn.is_some() && now < until {
+        let has_controller = member.conn.is_some() && !member.takeover.is_pending;
+        if answer.is_none() && has_controller && now < until {
             return false;
         }
         match answer {
             Some((_, Some(membership))) => {
-                member.view += 1;
+                member.view = member.view.max(view + 1);
                 member.found = membership.tree.is_ok().then_some(membership);
             }
             Some((_, None)) => {}
             None => {
                 member.given_up = Some(view);
                 self.report.seen.note(Mark::ControllerLate);
+                self.ask_controller(at, ClientRequest::AbandonReplan { view });
             }
         }
         let member = &mut self.jobs[at.0].ranks[at.1];
@@ -180,7 +196,9 @@ impl World<'_, '_> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         member.calls.withdraw();
         member.queue = None;
-        match member.phase {
+        member.takeover.is_pending = false;
+        self.await_controller(at);
+        match self.jobs[at.0].ranks[at.1].phase {
             Phase::Joining(_) => self.end(at, End::NotJoined),
             _ => self.advance(at),
         }

@@ -1,5 +1,6 @@
 //! What a seed draws: devices and fabric, tenants and quotas, jobs, and incidents.
 
+use super::takeover::Takeover;
 use super::world::DEVICES_FIRST;
 use crate::oracle::weight;
 use crate::sim::faults::Faults;
@@ -40,6 +41,8 @@ pub struct Tenancy {
     pub link: LinkConfig,
     /// Maximum delay of a message to or from the controller.
     pub message_delay_max: Duration,
+    /// Which ranks come back to a restarted controller.
+    pub takeover: Takeover,
     /// The planted bug, if any.
     pub planted: Planted,
 }
@@ -144,6 +147,7 @@ impl Tenancy {
                 mark_queue_bytes: None,
             },
             message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
+            takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
             planted: Planted::default(),
         }
     }

@@ -93,6 +93,10 @@ pub(super) struct Member {
     pub(super) queue: Option<QueuePosition>,
     /// Number of assignments of its job that it knows of.
     pub(super) view: u32,
+    /// What it tells the next controller, once its job has begun.
+    pub(super) takeover: Takeover,
+    /// The view that it has requested another tree for.
+    pub(super) asked_view: u32,
     /// Number of changes of its tree.
     pub(super) epoch: u32,
     pub(super) calls: Calls,
@@ -114,6 +118,21 @@ pub(super) struct Member {
     /// It accepts offered trees.
     pub(super) moves: bool,
     pub(super) peers: PeerState,
+}
+
+/// What a rank tells the next controller, and how far it has come with it.
+#[derive(Default)]
+pub(super) struct Takeover {
+    pub(super) mesh_token: u64,
+    pub(super) expression: Vec<Vec<Child>>,
+    /// The latest view that it knows of.
+    pub(super) view: u32,
+    /// The controller has not replied yet, so only `Resume` and `Leave` are sent.
+    pub(super) is_pending: bool,
+    /// How often its place was still taken.
+    pub(super) taken: u32,
+    /// A controller has refused it: it continues without one.
+    pub(super) is_refused: bool,
 }
 
 /// What a rank knows of the others.
@@ -141,6 +160,8 @@ pub(super) struct Job {
     /// A rank of it was killed, or lost the controller.
     pub(super) is_disturbed: bool,
     pub(super) has_lost_controller: bool,
+    /// The ranks that have come back to each controller.
+    pub(super) came_back: BTreeMap<u64, BTreeSet<usize>>,
     /// Parameters of its oracle, once its ranks know the declared order.
     pub(super) options: Option<Options>,
     pub(super) results: BTreeMap<usize, Vec<Vec<u8>>>,
@@ -159,6 +180,8 @@ impl Job {
             asks: false,
             queue: None,
             view: 0,
+            takeover: Takeover::default(),
+            asked_view: 0,
             epoch: 0,
             calls: Calls::new(),
             endpoint: None,
@@ -181,6 +204,7 @@ impl Job {
             ranks: (0..plan.world).map(|_| member()).collect(),
             is_disturbed: false,
             has_lost_controller: false,
+            came_back: BTreeMap::new(),
             options: None,
             results: BTreeMap::new(),
             decisions: BTreeMap::new(),
@@ -245,6 +269,8 @@ impl World<'_, '_> {
         let member = &mut job.ranks[at.1];
         member.memory = memory;
         member.queue = membership.queue;
+        member.takeover.mesh_token = membership.mesh_token;
+        member.takeover.expression = membership.expression.clone();
         member.phase = Phase::Computing(now);
         self.install(at, Some(membership));
         self.catch_up(at)

@@ -9,7 +9,8 @@
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
 //! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
-//! a while, refuse, or lose their connection; a controller that is away and loses its state; ranks that die, lose the
+//! a while, refuse, or lose their connection; a controller that is away and loses its state, to which
+//! all ranks come back, or only some; ranks that die, lose the
 //! controller, or do not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
 //! everything is healed, and every rank must end.
 //!
@@ -27,6 +28,7 @@ mod draw;
 mod job;
 mod repair;
 mod report;
+mod takeover;
 mod watch;
 mod wire;
 mod world;
@@ -38,6 +40,7 @@ pub use report::TenantReport;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use sumac_hal::emu::NthPacket;
+pub use takeover::Takeover;
 use world::World;
 
 /// A violation found by a check.

@@ -196,7 +196,9 @@ impl World<'_, '_> {
 
     /// Send a rank's request to the controller, if it has a connection.
     pub(super) fn ask_controller(&mut self, (job, rank): (usize, usize), request: ClientRequest) {
-        if let Some(conn) = self.jobs[job].ranks[rank].conn {
+        let member = &self.jobs[job].ranks[rank];
+        let may_ask = !member.takeover.is_pending || matches!(request, ClientRequest::Resume(_) | ClientRequest::Leave);
+        if let Some(conn) = member.conn.filter(|_| may_ask) {
             self.send_message(Message::FromRank(conn, request));
         }
     }

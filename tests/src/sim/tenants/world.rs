@@ -42,6 +42,8 @@ pub(super) enum Alarm {
     DialDevice(usize),
     /// A rank dials or continues, if it is time.
     Rank(usize, usize),
+    /// A rank dials the next controller.
+    Redial(usize, usize),
     /// A rank that does not read asks for a report, or reads again.
     Blocked(usize, usize),
     /// The controller checks its connections.
@@ -225,6 +227,7 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::ControllerUp => self.start_controller(),
             Alarm::DialDevice(device) => self.dial_device(device),
             Alarm::Rank(job, rank) => self.advance((job, rank))?,
+            Alarm::Redial(job, rank) => self.redial((job, rank)),
             Alarm::Blocked(job, rank) => self.stay_blocked((job, rank))?,
             Alarm::Sweep => {}
         }
