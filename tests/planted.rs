@@ -54,6 +54,7 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::NewestFirst
             | Bug::QuotaAfterBooking
             | Bug::OldReservationTrusted
+            | Bug::NumbersReused
             | Bug::MinorityResumed
             | Bug::ViewReused
             | Bug::StalledPeerKept
@@ -112,6 +113,7 @@ fn planted_controller_bugs_are_found() {
         (Bug::NewestFirst, "order of the queue"),
         (Bug::QuotaAfterBooking, "over a quota"),
         (Bug::OldReservationTrusted, "left behind"),
+        (Bug::NumbersReused, "group number reused"),
         (Bug::MinorityResumed, "minority"),
         (Bug::ViewReused, "view reused"),
         (Bug::StalledPeerKept, "stalled client"),

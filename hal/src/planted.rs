@@ -70,6 +70,8 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart, trusts the reservations of its previous incarnation.
     OldReservationTrusted,
+    /// Controller: numbers its groups as its predecessor did.
+    NumbersReused,
     /// Controller: resumes a job of its predecessor with half of its ranks or fewer.
     MinorityResumed,
     /// Controller: resumes a job in a view that its predecessor has used.
@@ -100,7 +102,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 42] = [
+    pub const ALL: [Self; 43] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -139,6 +141,7 @@ impl Bug {
         Self::NewestFirst,
         Self::QuotaAfterBooking,
         Self::OldReservationTrusted,
+        Self::NumbersReused,
         Self::MinorityResumed,
         Self::ViewReused,
         Self::StalledPeerKept,

@@ -194,6 +194,8 @@ marks! {
     MovedBack = "tenants: moved to the offered tree",
     /// The move does not happen after all.
     OfferDeclined = "tenants: offered tree not taken",
+    /// A controller starts while another one still runs.
+    TwoControllers = "tenants: two controllers",
     /// A rank's job continues with the next controller.
     TakenOver = "tenants: taken over",
     /// A rank comes back too late, or never.

@@ -19,6 +19,7 @@ use crate::controller::resources::Needs;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::{Epoch, GroupId, TreeId};
+use sumac_hal::planted;
 
 /// How much is kept of the reason for having no tree, in characters: it may list many excluded devices.
 const REASON_STORED_CHARS_MAX: usize = 1000;
@@ -65,7 +66,10 @@ impl NoTree {
 
 impl State {
     pub(super) fn next_ids(&mut self, name: &str) -> GroupIds {
-        let (group, epoch) = self.next_view.take();
+        let (mut group, epoch) = self.next_view.take();
+        if planted!(self, NumbersReused) {
+            group.0 %= 256;
+        }
         let job = self.jobs.get(name);
         // Views count from 0 and the epochs of their groups from 1. The epoch wraps after 65535 views, and still
         // differs from the previous one.

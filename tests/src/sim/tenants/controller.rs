@@ -38,7 +38,7 @@ impl Controller {
 
     /// Return whether it has, or had, this connection.
     pub(super) const fn owns(&self, conn: ConnId) -> bool {
-        conn.0 >> CONN_BITS == self.incarnation
+        incarnation_of(conn) == self.incarnation
     }
 
     /// A peer dials and says hello. Returns `None` if it is refused.
@@ -77,6 +77,11 @@ impl Controller {
             has_worked = true;
         }
     }
+}
+
+/// Return the incarnation of the controller that a connection leads to.
+pub(super) const fn incarnation_of(conn: ConnId) -> u64 {
+    conn.0 >> CONN_BITS
 }
 
 /// A peer that reads everything, or nothing.
@@ -141,6 +146,61 @@ impl World<'_, '_> {
         self.schedule(self.now + len, Alarm::ControllerUp);
     }
 
+    /// Another controller starts at the same address, while this one keeps running with the connections that it has. Some
+    /// of them end: those of half the devices, of all ranks of some jobs, and of some ranks of others.
+    pub(super) fn succeed_controller(&mut self, len: Duration) {
+        if self.older.is_some() || self.controller.is_none() {
+            return;
+        }
+        self.older = self.controller.take();
+        self.report.seen.note(Mark::TwoControllers);
+        self.watch.controller_gone();
+        self.start_controller();
+        self.devices.iter_mut().for_each(|device| device.disturbed = true);
+        for device in 0..self.devices.len() {
+            if self.draw.chance(500)
+                && let Some(conn) = self.devices[device].conn
+            {
+                self.cut(conn);
+            }
+        }
+        for job in 0..self.jobs.len() {
+            self.jobs[job].has_lost_controller = true;
+            match self.draw.below(3) {
+                0 => {}
+                1 => self.cut_ranks(job, 1000),
+                _ => {
+                    self.jobs[job].is_disturbed = true;
+                    self.cut_ranks(job, 500);
+                }
+            }
+        }
+        self.schedule(self.now + len, Alarm::OlderGone);
+    }
+
+    /// The connections of a job's ranks to the controller end, each with this chance.
+    fn cut_ranks(&mut self, job: usize, per_mille: u64) {
+        let cut: Vec<bool> = self.jobs[job].ranks.iter().map(|_| self.draw.chance(per_mille)).collect();
+        let conns: Vec<ConnId> =
+            self.jobs[job].ranks.iter().zip(&cut).filter_map(|(rank, cut)| rank.conn.filter(|_| *cut)).collect();
+        conns.into_iter().for_each(|conn| self.cut(conn));
+        if cut.iter().all(|cut| *cut) {
+            // Model: they detect it at once, instead of by a view change.
+            Calls::controller_lost(&self.jobs[job].ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
+        }
+    }
+
+    /// The older of two controllers ends.
+    pub(super) fn stop_older(&mut self) {
+        let Some(older) = self.older.take() else { return };
+        for job in &self.jobs {
+            if job.ranks.iter().any(|rank| rank.conn.is_some_and(|conn| older.owns(conn))) {
+                Calls::controller_lost(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
+            }
+        }
+        self.end_connections(&older);
+    }
+
     /// A controller is gone: its connections end, and what is in flight on them is lost.
     fn end_connections(&mut self, controller: &Controller) {
         let ended: Vec<(ConnId, Peer)> =
@@ -159,18 +219,24 @@ impl World<'_, '_> {
 
     /// The controller that has, or had, this connection.
     pub(super) fn controller_of(&mut self, conn: ConnId) -> Option<&mut Controller> {
-        self.controller.as_mut().filter(|controller| controller.owns(conn))
+        [&mut self.controller, &mut self.older].into_iter().flatten().find(|controller| controller.owns(conn))
     }
 
-    /// Let the controller do what is due, and send its output.
+    /// Let the controllers do what is due, and send their output.
     pub(super) fn serve(&mut self) -> Result<(), Violation> {
         let now = self.now;
-        let Some(controller) = &mut self.controller else { return Ok(()) };
-        self.watch.is_stale |= controller.work(now);
-        while let Some(conn) = self.controller.as_mut().and_then(|controller| controller.connections.poll_unflushed()) {
+        let (mut unflushed, mut closed) = (Vec::new(), Vec::new());
+        for controller in [&mut self.controller, &mut self.older].into_iter().flatten() {
+            self.watch.is_stale |= controller.work(now);
+            unflushed.extend(std::iter::from_fn(|| controller.connections.poll_unflushed()));
+        }
+        for conn in unflushed {
             self.flush(conn)?;
         }
-        while let Some(conn) = self.controller.as_mut().and_then(|controller| controller.connections.poll_closed()) {
+        for controller in [&mut self.controller, &mut self.older].into_iter().flatten() {
+            closed.extend(std::iter::from_fn(|| controller.connections.poll_closed()));
+        }
+        for conn in closed {
             if self.blocked.remove(&conn) {
                 self.report.seen.note(Mark::ClientShed);
             }
@@ -181,10 +247,14 @@ impl World<'_, '_> {
 
     /// Clients that do not read hold no more than their limit, and are disconnected in time.
     fn check_blocked(&mut self) -> Result<(), Violation> {
-        let (now, Some(controller)) = (self.now, &self.controller) else { return Ok(()) };
-        self.blocked.retain(|conn| controller.connections.waiting(*conn).0 > 0);
+        let (now, controllers) = (self.now, [&self.controller, &self.older]);
+        let waiting = |conn: ConnId| {
+            let controller = controllers.into_iter().flatten().find(|controller| controller.owns(conn));
+            controller.map_or((0, None), |controller| controller.connections.waiting(conn))
+        };
+        self.blocked.retain(|conn| waiting(*conn).0 > 0);
         for conn in &self.blocked {
-            let (bytes, since) = controller.connections.waiting(*conn);
+            let (bytes, since) = waiting(*conn);
             let found = |oracle, what| Err(Violation { oracle, what });
             if bytes > PEER_OUTPUT_BYTES {
                 return found("output limit", format!("{bytes} bytes wait for a client that does not read"));

@@ -102,6 +102,8 @@ pub enum Incident {
     Kill(usize, usize),
     /// A rank's connection to the controller ends.
     CutRank(usize, usize),
+    /// Another controller starts, and this one keeps running for a while with connections that it has.
+    Succeed(Duration),
     /// A rank does not read from its connection to the controller for a while; if true, it keeps asking for reports.
     Block(usize, usize, Duration, bool),
 }
@@ -128,6 +130,7 @@ impl Tenancy {
         let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
         let mut incidents = draw_incidents(&mut draw, devices, &jobs);
         draw_blocked(&mut Draw::new(weight(&[seed, 0x626c_6f63])), &jobs, &mut incidents);
+        draw_successor(&mut Draw::new(weight(&[seed, 0x7375_6363])), &jobs, &mut incidents);
         let faults = if draw.chance(500) { Faults::draw(&mut draw) } else { Faults::default() };
         Self {
             seed,
@@ -179,6 +182,7 @@ impl Tenancy {
             Incident::Die(_, len)
             | Incident::Stall(_, len)
             | Incident::Controller(len)
+            | Incident::Succeed(len)
             | Incident::Block(_, _, len, _) => *at + *len,
             _ => *at,
         };
@@ -335,6 +339,22 @@ fn draw_incidents(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Dur
     }
     incidents.sort_by_key(|(at, _)| *at);
     incidents
+}
+
+/// A second controller: none in most runs; in the others a rank may die while its job is taken over.
+fn draw_successor(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration, Incident)>) {
+    if !draw.chance(200) {
+        return;
+    }
+    let job = draw.below(jobs.len() as u64) as usize;
+    let at = jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(2_000_000));
+    let len = Duration::from_millis(draw.one_of(&[300, 3_000, 15_000]));
+    incidents.push((at, Incident::Succeed(len)));
+    if draw.chance(300) {
+        let rank = draw.below(jobs[job].world as u64) as usize;
+        incidents.push((at + Duration::from_micros(draw.below(1_000_000)), Incident::Kill(job, rank)));
+    }
+    incidents.sort_by_key(|(at, _)| *at);
 }
 
 /// Clients that do not read: none in most runs, and one or a few in the others.

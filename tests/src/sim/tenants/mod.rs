@@ -10,7 +10,7 @@
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
 //! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
 //! a while, refuse, or lose their connection; a controller that is away and loses its state, to which
-//! all ranks come back, or only some; ranks that die, lose the
+//! all ranks come back, or only some; a controller that still runs beside its successor; ranks that die, lose the
 //! controller, or do not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
 //! everything is healed, and every rank must end.
 //!
@@ -174,6 +174,7 @@ impl fmt::Display for Code {
             Incident::Die(device, len) => write!(f, "Die({device}, {})", ns(len)),
             Incident::Stall(device, len) => write!(f, "Stall({device}, {})", ns(len)),
             Incident::Block(job, rank, len, asks) => write!(f, "Block({job}, {rank}, {}, {asks})", ns(len)),
+            Incident::Succeed(len) => write!(f, "Succeed({})", ns(len)),
             Incident::Controller(len) => write!(f, "Controller({})", ns(len)),
             other => write!(f, "{other:?}"),
         }

@@ -3,6 +3,7 @@
 //! Resources held are derived from requests to devices and their replies; limits are those that were drawn.
 
 use super::TenantViolation as Violation;
+use super::controller::incarnation_of;
 use super::draw::Tenancy;
 use super::job::{End, Member, Phase};
 use super::world::World;
@@ -10,7 +11,7 @@ use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::controller::machine::ClaimRecord;
+use sumac::controller::machine::{ClaimRecord, ConnId};
 use sumac::controller::proto::{JobStatus, StatusReport, TreeMembership};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::GroupId;
@@ -32,6 +33,8 @@ pub(super) struct Watch {
     /// It has acted since the last check.
     pub(super) is_stale: bool,
     pub(super) hash: u64,
+    /// The connection on which each group was created first.
+    creators: BTreeMap<GroupId, ConnId>,
     /// Devices on which each group was created.
     created: BTreeSet<(GroupId, usize)>,
     jobs: BTreeMap<usize, ObservedJob>,
@@ -244,7 +247,8 @@ impl World<'_, '_> {
         for status in report.jobs.iter().filter(|status| status.running) {
             let job = index_in(&status.name, "job");
             let knows = |phase: &Phase| !matches!(phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
-            let reads = |rank: &Member| rank.conn.is_some() && rank.blocked_until <= self.now;
+            let is_here = |conn| self.controller.as_ref().is_some_and(|controller| controller.owns(conn));
+            let reads = |rank: &Member| rank.conn.is_some_and(is_here) && rank.blocked_until <= self.now;
             let ranks = self.jobs[job].ranks.iter().filter(|rank| reads(rank) && knows(&rank.phase));
             for rank in ranks {
                 if rank.queue != status.queue {
@@ -254,6 +258,15 @@ impl World<'_, '_> {
             }
         }
         Ok(())
+    }
+
+    /// No two controllers create a group of the same number: devices and ranks may still hold the other one's.
+    pub(super) fn check_creator(&mut self, group: GroupId, conn: ConnId) -> Result<(), Violation> {
+        let first = *self.watch.creators.entry(group).or_insert(conn);
+        if incarnation_of(first) == incarnation_of(conn) {
+            return Ok(());
+        }
+        Err(violation("group number reused", format!("{group} is created on {conn:?}, and was on {first:?}")))
     }
 
     /// Check the resources that a device reports.

@@ -38,6 +38,8 @@ pub(super) enum Alarm {
     /// A device executes requests that arrived while it was stalled.
     Answer(usize),
     ControllerUp,
+    /// The older of two controllers ends.
+    OlderGone,
     /// A device dials.
     DialDevice(usize),
     /// A rank dials or continues, if it is time.
@@ -54,6 +56,8 @@ pub(super) struct World<'t, 'm> {
     pub(super) plan: &'t Tenancy,
     pub(super) now: Instant,
     pub(super) controller: Option<Controller>,
+    /// One that still runs beside its successor.
+    pub(super) older: Option<Controller>,
     /// Number of starts of the controller.
     pub(super) incarnation: u64,
     #[cfg(feature = "planted")]
@@ -117,6 +121,7 @@ impl<'t, 'm> World<'t, 'm> {
             plan,
             now: Instant::ZERO,
             controller: None,
+            older: None,
             incarnation: 0,
             #[cfg(feature = "planted")]
             earlier: None,
@@ -198,8 +203,9 @@ impl<'t, 'm> World<'t, 'm> {
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
         let messages = self.messages.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
-        let controller = self.controller.as_ref().map(|controller| controller.machine.poll_timeout());
-        [alarms, messages, timers, controller, self.fabric.next_event()].into_iter().flatten().min()
+        let controllers = [&self.controller, &self.older].into_iter().flatten();
+        let controllers = controllers.map(|controller| controller.machine.poll_timeout()).min();
+        [alarms, messages, timers, controllers, self.fabric.next_event()].into_iter().flatten().min()
     }
 
     fn turn(&mut self, next: Instant) -> Result<(), Violation> {
@@ -225,6 +231,7 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::Boot(device) => self.boot(device),
             Alarm::Answer(device) => self.answer_backlog(device)?,
             Alarm::ControllerUp => self.start_controller(),
+            Alarm::OlderGone => self.stop_older(),
             Alarm::DialDevice(device) => self.dial_device(device),
             Alarm::Rank(job, rank) => self.advance((job, rank))?,
             Alarm::Redial(job, rank) => self.redial((job, rank)),
@@ -250,6 +257,7 @@ impl<'t, 'm> World<'t, 'm> {
                 }
             }
             Incident::Controller(len) => self.stop_controller(len),
+            Incident::Succeed(len) => self.succeed_controller(len),
             Incident::Block(job, rank, len, asks) => self.block((job, rank), len, asks)?,
             Incident::Kill(job, rank) => self.kill_rank((job, rank))?,
             Incident::CutRank(job, rank) => {
