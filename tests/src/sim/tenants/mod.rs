@@ -1,20 +1,20 @@
 //! Tenants: the controller's own decisions, jobs with rank sets of their own on shared devices, and trees that are lost
 //! and recovered.
 //!
-//! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices; endpoints;
-//! migration to offered trees ([`sumac::comm::harness`]); the chunks that a repair moves. Models: what a rank waits for
-//! (`calls`, `repair`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays there when the next
-//! controller offers one), message delivery (`wire`), and host collectives, which complete at once when all ranks have
-//! entered.
+//! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices;
+//! endpoints; migration to offered trees ([`sumac::comm::harness`]); the chunks that a repair moves. Models: what a
+//! rank waits for (`calls`, `repair`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays
+//! there when the next controller offers one), message delivery (`wire`), and host collectives, which complete at once
+//! when all ranks have entered.
 //!
 //! Drawn: 1 to 64 devices on a fabric of 1 to 4 levels, or without one; their groups, children, slots and memory; up to
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
 //! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
 //! a while, refuse, or lose their connection; a controller that is away and loses its state, to which all ranks come
-//! back, or only some; a controller that still runs beside its successor; ranks that die, lose the controller, or do not
-//! read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
-//! everything is healed, and every rank must end.
+//! back, or only some; a controller that still runs beside its successor; ranks that die, lose the controller, or do
+//! not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At
+//! the end everything is healed, and every rank must end.
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
 //! equal needs the one that has waited longest is served first, and none is skipped more than eight times; every rank
