@@ -1,5 +1,5 @@
-//! The controller as a sans-I/O state machine: messages, ends of connections and the time go in; messages, deadlines and
-//! jobs come out.
+//! The controller as a sans-I/O state machine: messages, ends of connections and the time go in; messages, deadlines
+//! and jobs come out.
 //!
 //! ```text
 //!   connect_device, connect_client, handle_response,        +---------+  poll_transmit --> messages, closes

@@ -1,7 +1,7 @@
 //! The devices and jobs of a controller: every decision about them, one module per subject.
 //!
-//! Nothing here waits, and nothing reads a clock. Messages are queued in [`Outputs`]; requests to devices whose responses
-//! decide something are an exchange ([`Links`]) with a [`Purpose`], which [`State::proceed`] takes up again.
+//! Nothing here waits, and nothing reads a clock. Messages are queued in [`Outputs`]; requests to devices whose
+//! responses decide something are an exchange ([`Links`]) with a [`Purpose`], which [`State::proceed`] takes up again.
 //! Plans are made outside ([`State::next_plan`]).
 
 mod check;

@@ -1,5 +1,5 @@
-//! Connections: what peers send is decoded and handed to the [`Machine`], what it sends is queued for them; nothing here
-//! reads, writes or waits (the thread that does is [`serve`]).
+//! Connections: what peers send is decoded and handed to the [`Machine`], what it sends is queued for them; nothing
+//! here reads, writes or waits (the thread that does is [`serve`]).
 //!
 //! A peer that sends no handshake, leaves a message incomplete, does not read or sends malformed data is disconnected.
 //! [`Limits`] bounds what each peer and all peers together may hold.
@@ -121,8 +121,8 @@ impl Connections {
         self.end(id, why);
     }
 
-    /// Report ended connections to the machine, let it handle its deadlines, and queue what it sends. Call it after each
-    /// batch of input, and when the machine is due.
+    /// Report ended connections to the machine, let it handle its deadlines, and queue what it sends. Call it after
+    /// each batch of input, and when the machine is due.
     pub fn settle(&mut self, machine: &mut Machine, now: Instant) {
         loop {
             if !self.ended.is_empty() {

@@ -1,5 +1,5 @@
-//! The thread that moves bytes between sockets and [`Connections`]. It never blocks on a peer, and holds the lock on the
-//! machine only while messages are handled, never while it reads or writes.
+//! The thread that moves bytes between sockets and [`Connections`]. It never blocks on a peer, and holds the lock on
+//! the machine only while messages are handled, never while it reads or writes.
 
 use super::{CloseReason, Connections, SWEEP_INTERVAL};
 use crate::controller::Shared;
