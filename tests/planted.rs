@@ -48,7 +48,18 @@ fn tenancy(bug: Bug, seed: u64) -> Tenancy {
 
 /// Return whether the bug is in the controller's decisions, which only scenarios of tenants run.
 const fn is_of_tenants(bug: Bug) -> bool {
-    matches!(bug, Bug::ReservationKept | Bug::NewestFirst | Bug::QuotaAfterBooking | Bug::OldReservationTrusted)
+    matches!(
+        bug,
+        Bug::ReservationKept
+            | Bug::NewestFirst
+            | Bug::QuotaAfterBooking
+            | Bug::OldReservationTrusted
+            | Bug::NumbersReused
+            | Bug::MinorityResumed
+            | Bug::ViewReused
+            | Bug::StalledPeerKept
+            | Bug::OutputUnbounded
+    )
 }
 
 /// A bug that was found: the seed, the scenario, the oracle, and the number of link faults that reproduce it.
@@ -102,6 +113,11 @@ fn planted_controller_bugs_are_found() {
         (Bug::NewestFirst, "order of the queue"),
         (Bug::QuotaAfterBooking, "over a quota"),
         (Bug::OldReservationTrusted, "left behind"),
+        (Bug::NumbersReused, "group number reused"),
+        (Bug::MinorityResumed, "minority"),
+        (Bug::ViewReused, "view reused"),
+        (Bug::StalledPeerKept, "stalled client"),
+        (Bug::OutputUnbounded, "output limit"),
     ];
     for (bug, oracle) in oracles {
         let found = look_for(bug, 300).unwrap_or_else(|| panic!("{bug:?} is not found"));

@@ -70,6 +70,16 @@ pub enum Bug {
     QuotaAfterBooking,
     /// Controller: after a restart, trusts the reservations of its previous incarnation.
     OldReservationTrusted,
+    /// Controller: numbers its groups as its predecessor did.
+    NumbersReused,
+    /// Controller: resumes a job of its predecessor with half of its ranks or fewer.
+    MinorityResumed,
+    /// Controller: resumes a job in a view that its predecessor has used.
+    ViewReused,
+    /// Controller: never disconnects a client that does not read, unless its queue is full.
+    StalledPeerKept,
+    /// Controller: queues any number of messages for a client that does not read.
+    OutputUnbounded,
     /// Node: writes a result to ranks before its redo record is published.
     WrittenBeforePublished,
     /// Node: after a failed chain, pulls contributions again even if the redo record is published.
@@ -92,7 +102,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 38] = [
+    pub const ALL: [Self; 43] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -131,6 +141,11 @@ impl Bug {
         Self::NewestFirst,
         Self::QuotaAfterBooking,
         Self::OldReservationTrusted,
+        Self::NumbersReused,
+        Self::MinorityResumed,
+        Self::ViewReused,
+        Self::StalledPeerKept,
+        Self::OutputUnbounded,
     ];
 
     /// The bugs that only zero-copy children can reveal.

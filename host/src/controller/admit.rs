@@ -1,18 +1,13 @@
 //! Admission: plans a tree for a job's ranks and reserves a group on each of its devices, all or none.
 //!
 //! [`draft`] sends nothing: it plans with what the ledger has available. Its result is claimed in the ledger and then
-//! [`Placement::reserve`]d on the devices, which waits for their responses.
+//! reserved on the devices with [`Placement::reservation`].
 
 mod attach;
-mod reserve;
 mod size;
 
-pub(super) use reserve::ReservationFailure;
-#[cfg(feature = "snapshot")]
-pub(super) use reserve::{PendingReservation, RolledBack};
-
 use super::ControllerConfig;
-use super::device::{DeviceSession, PendingReply};
+use super::device::Device;
 use super::entropy::Entropy;
 use super::proto::{JoinRequest, TreeMembership};
 use super::resources::{Claim, Needs, ResourceLedger, Resources};
@@ -34,7 +29,7 @@ use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
 /// One node of a placed tree.
 #[derive(Debug)]
 pub(super) struct PlacedNode {
-    pub(super) device: Arc<DeviceSession>,
+    pub(super) device: Arc<Device>,
     secret: GroupSecret,
     /// The multicast address to which it sends results to all its children.
     shared: Option<Addr>,
@@ -78,11 +73,11 @@ pub(super) struct Placement {
     slots: u16,
     chunk_len_bytes: u16,
     #[cfg(feature = "planted")]
-    bug: Option<sumac_hal::planted::Bug>,
+    pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
 
 /// Devices by name.
-pub(super) type Devices = BTreeMap<String, Arc<DeviceSession>>;
+pub(super) type Devices = BTreeMap<String, Arc<Device>>;
 
 /// The identifiers of a new group, and the source of its secrets.
 #[derive(Debug, Clone, Copy)]
@@ -214,7 +209,7 @@ fn shard_of(devices: &Devices) -> Result<Shard, String> {
 }
 
 /// The maximum number of children of a group on a device, capped whatever the device announces.
-fn children_max(device: &DeviceSession) -> usize {
+fn children_max(device: &Device) -> usize {
     usize::from(device.announce.capabilities.children).min(MAX_CHILDREN)
 }
 
@@ -462,15 +457,19 @@ impl Placement {
         nodes
     }
 
-    /// Tell a device to release the group and its tree. If the request cannot be sent, the device has restarted or the
-    /// lease will expire. Returns the last request.
-    pub(super) fn release_on(&self, device: &DeviceSession) -> Option<PendingReply> {
-        let mut requests = [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)].into_iter();
-        let asked = requests.try_fold(None, |_, request| device.post(request).map(Some));
-        asked.unwrap_or_else(|error| {
-            tracing::debug!(device = device.name(), group = %self.group, %error, "not released; its lease will expire");
-            None
-        })
+    /// The requests that reserve the tree and its group, two for each node, root first.
+    pub(super) fn reservation(&self, config: &ControllerConfig, order: Order) -> Vec<(Arc<Device>, Request)> {
+        let of_node = |(index, node): (usize, &PlacedNode)| {
+            let install = Request::InstallTree(self.tree_config(index));
+            [install, Request::CreateGroup(self.group_config(config, order, node))]
+                .map(|request| (Arc::clone(&node.device), request))
+        };
+        self.nodes.iter().enumerate().flat_map(of_node).collect()
+    }
+
+    /// The requests that release the group and its tree on a device.
+    pub(super) const fn release_requests(&self) -> [Request; 2] {
+        [Request::ReleaseGroup(self.group), Request::RemoveTree(self.tree)]
     }
 }
 

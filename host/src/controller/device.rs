@@ -1,17 +1,17 @@
-//! A connected device: outgoing requests, matched to responses by number.
+//! Requests to devices, matched to responses by number.
 //!
-//! A device executes requests in the order in which they were posted. Several can be posted before waiting for the
-//! first response, and what a posted release frees can be reserved again at once. Posting never blocks: requests are
-//! queued, and a device that stops reading or responding is disconnected.
+//! A device executes requests in the order in which they are sent. Requests whose responses are awaited together are an
+//! [`Exchange`]: it ends when all responses have arrived, or at its deadline. Several exchanges may be in flight, and
+//! what a released group frees can be reserved again before its release is confirmed. A device that leaves too many
+//! requests unanswered is disconnected.
 
-use super::outbox::{Frames, MessageSink};
+use super::output::{ConnId, Outputs};
 use super::resources::{DeviceKey, Resources};
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
 use sumac_hal::ctrl::{Announce, Envelope, Refusal, Request, Response, Stats};
+use sumac_hal::time::Instant;
 use thiserror::Error;
 
 /// Why a request to a device failed.
@@ -29,42 +29,14 @@ pub(super) enum DeviceError {
     UnexpectedResponse,
 }
 
-/// A connected device.
+/// A connected device. A device that reconnects is another one.
 #[derive(Debug)]
-pub(super) struct DeviceSession {
+pub(super) struct Device {
+    pub(super) conn: ConnId,
     pub(super) announce: Announce,
-    calls: Mutex<Calls>,
-    /// A request timed out, and nothing has been received since.
-    is_unresponsive: AtomicBool,
 }
 
-/// A posted request whose response is outstanding.
-#[derive(Debug)]
-pub(super) struct PendingReply {
-    id: u32,
-    reply: Receiver<Response>,
-}
-
-#[derive(Debug)]
-struct Calls {
-    sink: Box<dyn MessageSink>,
-    next_id: u32,
-    waiting: BTreeMap<u32, Sender<Response>>,
-    /// The first request for counters that timed out, until its response arrives.
-    overdue_stats: Option<u32>,
-    /// The request of [`DeviceSession::probe`] that counts, and when it was posted.
-    probe: Option<(u32, Instant)>,
-    is_closed: bool,
-}
-
-impl DeviceSession {
-    /// Create a session that sends requests to `sink`.
-    pub(super) fn new(announce: Announce, sink: Box<dyn MessageSink>) -> Self {
-        let calls =
-            Calls { sink, next_id: 0, waiting: BTreeMap::new(), overdue_stats: None, probe: None, is_closed: false };
-        Self { announce, calls: Mutex::new(calls), is_unresponsive: AtomicBool::new(false) }
-    }
-
+impl Device {
     /// The device's name and incarnation.
     pub(super) fn key(&self) -> DeviceKey {
         DeviceKey { name: self.name().to_owned(), boot_id: self.announce.boot_id }
@@ -81,152 +53,260 @@ impl DeviceSession {
         }
     }
 
-    /// Whether the device is connected and its last request did not time out.
-    pub(super) fn is_responsive(&self) -> bool {
-        !self.is_unresponsive.load(Ordering::Acquire) && !self.lock().is_closed
-    }
-
     pub(super) fn name(&self) -> &str {
         self.announce.name.as_str()
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Calls> {
-        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
+/// The response to a request that was awaited.
+pub(super) type Reply = Result<Response, DeviceError>;
+
+/// Expect the response to a request that is answered with `Done` or a refusal.
+pub(super) fn expect_done(reply: Reply) -> Result<(), DeviceError> {
+    match reply? {
+        Response::Done => Ok(()),
+        _ => Err(DeviceError::UnexpectedResponse),
     }
+}
 
-    /// Confirm the registration. The response repeats the announcement and is ignored.
-    pub(super) fn welcome(&self) {
-        if let Ok(frames) = Frames::of(&Envelope { id: u32::MAX, message: Request::Identify }) {
-            self.lock().sink.put(&[frames]);
+/// Expect the response to [`Request::Stats`].
+pub(super) fn expect_stats(reply: Reply) -> Result<Stats, DeviceError> {
+    match reply? {
+        Response::Stats(stats) => Ok(stats),
+        _ => Err(DeviceError::UnexpectedResponse),
+    }
+}
+
+/// What a missing response says about its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Patience {
+    /// The device is unresponsive, and no job is placed on it until it responds.
+    Normal,
+    /// The deadline is short: the device only owes its counters.
+    Report,
+}
+
+/// The connection to a device.
+#[derive(Debug)]
+struct Link {
+    device: Arc<Device>,
+    next_id: u32,
+    /// Unanswered requests, and the exchange and position that each belongs to.
+    waiting: BTreeMap<u32, Option<(u64, usize)>>,
+    /// A request timed out, and nothing has been received since.
+    is_unresponsive: bool,
+    /// The first request for counters that timed out, until its response arrives.
+    overdue_stats: Option<u32>,
+    /// The request of [`Links::probe`] that counts, and when it was posted.
+    probe: Option<(u32, Instant)>,
+    /// The device was disconnected.
+    is_closed: bool,
+}
+
+/// Requests whose responses are awaited together.
+#[derive(Debug)]
+struct Exchange<P> {
+    purpose: P,
+    patience: Patience,
+    due: Instant,
+    /// The devices, and the numbers of the requests.
+    asked: Vec<(Arc<Device>, u32)>,
+    replies: Vec<Option<Reply>>,
+    missing: usize,
+}
+
+/// The connections to all devices, and the exchanges in flight. `P` says what an exchange is for.
+#[derive(Debug)]
+pub(super) struct Links<P> {
+    links: BTreeMap<ConnId, Link>,
+    exchanges: BTreeMap<u64, Exchange<P>>,
+    next_exchange: u64,
+    /// Exchanges that have all their responses.
+    finished: VecDeque<u64>,
+    deadlines: BTreeSet<(Instant, u64)>,
+}
+
+impl<P> Default for Links<P> {
+    fn default() -> Self {
+        Self {
+            links: BTreeMap::new(),
+            exchanges: BTreeMap::new(),
+            next_exchange: 0,
+            finished: VecDeque::new(),
+            deadlines: BTreeSet::new(),
         }
     }
+}
 
-    /// Hand a response to its waiter.
-    pub(super) fn handle_response(&self, response: Envelope<Response>) {
-        self.is_unresponsive.store(false, Ordering::Release);
-        let mut calls = self.lock();
-        calls.overdue_stats = calls.overdue_stats.filter(|late| *late != response.id);
-        if let Some(waiter) = calls.waiting.remove(&response.id) {
-            // The waiter may have given up.
-            let _ = waiter.send(response.message);
-        }
+impl<P> Links<P> {
+    /// Add a device, and confirm its registration. The response repeats the announcement and is ignored.
+    pub(super) fn add(&mut self, output: &mut Outputs, device: &Arc<Device>) {
+        output.request(device.conn, &Envelope { id: u32::MAX, message: Request::Identify });
+        let link = Link {
+            device: Arc::clone(device),
+            next_id: 0,
+            waiting: BTreeMap::new(),
+            is_unresponsive: false,
+            overdue_stats: None,
+            probe: None,
+            is_closed: false,
+        };
+        self.links.insert(device.conn, link);
     }
 
-    /// Fail all outstanding requests: the connection has ended.
-    pub(super) fn mark_closed(&self) {
-        let mut calls = self.lock();
-        calls.is_closed = true;
-        calls.waiting.clear();
+    /// A connection has ended: its outstanding requests fail.
+    pub(super) fn remove(&mut self, conn: ConnId) -> Option<Arc<Device>> {
+        let link = self.links.remove(&conn)?;
+        link.waiting.into_values().flatten().for_each(|place| self.record(place, Err(DeviceError::Unreachable)));
+        Some(link.device)
     }
 
-    /// Close the connection. The device will reconnect.
-    pub(super) fn disconnect(&self) {
-        self.lock().sink.disconnect();
+    /// Whether the device is connected and its last request did not time out.
+    pub(super) fn is_responsive(&self, device: &Device) -> bool {
+        self.links.get(&device.conn).is_some_and(|link| !link.is_unresponsive && !link.is_closed)
     }
 
-    /// Whether the response has arrived, or never will.
-    #[cfg(feature = "snapshot")]
-    pub(super) fn is_answered(&self, asked: &PendingReply) -> bool {
-        !self.lock().waiting.contains_key(&asked.id)
+    /// Whether a request for counters timed out and is still unanswered. Reports do not query the device meanwhile.
+    pub(super) fn has_overdue_stats(&self, device: &Device) -> bool {
+        self.links.get(&device.conn).is_some_and(|link| link.overdue_stats.is_some())
     }
 
-    /// Post a request. Wait for its response with [`DeviceSession::wait_done`] or [`DeviceSession::wait_stats`], or
-    /// drop it.
-    pub(super) fn post(&self, message: Request) -> Result<PendingReply, DeviceError> {
-        let (sender, receiver) = channel();
-        let mut calls = self.lock();
-        if calls.is_closed {
-            return Err(DeviceError::Unreachable);
-        }
-        let id = calls.next_id;
-        calls.next_id = id.wrapping_add(1) % u32::MAX;
-        calls.waiting.insert(id, sender);
-        // Each round of renewals posts one request per group.
-        let most = UNANSWERED_MAX + 4 * usize::from(self.announce.capabilities.groups).min(UNANSWERED_GROUPS_MAX);
-        let is_queued = || Frames::of(&Envelope { id, message }).is_ok_and(|frames| calls.sink.put(&[frames]));
-        if calls.waiting.len() > most || !is_queued() {
-            calls.is_closed = true;
-            calls.sink.disconnect();
-            return Err(DeviceError::Unreachable);
-        }
-        Ok(PendingReply { id, reply: receiver })
+    /// Send a request whose response nobody waits for.
+    pub(super) fn post(&mut self, output: &mut Outputs, device: &Device, request: Request) -> Result<(), DeviceError> {
+        self.send(output, device, request, None).map(drop)
     }
 
     /// Find out whether the device is alive: return whether it has answered an earlier probe, if that was a moment ago,
     /// and post another one. Posting also ends the connection of a machine that was reset.
-    pub(super) fn probe(&self, now: Instant) -> bool {
+    pub(super) fn probe(&mut self, output: &mut Outputs, device: &Device, now: Instant) -> bool {
         // The response is ignored. Too many missing responses also end the connection.
-        let posted = self.post(Request::Identify);
-        let mut calls = self.lock();
-        let (is_pending, is_alive) = calls.probe.map_or((false, false), |(id, at)| {
-            let is_pending = calls.waiting.contains_key(&id);
-            (is_pending, !is_pending && now.saturating_duration_since(at) < PROBE_VALIDITY)
+        let posted = self.send(output, device, Request::Identify, None);
+        let Some(link) = self.links.get_mut(&device.conn) else { return false };
+        let (is_pending, is_alive) = link.probe.map_or((false, false), |(id, at)| {
+            let is_pending = link.waiting.contains_key(&id);
+            (is_pending, !is_pending && now - at < PROBE_VALIDITY)
         });
         // Frequent probes must not replace one that the device has yet to answer.
-        if let (false, Ok(asked)) = (is_pending, posted) {
-            calls.probe = Some((asked.id, now));
+        if let (false, Ok(id)) = (is_pending, posted) {
+            link.probe = Some((id, now));
         }
         is_alive
     }
 
-    fn reply(&self, asked: &PendingReply, deadline: Instant) -> Result<Response, DeviceError> {
-        let reply = self.recv(asked, deadline);
-        if matches!(reply, Err(DeviceError::Unreachable)) {
-            self.is_unresponsive.store(true, Ordering::Release);
+    fn send(
+        &mut self,
+        output: &mut Outputs,
+        device: &Device,
+        request: Request,
+        place: Option<(u64, usize)>,
+    ) -> Result<u32, DeviceError> {
+        let link = self.links.get_mut(&device.conn).filter(|link| !link.is_closed);
+        let link = link.ok_or(DeviceError::Unreachable)?;
+        let id = link.next_id;
+        link.next_id = id.wrapping_add(1) % u32::MAX;
+        // Each round of renewals posts one request per group.
+        let groups = usize::from(device.announce.capabilities.groups).min(UNANSWERED_GROUPS_MAX);
+        if link.waiting.len() >= UNANSWERED_MAX + 4 * groups
+            || !output.request(device.conn, &Envelope { id, message: request })
+        {
+            link.is_closed = true;
+            output.close(device.conn);
+            return Err(DeviceError::Unreachable);
         }
-        reply
+        link.waiting.insert(id, place);
+        Ok(id)
     }
 
-    fn recv(&self, asked: &PendingReply, deadline: Instant) -> Result<Response, DeviceError> {
-        match asked.reply.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Response::Refused(refusal)) => Err(refusal.into()),
-            Ok(response) => Ok(response),
-            Err(_) => Err(DeviceError::Unreachable),
+    /// Send requests whose responses are awaited together, until `due` at most. [`Links::poll_finished`] returns them.
+    pub(super) fn exchange(
+        &mut self,
+        output: &mut Outputs,
+        (purpose, patience, due): (P, Patience, Instant),
+        requests: impl IntoIterator<Item = (Arc<Device>, Request)>,
+    ) {
+        let exchange = self.next_exchange;
+        self.next_exchange += 1;
+        let (mut asked, mut replies) = (Vec::new(), Vec::new());
+        for (index, (device, request)) in requests.into_iter().enumerate() {
+            let sent = self.send(output, &device, request, Some((exchange, index)));
+            asked.push((device, *sent.as_ref().unwrap_or(&0)));
+            replies.push(sent.err().map(Err));
+        }
+        let missing = replies.iter().filter(|reply| reply.is_none()).count();
+        self.exchanges.insert(exchange, Exchange { purpose, patience, due, asked, replies, missing });
+        match missing {
+            0 => self.finished.push_back(exchange),
+            _ => _ = self.deadlines.insert((due, exchange)),
         }
     }
 
-    /// Wait for the response to a request that is answered with `Done` or a refusal.
-    pub(super) fn wait_done(&self, asked: &PendingReply, deadline: Instant) -> Result<(), DeviceError> {
-        match self.reply(asked, deadline)? {
-            Response::Done => Ok(()),
-            _ => Err(DeviceError::UnexpectedResponse),
+    /// Handle a response. Returns false if there is no such device.
+    pub(super) fn handle_response(&mut self, conn: ConnId, Envelope { id, message }: Envelope<Response>) -> bool {
+        let Some(link) = self.links.get_mut(&conn) else { return false };
+        link.is_unresponsive = false;
+        link.overdue_stats = link.overdue_stats.filter(|late| *late != id);
+        if let Some(Some(place)) = link.waiting.remove(&id) {
+            let reply = match message {
+                Response::Refused(refusal) => Err(refusal.into()),
+                response => Ok(response),
+            };
+            self.record(place, reply);
         }
+        true
     }
 
-    /// Wait for the response to [`Request::Stats`].
-    pub(super) fn wait_stats(&self, asked: &PendingReply, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.reply(asked, deadline)? {
-            Response::Stats(stats) => Ok(stats),
-            _ => Err(DeviceError::UnexpectedResponse),
-        }
-    }
-
-    /// Wait for the response to [`Request::Stats`] with a report's shorter deadline. A timeout does not mark the device
-    /// as unresponsive.
-    pub(super) fn wait_report_stats(&self, asked: &PendingReply, deadline: Instant) -> Result<Stats, DeviceError> {
-        match self.recv(asked, deadline) {
-            Ok(Response::Stats(stats)) => Ok(stats),
-            Ok(_) => Err(DeviceError::UnexpectedResponse),
-            Err(error) => {
-                let mut calls = self.lock();
-                // The response may have arrived since.
-                if matches!(error, DeviceError::Unreachable) && calls.waiting.contains_key(&asked.id) {
-                    calls.overdue_stats.get_or_insert(asked.id);
-                }
-                Err(error)
+    fn record(&mut self, (number, index): (u64, usize), reply: Reply) {
+        // The exchange may have ended at its deadline.
+        let Some(exchange) = self.exchanges.get_mut(&number) else { return };
+        if exchange.replies[index].replace(reply).is_none() {
+            exchange.missing -= 1;
+            if exchange.missing == 0 {
+                self.deadlines.remove(&(exchange.due, number));
+                self.finished.push_back(number);
             }
         }
     }
 
-    /// Whether a request for counters timed out and is still unanswered. Reports do not query the device meanwhile.
-    pub(super) fn has_overdue_stats(&self) -> bool {
-        self.lock().overdue_stats.is_some()
+    /// End exchanges whose deadline has passed: missing responses count as [`DeviceError::Unreachable`].
+    pub(super) fn expire(&mut self, now: Instant) {
+        while self.deadlines.first().is_some_and(|(due, _)| *due <= now) {
+            self.finished.extend(self.deadlines.pop_first().map(|(_, number)| number));
+        }
     }
-}
 
-/// The deadline for the response to a request that is posted now.
-pub(super) fn reply_deadline() -> Instant {
-    Instant::now() + REPLY_TIMEOUT
+    /// When the next exchange ends at the latest.
+    pub(super) fn next_due(&self) -> Option<Instant> {
+        self.deadlines.first().map(|(due, _)| *due)
+    }
+
+    /// Whether an exchange has ended.
+    pub(super) fn has_finished(&self) -> bool {
+        !self.finished.is_empty()
+    }
+
+    /// The purposes of all exchanges in flight.
+    #[cfg(any(test, feature = "snapshot"))]
+    pub(super) fn purposes(&self) -> impl Iterator<Item = &P> {
+        self.exchanges.values().map(|exchange| &exchange.purpose)
+    }
+
+    /// Take an exchange that has ended, with one reply per request.
+    pub(super) fn poll_finished(&mut self) -> Option<(P, Vec<Reply>)> {
+        let Exchange { purpose, patience, asked, replies, .. } = self.exchanges.remove(&self.finished.pop_front()?)?;
+        let replies = asked.into_iter().zip(replies).map(|((device, id), reply)| {
+            if matches!(reply, None | Some(Err(DeviceError::Unreachable)))
+                && let Some(link) = self.links.get_mut(&device.conn)
+            {
+                match patience {
+                    Patience::Normal => link.is_unresponsive = true,
+                    Patience::Report => _ = link.overdue_stats.get_or_insert(id),
+                }
+            }
+            reply.unwrap_or(Err(DeviceError::Unreachable))
+        });
+        let replies = replies.collect();
+        Some((purpose, replies))
+    }
 }
 
 /// How long an answered probe proves that a device is alive. Devices dial twice a second.

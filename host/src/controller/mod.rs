@@ -22,10 +22,13 @@
 //! the group down on every device (`state::lease`).
 //!
 //! The controller is control plane only: no packet of an operation passes through it, and running operations do not
-//! depend on it. One thread serves all connections (`connections`), one plans (`state::planning`), one makes reports.
-//! They share the state behind one lock; nobody sends, plans or waits while holding it. A controller that is restarted
-//! at the same address learns about running jobs from their ranks, which authenticate with a secret from its
-//! predecessor (`state::resume`).
+//! depend on it. It is a sans-I/O state machine ([`machine`]) behind one lock. One thread moves bytes between it and the
+//! sockets (`connections`), one makes plans, one encodes reports; nobody reads, writes, plans or waits while holding the
+//! lock. A controller that is restarted at the same address learns about running jobs from their ranks, which
+//! authenticate with a secret from its predecessor (`state::resume`).
+//!
+//! What belongs here: how a controller decides, and how it is reached. What a rank does with its answers is in
+//! [`comm`](crate::comm).
 //!
 //! It listens on loopback only, because the control protocol is not authenticated yet (PROTOCOL 10).
 
@@ -34,11 +37,12 @@ mod admit;
 mod connections;
 mod device;
 mod entropy;
-#[cfg(feature = "snapshot")]
-pub mod harness;
 pub mod limits;
+#[doc(hidden)]
+pub mod machine;
 mod notifier;
 mod outbox;
+mod output;
 pub mod proto;
 mod queue;
 mod resources;
@@ -56,17 +60,15 @@ pub use session::{ClientError, Notice, Session, status};
 
 use crate::select::CostTable;
 use crate::topo::Fabric;
-use connections::Connections;
-use device::{DeviceSession, reply_deadline};
+use connections::serve::Server;
 use entropy::Entropy;
-use limits::REPLY_LEN_MAX;
-use notifier::ConnectionNotifier;
-use state::{Client, Draft, State};
+use machine::Machine;
+use notifier::Notifier;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
+use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
 
@@ -183,51 +185,27 @@ pub struct Controller {
     pid: u32,
 }
 
-/// State shared by the controller's threads.
+/// What the controller's threads share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    config: ControllerConfig,
-    state: Mutex<State>,
-    /// No new work is started.
-    stopping: AtomicBool,
-    /// All groups are released; connections may close.
-    ended: AtomicBool,
-    /// Wakes the renewal thread when the controller stops.
-    stopped: Condvar,
-    /// Wakes the planner and the reservation thread.
-    wake: Arc<Condvar>,
+    config: Arc<ControllerConfig>,
+    machine: Mutex<Machine>,
+    /// The zero of the machine's time.
+    began: std::time::Instant,
+    /// Wakes the threads that make plans and encode reports.
+    work: Condvar,
     /// Wakes the connection thread.
-    notifier: Arc<ConnectionNotifier>,
-    /// Running reservation threads.
-    placing: AtomicUsize,
-    /// Clients waiting for a report.
-    reports: Mutex<Vec<Arc<Client>>>,
-    /// Wakes the report thread.
-    report: Condvar,
+    notifier: Notifier,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Machine> {
         // A panic under the lock is a bug, but the state stays consistent: each change is one insertion or removal.
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.now = Instant::now();
-        state
+        self.machine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn stopping(&self) -> bool {
-        self.stopping.load(Ordering::Acquire)
-    }
-
-    fn has_ended(&self) -> bool {
-        self.ended.load(Ordering::Acquire)
-    }
-
-    /// Queue clients for the next report.
-    fn queue_reports(&self, clients: &mut Vec<Arc<Client>>) {
-        if !clients.is_empty() {
-            self.reports.lock().unwrap_or_else(PoisonError::into_inner).append(clients);
-            self.report.notify_all();
-        }
+    fn now(&self) -> Instant {
+        Instant::ZERO + self.began.elapsed()
     }
 }
 
@@ -241,31 +219,25 @@ impl Controller {
         let listen = |source| ControllerError::Listen { addr: config.listen, source };
         let listener = TcpListener::bind(config.listen).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
-        let wake = Arc::new(Condvar::new());
         let started_ms = config.started_ms.unwrap_or_else(now_ms);
+        let config = Arc::new(config);
+        let machine = Machine::new(Arc::clone(&config), started_ms, Entropy::System, Instant::ZERO)?;
         let shared = Arc::new(Shared {
-            state: Mutex::new(State::new(&config, started_ms, Entropy::System, Arc::clone(&wake))),
             config,
-            stopping: AtomicBool::new(false),
-            ended: AtomicBool::new(false),
-            stopped: Condvar::new(),
-            wake,
-            notifier: Arc::new(ConnectionNotifier::new().map_err(ControllerError::Thread)?),
-            placing: AtomicUsize::new(0),
-            reports: Mutex::default(),
-            report: Condvar::new(),
+            machine: Mutex::new(machine),
+            began: std::time::Instant::now(),
+            work: Condvar::new(),
+            notifier: Notifier::new().map_err(ControllerError::Thread)?,
         });
         let pid = std::process::id();
         let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid };
-        let connections = Connections::new(Arc::clone(&shared), listener).map_err(ControllerError::Thread)?;
-        let [queue, planned, reported] = [(); 3].map(|()| Arc::clone(&shared));
-        controller.spawn("connections", move || connections.run())?;
-        controller.spawn("queue", move || run_reservations(&queue))?;
+        let server = Server::new(Arc::clone(&shared), listener).map_err(ControllerError::Thread)?;
+        let reported = Arc::clone(&shared);
+        controller.spawn("connections", move || server.run())?;
         controller.spawn("report", move || run_reports(&reported))?;
-        controller.spawn("renew", move || run_renewals(&shared))?;
         // Not joined at shutdown: a plan may take long.
         let planner = std::thread::Builder::new().name("plan".into());
-        planner.spawn(move || run_planner(&planned)).map_err(ControllerError::Thread)?;
+        planner.spawn(move || run_planner(&shared)).map_err(ControllerError::Thread)?;
         Ok(controller)
     }
 
@@ -295,25 +267,10 @@ impl Drop for Controller {
             // The threads exist only in the parent of a fork.
             return self.threads.drain(..).for_each(std::mem::forget);
         }
-        let released = {
-            let mut state = self.shared.lock();
-            self.shared.stopping.store(true, Ordering::Release);
-            self.shared.stopped.notify_all();
-            self.shared.wake.notify_all();
-            state.release_all()
-        };
-        // Taking the lock ensures that the report thread has either seen `stopping` or is waiting for this
-        // notification.
-        drop(self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner));
-        self.shared.report.notify_all();
-        let due = reply_deadline();
-        for (device, asked) in released {
-            if let Err(error) = device.wait_done(&asked, due) {
-                tracing::debug!(device = device.name(), %error, "group not released; its lease expires instead");
-            }
-        }
-        self.shared.lock().devices.values().for_each(|device| device.disconnect());
-        self.shared.ended.store(true, Ordering::Release);
+        let mut machine = self.shared.lock();
+        machine.stop(self.shared.now());
+        drop(machine);
+        self.shared.work.notify_all();
         self.shared.notifier.wake();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
@@ -344,108 +301,38 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
 }
 
-/// Reserve a drafted tree on its devices, or alternatives if that fails. The state is not locked meanwhile.
-fn reserve_draft(shared: &Shared, mut draft: Option<Draft>) {
-    while let Some(next) = draft {
-        let reserved = next.reserve(&shared.config);
-        draft = shared.lock().finish_reservation(&shared.config, next, reserved);
-    }
-}
-
-/// Reserve drafted trees, and expire whatever is overdue.
-fn run_reservations(shared: &Arc<Shared>) {
-    let mut state = shared.lock();
-    while !shared.stopping() {
-        state.now = Instant::now();
-        let due = state.expire_all();
-        if shared.placing.load(Ordering::Acquire) < RESERVATIONS_MAX
-            && let Some(draft) = state.ready.pop_front()
-        {
-            drop(state);
-            reserve_on_thread(shared, draft);
-            state = shared.lock();
+/// Make plans, on snapshots of the state.
+fn run_planner(shared: &Shared) {
+    let mut machine = shared.lock();
+    while !machine.is_stopping() {
+        if !machine.has_plan() {
+            machine = shared.work.wait(machine).unwrap_or_else(PoisonError::into_inner);
             continue;
         }
-        let waited = due.map(|due| due.saturating_duration_since(Instant::now())).unwrap_or(Duration::MAX);
-        let woken = shared.wake.wait_timeout(state, waited.min(shared.config.lease));
-        state = woken.unwrap_or_else(PoisonError::into_inner).0;
+        let Some(plan) = machine.poll_plan() else {
+            shared.notifier.wake();
+            continue;
+        };
+        drop(machine);
+        let result = plan.run(&shared.config);
+        machine = shared.lock();
+        machine.handle_plan(result, shared.now());
+        shared.notifier.wake();
     }
 }
 
-/// Reserve on a separate thread, since an unresponsive device takes seconds to time out.
-fn reserve_on_thread(shared: &Arc<Shared>, draft: Draft) {
-    let (to, from) = std::sync::mpsc::channel();
-    let there = Arc::clone(shared);
-    shared.placing.fetch_add(1, Ordering::AcqRel);
-    let carry = move || {
-        reserve_draft(&there, from.recv().ok());
-        there.placing.fetch_sub(1, Ordering::AcqRel);
-        // Taking the lock ensures that the reservation thread has either seen the count or is waiting.
-        drop(there.lock());
-        there.wake.notify_all();
-    };
-    if let Err(error) = std::thread::Builder::new().name("place".into()).spawn(carry) {
-        tracing::error!(%error, "cannot start a thread to reserve a tree; the queue is blocked meanwhile");
-        shared.placing.fetch_sub(1, Ordering::AcqRel);
-        return reserve_draft(shared, Some(draft));
-    }
-    // The thread lives until it has received the draft.
-    let _ = to.send(draft);
-}
-
-/// Run pending plans on snapshots of the state.
-fn run_planner(shared: &Shared) {
-    let mut state = shared.lock();
-    while !shared.stopping() {
-        state.now = Instant::now();
-        match state.next_plan() {
-            Some(plan) => {
-                drop(state);
-                let apply_plan = plan.run(&shared.config);
-                state = shared.lock();
-                if !shared.stopping() {
-                    state.apply_plan(&shared.config, apply_plan);
-                }
-            }
-            None => state = shared.wake.wait(state).unwrap_or_else(PoisonError::into_inner),
-        }
-    }
-}
-
-/// Make reports. One report serves all clients that are waiting, so many requests cost as much as one.
+/// Encode reports.
 fn run_reports(shared: &Shared) {
-    loop {
-        let reports = shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = shared.report.wait_while(reports, |reports| reports.is_empty() && !shared.stopping());
-        let clients = std::mem::take(&mut *waited.unwrap_or_else(PoisonError::into_inner));
-        if shared.stopping() {
-            return;
-        }
-        // A separate statement, so that the lock is dropped: the thread that delivers the devices' replies takes it.
-        let asked = shared.lock().report(&shared.config);
-        let report = asked.ask_devices();
-        let len_max = REPLY_LEN_MAX.min(shared.config.limits.peer_output_bytes / 2);
-        match state::encode_report(report, len_max) {
-            Ok(frames) => clients.iter().for_each(|client| client.put(std::slice::from_ref(&frames))),
-            Err(error) => tracing::error!(%error, "cannot encode a report"),
-        }
-    }
-}
-
-/// Maximum number of concurrent reservations.
-const RESERVATIONS_MAX: usize = 32;
-
-/// Renew the leases of all running jobs every third of a lease.
-fn run_renewals(shared: &Shared) {
-    let mut state = shared.lock();
-    loop {
-        let waited = shared.stopped.wait_timeout_while(state, shared.config.lease / 3, |_| !shared.stopping());
-        let round = waited.unwrap_or_else(PoisonError::into_inner).0.lease_round();
-        if shared.stopping() {
-            return;
-        }
-        let renewed = round.send().wait(reply_deadline());
-        state = shared.lock();
-        state.renewed(renewed);
+    let mut machine = shared.lock();
+    while !machine.is_stopping() {
+        let Some(report) = machine.poll_report() else {
+            machine = shared.work.wait(machine).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        drop(machine);
+        let encoded = report.run();
+        machine = shared.lock();
+        machine.handle_report(encoded, shared.now());
+        shared.notifier.wake();
     }
 }

@@ -1,19 +1,18 @@
-//! Outgoing messages: a bounded queue per peer, flushed by the connection thread, or a stand-in of the test harness.
+//! Outgoing messages: a bounded queue per peer.
 //!
 //! Invariant: queueing a message never waits for the peer.
 
-use super::notifier::ConnectionNotifier;
 use serde::Serialize;
 use std::collections::VecDeque;
-use std::fmt::Debug;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use sumac_hal::ctrl::{FrameError, encode_frames};
+use sumac_hal::planted;
 
 /// A message encoded in frames, which several outboxes can share.
 #[derive(Debug, Clone)]
-pub(super) struct Frames(Arc<Counted>);
+pub struct Frames(Arc<Counted>);
 
 #[derive(Debug)]
 struct Counted {
@@ -40,7 +39,8 @@ impl Frames {
         Self(Arc::new(Counted { bytes, budget: OnceLock::new() }))
     }
 
-    pub(super) fn bytes(&self) -> &[u8] {
+    /// The encoded bytes.
+    pub fn bytes(&self) -> &[u8] {
         &self.0.bytes
     }
 
@@ -53,36 +53,19 @@ impl Frames {
     }
 }
 
-/// A non-blocking sink for messages to one peer.
-pub(super) trait MessageSink: Send + Sync + Debug {
-    /// Queue a message; its parts stay together. Returns false if the connection has ended, or ends now because the
-    /// peer does not read.
-    fn put(&self, parts: &[Frames]) -> bool;
-
-    /// Close the connection after an attempt to send what is queued.
-    fn disconnect(&self);
-}
-
 /// The messages queued for a connection.
 #[derive(Debug)]
 pub(super) struct Outbox {
-    pending: Mutex<Pending>,
-    conn: u64,
-    limit: usize,
-    /// Bytes queued for all connections. Not enforced here: the connection thread decides which peer to disconnect.
-    all: Arc<AtomicUsize>,
-    notifier: Arc<ConnectionNotifier>,
-}
-
-#[derive(Debug, Default)]
-struct Pending {
     queue: VecDeque<Frames>,
     /// How many bytes of the first message were sent.
     sent: usize,
     bytes: usize,
     is_closed: bool,
-    /// Whether the connection thread has been notified.
-    is_notified: bool,
+    limit: usize,
+    /// Bytes queued for all connections. Not enforced here: the connections decide which peer to disconnect.
+    all: Arc<AtomicUsize>,
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
 
 /// The result of a flush.
@@ -100,100 +83,71 @@ pub(super) enum FlushStatus {
 const FRAME_COST_BYTES: usize = 64;
 
 impl Outbox {
-    pub(super) fn new(conn: u64, limit: usize, all: Arc<AtomicUsize>, notifier: Arc<ConnectionNotifier>) -> Self {
-        Self { pending: Mutex::default(), conn, limit, all, notifier }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Pending> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Accept no more messages and drop the queue.
-    pub(super) fn close(&self) {
-        let mut pending = self.lock();
-        *pending = Pending { is_closed: true, is_notified: true, ..Pending::default() };
+    pub(super) const fn new(limit: usize, all: Arc<AtomicUsize>) -> Self {
+        Self {
+            queue: VecDeque::new(),
+            sent: 0,
+            bytes: 0,
+            is_closed: false,
+            limit,
+            all,
+            #[cfg(feature = "planted")]
+            bug: None,
+        }
     }
 
     /// The number of queued bytes.
-    pub(super) fn waiting_bytes(&self) -> usize {
-        self.lock().bytes
+    pub(super) const fn waiting_bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Queue a message; its parts stay together. If the peer reads too slowly, its queue is dropped, and the connection
+    /// closes with the next flush.
+    pub(super) fn put(&mut self, parts: &[Frames]) {
+        if self.is_closed {
+            return;
+        }
+        let bytes = self.bytes + parts.iter().map(|part| part.bytes().len() + FRAME_COST_BYTES).sum::<usize>();
+        if bytes <= self.limit || planted!(self, OutputUnbounded) {
+            parts.iter().for_each(|part| part.count(&self.all));
+            self.queue.extend(parts.iter().cloned());
+            self.bytes = bytes;
+        } else {
+            tracing::warn!(waiting_bytes = self.bytes, "peer does not read; disconnecting it at its output limit");
+            (self.is_closed, self.sent, self.bytes) = (true, 0, 0);
+            self.queue.clear();
+        }
+    }
+
+    /// Close the connection after an attempt to send what is queued.
+    pub(super) const fn close(&mut self) {
+        self.is_closed = true;
     }
 
     /// Send as much as the peer accepts.
-    pub(super) fn flush(&self, mut stream: impl Write) -> FlushStatus {
-        let mut pending = self.lock();
-        pending.is_notified = false;
+    pub(super) fn flush(&mut self, mut stream: impl Write) -> FlushStatus {
         let mut has_progressed = false;
-        while let Some(first) = pending.queue.front().cloned() {
-            match stream.write(&first.bytes()[pending.sent..]) {
+        while let Some(first) = self.queue.front() {
+            match stream.write(&first.bytes()[self.sent..]) {
                 Ok(0) => return FlushStatus::Closed,
                 Ok(len) => {
                     has_progressed = true;
-                    pending.sent += len;
-                    if pending.sent == first.bytes().len() {
-                        pending.queue.pop_front();
-                        pending.sent = 0;
-                        pending.bytes -= first.bytes().len() + FRAME_COST_BYTES;
+                    self.sent += len;
+                    if self.sent == first.bytes().len() {
+                        self.bytes -= first.bytes().len() + FRAME_COST_BYTES;
+                        self.sent = 0;
+                        self.queue.pop_front();
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !pending.is_closed => {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !self.is_closed => {
                     return FlushStatus::Blocked { has_progressed };
                 }
                 Err(_) => return FlushStatus::Closed,
             }
         }
-        if pending.is_closed { FlushStatus::Closed } else { FlushStatus::Drained }
+        if self.is_closed { FlushStatus::Closed } else { FlushStatus::Drained }
     }
-
-    fn notify(&self, pending: &mut Pending) {
-        if !std::mem::replace(&mut pending.is_notified, true) {
-            self.notifier.mark_ready(self.conn);
-        }
-    }
-}
-
-impl MessageSink for Arc<Outbox> {
-    fn put(&self, parts: &[Frames]) -> bool {
-        let mut pending = self.lock();
-        if pending.is_closed {
-            return false;
-        }
-        let bytes = pending.bytes + parts.iter().map(|part| part.bytes().len() + FRAME_COST_BYTES).sum::<usize>();
-        let is_within = bytes <= self.limit;
-        if is_within {
-            parts.iter().for_each(|part| part.count(&self.all));
-            pending.queue.extend(parts.iter().cloned());
-            pending.bytes = bytes;
-        } else {
-            tracing::warn!(waiting_bytes = pending.bytes, "peer does not read; disconnecting it at its output limit");
-            // Drop the queue: the peer will not read it.
-            (pending.is_closed, pending.sent, pending.bytes) = (true, 0, 0);
-            pending.queue.clear();
-        }
-        self.notify(&mut pending);
-        is_within
-    }
-
-    fn disconnect(&self) {
-        let mut pending = self.lock();
-        pending.is_closed = true;
-        self.notify(&mut pending);
-    }
-}
-
-/// Discards all messages, for tests.
-#[cfg(test)]
-#[derive(Debug)]
-pub(super) struct NullSink;
-
-#[cfg(test)]
-impl MessageSink for NullSink {
-    fn put(&self, _: &[Frames]) -> bool {
-        true
-    }
-
-    fn disconnect(&self) {}
 }
 
 #[cfg(test)]
@@ -218,28 +172,28 @@ mod tests {
         }
     }
 
-    fn outbox(limit: usize, all: &Arc<AtomicUsize>) -> Arc<Outbox> {
-        Arc::new(Outbox::new(7, limit, Arc::clone(all), Arc::new(ConnectionNotifier::new().expect("a descriptor"))))
-    }
-
     #[test]
     fn peer_that_does_not_read_is_disconnected_at_its_limit() {
-        let outbox = outbox(1000, &Arc::default());
+        let mut outbox = Outbox::new(1000, Arc::default());
         let frame = Frames::new(vec![0; 100]);
-        let taken = (0..100).take_while(|_| outbox.put(std::slice::from_ref(&frame))).count();
-        assert_eq!(taken, 1000 / (100 + FRAME_COST_BYTES));
-        assert_eq!(outbox.flush(LimitedWriter(0)), FlushStatus::Closed);
+        for _ in 0..1000 / (100 + FRAME_COST_BYTES) {
+            outbox.put(std::slice::from_ref(&frame));
+            assert_eq!(outbox.flush(LimitedWriter(0)), FlushStatus::Blocked { has_progressed: false });
+        }
+        outbox.put(std::slice::from_ref(&frame));
+        assert_eq!((outbox.waiting_bytes(), outbox.flush(LimitedWriter(0))), (0, FlushStatus::Closed));
     }
 
     #[test]
     fn shared_frames_count_once_until_the_last_copy_is_sent() {
         let all = Arc::default();
-        let (one, other) = (outbox(5000, &all), outbox(5000, &all));
+        let (mut one, mut other) = (Outbox::new(5000, Arc::clone(&all)), Outbox::new(5000, Arc::clone(&all)));
         let shared = Frames::new(vec![0; 1000]);
-        assert!(one.put(std::slice::from_ref(&shared)) && other.put(std::slice::from_ref(&shared)));
+        one.put(std::slice::from_ref(&shared));
+        other.put(std::slice::from_ref(&shared));
         assert_eq!(all.load(Ordering::Acquire), 1000);
         assert_eq!((one.waiting_bytes(), other.waiting_bytes()), (1000 + FRAME_COST_BYTES, 1000 + FRAME_COST_BYTES));
-        other.close();
+        drop(other);
         assert_eq!(all.load(Ordering::Acquire), 1000, "still queued for one peer");
         drop(shared);
         assert_eq!(one.flush(LimitedWriter(1 << 20)), FlushStatus::Drained);
@@ -248,11 +202,11 @@ mod tests {
 
     #[test]
     fn partial_writes_resume_where_they_stopped() {
-        let outbox = outbox(5000, &Arc::default());
-        assert!(outbox.put(&[Frames::new(vec![1; 100]), Frames::new(vec![2; 100])]));
+        let mut outbox = Outbox::new(5000, Arc::default());
+        outbox.put(&[Frames::new(vec![1; 100]), Frames::new(vec![2; 100])]);
         assert_eq!(outbox.flush(LimitedWriter(150)), FlushStatus::Blocked { has_progressed: true });
         assert_eq!(outbox.flush(LimitedWriter(0)), FlushStatus::Blocked { has_progressed: false });
-        outbox.disconnect();
+        outbox.close();
         let mut rest = Vec::new();
         assert_eq!(outbox.flush(&mut rest), FlushStatus::Closed);
         assert_eq!(rest, [2; 50], "queued data is still sent after a disconnect");

@@ -1,6 +1,6 @@
 //! The shape of a job's tree on connected devices: planned on the fabric, or pinned by the job.
 
-use super::device::DeviceSession;
+use super::device::Device;
 use crate::plan::{Child, Plan};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ pub(super) struct TreeShape {
     pub(super) levels: u32,
     pub(super) max_children: u32,
     /// Root first; children in declared order, nodes by their index here.
-    pub(super) nodes: Vec<(Arc<DeviceSession>, Vec<Child>)>,
+    pub(super) nodes: Vec<(Arc<Device>, Vec<Child>)>,
     pub(super) ranks: usize,
     /// Each rank's host, if there is a fabric.
     pub(super) hosts: Option<Vec<String>>,
@@ -20,7 +20,7 @@ pub(super) struct TreeShape {
 
 impl TreeShape {
     /// Map a plan's nodes to connected devices, by name or GUID.
-    pub(super) fn planned(plan: &Plan, devices: &BTreeMap<String, Arc<DeviceSession>>) -> Result<Self, String> {
+    pub(super) fn planned(plan: &Plan, devices: &BTreeMap<String, Arc<Device>>) -> Result<Self, String> {
         let nodes = plan.nodes.iter().map(|node| {
             let by_guid = || devices.values().find(|device| device.name() == node.guid);
             let device = devices.get(&node.name).or_else(by_guid);
@@ -40,7 +40,7 @@ impl TreeShape {
     pub(super) fn pinned(
         names: &[String],
         ranks: usize,
-        devices: &BTreeMap<String, Arc<DeviceSession>>,
+        devices: &BTreeMap<String, Arc<Device>>,
     ) -> Result<Self, String> {
         let mut nodes = Vec::with_capacity(names.len());
         for (index, name) in names.iter().enumerate() {
@@ -62,12 +62,12 @@ impl TreeShape {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::controller::outbox::NullSink;
+    use crate::controller::output::ConnId;
     use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name};
     use sumac_hal::ids::BootId;
 
     /// Connected devices with these names, which discard all requests.
-    fn devices(names: &[&str]) -> BTreeMap<String, Arc<DeviceSession>> {
+    fn devices(names: &[&str]) -> BTreeMap<String, Arc<Device>> {
         let session = |name: &&str| {
             let capabilities = DeviceCapabilities {
                 max_packet_len_bytes: 1500,
@@ -83,7 +83,7 @@ mod tests {
             let name = Name::try_from(*name).expect("short");
             let announce =
                 Announce { name, boot_id: BootId(1), capabilities, data_addrs: Default::default(), attach: None };
-            (name_of(&announce), Arc::new(DeviceSession::new(announce, Box::new(NullSink))))
+            (name_of(&announce), Arc::new(Device { conn: ConnId(1), announce }))
         };
         names.iter().map(session).collect()
     }

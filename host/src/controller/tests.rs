@@ -8,13 +8,14 @@ mod quotas;
 mod replan;
 mod reports;
 mod resume;
+mod session;
 mod unlocked;
 
 use super::limits::RANKS_MAX;
 use super::proto::{JoinRequest, Membership, Terms, Transport, TreeMembership};
 use super::*;
 use std::net::TcpStream;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use sumac_hal::ctrl::{

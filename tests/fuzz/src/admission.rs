@@ -1,20 +1,21 @@
 //! A controller with devices and clients that send arbitrary messages in any order.
 //!
 //! Input: a byte (even: with a fabric), then steps, each a byte for its kind and its arguments. The controller is the
-//! production one without its threads and sockets ([`ControllerHarness`]).
+//! production one without its threads and sockets ([`Machine`]).
 
 use crate::Cursor;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 use sumac::Order;
 use sumac::controller::ControllerConfig;
-use sumac::controller::harness::{ConnId, ControllerHarness, Output};
-use sumac::controller::proto::{ClientRequest, JoinRequest, ResumeRequest, Terms, Transport};
+use sumac::controller::limits::REPLY_LEN_MAX;
+use sumac::controller::machine::{ConnId, Entropy, Frames, Machine, Output};
+use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, ResumeRequest, Terms, Transport};
 use sumac::topo::Fabric;
 use sumac_hal::ctrl::{
-    Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, Name, Refusal, Request, Response,
+    Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, FrameBuffer, Name, Refusal, Request, Response,
 };
 use sumac_hal::ids::{BootId, GroupId, Rank};
 use sumac_hal::port::Addr;
@@ -48,18 +49,19 @@ pub fn run(data: &[u8]) {
     run_steps(data, &mut |_| {});
 }
 
-fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Output)) {
+fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Sent)) {
     let mut cursor = Cursor(data);
     let has_fabric = cursor.byte() % 2 == 0;
     let config = ControllerConfig {
         fabric: has_fabric.then(|| FABRIC.clone()),
         multicast_results: false,
         lease: Duration::from_secs(3),
-        started_ms: Some(1_000_000),
         ..ControllerConfig::new()
     };
+    let config = Arc::new(config);
     let mut world = World {
-        controller: ControllerHarness::start(config, 1, Instant::ZERO),
+        controller: Machine::new(Arc::clone(&config), STARTED_MS, Entropy::Seeded(1), Instant::ZERO).expect("valid"),
+        config,
         now: Instant::ZERO,
         devices: BTreeMap::new(),
         clients: BTreeMap::new(),
@@ -76,7 +78,7 @@ fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Output)) {
     }
     // After all connections have closed and all leases have expired, the controller holds nothing.
     for conn in world.clients.keys().chain(world.devices.keys()).copied().collect::<Vec<_>>() {
-        world.controller.disconnect(conn, world.now);
+        world.controller.handle_disconnects([conn], world.now);
     }
     world.devices.clear();
     for _ in 0..STEPS_MAX {
@@ -84,7 +86,7 @@ fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Output)) {
             break;
         }
         world.now = world.now.max(world.controller.poll_timeout());
-        world.controller.handle_timeout(world.now);
+        world.work();
         while world.controller.poll_transmit().is_some() {}
     }
     assert_eq!(world.controller.report().jobs.len(), 0, "jobs without ranks");
@@ -92,8 +94,19 @@ fn run_steps(data: &[u8], observe: &mut dyn FnMut(&Output)) {
     assert!(world.controller.claims().is_empty(), "resources are allocated without a job");
 }
 
+/// When the controller has started.
+const STARTED_MS: u64 = 1_000_000;
+
+/// What the controller sends.
+enum Sent {
+    Request(Envelope<Request>),
+    Reply(Box<ClientReply>),
+    Close,
+}
+
 struct World {
-    controller: ControllerHarness,
+    controller: Machine,
+    config: Arc<ControllerConfig>,
     now: Instant,
     /// The unanswered requests to each device.
     devices: BTreeMap<ConnId, VecDeque<Envelope<Request>>>,
@@ -147,12 +160,12 @@ impl World {
                 if let Some(conn) = pick(&all, cursor) {
                     self.clients.remove(&conn);
                     self.devices.remove(&conn);
-                    self.controller.disconnect(conn, self.now);
+                    self.controller.handle_disconnects([conn], self.now);
                 }
             }
             10 => {
                 self.now = self.now + Duration::from_millis(u64::from(cursor.u16() % 4096));
-                self.controller.handle_timeout(self.now);
+                self.work();
             }
             _ => {
                 let request = match cursor.byte() % 8 {
@@ -199,7 +212,7 @@ impl World {
         let clients: Vec<ConnId> = self.clients.keys().copied().collect();
         match (pick(&clients, cursor), request) {
             (_, ClientRequest::Status) => assert!(self.controller.report().jobs.len() <= self.dialled as usize),
-            (Some(conn), request) => self.controller.handle_request(conn, request, self.now),
+            (Some(conn), request) => assert!(self.controller.handle_request(conn, request, self.now)),
             (None, _) => {}
         }
     }
@@ -227,22 +240,38 @@ impl World {
         self.controller.handle_response(conn, Envelope { id, message }, self.now);
     }
 
+    /// Let the controller do due work.
+    fn work(&mut self) {
+        while self.controller.poll_timeout() <= self.now || self.controller.has_plan() {
+            self.controller.handle_timeout(self.now);
+            if let Some(plan) = self.controller.poll_plan() {
+                self.controller.handle_plan(plan.run(&self.config), self.now);
+            }
+        }
+    }
+
     /// Deliver the controller's messages.
-    fn deliver(&mut self, observe: &mut dyn FnMut(&Output)) {
-        while let Some((conn, sent)) = self.controller.poll_transmit() {
-            observe(&sent);
-            match sent {
-                Output::Request(request) => {
-                    if let Some(asked) = self.devices.get_mut(&conn) {
-                        asked.push_back(request);
-                    }
+    fn deliver(&mut self, observe: &mut dyn FnMut(&Sent)) {
+        self.work();
+        while let Some((conn, output)) = self.controller.poll_transmit() {
+            let Output::Frames(parts) = output else {
+                observe(&Sent::Close);
+                let was_there = self.clients.remove(&conn).is_some() | self.devices.remove(&conn).is_some();
+                if was_there {
+                    self.controller.handle_disconnects([conn], self.now);
                 }
-                Output::Reply(_) => {}
-                Output::HangUp => {
-                    let was_there = self.clients.remove(&conn).is_some() | self.devices.remove(&conn).is_some();
-                    if was_there {
-                        self.controller.disconnect(conn, self.now);
-                    }
+                continue;
+            };
+            let mut frames = FrameBuffer::new(REPLY_LEN_MAX);
+            parts.iter().map(Frames::bytes).for_each(|bytes| frames.push(bytes));
+            if let Some(asked) = self.devices.get_mut(&conn) {
+                while let Some(request) = frames.take_message::<Envelope<Request>>().expect("a request") {
+                    observe(&Sent::Request(request.clone()));
+                    asked.push_back(request);
+                }
+            } else if self.clients.contains_key(&conn) {
+                while let Some(reply) = frames.take_message::<ClientReply>().expect("a reply") {
+                    observe(&Sent::Reply(Box::new(reply)));
                 }
             }
         }
@@ -394,9 +423,9 @@ pub fn controller_messages() -> Vec<(u8, Vec<u8>)> {
     for (_, bytes) in inputs() {
         run_steps(&bytes, &mut |sent| {
             let message = match sent {
-                Output::Request(request) => (0, postcard::to_stdvec(request)),
-                Output::Reply(reply) => (5, postcard::to_stdvec(reply)),
-                Output::HangUp => return,
+                Sent::Request(request) => (0, postcard::to_stdvec(request)),
+                Sent::Reply(reply) => (5, postcard::to_stdvec(reply)),
+                Sent::Close => return,
             };
             let message = (message.0, message.1.expect("memory"));
             // One of each kind is enough: the tag of a request follows its number.

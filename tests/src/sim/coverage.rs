@@ -194,6 +194,18 @@ marks! {
     MovedBack = "tenants: moved to the offered tree",
     /// The move does not happen after all.
     OfferDeclined = "tenants: offered tree not taken",
+    /// A controller starts while another one still runs.
+    TwoControllers = "tenants: two controllers",
+    /// A rank's job continues with the next controller.
+    TakenOver = "tenants: taken over",
+    /// A rank comes back too late, or never.
+    TakeoverMissed = "tenants: takeover missed",
+    /// The next controller refuses a rank.
+    TakeoverRefused = "tenants: takeover refused",
+    /// A rank does not read what the controller sends.
+    ClientBlocked = "tenants: client does not read",
+    /// The controller disconnects such a rank.
+    ClientShed = "tenants: client that does not read is cut",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
     /// A buffer is deregistered, and nothing uses it.

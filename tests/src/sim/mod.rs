@@ -70,7 +70,7 @@ pub use scenario::{Scenario, ScenarioKind};
 pub use shrink::{Shrunk, shrink};
 pub use straggler::{Stragglers, run_stragglers};
 pub use tenants::{
-    DeviceCapacity, Incident, JobPlan, Tenancy, TenantReport, TenantViolation, TenantsShrunk, record_tenants,
+    DeviceCapacity, Incident, JobPlan, Takeover, Tenancy, TenantReport, TenantViolation, TenantsShrunk, record_tenants,
     run_tenants, shrink_tenants,
 };
 pub use zero_copy::{CrashPoint, Fate, Mishap, Setup, When, ZeroCopy};

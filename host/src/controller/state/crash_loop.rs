@@ -4,9 +4,10 @@
 //! device for a while, which doubles with each short connection.
 
 use super::State;
-use crate::controller::device::DeviceSession;
+use crate::controller::device::Device;
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use sumac_hal::time::Instant;
 
 /// A connection that lasts this long is not short.
 const STABLE_AFTER: Duration = Duration::from_secs(10);
@@ -46,8 +47,7 @@ impl CrashLoops {
     }
 
     fn record_connect(&mut self, name: &str, now: Instant) {
-        self.records
-            .retain(|_, record| record.gone.is_none_or(|gone| now.saturating_duration_since(gone) < RECORD_TTL));
+        self.records.retain(|_, record| record.gone.is_none_or(|gone| now.saturating_since(gone) < RECORD_TTL));
         let new = || Record { stable_since: now, gone: None, short: 0, backoff_until: None };
         let record = self.records.entry(name.to_owned()).or_insert_with(new);
         let doublings = record.short.checked_sub(SHORT_TOLERATED + 1);
@@ -60,7 +60,7 @@ impl CrashLoops {
 
     fn record_disconnect(&mut self, name: &str, now: Instant) {
         let Some(record) = self.records.get_mut(name) else { return };
-        let lasted = now.saturating_duration_since(record.stable_since);
+        let lasted = now.saturating_since(record.stable_since);
         record.backoff_until = None;
         record.short = if lasted < STABLE_AFTER { record.short.saturating_add(1) } else { 0 };
         record.gone = Some(now);
@@ -83,18 +83,17 @@ impl CrashLoops {
 }
 
 impl State {
-    pub(super) fn record_connect(&mut self, session: &DeviceSession) {
+    pub(super) fn record_connect(&mut self, session: &Device) {
         self.crash_loops.record_connect(session.name(), self.now);
         if self.crash_loops.backed_off().contains(session.name()) {
             tracing::warn!(
                 device = session.name(),
                 "device is in a crash loop; no job is placed on it during its backoff"
             );
-            self.wake.notify_all();
         }
     }
 
-    pub(super) fn record_disconnect(&mut self, session: &DeviceSession) {
+    pub(super) fn record_disconnect(&mut self, session: &Device) {
         self.crash_loops.record_disconnect(session.name(), self.now);
     }
 
@@ -117,7 +116,7 @@ mod tests {
 
     #[test]
     fn zero_backoff_max_disables_the_backoff() {
-        let (mut crash_loops, now) = (CrashLoops::new(Duration::ZERO), Instant::now());
+        let (mut crash_loops, now) = (CrashLoops::new(Duration::ZERO), Instant::ZERO);
         for _ in 0..10 {
             crash_loops.record_connect("d", now);
             assert!(crash_loops.backed_off().is_empty());
@@ -128,7 +127,7 @@ mod tests {
     #[test]
     fn backoff_doubles_with_each_short_connection_and_ends_after_a_long_one() {
         let mut crash_loops = CrashLoops::new(BACKOFF_MAX);
-        let mut now = Instant::now();
+        let mut now = Instant::ZERO;
         let mut backoffs = Vec::new();
         for _ in 0..10 {
             crash_loops.record_connect("d", now);
@@ -140,7 +139,7 @@ mod tests {
         }
         assert_eq!(backoffs, [0, 0, 0, 1, 2, 4, 8, 16, 32, 32]);
         crash_loops.record_connect("d", now);
-        now += BACKOFF_MAX + STABLE_AFTER;
+        now = now + BACKOFF_MAX + STABLE_AFTER;
         crash_loops.record_disconnect("d", now);
         crash_loops.record_connect("d", now);
         assert!(crash_loops.backed_off().is_empty(), "the last connection was long");

@@ -7,132 +7,83 @@
 //! Groups of an earlier incarnation of the controller are not in the ledger. Only the job's own packets renew them. A
 //! device that has less room than the ledger says is queried until it has more.
 
-use super::State;
-use crate::controller::device::{DeviceError, DeviceSession, PendingReply};
+use super::{Purpose, State};
+use crate::controller::ControllerConfig;
+use crate::controller::device::{Device, DeviceError, Patience, REPLY_TIMEOUT, Reply, expect_done, expect_stats};
 use crate::controller::proto::ClientReply;
 use crate::controller::resources::DeviceKey;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::Instant;
 use sumac_hal::ctrl::{Refusal, Request};
 use sumac_hal::ids::GroupId;
+use sumac_hal::time::Instant;
 
 /// Marks a device whose slots in use are not known yet.
 const NOT_COUNTED: u32 = u32::MAX;
 
-/// A round of renewals: the leases to renew, and the crowded devices to query.
+/// A round of renewals: the leases that are renewed, and the crowded devices that are queried, in this order.
+#[derive(Debug)]
 pub(in crate::controller) struct LeaseRound {
-    leases: Vec<(Arc<DeviceSession>, GroupId)>,
-    crowded: Vec<Arc<DeviceSession>>,
-}
-
-/// The results of a round.
-pub(in crate::controller) struct RenewalResults {
-    expired: Vec<(DeviceKey, GroupId)>,
-    /// The slots in use on crowded devices.
-    slots_used: Vec<(DeviceKey, u32)>,
-    /// Devices that did not respond.
-    unresponsive: Vec<DeviceKey>,
-}
-
-/// A round whose responses are outstanding.
-pub(in crate::controller) struct PendingRenewals {
-    leases: Vec<(Arc<DeviceSession>, GroupId, Result<PendingReply, DeviceError>)>,
-    stats: Vec<(Arc<DeviceSession>, Result<PendingReply, DeviceError>)>,
-}
-
-impl LeaseRound {
-    /// Send all requests.
-    pub(in crate::controller) fn send(self) -> PendingRenewals {
-        let renew = |(device, group): (Arc<DeviceSession>, GroupId)| {
-            let asked = device.post(Request::RenewGroup(group));
-            (device, group, asked)
-        };
-        let count = |device: Arc<DeviceSession>| {
-            let asked = device.post(Request::Stats);
-            (device, asked)
-        };
-        let leases = self.leases.into_iter().map(renew).collect();
-        PendingRenewals { leases, stats: self.crowded.into_iter().map(count).collect() }
-    }
-}
-
-impl PendingRenewals {
-    /// Collect the responses, waiting until `due` at most. Call it with the state unlocked: an unresponsive device
-    /// takes seconds.
-    pub(in crate::controller) fn wait(self, due: Instant) -> RenewalResults {
-        let mut renewed = RenewalResults { expired: Vec::new(), slots_used: Vec::new(), unresponsive: Vec::new() };
-        for (device, group, asked) in self.leases {
-            match asked.and_then(|asked| device.wait_done(&asked, due)) {
-                Ok(()) => {}
-                Err(DeviceError::Refused(Refusal::NoGroup(_))) => renewed.expired.push((device.key(), group)),
-                Err(error) => {
-                    tracing::warn!(device = device.name(), %group, %error, "cannot renew the lease of a group");
-                    renewed.unresponsive.push(device.key());
-                }
-            }
-        }
-        for (device, asked) in self.stats {
-            match asked.and_then(|asked| device.wait_stats(&asked, due)) {
-                Ok(stats) => renewed.slots_used.push((device.key(), stats.slots_used)),
-                Err(_) => renewed.unresponsive.push(device.key()),
-            }
-        }
-        renewed
-    }
-
-    /// Whether all responses have arrived.
-    #[cfg(feature = "snapshot")]
-    pub(in crate::controller) fn has_answers(&self) -> bool {
-        let is_answered = |device: &DeviceSession, asked: &Result<PendingReply, DeviceError>| {
-            asked.as_ref().map_or(true, |asked| device.is_answered(asked))
-        };
-        let mut leases = self.leases.iter().map(|(device, _, asked)| (device, asked));
-        let mut stats = self.stats.iter().map(|(device, asked)| (device, asked));
-        leases.all(|(device, asked)| is_answered(device, asked))
-            && stats.all(|(device, asked)| is_answered(device, asked))
-    }
+    leases: Vec<(Arc<Device>, GroupId)>,
+    crowded: Vec<Arc<Device>>,
 }
 
 impl State {
-    /// Collect a round: each group on each of its devices.
-    pub(in crate::controller) fn lease_round(&self) -> LeaseRound {
+    /// Start a round of renewals every third of a lease. Returns when the next one starts.
+    pub(in crate::controller) fn renew_leases(&mut self, config: &ControllerConfig) -> Instant {
+        if self.now >= self.renews_at {
+            self.renews_at = self.now + config.lease / 3;
+            self.start_lease_round();
+        }
+        self.renews_at
+    }
+
+    /// Renew each group on each of its devices, and query crowded devices.
+    pub(in crate::controller) fn start_lease_round(&mut self) {
         let placements = self.jobs.values().filter_map(|job| job.placement.as_ref()?.as_ref().ok());
         let leases = placements.flat_map(|placement| {
             let devices = placement.nodes.iter().filter_map(|node| self.session(&node.device.key()));
             devices.map(|device| (device, placement.group))
         });
-        LeaseRound {
-            leases: leases.collect(),
-            crowded: self.crowded.keys().filter_map(|key| self.session(key)).collect(),
-        }
+        let leases: Vec<_> = leases.collect();
+        let crowded: Vec<_> = self.crowded.keys().filter_map(|key| self.session(key)).collect();
+        let renew = leases.iter().map(|(device, group)| (Arc::clone(device), Request::RenewGroup(*group)));
+        let count = crowded.iter().map(|device| (Arc::clone(device), Request::Stats));
+        let requests: Vec<_> = renew.chain(count).collect();
+        let purpose = Purpose::Renew(LeaseRound { leases, crowded });
+        let until = self.now + REPLY_TIMEOUT;
+        self.links.exchange(&mut self.output, (purpose, Patience::Normal, until), requests);
     }
 
     /// The session of a device in that incarnation, if it is connected.
-    pub(super) fn session(&self, key: &DeviceKey) -> Option<Arc<DeviceSession>> {
+    pub(super) fn session(&self, key: &DeviceKey) -> Option<Arc<Device>> {
         self.devices.get(&key.name).filter(|device| device.announce.boot_id == key.boot_id).cloned()
     }
 
-    /// Handle the results of a round.
-    pub(in crate::controller) fn renewed(&mut self, renewed: RenewalResults) {
-        for (device, group) in renewed.expired {
-            self.expire(&device, group);
-        }
-        for (device, slots_used) in renewed.slots_used {
-            let Some(known) = self.crowded.get_mut(&device) else { continue };
-            let (is_less, was_counted) = (slots_used < *known, *known != NOT_COUNTED);
-            *known = slots_used;
-            if is_less {
-                self.ledger.bump_version();
-                // A first count stays, so that the next refusal is compared with it.
-                if was_counted {
-                    self.crowded.remove(&device);
+    /// Handle the responses to a round.
+    pub(super) fn finish_lease_round(&mut self, round: LeaseRound, replies: Vec<Reply>) {
+        let mut replies = replies.into_iter();
+        let mut unresponsive = Vec::new();
+        for ((device, group), reply) in round.leases.into_iter().zip(replies.by_ref()) {
+            match expect_done(reply) {
+                Ok(()) => {}
+                Err(DeviceError::Refused(Refusal::NoGroup(_))) => self.expire(&device.key(), group),
+                Err(error) => {
+                    tracing::warn!(device = device.name(), %group, %error, "cannot renew the lease of a group");
+                    unresponsive.push(device.key());
                 }
             }
         }
+        for (device, reply) in round.crowded.into_iter().zip(replies) {
+            match expect_stats(reply) {
+                Ok(stats) => self.count_slots(&device.key(), stats.slots_used),
+                Err(_) => unresponsive.push(device.key()),
+            }
+        }
         let mut were_unresponsive = std::mem::take(&mut self.unresponsive);
-        were_unresponsive.extend(renewed.unresponsive);
-        let is_unresponsive = |key: &DeviceKey| self.session(key).is_some_and(|device| !device.is_responsive());
+        were_unresponsive.extend(unresponsive);
+        let is_unresponsive =
+            |key: &DeviceKey| self.session(key).is_some_and(|device| !self.links.is_responsive(&device));
         let (unresponsive, others): (_, BTreeSet<_>) = were_unresponsive.into_iter().partition(is_unresponsive);
         self.unresponsive = unresponsive;
         if !others.is_empty() {
@@ -146,10 +97,24 @@ impl State {
         self.serve_queue();
     }
 
+    /// A crowded device reports its slots in use.
+    fn count_slots(&mut self, device: &DeviceKey, slots_used: u32) {
+        let Some(known) = self.crowded.get_mut(device) else { return };
+        let (is_less, was_counted) = (slots_used < *known, *known != NOT_COUNTED);
+        *known = slots_used;
+        if is_less {
+            self.ledger.bump_version();
+            // A first count stays, so that the next refusal is compared with it.
+            if was_counted {
+                self.crowded.remove(device);
+            }
+        }
+    }
+
     /// A device has refused although the ledger has resources left, and then reported its slots in use. If the slots
     /// were freed before it counted, it will never report fewer, so the next count lets jobs try once more.
-    pub(super) fn mark_crowded(&mut self, device: &DeviceSession, need: u64, slots_used: Option<u32>) {
-        if slots_used.is_none() && device.is_responsive() {
+    pub(super) fn mark_crowded(&mut self, device: &Device, need: u64, slots_used: Option<u32>) {
+        if slots_used.is_none() && self.links.is_responsive(device) {
             // It responds, but not with its counters.
             return;
         }
@@ -171,7 +136,7 @@ impl State {
         self.recoveries.begin(name, job.view, &format!("tree lost: {why}"), self.now);
         let lost = job.placement.replace(Err(why));
         if !std::mem::replace(&mut job.tree_suspected, true) {
-            job.broadcast(&ClientReply::TreeLost { view: job.view });
+            job.broadcast(&mut self.output, &ClientReply::TreeLost { view: job.view });
         }
         if let Some(Ok(placement)) = lost {
             self.release(&placement);

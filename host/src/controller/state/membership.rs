@@ -1,8 +1,8 @@
 //! Encodes memberships for the ranks of a job. Most of a membership is the same for all ranks and grows with their
 //! number, so for large jobs that part is encoded once and shared by all outboxes.
 
-use super::Client;
 use crate::controller::outbox::Frames;
+use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, Membership, QueuePosition, TreeMembership};
 use crate::plan::Child;
 use crate::select::CostTable;
@@ -57,13 +57,18 @@ impl MembershipMessages {
     }
 
     /// Send a rank its membership.
-    pub(super) fn send(&self, client: &Client, head: RankFields, reply: &impl Fn(Box<Membership>) -> ClientReply) {
+    pub(super) fn send(
+        &self,
+        (output, client): (&mut Outputs, ConnId),
+        head: RankFields,
+        reply: &impl Fn(Box<Membership>) -> ClientReply,
+    ) {
         match self {
-            Self::Whole(tail) => client.send(&reply(tail.with(head))),
+            Self::Whole(tail) => output.send(client, &reply(tail.with(head))),
             Self::Split { end, small, small_len } => match postcard::to_stdvec(&reply(small.with(head))) {
                 Ok(mut bytes) => {
                     bytes.truncate(bytes.len() - small_len);
-                    client.put(&[Frames::new(fragment(&bytes, false).concat()), end.clone()]);
+                    output.put(client, vec![Frames::new(fragment(&bytes, false).concat()), end.clone()]);
                 }
                 Err(error) => tracing::error!(%error, "cannot encode a membership"),
             },
@@ -74,23 +79,9 @@ impl MembershipMessages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::controller::outbox::MessageSink;
-    use std::sync::{Arc, Mutex};
+    use crate::controller::output::Output;
     use sumac_hal::ctrl::FrameReader;
     use sumac_hal::ids::Rank;
-
-    /// Records all output.
-    #[derive(Debug, Clone, Default)]
-    struct RecordingSink(Arc<Mutex<Vec<u8>>>);
-
-    impl MessageSink for RecordingSink {
-        fn put(&self, parts: &[Frames]) -> bool {
-            parts.iter().for_each(|part| self.0.lock().expect("no panic").extend_from_slice(part.bytes()));
-            true
-        }
-
-        fn disconnect(&self) {}
-    }
 
     #[test]
     fn split_memberships_of_a_large_job_decode_like_whole_ones() {
@@ -112,9 +103,10 @@ mod tests {
                     Some(view) => ClientReply::Replanned { view, membership },
                     None => ClientReply::Joined(membership),
                 };
-                let recorded = RecordingSink::default();
-                messages.send(&Client::new(Box::new(recorded.clone())), head.clone(), &reply);
-                let bytes = recorded.0.lock().expect("no panic").clone();
+                let mut output = Outputs::default();
+                messages.send((&mut output, ConnId(1)), head.clone(), &reply);
+                let Some((ConnId(1), Output::Frames(parts))) = output.pop() else { panic!("one message") };
+                let bytes = parts.iter().map(Frames::bytes).collect::<Vec<_>>().concat();
                 let read: ClientReply = FrameReader::with_limit(&bytes[..], 1 << 20).recv().expect("a reply");
                 assert_eq!(read, reply(tail.with(head.clone())));
             }

@@ -5,23 +5,15 @@
 //! ([`ClientReply::Offer`]). They then request a tree as after a loss. The resources are claimed for them meanwhile,
 //! but not indefinitely: a job that makes no calls gets what is available when it finally asks.
 
-use super::{Client, Job, State};
-use crate::controller::outbox::Frames;
+use super::{Job, State};
+use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::ClientReply;
 use std::collections::BTreeMap;
-use std::sync::Arc;
-use sumac_hal::ctrl::{FrameError, encode_frames};
 use sumac_hal::ids::Rank;
 
 impl State {
     /// A rank pauses at call `at`. The last rank to answer fixes the call at which all move.
-    pub(in crate::controller) fn pause(
-        &mut self,
-        place: Option<&(String, Rank)>,
-        client: &Arc<Client>,
-        view: u32,
-        at: u64,
-    ) {
+    pub(in crate::controller) fn pause(&mut self, place: Option<&(String, Rank)>, client: ConnId, view: u32, at: u64) {
         let Some((name, rank)) = place else { return };
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.view == view) else {
             return;
@@ -31,7 +23,7 @@ impl State {
         if offer.len() == job.world as usize {
             let call = offer.values().copied().max().unwrap_or(0);
             (job.offer, job.is_moving) = (None, true);
-            job.broadcast(&ClientReply::MoveAt { view, call });
+            job.broadcast(&mut self.output, &ClientReply::MoveAt { view, call });
         }
     }
 }
@@ -45,35 +37,17 @@ impl Job {
     }
 
     /// Offer a tree, unless an offer is pending or the ranks are already moving.
-    pub(super) fn make_offer(&mut self) {
+    pub(super) fn make_offer(&mut self, output: &mut Outputs) {
         if self.offer.is_none() && !self.is_moving {
             self.offer = Some(BTreeMap::new());
-            self.broadcast(&ClientReply::Offer { view: self.view });
+            self.broadcast(output, &ClientReply::Offer { view: self.view });
         }
     }
 
     /// Withdraw the offer because a rank is gone: paused ranks continue.
-    pub(super) fn withdraw_offer(&mut self) {
+    pub(super) fn withdraw_offer(&mut self, output: &mut Outputs) {
         if self.offer.take().is_some() {
-            self.broadcast(&ClientReply::OfferWithdrawn);
-        }
-    }
-
-    /// Send a message to all connected ranks.
-    pub(super) fn broadcast(&self, reply: &ClientReply) {
-        self.put(Frames::of(reply));
-    }
-
-    /// Send several messages as one queue entry, shared by all ranks: thousands of ranks may be lost together.
-    pub(super) fn broadcast_all(&self, replies: impl Iterator<Item = ClientReply>) {
-        let frames: Result<Vec<_>, _> = replies.map(|reply| encode_frames(&reply)).collect();
-        self.put(frames.map(|frames| Frames::new(frames.concat())));
-    }
-
-    fn put(&self, frames: Result<Frames, FrameError>) {
-        match frames {
-            Ok(frames) => self.members.values().for_each(|member| member.client.put(std::slice::from_ref(&frames))),
-            Err(error) => tracing::error!(%error, "cannot encode a message to the ranks"),
+            self.broadcast(output, &ClientReply::OfferWithdrawn);
         }
     }
 }

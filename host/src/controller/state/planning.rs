@@ -16,21 +16,19 @@
 //! - A queued job is served only if no job ahead of it has become a candidate meanwhile. Under constant change, a tree
 //!   that fits is accepted after a few plans.
 
-use super::placement::{NoTree, Wait};
-use super::{Draft, Job, State};
+use super::State;
+use super::job::Job;
+use super::placement::{Draft, NoTree};
+use super::plan::{Goal, JobSnapshot, Plan, PlanResult};
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Devices, GroupIds, Placement, PlacementRequest, draft};
-use crate::controller::device::DeviceSession;
-use crate::controller::proto::JoinRequest;
+use crate::controller::admit::{GroupIds, Placement};
+use crate::controller::device::Device;
 use crate::controller::queue::{BlockedOn, Candidate, EntryStatus, Reservations};
-use crate::controller::resources::{ResourceLedger, Shortage};
-use crate::plan::Child;
-use crate::schedule::tree::Tree;
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
-use sumac_hal::ids::{Epoch, GroupId, Rank};
+use sumac_hal::ids::{Epoch, GroupId};
 
 /// How often a plan is repeated because the state has changed meanwhile.
 const PLANS_MAX: u32 = 4;
@@ -47,8 +45,9 @@ enum Task {
     Enqueue { name: String, tried: Option<u64> },
 }
 
+/// A job to be placed.
 #[derive(Debug, Clone)]
-struct PlaceJob {
+pub(super) struct PlaceJob {
     name: String,
     ids: GroupIds,
     /// How many trees and plans failed before.
@@ -70,208 +69,10 @@ pub(super) struct Planning {
     pub(super) devices_version: u64,
 }
 
-/// The parts of a job that a plan depends on.
-#[derive(Debug)]
-struct JobSnapshot {
-    /// Distinguishes the job from earlier and later ones of the same name.
-    token: u64,
-    world: u32,
-    requests: Vec<Arc<JoinRequest>>,
-    pinned: Vec<String>,
-    lost_devices: Vec<Arc<DeviceSession>>,
-    declined_devices: Vec<Arc<DeviceSession>>,
-    expression: Option<Tree>,
-}
-
-/// A plan to be made, with a snapshot of all that it depends on.
-#[derive(Debug)]
-pub(in crate::controller) struct Plan {
-    goal: Goal,
-    job: JobSnapshot,
-    devices: Devices,
-    devices_version: u64,
-    ledger: ResourceLedger,
-    reservations: Reservations,
-    /// Devices in crash-loop backoff.
-    backed_off: BTreeSet<String>,
-    ids: GroupIds,
-}
-
-#[derive(Debug)]
-enum Goal {
-    PlaceJob { task: PlaceJob, was_held: bool },
-    Enqueue { name: String, tried: Option<u64> },
-    Serve(Candidate),
-}
-
-/// The result of a plan.
-pub(in crate::controller) struct PlanResult {
-    plan: Plan,
-    found: Result<Placement, NoTree>,
-}
-
-impl Plan {
-    /// Make the plan. Call it with the state unlocked.
-    pub(in crate::controller) fn run(mut self, config: &ControllerConfig) -> PlanResult {
-        #[cfg(test)]
-        config.gate.pass();
-        let mut found = match &self.goal {
-            Goal::Serve(_) => self.draft_now(config).map_err(NoTree::permanent),
-            _ => self.draft_or_explain(config),
-        };
-        if let (Goal::PlaceJob { .. }, Err(none)) = (&self.goal, &mut found) {
-            none.wait_running = self.wait_running(config, none.wait.clone());
-        }
-        PlanResult { plan: self, found }
-    }
-
-    /// What the job could wait for while it runs without a tree: a declared order is then that of one node with all
-    /// ranks, which few trees preserve.
-    fn wait_running(&mut self, config: &ControllerConfig, wait: Option<Wait>) -> Option<Wait> {
-        let order = self.job.requests.first().map_or(Order::Arrival, |request| request.order);
-        if wait.is_none() || self.job.expression.is_some() || order == Order::Arrival {
-            return wait;
-        }
-        let flat = vec![(0..self.job.world).map(|rank| Child::Rank(Rank(rank))).collect()];
-        self.job.expression = Tree::new(flat, self.job.world, order).ok();
-        match self.draft_or_explain(config) {
-            Ok(placement) => Some((BlockedOn::Devices, placement.minimum_needs())),
-            Err(none) => none.wait,
-        }
-    }
-
-    fn requests(&self) -> Vec<&JoinRequest> {
-        self.job.requests.iter().map(Arc::as_ref).collect()
-    }
-
-    fn tenant(&self) -> &str {
-        self.job.requests.first().map_or("", |request| &request.terms.tenant)
-    }
-
-    /// Draft a tree for the job, or find out why there is none and what it could wait for.
-    fn draft_or_explain(&self, config: &ControllerConfig) -> Result<Placement, NoTree> {
-        let requests = self.requests();
-        let (tenant, ledger) = (self.tenant(), &self.ledger);
-        let request = PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned };
-        let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
-        let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
-        let drafted = |devices: &Devices, ledger: &ResourceLedger| {
-            draft(config, devices, ledger, request, self.ids).and_then(|placement| self.job.check_order(placement))
-        };
-        let tenant_reservation = self.reservations.tenants.get(tenant);
-        let why = match self.draft_now(config) {
-            Ok(placement) => return Ok(placement),
-            Err(why) => why,
-        };
-        // Could it have a tree if it were alone?
-        let Ok(ideal) = drafted(&devices, &ledger.without_claims()) else {
-            // Not even then: because of its quota, or for the reason in `why`.
-            let short = drafted(&devices, &ledger.without_claims().without_quotas())
-                .map(|ideal| ledger.without_claims().check(tenant, &ideal.minimum_needs()));
-            return Err(NoTree::permanent(match short {
-                Ok(Err(short)) => short.to_string(),
-                _ => add(why),
-            }));
-        };
-        let least = ideal.minimum_needs();
-        let reserved_for =
-            least.iter().find_map(|(device, _)| self.reservations.devices.get(device)).or(tenant_reservation);
-        let (blocked_on, why) = match (reserved_for, ledger.check(tenant, &least)) {
-            (_, Err(short)) if short.is_quota() => (BlockedOn::Quota, short.to_string()),
-            (Some(other), _) => {
-                let blocked_on = if tenant_reservation.is_some() { BlockedOn::Quota } else { BlockedOn::Devices };
-                (blocked_on, format!("its resources are reserved for job {other:?}, which was skipped too often"))
-            }
-            (None, Err(short @ Shortage::Device { what: "groups", .. })) => (BlockedOn::Devices, short.to_string()),
-            (None, _) => (BlockedOn::Devices, why),
-        };
-        Err(NoTree::temporary(add(why), Some((blocked_on, least))))
-    }
-
-    /// Draft a tree for the job with what is available now.
-    fn draft_now(&self, config: &ControllerConfig) -> Result<Placement, String> {
-        let requests = self.requests();
-        let request = PlacementRequest { tenant: self.tenant(), requests: &requests, pinned: &self.job.pinned };
-        if let Some(other) = self.reservations.tenants.get(request.tenant) {
-            return Err(format!("resources are reserved for job {other:?} of the same tenant"));
-        }
-        let (mut devices, _) = self.eligible_devices()?;
-        devices.retain(|_, device| !self.reservations.devices.contains_key(&device.key()));
-        let drafted = |devices: &Devices| {
-            draft(config, devices, &self.ledger, request, self.ids)
-                .and_then(|placement| self.job.check_order(placement))
-        };
-        // Prefer devices that are not overdue with a response: each of the others may cost the job a timeout.
-        let mut prompt = devices.clone();
-        prompt.retain(|_, device| !device.has_overdue_stats());
-        if prompt.len() < devices.len()
-            && let Ok(placement) = drafted(&prompt)
-        {
-            return Ok(placement);
-        }
-        drafted(&devices)
-    }
-
-    /// The devices that the job may be placed on, and a clause that names the excluded ones. Fails with the reason if a
-    /// pinned device is excluded.
-    fn eligible_devices(&self) -> Result<(Devices, String), String> {
-        let pinned = &self.job.pinned;
-        let mut left_out = String::new();
-        let mut leave_out = |devices: Devices, why: [&str; 2], is_out: &dyn Fn(&Arc<DeviceSession>) -> bool| {
-            let (out, rest): (Devices, Devices) = devices.into_iter().partition(|(_, device)| is_out(device));
-            if let Some(name) = pinned.iter().find(|name| out.contains_key(*name)) {
-                return Err(format!("device {name} is pinned, but {}", why[1]));
-            }
-            if !out.is_empty() {
-                let names: Vec<&str> = out.keys().map(String::as_str).collect();
-                let between = if left_out.is_empty() { "" } else { "; " };
-                left_out.push_str(&format!("{between}excluded devices ({}): {}", why[0], names.join(", ")));
-            }
-            Ok(rest)
-        };
-        let is_among = |known: &[Arc<DeviceSession>], device: &Arc<DeviceSession>| {
-            known.iter().any(|other| Arc::ptr_eq(other, device))
-        };
-        let lost = ["tree lost", "its tree was lost; restart the device to use it again"];
-        let devices = leave_out(self.devices.clone(), lost, &|device| is_among(&self.job.lost_devices, device))?;
-        let devices = leave_out(devices, ["not responding", "it does not respond"], &|device| !device.is_responsive())?;
-        let crash_loop = ["crash loop", "it is in a crash loop: its connections keep ending soon after they begin"];
-        let devices = leave_out(devices, crash_loop, &|device| self.backed_off.contains(device.name()))?;
-        let declined = ["attach failed", "a rank could not attach to it"];
-        let devices = leave_out(devices, declined, &|device| is_among(&self.job.declined_devices, device))?;
-        Ok((devices, left_out))
-    }
-}
-
 impl Job {
     /// Whether the job may be queued: it has no tree, and none is being reserved.
     const fn may_queue(&self) -> bool {
         self.placing.is_none() && (matches!(self.placement, Some(Err(_))) || self.join_waits_until.is_some())
-    }
-}
-
-impl JobSnapshot {
-    fn of(job: &Job) -> Self {
-        Self {
-            token: job.mesh_token,
-            world: job.world,
-            requests: job.members.values().map(|member| Arc::clone(&member.request)).collect(),
-            pinned: job.first().map_or_else(Vec::new, |member| member.pinned.clone()),
-            lost_devices: job.lost_devices.clone(),
-            declined_devices: job.declined_devices.clone(),
-            expression: job.expression.clone(),
-        }
-    }
-
-    /// Accept a placement only if it evaluates the job's declared expression.
-    fn check_order(&self, placement: Placement) -> Result<Placement, String> {
-        let Some(declared) = &self.expression else { return Ok(placement) };
-        let order = self.requests.first().map_or(Order::Arrival, |request| request.order);
-        if Tree::new(placement.expression(), self.world, order).is_ok_and(|tree| tree == *declared) {
-            return Ok(placement);
-        }
-        let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-        Err(format!("a tree on {} would reduce in a different order than the declared one", devices.join(", ")))
     }
 }
 
@@ -310,16 +111,13 @@ impl State {
     /// Serve the queue with what is available.
     pub(super) fn serve_queue(&mut self) {
         self.planning.queue_is_due = true;
-        self.wake.notify_all();
     }
 
     fn push_task(&mut self, task: Task) {
         self.planning.tasks.push_back(task);
-        self.wake.notify_all();
     }
 
     /// Whether a plan is pending.
-    #[cfg(feature = "snapshot")]
     pub(in crate::controller) fn has_plans(&self) -> bool {
         self.planning.queue_is_due || !self.planning.tasks.is_empty()
     }
@@ -377,7 +175,13 @@ impl State {
     fn plan(&self, goal: Goal, job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
         let (devices, ledger) = (self.devices.clone(), self.ledger.clone());
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
-        Plan { goal, job, devices, devices_version, ledger, reservations, backed_off, ids }
+        let names_of = |is_one: &dyn Fn(&Device) -> bool| {
+            let all = self.devices.values().filter(|device| is_one(device));
+            all.map(|device| device.name().to_owned()).collect()
+        };
+        let unresponsive = names_of(&|device| !self.links.is_responsive(device));
+        let overdue = names_of(&|device| self.links.has_overdue_stats(device));
+        Plan { goal, job, devices, devices_version, ledger, reservations, backed_off, unresponsive, overdue, ids }
     }
 
     /// Apply the result of a plan, if it is still valid.
@@ -426,9 +230,8 @@ impl State {
     }
 
     fn has_devices(&self, placement: &Placement) -> bool {
-        let is_there = |device: &Arc<DeviceSession>| {
-            self.devices.get(device.name()).is_some_and(|known| Arc::ptr_eq(known, device))
-        };
+        let is_there =
+            |device: &Arc<Device>| self.devices.get(device.name()).is_some_and(|known| Arc::ptr_eq(known, device));
         placement.nodes.iter().all(|node| is_there(&node.device))
     }
 
@@ -463,7 +266,6 @@ impl State {
         let order = job.first().map_or(Order::Arrival, |member| member.request.order);
         let version = self.planning.devices_version;
         self.ready.push_back(Draft::new(name.to_owned(), placement, order, task.tries, version));
-        self.wake.notify_all();
     }
 
     fn finish_enqueue_plan(&mut self, name: &str, tried: Option<u64>, found: Result<Placement, NoTree>) {
@@ -521,8 +323,7 @@ impl State {
         } else {
             tracing::info!(job = name, view = job.view, "offering a tree");
             job.offer_claim = Some((group, until));
-            job.make_offer();
+            job.make_offer(&mut self.output);
         }
-        self.wake.notify_all();
     }
 }

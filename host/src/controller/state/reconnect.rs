@@ -7,7 +7,8 @@
 use super::State;
 use crate::controller::proto::ClientReply;
 use crate::controller::resources::DeviceKey;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use sumac_hal::time::Instant;
 
 /// How long a device may be disconnected before its trees count as lost. Devices reconnect after half of that.
 pub(in crate::controller) const RECONNECT_GRACE: Duration = Duration::from_secs(1);
@@ -16,7 +17,6 @@ impl State {
     /// A device has disconnected.
     pub(super) fn start_reconnect_grace(&mut self, device: DeviceKey) {
         self.disconnected.insert(device, self.now + RECONNECT_GRACE);
-        self.wake.notify_all();
     }
 
     /// A device has connected: its grace period ends, and earlier incarnations of it count as lost now.
@@ -28,7 +28,6 @@ impl State {
                 *due = now;
             }
         }
-        self.wake.notify_all();
     }
 
     /// Notify the ranks of trees on devices whose grace period has expired. Returns the next deadline.
@@ -50,7 +49,7 @@ impl State {
                     );
                     let cause = format!("tree lost: device {} did not reconnect", device.name);
                     self.recoveries.begin(name, job.view, &cause, now);
-                    job.broadcast(&ClientReply::TreeLost { view: job.view });
+                    job.broadcast(&mut self.output, &ClientReply::TreeLost { view: job.view });
                 }
             }
         }

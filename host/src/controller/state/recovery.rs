@@ -2,7 +2,8 @@
 
 use crate::controller::proto::{RecoveryOutcome, RecoveryStatus};
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use sumac_hal::time::Instant;
 
 /// How many recoveries are kept. They outlive their jobs.
 const KEPT: usize = 32;
@@ -70,8 +71,8 @@ impl RecoveryLog {
             job: recovery.job.clone(),
             view: recovery.view,
             cause: recovery.cause.clone(),
-            began_ms_ago: ms(now.saturating_duration_since(recovery.began)),
-            took_ms: recovery.ended.as_ref().map(|(at, _)| ms(at.saturating_duration_since(recovery.began))),
+            began_ms_ago: ms(now.saturating_since(recovery.began)),
+            took_ms: recovery.ended.as_ref().map(|(at, _)| ms(at.saturating_since(recovery.began))),
             outcome: recovery.ended.as_ref().map(|(_, outcome)| outcome.clone()),
         };
         self.entries.iter().rev().map(report).collect()
@@ -90,7 +91,7 @@ mod tests {
 
     #[test]
     fn recovery_reports_cause_start_duration_and_outcome() {
-        let (mut log, start) = (RecoveryLog::default(), Instant::now());
+        let (mut log, start) = (RecoveryLog::default(), Instant::ZERO);
         log.begin("job", 3, "device leaf0 did not reconnect", start);
         // Its ranks notice it, too.
         log.begin("job", 3, "reported by rank 1", start + SECOND);
@@ -112,7 +113,7 @@ mod tests {
 
     #[test]
     fn latest_recoveries_are_kept_and_come_first() {
-        let (mut log, now) = (RecoveryLog::default(), Instant::now());
+        let (mut log, now) = (RecoveryLog::default(), Instant::ZERO);
         for view in 0..2 * KEPT as u32 {
             log.begin("job", view, "x", now);
             log.end_with_tree("job", &Ok(()), now);

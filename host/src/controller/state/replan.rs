@@ -15,11 +15,12 @@
 //! nothing with the lost one, including number and epoch, so that a device that recovers late cannot be mistaken for a
 //! member.
 
-use super::{Client, Job, State};
+use super::{Job, State};
+use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{AbortReason, ClientReply, RecoveryOutcome};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
 
 /// How long replan requests stay valid after a rank has stopped waiting.
 const LATE_LIMIT: Duration = Duration::from_secs(6);
@@ -29,7 +30,7 @@ pub(super) const LOST: &str = "its tree is lost";
 
 impl State {
     /// A rank reports a lost tree: notify all ranks of its job, once per view.
-    pub(in crate::controller) fn suspect(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
+    pub(in crate::controller) fn suspect(&mut self, place: Option<&(String, Rank)>, client: ConnId, view: u32) {
         let Some((name, rank)) = place else { return };
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client)) else { return };
         if job.placement.is_none() || view != job.view || job.tree_suspected {
@@ -38,14 +39,14 @@ impl State {
         tracing::warn!(job = name, %rank, view, "tree is lost: reported by a rank");
         job.tree_suspected = true;
         self.recoveries.begin(name, view, &format!("tree lost: reported by {rank}"), self.now);
-        job.broadcast(&ClientReply::TreeLost { view });
+        job.broadcast(&mut self.output, &ClientReply::TreeLost { view });
     }
 
     /// A rank aborts the job: notify all ranks, once.
     pub(in crate::controller) fn abort(
         &mut self,
         place: Option<&(String, Rank)>,
-        client: &Arc<Client>,
+        client: ConnId,
         reason: &AbortReason,
     ) {
         let Some((name, rank)) = place else { return };
@@ -56,15 +57,15 @@ impl State {
             return;
         }
         tracing::warn!(job = name, %rank, ?reason, "job aborted by a rank");
-        job.broadcast(&ClientReply::Aborted(reason.clone()));
+        job.broadcast(&mut self.output, &ClientReply::Aborted(reason.clone()));
     }
 
     /// A rank requests a replacement for the tree of `view`. The last request replaces it.
-    pub(in crate::controller) fn replan(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>, view: u32) {
+    pub(in crate::controller) fn replan(&mut self, place: Option<&(String, Rank)>, client: ConnId, view: u32) {
         match self.record_replan_request(place, client, view) {
             Ok(Some(name)) => self.replace_tree(name),
             Ok(None) => {}
-            Err(reason) => client.send(&ClientReply::ReplanRefused { view, reason }),
+            Err(reason) => self.output.send(client, &ClientReply::ReplanRefused { view, reason }),
         }
     }
 
@@ -72,7 +73,7 @@ impl State {
     fn record_replan_request<'p>(
         &mut self,
         place: Option<&'p (String, Rank)>,
-        client: &Arc<Client>,
+        client: ConnId,
         view: u32,
     ) -> Result<Option<&'p str>, String> {
         let (name, rank) = place.ok_or("no job was joined on this connection")?;
@@ -101,12 +102,7 @@ impl State {
     }
 
     /// A rank stops waiting for a replacement. Its request stays valid for ranks that have yet to ask.
-    pub(in crate::controller) fn abandon_replan(
-        &mut self,
-        place: Option<&(String, Rank)>,
-        client: &Arc<Client>,
-        view: u32,
-    ) {
+    pub(in crate::controller) fn abandon_replan(&mut self, place: Option<&(String, Rank)>, client: ConnId, view: u32) {
         let Some((name, rank)) = place else { return };
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.view == view) else {
             return;
@@ -114,7 +110,6 @@ impl State {
         if job.placing.is_none() && job.replan_requests.contains(rank) {
             job.replan_abandoned.insert(*rank);
             job.replan_abandoned_until = Some(self.now + LATE_LIMIT);
-            self.wake.notify_all();
         }
     }
 
@@ -159,7 +154,7 @@ impl State {
     }
 
     /// A rank requests the list of survivors.
-    pub(in crate::controller) fn survivors(&mut self, place: Option<&(String, Rank)>, client: &Arc<Client>) {
+    pub(in crate::controller) fn survivors(&mut self, place: Option<&(String, Rank)>, client: ConnId) {
         let job = place.and_then(|(name, rank)| {
             let job = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.placement.is_some())?;
             job.survivor_requests.insert(*rank);
@@ -167,13 +162,13 @@ impl State {
         });
         match job {
             Some(job) => {
-                if let (Some(ranks), Some((name, _))) = (job.try_report_survivors(), place) {
+                if let (Some(ranks), Some((name, _))) = (job.try_report_survivors(&mut self.output), place) {
                     self.recoveries.end(name, RecoveryOutcome::Survivors { ranks }, self.now);
                 }
             }
             None => {
                 let ranks = Err("no running job was joined on this connection".to_owned());
-                client.send(&ClientReply::Survivors { round: 0, ranks });
+                self.output.send(client, &ClientReply::Survivors { round: 0, ranks });
             }
         }
     }
@@ -188,7 +183,7 @@ impl Job {
     }
 
     /// Send the list of survivors once all of them have asked. Returns how many they are.
-    pub(super) fn try_report_survivors(&mut self) -> Option<u32> {
+    pub(super) fn try_report_survivors(&mut self, output: &mut Outputs) -> Option<u32> {
         if self.survivor_requests.is_empty() || self.survivor_requests.len() < self.members.len() {
             return None;
         }
@@ -197,18 +192,18 @@ impl Job {
         self.shrink_count += 1;
         let ranks: Vec<Rank> = self.members.keys().copied().collect();
         let count = ranks.len() as u32;
-        self.broadcast(&ClientReply::Survivors { round, ranks: Ok(ranks) });
+        self.broadcast(output, &ClientReply::Survivors { round, ranks: Ok(ranks) });
         Some(count)
     }
 
     /// Refuse pending replan requests because a rank is gone.
-    pub(super) fn refuse_replans(&mut self, name: &str, gone: Rank) {
+    pub(super) fn refuse_replans(&mut self, output: &mut Outputs, name: &str, gone: Rank) {
         let view = self.view;
         let replan_requests = std::mem::take(&mut self.replan_requests);
         self.clear_replan_requests();
         for rank in replan_requests {
             if let Some(member) = self.members.get(&rank) {
-                member.client.send(&ClientReply::ReplanRefused { view, reason: is_gone(name, gone) });
+                output.send(member.client, &ClientReply::ReplanRefused { view, reason: is_gone(name, gone) });
             }
         }
     }

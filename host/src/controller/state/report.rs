@@ -4,27 +4,17 @@ use super::replan::LOST;
 use super::{Job, State};
 use crate::controller::ControllerConfig;
 use crate::controller::admit::Placement;
-use crate::controller::device::DeviceSession;
+use crate::controller::device::Device;
 use crate::controller::outbox::Frames;
 use crate::controller::proto::{
     ClientReply, DeviceStatus, FabricStatus, JobStatus, JobTree, QueuePosition, RankRange, StatusReport, TenantStatus,
 };
 use crate::controller::queue::EntryStatus;
 #[cfg(feature = "snapshot")]
-use crate::controller::{
-    harness::ClaimRecord,
-    resources::{Claim, DeviceKey, Resources},
-};
+use crate::controller::resources::{Claim, ClaimRecord, DeviceKey, Resources};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use sumac_hal::ctrl::{FrameError, Request};
-
-/// How long all devices together may take to report their counters.
-const STATS_LIMIT: Duration = Duration::from_secs(2);
-
-/// Shown for a device that still owes the counters of an earlier report.
-const STATS_OVERDUE: &str = "not queried: it has not answered an earlier query";
+use sumac_hal::ctrl::FrameError;
 
 /// Encode a report in at most `len_max` bytes. Leaves out jobs, and counts them, if it would be longer.
 pub(in crate::controller) fn encode(mut report: StatusReport, len_max: usize) -> Result<Frames, FrameError> {
@@ -45,31 +35,16 @@ pub(in crate::controller) fn encode(mut report: StatusReport, len_max: usize) ->
 const TENANTS_SHOWN: usize = 256;
 
 /// A report that still lacks the devices' counters.
+#[derive(Debug)]
 pub(in crate::controller) struct Report {
-    report: StatusReport,
-    devices: Vec<Arc<DeviceSession>>,
+    pub(super) report: StatusReport,
+    pub(super) devices: Vec<Arc<Device>>,
 }
 
 impl Report {
     /// Return the report without counters.
     #[cfg(any(test, feature = "snapshot"))]
     pub(in crate::controller) fn without_devices(self) -> StatusReport {
-        self.report
-    }
-
-    /// Query the devices' counters. Call it with the state unlocked: an unresponsive device takes seconds.
-    pub(in crate::controller) fn ask_devices(mut self) -> StatusReport {
-        let due = Instant::now() + STATS_LIMIT;
-        // Do not query a device again until it has answered the earlier query.
-        let ask = |device: &Arc<DeviceSession>| match device.has_overdue_stats() {
-            true => Err(STATS_OVERDUE.to_owned()),
-            false => device.post(Request::Stats).map_err(|error| error.to_string()),
-        };
-        let asked: Vec<_> = self.devices.iter().map(ask).collect();
-        for ((session, asked), device) in self.devices.iter().zip(asked).zip(&mut self.report.devices) {
-            device.stats =
-                asked.and_then(|asked| session.wait_report_stats(&asked, due).map_err(|error| error.to_string()));
-        }
         self.report
     }
 }
@@ -96,7 +71,7 @@ impl Job {
 impl State {
     pub(in crate::controller) fn report(&self, config: &ControllerConfig) -> Report {
         let fabric = config.fabric.as_ref();
-        let device = |session: &Arc<DeviceSession>| DeviceStatus {
+        let device = |session: &Arc<Device>| DeviceStatus {
             name: session.name().to_owned(),
             in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
             data_addrs: session.announce.data_addrs.iter().copied().collect(),

@@ -17,16 +17,19 @@
 //!   never resumes with half of its ranks or fewer, because the others may continue by themselves (PROTOCOL 8).
 //! - A resumed job starts a view that no earlier controller has used.
 
-use super::{Client, Job, Member, State, agree, check_request};
+use super::{Job, Member, State, agree, check_request};
 use crate::controller::ControllerConfig;
+use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, JoinRefusal, ResumeRequest};
 use crate::controller::queue::EntryStatus;
 use crate::schedule::tree::Tree;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::Rank;
+use sumac_hal::planted;
+use sumac_hal::time::Instant;
 
 /// How long a job's ranks may take to come back after the first one; they dial twice a second. Missing ranks then count
 /// as lost, as if their connections had ended.
@@ -55,8 +58,8 @@ impl Resuming {
         (self.job.members.len() + self.left.len()) as u32
     }
 
-    fn refuse(&self, refusal: &JoinRefusal) {
-        self.job.broadcast(&ClientReply::Refused(refusal.clone()));
+    fn refuse(&self, output: &mut Outputs, refusal: &JoinRefusal) {
+        self.job.broadcast(output, &ClientReply::Refused(refusal.clone()));
     }
 }
 
@@ -67,7 +70,7 @@ impl State {
         &mut self,
         config: &ControllerConfig,
         resumption: ResumeRequest,
-        client: &Arc<Client>,
+        client: ConnId,
     ) -> Result<(String, Rank), JoinRefusal> {
         let ResumeRequest { request, devices, view, shrink_count, mesh_token, expression } = resumption;
         check_request(&request, &devices)?;
@@ -109,11 +112,10 @@ impl State {
         let job = &mut resuming.job;
         // Ranks may have missed the latest view; they learn it from `Resumed`.
         (job.view, job.shrink_count) = (job.view.max(view), job.shrink_count.max(shrink_count));
-        job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client: Arc::clone(client) });
+        job.members.insert(rank, Member { request: Arc::new(request), pinned: devices, client });
         if resuming.came() == world {
             self.finish_resume(&key);
         }
-        self.wake.notify_all();
         Ok((name, rank))
     }
 
@@ -143,31 +145,35 @@ impl State {
     fn finish_resume(&mut self, key: &Key) {
         let Some(resuming) = self.resuming.remove(key) else { return };
         let (name, world, came) = (&key.0, resuming.job.world, resuming.came());
-        if 2 * came <= world {
+        if 2 * came <= world && !planted!(self, MinorityResumed) {
             tracing::warn!(job = name, came, world, "cannot resume the job: too few of its ranks came back");
             let waited_s = RESUME_LIMIT.as_secs();
-            return resuming.refuse(&JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s });
+            let refusal = JoinRefusal::TooFewRanks { job: name.clone(), came, world, waited_s };
+            return resuming.refuse(&mut self.output, &refusal);
         }
         // Other clients that used the job's name have a different secret.
         self.resuming.retain(|(other, _), resuming| {
             if other == name {
-                resuming.refuse(&JoinRefusal::Running { job: name.clone() });
+                resuming.refuse(&mut self.output, &JoinRefusal::Running { job: name.clone() });
             }
             other != name
         });
         let Resuming { mut job, left, until } = resuming;
         // The first rank came back that long before the others had to.
-        let came_first = until.checked_sub(RESUME_LIMIT).unwrap_or(self.now).min(self.now);
+        let waited = RESUME_LIMIT.saturating_sub(until - self.now);
+        let came_first = Instant::from_nanos(self.now.as_nanos().saturating_sub(waited.as_nanos() as u64));
         self.recoveries.begin(name, job.view, "its controller was restarted", came_first);
         self.recoveries.end_with_tree(name, &Err::<(), _>(EARLIER.to_owned()), self.now);
-        job.view += 1;
+        if !planted!(self, ViewReused) {
+            job.view += 1;
+        }
         tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
         job.placement = Some(Err(EARLIER.into()));
-        job.broadcast(&ClientReply::Resumed { view: job.view });
+        job.broadcast(&mut self.output, &ClientReply::Resumed { view: job.view });
         let is_lost = |rank: &Rank| !job.members.contains_key(rank) && !left.contains(rank);
         for rank in (0..world).map(Rank).filter(is_lost) {
             tracing::warn!(job = name, %rank, "rank is lost: it did not come back");
-            job.broadcast(&ClientReply::RankLost(rank));
+            job.broadcast(&mut self.output, &ClientReply::RankLost(rank));
         }
         // Wait for devices to reconnect; otherwise the job would get a tree on the few that came first.
         job.offer_not_before = Some(self.devices_settled_at).filter(|at| *at > self.now);
@@ -184,13 +190,13 @@ impl State {
             self.enqueue(name, None);
         } else if let Some(job) = self.jobs.get_mut(name) {
             // Its resources are already claimed.
-            job.make_offer();
+            job.make_offer(&mut self.output);
         }
         self.serve_queue();
     }
 
     /// A rank of a resuming job disconnected. Unless it left, it may still come back.
-    pub(super) fn depart_resuming(&mut self, (name, rank): (&str, Rank), client: &Arc<Client>, clean: bool) {
+    pub(super) fn depart_resuming(&mut self, (name, rank): (&str, Rank), client: ConnId, clean: bool) {
         let mut of_name = self.resuming.iter_mut().filter(|((other, _), _)| other == name);
         let Some((key, resuming)) = of_name.find(|(_, resuming)| resuming.job.has(rank, client)) else { return };
         let key = key.clone();

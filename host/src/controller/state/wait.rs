@@ -5,13 +5,14 @@
 //! them could not attach to. Ranks that decline without naming a device may just have been late, so they get a few more
 //! offers, one per round of lease renewals. Resources on offer are claimed for the job for a limited time.
 
-use super::{Client, Job, State};
+use super::{Job, State};
 use crate::controller::limits::sanitize_reason;
+use crate::controller::output::ConnId;
 use crate::controller::proto::ClientReply;
 use crate::controller::queue::EntryStatus;
 use std::sync::Arc;
-use std::time::Instant;
 use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
 
 /// How many more offers a job gets after declining without naming a device.
 const DECLINES_MAX: u32 = 8;
@@ -20,7 +21,7 @@ impl State {
     /// A rank declines the tree of a view: the job runs without one from now on.
     pub(in crate::controller) fn decline(
         &mut self,
-        (place, client): (Option<&(String, Rank)>, &Arc<Client>),
+        (place, client): (Option<&(String, Rank)>, ConnId),
         view: u32,
         (device, why): (Option<String>, String),
     ) {
@@ -89,12 +90,12 @@ impl State {
             let place = positions.get(name).copied();
             if job.placement.is_some() && job.placing.is_none() && job.reported_position != place {
                 job.reported_position = place;
-                job.broadcast(&ClientReply::Queued(place));
+                job.broadcast(&mut self.output, &ClientReply::Queued(place));
             }
         }
     }
 
-    /// Handle all deadlines that have passed. Returns the next one.
+    /// Handle all deadlines of jobs and devices that have passed. Returns the next one.
     pub(in crate::controller) fn expire_all(&mut self) -> Option<Instant> {
         let waits = self.expire_waits().into_iter().chain(self.expire_reconnect_grace());
         waits.chain(self.expire_resuming()).chain(self.expire_abandoned_replans()).chain(self.expire_backoffs()).min()

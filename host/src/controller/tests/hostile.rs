@@ -487,9 +487,9 @@ fn records_of_a_device_session_end_with_it() {
         let (view, _) = ranks.replanned();
         ranks.send(ClientRequest::Decline { view, device: Some("leaf0".into()), why: "no way".into() });
         assert_eq!(ranks.report().jobs.len(), 1);
-        assert_eq!(controller.shared.lock().remembered_sessions("job"), 1);
+        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 1);
         super::replan::disconnect_device(device, &controller);
-        assert_eq!(controller.shared.lock().remembered_sessions("job"), 0);
+        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 0);
     }
 }
 

@@ -141,6 +141,33 @@ fn device_that_responds_again_after_a_timeout_is_used() {
     assert_eq!(tree_of(&replan(std::slice::from_mut(&mut rank), 0)[0]).leaf, "leaf0");
 }
 
+/// Its lease would expire if a round of renewals waited for all responses of the previous one.
+#[test]
+fn unresponsive_device_delays_no_renewal_of_other_devices() {
+    let controller = with_short_lease();
+    let silent =
+        Device::that_stops_responding(&controller, "leaf0", |request| matches!(request, Request::RenewGroup(_)));
+    let (renews, renewed) = channel();
+    let answer = move |request: &Request| {
+        if matches!(request, Request::RenewGroup(_)) {
+            let _ = renews.send(());
+        }
+        Reply::Done
+    };
+    let _other = Device::serve(&controller, announce("leaf1", 1, None), answer);
+    let on = |job: &str, device| {
+        let mut raw = Raw::join_with(&controller, JoinRequest { job: job.into(), ..request(0, 1) }, &[device]);
+        assert_eq!(tree_of(&raw.joined()).leaf, device);
+        raw
+    };
+    let _jobs = [on("first", "leaf0"), on("second", "leaf1")];
+    silent.stopped.recv_timeout(TEST_TIMEOUT).expect("a renewal");
+    // The device is given up on after five seconds.
+    for nth in 0..4 {
+        assert_eq!(renewed.recv_timeout(Duration::from_secs(1)), Ok(()), "renewal {nth}");
+    }
+}
+
 /// The same if the device only missed a renewal.
 #[test]
 fn device_that_missed_a_renewal_is_used_again() {
@@ -158,7 +185,11 @@ fn device_that_missed_a_renewal_is_used_again() {
     let device = Device::serve(&controller, announce, answer);
     let mut first = Raw::join_with(&controller, request(0, 1), &[]);
     let group = tree_of(&first.joined()).group;
-    let silent = || controller.shared.lock().devices.values().any(|device| !device.is_responsive());
+    let silent = || {
+        let mut machine = controller.shared.lock();
+        let state = machine.state_mut();
+        state.devices.values().any(|device| !state.links.is_responsive(device))
+    };
     while !silent() {
         thread::yield_now();
     }

@@ -367,9 +367,11 @@ fn unaccepted_offer_expires_and_goes_to_the_next_job() {
     }
     let expire = |seconds| {
         let shared = &controller.shared;
-        let mut state = shared.lock();
-        state.now += Duration::from_secs(seconds);
+        let mut machine = shared.lock();
+        let state = machine.state_mut();
+        state.now = state.now + Duration::from_secs(seconds);
         state.expire_waits();
+        shared.notifier.wake();
     };
     expire(50);
     assert_eq!(job(&controller, "third").queue, place(1, 1));

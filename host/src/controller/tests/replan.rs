@@ -2,9 +2,7 @@
 
 use super::super::proto::{AbortReason, ClientReply, ClientRequest, StatusReport};
 use super::super::state::RECONNECT_GRACE;
-use super::super::{ClientError, Notice};
 use super::*;
-use std::time::Instant;
 use sumac_hal::ids::Epoch;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::shm::DeviceUsers;
@@ -142,6 +140,17 @@ pub(super) fn disconnect_device(device: Device, controller: &Controller) {
     device.stream.shutdown(std::net::Shutdown::Both).expect("it is connected");
     while devices() == before {
         thread::yield_now();
+    }
+}
+
+/// Wait until the only job has no tree, and return the reason.
+pub(super) fn wait_until_no_tree(controller: &Controller) -> String {
+    loop {
+        let report = status(controller.local_addr()).expect("a report");
+        match report.jobs.into_iter().next().and_then(|job| job.tree) {
+            Some(Err(why)) => return why,
+            _ => thread::yield_now(),
+        }
     }
 }
 
@@ -394,115 +403,6 @@ fn lost_tree_is_notified_once_per_view() {
     ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 1 }));
 }
 
-/// Wait until the only job has no tree, and return the reason.
-pub(super) fn wait_until_no_tree(controller: &Controller) -> String {
-    loop {
-        let report = status(controller.local_addr()).expect("a report");
-        match report.jobs.into_iter().next().and_then(|job| job.tree) {
-            Some(Err(why)) => return why,
-            _ => thread::yield_now(),
-        }
-    }
-}
-
-#[test]
-fn sessions_replace_a_lost_tree_together() {
-    let controller = controller();
-    let _devices = ["leaf0", "leaf1"].map(|name| Device::start(&controller, name, None, None));
-    let addr = controller.local_addr();
-    let (told, notices) = channel();
-    let joining: Vec<_> = (0..2)
-        .map(|rank| {
-            let told = told.clone();
-            let told = move |notice| {
-                if !matches!(notice, Notice::OfferWithdrawn | Notice::Queued(_) | Notice::ControllerLost) {
-                    told.send((rank, notice)).expect("somebody listens");
-                }
-                None
-            };
-            thread::spawn(move || Session::join(addr, request(rank, 2), SOON, told).expect("an answer"))
-        })
-        .collect();
-    let ranks: Vec<_> = joining.into_iter().map(|rank| rank.join().expect("no panic")).collect();
-    ranks[1].0.suspect(0);
-    let mut heard = [(); 2].map(|()| notices.recv_timeout(SOON).expect("a notice"));
-    heard.sort_by_key(|(rank, _)| *rank);
-    assert_eq!(heard, [0, 1].map(|rank| (rank, Notice::TreeLost { view: 0 })));
-    // Rank 0 times out before rank 1 asks. Its request stays valid, but it declines the tree that arrives too late.
-    let error = ranks[0].0.replan(0, Instant::now()).expect_err("alone");
-    assert!(matches!(error, ClientError::ReplanTimeout { view: 0, .. }), "{error}");
-    let later = Instant::now() + SOON;
-    let second = ranks[1].0.replan(0, later).expect("all have asked");
-    assert_eq!(tree_of(&second).leaf, "leaf1");
-    let declined = wait_until_no_tree(&controller);
-    assert_eq!(declined, "rank 0 declined its tree: it arrived after a rank had stopped waiting");
-    let error = ranks[0].0.replan(0, later).expect_err("stale").to_string();
-    assert_eq!(error, "cannot replace the tree of view 0: job \"job\" is at view 1");
-    thread::scope(|scope| {
-        let first = scope.spawn(|| ranks[0].0.replan(1, later));
-        let second = ranks[1].0.replan(1, later).expect("all have asked");
-        let first = first.join().expect("no panic").expect("all have asked");
-        assert_eq!([&first, &second].map(|membership| tree_of(membership).epoch.counter), [3; 2]);
-    });
-    let error = ranks[0].0.replan(1, later).expect_err("stale").to_string();
-    assert_eq!(error, "cannot replace the tree of view 1: job \"job\" is at view 2");
-}
-
-/// A scripted controller: answers one Join, then one Replan with `answers`, and disconnects.
-fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
-    let addr = listener.local_addr().expect("bound");
-    let serve = move || {
-        let (mut stream, _) = listener.accept().expect("a client");
-        let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
-        assert_eq!(reader.recv::<Hello>().expect("a greeting"), Hello::Client);
-        assert!(matches!(reader.recv(), Ok(ClientRequest::Join(_))));
-        send(&mut stream, &ClientReply::Joined(Box::new(membership_without_tree(1)))).expect("a client");
-        assert_eq!(reader.recv::<ClientRequest>().expect("a wish"), ClientRequest::Replan { view: 3 });
-        answers.iter().for_each(|answer| send(&mut stream, answer).expect("a client"));
-    };
-    (addr, thread::spawn(serve))
-}
-
-fn membership_without_tree(mesh_token: u64) -> Membership {
-    let table = crate::select::CostTable::EMULATED;
-    Membership {
-        tree: Err("none".into()),
-        queue: None,
-        mesh: Vec::new(),
-        recovery_mesh: Vec::new(),
-        mesh_token,
-        expression: Vec::new(),
-        table,
-    }
-}
-
-#[test]
-fn replan_replies_for_other_views_are_ignored() {
-    let replanned = |view| ClientReply::Replanned { view, membership: Box::new(membership_without_tree(view.into())) };
-    let stale = ClientReply::ReplanRefused { view: 2, reason: "stale".into() };
-    let (addr, serving) = scripted(vec![replanned(0), stale, replanned(3), replanned(5), replanned(4)]);
-    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
-    assert_eq!(session.replan(3, Instant::now() + SOON).expect("an answer").mesh_token, 4);
-    serving.join().expect("as scripted");
-}
-
-#[test]
-fn lost_controller_fails_a_pending_replan() {
-    fn shared<T: Send + Sync>(session: T) -> T {
-        session
-    }
-    let (addr, serving) = scripted(Vec::new());
-    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
-    let session = shared(session);
-    // The deadline is longer than the test may take.
-    let error = session.replan(3, Instant::now() + Duration::from_secs(3600)).expect_err("it is gone");
-    assert!(matches!(error, ClientError::ControllerLost { view: 3 }), "{error}");
-    serving.join().expect("as scripted");
-    // Ignored without a controller.
-    session.suspect(3);
-}
-
 /// A device that reconnects in the same incarnation keeps its groups.
 #[test]
 fn device_gone_beyond_the_grace_period_or_restarted_loses_its_trees() {
@@ -517,9 +417,12 @@ fn device_gone_beyond_the_grace_period_or_restarted_loses_its_trees() {
         let back = Device::serve(&controller, incarnation, |_| Reply::Done);
         wait_for_devices(&controller, 1);
         let expire = |later: Duration| {
-            let mut state = controller.shared.lock();
-            state.now += later;
-            state.expire_all()
+            let mut machine = controller.shared.lock();
+            let state = machine.state_mut();
+            state.now = state.now + later;
+            let next = state.expire_all();
+            controller.shared.notifier.wake();
+            next
         };
         assert_eq!(expire(2 * RECONNECT_GRACE), None);
         for rank in &mut ranks {

@@ -3,6 +3,7 @@
 use super::super::proto::{ClientRequest, RankRange, RecoveryOutcome};
 use super::replan::{Raw, join_all, replan, request};
 use super::*;
+use std::sync::atomic::AtomicBool;
 use sumac_hal::ctrl::Rejection;
 
 fn range(first: u32, last: u32) -> RankRange {
@@ -74,14 +75,14 @@ fn device_is_told_its_name_is_taken_once_the_holder_has_answered() {
     assert_eq!(first, Rejection::NameTaken { holder: addr, is_alive: false });
     assert!(!first.is_final());
     // The holder answers the probe of an earlier attempt.
-    let limit = Instant::now() + TEST_TIMEOUT;
+    let limit = std::time::Instant::now() + TEST_TIMEOUT;
     loop {
         let next = rejection(&controller, announce("leaf0", 1, None));
         if next.is_final() {
             assert_eq!(next, Rejection::NameTaken { holder: addr, is_alive: true });
             break;
         }
-        assert!(Instant::now() < limit, "{next:?}");
+        assert!(std::time::Instant::now() < limit, "{next:?}");
     }
     // Its own earlier connection is no reason to give up.
     assert!(!rejection(&controller, holder).is_final());

@@ -1,66 +1,75 @@
 //! Changes between a plan's snapshot and its result: the state machine step by step, without threads.
 
-use super::super::admit::ReservationFailure;
-use super::super::device::{DeviceError, DeviceSession};
-use super::super::outbox::{Frames, MessageSink, NullSink};
+use super::super::device::{Device, DeviceError, Patience, REPLY_TIMEOUT};
+use super::super::machine::{ConnId, Frames, Output};
 use super::super::proto::{ClientReply, JobStatus};
-use super::super::state::{Client, State};
+use super::super::state::{Draft, Purpose, ReservationFailure, State};
 use super::replan::request;
-use super::*;
-use sumac_hal::ctrl::{Counters, FrameBuffer, Stats};
-
-/// Records each message separately.
-#[derive(Debug, Clone, Default)]
-struct RecordingSink(Arc<Mutex<Vec<Vec<u8>>>>);
-
-impl MessageSink for RecordingSink {
-    fn put(&self, parts: &[Frames]) -> bool {
-        let bytes: Vec<&[u8]> = parts.iter().map(Frames::bytes).collect();
-        self.0.lock().expect("no panic").push(bytes.concat());
-        true
-    }
-
-    fn disconnect(&self) {}
-}
+use super::{Entropy, announce};
+use crate::controller::ControllerConfig;
+use crate::controller::proto::{JoinRequest, Terms};
+use std::sync::Arc;
+use std::time::Duration;
+use sumac_hal::ctrl::{Counters, Envelope, FrameBuffer, Refusal, Request, Response, Stats};
+use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
 
 struct Steps {
     state: State,
     config: ControllerConfig,
+    conns: u64,
 }
 
 impl Steps {
     fn new() -> Self {
         let config = ControllerConfig::new();
-        Self { state: State::new(&config, 1, Entropy::System, Arc::default()), config }
+        Self { state: State::new(&config, 1, Entropy::System, Instant::ZERO), config, conns: 0 }
+    }
+
+    fn conn(&mut self) -> ConnId {
+        self.conns += 1;
+        ConnId(self.conns)
     }
 
     /// Connect a device with room for one group.
-    fn add_device(&mut self, name: &str) -> Arc<DeviceSession> {
+    fn add_device(&mut self, name: &str) -> Arc<Device> {
         let mut announce = announce(name, 1, None);
         announce.capabilities.groups = 1;
-        let session = Arc::new(DeviceSession::new(announce, Box::new(NullSink)));
-        self.state.add_device(&self.config, &session).expect("there is room");
-        session
+        let device = Arc::new(Device { conn: self.conn(), announce });
+        self.state.add_device(&self.config, &device).expect("there is room");
+        device
     }
 
-    fn join(&mut self, job: &str, place: (u32, u32), wait_ms: u32, sink: impl MessageSink + 'static) -> Arc<Client> {
-        self.join_on(&[], job, place, wait_ms, sink)
+    fn join(&mut self, job: &str, place: (u32, u32), wait_ms: u32) -> ConnId {
+        self.join_on(&[], job, place, wait_ms)
     }
 
-    fn join_on(
-        &mut self,
-        devices: &[&str],
-        job: &str,
-        (rank, world): (u32, u32),
-        wait_ms: u32,
-        sink: impl MessageSink + 'static,
-    ) -> Arc<Client> {
-        let client = Arc::new(Client::new(Box::new(sink)));
+    fn join_on(&mut self, devices: &[&str], job: &str, (rank, world): (u32, u32), wait_ms: u32) -> ConnId {
+        let client = self.conn();
         let terms = Terms { accepts_migration: true, wait_ms, ..Terms::default() };
         let request = JoinRequest { job: job.into(), terms, ..request(rank, world) };
         let pinned = devices.iter().map(|&device| device.to_owned()).collect();
-        self.state.join(&self.config, request, pinned, &client).expect("it may");
+        self.state.join(&self.config, request, pinned, client).expect("it may");
         client
+    }
+
+    /// Answer all requests of exchanges with `response`.
+    fn answer(&mut self, device: &Device, response: &Response) {
+        // The ids of the requests are unknown, so answer all.
+        (0..100).for_each(|id| {
+            self.state.links.handle_response(device.conn, Envelope { id, message: response.clone() });
+        });
+        self.proceed();
+    }
+
+    fn proceed(&mut self) {
+        while let Some((purpose, replies)) = self.state.links.poll_finished() {
+            self.state.proceed(&self.config, purpose, replies);
+        }
+    }
+
+    fn next_draft(&mut self) -> Draft {
+        self.state.ready.pop_front().expect("a draft")
     }
 
     fn plan(&mut self) {
@@ -73,14 +82,18 @@ impl Steps {
     /// All devices accept the pending drafts.
     fn settle(&mut self) {
         while let Some(draft) = self.state.ready.pop_front() {
-            assert!(self.state.finish_reservation(&self.config, draft, Ok(())).is_none());
+            let others = self.state.ready.len();
+            self.state.finish_reservation(&self.config, draft, Ok(()));
+            assert_eq!(self.state.ready.len(), others);
         }
     }
 
     /// A round of renewals without responses.
     fn renew(&mut self) {
-        let renewed = self.state.lease_round().send().wait(Instant::now());
-        self.state.renewed(renewed);
+        self.state.start_lease_round();
+        self.state.now = self.state.now + REPLY_TIMEOUT;
+        self.state.links.expire(self.state.now);
+        self.proceed();
     }
 
     fn job(&self, name: &str) -> JobStatus {
@@ -93,13 +106,13 @@ impl Steps {
 fn job_placed_during_its_queue_plan_is_not_queued() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let first = steps.join("first", (0, 1), 0, NullSink);
+    let first = steps.join("first", (0, 1), 0);
     steps.plan();
     steps.settle();
-    let _next = steps.join("next", (0, 1), 60_000, NullSink);
+    let _next = steps.join("next", (0, 1), 60_000);
     steps.plan();
     assert!(steps.job("next").queue.is_some(), "the only place is taken");
-    steps.state.depart(("first", Rank(0)), &first, true);
+    steps.state.depart(("first", Rank(0)), first, true);
     let serves = steps.state.next_plan().expect("there is a place");
     // Connects during the plan, and makes all waiting jobs be reconsidered.
     steps.add_device("leaf1");
@@ -121,15 +134,15 @@ fn job_placed_during_its_queue_plan_is_not_queued() {
 fn stale_queue_plan_does_not_queue_a_new_job_of_that_name() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let _first = steps.join("first", (0, 1), 0, NullSink);
+    let _first = steps.join("first", (0, 1), 0);
     steps.plan();
     steps.settle();
-    let next = steps.join("next", (0, 1), 0, NullSink);
+    let next = steps.join("next", (0, 1), 0);
     let sought = steps.state.next_plan().expect("all are there").run(&steps.config);
     steps.state.apply_plan(&steps.config, sought);
     let enters = steps.state.next_plan().expect("it runs without a tree");
-    steps.state.depart(("next", Rank(0)), &next, true);
-    let _other = steps.join("next", (0, 2), 0, NullSink);
+    steps.state.depart(("next", Rank(0)), next, true);
+    let _other = steps.join("next", (0, 2), 0);
     let entered = enters.run(&steps.config);
     steps.state.apply_plan(&steps.config, entered);
     steps.plan();
@@ -139,14 +152,19 @@ fn stale_queue_plan_does_not_queue_a_new_job_of_that_name() {
 #[test]
 fn ranks_lost_together_are_notified_in_one_entry() {
     let mut steps = Steps::new();
-    let recorded = RecordingSink::default();
-    let _left = steps.join("job", (0, 100), 0, recorded.clone());
-    let others: Vec<_> = (1..100).map(|rank| (steps.join("job", (rank, 100), 0, NullSink), rank)).collect();
+    let left = steps.join("job", (0, 100), 0);
+    let others: Vec<_> = (1..100).map(|rank| (steps.join("job", (rank, 100), 0), rank)).collect();
     steps.plan();
-    recorded.0.lock().expect("no panic").clear();
+    while steps.state.output.pop().is_some() {}
     let gone = others.into_iter().map(|(client, rank)| (client, ("job".to_owned(), Rank(rank))));
     steps.state.depart_all(gone.collect());
-    let puts = recorded.0.lock().expect("no panic").clone();
+    let outputs = std::iter::from_fn(|| steps.state.output.pop()).filter(|(conn, _)| *conn == left);
+    let puts: Vec<Vec<u8>> = outputs
+        .map(|(_, output)| match output {
+            Output::Frames(parts) => parts.iter().map(Frames::bytes).collect::<Vec<_>>().concat(),
+            Output::Close => panic!("it is there"),
+        })
+        .collect();
     assert_eq!(puts.len(), 1, "one entry of its queue for all");
     let mut told = FrameBuffer::new(1 << 20);
     told.push(&puts[0]);
@@ -160,16 +178,16 @@ fn ranks_lost_together_are_notified_in_one_entry() {
 fn job_that_times_out_as_resources_are_freed_precedes_later_jobs() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let first = steps.join("first", (0, 1), 0, NullSink);
+    let first = steps.join("first", (0, 1), 0);
     steps.plan();
     steps.settle();
-    let _early = steps.join("early", (0, 1), 300, NullSink);
+    let _early = steps.join("early", (0, 1), 300);
     steps.plan();
-    let _later = steps.join("later", (0, 1), 60_000, NullSink);
+    let _later = steps.join("later", (0, 1), 60_000);
     steps.plan();
-    steps.state.now += Duration::from_secs(1);
+    steps.state.now = steps.state.now + Duration::from_secs(1);
     steps.state.expire_all();
-    steps.state.depart(("first", Rank(0)), &first, true);
+    steps.state.depart(("first", Rank(0)), first, true);
     steps.plan();
     steps.settle();
     let (early, later) = (steps.job("early"), steps.job("later"));
@@ -182,20 +200,20 @@ fn resources_freed_during_a_plan_go_to_the_earlier_job() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
     steps.add_device("leaf1");
-    let on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NullSink);
-    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NullSink);
+    let on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0);
+    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0);
     steps.plan();
     steps.settle();
-    let _early = steps.join_on(&["leaf0", "leaf1"], "early", (0, 1), 60_000, NullSink);
+    let _early = steps.join_on(&["leaf0", "leaf1"], "early", (0, 1), 60_000);
     steps.plan();
-    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NullSink);
+    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000);
     steps.plan();
-    steps.state.depart(("on1", Rank(0)), &on1, true);
+    steps.state.depart(("on1", Rank(0)), on1, true);
     // The early job does not fit, the later one does.
     let none = steps.state.next_plan().expect("there is a place").run(&steps.config);
     steps.state.apply_plan(&steps.config, none);
     let serves = steps.state.next_plan().expect("there is a place for it");
-    steps.state.depart(("on0", Rank(0)), &on0, true);
+    steps.state.depart(("on0", Rank(0)), on0, true);
     let served = serves.run(&steps.config);
     steps.state.apply_plan(&steps.config, served);
     steps.plan();
@@ -210,28 +228,28 @@ fn job_is_served_after_four_overtaken_plans() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
     steps.add_device("leaf1");
-    let _on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0, NullSink);
-    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0, NullSink);
+    let _on0 = steps.join_on(&["leaf0"], "on0", (0, 1), 0);
+    let on1 = steps.join_on(&["leaf1"], "on1", (0, 1), 0);
     let others: Vec<_> = (0..8).map(|index| (format!("spare{index}"), format!("other{index}"))).collect();
     let mut place = |(device, job): (String, String)| {
         steps.add_device(&device);
-        (steps.join_on(&[&device], &job, (0, 1), 0, NullSink), (job, Rank(0)))
+        (steps.join_on(&[&device], &job, (0, 1), 0), (job, Rank(0)))
     };
     let others: Vec<_> = others.into_iter().map(&mut place).collect();
     steps.plan();
     steps.settle();
-    let _early = steps.join_on(&["leaf0"], "early", (0, 1), 60_000, NullSink);
+    let _early = steps.join_on(&["leaf0"], "early", (0, 1), 60_000);
     steps.plan();
-    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000, NullSink);
+    let _later = steps.join_on(&["leaf1"], "later", (0, 1), 60_000);
     steps.plan();
-    steps.state.depart(("on1", Rank(0)), &on1, true);
+    steps.state.depart(("on1", Rank(0)), on1, true);
     let mut overtaken = 0;
     for (client, (job, rank)) in &others {
         let none = steps.state.next_plan().expect("the early one is looked at").run(&steps.config);
         steps.state.apply_plan(&steps.config, none);
         let serves = steps.state.next_plan().expect("there is a place for the later one");
         // The state changes during each plan.
-        steps.state.depart((job, *rank), client, true);
+        steps.state.depart((job, *rank), *client, true);
         let served = serves.run(&steps.config);
         steps.state.apply_plan(&steps.config, served);
         if !steps.state.ready.is_empty() {
@@ -249,16 +267,12 @@ fn job_is_served_after_four_overtaken_plans() {
 fn declined_tree_is_offered_again_eight_times() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let client = steps.join("job", (0, 1), 0, NullSink);
+    let client = steps.join("job", (0, 1), 0);
     steps.plan();
     steps.settle();
     let place = ("job".to_owned(), Rank(0));
     for view in 0..100 {
-        steps.state.decline(
-            (Some(&place), &client),
-            view,
-            (None, "it arrived after a rank had stopped waiting".into()),
-        );
+        steps.state.decline((Some(&place), client), view, (None, "it arrived after a rank had stopped waiting".into()));
         steps.plan();
         let job = steps.job("job");
         assert!(job.queue.is_some() && !job.is_offered, "not at once: {job:?}");
@@ -268,7 +282,7 @@ fn declined_tree_is_offered_again_eight_times() {
             assert_eq!(view, 8, "it was offered one so often");
             return;
         }
-        steps.state.replan(Some(&place), &client, view);
+        steps.state.replan(Some(&place), client, view);
         steps.plan();
         steps.settle();
         let job = steps.job("job");
@@ -281,15 +295,23 @@ fn declined_tree_is_offered_again_eight_times() {
 fn device_that_recovers_during_a_plan_is_used() {
     let mut steps = Steps::new();
     let device = steps.add_device("leaf0");
-    let _client = steps.join("job", (0, 1), 0, NullSink);
+    let _client = steps.join("job", (0, 1), 0);
     steps.plan();
-    let asked = device.post(Request::Identify).expect("it is connected");
-    device.wait_done(&asked, Instant::now()).expect_err("it is silent");
-    let draft = steps.state.ready.pop_front().expect("a draft");
+    // It does not respond to a renewal of its groups.
+    let draft = steps.next_draft();
     let silent = ReservationFailure { index: 0, error: DeviceError::Unreachable, slots_used: None };
-    assert!(steps.state.finish_reservation(&steps.config, draft, Err(silent)).is_none());
+    steps.state.links.exchange(
+        &mut steps.state.output,
+        (Purpose::Stop, Patience::Normal, Instant::ZERO),
+        [(Arc::clone(&device), Request::Identify)],
+    );
+    steps.state.links.expire(Instant::ZERO);
+    assert!(steps.state.links.poll_finished().is_some());
+    assert!(!steps.state.links.is_responsive(&device));
+    steps.state.finish_reservation(&steps.config, draft, Err(silent));
+    assert!(steps.state.ready.is_empty());
     let without = steps.state.next_plan().expect("another is sought").run(&steps.config);
-    device.handle_response(Envelope { id: 0, message: Response::Done });
+    steps.state.links.handle_response(device.conn, Envelope { id: 0, message: Response::Done });
     steps.renew();
     steps.state.apply_plan(&steps.config, without);
     steps.plan();
@@ -302,13 +324,14 @@ fn device_that_recovers_during_a_plan_is_used() {
 fn device_that_connects_during_a_reservation_is_offered() {
     let mut steps = Steps::new();
     steps.add_device("leaf0");
-    let _client = steps.join("job", (0, 1), 0, NullSink);
+    let _client = steps.join("job", (0, 1), 0);
     steps.plan();
-    let draft = steps.state.ready.pop_front().expect("a draft");
+    let draft = steps.next_draft();
     steps.add_device("leaf1");
     steps.plan();
     let refused = ReservationFailure { index: 0, error: DeviceError::UnexpectedResponse, slots_used: None };
-    assert!(steps.state.finish_reservation(&steps.config, draft, Err(refused)).is_none());
+    steps.state.finish_reservation(&steps.config, draft, Err(refused));
+    assert!(steps.state.ready.is_empty());
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");
@@ -318,13 +341,14 @@ fn device_that_connects_during_a_reservation_is_offered() {
 fn refused_job_is_retried_when_the_device_reports_free_slots() {
     let mut steps = Steps::new();
     let device = steps.add_device("leaf0");
-    let client = steps.join_on(&["leaf0"], "job", (0, 1), 0, NullSink);
+    let client = steps.join_on(&["leaf0"], "job", (0, 1), 0);
     let refuse = |steps: &mut Steps, slots_used: u64| {
         steps.plan();
-        let draft = steps.state.ready.pop_front().expect("a draft");
+        let draft = steps.next_draft();
         let error = DeviceError::Refused(Refusal::NoSlots { need: 1 });
         let refused = ReservationFailure { index: 0, error, slots_used: Some(slots_used as u32) };
-        assert!(steps.state.finish_reservation(&steps.config, draft, Err(refused)).is_none());
+        steps.state.finish_reservation(&steps.config, draft, Err(refused));
+        assert!(steps.state.ready.is_empty());
         steps.plan();
         let job = steps.job("job");
         assert!(job.queue.is_some() && !job.is_offered, "{job:?}");
@@ -334,10 +358,10 @@ fn refused_job_is_retried_when_the_device_reports_free_slots() {
     steps.add_device("leaf1");
     steps.plan();
     assert!(steps.job("job").is_offered);
-    steps.state.replan(Some(&("job".to_owned(), Rank(0))), &client, 0);
+    steps.state.replan(Some(&("job".to_owned(), Rank(0))), client, 0);
     // The old group ends after the refusal.
     refuse(&mut steps, 0);
-    let round = steps.state.lease_round().send();
+    steps.state.start_lease_round();
     let stats = Stats {
         boot_id: device.announce.boot_id,
         groups: 0,
@@ -347,9 +371,7 @@ fn refused_job_is_retried_when_the_device_reports_free_slots() {
         stack: None,
         counters: Counters::default(),
     };
-    // The id of the stats request is unknown, so answer all.
-    (0..100).for_each(|id| device.handle_response(Envelope { id, message: Response::Stats(stats) }));
-    steps.state.renewed(round.wait(Instant::now()));
+    steps.answer(&device, &Response::Stats(stats));
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");

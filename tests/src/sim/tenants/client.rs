@@ -10,11 +10,12 @@ use crate::sim::coverage::Mark;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, Membership, Terms, Transport};
+use sumac_hal::ctrl::Hello;
 use sumac_hal::ids::Rank;
 use sumac_hal::shm::DeviceUsers;
 
 impl World<'_, '_> {
-    fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
+    pub(super) fn request(&self, (job, rank): (usize, usize)) -> JoinRequest {
         let plan = &self.plan.jobs[job];
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
         JoinRequest {
@@ -38,12 +39,13 @@ impl World<'_, '_> {
         if self.jobs[at.0].ranks[at.1].peers.has_lost_rank {
             return self.end(at, End::NotJoined);
         }
-        let Some(controller) = &mut self.controller else {
-            self.schedule(self.now + REDIAL_DELAY, Alarm::Rank(at.0, at.1));
+        let now = self.now;
+        let dialled = self.controller.as_mut().and_then(|controller| controller.dial(&Hello::Client, now));
+        let Some(conn) = dialled else {
+            self.schedule(now + REDIAL_DELAY, Alarm::Rank(at.0, at.1));
             return Ok(());
         };
-        controller.connect_client(sumac::controller::harness::ConnId(self.next_conn + 1));
-        let conn = self.open(Peer::Rank(at.0, at.1));
+        self.conns.insert(conn, Peer::Rank(at.0, at.1));
         let until = self.now + JOIN_LIMIT + Duration::from_millis(self.plan.jobs[at.0].wait_ms.into());
         let member = &mut self.jobs[at.0].ranks[at.1];
         (member.conn, member.phase) = (Some(conn), Phase::Joining(until));
@@ -57,6 +59,11 @@ impl World<'_, '_> {
     pub(super) fn on_reply(&mut self, at: (usize, usize), reply: ClientReply) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         let is_joining = matches!(member.phase, Phase::Joining(_));
+        if let ClientReply::TreeLost { view } | ClientReply::Offer { view } | ClientReply::Replanned { view, .. } =
+            reply
+        {
+            member.takeover.view = member.takeover.view.max(view);
+        }
         match reply {
             ClientReply::Joined(membership) if is_joining => {
                 self.note_tree(at, &membership)?;
@@ -64,6 +71,7 @@ impl World<'_, '_> {
             }
             ClientReply::Refused(_) if is_joining => return self.end(at, End::NotJoined),
             _ if is_joining || matches!(member.phase, Phase::Ended(_)) => {}
+            reply if member.takeover.is_pending => return self.on_takeover(at, reply),
             ClientReply::RankLost(_) => {
                 member.peers.has_lost_rank = true;
                 return self.end(at, End::RanksFailed);
@@ -115,7 +123,14 @@ impl World<'_, '_> {
             return self.pause(at, pauses);
         }
         member.resumes = member.phase.clone();
-        (member.view, member.moves) = (view, true);
+        member.moves = true;
+        if member.view > view {
+            // The offer was that of an earlier controller.
+            let epoch = member.epoch;
+            (member.found, member.phase) = (None, Phase::Votes);
+            return self.broadcast(at, &JobMessage::Vote(epoch, 0));
+        }
+        member.view = view;
         self.ask_for_tree(at);
     }
 
@@ -133,6 +148,7 @@ impl World<'_, '_> {
         (member.answer, member.found) = (None, None);
         member.phase = Phase::Replanning(until);
         let view = member.view;
+        member.asked_view = view;
         self.ask_controller(at, ClientRequest::Replan { view });
         self.schedule(until, Alarm::Rank(at.0, at.1));
     }
@@ -141,20 +157,22 @@ impl World<'_, '_> {
     pub(super) fn take_answer(&mut self, at: (usize, usize), until: sumac_hal::time::Instant) -> bool {
         let now = self.now;
         let member = &mut self.jobs[at.0].ranks[at.1];
-        let view = member.view;
+        let view = member.asked_view;
         let answer = member.answer.take_if(|(of, _)| *of == view);
-        if answer.is_none() && member.conn.is_some() && now < until {
+        let has_controller = member.conn.is_some() && !member.takeover.is_pending;
+        if answer.is_none() && has_controller && now < until {
             return false;
         }
         match answer {
             Some((_, Some(membership))) => {
-                member.view += 1;
+                member.view = member.view.max(view + 1);
                 member.found = membership.tree.is_ok().then_some(membership);
             }
             Some((_, None)) => {}
             None => {
                 member.given_up = Some(view);
                 self.report.seen.note(Mark::ControllerLate);
+                self.ask_controller(at, ClientRequest::AbandonReplan { view });
             }
         }
         let member = &mut self.jobs[at.0].ranks[at.1];
@@ -178,10 +196,40 @@ impl World<'_, '_> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         member.calls.withdraw();
         member.queue = None;
-        match member.phase {
+        member.takeover.is_pending = false;
+        self.await_controller(at);
+        match self.jobs[at.0].ranks[at.1].phase {
             Phase::Joining(_) => self.end(at, End::NotJoined),
             _ => self.advance(at),
         }
+    }
+
+    /// A rank stops reading from its connection to the controller.
+    pub(super) fn block(&mut self, at: (usize, usize), len: Duration, asks: bool) -> Result<(), Violation> {
+        let now = self.now;
+        let job = &mut self.jobs[at.0];
+        if job.ranks[at.1].conn.is_none() {
+            return Ok(());
+        }
+        (job.ranks[at.1].blocked_until, job.ranks[at.1].asks) = (now + len, asks);
+        job.is_disturbed = true;
+        self.report.seen.note(Mark::ClientBlocked);
+        self.stay_blocked(at)
+    }
+
+    /// A blocked rank may ask for a report that it does not read; at the end it reads everything.
+    pub(super) fn stay_blocked(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let member = &self.jobs[at.0].ranks[at.1];
+        let Some(conn) = member.conn else { return Ok(()) };
+        if member.blocked_until <= self.now {
+            return self.flush(conn);
+        }
+        let next = member.blocked_until.min(self.now + BLOCKED_ASKS_EVERY);
+        if member.asks {
+            self.ask_controller(at, ClientRequest::Status);
+        }
+        self.schedule(next, Alarm::Blocked(at.0, at.1));
+        Ok(())
     }
 
     pub(super) fn kill_rank(&mut self, at: (usize, usize)) -> Result<(), Violation> {
@@ -255,3 +303,6 @@ const REPLAN_LIMIT: Duration = Duration::from_secs(6);
 
 /// Delay before a rank redials.
 const REDIAL_DELAY: Duration = Duration::from_millis(90);
+
+/// How often a blocked rank asks for a report.
+const BLOCKED_ASKS_EVERY: Duration = Duration::from_millis(40);

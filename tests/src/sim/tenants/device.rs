@@ -10,7 +10,7 @@ use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
-use sumac::controller::harness::ConnId;
+use sumac::controller::machine::ConnId;
 use sumac_device::{Child, Event, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Announce, DropReason, Envelope, Name, Refusal, Request, Response, TreeConfig};
 use sumac_hal::emu::Delivery;
@@ -150,6 +150,9 @@ impl World<'_, '_> {
     pub(super) fn answer_backlog(&mut self, index: usize) -> Result<(), Violation> {
         while self.devices[index].stalled_until <= self.now {
             let Some((conn, Envelope { id, message })) = self.devices[index].backlog.pop_front() else { break };
+            if let Request::CreateGroup(config) = &message {
+                self.check_creator(config.group, conn)?;
+            }
             let response = self.control(index, &message)?;
             if self.conns.get(&conn) == Some(&Peer::Device(index)) {
                 self.send_message(Message::FromDevice(conn, Envelope { id, message: response }));

@@ -1,5 +1,6 @@
 //! What a seed draws: devices and fabric, tenants and quotas, jobs, and incidents.
 
+use super::takeover::Takeover;
 use super::world::DEVICES_FIRST;
 use crate::oracle::weight;
 use crate::sim::faults::Faults;
@@ -7,7 +8,7 @@ use crate::sim::options::{Draw, draw_ops};
 use crate::sim::planted::Planted;
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::controller::{ControllerConfig, Quota, Quotas};
+use sumac::controller::{ControllerConfig, Limits, Quota, Quotas};
 use sumac::topo::Fabric;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
@@ -40,6 +41,8 @@ pub struct Tenancy {
     pub link: LinkConfig,
     /// Maximum delay of a message to or from the controller.
     pub message_delay_max: Duration,
+    /// Which ranks come back to a restarted controller.
+    pub takeover: Takeover,
     /// The planted bug, if any.
     pub planted: Planted,
 }
@@ -99,6 +102,20 @@ pub enum Incident {
     Kill(usize, usize),
     /// A rank's connection to the controller ends.
     CutRank(usize, usize),
+    /// Another controller starts, and this one keeps running for a while with connections that it has.
+    Succeed(Duration),
+    /// A rank does not read from its connection to the controller for a while; if true, it keeps asking for reports.
+    Block(usize, usize, Duration, bool),
+}
+
+impl Incident {
+    /// Return the job that it happens to.
+    pub(super) const fn job(&self) -> Option<usize> {
+        match self {
+            Self::Kill(job, _) | Self::CutRank(job, _) | Self::Block(job, ..) => Some(*job),
+            _ => None,
+        }
+    }
 }
 
 impl Tenancy {
@@ -111,7 +128,9 @@ impl Tenancy {
         let tenants = 1 + draw.below(4) as usize;
         let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
         let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
-        let incidents = draw_incidents(&mut draw, devices, &jobs);
+        let mut incidents = draw_incidents(&mut draw, devices, &jobs);
+        draw_blocked(&mut Draw::new(weight(&[seed, 0x626c_6f63])), &jobs, &mut incidents);
+        draw_successor(&mut Draw::new(weight(&[seed, 0x7375_6363])), &jobs, &mut incidents);
         let faults = if draw.chance(500) { Faults::draw(&mut draw) } else { Faults::default() };
         Self {
             seed,
@@ -131,6 +150,7 @@ impl Tenancy {
                 mark_queue_bytes: None,
             },
             message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
+            takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
             planted: Planted::default(),
         }
     }
@@ -151,6 +171,7 @@ impl Tenancy {
             lease: self.lease,
             quotas: Quotas { other: Quota::default(), tenants },
             started_ms: Some(1_000_000 + 10_000 * incarnation),
+            limits: Limits { peer_output_bytes: PEER_OUTPUT_BYTES, stalled: STALLED, ..Limits::default() },
             ..ControllerConfig::new()
         }
     }
@@ -158,7 +179,11 @@ impl Tenancy {
     /// Return when the last incident is over.
     pub(super) fn healed_at(&self) -> Duration {
         let end = |(at, incident): &(Duration, Incident)| match incident {
-            Incident::Die(_, len) | Incident::Stall(_, len) | Incident::Controller(len) => *at + *len,
+            Incident::Die(_, len)
+            | Incident::Stall(_, len)
+            | Incident::Controller(len)
+            | Incident::Succeed(len)
+            | Incident::Block(_, _, len, _) => *at + *len,
             _ => *at,
         };
         self.incidents.iter().map(end).max().unwrap_or_default()
@@ -315,3 +340,40 @@ fn draw_incidents(draw: &mut Draw, devices: usize, jobs: &[JobPlan]) -> Vec<(Dur
     incidents.sort_by_key(|(at, _)| *at);
     incidents
 }
+
+/// A second controller: none in most runs; in the others a rank may die while its job is taken over.
+fn draw_successor(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration, Incident)>) {
+    if !draw.chance(200) {
+        return;
+    }
+    let job = draw.below(jobs.len() as u64) as usize;
+    let at = jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(2_000_000));
+    let len = Duration::from_millis(draw.one_of(&[300, 3_000, 15_000]));
+    incidents.push((at, Incident::Succeed(len)));
+    if draw.chance(300) {
+        let rank = draw.below(jobs[job].world as u64) as usize;
+        incidents.push((at + Duration::from_micros(draw.below(1_000_000)), Incident::Kill(job, rank)));
+    }
+    incidents.sort_by_key(|(at, _)| *at);
+}
+
+/// Clients that do not read: none in most runs, and one or a few in the others.
+fn draw_blocked(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration, Incident)>) {
+    if !draw.chance(200) {
+        return;
+    }
+    for _ in 0..1 + draw.below(3) {
+        let job = draw.below(jobs.len() as u64) as usize;
+        let rank = draw.below(jobs[job].world as u64) as usize;
+        let len = Duration::from_millis(draw.one_of(&[50, 2_000, 12_000]));
+        let at = Duration::from_micros(draw.below(2_000_000));
+        incidents.push((jobs[job].at + DEVICES_FIRST + at, Incident::Block(job, rank, len, draw.chance(500))));
+    }
+    incidents.sort_by_key(|(at, _)| *at);
+}
+
+/// The maximum number of bytes queued for a peer: fits the membership of the largest job twice.
+pub(super) const PEER_OUTPUT_BYTES: usize = 16 * 1024;
+
+/// How long a peer may read nothing.
+pub(super) const STALLED: Duration = Duration::from_secs(5);

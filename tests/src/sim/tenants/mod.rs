@@ -1,30 +1,37 @@
 //! Tenants: the controller's own decisions, jobs with rank sets of their own on shared devices, and trees that are lost
 //! and recovered.
 //!
-//! Production code: the controller's state, resource ledger, queue, planner and leases, without its threads
-//! ([`sumac::controller::harness`]); devices; endpoints; migration to offered trees ([`sumac::harness`]); the
-//! chunks that a repair moves. Models: what a rank waits for (`job`, `client`), message delivery (`wire`), and host
-//! collectives, which complete at once when all ranks have entered.
+//! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices;
+//! endpoints; migration to offered trees ([`sumac::harness`]); the chunks that a repair moves. Models: what a
+//! rank waits for (`calls`, `repair`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays
+//! there when the next controller offers one), message delivery (`wire`), and host collectives, which complete at once
+//! when all ranks have entered.
 //!
 //! Drawn: 1 to 64 devices on a fabric of 1 to 4 levels, or without one; their groups, children, slots and memory; up to
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
 //! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
-//! a while, refuse, or lose their connection; a controller that is away and loses its state; ranks that die or lose the
-//! controller. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At the end
-//! everything is healed, and every rank must end.
+//! a while, refuse, or lose their connection; a controller that is away and loses its state, to which all ranks come
+//! back, or only some; a controller that still runs beside its successor; ranks that die, lose the controller, or do
+//! not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At
+//! the end everything is healed, and every rank must end.
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
 //! equal needs the one that has waited longest is served first, and none is skipped more than eight times; every rank
 //! knows its job's queue position, and has a tree or a reason; no job waits while everything is free; leases expire
 //! neither early nor never: at the end devices and ledger are empty; operations are bit-exact, or the job has lost a
-//! rank, and then chunks are whole.
+//! rank, and then chunks are whole; a client that does not read holds no more than its limit and is disconnected in
+//! time; no two controllers number a group alike, and a job is taken over by a majority of its ranks, in a new view.
 
+mod calls;
 mod client;
+mod controller;
 mod device;
 mod draw;
 mod job;
+mod repair;
 mod report;
+mod takeover;
 mod watch;
 mod wire;
 mod world;
@@ -36,6 +43,7 @@ pub use report::TenantReport;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use sumac_hal::emu::NthPacket;
+pub use takeover::Takeover;
 use world::World;
 
 /// A violation found by a check.
@@ -109,9 +117,7 @@ pub fn shrink_tenants(plan: &Tenancy, runs_max: usize) -> Option<TenantsShrunk> 
     let with_jobs = |plan: &Tenancy, count: usize| {
         let mut plan = plan.clone();
         plan.jobs.truncate(count);
-        plan.incidents.retain(
-            |(_, incident)| !matches!(incident, Incident::Kill(job, _) | Incident::CutRank(job, _) if *job >= count),
-        );
+        plan.incidents.retain(|(_, incident)| incident.job().is_none_or(|job| job < count));
         plan
     };
     if let Some(count) = (1..count).find(|&count| fails(&with_jobs(&plan, count))) {
@@ -170,6 +176,8 @@ impl fmt::Display for Code {
         match self.0 {
             Incident::Die(device, len) => write!(f, "Die({device}, {})", ns(len)),
             Incident::Stall(device, len) => write!(f, "Stall({device}, {})", ns(len)),
+            Incident::Block(job, rank, len, asks) => write!(f, "Block({job}, {rank}, {}, {asks})", ns(len)),
+            Incident::Succeed(len) => write!(f, "Succeed({})", ns(len)),
             Incident::Controller(len) => write!(f, "Controller({})", ns(len)),
             other => write!(f, "{other:?}"),
         }

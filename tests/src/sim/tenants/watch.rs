@@ -3,14 +3,15 @@
 //! Resources held are derived from requests to devices and their replies; limits are those that were drawn.
 
 use super::TenantViolation as Violation;
+use super::controller::incarnation_of;
 use super::draw::Tenancy;
-use super::job::{End, Phase};
+use super::job::{End, Member, Phase};
 use super::world::World;
 use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::controller::harness::{ClaimRecord, ControllerHarness};
+use sumac::controller::machine::{ClaimRecord, ConnId};
 use sumac::controller::proto::{JobStatus, StatusReport, TreeMembership};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::GroupId;
@@ -32,6 +33,8 @@ pub(super) struct Watch {
     /// It has acted since the last check.
     pub(super) is_stale: bool,
     pub(super) hash: u64,
+    /// The connection on which each group was created first.
+    creators: BTreeMap<GroupId, ConnId>,
     /// Devices on which each group was created.
     created: BTreeSet<(GroupId, usize)>,
     jobs: BTreeMap<usize, ObservedJob>,
@@ -80,7 +83,8 @@ impl World<'_, '_> {
             return self.check_idle();
         }
         let Some(controller) = &self.controller else { return Ok(()) };
-        let (report, booked, has_no_drafts) = (controller.report(), controller.claims(), controller.has_no_drafts());
+        let machine = &controller.machine;
+        let (report, booked, has_no_drafts) = (machine.report(), machine.claims(), machine.has_no_drafts());
         self.check_quotas(&booked)?;
         self.check_order(&report)?;
         let has_backlog = self.devices.iter().any(|device| device.stalled_until > self.now);
@@ -104,7 +108,7 @@ impl World<'_, '_> {
         let limit = 3 * self.plan.lease + Duration::from_secs(1);
         match self.watch.idle_since {
             Some(since) if self.now > since + limit => {
-                let report = self.controller.as_ref().map(ControllerHarness::report);
+                let report = self.controller.as_ref().map(|controller| controller.machine.report());
                 let waits = report.iter().flat_map(|report| &report.jobs).find(|job| job.queue.is_some());
                 Err(violation("waits for nothing", format!("for {limit:?}, and nothing is taken: {waits:?}")))
             }
@@ -243,7 +247,9 @@ impl World<'_, '_> {
         for status in report.jobs.iter().filter(|status| status.running) {
             let job = index_in(&status.name, "job");
             let knows = |phase: &Phase| !matches!(phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
-            let ranks = self.jobs[job].ranks.iter().filter(|rank| rank.conn.is_some() && knows(&rank.phase));
+            let is_here = |conn| self.controller.as_ref().is_some_and(|controller| controller.owns(conn));
+            let reads = |rank: &Member| rank.conn.is_some_and(is_here) && rank.blocked_until <= self.now;
+            let ranks = self.jobs[job].ranks.iter().filter(|rank| reads(rank) && knows(&rank.phase));
             for rank in ranks {
                 if rank.queue != status.queue {
                     let what = format!("job {job} is at {:?}, but a rank has {:?}", status.queue, rank.queue);
@@ -252,6 +258,15 @@ impl World<'_, '_> {
             }
         }
         Ok(())
+    }
+
+    /// No two controllers create a group of the same number: devices and ranks may still hold the other one's.
+    pub(super) fn check_creator(&mut self, group: GroupId, conn: ConnId) -> Result<(), Violation> {
+        let first = *self.watch.creators.entry(group).or_insert(conn);
+        if incarnation_of(first) == incarnation_of(conn) {
+            return Ok(());
+        }
+        Err(violation("group number reused", format!("{group} is created on {conn:?}, and was on {first:?}")))
     }
 
     /// Check the resources that a device reports.
@@ -275,7 +290,7 @@ impl World<'_, '_> {
 
     /// A tree assigned to a rank is on all of its nodes.
     pub(super) fn check_reserved(&self, at: (usize, usize), tree: &TreeMembership) -> Result<(), Violation> {
-        let report = self.controller.as_ref().map(ControllerHarness::report);
+        let report = self.controller.as_ref().map(|controller| controller.machine.report());
         let placed = report.iter().flat_map(|report| &report.jobs).filter_map(|job| job.tree.as_ref()?.as_ref().ok());
         let nodes = placed.filter(|placed| placed.group == tree.group).flat_map(|placed| &placed.devices);
         let missing = |device: &&String| !self.watch.created.contains(&(tree.group, index_in(device, "d")));
@@ -310,11 +325,12 @@ impl World<'_, '_> {
         let left =
             |what: &str, found: &dyn std::fmt::Debug| Err(violation("left behind", format!("{what}: {found:?}")));
         let Some(controller) = &self.controller else { return left("controller", &"gone") };
-        let (report, booked) = (controller.report(), controller.claims());
+        let machine = &controller.machine;
+        let (report, booked) = (machine.report(), machine.claims());
         if !booked.is_empty() {
             return left("in the ledger", &booked);
         }
-        if !report.jobs.is_empty() || !controller.has_no_drafts() {
+        if !report.jobs.is_empty() || !machine.has_no_drafts() {
             return left("jobs", &report.jobs);
         }
         if report.devices.len() != self.devices.len() {

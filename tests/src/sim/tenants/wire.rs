@@ -5,9 +5,9 @@ use super::TenantViolation as Violation;
 use super::job::{JobMessage, Phase};
 use super::world::{Alarm, World};
 use std::time::Duration;
-use sumac::controller::harness::ConnId;
+use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{ClientReply, ClientRequest};
-use sumac_hal::ctrl::{Envelope, Request, Response};
+use sumac_hal::ctrl::{Envelope, Hello, Request, Response, encode_frames};
 use sumac_hal::time::Instant;
 
 /// The peer of a connection.
@@ -41,17 +41,22 @@ pub(super) enum Message {
 }
 
 impl Message {
-    /// Return whether it is on a connection to the controller.
-    pub(super) const fn is_on_wire(&self) -> bool {
-        matches!(
-            self,
-            Self::ToDevice(..)
-                | Self::FromDevice(..)
-                | Self::ToRank(..)
-                | Self::FromRank(..)
-                | Self::Closed(_)
-                | Self::Gone(_)
-        )
+    /// Return the connection to a controller that it is on.
+    pub(super) const fn wire_conn(&self) -> Option<ConnId> {
+        match self {
+            Self::ToDevice(conn, _)
+            | Self::FromDevice(conn, _)
+            | Self::ToRank(conn, _)
+            | Self::FromRank(conn, _)
+            | Self::Closed(conn)
+            | Self::Gone(conn) => Some(*conn),
+            Self::Ended(..) | Self::Mesh { .. } => None,
+        }
+    }
+
+    /// Return whether it is on a connection to a controller.
+    const fn is_on_wire(&self) -> bool {
+        self.wire_conn().is_some()
     }
 
     /// Return the channel within which messages keep their order.
@@ -84,13 +89,6 @@ impl World<'_, '_> {
         self.report.messages_max = self.report.messages_max.max(self.messages.len() as u64);
     }
 
-    pub(super) fn open(&mut self, peer: Peer) -> ConnId {
-        self.next_conn += 1;
-        let conn = ConnId(self.next_conn);
-        self.conns.insert(conn, peer);
-        conn
-    }
-
     /// A connection is gone: each end detects it in its own time, and messages in flight are lost.
     pub(super) fn cut(&mut self, conn: ConnId) {
         let Some(peer) = self.conns.remove(&conn) else { return };
@@ -121,10 +119,11 @@ impl World<'_, '_> {
                 }
             }
             Message::FromDevice(conn, response) => {
+                let now = self.now;
                 if self.conns.contains_key(&conn)
-                    && let Some(controller) = &mut self.controller
+                    && let Some(controller) = self.controller_of(conn)
                 {
-                    controller.handle_response(conn, response, self.now);
+                    controller.handle(conn, &encode_frames(&response).expect("a message"), now);
                 }
             }
             Message::ToRank(conn, reply) => {
@@ -133,10 +132,11 @@ impl World<'_, '_> {
                 }
             }
             Message::FromRank(conn, request) => {
+                let now = self.now;
                 if self.conns.contains_key(&conn)
-                    && let Some(controller) = &mut self.controller
+                    && let Some(controller) = self.controller_of(conn)
                 {
-                    controller.handle_request(conn, request, self.now);
+                    controller.handle(conn, &encode_frames(&request).expect("a message"), now);
                 }
             }
             Message::Closed(conn) => {
@@ -157,8 +157,8 @@ impl World<'_, '_> {
     }
 
     fn lose(&mut self, conn: ConnId) {
-        if let Some(controller) = &mut self.controller {
-            controller.disconnect(conn, self.now);
+        if let Some(controller) = self.controller_of(conn) {
+            controller.handle_closed(conn);
         }
     }
 
@@ -183,21 +183,22 @@ impl World<'_, '_> {
         if self.devices[device].node.is_none() || self.devices[device].conn.is_some() {
             return;
         }
-        let announce = self.devices[device].announce(device);
-        let conn = ConnId(self.next_conn + 1);
-        let taken = self.controller.as_mut().is_some_and(|controller| controller.connect_device(conn, announce, now));
-        if taken {
-            let conn = self.open(Peer::Device(device));
-            self.devices[device].conn = Some(conn);
-            self.watch.is_stale = true;
-        } else {
-            self.schedule(now + REDIAL_DELAY, Alarm::DialDevice(device));
+        let hello = Hello::Device(self.devices[device].announce(device));
+        match self.controller.as_mut().and_then(|controller| controller.dial(&hello, now)) {
+            Some(conn) => {
+                self.conns.insert(conn, Peer::Device(device));
+                self.devices[device].conn = Some(conn);
+                self.watch.is_stale = true;
+            }
+            None => self.schedule(now + REDIAL_DELAY, Alarm::DialDevice(device)),
         }
     }
 
     /// Send a rank's request to the controller, if it has a connection.
     pub(super) fn ask_controller(&mut self, (job, rank): (usize, usize), request: ClientRequest) {
-        if let Some(conn) = self.jobs[job].ranks[rank].conn {
+        let member = &self.jobs[job].ranks[rank];
+        let may_ask = !member.takeover.is_pending || matches!(request, ClientRequest::Resume(_) | ClientRequest::Leave);
+        if let Some(conn) = member.conn.filter(|_| may_ask) {
             self.send_message(Message::FromRank(conn, request));
         }
     }

@@ -2,6 +2,7 @@
 //! components touched by an event are polled afterwards, in a fixed order.
 
 use super::TenantViolation as Violation;
+use super::controller::Controller;
 use super::device::Device;
 use super::draw::{Incident, Tenancy};
 use super::job::{Job, Phase};
@@ -14,8 +15,9 @@ use crate::sim::coverage::Mark;
 use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::controller::harness::{ConnId, ControllerHarness, Output};
-use sumac::harness::Calls;
+use sumac::controller::machine::ConnId;
+#[cfg(feature = "planted")]
+use sumac::controller::machine::Machine;
 use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
@@ -36,20 +38,30 @@ pub(super) enum Alarm {
     /// A device executes requests that arrived while it was stalled.
     Answer(usize),
     ControllerUp,
+    /// The older of two controllers ends.
+    OlderGone,
     /// A device dials.
     DialDevice(usize),
     /// A rank dials or continues, if it is time.
     Rank(usize, usize),
+    /// A rank dials the next controller.
+    Redial(usize, usize),
+    /// A rank that does not read asks for a report, or reads again.
+    Blocked(usize, usize),
+    /// The controller checks its connections.
+    Sweep,
 }
 
 pub(super) struct World<'t, 'm> {
     pub(super) plan: &'t Tenancy,
     pub(super) now: Instant,
-    pub(super) controller: Option<ControllerHarness>,
+    pub(super) controller: Option<Controller>,
+    /// One that still runs beside its successor.
+    pub(super) older: Option<Controller>,
     /// Number of starts of the controller.
     pub(super) incarnation: u64,
     #[cfg(feature = "planted")]
-    pub(super) earlier: Option<ControllerHarness>,
+    pub(super) earlier: Option<Machine>,
     pub(super) devices: Vec<Device<'m>>,
     pub(super) jobs: Vec<Job>,
     pub(super) fabric: Fabric,
@@ -60,9 +72,10 @@ pub(super) struct World<'t, 'm> {
     /// Messages in flight on connections to the controller.
     pub(super) on_wire: usize,
     pub(super) last: BTreeMap<(u64, u64), Instant>,
+    /// Connections with output that their clients do not read.
+    pub(super) blocked: BTreeSet<ConnId>,
     /// Open connections, with their peers.
     pub(super) conns: BTreeMap<ConnId, Peer>,
-    pub(super) next_conn: u64,
     pub(super) draw: Draw,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
@@ -108,6 +121,7 @@ impl<'t, 'm> World<'t, 'm> {
             plan,
             now: Instant::ZERO,
             controller: None,
+            older: None,
             incarnation: 0,
             #[cfg(feature = "planted")]
             earlier: None,
@@ -120,8 +134,8 @@ impl<'t, 'm> World<'t, 'm> {
             message_numbers: 0,
             on_wire: 0,
             last: BTreeMap::new(),
+            blocked: BTreeSet::new(),
             conns: BTreeMap::new(),
-            next_conn: 0,
             draw: Draw::new(weight(&[plan.seed, 0x776f_726c])),
             touched: BTreeSet::new(),
             timers: BTreeSet::new(),
@@ -189,8 +203,9 @@ impl<'t, 'm> World<'t, 'm> {
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
         let messages = self.messages.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
-        let controller = self.controller.as_ref().map(ControllerHarness::poll_timeout);
-        [alarms, messages, timers, controller, self.fabric.next_event()].into_iter().flatten().min()
+        let controllers = [&self.controller, &self.older].into_iter().flatten();
+        let controllers = controllers.map(|controller| controller.machine.poll_timeout()).min();
+        [alarms, messages, timers, controllers, self.fabric.next_event()].into_iter().flatten().min()
     }
 
     fn turn(&mut self, next: Instant) -> Result<(), Violation> {
@@ -205,12 +220,8 @@ impl<'t, 'm> World<'t, 'm> {
         }
         self.deliver()?;
         self.time_out();
-        if let Some(controller) = self.controller.as_mut().filter(|controller| controller.poll_timeout() <= self.now) {
-            controller.handle_timeout(self.now);
-            self.watch.is_stale = true;
-        }
         self.poll_touched()?;
-        self.send_from_controller()?;
+        self.serve()?;
         self.check_controller()
     }
 
@@ -220,8 +231,12 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::Boot(device) => self.boot(device),
             Alarm::Answer(device) => self.answer_backlog(device)?,
             Alarm::ControllerUp => self.start_controller(),
+            Alarm::OlderGone => self.stop_older(),
             Alarm::DialDevice(device) => self.dial_device(device),
             Alarm::Rank(job, rank) => self.advance((job, rank))?,
+            Alarm::Redial(job, rank) => self.redial((job, rank)),
+            Alarm::Blocked(job, rank) => self.stay_blocked((job, rank))?,
+            Alarm::Sweep => {}
         }
         Ok(())
     }
@@ -242,6 +257,8 @@ impl<'t, 'm> World<'t, 'm> {
                 }
             }
             Incident::Controller(len) => self.stop_controller(len),
+            Incident::Succeed(len) => self.succeed_controller(len),
+            Incident::Block(job, rank, len, asks) => self.block((job, rank), len, asks)?,
             Incident::Kill(job, rank) => self.kill_rank((job, rank))?,
             Incident::CutRank(job, rank) => {
                 if let Some(conn) = self.jobs[job].ranks[rank].conn {
@@ -251,57 +268,6 @@ impl<'t, 'm> World<'t, 'm> {
             }
         }
         Ok(())
-    }
-
-    /// Start the controller without state.
-    fn start_controller(&mut self) {
-        if self.controller.is_some() {
-            return;
-        }
-        let seed = weight(&[self.plan.seed, self.incarnation, 0x6374_726c]);
-        let controller = ControllerHarness::start(self.plan.config(self.incarnation), seed, self.now);
-        self.controller = Some(controller);
-        if self.incarnation > 0 {
-            self.report.seen.note(Mark::ControllerRestarted);
-        }
-        self.incarnation += 1;
-        #[cfg(feature = "planted")]
-        self.plant();
-    }
-
-    #[cfg(feature = "planted")]
-    fn plant(&mut self) {
-        let Some((controller, bug)) = self.controller.as_mut().zip(self.plan.planted.bug) else { return };
-        controller.plant(bug);
-        if let Some(earlier) = self.earlier.take().filter(|_| bug == sumac_hal::planted::Bug::OldReservationTrusted) {
-            controller.inherit_claims(earlier);
-        }
-    }
-
-    fn stop_controller(&mut self, len: Duration) {
-        let Some(controller) = self.controller.take() else { return };
-        #[cfg(feature = "planted")]
-        {
-            self.earlier = Some(controller);
-        }
-        #[cfg(not(feature = "planted"))]
-        drop(controller);
-        self.report.seen.note(Mark::LossController);
-        for (conn, peer) in std::mem::take(&mut self.conns) {
-            if let Peer::Rank(job, _) = peer {
-                self.jobs[job].has_lost_controller = true;
-            }
-            self.notify_end(conn, peer);
-        }
-        self.messages.retain(|_, message| !message.is_on_wire());
-        self.on_wire = 0;
-        for job in &self.jobs {
-            // Model: they detect it at once, instead of by a view change.
-            Calls::controller_lost(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
-        }
-        self.watch.controller_gone();
-        self.devices.iter_mut().for_each(|device| device.disturbed = true);
-        self.schedule(self.now + len, Alarm::ControllerUp);
     }
 
     fn deliver(&mut self) -> Result<(), Violation> {
@@ -381,17 +347,6 @@ impl<'t, 'm> World<'t, 'm> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         let wake_at = member.endpoint.as_ref().and_then(|endpoint| endpoint.poll_timeout());
         Ok(wake_at.map(|at_| self.clock_of(at).when(at_)))
-    }
-
-    fn send_from_controller(&mut self) -> Result<(), Violation> {
-        while let Some((conn, sent)) = self.controller.as_mut().and_then(ControllerHarness::poll_transmit) {
-            match sent {
-                Output::Request(request) => self.send_message(Message::ToDevice(conn, request)),
-                Output::Reply(reply) => self.send_message(Message::ToRank(conn, Box::new(reply))),
-                Output::HangUp => self.cut(conn),
-            }
-        }
-        Ok(())
     }
 
     pub(super) fn device_time(&self, device: usize) -> Instant {

@@ -1,0 +1,290 @@
+//! The controller as a sans-I/O state machine: messages, ends of connections and the time go in; messages, deadlines
+//! and jobs come out.
+//!
+//! ```text
+//!   connect_device, connect_client, handle_response,        +---------+  poll_transmit --> messages, closes
+//!   handle_request, handle_disconnects, handle_timeout  --> | Machine |  poll_timeout  --> when to call handle_timeout
+//!                    handle_plan, handle_report         --> +---------+  poll_plan, poll_report --> jobs
+//! ```
+//!
+//! After any call that takes `now`, poll all four. A job is run by the caller, outside of any lock, and its result is
+//! handed in: a plan takes long on large fabrics, and a report may be long. The controller's threads and the simulator
+//! drive this machine in the same way.
+//!
+//! The [`Connections`] in front of it decode and encode its messages, and bound what each peer may hold.
+
+pub use super::connections::{CloseReason, Connections};
+pub use super::entropy::Entropy;
+pub use super::outbox::Frames;
+pub use super::output::{ConnId, Output};
+#[cfg(feature = "snapshot")]
+pub use super::resources::ClaimRecord;
+pub use super::state::{Plan, PlanResult, ReportJob};
+
+use super::device::Device;
+use super::limits::{NameKind, check_name};
+use super::proto::ClientRequest;
+use super::state::State;
+use super::{ControllerConfig, ControllerError, check};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use sumac_hal::ctrl::{Announce, Envelope, FrameError, Rejection, Response};
+use sumac_hal::ids::Rank;
+use sumac_hal::time::Instant;
+
+/// A controller without threads, sockets or a clock.
+#[derive(Debug)]
+pub struct Machine {
+    config: Arc<ControllerConfig>,
+    state: State,
+    /// The connected clients, and the job and rank that each has joined as.
+    clients: BTreeMap<ConnId, Option<(String, Rank)>>,
+    /// Something was handled since the last [`Machine::handle_timeout`].
+    is_due: bool,
+    /// The next deadline, as of then.
+    due: Instant,
+    /// A plan is being made.
+    is_planning: bool,
+    /// No new work is started.
+    is_stopping: bool,
+}
+
+impl Machine {
+    /// Start a controller `now`, `started_ms` after 1970, which tells its incarnations apart.
+    ///
+    /// # Errors
+    /// [`ControllerError`] if `config` is invalid.
+    pub fn new(
+        config: Arc<ControllerConfig>,
+        started_ms: u64,
+        entropy: Entropy,
+        now: Instant,
+    ) -> Result<Self, ControllerError> {
+        check(&config)?;
+        let state = State::new(&config, started_ms, entropy, now);
+        let clients = BTreeMap::new();
+        Ok(Self { config, state, clients, is_due: true, due: now, is_planning: false, is_stopping: false })
+    }
+
+    fn set_time(&mut self, now: Instant) {
+        self.state.now = now;
+        self.is_due = true;
+    }
+
+    /// A device connects and announces itself. Returns false if it is refused; then it is told why, and its connection
+    /// is closed.
+    pub fn connect_device(&mut self, conn: ConnId, announce: Announce, now: Instant) -> bool {
+        self.set_time(now);
+        if let Err(why) = check_announce(&announce) {
+            tracing::warn!(%why, "refusing a device");
+            self.state.reject(conn, Rejection::Name);
+            return false;
+        }
+        let device = Arc::new(Device { conn, announce });
+        if let Err(why) = self.state.add_device(&self.config, &device) {
+            tracing::warn!(device = device.name(), %why, "refusing the device");
+            self.state.reject(conn, why.rejection());
+            return false;
+        }
+        tracing::info!(device = device.name(), boot_id = device.announce.boot_id.0, "device connected");
+        true
+    }
+
+    /// A client connects.
+    pub fn connect_client(&mut self, conn: ConnId) {
+        self.clients.insert(conn, None);
+    }
+
+    /// Handle a device's response.
+    pub fn handle_response(&mut self, conn: ConnId, response: Envelope<Response>, now: Instant) {
+        self.set_time(now);
+        self.state.links.handle_response(conn, response);
+    }
+
+    /// Handle a client's request. Returns false if the controller is stopping; then close the connection.
+    pub fn handle_request(&mut self, conn: ConnId, request: ClientRequest, now: Instant) -> bool {
+        self.set_time(now);
+        if self.is_stopping {
+            return false;
+        }
+        if let Some(place) = self.clients.get_mut(&conn) {
+            self.state.serve(&self.config, request, conn, place);
+        }
+        true
+    }
+
+    /// Whether a client has joined a job on this connection.
+    pub fn has_joined(&self, conn: ConnId) -> bool {
+        self.clients.get(&conn).is_some_and(Option::is_some)
+    }
+
+    /// Connections have ended, for whatever reason, and their memberships and devices with them. Lost ranks of one call
+    /// are not notified of each other.
+    pub fn handle_disconnects(&mut self, conns: impl IntoIterator<Item = ConnId>, now: Instant) {
+        self.set_time(now);
+        let (mut ranks, mut devices) = (Vec::new(), Vec::new());
+        for conn in conns {
+            match self.clients.remove(&conn) {
+                Some(Some(place)) => ranks.push((conn, place)),
+                Some(None) => {}
+                None => devices.push(conn),
+            }
+        }
+        if !ranks.is_empty() {
+            self.state.depart_all(ranks);
+        }
+        for conn in devices {
+            if let Some(device) = self.state.remove_device(conn) {
+                tracing::info!(device = device.name(), "device disconnected");
+            }
+        }
+    }
+
+    /// Handle deadlines that have passed, and take up what was handled since the last call. Call it at
+    /// [`Machine::poll_timeout`].
+    pub fn handle_timeout(&mut self, now: Instant) {
+        self.set_time(now);
+        loop {
+            let state = &mut self.state;
+            state.links.expire(state.now);
+            while let Some((purpose, replies)) = state.links.poll_finished() {
+                state.proceed(&self.config, purpose, replies);
+            }
+            if self.is_stopping {
+                (self.is_due, self.due) = (false, NEVER);
+                break;
+            }
+            let expires = state.expire_all();
+            let renews = state.renew_leases(&self.config);
+            state.reserve_drafts(&self.config);
+            state.start_report(&self.config);
+            if !state.links.has_finished() {
+                (self.is_due, self.due) = (false, expires.map_or(renews, |at| at.min(renews)));
+                break;
+            }
+        }
+    }
+
+    /// The next deadline.
+    pub fn poll_timeout(&self) -> Instant {
+        let due = if self.is_due { self.state.now } else { self.due };
+        self.state.links.next_due().map_or(due, |at| at.min(due))
+    }
+
+    /// The next output and its connection.
+    pub fn poll_transmit(&mut self) -> Option<(ConnId, Output)> {
+        self.state.output.pop()
+    }
+
+    /// Whether a plan may have to be made. None is while another one is being made.
+    pub fn has_plan(&self) -> bool {
+        !self.is_planning && !self.is_stopping && self.state.has_plans()
+    }
+
+    /// The next plan to make. Hand in its result with [`Machine::handle_plan`]. If it turns out that nothing is to be
+    /// planned, ranks learn their positions in the queue, so poll for output.
+    pub fn poll_plan(&mut self) -> Option<Plan> {
+        if !self.has_plan() {
+            return None;
+        }
+        self.is_due = true;
+        let plan = self.state.next_plan();
+        self.is_planning = plan.is_some();
+        plan
+    }
+
+    /// Handle the result of a plan.
+    pub fn handle_plan(&mut self, result: PlanResult, now: Instant) {
+        self.set_time(now);
+        self.is_planning = false;
+        if !self.is_stopping {
+            self.state.apply_plan(&self.config, result);
+        }
+    }
+
+    /// Whether a report is to be encoded.
+    pub fn has_report(&self) -> bool {
+        self.state.has_report()
+    }
+
+    /// The next report to encode. Hand in the result with [`Machine::handle_report`].
+    pub fn poll_report(&mut self) -> Option<ReportJob> {
+        self.state.next_report(&self.config)
+    }
+
+    /// Handle an encoded report.
+    pub fn handle_report(&mut self, report: Result<Frames, FrameError>, now: Instant) {
+        self.set_time(now);
+        self.state.send_report(report);
+    }
+
+    /// Release all groups and disconnect all ranks. [`Machine::has_stopped`] once devices have responded.
+    pub fn stop(&mut self, now: Instant) {
+        self.set_time(now);
+        if !std::mem::replace(&mut self.is_stopping, true) {
+            self.state.release_all();
+        }
+    }
+
+    /// Whether [`Machine::stop`] was called.
+    pub const fn is_stopping(&self) -> bool {
+        self.is_stopping
+    }
+
+    /// Whether all groups are released, or devices have not responded in time.
+    pub const fn has_stopped(&self) -> bool {
+        self.state.has_released_all
+    }
+}
+
+/// For tests and the simulator.
+#[cfg(any(test, feature = "snapshot"))]
+impl Machine {
+    /// The status report, without the devices' counters.
+    pub fn report(&self) -> super::proto::StatusReport {
+        self.state.report(&self.config).without_devices()
+    }
+
+    /// All claims in the ledger.
+    #[cfg(feature = "snapshot")]
+    pub fn claims(&self) -> Vec<ClaimRecord> {
+        self.state.claim_records()
+    }
+
+    /// Whether no reservation is in flight or ready.
+    pub fn has_no_drafts(&self) -> bool {
+        let is_draft = |purpose: &super::state::Purpose| matches!(purpose, super::state::Purpose::Reserve(_));
+        self.state.ready.is_empty() && !self.state.links.purposes().any(is_draft)
+    }
+
+    /// The state, for tests of records.
+    #[cfg(test)]
+    pub(super) const fn state_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+#[cfg(feature = "planted")]
+impl Machine {
+    /// Plant a bug in this controller.
+    pub const fn plant(&mut self, bug: sumac_hal::planted::Bug) {
+        self.state.plant(bug);
+    }
+
+    /// Adopt the claims of an earlier incarnation: a planted bug.
+    pub fn inherit_claims(&mut self, earlier: Self) {
+        self.state.inherit_claims(earlier.state);
+    }
+}
+
+/// Check the names in a device's announcement, which are displayed.
+fn check_announce(announce: &Announce) -> Result<(), super::limits::InvalidName> {
+    check_name(NameKind::Fabric, "device", &announce.name)?;
+    match &announce.attach {
+        Some(bus) => check_name(NameKind::Fabric, "machine", &bus.machine),
+        None => Ok(()),
+    }
+}
+
+/// No deadline.
+const NEVER: Instant = Instant::from_nanos(u64::MAX);

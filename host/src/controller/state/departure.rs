@@ -1,0 +1,83 @@
+//! Ranks that leave or are lost, and the end of jobs.
+
+use super::State;
+use crate::controller::output::ConnId;
+use crate::controller::proto::{ClientReply, JoinRefusal, RecoveryOutcome};
+use std::collections::BTreeMap;
+use sumac_hal::ids::Rank;
+
+impl State {
+    /// A rank has left or, unless `clean`, is lost. The job ends with its last rank.
+    pub(in crate::controller) fn depart(&mut self, (name, rank): (&str, Rank), client: ConnId, clean: bool) {
+        if self.jobs.get(name).is_some_and(|job| job.has(rank, client)) {
+            self.depart_from(name, &[rank], clean);
+        } else {
+            self.depart_resuming((name, rank), client, clean);
+        }
+    }
+
+    /// Ranks were lost together: notify only the survivors.
+    pub(in crate::controller) fn depart_all(&mut self, gone: Vec<(ConnId, (String, Rank))>) {
+        let mut by_job: BTreeMap<String, Vec<Rank>> = BTreeMap::new();
+        for (client, (name, rank)) in gone {
+            if self.jobs.get(&name).is_some_and(|job| job.has(rank, client)) {
+                by_job.entry(name).or_default().push(rank);
+            } else {
+                self.depart_resuming((&name, rank), client, false);
+            }
+        }
+        by_job.iter().for_each(|(name, ranks)| self.depart_from(name, ranks, false));
+    }
+
+    fn depart_from(&mut self, name: &str, ranks: &[Rank], clean: bool) {
+        let Some(job) = self.jobs.get_mut(name) else { return };
+        for rank in ranks {
+            job.members.remove(rank);
+            job.survivor_requests.remove(rank);
+        }
+        // A tree needs all ranks, so a pending one is dropped.
+        job.placing = None;
+        let held = job.offer_claim.take();
+        let is_begun = job.placement.is_some();
+        let Some(first) = ranks.first() else { return };
+        if is_begun {
+            if !clean {
+                // One line for all ranks that are lost together.
+                let others = ranks.len() - 1;
+                if std::mem::replace(&mut job.has_lost_ranks, true) || job.is_aborted {
+                    tracing::info!(job = name, rank = %first, others, "rank disconnected after its job failed");
+                } else {
+                    tracing::warn!(job = name, rank = %first, others, "rank is lost");
+                    let cause = match others {
+                        0 => format!("{first} is lost"),
+                        _ => format!("{} ranks are lost", ranks.len()),
+                    };
+                    self.recoveries.begin(name, job.view, &cause, self.now);
+                }
+                job.broadcast_all(&mut self.output, ranks.iter().map(|rank| ClientReply::RankLost(*rank)));
+            }
+            job.refuse_replans(&mut self.output, name, *first);
+            job.withdraw_offer(&mut self.output);
+            if let Some(ranks) = job.try_report_survivors(&mut self.output) {
+                self.recoveries.end(name, RecoveryOutcome::Survivors { ranks }, self.now);
+            }
+        } else {
+            // Do not let the other ranks wait for one that may not come back.
+            let refusal = JoinRefusal::RankLost { rank: *first, job: name.to_owned() };
+            job.broadcast(&mut self.output, &ClientReply::Refused(refusal));
+        }
+        let is_over = !is_begun || job.members.is_empty();
+        if is_over && let Some(job) = self.jobs.remove(name) {
+            tracing::info!(job = name, "job ends");
+            self.recoveries.end(name, RecoveryOutcome::JobEnded, self.now);
+            if let Some(Ok(placement)) = job.placement {
+                self.release(&placement);
+            }
+        }
+        if let Some((group, _)) = held {
+            self.ledger.free(group);
+        }
+        self.leave_queue(name);
+        self.serve_queue();
+    }
+}

@@ -1,0 +1,183 @@
+//! What a rank's program does: one operation after the other, in the tree or as a host collective.
+
+use super::TenantViolation as Violation;
+use super::job::{End, Job, JobMessage, Phase};
+use super::world::{Actor, Alarm, World};
+use crate::sim::memory::{OpMemory, results};
+use std::time::Duration;
+use sumac::harness::CallStart;
+use sumac::transport::packets::{Endpoint, Event};
+use sumac_hal::emu::Delivery;
+use sumac_hal::op::Path;
+
+impl World<'_, '_> {
+    pub(super) fn have_all_finished(&self, (job, rank): (usize, usize)) -> bool {
+        self.jobs[job].ranks[rank].peers.finished.len() == self.plan.jobs[job].world
+    }
+
+    /// Return whether a rank is in a repair or a move.
+    pub(super) fn is_busy(&self, at: (usize, usize)) -> bool {
+        let phase = &self.jobs[at.0].ranks[at.1].phase;
+        matches!(phase, Phase::Frozen | Phase::Collecting | Phase::Replanning(_) | Phase::Votes)
+    }
+
+    /// Advance as far as received messages allow.
+    pub(super) fn advance(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
+        loop {
+            let now = self.now;
+            // All ranks have all results: finished ranks may be gone, and no repair is needed.
+            if self.is_busy(at) && self.member(at).resumes == Phase::Finishing && self.have_all_finished(at) {
+                return self.end(at, End::Done);
+            }
+            let member = self.member(at);
+            let epoch = member.epoch;
+            match member.phase.clone() {
+                Phase::Disconnected => return self.dial(at),
+                Phase::Joining(until) if now >= until => return self.end(at, End::NotJoined),
+                Phase::Computing(until) if now >= until => {
+                    if member.done == ops {
+                        self.member(at).phase = Phase::Finishing;
+                        self.broadcast(at, &JobMessage::Finished);
+                        return Ok(());
+                    }
+                    member.phase = Phase::Turn(member.calls.call());
+                }
+                Phase::Turn(call) => match member.calls.begin(call) {
+                    CallStart::Wait => return Ok(()),
+                    CallStart::Begin => self.call(at)?,
+                    CallStart::Migrate(view) => self.move_to(at, view),
+                },
+                Phase::InHostCollective => {
+                    let op = member.done;
+                    if member.peers.entered.get(&op).is_none_or(|ranks| ranks.len() < world) {
+                        return Ok(());
+                    }
+                    self.run_schedule(at)?;
+                }
+                Phase::Frozen if member.peers.reports.get(&epoch).is_some_and(|all| all.len() == world) => {
+                    self.decide(at)?;
+                }
+                Phase::Collecting => {
+                    self.land(at);
+                    if !self.member(at).missing.is_empty() {
+                        return Ok(());
+                    }
+                    self.ask_for_tree(at);
+                }
+                Phase::Replanning(until) => {
+                    if !self.take_answer(at, until) {
+                        return Ok(());
+                    }
+                }
+                Phase::Votes if member.peers.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
+                    self.commit(at)?;
+                }
+                Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),
+                _ => return Ok(()),
+            }
+        }
+    }
+
+    /// Start the operation of a call, in the tree or as a host collective.
+    pub(super) fn call(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let ops = &self.plan.jobs[at.0].ops;
+        let job = &mut self.jobs[at.0];
+        let member = &mut job.ranks[at.1];
+        let op = member.done;
+        if member.called == op {
+            member.called += 1;
+            *job.calls.entry(op).or_default() += 1;
+        }
+        if member.has_tree {
+            member.phase = Phase::InTree;
+            if let Some(endpoint) = &mut member.endpoint {
+                // If the tree is already lost, it restarts on the next one.
+                let posted = endpoint.post(ops[op], Path::Tree, None);
+                assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
+            }
+            self.touched.insert(Actor::Rank(at.0, at.1));
+        } else {
+            member.phase = Phase::InHostCollective;
+            self.broadcast(at, &JobMessage::Entered(op));
+        }
+        Ok(())
+    }
+
+    /// Host collectives have their own tests: here they complete at once when all ranks have entered.
+    pub(super) fn run_schedule(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let op = self.member(at).done;
+        let after = self.after(at, op);
+        self.member(at).memory.ops[op] = after;
+        self.report.by_host_collectives += 1;
+        self.finish_op(at)
+    }
+
+    /// Return the expected buffers of an operation after it has returned.
+    pub(super) fn after(&mut self, (job, rank): (usize, usize), op: usize) -> OpMemory {
+        let Job { options, results: known, .. } = &mut self.jobs[job];
+        let options = options.as_ref().expect("it has begun");
+        let results = known.entry(op).or_insert_with(|| results(options, 0, 0, op));
+        OpMemory::before(options, 0, 0, rank, op).after(&options.groups[0].ops[op], options.ranks, rank, results)
+    }
+
+    /// An operation returns: its contents must be right.
+    pub(super) fn finish_op(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        let (now, plan) = (self.now, &self.plan.jobs[at.0]);
+        let op = self.member(at).done;
+        let called = self.jobs[at.0].calls.get(&op).copied().unwrap_or(0);
+        if called < plan.world {
+            let what = format!("job {} rank {} operation {op} when {called} ranks had called it", at.0, at.1);
+            return Err(Violation { oracle: "early completion", what });
+        }
+        let after = self.after(at, op);
+        let think_max = self.draw.below(plan.think_max.as_nanos() as u64 + 1);
+        let member = self.member(at);
+        if let Some((byte, [found, expected])) = member.memory.ops[op].first_difference(&after) {
+            let what =
+                format!("job {} rank {} operation {op}: byte {byte} is {found:#x}, not {expected:#x}", at.0, at.1);
+            return Err(Violation { oracle: "wrong result", what });
+        }
+        member.done += 1;
+        let until = now + Duration::from_nanos(think_max);
+        if !matches!(member.phase, Phase::Frozen | Phase::Collecting | Phase::Votes) {
+            member.phase = Phase::Computing(until);
+        }
+        self.schedule(until, Alarm::Rank(at.0, at.1));
+        Ok(())
+    }
+
+    pub(super) fn deliver_to_rank(&mut self, at: (usize, usize), view: u32, delivery: &Delivery) {
+        let now = self.rank_time(at);
+        let member = self.member(at);
+        let is_there = !matches!(member.phase, Phase::Ended(_)) && member.epoch % 64 == view;
+        if let Some(endpoint) = member.endpoint.as_mut().filter(|_| is_there) {
+            endpoint.handle(now, delivery.from, delivery.ecn, &delivery.bytes, &mut member.memory);
+            self.touched.insert(Actor::Rank(at.0, at.1));
+        }
+    }
+
+    /// Process the events of a rank's endpoint.
+    pub(super) fn collect(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        loop {
+            let is_busy = self.is_busy(at);
+            let member = self.member(at);
+            let Some(event) = member.endpoint.as_mut().and_then(Endpoint::poll_event) else { return Ok(()) };
+            if matches!(member.phase, Phase::Ended(_)) || is_busy && matches!(event, Event::Failed(_)) {
+                continue;
+            }
+            match event {
+                Event::Completed(id) if member.memory.first + id.0 as usize == member.done => self.finish_op(at)?,
+                Event::Failed(error) if member.has_tree => {
+                    self.report.seen.endpoint_error(error);
+                    self.freeze(at)?;
+                }
+                Event::Failed(_) => {}
+                other => {
+                    let what = format!("job {} rank {}: {other:?} after {} operations", at.0, at.1, member.done);
+                    return Err(Violation { oracle: "order of completions", what });
+                }
+            }
+        }
+    }
+}
