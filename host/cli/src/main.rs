@@ -54,7 +54,7 @@ mod worker;
 mod workload;
 
 use args::{Cli, Command};
-use clap::Parser;
+use clap::{CommandFactory, Parser};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -86,8 +86,8 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Completions(args) => generate::completions(&args),
-        Command::Man(args) => generate::man(&args),
+        Command::Completions(args) => generate::completions(&Cli::command(), &args),
+        Command::Man(args) => generate::man(&Cli::command(), &args),
         Command::Image(args) => image::run(&args),
         Command::Log(args) => board::show_log(&args),
         Command::Emulate(args) => board::emulate(&args),

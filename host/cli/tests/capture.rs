@@ -72,7 +72,7 @@ fn capture_holds_the_packets_of_a_job() {
     let job = |rank: u32| {
         // 512 KiB: many chunks for each shard.
         let case = json!({ "collective": "AllReduce", "dtype": "F32", "op": "Sum", "root": 0, "count": 1 << 17, "algo": "Tree" });
-        let work = json!({ "Perf": { "cases": [case], "warmup": 0, "iterations": ITERATIONS, "memory": "Plain", "check": "Every" } });
+        let work = json!({ "Perf": { "cases": [case], "warmup": 0, "iterations": ITERATIONS, "memory": "Plain", "check": "Every", "placements": "InPlace" } });
         let job = json!({
             "controller": addr, "job": "captured", "rank": rank, "world": RANKS, "host": format!("h{rank}"),
             "order": "Arrival", "transport": "Udp", "deadline_ms": 60_000, "work": work,

@@ -79,7 +79,7 @@ pub(super) fn expect_stats(reply: Reply) -> Result<Stats, DeviceError> {
 
 /// What a missing response says about its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Patience {
+pub(super) enum OnTimeout {
     /// The device is unresponsive, and no job is placed on it until it responds.
     Normal,
     /// The deadline is short: the device only owes its counters.
@@ -107,7 +107,7 @@ struct Link {
 #[derive(Debug)]
 struct Exchange<P> {
     purpose: P,
-    patience: Patience,
+    on_timeout: OnTimeout,
     due: Instant,
     /// The devices, and the numbers of the requests.
     asked: Vec<(Arc<Device>, u32)>,
@@ -221,7 +221,7 @@ impl<P> Links<P> {
     pub(super) fn exchange(
         &mut self,
         output: &mut Outputs,
-        (purpose, patience, due): (P, Patience, Instant),
+        (purpose, on_timeout, due): (P, OnTimeout, Instant),
         requests: impl IntoIterator<Item = (Arc<Device>, Request)>,
     ) {
         let exchange = self.next_exchange;
@@ -233,7 +233,7 @@ impl<P> Links<P> {
             replies.push(sent.err().map(Err));
         }
         let missing = replies.iter().filter(|reply| reply.is_none()).count();
-        self.exchanges.insert(exchange, Exchange { purpose, patience, due, asked, replies, missing });
+        self.exchanges.insert(exchange, Exchange { purpose, on_timeout, due, asked, replies, missing });
         match missing {
             0 => self.finished.push_back(exchange),
             _ => _ = self.deadlines.insert((due, exchange)),
@@ -292,14 +292,15 @@ impl<P> Links<P> {
 
     /// Take an exchange that has ended, with one reply per request.
     pub(super) fn poll_finished(&mut self) -> Option<(P, Vec<Reply>)> {
-        let Exchange { purpose, patience, asked, replies, .. } = self.exchanges.remove(&self.finished.pop_front()?)?;
+        let Exchange { purpose, on_timeout, asked, replies, .. } =
+            self.exchanges.remove(&self.finished.pop_front()?)?;
         let replies = asked.into_iter().zip(replies).map(|((device, id), reply)| {
             if matches!(reply, None | Some(Err(DeviceError::Unreachable)))
                 && let Some(link) = self.links.get_mut(&device.conn)
             {
-                match patience {
-                    Patience::Normal => link.is_unresponsive = true,
-                    Patience::Report => _ = link.overdue_stats.get_or_insert(id),
+                match on_timeout {
+                    OnTimeout::Normal => link.is_unresponsive = true,
+                    OnTimeout::Report => _ = link.overdue_stats.get_or_insert(id),
                 }
             }
             reply.unwrap_or(Err(DeviceError::Unreachable))

@@ -461,8 +461,8 @@ impl From<ExecError> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::comm::{JoinError, ShrinkError, SplitError};
     use crate::exec::MeshError;
+    use crate::{JoinError, ShrinkError, SplitError};
 
     #[test]
     fn ranks_failed_display_names_ranks_call_and_output() {

@@ -9,7 +9,7 @@
 
 use super::{Purpose, State};
 use crate::controller::ControllerConfig;
-use crate::controller::device::{Device, DeviceError, Patience, REPLY_TIMEOUT, Reply, expect_done, expect_stats};
+use crate::controller::device::{Device, DeviceError, OnTimeout, REPLY_TIMEOUT, Reply, expect_done, expect_stats};
 use crate::controller::proto::ClientReply;
 use crate::controller::resources::DeviceKey;
 use std::collections::BTreeSet;
@@ -52,7 +52,7 @@ impl State {
         let requests: Vec<_> = renew.chain(count).collect();
         let purpose = Purpose::Renew(LeaseRound { leases, crowded });
         let until = self.now + REPLY_TIMEOUT;
-        self.links.exchange(&mut self.output, (purpose, Patience::Normal, until), requests);
+        self.links.exchange(&mut self.output, (purpose, OnTimeout::Normal, until), requests);
     }
 
     /// The session of a device in that incarnation, if it is connected.

@@ -6,7 +6,7 @@
 use super::report::{Report, encode};
 use super::{Purpose, State};
 use crate::controller::ControllerConfig;
-use crate::controller::device::{Patience, Reply, expect_stats};
+use crate::controller::device::{OnTimeout, Reply, expect_stats};
 use crate::controller::limits::REPLY_LEN_MAX;
 use crate::controller::outbox::Frames;
 use crate::controller::output::ConnId;
@@ -80,7 +80,7 @@ impl State {
             }
         }
         let purpose = Purpose::Report(PendingReport { report, asked });
-        self.links.exchange(&mut self.output, (purpose, Patience::Report, self.now + STATS_LIMIT), requests);
+        self.links.exchange(&mut self.output, (purpose, OnTimeout::Report, self.now + STATS_LIMIT), requests);
     }
 
     /// Handle the counters of the devices.

@@ -7,7 +7,7 @@ use super::placement::{Draft, NoTree};
 use super::{Purpose, State};
 use crate::controller::ControllerConfig;
 use crate::controller::admit::{Placement, PlacementRequest};
-use crate::controller::device::{DeviceError, Patience, REPLY_TIMEOUT, Reply, expect_done, expect_stats};
+use crate::controller::device::{DeviceError, OnTimeout, REPLY_TIMEOUT, Reply, expect_done, expect_stats};
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{BlockedOn, Queue};
 use sumac_hal::ctrl::{Refusal, Request};
@@ -46,7 +46,7 @@ impl State {
     fn exchange_for(&mut self, reserving: Reserving, requests: Vec<(std::sync::Arc<super::Device>, Request)>) {
         let until = self.now + REPLY_TIMEOUT;
         let purpose = Purpose::Reserve(reserving);
-        self.links.exchange(&mut self.output, (purpose, Patience::Normal, until), requests);
+        self.links.exchange(&mut self.output, (purpose, OnTimeout::Normal, until), requests);
     }
 
     /// Handle the responses to a step of a reservation.
@@ -207,7 +207,7 @@ impl State {
             requests.extend(devices.flat_map(of_device));
         }
         let until = self.now + REPLY_TIMEOUT;
-        self.links.exchange(&mut self.output, (Purpose::Stop, Patience::Normal, until), requests);
+        self.links.exchange(&mut self.output, (Purpose::Stop, OnTimeout::Normal, until), requests);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Changes between a plan's snapshot and its result: the state machine step by step, without threads.
 
-use super::super::device::{Device, DeviceError, Patience, REPLY_TIMEOUT};
+use super::super::device::{Device, DeviceError, OnTimeout, REPLY_TIMEOUT};
 use super::super::machine::{ConnId, Frames, Output};
 use super::super::proto::{ClientReply, JobStatus};
 use super::super::state::{Draft, Purpose, ReservationFailure, State};
@@ -302,7 +302,7 @@ fn device_that_recovers_during_a_plan_is_used() {
     let silent = ReservationFailure { index: 0, error: DeviceError::Unreachable, slots_used: None };
     steps.state.links.exchange(
         &mut steps.state.output,
-        (Purpose::Stop, Patience::Normal, Instant::ZERO),
+        (Purpose::Stop, OnTimeout::Normal, Instant::ZERO),
         [(Arc::clone(&device), Request::Identify)],
     );
     steps.state.links.expire(Instant::ZERO);
