@@ -472,31 +472,3 @@ fn crash_looping_device_gets_no_job_during_its_backoff() {
     let mut nth = 4..;
     wait_until("it has stayed for a while", || place(nth.next().expect("a number")).tree.is_ok());
 }
-
-#[test]
-fn records_of_a_device_session_end_with_it() {
-    let controller = controller();
-    let mut ranks = Raw::join_with(&controller, of_job("job", 0, 1), &[]);
-    assert!(no_tree_reason(&ranks.joined()).contains("no device"));
-    for _ in 0..2 {
-        let device = Device::start(&controller, "leaf0", None, None);
-        let view = wait_for_offer(&mut ranks);
-        ranks.send(ClientRequest::Pause { view, at: 1 });
-        assert!(matches!(ranks.recv(), ClientReply::MoveAt { .. }));
-        ranks.send(ClientRequest::Replan { view });
-        let (view, _) = ranks.replanned();
-        ranks.send(ClientRequest::Decline { view, device: Some("leaf0".into()), why: "no way".into() });
-        assert_eq!(ranks.report().jobs.len(), 1);
-        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 1);
-        super::replan::disconnect_device(device, &controller);
-        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 0);
-    }
-}
-
-fn wait_for_offer(rank: &mut Raw) -> u32 {
-    loop {
-        if let ClientReply::Offer { view } = rank.recv_any() {
-            return view;
-        }
-    }
-}

@@ -1,6 +1,6 @@
 //! Offers of a tree to running jobs without one, on raw connections.
 
-use super::replan::{Raw, join_all, no_tree_reason, replan, tree_of};
+use super::replan::{Raw, disconnect_device, join_all, no_tree_reason, replan, request, tree_of};
 use super::*;
 use crate::controller::proto::{ClientReply, ClientRequest};
 
@@ -45,4 +45,32 @@ fn offer_is_withdrawn_when_a_rank_is_lost() {
     assert!(matches!(ranks[0].recv_any(), ClientReply::OfferWithdrawn));
     let _another = Device::start(&controller, "later", None, None);
     assert_eq!(ranks[0].report().jobs[0].joined, 1, "nothing was offered to what is left");
+}
+
+#[test]
+fn records_of_a_device_session_end_with_it() {
+    let controller = controller();
+    let mut ranks = Raw::join_with(&controller, request(0, 1), &[]);
+    assert!(no_tree_reason(&ranks.joined()).contains("no device"));
+    for _ in 0..2 {
+        let device = Device::start(&controller, "leaf0", None, None);
+        let view = wait_for_offer(&mut ranks);
+        ranks.send(ClientRequest::Pause { view, at: 1 });
+        assert!(matches!(ranks.recv(), ClientReply::MoveAt { .. }));
+        ranks.send(ClientRequest::Replan { view });
+        let (view, _) = ranks.replanned();
+        ranks.send(ClientRequest::Decline { view, device: Some("leaf0".into()), why: "no way".into() });
+        assert_eq!(ranks.report().jobs.len(), 1);
+        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 1);
+        disconnect_device(device, &controller);
+        assert_eq!(controller.shared.lock().state_mut().remembered_sessions("job"), 0);
+    }
+}
+
+fn wait_for_offer(rank: &mut Raw) -> u32 {
+    loop {
+        if let ClientReply::Offer { view } = rank.recv_any() {
+            return view;
+        }
+    }
 }

@@ -1,0 +1,109 @@
+//! Frames of a run: headers, and whether they belong to the operation; aborts, and why a peer stopped reading.
+
+use super::{Failure, Run};
+use crate::exec::error::{Call, ExecError};
+use crate::exec::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
+use crate::exec::link::{IoOutcome, State};
+use sumac_hal::ids::Rank;
+
+impl Run<'_> {
+    /// Receive a header; `None` if it is not complete.
+    pub(in crate::exec) fn receive_header(&mut self, peer: Rank) -> Result<Option<Header>, Failure> {
+        let link = &mut self.mesh.links[peer.0 as usize];
+        match link.fill_header(HEADER_BYTES) {
+            IoOutcome::WouldBlock => return Ok(None),
+            IoOutcome::Ended => {
+                link.state = State::Ended;
+                return if self.needs(peer) || self.mesh.messages.awaits_channel(peer) {
+                    Err(ExecError::RankLost { rank: peer }.into())
+                } else {
+                    Ok(None)
+                };
+            }
+            IoOutcome::Bytes(_) => {}
+        }
+        let header = Header::parse(peer, &link.rx.bytes)?;
+        link.rx.frame = Some(header);
+        link.rx.left_bytes = header.len_bytes;
+        self.check_frame(&header)?;
+        Ok((header.kind == FrameKind::Data).then_some(header))
+    }
+
+    /// Check a frame against the operation: use it, hold it for later, or fail.
+    pub(in crate::exec) fn check_frame(&mut self, header: &Header) -> Result<(), Failure> {
+        let peer = header.call.rank;
+        if header.kind == FrameKind::Abort {
+            return self.receive_abort(peer);
+        }
+        let is_announce = header.kind == FrameKind::Announce;
+        let theirs = &header.call;
+        if self.messages_only || theirs.op_index > self.call.op_index && !self.awaits(peer) {
+            return Ok(());
+        }
+        // An announcement may be stale: the awaited data was in flight.
+        if !(is_announce && theirs.op_index < self.call.op_index) {
+            self.check_same_operation(theirs)?;
+        }
+        if is_announce {
+            self.mesh.links[peer.0 as usize].rx.frame = None;
+            return Ok(());
+        }
+        let turn = self.mesh.links[peer.0 as usize].rx.transfers;
+        if header.step != turn {
+            return Err(ExecError::protocol(peer, format!("transfer {} where {turn} is next", header.step)).into());
+        }
+        Ok(())
+    }
+
+    /// Check that a peer is in the same operation.
+    pub(in crate::exec) fn check_same_operation(&self, theirs: &Call) -> Result<(), ExecError> {
+        if theirs.op_index != self.call.op_index || theirs.signature != self.call.signature {
+            return Err(ExecError::mismatch(self.call, *theirs));
+        }
+        Ok(())
+    }
+
+    /// Receive the payload of an abort; once complete, fails with the error in it.
+    pub(in crate::exec) fn receive_abort(&mut self, peer: Rank) -> Result<(), Failure> {
+        let link = &mut self.mesh.links[peer.0 as usize];
+        while link.rx.left_bytes != 0 {
+            let mut piece = [0; 64];
+            match link.read_payload(&mut piece) {
+                IoOutcome::Bytes(n) => link.rx.abort.extend_from_slice(&piece[..n]),
+                IoOutcome::WouldBlock => return Ok(()),
+                IoOutcome::Ended => return Err(ExecError::RankLost { rank: peer }.into()),
+            }
+        }
+        Err(Failure::Remote(AbortFrame::parse(peer, &link.rx.abort)))
+    }
+
+    /// Find out why `peer` stopped reading: an abort that it sent before it closed may say so.
+    pub(in crate::exec) fn closing_error(&mut self, peer: Rank) -> Failure {
+        let index = peer.0 as usize;
+        loop {
+            match self.mesh.links[index].rx.frame {
+                Some(Header { kind: FrameKind::Data | FrameKind::Announce, .. })
+                    if self.mesh.links[index].rx.left_bytes == 0 =>
+                {
+                    self.mesh.links[index].rx.frame = None;
+                }
+                Some(Header { kind: FrameKind::Data, .. }) => {
+                    let moved = self.mesh.links[index].read_payload(&mut self.mesh.scratch);
+                    if !matches!(moved, IoOutcome::Bytes(_)) {
+                        return ExecError::RankLost { rank: peer }.into();
+                    }
+                }
+                Some(_) => match self.receive_abort(peer) {
+                    Ok(()) => return ExecError::RankLost { rank: peer }.into(),
+                    Err(failure) => return failure,
+                },
+                None => match self.receive_header(peer) {
+                    // The order of frames no longer matters, only whether there is an abort.
+                    Ok(Some(_)) | Err(Failure::Local(ExecError::Protocol { .. })) => {}
+                    Ok(None) => return ExecError::RankLost { rank: peer }.into(),
+                    Err(failure) => return failure,
+                },
+            }
+        }
+    }
+}
