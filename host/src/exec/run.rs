@@ -10,7 +10,7 @@ mod frames;
 
 use super::announce::RetryTimer;
 use super::error::{Call, ExecError};
-use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
+use super::frame::FrameKind;
 use super::link::{IoOutcome, State};
 use super::memory::{Buffers, Memory};
 use super::mesh::Mesh;

@@ -9,12 +9,10 @@ mod processor;
 use super::chain::{Draft, Place};
 use super::redo::nothing_at;
 use super::{GroupCtx, Node, Plan, RedoSlot};
-use crate::order::{Input, take};
 use crate::sets::ChildSet;
 use crate::slot::State;
 use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::dma::{Chain, Completion, Engine, LocalMemory, Scope, Span, Status, SubmitError, Tag};
-use sumac_hal::reduce::Kernel;
 use sumac_hal::time::Instant;
 
 /// What a slot waits for next.

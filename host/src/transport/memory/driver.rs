@@ -11,7 +11,7 @@ use super::attach::{AttachParams, Attached};
 use super::endpoint::{BounceConfig, Places, ZeroCopyConfig, ZeroCopyEndpoint};
 use super::error::{AttachError, ProtocolViolation, RegisterError};
 use super::heartbeat::{Heartbeat, Liveness};
-use super::queue::{Admin, AdminReply, HostQueue, Purpose, Waker};
+use super::queue::{Admin, HostQueue, Purpose, Waker};
 use super::redo::Redo;
 use super::registered::{Buffer, Registry};
 use super::remote::DeviceLink;
@@ -20,7 +20,7 @@ use crate::transport::packets::{Buffers, CompletionInfo, EndpointError, Endpoint
 use std::time::{Duration, Instant};
 use sumac_hal::dma::{Address, RegionKey, Span};
 use sumac_hal::mmio::{
-    AdminCommand, COMPLETION_WORDS, DeviceStatus, EntryStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
+    AdminCommand, COMPLETION_WORDS, DeviceStatus, Features, HostControl, SUBMISSION_WORDS, SubmissionEntry,
 };
 use sumac_hal::op::{Dtype, OpDesc, Path};
 use sumac_hal::ring::SpinPolicy;

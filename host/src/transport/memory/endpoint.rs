@@ -25,9 +25,8 @@ use crate::transport::packets::{
     Retention,
 };
 use std::collections::VecDeque;
-use std::ops::Range;
-use sumac_hal::dma::{Address, RegionKey, Span};
-use sumac_hal::ids::{ChunkNo, Epoch, GroupId, Rank};
+use sumac_hal::dma::{Address, Span};
+use sumac_hal::ids::ChunkNo;
 use sumac_hal::mmio::{COMPLETION_WORDS, Contribution, OperationLimit};
 use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::shard::RUN;

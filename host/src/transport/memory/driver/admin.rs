@@ -50,7 +50,7 @@ impl ZeroCopyDriver {
     }
 
     /// Check that no other memory has this key: regions are looked up and revoked by key.
-    fn check_unique(&self, region: RegionKey) -> Result<RegionKey, ProtocolViolation> {
+    pub(super) fn check_unique(&self, region: RegionKey) -> Result<RegionKey, ProtocolViolation> {
         let used = region == self.config.bounce.region || self.registry.region(region).is_some();
         if used { Err(ProtocolViolation::DuplicateRegion { region }) } else { Ok(region) }
     }
