@@ -9,7 +9,7 @@ use common::{Server, checked_sum, exit_status, serve, stderr, sumac};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use sumac::comm::{CallOptions, Canceller};
@@ -121,6 +121,8 @@ struct Progress {
     in_tree: AtomicU64,
     /// Ends the work of all ranks, if it is set for rank 0.
     stops: AtomicBool,
+    /// Why the rank has ended.
+    error: OnceLock<String>,
 }
 
 /// Run rounds until rank 0 is to stop. All ranks stop after the same round.
@@ -154,7 +156,7 @@ impl Member {
                 let (canceller, progress) = (comm.canceller(), Arc::new(Progress::default()));
                 let own = Arc::clone(&progress);
                 let thread = thread::spawn(move || {
-                    work(&comm, &own)?;
+                    work(&comm, &own).inspect_err(|error| _ = own.error.set(error.to_string()))?;
                     comm.leave();
                     Ok(())
                 });
@@ -169,7 +171,7 @@ impl Member {
     fn wait_for(&self, counter: impl Fn(&Progress) -> &AtomicU64, more: u64) {
         let before = counter(&self.progress).load(Ordering::SeqCst);
         wait_until("the job makes no progress", || {
-            assert!(!self.thread.is_finished(), "the rank has ended");
+            assert!(!self.thread.is_finished(), "the rank has ended: {:?}", self.progress.error.get());
             counter(&self.progress).load(Ordering::SeqCst) >= before + more
         });
     }
