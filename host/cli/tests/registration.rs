@@ -21,10 +21,16 @@ fn controller(listen: &str) -> (Server, SocketAddr) {
     (controller, addr.unwrap_or_else(|| panic!("{line}")))
 }
 
-/// Start the command and write `stdin` to it.
+/// Start the command and write `stdin` to it. SIGINT has its default effect there, which background processes of a shell
+/// otherwise inherit as ignored.
 fn start(args: &[&str], stdin: &str) -> Child {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
-    command.args(args).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut command = Command::new("env");
+    command
+        .args(["--default-signal=INT", env!("CARGO_BIN_EXE_sumac")])
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = command.spawn().expect("started");
     child.stdin.take().expect("piped").write_all(stdin.as_bytes()).expect("it runs");
     child
