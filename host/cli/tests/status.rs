@@ -43,7 +43,7 @@ impl Cluster {
         let case =
             json!({ "collective": "AllReduce", "dtype": "F32", "op": "Sum", "root": 0, "count": 8, "algo": "Tree" });
         let work = json!({ "Perf": {
-            "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered", "check": "Every",
+            "cases": [case], "warmup": 0, "iterations": 1, "memory": "Registered", "check": "Every", "placements": "InPlace",
         } });
         let job = json!({
             "controller": self.addr, "job": format!("job-{transport}"), "rank": rank, "world": world,
