@@ -303,7 +303,7 @@ fn rank_process() {
         let outcome = match comm.all_reduce(&mut buffer[..], ReduceOp::Sum) {
             Ok(outcome) => outcome,
             Err(error) => {
-                println!("ended: {error:?}");
+                println!("ended: {error:#?}");
                 let whole = [(1 << RANKS) - 1, op * u64::from(RANKS)];
                 // The result may have arrived while the process was stopped, but never one that excludes it.
                 assert!(buffer[..] == own || buffer[..] == whole, "{:?}", &buffer[..]);

@@ -23,7 +23,7 @@
 //! 3. For zero-copy ranks, create the node with [`Node::with_zero_copy`] and drive each rank's rings with a
 //!    [`function::Function`].
 //!
-//! With the feature `testing`, `testing` has a group and its children for tests; `examples/hello.rs` is a node and its
+//! With the feature `testing`, `testing` has a group and its children for tests; `examples/node.rs` is a node and its
 //! children in one screen.
 #![no_std]
 #![forbid(unsafe_code)]

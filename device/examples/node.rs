@@ -1,6 +1,6 @@
 //! A node and its three children in one process: an all-reduce of four numbers.
 //!
-//! `cargo run -p sumac-device --features testing --example hello`
+//! `cargo run -p sumac-device --features testing --example node`
 
 use sumac_device::{Memory, Node, NodeConfig, testing};
 use sumac_hal::ids::BootId;
@@ -41,6 +41,6 @@ fn main() {
 }
 
 #[test]
-fn hello_gives_every_child_the_sum() {
+fn node_gives_every_child_the_sum() {
     main();
 }
