@@ -323,6 +323,15 @@ pub enum Rejection {
 }
 
 impl Rejection {
+    /// Return the message without addresses and limits, for boards on which their formatting costs too much memory.
+    pub const fn summary(&self) -> &'static str {
+        match self {
+            Self::NameTaken { .. } => "the controller has a device of that name",
+            Self::TooMany { .. } => "the controller has as many devices as it accepts",
+            Self::Name => "the controller does not accept a name in the device's announcement",
+        }
+    }
+
     /// Return whether trying again is futile until something is changed.
     pub const fn is_final(&self) -> bool {
         !matches!(self, Self::NameTaken { is_alive: false, .. })

@@ -10,8 +10,7 @@ use core::time::Duration;
 use smoltcp::phy::Device;
 use smoltcp::socket::tcp;
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Rejection, Request, Response, ZeroCopyRefusal, decode,
-    encode,
+    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, ZeroCopyRefusal, decode, encode,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -41,9 +40,11 @@ pub enum ControlError {
     /// The controller sent something that is not a request, or is too long for one.
     #[error("invalid request from the controller: {0}")]
     Frame(#[from] FrameError),
-    /// The controller did not register the device.
+    /// The controller did not register the device, for this reason ([`Rejection::summary`]).
+    ///
+    /// [`Rejection::summary`]: sumac_hal::ctrl::Rejection::summary
     #[error("not registered: {0}")]
-    Rejected(Rejection),
+    Rejected(&'static str),
     /// A request exceeds the board's buffer.
     #[error("a request exceeds {MESSAGE_BYTES} bytes")]
     TooLong,
@@ -191,7 +192,7 @@ impl Control {
             self.request.copy_within(len..self.have, 0);
             self.have -= len;
             if let Request::Rejected(rejection) = request.message {
-                return Err(ControlError::Rejected(rejection));
+                return Err(ControlError::Rejected(rejection.summary()));
             }
             self.is_accepted = true;
             let message = self.answer(request.message, &mut execute);
