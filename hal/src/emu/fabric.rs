@@ -110,6 +110,8 @@ struct InFlight {
     to: Addr,
     bytes: Vec<u8>,
     is_marked: bool,
+    /// A rule made it.
+    is_duplicate: bool,
 }
 
 #[derive(Default)]
@@ -132,6 +134,7 @@ pub struct Fabric {
     event_numbers: u64,
     rule_numbers: u64,
     counters: Counters,
+    duplicates_in_flight: u64,
     /// The faults so far, if they are recorded.
     faults: Option<Vec<NthPacket>>,
     log: LogHash,
@@ -152,6 +155,7 @@ impl Fabric {
             event_numbers: 0,
             rule_numbers: 0,
             counters: Counters::default(),
+            duplicates_in_flight: 0,
             faults: None,
             log: LogHash::default(),
         }
@@ -215,8 +219,16 @@ impl Fabric {
                 self.counters.duplicated += 1;
                 self.schedule(
                     arrival + extra,
-                    InFlight { stage: Stage::Arrive, from, to, bytes: bytes.clone(), is_marked: false },
+                    InFlight {
+                        stage: Stage::Arrive,
+                        from,
+                        to,
+                        bytes: bytes.clone(),
+                        is_marked: false,
+                        is_duplicate: true,
+                    },
                 );
+                self.duplicates_in_flight += 1;
             }
             Verdict::Corrupt => {
                 self.counters.corrupted += 1;
@@ -228,7 +240,8 @@ impl Fabric {
                 return;
             }
         }
-        self.schedule(arrival + delay, InFlight { stage: Stage::Arrive, from, to, bytes, is_marked: false });
+        let packet = InFlight { stage: Stage::Arrive, from, to, bytes, is_marked: false, is_duplicate: false };
+        self.schedule(arrival + delay, packet);
     }
 
     /// Return the next packet that has arrived by `now`, in order of arrival, if any.
@@ -242,8 +255,9 @@ impl Fabric {
             match packet.stage {
                 Stage::Arrive => self.arrive(at, packet),
                 Stage::Deliver => {
-                    let InFlight { from, to, bytes, is_marked, .. } = packet;
+                    let InFlight { from, to, bytes, is_marked, is_duplicate, .. } = packet;
                     self.counters.delivered += 1;
+                    self.duplicates_in_flight -= u64::from(is_duplicate);
                     let node = self.nodes.entry(to).or_default();
                     node.queued_bytes -= bytes.len();
                     self.log.note("delivered", at, from, to, &bytes);
@@ -274,6 +288,11 @@ impl Fabric {
         self.events.len() as u64
     }
 
+    /// Return the number of packets in flight that were sent, without the duplicates that rules made of them.
+    pub fn sent_in_flight(&self) -> u64 {
+        self.in_flight() - self.duplicates_in_flight
+    }
+
     /// Return a hash of all events: their times, paths, bytes and outcomes, in order.
     pub fn log_hash(&self) -> u64 {
         self.log.finish()
@@ -286,6 +305,7 @@ impl Fabric {
         let queued_bytes = node.queued_bytes + packet.bytes.len();
         if link.receive_queue_bytes.is_some_and(|limit| queued_bytes > limit) {
             self.counters.dropped_by_queue += 1;
+            self.duplicates_in_flight -= u64::from(packet.is_duplicate);
             self.log.note("dropped by queue", at, packet.from, packet.to, &packet.bytes);
             return;
         }

@@ -293,7 +293,7 @@ impl Cluster<'_, '_> {
         self.deliver_due();
         self.time_out_due();
         self.poll_touched()?;
-        self.in_flight_most = self.in_flight_most.max(self.fabric.in_flight());
+        self.in_flight_most = self.in_flight_most.max(self.fabric.sent_in_flight());
         Ok(())
     }
 

@@ -303,7 +303,7 @@ pub struct Report {
     pub took: Duration,
     /// Packets sent in total.
     pub packets: u64,
-    /// Maximum number of packets in flight.
+    /// Maximum number of packets in flight, without duplicates made on the way: those stay for as long as a rule says.
     pub in_flight_most: u64,
     /// Packets lost to full receive queues.
     pub incast_drops: u64,

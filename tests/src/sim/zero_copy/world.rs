@@ -328,7 +328,7 @@ impl World<'_, '_> {
             self.advance_engine(device)?;
             self.serve_due(device)?;
         }
-        let in_flight = self.fabric.in_flight();
+        let in_flight = self.fabric.sent_in_flight();
         self.report.in_flight_most = self.report.in_flight_most.max(in_flight);
         (0..self.members.len()).try_for_each(|rank| self.rank_due(rank))
     }
