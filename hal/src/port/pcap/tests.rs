@@ -151,6 +151,7 @@ fn interface_names_of_any_length_keep_blocks_aligned() {
 }
 
 #[test]
+#[cfg(feature = "std")]
 fn io_sink_stops_at_the_first_error() {
     let mut space = [0_u8; 30];
     let mut sink = IoSink::new(&mut space[..]);
