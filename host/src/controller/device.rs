@@ -99,6 +99,8 @@ struct Link {
     overdue_stats: Option<u32>,
     /// The request of [`Links::probe`] that counts, and when it was posted.
     probe: Option<(u32, Instant)>,
+    /// When a probe was last posted.
+    probed_at: Option<Instant>,
     /// The device was disconnected.
     is_closed: bool,
 }
@@ -149,6 +151,7 @@ impl<P> Links<P> {
             is_unresponsive: false,
             overdue_stats: None,
             probe: None,
+            probed_at: None,
             is_closed: false,
         };
         self.links.insert(device.conn, link);
@@ -179,16 +182,23 @@ impl<P> Links<P> {
     /// Find out whether the device is alive: return whether it has answered an earlier probe, if that was a moment ago,
     /// and post another one. Posting also ends the connection of a machine that was reset.
     pub(super) fn probe(&mut self, output: &mut Outputs, device: &Device, now: Instant) -> bool {
-        // The response is ignored. Too many missing responses also end the connection.
-        let posted = self.send(output, device, Request::Identify, None);
-        let Some(link) = self.links.get_mut(&device.conn) else { return false };
+        let Some(link) = self.links.get(&device.conn) else { return false };
         let (is_pending, is_alive) = link.probe.map_or((false, false), |(id, at)| {
             let is_pending = link.waiting.contains_key(&id);
             (is_pending, !is_pending && now - at < PROBE_VALIDITY)
         });
-        // Frequent probes must not replace one that the device has yet to answer.
-        if let (false, Ok(id)) = (is_pending, posted) {
-            link.probe = Some((id, now));
+        // Whoever uses the device's name causes a probe. Too many unanswered ones would end the connection of a device
+        // that is only busy.
+        if link.probed_at.is_some_and(|at| now - at < PROBE_INTERVAL) {
+            return is_alive;
+        }
+        let posted = self.send(output, device, Request::Identify, None);
+        if let (Ok(id), Some(link)) = (posted, self.links.get_mut(&device.conn)) {
+            link.probed_at = Some(now);
+            // Frequent probes must not replace one that the device has yet to answer.
+            if !is_pending {
+                link.probe = Some((id, now));
+            }
         }
         is_alive
     }
@@ -312,6 +322,9 @@ impl<P> Links<P> {
 
 /// How long an answered probe proves that a device is alive. Devices dial twice a second.
 const PROBE_VALIDITY: Duration = Duration::from_secs(3);
+
+/// The shortest time between two probes of a device: as devices dial.
+const PROBE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Maximum number of unanswered requests, plus an allowance per group.
 const UNANSWERED_MAX: usize = 256;

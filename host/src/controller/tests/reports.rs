@@ -102,6 +102,28 @@ fn device_whose_holder_does_not_answer_keeps_trying() {
     assert!(!rejection(&controller, announce("leaf0", 1, None)).is_final());
 }
 
+/// Each attempt probes the holder, which may be busy for a moment.
+#[test]
+fn flood_of_attempts_on_a_taken_name_does_not_end_the_holder() {
+    let controller = controller();
+    let (release, gate) = channel::<()>();
+    let welcomed = AtomicBool::new(false);
+    let busy = move |_: &Request| {
+        if welcomed.swap(true, Ordering::Relaxed) {
+            // Until the test ends the flood.
+            let _ = gate.recv();
+        }
+        Reply::Done
+    };
+    let _device = Device::serve(&controller, announce("leaf0", 1, None), busy);
+    for _ in 0..400 {
+        rejection(&controller, announce("leaf0", 1, None));
+    }
+    let report = status(controller.local_addr()).expect("a report");
+    assert_eq!(report.devices.len(), 1, "a stranger has ended the device's connection");
+    drop(release);
+}
+
 #[test]
 fn device_beyond_the_limit_or_with_an_invalid_name_is_told_so() {
     let limits = Limits { devices: 0, ..Limits::default() };
