@@ -147,7 +147,20 @@ fn line(event: &Event<'_>) -> String {
     let origin = if level > Level::WARN { format!("{target}: ") } else { String::new() };
     let fields = if text.fields.is_empty() { String::new() } else { format!(" ({})", text.fields) };
     let name = if level == Level::WARN { "warning".into() } else { level.to_string().to_lowercase() };
-    format!("sumac: {name}: {origin}{}{fields}", text.message)
+    one_line(&format!("sumac: {name}: {origin}{}{fields}", text.message))
+}
+
+/// Escape control characters: texts may come from peers, and must neither break the line nor reach a terminal as
+/// commands.
+fn one_line(text: &str) -> String {
+    text.chars().fold(String::with_capacity(text.len()), |mut line, c| {
+        if c.is_control() {
+            line.extend(c.escape_default())
+        } else {
+            line.push(c)
+        }
+        line
+    })
 }
 
 #[derive(Default)]
@@ -189,6 +202,11 @@ mod tests {
         assert_eq!(filter.of("sumac::commerce"), LevelFilter::INFO);
         assert_eq!(filter.of("sumac::comm::join::x"), LevelFilter::OFF);
         assert_eq!(filter.max(), LevelFilter::DEBUG);
+    }
+
+    #[test]
+    fn control_characters_are_escaped() {
+        assert_eq!(one_line("why=\u{1b}[2J\nsumac: \u{e9}"), "why=\\u{1b}[2J\\nsumac: \u{e9}");
     }
 
     #[test]
