@@ -15,7 +15,7 @@ use super::link::State;
 use super::memory::Memory;
 use super::mesh::Mesh;
 use super::p2p::{P2pChannel, PostedMessage, Slot};
-use super::poll_backoff::{NextPoll, PollBackoff};
+use super::poll_backoff::PollBackoff;
 use super::run::{Failure, Interrupt, Run, Status};
 use crate::schedule::{Layout, Schedule};
 use rustix::event::PollFlags;
@@ -406,21 +406,15 @@ impl Run<'_> {
             if is_done(self.mesh) {
                 return Ok(Status::Done);
             }
-            let status = match polls.after(moved) {
-                _ if !waits => {
-                    let status = self.poll_sockets(false, interrupt)?;
-                    if !self.drive_messages()? {
-                        return Ok(status);
-                    }
-                    status
+            let next = polls.after(moved);
+            let status = if waits {
+                self.wait(next, interrupt)?
+            } else {
+                let status = self.poll_sockets(false, interrupt)?;
+                if !self.drive_messages()? {
+                    return Ok(status);
                 }
-                NextPoll::Continue => Status::Done,
-                NextPoll::Yield => {
-                    std::thread::yield_now();
-                    Status::Done
-                }
-                NextPoll::Poll => self.poll_sockets(false, interrupt)?,
-                NextPoll::Block => self.poll_sockets(true, interrupt)?,
+                status
             };
             if status == Status::Paused {
                 return Ok(status);

@@ -246,23 +246,28 @@ impl<'a> Run<'a> {
         while self.index < self.schedule.len() {
             while !self.is_step_done() {
                 let moved = self.move_bytes()?;
-                let status = match self.polls.after(moved) {
-                    NextPoll::Continue => Status::Done,
-                    NextPoll::Yield => {
-                        std::thread::yield_now();
-                        Status::Done
-                    }
-                    NextPoll::Poll => self.poll_sockets(false, interrupt)?,
-                    NextPoll::Block => self.poll_sockets(true, interrupt)?,
-                };
-                if status == Status::Paused {
-                    return Ok(status);
+                let next = self.polls.after(moved);
+                if self.wait(next, interrupt)? == Status::Paused {
+                    return Ok(Status::Paused);
                 }
             }
             self.index += 1;
             self.enter_step();
         }
         Ok(Status::Done)
+    }
+
+    /// Wait as the backoff says.
+    pub(super) fn wait(&mut self, next: NextPoll, interrupt: &mut dyn Interrupt) -> Result<Status, Failure> {
+        match next {
+            NextPoll::Continue => Ok(Status::Done),
+            NextPoll::Yield => {
+                std::thread::yield_now();
+                Ok(Status::Done)
+            }
+            NextPoll::Poll => self.poll_sockets(false, interrupt),
+            NextPoll::Block => self.poll_sockets(true, interrupt),
+        }
     }
 
     fn begin(&mut self) -> Result<(), Failure> {
