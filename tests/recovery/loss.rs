@@ -1,10 +1,13 @@
 //! Loses a device at a moment that all ranks know.
 
 use crate::common::{Cluster, over_udp, plain};
+use crate::workload::board_of;
+use std::net::SocketAddr;
 use std::sync::{Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use sumac::JoinConfig;
+use sumac::controller::status;
 use sumac_firmware::emulated::Board;
 
 /// Configurations over UDP and over the default transport.
@@ -22,12 +25,14 @@ pub(crate) fn with_deadline(configure: fn(&mut JoinConfig)) -> impl Fn(&mut Join
 pub(crate) struct DeviceLoss {
     boards: Mutex<Vec<Board>>,
     gate: Barrier,
+    controller: SocketAddr,
 }
 
 impl DeviceLoss {
     /// Take the devices of a cluster whose jobs have `ranks` ranks together.
     pub(crate) fn of(cluster: &mut Cluster, ranks: u32) -> Self {
-        Self { boards: Mutex::new(std::mem::take(&mut cluster.boards)), gate: Barrier::new(ranks as usize) }
+        let (boards, gate) = (Mutex::new(std::mem::take(&mut cluster.boards)), Barrier::new(ranks as usize));
+        Self { boards, gate, controller: cluster.controller.local_addr() }
     }
 
     /// Wait for all ranks.
@@ -37,10 +42,20 @@ impl DeviceLoss {
 
     /// Wait for all ranks, drop the next device, and wait for all ranks again.
     pub(crate) fn strike(&self, rank: u32) {
+        self.drop_board(rank, |_| 0);
+    }
+
+    /// As [`DeviceLoss::strike`], for the root of the only job's tree.
+    pub(crate) fn strike_root(&self, rank: u32) {
+        self.drop_board(rank, |boards| board_of(boards, &status(self.controller).expect("a report"), 0));
+    }
+
+    fn drop_board(&self, rank: u32, choose: impl FnOnce(&[Board]) -> usize) {
         self.gate.wait();
         if rank == 0 {
-            let board = self.boards.lock().expect("not poisoned").remove(0);
-            drop(board);
+            let mut boards = self.boards.lock().expect("not poisoned");
+            let chosen = choose(&boards);
+            drop(boards.remove(chosen));
         }
         self.gate.wait();
     }

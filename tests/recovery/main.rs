@@ -8,6 +8,7 @@ mod common;
 
 mod collectives;
 mod devices;
+mod host_collectives;
 mod late_ranks;
 mod loss;
 mod orders;

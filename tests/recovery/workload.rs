@@ -141,7 +141,7 @@ fn drop_board(boards: &Mutex<Vec<Board>>, controller: SocketAddr, kill: Kill, pr
 }
 
 /// Return which board is the `nth` device of the only job's tree.
-fn board_of(boards: &[Board], report: &StatusReport, nth: usize) -> usize {
+pub(crate) fn board_of(boards: &[Board], report: &StatusReport, nth: usize) -> usize {
     let tree = report.jobs[0].tree.as_ref().expect("a job that runs").as_ref().expect("a tree");
     let device = report.devices.iter().find(|device| device.name == tree.devices[nth]).expect("a device of the tree");
     let is_device = |board: &Board| board.data_addrs().eq(device.data_addrs.iter().copied());

@@ -6,6 +6,7 @@ use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::operations::{BorrowedBuffers, CounterSnapshot};
 use super::options::{CallOptions, Outcome};
+use super::selection::Chosen;
 use crate::exec::Buffers;
 use crate::schedule::{Buffer, Schedule, pairwise};
 use crate::select::Algo;
@@ -73,14 +74,14 @@ impl Core {
     ) -> Result<Outcome, Error> {
         let limit = self.data.policy(options).limit();
         loop {
-            let (path, fallback) = self.data.choose(&desc, options)?;
-            if path != Path::Tree {
-                self.run_by_schedule((&desc, limit), path, buffers, deadline)?;
-                return Ok(self.data.outcome((path, None), fallback, begun));
+            let chosen = self.data.choose(&desc, options)?;
+            if chosen.path != Path::Tree {
+                self.run_by_schedule((&desc, options), chosen.path, buffers, deadline)?;
+                return Ok(self.data.outcome(&chosen, None, begun));
             }
             if let TreeRun::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
                 extent.copy_own(&desc, &mut buffers);
-                let outcome = self.data.outcome((path, Some(transfer)), fallback, begun);
+                let outcome = self.data.outcome(&chosen, Some(transfer), begun);
                 return Ok(self.data.tree.with_completion(op, outcome));
             }
         }
@@ -172,11 +173,14 @@ impl Core {
         let limit = self.data.policy(options).limit();
         let deadline = self.deadline(options);
         let begun = self.data.snapshot();
-        let path = Path::Pairwise;
         let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
         let begins = begins.and_then(|()| self.run_started(deadline));
+        let path = Path::Pairwise;
+        let chosen = |is_announced| Chosen { path, fallback: None, is_announced };
         let result = begins.and_then(|()| {
-            let announced = self.data.announce(&desc, path, limit)?;
+            let call = self.data.operations.calling.unwrap_or_default();
+            let chosen = chosen(self.data.selection.is_announced(call));
+            let announced = self.data.announce(&desc, &chosen, limit)?;
             self.run_announced((&desc, path), &schedule, buffers, announced, deadline)
         });
         let result = result.map_err(|error| {
@@ -185,7 +189,7 @@ impl Core {
         });
         self.data.operations.calling = None;
         result?;
-        Ok(self.data.outcome((path, None), None, begun))
+        Ok(self.data.outcome(&chosen(false), None, begun))
     }
 }
 

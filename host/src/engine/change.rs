@@ -15,7 +15,6 @@ use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
 use super::operations::{BorrowedBuffers, InFlight, Owned, Started};
-use super::options::CallOptions;
 use super::pieces::PendingOps;
 use super::tree::Tree;
 use crate::exec::ExecError;
@@ -86,6 +85,7 @@ impl Core {
         let (began, sent_before) = (Instant::now(), self.data.host.recovery_bytes);
         let (job, rank, view) = (self.data.config.job.clone(), self.data.config.rank, self.data.tree.view());
         crate::log::info!(job, rank, view, %cause, "changing the view");
+        let selected_by = self.data.selection.context().clone();
         let mut tree = self.data.tree.take();
         if tree.is_some() {
             if let Some(session) = self.members.session.as_ref().filter(|_| cause.is_loss_of_tree()) {
@@ -102,6 +102,7 @@ impl Core {
         let (cut, result) = match agreed {
             Ok((commit, new_tree)) => {
                 is_behind = self.data.tree.catch_up(commit.trees);
+                self.data.selection.view_changed(commit.outcome.decision.begun, selected_by, is_behind);
                 let error = final_error(&commit.outcome, cause, began.elapsed());
                 (commit.outcome.decision.cut, error.map_or(Ok(new_tree), Err))
             }
@@ -149,12 +150,13 @@ impl Core {
         tree: &mut Option<Tree>,
         deadline: Deadline,
     ) -> Result<(Commit, Option<NewTree>), Error> {
-        let next = self.notices().migration.begun();
-        let (calls, open) = self.data.operations.pending_calls(borrowed.as_ref().map(|borrowed| borrowed.op), next);
+        let begun = self.notices().migration.begun();
+        let (calls, open) = self.data.operations.pending_calls(borrowed.as_ref().map(|borrowed| borrowed.op), begun);
         let (mut owned, mut landed) = (self.data.operations.take_owned(), Landed::default());
         let mut buffers = InFlight { owned: &mut owned, borrowed };
         tree.iter_mut().for_each(|tree| tree.salvage(&mut buffers));
-        let mut pending = PendingOps { tree: tree.as_ref(), buffers: &mut buffers, landed: &mut landed, calls, open };
+        let (lost, landing) = (tree.as_ref(), &mut landed);
+        let mut pending = PendingOps { tree: lost, buffers: &mut buffers, landed: landing, calls, open, begun };
         let agreed = self.agree_on_view(&mut pending, deadline);
         let has_controller = self.notices().has_controller();
         self.data.inbox.iter().for_each(|inbox| inbox.watch(Vec::new(), has_controller));
@@ -360,7 +362,7 @@ impl Core {
         let in_flight = source.into_iter().flat_map(|source| source.ops().in_flight());
         let calls = in_flight.filter_map(|op| Some((op.end(), *pending.calls.get(&op.id)?))).collect();
         let (trees, offered) = (self.data.tree.view(), self.notices().migration.offered());
-        RankReport { inventory, calls, open: pending.open, address, trees, offered }
+        RankReport { inventory, calls, open: pending.open, begun: pending.begun, address, trees, offered }
     }
 
     /// Convert the way in which this rank was left out of the change into an error.
@@ -380,13 +382,12 @@ impl Core {
         for handle in self.data.operations.handles() {
             let Some(mut started) = self.data.operations.take(handle) else { continue };
             if let Some(op) = started.tree_op.take()
-                && started.path == Path::Tree
+                && started.chosen.path == Path::Tree
             {
                 let buffers = self.data.operations.disown(op);
                 if started.finished.is_some() || op < completed_below {
                     started.buffers = buffers;
-                    let operation = (started.path, started.transfer);
-                    let outcome = self.data.outcome(operation, started.fallback.clone(), started.begun);
+                    let outcome = self.data.outcome(&started.chosen, started.transfer, started.begun);
                     started.finished.get_or_insert(Ok(outcome));
                 } else if let Some(buffers) = buffers {
                     self.launch_again(handle, &mut started, buffers);
@@ -398,9 +399,9 @@ impl Core {
     }
 
     fn launch_again(&mut self, handle: u64, started: &mut Started, buffers: Owned) {
-        let options = CallOptions { algo: Some(started.algo), ..CallOptions::default() };
-        let launched = self.data.choose(&started.desc, &options).map_err(Stop::from).and_then(|(path, fallback)| {
-            (started.path, started.fallback) = (path, fallback);
+        let chosen = self.data.choose_by((started.call, started.desc, started.algo)).map_err(Stop::from);
+        let launched = chosen.and_then(|chosen| {
+            started.chosen = chosen;
             self.data.launch(handle, started, buffers).map_err(|refused| refused.0)
         });
         let Err(Stop::ViewInQuestion(error) | Stop::Failed(error)) = launched else { return };

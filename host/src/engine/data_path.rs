@@ -11,13 +11,14 @@ use super::extent::Extent;
 use super::membership::Inbox;
 use super::operations::{BorrowedBuffers, CounterSnapshot, Operations, Owned, Started};
 use super::options::{CallOptions, Outcome, Outstanding};
-use super::selection::Selection;
+use super::selection::{Chosen, Selection};
 use super::straggler::Policy;
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::exec::Buffers;
 use crate::recovery::Watermark;
 use crate::schedule::{ALGORITHMS, Place, Problem, Schedule, pairwise};
+use crate::select::Algo;
 use crate::transport::memory::Transfer;
 use crate::transport::packets::OpId;
 use std::ops::ControlFlow;
@@ -230,14 +231,18 @@ impl DataPath {
     }
 
     /// Announce to the tree that this rank runs an operation as a host collective, so that ranks that call different
-    /// operations find out. A lost tree takes no announcement, and a host collective does not need it.
+    /// operations find out. A lost tree takes no announcement, and a host collective does not need it; nor is one
+    /// announced that other ranks may have begun before there was this tree.
     pub(super) fn announce(
         &mut self,
         desc: &OpDesc,
-        path: Path,
+        chosen: &Chosen,
         limit: Option<StragglerLimit>,
     ) -> Result<Option<OpId>, Error> {
-        match self.tree.post(desc, path, limit, None) {
+        if !chosen.is_announced {
+            return Ok(None);
+        }
+        match self.tree.post(desc, chosen.path, limit, None) {
             Err(error) if error.is_loss_of_tree() => Ok(None),
             posted => Ok(posted?.map(|(op, _)| op)),
         }
@@ -253,8 +258,8 @@ impl DataPath {
         started: &mut Started,
         mut owned: Owned,
     ) -> Result<(), Box<(Stop, Owned)>> {
-        let (desc, path, limit) = (started.desc, started.path, started.limit);
-        if path == Path::Tree {
+        let (desc, limit) = (started.desc, started.limit);
+        if started.chosen.path == Path::Tree {
             let extent = owned.extent.clone();
             match self.post(&desc, limit, (&extent, &mut owned.borrow_buffers())) {
                 Ok(Some((op, transfer))) => {
@@ -267,8 +272,8 @@ impl DataPath {
                 Err(stop) => return Err(Box::new((stop, owned))),
             }
         }
-        let schedule = self.schedule(&desc, path, &owned.borrow_buffers());
-        let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, path, limit)?, schedule)));
+        let schedule = self.schedule(&desc, started.chosen.path, &owned.borrow_buffers());
+        let announced = schedule.and_then(|schedule| Ok((self.announce(&desc, &started.chosen, limit)?, schedule)));
         let (announced, schedule) = match announced {
             Ok(announced) => announced,
             Err(error) => return Err(Box::new((self.stop(error), owned))),
@@ -320,13 +325,27 @@ impl DataPath {
         Policy::new(options, &self.config, &self.tree)
     }
 
-    /// Select the path, and say why it is not the tree if the algorithm was left open.
-    pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(Path, Option<String>), Error> {
-        if self.config.world == 1 {
-            return Ok((Path::Local, None));
+    /// Return the algorithms that the path of a call is selected among.
+    pub(super) fn algo(&self, desc: &OpDesc, options: &CallOptions) -> Result<Algo, Error> {
+        match self.config.world {
+            // It takes the only path there is.
+            1 => Ok(Algo::Auto),
+            _ => self.policy(options).algo(desc),
         }
-        let algo = self.policy(options).algo(desc)?;
-        self.selection.choose(desc, algo, (&self.config, &self.watch.notices))
+    }
+
+    /// Select the path of the call that is running.
+    pub(super) fn choose(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<Chosen, Error> {
+        let (call, algo) = (self.operations.calling.unwrap_or_default(), self.algo(desc, options)?);
+        self.choose_by((call, *desc, algo))
+    }
+
+    /// Select the path of a call.
+    pub(super) fn choose_by(&mut self, (call, desc, algo): (u64, OpDesc, Algo)) -> Result<Chosen, Error> {
+        if self.config.world == 1 {
+            return Ok(Chosen { path: Path::Local, fallback: None, is_announced: true });
+        }
+        self.selection.choose((call, &desc, algo), (&self.config, &self.watch.notices))
     }
 
     pub(super) fn snapshot(&self) -> CounterSnapshot {
@@ -335,17 +354,12 @@ impl DataPath {
         CounterSnapshot { view: self.tree.view(), wire_bytes, retransmits, at: Instant::now() }
     }
 
-    pub(super) fn outcome(
-        &self,
-        (path, transfer): (Path, Option<Transfer>),
-        fallback: Option<String>,
-        begun: CounterSnapshot,
-    ) -> Outcome {
+    pub(super) fn outcome(&self, chosen: &Chosen, transfer: Option<Transfer>, begun: CounterSnapshot) -> Outcome {
         let now = self.snapshot();
         Outcome {
-            path,
+            path: chosen.path,
             transfer,
-            fallback,
+            fallback: chosen.fallback.clone(),
             wire_bytes: now.wire_bytes - begun.wire_bytes,
             retransmits: now.retransmits - begun.retransmits,
             recovered: now.view > begun.view,
@@ -361,12 +375,13 @@ impl DataPath {
     /// Record the end of a started operation in the tree, if it has ended.
     pub(super) fn try_finish(&mut self, handle: u64) {
         let Some(started) = self.operations.unfinished(handle) else { return };
-        let finished = if started.path == Path::Tree && started.tree_op.is_none_or(|op| self.tree.is_complete(op)) {
+        let is_in_tree = started.chosen.path == Path::Tree;
+        let finished = if is_in_tree && started.tree_op.is_none_or(|op| self.tree.is_complete(op)) {
             let op = started.tree_op;
-            let outcome = self.outcome((started.path, started.transfer), started.fallback.clone(), started.begun);
+            let outcome = self.outcome(&started.chosen, started.transfer, started.begun);
             Ok(self.tree.with_completion(op, outcome))
         } else if let Some(error) = &self.ended {
-            let in_tree = started.tree_op.filter(|_| started.path == Path::Tree);
+            let in_tree = started.tree_op.filter(|_| is_in_tree);
             let output = in_tree.map_or(OutputState::Elements(Vec::new()), |op| self.tree.output_state(op));
             Err(error.clone().with_output(output))
         } else {

@@ -7,6 +7,7 @@ use super::connections::{Collective, Connections, HostWork, kernel};
 use super::core::Core;
 use super::data_path::{Beside, DataPath, Deadline, Stop};
 use super::error::Error;
+use super::options::CallOptions;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
 use crate::transport::packets::OpId;
@@ -15,7 +16,6 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{OpDesc, Path};
-use sumac_hal::wire::StragglerLimit;
 
 /// Drives the data path beside host work, and pauses the work if the path stops.
 struct DriveBeside<'d> {
@@ -115,14 +115,17 @@ impl Core {
     /// Run a host collective. Earlier started ones run first, because the other ranks wait for them in that order.
     pub(super) fn run_by_schedule(
         &mut self,
-        (desc, limit): (&OpDesc, Option<StragglerLimit>),
+        (desc, options): (&OpDesc, &CallOptions),
         path: Path,
         buffers: Buffers<'_>,
         deadline: Deadline,
     ) -> Result<(), Error> {
         let schedule = self.data.schedule(desc, path, &buffers)?;
         self.run_started(deadline)?;
-        let announced = self.data.announce(desc, path, limit)?;
+        // If these have changed the view, the path is the same, but it may not be announced.
+        let chosen = self.data.choose(desc, options)?;
+        let limit = self.data.policy(options).limit();
+        let announced = self.data.announce(desc, &chosen, limit)?;
         self.run_announced((desc, path), &schedule, buffers, announced, deadline)
     }
 
@@ -175,7 +178,7 @@ impl Core {
     /// Run the oldest started host collective.
     pub(super) fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
         let Some((handle, mut started)) = self.data.operations.next_schedule() else { return Ok(()) };
-        let (desc, path) = (started.desc, started.path);
+        let (desc, path) = (started.desc, started.chosen.path);
         // The tree of this number may be gone when the schedule has run.
         let announced = started.tree_op.take();
         self.data.operations.scheduling = Some(started.call);
@@ -186,7 +189,7 @@ impl Core {
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
         self.data.operations.scheduling = None;
-        let outcome = self.data.outcome((path, None), started.fallback.clone(), started.begun);
+        let outcome = self.data.outcome(&started.chosen, None, started.begun);
         started.finished = Some(result.clone().map(|()| outcome));
         started.schedule = None;
         if !started.is_detached {

@@ -55,7 +55,10 @@ impl Core {
         let is_offered = self.data.watch.job_view() <= offered && !self.notices().migration.is_cut_off();
         self.data.watch.enter_job_view(offered);
         let new_tree = if is_offered { self.find_tree(deadline) } else { None };
-        let new_tree = self.agree_on(new_tree, deadline)?;
+        self.data.selection.migrate_to(new_tree.as_ref().map(|new_tree| new_tree.selection.clone()));
+        let agreed = self.agree_on(new_tree, deadline);
+        self.data.selection.migrate_to(None);
+        let new_tree = agreed?;
         let (job, rank, moved) = (&self.data.config.job, self.data.config.rank, new_tree.is_some());
         crate::log::info!(job, rank, moved, "handled the offer of a tree");
         if self.data.tree.view() != view {

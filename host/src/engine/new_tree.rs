@@ -17,7 +17,7 @@ const REPLAN_LIMIT: Duration = Duration::from_secs(6);
 /// A tree from the controller, with its selection context.
 pub(super) struct NewTree {
     tree: Tree,
-    selection: SelectionContext,
+    pub(super) selection: SelectionContext,
     /// Its group number plus one.
     pub(super) group: u64,
 }

@@ -9,6 +9,7 @@ use super::element::ErasedBuffer;
 use super::error::Error;
 use super::extent::Extent;
 use super::options::Outcome;
+use super::selection::Chosen;
 use crate::exec::Buffers;
 use crate::schedule::Schedule;
 use crate::select::Algo;
@@ -92,10 +93,9 @@ pub(super) struct Started {
     pub(super) desc: OpDesc,
     /// Its number among all calls.
     pub(super) call: u64,
-    /// The requested algorithm.
+    /// The algorithms that its path is selected among.
     pub(super) algo: Algo,
-    pub(super) path: Path,
-    pub(super) fallback: Option<String>,
+    pub(super) chosen: Chosen,
     /// The operation in the tree's endpoint, or the announcement of a host collective.
     pub(super) tree_op: Option<OpId>,
     /// Its straggler limit.
@@ -285,7 +285,7 @@ impl Operations {
     /// Free an operation. Returns the one in the tree, whose details nobody wants.
     pub(super) fn reclaim(&mut self, handle: u64) -> Option<OpId> {
         let started = self.started.remove(&handle)?;
-        let op = started.tree_op.filter(|_| started.path == Path::Tree)?;
+        let op = started.tree_op.filter(|_| started.chosen.path == Path::Tree)?;
         self.owned.remove(&op);
         Some(op)
     }

@@ -38,6 +38,8 @@ pub(super) struct PendingOps<'t, 'c, 'b> {
     pub(super) calls: BTreeMap<OpId, u64>,
     /// The first incomplete call that is not there.
     pub(super) open: u64,
+    /// The number of calls that have begun.
+    pub(super) begun: u64,
 }
 
 /// Connections between the surviving ranks for one attempt.

@@ -5,8 +5,19 @@ use super::error::Error;
 use super::notices::Notices;
 use super::selection_cache::SelectionCache;
 use crate::controller::proto::QueuePosition;
+use crate::recovery::CallPaths;
 use crate::select::{Algo, Explanation, SelectionContext, explain};
 use sumac_hal::op::{OpDesc, Path};
+
+/// The path of a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Chosen {
+    pub(super) path: Path,
+    /// Why it is not the tree, if the algorithm was left open.
+    pub(super) fallback: Option<String>,
+    /// A host collective is announced in the present tree, because all ranks call it in this view.
+    pub(super) is_announced: bool,
+}
 
 /// What paths are selected by. Invariant: a cached selection is of the present context and queue position.
 pub(super) struct Selection {
@@ -15,13 +26,24 @@ pub(super) struct Selection {
     /// The queue position that the cached selections depend on.
     queue_position: Option<QueuePosition>,
     fallback_logged: bool,
+    /// Calls that ranks had begun in earlier views.
+    earlier: CallPaths<SelectionContext>,
+    /// The context of the tree that the ranks are migrating to. Some may use it already.
+    migrating_to: Option<SelectionContext>,
 }
 
 impl Selection {
     pub(super) fn new(context: SelectionContext) -> Self {
         // Joining has logged why there is no tree.
         let fallback_logged = context.tree.is_err();
-        Self { context, cache: SelectionCache::default(), queue_position: None, fallback_logged }
+        Self {
+            context,
+            cache: SelectionCache::default(),
+            queue_position: None,
+            fallback_logged,
+            earlier: CallPaths::default(),
+            migrating_to: None,
+        }
     }
 
     pub(super) const fn context(&self) -> &SelectionContext {
@@ -32,6 +54,23 @@ impl Selection {
     pub(super) fn install(&mut self, context: SelectionContext) {
         self.context = context;
         self.clear();
+    }
+
+    /// The ranks are migrating to the tree of this context, or have ended that.
+    pub(super) fn migrate_to(&mut self, context: Option<SelectionContext>) {
+        self.migrating_to = context;
+    }
+
+    /// The view has changed. The ranks had begun `begun` calls at most, and selected by `before`, or, if they were
+    /// ahead of this rank in a migration, by the tree that it is migrating to.
+    pub(super) fn view_changed(&mut self, begun: u64, before: SelectionContext, is_behind: bool) {
+        let migrated = self.migrating_to.take().filter(|_| is_behind);
+        self.earlier.view_changed(begun, migrated.unwrap_or(before));
+    }
+
+    /// Return whether the host collective of a call is announced in the present tree.
+    pub(super) fn is_announced(&self, call: u64) -> bool {
+        self.earlier.is_past(call)
     }
 
     /// There is no tree any more, or still none.
@@ -67,9 +106,28 @@ impl Selection {
         }
     }
 
-    /// Select the path. If the algorithm was left open and the tree is unavailable, that is a fallback, which is logged
-    /// once.
+    /// Select the path of a call: that of the ranks that began it in an earlier view, or by the present context. If the
+    /// algorithm was left open and the tree is unavailable, that is a fallback, which is logged once.
     pub(super) fn choose(
+        &mut self,
+        (call, desc, algo): (u64, &OpDesc, Algo),
+        (config, notices): (&JoinConfig, &Notices),
+    ) -> Result<Chosen, Error> {
+        let earlier = self.earlier.select(call, |before| match path(explain(before, desc, algo), desc) {
+            Ok((Path::Tree, _)) => None,
+            selected => Some(selected),
+        });
+        match earlier {
+            Some(selected) => selected.map(|(path, fallback)| Chosen { path, fallback, is_announced: false }),
+            None => {
+                let (path, fallback) = self.choose_now(desc, algo, (config, notices))?;
+                Ok(Chosen { path, fallback, is_announced: true })
+            }
+        }
+    }
+
+    /// Select the path by the present context.
+    fn choose_now(
         &mut self,
         desc: &OpDesc,
         algo: Algo,
@@ -82,12 +140,7 @@ impl Selection {
         if let Some(chosen) = self.cache.find(desc, algo) {
             return Ok(chosen);
         }
-        let explanation = self.explain(desc, algo, queue_position);
-        let Some(path) = explanation.chosen else {
-            let reason = explanation.refusal().cloned();
-            return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
-        };
-        let fallback = explanation.fallback().map(ToString::to_string);
+        let (path, fallback) = path(self.explain(desc, algo, queue_position), desc)?;
         if let Some(why) = fallback.as_ref().filter(|_| !self.fallback_logged) {
             let (job, rank) = (&config.job, config.rank);
             crate::log::warn!(job, rank, path = path.name(), %why, "falling back from the tree (logged once)");
@@ -97,4 +150,13 @@ impl Selection {
         self.cache.keep(*desc, algo, &chosen);
         Ok(chosen)
     }
+}
+
+/// Return the path, and why it is not the tree if the algorithm was left open.
+fn path(explanation: Explanation, desc: &OpDesc) -> Result<(Path, Option<String>), Error> {
+    let Some(path) = explanation.chosen else {
+        let reason = explanation.refusal().cloned();
+        return Err(reason.map_or_else(|| Error::Argument(format!("no path for {desc}")), Error::NotPossible));
+    };
+    Ok((path, explanation.fallback().map(ToString::to_string)))
 }

@@ -60,16 +60,16 @@ impl Core {
     ) -> Result<u64, Box<(Error, Owned)>> {
         let handle = self.data.operations.next_handle();
         loop {
-            let (path, fallback) = match self.data.choose(&desc, options) {
+            let chosen = self.data.algo(&desc, options).and_then(|algo| Ok((algo, self.data.choose(&desc, options)?)));
+            let (algo, chosen) = match chosen {
                 Ok(chosen) => chosen,
                 Err(error) => return Err(Box::new((error, owned))),
             };
             let mut started = Started {
                 desc,
                 call: self.data.operations.calling.unwrap_or_default(),
-                algo: options.algo.unwrap_or(self.data.config.algo),
-                path,
-                fallback,
+                algo,
+                chosen,
                 tree_op: None,
                 limit: self.data.policy(options).limit(),
                 transfer: None,
@@ -123,7 +123,7 @@ impl Core {
         let in_tree = started.tree_op.and_then(|op| self.data.operations.disown(op));
         let ended = self.data.ended.clone().unwrap_or(Error::PathLost);
         let (mut buffers, result) = (started.buffers.or(in_tree), started.finished.unwrap_or(Err(ended)));
-        if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.path) {
+        if let (Some(owned), Ok(_), Path::Tree) = (&mut buffers, &result, started.chosen.path) {
             let extent = owned.extent.clone();
             extent.copy_own(&started.desc, &mut owned.borrow_buffers());
         }

@@ -17,6 +17,8 @@ pub(crate) struct RankReport {
     pub(crate) calls: Vec<(u64, u64)>,
     /// The first incomplete call that is not in the tree; the next call if all are complete.
     pub(crate) open: u64,
+    /// The number of calls that it has begun.
+    pub(crate) begun: u64,
     /// Where this rank accepts connections for this attempt.
     pub(crate) address: SocketAddr,
     /// The number of trees that it has recovered or migrated from: the report is about the tree after them.
@@ -65,6 +67,8 @@ pub(crate) struct Decision {
     pub(crate) cut: u64,
     /// If ranks are dead: the number of the first call that fails on all survivors that had not returned from it.
     pub(crate) operation: u64,
+    /// The number of calls that any rank had begun.
+    pub(crate) begun: u64,
     /// Why recovery is not possible.
     pub(crate) failure: Option<Unrecoverable>,
 }
@@ -79,7 +83,8 @@ pub(crate) fn decide(reports: &BTreeMap<Rank, RankReport>, ranks: u32) -> (Plan,
     };
     let in_tree = reports.values().flat_map(|report| &report.calls).filter(|(end, _)| *end > plan.cut);
     let open = in_tree.map(|(_, call)| *call).chain(reports.values().map(|report| report.open)).min();
-    let decision = Decision { cut: plan.cut, operation: open.unwrap_or(0), failure };
+    let begun = reports.values().map(|report| report.begun).max().unwrap_or(0);
+    let decision = Decision { cut: plan.cut, operation: open.unwrap_or(0), begun, failure };
     (plan, decision)
 }
 
@@ -104,16 +109,17 @@ mod tests {
                 inventory,
                 calls: vec![(1, 3), (2, 5)],
                 open,
+                begun: open + 1,
                 address: ([127, 0, 0, 1], 1).into(),
                 trees: 0,
                 offered: None,
             }
         };
         let of = |open: [u64; 2]| decide(&(0..).map(Rank).zip(open.map(report)).collect(), 3).1;
-        assert_eq!(of([6, 6]), Decision { cut: 1, operation: 5, failure: None });
-        assert_eq!(of([6, 4]), Decision { cut: 1, operation: 4, failure: None });
+        assert_eq!(of([6, 6]), Decision { cut: 1, operation: 5, begun: 7, failure: None });
+        assert_eq!(of([6, 4]), Decision { cut: 1, operation: 4, begun: 7, failure: None });
         let all_live = (0..).map(Rank).zip([6, 7, 6].map(report)).collect();
-        assert_eq!(decide(&all_live, 3).1, Decision { cut: 2, operation: 6, failure: None });
+        assert_eq!(decide(&all_live, 3).1, Decision { cut: 2, operation: 6, begun: 8, failure: None });
     }
 
     /// Ranks that have migrated have posted operations that the others, who lost the earlier tree, have not.
@@ -128,6 +134,7 @@ mod tests {
                 inventory,
                 calls: vec![(posted, 7)],
                 open: 7,
+                begun: 8,
                 address: ([127, 0, 0, 1], 1).into(),
                 trees,
                 offered: None,

@@ -412,7 +412,7 @@ mod tests {
     #[test]
     fn rank_that_is_behind_gets_the_commit_as_reply() {
         let mut member = member();
-        let decision = Decision { cut: 7, operation: 1, failure: None };
+        let decision = Decision { cut: 7, operation: 1, begun: 2, failure: None };
         let dead = Dead::from([(Rank(2), Authority::Suspicion)]);
         let outcome = Outcome { dead: vec![Rank(2)], decision, vote: 0 };
         let commit = Message::Commit { outcome, dead: dead.clone() };

@@ -3,6 +3,7 @@
 //!
 //! - [`Change`] is a rank's part in the change of a view: which ranks are dead, which chunks some rank has, and which
 //!   must be recomputed.
+//! - [`CallPaths`] keeps calls on the paths that other ranks took before the change.
 //! - [`Membership`] is what ranks tell each other outside of collectives.
 //! - [`Migration`] holds calls where the job moves to another tree, and [`GracePeriod`] says how long operations may
 //!   go on once the view is in question.
@@ -24,6 +25,7 @@
 //! - no piece crosses an operation.
 
 mod ballot;
+mod call_paths;
 mod change;
 mod decide;
 mod grace_period;
@@ -40,6 +42,7 @@ mod view;
 
 pub(crate) use crate::transport::RecoverySource;
 pub(crate) use ballot::{Ballot, Dead, Outcome};
+pub(crate) use call_paths::CallPaths;
 pub(crate) use change::{Action, Attempt, Change, Commit};
 pub(crate) use decide::{Decision, MigrationPromise, RankReport};
 pub(crate) use grace_period::GracePeriod;

@@ -150,7 +150,7 @@ impl Promise {
     fn new(inventory: ChunkInventory, calls: Vec<(u64, u64)>, open: u64) -> Self {
         // There are no connections.
         let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
-        Self(repair::RankReport { inventory, calls, open, address, trees: 0, offered: None })
+        Self(repair::RankReport { inventory, calls, open, begun: open, address, trees: 0, offered: None })
     }
 }
 
