@@ -4,6 +4,7 @@
 use crate::common::Cluster;
 use crate::loss::{DeviceLoss, TRANSPORTS, with_deadline};
 use crate::workload::{assert_sum, filled, prefer_tree};
+use std::sync::mpsc::channel;
 use std::thread;
 use sumac::{Algo, CallOptions, Communicator, Path, ReduceOp};
 
@@ -85,5 +86,39 @@ fn operation_started_behind_a_host_collective_before_the_loss_completes() {
                 assert_sum(&ring.wait().expect("a sum").0, 1, RANKS, LEN);
             },
         );
+    }
+}
+
+/// One rank blocks in a host collective when the only device is lost; it has started an operation before it. The others
+/// have called neither. The earlier operation is a host collective now, and must not run behind the later one.
+#[test]
+fn operation_started_before_a_running_host_collective_stays_before_it() {
+    for configure in TRANSPORTS {
+        let mut cluster = Cluster::spare(1, prefer_tree());
+        let loss = DeviceLoss::of(&mut cluster, RANKS);
+        cluster.run("blocked", RANKS, with_deadline(configure), |comm| {
+            sum_in_tree(&comm, 0);
+            let (begun, has_begun) = channel();
+            let in_order = |comm: &Communicator| {
+                let started = comm.start_all_reduce(filled(comm, 1, LEN), ReduceOp::Sum).expect("started");
+                begun.send(()).expect("it listens");
+                sum_by_ranks(comm, 2);
+                assert_sum(&started.wait().expect("a sum").0, 1, RANKS, LEN);
+            };
+            thread::scope(|scope| {
+                let is_ahead = comm.rank() == 0;
+                if is_ahead {
+                    scope.spawn(|| in_order(&comm));
+                    has_begun.recv().expect("the first has been started");
+                }
+                loss.strike(comm.rank());
+                if !is_ahead {
+                    wait_until_recovered(&comm);
+                    in_order(&comm);
+                }
+            });
+            sum_by_ranks(&comm, 3);
+            comm.leave();
+        });
     }
 }

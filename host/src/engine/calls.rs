@@ -174,7 +174,7 @@ impl Core {
         let deadline = self.deadline(options);
         let begun = self.data.snapshot();
         let begins = self.make_room(deadline).and_then(|()| self.begin_call(deadline));
-        let begins = begins.and_then(|()| self.run_started(deadline));
+        let begins = begins.and_then(|()| self.finish_started(deadline));
         let path = Path::Pairwise;
         let chosen = |is_announced| Chosen { path, fallback: None, is_announced };
         let result = begins.and_then(|()| {

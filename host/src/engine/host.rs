@@ -1,6 +1,10 @@
 //! Work on the connections between ranks: host collectives, which run in the order of posting, and what other ranks
 //! report when one fails.
 //!
+//! Invariant: when a host collective begins, all operations that were started before it are complete, those of the tree
+//! included. So if the tree is lost, no rank finds that an earlier operation must run between the ranks while others are
+//! in a later one.
+//!
 //! The work pauses when the view is in question, because other ranks may have to recover before they come to it.
 
 use super::connections::{Collective, Connections, HostWork, kernel};
@@ -121,7 +125,7 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let schedule = self.data.schedule(desc, path, &buffers)?;
-        self.run_started(deadline)?;
+        self.finish_started(deadline)?;
         // If these have changed the view, the path is the same, but it may not be announced.
         let chosen = self.data.choose(desc, options)?;
         let limit = self.data.policy(options).limit();
@@ -167,16 +171,31 @@ impl Core {
         error
     }
 
-    /// Run all started host collectives, in the order of posting.
-    pub(super) fn run_started(&mut self, deadline: Deadline) -> Result<(), Error> {
-        while self.data.operations.has_schedules() {
-            self.run_next_schedule(deadline)?;
+    /// Complete all started operations: run host collectives in the order of posting, and wait for the tree.
+    pub(super) fn finish_started(&mut self, deadline: Deadline) -> Result<(), Error> {
+        loop {
+            if self.data.operations.has_schedules() {
+                self.run_next_schedule(deadline)?;
+            } else if self.data.operations.is_any_in_tree(self.data.tree.completed_below()) {
+                let stepped = self.data.step(None, deadline);
+                self.resume(stepped, deadline)?;
+            } else {
+                return Ok(());
+            }
         }
-        Ok(())
     }
 
-    /// Run the oldest started host collective.
+    /// Run the oldest started host collective, once the operations of the tree that were started before it are
+    /// complete: if the tree is lost, these may become host collectives, which must then run before it. Returns early
+    /// if the view has changed.
     pub(super) fn run_next_schedule(&mut self, deadline: Deadline) -> Result<(), Error> {
+        while let Some((desc, begun)) = self.data.operations.blocked_schedule(self.data.tree.completed_below()) {
+            let stepped = self.data.step(None, deadline);
+            let resumed = self.resume(stepped, deadline).map_err(|error| self.end(error, &desc, begun))?;
+            if resumed.is_none() {
+                return Ok(());
+            }
+        }
         let Some((handle, mut started)) = self.data.operations.next_schedule() else { return Ok(()) };
         let (desc, path) = (started.desc, started.chosen.path);
         // The tree of this number may be gone when the schedule has run.

@@ -65,7 +65,7 @@ impl Core {
         if let Err(error) = self.check_usable() {
             return if self.had_all_results(deadline) { Departure::Clean } else { Departure::Failed(error) };
         }
-        let ended = self.run_started(deadline).and_then(|()| self.end_started_in_tree(deadline));
+        let ended = self.finish_started(deadline);
         let stable = ended.and_then(|()| self.wait_until_stable(deadline));
         match stable {
             Ok(true) => Departure::Clean,

@@ -47,8 +47,7 @@ impl Core {
     /// then are all connections between the same two operations, and no rank needs the old tree, which works until
     /// then, and afterwards if there is no other. If the view has changed meanwhile, all ranks have the result of that.
     fn migrate_to(&mut self, offered: u32, deadline: Deadline) -> Result<(), Error> {
-        self.run_started(deadline)?;
-        self.end_started_in_tree(deadline)?;
+        self.finish_started(deadline)?;
         // They no longer depend on the tree.
         self.data.operations.handles().into_iter().for_each(|handle| self.data.try_finish(handle));
         let (view, before) = (self.data.tree.view(), self.notices().tree_wakers());
@@ -73,15 +72,6 @@ impl Core {
             }
             None if self.data.tree.is_there() => self.notices().set_wakers(before.0, before.1),
             None => self.install(None),
-        }
-        Ok(())
-    }
-
-    /// Wait for all started operations in the tree.
-    pub(super) fn end_started_in_tree(&mut self, deadline: Deadline) -> Result<(), Error> {
-        while self.data.operations.is_any_in_tree(self.data.tree.completed_below()) {
-            let stepped = self.data.step(None, deadline);
-            self.resume(stepped, deadline)?;
         }
         Ok(())
     }

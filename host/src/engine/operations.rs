@@ -212,7 +212,7 @@ impl Operations {
 
     /// Return whether an operation in the tree is not complete.
     pub(super) fn is_any_in_tree(&self, completed_below: OpId) -> bool {
-        self.owned.keys().any(|&op| op >= completed_below)
+        self.owned.range(completed_below..).next().is_some()
     }
 
     /// Return all buffers in the tree, with those that a blocking call borrows.
@@ -239,6 +239,15 @@ impl Operations {
     pub(super) fn next_schedule(&mut self) -> Option<(u64, Started)> {
         let handle = self.schedules.pop_front()?;
         Some((handle, self.started.remove(&handle)?))
+    }
+
+    /// Return the oldest host collective, if the tree has an incomplete operation that was started before it.
+    pub(super) fn blocked_schedule(&self, completed_below: OpId) -> Option<(OpDesc, CounterSnapshot)> {
+        let oldest = self.schedules.front()?;
+        // Operations are posted in the order of their handles.
+        let is_blocked = self.owned.range(completed_below..).next().is_some_and(|(_, first)| first.handle < *oldest);
+        let started = self.started.get(oldest).filter(|_| is_blocked)?;
+        Some((started.desc, started.begun))
     }
 
     pub(super) fn has_schedules(&self) -> bool {
