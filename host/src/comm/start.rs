@@ -8,6 +8,9 @@
 //! does, and advances the operations in flight meanwhile. If none completes, it fails with [`Error::TooManyInFlight`]
 //! and does not count as a call.
 //!
+//! Operations of the tree overlap. Host collectives run one at a time, when one of them is waited for, and after all
+//! operations that were started before them.
+//!
 //! A start that fails gives the buffer back, unchanged ([`StartError`]).
 
 use super::calls::{check, elements};
