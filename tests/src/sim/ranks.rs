@@ -13,10 +13,11 @@ use super::loss::Point;
 use super::messages::Message;
 use super::repair::Route;
 use super::report::Violation;
+use super::setup::Member;
 use super::trial::{Pieces, Trial};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::harness::{Attempt, Change, End, Landed, Outcome, Promise, RankReport, Step, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, Promise, RankReport, ViewMessage};
 use sumac_hal::ids::Rank;
 
 /// A rank's state of the views of a group.
@@ -77,9 +78,11 @@ impl Cluster<'_, '_> {
         }
         let now = self.rank_time(rank);
         let own = (Rank(rank as u32), self.options.ranks as u32);
-        let mut change = Change::new(own, self.deaths.has_controller(rank), now + LIMIT);
-        for (of, by_word) in self.deaths.known(rank) {
-            change.rank_died(Rank(of as u32), by_word);
+        let (trees, has_controller) = (self.members[rank][group].view, self.deaths.has_controller(rank));
+        let mut change = Change::new(own, trees, has_controller, now + LIMIT);
+        change.report_deaths(&self.deaths.confirmed(rank), has_controller);
+        for suspect in self.deaths.suspected(rank) {
+            change.rank_died(suspect, false);
         }
         if begins {
             change.begin();
@@ -122,13 +125,20 @@ impl Cluster<'_, '_> {
                 return Ok(());
             }
             self.speak(at);
-            let Some(changing) = &mut self.members[at.0][at.1].membership.changing else { return Ok(()) };
-            match changing.change.poll_step() {
+            let now = self.rank_time(at.0);
+            let Member { endpoint, membership, route, .. } = &mut self.members[at.0][at.1];
+            let Some(changing) = &mut membership.changing else { return Ok(()) };
+            let tree = matches!(route, Route::Tree(_)).then_some(&*endpoint);
+            match changing.change.poll_action(tree, now) {
                 None => break,
-                Some(Step::Promise(attempt)) => self.promise(at, attempt),
-                Some(Step::Run(attempt, promises)) => self.run_plan(at, attempt, &promises)?,
-                Some(Step::Committed(outcome)) => self.commit_view(at, &outcome)?,
-                Some(Step::Ended(end)) => self.leave(at, end),
+                Some(Action::Report(attempt)) => self.report_chunks(at, attempt),
+                Some(Action::Execute(attempt, plan)) => self.run_plan(at, attempt, plan)?,
+                Some(Action::Unsound(of)) => {
+                    let why = format!("the chunk inventory of {of} is invalid");
+                    return Err(Violation::Unrepairable { group: at.1, rank: at.0, why });
+                }
+                Some(Action::Commit(outcome)) => self.commit_view(at, &outcome)?,
+                Some(Action::End(end)) => self.leave(at, end),
             }
         }
         let (view, local) = {
@@ -208,16 +218,16 @@ impl Cluster<'_, '_> {
         self.advance_change((rank, group), |change| change.handle_timeout(now))
     }
 
-    fn promise(&mut self, at: (usize, usize), attempt: Attempt) {
+    fn report_chunks(&mut self, at: (usize, usize), attempt: Attempt) {
         let (rank, group) = at;
         let member = &mut self.members[rank][group];
         let Some(changing) = &mut member.membership.changing else { return };
-        let promise = match member.route {
-            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64),
-            Route::HostCollectives => Promise::without_tree(member.done),
+        let report = match member.route {
+            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64, member.view),
+            Route::HostCollectives => Promise::without_tree(member.done, member.view),
         };
         changing.trial = None;
-        changing.change.promise(attempt, promise);
+        changing.change.report(attempt, report);
         self.speak(at);
         self.reach_by(Point::Promised, rank);
     }
@@ -274,7 +284,7 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         let view = member.view;
         let early = std::mem::take(&mut member.membership.early);
-        if self.deaths.known(rank).next().is_some() {
+        if self.deaths.knows_any(rank) {
             self.change_view(at, early.is_empty())?;
         }
         for (of, from, message) in early.into_iter().filter(|(of, ..)| *of >= view) {

@@ -14,14 +14,13 @@ use super::repair::Route;
 use super::report::Violation;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::harness::{Attempt, Chunk, Origin, Promises, Settlement};
+use sumac::harness::{Attempt, Chunk, Origin, Plan};
 use sumac_hal::ids::Rank;
 
 /// A plan in progress.
 pub(super) struct Trial {
     pub(super) attempt: Attempt,
-    live: Vec<usize>,
-    settlement: Settlement,
+    plan: Plan,
     missing: BTreeSet<u64>,
     /// Another tree was requested from the controller.
     wants_tree: bool,
@@ -42,37 +41,31 @@ pub(super) enum Piece {
 
 /// Oracle state of one attempt.
 pub(super) struct AttemptRecord {
-    settlement: Settlement,
+    plan: Plan,
     computed: BTreeSet<u64>,
     bytes: u64,
 }
 
 impl Cluster<'_, '_> {
-    /// All survivors have promised: compute the plan, and send this rank's part.
-    pub(super) fn run_plan(
-        &mut self,
-        at: (usize, usize),
-        attempt: Attempt,
-        promises: &Promises,
-    ) -> Result<(), Violation> {
+    /// All survivors have reported: execute the plan that follows, and send this rank's part.
+    pub(super) fn run_plan(&mut self, at: (usize, usize), attempt: Attempt, plan: Plan) -> Result<(), Violation> {
         let (rank, group) = at;
-        let ranks = self.options.ranks as u32;
-        let member = &self.members[rank][group];
-        let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
-        let settlement = Settlement::of(promises, has_tree.then_some(&member.endpoint), ranks)
-            .map_err(|why| Violation::Unrepairable { group, rank, why })?;
-        let fresh = || AttemptRecord { settlement: settlement.clone(), computed: BTreeSet::new(), bytes: 0 };
-        if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).settlement != settlement {
+        let view = self.members[rank][group].view;
+        let lacks_tree = || (plan.len > plan.chunks.len() as u64).then(|| "a plan with chunks without a tree".into());
+        if let Some(why) = plan.failure().or_else(lacks_tree) {
+            return Err(Violation::Unrepairable { group, rank, why });
+        }
+        let fresh = || AttemptRecord { plan: plan.clone(), computed: BTreeSet::new(), bytes: 0 };
+        if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).plan != plan {
             return Err(Violation::Disagreement { group, view });
         }
         self.reach_by(Point::Decided, rank);
         if self.deaths.is_dead(rank) {
             return Ok(());
         }
-        let live: Vec<usize> = promises.ranks().into_iter().map(|rank| rank.0 as usize).collect();
-        let chunks = settlement.chunks.clone();
+        let (live, chunks) = (plan.live.clone(), plan.chunks.clone());
         let missing = chunks.iter().map(|chunk| chunk.seq).collect();
-        let trial = Trial { attempt, live: live.clone(), settlement, missing, wants_tree: false };
+        let trial = Trial { attempt, plan, missing, wants_tree: false };
         self.members[rank][group].membership.changing.as_mut().expect("in a change").trial = Some(trial);
         for chunk in &chunks {
             let member = &mut self.members[rank][group];
@@ -86,7 +79,7 @@ impl Cluster<'_, '_> {
                 }
                 Origin::Held(_) => {}
                 Origin::Recompute => {
-                    let to = live[chunk.seq as usize % live.len()];
+                    let to = live[chunk.seq as usize % live.len()].0 as usize;
                     self.count_piece((group, view, attempt), to != rank, bytes.len())?;
                     let piece = Piece::Contribution(chunk.seq, bytes);
                     self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
@@ -100,7 +93,7 @@ impl Cluster<'_, '_> {
     fn send_to_all(
         &mut self,
         (rank, group): (usize, usize),
-        (attempt, live): (Attempt, &[usize]),
+        (attempt, live): (Attempt, &[Rank]),
         chunk: &Chunk,
         bytes: &[u8],
     ) -> Result<(), Violation> {
@@ -109,7 +102,7 @@ impl Cluster<'_, '_> {
             let why = format!("chunk {}: {} bytes where {} are due", chunk.seq, bytes.len(), chunk.len_bytes);
             return Err(Violation::Unrepairable { group, rank, why });
         }
-        for &to in live {
+        for to in live.iter().map(|to| to.0 as usize) {
             self.count_piece((group, view, attempt), to != rank, bytes.len())?;
             let piece = Piece::Result(chunk.seq, bytes.to_vec());
             self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
@@ -142,7 +135,7 @@ impl Cluster<'_, '_> {
         let view = self.members[rank][group].view;
         let trial = self.members[rank][group].membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
         let Some((trial, false)) = trial.map(|trial| (trial, trial.wants_tree)) else { return Ok(()) };
-        let (attempt, live, chunks) = (trial.attempt, trial.live.clone(), trial.settlement.chunks.clone());
+        let (attempt, live, chunks) = (trial.attempt, trial.plan.live.clone(), trial.plan.chunks.clone());
         for chunk in &chunks {
             let pieces = self.members[rank][group].membership.pieces.entry((view, attempt)).or_default();
             let given = pieces.contributions.get(&chunk.seq).filter(|given| given.len() == live.len());
@@ -167,7 +160,7 @@ impl Cluster<'_, '_> {
         let Some(trial) = trial.filter(|trial| trial.missing.is_empty()) else { return Ok(()) };
         trial.wants_tree = true;
         match member.route {
-            Route::Tree(lost) if live.len() == self.options.ranks && self.deaths.has_controller(rank) => {
+            Route::Tree(lost) if trial.plan.finds_tree && self.deaths.has_controller(rank) => {
                 self.send_message(Message::Request { rank, group, view, request: ControllerRequest::Replan { lost } });
                 self.schedule(self.now + REPLAN_LIMIT, Alarm::ReplanLimit { rank, group, view });
                 self.finish_trial(at, false)
@@ -204,7 +197,7 @@ impl Cluster<'_, '_> {
         }
         let Some(trial) = changing.trial.take_if(|trial| trial.wants_tree) else { return Ok(()) };
         changing.found = found.flatten();
-        changing.change.done(trial.attempt, &trial.settlement, word_of(changing.found));
+        changing.change.executed(trial.attempt, word_of(changing.found));
         self.speak(at);
         self.reach_by(Point::Done, rank);
         self.drive_change(at)
@@ -230,7 +223,7 @@ impl Cluster<'_, '_> {
         let sent = if is_sent { bytes as u64 } else { 0 };
         ledgers.bytes += sent;
         self.repair_bytes += sent;
-        let message: u64 = ledgers.settlement.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
+        let message: u64 = ledgers.plan.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
         let (found, limit) = (ledgers.bytes, 2 * message * self.options.ranks as u64);
         if found > limit {
             return Err(Violation::Limit { what: "bytes that an attempt moves", found, limit });
