@@ -1,6 +1,9 @@
-//! View changes with the state machine of `sumac::comm`, while ranks may die: freeze, promise, compute the same plan,
+//! View changes with the state machine of a communicator, while ranks may die: freeze, report, compute the same plan,
 //! move or compute missing chunks among the survivors, find another tree if nobody is dead, commit. [`super::deaths`]
 //! determines which ranks die, and when.
+//!
+//! Messages between ranks arrive in order per pair, as over connections, with varying delays. Ranks between two
+//! operations, or done with all of them, are notified by the controller or the others, and take part too.
 //!
 //! Oracles: in one attempt all ranks compute the same plan, and nothing is computed twice; at most twice the message
 //! size is moved per rank; all ranks that commit a view commit the same; an operation returns with the right result, or
@@ -11,13 +14,13 @@ use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
 use super::messages::Message;
-use super::repair::Route;
 use super::report::Violation;
+use super::route::Route;
 use super::setup::Member;
 use super::trial::{Pieces, Trial};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, Promise, RankReport, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, Promise, ViewMessage};
 use sumac_hal::ids::Rank;
 
 /// A rank's state of the views of a group.
@@ -49,7 +52,7 @@ pub(super) struct ViewChangeState {
     /// Chunks stored by attempts.
     pub(super) landed: Landed,
     /// Report of the frozen endpoint.
-    report: RankReport,
+    report: Promise,
     /// Operations that had returned before.
     returned: u64,
     pub(super) trial: Option<Trial>,
@@ -90,7 +93,7 @@ impl Cluster<'_, '_> {
         change.handle_timeout(now);
         let member = &mut self.members[rank][group];
         member.endpoint.freeze();
-        let (report, returned) = (RankReport::of(&member.endpoint), member.done);
+        let (report, returned) = (report_of(member), member.done);
         member.membership.changing =
             Some(ViewChangeState { change, landed: Landed::default(), report, returned, trial: None, found: None });
         self.seen.note(Mark::ViewChange);
@@ -102,8 +105,12 @@ impl Cluster<'_, '_> {
     /// The controller reports that the tree of a view is lost.
     pub(super) fn on_tree_lost(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
         let member = &self.members[at.0][at.1];
-        let concerns = member.view == view && matches!(member.route, Route::Tree(_));
-        if concerns { self.change_view(at, true) } else { Ok(()) }
+        if member.view != view || member.membership.is_frozen() || member.route == Route::HostCollectives {
+            return Ok(());
+        }
+        let is_idle = member.done == member.called as u64;
+        self.seen.note(if is_idle { Mark::FrozenIdle } else { Mark::FrozenByController });
+        self.change_view(at, true)
     }
 
     /// Pass an event to the state machine of a rank in a view change.
@@ -239,7 +246,7 @@ impl Cluster<'_, '_> {
         let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
         let changing = member.membership.changing.take().expect("in a change");
         let found = changing.found.filter(|tree| word_of(Some(*tree)) == outcome.vote);
-        if RankReport::of(&member.endpoint) != changing.report {
+        if report_of(member) != changing.report {
             return Err(Violation::NotFenced { group, rank, view });
         }
         let below = match has_tree {
@@ -249,7 +256,7 @@ impl Cluster<'_, '_> {
         member.membership.settled = Some((view, changing.change));
         member.membership.pieces.retain(|(of, _), _| *of > view);
         let member = &mut self.members[rank][group];
-        member.inboxes.remove(&view);
+        member.found.remove(&view);
         member.view += 1;
         self.view_changes += u64::from(!self.outcomes.contains_key(&(group, view)));
         if self.outcomes.entry((group, view)).or_insert_with(|| outcome.clone()) != outcome {
@@ -268,6 +275,9 @@ impl Cluster<'_, '_> {
             member.membership.end = Some(GroupEnd::RanksFailed(outcome.dead.clone(), outcome.operation));
             self.reach_by(Point::Committed, rank);
             return Ok(());
+        }
+        if member.done < member.called as u64 {
+            self.seen.note(Mark::OpRestarted);
         }
         self.seen.note(if found.is_some() { Mark::CommitTree } else { Mark::CommitSchedules });
         self.install(rank, group, found);
@@ -303,6 +313,11 @@ impl Cluster<'_, '_> {
         let membership = &mut self.members[rank][group].membership;
         (membership.changing, membership.end) = (None, Some(GroupEnd::Out(end)));
     }
+}
+
+/// Return what a rank has of its lost tree alone.
+fn report_of(member: &Member) -> Promise {
+    Promise::of(&member.endpoint, &Landed::default(), member.first as u64, member.view)
 }
 
 /// What ranks must agree on: the tree, encoded.

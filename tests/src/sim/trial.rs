@@ -1,6 +1,9 @@
 //! One attempt of a view change ([`super::ranks`]): moves and computes the plan's chunks among the survivors, and
 //! requests another tree. Messages carry their attempt, like its connections, so that those of another attempt are
 //! never confused with it.
+//!
+//! Oracles: all ranks execute the same plan; no chunk is computed that some rank has, or twice in an attempt, or twice in
+//! a view where all ranks live; at most twice the message size is moved per rank.
 
 use super::cluster::Cluster;
 use super::controller::ControllerRequest;
@@ -10,12 +13,13 @@ use super::loss::Point;
 use super::messages::Message;
 use super::ranks::word_of;
 use super::reduce::{reduce, tree};
-use super::repair::Route;
 use super::report::Violation;
+use super::route::Route;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::harness::{Attempt, Chunk, Origin, Plan};
 use sumac_hal::ids::Rank;
+use sumac_hal::op::Collective;
 
 /// A plan in progress.
 pub(super) struct Trial {
@@ -55,9 +59,14 @@ impl Cluster<'_, '_> {
         if let Some(why) = plan.failure().or_else(lacks_tree) {
             return Err(Violation::Unrepairable { group, rank, why });
         }
-        let fresh = || AttemptRecord { plan: plan.clone(), computed: BTreeSet::new(), bytes: 0 };
-        if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).plan != plan {
-            return Err(Violation::Disagreement { group, view });
+        match self.attempts.get(&(group, view, attempt)) {
+            Some(record) if record.plan == plan => {}
+            Some(_) => return Err(Violation::Disagreement { group, view }),
+            None => {
+                self.check_plan((group, view), &plan)?;
+                let record = AttemptRecord { plan: plan.clone(), computed: BTreeSet::new(), bytes: 0 };
+                self.attempts.insert((group, view, attempt), record);
+            }
         }
         self.reach_by(Point::Decided, rank);
         if self.deaths.is_dead(rank) {
@@ -88,6 +97,21 @@ impl Cluster<'_, '_> {
         }
         self.schedule(self.now + PIECES_LIMIT, Alarm::PiecesLimit { rank, group, view, attempt });
         self.advance_trial(at)
+    }
+
+    /// Check that no chunk is computed which a rank that takes part has.
+    fn check_plan(&self, (group, view): (usize, u32), plan: &Plan) -> Result<(), Violation> {
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.origin == Origin::Recompute) {
+            let holds = |rank: &Rank| {
+                let member = &self.members[rank.0 as usize][group];
+                let receives_all = chunk.desc.collective == Collective::AllReduce;
+                receives_all && member.view == view && member.endpoint.holds(chunk.seq)
+            };
+            if plan.live.iter().any(holds) {
+                return Err(Violation::Recomputed { group, view, seq: chunk.seq });
+            }
+        }
+        Ok(())
     }
 
     fn send_to_all(
@@ -177,10 +201,11 @@ impl Cluster<'_, '_> {
         given: &[Vec<u8>],
     ) -> Result<Vec<u8>, Violation> {
         let (options, view, seq) = (self.options, self.members[rank][group].view, chunk.seq);
-        let ledgers = self.attempts.get_mut(&(group, view, attempt)).expect("it is planned");
-        if given.len() < options.ranks || !ledgers.computed.insert(seq) {
+        let is_repeated = self.records((group, view, attempt)).any(|record| record.computed.contains(&seq));
+        if given.len() < options.ranks || is_repeated {
             return Err(Violation::Recomputed { group, view, seq });
         }
+        self.attempts.get_mut(&(group, view, attempt)).expect("it is planned").computed.insert(seq);
         self.seen.note(Mark::ChunkComputed);
         let tree = tree(&options.trees[options.tree(group)], options.ranks, options.order(group));
         Ok(reduce(&tree, &chunk.desc, given))
@@ -189,8 +214,8 @@ impl Cluster<'_, '_> {
     /// The plan is done, except for another tree if one is needed; handle its arrival or timeout.
     pub(super) fn finish_trial(&mut self, at: (usize, usize), is_late: bool) -> Result<(), Violation> {
         let (rank, group) = at;
-        let found = self.found(rank, group);
         let member = &mut self.members[rank][group];
+        let found = member.found.get(&member.view).copied();
         let Some(changing) = &mut member.membership.changing else { return Ok(()) };
         if self.deaths.is_dead(rank) || found.is_none() && !is_late {
             return Ok(());
@@ -201,6 +226,19 @@ impl Cluster<'_, '_> {
         self.speak(at);
         self.reach_by(Point::Done, rank);
         self.drive_change(at)
+    }
+
+    /// The controller takes too long to find another tree.
+    pub(super) fn replan_limit(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
+        let member = &self.members[at.0][at.1];
+        let trial = member.membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
+        if member.view != view || self.deaths.is_dead(at.0) {
+            return Ok(());
+        }
+        if trial.is_some_and(|trial| trial.wants_tree) {
+            self.seen.note(Mark::ControllerLate);
+        }
+        self.finish_trial(at, true)
     }
 
     /// A piece was lost with its connection: this attempt fails here.
@@ -217,18 +255,27 @@ impl Cluster<'_, '_> {
         self.advance_change(at, |change| change.failed(attempt, now))
     }
 
-    /// An attempt moves at most twice the message size per rank.
+    /// Check that at most twice the message size is moved per rank.
     fn count_piece(&mut self, of: (usize, u32, Attempt), is_sent: bool, bytes: usize) -> Result<(), Violation> {
-        let ledgers = self.attempts.get_mut(&of).expect("it is planned");
         let sent = if is_sent { bytes as u64 } else { 0 };
-        ledgers.bytes += sent;
+        let record = self.attempts.get_mut(&of).expect("it is planned");
+        record.bytes += sent;
+        let message: u64 = record.plan.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
         self.repair_bytes += sent;
-        let message: u64 = ledgers.plan.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
-        let (found, limit) = (ledgers.bytes, 2 * message * self.options.ranks as u64);
+        let found = self.records(of).map(|record| record.bytes).sum();
+        let limit = 2 * message * self.options.ranks as u64;
         if found > limit {
-            return Err(Violation::Limit { what: "bytes that an attempt moves", found, limit });
+            return Err(Violation::Limit { what: "bytes that a recovery moves", found, limit });
         }
         Ok(())
+    }
+
+    /// Return the attempts whose work counts together: where all ranks live, those of a view; otherwise each for itself.
+    fn records(&self, (group, view, attempt): (usize, u32, Attempt)) -> impl Iterator<Item = &AttemptRecord> {
+        let counts = move |(of, in_view, other): &(usize, u32, Attempt)| {
+            (*of, *in_view) == (group, view) && (!self.options.ranks_die() || *other == attempt)
+        };
+        self.attempts.iter().filter(move |(key, _)| counts(key)).map(|(_, record)| record)
     }
 }
 
