@@ -76,6 +76,8 @@ pub enum Bug {
     MinorityResumed,
     /// Controller: resumes a job in a view that its predecessor has used.
     ViewReused,
+    /// Rank: announces a host collective in the next tree that other ranks have begun before it.
+    EarlierPathForgotten,
     /// Controller: never disconnects a client that does not read, unless its queue is full.
     StalledPeerKept,
     /// Controller: queues any number of messages for a client that does not read.
@@ -102,7 +104,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 43] = [
+    pub const ALL: [Self; 44] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -144,6 +146,7 @@ impl Bug {
         Self::NumbersReused,
         Self::MinorityResumed,
         Self::ViewReused,
+        Self::EarlierPathForgotten,
         Self::StalledPeerKept,
         Self::OutputUnbounded,
     ];

@@ -11,6 +11,9 @@
 //!
 //! No recovered operation returns before step 3. If a rank dies meanwhile, the others start again at step 1.
 
+#[cfg(feature = "snapshot")]
+mod snapshot;
+
 use super::ballot::{Authority, Ballot, Dead, Message, Outcome};
 use super::decide::{Decision, RankReport, agreed_migration, decide, in_latest_tree};
 use super::plan::{Piece, Plan};
@@ -87,7 +90,7 @@ pub(crate) fn settle(
 }
 
 /// One rank's part in the change of one view.
-#[derive(Debug)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Change {
     view: View<RankReport, Decision>,
     own: (Rank, u32),

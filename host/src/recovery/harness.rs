@@ -1,20 +1,21 @@
 //! A harness for recovery, for simulators that carry messages themselves: the production code, one step at a time and
 //! without connections.
 //!
-//! Inventories, plans and pieces are those of a communicator. The caller decides how chunks travel, who waits for whom
-//! and when ranks agree; [`Change`] is the agreement where ranks die.
+//! [`Change`] is a rank's part in a view change, as a communicator drives it: it agrees, plans and decides. The caller
+//! decides how messages and chunks travel, and what happens meanwhile.
 
 mod calls;
 mod change;
 mod source;
 
+pub use super::call_paths::CallPaths;
 pub use super::migration::CallStart;
-use super::plan::{Inventories, Plan, plan};
+use super::plan::{Inventories, Piece, plan};
 pub use super::view::Flaw;
 use super::{ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, result_lens};
 use crate::transport::packets::{Buffers, Endpoint, OpId};
 pub use calls::Calls;
-pub use change::{Attempt, Change, End, Landed, Outcome, Promise, Promises, Settlement, Step, ViewMessage};
+pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, Promise, Promises, Settlement, ViewMessage};
 pub use source::{ReadRedo, RedoPlace, RedoSlots, TreeSource};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
@@ -74,7 +75,7 @@ impl Decision {
             return Err(format!("the chunk inventory of {rank} is invalid"));
         }
         let plan = plan(&inventories, ranks).map_err(|why| why.to_string())?;
-        Ok(Self { cut: plan.cut, chunks: chunks_of(&plan, endpoint) })
+        Ok(Self { cut: plan.cut, chunks: chunks_of(&plan.pieces, endpoint) })
     }
 
     /// Return the first of a rank's operations that is not complete afterwards.
@@ -84,9 +85,9 @@ impl Decision {
 }
 
 /// Return the chunks of a plan's pieces.
-fn chunks_of(plan: &Plan, source: &dyn RecoverySource) -> Vec<Chunk> {
+fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
     let mut chunks = Vec::new();
-    for piece in &plan.pieces {
+    for piece in pieces {
         let len_of = result_lens(source, &piece.op);
         let origin = match piece.source {
             Source::Held(rank) => Origin::Held(rank),

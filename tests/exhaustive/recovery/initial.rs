@@ -85,7 +85,7 @@ impl InitialState {
     fn key(&self, scope: &Scope) -> Key {
         let seqs = 0..scope.ops().last().map_or(0, |(_, seqs)| seqs.end);
         Key {
-            promise: Promise::of(&self.endpoint, &Landed::default(), 0),
+            promise: Promise::of(&self.endpoint, &Landed::default(), 0, 0),
             answered: seqs.clone().map(|seq| self.endpoint.holds(seq)).collect(),
             kept: seqs.map(|seq| self.endpoint.kept(ChunkNo(seq))).collect(),
             next: self.endpoint.first_behind(u64::MAX),

@@ -10,9 +10,7 @@ use crate::scope::{Scope, Wiring};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
-use sumac::harness::{
-    Attempt, Change, Chunk, Landed, Origin, Outcome, Promise, Promises, Settlement, Step, ViewMessage,
-};
+use sumac::harness::{Action, Attempt, Change, Chunk, Landed, Origin, Outcome, Plan, Promise, ViewMessage};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Path;
@@ -41,8 +39,7 @@ enum Way {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Trial {
     attempt: Attempt,
-    live: Vec<usize>,
-    settlement: Settlement,
+    plan: Plan,
     /// The number of its chunks that have landed.
     landed: usize,
 }
@@ -90,7 +87,7 @@ pub(super) struct SharedData {
     pub(super) from: usize,
     pub(super) view: u32,
     pub(super) attempt: Attempt,
-    pub(super) settlement: Settlement,
+    pub(super) plan: Plan,
     /// For each chunk: the result if the rank has it, otherwise its contribution if the plan needs it.
     pub(super) chunks: Vec<Vec<u8>>,
 }
@@ -170,17 +167,12 @@ impl RankState {
             known: self.known.clone(),
             promised: changing.and_then(|changing| changing.change.attempt()),
             ran: changing.and_then(|changing| changing.ran),
-            trial: trial.map(|trial| (trial.attempt, trial.live.clone())),
-            next: trial.and_then(|trial| Some(trial.settlement.chunks.get(trial.landed)?.origin)),
-            asks: trial.is_some_and(|trial| self.asks(setting, trial)),
+            trial: trial.map(|trial| (trial.attempt, trial.plan.live.iter().map(|rank| rank.0 as usize).collect())),
+            next: trial.and_then(|trial| Some(trial.plan.chunks.get(trial.landed)?.origin)),
+            asks: trial.is_some_and(|trial| trial.plan.finds_tree && setting.has_controller),
             retries: changing.is_some_and(|changing| changing.change.poll_timeout() < Instant::ZERO + RESEND),
             outcomes: self.outcomes.clone(),
         }
-    }
-
-    fn asks(&self, setting: &Setting<'_>, trial: &Trial) -> bool {
-        let all_live = trial.live.len() == setting.wiring.ranks.len();
-        all_live && setting.has_controller && matches!(self.way, Way::Tree(_))
     }
 }
 
@@ -200,8 +192,8 @@ impl Run<'_, '_> {
             Event::Hear(dead) => {
                 self.part.known.insert(dead);
                 if self.part.changing.is_some() {
-                    let by_word = self.setting.has_controller;
-                    self.tell(|change| change.rank_died(Rank(dead as u32), by_word));
+                    let has_controller = self.setting.has_controller;
+                    self.tell(|change| report_death(change, dead, has_controller));
                 } else {
                     self.change_view(true);
                 }
@@ -232,10 +224,8 @@ impl Run<'_, '_> {
         }
         let Setting { wiring, rules, has_controller, .. } = self.setting;
         let own = (Rank(self.part.rank as u32), wiring.ranks.len() as u32);
-        let mut change = Change::new(own, *has_controller, NOW + LIMIT).with_flaw(rules.view);
-        for &dead in &self.part.known {
-            change.rank_died(Rank(dead as u32), *has_controller);
-        }
+        let mut change = Change::new(own, self.part.view, *has_controller, NOW + LIMIT).with_flaw(rules.view);
+        self.part.known.iter().for_each(|&dead| report_death(&mut change, dead, *has_controller));
         if begins {
             change.begin();
         }
@@ -257,12 +247,19 @@ impl Run<'_, '_> {
             let view = self.part.view;
             let said = std::iter::from_fn(|| changing.change.poll_transmit());
             self.act.said.extend(said.map(|(to, said)| (to.0 as usize, view, said)));
-            match changing.change.poll_step() {
+            let tree = match &self.part.way {
+                Way::Tree(endpoint) => Some(&**endpoint),
+                Way::Schedules => None,
+            };
+            match changing.change.poll_action(tree, NOW) {
                 None => break,
-                Some(Step::Promise(attempt)) => self.promise(attempt),
-                Some(Step::Run(attempt, promises)) => self.begin_plan(attempt, &promises),
-                Some(Step::Committed(outcome)) => self.commit(outcome),
-                Some(Step::Ended(end)) => self.leave(Ended::Out(end)),
+                Some(Action::Report(attempt)) => self.report(attempt),
+                Some(Action::Execute(attempt, plan)) => self.begin_plan(attempt, plan),
+                Some(Action::Unsound(of)) => {
+                    self.wrong(ViolationKind::Unrepairable, format!("the chunk inventory of {of} is invalid"));
+                }
+                Some(Action::Commit(outcome)) => self.commit(outcome),
+                Some(Action::End(end)) => self.leave(Ended::Out(end)),
             }
         }
     }
@@ -305,43 +302,41 @@ impl Run<'_, '_> {
         }
     }
 
-    fn promise(&mut self, attempt: Attempt) {
-        let RankState { way, first, returned, changing, .. } = &mut *self.part;
+    fn report(&mut self, attempt: Attempt) {
+        let RankState { view, way, first, returned, changing, .. } = &mut *self.part;
         let changing = changing.as_mut().expect("in a change");
-        let promise = match way {
-            Way::Tree(endpoint) => Promise::of(&**endpoint, &changing.landed, *first),
-            Way::Schedules => Promise::without_tree(*returned),
+        let report = match way {
+            Way::Tree(endpoint) => Promise::of(&**endpoint, &changing.landed, *first, *view),
+            Way::Schedules => Promise::without_tree(*returned, *view),
         };
         changing.trial = None;
-        changing.change.promise(attempt, promise);
+        changing.change.report(attempt, report);
     }
 
-    /// All live ranks have promised: derive the plan, and contribute this rank's data.
-    fn begin_plan(&mut self, attempt: Attempt, promises: &Promises) {
-        let ranks = self.setting.wiring.ranks.len() as u32;
+    /// All live ranks have reported: contribute this rank's data to the plan that follows.
+    fn begin_plan(&mut self, attempt: Attempt, plan: Plan) {
+        let lacks_tree = || (plan.len > plan.chunks.len() as u64).then(|| "a plan with chunks without a tree".into());
+        if let Some(why) = plan.failure().or_else(lacks_tree) {
+            return self.wrong(ViolationKind::Unrepairable, why);
+        }
         let RankState { rank, view, way, memory, changing, .. } = &mut *self.part;
         let changing = changing.as_mut().expect("in a change");
         let endpoint = match way {
             Way::Tree(endpoint) => Some(&**endpoint),
             Way::Schedules => None,
         };
-        let settlement = match Settlement::of(promises, endpoint, ranks) {
-            Ok(settlement) => settlement,
-            Err(why) => return self.wrong(ViolationKind::Unrepairable, why),
-        };
-        if changing.ran.replace(attempt) == Some(attempt) && !settlement.chunks.is_empty() {
+        if changing.ran.replace(attempt) == Some(attempt) && !plan.chunks.is_empty() {
             return changing.change.failed(attempt, NOW);
         }
-        let live = promises.ranks().into_iter().map(|rank| rank.0 as usize).collect();
         if let Some(endpoint) = endpoint {
             let own = Rank(*rank as u32);
             let mut give = |chunk: &Chunk| chunk.give_landed(endpoint, &changing.landed, own, memory);
-            let chunks: Vec<Vec<u8>> = settlement.chunks.iter().map(&mut give).collect();
-            let shared_data = SharedData { from: *rank, view: *view, attempt, settlement: settlement.clone(), chunks };
+            let chunks: Vec<Vec<u8>> = plan.chunks.iter().map(&mut give).collect();
+            let shared_data = SharedData { from: *rank, view: *view, attempt, plan: plan.clone(), chunks };
             self.act.shared_data = Some(shared_data).filter(|shared_data| !shared_data.chunks.is_empty());
         }
         changing.found = 0;
-        changing.trial = Some(Trial { attempt, live, settlement, landed: 0 });
+        changing.trial = Some(Trial { attempt, plan, landed: 0 });
     }
 
     /// Land the next chunk.
@@ -350,9 +345,9 @@ impl Run<'_, '_> {
         let (Some(changing), Way::Tree(endpoint)) = (changing, way) else { panic!("a chunk without a tree") };
         let trial = changing.trial.as_mut().expect("it does a plan");
         let at = trial.landed;
-        let chunk = trial.settlement.chunks[at];
-        if let Some(other) = shared_data_sets.iter().find(|shared_data| shared_data.settlement != trial.settlement) {
-            let text = format!("{:?} where rank {} has {:?}", trial.settlement, other.from, other.settlement);
+        let chunk = trial.plan.chunks[at];
+        if let Some(other) = shared_data_sets.iter().find(|shared_data| shared_data.plan != trial.plan) {
+            let text = format!("{:?} where rank {} has {:?}", trial.plan, other.from, other.plan);
             return self.wrong(ViolationKind::Disagreement, text);
         }
         let given: Vec<&[u8]> = shared_data_sets.iter().map(|shared_data| &shared_data.chunks[at][..]).collect();
@@ -384,9 +379,9 @@ impl Run<'_, '_> {
         let changing = self.changing();
         let trial = changing.trial.take().expect("it does a plan");
         changing.found = word;
-        changing.change.done(trial.attempt, &trial.settlement, word);
+        changing.change.executed(trial.attempt, word);
         if returns_early {
-            self.complete_below(trial.settlement.cut());
+            self.complete_below(trial.plan.cut());
         }
         self.drive();
     }
@@ -473,6 +468,15 @@ impl Run<'_, '_> {
             }
         }
         self.part.end = Some(end);
+    }
+}
+
+/// Report a death as the controller does, or suspect it if there is none.
+fn report_death(change: &mut Change, dead: usize, has_controller: bool) {
+    let dead = Rank(dead as u32);
+    match has_controller {
+        true => _ = change.report_deaths(&[dead], true),
+        false => change.rank_died(dead, false),
     }
 }
 

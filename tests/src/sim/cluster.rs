@@ -14,8 +14,8 @@ use super::incident::Alarm;
 use super::loss::{Pending, Point};
 use super::messages::Message;
 use super::options::{Draw, Options};
-use super::repair::{Record, Route};
 use super::report::{Report, Violation};
+use super::route::Route;
 use super::scenario::Scenario;
 use super::setup::{Member, Tables, boot, draw_posts, install};
 use super::trial::AttemptRecord;
@@ -101,14 +101,12 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) messages_max: u64,
     pub(super) message_last: BTreeMap<(usize, usize), Instant>,
     pub(super) message_draw: Draw,
-    /// Oracle state of each group's repairs, by view.
-    pub(super) records: BTreeMap<(usize, u32), Record>,
     /// Expected results of operations, computed on demand.
     pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
     pub(super) view_changes: u64,
     pub(super) repair_bytes: u64,
     pub(super) deaths: Deaths,
-    /// Oracle state of each group's view changes, by view.
+    /// Oracle state of the attempts to change each group's views.
     pub(super) attempts: BTreeMap<(usize, u32, Attempt), AttemptRecord>,
     pub(super) outcomes: BTreeMap<(usize, u32), Outcome>,
 }
@@ -194,7 +192,6 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         messages_max: 0,
         message_last: BTreeMap::new(),
         message_draw: Draw::new(options.seed ^ 0x6d61_696c),
-        records: BTreeMap::new(),
         results: BTreeMap::new(),
         view_changes: 0,
         repair_bytes: 0,

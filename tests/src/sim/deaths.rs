@@ -62,9 +62,24 @@ impl Deaths {
         !self.without_controller.contains(&rank)
     }
 
-    /// Return the ranks that a rank knows to be dead, and whether for certain.
-    pub(super) fn known(&self, rank: usize) -> impl Iterator<Item = (usize, bool)> + use<> {
-        self.known.get(&rank).cloned().unwrap_or_default().into_iter()
+    /// Return the ranks that a rank knows for certain to be dead.
+    pub(super) fn confirmed(&self, rank: usize) -> Vec<Rank> {
+        self.known(rank, true)
+    }
+
+    /// Return the ranks that a rank only suspects to be dead.
+    pub(super) fn suspected(&self, rank: usize) -> Vec<Rank> {
+        self.known(rank, false)
+    }
+
+    /// Return whether a rank knows of a dead rank.
+    pub(super) fn knows_any(&self, rank: usize) -> bool {
+        self.known.contains_key(&rank)
+    }
+
+    fn known(&self, rank: usize, is_confirmed: bool) -> Vec<Rank> {
+        let known = self.known.get(&rank).into_iter().flatten().filter(|(_, confirmed)| **confirmed == is_confirmed);
+        known.map(|(&of, _)| Rank(of as u32)).collect()
     }
 
     /// Return when the last partition ends, if there ever was one.
@@ -189,7 +204,11 @@ impl Cluster<'_, '_> {
         self.seen.note(if has_controller { Mark::DeathConfirmed } else { Mark::DeathSuspected });
         for group in 0..self.options.groups.len() {
             if self.members[rank][group].membership.changing.is_some() {
-                self.advance_change((rank, group), |change| change.rank_died(Rank(of as u32), has_controller))?;
+                let confirmed = self.deaths.confirmed(rank);
+                self.advance_change((rank, group), |change| match has_controller {
+                    true => _ = change.report_deaths(&confirmed, true),
+                    false => change.rank_died(Rank(of as u32), false),
+                })?;
             } else {
                 self.change_view((rank, group), true)?;
             }
@@ -212,7 +231,8 @@ impl Cluster<'_, '_> {
             return Ok(());
         }
         for group in 0..self.options.groups.len() {
-            self.advance_change((rank, group), sumac::harness::Change::controller_lost)?;
+            let confirmed = self.deaths.confirmed(rank);
+            self.advance_change((rank, group), |change| _ = change.report_deaths(&confirmed, false))?;
         }
         self.watch(rank);
         Ok(())

@@ -34,8 +34,6 @@ pub(super) enum Alarm {
     Reserve { group: usize, tree: usize },
     /// The controller tries other devices.
     RetryPlan { group: usize },
-    /// A rank repeats that its tree is lost.
-    RepeatSuspicion { rank: usize, group: usize, view: u32 },
     /// A rank stops waiting for the controller.
     ReplanLimit { rank: usize, group: usize, view: u32 },
     /// A rank may detect that another is silent.
@@ -95,7 +93,6 @@ impl Cluster<'_, '_> {
                 Alarm::ControllerUp => self.start_controller(),
                 Alarm::Reserve { group, tree } => self.reserve(group, tree)?,
                 Alarm::RetryPlan { group } => self.retry_plan(group),
-                Alarm::RepeatSuspicion { rank, group, view } => self.repeat_suspicion((rank, group), view),
                 Alarm::ReplanLimit { rank, group, view } => self.replan_limit((rank, group), view)?,
                 Alarm::Silent { rank, of } => self.detect_silence(rank, of)?,
                 Alarm::NoController { rank } => self.detect_lost_controller(rank)?,

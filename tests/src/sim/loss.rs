@@ -178,8 +178,7 @@ impl Cluster<'_, '_> {
 
     pub(super) fn apply_loss(&mut self, kind: LossKind) {
         let mut members = self.members.iter().flatten();
-        let in_repair = members.any(|member| member.repair.is_some() || member.membership.changing.is_some());
-        if in_repair {
+        if members.any(|member| member.membership.changing.is_some()) {
             self.seen.note(Mark::LossInRepair);
         }
         match kind {

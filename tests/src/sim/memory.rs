@@ -12,12 +12,21 @@ use sumac_hal::op::{Collective, OpDesc};
 pub(super) struct Memory {
     /// The first operation of its endpoint.
     pub(super) first: usize,
+    /// The operations of its endpoint, if not all are posted there.
+    pub(super) posted: Vec<usize>,
     pub(super) ops: Vec<OpMemory>,
+}
+
+impl Memory {
+    /// Return the index of an operation of the endpoint.
+    pub(super) fn index(&self, op: OpId) -> usize {
+        self.posted.get(op.0 as usize).copied().unwrap_or(self.first + op.0 as usize)
+    }
 }
 
 impl Buffers for Memory {
     fn input(&self, op: OpId) -> &[u8] {
-        let op = &self.ops[self.first + op.0 as usize];
+        let op = &self.ops[self.index(op)];
         match (op.in_place, op.collective) {
             (false, _) => &op.input,
             (true, Collective::AllGather) => &op.output[op.own.clone()],
@@ -26,7 +35,8 @@ impl Buffers for Memory {
     }
 
     fn output(&mut self, op: OpId) -> &mut [u8] {
-        let op = &mut self.ops[self.first + op.0 as usize];
+        let index = self.index(op);
+        let op = &mut self.ops[index];
         match (op.in_place, op.collective) {
             (true, Collective::ReduceScatter) => &mut op.output[op.own.clone()],
             _ => &mut op.output,

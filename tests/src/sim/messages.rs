@@ -2,8 +2,6 @@
 
 use super::cluster::Cluster;
 use super::controller::ControllerRequest;
-use super::coverage::Mark;
-use super::repair::{RepairMessage, Route};
 use super::report::Violation;
 use super::trial::Piece;
 use std::time::Duration;
@@ -18,8 +16,6 @@ pub(super) enum Message {
     TreeLost { rank: usize, group: usize, view: u32 },
     /// From the controller: another tree, or none.
     Found { rank: usize, group: usize, view: u32, tree: Option<usize> },
-    /// Between ranks, in a repair.
-    Repair { from: usize, to: usize, group: usize, view: u32, what: RepairMessage },
     /// Between ranks, about a view change.
     View { from: usize, to: usize, group: usize, view: u32, message: Box<ViewMessage> },
     /// Between ranks, in an attempt at a view change.
@@ -33,10 +29,9 @@ impl Message {
     pub(super) const fn between_ranks(&self) -> Option<(usize, usize)> {
         match self {
             Self::Request { .. } | Self::TreeLost { .. } | Self::Found { .. } => None,
-            Self::Repair { from, to, .. }
-            | Self::Entered { from, to, .. }
-            | Self::View { from, to, .. }
-            | Self::Piece { from, to, .. } => Some((*from, *to)),
+            Self::Entered { from, to, .. } | Self::View { from, to, .. } | Self::Piece { from, to, .. } => {
+                Some((*from, *to))
+            }
         }
     }
 
@@ -45,9 +40,7 @@ impl Message {
         match self {
             Self::Request { .. } => None,
             Self::TreeLost { rank, .. } | Self::Found { rank, .. } => Some(*rank),
-            Self::Repair { to, .. } | Self::Entered { to, .. } | Self::View { to, .. } | Self::Piece { to, .. } => {
-                Some(*to)
-            }
+            Self::Entered { to, .. } | Self::View { to, .. } | Self::Piece { to, .. } => Some(*to),
         }
     }
 }
@@ -76,34 +69,10 @@ impl Cluster<'_, '_> {
                 Message::Request { rank, group, view, request } => {
                     self.on_controller_request((rank, group), view, request)
                 }
-                Message::TreeLost { rank, group, view } => {
-                    if self.options.ranks_die() {
-                        self.on_tree_lost((rank, group), view)?;
-                        continue;
-                    }
-                    let member = &self.members[rank][group];
-                    if member.view == view && member.repair.is_none() && member.route != Route::HostCollectives {
-                        let is_idle = member.done == member.called as u64;
-                        self.seen.note(if is_idle { Mark::FrozenIdle } else { Mark::FrozenByController });
-                        self.freeze(rank, group)?;
-                    }
-                }
+                Message::TreeLost { rank, group, view } => self.on_tree_lost((rank, group), view)?,
                 Message::Found { rank, group, view, tree } => {
-                    self.inbox(rank, group, view).found = Some(tree);
-                    self.advance(rank, group)?;
+                    self.members[rank][group].found.insert(view, tree);
                     self.finish_trial((rank, group), false)?;
-                }
-                Message::Repair { from, to, group, view, what } => {
-                    let inbox = self.inbox(to, group, view);
-                    match what {
-                        RepairMessage::RankReport(report) => _ = inbox.reports.insert(from, report),
-                        RepairMessage::Contribution(seq, bytes) => {
-                            _ = inbox.contributions.entry(seq).or_default().insert(from, bytes);
-                        }
-                        RepairMessage::Result(seq, bytes) => _ = inbox.results.insert(seq, bytes),
-                        RepairMessage::Vote(found) => _ = inbox.votes.insert(from, found),
-                    }
-                    self.advance(to, group)?;
                 }
                 Message::View { from, to, group, view, message } => {
                     self.on_view_message((from, to, group), view, *message)?

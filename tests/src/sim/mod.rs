@@ -15,14 +15,13 @@
 //! that loses its state: up to three of these in sequence, at a time or right after a step of an operation or of a
 //! repair ([`Point`]); an attacker.
 //!
-//! When [ranks die](ScenarioKind::Ranks), the survivors agree with the state machine that `sumac::comm` uses, whatever
-//! dies meanwhile: other ranks, the coordinator, the controller, links between ranks.
+//! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides, also
+//! when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller, links
+//! between ranks. The controller is a small model.
 //!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
 //! placement, migration offers.
-//!
-//! Ranks that [repair](ScenarioKind::Repair) decide with the code of `sumac::comm`; the controller is a small model.
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,
@@ -47,8 +46,8 @@ mod options;
 mod planted;
 mod ranks;
 mod reduce;
-mod repair;
 mod report;
+mod route;
 mod scenario;
 mod setup;
 mod shrink;

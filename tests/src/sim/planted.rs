@@ -45,6 +45,11 @@ impl Planted {
         if planted!(self, SameEpoch) { epoch } else { Epoch { counter: epoch.counter + 1, ..epoch } }
     }
 
+    /// Return whether calls forget the path that they had in an earlier view.
+    pub(super) fn forgets_paths(self) -> bool {
+        planted!(self, EarlierPathForgotten)
+    }
+
     /// Return the epoch that keys are derived from.
     pub(super) fn key_epoch(self, epoch: Epoch) -> Epoch {
         if planted!(self, EpochUnchecked) { Epoch::default() } else { epoch }

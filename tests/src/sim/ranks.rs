@@ -1,6 +1,9 @@
-//! View changes with the state machine of `sumac::comm`, while ranks may die: freeze, promise, compute the same plan,
+//! View changes with the state machine of a communicator, while ranks may die: freeze, report, compute the same plan,
 //! move or compute missing chunks among the survivors, find another tree if nobody is dead, commit. [`super::deaths`]
 //! determines which ranks die, and when.
+//!
+//! Messages between ranks arrive in order per pair, as over connections, with varying delays. Ranks between two
+//! operations, or done with all of them, are notified by the controller or the others, and take part too.
 //!
 //! Oracles: in one attempt all ranks compute the same plan, and nothing is computed twice; at most twice the message
 //! size is moved per rank; all ranks that commit a view commit the same; an operation returns with the right result, or
@@ -11,12 +14,13 @@ use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
 use super::messages::Message;
-use super::repair::Route;
 use super::report::Violation;
+use super::route::Route;
+use super::setup::Member;
 use super::trial::{Pieces, Trial};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::harness::{Attempt, Change, End, Landed, Outcome, Promise, RankReport, Step, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, Promise, ViewMessage};
 use sumac_hal::ids::Rank;
 
 /// A rank's state of the views of a group.
@@ -48,7 +52,7 @@ pub(super) struct ViewChangeState {
     /// Chunks stored by attempts.
     pub(super) landed: Landed,
     /// Report of the frozen endpoint.
-    report: RankReport,
+    report: Promise,
     /// Operations that had returned before.
     returned: u64,
     pub(super) trial: Option<Trial>,
@@ -77,9 +81,11 @@ impl Cluster<'_, '_> {
         }
         let now = self.rank_time(rank);
         let own = (Rank(rank as u32), self.options.ranks as u32);
-        let mut change = Change::new(own, self.deaths.has_controller(rank), now + LIMIT);
-        for (of, by_word) in self.deaths.known(rank) {
-            change.rank_died(Rank(of as u32), by_word);
+        let (trees, has_controller) = (self.members[rank][group].view, self.deaths.has_controller(rank));
+        let mut change = Change::new(own, trees, has_controller, now + LIMIT);
+        change.report_deaths(&self.deaths.confirmed(rank), has_controller);
+        for suspect in self.deaths.suspected(rank) {
+            change.rank_died(suspect, false);
         }
         if begins {
             change.begin();
@@ -87,7 +93,7 @@ impl Cluster<'_, '_> {
         change.handle_timeout(now);
         let member = &mut self.members[rank][group];
         member.endpoint.freeze();
-        let (report, returned) = (RankReport::of(&member.endpoint), member.done);
+        let (report, returned) = (report_of(member), member.done);
         member.membership.changing =
             Some(ViewChangeState { change, landed: Landed::default(), report, returned, trial: None, found: None });
         self.seen.note(Mark::ViewChange);
@@ -99,8 +105,12 @@ impl Cluster<'_, '_> {
     /// The controller reports that the tree of a view is lost.
     pub(super) fn on_tree_lost(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
         let member = &self.members[at.0][at.1];
-        let concerns = member.view == view && matches!(member.route, Route::Tree(_));
-        if concerns { self.change_view(at, true) } else { Ok(()) }
+        if member.view != view || member.membership.is_frozen() || member.route == Route::HostCollectives {
+            return Ok(());
+        }
+        let is_idle = member.done == member.called as u64;
+        self.seen.note(if is_idle { Mark::FrozenIdle } else { Mark::FrozenByController });
+        self.change_view(at, true)
     }
 
     /// Pass an event to the state machine of a rank in a view change.
@@ -122,13 +132,20 @@ impl Cluster<'_, '_> {
                 return Ok(());
             }
             self.speak(at);
-            let Some(changing) = &mut self.members[at.0][at.1].membership.changing else { return Ok(()) };
-            match changing.change.poll_step() {
+            let now = self.rank_time(at.0);
+            let Member { endpoint, membership, route, .. } = &mut self.members[at.0][at.1];
+            let Some(changing) = &mut membership.changing else { return Ok(()) };
+            let tree = matches!(route, Route::Tree(_)).then_some(&*endpoint);
+            match changing.change.poll_action(tree, now) {
                 None => break,
-                Some(Step::Promise(attempt)) => self.promise(at, attempt),
-                Some(Step::Run(attempt, promises)) => self.run_plan(at, attempt, &promises)?,
-                Some(Step::Committed(outcome)) => self.commit_view(at, &outcome)?,
-                Some(Step::Ended(end)) => self.leave(at, end),
+                Some(Action::Report(attempt)) => self.report_chunks(at, attempt),
+                Some(Action::Execute(attempt, plan)) => self.run_plan(at, attempt, plan)?,
+                Some(Action::Unsound(of)) => {
+                    let why = format!("the chunk inventory of {of} is invalid");
+                    return Err(Violation::Unrepairable { group: at.1, rank: at.0, why });
+                }
+                Some(Action::Commit(outcome)) => self.commit_view(at, &outcome)?,
+                Some(Action::End(end)) => self.leave(at, end),
             }
         }
         let (view, local) = {
@@ -208,16 +225,16 @@ impl Cluster<'_, '_> {
         self.advance_change((rank, group), |change| change.handle_timeout(now))
     }
 
-    fn promise(&mut self, at: (usize, usize), attempt: Attempt) {
+    fn report_chunks(&mut self, at: (usize, usize), attempt: Attempt) {
         let (rank, group) = at;
         let member = &mut self.members[rank][group];
         let Some(changing) = &mut member.membership.changing else { return };
-        let promise = match member.route {
-            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64),
-            Route::HostCollectives => Promise::without_tree(member.done),
+        let report = match member.route {
+            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64, member.view),
+            Route::HostCollectives => Promise::without_tree(member.done, member.view),
         };
         changing.trial = None;
-        changing.change.promise(attempt, promise);
+        changing.change.report(attempt, report);
         self.speak(at);
         self.reach_by(Point::Promised, rank);
     }
@@ -229,7 +246,7 @@ impl Cluster<'_, '_> {
         let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
         let changing = member.membership.changing.take().expect("in a change");
         let found = changing.found.filter(|tree| word_of(Some(*tree)) == outcome.vote);
-        if RankReport::of(&member.endpoint) != changing.report {
+        if report_of(member) != changing.report {
             return Err(Violation::NotFenced { group, rank, view });
         }
         let below = match has_tree {
@@ -239,7 +256,7 @@ impl Cluster<'_, '_> {
         member.membership.settled = Some((view, changing.change));
         member.membership.pieces.retain(|(of, _), _| *of > view);
         let member = &mut self.members[rank][group];
-        member.inboxes.remove(&view);
+        member.found.remove(&view);
         member.view += 1;
         self.view_changes += u64::from(!self.outcomes.contains_key(&(group, view)));
         if self.outcomes.entry((group, view)).or_insert_with(|| outcome.clone()) != outcome {
@@ -259,6 +276,9 @@ impl Cluster<'_, '_> {
             self.reach_by(Point::Committed, rank);
             return Ok(());
         }
+        if member.done < member.called as u64 {
+            self.seen.note(Mark::OpRestarted);
+        }
         self.seen.note(if found.is_some() { Mark::CommitTree } else { Mark::CommitSchedules });
         self.install(rank, group, found);
         self.reach_by(Point::Committed, rank);
@@ -274,7 +294,7 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         let view = member.view;
         let early = std::mem::take(&mut member.membership.early);
-        if self.deaths.known(rank).next().is_some() {
+        if self.deaths.knows_any(rank) {
             self.change_view(at, early.is_empty())?;
         }
         for (of, from, message) in early.into_iter().filter(|(of, ..)| *of >= view) {
@@ -293,6 +313,11 @@ impl Cluster<'_, '_> {
         let membership = &mut self.members[rank][group].membership;
         (membership.changing, membership.end) = (None, Some(GroupEnd::Out(end)));
     }
+}
+
+/// Return what a rank has of its lost tree alone.
+fn report_of(member: &Member) -> Promise {
+    Promise::of(&member.endpoint, &Landed::default(), member.first as u64, member.view)
 }
 
 /// What ranks must agree on: the tree, encoded.

@@ -4,8 +4,8 @@ use super::cluster::Posts;
 use super::memory::{Memory, OpMemory};
 use super::options::{Draw, Options};
 use super::ranks::Membership;
-use super::repair::{Inbox, Repair, Route};
 use super::report::Violation;
+use super::route::Route;
 use super::wiring::{Wiring, slots_per_shard};
 use crate::oracle::{input, weight};
 use std::collections::{BTreeMap, BTreeSet};
@@ -33,10 +33,8 @@ pub(super) struct Member {
     /// The first operation of its endpoint.
     pub(super) first: usize,
     pub(super) route: Route,
-    /// The repair in progress, if its tree is lost.
-    pub(super) repair: Option<Repair>,
-    /// By view.
-    pub(super) inboxes: BTreeMap<u32, Inbox>,
+    /// By view: the controller's reply about another tree.
+    pub(super) found: BTreeMap<u32, Option<usize>>,
     /// Ranks that have entered each host collective.
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     /// Operations below have been announced by this rank.
@@ -63,6 +61,7 @@ impl Member {
             ))),
             memory: Memory {
                 first: 0,
+                posted: Vec::new(),
                 ops: ops.map(|op| OpMemory::before(options, incarnation, group, rank, op)).collect(),
             },
             done: 0,
@@ -72,8 +71,7 @@ impl Member {
             view: 0,
             first: 0,
             route: Route::Tree(options.repairs().then_some(group)),
-            repair: None,
-            inboxes: BTreeMap::new(),
+            found: BTreeMap::new(),
             entered: BTreeMap::new(),
             entered_below: 0,
             membership: Membership::default(),

@@ -1,6 +1,9 @@
 //! One attempt of a view change ([`super::ranks`]): moves and computes the plan's chunks among the survivors, and
 //! requests another tree. Messages carry their attempt, like its connections, so that those of another attempt are
 //! never confused with it.
+//!
+//! Oracles: all ranks execute the same plan; no chunk is computed that some rank has, or twice in an attempt, or twice in
+//! a view where all ranks live; at most twice the message size is moved per rank.
 
 use super::cluster::Cluster;
 use super::controller::ControllerRequest;
@@ -10,18 +13,18 @@ use super::loss::Point;
 use super::messages::Message;
 use super::ranks::word_of;
 use super::reduce::{reduce, tree};
-use super::repair::Route;
 use super::report::Violation;
+use super::route::Route;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::harness::{Attempt, Chunk, Origin, Promises, Settlement};
+use sumac::harness::{Attempt, Chunk, Origin, Plan};
 use sumac_hal::ids::Rank;
+use sumac_hal::op::Collective;
 
 /// A plan in progress.
 pub(super) struct Trial {
     pub(super) attempt: Attempt,
-    live: Vec<usize>,
-    settlement: Settlement,
+    plan: Plan,
     missing: BTreeSet<u64>,
     /// Another tree was requested from the controller.
     wants_tree: bool,
@@ -42,37 +45,36 @@ pub(super) enum Piece {
 
 /// Oracle state of one attempt.
 pub(super) struct AttemptRecord {
-    settlement: Settlement,
+    plan: Plan,
     computed: BTreeSet<u64>,
     bytes: u64,
 }
 
 impl Cluster<'_, '_> {
-    /// All survivors have promised: compute the plan, and send this rank's part.
-    pub(super) fn run_plan(
-        &mut self,
-        at: (usize, usize),
-        attempt: Attempt,
-        promises: &Promises,
-    ) -> Result<(), Violation> {
+    /// All survivors have reported: execute the plan that follows, and send this rank's part.
+    pub(super) fn run_plan(&mut self, at: (usize, usize), attempt: Attempt, plan: Plan) -> Result<(), Violation> {
         let (rank, group) = at;
-        let ranks = self.options.ranks as u32;
-        let member = &self.members[rank][group];
-        let (view, has_tree) = (member.view, matches!(member.route, Route::Tree(_)));
-        let settlement = Settlement::of(promises, has_tree.then_some(&member.endpoint), ranks)
-            .map_err(|why| Violation::Unrepairable { group, rank, why })?;
-        let fresh = || AttemptRecord { settlement: settlement.clone(), computed: BTreeSet::new(), bytes: 0 };
-        if self.attempts.entry((group, view, attempt)).or_insert_with(fresh).settlement != settlement {
-            return Err(Violation::Disagreement { group, view });
+        let view = self.members[rank][group].view;
+        let lacks_tree = || (plan.len > plan.chunks.len() as u64).then(|| "a plan with chunks without a tree".into());
+        if let Some(why) = plan.failure().or_else(lacks_tree) {
+            return Err(Violation::Unrepairable { group, rank, why });
+        }
+        match self.attempts.get(&(group, view, attempt)) {
+            Some(record) if record.plan == plan => {}
+            Some(_) => return Err(Violation::Disagreement { group, view }),
+            None => {
+                self.check_plan((group, view), &plan)?;
+                let record = AttemptRecord { plan: plan.clone(), computed: BTreeSet::new(), bytes: 0 };
+                self.attempts.insert((group, view, attempt), record);
+            }
         }
         self.reach_by(Point::Decided, rank);
         if self.deaths.is_dead(rank) {
             return Ok(());
         }
-        let live: Vec<usize> = promises.ranks().into_iter().map(|rank| rank.0 as usize).collect();
-        let chunks = settlement.chunks.clone();
+        let (live, chunks) = (plan.live.clone(), plan.chunks.clone());
         let missing = chunks.iter().map(|chunk| chunk.seq).collect();
-        let trial = Trial { attempt, live: live.clone(), settlement, missing, wants_tree: false };
+        let trial = Trial { attempt, plan, missing, wants_tree: false };
         self.members[rank][group].membership.changing.as_mut().expect("in a change").trial = Some(trial);
         for chunk in &chunks {
             let member = &mut self.members[rank][group];
@@ -86,7 +88,7 @@ impl Cluster<'_, '_> {
                 }
                 Origin::Held(_) => {}
                 Origin::Recompute => {
-                    let to = live[chunk.seq as usize % live.len()];
+                    let to = live[chunk.seq as usize % live.len()].0 as usize;
                     self.count_piece((group, view, attempt), to != rank, bytes.len())?;
                     let piece = Piece::Contribution(chunk.seq, bytes);
                     self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
@@ -97,10 +99,25 @@ impl Cluster<'_, '_> {
         self.advance_trial(at)
     }
 
+    /// Check that no chunk is computed which a rank that takes part has.
+    fn check_plan(&self, (group, view): (usize, u32), plan: &Plan) -> Result<(), Violation> {
+        for chunk in plan.chunks.iter().filter(|chunk| chunk.origin == Origin::Recompute) {
+            let holds = |rank: &Rank| {
+                let member = &self.members[rank.0 as usize][group];
+                let receives_all = chunk.desc.collective == Collective::AllReduce;
+                receives_all && member.view == view && member.endpoint.holds(chunk.seq)
+            };
+            if plan.live.iter().any(holds) {
+                return Err(Violation::Recomputed { group, view, seq: chunk.seq });
+            }
+        }
+        Ok(())
+    }
+
     fn send_to_all(
         &mut self,
         (rank, group): (usize, usize),
-        (attempt, live): (Attempt, &[usize]),
+        (attempt, live): (Attempt, &[Rank]),
         chunk: &Chunk,
         bytes: &[u8],
     ) -> Result<(), Violation> {
@@ -109,7 +126,7 @@ impl Cluster<'_, '_> {
             let why = format!("chunk {}: {} bytes where {} are due", chunk.seq, bytes.len(), chunk.len_bytes);
             return Err(Violation::Unrepairable { group, rank, why });
         }
-        for &to in live {
+        for to in live.iter().map(|to| to.0 as usize) {
             self.count_piece((group, view, attempt), to != rank, bytes.len())?;
             let piece = Piece::Result(chunk.seq, bytes.to_vec());
             self.send_message(Message::Piece { from: rank, to, group, view, attempt, piece });
@@ -142,7 +159,7 @@ impl Cluster<'_, '_> {
         let view = self.members[rank][group].view;
         let trial = self.members[rank][group].membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
         let Some((trial, false)) = trial.map(|trial| (trial, trial.wants_tree)) else { return Ok(()) };
-        let (attempt, live, chunks) = (trial.attempt, trial.live.clone(), trial.settlement.chunks.clone());
+        let (attempt, live, chunks) = (trial.attempt, trial.plan.live.clone(), trial.plan.chunks.clone());
         for chunk in &chunks {
             let pieces = self.members[rank][group].membership.pieces.entry((view, attempt)).or_default();
             let given = pieces.contributions.get(&chunk.seq).filter(|given| given.len() == live.len());
@@ -167,7 +184,7 @@ impl Cluster<'_, '_> {
         let Some(trial) = trial.filter(|trial| trial.missing.is_empty()) else { return Ok(()) };
         trial.wants_tree = true;
         match member.route {
-            Route::Tree(lost) if live.len() == self.options.ranks && self.deaths.has_controller(rank) => {
+            Route::Tree(lost) if trial.plan.finds_tree && self.deaths.has_controller(rank) => {
                 self.send_message(Message::Request { rank, group, view, request: ControllerRequest::Replan { lost } });
                 self.schedule(self.now + REPLAN_LIMIT, Alarm::ReplanLimit { rank, group, view });
                 self.finish_trial(at, false)
@@ -184,10 +201,11 @@ impl Cluster<'_, '_> {
         given: &[Vec<u8>],
     ) -> Result<Vec<u8>, Violation> {
         let (options, view, seq) = (self.options, self.members[rank][group].view, chunk.seq);
-        let ledgers = self.attempts.get_mut(&(group, view, attempt)).expect("it is planned");
-        if given.len() < options.ranks || !ledgers.computed.insert(seq) {
+        let is_repeated = self.records((group, view, attempt)).any(|record| record.computed.contains(&seq));
+        if given.len() < options.ranks || is_repeated {
             return Err(Violation::Recomputed { group, view, seq });
         }
+        self.attempts.get_mut(&(group, view, attempt)).expect("it is planned").computed.insert(seq);
         self.seen.note(Mark::ChunkComputed);
         let tree = tree(&options.trees[options.tree(group)], options.ranks, options.order(group));
         Ok(reduce(&tree, &chunk.desc, given))
@@ -196,18 +214,31 @@ impl Cluster<'_, '_> {
     /// The plan is done, except for another tree if one is needed; handle its arrival or timeout.
     pub(super) fn finish_trial(&mut self, at: (usize, usize), is_late: bool) -> Result<(), Violation> {
         let (rank, group) = at;
-        let found = self.found(rank, group);
         let member = &mut self.members[rank][group];
+        let found = member.found.get(&member.view).copied();
         let Some(changing) = &mut member.membership.changing else { return Ok(()) };
         if self.deaths.is_dead(rank) || found.is_none() && !is_late {
             return Ok(());
         }
         let Some(trial) = changing.trial.take_if(|trial| trial.wants_tree) else { return Ok(()) };
         changing.found = found.flatten();
-        changing.change.done(trial.attempt, &trial.settlement, word_of(changing.found));
+        changing.change.executed(trial.attempt, word_of(changing.found));
         self.speak(at);
         self.reach_by(Point::Done, rank);
         self.drive_change(at)
+    }
+
+    /// The controller takes too long to find another tree.
+    pub(super) fn replan_limit(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
+        let member = &self.members[at.0][at.1];
+        let trial = member.membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
+        if member.view != view || self.deaths.is_dead(at.0) {
+            return Ok(());
+        }
+        if trial.is_some_and(|trial| trial.wants_tree) {
+            self.seen.note(Mark::ControllerLate);
+        }
+        self.finish_trial(at, true)
     }
 
     /// A piece was lost with its connection: this attempt fails here.
@@ -224,18 +255,27 @@ impl Cluster<'_, '_> {
         self.advance_change(at, |change| change.failed(attempt, now))
     }
 
-    /// An attempt moves at most twice the message size per rank.
+    /// Check that at most twice the message size is moved per rank.
     fn count_piece(&mut self, of: (usize, u32, Attempt), is_sent: bool, bytes: usize) -> Result<(), Violation> {
-        let ledgers = self.attempts.get_mut(&of).expect("it is planned");
         let sent = if is_sent { bytes as u64 } else { 0 };
-        ledgers.bytes += sent;
+        let record = self.attempts.get_mut(&of).expect("it is planned");
+        record.bytes += sent;
+        let message: u64 = record.plan.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
         self.repair_bytes += sent;
-        let message: u64 = ledgers.settlement.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
-        let (found, limit) = (ledgers.bytes, 2 * message * self.options.ranks as u64);
+        let found = self.records(of).map(|record| record.bytes).sum();
+        let limit = 2 * message * self.options.ranks as u64;
         if found > limit {
-            return Err(Violation::Limit { what: "bytes that an attempt moves", found, limit });
+            return Err(Violation::Limit { what: "bytes that a recovery moves", found, limit });
         }
         Ok(())
+    }
+
+    /// Return the attempts whose work counts together: where all ranks live, those of a view; otherwise each for itself.
+    fn records(&self, (group, view, attempt): (usize, u32, Attempt)) -> impl Iterator<Item = &AttemptRecord> {
+        let counts = move |(of, in_view, other): &(usize, u32, Attempt)| {
+            (*of, *in_view) == (group, view) && (!self.options.ranks_die() || *other == attempt)
+        };
+        self.attempts.iter().filter(move |(key, _)| counts(key)).map(|(_, record)| record)
     }
 }
 

@@ -1,10 +1,9 @@
-//! A view change, one step at a time: the production state machine, and what [`Change`] makes of its events,
-//! without connections. Messages are opaque to the caller that carries them.
+//! The public face of a rank's part in a view change, without connections. Messages are opaque to the caller that
+//! carries them.
 
-use super::super::ballot::{Authority, Message};
-use super::super::change::settle;
-use super::super::view::{Event, View};
-use super::super::{self as repair, Ballot, ChunkInventory, Dead, inventory};
+use super::super::ballot::Message;
+use super::super::change::{self, settle};
+use super::super::{self as recovery, Ballot, ChunkInventory, Dead, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
 use crate::transport::packets::{Buffers, OpId};
 use std::collections::BTreeMap;
@@ -27,26 +26,26 @@ impl Attempt {
 
 /// A message from one rank to another.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct ViewMessage(Message<repair::RankReport, repair::Decision>);
+pub struct ViewMessage(Message<recovery::RankReport, recovery::Decision>);
 
 /// A rank's promise: its report.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Promise(repair::RankReport);
+pub struct Promise(recovery::RankReport);
 
 /// The promises of all surviving ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Promises(BTreeMap<Rank, repair::RankReport>);
+pub struct Promises(BTreeMap<Rank, recovery::RankReport>);
 
 /// The chunks that recovery attempts have written, beside those that came from the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Landed(repair::Landed);
+pub struct Landed(recovery::Landed);
 
 /// The plan of an attempt, and the decision that follows from it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Settlement {
     /// The chunks to move or recompute, in order.
     pub chunks: Vec<Chunk>,
-    decision: repair::Decision,
+    decision: recovery::Decision,
 }
 
 /// The outcome that all surviving ranks have committed.
@@ -58,7 +57,9 @@ pub struct Outcome {
     pub cut: u64,
     /// If ranks are dead: the first call that fails on all survivors that had not returned from it.
     pub operation: u64,
-    /// The vote of all ranks in [`Change::done`]; 0 if votes differed.
+    /// The number of calls that any rank had begun.
+    pub begun: u64,
+    /// The vote of all ranks in [`Change::executed`]; 0 if votes differed.
     pub vote: u64,
 }
 
@@ -75,20 +76,36 @@ pub enum End {
 
 /// What the driver must do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Step {
-    /// Report by [`Change::promise`] what the rank has. Stop executing any earlier attempt.
-    Promise(Attempt),
-    /// Execute the plan that follows from these promises, and report that by [`Change::done`] or [`Change::failed`].
-    Run(Attempt, Promises),
+pub enum Action {
+    /// Freeze, and report by [`Change::report`] what the rank has. Stop executing any earlier plan.
+    Report(Attempt),
+    /// Execute this plan, and report that by [`Change::executed`] or [`Change::failed`].
+    Execute(Attempt, Plan),
+    /// This rank sent an invalid chunk inventory. The attempt has failed.
+    Unsound(Rank),
     /// All surviving ranks have executed the plan.
-    Committed(Outcome),
+    Commit(Outcome),
     /// This rank is not part of the outcome.
-    Ended(End),
+    End(End),
+}
+
+/// The plan of an attempt, and the decision that follows from it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Plan {
+    /// The surviving ranks, in order.
+    pub live: Vec<Rank>,
+    /// The chunks to move or recompute, in order; empty at a rank without a tree.
+    pub chunks: Vec<Chunk>,
+    /// The number of chunks, also at a rank without a tree.
+    pub len: u64,
+    /// Whether to ask for another tree then.
+    pub finds_tree: bool,
+    decision: recovery::Decision,
 }
 
 /// One rank's part in the change of one view.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Change(View<repair::RankReport, repair::Decision>);
+pub struct Change(change::Change);
 
 impl ViewMessage {
     /// Return the reply of a rank that takes no further part.
@@ -121,18 +138,26 @@ impl fmt::Display for ViewMessage {
 }
 
 impl Promise {
-    /// Make the promise of a rank; `first_call` is the number of the call that was posted there first.
-    pub fn of<'r>(source: impl Into<TreeSource<'r>>, landed: &Landed, first_call: u64) -> Self {
+    /// Make the promise of a rank after this many trees; `first_call` is the number of the call that was posted first in
+    /// the last one.
+    pub fn of<'r>(source: impl Into<TreeSource<'r>>, landed: &Landed, first_call: u64, trees: u32) -> Self {
         let source = source.into();
         let source = landed.0.over(&source);
-        let ops = repair::RecoverySource::ops(&source);
+        let ops = recovery::RecoverySource::ops(&source);
         let calls = ops.in_flight().map(|op| (op.end(), first_call + op.id.0)).collect();
-        Self::new(inventory(&source), calls, first_call + ops.next_id().0)
+        Self::new(inventory(&source), calls, first_call + ops.next_id().0, trees)
     }
 
-    /// Make the promise of a rank without a tree; `open` is the number of its first incomplete call.
-    pub fn without_tree(open: u64) -> Self {
-        Self::new(ChunkInventory::new(0), Vec::new(), open)
+    /// Make the promise of a rank that has no tree after this many; `open` is the number of its first incomplete call.
+    pub fn without_tree(open: u64, trees: u32) -> Self {
+        Self::new(ChunkInventory::new(0), Vec::new(), open, trees)
+    }
+
+    /// Set the number of calls that the rank has begun, if it is not that of its first incomplete call.
+    #[must_use]
+    pub fn with_begun(mut self, begun: u64) -> Self {
+        self.0.begun = begun;
+        self
     }
 
     /// Return whether a rank that has reported `earlier` still has all of that, and nothing of its own has changed. It
@@ -147,10 +172,10 @@ impl Promise {
         same && (now.from, now.posted()) == (then.from, then.posted()) && (now.from..now.posted()).all(is_kept)
     }
 
-    fn new(inventory: ChunkInventory, calls: Vec<(u64, u64)>, open: u64) -> Self {
+    fn new(inventory: ChunkInventory, calls: Vec<(u64, u64)>, open: u64, trees: u32) -> Self {
         // There are no connections.
         let address = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
-        Self(repair::RankReport { inventory, calls, open, begun: open, address, trees: 0, offered: None })
+        Self(recovery::RankReport { inventory, calls, open, begun: open, address, trees, offered: None })
     }
 }
 
@@ -174,7 +199,7 @@ impl Landed {
 
     /// Return which elements of an operation's output hold results, as an error would report it.
     pub fn completed_elements<'r>(&self, source: impl Into<TreeSource<'r>>, op: OpId) -> Vec<Range<u64>> {
-        repair::completed_elements(&self.0.over(&source.into()), op)
+        recovery::completed_elements(&self.0.over(&source.into()), op)
     }
 }
 
@@ -191,7 +216,7 @@ impl Settlement {
         let (plan, decision) = settled.map_err(|rank| format!("the chunk inventory of {rank} is invalid"))?;
         match (decision.failure, source) {
             (Some(why), _) => Err(why.to_string()),
-            (None, Some(source)) => Ok(Self { chunks: chunks_of(&plan, &source), decision }),
+            (None, Some(source)) => Ok(Self { chunks: chunks_of(&plan.pieces, &source), decision }),
             (None, None) if plan.pieces.is_empty() => Ok(Self { chunks: Vec::new(), decision }),
             (None, None) => Err("the plan has pieces, but there is no tree".to_owned()),
         }
@@ -228,15 +253,37 @@ impl Chunk {
         result: &[u8],
         buffers: &mut dyn Buffers,
     ) {
-        repair::land(&landed.0.over(&source.into()), self.seq, result, buffers);
+        recovery::land(&landed.0.over(&source.into()), self.seq, result, buffers);
         landed.note(self.seq);
     }
 }
 
+impl Plan {
+    fn new(attempt: &change::Attempt, source: Option<TreeSource<'_>>, decision: recovery::Decision) -> Self {
+        Self {
+            live: attempt.live.keys().copied().collect(),
+            chunks: source.map_or_else(Vec::new, |source| chunks_of(&attempt.pieces, &source)),
+            len: attempt.pieces.iter().map(|piece| piece.end - piece.first).sum(),
+            finds_tree: attempt.finds_tree,
+            decision,
+        }
+    }
+
+    /// Return where the tree is cut: operations that end there or below are complete.
+    pub fn cut(&self) -> u64 {
+        self.decision.cut
+    }
+
+    /// Return why recovery is not possible, as text.
+    pub fn failure(&self) -> Option<String> {
+        self.decision.failure.map(|why| why.to_string())
+    }
+}
+
 impl Change {
-    /// Take part as `rank` of `ranks` until `deadline`.
-    pub fn new(own: (Rank, u32), has_controller: bool, deadline: Instant) -> Self {
-        Self(View::new(own, Dead::new(), has_controller, deadline))
+    /// Take part as `rank` of `ranks`, which has recovered or migrated from this many trees, until `deadline`.
+    pub fn new(own: (Rank, u32), trees: u32, has_controller: bool, deadline: Instant) -> Self {
+        Self(change::Change::new(own, trees, has_controller, deadline))
     }
 
     /// Break a rule from the start, to check what it is for.
@@ -261,14 +308,14 @@ impl Change {
         self.0.begin();
     }
 
-    /// A rank is dead: confirmed, or only suspected because it cannot be reached.
-    pub fn rank_died(&mut self, rank: Rank, is_confirmed: bool) {
-        self.0.rank_died(rank, if is_confirmed { Authority::Confirmed } else { Authority::Suspicion });
+    /// Ranks are dead for certain, and there may be no controller any more. Returns whether that is news.
+    pub fn report_deaths(&mut self, lost: &[Rank], has_controller: bool) -> bool {
+        self.0.report_deaths(lost, has_controller)
     }
 
-    /// There is no controller any more that reports dead ranks.
-    pub fn controller_lost(&mut self) {
-        self.0.controller_lost();
+    /// A rank's process has ended, or it does not respond: with a controller, the rank is dead for certain.
+    pub fn rank_died(&mut self, rank: Rank, has_controller: bool) {
+        self.0.rank_died(rank, recovery::authority(has_controller));
     }
 
     /// Process a message from another rank.
@@ -291,28 +338,36 @@ impl Change {
         self.0.poll_transmit().map(|(to, message)| (to, ViewMessage(message)))
     }
 
-    /// Return the next step for the driver.
-    pub fn poll_step(&mut self) -> Option<Step> {
-        self.0.poll_event().map(|event| match event {
-            Event::Promise { ballot } => Step::Promise(Attempt(ballot)),
-            Event::Run { ballot, reports } => Step::Run(Attempt(ballot), Promises(reports)),
-            Event::Committed(repair::Outcome { dead, decision, vote }) => {
-                Step::Committed(Outcome { dead, cut: decision.cut, operation: decision.operation, vote })
+    /// Return what the driver must do next. `source` is the rank's lost tree.
+    pub fn poll_action<'r>(&mut self, source: Option<impl Into<TreeSource<'r>>>, now: Instant) -> Option<Action> {
+        let source: Option<TreeSource<'r>> = source.map(Into::into);
+        let chunks = |desc: &_| source.map_or(0, |source| source.chunks(desc));
+        Some(match self.0.poll_action(source.is_some().then_some(&chunks), now)? {
+            change::Action::Report(ballot) => Action::Report(Attempt(ballot)),
+            change::Action::Execute(ballot, attempt) => {
+                let decision = self.0.decision().expect("it was just made").clone();
+                Action::Execute(Attempt(ballot), Plan::new(&attempt, source, decision))
             }
-            Event::Ended(repair::End::Partitioned) => Step::Ended(End::Partitioned),
-            Event::Ended(repair::End::Deadline) => Step::Ended(End::Deadline),
-            Event::Ended(repair::End::Unknown) => Step::Ended(End::Unknown),
+            change::Action::Unsound(rank) => Action::Unsound(rank),
+            change::Action::Commit(commit) => {
+                let recovery::Outcome { dead, decision, vote } = commit.outcome;
+                let recovery::Decision { cut, operation, begun, .. } = decision;
+                Action::Commit(Outcome { dead, cut, operation, begun, vote })
+            }
+            change::Action::End(recovery::End::Partitioned) => Action::End(End::Partitioned),
+            change::Action::End(recovery::End::Deadline) => Action::End(End::Deadline),
+            change::Action::End(recovery::End::Unknown) => Action::End(End::Unknown),
         })
     }
 
-    /// Reply to [`Step::Promise`].
-    pub fn promise(&mut self, attempt: Attempt, promise: Promise) {
-        self.0.promise(attempt.0, promise.0);
+    /// Report what this rank has, in reply to [`Action::Report`].
+    pub fn report(&mut self, attempt: Attempt, report: Promise) {
+        self.0.report(attempt.0, report.0);
     }
 
     /// An attempt's plan has been executed here; `vote` is a value that is committed if all ranks agree on it.
-    pub fn done(&mut self, attempt: Attempt, settlement: &Settlement, vote: u64) {
-        self.0.done(attempt.0, settlement.decision.clone(), vote);
+    pub fn executed(&mut self, attempt: Attempt, vote: u64) {
+        self.0.executed(attempt.0, vote);
     }
 
     /// An attempt's plan failed here.

@@ -5,8 +5,8 @@ use crate::sim::check::{check_queues, check_return};
 use crate::sim::clock::{Clock, ClockOwner};
 use crate::sim::coverage::Mark;
 use crate::sim::loss::Point;
-use crate::sim::repair::{Route, is_loss_of_tree};
 use crate::sim::report::Violation;
+use crate::sim::route::{Route, is_loss_of_tree};
 use crate::sim::wiring::{node_addr, rank_addr, sharer};
 use sumac::transport::packets::Event;
 use sumac_hal::time::Instant;
@@ -116,10 +116,7 @@ impl Cluster<'_, '_> {
                     return Err(Violation::Completion { group, rank, found: id.0, expected });
                 }
                 // Expected: the endpoint was frozen.
-                Event::Failed(_)
-                    if member.repair.is_some()
-                        || member.membership.is_frozen()
-                        || member.route == Route::HostCollectives => {}
+                Event::Failed(_) if member.membership.is_frozen() || member.route == Route::HostCollectives => {}
                 Event::Failed(error) => {
                     self.seen.endpoint_error(error);
                     if self.options.repairs() && is_loss_of_tree(error) {

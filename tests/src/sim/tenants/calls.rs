@@ -6,16 +6,16 @@ use super::world::{Actor, Alarm, World};
 use crate::sim::memory::{OpMemory, results};
 use std::time::Duration;
 use sumac::harness::CallStart;
-use sumac::transport::packets::{Endpoint, Event};
+use sumac::transport::packets::{Endpoint, EndpointError, Event};
 use sumac_hal::emu::Delivery;
-use sumac_hal::op::Path;
+use sumac_hal::op::{Collective, Path};
 
 impl World<'_, '_> {
     pub(super) fn have_all_finished(&self, (job, rank): (usize, usize)) -> bool {
         self.jobs[job].ranks[rank].peers.finished.len() == self.plan.jobs[job].world
     }
 
-    /// Return whether a rank is in a repair or a move.
+    /// Return whether a rank is in a recovery or a move.
     pub(super) fn is_busy(&self, at: (usize, usize)) -> bool {
         let phase = &self.jobs[at.0].ranks[at.1].phase;
         matches!(phase, Phase::Frozen | Phase::Collecting | Phase::Replanning(_) | Phase::Votes)
@@ -26,9 +26,14 @@ impl World<'_, '_> {
         let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
         loop {
             let now = self.now;
-            // All ranks have all results: finished ranks may be gone, and no repair is needed.
+            // All ranks have all results: finished ranks may be gone, and no recovery is needed.
             if self.is_busy(at) && self.member(at).resumes == Phase::Finishing && self.have_all_finished(at) {
                 return self.end(at, End::Done);
+            }
+            let member = self.member(at);
+            if let Some(recovery) = member.recovery.as_mut().filter(|recovery| recovery.change.poll_timeout() <= now) {
+                recovery.change.handle_timeout(now);
+                self.drive(at)?;
             }
             let member = self.member(at);
             let epoch = member.epoch;
@@ -50,28 +55,25 @@ impl World<'_, '_> {
                 },
                 Phase::InHostCollective => {
                     let op = member.done;
-                    if member.peers.entered.get(&op).is_none_or(|ranks| ranks.len() < world) {
+                    let has_all = member.peers.entered.get(&op).is_some_and(|ranks| ranks.len() == world);
+                    if !has_all && !self.only_sends(at, op) {
                         return Ok(());
                     }
                     self.run_schedule(at)?;
                 }
-                Phase::Frozen if member.peers.reports.get(&epoch).is_some_and(|all| all.len() == world) => {
-                    self.decide(at)?;
-                }
                 Phase::Collecting => {
-                    self.land(at);
-                    if !self.member(at).missing.is_empty() {
+                    if self.land(at) {
                         return Ok(());
                     }
                     self.ask_for_tree(at);
                 }
                 Phase::Replanning(until) => {
-                    if !self.take_answer(at, until) {
+                    if !self.take_answer(at, until)? {
                         return Ok(());
                     }
                 }
                 Phase::Votes if member.peers.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
-                    self.commit(at)?;
+                    self.migrate(at)?;
                 }
                 Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),
                 _ => return Ok(()),
@@ -89,19 +91,33 @@ impl World<'_, '_> {
             member.called += 1;
             *job.calls.entry(op).or_default() += 1;
         }
-        if member.has_tree {
-            member.phase = Phase::InTree;
-            if let Some(endpoint) = &mut member.endpoint {
+        let by_ranks = &self.plan.jobs[at.0].by_ranks[op];
+        let is_by_ranks = |&(epoch, has_tree): &(u32, bool)| !has_tree || by_ranks[epoch as usize % 2];
+        // As a communicator selects and announces.
+        let is_earlier = member.paths.select(op as u64, |view| is_by_ranks(view).then_some(())).is_some();
+        let runs_by_ranks = is_earlier || is_by_ranks(&(member.epoch, member.has_tree));
+        if let Some(endpoint) = member.endpoint.as_mut().filter(|_| member.has_tree && !is_earlier) {
+            let path = if runs_by_ranks { Path::Ring } else { Path::Tree };
+            match endpoint.post(ops[op], path, None) {
+                Ok(_) => member.memory.posted.push(op),
                 // If the tree is already lost, it restarts on the next one.
-                let posted = endpoint.post(ops[op], Path::Tree, None);
-                assert!(posted.is_ok() || endpoint.error().is_some(), "{posted:?}");
+                Err(error) => assert!(endpoint.error().is_some(), "{error:?}"),
             }
             self.touched.insert(Actor::Rank(at.0, at.1));
-        } else {
+        }
+        if runs_by_ranks {
             member.phase = Phase::InHostCollective;
             self.broadcast(at, &JobMessage::Entered(op));
+        } else {
+            member.phase = Phase::InTree;
         }
         Ok(())
+    }
+
+    /// Return whether a rank may return from a host collective before the others call it.
+    fn only_sends(&self, (job, rank): (usize, usize), op: usize) -> bool {
+        let desc = &self.plan.jobs[job].ops[op];
+        desc.collective == Collective::Broadcast && desc.root.0 as usize == rank
     }
 
     /// Host collectives have their own tests: here they complete at once when all ranks have entered.
@@ -126,7 +142,8 @@ impl World<'_, '_> {
         let (now, plan) = (self.now, &self.plan.jobs[at.0]);
         let op = self.member(at).done;
         let called = self.jobs[at.0].calls.get(&op).copied().unwrap_or(0);
-        if called < plan.world {
+        let may_be_first = self.jobs[at.0].ranks[at.1].phase == Phase::InHostCollective && self.only_sends(at, op);
+        if called < plan.world && !may_be_first {
             let what = format!("job {} rank {} operation {op} when {called} ranks had called it", at.0, at.1);
             return Err(Violation { oracle: "early completion", what });
         }
@@ -167,10 +184,20 @@ impl World<'_, '_> {
                 continue;
             }
             match event {
-                Event::Completed(id) if member.memory.first + id.0 as usize == member.done => self.finish_op(at)?,
+                // An announcement, whose operation may have returned.
+                Event::Completed(id) if member.memory.index(id) < member.done => {}
+                Event::Completed(id) if member.memory.index(id) == member.done => {
+                    if member.phase != Phase::InHostCollective && member.resumes_in_tree() {
+                        self.finish_op(at)?;
+                    }
+                }
+                Event::Failed(EndpointError::Mismatch { .. }) => {
+                    let what = format!("job {} rank {}: {event:?} after {} operations", at.0, at.1, member.done);
+                    return Err(Violation { oracle: "different operations", what });
+                }
                 Event::Failed(error) if member.has_tree => {
                     self.report.seen.endpoint_error(error);
-                    self.freeze(at)?;
+                    self.freeze(at, true)?;
                 }
                 Event::Failed(_) => {}
                 other => {

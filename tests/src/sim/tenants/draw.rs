@@ -79,6 +79,8 @@ pub struct JobPlan {
     pub moves: bool,
     /// Its operations.
     pub ops: Vec<OpDesc>,
+    /// Which of them are host collectives in even and in odd views that have a tree; all others run in the tree.
+    pub by_ranks: Vec<[bool; 2]>,
     /// Maximum time of a rank between two calls.
     pub think_max: Duration,
     /// Jobs of the same kind need the same resources.
@@ -127,7 +129,8 @@ impl Tenancy {
         let capacities = draw_capacities(&mut draw, devices, usize::from(chunk_len_bytes));
         let tenants = 1 + draw.below(4) as usize;
         let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
-        let jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
+        let mut jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
+        draw_paths(&mut Draw::new(weight(&[seed, 0x7061_7468])), &mut jobs);
         let mut incidents = draw_incidents(&mut draw, devices, &jobs);
         draw_blocked(&mut Draw::new(weight(&[seed, 0x626c_6f63])), &jobs, &mut incidents);
         draw_successor(&mut Draw::new(weight(&[seed, 0x7375_6363])), &jobs, &mut incidents);
@@ -290,6 +293,7 @@ fn draw_jobs(
                 wait_ms: draw.one_of(&[0, 0, 300, 5_000]),
                 moves: draw.chance(800),
                 ops: Vec::new(),
+                by_ranks: Vec::new(),
                 think_max: Duration::ZERO,
                 kind: kind as usize,
             }
@@ -307,9 +311,19 @@ fn draw_jobs(
         let ops = (0..rounds).flat_map(|_| draw_ops(draw, kind.world, chunk_len_bytes, chunks)).collect();
         let think_max = if is_long { draw.one_of(&[5, 50, 150]) } else { draw.one_of(&[0, 5, 100, 700, 4_000]) };
         let think_max = Duration::from_millis(think_max);
-        jobs.push(JobPlan { tenant: draw.below(tenants as u64) as usize, at, ops, think_max, ..kind.clone() });
+        let (tenant, by_ranks) = (draw.below(tenants as u64) as usize, Vec::new());
+        jobs.push(JobPlan { tenant, at, ops, by_ranks, think_max, ..kind.clone() });
     }
     jobs
+}
+
+/// Host collectives beside the tree: none in most runs.
+fn draw_paths(draw: &mut Draw, jobs: &mut [JobPlan]) {
+    let is_on = draw.chance(400);
+    for job in jobs {
+        let mut by_ranks = || is_on && draw.chance(350);
+        job.by_ranks = job.ops.iter().map(|_| [by_ranks(), by_ranks()]).collect();
+    }
 }
 
 /// Each kind of incident is off in most runs.

@@ -287,7 +287,7 @@ impl World<'_, '_> {
 
     fn promise(&mut self, rank: usize) {
         let member = &mut self.members[rank];
-        let promise = Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64);
+        let promise = Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64, 0);
         member.stage = Stage::Frozen(Box::new(promise));
         self.all_frozen();
     }
@@ -311,7 +311,7 @@ impl World<'_, '_> {
         let (live, ranks) = (self.live(), self.options.ranks as u32);
         let promise = |rank: usize| {
             let member = &self.members[rank];
-            Promise::of(member.transport.tree_source(), &member.landed, member.memory.first as u64)
+            Promise::of(member.transport.tree_source(), &member.landed, member.memory.first as u64, 0)
         };
         let promises = Promises::of(live.iter().map(|&rank| (Rank(rank as u32), promise(rank))));
         let mut settled: Option<Settlement> = None;
@@ -415,7 +415,8 @@ impl World<'_, '_> {
         self.report.view_changes += 1;
         for rank in live {
             let member = &self.members[rank];
-            let promise = Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64);
+            let promise =
+                Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64, 0);
             let Stage::Frozen(frozen) = &member.stage else { continue };
             let is_kept = match &member.transport {
                 Transport::Packets(_) => **frozen == promise,

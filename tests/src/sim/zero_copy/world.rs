@@ -228,7 +228,7 @@ impl World<'_, '_> {
             let endpoint = Endpoint::new(self.wiring.endpoint(self.options, (rank, 0), 0, self.epoch));
             self.members.push(Member {
                 transport: Transport::Packets(Box::new(endpoint)),
-                memory: Memory { first: 0, ops },
+                memory: Memory { first: 0, posted: Vec::new(), ops },
                 called: 0,
                 done: 0,
                 stage: Stage::Running,
