@@ -15,7 +15,7 @@ impl World<'_, '_> {
         self.jobs[job].ranks[rank].peers.finished.len() == self.plan.jobs[job].world
     }
 
-    /// Return whether a rank is in a repair or a move.
+    /// Return whether a rank is in a recovery or a move.
     pub(super) fn is_busy(&self, at: (usize, usize)) -> bool {
         let phase = &self.jobs[at.0].ranks[at.1].phase;
         matches!(phase, Phase::Frozen | Phase::Collecting | Phase::Replanning(_) | Phase::Votes)
@@ -26,9 +26,14 @@ impl World<'_, '_> {
         let (world, ops) = (self.plan.jobs[at.0].world, self.plan.jobs[at.0].ops.len());
         loop {
             let now = self.now;
-            // All ranks have all results: finished ranks may be gone, and no repair is needed.
+            // All ranks have all results: finished ranks may be gone, and no recovery is needed.
             if self.is_busy(at) && self.member(at).resumes == Phase::Finishing && self.have_all_finished(at) {
                 return self.end(at, End::Done);
+            }
+            let member = self.member(at);
+            if let Some(recovery) = member.recovery.as_mut().filter(|recovery| recovery.change.poll_timeout() <= now) {
+                recovery.change.handle_timeout(now);
+                self.drive(at)?;
             }
             let member = self.member(at);
             let epoch = member.epoch;
@@ -55,23 +60,19 @@ impl World<'_, '_> {
                     }
                     self.run_schedule(at)?;
                 }
-                Phase::Frozen if member.peers.reports.get(&epoch).is_some_and(|all| all.len() == world) => {
-                    self.decide(at)?;
-                }
                 Phase::Collecting => {
-                    self.land(at);
-                    if !self.member(at).missing.is_empty() {
+                    if self.land(at) {
                         return Ok(());
                     }
                     self.ask_for_tree(at);
                 }
                 Phase::Replanning(until) => {
-                    if !self.take_answer(at, until) {
+                    if !self.take_answer(at, until)? {
                         return Ok(());
                     }
                 }
                 Phase::Votes if member.peers.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
-                    self.commit(at)?;
+                    self.migrate(at)?;
                 }
                 Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),
                 _ => return Ok(()),
@@ -170,7 +171,7 @@ impl World<'_, '_> {
                 Event::Completed(id) if member.memory.first + id.0 as usize == member.done => self.finish_op(at)?,
                 Event::Failed(error) if member.has_tree => {
                     self.report.seen.endpoint_error(error);
-                    self.freeze(at)?;
+                    self.freeze(at, true)?;
                 }
                 Event::Failed(_) => {}
                 other => {

@@ -78,7 +78,7 @@ impl World<'_, '_> {
             }
             ClientReply::TreeLost { view } if member.has_tree && view >= member.view => {
                 self.report.seen.note(Mark::FrozenByController);
-                self.freeze(at)?;
+                self.freeze(at, true)?;
             }
             ClientReply::Offer { view } => {
                 let pauses = member.calls.offer(view).map(|from| (view, from));
@@ -154,14 +154,18 @@ impl World<'_, '_> {
     }
 
     /// Take the controller's reply, or continue without; false if it may still arrive.
-    pub(super) fn take_answer(&mut self, at: (usize, usize), until: sumac_hal::time::Instant) -> bool {
+    pub(super) fn take_answer(
+        &mut self,
+        at: (usize, usize),
+        until: sumac_hal::time::Instant,
+    ) -> Result<bool, Violation> {
         let now = self.now;
         let member = &mut self.jobs[at.0].ranks[at.1];
         let view = member.asked_view;
         let answer = member.answer.take_if(|(of, _)| *of == view);
         let has_controller = member.conn.is_some() && !member.takeover.is_pending;
         if answer.is_none() && has_controller && now < until {
-            return false;
+            return Ok(false);
         }
         match answer {
             Some((_, Some(membership))) => {
@@ -177,13 +181,12 @@ impl World<'_, '_> {
         }
         let member = &mut self.jobs[at.0].ranks[at.1];
         let tree = member.found.as_ref().and_then(|membership| membership.tree.as_ref().ok());
-        let (epoch, group) = (member.epoch, tree.map_or(0, |tree| u64::from(tree.group.0) + 1));
-        member.phase = Phase::Votes;
+        let group = tree.map_or(0, |tree| u64::from(tree.group.0) + 1);
         if group == 0 {
             self.report.seen.note(Mark::NoTree);
         }
-        self.broadcast(at, &JobMessage::Vote(epoch, group));
-        true
+        self.vote(at, group)?;
+        Ok(true)
     }
 
     pub(super) fn decline(&mut self, at: (usize, usize), why: &str) {
@@ -259,7 +262,7 @@ impl World<'_, '_> {
             self.leave_mesh(at);
         }
         let member = &mut self.jobs[at.0].ranks[at.1];
-        (member.phase, member.endpoint) = (Phase::Ended(end), None);
+        (member.phase, member.endpoint, member.recovery) = (Phase::Ended(end), None, None);
         if let Some(conn) = member.conn.take() {
             match end {
                 End::Killed => {

@@ -1,11 +1,12 @@
-//! Jobs and their ranks: production endpoints, with the production decisions about calls and repairs.
+//! Jobs and their ranks: production endpoints, with the production decisions about calls and recoveries.
 //!
 //! A rank models what `sumac::comm` waits for: it calls one operation after the other, moves to offered trees, and
-//! repairs a lost tree together with all ranks of its job. Ranks of a job that loses one of them end. Agreement while
+//! recovers from the loss of a tree together with all ranks of its job. Ranks of a job that loses one of them end. Agreement while
 //! ranks die is tested by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
 
 use super::TenantViolation as Violation;
 use super::draw::{JobPlan, Tenancy};
+use super::recovery::Recovery;
 use super::world::{Actor, World};
 use crate::oracle::{Shape, weight};
 use crate::sim::faults::Faults;
@@ -16,7 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
-use sumac::harness::{Calls, Decision, RankReport};
+use sumac::harness::{Attempt, Calls, Outcome, Plan, ViewMessage};
 use sumac::plan::Child;
 use sumac::transport::packets::Endpoint;
 use sumac_hal::ids::Rank;
@@ -50,7 +51,7 @@ pub(super) enum Phase {
     InTree,
     /// An operation runs as a host collective, once all ranks have entered.
     InHostCollective,
-    /// Its tree is lost: waiting for the others' reports.
+    /// Its tree is lost: waiting for the plan.
     Frozen,
     /// Waiting for missing chunks.
     Collecting,
@@ -66,13 +67,11 @@ pub(super) enum Phase {
 /// A message between the ranks of a job.
 #[derive(Debug, Clone)]
 pub(super) enum JobMessage {
-    /// The tree of an epoch is lost.
-    Lost(u32),
-    /// The sender's report on it.
-    RankReport(u32, RankReport),
+    /// About the change of an epoch's view, whose tree is lost.
+    View(u32, Box<ViewMessage>),
     /// Chunks were sent.
     Given,
-    /// A vote: the group found plus one; 0 for none.
+    /// A vote on a tree to migrate to: the group found plus one; 0 for none.
     Vote(u32, u64),
     /// The sender has entered this host collective.
     Entered(usize),
@@ -104,11 +103,9 @@ pub(super) struct Member {
     pub(super) memory: Memory,
     pub(super) done: usize,
     pub(super) called: usize,
-    /// The state to resume after a repair.
+    /// The state to resume after a recovery.
     pub(super) resumes: Phase,
-    pub(super) sent_report: Option<RankReport>,
-    pub(super) decision: Option<Decision>,
-    pub(super) missing: BTreeSet<u64>,
+    pub(super) recovery: Option<Recovery>,
     /// The controller's reply.
     pub(super) answer: Option<(u32, Option<Box<Membership>>)>,
     pub(super) found: Option<Box<Membership>>,
@@ -117,6 +114,13 @@ pub(super) struct Member {
     /// It accepts offered trees.
     pub(super) moves: bool,
     pub(super) peers: PeerState,
+}
+
+impl Member {
+    /// Return whether it is one of its job's ranks now.
+    pub(super) const fn is_there(&self) -> bool {
+        !matches!(self.phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_))
+    }
 }
 
 /// What a rank tells the next controller, and how far it has come with it.
@@ -137,15 +141,15 @@ pub(super) struct Takeover {
 /// What a rank knows of the others.
 #[derive(Default)]
 pub(super) struct PeerState {
-    pub(super) lost: Option<u32>,
-    pub(super) reports: BTreeMap<u32, BTreeMap<usize, RankReport>>,
+    /// Messages about views that it has not entered or not handled yet: the epoch and the sender.
+    pub(super) views: Vec<(u32, usize, Box<ViewMessage>)>,
     pub(super) votes: BTreeMap<u32, BTreeMap<usize, u64>>,
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     pub(super) finished: BTreeSet<usize>,
     pub(super) has_lost_rank: bool,
 }
 
-/// Pieces of a chunk sent in a repair.
+/// Pieces of a chunk sent in a recovery.
 #[derive(Default)]
 pub(super) struct Piece {
     pub(super) contributions: BTreeMap<usize, Vec<u8>>,
@@ -164,8 +168,12 @@ pub(super) struct Job {
     /// Parameters of its oracle, once its ranks know the declared order.
     pub(super) options: Option<Options>,
     pub(super) results: BTreeMap<usize, Vec<Vec<u8>>>,
-    pub(super) decisions: BTreeMap<u32, Decision>,
-    pub(super) pieces: BTreeMap<(u32, u64), Piece>,
+    /// By epoch and attempt.
+    pub(super) plans: BTreeMap<(u32, Attempt), Plan>,
+    /// By epoch.
+    pub(super) outcomes: BTreeMap<u32, Outcome>,
+    /// By epoch, attempt and sequence number.
+    pub(super) pieces: BTreeMap<(u32, Attempt, u64), Piece>,
     /// Number of ranks that have called each operation.
     pub(super) calls: BTreeMap<usize, usize>,
 }
@@ -189,9 +197,7 @@ impl Job {
             done: 0,
             called: 0,
             resumes: Phase::Disconnected,
-            sent_report: None,
-            decision: None,
-            missing: BTreeSet::new(),
+            recovery: None,
             answer: None,
             found: None,
             given_up: None,
@@ -206,7 +212,8 @@ impl Job {
             came_back: BTreeMap::new(),
             options: None,
             results: BTreeMap::new(),
-            decisions: BTreeMap::new(),
+            plans: BTreeMap::new(),
+            outcomes: BTreeMap::new(),
             pieces: BTreeMap::new(),
             calls: BTreeMap::new(),
         }
@@ -290,13 +297,9 @@ impl World<'_, '_> {
         self.touched.insert(Actor::Rank(at.0, at.1));
     }
 
-    /// Others may have reported the loss before this rank got here.
+    /// Others may have begun to change the view before this rank got here.
     pub(super) fn catch_up(&mut self, at: (usize, usize)) -> Result<(), Violation> {
-        let member = self.member(at);
-        if member.peers.has_lost_rank {
-            return self.end(at, End::RanksFailed);
-        }
-        if member.has_tree && member.peers.lost == Some(member.epoch) { self.freeze(at) } else { Ok(()) }
+        if self.member(at).peers.has_lost_rank { self.end(at, End::RanksFailed) } else { self.take_view_messages(at) }
     }
 
     pub(super) fn on_job_message(
@@ -308,8 +311,7 @@ impl World<'_, '_> {
         let member = self.member(at);
         let peers = &mut member.peers;
         match body {
-            JobMessage::Lost(epoch) => peers.lost = peers.lost.max(Some(epoch)),
-            JobMessage::RankReport(epoch, report) => _ = peers.reports.entry(epoch).or_default().insert(from, report),
+            JobMessage::View(epoch, message) => peers.views.push((epoch, from, message)),
             JobMessage::Given => {}
             JobMessage::Vote(epoch, group) => _ = peers.votes.entry(epoch).or_default().insert(from, group),
             JobMessage::Entered(op) => _ = peers.entered.entry(op).or_default().insert(from),
@@ -318,11 +320,8 @@ impl World<'_, '_> {
             JobMessage::Gone if peers.finished.contains(&from) => {}
             JobMessage::Gone => peers.has_lost_rank = true,
         }
-        let is_there = !matches!(member.phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
-        if is_there && !self.is_busy(at) {
+        if member.is_there() {
             self.catch_up(at)?;
-        } else if is_there && self.member(at).peers.has_lost_rank {
-            self.end(at, End::RanksFailed)?;
         }
         self.advance(at)
     }

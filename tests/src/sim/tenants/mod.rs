@@ -29,7 +29,7 @@ mod controller;
 mod device;
 mod draw;
 mod job;
-mod repair;
+mod recovery;
 mod report;
 mod takeover;
 mod watch;
