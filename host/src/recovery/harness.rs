@@ -9,19 +9,15 @@ mod change;
 mod source;
 
 pub use super::migration::CallStart;
-use super::plan::{Inventories, Piece, plan};
+use super::plan::Piece;
 pub use super::view::Flaw;
-use super::{ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, result_lens};
-use crate::transport::packets::{Buffers, Endpoint, OpId};
+use super::{RecoverySource, Source, append_contribution, append_result, land, result_lens};
+use crate::transport::packets::{Buffers, Endpoint};
 pub use calls::Calls;
-pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, Promise, Promises, Settlement, ViewMessage};
+pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, RankReport, ViewMessage};
 pub use source::{ReadRedo, RedoPlace, RedoSlots, TreeSource};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
-
-/// What a rank has of the chunks that are not complete on all ranks, as it reports it to the others.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RankReport(ChunkInventory);
 
 /// Where the result of a chunk comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -45,44 +41,6 @@ pub struct Chunk {
     pub origin: Origin,
 }
 
-/// The plan of recovery from a lost tree.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Decision {
-    /// Operations that end here or below are complete afterwards; later ones start again.
-    pub cut: u64,
-    /// The chunks to move or recompute, in order.
-    pub chunks: Vec<Chunk>,
-}
-
-impl RankReport {
-    /// Describe a rank whose endpoint is [frozen](Endpoint::freeze).
-    pub fn of(endpoint: &Endpoint) -> Self {
-        Self(inventory(endpoint))
-    }
-}
-
-impl Decision {
-    /// Compute the plan from every rank's report, in order of rank. `endpoint` is any of theirs.
-    ///
-    /// # Errors
-    /// Why recovery is not possible, as text.
-    pub fn of(reports: &[RankReport], endpoint: &Endpoint) -> Result<Self, String> {
-        let inventories: Inventories = (0..).map(Rank).zip(reports.iter().map(|report| report.0.clone())).collect();
-        let ranks = inventories.len() as u32;
-        let lens = |desc: &OpDesc| endpoint.chunks(desc);
-        if let Some((rank, _)) = inventories.iter().find(|(_, inventory)| !inventory.is_valid(ranks, lens)) {
-            return Err(format!("the chunk inventory of {rank} is invalid"));
-        }
-        let plan = plan(&inventories, ranks).map_err(|why| why.to_string())?;
-        Ok(Self { cut: plan.cut, chunks: chunks_of(&plan.pieces, endpoint) })
-    }
-
-    /// Return the first of a rank's operations that is not complete afterwards.
-    pub fn completed_below(&self, endpoint: &Endpoint) -> OpId {
-        endpoint.first_behind(self.cut)
-    }
-}
-
 /// Return the chunks of a plan's pieces.
 fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
     let mut chunks = Vec::new();
@@ -99,11 +57,6 @@ fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
 }
 
 impl Chunk {
-    /// Return what a rank contributes: the result if it is the holder, otherwise its contribution.
-    pub fn give(&self, endpoint: &Endpoint, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
-        self.give_of(endpoint, rank, buffers)
-    }
-
     fn give_of(&self, source: &dyn RecoverySource, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
         let mut bytes = Vec::new();
         match self.origin {

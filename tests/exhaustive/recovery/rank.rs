@@ -10,7 +10,7 @@ use crate::scope::{Scope, Wiring};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
-use sumac::harness::{Action, Attempt, Change, Chunk, Landed, Origin, Outcome, Plan, Promise, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, Chunk, Landed, Origin, Outcome, Plan, RankReport, ViewMessage};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Path;
@@ -306,8 +306,8 @@ impl Run<'_, '_> {
         let RankState { view, way, first, returned, changing, .. } = &mut *self.part;
         let changing = changing.as_mut().expect("in a change");
         let report = match way {
-            Way::Tree(endpoint) => Promise::of(&**endpoint, &changing.landed, *first, *view),
-            Way::Schedules => Promise::without_tree(*returned, *view),
+            Way::Tree(endpoint) => RankReport::of(&**endpoint, &changing.landed, *first, *view),
+            Way::Schedules => RankReport::without_tree(*returned, *view),
         };
         changing.trial = None;
         changing.change.report(attempt, report);

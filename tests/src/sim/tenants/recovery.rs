@@ -11,7 +11,7 @@ use crate::sim::reduce::{reduce, tree};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use sumac::controller::proto::Membership;
-use sumac::harness::{Action, Attempt, Change, Landed, Origin, Outcome, Plan, Promise};
+use sumac::harness::{Action, Attempt, Change, Landed, Origin, Outcome, Plan, RankReport};
 use sumac::transport::packets::Endpoint;
 use sumac_hal::ids::Rank;
 
@@ -19,7 +19,7 @@ use sumac_hal::ids::Rank;
 pub(super) struct Recovery {
     pub(super) change: Change,
     /// The report on the frozen endpoint.
-    report: Promise,
+    report: RankReport,
     landed: Landed,
     plan: Option<(Attempt, Plan)>,
     /// Chunks of the plan that have not arrived.
@@ -255,8 +255,8 @@ impl World<'_, '_> {
 }
 
 /// Return what a rank has of its lost tree.
-fn report_of(endpoint: &Endpoint, landed: &Landed, first_call: usize, epoch: u32) -> Promise {
-    Promise::of(endpoint, landed, first_call as u64, epoch)
+fn report_of(endpoint: &Endpoint, landed: &Landed, first_call: usize, epoch: u32) -> RankReport {
+    RankReport::of(endpoint, landed, first_call as u64, epoch)
 }
 
 /// Limit of a recovery: longer than any wait for the controller.
