@@ -57,17 +57,38 @@ fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
 }
 
 impl Chunk {
-    fn give_of(&self, source: &dyn RecoverySource, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
-        let mut bytes = Vec::new();
+    /// Return what a rank contributes, including chunks that recovery has written: the result if it is the holder,
+    /// otherwise its contribution.
+    pub fn give<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &Landed,
+        rank: Rank,
+        buffers: &mut dyn Buffers,
+    ) -> Vec<u8> {
+        let (source, mut bytes) = (source.into(), Vec::new());
+        let source = landed.0.over(&source);
         match self.origin {
-            Origin::Held(holder) if holder == rank => append_result(source, self.seq, buffers, &mut bytes),
+            Origin::Held(holder) if holder == rank => append_result(&source, self.seq, buffers, &mut bytes),
             Origin::Held(_) => {}
-            Origin::Recompute => append_contribution(source, self.seq, buffers, &mut bytes),
+            Origin::Recompute => append_contribution(&source, self.seq, buffers, &mut bytes),
         }
         bytes
     }
 
-    /// Write the result, if the rank waits for it.
+    /// Write the result, if the rank still waits for it, and record that.
+    pub fn land_once<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &mut Landed,
+        result: &[u8],
+        buffers: &mut dyn Buffers,
+    ) {
+        land(&landed.0.over(&source.into()), self.seq, result, buffers);
+        landed.note(self.seq);
+    }
+
+    /// Write the result, if the rank waits for it, without recording that: later attempts do not know of it.
     pub fn land(&self, endpoint: &Endpoint, result: &[u8], buffers: &mut dyn Buffers) {
         land(endpoint, self.seq, result, buffers);
     }

@@ -330,7 +330,7 @@ impl Run<'_, '_> {
         }
         if let Some(endpoint) = endpoint {
             let own = Rank(*rank as u32);
-            let mut give = |chunk: &Chunk| chunk.give_landed(endpoint, &changing.landed, own, memory);
+            let mut give = |chunk: &Chunk| chunk.give(endpoint, &changing.landed, own, memory);
             let chunks: Vec<Vec<u8>> = plan.chunks.iter().map(&mut give).collect();
             let shared_data = SharedData { from: *rank, view: *view, attempt, plan: plan.clone(), chunks };
             self.act.shared_data = Some(shared_data).filter(|shared_data| !shared_data.chunks.is_empty());

@@ -5,7 +5,7 @@ use super::super::ballot::Message;
 use super::super::change;
 use super::super::{self as recovery, Ballot, ChunkInventory, Dead, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
-use crate::transport::packets::{Buffers, OpId};
+use crate::transport::packets::OpId;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub struct RankReport(recovery::RankReport);
 
 /// The chunks that recovery attempts have written, beside those that came from the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Landed(recovery::Landed);
+pub struct Landed(pub(super) recovery::Landed);
 
 /// The outcome that all surviving ranks have committed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -166,32 +166,6 @@ impl Landed {
     /// Return which elements of an operation's output hold results, as an error would report it.
     pub fn completed_elements<'r>(&self, source: impl Into<TreeSource<'r>>, op: OpId) -> Vec<Range<u64>> {
         recovery::completed_elements(&self.0.over(&source.into()), op)
-    }
-}
-
-impl Chunk {
-    /// Return what a rank contributes, including chunks that recovery has written: the result if it is the holder,
-    /// otherwise its contribution.
-    pub fn give_landed<'r>(
-        &self,
-        source: impl Into<TreeSource<'r>>,
-        landed: &Landed,
-        rank: Rank,
-        buffers: &mut dyn Buffers,
-    ) -> Vec<u8> {
-        self.give_of(&landed.0.over(&source.into()), rank, buffers)
-    }
-
-    /// Write the result, if the rank still waits for it, and record that.
-    pub fn land_once<'r>(
-        &self,
-        source: impl Into<TreeSource<'r>>,
-        landed: &mut Landed,
-        result: &[u8],
-        buffers: &mut dyn Buffers,
-    ) {
-        recovery::land(&landed.0.over(&source.into()), self.seq, result, buffers);
-        landed.note(self.seq);
     }
 }
 

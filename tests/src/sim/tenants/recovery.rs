@@ -123,7 +123,7 @@ impl World<'_, '_> {
         }
         let (Some(endpoint), Some(recovery)) = (&member.endpoint, &mut member.recovery) else { return Ok(()) };
         for chunk in &plan.chunks {
-            let bytes = chunk.give_landed(endpoint, &recovery.landed, Rank(at.1 as u32), &mut member.memory);
+            let bytes = chunk.give(endpoint, &recovery.landed, Rank(at.1 as u32), &mut member.memory);
             let piece = job.pieces.entry((epoch, attempt, chunk.seq)).or_default();
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize == at.1 => piece.result = Some(bytes),

@@ -371,12 +371,8 @@ impl World<'_, '_> {
         }
         for &rank in live {
             let member = &mut self.members[rank];
-            let bytes = chunk.give_landed(
-                member.transport.tree_source(),
-                &member.landed,
-                Rank(rank as u32),
-                &mut member.memory,
-            );
+            let bytes =
+                chunk.give(member.transport.tree_source(), &member.landed, Rank(rank as u32), &mut member.memory);
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize != rank => {}
                 _ => given.push(bytes),

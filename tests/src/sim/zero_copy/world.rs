@@ -59,7 +59,7 @@ pub(super) struct Member {
     pub(super) called: usize,
     pub(super) done: usize,
     pub(super) stage: Stage,
-    /// Chunks stored by repairs of this tree.
+    /// Chunks stored by recoveries from the loss of this tree.
     pub(super) landed: Landed,
     pub(super) is_dead: bool,
     /// When it polls its rings.
