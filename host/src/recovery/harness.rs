@@ -10,19 +10,15 @@ mod source;
 
 pub use super::call_paths::CallPaths;
 pub use super::migration::CallStart;
-use super::plan::{Inventories, Piece, plan};
+use super::plan::Piece;
 pub use super::view::Flaw;
-use super::{ChunkInventory, RecoverySource, Source, append_contribution, append_result, inventory, land, result_lens};
-use crate::transport::packets::{Buffers, Endpoint, OpId};
+use super::{RecoverySource, Source, append_contribution, append_result, land, result_lens};
+use crate::transport::packets::{Buffers, Endpoint};
 pub use calls::Calls;
-pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, Promise, Promises, Settlement, ViewMessage};
+pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, RankReport, ViewMessage};
 pub use source::{ReadRedo, RedoPlace, RedoSlots, TreeSource};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
-
-/// What a rank has of the chunks that are not complete on all ranks, as it reports it to the others.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RankReport(ChunkInventory);
 
 /// Where the result of a chunk comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -46,44 +42,6 @@ pub struct Chunk {
     pub origin: Origin,
 }
 
-/// The plan of recovery from a lost tree.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Decision {
-    /// Operations that end here or below are complete afterwards; later ones start again.
-    pub cut: u64,
-    /// The chunks to move or recompute, in order.
-    pub chunks: Vec<Chunk>,
-}
-
-impl RankReport {
-    /// Describe a rank whose endpoint is [frozen](Endpoint::freeze).
-    pub fn of(endpoint: &Endpoint) -> Self {
-        Self(inventory(endpoint))
-    }
-}
-
-impl Decision {
-    /// Compute the plan from every rank's report, in order of rank. `endpoint` is any of theirs.
-    ///
-    /// # Errors
-    /// Why recovery is not possible, as text.
-    pub fn of(reports: &[RankReport], endpoint: &Endpoint) -> Result<Self, String> {
-        let inventories: Inventories = (0..).map(Rank).zip(reports.iter().map(|report| report.0.clone())).collect();
-        let ranks = inventories.len() as u32;
-        let lens = |desc: &OpDesc| endpoint.chunks(desc);
-        if let Some((rank, _)) = inventories.iter().find(|(_, inventory)| !inventory.is_valid(ranks, lens)) {
-            return Err(format!("the chunk inventory of {rank} is invalid"));
-        }
-        let plan = plan(&inventories, ranks).map_err(|why| why.to_string())?;
-        Ok(Self { cut: plan.cut, chunks: chunks_of(&plan.pieces, endpoint) })
-    }
-
-    /// Return the first of a rank's operations that is not complete afterwards.
-    pub fn completed_below(&self, endpoint: &Endpoint) -> OpId {
-        endpoint.first_behind(self.cut)
-    }
-}
-
 /// Return the chunks of a plan's pieces.
 fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
     let mut chunks = Vec::new();
@@ -100,22 +58,38 @@ fn chunks_of(pieces: &[Piece], source: &dyn RecoverySource) -> Vec<Chunk> {
 }
 
 impl Chunk {
-    /// Return what a rank contributes: the result if it is the holder, otherwise its contribution.
-    pub fn give(&self, endpoint: &Endpoint, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
-        self.give_of(endpoint, rank, buffers)
-    }
-
-    fn give_of(&self, source: &dyn RecoverySource, rank: Rank, buffers: &mut dyn Buffers) -> Vec<u8> {
-        let mut bytes = Vec::new();
+    /// Return what a rank contributes, including chunks that recovery has written: the result if it is the holder,
+    /// otherwise its contribution.
+    pub fn give<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &Landed,
+        rank: Rank,
+        buffers: &mut dyn Buffers,
+    ) -> Vec<u8> {
+        let (source, mut bytes) = (source.into(), Vec::new());
+        let source = landed.0.over(&source);
         match self.origin {
-            Origin::Held(holder) if holder == rank => append_result(source, self.seq, buffers, &mut bytes),
+            Origin::Held(holder) if holder == rank => append_result(&source, self.seq, buffers, &mut bytes),
             Origin::Held(_) => {}
-            Origin::Recompute => append_contribution(source, self.seq, buffers, &mut bytes),
+            Origin::Recompute => append_contribution(&source, self.seq, buffers, &mut bytes),
         }
         bytes
     }
 
-    /// Write the result, if the rank waits for it.
+    /// Write the result, if the rank still waits for it, and record that.
+    pub fn land_once<'r>(
+        &self,
+        source: impl Into<TreeSource<'r>>,
+        landed: &mut Landed,
+        result: &[u8],
+        buffers: &mut dyn Buffers,
+    ) {
+        land(&landed.0.over(&source.into()), self.seq, result, buffers);
+        landed.note(self.seq);
+    }
+
+    /// Write the result, if the rank waits for it, without recording that: later attempts do not know of it.
     pub fn land(&self, endpoint: &Endpoint, result: &[u8], buffers: &mut dyn Buffers) {
         land(endpoint, self.seq, result, buffers);
     }

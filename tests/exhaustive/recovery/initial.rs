@@ -15,7 +15,7 @@ use crate::scope::Scope;
 use crate::search::{Moment, moments};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
-use sumac::harness::{Landed, Promise};
+use sumac::harness::{Landed, RankReport};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::ChunkNo;
 use sumac_hal::port::{Addr, Ecn};
@@ -40,7 +40,7 @@ pub(super) struct InitialState {
 /// Everything of a rank that a recovery reads.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
-    promise: Promise,
+    report: RankReport,
     answered: Vec<bool>,
     kept: Vec<Option<Vec<u8>>>,
     next: OpId,
@@ -85,7 +85,7 @@ impl InitialState {
     fn key(&self, scope: &Scope) -> Key {
         let seqs = 0..scope.ops().last().map_or(0, |(_, seqs)| seqs.end);
         Key {
-            promise: Promise::of(&self.endpoint, &Landed::default(), 0, 0),
+            report: RankReport::of(&self.endpoint, &Landed::default(), 0, 0),
             answered: seqs.clone().map(|seq| self.endpoint.holds(seq)).collect(),
             kept: seqs.map(|seq| self.endpoint.kept(ChunkNo(seq))).collect(),
             next: self.endpoint.first_behind(u64::MAX),

@@ -10,7 +10,7 @@ use crate::scope::{Scope, Wiring};
 use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::Duration;
-use sumac::harness::{Action, Attempt, Change, Chunk, Landed, Origin, Outcome, Plan, Promise, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, Chunk, Landed, Origin, Outcome, Plan, RankReport, ViewMessage};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::Path;
@@ -306,8 +306,8 @@ impl Run<'_, '_> {
         let RankState { view, way, first, returned, changing, .. } = &mut *self.part;
         let changing = changing.as_mut().expect("in a change");
         let report = match way {
-            Way::Tree(endpoint) => Promise::of(&**endpoint, &changing.landed, *first, *view),
-            Way::Schedules => Promise::without_tree(*returned, *view),
+            Way::Tree(endpoint) => RankReport::of(&**endpoint, &changing.landed, *first, *view),
+            Way::Schedules => RankReport::without_tree(*returned, *view),
         };
         changing.trial = None;
         changing.change.report(attempt, report);
@@ -330,7 +330,7 @@ impl Run<'_, '_> {
         }
         if let Some(endpoint) = endpoint {
             let own = Rank(*rank as u32);
-            let mut give = |chunk: &Chunk| chunk.give_landed(endpoint, &changing.landed, own, memory);
+            let mut give = |chunk: &Chunk| chunk.give(endpoint, &changing.landed, own, memory);
             let chunks: Vec<Vec<u8>> = plan.chunks.iter().map(&mut give).collect();
             let shared_data = SharedData { from: *rank, view: *view, attempt, plan: plan.clone(), chunks };
             self.act.shared_data = Some(shared_data).filter(|shared_data| !shared_data.chunks.is_empty());

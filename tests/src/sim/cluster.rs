@@ -88,7 +88,7 @@ pub(super) struct Cluster<'o, 'm> {
     /// By device and shard.
     pub(super) slots: BTreeMap<(usize, usize), Slots>,
     alarm_numbers: u64,
-    /// Assignments of groups that repair, past and present.
+    /// Assignments of groups that recover, past and present.
     pub(super) assignments: Vec<Assignment>,
     /// The assignment that a group has on a device.
     pub(super) placed: BTreeMap<(usize, usize), usize>,

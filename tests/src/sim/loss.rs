@@ -1,4 +1,4 @@
-//! Losses during operations and repairs: devices, links, the controller; at drawn times, or right after a rare step.
+//! Losses during operations and recoveries: devices, links, the controller; at drawn times, or right after a rare step.
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
@@ -47,7 +47,7 @@ pub enum LossKind {
     },
 }
 
-/// A step of an operation or a repair.
+/// A step of an operation or a recovery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Point {
     /// A device has completed a chunk and sent nothing.
@@ -56,25 +56,25 @@ pub enum Point {
     Sent,
     /// A rank has frozen its endpoint.
     Frozen,
-    /// A rank has computed the repair plan.
+    /// A rank has computed the plan of a recovery.
     Decided,
-    /// A rank has stored a chunk delivered by a repair.
+    /// A rank has stored a chunk delivered by a recovery.
     Landed,
     /// The controller has reserved a place on a device.
     Reserved,
     /// The controller has assigned a rank another tree.
     Assigned,
-    /// A rank has completed a repair.
+    /// A rank has completed a recovery.
     Committed,
-    /// A rank has sent its promise in a view change.
+    /// A rank has sent its report in a view change.
     Promised,
     /// A rank has reported its part of a view change as done.
     Done,
 }
 
 impl Point {
-    /// The points of a repair without dead ranks.
-    const OF_REPAIR: [Self; 8] = [
+    /// The points of a recovery without dead ranks.
+    const OF_RECOVERY: [Self; 8] = [
         Self::Completed,
         Self::Sent,
         Self::Frozen,
@@ -125,7 +125,7 @@ impl Loss {
             _ => LossKind::Controller(Duration::from_millis(draw.one_of(&[5, 500, 4_000, 20_000]))),
         };
         let of_operations = [Point::Completed, Point::Sent];
-        let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::OF_REPAIR) };
+        let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::OF_RECOVERY) };
         let most = match point {
             Point::Completed => 40,
             Point::Sent => 200,

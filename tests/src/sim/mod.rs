@@ -13,7 +13,7 @@
 //! or slow; loss, duplication and reordering of up to 30 %, corruption, one-way cuts and slow links, each kind disabled
 //! in most runs; a device that dies or restarts, a link that is cut for longer than the dead-hop timeout, a controller
 //! that loses its state: up to three of these in sequence, at a time or right after a step of an operation or of a
-//! repair ([`Point`]); an attacker.
+//! recovery ([`Point`]); an attacker.
 //!
 //! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides, also
 //! when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller, links
@@ -25,9 +25,10 @@
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,
-//! salvage what was published, and repair; see [`ZeroCopy`]. Not covered there: several groups at a time, shards,
-//! straggler limits, an attacker, and agreement on a repair while others die (see [`ScenarioKind::Ranks`]). The board's
-//! own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and `tests/recovery`.
+//! salvage what was published, and recover; see [`ZeroCopy`]. Not covered there: several groups at a time, shards,
+//! straggler limits, an attacker, and messages of a view change that are late or lost (see [`ScenarioKind::Ranks`]). The
+//! board's own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and
+//! `tests/recovery`.
 
 mod attack;
 mod check;

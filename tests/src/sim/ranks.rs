@@ -20,7 +20,7 @@ use super::setup::Member;
 use super::trial::{Pieces, Trial};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, Promise, ViewMessage};
+use sumac::harness::{Action, Attempt, Change, End, Landed, Outcome, RankReport, ViewMessage};
 use sumac_hal::ids::Rank;
 
 /// A rank's state of the views of a group.
@@ -52,7 +52,7 @@ pub(super) struct ViewChangeState {
     /// Chunks stored by attempts.
     pub(super) landed: Landed,
     /// Report of the frozen endpoint.
-    report: Promise,
+    report: RankReport,
     /// Operations that had returned before.
     returned: u64,
     pub(super) trial: Option<Trial>,
@@ -230,8 +230,8 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         let Some(changing) = &mut member.membership.changing else { return };
         let report = match member.route {
-            Route::Tree(_) => Promise::of(&member.endpoint, &changing.landed, member.first as u64, member.view),
-            Route::HostCollectives => Promise::without_tree(member.done, member.view),
+            Route::Tree(_) => RankReport::of(&member.endpoint, &changing.landed, member.first as u64, member.view),
+            Route::HostCollectives => RankReport::without_tree(member.done, member.view),
         };
         changing.trial = None;
         changing.change.report(attempt, report);
@@ -316,8 +316,8 @@ impl Cluster<'_, '_> {
 }
 
 /// Return what a rank has of its lost tree alone.
-fn report_of(member: &Member) -> Promise {
-    Promise::of(&member.endpoint, &Landed::default(), member.first as u64, member.view)
+fn report_of(member: &Member) -> RankReport {
+    RankReport::of(&member.endpoint, &Landed::default(), member.first as u64, member.view)
 }
 
 /// What ranks must agree on: the tree, encoded.

@@ -109,7 +109,7 @@ impl Tables {
         for group in 0..options.all_groups() {
             let nodes = &wirings[options.tree(group)].nodes;
             let place = nodes.iter().filter(|node| node.device == device).map(|node| node.children).max();
-            // After a repair a device may have any place of a tree.
+            // After a recovery a device may have any place of a tree.
             let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.repairs());
             let Some(place) = widest.or(place) else { continue };
             groups += 1;

@@ -80,7 +80,7 @@ impl Cluster<'_, '_> {
             let member = &mut self.members[rank][group];
             let Some(changing) = &member.membership.changing else { break };
             let own = Rank(rank as u32);
-            let bytes = chunk.give_landed(&member.endpoint, &changing.landed, own, &mut member.memory);
+            let bytes = chunk.give(&member.endpoint, &changing.landed, own, &mut member.memory);
             match chunk.origin {
                 Origin::Held(holder) if holder == own => {
                     self.seen.note(Mark::ChunkHeld);

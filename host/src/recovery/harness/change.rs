@@ -2,11 +2,10 @@
 //! carries them.
 
 use super::super::ballot::Message;
-use super::super::change::{self, settle};
+use super::super::change;
 use super::super::{self as recovery, Ballot, ChunkInventory, Dead, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
-use crate::transport::packets::{Buffers, OpId};
-use std::collections::BTreeMap;
+use crate::transport::packets::OpId;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
@@ -28,25 +27,13 @@ impl Attempt {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ViewMessage(Message<recovery::RankReport, recovery::Decision>);
 
-/// A rank's promise: its report.
+/// What a rank has, as it reports it to the others.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Promise(recovery::RankReport);
-
-/// The promises of all surviving ranks.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Promises(BTreeMap<Rank, recovery::RankReport>);
+pub struct RankReport(recovery::RankReport);
 
 /// The chunks that recovery attempts have written, beside those that came from the tree.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
-pub struct Landed(recovery::Landed);
-
-/// The plan of an attempt, and the decision that follows from it.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Settlement {
-    /// The chunks to move or recompute, in order.
-    pub chunks: Vec<Chunk>,
-    decision: recovery::Decision,
-}
+pub struct Landed(pub(super) recovery::Landed);
 
 /// The outcome that all surviving ranks have committed.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -137,8 +124,8 @@ impl fmt::Display for ViewMessage {
     }
 }
 
-impl Promise {
-    /// Make the promise of a rank after this many trees; `first_call` is the number of the call that was posted first in
+impl RankReport {
+    /// Make the report of a rank after this many trees; `first_call` is the number of the call that was posted first in
     /// the last one.
     pub fn of<'r>(source: impl Into<TreeSource<'r>>, landed: &Landed, first_call: u64, trees: u32) -> Self {
         let source = source.into();
@@ -148,7 +135,7 @@ impl Promise {
         Self::new(inventory(&source), calls, first_call + ops.next_id().0, trees)
     }
 
-    /// Make the promise of a rank that has no tree after this many; `open` is the number of its first incomplete call.
+    /// Make the report of a rank that has no tree after this many; `open` is the number of its first incomplete call.
     pub fn without_tree(open: u64, trees: u32) -> Self {
         Self::new(ChunkInventory::new(0), Vec::new(), open, trees)
     }
@@ -179,18 +166,6 @@ impl Promise {
     }
 }
 
-impl Promises {
-    /// Collect the promises of the surviving ranks, for a caller that knows which ranks these are.
-    pub fn of(promises: impl IntoIterator<Item = (Rank, Promise)>) -> Self {
-        Self(promises.into_iter().map(|(rank, promise)| (rank, promise.0)).collect())
-    }
-
-    /// Return the surviving ranks, in order.
-    pub fn ranks(&self) -> Vec<Rank> {
-        self.0.keys().copied().collect()
-    }
-}
-
 impl Landed {
     /// Record that a chunk was written.
     pub fn note(&mut self, seq: u64) {
@@ -200,61 +175,6 @@ impl Landed {
     /// Return which elements of an operation's output hold results, as an error would report it.
     pub fn completed_elements<'r>(&self, source: impl Into<TreeSource<'r>>, op: OpId) -> Vec<Range<u64>> {
         recovery::completed_elements(&self.0.over(&source.into()), op)
-    }
-}
-
-impl Settlement {
-    /// Compute the plan of an attempt of `ranks` ranks, at a rank that has this of its tree; either all ranks have a
-    /// tree or none.
-    ///
-    /// # Errors
-    /// Why recovery is not possible, as text.
-    pub fn of<'r>(promises: &Promises, source: Option<impl Into<TreeSource<'r>>>, ranks: u32) -> Result<Self, String> {
-        let source: Option<TreeSource<'r>> = source.map(Into::into);
-        let chunks = |desc: &_| source.map_or(0, |source| source.chunks(desc));
-        let settled = settle(&promises.0, ranks, source.is_some().then_some(&chunks));
-        let (plan, decision) = settled.map_err(|rank| format!("the chunk inventory of {rank} is invalid"))?;
-        match (decision.failure, source) {
-            (Some(why), _) => Err(why.to_string()),
-            (None, Some(source)) => Ok(Self { chunks: chunks_of(&plan.pieces, &source), decision }),
-            (None, None) if plan.pieces.is_empty() => Ok(Self { chunks: Vec::new(), decision }),
-            (None, None) => Err("the plan has pieces, but there is no tree".to_owned()),
-        }
-    }
-
-    /// Return where the tree is cut: operations that end there or below are complete.
-    pub fn cut(&self) -> u64 {
-        self.decision.cut
-    }
-
-    /// If ranks are dead, return the first call that fails on all survivors that had not returned from it.
-    pub fn operation(&self) -> u64 {
-        self.decision.operation
-    }
-}
-
-impl Chunk {
-    /// Return what a rank contributes, as [`Chunk::give`] does, including chunks that recovery has written.
-    pub fn give_landed<'r>(
-        &self,
-        source: impl Into<TreeSource<'r>>,
-        landed: &Landed,
-        rank: Rank,
-        buffers: &mut dyn Buffers,
-    ) -> Vec<u8> {
-        self.give_of(&landed.0.over(&source.into()), rank, buffers)
-    }
-
-    /// Write the result, if the rank still waits for it, and record that.
-    pub fn land_once<'r>(
-        &self,
-        source: impl Into<TreeSource<'r>>,
-        landed: &mut Landed,
-        result: &[u8],
-        buffers: &mut dyn Buffers,
-    ) {
-        recovery::land(&landed.0.over(&source.into()), self.seq, result, buffers);
-        landed.note(self.seq);
     }
 }
 
@@ -361,7 +281,7 @@ impl Change {
     }
 
     /// Report what this rank has, in reply to [`Action::Report`].
-    pub fn report(&mut self, attempt: Attempt, report: Promise) {
+    pub fn report(&mut self, attempt: Attempt, report: RankReport) {
         self.0.report(attempt.0, report.0);
     }
 

@@ -2,8 +2,8 @@
 //! and recovered.
 //!
 //! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices;
-//! endpoints; migration to offered trees ([`sumac::harness`]); the chunks that a repair moves. Models: what a
-//! rank waits for (`calls`, `repair`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays
+//! endpoints; migration to offered trees, and recovery from the loss of a tree ([`sumac::harness`]). Models: what a
+//! rank waits for (`calls`, `recovery`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays
 //! there when the next controller offers one), message delivery (`wire`), and host collectives, which complete at once
 //! when all ranks have entered.
 //!

@@ -11,7 +11,7 @@ use crate::sim::reduce::{reduce, tree};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use sumac::controller::proto::Membership;
-use sumac::harness::{Action, Attempt, Calls, Change, Landed, Origin, Outcome, Plan, Promise};
+use sumac::harness::{Action, Attempt, Calls, Change, Landed, Origin, Outcome, Plan, RankReport};
 use sumac::transport::packets::Endpoint;
 use sumac_hal::ids::Rank;
 
@@ -19,7 +19,7 @@ use sumac_hal::ids::Rank;
 pub(super) struct Recovery {
     pub(super) change: Change,
     /// The report on the frozen endpoint.
-    report: Promise,
+    report: RankReport,
     landed: Landed,
     plan: Option<(Attempt, Plan)>,
     /// Chunks of the plan that have not arrived.
@@ -123,7 +123,7 @@ impl World<'_, '_> {
         }
         let (Some(endpoint), Some(recovery)) = (&member.endpoint, &mut member.recovery) else { return Ok(()) };
         for chunk in &plan.chunks {
-            let bytes = chunk.give_landed(endpoint, &recovery.landed, Rank(at.1 as u32), &mut member.memory);
+            let bytes = chunk.give(endpoint, &recovery.landed, Rank(at.1 as u32), &mut member.memory);
             let piece = job.pieces.entry((epoch, attempt, chunk.seq)).or_default();
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize == at.1 => piece.result = Some(bytes),
@@ -262,8 +262,8 @@ impl World<'_, '_> {
 }
 
 /// Return what a rank has of its lost tree. No rank is dead, so calls in the tree are not numbered.
-fn report_of(endpoint: &Endpoint, landed: &Landed, calls: &Calls, epoch: u32) -> Promise {
-    Promise::of(endpoint, landed, 0, epoch).with_begun(calls.begun())
+fn report_of(endpoint: &Endpoint, landed: &Landed, calls: &Calls, epoch: u32) -> RankReport {
+    RankReport::of(endpoint, landed, 0, epoch).with_begun(calls.begun())
 }
 
 /// Limit of a recovery: longer than any wait for the controller.

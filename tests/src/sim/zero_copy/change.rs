@@ -1,8 +1,8 @@
 //! Losses and tree changes: every rank fences its device and salvages what was published, all report their state, the
-//! production plan is executed, and the group continues in another epoch on another tree.
+//! plan is executed, and the group continues in another epoch on another tree.
 //!
-//! Agreement and connections are tested in [`super::super::ranks`]; here messages always arrive. Simulated is what a
-//! device does meanwhile: fences, hang-ups, and everything between PLAN and COMMIT.
+//! Messages of the [agreement](super::agreement) always arrive at once; see [`super::super::ranks`] for others.
+//! Simulated is what a device does meanwhile: fences, hang-ups, and everything between PLAN and COMMIT.
 
 use super::draw::{CrashPoint, Fate, Mishap};
 use super::driver::Fence;
@@ -12,7 +12,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::reduce::{reduce, tree};
 use crate::sim::report::Violation;
 use std::time::Duration;
-use sumac::harness::{Landed, Origin, Promise, Promises, Settlement};
+use sumac::harness::{Chunk, Landed, Origin, RankReport};
 use sumac::transport::packets::OpId;
 use sumac_hal::ids::{FunctionId, Rank};
 use sumac_hal::op::Collective;
@@ -200,7 +200,7 @@ impl World<'_, '_> {
         match &mut member.transport {
             Transport::Packets(endpoint) => {
                 endpoint.freeze();
-                self.promise(rank);
+                self.frozen(rank);
                 Ok(())
             }
             Transport::ZeroCopy(driver) => {
@@ -281,18 +281,23 @@ impl World<'_, '_> {
         driver.salvage(&mut member.memory, seen, takes_late);
         let open = member.done..member.called;
         open.clone().try_for_each(|op| self.check_whole(rank, op))?;
-        self.promise(rank);
+        self.frozen(rank);
         self.take_events(rank)
     }
 
-    fn promise(&mut self, rank: usize) {
-        let member = &mut self.members[rank];
-        let promise = Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64, 0);
-        member.stage = Stage::Frozen(Box::new(promise));
+    fn frozen(&mut self, rank: usize) {
+        let report = self.report_of(rank);
+        self.members[rank].stage = Stage::Frozen(Box::new(report));
         self.all_frozen();
     }
 
-    /// Continue once all survivors have promised.
+    /// Return what a rank has of its lost tree alone.
+    fn report_of(&self, rank: usize) -> RankReport {
+        let (member, trees) = (&self.members[rank], self.incarnation as u32);
+        RankReport::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64, trees)
+    }
+
+    /// Continue once all survivors are frozen.
     fn all_frozen(&mut self) {
         let mut live = self.members.iter().filter(|member| !member.is_dead).peekable();
         if live.peek().is_some() && live.all(|member| matches!(member.stage, Stage::Frozen(_))) {
@@ -306,30 +311,19 @@ impl World<'_, '_> {
         (0..self.members.len()).filter(|&rank| !self.members[rank].is_dead).collect()
     }
 
-    /// Compute the same plan on all ranks, and execute it.
+    /// Agree on a plan, and execute it.
     fn settle(&mut self) -> Result<(), Violation> {
-        let (live, ranks) = (self.live(), self.options.ranks as u32);
-        let promise = |rank: usize| {
-            let member = &self.members[rank];
-            Promise::of(member.transport.tree_source(), &member.landed, member.memory.first as u64, 0)
-        };
-        let promises = Promises::of(live.iter().map(|&rank| (Rank(rank as u32), promise(rank))));
-        let mut settled: Option<Settlement> = None;
-        for &rank in &live {
-            let own = match Settlement::of(&promises, Some(self.members[rank].transport.tree_source()), ranks) {
-                Ok(own) => own,
-                Err(_) if self.is_unknown(&live) => {
-                    self.end_unknown(&live);
-                    return Ok(());
-                }
-                Err(why) => return Err(Violation::Unrepairable { group: 0, rank, why }),
-            };
-            if *settled.get_or_insert_with(|| own.clone()) != own {
-                return Err(Violation::Disagreement { group: 0, view: self.incarnation as u32 });
+        let live = self.live();
+        let plan = self.agree_on_plan(&live)?;
+        match plan.failure() {
+            None => {}
+            Some(_) if self.is_unknown(&live) => {
+                self.end_unknown(&live);
+                return Ok(());
             }
+            Some(why) => return Err(Violation::Unrepairable { group: 0, rank: live[0], why }),
         }
-        let settlement = settled.expect("a survivor");
-        for chunk in &settlement.chunks {
+        for chunk in &plan.chunks {
             self.execute(&live, chunk)?;
         }
         for &rank in &live {
@@ -338,7 +332,7 @@ impl World<'_, '_> {
                 (member.memory.first..member.called).for_each(|op| driver.sync(&member.memory, op));
             }
         }
-        self.settlement = Some(settlement);
+        self.plan = Some(plan);
         let most = self.draw.one_of(&[1, 100, 3_000]);
         let after = self.random_delay(Duration::from_millis(most));
         self.schedule(after, Alarm::Commit { attempt: self.attempt });
@@ -361,13 +355,14 @@ impl World<'_, '_> {
     /// outcome of the operation elsewhere.
     fn end_unknown(&mut self, live: &[usize]) {
         self.seen.note(Mark::RefUnknown);
+        self.end_agreement();
         for &rank in live {
             let member = &mut self.members[rank];
             (member.failed_from, member.stage) = (Some(member.done), Stage::Running);
         }
     }
 
-    fn execute(&mut self, live: &[usize], chunk: &sumac::harness::Chunk) -> Result<(), Violation> {
+    fn execute(&mut self, live: &[usize], chunk: &Chunk) -> Result<(), Violation> {
         let holders = live.iter().filter(|&&rank| self.members[rank].transport.tree_source().has(chunk.seq));
         let mut given = Vec::new();
         let has_holder = chunk.desc.collective == Collective::AllReduce && holders.count() > 0;
@@ -376,12 +371,8 @@ impl World<'_, '_> {
         }
         for &rank in live {
             let member = &mut self.members[rank];
-            let bytes = chunk.give_landed(
-                member.transport.tree_source(),
-                &member.landed,
-                Rank(rank as u32),
-                &mut member.memory,
-            );
+            let bytes =
+                chunk.give(member.transport.tree_source(), &member.landed, Rank(rank as u32), &mut member.memory);
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize != rank => {}
                 _ => given.push(bytes),
@@ -409,18 +400,21 @@ impl World<'_, '_> {
 
     /// All ranks are done: operations of the lost tree return, and the group continues, or fails because of dead ranks.
     fn commit(&mut self) -> Result<(), Violation> {
-        let Some(settlement) = self.settlement.take() else { return Ok(()) };
+        let Some(plan) = self.plan.take() else { return Ok(()) };
         let (live, view) = (self.live(), self.incarnation as u32);
+        let outcome = self.agree_on_outcome(&live)?;
+        if outcome.cut != plan.cut() {
+            return Err(Violation::Disagreement { group: 0, view });
+        }
         let has_dead = live.len() < self.options.ranks;
         self.report.view_changes += 1;
         for rank in live {
             let member = &self.members[rank];
-            let promise =
-                Promise::of(member.transport.tree_source(), &Landed::default(), member.memory.first as u64, 0);
+            let report = self.report_of(rank);
             let Stage::Frozen(frozen) = &member.stage else { continue };
             let is_kept = match &member.transport {
-                Transport::Packets(_) => **frozen == promise,
-                Transport::ZeroCopy(_) => promise.keeps(frozen),
+                Transport::Packets(_) => **frozen == report,
+                Transport::ZeroCopy(_) => report.keeps(frozen),
             };
             if !is_kept {
                 return Err(Violation::NotFenced { group: 0, rank, view });
@@ -432,7 +426,7 @@ impl World<'_, '_> {
             }
             let (returned, below) = (
                 member.done,
-                member.memory.first + member.transport.tree_source().first_behind(settlement.cut()).0 as usize,
+                member.memory.first + member.transport.tree_source().first_behind(outcome.cut).0 as usize,
             );
             while self.members[rank].done < below {
                 self.seen.note(Mark::OpRepaired);
@@ -440,7 +434,7 @@ impl World<'_, '_> {
             }
             let member = &mut self.members[rank];
             if has_dead {
-                let (done, operation) = (member.done, settlement.operation() as usize);
+                let (done, operation) = (member.done, outcome.operation as usize);
                 if done != returned.max(operation) {
                     let end = format!("{returned} before, and the first to fail is {operation}");
                     return Err(Violation::RankEnd { group: 0, rank, done: done as u64, end });

@@ -24,6 +24,7 @@
 //! each other nor with the processor; nothing refers to released memory; a device has no chain, slot or region left
 //! when the group is released.
 
+mod agreement;
 mod board;
 mod change;
 mod check;

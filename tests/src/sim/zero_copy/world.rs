@@ -1,5 +1,6 @@
 //! The event loop of a cluster with zero-copy ranks.
 
+use super::agreement::Agreement;
 use super::board::{Board, Tables, redo_len_bytes};
 use super::draw::{CrashPoint, Mishap, When, ZeroCopy};
 use super::driver::{Driver, op_of};
@@ -14,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
-use sumac::harness::{Landed, Promise, Settlement, TreeSource};
+use sumac::harness::{Landed, Plan, RankReport, TreeSource};
 use sumac::transport::packets::Endpoint;
 use sumac_hal::ctrl::Counters;
 use sumac_hal::dma::RegionKey;
@@ -47,8 +48,8 @@ pub(super) enum Stage {
     Running,
     /// Waiting for its device's fence.
     Fencing,
-    /// It has sent this promise, about its tree alone.
-    Frozen(Box<Promise>),
+    /// It has this of its tree alone, and takes part in the agreement.
+    Frozen(Box<RankReport>),
 }
 
 /// A rank.
@@ -58,7 +59,7 @@ pub(super) struct Member {
     pub(super) called: usize,
     pub(super) done: usize,
     pub(super) stage: Stage,
-    /// Chunks stored by repairs of this tree.
+    /// Chunks stored by recoveries from the loss of this tree.
     pub(super) landed: Landed,
     pub(super) is_dead: bool,
     /// When it polls its rings.
@@ -118,7 +119,7 @@ pub(super) enum Alarm {
         rank: usize,
         incarnation: u64,
     },
-    /// All ranks have promised.
+    /// All ranks are frozen.
     Settle {
         attempt: u64,
     },
@@ -154,7 +155,9 @@ pub(super) struct World<'o, 'm> {
     /// Number of ranks that have called each operation.
     pub(super) called: BTreeMap<usize, usize>,
     pub(super) results: BTreeMap<usize, Vec<Vec<u8>>>,
-    pub(super) settlement: Option<Settlement>,
+    pub(super) agreement: Agreement,
+    /// The plan that all ranks have executed.
+    pub(super) plan: Option<Plan>,
     pub(super) attempt: u64,
     pub(super) past: Counters,
     /// Memory fenced in earlier incarnations of the group, by device, device incarnation and region; with its rank.
@@ -201,7 +204,8 @@ pub(in crate::sim) fn run(options: &Options, records: bool) -> (Result<Report, V
         happened: BTreeSet::new(),
         called: BTreeMap::new(),
         results: BTreeMap::new(),
-        settlement: None,
+        agreement: Agreement::default(),
+        plan: None,
         attempt: 0,
         past: Counters::default(),
         closed: BTreeMap::new(),
