@@ -15,9 +15,9 @@
 //! that loses its state: up to three of these in sequence, at a time or right after a step of an operation or of a
 //! recovery ([`Point`]); an attacker.
 //!
-//! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides, also
-//! when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller, links
-//! between ranks. The controller is a small model.
+//! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides,
+//! also when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller,
+//! links between ranks. The controller is a small model.
 //!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
@@ -26,8 +26,8 @@
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,
 //! salvage what was published, and recover; see [`ZeroCopy`]. Not covered there: several groups at a time, shards,
-//! straggler limits, an attacker, and messages of a view change that are late or lost (see [`ScenarioKind::Ranks`]). The
-//! board's own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and
+//! straggler limits, an attacker, and messages of a view change that are late or lost (see [`ScenarioKind::Ranks`]).
+//! The board's own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and
 //! `tests/recovery`.
 
 mod attack;

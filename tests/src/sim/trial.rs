@@ -2,8 +2,8 @@
 //! requests another tree. Messages carry their attempt, like its connections, so that those of another attempt are
 //! never confused with it.
 //!
-//! Oracles: all ranks execute the same plan; no chunk is computed that some rank has, or twice in an attempt, or twice in
-//! a view where all ranks live; at most twice the message size is moved per rank.
+//! Oracles: all ranks execute the same plan; no chunk is computed that some rank has, or twice in an attempt, or twice
+//! in a view where all ranks live; at most twice the message size is moved per rank.
 
 use super::cluster::Cluster;
 use super::controller::ControllerRequest;
@@ -270,7 +270,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    /// Return the attempts whose work counts together: where all ranks live, those of a view; otherwise each for itself.
+    /// Return the attempts whose work counts together: where all ranks live, those of a view; otherwise each by itself.
     fn records(&self, (group, view, attempt): (usize, u32, Attempt)) -> impl Iterator<Item = &AttemptRecord> {
         let counts = move |(of, in_view, other): &(usize, u32, Attempt)| {
             (*of, *in_view) == (group, view) && (!self.options.ranks_die() || *other == attempt)

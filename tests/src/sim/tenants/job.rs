@@ -1,8 +1,8 @@
 //! Jobs and their ranks: production endpoints, with the production decisions about calls and recoveries.
 //!
 //! A rank models what `sumac::comm` waits for: it calls one operation after the other, moves to offered trees, and
-//! recovers from the loss of a tree together with all ranks of its job. Ranks of a job that loses one of them end. Agreement while
-//! ranks die is tested by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
+//! recovers from the loss of a tree together with all ranks of its job. Ranks of a job that loses one of them end.
+//! Agreement while ranks die is tested by [`ScenarioKind::Ranks`](crate::sim::ScenarioKind::Ranks).
 
 use super::TenantViolation as Violation;
 use super::draw::{JobPlan, Tenancy};

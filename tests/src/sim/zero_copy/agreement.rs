@@ -1,5 +1,5 @@
-//! The agreement of the surviving ranks, with the state machine of a communicator. Messages between ranks arrive at once
-//! here.
+//! The agreement of the surviving ranks, with the state machine of a communicator. Messages between ranks arrive at
+//! once here.
 
 use super::world::World;
 use crate::sim::report::Violation;
