@@ -197,8 +197,10 @@ ENVIRONMENT
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
   Read by programs that join with JoinConfig::from_env, beside the first four:
-  RANK, WORLD_SIZE     this rank and the number of ranks, as launchers set them
-  SUMAC_JOB            the job's name, the same on all ranks [default: default]
+  SUMAC_RANK, SUMAC_WORLD, SUMAC_LOCAL_RANK
+                       this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open MPI,
+                       MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
+  SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
   SUMAC_BIND           the IP address of this host that devices and other ranks reach [default: MASTER_ADDR's]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
@@ -310,13 +312,16 @@ const DOCTOR_HELP: &str = "\
 EXAMPLES
   sumac doctor
   sumac doctor --json | jq -r '.findings[] | select(.health != \"ok\") | .what'
+  mpirun -np 4 sumac doctor --env
 
 JSON
   findings[{health,what,found,advice}] summary{ok,warn,missing,not_built,broken} dma_profiles[{name,capabilities,hardware}].
-  health is a key of summary.
+  health is a key of summary. With --env: variables[{name,value,launcher,role,used}] launcher rank world local_rank job
+  controller error.
 
 EXIT STATUS
-  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage";
+  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that does
+  not describe a rank";
 
 const PLAN_HELP: &str = "\
 EXAMPLES

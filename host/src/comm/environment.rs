@@ -1,9 +1,10 @@
 //! A rank's configuration as environment variables: what [`JoinConfig::from_env`] reads.
 //!
-//! Launchers describe a rank by `RANK`, `WORLD_SIZE` and `MASTER_ADDR`; everything else is a variable that begins with
-//! `SUMAC_`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
+//! Launchers say which rank of which job a process is ([`launcher`]); everything else is a variable that begins with
+//! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
 //! reads. Reading takes a lookup function, so that tests need no process environment.
 
+use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve;
@@ -62,11 +63,11 @@ impl JoinConfig {
     ///
     /// | field | variable | value |
     /// |---|---|---|
-    /// | `rank` | `RANK` | required |
-    /// | `world` | `WORLD_SIZE` | required |
+    /// | `rank` | `SUMAC_RANK` | default: the [`launcher`]'s, as `RANK` |
+    /// | `world` | `SUMAC_WORLD` | default: the launcher's, as `WORLD_SIZE` |
     /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
     /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
-    /// | `job` | `SUMAC_JOB` | default `default` |
+    /// | `job` | `SUMAC_JOB` | default: the launcher's name of the job; `default` for a bare `RANK` |
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
     /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`](crate::Algo), as `auto`, `tree` or `ring` |
@@ -93,7 +94,8 @@ impl JoinConfig {
     /// [`JoinError::Environment`] names the variable that is missing or invalid.
     pub fn from_env() -> Result<Self, JoinError> {
         warn_once();
-        read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        let placement = launcher::from_env().placement;
+        read(placement, |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 }
 
@@ -103,12 +105,14 @@ fn warn_once() {
     WARNED.call_once(|| check().iter().for_each(|warning| crate::log::warn!("{warning}")));
 }
 
-/// Read a rank's configuration.
-fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
+/// Read the configuration of a rank.
+fn read(
+    placement: Result<Placement, LaunchError>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<JoinConfig, JoinError> {
+    let Placement { rank, world, job, .. } = placement.map_err(|error| invalid(error.variable(), error.to_string()))?;
     let variables = Variables(variable);
-    let (rank, world) = (variables.required("RANK")?, variables.required("WORLD_SIZE")?);
     let mut addrs = variables.controller()?.into_iter();
-    let job = (variables.0)("SUMAC_JOB").unwrap_or_else(|| "default".into());
     let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
     let mut config = JoinConfig::new(first, job, rank, world);
     config.controller_alternatives = addrs.collect();
@@ -196,10 +200,6 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         Ok(())
     }
 
-    fn required(&self, name: &'static str) -> Result<u32, JoinError> {
-        self.parsed(name, "a number")?.ok_or_else(|| invalid(name, "it is not set; launchers set it"))
-    }
-
     fn parsed<T: std::str::FromStr>(&self, name: &'static str, what: &str) -> Result<Option<T>, JoinError> {
         let Some(value) = (self.0)(name) else { return Ok(None) };
         value.parse().map(Some).map_err(|_| invalid(name, format!("{value:?} is not {what}")))
@@ -278,7 +278,7 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 26] = [
+const KNOWN: [&str; 29] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -288,9 +288,11 @@ const KNOWN: [&str; 26] = [
     "SUMAC_HOST",
     "SUMAC_JOB",
     "SUMAC_JOIN_TIMEOUT",
+    "SUMAC_LOCAL_RANK",
     "SUMAC_LOG",
     "SUMAC_ORDER",
     "SUMAC_PORT",
+    "SUMAC_RANK",
     "SUMAC_RECOVER",
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
@@ -305,6 +307,7 @@ const KNOWN: [&str; 26] = [
     "SUMAC_UDP_SPIN_US",
     "SUMAC_VERBS",
     "SUMAC_WAIT_FOR_TREE",
+    "SUMAC_WORLD",
 ];
 
 #[cfg(test)]
@@ -315,7 +318,8 @@ mod tests {
 
     fn config(variables: &[(&str, &str)]) -> Result<JoinConfig, JoinError> {
         let all = [("RANK", "1"), ("WORLD_SIZE", "2")].iter().chain(variables).rev();
-        read(|name| all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).into()))
+        let variable = |name: &str| all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+        read(launcher::read(variable, || None).placement, variable)
     }
 
     #[test]
