@@ -11,6 +11,7 @@ use crate::generate::{CompletionsArgs, ManArgs};
 use crate::image::ImageArgs;
 use crate::perf::{self, PerfArgs};
 use crate::plan::PlanArgs;
+use crate::run::{BecomeArgs, RunArgs};
 use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
@@ -75,6 +76,14 @@ pub(crate) enum Command {
     /// The rank after the root writes the output, from the bytes that it received.
     #[command(after_long_help = BROADCAST_HELP)]
     Broadcast(BroadcastArgs),
+    /// Run a program as the ranks of a job on this machine
+    ///
+    /// Starts a controller, devices and the processes of the program, with the variables that JoinConfig::from_env reads:
+    /// SUMAC_CONTROLLER, SUMAC_JOB, SUMAC_HOST, SUMAC_RANK, SUMAC_WORLD and SUMAC_LOCAL_RANK, also RANK, WORLD_SIZE and
+    /// LOCAL_RANK. Output is passed on line by line; standard input is empty. If a rank fails, the others are ended:
+    /// SIGTERM, and SIGKILL after 5 s. Nothing is left when the command ends, also by Ctrl-C.
+    #[command(after_long_help = RUN_HELP)]
+    Run(RunArgs),
     /// Run an emulated device: the device runtime as an ordinary process
     ///
     /// Prints `ready NAME` once it has registered with the controller, and serves until SIGINT or SIGTERM.
@@ -166,12 +175,19 @@ pub(crate) enum Command {
     /// Run one rank of perf or of a collective on files; reads its job from stdin (internal)
     #[command(hide = true)]
     Rank,
+    /// Become the program of a rank (internal)
+    #[command(hide = true)]
+    Become(BecomeArgs),
+    /// Kill the process groups of `run` when it is killed; reads them from stdin (internal)
+    #[command(hide = true)]
+    Guard,
 }
 
 const AFTER_HELP: &str = "\
 EXAMPLES
   sumac perf                                    tree, ring and hd; 8 B to 16 MiB; 4 ranks
   sumac perf -e 1M --algo tree --ranks 8 --json
+  sumac run -n 4 -- ./train                     4 ranks of a program on this machine
   sumac plan --topology fabric.txt --hosts 64
   sumac all-reduce --input a.npy --input b.npy --output sum.npy
   sumac reduce-scatter --input a.safetensors --input b.safetensors --output-dir parts
@@ -260,6 +276,16 @@ EXAMPLES
 EXIT STATUS
   0 written, and all ranks received the same bytes; 1 the run failed; 2 invalid input. Unless the status is 0, there is
   no output file.";
+
+const RUN_HELP: &str = "\
+EXAMPLES
+  sumac run -n 4 -- ./train --epochs 3
+  sumac run -n 8 --devices 2 --label -- python3 train.py
+  sumac run -n 4 -- sumac perf
+
+EXIT STATUS
+  0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or program;
+  130 interrupted";
 
 const CHAOS_HELP: &str = "\
 EXAMPLES

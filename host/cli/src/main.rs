@@ -45,6 +45,7 @@ mod pattern;
 mod perf;
 mod plan;
 mod quota;
+mod run;
 mod selftest;
 mod server;
 mod size;
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
         Command::Chaos(args) => chaos::run(&args),
+        Command::Run(args) => run::run(&args, cli.verbose),
         Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
@@ -95,6 +97,8 @@ fn main() -> ExitCode {
         Command::Card(args) => card::run(&args),
         Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
+        Command::Become(args) => run::become_program(&args),
+        Command::Guard => run::watch(),
     };
     exit::report(outcome)
 }
