@@ -75,7 +75,7 @@ fn main() -> ExitCode {
     let cli = cli.unwrap_or_else(|error| error.exit());
     logging::init(cli.verbose);
     let outcome = match cli.command {
-        Command::Perf(args) => perf::run(&args, cli.verbose),
+        Command::Perf(args) => perf::run(*args, cli.verbose),
         Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::ReduceScatter(args) => collective::reduce_scatter(&args, cli.verbose),
         Command::AllGather(args) => collective::all_gather(&args, cli.verbose),

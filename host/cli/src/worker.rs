@@ -31,7 +31,10 @@ pub(crate) fn run() -> Result<(), Failure> {
     config.verbs = job.verbs.clone();
     config.deadline = Duration::from_millis(job.deadline_ms);
     let communicator = Communicator::join(config).map_err(Failure::run)?;
-    report(&Report::Joined { transport: tree_transport(&job, &communicator)? })?;
+    // A job that only explains shows the refusal.
+    let is_required = !matches!(job.work, Work::Explain { .. });
+    let transport = tree_transport(job.transport, is_required, &communicator)?;
+    report(&Report::Joined { transport })?;
     match &job.work {
         &Work::Perf { ref cases, warmup, iterations, memory, check, placements, announced } => {
             let mut bench = Bench {
@@ -65,37 +68,40 @@ pub(crate) fn run() -> Result<(), Failure> {
 
 /// Return the transport to the tree, if there is one.
 ///
-/// A transport that was requested explicitly and is unavailable is an error, unless the job only explains.
-fn tree_transport(job: &RankJob, communicator: &Communicator) -> Result<Option<TreeTransport>, Failure> {
+/// A transport that was requested explicitly and is unavailable is an error if it is required.
+pub(crate) fn tree_transport(
+    requested: Transport,
+    is_required: bool,
+    communicator: &Communicator,
+) -> Result<Option<TreeTransport>, Failure> {
     let explanation = communicator.explain(&OpDesc::barrier(), Algo::Tree);
-    let is_explicit = matches!(job.transport, Transport::Shm | Transport::Verbs | Transport::Rdma);
-    let is_required = is_explicit && !matches!(job.work, Work::Explain { .. });
+    let is_explicit = matches!(requested, Transport::Shm | Transport::Verbs | Transport::Rdma);
     match explanation.refusal() {
-        Some(why) if is_required => Err(Failure::Run(anyhow!("--transport {}: {why}", job.transport))),
+        Some(why) if is_required && is_explicit => Err(Failure::Run(anyhow!("--transport {requested}: {why}"))),
         _ => Ok(explanation.transport),
     }
 }
 
 /// The state that is kept from case to case.
 #[derive(Debug)]
-struct Bench<'a> {
-    communicator: &'a Communicator,
-    warmup: u32,
-    iterations: u32,
-    check: Check,
-    placements: Placements,
+pub(crate) struct Bench<'a> {
+    pub(crate) communicator: &'a Communicator,
+    pub(crate) warmup: u32,
+    pub(crate) iterations: u32,
+    pub(crate) check: Check,
+    pub(crate) placements: Placements,
     /// The measured iteration whose start is reported and after which the rank waits for its supervisor.
-    announced: Option<u32>,
-    memory: MemoryKind,
+    pub(crate) announced: Option<u32>,
+    pub(crate) memory: MemoryKind,
     /// Counts over all cases, so that no case repeats the values of an earlier one.
-    iteration: u64,
+    pub(crate) iteration: u64,
     /// The buffers of the previous case, reused if the next one differs only in its algorithm.
-    workload: Option<(OpDesc, Workload)>,
+    pub(crate) workload: Option<(OpDesc, Workload)>,
 }
 
 impl Bench<'_> {
     /// Measure a case. The warm-up does not count.
-    fn measure(&mut self, case: &Case, placement: Placement) -> Result<Report, Failure> {
+    pub(crate) fn measure(&mut self, case: &Case, placement: Placement) -> Result<Report, Failure> {
         let desc = case.desc();
         usize::try_from(case.size_bytes()).map_err(Failure::run)?;
         let mut workload = match self.workload.take().filter(|(known, _)| *known == desc) {
