@@ -145,6 +145,7 @@ pub mod controller;
 mod engine;
 pub mod exec;
 pub mod gpu;
+pub mod local_address;
 mod log;
 pub mod plan;
 mod recovery;

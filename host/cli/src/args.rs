@@ -209,16 +209,19 @@ ENVIRONMENT
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
+  SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
+                       [default: the one that routes to the controller]
+  SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the beginnings
+                       of their names, `=eth0` by whole names, `^docker,lo` all others; also for device [default: all]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
-  Read by programs that join with JoinConfig::from_env, beside the first four:
+  Read by programs that join with JoinConfig::from_env, beside the first six:
   SUMAC_RANK, SUMAC_WORLD, SUMAC_LOCAL_RANK
                        this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open MPI,
                        MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
   SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
-  SUMAC_BIND           the IP address of this host that devices and other ranks reach [default: MASTER_ADDR's]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
   SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]
   SUMAC_ORDER          order of reduction: arrival, fold or pairwise [default: arrival]
@@ -343,7 +346,7 @@ EXAMPLES
 JSON
   findings[{health,what,found,advice}] summary{ok,warn,missing,not_built,broken} dma_profiles[{name,capabilities,hardware}].
   health is a key of summary. With --env: variables[{name,value,launcher,role,used}] launcher rank world local_rank job
-  controller error.
+  controller address error.
 
 EXIT STATUS
   0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that does

@@ -23,6 +23,7 @@ macro_rules! note {
 
 mod address;
 mod args;
+mod bench;
 mod board;
 mod card;
 mod chaos;

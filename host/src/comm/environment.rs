@@ -8,6 +8,7 @@ use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve;
+use crate::local_address;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Once;
@@ -73,7 +74,8 @@ impl JoinConfig {
     /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`](crate::Algo), as `auto`, `tree` or `ring` |
     /// | `deadline` | `SUMAC_DEADLINE` | seconds |
     /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
-    /// | `bind` | `SUMAC_BIND` | an IP address |
+    /// | `bind` | `SUMAC_BIND` | an IP address or a host name; default: the address that routes to the controller |
+    /// | `interfaces` | `SUMAC_IFNAME` | an [`InterfaceFilter`](crate::local_address::InterfaceFilter), as `eth,ib` |
     /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
     /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
@@ -150,9 +152,12 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Self(variable) = self;
         config.host = variable("SUMAC_HOST");
         config.verbs = variable("SUMAC_VERBS");
-        if let Some(bind) = self.parsed("SUMAC_BIND", "an IP address")? {
-            config.bind = bind;
+        if let Some(text) = variable("SUMAC_BIND") {
+            config.bind = local_address::resolve(&text, config.controller).map_err(|why| {
+                invalid("SUMAC_BIND", format!("{text:?} is not an IP address or the name of a host: {why}"))
+            })?;
         }
+        config.interfaces = self.named("SUMAC_IFNAME")?;
         if let Some(transport) = self.named("SUMAC_TRANSPORT")? {
             config.transport = transport;
         } else if let Some(transport) = self.named("SUMAC_ATTACH")? {
@@ -278,7 +283,7 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 29] = [
+const KNOWN: [&str; 30] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -286,6 +291,7 @@ const KNOWN: [&str; 29] = [
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
     "SUMAC_HOST",
+    "SUMAC_IFNAME",
     "SUMAC_JOB",
     "SUMAC_JOIN_TIMEOUT",
     "SUMAC_LOCAL_RANK",
@@ -340,6 +346,7 @@ mod tests {
             ("SUMAC_DEADLINE", "0.25"),
             ("SUMAC_JOIN_TIMEOUT", "5"),
             ("SUMAC_BIND", "10.0.0.7"),
+            ("SUMAC_IFNAME", "^docker,lo"),
             ("SUMAC_TRANSPORT", "verbs"),
             ("SUMAC_VERBS", "mlx5_0:1"),
             ("SUMAC_RECOVER", "0"),
@@ -360,6 +367,7 @@ mod tests {
         (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
         (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
         expected.bind = "10.0.0.7".parse().expect("an address");
+        expected.interfaces = Some("^docker,lo".parse().expect("a filter"));
         (expected.transport, expected.verbs) = (Transport::Verbs, Some("mlx5_0:1".into()));
         (expected.recover, expected.tenant) = (false, "team-a".into());
         (expected.wait_for_tree, expected.straggler) =
@@ -377,10 +385,7 @@ mod tests {
     fn controller_variable_beats_master_addr_and_port() {
         let read = |text| config(&[("SUMAC_CONTROLLER", text), ("MASTER_ADDR", "10.0.0.1"), ("SUMAC_PORT", "9")]);
         let given = read("[::1]:7850").expect("an address");
-        assert_eq!(
-            (given.controller, given.bind),
-            ("[::1]:7850".parse().expect("valid"), "::1".parse().expect("valid"))
-        );
+        assert_eq!(given.controller, "[::1]:7850".parse().expect("valid"));
         let named = read("localhost").expect("every system knows it");
         let all = named.controller_alternatives.iter().chain([&named.controller]);
         assert!(all.into_iter().all(|addr| addr.ip().is_loopback() && addr.port() == DEFAULT_PORT), "{named:?}");
@@ -418,7 +423,8 @@ mod tests {
             ("SUMAC_ALGO", "star", "tree"),
             ("SUMAC_RECOVER", "maybe", "1, 0"),
             ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
-            ("SUMAC_BIND", "eth0", "IP address"),
+            ("SUMAC_BIND", "eth0.invalid", "IP address"),
+            ("SUMAC_IFNAME", "^", "names no interface"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),
         ] {
             let error = config(&[(name, value)]).expect_err("refused").to_string();

@@ -8,6 +8,8 @@ use serde::Serialize;
 use std::io::{self, Write};
 use sumac::JoinConfig;
 use sumac::comm::launcher::{self, Placement, Reading, Role, Variable};
+use sumac::controller::first_reachable;
+use sumac::local_address::choose;
 
 /// A variable that is set.
 #[derive(Debug, PartialEq, Eq, Serialize)]
@@ -32,15 +34,25 @@ struct Report {
     local_rank: Option<u32>,
     job: Option<String>,
     controller: Option<String>,
+    address: Option<String>,
     error: Option<String>,
 }
 
 /// Print what was read. An environment that does not describe a rank is invalid input.
 pub(super) fn run(json: bool) -> Result<(), Failure> {
     let config = JoinConfig::from_env();
+    let address = config.as_ref().ok().map(|config| {
+        let JoinConfig { controller, controller_alternatives, bind, interfaces, .. } = config;
+        choose(first_reachable(*controller, controller_alternatives), *bind, interfaces.as_ref())
+    });
+    let address = address.transpose();
     let options = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
     let options = options.map(|(name, value)| (name, value.to_string_lossy().into_owned()));
-    let report = Report::new(launcher::from_env(), &config, options.collect());
+    let mut report = Report::new(launcher::from_env(), &config, options.collect());
+    match &address {
+        Ok(address) => report.address = address.map(|address| address.to_string()),
+        Err(error) => report.error = Some(error.to_string()),
+    }
     let mut out = io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(&mut out, &report).map_err(io::Error::from)?;
@@ -49,7 +61,8 @@ pub(super) fn run(json: bool) -> Result<(), Failure> {
         report.write(&mut out)?;
     }
     out.flush()?;
-    config.map(|_| ()).map_err(Failure::input)
+    config.map_err(Failure::input)?;
+    address.map(|_| ()).map_err(Failure::input)
 }
 
 impl Report {
@@ -93,7 +106,8 @@ impl Report {
         };
         let local = self.local_rank.map_or_else(String::new, |local| format!(", local rank {local}"));
         writeln!(out, "rank {rank} of {world}{local}, job {job}, by {launcher}")?;
-        self.controller.iter().try_for_each(|controller| writeln!(out, "controller {controller}"))
+        self.controller.iter().try_for_each(|controller| writeln!(out, "controller {controller}"))?;
+        self.address.iter().try_for_each(|address| writeln!(out, "this host's address {address}"))
     }
 }
 

@@ -10,10 +10,10 @@ use super::output::Output;
 use super::row::Measurement;
 use super::{measured, progress_bar};
 use crate::address;
+use crate::bench::{Bench, tree_transport};
 use crate::exit::Failure;
 use crate::job::{Case, Explained, Report};
 use crate::layout::{Layout, Source};
-use crate::worker::{self, Bench};
 use anyhow::{anyhow, ensure};
 use indicatif::ProgressBar;
 use std::io;
@@ -21,7 +21,7 @@ use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
 use sumac::comm::launcher::Reading;
 use sumac::controller::status;
-use sumac::{Communicator, JoinConfig, ReduceOp};
+use sumac::{Communicator, JoinConfig, JoinError, ReduceOp};
 
 /// Run as a rank.
 pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
@@ -38,11 +38,19 @@ pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     config.verbs = args.verbs.in_turn(local.unwrap_or(config.rank) as usize).or(config.verbs);
     config.deadline = Duration::from_secs(args.timeout_s);
     let cases = args.cases().map_err(Failure::Input)?;
-    let communicator = Communicator::join(config.clone()).map_err(Failure::run)?;
+    let communicator = Communicator::join(config.clone()).map_err(joining)?;
     let rank = Rank { args, config: &config, communicator: &communicator, failure: None };
     let outcome = if args.explain { rank.explain(&cases) } else { rank.measure(&cases) };
     communicator.leave();
     outcome
+}
+
+/// Return the failure of joining: addresses that this host does not have are invalid input.
+fn joining(error: JoinError) -> Failure {
+    match error {
+        JoinError::Address(_) | JoinError::Environment { .. } => Failure::input(error),
+        error => Failure::run(error),
+    }
 }
 
 /// Return the number of ranks, if a launcher has started this process as one of them.
@@ -96,7 +104,7 @@ struct Rank<'a> {
 impl Rank<'_> {
     fn measure(mut self, cases: &[Case]) -> Result<(), Failure> {
         let (args, is_printing) = (self.args, self.config.rank == 0);
-        let transport = worker::tree_transport(args.transport(), true, self.communicator)?;
+        let transport = tree_transport(args.transport(), true, self.communicator)?;
         let bar = if is_printing { progress_bar(cases.len(), args.is_quiet()) } else { ProgressBar::hidden() };
         let layout = if is_printing { Some(self.layout()?) } else { None };
         let mut output = layout.as_ref().map(|layout| Output::new(args, layout, cases, None, &bar)).transpose()?;
