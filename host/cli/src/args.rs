@@ -313,11 +313,12 @@ const SELFTEST_HELP: &str = "\
 EXAMPLES
   sumac selftest                                  devices that it starts on this machine
   sumac selftest --controller 127.0.0.1:7847
+  mpirun -np 4 sumac selftest --controller head:7847        each rank's own links, one table
   sumac selftest --device leaf0 --device spine0 --max-loss 0.01 --json
 
 JSON
-  One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
-  device. Figures are null for a link over which no result came back. problem is null if ok is true.
+  One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank`,
+  under a launcher `rank N`, or a device. Figures are null for a link over which no result came back. problem is null if ok is true.
 
 EXIT STATUS
   0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";

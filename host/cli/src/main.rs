@@ -46,6 +46,7 @@ mod pattern;
 mod perf;
 mod plan;
 mod quota;
+mod ranks;
 mod run;
 mod selftest;
 mod server;

@@ -130,6 +130,9 @@ fn option_of_the_wrong_kind_of_run_is_refused() {
         assert_eq!(exit_status(&output), 2, "{options:?}");
         assert!(stderr(&output).contains(named), "{options:?}: {}", stderr(&output));
     }
+    let output = sumac(&["selftest", "--topology", "f.toml"], &rank);
+    assert_eq!(exit_status(&output), 2);
+    assert!(stderr(&output).contains("--topology is for the tree that selftest starts itself"), "{}", stderr(&output));
     // --ranks starts a cluster, also under a launcher.
     let output = sumac(&["perf", "--ranks", "2", "-e", "8", "-n", "1", "--algo", "tree"], &rank);
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
@@ -154,4 +157,27 @@ fn mpirun_starts_ranks_of_perf() {
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let text = stdout(&output);
     assert!(text.contains("ranks 4  devices 1") && text.contains("# 1 rows, 0 wrong elements: OK"), "{text}");
+}
+
+#[test]
+fn selftest_under_a_launcher_tests_the_links_of_each_rank_in_one_table() {
+    let selftest = |options: &str, redirection: &str| {
+        format!("{} selftest -n 5 -e 64K {options} {redirection}; echo status $?", env!("CARGO_BIN_EXE_sumac"))
+    };
+    let path = std::env::var("PATH").expect("a path");
+    let run = |script: &str| {
+        let args = ["run", "-n", "3", "--devices", "2", "--", "sh", "-c", script];
+        sumac(&args, &[("PATH", path.as_str())])
+    };
+    let output = run(&selftest("--json", ""));
+    let text = stdout(&output);
+    assert_eq!(text.matches("status 0").count(), 3, "{text}{}", stderr(&output));
+    let rows: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    let ends: Vec<_> = rows.iter().map(|row| (row["from"].as_str(), row["to"].as_str())).collect();
+    let of = |rank: &'static str| [(Some(rank), Some("leaf0")), (Some(rank), Some("leaf1"))];
+    assert_eq!(ends.len(), 7, "{ends:?}");
+    assert_eq!((&ends[..2], &ends[3..]), (&of("rank 0")[..], &[of("rank 1"), of("rank 2")].concat()[..]));
+    // Rank 0 cannot print the table.
+    let output = run(&selftest("", ">/dev/full"));
+    assert_eq!(stdout(&output).matches("status 1").count(), 3, "{}{}", stdout(&output), stderr(&output));
 }

@@ -14,6 +14,7 @@ use crate::bench::{Bench, tree_transport};
 use crate::exit::Failure;
 use crate::job::{Case, Explained, Report};
 use crate::layout::{Layout, Source};
+use crate::ranks::{gather, joining, sum};
 use anyhow::{anyhow, ensure};
 use indicatif::ProgressBar;
 use std::io;
@@ -21,7 +22,7 @@ use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
 use sumac::comm::launcher::Reading;
 use sumac::controller::status;
-use sumac::{Communicator, JoinConfig, JoinError, ReduceOp};
+use sumac::{Communicator, JoinConfig};
 
 /// Run as a rank.
 pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
@@ -43,14 +44,6 @@ pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     let outcome = if args.explain { rank.explain(&cases) } else { rank.measure(&cases) };
     communicator.leave();
     outcome
-}
-
-/// Return the failure of joining: addresses that this host does not have are invalid input.
-fn joining(error: JoinError) -> Failure {
-    match error {
-        JoinError::Address(_) | JoinError::Environment { .. } => Failure::input(error),
-        error => Failure::run(error),
-    }
 }
 
 /// Return the number of ranks, if a launcher has started this process as one of them.
@@ -186,25 +179,4 @@ impl Rank<'_> {
 /// Return the failure of all ranks, if there is one. Rank 0 has printed it.
 fn verdict(wrong: u64, failed: u64, rows: u64) -> Result<(), Failure> {
     if wrong == 0 && failed == 0 && rows > 0 { Ok(()) } else { Err(Failure::Reported) }
-}
-
-/// Add figures up over the ranks.
-fn sum<const N: usize>(communicator: &Communicator, mut figures: [u64; N]) -> Result<[u64; N], Failure> {
-    communicator.all_reduce(&mut figures, ReduceOp::Sum).map_err(Failure::run)?;
-    Ok(figures)
-}
-
-/// Return the reports of all ranks, at rank 0.
-fn gather(communicator: &Communicator, report: &Report) -> Result<Option<Vec<Report>>, Failure> {
-    let mut text = serde_json::to_vec(report).map_err(Failure::run)?;
-    let mut longest = [text.len() as u64];
-    communicator.all_reduce(&mut longest, ReduceOp::Max).map_err(Failure::run)?;
-    // Blocks have one length. White space after a value is none of it.
-    let len = usize::try_from(longest[0]).map_err(Failure::run)?;
-    text.resize(len, b' ');
-    let is_root = communicator.rank() == 0;
-    let mut all = vec![0_u8; if is_root { len * communicator.size() as usize } else { 0 }];
-    communicator.gather(&text, &mut all, 0).map_err(Failure::run)?;
-    let reports = all.chunks_exact(len).map(serde_json::from_slice).collect::<Result<_, _>>().map_err(Failure::run)?;
-    Ok(is_root.then_some(reports))
 }
