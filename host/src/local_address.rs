@@ -14,8 +14,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::str::FromStr;
 use thiserror::Error;
 
-/// Names of interfaces, in the syntax of `NCCL_SOCKET_IFNAME`: a comma-separated list of prefixes, as `eth,ib`; after `=`
-/// of whole names; after `^` of what is excluded, as `^docker,lo` or `^=eth3`.
+/// Names of interfaces, in the syntax of `NCCL_SOCKET_IFNAME`: a comma-separated list of prefixes, as `eth,ib`; after
+/// `=` of whole names; after `^` of what is excluded, as `^docker,lo` or `^=eth3`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InterfaceFilter {
     names: Vec<String>,
@@ -93,7 +93,8 @@ pub enum LocalAddressError {
     },
     /// No interface is selected that has an address of the controller's family.
     #[error(
-        "SUMAC_IFNAME={filter} selects no interface with an {} address, as the controller {controller} has; interfaces that are up: {interfaces}",
+        "SUMAC_IFNAME={filter} selects no interface with an {} address, as the controller {controller} has; \
+         interfaces that are up: {interfaces}",
         family(*controller)
     )]
     NotSelected {
@@ -122,7 +123,8 @@ pub enum LocalAddressError {
     },
     /// Only a link-local address leads to the controller. Peers could not use it without knowing their own interface.
     #[error(
-        "only a link-local address of this host reaches the controller at {controller}; give both others, or set SUMAC_BIND; interfaces that are up: {interfaces}"
+        "only a link-local address of this host reaches the controller at {controller}; give both others, or set \
+         SUMAC_BIND; interfaces that are up: {interfaces}"
     )]
     LinkLocal {
         /// The controller.
@@ -135,8 +137,8 @@ pub enum LocalAddressError {
     Interfaces(#[source] io::Error),
 }
 
-/// Return the address of this host that peers of `controller` reach: `bind` unless it is unspecified (`0.0.0.0`), else the
-/// one that routes to the controller, of an interface that `filter` selects.
+/// Return the address of this host that peers of `controller` reach: `bind` unless it is unspecified (`0.0.0.0`), else
+/// the one that routes to the controller, of an interface that `filter` selects.
 ///
 /// # Errors
 /// [`LocalAddressError`].
@@ -157,7 +159,8 @@ pub fn choose(
     select(interfaces()?, routed, controller, filter)
 }
 
-/// Return the address of a host that the text gives, by number or name, of the controller's family where it has several.
+/// Return the address of a host that the text gives, by number or name, of the controller's family where it has
+/// several.
 ///
 /// # Errors
 /// The system's reason why the name has no address.
@@ -192,7 +195,8 @@ fn route_to(peer: SocketAddr) -> io::Result<IpAddr> {
     Ok(socket.local_addr()?.ip())
 }
 
-/// Choose among the interfaces: the routed address if its interface is selected, else the first one that can reach others.
+/// Choose among the interfaces: the routed address if its interface is selected, else the first one that can reach
+/// others.
 fn select(
     interfaces: Vec<Interface>,
     routed: io::Result<IpAddr>,

@@ -63,12 +63,12 @@ pub(crate) fn all(what: &str, text: &str, default_port: u16) -> Result<Vec<Socke
 /// Options that specify the address of this host that others reach.
 #[derive(Debug, Args)]
 pub(crate) struct LocalAddress {
-    /// Address of this host, as a number or a name, that ranks and other devices reach [default: SUMAC_BIND, else the one
-    /// that routes to the controller]
+    /// Address of this host, as a number or a name, that ranks and other devices reach [default: SUMAC_BIND, else the
+    /// one that routes to the controller]
     #[arg(long, value_name = "ADDRESS", env = "SUMAC_BIND", hide_env = true)]
     bind: Option<String>,
-    /// Interfaces from which the address may be taken: comma-separated beginnings of their names; after `=` whole names,
-    /// after `^` those that may not [default: SUMAC_IFNAME, else all]
+    /// Interfaces from which the address may be taken: comma-separated beginnings of their names; after `=` whole
+    /// names, after `^` those that may not [default: SUMAC_IFNAME, else all]
     #[arg(long, value_name = "NAMES", env = "SUMAC_IFNAME", hide_env = true)]
     ifname: Option<InterfaceFilter>,
 }

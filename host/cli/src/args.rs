@@ -78,10 +78,10 @@ pub(crate) enum Command {
     Broadcast(BroadcastArgs),
     /// Run a program as the ranks of a job on this machine
     ///
-    /// Starts a controller, devices and the processes of the program, with the variables that JoinConfig::from_env reads:
-    /// SUMAC_CONTROLLER, SUMAC_JOB, SUMAC_HOST, SUMAC_RANK, SUMAC_WORLD and SUMAC_LOCAL_RANK, also RANK, WORLD_SIZE and
-    /// LOCAL_RANK. Output is passed on line by line; standard input is empty. If a rank fails, the others are ended:
-    /// SIGTERM, and SIGKILL after 5 s. Nothing is left when the command ends, also by Ctrl-C.
+    /// Starts a controller, devices and the processes of the program, with the variables that JoinConfig::from_env
+    /// reads: SUMAC_CONTROLLER, SUMAC_JOB, SUMAC_HOST, SUMAC_RANK, SUMAC_WORLD and SUMAC_LOCAL_RANK, also RANK,
+    /// WORLD_SIZE and LOCAL_RANK. Output is passed on line by line; standard input is empty. If a rank fails, the
+    /// others are ended: SIGTERM, and SIGKILL after 5 s. Nothing is left when the command ends, also by Ctrl-C.
     #[command(after_long_help = RUN_HELP)]
     Run(RunArgs),
     /// Run an emulated device: the device runtime as an ordinary process
@@ -211,15 +211,16 @@ ENVIRONMENT
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
                        [default: the one that routes to the controller]
-  SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the beginnings
-                       of their names, `=eth0` by whole names, `^docker,lo` all others; also for device [default: all]
+  SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the
+                       beginnings of their names, `=eth0` by whole names, `^docker,lo` all others; also for device
+                       [default: all]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
   Read by programs that join with JoinConfig::from_env, beside the first six:
   SUMAC_RANK, SUMAC_WORLD, SUMAC_LOCAL_RANK
-                       this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open MPI,
-                       MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
+                       this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open
+                       MPI, MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
   SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
@@ -287,8 +288,8 @@ EXAMPLES
   sumac run -n 4 -- sumac perf
 
 EXIT STATUS
-  0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or program;
-  130 interrupted";
+  0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or
+  program; 130 interrupted";
 
 const CHAOS_HELP: &str = "\
 EXAMPLES
@@ -318,7 +319,8 @@ EXAMPLES
 
 JSON
   One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank`,
-  under a launcher `rank N`, or a device. Figures are null for a link over which no result came back. problem is null if ok is true.
+  under a launcher `rank N`, or a device. Figures are null for a link over which no result came back.
+  problem is null if ok is true.
 
 EXIT STATUS
   0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";
@@ -350,8 +352,8 @@ JSON
   controller address error.
 
 EXIT STATUS
-  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that does
-  not describe a rank";
+  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that
+  does not describe a rank";
 
 const PLAN_HELP: &str = "\
 EXAMPLES

@@ -1,8 +1,8 @@
 //! A rank's configuration as environment variables: what [`JoinConfig::from_env`] reads.
 //!
 //! Launchers say which rank of which job a process is ([`launcher`]); everything else is a variable that begins with
-//! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
-//! reads. Reading takes a lookup function, so that tests need no process environment.
+//! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds
+//! the ones that nothing reads. Reading takes a lookup function, so that tests need no process environment.
 
 use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};

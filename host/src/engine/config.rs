@@ -73,8 +73,8 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
-    /// Configure a rank with the defaults: bound to the address that routes to the controller, [`Order::Arrival`], [`Algo::Auto`], a
-    /// time limit of 60 s for calls and for joining, and recovery.
+    /// Configure a rank with the defaults: bound to the address that routes to the controller, [`Order::Arrival`],
+    /// [`Algo::Auto`], a time limit of 60 s for calls and for joining, and recovery.
     pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
         Self {
             controller,

@@ -3,8 +3,8 @@
 //! Invariants:
 //! - A program whose supervisor ends is killed by the kernel: the child that becomes the program asks for it first
 //!   ([`become_program`]).
-//! - When a program ends, what is left of its process group is killed before the program is reaped, so the group's number
-//!   is still its own.
+//! - When a program ends, what is left of its process group is killed before the program is reaped, so the group's
+//!   number is still its own.
 
 use super::events::Event;
 use super::process::{Child, SUPERVISOR_VARIABLE, supervised};

@@ -51,8 +51,8 @@ pub(crate) struct PerfArgs {
     /// Operators, comma-separated, or `all` that the type has [default: sum]
     #[arg(short = 'o', long = "op", value_name = "OP", value_delimiter = ',', value_parser = names::op_parser())]
     pub(super) ops: Vec<Choice<ReduceOp>>,
-    /// Number of ranks, each a process that is started here [default: 4, unless a launcher has started this process as a
-    /// rank]
+    /// Number of ranks, each a process that is started here [default: 4, unless a launcher has started this process as
+    /// a rank]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(super) ranks: Option<u32>,
     /// The number of ranks that a launcher has started, if this process is one of them.

@@ -17,9 +17,9 @@ EXAMPLES
   sumac run -n 4 -- sumac perf
 
 LAUNCHERS
-  Started by torchrun, mpirun, srun or `sumac run`, perf is one rank of a job on a running controller, as nccl-tests are.
-  Rank 0 prints the rows, with the figures of all ranks, and all ranks exit with the same status. Give all ranks the same
-  options. devices are those of the job's tree. --ranks starts a cluster here all the same.
+  Started by torchrun, mpirun, srun or `sumac run`, perf is one rank of a job on a running controller, as nccl-tests
+  are. Rank 0 prints the rows, with the figures of all ranks, and all ranks exit with the same status. Give all ranks
+  the same options. devices are those of the job's tree. --ranks starts a cluster here all the same.
 
 NCCL-TESTS
   -b -e -i -f -n -w -d -o -r are those of nccl-tests (its README, \"Arguments\"), with other defaults for sizes; -c 1 is

@@ -77,8 +77,8 @@ impl PerfArgs {
         for (option, is_given) in options {
             ensure!(
                 !is_given,
-                "{option} is for the cluster that perf starts itself, and a launcher has started this process as a rank; \
-                 leave it out, or give --ranks to start a cluster here"
+                "{option} is for the cluster that perf starts itself, and a launcher has started this process as a \
+                 rank; leave it out, or give --ranks to start a cluster here"
             );
         }
         Ok(())
@@ -166,7 +166,8 @@ impl Rank<'_> {
         verdict(0, failed, 1)
     }
 
-    /// Describe the job's devices, as the controller reports them. Whoever started them knows whether they are emulated.
+    /// Describe the job's devices, as the controller reports them. Whoever started them knows whether they are
+    /// emulated.
     fn layout(&self) -> Result<Layout, Failure> {
         let report = status(self.config.controller).map_err(Failure::run)?;
         let tree = report.jobs.into_iter().find(|job| job.name == self.config.job).and_then(|job| job.tree?.ok());

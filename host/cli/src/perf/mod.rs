@@ -1,8 +1,8 @@
 //! `sumac perf`: collectives by every algorithm on a cluster of processes on this machine, timed and checked.
 //!
 //! Where a launcher has started the command as a rank, it is one of its ranks ([`launched`]). Otherwise, the ranks are
-//! processes that measure ([`crate::bench`]). This module starts the cluster, combines the ranks' figures and prints each
-//! row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
+//! processes that measure ([`crate::bench`]). This module starts the cluster, combines the ranks' figures and prints
+//! each row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
 
 mod args;
 mod cases;

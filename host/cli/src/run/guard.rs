@@ -3,8 +3,8 @@
 //! The kernel kills the programs with their supervisor, but not what they have started. The guard reads the numbers of
 //! their groups from a pipe. The end of the pipe is the end of the supervisor, however it came about.
 //!
-//! Invariant: the guard kills only groups that were never taken off its list; the supervisor takes them off before their
-//! numbers can be used again.
+//! Invariant: the guard kills only groups that were never taken off its list; the supervisor takes them off before
+//! their numbers can be used again.
 
 use crate::cluster::SUPERVISOR_VARIABLE;
 use crate::exit::Failure;

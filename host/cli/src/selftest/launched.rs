@@ -1,10 +1,10 @@
 //! `sumac selftest` as a rank that a launcher has started: `mpirun -np 4 sumac selftest --controller C`.
 //!
-//! The ranks test one after another, so that none disturbs the others, and rank 0 prints one table. Each rank tests its own
-//! links to the devices; rank 0 also those between devices.
+//! The ranks test one after another, so that none disturbs the others, and rank 0 prints one table. Each rank tests its
+//! own links to the devices; rank 0 also those between devices.
 //!
-//! Invariant: no tree of the ranks' own is on the devices while a rank tests. Between two turns the ranks meet in a job of
-//! that name, and while they wait for its last member it has no tree.
+//! Invariant: no tree of the ranks' own is on the devices while a rank tests. Between two turns the ranks meet in a job
+//! of that name, and while they wait for its last member it has no tree.
 
 use super::link::{HERE, Row};
 use super::{LARGE_OPERATIONS, SelftestArgs, Tester, table};
@@ -22,8 +22,8 @@ const LINK_OVERHEAD: Duration = Duration::from_secs(60);
 /// Test the links of all ranks. A bad link fails all of them.
 pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     for (option, is_given) in [("--topology", args.topology.is_some()), ("--levels", args.levels != 2)] {
-        let why = "is for the tree that selftest starts itself, and a launcher has started this process as a rank; leave it \
-                   out, or give --ranks to start a tree here";
+        let why = "is for the tree that selftest starts itself, and a launcher has started this process as a rank; \
+                   leave it out, or give --ranks to start a tree here";
         if is_given {
             return Err(Failure::Input(anyhow!("{option} {why}")));
         }

@@ -84,7 +84,8 @@ pub(crate) struct SelftestArgs {
     /// How long a test may wait in the controller's queue for a device, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait_for_tree: u32,
-    /// Number of ranks for which that tree is planned [default: 4, unless a launcher has started this process as a rank]
+    /// Number of ranks for which that tree is planned [default: 4, unless a launcher has started this process as a
+    /// rank]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
     /// Test links over RDMA verbs, from the first of these ports; existing devices must receive over verbs, too

@@ -7,17 +7,17 @@
 //! | Open MPI, PRRTE | `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, or `PMIX_RANK` | `PMIX_NAMESPACE` |
 //! | MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID` | `PMI_JOBID`, or the address of `mpiexec` |
 //! | `RANK`, by hand | `RANK`, `WORLD_SIZE`, `LOCAL_RANK` | - |
-//! | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
+//! | Slurm | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `_NTASKS`, `SLURM_LOCALID` | `SLURM_JOB_ID`, `SLURM_STEP_ID` |
 //! | Kubernetes, indexed job | `JOB_COMPLETION_INDEX`; no size | - |
 //!
 //! Launchers are nested: Slurm starts `mpirun`, a pod starts torchrun. The innermost one, which is further up in the
-//! table, started this process and wins. The three in the middle are of one level; if they disagree, nothing tells which
-//! one is meant, and the process must set `SUMAC_RANK` and `SUMAC_WORLD`. Each variable `SUMAC_*` overrides what a launcher
-//! says.
+//! table, started this process and wins. The three in the middle are of one level; if they disagree, nothing tells
+//! which one is meant, and the process must set `SUMAC_RANK` and `SUMAC_WORLD`. Each variable `SUMAC_*` overrides what
+//! a launcher says.
 //!
 //! Hydra, the launcher of MPICH and Intel MPI, sets no variable with the name of its key-value space, and a client that
-//! asks for it must take part in PMI until the end, which is MPI's to do. [`hydra`] reads the address of `mpiexec`, which
-//! is as unique, from the command line of the proxy that started this process.
+//! asks for it must take part in PMI until the end, which is MPI's to do. [`hydra`] reads the address of `mpiexec`,
+//! which is as unique, from the command line of the proxy that started this process.
 //!
 //! Invariant: [`read`] is a function of its arguments.
 
@@ -116,12 +116,14 @@ pub struct Placement {
 pub enum LaunchError {
     /// No launcher has set a rank.
     #[error(
-        "it is not set, and no launcher has set its own; start the program by sumac run, torchrun, mpirun or srun, or set SUMAC_RANK and SUMAC_WORLD"
+        "it is not set, and no launcher has set its own; start the program by sumac run, torchrun, \
+         mpirun or srun, or set SUMAC_RANK and SUMAC_WORLD"
     )]
     NoRank,
     /// The process runs in a batch script of Slurm, outside srun.
     #[error(
-        "{value:?} is of a batch script, as SLURM_STEP_ID is not set by srun; start the program by srun, or set SUMAC_RANK and SUMAC_WORLD"
+        "{value:?} is of a batch script, as SLURM_STEP_ID is not set by srun; start the program by srun, or \
+         set SUMAC_RANK and SUMAC_WORLD"
     )]
     BatchScript {
         /// The value of `SLURM_PROCID`.
@@ -139,7 +141,8 @@ pub enum LaunchError {
     },
     /// The launcher gives the job no name.
     #[error(
-        "it is not set, and {launcher} gives the job no name; set SUMAC_JOB to one that all ranks of this job share, and no other job"
+        "it is not set, and {launcher} gives the job no name; set SUMAC_JOB to one that \
+         all ranks of this job share, and no other job"
     )]
     NoJob {
         /// The launcher.
@@ -167,7 +170,8 @@ pub enum LaunchError {
     },
     /// Two launchers of one level disagree.
     #[error(
-        "{value} of {launcher} contradicts {other_name}={other_value} of {other}, and neither starts the other; set SUMAC_RANK and SUMAC_WORLD to what is meant"
+        "{value} of {launcher} contradicts {other_name}={other_value} of {other}, and neither starts the other; set \
+         SUMAC_RANK and SUMAC_WORLD to what is meant"
     )]
     Disagree {
         /// The variable of one launcher.
@@ -236,7 +240,7 @@ type Number = (&'static str, u32);
 
 /// What a launcher says.
 #[derive(Debug, Clone, Copy)]
-struct Said {
+struct Figures {
     source: &'static Source,
     rank: Number,
     world: Option<Number>,
@@ -253,25 +257,25 @@ impl<F: Fn(&str) -> Option<String>> Reader<'_, F> {
         let world = self.number(&["SUMAC_WORLD"])?;
         let is_explicit = rank.is_some() && world.is_some();
         let found = self.innermost(is_explicit);
-        let (launcher, said) = match found {
+        let (launcher, figures) = match found {
             _ if is_explicit => (Launcher::Sumac, None),
-            Ok(said) => (said.source.launcher, Some(said)),
+            Ok(figures) => (figures.source.launcher, Some(figures)),
             Err(LaunchError::NoRank) if rank.is_some() => (Launcher::Sumac, None),
             Err(error) => return Err(error),
         };
         let missing = || LaunchError::NoWorld {
             launcher,
-            rank_name: rank.or(said.map(|said| said.rank)).map_or("RANK", |(name, _)| name),
+            rank_name: rank.or(figures.map(|figures| figures.rank)).map_or("RANK", |(name, _)| name),
             name: if launcher == Launcher::Plain { "WORLD_SIZE" } else { "SUMAC_WORLD" },
         };
-        let rank = rank.or(said.map(|said| said.rank)).ok_or(LaunchError::NoRank)?;
-        let world = world.or(said.and_then(|said| said.world)).ok_or_else(missing)?;
+        let rank = rank.or(figures.map(|figures| figures.rank)).ok_or(LaunchError::NoRank)?;
+        let world = world.or(figures.and_then(|figures| figures.world)).ok_or_else(missing)?;
         if rank.1 >= world.1 {
             let (name, rank) = rank;
             return Err(LaunchError::OutOfRange { name, rank, world_name: world.0, world: world.1 });
         }
         let local = match self.number(&["SUMAC_LOCAL_RANK"])? {
-            None => said.map(|said| self.number(said.source.local_rank)).transpose()?.flatten(),
+            None => figures.map(|figures| self.number(figures.source.local_rank)).transpose()?.flatten(),
             local => local,
         };
         let job = self.job(launcher, hydra_job)?;
@@ -280,13 +284,13 @@ impl<F: Fn(&str) -> Option<String>> Reader<'_, F> {
     }
 
     /// Return what the innermost launcher says.
-    fn innermost(&self, is_explicit: bool) -> Result<Said, LaunchError> {
+    fn innermost(&self, is_explicit: bool) -> Result<Figures, LaunchError> {
         let Some(level) = SOURCES.iter().find(|source| self.is_present(source)).map(|source| source.level) else {
             let value = (self.variable)("SLURM_PROCID").filter(|_| !is_explicit);
             return Err(value.map_or(LaunchError::NoRank, |value| LaunchError::BatchScript { value }));
         };
         let of_level = SOURCES.iter().filter(|source| source.level == level && self.is_present(source));
-        let all = of_level.map(|source| self.said(source)).collect::<Result<Vec<_>, _>>()?;
+        let all = of_level.map(|source| self.figures(source)).collect::<Result<Vec<_>, _>>()?;
         let first = all[0];
         for other in &all[1..] {
             let worlds = first.world.zip(other.world);
@@ -296,8 +300,8 @@ impl<F: Fn(&str) -> Option<String>> Reader<'_, F> {
                 return Err(LaunchError::Disagree { name, value, launcher, other_name, other_value, other });
             }
         }
-        let world = all.iter().find_map(|said| said.world);
-        Ok(Said { world, ..first })
+        let world = all.iter().find_map(|figures| figures.world);
+        Ok(Figures { world, ..first })
     }
 
     /// Whether a launcher has started this process, or one that did.
@@ -305,9 +309,9 @@ impl<F: Fn(&str) -> Option<String>> Reader<'_, F> {
         source.rank.iter().any(|name| (self.variable)(name).is_some()) && source::is_active(source, self.variable)
     }
 
-    fn said(&self, source: &'static Source) -> Result<Said, LaunchError> {
+    fn figures(&self, source: &'static Source) -> Result<Figures, LaunchError> {
         let rank = self.number(source.rank)?.ok_or(LaunchError::NoRank)?;
-        Ok(Said { source, rank, world: self.number(source.world)? })
+        Ok(Figures { source, rank, world: self.number(source.world)? })
     }
 
     /// Return the first of these variables that is set.
