@@ -3,7 +3,7 @@
 use sumac::{Communicator, JoinConfig, ReduceOp};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // From RANK, WORLD_SIZE, MASTER_ADDR and SUMAC_PORT, as launchers set them.
+    // From what torchrun, mpirun, srun or `sumac run` set, and SUMAC_*.
     let comm = Communicator::join(JoinConfig::from_env()?)?;
     let mut gradients = vec![comm.rank() as f32; 1 << 20];
     let outcome = comm.all_reduce(&mut gradients, ReduceOp::Sum)?;

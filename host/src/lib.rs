@@ -10,7 +10,7 @@
 //! use sumac::{Communicator, JoinConfig, ReduceOp};
 //!
 //! fn main() -> Result<(), sumac::Error> {
-//!     // RANK, WORLD_SIZE and MASTER_ADDR, as launchers set them, and SUMAC_*.
+//!     // What torchrun, mpirun, srun or `sumac run` set, and SUMAC_*.
 //!     let comm = Communicator::join(JoinConfig::from_env()?)?;
 //!
 //!     let mut gradients = comm.alloc::<f32>(1 << 20)?;
@@ -145,6 +145,7 @@ pub mod controller;
 mod engine;
 pub mod exec;
 pub mod gpu;
+pub mod local_address;
 mod log;
 pub mod plan;
 mod recovery;

@@ -1,11 +1,13 @@
-//! The address of a controller: an option, or the variables that ranks use as well.
+//! The addresses of a controller and of this host: options, or the variables that ranks use as well.
 
 use crate::exit::Failure;
 use anyhow::Context;
 use clap::Args;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
+use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::{first_reachable, resolve};
+use sumac::local_address::{self, InterfaceFilter};
 
 /// Options that specify a controller to query.
 #[derive(Debug, Args)]
@@ -57,3 +59,40 @@ impl ControllerAddress {
 pub(crate) fn all(what: &str, text: &str, default_port: u16) -> Result<Vec<SocketAddr>, Failure> {
     resolve(text, default_port).with_context(|| what.to_owned()).map_err(Failure::Input)
 }
+
+/// Options that specify the address of this host that others reach.
+#[derive(Debug, Args)]
+pub(crate) struct LocalAddress {
+    /// Address of this host, as a number or a name, that ranks and other devices reach [default: SUMAC_BIND, else the
+    /// one that routes to the controller]
+    #[arg(long, value_name = "ADDRESS", env = "SUMAC_BIND", hide_env = true)]
+    bind: Option<String>,
+    /// Interfaces from which the address may be taken: comma-separated beginnings of their names; after `=` whole
+    /// names, after `^` those that may not [default: SUMAC_IFNAME, else all]
+    #[arg(long, value_name = "NAMES", env = "SUMAC_IFNAME", hide_env = true)]
+    ifname: Option<InterfaceFilter>,
+}
+
+impl LocalAddress {
+    /// Return the address.
+    ///
+    /// # Errors
+    /// A name that cannot be resolved, and an address or interfaces that this host does not have.
+    pub(crate) fn choose(&self, controller: SocketAddr) -> Result<IpAddr, Failure> {
+        let bind = match &self.bind {
+            None => Ipv4Addr::UNSPECIFIED.into(),
+            Some(text) => local_address::resolve(text, controller)
+                .with_context(|| format!("--bind {text:?} is not an IP address or the name of a host"))
+                .map_err(Failure::Input)?,
+        };
+        local_address::choose(controller, bind, self.ifname.as_ref()).map_err(Failure::input)
+    }
+}
+
+/// Whether a controller listens at this address.
+pub(crate) fn is_reachable(addr: &SocketAddr) -> bool {
+    TcpStream::connect_timeout(addr, REACH_TIMEOUT).is_ok()
+}
+
+/// How long an attempt to connect may take.
+const REACH_TIMEOUT: Duration = Duration::from_secs(1);

@@ -11,6 +11,7 @@ use crate::generate::{CompletionsArgs, ManArgs};
 use crate::image::ImageArgs;
 use crate::perf::{self, PerfArgs};
 use crate::plan::PlanArgs;
+use crate::run::{BecomeArgs, RunArgs};
 use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
@@ -50,7 +51,7 @@ pub(crate) enum Command {
     /// algorithm, path the one that ran. min, avg and max are over the ranks' own medians, in
     /// place where that is measured.
     #[command(after_long_help = perf::HELP)]
-    Perf(PerfArgs),
+    Perf(Box<PerfArgs>),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
     /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy
@@ -75,6 +76,14 @@ pub(crate) enum Command {
     /// The rank after the root writes the output, from the bytes that it received.
     #[command(after_long_help = BROADCAST_HELP)]
     Broadcast(BroadcastArgs),
+    /// Run a program as the ranks of a job on this machine
+    ///
+    /// Starts a controller, devices and the processes of the program, with the variables that JoinConfig::from_env
+    /// reads: SUMAC_CONTROLLER, SUMAC_JOB, SUMAC_HOST, SUMAC_RANK, SUMAC_WORLD and SUMAC_LOCAL_RANK, also RANK,
+    /// WORLD_SIZE and LOCAL_RANK. Output is passed on line by line; standard input is empty. If a rank fails, the
+    /// others are ended: SIGTERM, and SIGKILL after 5 s. Nothing is left when the command ends, also by Ctrl-C.
+    #[command(after_long_help = RUN_HELP)]
+    Run(RunArgs),
     /// Run an emulated device: the device runtime as an ordinary process
     ///
     /// Prints `ready NAME` once it has registered with the controller, and serves until SIGINT or SIGTERM.
@@ -166,12 +175,19 @@ pub(crate) enum Command {
     /// Run one rank of perf or of a collective on files; reads its job from stdin (internal)
     #[command(hide = true)]
     Rank,
+    /// Become the program of a rank (internal)
+    #[command(hide = true)]
+    Become(BecomeArgs),
+    /// Kill the process groups of `run` when it is killed; reads them from stdin (internal)
+    #[command(hide = true)]
+    Guard,
 }
 
 const AFTER_HELP: &str = "\
 EXAMPLES
   sumac perf                                    tree, ring and hd; 8 B to 16 MiB; 4 ranks
   sumac perf -e 1M --algo tree --ranks 8 --json
+  sumac run -n 4 -- ./train                     4 ranks of a program on this machine
   sumac plan --topology fabric.txt --hosts 64
   sumac all-reduce --input a.npy --input b.npy --output sum.npy
   sumac reduce-scatter --input a.safetensors --input b.safetensors --output-dir parts
@@ -193,14 +209,20 @@ ENVIRONMENT
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
+  SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
+                       [default: the one that routes to the controller]
+  SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the
+                       beginnings of their names, `=eth0` by whole names, `^docker,lo` all others; also for device
+                       [default: all]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
-  Read by programs that join with JoinConfig::from_env, beside the first four:
-  RANK, WORLD_SIZE     this rank and the number of ranks, as launchers set them
-  SUMAC_JOB            the job's name, the same on all ranks [default: default]
+  Read by programs that join with JoinConfig::from_env, beside the first six:
+  SUMAC_RANK, SUMAC_WORLD, SUMAC_LOCAL_RANK
+                       this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open
+                       MPI, MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
+  SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
-  SUMAC_BIND           the IP address of this host that devices and other ranks reach [default: MASTER_ADDR's]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
   SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]
   SUMAC_ORDER          order of reduction: arrival, fold or pairwise [default: arrival]
@@ -259,6 +281,16 @@ EXIT STATUS
   0 written, and all ranks received the same bytes; 1 the run failed; 2 invalid input. Unless the status is 0, there is
   no output file.";
 
+const RUN_HELP: &str = "\
+EXAMPLES
+  sumac run -n 4 -- ./train --epochs 3
+  sumac run -n 8 --devices 2 --label -- python3 train.py
+  sumac run -n 4 -- sumac perf
+
+EXIT STATUS
+  0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or
+  program; 130 interrupted";
+
 const CHAOS_HELP: &str = "\
 EXAMPLES
   sumac device --name leaf0 --data-port 7900 --advertise 127.0.0.1:7950
@@ -282,11 +314,13 @@ const SELFTEST_HELP: &str = "\
 EXAMPLES
   sumac selftest                                  devices that it starts on this machine
   sumac selftest --controller 127.0.0.1:7847
+  mpirun -np 4 sumac selftest --controller head:7847        each rank's own links, one table
   sumac selftest --device leaf0 --device spine0 --max-loss 0.01 --json
 
 JSON
-  One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank` or a
-  device. Figures are null for a link over which no result came back. problem is null if ok is true.
+  One object per link: from to ok packets lost loss_percent latency_us bandwidth_gbytes_s problem. from is `rank`,
+  under a launcher `rank N`, or a device. Figures are null for a link over which no result came back.
+  problem is null if ok is true.
 
 EXIT STATUS
   0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";
@@ -310,13 +344,16 @@ const DOCTOR_HELP: &str = "\
 EXAMPLES
   sumac doctor
   sumac doctor --json | jq -r '.findings[] | select(.health != \"ok\") | .what'
+  mpirun -np 4 sumac doctor --env
 
 JSON
   findings[{health,what,found,advice}] summary{ok,warn,missing,not_built,broken} dma_profiles[{name,capabilities,hardware}].
-  health is a key of summary.
+  health is a key of summary. With --env: variables[{name,value,launcher,role,used}] launcher rank world local_rank job
+  controller address error.
 
 EXIT STATUS
-  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage";
+  0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that
+  does not describe a rank";
 
 const PLAN_HELP: &str = "\
 EXAMPLES

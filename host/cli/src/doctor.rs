@@ -2,8 +2,10 @@
 //!
 //! Capabilities are tried or read; nothing is changed. Each line is `ok`, `warn` (works below its potential), `missing`
 //! (not available), `not built` (left out of this build) or `BROKEN` (needed, and does not work), with a remedy. The
-//! exit status is 1 if something is broken. A table of the DMA engine profiles follows, and a summary.
+//! exit status is 1 if something is broken. A table of the DMA engine profiles follows, and a summary. With `--env` it
+//! shows instead what a rank reads from the environment.
 
+mod environment;
 mod shm;
 mod verbs;
 
@@ -22,6 +24,10 @@ use sumac_hal::udp::{UdpConfig, UdpPort};
 /// `sumac doctor`.
 #[derive(Debug, Args)]
 pub(crate) struct DoctorArgs {
+    /// Show what a rank started here reads from the environment: each variable, the launcher that set it, and the
+    /// result. Start it by the launcher, as in `mpirun -np 4 sumac doctor --env`
+    #[arg(long)]
+    env: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -109,6 +115,9 @@ struct Report<'f> {
 
 /// Check everything and print the findings.
 pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+    if args.env {
+        return environment::run(args.json);
+    }
     let mut findings = vec![cores(), round_trip(), simd()];
     findings.extend(udp());
     findings.extend([tcp(), huge_pages()]);

@@ -23,6 +23,7 @@ macro_rules! note {
 
 mod address;
 mod args;
+mod bench;
 mod board;
 mod card;
 mod chaos;
@@ -45,6 +46,8 @@ mod pattern;
 mod perf;
 mod plan;
 mod quota;
+mod ranks;
+mod run;
 mod selftest;
 mod server;
 mod size;
@@ -74,7 +77,7 @@ fn main() -> ExitCode {
     let cli = cli.unwrap_or_else(|error| error.exit());
     logging::init(cli.verbose);
     let outcome = match cli.command {
-        Command::Perf(args) => perf::run(&args, cli.verbose),
+        Command::Perf(args) => perf::run(*args, cli.verbose),
         Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::ReduceScatter(args) => collective::reduce_scatter(&args, cli.verbose),
         Command::AllGather(args) => collective::all_gather(&args, cli.verbose),
@@ -82,6 +85,7 @@ fn main() -> ExitCode {
         Command::Device(args) => server::run_device(args),
         Command::Controller(args) => server::run_controller(&args),
         Command::Chaos(args) => chaos::run(&args),
+        Command::Run(args) => run::run(&args, cli.verbose),
         Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
         Command::Plan(args) => plan::run(&args),
@@ -95,6 +99,8 @@ fn main() -> ExitCode {
         Command::Card(args) => card::run(&args),
         Command::RshimWorker(args) => flash::worker::run(&args),
         Command::Rank => worker::run(),
+        Command::Become(args) => run::become_program(&args),
+        Command::Guard => run::watch(),
     };
     exit::report(outcome)
 }

@@ -3,7 +3,7 @@
 //! Each prints one line on stdout when it is ready (`listening ADDRESS`, `ready NAME`). At the signal it releases its
 //! resources and exits with status 0.
 
-use crate::address;
+use crate::address::{self, LocalAddress};
 use crate::cluster::{LISTENING, READY};
 use crate::exit::Failure;
 use crate::fabric;
@@ -16,7 +16,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
@@ -83,9 +83,8 @@ pub(crate) struct DeviceArgs {
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
           default_value_t = format!("127.0.0.1:{DEFAULT_PORT}"))]
     controller: String,
-    /// Address of this host that ranks and other devices reach
-    #[arg(long, value_name = "IP", default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
-    bind: IpAddr,
+    #[command(flatten)]
+    local: LocalAddress,
     /// UDP data port of the first shard; the other shards take the next ones [default: any free ports]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     data_port: Option<u16>,
@@ -167,10 +166,12 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
 pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     let mut signals = signals()?;
     let controllers = address::all("--controller", &args.controller, DEFAULT_PORT)?;
-    let mut config = BoardConfig::new(args.name.clone(), controllers[0]);
-    config.controller_alternatives = controllers[1..].to_vec();
+    let timeout = Duration::from_secs(args.timeout_s);
+    let controller = first_up(&controllers, &mut signals, timeout)?;
+    let mut config = BoardConfig::new(args.name.clone(), controller);
+    config.controller_alternatives = controllers.into_iter().filter(|addr| *addr != controller).collect();
     config.zero_copy = args.zero_copy();
-    config.bind = args.bind;
+    config.bind = args.local.choose(controller)?;
     config.data_port = args.data_port;
     config.advertise = args.advertise;
     config.shards = args.shards;
@@ -181,7 +182,6 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();
     let board = Board::start(config).map_err(Failure::input)?;
-    let timeout = Duration::from_secs(args.timeout_s);
     if let Err(failure) = register(&board, &mut signals, timeout) {
         // Ending the board would wait for an attempt to connect. Its memory and its sockets have no names in the file
         // system, so that they end with the process.
@@ -194,6 +194,23 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     announce(&format!("{READY}{name}"))?;
     wait(signals);
     Ok(())
+}
+
+/// Return the first of a controller's addresses that accepts a connection. It determines the family of the device's own
+/// address, so a device that could choose waits for it, and takes the first address at the end of `timeout`.
+fn first_up(controllers: &[SocketAddr], signals: &mut Signals, timeout: Duration) -> Result<SocketAddr, Failure> {
+    let end = Instant::now() + timeout;
+    let is_alone = controllers.len() == 1;
+    while !is_alone && Instant::now() < end {
+        if let Some(found) = controllers.iter().copied().find(address::is_reachable) {
+            return Ok(found);
+        }
+        if let Some(signal) = signals.pending().next() {
+            return Err(Failure::Signal(signal));
+        }
+        std::thread::sleep(SIGNAL_INTERVAL);
+    }
+    Ok(controllers[0])
 }
 
 /// Why a device is not registered.

@@ -1,12 +1,14 @@
 //! A rank's configuration as environment variables: what [`JoinConfig::from_env`] reads.
 //!
-//! Launchers describe a rank by `RANK`, `WORLD_SIZE` and `MASTER_ADDR`; everything else is a variable that begins with
-//! `SUMAC_`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds the ones that nothing
-//! reads. Reading takes a lookup function, so that tests need no process environment.
+//! Launchers say which rank of which job a process is ([`launcher`]); everything else is a variable that begins with
+//! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds
+//! the ones that nothing reads. Reading takes a lookup function, so that tests need no process environment.
 
+use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve;
+use crate::local_address;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Once;
@@ -62,17 +64,18 @@ impl JoinConfig {
     ///
     /// | field | variable | value |
     /// |---|---|---|
-    /// | `rank` | `RANK` | required |
-    /// | `world` | `WORLD_SIZE` | required |
+    /// | `rank` | `SUMAC_RANK` | default: the [`launcher`]'s, as `RANK` |
+    /// | `world` | `SUMAC_WORLD` | default: the launcher's, as `WORLD_SIZE` |
     /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
     /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
-    /// | `job` | `SUMAC_JOB` | default `default` |
+    /// | `job` | `SUMAC_JOB` | default: the launcher's name of the job; `default` for a bare `RANK` |
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
     /// | `algo` | `SUMAC_ALGO` | the name of an [`Algo`](crate::Algo), as `auto`, `tree` or `ring` |
     /// | `deadline` | `SUMAC_DEADLINE` | seconds |
     /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
-    /// | `bind` | `SUMAC_BIND` | an IP address |
+    /// | `bind` | `SUMAC_BIND` | an IP address or a host name; default: the address that routes to the controller |
+    /// | `interfaces` | `SUMAC_IFNAME` | an [`InterfaceFilter`](crate::local_address::InterfaceFilter), as `eth,ib` |
     /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
     /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
@@ -93,7 +96,8 @@ impl JoinConfig {
     /// [`JoinError::Environment`] names the variable that is missing or invalid.
     pub fn from_env() -> Result<Self, JoinError> {
         warn_once();
-        read(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        let placement = launcher::from_env().placement;
+        read(placement, |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
     }
 }
 
@@ -103,12 +107,14 @@ fn warn_once() {
     WARNED.call_once(|| check().iter().for_each(|warning| crate::log::warn!("{warning}")));
 }
 
-/// Read a rank's configuration.
-fn read(variable: impl Fn(&str) -> Option<String>) -> Result<JoinConfig, JoinError> {
+/// Read the configuration of a rank.
+fn read(
+    placement: Result<Placement, LaunchError>,
+    variable: impl Fn(&str) -> Option<String>,
+) -> Result<JoinConfig, JoinError> {
+    let Placement { rank, world, job, .. } = placement.map_err(|error| invalid(error.variable(), error.to_string()))?;
     let variables = Variables(variable);
-    let (rank, world) = (variables.required("RANK")?, variables.required("WORLD_SIZE")?);
     let mut addrs = variables.controller()?.into_iter();
-    let job = (variables.0)("SUMAC_JOB").unwrap_or_else(|| "default".into());
     let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
     let mut config = JoinConfig::new(first, job, rank, world);
     config.controller_alternatives = addrs.collect();
@@ -146,9 +152,12 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Self(variable) = self;
         config.host = variable("SUMAC_HOST");
         config.verbs = variable("SUMAC_VERBS");
-        if let Some(bind) = self.parsed("SUMAC_BIND", "an IP address")? {
-            config.bind = bind;
+        if let Some(text) = variable("SUMAC_BIND") {
+            config.bind = local_address::resolve(&text, config.controller).map_err(|why| {
+                invalid("SUMAC_BIND", format!("{text:?} is not an IP address or the name of a host: {why}"))
+            })?;
         }
+        config.interfaces = self.named("SUMAC_IFNAME")?;
         if let Some(transport) = self.named("SUMAC_TRANSPORT")? {
             config.transport = transport;
         } else if let Some(transport) = self.named("SUMAC_ATTACH")? {
@@ -194,10 +203,6 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let spin_us = self.parsed("SUMAC_UDP_SPIN_US", "a number of microseconds")?;
         set(&mut udp.spin, spin_us.map(Duration::from_micros));
         Ok(())
-    }
-
-    fn required(&self, name: &'static str) -> Result<u32, JoinError> {
-        self.parsed(name, "a number")?.ok_or_else(|| invalid(name, "it is not set; launchers set it"))
     }
 
     fn parsed<T: std::str::FromStr>(&self, name: &'static str, what: &str) -> Result<Option<T>, JoinError> {
@@ -278,7 +283,7 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 26] = [
+const KNOWN: [&str; 30] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -286,11 +291,14 @@ const KNOWN: [&str; 26] = [
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
     "SUMAC_HOST",
+    "SUMAC_IFNAME",
     "SUMAC_JOB",
     "SUMAC_JOIN_TIMEOUT",
+    "SUMAC_LOCAL_RANK",
     "SUMAC_LOG",
     "SUMAC_ORDER",
     "SUMAC_PORT",
+    "SUMAC_RANK",
     "SUMAC_RECOVER",
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
@@ -305,6 +313,7 @@ const KNOWN: [&str; 26] = [
     "SUMAC_UDP_SPIN_US",
     "SUMAC_VERBS",
     "SUMAC_WAIT_FOR_TREE",
+    "SUMAC_WORLD",
 ];
 
 #[cfg(test)]
@@ -315,7 +324,8 @@ mod tests {
 
     fn config(variables: &[(&str, &str)]) -> Result<JoinConfig, JoinError> {
         let all = [("RANK", "1"), ("WORLD_SIZE", "2")].iter().chain(variables).rev();
-        read(|name| all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).into()))
+        let variable = |name: &str| all.clone().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+        read(launcher::read(variable, || None).placement, variable)
     }
 
     #[test]
@@ -336,6 +346,7 @@ mod tests {
             ("SUMAC_DEADLINE", "0.25"),
             ("SUMAC_JOIN_TIMEOUT", "5"),
             ("SUMAC_BIND", "10.0.0.7"),
+            ("SUMAC_IFNAME", "^docker,lo"),
             ("SUMAC_TRANSPORT", "verbs"),
             ("SUMAC_VERBS", "mlx5_0:1"),
             ("SUMAC_RECOVER", "0"),
@@ -356,6 +367,7 @@ mod tests {
         (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
         (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
         expected.bind = "10.0.0.7".parse().expect("an address");
+        expected.interfaces = Some("^docker,lo".parse().expect("a filter"));
         (expected.transport, expected.verbs) = (Transport::Verbs, Some("mlx5_0:1".into()));
         (expected.recover, expected.tenant) = (false, "team-a".into());
         (expected.wait_for_tree, expected.straggler) =
@@ -373,10 +385,7 @@ mod tests {
     fn controller_variable_beats_master_addr_and_port() {
         let read = |text| config(&[("SUMAC_CONTROLLER", text), ("MASTER_ADDR", "10.0.0.1"), ("SUMAC_PORT", "9")]);
         let given = read("[::1]:7850").expect("an address");
-        assert_eq!(
-            (given.controller, given.bind),
-            ("[::1]:7850".parse().expect("valid"), "::1".parse().expect("valid"))
-        );
+        assert_eq!(given.controller, "[::1]:7850".parse().expect("valid"));
         let named = read("localhost").expect("every system knows it");
         let all = named.controller_alternatives.iter().chain([&named.controller]);
         assert!(all.into_iter().all(|addr| addr.ip().is_loopback() && addr.port() == DEFAULT_PORT), "{named:?}");
@@ -414,7 +423,8 @@ mod tests {
             ("SUMAC_ALGO", "star", "tree"),
             ("SUMAC_RECOVER", "maybe", "1, 0"),
             ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
-            ("SUMAC_BIND", "eth0", "IP address"),
+            ("SUMAC_BIND", "eth0.invalid", "IP address"),
+            ("SUMAC_IFNAME", "^", "names no interface"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),
         ] {
             let error = config(&[(name, value)]).expect_err("refused").to_string();

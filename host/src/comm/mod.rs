@@ -91,6 +91,7 @@ mod calls;
 mod cart;
 pub mod environment;
 mod handle;
+pub mod launcher;
 mod messages;
 mod owned_buffer;
 mod shrink;

@@ -90,7 +90,7 @@ pub enum NameKind {
 }
 
 impl NameKind {
-    const fn allows(self, byte: u8) -> bool {
+    pub(crate) const fn allows(self, byte: u8) -> bool {
         match self {
             Self::Job => byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-' | b':' | b'/' | b'~'),
             Self::Fabric => byte.is_ascii_graphic() || byte == b' ',

@@ -4,9 +4,10 @@ use super::options::Straggler;
 use crate::controller::proto::{DEFAULT_TENANT, Transport};
 use crate::controller::{ClientError, first_reachable};
 use crate::exec::MeshError;
+use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
 use crate::transport::memory::AttachError;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::hosted::{HostedError, HostedPort};
@@ -39,8 +40,11 @@ pub struct JoinConfig {
     pub deadline: Duration,
     /// How long joining waits for the other ranks. Default 60 s.
     pub join_timeout: Duration,
-    /// The local address to bind to; devices and other ranks must be able to reach it.
+    /// The address of this host that devices and other ranks reach. Default `0.0.0.0`, which stands for the one that
+    /// routes to the controller.
     pub bind: IpAddr,
+    /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
+    pub interfaces: Option<InterfaceFilter>,
     /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
     ///
     /// ```
@@ -69,8 +73,8 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
-    /// Configure a rank with the defaults: bound to the controller's IP address, [`Order::Arrival`], [`Algo::Auto`], a
-    /// time limit of 60 s for calls and for joining, and recovery.
+    /// Configure a rank with the defaults: bound to the address that routes to the controller, [`Order::Arrival`],
+    /// [`Algo::Auto`], a time limit of 60 s for calls and for joining, and recovery.
     pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
         Self {
             controller,
@@ -83,7 +87,8 @@ impl JoinConfig {
             algo: Algo::Auto,
             deadline: Duration::from_secs(60),
             join_timeout: Duration::from_secs(60),
-            bind: controller.ip(),
+            bind: Ipv4Addr::UNSPECIFIED.into(),
+            interfaces: None,
             udp: UdpConfig::default(),
             transport: Transport::Auto,
             verbs: None,
@@ -94,14 +99,11 @@ impl JoinConfig {
         }
     }
 
-    /// Choose among the controller's addresses. A rank that is bound to the first one is then bound to the chosen one,
-    /// which may be of the other family.
-    pub(super) fn choose_controller(&mut self) {
-        let chosen = first_reachable(self.controller, &self.controller_alternatives);
-        if self.bind == self.controller.ip() {
-            self.bind = chosen.ip();
-        }
-        self.controller = chosen;
+    /// Choose among the controller's addresses, and the address to bind to.
+    pub(super) fn choose_addresses(&mut self) -> Result<(), LocalAddressError> {
+        self.controller = first_reachable(self.controller, &self.controller_alternatives);
+        self.bind = local_address::choose(self.controller, self.bind, self.interfaces.as_ref())?;
+        Ok(())
     }
 
     /// Open the data port towards the leaf device.
@@ -126,6 +128,9 @@ pub enum JoinError {
         /// What is wrong with it.
         why: String,
     },
+    /// This host has no address to bind to.
+    #[error(transparent)]
+    Address(#[from] LocalAddressError),
     /// The controller cannot be reached, or refused the rank.
     #[error(transparent)]
     Controller(#[from] ClientError),
@@ -156,4 +161,4 @@ pub enum JoinError {
     Membership(String),
 }
 
-super::error::creation_error!(JoinError: Environment Controller Port Listen Mesh Attach Membership);
+super::error::creation_error!(JoinError: Environment Address Controller Port Listen Mesh Attach Membership);

@@ -28,7 +28,7 @@ use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 
 /// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
-    config.choose_controller();
+    config.choose_addresses()?;
     let (listener, mesh_addr) = listen(config.bind)?;
     let (recovery_listener, recovery_addr) = listen(config.bind)?;
     let port = config.open_port()?;

@@ -1,4 +1,4 @@
-//! A cluster as child processes of this one: a controller, emulated devices and ranks.
+//! A cluster as child processes of this one: a controller, emulated devices and ranks, or programs as ranks.
 //!
 //! Invariants:
 //! - **No child outlives its supervisor.** Dropping a [`Supervisor`] kills and reaps every child. If the supervisor
@@ -13,11 +13,13 @@ mod bind;
 mod events;
 mod given;
 mod process;
+mod program;
 mod start;
 
 pub(crate) use bind::Parts;
 pub(crate) use given::{GivenDevice, places};
-pub(crate) use process::{die_with_supervisor, is_supervised, supervised};
+pub(crate) use process::{SUPERVISOR_VARIABLE, die_with_supervisor, is_supervised, supervised};
+pub(crate) use program::{Program, become_program};
 pub(crate) use start::{
     ClusterConfig, LISTENING, Preference, READY, START_LIMIT, Started, spawn_controller, start, start_controller,
     start_device,

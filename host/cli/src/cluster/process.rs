@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 /// The variable in which a process finds the process id of its supervisor.
-const SUPERVISOR_VARIABLE: &str = "SUMAC_SUPERVISOR";
+pub(crate) const SUPERVISOR_VARIABLE: &str = "SUMAC_SUPERVISOR";
 
 /// The number of last lines of a child's stderr that an error shows.
 const STDERR_LINES: usize = 8;
@@ -59,8 +59,8 @@ pub(super) struct Child {
     pub(super) ended: bool,
     /// Bytes to write to its stdin, which stays open as long as this sender.
     pub(super) stdin: Option<Sender<Vec<u8>>>,
-    stderr: Arc<Mutex<VecDeque<String>>>,
-    stderr_reader: Option<JoinHandle<()>>,
+    pub(super) stderr: Arc<Mutex<VecDeque<String>>>,
+    pub(super) stderr_reader: Option<JoinHandle<()>>,
 }
 
 impl Child {

@@ -161,7 +161,11 @@ pub(crate) fn start_device(
         format!("--shards={}", config.shards),
     ];
     let further = config.device_options.iter().filter(|(of, _)| *of == index).flat_map(|(_, options)| options.clone());
-    let args: Vec<String> = own.into_iter().chain(further).collect();
+    let mut args: Vec<String> = own.into_iter().chain(further).collect();
+    if !args.iter().any(|arg| arg.starts_with("--bind=")) {
+        // Whatever SUMAC_BIND says: the ranks are on this host.
+        args.push(format!("--bind={}", controller.ip()));
+    }
     config.parts.within(index, || supervisor.spawn(&format!("device {name}"), &args, Vec::new()))
 }
 

@@ -10,10 +10,12 @@ mod explained;
 
 pub(crate) use explained::Explained;
 
+use crate::exit::Failure;
 use crate::options::Algo;
 use crate::workload::{Check, MemoryKind, Placements};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
+use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac::Transport;
@@ -229,4 +231,12 @@ pub(crate) struct Repair {
 pub(crate) fn now_ns() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+/// Print a report as a line on stdout.
+pub(crate) fn report(report: &Report) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    serde_json::to_writer(&mut out, report).map_err(Failure::run)?;
+    writeln!(out)?;
+    Ok(out.flush()?)
 }

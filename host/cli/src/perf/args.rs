@@ -16,6 +16,9 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 /// The most ranks, each of which is a process on this machine.
 const RANKS_MAX: i64 = 1024;
 
+/// The number of ranks that are started unless another is given.
+const RANKS_DEFAULT: u32 = 4;
+
 /// `sumac perf`.
 ///
 /// Options that only some collectives have are `None` or empty unless they are given, so that those without effect can
@@ -48,9 +51,17 @@ pub(crate) struct PerfArgs {
     /// Operators, comma-separated, or `all` that the type has [default: sum]
     #[arg(short = 'o', long = "op", value_name = "OP", value_delimiter = ',', value_parser = names::op_parser())]
     pub(super) ops: Vec<Choice<ReduceOp>>,
-    /// Number of ranks, each a process
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
-    pub(super) ranks: u32,
+    /// Number of ranks, each a process that is started here [default: 4, unless a launcher has started this process as
+    /// a rank]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
+    pub(super) ranks: Option<u32>,
+    /// The number of ranks that a launcher has started, if this process is one of them.
+    #[arg(skip)]
+    pub(super) launched: Option<u32>,
+    /// Controller of ranks that a launcher has started; all addresses of a host name are tried [default:
+    /// SUMAC_CONTROLLER, else MASTER_ADDR and SUMAC_PORT]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(super) controller: Option<String>,
     /// Collectives, comma-separated
     #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
           value_parser = names::collective_parser())]
@@ -145,6 +156,11 @@ pub(crate) struct PerfArgs {
 }
 
 impl PerfArgs {
+    /// Return the number of ranks.
+    pub(super) fn world(&self) -> u32 {
+        self.launched.or(self.ranks).unwrap_or(RANKS_DEFAULT)
+    }
+
     /// Return the transport that ranks are to use: packets if their link is to be cut.
     pub(super) fn transport(&self) -> Transport {
         if self.fault == Some(Fault::CutLink) { Transport::Udp } else { self.transport }

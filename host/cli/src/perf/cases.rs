@@ -57,7 +57,7 @@ impl PerfArgs {
 
     fn check_fault(&self) -> anyhow::Result<()> {
         let Some(fault) = self.fault else { return Ok(()) };
-        ensure!(self.ranks > 1, "--fault needs --ranks 2 or more");
+        ensure!(self.world() > 1, "--fault needs --ranks 2 or more");
         let is_shm = fault == Fault::CutLink && self.transport == Transport::Shm;
         ensure!(!is_shm, "--fault cut-link drops packets, and --transport shm sends none; use udp or auto");
         let both = self.buffers == Some(Placements::Both);
@@ -164,10 +164,10 @@ impl PerfArgs {
     fn roots(&self, collective: Collective) -> anyhow::Result<Vec<u32>> {
         match self.root {
             _ if !collective.is_rooted() => Ok(vec![0]),
-            Some(Root(Choice::All)) => Ok((0..self.ranks).collect()),
+            Some(Root(Choice::All)) => Ok((0..self.world()).collect()),
             None => Ok(vec![0]),
             Some(Root(Choice::One(root))) => {
-                ensure!(root < self.ranks, "--root {root}: the {} ranks count from 0", self.ranks);
+                ensure!(root < self.world(), "--root {root}: the {} ranks count from 0", self.world());
                 Ok(vec![root])
             }
         }

@@ -13,6 +13,13 @@ EXAMPLES
   sumac perf --topology fabric.ibnetdiscover --ranks 16
   sumac perf --transport udp --algo tree
   sumac perf --fault kill-device -b 1M -e 16M --algo tree
+  mpirun -np 64 sumac perf --controller head:7847
+  sumac run -n 4 -- sumac perf
+
+LAUNCHERS
+  Started by torchrun, mpirun, srun or `sumac run`, perf is one rank of a job on a running controller, as nccl-tests
+  are. Rank 0 prints the rows, with the figures of all ranks, and all ranks exit with the same status. Give all ranks
+  the same options. devices are those of the job's tree. --ranks starts a cluster here all the same.
 
 NCCL-TESTS
   -b -e -i -f -n -w -d -o -r are those of nccl-tests (its README, \"Arguments\"), with other defaults for sizes; -c 1 is

@@ -1,7 +1,8 @@
 //! `sumac perf`: collectives by every algorithm on a cluster of processes on this machine, timed and checked.
 //!
-//! The ranks measure ([`crate::worker`]). This module starts the cluster, combines the ranks' figures and prints each
-//! row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
+//! Where a launcher has started the command as a rank, it is one of its ranks ([`launched`]). Otherwise, the ranks are
+//! processes that measure ([`crate::bench`]). This module starts the cluster, combines the ranks' figures and prints
+//! each row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
 
 mod args;
 mod cases;
@@ -9,6 +10,7 @@ mod csv;
 mod fault;
 mod heartbeat;
 mod help;
+mod launched;
 mod names;
 mod output;
 mod relay;
@@ -32,21 +34,40 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
+use sumac::comm::launcher;
 use sumac::select::TreeTransport;
 
 /// How long the ranks may take to join and to leave.
 const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Run the measurement.
-pub(crate) fn run(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
+pub(crate) fn run(mut args: PerfArgs, verbose: u8) -> Result<(), Failure> {
+    if args.ranks.is_none() {
+        let reading = launcher::from_env();
+        args.launched = launched::world(&reading)?;
+        if args.launched.is_some() {
+            return launched::run(&args, &reading);
+        }
+    }
+    if args.controller.is_some() {
+        return Err(Failure::Input(anyhow!(
+            "--controller is for ranks that a launcher starts, as in `mpirun -np 4 sumac perf --controller HOST:PORT`; \
+             without it, perf starts a controller of its own"
+        )));
+    }
+    supervise(&args, verbose)
+}
+
+/// Start a cluster and measure on it.
+fn supervise(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
     if let Some(path) = &args.overrides {
         // The controller reads it again; an invalid file is to be rejected before anything starts.
         crate::server::read_overrides(sumac::select::CostTable::EMULATED, path).map_err(Failure::Input)?;
     }
     let layout = match &args.topology {
-        Some(path) => Layout::from_file(path, args.ranks),
-        None => Layout::generated(args.levels, args.ranks),
+        Some(path) => Layout::from_file(path, args.world()),
+        None => Layout::generated(args.levels, args.world()),
     }
     .map_err(Failure::Input)?;
     let bar = progress_bar(cases.len(), args.is_quiet());
@@ -206,7 +227,7 @@ fn start_ranks(
                 controller,
                 job: name.clone(),
                 rank,
-                world: args.ranks,
+                world: args.world(),
                 host: host.clone(),
                 order: args.order.map(Into::into),
                 transport: args.transport(),

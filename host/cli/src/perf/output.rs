@@ -168,32 +168,32 @@ impl<'a> Output<'a> {
 
     fn write_conditions(&self, out: &mut impl Write, transport: Option<TreeTransport>) -> io::Result<()> {
         let Conditions {
-            devices,
-            emulated_devices,
-            levels,
-            iterations,
-            warmup_iterations,
-            order,
-            cores,
-            memory,
-            version,
-            ..
+            devices, emulated_devices, levels, iterations, warmup_iterations, order, cores, version, ..
         } = &self.conditions;
-        let devices = if emulated_devices == devices {
-            format!("{devices} (emulated)")
-        } else {
-            format!("{devices} ({emulated_devices} emulated)")
+        let devices = match self.args.launched {
+            Some(_) => devices.to_string(),
+            None if emulated_devices == devices => format!("{devices} (emulated)"),
+            None => format!("{devices} ({emulated_devices} emulated)"),
         };
         let checked = match self.args.check {
             Check::Every => "every element",
             Check::Ends => "every element of one operation before and one after",
         };
-        writeln!(out, "# sumac {version}  ranks {}  devices {devices}  tree levels {levels}", self.args.ranks)?;
+        writeln!(out, "# sumac {version}  ranks {}  devices {devices}  tree levels {levels}", self.args.world())?;
         writeln!(out, "# iterations {iterations}  warm-up {warmup_iterations}  order {order}  checked: {checked}")?;
+        if self.args.launched.is_some() {
+            writeln!(out, "# cores {cores} on the host of rank 0")?;
+            return self.write_transport(out, transport);
+        }
         let oversubscribed = if *cores < self.processes { " (oversubscribed)" } else { "" };
         let round_trip = self.round_trip_ns.map_or_else(|| "not measured".into(), |ns| format!("{ns:.0} ns"));
         let processes = self.processes;
         writeln!(out, "# cores {cores} for {processes} processes{oversubscribed}  cache-line round trip {round_trip}")?;
+        self.write_transport(out, transport)
+    }
+
+    fn write_transport(&self, out: &mut impl Write, transport: Option<TreeTransport>) -> io::Result<()> {
+        let memory = self.conditions.memory;
         match transport {
             None => writeln!(out, "# transport none: no tree"),
             // Packets are filled from any kind of memory.

@@ -116,7 +116,7 @@ pub(super) struct Conditions {
     pub(super) levels: usize,
     /// The number of devices.
     pub(super) devices: usize,
-    /// How many of them are emulated.
+    /// How many of them this run has started, which are emulated.
     pub(super) emulated_devices: usize,
     /// Shards of each emulated device.
     pub(super) shards: u16,
@@ -144,9 +144,12 @@ impl Conditions {
             requested_transport: args.transport().name(),
             levels: layout.levels,
             devices: layout.devices.len(),
-            emulated_devices: layout.devices.len() - args.devices.len().min(layout.devices.len()),
+            emulated_devices: match args.launched {
+                None => layout.devices.len() - args.devices.len().min(layout.devices.len()),
+                Some(_) => 0,
+            },
             shards: args.shards,
-            bind: !args.no_bind,
+            bind: !args.no_bind && args.launched.is_none(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             version: env!("CARGO_PKG_VERSION"),
             command: command_line(std::env::args_os().skip(1).map(|arg| arg.to_string_lossy().into_owned())),

@@ -5,7 +5,7 @@
 //! ones. Where other jobs share the devices there is no such balance, and every retransmission counts as loss.
 
 use super::snapshot::Snapshot;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// The two ends of a link.
@@ -105,9 +105,9 @@ pub(super) struct Measured {
 }
 
 /// A tested link. Its fields are the keys of the JSON object, in this order.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Row {
-    /// The lower end: `rank`, or a device.
+    /// The lower end: `rank`, `rank N` under a launcher, or a device.
     pub(super) from: String,
     /// The upper end: a device.
     pub(super) to: String,

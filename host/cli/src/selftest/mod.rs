@@ -4,9 +4,12 @@
 //! device above it. The rank runs in this process. The latency of the link between two devices is the time by which the
 //! second job is slower than the first. Its loss comes from the counters of its two ends.
 //!
+//! Where a launcher has started the command as a rank, each rank tests its own links ([`launched`]).
+//!
 //! Invariants: a link that fails ends only its own test. A device that is unreachable from here does not affect the
 //! rating of other links.
 
+mod launched;
 mod link;
 mod probe;
 mod snapshot;
@@ -30,8 +33,9 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+use sumac::comm::launcher;
 use sumac::controller::proto::{DEFAULT_TENANT, Terms};
-use sumac::controller::status;
+use sumac::controller::{derived_name, status};
 
 /// The largest operation.
 const BYTES_MAX: SizeBytes = SizeBytes(1 << 30);
@@ -41,6 +45,9 @@ const LARGE_OPERATIONS: u32 = 3;
 
 /// The length of a small operation in bytes: one packet in each direction.
 const SMALL_BYTES: usize = 8;
+
+/// The number of ranks for which a tree is planned unless another is given.
+const RANKS_DEFAULT: u32 = 4;
 
 /// `sumac selftest`.
 #[derive(Debug, Args)]
@@ -77,9 +84,10 @@ pub(crate) struct SelftestArgs {
     /// How long a test may wait in the controller's queue for a device, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u32).range(..=86_400))]
     wait_for_tree: u32,
-    /// Number of ranks for which that tree is planned
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    ranks: u32,
+    /// Number of ranks for which that tree is planned [default: 4, unless a launcher has started this process as a
+    /// rank]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: Option<u32>,
     /// Test links over RDMA verbs, from the first of these ports; existing devices must receive over verbs, too
     #[command(flatten)]
     verbs: Links,
@@ -93,13 +101,17 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     args.check().map_err(Failure::Input)?;
     let transport = if args.verbs.is_empty() { Transport::Udp } else { Transport::Verbs };
     options::check_built(transport).map_err(Failure::Input)?;
+    if args.ranks.is_none() && launcher::from_env().is_rank() {
+        return launched::run(args);
+    }
+    let ranks = args.ranks.unwrap_or(RANKS_DEFAULT);
     let mut supervisor = None;
     let controller = match args.controller.named()? {
         Some(addr) => addr,
         None => {
             let layout = match &args.topology {
-                Some(path) => Layout::from_file(path, args.ranks),
-                None => Layout::generated(args.levels, args.ranks),
+                Some(path) => Layout::from_file(path, ranks),
+                None => Layout::generated(args.levels, ranks),
             };
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
@@ -107,21 +119,13 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
         }
     };
-    let report = status(controller).map_err(Failure::run)?;
-    let known: Vec<String> = report.devices.into_iter().map(|device| device.name).collect();
-    let devices = args.chosen(known).map_err(Failure::Input)?;
-    if !report.jobs.is_empty() {
-        let jobs = report.jobs.len();
-        note!("# {jobs} jobs are running; their traffic affects loss, latency and bandwidth");
-    }
-    let mut tester = Tester { args, controller, supervisor, rows: Vec::new(), alone: BTreeMap::new(), jobs: 0 };
+    let devices = args.devices_of(controller)?;
+    let mut tester = Tester::new(args, controller, format!("selftest-{}", std::process::id()));
+    tester.supervisor = supervisor;
     if !args.json {
         table::write_head(&mut io::stdout())?;
     }
-    devices.iter().try_for_each(|device| tester.test_device(device))?;
-    for (nth, one) in devices.iter().enumerate() {
-        devices[nth + 1..].iter().try_for_each(|other| tester.test_pair(one, other))?;
-    }
+    tester.test_all(&devices, true)?;
     if !args.json {
         table::write_summary(&mut io::stdout(), &tester.rows)?;
     }
@@ -142,6 +146,18 @@ impl SelftestArgs {
             self.bytes
         );
         Ok(())
+    }
+
+    /// Return the devices of a controller to test.
+    fn devices_of(&self, controller: SocketAddr) -> Result<Vec<String>, Failure> {
+        let report = status(controller).map_err(Failure::run)?;
+        let known: Vec<String> = report.devices.into_iter().map(|device| device.name).collect();
+        let devices = self.chosen(known).map_err(Failure::Input)?;
+        if !report.jobs.is_empty() {
+            let jobs = report.jobs.len();
+            note!("# {jobs} jobs are running; their traffic affects loss, latency and bandwidth");
+        }
+        Ok(devices)
     }
 
     /// Return the devices to test out of the registered ones.
@@ -166,9 +182,27 @@ struct Tester<'a> {
     /// The measurements of the link to each reachable device.
     alone: BTreeMap<String, Measured>,
     jobs: u32,
+    /// The beginning of the names of its jobs.
+    name: String,
+    /// Whether rows are not printed.
+    is_silent: bool,
 }
 
-impl Tester<'_> {
+impl<'a> Tester<'a> {
+    fn new(args: &'a SelftestArgs, controller: SocketAddr, name: String) -> Self {
+        let (supervisor, rows, alone) = (None, Vec::new(), BTreeMap::new());
+        Self { args, controller, supervisor, rows, alone, jobs: 0, name, is_silent: false }
+    }
+
+    /// Test the links to these devices, and those between them if `pairs`.
+    fn test_all(&mut self, devices: &[String], pairs: bool) -> Result<(), Failure> {
+        devices.iter().try_for_each(|device| self.test_device(device))?;
+        for (nth, one) in devices.iter().enumerate().filter(|_| pairs) {
+            devices[nth + 1..].iter().try_for_each(|other| self.test_pair(one, other))?;
+        }
+        Ok(())
+    }
+
     /// Test the link from this host to a device.
     fn test_device(&mut self, device: &str) -> Result<(), Failure> {
         let link = Link::ToDevice(device.to_owned());
@@ -202,7 +236,7 @@ impl Tester<'_> {
         flows: impl FnOnce(&Snapshot, &Snapshot) -> Flows,
     ) -> Result<Measured, ProbeError> {
         self.jobs += 1;
-        let job = format!("selftest-{}-{}", std::process::id(), self.jobs);
+        let job = derived_name(&self.name, &format!("-{}", self.jobs));
         let timeout = Duration::from_secs(self.args.timeout_s);
         let terms =
             Terms { tenant: self.args.tenant.clone(), wait_ms: self.args.wait_for_tree * 1000, ..Terms::default() };
@@ -240,15 +274,22 @@ impl Tester<'_> {
     }
 
     fn print(&mut self, row: Row) -> Result<(), Failure> {
-        let mut out = io::stdout().lock();
-        if self.args.json {
-            serde_json::to_writer(&mut out, &row).map_err(io::Error::from)?;
-            writeln!(out)?;
-        } else {
-            table::write_row(&mut out, &row)?;
+        if !self.is_silent {
+            write_row(&row, self.args.json)?;
         }
-        out.flush()?;
         self.rows.push(row);
         Ok(())
     }
+}
+
+/// Print a link on stdout.
+fn write_row(row: &Row, json: bool) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    if json {
+        serde_json::to_writer(&mut out, row)?;
+        writeln!(out)?;
+    } else {
+        table::write_row(&mut out, row)?;
+    }
+    out.flush()
 }

@@ -5,10 +5,11 @@
 //! Invariant: every result is compared with the contribution, because the sum of one rank is its own contribution.
 
 use crate::cluster::ClusterError;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{JoinRequest, Terms, Transport};
 use sumac::controller::{ClientError, Session};
+use sumac::local_address::{self, LocalAddressError};
 use sumac::transport::packets::TreeDriver;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
@@ -29,6 +30,9 @@ pub(super) enum ProbeError {
     /// The controller gave no tree on these devices.
     #[error("{0}")]
     NoTree(String),
+    /// No address of this host reaches the controller.
+    #[error(transparent)]
+    Address(#[from] LocalAddressError),
     /// The data port cannot be opened.
     #[error("data port: {0}")]
     Port(#[from] HostedError),
@@ -71,7 +75,8 @@ impl Probe {
         devices: Vec<String>,
         (timeout, verbs): (Duration, Option<&str>),
     ) -> Result<Self, ProbeError> {
-        let port = HostedPort::open(SocketAddr::new(controller.ip(), 0), &UdpConfig::default(), verbs)?;
+        let local = SocketAddr::new(local_address::choose(controller, Ipv4Addr::UNSPECIFIED.into(), None)?, 0);
+        let port = HostedPort::open(local, &UdpConfig::default(), verbs)?;
         let request = JoinRequest {
             job,
             rank: Rank(0),
@@ -79,8 +84,8 @@ impl Probe {
             host: None,
             order: Order::Arrival,
             // No other rank connects to it.
-            mesh_addr: SocketAddr::new(controller.ip(), 0),
-            recovery_addr: SocketAddr::new(controller.ip(), 0),
+            mesh_addr: local,
+            recovery_addr: local,
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
             // Shared memory would bypass the links.
             transport: if verbs.is_some() { Transport::Verbs } else { Transport::Udp },
