@@ -8,7 +8,8 @@
 //! does, and advances the operations in flight meanwhile. If none completes, it fails with [`Error::TooManyInFlight`]
 //! and does not count as a call.
 //!
-//! A start that fails gives the buffer back, unchanged ([`StartError`]).
+//! A start that fails gives the buffer back, unchanged ([`StartError`]); a wait that fails gives it back, too
+//! ([`WaitError`](super::WaitError)).
 
 use super::calls::{check, elements};
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer, StartError};
