@@ -136,6 +136,13 @@ pub(crate) struct PerfArgs {
     /// counters are printed on stderr at the end.
     #[arg(long, value_name = "OPTIONS", conflicts_with = "explain", allow_hyphen_values = true)]
     pub(super) chaos: Option<RuleArgs>,
+    /// Capture the packets of all devices to this file, for Wireshark with `hal/wireshark/sumac.lua`
+    ///
+    /// It contains keys and data: only its owner can read it. Ranks send packets only with --transport udp or verbs;
+    /// with others, these are the packets between devices. Capturing costs time, so the figures are not those of a run
+    /// without it. An existing --device is not captured.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["explain", "fault", "devices"])]
+    pub(super) pcap: Option<PathBuf>,
     /// Print one JSON object per row instead of the table
     #[arg(long, conflicts_with = "csv")]
     pub(super) json: bool,
