@@ -50,7 +50,7 @@ pub(crate) enum Command {
     /// algorithm, path the one that ran. min, avg and max are over the ranks' own medians, in
     /// place where that is measured.
     #[command(after_long_help = perf::HELP)]
-    Perf(PerfArgs),
+    Perf(Box<PerfArgs>),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
     /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy

@@ -66,12 +66,8 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
     /// Transport between ranks and their leaf device
-    ///
-    /// `udp` sends packets that carry the data. `shm` is zero-copy: the device's DMA engine reads and writes memory
-    /// that it shares with the ranks. `verbs` sends packets over RDMA. `rdma` is zero-copy by RDMA READ and WRITE of
-    /// the device. `auto` is `shm` where it is available, else `udp`. A transport that is requested explicitly and is
-    /// unavailable fails the run.
-    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser())]
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser(),
+          long_help = options::transport_help())]
     pub(super) transport: Transport,
     #[command(flatten)]
     pub(super) verbs: Links,
