@@ -251,7 +251,7 @@ fn handle_test_returns_the_error_when_a_rank_dies() {
                 assert!(begun.elapsed() < Duration::from_secs(20), "no error is reported");
                 thread::yield_now();
             }
-            handle.wait().err()
+            handle.wait().err().map(Error::from)
         });
         let is_named =
             matches!(&errors[0], Some(Error::RanksFailed { ranks, operation: 1, .. }) if ranks[..] == [Rank(1)]);

@@ -91,7 +91,7 @@ fn use_and_drop(all: All) -> i32 {
             && split.name() == "forked/0.0",
         values == [1; LEN] && buffer.iter().all(|&x| x == 7),
         handle.test(),
-        is_forked(handle.wait().map(drop)),
+        is_forked(handle.wait().map(drop).map_err(Error::from)),
     ];
     comm.canceller().cancel();
     split.leave();

@@ -319,7 +319,8 @@ fn calls_that_need_no_dead_rank_complete_on_all_survivors() {
             have_started.wait();
             let (values, outcome) = needless.wait().expect("its root is a survivor");
             assert!(values.iter().all(|&x| x == 2) && outcome.path == Path::Tree, "{setup}");
-            for error in [lost.wait().err(), behind.wait().err(), comm.barrier().err()] {
+            let waited = [lost, behind].map(|handle| handle.wait().map(drop).map_err(Error::from));
+            for error in waited.into_iter().chain([comm.barrier().map(drop)]).map(Result::err) {
                 let error = error.expect("a rank is dead");
                 let Error::RanksFailed { ranks, operation: 2, output: OutputState::Elements(runs) } = first(&error)
                 else {

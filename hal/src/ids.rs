@@ -37,7 +37,7 @@ pub struct BootId(pub u64);
 
 /// The version of a group's state: (term, counter), packed into 32 bits on the wire.
 ///
-/// It changes on all nodes and ranks whenever state may have been lost. Only the controller or the COMMIT of a repair
+/// It changes on all nodes and ranks whenever state may have been lost. Only the controller or the COMMIT of a recovery
 /// assigns one (PROTOCOL 4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 pub struct Epoch {

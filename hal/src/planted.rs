@@ -58,7 +58,7 @@ pub enum Bug {
     DeadHopUndetected,
     /// Endpoint: accepts packets with a wrong checksum.
     ChecksumUnchecked,
-    /// Endpoint: reports chunks that have landed as missing to a repair, so that they are computed again.
+    /// Endpoint: reports chunks that have landed as missing to a recovery, so that they are computed again.
     ComputedTwice,
     /// Endpoint: accepts results after it has reported what it holds, as a transport without a fence does.
     MissingFence,

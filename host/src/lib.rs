@@ -57,8 +57,8 @@
 //! # Asynchronous operations
 //!
 //! `start_*` methods ([`start_all_reduce`](Communicator::start_all_reduce)) take ownership of a [`Vec`] or a [`Buffer`]
-//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result. A start that fails gives it back
-//! ([`StartError`]).
+//! and return a [`Handle`]; [`Handle::wait`] returns the buffer with the result. A start or wait that fails gives it
+//! back ([`StartError`], [`WaitError`]).
 //!
 //! ```no_run
 //! # use sumac::{Communicator, Error, ReduceOp};
@@ -159,7 +159,7 @@ pub mod transport;
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
     JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
-    Straggler, Transfer,
+    Straggler, Transfer, WaitError,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;

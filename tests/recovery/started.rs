@@ -156,7 +156,9 @@ fn disabled_recovery_ends_the_communicator_on_loss() {
         cluster.run("off", RANKS, off, |comm| {
             let started = start(&comm, 0, LONG);
             loss.strike(comm.rank());
-            let error = started.wait().expect_err("no device");
+            let failed = started.wait().expect_err("no device");
+            assert_eq!(failed.buffer.map(|buffer| buffer.len()), Some(LONG));
+            let error = failed.error;
             assert!(matches!(error, Error::PathLost | Error::DeviceLost { .. } | Error::GroupLost), "{error}");
             assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
             loss.sync();

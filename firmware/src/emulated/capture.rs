@@ -32,10 +32,10 @@ impl Capture {
     }
 
     /// Add a shard, whose times begin at `start`. Shards are added in the order of their numbers.
-    pub(super) fn shard(&self, shard: u16, addr: Addr, start: SystemTime) -> Pcap<Self> {
+    pub(super) fn shard(&self, (device, shard): (&str, u16), addr: Addr, start: SystemTime) -> Pcap<Self> {
         let epoch = start.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let epoch_ns = u64::try_from(epoch.as_nanos()).unwrap_or(u64::MAX);
-        Pcap::add(self.clone(), shard.into(), &format!("shard-{shard}"), addr, epoch_ns)
+        Pcap::add(self.clone(), shard.into(), &format!("{device}/shard-{shard}"), addr, epoch_ns)
     }
 
     fn lock(&self) -> MutexGuard<'_, IoSink<BufWriter<File>>> {

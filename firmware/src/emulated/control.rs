@@ -2,11 +2,15 @@
 
 use super::shard::ShardLink;
 use super::{BoardConfig, BoardError, RegistrationError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac_hal::ctrl::{
     Announce, Envelope, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, send, shards,
 };
@@ -31,7 +35,7 @@ struct State {
     registered: bool,
     /// Why the controller did not register the device at the last attempt.
     rejection: Option<Rejection>,
-    /// The connection, so that the board can end a blocking read.
+    /// The connection, so that the board can end an attempt to connect and a blocking read.
     stream: Option<TcpStream>,
     stopped: bool,
 }
@@ -127,15 +131,8 @@ impl Dialer {
 
     /// Serve one connection; `Ok` if the board stops.
     fn serve(&self, controller: &SocketAddr) -> Result<(), StreamError> {
-        let mut stream = TcpStream::connect_timeout(controller, Duration::from_secs(5))?;
+        let Some(mut stream) = self.connect(controller)? else { return Ok(()) };
         stream.set_nodelay(true)?;
-        {
-            let mut state = self.shared.lock();
-            if state.stopped {
-                return Ok(());
-            }
-            state.stream = Some(stream.try_clone()?);
-        }
         send(&mut stream, &Hello::Device(self.announce.clone()))?;
         let mut reader = FrameReader::new(stream.try_clone()?);
         loop {
@@ -159,6 +156,32 @@ impl Dialer {
                 self.shared.changed.notify_all();
             }
         }
+    }
+
+    /// Connect to a controller; `None` if the board stops, which ends the attempt at once.
+    fn connect(&self, controller: &SocketAddr) -> Result<Option<TcpStream>, StreamError> {
+        let family = if controller.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let stream = TcpStream::from(socket_with(family, SocketType::STREAM, flags, None).map_err(io::Error::from)?);
+        match rustix::net::connect(&stream, controller) {
+            Ok(()) | Err(Errno::INPROGRESS) => {}
+            Err(error) => return Err(io::Error::from(error).into()),
+        }
+        {
+            let mut state = self.shared.lock();
+            if state.stopped {
+                return Ok(None);
+            }
+            // From here on, the board ends the attempt by a shutdown of the socket, as it ends a read later.
+            state.stream = Some(stream.try_clone()?);
+        }
+        let connected = wait_connected(&stream);
+        if self.shared.lock().stopped {
+            return Ok(None);
+        }
+        connected?;
+        stream.set_nonblocking(false)?;
+        Ok(Some(stream))
     }
 
     fn note_rejection(&self, rejection: Rejection) {
@@ -191,3 +214,20 @@ impl Dialer {
         }
     }
 }
+
+/// Wait until an attempt to connect has succeeded, failed or been shut down.
+fn wait_connected(stream: &TcpStream) -> io::Result<()> {
+    let deadline = Instant::now() + CONNECT_TIMEOUT;
+    loop {
+        let left = Timespec::try_from(deadline.saturating_duration_since(Instant::now())).ok();
+        match poll(&mut [PollFd::new(stream, PollFlags::OUT)], left.as_ref()) {
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) => return stream.take_error()?.map_or(Ok(()), Err),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// How long an attempt to connect to a controller may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

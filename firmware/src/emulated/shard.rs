@@ -123,7 +123,7 @@ pub(super) fn start_shard(
     // If loopback denotes another machine, no process on this one can share an address with it.
     let shares = config.udp.loopback_at.is_none();
     let start = Clock::now();
-    let port = Tracer::new(port, capture.map(|capture| capture.shard(index, addr, SystemTime::now())));
+    let port = Tracer::new(port, capture.map(|capture| capture.shard((&config.name, index), addr, SystemTime::now())));
     let worker = Worker { start, port, node_config, inbox, stop: stopped, name, shares, joined: Vec::new(), functions };
     let core = config.cores.get(usize::from(index)).copied();
     let thread = std::thread::Builder::new()

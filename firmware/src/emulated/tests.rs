@@ -1,7 +1,8 @@
 //! Tests of the addresses that a board listens on, announces and refuses, which need no controller.
 
 use super::{Board, BoardConfig, BoardError};
-use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::time::{Duration, Instant};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::port::Addr;
 use sumac_hal::udp::UdpError;
@@ -56,6 +57,37 @@ fn shards_use_consecutive_ports() {
     let board = Board::start(config).expect("both ports are free");
     let ports = board.data_addrs().map(|addr| if let Addr::Udp(addr) = addr { addr.port() } else { 0 });
     assert!(ports.eq([7900, 7901]));
+}
+
+/// Return whether a connection to this port of loopback waits for its peer's answer.
+fn is_connecting(port: u16) -> bool {
+    let sockets = std::fs::read_to_string("/proc/net/tcp").expect("the system's connections");
+    let peer = format!("0100007F:{port:04X}");
+    sockets.lines().map(|line| line.split_whitespace().collect::<Vec<_>>()).any(|fields| {
+        // TCP_SYN_SENT.
+        fields.get(2) == Some(&peer.as_str()) && fields.get(3) == Some(&"02")
+    })
+}
+
+#[test]
+fn board_that_dials_a_silent_controller_is_dropped_at_once() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+    let controller = listener.local_addr().expect("bound");
+    // With a full queue of connections, further ones get no answer, as from an address that nothing routes to.
+    rustix::net::listen(&listener, 0).expect("a shorter queue");
+    let mut queued = Vec::new();
+    while let Ok(stream) = TcpStream::connect_timeout(&controller, Duration::from_millis(100)) {
+        queued.push(stream);
+    }
+    let limit = Instant::now() + Duration::from_secs(20);
+    let board = Board::start(BoardConfig { controller, ..config(1) }).expect("a board");
+    while !is_connecting(controller.port()) {
+        assert!(Instant::now() < limit, "it does not dial");
+        std::thread::yield_now();
+    }
+    let begun = Instant::now();
+    drop(board);
+    assert!(begun.elapsed() < Duration::from_secs(2), "the drop took {:?}", begun.elapsed());
 }
 
 #[test]

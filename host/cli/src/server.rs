@@ -77,7 +77,7 @@ const TREE_OVERRIDE: &str = "[[override]]\npath = \"tree\"\n";
 #[derive(Debug, Args)]
 pub(crate) struct DeviceArgs {
     /// Name of the device: that of its switch in the fabric
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = options::device_name)]
     name: String,
     /// Controller to register with; all addresses of a host name are tried
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
@@ -104,14 +104,15 @@ pub(crate) struct DeviceArgs {
     /// Receive packets over this RDMA port (DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX) instead of UDP; without a
     /// value, over the first active port. Ranks then use the transport `verbs`
     #[arg(long, value_name = "LINK", num_args = 0..=1, default_missing_value = options::ANY_LINK,
-          conflicts_with_all = ["data_port", "advertise"])]
+          value_parser = options::link, conflicts_with_all = ["data_port", "advertise"])]
     verbs: Option<String>,
     /// Do not share memory with ranks on this machine: they send packets, as all others do
     #[arg(long)]
     no_shm: bool,
     /// Serve ranks of other hosts zero-copy, too: this RDMA port (DEVICE, DEVICE:PORT or DEVICE:PORT:GID-INDEX) reads
     /// and writes their memory; without a value, the first active port does. Ranks then use the transport `rdma`
-    #[arg(long, value_name = "LINK", num_args = 0..=1, default_missing_value = options::ANY_LINK, conflicts_with = "no_shm")]
+    #[arg(long, value_name = "LINK", num_args = 0..=1, default_missing_value = options::ANY_LINK,
+          value_parser = options::link, conflicts_with = "no_shm")]
     rdma: Option<String>,
     /// Capabilities of the emulated DMA engine; the device's processor does the rest. `sumac doctor` shows which
     /// hardware has which profile
@@ -182,15 +183,10 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();
     let board = Board::start(config).map_err(Failure::input)?;
-    if let Err(failure) = register(&board, &mut signals, timeout) {
-        // Ending the board would wait for an attempt to connect. Its memory and its sockets have no names in the file
-        // system, so that they end with the process.
-        std::mem::forget(board);
-        return Err(match failure {
-            Unregistered::Signal(signal) => Failure::Signal(signal),
-            Unregistered::Error(error) => Failure::Run(describe(&name, &args.controller, timeout, error)),
-        });
-    }
+    register(&board, &mut signals, timeout).map_err(|failure| match failure {
+        Unregistered::Signal(signal) => Failure::Signal(signal),
+        Unregistered::Error(error) => Failure::Run(describe(&name, &args.controller, timeout, error)),
+    })?;
     announce(&format!("{READY}{name}"))?;
     wait(signals);
     Ok(())

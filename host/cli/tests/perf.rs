@@ -222,7 +222,7 @@ fn all_types_and_operators_run_through_the_tree() {
 #[test]
 fn option_that_perf_cannot_serve_is_refused_with_alternatives() {
     for (args, possible) in [
-        ("--algo nccl", "possible values: auto, tree, ring, hd"),
+        ("--algo nccl", "GPU memory only, and the buffers of this command are in host memory; use auto"),
         ("--algo bruck", "all_reduce has auto, tree, ring"),
         ("--collective all_to_all_v", "possible values: all_reduce"),
         ("-c 0", "possible values: every, ends"),

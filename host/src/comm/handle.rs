@@ -1,7 +1,7 @@
 //! Handles of asynchronous operations.
 
-use super::{CallOptions, Error, Outcome, OwnedBuffer};
-use crate::engine::SharedCore;
+use super::{CallOptions, Error, Outcome, OwnedBuffer, WaitError};
+use crate::engine::{ErasedBuffer, Owned, SharedCore};
 use std::marker::PhantomData;
 use std::time::Duration;
 
@@ -35,8 +35,8 @@ impl<B: OwnedBuffer> Handle<B> {
     /// Wait for the operation and return its buffer, which holds the result, within the communicator's deadline.
     ///
     /// # Errors
-    /// [`Error`] if the operation failed. The buffer is lost.
-    pub fn wait(self) -> Result<(B, Outcome), Error> {
+    /// [`WaitError`], with the buffer that was passed to the start, if the operation failed.
+    pub fn wait(self) -> Result<(B, Outcome), WaitError<B>> {
         self.finish(&CallOptions::default())
     }
 
@@ -44,19 +44,25 @@ impl<B: OwnedBuffer> Handle<B> {
     /// communicator ends, because other ranks may have the result already.
     ///
     /// # Errors
-    /// [`Error`] if the operation failed. The buffer is lost.
-    pub fn wait_for(self, deadline: Duration) -> Result<(B, Outcome), Error> {
+    /// [`WaitError`], with the buffer that was passed to the start, if the operation failed.
+    pub fn wait_for(self, deadline: Duration) -> Result<(B, Outcome), WaitError<B>> {
         self.finish(&CallOptions { deadline: Some(deadline), ..CallOptions::default() })
     }
 
-    fn finish(mut self, options: &CallOptions) -> Result<(B, Outcome), Error> {
-        let (buffer, result) = self.core.lock()?.finish(self.id, options);
+    fn finish(mut self, options: &CallOptions) -> Result<(B, Outcome), WaitError<B>> {
+        let (owned, result) = match self.core.lock() {
+            Ok(mut core) => core.finish(self.id, options),
+            Err(error) => return Err(WaitError { error, buffer: None }),
+        };
         self.is_finished = true;
-        let outcome = result?;
-        let buffer = buffer.and_then(|owned| owned.into_result().into_any().downcast::<B>().ok());
-        buffer
-            .map(|buffer| (*buffer, outcome))
-            .ok_or_else(|| Error::Argument("the buffer of this handle is gone".into()))
+        let typed = |buffer: Box<dyn ErasedBuffer>| buffer.into_any().downcast::<B>().ok().map(|buffer| *buffer);
+        let outcome = match result {
+            Ok(outcome) => outcome,
+            Err(error) => return Err(WaitError { error, buffer: owned.map(Owned::into_memory).and_then(typed) }),
+        };
+        let gone = || Error::Argument("the buffer of this handle is gone".into());
+        let buffer = owned.map(Owned::into_result).and_then(typed);
+        buffer.map(|buffer| (buffer, outcome)).ok_or_else(|| WaitError { error: gone(), buffer: None })
     }
 }
 

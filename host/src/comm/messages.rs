@@ -4,7 +4,7 @@
 //! must be the same on both ends. A blocking send may wait for its receiver. Messages and collectives do not block each
 //! other.
 
-use super::{CallOptions, Communicator, Element, Error};
+use super::{CallOptions, Communicator, Element, Error, StartError, WaitError};
 use crate::engine::SharedCore;
 use crate::exec::message::{Direction, Message, MessageBuffer, Ticket};
 use std::any::Any;
@@ -50,8 +50,13 @@ impl Communicator {
     /// At the limit this waits for one to complete, at most until the communicator's deadline.
     ///
     /// # Errors
-    /// [`Error`]; the values are lost.
-    pub fn start_send<T: Element>(&self, values: Vec<T>, to: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
+    /// [`StartError`], with the values.
+    pub fn start_send<T: Element>(
+        &self,
+        values: Vec<T>,
+        to: u32,
+        tag: u32,
+    ) -> Result<MessageHandle<T>, StartError<Vec<T>>> {
         self.post(values, to, tag, Direction::Send)
     }
 
@@ -60,7 +65,7 @@ impl Communicator {
     /// # Errors
     /// [`Error`] if the message cannot be posted.
     pub fn start_receive<T: Element>(&self, count: usize, from: u32, tag: u32) -> Result<MessageHandle<T>, Error> {
-        self.post(vec![T::zeroed(); count], from, tag, Direction::Receive)
+        Ok(self.post(vec![T::zeroed(); count], from, tag, Direction::Receive)?)
     }
 
     fn post<T: Element>(
@@ -69,9 +74,20 @@ impl Communicator {
         peer: u32,
         tag: u32,
         direction: Direction,
-    ) -> Result<MessageHandle<T>, Error> {
-        let ticket = self.lock()?.post_message(Rank(peer), direction, tag, Box::new(Typed(values)))?;
-        Ok(MessageHandle { core: self.core.clone(), ticket, values: PhantomData, is_finished: false })
+    ) -> Result<MessageHandle<T>, StartError<Vec<T>>> {
+        let mut core = match self.lock() {
+            Ok(core) => core,
+            Err(error) => return Err(StartError { error, buffer: values }),
+        };
+        match core.post_message(Rank(peer), direction, tag, Box::new(Typed(values))) {
+            Ok(ticket) => {
+                Ok(MessageHandle { core: self.core.clone(), ticket, values: PhantomData, is_finished: false })
+            }
+            Err(StartError { error, buffer }) => {
+                let buffer = typed(buffer).expect("the core returns the buffer that it was given");
+                Err(StartError { error, buffer })
+            }
+        }
     }
 }
 
@@ -93,12 +109,19 @@ impl<T: Element> MessageHandle<T> {
     /// Wait until the message is complete and return its values.
     ///
     /// # Errors
-    /// [`Error`] if the message failed. The values are lost.
-    pub fn wait(mut self) -> Result<Vec<T>, Error> {
+    /// [`WaitError`], with the vector, if the message failed. What was to be sent is unchanged; what was to be received
+    /// is unspecified.
+    pub fn wait(mut self) -> Result<Vec<T>, WaitError<Vec<T>>> {
         self.is_finished = true;
-        let buffer = self.core.lock()?.wait_message(self.ticket, &CallOptions::default())?;
-        let values = buffer.into_any().downcast::<Typed<T>>();
-        values.map(|values| values.0).map_err(|_| Error::Argument("the values of this message are gone".into()))
+        let result = match self.core.lock() {
+            Ok(mut core) => core.wait_message(self.ticket, &CallOptions::default()),
+            Err(error) => return Err(WaitError { error, buffer: None }),
+        };
+        let gone = || Error::Argument("the values of this message are gone".into());
+        match result {
+            Ok(buffer) => typed(buffer).ok_or_else(|| WaitError { error: gone(), buffer: None }),
+            Err(WaitError { error, buffer }) => Err(WaitError { error, buffer: buffer.and_then(typed) }),
+        }
     }
 }
 
@@ -108,6 +131,11 @@ impl<T> Drop for MessageHandle<T> {
             self.core.reclaim(|dropped| dropped.push_message(self.ticket));
         }
     }
+}
+
+/// Return a message's memory as the vector that it was made from.
+fn typed<T: Element>(buffer: Box<dyn MessageBuffer>) -> Option<Vec<T>> {
+    buffer.into_any().downcast::<Typed<T>>().ok().map(|values| values.0)
 }
 
 /// A vector as the memory of a message.

@@ -100,7 +100,7 @@ mod start;
 
 pub use crate::engine::{
     CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
-    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler,
+    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler, WaitError,
 };
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};

@@ -11,7 +11,8 @@
 //! Operations of the tree overlap. Host collectives run one at a time, when one of them is waited for, and after all
 //! operations that were started before them.
 //!
-//! A start that fails gives the buffer back, unchanged ([`StartError`]).
+//! A start that fails gives the buffer back, unchanged ([`StartError`]); a wait that fails gives it back, too
+//! ([`WaitError`](super::WaitError)).
 
 use super::calls::{check, elements};
 use super::{CallOptions, Communicator, Element, Error, Handle, OwnedBuffer, StartError};

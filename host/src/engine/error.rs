@@ -242,29 +242,47 @@ pub struct StartError<B> {
     pub buffer: B,
 }
 
-impl<B> From<StartError<B>> for Error {
-    fn from(refused: StartError<B>) -> Self {
-        refused.error
-    }
+/// Why a started operation or message failed, and its buffer. `?` converts it to [`Error`](enum@Error) and drops the
+/// buffer.
+pub struct WaitError<B> {
+    /// What went wrong.
+    pub error: Error,
+    /// The buffer; `None` in a forked process, and if an earlier call panicked while it had the connections to other
+    /// ranks. An input with an output of its own, and what was to be sent, is unchanged; the error tells which elements
+    /// of other buffers hold results ([`OutputState`]), where it does.
+    pub buffer: Option<B>,
 }
 
-impl<B> fmt::Display for StartError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
+/// Print an error with a buffer as its cause, and convert it to that.
+macro_rules! error_with_buffer {
+    ($($ty:ident)*) => {$(
+        impl<B> From<$ty<B>> for Error {
+            fn from(failed: $ty<B>) -> Self {
+                failed.error
+            }
+        }
+
+        impl<B> fmt::Display for $ty<B> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.error.fmt(f)
+            }
+        }
+
+        impl<B> fmt::Debug for $ty<B> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(&self.error, f)
+            }
+        }
+
+        impl<B> std::error::Error for $ty<B> {
+            fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+                self.error.source()
+            }
+        }
+    )*};
 }
 
-impl<B> fmt::Debug for StartError<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.error, f)
-    }
-}
-
-impl<B> std::error::Error for StartError<B> {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.error.source()
-    }
-}
+error_with_buffer!(StartError WaitError);
 
 /// Print in `{:?}` what `Display` does, with the causes, and in `{:#?}` the variant's name before it.
 macro_rules! readable_debug {

@@ -3,9 +3,9 @@
 use super::connections::{Posted, PostedUntil};
 use super::core::Core;
 use super::data_path::Deadline;
-use super::error::Error;
+use super::error::{Error, StartError, WaitError};
 use super::options::CallOptions;
-use crate::exec::message::{self, Direction, Message, MessageBuffer, Ticket, Transfer};
+use crate::exec::message::{self, Direction, Message, MessageBuffer, PostError, Ticket, Transfer};
 use sumac_hal::ids::Rank;
 
 impl Core {
@@ -25,36 +25,52 @@ impl Core {
         direction: Direction,
         tag: u32,
         buffer: Box<dyn MessageBuffer>,
-    ) -> Result<Ticket, Error> {
-        self.check_usable()?;
+    ) -> Result<Ticket, StartError<Box<dyn MessageBuffer>>> {
+        if let Err(error) = self.check_usable() {
+            return Err(StartError { error, buffer });
+        }
         let deadline = self.deadline(&CallOptions::default());
+        // The caller's buffer, while the mesh does not have it.
+        let mut unposted = Some(buffer);
         let result = self.with_connections(|core, connections| {
             let mesh = &mut connections.mesh;
             core.drive_host(&mut Posted { mesh: &mut *mesh, until: PostedUntil::Room(deadline.0) }, deadline)?;
             if mesh.is_full() {
                 return Ok(None);
             }
-            let ticket = mesh.post(peer, direction, tag, buffer)?;
-            core.drive_host(&mut Posted { mesh, until: PostedUntil::Blocked }, deadline)?;
+            let Some(buffer) = unposted.take() else { return Ok(None) };
+            let posted = mesh.post(peer, direction, tag, buffer);
+            let ticket = posted.map_err(|PostError { error, buffer }| {
+                unposted = Some(buffer);
+                error
+            })?;
+            let driven = core.drive_host(&mut Posted { mesh: &mut *mesh, until: PostedUntil::Blocked }, deadline);
+            driven.inspect_err(|_| unposted = mesh.take_back(ticket))?;
             Ok(Some(ticket))
         });
         let too_many = Error::TooManyInFlight { limit: message::POSTS_MAX, waited: deadline.1 };
-        self.message_result(result, deadline)?.ok_or(too_many)
+        let result = self.message_result(result, deadline).and_then(|ticket| ticket.ok_or(too_many));
+        result.map_err(|error| {
+            let buffer = unposted.expect("an error that follows the post ends the mesh, which then gives buffers back");
+            StartError { error, buffer }
+        })
     }
 
     pub(crate) fn wait_message(
         &mut self,
         ticket: Ticket,
         options: &CallOptions,
-    ) -> Result<Box<dyn MessageBuffer>, Error> {
+    ) -> Result<Box<dyn MessageBuffer>, WaitError<Box<dyn MessageBuffer>>> {
         let deadline = self.deadline(options);
+        let mut buffer = None;
         let result = self.with_connections(|core, connections| {
             let mesh = &mut connections.mesh;
             let until = PostedUntil::Complete(ticket, deadline.0);
-            core.drive_host(&mut Posted { mesh: &mut *mesh, until }, deadline)?;
+            let driven = core.drive_host(&mut Posted { mesh: &mut *mesh, until }, deadline);
+            driven.inspect_err(|_| buffer = mesh.take_back(ticket))?;
             Ok(message::take_complete(mesh, ticket)?)
         });
-        self.message_result(result, deadline)
+        self.message_result(result, deadline).map_err(|error| WaitError { error, buffer })
     }
 
     /// A failed message ends the communicator, unless nothing was sent. If its peer is lost, the error names that rank,

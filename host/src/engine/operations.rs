@@ -61,6 +61,11 @@ impl Owned {
     pub(crate) fn into_result(self) -> Box<dyn ErasedBuffer> {
         self.output.unwrap_or(self.memory)
     }
+
+    /// Return the buffer that the caller passed.
+    pub(crate) fn into_memory(self) -> Box<dyn ErasedBuffer> {
+        self.memory
+    }
 }
 
 /// The buffers of a started operation in the tree.

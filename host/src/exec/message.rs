@@ -119,6 +119,20 @@ impl MessageBuffer for Vec<u8> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
 
+/// Why a message could not be posted, and its memory.
+pub struct PostError {
+    /// What went wrong.
+    pub error: ExecError,
+    /// The memory that was passed.
+    pub buffer: Box<dyn MessageBuffer>,
+}
+
+impl fmt::Debug for PostError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostError").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
 /// All messages of a mesh.
 pub(super) struct Messages {
     /// To each rank.
@@ -190,6 +204,22 @@ impl Messages {
         })
     }
 
+    /// Remove an incomplete message that owns its memory. The stream may be in the middle of it.
+    fn withdraw(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
+        for channel in self.out.iter_mut().chain(&mut self.from) {
+            let is_it = |post: &PostedMessage| post.ticket == ticket && matches!(post.slot, Slot::Owned(_));
+            let found = channel.posts.iter().position(is_it);
+            if let Some(post) = found.and_then(|index| channel.posts.remove(index)) {
+                self.open -= 1;
+                return match post.slot {
+                    Slot::Owned(buffer) => Some(buffer),
+                    Slot::Borrowed(_) => None,
+                };
+            }
+        }
+        None
+    }
+
     fn push(&mut self, peer: Rank, direction: Direction, tag: u32, slot: Slot) -> Ticket {
         let ticket = Ticket(self.next);
         self.next += 1;
@@ -206,21 +236,30 @@ impl Mesh {
     ///
     /// # Errors
     /// [`ExecError::Invalid`] if the peer is this rank or out of range, or if [`POSTS_MAX`] messages are open; the
-    /// mesh's own error if it has ended.
+    /// mesh's own error if it has ended; each with `buffer`.
     pub fn post(
         &mut self,
         peer: Rank,
         direction: Direction,
         tag: u32,
         buffer: Box<dyn MessageBuffer>,
-    ) -> Result<Ticket, ExecError> {
-        self.check_message(peer)?;
-        Ok(self.messages.push(peer, direction, tag, Slot::Owned(buffer)))
+    ) -> Result<Ticket, PostError> {
+        match self.check_message(peer) {
+            Ok(()) => Ok(self.messages.push(peer, direction, tag, Slot::Owned(buffer))),
+            Err(error) => Err(PostError { error, buffer }),
+        }
     }
 
     /// Return the buffer of a complete message; `None` while it is incomplete, and after it was taken.
     pub fn take(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
         self.messages.done.remove(&ticket)
+    }
+
+    /// Return the buffer of a posted message after the mesh has ended with an error; `None` before that, and after it
+    /// was taken.
+    pub fn take_back(&mut self, ticket: Ticket) -> Option<Box<dyn MessageBuffer>> {
+        self.poisoned.as_ref()?;
+        self.take(ticket).or_else(|| self.messages.withdraw(ticket))
     }
 
     /// Drop the buffer of a posted message as soon as it is complete. The message itself is still transferred, as the

@@ -205,7 +205,8 @@ fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
         for peer in [own, Rank(2)] {
             let refused = group(mesh, &mut [Message::Send { peer, tag: 0, bytes: &[] }]);
             assert!(matches!(refused, Err(ExecError::Invalid { .. })), "{refused:?}");
-            assert!(mesh.post(peer, Direction::Send, 0, Box::new(vec![])).is_err());
+            let refused = mesh.post(peer, Direction::Send, 0, Box::new(vec![7])).expect_err("no such peer");
+            assert!(matches!(refused.error, ExecError::Invalid { .. }) && refused.buffer.bytes() == [7], "{refused:?}");
         }
         let peer = Rank(1 - own.0);
         let sent = post(mesh, peer, Direction::Send, 0, vec![1, 2, 3]);
@@ -223,7 +224,21 @@ fn invalid_messages_are_refused_and_the_mesh_stays_usable() {
         post(&mut alone[0], Rank(1), Direction::Receive, 0, Vec::new());
     }
     let refused = alone[0].post(Rank(1), Direction::Receive, 0, Box::new(Vec::new()));
-    assert!(matches!(refused.err(), Some(ExecError::Invalid { .. })));
+    assert!(matches!(refused.map_err(|refused| refused.error), Err(ExecError::Invalid { .. })));
+}
+
+#[test]
+fn ended_mesh_gives_the_memory_of_its_messages_back() {
+    let mut alone = meshes(2);
+    let mesh = &mut alone[0];
+    let sent = post(mesh, Rank(1), Direction::Send, 0, vec![1, 2, 3]);
+    let received = post(mesh, Rank(1), Direction::Receive, 0, vec![0; 2]);
+    assert!(mesh.take_back(sent).is_none(), "the mesh may still send from it");
+    super::message::cancel(mesh, ExecError::RankLost { rank: Rank(1) });
+    assert_eq!(mesh.owned_by_messages(), (2, 5));
+    assert_eq!(mesh.take_back(sent).expect("it has ended").bytes(), [1, 2, 3]);
+    assert_eq!(mesh.take_back(received).expect("it has ended").bytes().len(), 2);
+    assert!(mesh.take_back(sent).is_none() && mesh.owned_by_messages() == (0, 0));
 }
 
 #[test]

@@ -36,7 +36,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     image: Option<PathBuf>,
     /// Name of the device: that of its switch in the fabric
-    #[arg(long, value_name = "NAME", default_value = "leaf0")]
+    #[arg(long, value_name = "NAME", default_value = "leaf0", value_parser = crate::options::device_name)]
     name: String,
     /// Controller to register with, by its first IPv4 address
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,

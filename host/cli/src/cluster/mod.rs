@@ -289,6 +289,22 @@ impl Supervisor {
         killed.map(|_| ()).map_err(|source| ClusterError::System { what: what(), source })
     }
 
+    /// Ask a child to end, as Ctrl-C does. It may end with any status.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it cannot be asked.
+    pub(crate) fn terminate(&mut self, id: ChildId) -> Result<(), ClusterError> {
+        let child = &mut self.children[id.0];
+        child.may_fail = true;
+        if child.ended {
+            return Ok(());
+        }
+        let what = || format!("end {}", child.name);
+        let pid = rustix::process::Pid::from_child(&child.process);
+        rustix::process::kill_process(pid, rustix::process::Signal::INT)
+            .map_err(|error| ClusterError::System { what: what(), source: error.into() })
+    }
+
     /// Note that a child may end with any status.
     pub(crate) fn may_fail(&mut self, id: ChildId) {
         self.children[id.0].may_fail = true;

@@ -18,7 +18,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
     /// Transport between ranks and their leaf device; `auto` is shared memory where it is available, else UDP
-    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser())]
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser(),
+          long_help = options::transport_help())]
     pub(super) transport: Transport,
     #[command(flatten)]
     pub(super) verbs: Links,

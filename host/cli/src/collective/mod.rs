@@ -18,7 +18,6 @@ use crate::exit::Failure;
 use crate::files::{AgreeError, ArrayFile, Axis0, Format, Output, OutputHead, Shape, inspect_all};
 use crate::job::{FileWork, Piece, RankJob, Report, Work};
 use crate::layout::Layout;
-use crate::options;
 use crate::perf::{Reports, spawn_rank};
 use anyhow::{anyhow, bail};
 use args::RunArgs;
@@ -147,7 +146,6 @@ impl Job<'_> {
     fn run(&self, files: &Files, summary: &str, verbose: u8) -> Result<(), Failure> {
         let (first, head) = (&files.inputs[0], &files.head);
         self.outputs.iter().flatten().try_for_each(|path| same_format(path, first)).map_err(Failure::input)?;
-        options::check_built(self.call.run.transport).map_err(Failure::Input)?;
         let layout = self.call.run.layout(self.inputs.len() as u32).map_err(Failure::Input)?;
         let mut supervisor = Supervisor::new(ProgressBar::hidden(), verbose)?;
         let create = |path: &Option<PathBuf>| path.as_ref().map(|path| Output::create(path, &head.bytes)).transpose();

@@ -77,12 +77,8 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "NAME")]
     pub(super) order: Option<OrderName>,
     /// Transport between ranks and their leaf device
-    ///
-    /// `udp` sends packets that carry the data. `shm` is zero-copy: the device's DMA engine reads and writes memory
-    /// that it shares with the ranks. `verbs` sends packets over RDMA. `rdma` is zero-copy by RDMA READ and WRITE of
-    /// the device. `auto` is `shm` where it is available, else `udp`. A transport that is requested explicitly and is
-    /// unavailable fails the run.
-    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser())]
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = options::transport_parser(),
+          long_help = options::transport_help())]
     pub(super) transport: Transport,
     #[command(flatten)]
     pub(super) verbs: Links,
@@ -147,6 +143,13 @@ pub(crate) struct PerfArgs {
     /// counters are printed on stderr at the end.
     #[arg(long, value_name = "OPTIONS", conflicts_with = "explain", allow_hyphen_values = true)]
     pub(super) chaos: Option<RuleArgs>,
+    /// Capture the packets of all devices to this file, for Wireshark with `hal/wireshark/sumac.lua`
+    ///
+    /// It contains keys and data: only its owner can read it. Ranks send packets only with --transport udp or verbs;
+    /// with others, these are the packets between devices. Capturing costs time, so the figures are not those of a run
+    /// without it. An existing --device is not captured.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["explain", "fault", "devices"])]
+    pub(super) pcap: Option<PathBuf>,
     /// Print one JSON object per row instead of the table
     #[arg(long, conflicts_with = "csv")]
     pub(super) json: bool,

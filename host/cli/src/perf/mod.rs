@@ -5,6 +5,7 @@
 //! each row as it completes. All algorithms run in one communicator, so two rows differ in nothing but the path.
 
 mod args;
+mod capture;
 mod cases;
 mod csv;
 mod fault;
@@ -26,6 +27,7 @@ use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
 use crate::machine;
 use anyhow::anyhow;
+use capture::Capture;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use output::Output;
 use relay::Link;
@@ -97,10 +99,12 @@ fn measure(
     let given = cluster::places(&layout.devices, &args.devices).map_err(|why| Failure::Input(anyhow!(why)))?;
     let listen = (!given.is_empty()).then_some(args.listen);
     let links = relay::start(args, layout)?;
+    let capture = Capture::prepare(args, layout)?;
     let device_options = links
         .iter()
         .map(|link| (link.device, link.device_options()))
         .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
+        .chain(capture.iter().flat_map(Capture::device_options))
         .collect();
     let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
     let mut output = Output::new(args, layout, cases, round_trip_ns, bar)?;
@@ -109,16 +113,39 @@ fn measure(
         print_link_counters(args, layout, &links, &output);
         return output.finish();
     }
-    let controller = cluster::start(&mut supervisor, &config)?.addr;
+    let started = cluster::start(&mut supervisor, &config)?;
     bar.set_message("waiting for the ranks to join");
-    let job = JobOf { name: "perf".into(), controller, cases: cases.to_vec(), announced: None };
+    let job = JobOf { name: "perf".into(), controller: started.addr, cases: cases.to_vec(), announced: None };
     let ranks = start_ranks(&mut supervisor, args, &config, job)?;
-    let mut reports = Reports::new(ranks.clone());
-    let transport = joined(&mut reports, &mut supervisor)?;
+    let measured = measure_rows(args, (cases, &ranks), started.addr, &mut supervisor, &mut output);
+    if let Some(capture) = capture {
+        // A capture of a failed run tells most.
+        ranks.iter().for_each(|&rank| supervisor.may_fail(rank));
+        let captured = capture.finish(&mut supervisor, &started.devices);
+        measured.and(captured)?;
+    } else {
+        measured?;
+    }
     if args.explain {
-        print_explanations(args, cases, &mut reports, &mut supervisor, bar)?;
-        supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
         return Ok(0);
+    }
+    print_link_counters(args, layout, &links, &output);
+    output.finish()
+}
+
+/// Measure all cases on ranks that have been started, or explain them, and wait until the ranks have ended.
+fn measure_rows(
+    args: &PerfArgs,
+    (cases, ranks): (&[Case], &[ChildId]),
+    controller: SocketAddr,
+    supervisor: &mut Supervisor,
+    output: &mut Output<'_>,
+) -> Result<(), Failure> {
+    let mut reports = Reports::new(ranks.to_vec());
+    let transport = joined(&mut reports, supervisor)?;
+    if args.explain {
+        print_explanations(args, cases, &mut reports, supervisor, output.bar())?;
+        return Ok(supervisor.wait_ended(ranks, Limit::new(JOIN_LIMIT))?);
     }
     output.begin(controller, transport)?;
     for case in cases {
@@ -126,7 +153,7 @@ fn measure(
         let (mut measurements, mut refused) = (Vec::new(), None);
         for &placement in args.placements().of(case.collective) {
             let limit = Limit::new(case_limit(args));
-            match measured(reports.next_of_each(&mut supervisor, limit, "report a measurement")?)? {
+            match measured(reports.next_of_each(supervisor, limit, "report a measurement")?)? {
                 Ok(ranks) => measurements.push(Measurement { placement, ranks }),
                 Err(why) => refused = Some(why),
             }
@@ -136,9 +163,7 @@ fn measure(
             None => output.row(case, &measurements, transport)?,
         }
     }
-    supervisor.wait_ended(&ranks, Limit::new(JOIN_LIMIT))?;
-    print_link_counters(args, layout, &links, &output);
-    output.finish()
+    Ok(supervisor.wait_ended(ranks, Limit::new(JOIN_LIMIT))?)
 }
 
 /// Print the packet counters of `--chaos`.

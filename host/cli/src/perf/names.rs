@@ -5,7 +5,7 @@
 //!
 //! Invariant: a value that `perf` can never serve does not parse, and the message lists those that do.
 
-use crate::options::Algo;
+use crate::options::{Algo, Unserved, served_algo};
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::fmt;
 use std::str::FromStr;
@@ -57,8 +57,7 @@ pub(super) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
 
 /// Parse the name of an algorithm.
 pub(super) fn algo_parser() -> impl TypedValueParser<Value = Algo> {
-    // The ranks' buffers are in the memory of their processes, and NCCL takes GPU memory only.
-    parser(Algo::ALL.into_iter().filter(|&algo| algo != Algo::Nccl).map(|algo| (algo.name(), algo)))
+    parser_of(Algo::ALL.into_iter().map(|algo| (algo.name(), served_algo(algo))))
 }
 
 /// Parse the name of an element type, or `all`.
@@ -76,22 +75,38 @@ pub(super) fn op_parser() -> impl TypedValueParser<Value = Choice<ReduceOp>> {
 fn parser<T: Copy + Send + Sync + 'static>(
     values: impl Iterator<Item = (&'static str, T)>,
 ) -> impl TypedValueParser<Value = T> {
+    parser_of(values.map(|(name, value)| (name, Ok(value))))
+}
+
+fn parser_of<T: Copy + Send + Sync + 'static>(
+    values: impl Iterator<Item = (&'static str, Result<T, Unserved>)>,
+) -> impl TypedValueParser<Value = T> {
     let spelled = |name: &'static str| {
         let aliases = ALIASES.iter().filter(move |(_, known)| *known == name).map(|(alias, _)| *alias);
         PossibleValue::new(name).aliases(aliases)
     };
-    let values: Vec<(PossibleValue, T)> = values.map(|(name, value)| (spelled(name), value)).collect();
+    let values: Vec<(PossibleValue, Result<T, Unserved>)> =
+        values.map(|(name, value)| (spelled(name).hide(value.is_err()), value)).collect();
     let names = values.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
     PossibleValuesParser::new(names).try_map(move |given| {
         let value = values.iter().find(|(name, _)| name.matches(&given, false));
-        value.map(|(_, value)| *value).ok_or(Unknown(given))
+        match value {
+            Some((_, value)) => value.map_err(Refusal::Unserved),
+            None => Err(Refusal::Unknown(given)),
+        }
     })
 }
 
-/// A name that passed the parser and is not in the list: the two lists differ, which is a bug.
+/// Why a name is refused that is in the parser's list.
 #[derive(Debug, Error)]
-#[error("{0}: not supported by this version")]
-struct Unknown(String);
+enum Refusal {
+    /// It is never served.
+    #[error(transparent)]
+    Unserved(Unserved),
+    /// The two lists differ, which is a bug.
+    #[error("{0}: not supported by this version")]
+    Unknown(String),
+}
 
 /// The roots to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -180,7 +195,9 @@ mod tests {
     #[test]
     fn value_that_is_never_served_is_refused_with_the_possible_ones() {
         let error = parse(&algo_parser(), "nccl").expect_err("host memory");
-        assert!(error.contains("tree") && error.contains("ring") && !error.contains("nccl]"), "{error}");
+        assert!(error.contains("GPU memory") && error.contains("use auto"), "{error}");
+        let error = parse(&algo_parser(), "none").expect_err("no such algorithm");
+        assert!(error.contains("tree") && error.contains("ring") && !error.contains("nccl"), "{error}");
         assert!(parse(&collective_parser(), "all_to_all_v").is_err());
         let error = parse(&dtype_parser(), "quad").expect_err("no such type");
         assert!(error.contains("f32") && !error.contains("float,"), "aliases are not listed: {error}");

@@ -92,6 +92,11 @@ impl<'a> Output<'a> {
         })
     }
 
+    /// Return the progress bar.
+    pub(super) const fn bar(&self) -> &'a ProgressBar {
+        self.bar
+    }
+
     /// Note that the ranks begin with the row of a case.
     pub(super) fn begin_row(&mut self, case: &Case) {
         self.begun += 1;

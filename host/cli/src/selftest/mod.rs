@@ -100,7 +100,6 @@ pub(crate) struct SelftestArgs {
 pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     args.check().map_err(Failure::Input)?;
     let transport = if args.verbs.is_empty() { Transport::Udp } else { Transport::Verbs };
-    options::check_built(transport).map_err(Failure::Input)?;
     if args.ranks.is_none() && launcher::from_env().is_rank() {
         return launched::run(args);
     }

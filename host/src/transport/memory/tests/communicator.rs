@@ -252,7 +252,11 @@ fn polling_ends_with_the_same_error_as_waiting() {
                 assert!(begun.elapsed() < Duration::from_secs(20), "still to come: {expected}");
                 std::thread::yield_now();
             }
-            assert_eq!(handle.wait().expect_err("no result"), expected);
+            let failed = handle.wait().expect_err("no result");
+            assert_eq!(
+                (failed.error, failed.buffer.map(|buffer| buffer.len())),
+                (expected.clone(), Some(6 * PER_CHUNK))
+            );
             assert!(matches!(comm.barrier(), Err(Error::Ended(_))));
         });
     }
