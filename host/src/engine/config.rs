@@ -9,6 +9,7 @@ use crate::transport::memory::AttachError;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
+use sumac_hal::ctrl::secure::Key;
 use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
@@ -21,6 +22,8 @@ pub struct JoinConfig {
     /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
     /// `controller`, that accepts a connection.
     pub controller_alternatives: Vec<SocketAddr>,
+    /// The key to connect to the controller with: one of the job's tenant. `None` if the controller uses none.
+    pub key: Option<Key>,
     /// The job's name. Ranks that give the same name to the same controller form a job.
     pub job: String,
     /// This rank, from 0 to `world - 1`.
@@ -75,6 +78,7 @@ impl JoinConfig {
         Self {
             controller,
             controller_alternatives: Vec::new(),
+            key: None,
             job: job.into(),
             rank,
             world,

@@ -12,7 +12,7 @@ use super::tree::{Tree, attach_params};
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::controller::proto::{ClientRequest, JoinRequest, Terms, Transport, TreeMembership};
-use crate::controller::{Notice, Session};
+use crate::controller::{ControllerAddr, Notice, Session};
 use crate::exec::{JobToken, Mesh};
 use crate::schedule::Place;
 use crate::select::{Declared, SelectionContext};
@@ -78,7 +78,8 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             None
         }
     };
-    let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
+    let controller = ControllerAddr { addr: config.controller, key: config.key.clone() };
+    let (session, membership) = Session::join(controller, request, config.join_timeout, on_notice)?;
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();

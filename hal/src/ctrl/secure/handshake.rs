@@ -3,6 +3,7 @@
 use super::crypto::{ChaChaPoly, Sensitive, Sha256, TAG_LEN, X25519};
 use super::key::{Key, KeyId};
 use super::record::{Opener, Sealer};
+use core::fmt;
 use noise_protocol::HandshakeState;
 use noise_protocol::patterns::noise_nn_psk0;
 use thiserror::Error;
@@ -191,6 +192,18 @@ fn begin(
     state.push_psk(key.secret());
     state
 }
+
+macro_rules! opaque_debug {
+    ($($name:ident),+) => {$(
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($name)).finish_non_exhaustive()
+            }
+        }
+    )+};
+}
+
+opaque_debug!(Initiator, AwaitingReply, Responder);
 
 /// The side that connects. It has sent a hello.
 pub struct Initiator {

@@ -1,6 +1,7 @@
 //! Records: the encrypted pieces of a connection's byte stream, one cipher per direction.
 
 use super::crypto::{ChaChaPoly, TAG_LEN};
+use core::fmt;
 use noise_protocol::CipherState;
 use thiserror::Error;
 
@@ -96,6 +97,18 @@ impl Opener {
         let len = opened.map_err(|()| RecordError::Authentication)?;
         self.has_failed = false;
         Ok(&ciphertext[..len])
+    }
+}
+
+impl fmt::Debug for Sealer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sealer").field("sealed", &self.0.get_next_n()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Opener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Opener").field("opened", &self.cipher.get_next_n()).finish_non_exhaustive()
     }
 }
 
