@@ -37,6 +37,7 @@ mod flash;
 mod generate;
 mod image;
 mod job;
+mod key;
 mod layout;
 mod logging;
 mod machine;
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         Command::Chaos(args) => chaos::run(&args),
         Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
+        Command::Key(args) => key::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => generate::completions(&Cli::command(), &args),

@@ -69,7 +69,7 @@ fn part_of(report: &StatusReport, tenant: &str) -> StatusReport {
     let jobs: Vec<_> = report.jobs.iter().filter(|job| job.tenant == tenant).cloned().collect();
     let recoveries = report.recoveries.iter().filter(|recovery| jobs.iter().any(|job| job.name == recovery.job));
     StatusReport {
-        fabric: report.fabric.clone(),
+        fabric: report.fabric,
         devices: Vec::new(),
         jobs_left_out: 0,
         tenants: report.tenants.iter().filter(|other| other.name == tenant).cloned().collect(),
