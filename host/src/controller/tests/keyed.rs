@@ -201,6 +201,44 @@ fn address_beyond_loopback_needs_keys() {
     assert!(status(ControllerAddr { addr, key: Some(keys.operator) }).is_ok());
 }
 
+/// Ranks of different hosts may all give loopback addresses, by mistake.
+#[test]
+fn results_are_multicast_only_if_the_controller_listens_on_loopback() {
+    let keys = Keys::new();
+    for (ip, is_shared) in [([127, 0, 0, 1], true), ([0, 0, 0, 0], false)] {
+        let listen = SocketAddr::from((ip, 0));
+        let controller = Controller::start(ControllerConfig { listen, ..keys.config() }).expect("it has keys");
+        let addr = SocketAddr::from(([127, 0, 0, 1], controller.local_addr().port()));
+        let mut stream = TcpStream::connect(addr).expect("a controller");
+        let (sealer, opener) = exchange_keys(&mut stream, &keys.leaf).expect("a good key");
+        let mut reader = FrameReader::new(ControlReader::new(stream.try_clone().expect("a file"), Some(opener)));
+        let mut writer = ControlWriter::new(stream, Some(sealer));
+        send(&mut writer, &Hello::Device(announce("leaf0", 1, None))).expect("it listens");
+        let device = announce("leaf0", 1, None);
+        thread::spawn(move || {
+            while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+                let is_identify = message == Request::Identify;
+                let message = if is_identify { Response::Announce(device.clone()) } else { Response::Done };
+                let _ = send(&mut writer, &Envelope { id, message });
+            }
+        });
+        let operator = ControllerAddr { addr, key: Some(keys.operator.clone()) };
+        while status(operator.clone()).expect("a report").devices.is_empty() {
+            thread::yield_now();
+        }
+        let ranks: Vec<_> = (0..2)
+            .map(|rank| {
+                let (here, request) =
+                    (ControllerAddr { addr, key: Some(keys.ml.clone()) }, of_tenant("ml", "job", rank, 2));
+                thread::spawn(move || Session::join(here, request, TEST_TIMEOUT, |_| None).expect("its own job"))
+            })
+            .collect();
+        for rank in ranks {
+            assert_eq!(tree(&rank.join().expect("no panic")).shared.is_some(), is_shared, "{listen}");
+        }
+    }
+}
+
 /// Record a connection that requests a report, from the initiator's side.
 fn record(controller: &Controller, key: &Key) -> Vec<u8> {
     let relay = TcpListener::bind("127.0.0.1:0").expect("a port");
