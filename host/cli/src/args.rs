@@ -198,7 +198,8 @@ ENVIRONMENT
                        SUMAC_PORT
   MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
-  SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device and status; `-` is stdin
+  SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device, status and selftest;
+                       `-` is stdin
   SUMAC_KEY            the key itself
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
@@ -309,6 +310,7 @@ EXAMPLES
   sumac device --name leaf0 --controller 10.0.0.1 --key-file leaf0.key
   SUMAC_KEY_FILE=ml.key SUMAC_TENANT=ml mpirun ./program
   sumac status --controller 10.0.0.1 --key-file operator.key
+  sumac selftest --controller 10.0.0.1 --key-file operator.key
 
 FILES
   Store and keys are secrets: they are made with mode 0600, and a file that others can read is refused. A controller reads

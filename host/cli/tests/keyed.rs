@@ -111,6 +111,9 @@ fn cluster_with_keys_reduces_through_its_tree() {
     let ranks: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect();
     let all = status_with(addr, &["--key-file", &keys.path("operator")], &[], "");
     assert!(stdout(&all).contains("leaf0") && stdout(&all).contains("job"), "{}{}", stdout(&all), stderr(&all));
+    let tested =
+        sumac(&["selftest", "--max-loss", "100", "--controller", &address, "--key-file", &keys.path("operator")]);
+    assert_eq!(exit_status(&tested), 0, "{}{}", stdout(&tested), stderr(&tested));
     let own = status_with(addr, &["--json"], &[("SUMAC_KEY_FILE", &keys.path("ml"))], "");
     let own: serde_json::Value = serde_json::from_str(&stdout(&own)).expect("JSON");
     assert_eq!((own["jobs"][0]["name"].as_str(), own["devices"].as_array().map(Vec::len)), (Some("job"), Some(0)));

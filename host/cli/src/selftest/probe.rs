@@ -8,7 +8,7 @@ use crate::cluster::ClusterError;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{JoinRequest, Terms, Transport};
-use sumac::controller::{ClientError, Session};
+use sumac::controller::{ClientError, ControllerAddr, Session};
 use sumac::transport::packets::TreeDriver;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
 use sumac::{Dtype, OpDesc, Order, Path, ReduceOp};
@@ -66,12 +66,12 @@ pub(super) struct Probe {
 impl Probe {
     /// Join a job of one rank on `devices`, the root first. Packets go over UDP, or over the RDMA port `verbs`.
     pub(super) fn join(
-        controller: SocketAddr,
+        controller: ControllerAddr,
         (job, terms): (String, Terms),
         devices: Vec<String>,
         (timeout, verbs): (Duration, Option<&str>),
     ) -> Result<Self, ProbeError> {
-        let port = HostedPort::open(SocketAddr::new(controller.ip(), 0), &UdpConfig::default(), verbs)?;
+        let port = HostedPort::open(SocketAddr::new(controller.addr.ip(), 0), &UdpConfig::default(), verbs)?;
         let request = JoinRequest {
             job,
             rank: Rank(0),
@@ -79,8 +79,8 @@ impl Probe {
             host: None,
             order: Order::Arrival,
             // No other rank connects to it.
-            mesh_addr: SocketAddr::new(controller.ip(), 0),
-            recovery_addr: SocketAddr::new(controller.ip(), 0),
+            mesh_addr: SocketAddr::new(controller.addr.ip(), 0),
+            recovery_addr: SocketAddr::new(controller.addr.ip(), 0),
             max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
             // Shared memory would bypass the links.
             transport: if verbs.is_some() { Transport::Verbs } else { Transport::Udp },
