@@ -152,6 +152,10 @@ fn peers_without_a_key_are_refused_by_name_on_loopback_too() {
     let joined = Session::join(controller.local_addr(), request(0, 1), TEST_TIMEOUT, |_| None);
     assert!(matches!(joined, Err(ClientError::Refused(JoinRefusal::KeyRequired))), "{joined:?}");
     assert_eq!(register(&controller, None, "leaf0").1, Request::Rejected(Rejection::KeyRequired));
+    // Before it requests anything, so that it holds no connection.
+    let (mut writer, mut reader) = dial(&controller, None);
+    send(&mut writer, &Hello::Client).expect("it listens");
+    assert_eq!(reader.recv::<ClientReply>().expect("a reply"), ClientReply::Refused(JoinRefusal::KeyRequired));
     assert_eq!(status(at(&controller, &keys.operator)).expect("a report").devices, []);
 }
 
@@ -379,8 +383,7 @@ fn revoked_key_ends_its_connections_and_new_keys_become_valid() {
     keys.store.revoke(keys.ml.id()).expect("it has that key");
     let added = keys.store.add(Principal::Operator, None, &Zeroizing::new([6; 40])).expect("valid").clone();
     keys.store.write(&path).expect("a folder");
-    let lost = noticed.iter().find(|notice| *notice == Notice::ControllerLost);
-    assert_eq!(lost, Some(Notice::ControllerLost));
+    while noticed.recv_timeout(TEST_TIMEOUT).expect("its connection ends") != Notice::ControllerLost {}
     let report = status(at(&controller, &added)).expect("a new key");
     assert_eq!(report.jobs.iter().map(|job| job.name.as_str()).collect::<Vec<_>>(), ["keeps"]);
     assert!(text_of(status(at(&controller, &keys.ml))).contains("was revoked"));
