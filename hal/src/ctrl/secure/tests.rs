@@ -325,3 +325,29 @@ fn key_as_text_round_trips_and_is_hidden_elsewhere() {
     // Not a character boundary in the middle of a byte.
     assert_eq!("\u{e9}1234567890123\u{e9}".parse::<KeyId>(), Err(KeyError::Id));
 }
+
+proptest::proptest! {
+    #![proptest_config(proptest::test_runner::Config::with_cases(32))]
+
+    /// Whatever a peer sends, nothing panics, and nothing is accepted.
+    #[test]
+    fn arbitrary_bytes_are_never_accepted(bytes in proptest::collection::vec(proptest::num::u8::ANY, 80), is_headed: bool) {
+        let mut bytes = bytes;
+        if is_headed {
+            // Past the check of magic and code.
+            bytes[..4].copy_from_slice(b"Sk\0\0");
+        }
+        let _ = key_id(bytes.first_chunk().unwrap());
+        let (initiator, hello) = Initiator::new(&key(), INITIATOR);
+        let (responder, _) = Responder::new(&hello, &key(), &NONCE);
+        assert!(responder.handle_message(bytes.first_chunk().unwrap(), RESPONDER).is_err());
+        if let Ok((awaiting, _)) = initiator.handle_challenge(bytes.first_chunk().unwrap()) {
+            assert!(is_headed && awaiting.handle_reply(bytes.last_chunk().unwrap()).is_err());
+        }
+        let mut made = handshake();
+        for len in [0, 1, 2, 3, 18, 19, 80] {
+            assert!(made.responder.1.open(&mut bytes[..len]).is_err());
+            made = handshake();
+        }
+    }
+}
