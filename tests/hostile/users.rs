@@ -7,6 +7,7 @@ use crate::traffic::Random;
 use rustix::process::{Gid, Uid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::fs::{self, File};
+use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 use sumac::Transport;
@@ -51,7 +52,7 @@ pub(crate) fn spy(args: &[String]) -> Result<(), String> {
 
 /// Join a zero-copy job, as any tenant may, and read all memory that it is given.
 fn redo(controller: &str) -> Result<(), String> {
-    let addr = controller.parse().map_err(|error| format!("{controller}: {error}"))?;
+    let addr: SocketAddr = controller.parse().map_err(|error| format!("{controller}: {error}"))?;
     let request = JoinRequest { transport: Transport::Shm, machine: machine(), ..request("spy", (0, 1), "spy") };
     let joined = Session::join(addr, request, LONG, |_| None).map_err(|error| error.to_string())?;
     let (_session, membership) = joined;

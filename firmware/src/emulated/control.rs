@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, Opener, Sealer};
 use sumac_hal::ctrl::{
     Announce, Envelope, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, send, shards,
 };
@@ -35,6 +36,8 @@ struct State {
     registered: bool,
     /// Why the controller did not register the device at the last attempt.
     rejection: Option<Rejection>,
+    /// Why there was no secure channel at the last attempt. Whoever has the controller's address can cause it.
+    key_error: Option<HandshakeError>,
     /// The connection, so that the board can end an attempt to connect and a blocking read.
     stream: Option<TcpStream>,
     stopped: bool,
@@ -54,6 +57,7 @@ impl Control {
         let dialer = Dialer {
             announce,
             shards,
+            key: config.key.clone(),
             controllers: [&[config.controller][..], &config.controller_alternatives].concat(),
             redial: config.redial,
             shared: Arc::clone(&shared),
@@ -74,7 +78,7 @@ impl Control {
         match state.rejection {
             _ if state.registered => Ok(()),
             Some(rejection) => Err(RegistrationError::Rejected(rejection)),
-            None => Err(RegistrationError::Unreached),
+            None => Err(state.key_error.map_or(RegistrationError::Unreached, RegistrationError::Key)),
         }
     }
 
@@ -101,9 +105,14 @@ impl Drop for Control {
     }
 }
 
+/// How long a controller may take for each answer of a key exchange.
+const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(5);
+
 struct Dialer {
     announce: Announce,
     shards: Vec<ShardLink>,
+    /// The key to connect with, if the controller uses keys.
+    key: Option<Key>,
     /// The addresses of the controller, which are dialled in turn.
     controllers: Vec<SocketAddr>,
     redial: Duration,
@@ -133,8 +142,10 @@ impl Dialer {
     fn serve(&self, controller: &SocketAddr) -> Result<(), StreamError> {
         let Some(mut stream) = self.connect(controller)? else { return Ok(()) };
         stream.set_nodelay(true)?;
+        let (sealer, opener) = self.exchange_keys(&mut stream)?.unzip();
+        let mut reader = FrameReader::new(ControlReader::new(stream.try_clone()?, opener));
+        let mut stream = ControlWriter::new(stream, sealer);
         send(&mut stream, &Hello::Device(self.announce.clone()))?;
-        let mut reader = FrameReader::new(stream.try_clone()?);
         loop {
             let request: Envelope<Request> = match reader.recv() {
                 Ok(request) => request,
@@ -151,7 +162,7 @@ impl Dialer {
             if is_registered {
                 {
                     let mut state = self.shared.lock();
-                    (state.registered, state.rejection) = (true, None);
+                    (state.registered, state.rejection, state.key_error) = (true, None, None);
                 }
                 self.shared.changed.notify_all();
             }
@@ -182,6 +193,31 @@ impl Dialer {
         connected?;
         stream.set_nonblocking(false)?;
         Ok(Some(stream))
+    }
+
+    /// Set up a secure channel, if the device has a key.
+    fn exchange_keys(&self, stream: &mut TcpStream) -> Result<Option<(Sealer, Opener)>, StreamError> {
+        let Some(key) = &self.key else { return Ok(None) };
+        let mut ephemeral = [0; 32];
+        let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
+        if filled.map_err(std::io::Error::from)? != ephemeral.len() {
+            return Err(std::io::Error::other("the system has no random bytes").into());
+        }
+        stream.set_read_timeout(Some(EXCHANGE_TIMEOUT))?;
+        let channel = secure::connect(stream, key, ephemeral);
+        stream.set_read_timeout(None)?;
+        match channel {
+            Ok(channel) => Ok(Some(channel)),
+            Err(ConnectError::Io(error)) => Err(error.into()),
+            Err(ConnectError::Handshake(error)) => {
+                let before = self.shared.lock().key_error.replace(error);
+                if before != Some(error) {
+                    tracing::warn!(device = self.announce.name.as_str(), %error, "not registered");
+                }
+                Err(StreamError::Closed)
+            }
+            Err(error) => Err(std::io::Error::other(error).into()),
+        }
     }
 
     fn note_rejection(&self, rejection: Rejection) {

@@ -35,6 +35,7 @@ use shard::{ShardHandle, start_shard};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
+use sumac_hal::ctrl::secure::{HandshakeError, Key};
 use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name, Rejection};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
@@ -53,6 +54,8 @@ pub struct BoardConfig {
     pub controller: SocketAddr,
     /// Further addresses of the same controller, dialled in turn: those of a host name that has several.
     pub controller_alternatives: Vec<SocketAddr>,
+    /// The device's key, if the controller uses keys.
+    pub key: Option<Key>,
     /// The address that the data ports listen on.
     pub bind: IpAddr,
     /// The first shard's UDP port; the others use the following ports. `None`: any free ports.
@@ -96,6 +99,7 @@ impl BoardConfig {
             name: name.into(),
             controller,
             controller_alternatives: Vec::new(),
+            key: None,
             bind: IpAddr::V4(Ipv4Addr::LOCALHOST),
             data_port: None,
             advertise: None,
@@ -184,6 +188,10 @@ pub enum RegistrationError {
     /// No controller has answered in time.
     #[error("no controller has answered")]
     Unreached,
+    /// The controller refuses the device's key, or does not prove that it has it. Whoever has the controller's address
+    /// can cause this, so the device tries on.
+    #[error("{0}")]
+    Key(HandshakeError),
     /// The controller did not register the device. Final rejections ([`Rejection::is_final`]) end the wait at once.
     #[error(transparent)]
     Rejected(#[from] Rejection),

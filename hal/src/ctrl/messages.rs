@@ -320,6 +320,12 @@ pub enum Rejection {
     /// A name in the announcement is not a name of the fabric.
     #[error("the controller does not accept a name in the device's announcement")]
     Name,
+    /// The controller uses keys, and the device has none.
+    #[error("the controller accepts devices with keys only; give the device its key with `--key-file`")]
+    KeyRequired,
+    /// The device's key is not good for its name.
+    #[error("the device's key is not good for this name; make one with `sumac key new --device NAME`")]
+    KeyName,
 }
 
 impl Rejection {
@@ -329,6 +335,8 @@ impl Rejection {
             Self::NameTaken { .. } => "the controller has a device of that name",
             Self::TooMany { .. } => "the controller has as many devices as it accepts",
             Self::Name => "the controller does not accept a name in the device's announcement",
+            Self::KeyRequired => "the controller accepts devices with keys only",
+            Self::KeyName => "the device's key is not good for this name",
         }
     }
 

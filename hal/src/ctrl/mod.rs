@@ -12,11 +12,15 @@
 //! hosted programs carry fragments ([`FrameBuffer`]), up to the reader's limit. A device refuses them.
 //!
 //! A controller and a device exchange [`Request`] and [`Response`]; other peers put their own messages in the same
-//! frames. The device connects, sends a [`Hello`], and then answers requests in order. Control connections are not
-//! authenticated (PROTOCOL 10): whoever can reach a control port can command it, so control ports listen on loopback
-//! only.
+//! frames. The device connects, sends a [`Hello`], and then answers requests in order.
+//!
+//! With keys, the frames travel inside a secure channel (module `secure`, feature `secure`). Without keys, control
+//! connections are not authenticated (PROTOCOL 10): whoever can reach a control port can command it, so such ports
+//! listen on loopback only.
 
 mod messages;
+#[cfg(feature = "secure")]
+pub mod secure;
 pub mod shards;
 mod stats;
 #[cfg(feature = "std")]

@@ -9,6 +9,7 @@ use crate::flash::FlashArgs;
 use crate::flash::worker::WorkerArgs;
 use crate::generate::{CompletionsArgs, ManArgs};
 use crate::image::ImageArgs;
+use crate::key::KeyArgs;
 use crate::perf::{self, PerfArgs};
 use crate::plan::PlanArgs;
 use crate::run::{BecomeArgs, RunArgs};
@@ -134,6 +135,12 @@ pub(crate) enum Command {
     /// at once. For a link between devices, it is measured end to end from this host.
     #[command(after_long_help = SELFTEST_HELP)]
     Selftest(SelftestArgs),
+    /// Make, list and revoke the keys with which devices, ranks and operators connect to a controller
+    ///
+    /// A controller with keys serves nobody without one. Connections are encrypted, and each key is good for its principal
+    /// only: a device for its names, a tenant's ranks for its jobs, an operator for all of `status`.
+    #[command(after_long_help = KEY_HELP)]
+    Key(KeyArgs),
     /// Plan an aggregation tree for a set of hosts on a fabric
     ///
     /// Picks the root and the tree with the fewest levels and the least link sharing, within the limits of each node.
@@ -207,6 +214,9 @@ ENVIRONMENT
                        SUMAC_PORT
   MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
   SUMAC_PORT           the controller's port, for status and selftest [default: 7847]
+  SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device, status and selftest;
+                       `-` is stdin
+  SUMAC_KEY            the key itself
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
@@ -235,7 +245,7 @@ ENVIRONMENT
   SUMAC_JOIN_TIMEOUT   seconds to wait for the other ranks [default: 60]
   SUMAC_UDP_*          MAX_PACKET, PEER, RECEIVE_BUFFER, SEND_BUFFER, GSO, GRO and SPIN_US of the data port
 
-Results go to stdout, logs and errors to stderr. Control ports are not authenticated yet and listen on loopback only.";
+Results go to stdout, logs and errors to stderr. A controller without keys listens on loopback only (see `sumac key`).";
 
 const ALL_REDUCE_HELP: &str = "\
 EXAMPLES
@@ -324,6 +334,24 @@ JSON
 
 EXIT STATUS
   0 all links good; 1 a bad link or an unreachable controller; 2 invalid usage; 130 interrupted";
+
+const KEY_HELP: &str = "\
+EXAMPLES
+  sumac key new --keys keys.toml --device leaf0 --output leaf0.key
+  sumac key new --keys keys.toml --tenant ml --expires-days 90 --output ml.key
+  sumac key new --keys keys.toml --operator --output operator.key
+  sumac controller --listen 10.0.0.1:7847 --keys keys.toml
+  sumac device --name leaf0 --controller 10.0.0.1 --key-file leaf0.key
+  SUMAC_KEY_FILE=ml.key SUMAC_TENANT=ml mpirun ./program
+  sumac status --controller 10.0.0.1 --key-file operator.key
+  sumac selftest --controller 10.0.0.1 --key-file operator.key
+
+FILES
+  Store and keys are secrets: they are made with mode 0600, and a file that others can read is refused. A controller reads
+  its store again when it changes. The data plane is not encrypted: whoever can read the wire can read the ranks' data.
+
+EXIT STATUS
+  0 done; 1 the store cannot be written; 2 invalid usage or input, and nothing is changed";
 
 const STATUS_HELP: &str = "\
 EXAMPLES

@@ -38,6 +38,7 @@ mod flash;
 mod generate;
 mod image;
 mod job;
+mod key;
 mod layout;
 mod logging;
 mod machine;
@@ -88,6 +89,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args, cli.verbose),
         Command::Selftest(args) => selftest::run(&args, cli.verbose),
         Command::Status(args) => status::run(&args),
+        Command::Key(args) => key::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Completions(args) => generate::completions(&Cli::command(), &args),

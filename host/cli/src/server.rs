@@ -7,6 +7,7 @@ use crate::address::{self, LocalAddress};
 use crate::cluster::{LISTENING, READY};
 use crate::exit::Failure;
 use crate::fabric;
+use crate::key::KeyOption;
 use crate::options;
 use crate::quota::{self, TenantQuota};
 use anyhow::{Context, anyhow};
@@ -18,8 +19,10 @@ use signal_hook::iterator::Signals;
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
+use sumac::controller::keys::KeyStore;
 use sumac::controller::{Controller, ControllerConfig, Limits};
 use sumac::select::CostTable;
 use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
@@ -29,9 +32,12 @@ use sumac_hal::dma::Profile;
 /// `sumac controller`.
 #[derive(Debug, Args)]
 pub(crate) struct ControllerArgs {
-    /// Address to listen on; loopback only, because nothing is authenticated yet
+    /// Address to listen on; without --keys it must be a loopback address
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     listen: SocketAddr,
+    /// Accept only peers with keys of this store, which `sumac key new` makes; it is read again when it changes
+    #[arg(long, value_name = "FILE")]
+    keys: Option<PathBuf>,
     /// The fabric to plan on (an ibnetdiscover dump or TOML); `-` reads it from stdin. Without it, every device is a
     /// switch to which all hosts are connected
     #[arg(long, value_name = "FILE")]
@@ -85,6 +91,8 @@ pub(crate) struct DeviceArgs {
     controller: String,
     #[command(flatten)]
     local: LocalAddress,
+    #[command(flatten)]
+    key: KeyOption,
     /// UDP data port of the first shard; the other shards take the next ones [default: any free ports]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     data_port: Option<u16>,
@@ -144,6 +152,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     let signals = signals()?;
     let mut config = ControllerConfig::new();
     config.listen = args.listen;
+    config.keys = args.keys.as_deref().map(KeyStore::read).transpose().map_err(Failure::input)?.map(Arc::new);
+    config.keys_file = args.keys.clone();
     config.fabric =
         args.topology.as_deref().map(fabric::read).transpose().map_err(Failure::Input)?.map(|(fabric, _)| fabric);
     if let Some(path) = &args.overrides {
@@ -171,6 +181,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     let controller = first_up(&controllers, &mut signals, timeout)?;
     let mut config = BoardConfig::new(args.name.clone(), controller);
     config.controller_alternatives = controllers.into_iter().filter(|addr| *addr != controller).collect();
+    config.key = args.key.read()?;
     config.zero_copy = args.zero_copy();
     config.bind = args.local.choose(controller)?;
     config.data_port = args.data_port;
@@ -246,6 +257,9 @@ fn describe(name: &str, controller: &str, timeout: Duration, error: Registration
         ),
         RegistrationError::Rejected(rejection) => {
             anyhow!("device {name} is not registered at {controller}: {rejection}")
+        }
+        RegistrationError::Key(error) => {
+            anyhow!("device {name} is not registered at {controller} after {seconds} s: {error}")
         }
         _ => anyhow!(
             "device {name} found no controller at {controller} within {seconds} s; start one with `sumac controller`"

@@ -6,15 +6,19 @@
 
 use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
+use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve;
 use crate::local_address;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::Path;
 use std::sync::Once;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
+use sumac_hal::ctrl::secure::Key;
 use sumac_hal::udp::Offload;
+use zeroize::Zeroizing;
 
 /// A variable that begins with `SUMAC_` and is not used as it stands.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,6 +72,8 @@ impl JoinConfig {
     /// | `world` | `SUMAC_WORLD` | default: the launcher's, as `WORLD_SIZE` |
     /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
     /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
+    /// | `key` | `SUMAC_KEY_FILE` | a file with the key, which only its owner can read; `-` is stdin |
+    /// | | `SUMAC_KEY` | the key itself, as in the file |
     /// | `job` | `SUMAC_JOB` | default: the launcher's name of the job; `default` for a bare `RANK` |
     /// | `host` | `SUMAC_HOST` | the host's name in the fabric; set it on all ranks or on none |
     /// | `order` | `SUMAC_ORDER` | `arrival`, `fold` or `pairwise` |
@@ -118,10 +124,34 @@ fn read(
     let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
     let mut config = JoinConfig::new(first, job, rank, world);
     config.controller_alternatives = addrs.collect();
+    config.key = key(&variables.0).map_err(|(name, why)| invalid(name, why))?;
     variables.placement(&mut config)?;
     variables.calls(&mut config)?;
     variables.udp(&mut config)?;
     Ok(config)
+}
+
+/// Read the key that SUMAC_KEY_FILE or SUMAC_KEY gives, if one does. An error names the variable and the reason.
+fn key(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Key>, (&'static str, String)> {
+    match (variable("SUMAC_KEY_FILE"), variable("SUMAC_KEY")) {
+        (Some(_), Some(_)) => Err(("SUMAC_KEY", "SUMAC_KEY_FILE is set as well; set one of them".into())),
+        (Some(path), None) => {
+            read_key(Path::new(&path)).map(Some).map_err(|error| ("SUMAC_KEY_FILE", error.to_string()))
+        }
+        (None, Some(text)) => {
+            parse_key(&Zeroizing::new(text)).map(Some).map_err(|error| ("SUMAC_KEY", error.to_string()))
+        }
+        (None, None) => Ok(None),
+    }
+}
+
+/// Read the key that this process's environment gives, in SUMAC_KEY_FILE or SUMAC_KEY, if it does.
+///
+/// # Errors
+/// [`JoinError::Environment`].
+pub fn key_from_env() -> Result<Option<Key>, JoinError> {
+    let read = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+    key(read).map_err(|(name, why)| invalid(name, why))
 }
 
 /// Return the error for a variable.
@@ -283,7 +313,7 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 30] = [
+const KNOWN: [&str; 32] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -294,6 +324,8 @@ const KNOWN: [&str; 30] = [
     "SUMAC_IFNAME",
     "SUMAC_JOB",
     "SUMAC_JOIN_TIMEOUT",
+    "SUMAC_KEY",
+    "SUMAC_KEY_FILE",
     "SUMAC_LOCAL_RANK",
     "SUMAC_LOG",
     "SUMAC_ORDER",
@@ -391,6 +423,23 @@ mod tests {
         assert!(all.into_iter().all(|addr| addr.ip().is_loopback() && addr.port() == DEFAULT_PORT), "{named:?}");
         let error = read("localhost:port").expect_err("no port").to_string();
         assert!(error.contains("SUMAC_CONTROLLER") && error.contains("localhost:port"), "{error}");
+    }
+
+    #[test]
+    fn key_variables_give_a_key_and_their_errors_hide_it() {
+        let secret = "07".repeat(32);
+        let text = format!("# tenant ml\nsumac-key-v1 0000000000000009 {secret}\n");
+        let key = config(&[("SUMAC_KEY", &text)]).expect("valid").key.expect("a key");
+        assert_eq!(
+            (key.id().to_string(), key.reveal_secret().to_string()),
+            ("0000000000000009".into(), secret.clone())
+        );
+        let both = config(&[("SUMAC_KEY", &text), ("SUMAC_KEY_FILE", "-")]).expect_err("ambiguous").to_string();
+        let absent = config(&[("SUMAC_KEY_FILE", "/nonexistent/key")]).expect_err("no file").to_string();
+        let malformed = config(&[("SUMAC_KEY", &text.replace("-v1", ""))]).expect_err("malformed").to_string();
+        assert!(both.contains("one of them") && absent.contains("/nonexistent/key"), "{both} {absent}");
+        assert!(malformed.contains("SUMAC_KEY") && malformed.contains("sumac key new"), "{malformed}");
+        assert!([both, absent, malformed].iter().all(|error| !error.contains("0707")));
     }
 
     #[test]

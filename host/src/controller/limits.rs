@@ -39,6 +39,8 @@ pub const REPLY_LEN_MAX: usize = 4 << 20;
 pub struct Limits {
     /// Maximum number of connections from clients and devices. Each takes a file descriptor.
     pub connections: usize,
+    /// Maximum number of key exchanges in progress. If exceeded, the oldest one is ended.
+    pub handshakes: usize,
     /// Maximum number of jobs, including sub-communicators.
     pub jobs: usize,
     /// Maximum number of connected devices.
@@ -66,6 +68,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connections: 20_000,
+            handshakes: 1024,
             jobs: 4096,
             devices: 1024,
             peer_output_bytes: 4 << 20,

@@ -19,16 +19,17 @@ pub use super::outbox::Frames;
 pub use super::output::{ConnId, Output};
 #[cfg(feature = "snapshot")]
 pub use super::resources::ClaimRecord;
-pub use super::state::{Plan, PlanResult, ReportJob};
+pub use super::state::{EncodedReport, Plan, PlanResult, ReportJob};
 
 use super::device::Device;
-use super::limits::{NameKind, check_name};
-use super::proto::ClientRequest;
+use super::keys::Principal;
+use super::limits::{NameKind, check_name, sanitize_reason};
+use super::proto::{ClientReply, ClientRequest, JoinRefusal};
 use super::state::State;
 use super::{ControllerConfig, ControllerError, check};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use sumac_hal::ctrl::{Announce, Envelope, FrameError, Rejection, Response};
+use sumac_hal::ctrl::{Announce, Envelope, Rejection, Response};
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
@@ -39,6 +40,8 @@ pub struct Machine {
     state: State,
     /// The connected clients, and the job and rank that each has joined as.
     clients: BTreeMap<ConnId, Option<(String, Rank)>>,
+    /// Whom the keys of connections stand for.
+    principals: BTreeMap<ConnId, Arc<Principal>>,
     /// Something was handled since the last [`Machine::handle_timeout`].
     is_due: bool,
     /// The next deadline, as of then.
@@ -63,12 +66,19 @@ impl Machine {
         check(&config)?;
         let state = State::new(&config, started_ms, entropy, now);
         let clients = BTreeMap::new();
-        Ok(Self { config, state, clients, is_due: true, due: now, is_planning: false, is_stopping: false })
+        let principals = BTreeMap::new();
+        Ok(Self { config, state, clients, principals, is_due: true, due: now, is_planning: false, is_stopping: false })
     }
 
     fn set_time(&mut self, now: Instant) {
         self.state.now = now;
         self.is_due = true;
+    }
+
+    /// The peer of a connection has proved that it has a key of `principal`. Call it before the peer connects as a device
+    /// or a client.
+    pub fn authenticate(&mut self, conn: ConnId, principal: Arc<Principal>) {
+        self.principals.insert(conn, principal);
     }
 
     /// A device connects and announces itself. Returns false if it is refused; then it is told why, and its connection
@@ -78,6 +88,12 @@ impl Machine {
         if let Err(why) = check_announce(&announce) {
             tracing::warn!(%why, "refusing a device");
             self.state.reject(conn, Rejection::Name);
+            return false;
+        }
+        if let Err(rejection) = self.check_device(conn, &announce.name) {
+            tracing::warn!(device = announce.name.as_str(), why = %rejection, "refusing a device");
+            self.principals.remove(&conn);
+            self.state.reject(conn, rejection);
             return false;
         }
         let device = Arc::new(Device { conn, announce });
@@ -90,9 +106,49 @@ impl Machine {
         true
     }
 
-    /// A client connects.
-    pub fn connect_client(&mut self, conn: ConnId) {
+    /// A client connects. Returns false if it is refused, because it has no key; then it is told so.
+    pub fn connect_client(&mut self, conn: ConnId) -> bool {
+        if self.config.keys.is_some() && !self.principals.contains_key(&conn) {
+            tracing::info!(conn = conn.0, "refusing a client without a key");
+            self.state.output.send(conn, &ClientReply::Refused(JoinRefusal::KeyRequired));
+            return false;
+        }
         self.clients.insert(conn, None);
+        true
+    }
+
+    /// Check that a device may register under this name.
+    fn check_device(&self, conn: ConnId, name: &str) -> Result<(), Rejection> {
+        if self.config.keys.is_none() {
+            return Ok(());
+        }
+        let principal = self.principals.get(&conn).ok_or(Rejection::KeyRequired)?;
+        if principal.may_register(name) { Ok(()) } else { Err(Rejection::KeyName) }
+    }
+
+    /// Check that a client's key is good for a request.
+    fn check_request(&self, conn: ConnId, request: &ClientRequest) -> Result<(), JoinRefusal> {
+        if self.config.keys.is_none() {
+            return Ok(());
+        }
+        let principal = self.principals.get(&conn).ok_or(JoinRefusal::KeyRequired)?;
+        let (join, devices): (_, &[String]) = match request {
+            ClientRequest::Join(join) => (join, &[]),
+            ClientRequest::JoinOn { request, devices } => (request, devices),
+            ClientRequest::Resume(resumption) => (&resumption.request, &resumption.devices),
+            ClientRequest::Status if matches!(**principal, Principal::Device { .. }) => {
+                return Err(scope(principal, "reports".into()));
+            }
+            // These concern the job that the client has joined.
+            _ => return Ok(()),
+        };
+        let tenant = &join.terms.tenant;
+        if principal.may_join(tenant, !devices.is_empty()) {
+            return Ok(());
+        }
+        let tenant = sanitize_reason(tenant);
+        let chosen = if devices.is_empty() { "" } else { " on chosen devices" };
+        Err(scope(principal, format!("jobs of tenant {tenant}{chosen}")))
     }
 
     /// Handle a device's response.
@@ -107,8 +163,17 @@ impl Machine {
         if self.is_stopping {
             return false;
         }
+        if let Err(refusal) = self.check_request(conn, &request) {
+            tracing::warn!(conn = conn.0, %refusal, "refusing a request");
+            self.state.output.send(conn, &ClientReply::Refused(refusal));
+            return true;
+        }
         if let Some(place) = self.clients.get_mut(&conn) {
-            self.state.serve(&self.config, request, conn, place);
+            let tenant = self.principals.get(&conn).and_then(|principal| match &**principal {
+                Principal::Tenant { name } => Some(name.as_str()),
+                _ => None,
+            });
+            self.state.serve(&self.config, request, (conn, tenant), place);
         }
         true
     }
@@ -124,6 +189,7 @@ impl Machine {
         self.set_time(now);
         let (mut ranks, mut devices) = (Vec::new(), Vec::new());
         for conn in conns {
+            self.principals.remove(&conn);
             match self.clients.remove(&conn) {
                 Some(Some(place)) => ranks.push((conn, place)),
                 Some(None) => {}
@@ -213,7 +279,7 @@ impl Machine {
     }
 
     /// Handle an encoded report.
-    pub fn handle_report(&mut self, report: Result<Frames, FrameError>, now: Instant) {
+    pub fn handle_report(&mut self, report: EncodedReport, now: Instant) {
         self.set_time(now);
         self.state.send_report(report);
     }
@@ -284,6 +350,10 @@ fn check_announce(announce: &Announce) -> Result<(), super::limits::InvalidName>
         Some(bus) => check_name(NameKind::Fabric, "machine", &bus.machine),
         None => Ok(()),
     }
+}
+
+fn scope(principal: &Principal, request: String) -> JoinRefusal {
+    JoinRefusal::KeyScope { principal: principal.to_string(), request }
 }
 
 /// No deadline.

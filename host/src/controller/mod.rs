@@ -30,13 +30,16 @@
 //! What belongs here: how a controller decides, and how it is reached. What a rank does with its answers is in
 //! [`comm`](crate::comm).
 //!
-//! It listens on loopback only, because the control protocol is not authenticated yet (PROTOCOL 10).
+//! With keys ([`keys`]), connections are authenticated and encrypted (PROTOCOL 10): a key exchange precedes everything
+//! else (`connections::channel`), and the machine checks what each principal may do. Without keys, the controller listens
+//! on loopback only and serves whoever connects.
 
 mod address;
 mod admit;
 mod connections;
 mod device;
 mod entropy;
+pub mod keys;
 pub mod limits;
 #[doc(hidden)]
 pub mod machine;
@@ -56,15 +59,17 @@ mod tests;
 pub use address::{AddressError, first_reachable, resolve};
 pub use limits::{Limits, derived_name};
 pub use resources::{Quota, Quotas};
-pub use session::{ClientError, Notice, Session, status};
+pub use session::{ClientError, ControllerAddr, Notice, Session, status};
 
 use crate::select::CostTable;
 use crate::topo::Fabric;
 use connections::serve::Server;
 use entropy::Entropy;
+use keys::KeyStore;
 use machine::Machine;
 use notifier::Notifier;
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
@@ -75,8 +80,13 @@ use thiserror::Error;
 /// Configuration of a controller.
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
-    /// The address to listen on, which must be a loopback address. Port 0 selects any free port.
+    /// The address to listen on, which must be a loopback address if there are no keys. Port 0 selects any free port.
     pub listen: SocketAddr,
+    /// The keys of all principals. With keys, connections without one are refused, also on loopback.
+    pub keys: Option<Arc<KeyStore>>,
+    /// The file of [`keys`](Self::keys), which the controller reads again when it changes: new keys become valid, and
+    /// connections by keys that are revoked or gone end.
+    pub keys_file: Option<PathBuf>,
     /// The fabric. `None` treats every device as a switch that connects all hosts, so jobs get one-level trees.
     pub fabric: Option<Fabric>,
     /// The constants of the cost model for path selection.
@@ -119,6 +129,8 @@ impl ControllerConfig {
     pub fn new() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            keys: None,
+            keys_file: None,
             fabric: None,
             table: CostTable::EMULATED,
             window_bytes: 1 << 20,
@@ -151,7 +163,10 @@ pub const WINDOW_MIN: u16 = 8;
 #[non_exhaustive]
 pub enum ControllerError {
     /// The address is reachable from other hosts.
-    #[error("{0} is not a loopback address; the control protocol is not authenticated yet, so listen on loopback only")]
+    #[error(
+        "{0} is not a loopback address, and without keys whoever reaches the controller commands it: make keys with \
+         `sumac key new` and name their store with --keys, or listen on 127.0.0.1"
+    )]
     NotLoopback(SocketAddr),
     /// A value is out of range.
     #[error("{what} is {value}; it must be {limit}")]
@@ -231,7 +246,7 @@ impl Controller {
         });
         let pid = std::process::id();
         let mut controller = Self { addr, shared: Arc::clone(&shared), threads: Vec::new(), pid };
-        let server = Server::new(Arc::clone(&shared), listener).map_err(ControllerError::Thread)?;
+        let server = Server::new(Arc::clone(&shared), listener, started_ms).map_err(ControllerError::Thread)?;
         let reported = Arc::clone(&shared);
         controller.spawn("connections", move || server.run())?;
         controller.spawn("report", move || run_reports(&reported))?;
@@ -285,7 +300,7 @@ fn now_ms() -> u64 {
 }
 
 fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
-    if !config.listen.ip().is_loopback() {
+    if !config.listen.ip().is_loopback() && config.keys.is_none() {
         return Err(ControllerError::NotLoopback(config.listen));
     }
     let range = |what, value: u64, ok, limit| {

@@ -1,4 +1,5 @@
-//! Outgoing messages: a bounded queue per peer.
+//! Outgoing messages: a bounded queue per peer. With a key they are encrypted as they are sent, so that what several peers
+//! share is queued once.
 //!
 //! Invariant: queueing a message never waits for the peer.
 
@@ -7,6 +8,7 @@ use std::collections::VecDeque;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
+use sumac_hal::ctrl::secure::{RECORD_OVERHEAD_LEN, RECORD_PLAINTEXT_MAX, RecordError, Sealer};
 use sumac_hal::ctrl::{FrameError, encode_frames};
 use sumac_hal::planted;
 
@@ -64,8 +66,20 @@ pub(super) struct Outbox {
     limit: usize,
     /// Bytes queued for all connections. Not enforced here: the connections decide which peer to disconnect.
     all: Arc<AtomicUsize>,
+    /// Encrypts what is sent, except for the first `plain` messages of the queue.
+    sealer: Option<Box<Sealing>>,
+    plain: usize,
     #[cfg(feature = "planted")]
     pub(super) bug: Option<sumac_hal::planted::Bug>,
+}
+
+/// A cipher, and the record that is being sent.
+#[derive(Debug)]
+struct Sealing {
+    sealer: Sealer,
+    record: Vec<u8>,
+    /// How many bytes of the record were sent.
+    sent: usize,
 }
 
 /// The result of a flush.
@@ -91,6 +105,8 @@ impl Outbox {
             is_closed: false,
             limit,
             all,
+            sealer: None,
+            plain: 0,
             #[cfg(feature = "planted")]
             bug: None,
         }
@@ -114,7 +130,7 @@ impl Outbox {
             self.bytes = bytes;
         } else {
             tracing::warn!(waiting_bytes = self.bytes, "peer does not read; disconnecting it at its output limit");
-            (self.is_closed, self.sent, self.bytes) = (true, 0, 0);
+            (self.is_closed, self.sent, self.bytes, self.plain) = (true, 0, 0, 0);
             self.queue.clear();
         }
     }
@@ -124,19 +140,58 @@ impl Outbox {
         self.is_closed = true;
     }
 
+    /// Encrypt what is queued from now on.
+    pub(super) fn seal_from_here(&mut self, sealer: Sealer) {
+        self.plain = self.queue.len();
+        self.sealer = Some(Box::new(Sealing { sealer, record: Vec::new(), sent: 0 }));
+    }
+
+    /// Count bytes of the first message as sent.
+    fn advance(&mut self, len: usize) {
+        let Some(first) = self.queue.front() else { return };
+        self.sent += len;
+        if self.sent == first.bytes().len() {
+            self.bytes -= first.bytes().len() + FRAME_COST_BYTES;
+            self.sent = 0;
+            self.plain = self.plain.saturating_sub(1);
+            self.queue.pop_front();
+        }
+    }
+
+    /// Put the next bytes into a record, unless one is being sent. False if there are none.
+    fn seal(&mut self) -> Result<bool, RecordError> {
+        let Some(sealing) = self.sealer.as_mut().filter(|_| self.plain == 0) else { return Ok(false) };
+        if sealing.sent < sealing.record.len() {
+            return Ok(true);
+        }
+        let Some(first) = self.queue.front() else { return Ok(false) };
+        let rest = &first.bytes()[self.sent..];
+        let text = &rest[..rest.len().min(RECORD_PLAINTEXT_MAX)];
+        sealing.record.resize(text.len() + RECORD_OVERHEAD_LEN, 0);
+        sealing.sealer.seal(text, &mut sealing.record)?;
+        sealing.sent = 0;
+        let len = text.len();
+        self.advance(len);
+        Ok(true)
+    }
+
     /// Send as much as the peer accepts.
     pub(super) fn flush(&mut self, mut stream: impl Write) -> FlushStatus {
         let mut has_progressed = false;
-        while let Some(first) = self.queue.front() {
-            match stream.write(&first.bytes()[self.sent..]) {
+        loop {
+            let Ok(has_record) = self.seal() else { return FlushStatus::Closed };
+            let next = match (&self.sealer, self.queue.front()) {
+                (Some(sealing), _) if has_record => &sealing.record[sealing.sent..],
+                (_, Some(first)) => &first.bytes()[self.sent..],
+                (_, None) => break,
+            };
+            match stream.write(next) {
                 Ok(0) => return FlushStatus::Closed,
                 Ok(len) => {
                     has_progressed = true;
-                    self.sent += len;
-                    if self.sent == first.bytes().len() {
-                        self.bytes -= first.bytes().len() + FRAME_COST_BYTES;
-                        self.sent = 0;
-                        self.queue.pop_front();
+                    match &mut self.sealer {
+                        Some(sealing) if has_record => sealing.sent += len,
+                        _ => self.advance(len),
                     }
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

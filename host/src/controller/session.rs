@@ -13,6 +13,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use sumac_hal::ctrl::secure::{
+    self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, KeyRefusal, Opener, Sealer,
+};
 use sumac_hal::ctrl::{FrameReader, Hello, StreamError, send};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
@@ -28,6 +31,14 @@ pub enum ClientError {
         addr: SocketAddr,
         /// The system's reason.
         source: std::io::Error,
+    },
+    /// No secure channel could be set up with the controller.
+    #[error("controller at {addr}: {source}{}", key_advice(source))]
+    Key {
+        /// The address.
+        addr: SocketAddr,
+        /// The reason.
+        source: ConnectError,
     },
     /// The connection failed, or the peer sent malformed data.
     #[error(transparent)]
@@ -140,22 +151,94 @@ pub struct Session {
     pid: u32,
 }
 
-pub(super) fn connect(addr: SocketAddr) -> Result<(TcpStream, FrameReader<TcpStream>), ClientError> {
+/// Where a controller is, and the key to connect with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ControllerAddr {
+    /// The address.
+    pub addr: SocketAddr,
+    /// The key. With a key, only a controller that has it is talked to; without, only one that uses none.
+    pub key: Option<Key>,
+}
+
+impl From<SocketAddr> for ControllerAddr {
+    /// A controller without keys.
+    fn from(addr: SocketAddr) -> Self {
+        Self { addr, key: None }
+    }
+}
+
+/// The two directions of a connection to a controller.
+pub(super) type Link = (ControlWriter<TcpStream>, FrameReader<ControlReader<TcpStream>>);
+
+/// Connect as a client. A controller that is too busy for a key exchange, or ends it, is tried again for a while.
+pub(super) fn connect(controller: &ControllerAddr) -> Result<Link, ClientError> {
+    let began = Instant::now();
+    loop {
+        match connect_once(controller) {
+            Err(ClientError::Key { source, .. }) if is_busy(&source) && began.elapsed() < CONNECT_TIMEOUT => {
+                std::thread::sleep(BUSY_INTERVAL);
+            }
+            connected => return connected,
+        }
+    }
+}
+
+fn connect_once(controller: &ControllerAddr) -> Result<Link, ClientError> {
+    let addr = controller.addr;
     let unreached = |source| ClientError::Connect { addr, source };
     let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreached)?;
     stream.set_nodelay(true).map_err(unreached)?;
-    let reader = FrameReader::with_limit(stream.try_clone().map_err(unreached)?, REPLY_LEN_MAX);
-    send(&mut stream, &Hello::Client)?;
-    Ok((stream, reader))
+    let channel = controller.key.as_ref().map(|key| exchange_keys(&mut stream, key));
+    let channel = channel.transpose().map_err(|source| ClientError::Key { addr, source })?;
+    let (sealer, opener) = channel.unzip();
+    let reader = ControlReader::new(stream.try_clone().map_err(unreached)?, opener);
+    let mut writer = ControlWriter::new(stream, sealer);
+    send(&mut writer, &Hello::Client)?;
+    Ok((writer, FrameReader::with_limit(reader, REPLY_LEN_MAX)))
+}
+
+pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer, Opener), ConnectError> {
+    let mut ephemeral = [0; 32];
+    let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
+    if filled.map_err(std::io::Error::from)? != ephemeral.len() {
+        return Err(std::io::Error::other("the system has no random bytes").into());
+    }
+    stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
+    let channel = secure::connect(stream, key, ephemeral)?;
+    stream.set_read_timeout(None)?;
+    Ok(channel)
+}
+
+/// Whether a key exchange may succeed at once if it is tried again.
+fn is_busy(error: &ConnectError) -> bool {
+    match error {
+        ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) => *refusal == KeyRefusal::Busy,
+        ConnectError::Io(error) => {
+            matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
+        }
+        _ => false,
+    }
+}
+
+/// What to do about a failed key exchange.
+const fn key_advice(error: &ConnectError) -> &'static str {
+    let ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) = error else { return "" };
+    match refusal {
+        KeyRefusal::NoKeys => "; leave the key out, or start the controller with --keys",
+        KeyRefusal::Unknown | KeyRefusal::Wrong | KeyRefusal::Revoked | KeyRefusal::Expired => {
+            "; get another one from the operator, who makes it with `sumac key new`"
+        }
+        _ => "",
+    }
 }
 
 /// Request a controller's status report.
 ///
 /// # Errors
 /// [`ClientError`] if the controller cannot be reached or sends an unexpected reply.
-pub fn status(addr: SocketAddr) -> Result<StatusReport, ClientError> {
-    let (mut stream, mut reader) = connect(addr)?;
-    stream.set_read_timeout(Some(STATUS_TIMEOUT)).map_err(StreamError::from)?;
+pub fn status(controller: impl Into<ControllerAddr>) -> Result<StatusReport, ClientError> {
+    let (mut stream, mut reader) = connect(&controller.into())?;
+    stream.get_ref().set_read_timeout(Some(STATUS_TIMEOUT)).map_err(StreamError::from)?;
     send(&mut stream, &ClientRequest::Status)?;
     match reader.recv()? {
         ClientReply::Status(report) => Ok(report),
@@ -173,12 +256,12 @@ impl Session {
     /// # Errors
     /// [`ClientError`].
     pub fn join(
-        addr: SocketAddr,
+        controller: impl Into<ControllerAddr>,
         request: JoinRequest,
         timeout: Duration,
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
-        Self::join_on(addr, request, Vec::new(), timeout, on_notice)
+        Self::join_on(controller, request, Vec::new(), timeout, on_notice)
     }
 
     /// Join a job on a chain of explicitly chosen devices, root first, with all ranks at the last one. Bypasses the
@@ -188,13 +271,14 @@ impl Session {
     /// [`ClientError`]. A device that is not connected is not an error; [`Membership::tree`] gives it as the reason for
     /// having no tree.
     pub fn join_on(
-        addr: SocketAddr,
+        controller: impl Into<ControllerAddr>,
         request: JoinRequest,
         devices: Vec<String>,
         timeout: Duration,
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
-        let (mut stream, mut reader) = connect(addr)?;
+        let controller = controller.into();
+        let (mut stream, mut reader) = connect(&controller)?;
         let (job, world) = (request.job.clone(), request.world);
         let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
         let resume_parts = (request.clone(), devices.clone());
@@ -203,7 +287,7 @@ impl Session {
         send(&mut stream, &join)?;
         let timeout = timeout + wait;
         let deadline = Instant::now() + timeout;
-        stream.set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
+        stream.get_ref().set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
         let membership = match reader.recv() {
             Ok(ClientReply::Joined(membership)) => *membership,
             Ok(ClientReply::Refused(refusal)) => return Err(refusal.into()),
@@ -216,7 +300,7 @@ impl Session {
             }
             Err(error) => return Err(error.into()),
         };
-        stream.set_read_timeout(None).map_err(StreamError::from)?;
+        stream.get_ref().set_read_timeout(None).map_err(StreamError::from)?;
         let ((replan_sender, replan_replies), (survivor_sender, survivor_replies)) = (channel(), channel());
         let (request, devices) = resume_parts;
         let resumption = ResumeRequest {
@@ -231,7 +315,7 @@ impl Session {
         let is_closing = Arc::new(AtomicBool::new(false));
         let given_up = Arc::new(Mutex::new(None));
         let session_reader = SessionReader {
-            addr,
+            controller,
             connection: Arc::clone(&connection),
             is_closing: Arc::clone(&is_closing),
             given_up: Arc::clone(&given_up),
@@ -368,7 +452,8 @@ impl Drop for Session {
         }
         self.is_closing.store(true, Ordering::Release);
         // Unblocks the reader thread. Data already sent still arrives. Fails only if the peer closed first.
-        let _ = self.connection.lock().unwrap_or_else(PoisonError::into_inner).stream.shutdown(Shutdown::Both);
+        let _ =
+            self.connection.lock().unwrap_or_else(PoisonError::into_inner).stream.get_ref().shutdown(Shutdown::Both);
         if let Some(reader_thread) = self.reader_thread.take() {
             reader_thread.thread().unpark();
             let _ = reader_thread.join();
@@ -380,5 +465,7 @@ impl Drop for Session {
 const REASON_SENT_CHARS_MAX: usize = 300;
 /// How long an address may take to accept a connection.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause before a key exchange is tried again.
+const BUSY_INTERVAL: Duration = Duration::from_millis(50);
 /// Long enough for a controller that waits for an unresponsive device.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(30);

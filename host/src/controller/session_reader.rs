@@ -8,12 +8,13 @@
 
 use super::ClientError;
 use super::proto::{ClientReply, ClientRequest, JoinRefusal, Membership, ResumeRequest};
-use super::session::{Notice, connect};
-use std::net::{SocketAddr, TcpStream};
+use super::session::{ControllerAddr, Notice, connect};
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use sumac_hal::ctrl::secure::{ControlReader, ControlWriter};
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
 
@@ -33,7 +34,7 @@ const TAKEN_RETRIES_MAX: u32 = 20;
 /// The connection to the current controller.
 #[derive(Debug)]
 pub(super) struct Connection {
-    pub(super) stream: TcpStream,
+    pub(super) stream: ControlWriter<TcpStream>,
     /// Whether the controller has accepted this rank.
     is_open: bool,
     /// Set once a controller has refused to resume this rank.
@@ -41,7 +42,7 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    pub(super) const fn new(stream: TcpStream) -> Self {
+    pub(super) const fn new(stream: ControlWriter<TcpStream>) -> Self {
         Self { stream, is_open: true, refusal: None }
     }
 
@@ -56,7 +57,7 @@ impl Connection {
 
 /// The state of the reader thread.
 pub(super) struct SessionReader<N> {
-    pub(super) addr: SocketAddr,
+    pub(super) controller: ControllerAddr,
     pub(super) connection: Arc<Mutex<Connection>>,
     /// The session is being dropped.
     pub(super) is_closing: Arc<AtomicBool>,
@@ -70,7 +71,7 @@ pub(super) struct SessionReader<N> {
 
 impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     /// Read until the session is dropped or a controller refuses this rank.
-    pub(super) fn run(mut self, mut reader: FrameReader<TcpStream>) {
+    pub(super) fn run(mut self, mut reader: FrameReader<ControlReader<TcpStream>>) {
         loop {
             while let Ok(reply) = reader.recv() {
                 self.handle_reply(reply);
@@ -85,7 +86,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
                 return;
             }
             let (job, rank) = (&self.resumption.request.job, self.resumption.request.rank);
-            crate::log::warn!(job, %rank, controller = %self.addr, "lost the controller; the job continues without one");
+            crate::log::warn!(job, %rank, controller = %self.controller.addr, "lost the controller; the job continues without one");
             (self.on_notice)(Notice::ControllerLost);
             match self.reconnect() {
                 Some(found) => reader = found,
@@ -103,7 +104,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     }
 
     /// Dial until a controller has resumed the job. `None` if the session is dropped or the controller refuses.
-    fn reconnect(&mut self) -> Option<FrameReader<TcpStream>> {
+    fn reconnect(&mut self) -> Option<FrameReader<ControlReader<TcpStream>>> {
         let (job, rank) = (self.resumption.request.job.clone(), self.resumption.request.rank);
         let mut taken = 0;
         while !self.is_closing() {
@@ -130,8 +131,8 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     }
 
     /// Ask a controller to resume the job, and wait for its reply. Returns the job's new view.
-    fn resume(&self) -> Result<(u32, FrameReader<TcpStream>), ClientError> {
-        let (mut stream, mut reader) = connect(self.addr)?;
+    fn resume(&self) -> Result<(u32, FrameReader<ControlReader<TcpStream>>), ClientError> {
+        let (mut stream, mut reader) = connect(&self.controller)?;
         send(&mut stream, &ClientRequest::Resume(Box::new(self.resumption.clone())))?;
         {
             let mut connection = self.connection();

@@ -28,7 +28,7 @@ mod wait;
 pub(super) use placement::Draft;
 pub use plan::{Plan, PlanResult};
 pub(super) use reconnect::RECONNECT_GRACE;
-pub use reporting::ReportJob;
+pub use reporting::{EncodedReport, ReportJob};
 #[cfg(test)]
 pub(super) use reservation::ReservationFailure;
 

@@ -1,6 +1,7 @@
 //! Tests with a real controller, scripted devices and ranks. The tests here cover zero-copy and sizing.
 
 mod hostile;
+mod keyed;
 mod leases;
 mod links;
 mod offers;

@@ -2,7 +2,7 @@
 
 use super::options::Straggler;
 use crate::controller::proto::{DEFAULT_TENANT, Transport};
-use crate::controller::{ClientError, first_reachable};
+use crate::controller::{ClientError, ControllerAddr, first_reachable};
 use crate::exec::MeshError;
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
@@ -10,6 +10,7 @@ use crate::transport::memory::AttachError;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
+use sumac_hal::ctrl::secure::Key;
 use sumac_hal::hosted::{HostedError, HostedPort};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
@@ -22,6 +23,8 @@ pub struct JoinConfig {
     /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
     /// `controller`, that accepts a connection.
     pub controller_alternatives: Vec<SocketAddr>,
+    /// The key to connect to the controller with: one of the job's tenant. `None` if the controller uses none.
+    pub key: Option<Key>,
     /// The job's name. Ranks that give the same name to the same controller form a job.
     pub job: String,
     /// This rank, from 0 to `world - 1`.
@@ -73,12 +76,18 @@ pub struct JoinConfig {
 }
 
 impl JoinConfig {
+    /// Return the controller's address with the key to connect with, for queries beside the job.
+    pub fn controller_addr(&self) -> ControllerAddr {
+        ControllerAddr { addr: self.controller, key: self.key.clone() }
+    }
+
     /// Configure a rank with the defaults: bound to the address that routes to the controller, [`Order::Arrival`],
     /// [`Algo::Auto`], a time limit of 60 s for calls and for joining, and recovery.
     pub fn new(controller: SocketAddr, job: impl Into<String>, rank: u32, world: u32) -> Self {
         Self {
             controller,
             controller_alternatives: Vec::new(),
+            key: None,
             job: job.into(),
             rank,
             world,

@@ -78,7 +78,8 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
             None
         }
     };
-    let (session, membership) = Session::join(config.controller, request, config.join_timeout, on_notice)?;
+    let controller = config.controller_addr();
+    let (session, membership) = Session::join(controller, request, config.join_timeout, on_notice)?;
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();

@@ -2,11 +2,12 @@
 //!
 //! Linking is half of the test: the program contains the node, its storage (a `static`), its loop and a port, but no
 //! allocator. The other half is an all-reduce of two children over more chunks than slots, so that every slot is
-//! reused; every element is checked. Exit status 0 if all results are correct.
+//! reused; every element is checked; and a secure channel of the control plane. Exit status 0 if all is correct.
 #![no_std]
 #![no_main]
 
 mod board;
+mod channel;
 mod queue;
 
 use board::Console;
@@ -40,7 +41,8 @@ static mut MEMORY: BoardMemory = BoardMemory::new();
 extern "C" fn main() -> ! {
     let memory = &raw mut MEMORY;
     // SAFETY: called once, on the only core, and nothing else accesses MEMORY.
-    match all_reduce(unsafe { &mut *memory }) {
+    let reduced = all_reduce(unsafe { &mut *memory });
+    match reduced.and_then(|elements| if channel::carries_frames() { Ok(elements) } else { Err(Failure::Channel) }) {
         Ok(elements) => {
             let _ = writeln!(
                 Console,
@@ -63,6 +65,7 @@ enum Failure {
     Silent { chunk: u64, child: u16 },
     Foreign { chunk: u64 },
     Element { chunk: u64, index: usize, found: f32, expected: f32 },
+    Channel,
 }
 
 impl fmt::Display for Failure {
@@ -75,6 +78,7 @@ impl fmt::Display for Failure {
             Self::Element { chunk, index, found, expected } => {
                 write!(f, "chunk {chunk}: element {index} is {found}, expected {expected}")
             }
+            Self::Channel => write!(f, "the secure channel does not carry frames"),
         }
     }
 }

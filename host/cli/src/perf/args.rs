@@ -117,7 +117,7 @@ pub(crate) struct PerfArgs {
     /// are several. Ranks send it packets.
     #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with_all = ["fault", "chaos"])]
     pub(super) devices: Vec<GivenDevice>,
-    /// Where this run's controller listens for --device; loopback only, because nothing is authenticated yet
+    /// Where this run's controller listens for --device; loopback only, because it uses no keys
     #[arg(long, value_name = "ADDRESS", requires = "devices",
           default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     pub(super) listen: SocketAddr,

@@ -169,7 +169,7 @@ impl Rank<'_> {
     /// Describe the job's devices, as the controller reports them. Whoever started them knows whether they are
     /// emulated.
     fn layout(&self) -> Result<Layout, Failure> {
-        let report = status(self.config.controller).map_err(Failure::run)?;
+        let report = status(self.config.controller_addr()).map_err(Failure::run)?;
         let tree = report.jobs.into_iter().find(|job| job.name == self.config.job).and_then(|job| job.tree?.ok());
         let (levels, devices) = tree.map_or((0, Vec::new()), |tree| (tree.levels as usize, tree.devices));
         let hosts = vec![String::new(); self.config.world as usize];

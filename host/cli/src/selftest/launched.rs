@@ -32,7 +32,10 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     if let Some(controller) = args.controller.named()? {
         (config.controller, config.controller_alternatives) = (controller, Vec::new());
     }
-    let devices = args.devices_of(config.controller)?;
+    if config.key.is_none() {
+        config.key = args.key.read()?;
+    }
+    let devices = args.devices_of(&config.controller_addr())?;
     config.join_timeout = turn_limit(args, devices.len());
     let mut bad = 0;
     let mut output = Printed { rows: Vec::new(), json: args.json, failure: None };
@@ -73,7 +76,7 @@ fn turn_limit(args: &SelftestArgs, devices: usize) -> Duration {
 /// Test this rank's links, or return why it cannot.
 fn test(args: &SelftestArgs, config: &JoinConfig, devices: &[String]) -> Result<Vec<Row>, String> {
     let name = derived_name(&config.job, &format!("~probe-{}", config.rank));
-    let mut tester = Tester::new(args, config.controller, name);
+    let mut tester = Tester::new(args, config.controller_addr(), name);
     tester.is_silent = true;
     tester.test_all(devices, config.rank == 0).map_err(|failure| match failure {
         Failure::Input(error) | Failure::Run(error) => format!("{error:#}"),

@@ -18,6 +18,7 @@ mod table;
 use crate::address::ControllerAddress;
 use crate::cluster::{self, ClusterConfig, Supervisor};
 use crate::exit::Failure;
+use crate::key::KeyOption;
 use crate::layout::Layout;
 use crate::options::{self, Links, Transport};
 use crate::size::SizeBytes;
@@ -30,12 +31,11 @@ use probe::{Probe, ProbeError};
 use snapshot::Snapshot;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 use sumac::comm::launcher;
 use sumac::controller::proto::{DEFAULT_TENANT, Terms};
-use sumac::controller::{derived_name, status};
+use sumac::controller::{ControllerAddr, derived_name, status};
 
 /// The largest operation.
 const BYTES_MAX: SizeBytes = SizeBytes(1 << 30);
@@ -54,6 +54,8 @@ const RANKS_DEFAULT: u32 = 4;
 pub(crate) struct SelftestArgs {
     #[command(flatten)]
     controller: ControllerAddress,
+    #[command(flatten)]
+    key: KeyOption,
     /// Test only the links of this device; may be repeated [default: all devices]
     #[arg(long = "device", value_name = "NAME")]
     devices: Vec<String>,
@@ -106,7 +108,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let ranks = args.ranks.unwrap_or(RANKS_DEFAULT);
     let mut supervisor = None;
     let controller = match args.controller.named()? {
-        Some(addr) => addr,
+        Some(addr) => ControllerAddr { addr, key: args.key.read()? },
         None => {
             let layout = match &args.topology {
                 Some(path) => Layout::from_file(path, ranks),
@@ -115,10 +117,10 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
             let device_options = args.verbs.of_devices(transport, layout.devices.len());
-            cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr
+            cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr.into()
         }
     };
-    let devices = args.devices_of(controller)?;
+    let devices = args.devices_of(&controller)?;
     let mut tester = Tester::new(args, controller, format!("selftest-{}", std::process::id()));
     tester.supervisor = supervisor;
     if !args.json {
@@ -148,8 +150,8 @@ impl SelftestArgs {
     }
 
     /// Return the devices of a controller to test.
-    fn devices_of(&self, controller: SocketAddr) -> Result<Vec<String>, Failure> {
-        let report = status(controller).map_err(Failure::run)?;
+    fn devices_of(&self, controller: &ControllerAddr) -> Result<Vec<String>, Failure> {
+        let report = status(controller.clone()).map_err(Failure::run)?;
         let known: Vec<String> = report.devices.into_iter().map(|device| device.name).collect();
         let devices = self.chosen(known).map_err(Failure::Input)?;
         if !report.jobs.is_empty() {
@@ -174,7 +176,7 @@ impl SelftestArgs {
 /// The state of the test.
 struct Tester<'a> {
     args: &'a SelftestArgs,
-    controller: SocketAddr,
+    controller: ControllerAddr,
     /// The supervisor of the cluster, if one was started for the test.
     supervisor: Option<Supervisor>,
     rows: Vec<Row>,
@@ -188,7 +190,7 @@ struct Tester<'a> {
 }
 
 impl<'a> Tester<'a> {
-    fn new(args: &'a SelftestArgs, controller: SocketAddr, name: String) -> Self {
+    fn new(args: &'a SelftestArgs, controller: ControllerAddr, name: String) -> Self {
         let (supervisor, rows, alone) = (None, Vec::new(), BTreeMap::new());
         Self { args, controller, supervisor, rows, alone, jobs: 0, name, is_silent: false }
     }
@@ -240,12 +242,13 @@ impl<'a> Tester<'a> {
         let terms =
             Terms { tenant: self.args.tenant.clone(), wait_ms: self.args.wait_for_tree * 1000, ..Terms::default() };
         let verbs = self.args.verbs.in_turn(0);
-        let mut probe = Probe::join(self.controller, (job.clone(), terms), devices, (timeout, verbs.as_deref()))?;
-        let before = Snapshot::take(self.controller, &job, &mut probe)?;
+        let mut probe =
+            Probe::join(self.controller.clone(), (job.clone(), terms), devices, (timeout, verbs.as_deref()))?;
+        let before = Snapshot::take(&self.controller, &job, &mut probe)?;
         let len_bytes = self.args.bytes.0 as usize / SMALL_BYTES * SMALL_BYTES;
         let small = self.times(&mut probe, SMALL_BYTES, self.args.iterations)?;
         let large = self.times(&mut probe, len_bytes, LARGE_OPERATIONS)?;
-        let after = Snapshot::take(self.controller, &job, &mut probe)?;
+        let after = Snapshot::take(&self.controller, &job, &mut probe)?;
         Ok(Measured {
             flows: flows(&before, &after),
             latency_ns: stats::median_ns(&small),

@@ -8,7 +8,7 @@ use crate::cluster::ClusterError;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{JoinRequest, Terms, Transport};
-use sumac::controller::{ClientError, Session};
+use sumac::controller::{ClientError, ControllerAddr, Session};
 use sumac::local_address::{self, LocalAddressError};
 use sumac::transport::packets::TreeDriver;
 use sumac::transport::packets::{Buffers, Endpoint, EndpointError, EndpointStats, Event, OpId, PostError};
@@ -70,12 +70,12 @@ pub(super) struct Probe {
 impl Probe {
     /// Join a job of one rank on `devices`, the root first. Packets go over UDP, or over the RDMA port `verbs`.
     pub(super) fn join(
-        controller: SocketAddr,
+        controller: ControllerAddr,
         (job, terms): (String, Terms),
         devices: Vec<String>,
         (timeout, verbs): (Duration, Option<&str>),
     ) -> Result<Self, ProbeError> {
-        let local = SocketAddr::new(local_address::choose(controller, Ipv4Addr::UNSPECIFIED.into(), None)?, 0);
+        let local = SocketAddr::new(local_address::choose(controller.addr, Ipv4Addr::UNSPECIFIED.into(), None)?, 0);
         let port = HostedPort::open(local, &UdpConfig::default(), verbs)?;
         let request = JoinRequest {
             job,

@@ -2,8 +2,7 @@
 
 use super::probe::{Probe, ProbeError};
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use sumac::controller::status;
+use sumac::controller::{ControllerAddr, status};
 use sumac::transport::packets::EndpointStats;
 use sumac_hal::ctrl::{Counters, DropReason};
 
@@ -37,8 +36,8 @@ impl Snapshot {
     ///
     /// # Errors
     /// The controller does not reply.
-    pub(super) fn take(controller: SocketAddr, job: &str, probe: &mut Probe) -> Result<Self, ProbeError> {
-        let report = status(controller)?;
+    pub(super) fn take(controller: &ControllerAddr, job: &str, probe: &mut Probe) -> Result<Self, ProbeError> {
+        let report = status(controller.clone())?;
         let counters = report.devices.into_iter().filter_map(|device| Some((device.name, device.stats.ok()?.counters)));
         Ok(Self {
             devices: counters.collect(),

@@ -7,17 +7,20 @@ mod watch;
 
 use crate::address::ControllerAddress;
 use crate::exit::Failure;
+use crate::key::KeyOption;
 use clap::Args;
 use rates::Sample;
 use std::io::{self, Write};
 use std::time::Duration;
-use sumac::controller::status;
+use sumac::controller::{ControllerAddr, status};
 
 /// `sumac status`.
 #[derive(Debug, Args)]
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     controller: ControllerAddress,
+    #[command(flatten)]
+    key: KeyOption,
     /// Repeat the report every SECONDS until Ctrl-C, with rates between two reports
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = interval)]
     watch: Option<Duration>,
@@ -28,7 +31,7 @@ pub(crate) struct StatusArgs {
 
 /// Query the controller and print its report.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
-    let controller = args.controller.or_default()?;
+    let controller = ControllerAddr { addr: args.controller.or_default()?, key: args.key.read()? };
     if let Some(interval) = args.watch {
         return watch::run(controller, interval, args.json);
     }

@@ -10,11 +10,10 @@ use anyhow::Context;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, IsTerminal, Write};
-use std::net::SocketAddr;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, SystemTime};
-use sumac::controller::{ClientError, status};
+use sumac::controller::{ClientError, ControllerAddr, status};
 
 enum Event {
     Sample(Result<Sample, ClientError>),
@@ -34,7 +33,7 @@ enum Style {
 }
 
 /// Print a report every `interval` until a signal, which is how the command is meant to end.
-pub(super) fn run(controller: SocketAddr, interval: Duration, json: bool) -> Result<(), Failure> {
+pub(super) fn run(controller: ControllerAddr, interval: Duration, json: bool) -> Result<(), Failure> {
     let style = match json {
         true => Style::Json,
         false if io::stdout().is_terminal() => Style::Redraw,
@@ -47,7 +46,7 @@ pub(super) fn run(controller: SocketAddr, interval: Duration, json: bool) -> Res
 }
 
 /// Start the threads that wait for signals and request reports.
-fn start(sender: &Sender<Event>, controller: SocketAddr, interval: Duration) -> io::Result<()> {
+fn start(sender: &Sender<Event>, controller: ControllerAddr, interval: Duration) -> io::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     let interrupted = sender.clone();
     thread::Builder::new().name("signals".into()).spawn(move || {
@@ -58,7 +57,7 @@ fn start(sender: &Sender<Event>, controller: SocketAddr, interval: Duration) -> 
     })?;
     let samples = sender.clone();
     thread::Builder::new().name("reports".into()).spawn(move || {
-        while samples.send(Event::Sample(status(controller).map(Sample::new))).is_ok() {
+        while samples.send(Event::Sample(status(controller.clone()).map(Sample::new))).is_ok() {
             thread::sleep(interval);
         }
     })?;
@@ -128,6 +127,7 @@ fn time_of_day(now: SystemTime) -> String {
 mod tests {
     use super::super::text::tests::{device, report};
     use super::*;
+    use std::net::SocketAddr;
     use sumac::controller::proto::StatusReport;
 
     fn shown(style: Style, events: impl IntoIterator<Item = Event>) -> (Result<(), Failure>, String) {

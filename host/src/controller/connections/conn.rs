@@ -1,5 +1,6 @@
 //! One connection: its handshake, its messages, and its deadlines.
 
+use super::channel::{Channel, KeyExchange};
 use crate::controller::limits::{Limits, REQUEST_LEN_MAX};
 use crate::controller::machine::Machine;
 use crate::controller::outbox::Outbox;
@@ -9,6 +10,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
+use sumac_hal::ctrl::secure::RecordError;
 use sumac_hal::ctrl::{Envelope, FrameBuffer, FrameError, Hello, MAX_MESSAGE_LEN, Response};
 use sumac_hal::planted;
 use sumac_hal::time::Instant;
@@ -30,7 +32,7 @@ pub(super) enum Peer {
     },
     /// Beyond the connection limit; being refused.
     TurnedAway,
-    /// A device that is refused.
+    /// A device that is refused, or a client without a key.
     Rejected,
 }
 
@@ -47,6 +49,18 @@ pub enum CloseReason {
     /// A message cannot be decoded or is too long.
     #[error("{0}")]
     Frame(#[from] FrameError),
+    /// A record is not authentic.
+    #[error("{0}")]
+    Record(#[from] RecordError),
+    /// Too many key exchanges are in progress.
+    #[error("more than {limit} key exchanges are in progress, and this one is the oldest")]
+    Handshakes {
+        /// The limit.
+        limit: usize,
+    },
+    /// The peer's key is no longer valid.
+    #[error("its key was revoked, removed or changed")]
+    KeyGone,
     /// The controller closes it.
     #[error("disconnected by the controller")]
     Disconnected,
@@ -70,9 +84,10 @@ pub enum CloseReason {
 /// A connection.
 #[derive(Debug)]
 pub(super) struct Conn {
-    pub(super) inbox: FrameBuffer,
+    inbox: FrameBuffer,
     pub(super) outbox: Outbox,
     pub(super) peer: Peer,
+    pub(super) channel: Channel,
     /// When it connected or last completed a message.
     active_at: Instant,
     /// Since when it has read nothing although output is queued.
@@ -87,6 +102,7 @@ impl Conn {
             inbox: FrameBuffer::new(HELLO_LEN_MAX),
             outbox: Outbox::new(output_len_max, output_bytes),
             peer: Peer::Unknown,
+            channel: Channel::new(),
             active_at: now,
             blocked_since: None,
             #[cfg(feature = "planted")]
@@ -99,17 +115,36 @@ impl Conn {
         (self.bug, self.outbox.bug) = (bug, bug);
     }
 
-    /// Take bytes, and hand complete messages to the machine.
-    pub(super) fn handle_input(
+    /// The bytes of incomplete messages.
+    pub(super) const fn waiting_bytes(&self) -> usize {
+        self.inbox.len() + self.channel.waiting_bytes()
+    }
+
+    /// Whether there are bytes of messages.
+    pub(super) const fn has_input(&self) -> bool {
+        !self.inbox.is_empty()
+    }
+
+    /// Take bytes, and answer those of a key exchange.
+    pub(super) fn receive(
         &mut self,
-        (id, bytes): (ConnId, &[u8]),
-        machine: &mut Machine,
+        input: (ConnId, &[u8]),
+        exchange: &KeyExchange,
         now: Instant,
     ) -> Result<(), CloseReason> {
         if matches!(self.peer, Peer::TurnedAway | Peer::Rejected) {
             return Ok(());
         }
-        self.inbox.push(bytes);
+        self.channel.receive(input, exchange, (&mut self.inbox, &mut self.outbox), now)
+    }
+
+    /// Hand complete messages to the machine.
+    pub(super) fn handle_messages(
+        &mut self,
+        id: ConnId,
+        machine: &mut Machine,
+        now: Instant,
+    ) -> Result<(), CloseReason> {
         while self.handle_message(id, machine, now)? {
             self.active_at = now;
         }
@@ -122,6 +157,9 @@ impl Conn {
             Peer::TurnedAway | Peer::Rejected => Ok(false),
             Peer::Unknown => {
                 let Some(hello) = self.inbox.take_message::<Hello>()? else { return Ok(false) };
+                if let Some(grant) = self.channel.grant() {
+                    machine.authenticate(id, Arc::clone(&grant.principal));
+                }
                 if let Hello::Device(announce) = hello {
                     if !machine.connect_device(id, announce, now) {
                         // It is told why before the machine closes the connection.
@@ -131,7 +169,10 @@ impl Conn {
                     self.peer = Peer::Device;
                     self.inbox.limit(MAX_MESSAGE_LEN);
                 } else {
-                    machine.connect_client(id);
+                    if !machine.connect_client(id) {
+                        self.peer = Peer::Rejected;
+                        return Ok(false);
+                    }
                     self.peer = Peer::Client { has_joined: false };
                     self.inbox.limit(REQUEST_LEN_MAX);
                 }
@@ -165,7 +206,7 @@ impl Conn {
             Peer::TurnedAway | Peer::Rejected => (silent >= TURN_AWAY_TIMEOUT).then_some(CloseReason::Disconnected),
             Peer::Client { has_joined: false } => (silent >= limits.idle).then_some(CloseReason::Idle),
             Peer::Client { .. } | Peer::Device => {
-                (!self.inbox.is_empty() && silent >= limits.idle).then_some(CloseReason::Idle)
+                (self.waiting_bytes() > 0 && silent >= limits.idle).then_some(CloseReason::Idle)
             }
         }
     }

@@ -1,28 +1,37 @@
 //! Connections: what peers send is decoded and handed to the [`Machine`], what it sends is queued for them; nothing
 //! here reads, writes or waits (the thread that does is [`serve`]).
 //!
+//! With keys, bytes pass through a [`channel`] first, which needs no machine: key exchanges and decryption happen while
+//! the machine is unlocked.
+//!
 //! A peer that sends no handshake, leaves a message incomplete, does not read or sends malformed data is disconnected.
 //! [`Limits`] bounds what each peer and all peers together may hold.
 //!
 //! When a connection ends, for whatever reason, its membership or device ends with it. Connections that end together
 //! are all closed before anyone is notified, so that lost ranks are not notified of each other.
 
+mod channel;
 mod conn;
 pub(super) mod serve;
 
 pub use conn::CloseReason;
 
+use super::entropy::Entropy;
+use super::keys::KeyStore;
 use super::limits::Limits;
 use super::machine::Machine;
 use super::outbox::{FlushStatus, Frames};
 use super::output::{ConnId, Output};
 use super::proto::{ClientReply, JoinRefusal};
+use channel::KeyExchange;
 use conn::{Conn, Peer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use sumac_hal::ctrl::FrameError;
+use sumac_hal::ctrl::secure::{KeyRefusal, refusal_to_hello};
 use sumac_hal::time::Instant;
 
 /// How many connections beyond the limit are accepted to be told so.
@@ -35,7 +44,10 @@ pub(super) const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Connections {
     limits: Limits,
+    exchange: KeyExchange,
     conns: BTreeMap<ConnId, Conn>,
+    /// The connections whose peers are not known yet.
+    opening: BTreeSet<ConnId>,
     next: u64,
     turned_away: usize,
     /// Bytes queued for all peers.
@@ -54,11 +66,13 @@ pub struct Connections {
 }
 
 impl Connections {
-    /// Create an empty set of connections, which are numbered from `first` on.
+    /// Create an empty set of connections without keys, which are numbered from `first` on.
     pub fn new(limits: Limits, first: ConnId, now: Instant) -> Self {
         Self {
             limits,
+            exchange: KeyExchange { keys: None, entropy: Entropy::System, began_ms: 0 },
             conns: BTreeMap::new(),
+            opening: BTreeSet::new(),
             next: first.0,
             turned_away: 0,
             output_bytes: Arc::default(),
@@ -70,6 +84,20 @@ impl Connections {
             #[cfg(feature = "planted")]
             bug: None,
         }
+    }
+
+    /// Accept these keys. Time was zero `began_ms` after 1970, which decides when keys expire.
+    pub fn with_keys(mut self, keys: Option<Arc<KeyStore>>, entropy: Entropy, began_ms: u64) -> Self {
+        self.exchange = KeyExchange { keys, entropy, began_ms };
+        self
+    }
+
+    /// Accept other keys from now on, and end connections by keys that are gone, revoked, or good for something else.
+    pub fn set_keys(&mut self, keys: Arc<KeyStore>) {
+        let is_gone = |conn: &Conn| conn.channel.grant().is_some_and(|grant| !grant.is_in(&keys));
+        let gone: Vec<_> = self.conns.iter().filter(|(_, conn)| is_gone(conn)).map(|(id, _)| *id).collect();
+        self.exchange.keys = Some(keys);
+        gone.iter().for_each(|id| self.end(*id, &CloseReason::KeyGone));
     }
 
     /// Plant a bug.
@@ -93,27 +121,79 @@ impl Connections {
         if is_one_too_many {
             self.turned_away += 1;
             conn.peer = Peer::TurnedAway;
-            let refusal = JoinRefusal::Limit { what: "connections".into(), limit: limit as u64 };
-            if let Ok(frames) = Frames::of(&ClientReply::Refused(refusal)) {
+            if let Ok(frames) = self.turn_away() {
                 conn.outbox.put(&[frames]);
                 self.unflushed.insert(id);
             }
+        } else {
+            self.opening.insert(id);
         }
         self.conns.insert(id, conn);
+        self.shed_handshakes();
         Some(id)
     }
 
-    /// Handle bytes that a peer has sent: hand its complete messages to the machine, and queue what that sends.
+    /// What a peer beyond the limit is told.
+    fn turn_away(&self) -> Result<Frames, FrameError> {
+        if self.exchange.keys.is_some() {
+            return Ok(Frames::new(refusal_to_hello(KeyRefusal::Busy).to_vec()));
+        }
+        let limit = self.limits.connections as u64;
+        Frames::of(&ClientReply::Refused(JoinRefusal::Limit { what: "connections".into(), limit }))
+    }
+
+    /// If too many key exchanges are in progress, end the oldest: one by a peer that has the key takes a few round trips.
+    fn shed_handshakes(&mut self) {
+        let limit = self.limits.handshakes;
+        if self.exchange.keys.is_some()
+            && self.opening.len() > limit
+            && let Some(oldest) = self.opening.first().copied()
+        {
+            self.end(oldest, &CloseReason::Handshakes { limit });
+        }
+    }
+
+    /// Handle bytes that a peer has sent: [`receive`](Self::receive), then [`handle_messages`](Self::handle_messages).
     pub fn handle_input(&mut self, id: ConnId, bytes: &[u8], machine: &mut Machine, now: Instant) {
+        self.receive(id, bytes, now);
+        self.handle_messages(id, machine, now);
+    }
+
+    /// Take bytes that a peer has sent: decrypt them, or answer them if they belong to a key exchange. Call
+    /// [`handle_messages`](Self::handle_messages) next; this needs no machine.
+    pub fn receive(&mut self, id: ConnId, bytes: &[u8], now: Instant) {
         let Some(conn) = self.conns.get_mut(&id) else { return };
-        let before = conn.inbox.len();
-        let handled = conn.handle_input((id, bytes), machine, now);
-        self.input_bytes = self.input_bytes + conn.inbox.len() - before;
-        if let Err(why) = handled {
+        let before = conn.waiting_bytes();
+        let received = conn.receive((id, bytes), &self.exchange, now);
+        self.input_bytes = self.input_bytes + conn.waiting_bytes() - before;
+        if self.opening.contains(&id) {
+            // The exchange may have answered.
+            self.unflushed.insert(id);
+        }
+        if let Err(why) = received {
             self.end(id, &why);
         }
         self.shed_input();
+    }
+
+    /// Hand a peer's complete messages to the machine, and queue what that sends.
+    pub fn handle_messages(&mut self, id: ConnId, machine: &mut Machine, now: Instant) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let before = conn.waiting_bytes();
+        let handled = conn.handle_messages(id, machine, now);
+        self.input_bytes = self.input_bytes + conn.waiting_bytes() - before;
+        if conn.peer != Peer::Unknown {
+            self.opening.remove(&id);
+        }
+        if let Err(why) = handled {
+            self.end(id, &why);
+        }
         self.collect(machine);
+    }
+
+    /// Whether a peer has sent anything that [`handle_messages`](Self::handle_messages) may handle.
+    pub fn has_messages(&self, id: ConnId) -> bool {
+        self.conns.get(&id).is_some_and(Conn::has_input)
     }
 
     /// A peer has closed its connection, or reading from it or writing to it has failed.
@@ -213,8 +293,9 @@ impl Connections {
 
     fn end(&mut self, id: ConnId, why: &CloseReason) {
         let Some(conn) = self.conns.remove(&id) else { return };
-        self.input_bytes -= conn.inbox.len();
+        self.input_bytes -= conn.waiting_bytes();
         self.unflushed.remove(&id);
+        self.opening.remove(&id);
         tracing::debug!(conn = id.0, %why, "connection ended");
         self.closed.push(id);
         match conn.peer {
@@ -231,7 +312,7 @@ impl Connections {
         if self.input_bytes <= limit {
             return;
         }
-        for (_, id) in most_first(self.conns.iter().map(|(id, conn)| (conn.inbox.len(), *id))) {
+        for (_, id) in most_first(self.conns.iter().map(|(id, conn)| (conn.waiting_bytes(), *id))) {
             if self.input_bytes <= limit / 4 * 3 {
                 break;
             }

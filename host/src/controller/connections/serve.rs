@@ -3,6 +3,8 @@
 
 use super::{CloseReason, Connections, SWEEP_INTERVAL};
 use crate::controller::Shared;
+use crate::controller::entropy::Entropy;
+use crate::controller::keys::KeysFile;
 use crate::controller::output::ConnId;
 use rustix::event::{Timespec, epoll};
 use std::collections::HashMap;
@@ -44,6 +46,7 @@ pub(in crate::controller) struct Server {
     listener: TcpListener,
     epoll: OwnedFd,
     connections: Connections,
+    keys_file: Option<KeysFile>,
     sockets: HashMap<ConnId, Socket>,
     /// When the machine is due.
     due: Instant,
@@ -53,14 +56,17 @@ pub(in crate::controller) struct Server {
 }
 
 impl Server {
-    pub(in crate::controller) fn new(shared: Arc<Shared>, listener: TcpListener) -> io::Result<Self> {
+    pub(in crate::controller) fn new(shared: Arc<Shared>, listener: TcpListener, began_ms: u64) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, &listener, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
         epoll::add(&epoll, shared.notifier.fd(), epoll::EventData::new_u64(NOTIFIER), epoll::EventFlags::IN)?;
-        let now = shared.now();
+        let (now, config) = (shared.now(), &shared.config);
+        let connections = Connections::new(config.limits.clone(), FIRST_CONN, now);
+        let keys_file = config.keys_file.clone().map(KeysFile::new);
         Ok(Self {
-            connections: Connections::new(shared.config.limits.clone(), FIRST_CONN, now),
+            connections: connections.with_keys(config.keys.clone(), Entropy::System, began_ms),
+            keys_file,
             shared,
             listener,
             epoll,
@@ -98,6 +104,9 @@ impl Server {
             }
         }
         self.close_ended();
+        if let Some(keys) = self.keys_file.as_mut().and_then(|file| file.poll(self.shared.now())) {
+            self.connections.set_keys(keys);
+        }
         self.connections.handle_timeout(self.shared.now());
         self.close_ended();
         self.settle();
@@ -137,9 +146,12 @@ impl Server {
         match (&socket.stream).read(&mut self.buffer) {
             Ok(0) => self.connections.handle_closed(id, &CloseReason::Closed),
             Ok(len) => {
-                let mut machine = self.shared.lock();
-                let now = self.shared.now();
-                self.connections.handle_input(id, &self.buffer[..len], &mut machine, now);
+                self.connections.receive(id, &self.buffer[..len], self.shared.now());
+                if self.connections.has_messages(id) {
+                    let mut machine = self.shared.lock();
+                    let now = self.shared.now();
+                    self.connections.handle_messages(id, &mut machine, now);
+                }
             }
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(error) => self.connections.handle_closed(id, &error.into()),

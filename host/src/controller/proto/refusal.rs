@@ -127,4 +127,15 @@ pub enum JoinRefusal {
         /// The maximum.
         limit: u64,
     },
+    /// The controller uses keys, and the client has none.
+    #[error("the controller accepts clients with keys only; name a file with the key in SUMAC_KEY_FILE or --key-file")]
+    KeyRequired,
+    /// The client's key is not good for its request.
+    #[error("a key of {principal} is not good for {request}")]
+    KeyScope {
+        /// Whom the key stands for.
+        principal: String,
+        /// What was requested.
+        request: String,
+    },
 }

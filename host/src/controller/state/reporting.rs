@@ -2,6 +2,8 @@
 //!
 //! So many requests cost as much as one, and a report that waits for a device delays nobody else. A report may be long,
 //! so it is encoded outside ([`State::next_report`]).
+//!
+//! A client with a tenant's key gets what concerns that tenant.
 
 use super::report::{Report, encode};
 use super::{Purpose, State};
@@ -11,6 +13,7 @@ use crate::controller::limits::REPLY_LEN_MAX;
 use crate::controller::outbox::Frames;
 use crate::controller::output::ConnId;
 use crate::controller::proto::StatusReport;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::{FrameError, Request};
@@ -21,13 +24,16 @@ const STATS_LIMIT: Duration = Duration::from_secs(2);
 /// Shown for a device that still owes the counters of an earlier report.
 const STATS_OVERDUE: &str = "not queried: it has not answered an earlier query";
 
+/// A client, and the tenant whose part it gets; `None`: all.
+type Reader = (ConnId, Option<String>);
+
 /// The clients that wait for a report.
 #[derive(Debug, Default)]
 pub(in crate::controller) struct Reporting {
     /// Clients of the next report.
-    waiting: Vec<ConnId>,
+    waiting: Vec<Reader>,
     /// Clients of the report that is being made.
-    served: Option<Vec<ConnId>>,
+    served: Option<Vec<Reader>>,
     /// A report to be encoded.
     complete: Option<StatusReport>,
 }
@@ -36,16 +42,39 @@ pub(in crate::controller) struct Reporting {
 #[derive(Debug)]
 pub struct ReportJob {
     report: StatusReport,
+    tenants: BTreeSet<Option<String>>,
     len_max: usize,
 }
 
+/// An encoded report: whole, or the part of a tenant.
+pub type EncodedReport = BTreeMap<Option<String>, Result<Frames, FrameError>>;
+
 impl ReportJob {
-    /// Encode the report. Call it with the machine unlocked.
-    ///
-    /// # Errors
-    /// [`FrameError`] if the report does not fit into frames.
-    pub fn run(self) -> Result<Frames, FrameError> {
-        encode(self.report, self.len_max)
+    /// Encode the report. Call it with the machine unlocked. A part that does not fit into frames is an error.
+    pub fn run(self) -> EncodedReport {
+        let Self { report, tenants, len_max } = self;
+        let part = |tenant: Option<String>| {
+            let part = match &tenant {
+                Some(tenant) => part_of(&report, tenant),
+                None => report.clone(),
+            };
+            (tenant, encode(part, len_max))
+        };
+        tenants.into_iter().map(part).collect()
+    }
+}
+
+/// What a tenant sees of a report: its own jobs and resources.
+fn part_of(report: &StatusReport, tenant: &str) -> StatusReport {
+    let jobs: Vec<_> = report.jobs.iter().filter(|job| job.tenant == tenant).cloned().collect();
+    let recoveries = report.recoveries.iter().filter(|recovery| jobs.iter().any(|job| job.name == recovery.job));
+    StatusReport {
+        fabric: report.fabric,
+        devices: Vec::new(),
+        jobs_left_out: 0,
+        tenants: report.tenants.iter().filter(|other| other.name == tenant).cloned().collect(),
+        recoveries: recoveries.cloned().collect(),
+        jobs,
     }
 }
 
@@ -58,8 +87,8 @@ pub(in crate::controller) struct PendingReport {
 
 impl State {
     /// A client requests a report.
-    pub(super) fn request_report(&mut self, client: ConnId) {
-        self.reporting.waiting.push(client);
+    pub(super) fn request_report(&mut self, client: ConnId, tenant: Option<&str>) {
+        self.reporting.waiting.push((client, tenant.map(str::to_owned)));
     }
 
     /// Start a report if clients wait for one and none is being made.
@@ -100,12 +129,17 @@ impl State {
     /// The next report to encode.
     pub(in crate::controller) fn next_report(&mut self, config: &ControllerConfig) -> Option<ReportJob> {
         let len_max = REPLY_LEN_MAX.min(config.limits.peer_output_bytes / 2);
-        self.reporting.complete.take().map(|report| ReportJob { report, len_max })
+        let served = self.reporting.served.iter().flatten();
+        let tenants = served.map(|(_, tenant)| tenant.clone()).collect();
+        self.reporting.complete.take().map(|report| ReportJob { report, tenants, len_max })
     }
 
     /// Send an encoded report to the clients that wait for it.
-    pub(in crate::controller) fn send_report(&mut self, frames: Result<Frames, FrameError>) {
+    pub(in crate::controller) fn send_report(&mut self, parts: EncodedReport) {
         let clients = self.reporting.served.take().unwrap_or_default();
-        self.output.broadcast(clients.into_iter(), frames);
+        for (part, frames) in parts {
+            let readers = clients.iter().filter(|(_, tenant)| *tenant == part).map(|(client, _)| *client);
+            self.output.broadcast(readers, frames);
+        }
     }
 }

@@ -7,12 +7,13 @@ use crate::controller::proto::{ClientReply, ClientRequest, JoinRefusal, JoinRequ
 use sumac_hal::ids::Rank;
 
 impl State {
-    /// Handle a request and reply to it. `place` is the job and rank that the client has joined as on this connection.
+    /// Handle a request and reply to it. `place` is the job and rank that the client has joined as on this connection,
+    /// and `tenant` whose key it has, if it has a tenant's.
     pub(in crate::controller) fn serve(
         &mut self,
         config: &ControllerConfig,
         request: ClientRequest,
-        client: ConnId,
+        (client, tenant): (ConnId, Option<&str>),
         place: &mut Option<(String, Rank)>,
     ) {
         let here = place.as_ref();
@@ -27,7 +28,7 @@ impl State {
                 }
                 self.output.send(client, &ClientReply::Left);
             }
-            ClientRequest::Status => self.request_report(client),
+            ClientRequest::Status => self.request_report(client, tenant),
             ClientRequest::Suspect { view } => self.suspect(here, client, view),
             ClientRequest::Replan { view } => self.replan(here, client, view),
             ClientRequest::Pause { view, at } => self.pause(here, client, view, at),

@@ -1,0 +1,391 @@
+//! Controllers with keys: who is accepted for what, and what happens to everybody else.
+
+use super::super::keys::{KeyStore, Principal};
+use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, StatusReport};
+use super::super::session::{ControllerAddr, exchange_keys};
+use super::replan::{SOON, request};
+use super::*;
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpListener;
+use std::time::Instant;
+use sumac_hal::ctrl::secure::{
+    CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, Key, KeyId, MESSAGE_LEN, RECORD_OVERHEAD_LEN, REPLY_LEN,
+};
+use sumac_hal::ctrl::{Rejection, StreamError};
+use zeroize::Zeroizing;
+
+/// A controller's keys.
+struct Keys {
+    store: KeyStore,
+    leaf: Key,
+    ml: Key,
+    other: Key,
+    operator: Key,
+}
+
+impl Keys {
+    fn new() -> Self {
+        let mut store = KeyStore::default();
+        let mut add = |byte, principal, expires| {
+            store.add(principal, expires, &Zeroizing::new([byte; 40])).expect("valid").clone()
+        };
+        let leaf = add(1, Principal::Device { names: vec!["leaf0".into()] }, None);
+        let tenant = |name: &str| Principal::Tenant { name: name.into() };
+        let (ml, other) = (add(2, tenant("ml"), None), add(3, tenant("other"), None));
+        let operator = add(4, Principal::Operator, None);
+        Self { store, leaf, ml, other, operator }
+    }
+
+    fn config(&self) -> ControllerConfig {
+        ControllerConfig { keys: Some(Arc::new(self.store.clone())), ..ControllerConfig::new() }
+    }
+
+    fn controller(&self) -> Controller {
+        Controller::start(self.config()).expect("a port")
+    }
+}
+
+fn at(controller: &Controller, key: &Key) -> ControllerAddr {
+    ControllerAddr { addr: controller.local_addr(), key: Some(key.clone()) }
+}
+
+fn of_tenant(tenant: &str, job: &str, rank: u32, world: u32) -> JoinRequest {
+    let terms = Terms { tenant: tenant.into(), ..Terms::default() };
+    JoinRequest { job: job.into(), terms, ..request(rank, world) }
+}
+
+fn join_one(controller: &Controller, key: &Key, tenant: &str, job: &str) -> Result<(Session, Membership), ClientError> {
+    Session::join(at(controller, key), of_tenant(tenant, job, 0, 1), TEST_TIMEOUT, |_| None)
+}
+
+type Secured = (ControlWriter<TcpStream>, FrameReader<ControlReader<TcpStream>>);
+
+/// Connect, with a key or without, and send nothing more.
+fn dial(controller: &Controller, key: Option<&Key>) -> Secured {
+    let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
+    let (sealer, opener) = key.map(|key| exchange_keys(&mut stream, key).expect("a good key")).unzip();
+    stream.set_read_timeout(Some(SOON)).expect("a socket");
+    let reader = ControlReader::new(stream.try_clone().expect("a file"), opener);
+    (ControlWriter::new(stream, sealer), FrameReader::new(reader))
+}
+
+/// Register a device, and return what the controller requests first.
+fn register(controller: &Controller, key: Option<&Key>, name: &str) -> (Secured, Request) {
+    let (mut writer, mut reader) = dial(controller, key);
+    send(&mut writer, &Hello::Device(announce(name, 1, None))).expect("it listens");
+    let request = reader.recv::<Envelope<Request>>().expect("a request").message;
+    ((writer, reader), request)
+}
+
+fn text_of<T>(result: Result<T, ClientError>) -> String {
+    result.err().expect("refused").to_string()
+}
+
+#[test]
+fn keys_are_good_for_their_principals_and_nothing_else() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let (_device, request) = register(&controller, Some(&keys.leaf), "leaf0");
+    assert_eq!(request, Request::Identify);
+    assert_eq!(register(&controller, Some(&keys.leaf), "leaf1").1, Request::Rejected(Rejection::KeyName));
+    assert_eq!(register(&controller, Some(&keys.operator), "leaf1").1, Request::Rejected(Rejection::KeyName));
+    let _job = join_one(&controller, &keys.ml, "ml", "job").expect("its own job");
+    let refused = text_of(join_one(&controller, &keys.ml, "other", "job2"));
+    assert!(refused.contains("tenant ml") && refused.contains("tenant other"), "{refused}");
+    // A job of the same name does not let another tenant in.
+    assert!(text_of(join_one(&controller, &keys.other, "other", "job")).contains("already running"));
+    assert!(text_of(join_one(&controller, &keys.leaf, "ml", "job3")).contains("device leaf0"));
+    assert!(text_of(join_one(&controller, &keys.operator, "ml", "job4")).contains("operator"));
+    let join_on = |key: &Key| {
+        let request = of_tenant("ml", "pinned", 0, 1);
+        Session::join_on(at(&controller, key), request, vec!["absent".into()], TEST_TIMEOUT, |_| None)
+    };
+    assert!(text_of(join_on(&keys.ml)).contains("on chosen devices"));
+    assert!(join_on(&keys.operator).is_ok());
+}
+
+#[test]
+fn resumed_job_needs_the_key_of_its_tenant_too() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let (mut writer, mut reader) = dial(&controller, Some(&keys.other));
+    send(&mut writer, &Hello::Client).expect("it listens");
+    let resumption = super::super::proto::ResumeRequest {
+        request: of_tenant("ml", "job", 0, 1),
+        devices: Vec::new(),
+        view: 0,
+        shrink_count: 0,
+        mesh_token: 7,
+        expression: Vec::new(),
+    };
+    send(&mut writer, &ClientRequest::Resume(Box::new(resumption))).expect("it listens");
+    let reply = reader.recv::<ClientReply>().expect("a reply");
+    assert!(matches!(reply, ClientReply::Refused(JoinRefusal::KeyScope { .. })), "{reply:?}");
+}
+
+#[test]
+fn report_shows_tenants_their_own_and_operators_everything() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let (_device, _) = register(&controller, Some(&keys.leaf), "leaf0");
+    let _jobs = [("ml", &keys.ml), ("other", &keys.other)]
+        .map(|(tenant, key)| join_one(&controller, key, tenant, &format!("job-{tenant}")).expect("its own job"));
+    let seen = |key: &Key| {
+        let report: StatusReport = status(at(&controller, key)).expect("a report");
+        let jobs: Vec<_> = report.jobs.into_iter().map(|job| job.name).collect();
+        let tenants: Vec<_> = report.tenants.into_iter().map(|tenant| tenant.name).collect();
+        (jobs, tenants, report.devices.len())
+    };
+    assert_eq!(seen(&keys.ml), (vec!["job-ml".into()], vec!["ml".into()], 0));
+    assert_eq!(seen(&keys.other), (vec!["job-other".into()], vec!["other".into()], 0));
+    let all = (vec!["job-ml".into(), "job-other".into()], vec!["ml".into(), "other".into()], 1);
+    assert_eq!(seen(&keys.operator), all);
+    assert!(text_of(status(at(&controller, &keys.leaf))).contains("reports"));
+}
+
+#[test]
+fn peers_without_a_key_are_refused_by_name_on_loopback_too() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let refused = text_of(status(controller.local_addr()));
+    assert!(refused.contains("SUMAC_KEY_FILE"), "{refused}");
+    let joined = Session::join(controller.local_addr(), request(0, 1), TEST_TIMEOUT, |_| None);
+    assert!(matches!(joined, Err(ClientError::Refused(JoinRefusal::KeyRequired))), "{joined:?}");
+    assert_eq!(register(&controller, None, "leaf0").1, Request::Rejected(Rejection::KeyRequired));
+    // Before it requests anything, so that it holds no connection.
+    let (mut writer, mut reader) = dial(&controller, None);
+    send(&mut writer, &Hello::Client).expect("it listens");
+    assert_eq!(reader.recv::<ClientReply>().expect("a reply"), ClientReply::Refused(JoinRefusal::KeyRequired));
+    assert_eq!(status(at(&controller, &keys.operator)).expect("a report").devices, []);
+}
+
+#[test]
+fn bad_keys_are_refused_with_their_reasons() {
+    let mut keys = Keys::new();
+    let expired =
+        keys.store.add(Principal::Operator, Some(1_000_000), &Zeroizing::new([5; 40])).expect("valid").clone();
+    keys.store.revoke(keys.other.id()).expect("it has that key");
+    let controller = keys.controller();
+    for (key, reason) in [
+        (Key::new(KeyId(9), [9; 32]), "does not know this key"),
+        (Key::new(keys.ml.id(), [9; 32]), "the secret is not the one"),
+        (keys.other.clone(), "was revoked"),
+        (expired, "has expired"),
+    ] {
+        let refused = text_of(status(at(&controller, &key)));
+        assert!(refused.contains(reason) && refused.contains("sumac key new"), "{refused}");
+        assert!(refused.contains(&key.id().to_string()) && !refused.contains("0909"), "{refused}");
+    }
+    let unkeyed = Controller::start(ControllerConfig::new()).expect("a port");
+    let refused = text_of(status(at(&unkeyed, &keys.ml)));
+    assert!(refused.contains("without keys") && refused.contains("--keys"), "{refused}");
+}
+
+#[test]
+fn clock_of_a_controller_decides_on_expiry() {
+    let mut keys = Keys::new();
+    let day = 86_400;
+    let key = keys.store.add(Principal::Operator, Some(100 * day), &Zeroizing::new([5; 40])).expect("valid").clone();
+    for (days, is_valid) in [(99, true), (100, false)] {
+        let started_ms = Some(days * day * 1000);
+        let controller = Controller::start(ControllerConfig { started_ms, ..keys.config() }).expect("a port");
+        assert_eq!(status(at(&controller, &key)).is_ok(), is_valid, "day {days}");
+    }
+}
+
+#[test]
+fn address_beyond_loopback_needs_keys() {
+    let listen = SocketAddr::from(([0, 0, 0, 0], 0));
+    let refused = Controller::start(ControllerConfig { listen, ..ControllerConfig::new() }).err();
+    let refused = refused.expect("no keys").to_string();
+    assert!(refused.contains("0.0.0.0") && refused.contains("--keys"), "{refused}");
+    let keys = Keys::new();
+    let controller = Controller::start(ControllerConfig { listen, ..keys.config() }).expect("it has keys");
+    let addr = SocketAddr::from(([127, 0, 0, 1], controller.local_addr().port()));
+    assert!(status(ControllerAddr { addr, key: Some(keys.operator) }).is_ok());
+}
+
+/// Ranks of different hosts may all give loopback addresses, by mistake.
+#[test]
+fn results_are_multicast_only_if_the_controller_listens_on_loopback() {
+    let keys = Keys::new();
+    for (ip, is_shared) in [([127, 0, 0, 1], true), ([0, 0, 0, 0], false)] {
+        let listen = SocketAddr::from((ip, 0));
+        let controller = Controller::start(ControllerConfig { listen, ..keys.config() }).expect("it has keys");
+        let addr = SocketAddr::from(([127, 0, 0, 1], controller.local_addr().port()));
+        let mut stream = TcpStream::connect(addr).expect("a controller");
+        let (sealer, opener) = exchange_keys(&mut stream, &keys.leaf).expect("a good key");
+        let mut reader = FrameReader::new(ControlReader::new(stream.try_clone().expect("a file"), Some(opener)));
+        let mut writer = ControlWriter::new(stream, Some(sealer));
+        send(&mut writer, &Hello::Device(announce("leaf0", 1, None))).expect("it listens");
+        let device = announce("leaf0", 1, None);
+        thread::spawn(move || {
+            while let Ok(Envelope { id, message }) = reader.recv::<Envelope<Request>>() {
+                let is_identify = message == Request::Identify;
+                let message = if is_identify { Response::Announce(device.clone()) } else { Response::Done };
+                let _ = send(&mut writer, &Envelope { id, message });
+            }
+        });
+        let operator = ControllerAddr { addr, key: Some(keys.operator.clone()) };
+        while status(operator.clone()).expect("a report").devices.is_empty() {
+            thread::yield_now();
+        }
+        let ranks: Vec<_> = (0..2)
+            .map(|rank| {
+                let (here, request) =
+                    (ControllerAddr { addr, key: Some(keys.ml.clone()) }, of_tenant("ml", "job", rank, 2));
+                thread::spawn(move || Session::join(here, request, TEST_TIMEOUT, |_| None).expect("its own job"))
+            })
+            .collect();
+        for rank in ranks {
+            assert_eq!(tree(&rank.join().expect("no panic")).shared.is_some(), is_shared, "{listen}");
+        }
+    }
+}
+
+/// Record a connection that requests a report, from the initiator's side.
+fn record(controller: &Controller, key: &Key) -> Vec<u8> {
+    let relay = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = relay.local_addr().expect("bound");
+    let target = controller.local_addr();
+    let relaying = thread::spawn(move || {
+        let (mut here, _) = relay.accept().expect("a client");
+        let mut there = TcpStream::connect(target).expect("a controller");
+        let (mut back_from, mut back_to) = (there.try_clone().expect("a file"), here.try_clone().expect("a file"));
+        thread::spawn(move || std::io::copy(&mut back_from, &mut back_to));
+        let mut recorded = Vec::new();
+        let mut chunk = [0; 4096];
+        while let Ok(len @ 1..) = here.read(&mut chunk) {
+            recorded.extend_from_slice(&chunk[..len]);
+            there.write_all(&chunk[..len]).expect("it listens");
+        }
+        recorded
+    });
+    assert!(status(ControllerAddr { addr, key: Some(key.clone()) }).is_ok());
+    relaying.join().expect("no panic")
+}
+
+#[test]
+fn recorded_connection_shows_nothing_and_is_worthless_when_replayed() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let recorded = record(&controller, &keys.operator);
+    assert!(recorded.len() > HELLO_LEN + MESSAGE_LEN + 2 * RECORD_OVERHEAD_LEN, "hello, message, two requests");
+    assert!(!recorded.windows(2).skip(HELLO_LEN).any(|bytes| bytes == b"Sc"), "no frame is in clear");
+    let mut replay = TcpStream::connect(controller.local_addr()).expect("a controller");
+    replay.set_read_timeout(Some(SOON)).expect("a socket");
+    // Whether it comes in pieces or at once.
+    replay.write_all(&recorded[..HELLO_LEN]).expect("it listens");
+    let mut challenge = [0; CHALLENGE_LEN];
+    replay.read_exact(&mut challenge).expect("a challenge");
+    replay.write_all(&recorded[HELLO_LEN..]).expect("it listens");
+    let mut answer = Vec::new();
+    let ended = replay.read_to_end(&mut answer);
+    assert!(ended.is_ok() || ended.is_err_and(|error| error.kind() == ErrorKind::ConnectionReset));
+    assert!(answer.is_empty() || answer.len() == REPLY_LEN && answer[2] == 2, "refused as a wrong key: {answer:?}");
+}
+
+#[test]
+fn changed_record_ends_its_connection_only() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let (_job, _) = join_one(&controller, &keys.ml, "ml", "job").expect("its own job");
+    let (writer, mut reader) = dial(&controller, Some(&keys.ml));
+    writer
+        .get_ref()
+        .write_all(&[20, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20])
+        .expect("sent");
+    let ended = reader.recv::<ClientReply>();
+    assert!(matches!(ended, Err(StreamError::Closed | StreamError::Io(_))), "{ended:?}");
+    assert_eq!(status(at(&controller, &keys.operator)).expect("a report").jobs[0].joined, 1);
+}
+
+/// Whoever takes a controller's address gets a key's id and a message that proves nothing, and no request.
+#[test]
+fn squatter_of_an_address_learns_nothing() {
+    let keys = Keys::new();
+    let squatter = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let addr = squatter.local_addr().expect("bound");
+    let listening = thread::spawn(move || {
+        let (mut stream, _) = squatter.accept().expect("a client");
+        let mut learned = vec![0; HELLO_LEN];
+        stream.read_exact(&mut learned).expect("a hello");
+        let mut challenge = [7; CHALLENGE_LEN];
+        challenge[..4].copy_from_slice(b"Sk\0\0");
+        stream.write_all(&challenge).expect("it reads");
+        learned.resize(HELLO_LEN + MESSAGE_LEN, 0);
+        stream.read_exact(&mut learned[HELLO_LEN..]).expect("a message");
+        let mut reply = [7; REPLY_LEN];
+        reply[..4].copy_from_slice(b"Sk\0\0");
+        stream.write_all(&reply).expect("it reads");
+        stream.read_to_end(&mut learned).expect("the end");
+        learned
+    });
+    let refused = text_of(status(ControllerAddr { addr, key: Some(keys.operator.clone()) }));
+    assert!(refused.contains("does not prove"), "{refused}");
+    let learned = listening.join().expect("no panic");
+    assert_eq!(learned.len(), HELLO_LEN + MESSAGE_LEN);
+    assert_eq!(learned[4..HELLO_LEN], keys.operator.id().0.to_le_bytes());
+}
+
+#[test]
+fn flood_of_half_handshakes_evicts_its_own_and_lets_ranks_in() {
+    let keys = Keys::new();
+    let limits = Limits { handshakes: 16, connections: 64, ..Limits::default() };
+    let controller = Controller::start(ControllerConfig { limits, ..keys.config() }).expect("a port");
+    let (_job, _) = join_one(&controller, &keys.ml, "ml", "runs").expect("its own job");
+    let mut hello = Vec::from(*b"Sk\x01\0");
+    hello.extend(keys.ml.id().0.to_le_bytes());
+    let mut held: Vec<TcpStream> = Vec::new();
+    for nth in 0..200 {
+        let mut half = TcpStream::connect(controller.local_addr()).expect("a controller");
+        half.write_all(&hello[..nth % (HELLO_LEN + 1)]).expect("sent");
+        held.push(half);
+    }
+    let (_second, _) = join_one(&controller, &keys.ml, "ml", "joins").expect("it is not kept out");
+    let report = status(at(&controller, &keys.operator)).expect("a report");
+    assert_eq!(report.jobs.len(), 2, "the running job stays");
+    // The oldest have been closed.
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    held[0].set_read_timeout(Some(SOON)).expect("a socket");
+    let ended = held[0].read(&mut [0; 64]);
+    assert!(Instant::now() < deadline && !matches!(ended, Ok(1..)), "{ended:?}");
+    // Those that remain are at most the limit: they are answered by the end of their time, and no more are.
+    let open = held.iter().filter(|half| {
+        let mut half: &TcpStream = half;
+        half.set_nonblocking(true).expect("a socket");
+        let mut bytes = [0; CHALLENGE_LEN + 1];
+        loop {
+            match half.read(&mut bytes) {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(error) => return error.kind() == ErrorKind::WouldBlock,
+            }
+        }
+    });
+    assert!(open.count() <= 16 + 1, "one may be on its way out");
+}
+
+#[test]
+fn revoked_key_ends_its_connections_and_new_keys_become_valid() {
+    let mut keys = Keys::new();
+    let path = std::env::temp_dir().join(format!("sumac-keyed-{}.toml", std::process::id()));
+    keys.store.write(&path).expect("a folder");
+    let config = ControllerConfig { keys_file: Some(path.clone()), ..keys.config() };
+    let controller = Controller::start(config).expect("a port");
+    let _keeps = join_one(&controller, &keys.other, "other", "keeps").expect("its own job");
+    let (notices, noticed) = channel();
+    let notify = move |notice| {
+        let _ = notices.send(notice);
+        None
+    };
+    let _ends = Session::join(at(&controller, &keys.ml), of_tenant("ml", "ends", 0, 1), TEST_TIMEOUT, notify);
+    keys.store.revoke(keys.ml.id()).expect("it has that key");
+    let added = keys.store.add(Principal::Operator, None, &Zeroizing::new([6; 40])).expect("valid").clone();
+    keys.store.write(&path).expect("a folder");
+    while noticed.recv_timeout(TEST_TIMEOUT).expect("its connection ends") != Notice::ControllerLost {}
+    let report = status(at(&controller, &added)).expect("a new key");
+    assert_eq!(report.jobs.iter().map(|job| job.name.as_str()).collect::<Vec<_>>(), ["keeps"]);
+    assert!(text_of(status(at(&controller, &keys.ml))).contains("was revoked"));
+    std::fs::remove_file(&path).expect("a file");
+}
