@@ -9,6 +9,8 @@
 //!   complete when [`take_complete`] returns them.
 //! - An error ends the mesh for all its ranks, as for schedules.
 
+mod buffer;
+
 use super::error::{Call, ExecError};
 use super::frame::HelloKind;
 use super::link::State;
@@ -18,8 +20,8 @@ use super::p2p::{P2pChannel, PostedMessage, Slot};
 use super::poll_backoff::PollBackoff;
 use super::run::{Failure, Interrupt, Run, Status};
 use crate::schedule::{Layout, Schedule};
+pub use buffer::{MessageBuffer, PostError};
 use rustix::event::PollFlags;
-use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::TcpStream;
@@ -91,47 +93,9 @@ pub enum Direction {
     Receive,
 }
 
-/// Memory owned by a posted message until it is complete.
-pub trait MessageBuffer: std::marker::Send {
-    /// Return the payload.
-    fn bytes(&self) -> &[u8];
-    /// Return the destination of the payload, as long as [`Self::bytes`].
-    fn bytes_mut(&mut self) -> &mut [u8];
-    /// Return the buffer in its original type.
-    fn into_any(self: Box<Self>) -> Box<dyn Any>;
-}
-
-impl MessageBuffer for Vec<u8> {
-    fn bytes(&self) -> &[u8] {
-        self
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        self
-    }
-
-    fn into_any(self: Box<Self>) -> Box<dyn Any> {
-        self
-    }
-}
-
 /// Identifies a posted message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
-
-/// Why a message could not be posted, and its memory.
-pub struct PostError {
-    /// What went wrong.
-    pub error: ExecError,
-    /// The memory that was passed.
-    pub buffer: Box<dyn MessageBuffer>,
-}
-
-impl fmt::Debug for PostError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostError").field("error", &self.error).finish_non_exhaustive()
-    }
-}
 
 /// All messages of a mesh.
 pub(super) struct Messages {
