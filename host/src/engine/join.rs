@@ -33,51 +33,11 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let (recovery_listener, recovery_addr) = listen(config.bind)?;
     let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
-    let device_users = DeviceUsers::from_env()
-        .map_err(|error| JoinError::Environment { name: DEVICE_USER_VARIABLE, why: error.to_string() })?;
-    let request = JoinRequest {
-        job: config.job.clone(),
-        rank,
-        world,
-        host: config.host.clone(),
-        order: config.order,
-        mesh_addr,
-        recovery_addr,
-        max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
-        transport: config.transport,
-        machine: config.transport.may_share_memory().then(sumac_hal::shm::machine).flatten(),
-        device_users,
-        terms: Terms {
-            tenant: config.tenant.clone(),
-            wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
-            accepts_migration: config.recover,
-        },
-    };
+    let request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
     let watch = Arc::clone(&notices);
     let may_recover = config.recover;
-    let on_notice = move |notice| match notice {
-        Notice::Offer { view } if may_recover => {
-            let at = watch.migration.update(|migration, begun| migration.offer(view, begun));
-            at.map(|at| ClientRequest::Pause { view, at })
-        }
-        other => {
-            match other {
-                Notice::RankLost(rank) => watch.rank_lost(rank),
-                Notice::Aborted(reason) => watch.job_aborted(reason),
-                Notice::ControllerLost => watch.controller_lost(),
-                Notice::ControllerBack { view } => watch.controller_back(view),
-                Notice::ResumeRefused(refusal) => watch.rejoin_refused(refusal.to_string()),
-                Notice::TreeLost { view } => watch.tree_lost(view),
-                Notice::MoveAt { view, call } => watch.migration.update(|migration, _| migration.move_at(view, call)),
-                Notice::OfferWithdrawn => watch.migration.update(|migration, _| migration.withdraw()),
-                Notice::Queued(place) => watch.set_queue_position(place),
-                // Without a reply from this rank, no rank migrates.
-                Notice::Offer { .. } => {}
-            }
-            None
-        }
-    };
+    let on_notice = move |notice| process_notice(&watch, notice, may_recover);
     let controller = config.controller_addr();
     let (session, membership) = Session::join(controller, request, config.join_timeout, on_notice)?;
     notices.init_queue_position(membership.queue);
@@ -103,9 +63,6 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let table_version = selection.table.version;
     let tree = match membership.tree {
         Ok(tree) => {
-            if tree.parents.is_empty() || tree.window_max == 0 {
-                return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
-            }
             config.host = config.host.or_else(|| tree.host.clone());
             Some(attach_to_tree(&config, &tree, ranks_here, table_version, (port, &notices))?)
         }
@@ -131,6 +88,56 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here }))
 }
 
+/// Describe this rank to the controller.
+fn join_request(
+    config: &JoinConfig,
+    (mesh_addr, recovery_addr): (SocketAddr, SocketAddr),
+    port: &HostedPort,
+) -> Result<JoinRequest, JoinError> {
+    let device_users = DeviceUsers::from_env()
+        .map_err(|error| JoinError::Environment { name: DEVICE_USER_VARIABLE, why: error.to_string() })?;
+    Ok(JoinRequest {
+        job: config.job.clone(),
+        rank: Rank(config.rank),
+        world: config.world,
+        host: config.host.clone(),
+        order: config.order,
+        mesh_addr,
+        recovery_addr,
+        max_packet_len_bytes: u32::try_from(port.capabilities().max_packet_len_bytes).unwrap_or(u32::MAX),
+        transport: config.transport,
+        machine: config.transport.may_share_memory().then(sumac_hal::shm::machine).flatten(),
+        device_users,
+        terms: Terms {
+            tenant: config.tenant.clone(),
+            wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
+            accepts_migration: config.recover,
+        },
+    })
+}
+
+/// Process a notice of the controller. Returns the reply, if there is one.
+fn process_notice(notices: &Notices, notice: Notice, may_recover: bool) -> Option<ClientRequest> {
+    match notice {
+        Notice::Offer { view } if may_recover => {
+            let at = notices.migration.update(|migration, begun| migration.offer(view, begun));
+            return at.map(|at| ClientRequest::Pause { view, at });
+        }
+        // Without a reply from this rank, no rank migrates.
+        Notice::Offer { .. } => {}
+        Notice::RankLost(rank) => notices.rank_lost(rank),
+        Notice::Aborted(reason) => notices.job_aborted(reason),
+        Notice::ControllerLost => notices.controller_lost(),
+        Notice::ControllerBack { view } => notices.controller_back(view),
+        Notice::ResumeRefused(refusal) => notices.rejoin_refused(refusal.to_string()),
+        Notice::TreeLost { view } => notices.tree_lost(view),
+        Notice::MoveAt { view, call } => notices.migration.update(|migration, _| migration.move_at(view, call)),
+        Notice::OfferWithdrawn => notices.migration.update(|migration, _| migration.withdraw()),
+        Notice::Queued(place) => notices.set_queue_position(place),
+    }
+    None
+}
+
 /// Listen for the connections of other ranks.
 pub(super) fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
     let bound = TcpListener::bind((addr, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
@@ -145,6 +152,9 @@ fn attach_to_tree(
     table_version: u32,
     (port, notices): (HostedPort, &Notices),
 ) -> Result<Tree, JoinError> {
+    if tree.parents.is_empty() || tree.window_max == 0 {
+        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
+    }
     let Some(mut attach_params) = attach_params(tree, (Rank(config.rank), config.world), ranks_here, table_version)
     else {
         return Ok(packet_tree(config, tree, port, table_version));
@@ -169,9 +179,6 @@ pub(super) fn attach_to_new_tree(
     table_version: u32,
     notices: &Notices,
 ) -> Result<Tree, JoinError> {
-    if tree.parents.is_empty() || tree.window_max == 0 {
-        return Err(JoinError::Membership(format!("a tree with leaf {:?} but no address of it", tree.leaf)));
-    }
     let port = config.open_port()?;
     notices.set_wakers(Some(port.waker()), None);
     attach_to_tree(config, &tree, ranks_here, table_version, (port, notices))
