@@ -58,6 +58,7 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::MinorityResumed
             | Bug::ViewReused
             | Bug::EarlierPathForgotten
+            | Bug::RefusedCallCounted
             | Bug::StalledPeerKept
             | Bug::OutputUnbounded
     )
@@ -117,7 +118,8 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::NumbersReused, "group number reused"),
         (Bug::MinorityResumed, "minority"),
         (Bug::ViewReused, "view reused"),
-        (Bug::EarlierPathForgotten, "hang"),
+        (Bug::EarlierPathForgotten, "different operations"),
+        (Bug::RefusedCallCounted, "hang"),
         (Bug::StalledPeerKept, "stalled client"),
         (Bug::OutputUnbounded, "output limit"),
     ];

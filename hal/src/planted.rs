@@ -78,6 +78,8 @@ pub enum Bug {
     ViewReused,
     /// Rank: announces a host collective in the next tree that other ranks have begun before it.
     EarlierPathForgotten,
+    /// Rank: a call that is refused keeps its number.
+    RefusedCallCounted,
     /// Controller: never disconnects a client that does not read, unless its queue is full.
     StalledPeerKept,
     /// Controller: queues any number of messages for a client that does not read.
@@ -104,7 +106,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 44] = [
+    pub const ALL: [Self; 45] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -147,6 +149,7 @@ impl Bug {
         Self::MinorityResumed,
         Self::ViewReused,
         Self::EarlierPathForgotten,
+        Self::RefusedCallCounted,
         Self::StalledPeerKept,
         Self::OutputUnbounded,
     ];

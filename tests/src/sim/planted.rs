@@ -50,6 +50,11 @@ impl Planted {
         planted!(self, EarlierPathForgotten)
     }
 
+    /// Return whether refused calls keep their numbers.
+    pub(super) fn counts_refused_calls(self) -> bool {
+        planted!(self, RefusedCallCounted)
+    }
+
     /// Return the epoch that keys are derived from.
     pub(super) fn key_epoch(self, epoch: Epoch) -> Epoch {
         if planted!(self, EpochUnchecked) { Epoch::default() } else { epoch }

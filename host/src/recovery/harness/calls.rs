@@ -22,6 +22,11 @@ impl Calls {
         self.begun.replace(self.begun.get() + 1)
     }
 
+    /// The call that was counted last was refused, and other ranks do not know of it: the next one takes its number.
+    pub fn refused(&self) {
+        self.begun.set(self.begun.get() - 1);
+    }
+
     /// Return what that call must do. A rank that is told to migrate does so, and reports that by [`Calls::moved`].
     pub fn begin(&self, call: u64) -> CallStart {
         self.migration.borrow_mut().start_of(call)

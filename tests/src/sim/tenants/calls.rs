@@ -3,6 +3,7 @@
 use super::TenantViolation as Violation;
 use super::job::{End, Job, JobMessage, Phase};
 use super::world::{Actor, Alarm, World};
+use crate::oracle::weight;
 use crate::sim::memory::{OpMemory, results};
 use std::time::Duration;
 use sumac::harness::CallStart;
@@ -50,6 +51,7 @@ impl World<'_, '_> {
                 }
                 Phase::Turn(call) => match member.calls.begin(call) {
                     CallStart::Wait => return Ok(()),
+                    CallStart::Begin if self.is_refused(at) => self.refuse(at),
                     CallStart::Begin => self.call(at)?,
                     CallStart::Migrate(view) => self.move_to(at, view),
                 },
@@ -79,6 +81,25 @@ impl World<'_, '_> {
                 _ => return Ok(()),
             }
         }
+    }
+
+    /// Return whether a rank's next call is refused, as for a wrong argument, so that the program corrects it.
+    fn is_refused(&self, (job, rank): (usize, usize)) -> bool {
+        let member = &self.jobs[job].ranks[rank];
+        let parts = [self.plan.seed, job as u64, rank as u64, member.done as u64];
+        self.plan.jobs[job].refuses && member.tried <= member.done && weight(&parts).is_multiple_of(8)
+    }
+
+    /// The other ranks do not know of a refused call, so the corrected one gets its number.
+    fn refuse(&mut self, at: (usize, usize)) {
+        let (now, keeps_number) = (self.now, self.plan.planted.counts_refused_calls());
+        let member = self.member(at);
+        member.tried = member.done + 1;
+        if !keeps_number {
+            member.calls.refused();
+        }
+        member.phase = Phase::Computing(now);
+        self.report.refused += 1;
     }
 
     /// Start the operation of a call, in the tree or as a host collective.

@@ -81,6 +81,8 @@ pub struct JobPlan {
     pub ops: Vec<OpDesc>,
     /// Which of them are host collectives in even and in odd views that have a tree; all others run in the tree.
     pub by_ranks: Vec<[bool; 2]>,
+    /// Whether some of its calls are refused and made again.
+    pub refuses: bool,
     /// Maximum time of a rank between two calls.
     pub think_max: Duration,
     /// Jobs of the same kind need the same resources.
@@ -130,7 +132,7 @@ impl Tenancy {
         let tenants = 1 + draw.below(4) as usize;
         let quotas = (0..tenants).map(|_| draw_quota(&mut draw, u64::from(chunk_len_bytes))).collect();
         let mut jobs = draw_jobs(&mut draw, tenants, &hosts, fabric.is_some(), chunk_len_bytes);
-        draw_paths(&mut Draw::new(weight(&[seed, 0x7061_7468])), &mut jobs);
+        draw_calls(&mut Draw::new(weight(&[seed, 0x7061_7468])), &mut jobs);
         let mut incidents = draw_incidents(&mut draw, devices, &jobs);
         draw_blocked(&mut Draw::new(weight(&[seed, 0x626c_6f63])), &jobs, &mut incidents);
         draw_successor(&mut Draw::new(weight(&[seed, 0x7375_6363])), &jobs, &mut incidents);
@@ -294,6 +296,7 @@ fn draw_jobs(
                 moves: draw.chance(800),
                 ops: Vec::new(),
                 by_ranks: Vec::new(),
+                refuses: false,
                 think_max: Duration::ZERO,
                 kind: kind as usize,
             }
@@ -317,10 +320,11 @@ fn draw_jobs(
     jobs
 }
 
-/// Host collectives beside the tree: none in most runs.
-fn draw_paths(draw: &mut Draw, jobs: &mut [JobPlan]) {
-    let is_on = draw.chance(400);
+/// Host collectives beside the tree, and refused calls: none in most runs.
+fn draw_calls(draw: &mut Draw, jobs: &mut [JobPlan]) {
+    let (is_on, refuses) = (draw.chance(400), draw.chance(400));
     for job in jobs {
+        job.refuses = refuses;
         let mut by_ranks = || is_on && draw.chance(350);
         job.by_ranks = job.ops.iter().map(|_| [by_ranks(), by_ranks()]).collect();
     }

@@ -105,6 +105,8 @@ pub(super) struct Member {
     pub(super) memory: Memory,
     pub(super) done: usize,
     pub(super) called: usize,
+    /// Calls below this one have been refused once, or will not be.
+    pub(super) tried: usize,
     /// The state to resume after a recovery.
     pub(super) resumes: Phase,
     pub(super) recovery: Option<Recovery>,
@@ -205,6 +207,7 @@ impl Job {
             memory: Memory { first: 0, posted: Vec::new(), ops: Vec::new() },
             done: 0,
             called: 0,
+            tried: 0,
             resumes: Phase::Disconnected,
             recovery: None,
             answer: None,

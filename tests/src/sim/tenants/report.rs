@@ -30,6 +30,8 @@ pub struct TenantReport {
     pub unplaced: u64,
     /// Operations run as host collectives, counted once per rank.
     pub by_host_collectives: u64,
+    /// Calls that were refused, and made again.
+    pub refused: u64,
     /// Lost trees, counted once per rank.
     pub repairs: u64,
     /// Covered marks.
@@ -73,7 +75,7 @@ impl TenantReport {
     }
 
     /// Return all counts, by name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 8] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 9] {
         [
             ("ends: complete", &mut self.completed),
             ("ends: ranks failed", &mut self.ranks_failed),
@@ -82,6 +84,7 @@ impl TenantReport {
             ("places in trees", &mut self.placed),
             ("reasons for none", &mut self.unplaced),
             ("host collectives", &mut self.by_host_collectives),
+            ("calls refused", &mut self.refused),
             ("trees lost", &mut self.repairs),
         ]
     }
