@@ -21,8 +21,7 @@ const MOVES_MAX: u64 = 4096;
 
 /// The contexts of earlier views, for calls that some rank had begun in them.
 #[derive(Debug)]
-#[cfg_attr(not(feature = "snapshot"), expect(unreachable_pub, reason = "simulators of other crates name it"))]
-pub struct CallPaths<C> {
+pub(crate) struct CallPaths<C> {
     /// For each view, in order: the number of calls that any rank had begun, and the context.
     earlier: VecDeque<(u64, C)>,
 }
@@ -36,7 +35,7 @@ impl<C> Default for CallPaths<C> {
 impl<C> CallPaths<C> {
     /// The view has changed. Any rank had begun at most `begun` calls, and `before` is the context that they selected
     /// by.
-    pub fn view_changed(&mut self, begun: u64, before: C) {
+    pub(crate) fn view_changed(&mut self, begun: u64, before: C) {
         if self.earlier.len() == VIEWS_MAX {
             self.earlier.pop_front();
         }
@@ -45,7 +44,7 @@ impl<C> CallPaths<C> {
 
     /// Return the path of a call that runs as in an earlier view; `None` if the present view selects it. `select`
     /// returns the path in a context, or `None` if that is the tree.
-    pub fn select<P>(&mut self, call: u64, select: impl FnMut(&C) -> Option<P>) -> Option<P> {
+    pub(crate) fn select<P>(&mut self, call: u64, select: impl FnMut(&C) -> Option<P>) -> Option<P> {
         while self.earlier.front().is_some_and(|(begun, _)| begun.saturating_add(MOVES_MAX) <= call) {
             self.earlier.pop_front();
         }

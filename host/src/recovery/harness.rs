@@ -8,13 +8,12 @@ mod calls;
 mod change;
 mod source;
 
-pub use super::call_paths::CallPaths;
 pub use super::migration::CallStart;
 use super::plan::Piece;
 pub use super::view::Flaw;
 use super::{RecoverySource, Source, append_contribution, append_result, land, result_lens};
 use crate::transport::packets::{Buffers, Endpoint};
-pub use calls::Calls;
+pub use calls::{CallPaths, Calls};
 pub use change::{Action, Attempt, Change, End, Landed, Outcome, Plan, RankReport, ViewMessage};
 pub use source::{ReadRedo, RedoPlace, RedoSlots, TreeSource};
 use sumac_hal::ids::Rank;

@@ -1,7 +1,7 @@
 //! A rank's calls, and what it has promised about them.
 
 use super::super::decide::agreed_migration;
-use super::super::{CallStart, Migration};
+use super::super::{self as recovery, CallStart, Migration};
 use std::cell::{Cell, RefCell};
 
 /// A rank's call counter, and what it has promised about its calls.
@@ -82,5 +82,28 @@ impl Calls {
 impl Default for Calls {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// Which of a rank's calls keep the path of an earlier view.
+#[derive(Debug)]
+pub struct CallPaths<C>(recovery::CallPaths<C>);
+
+impl<C> Default for CallPaths<C> {
+    fn default() -> Self {
+        Self(recovery::CallPaths::default())
+    }
+}
+
+impl<C> CallPaths<C> {
+    /// The view has changed. Any rank had begun at most `begun` calls, and `before` is what they selected paths by.
+    pub fn view_changed(&mut self, begun: u64, before: C) {
+        self.0.view_changed(begun, before);
+    }
+
+    /// Return the path of a call that runs as in an earlier view; `None` if the present view selects it. `select`
+    /// returns the path in a view, or `None` if that is the tree.
+    pub fn select<P>(&mut self, call: u64, select: impl FnMut(&C) -> Option<P>) -> Option<P> {
+        self.0.select(call, select)
     }
 }
