@@ -5,7 +5,7 @@
 //! previous result.
 
 use crate::exit::Failure;
-use crate::job::{Case, Measured, Repair, Report, now_ns, report};
+use crate::job::{Case, Measured, Recovery, Report, now_ns, report};
 use crate::stats;
 use crate::workload::{Check, MemoryKind, Placement, Placements, Workload};
 use anyhow::anyhow;
@@ -72,9 +72,9 @@ impl Bench<'_> {
             wire_bytes: 0,
             cpu_ns: 0,
             retransmits: 0,
-            repair: None,
-            repairs: 0,
-            repairs_ns: 0,
+            recovery: None,
+            recoveries: 0,
+            recoveries_ns: 0,
             repair_bytes: 0,
             slowest: None,
         };
@@ -84,8 +84,8 @@ impl Bench<'_> {
             Check::Ends => self.back_to_back(&mut workload, &options, &mut sum),
         };
         let after = self.communicator.recoveries();
-        sum.repairs = after.count - before.count;
-        sum.repairs_ns = nanos(after.time - before.time);
+        sum.recoveries = after.count - before.count;
+        sum.recoveries_ns = nanos(after.time - before.time);
         sum.repair_bytes = after.bytes - before.bytes;
         self.workload = Some((desc, workload));
         match outcome {
@@ -171,7 +171,7 @@ impl Bench<'_> {
         let outcome = outcome?;
         if let Some(sum) = sum.as_deref_mut() {
             if outcome.recovered {
-                sum.repair = Some(Repair { iteration, in_barrier: false, time_ns: nanos(time) });
+                sum.recovery = Some(Recovery { iteration, in_barrier: false, time_ns: nanos(time) });
             }
             sum.times_ns.push(nanos(time));
             sum.cpu_ns += nanos(cpu);
@@ -193,7 +193,7 @@ impl Bench<'_> {
             && outcome.recovered
         {
             let time_ns = nanos(start.elapsed());
-            sum.repair = Some(Repair { iteration, in_barrier: true, time_ns });
+            sum.recovery = Some(Recovery { iteration, in_barrier: true, time_ns });
         }
         Ok(())
     }

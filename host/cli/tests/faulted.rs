@@ -62,7 +62,7 @@ fn repaired_with_remarks(args: &str, done: &str) -> (Vec<Value>, Vec<String>) {
     assert!(rows.iter().all(|row| bytes(row, "repair_bytes") <= 2 * bytes(row, "size_bytes")), "{rows:?}");
     let remarks = lines_with(&output, done);
     assert_eq!(remarks.len(), rows.len(), "{}", stderr(&output));
-    assert!(remarks.iter().all(|line| line.contains("detected and repaired in ")), "{remarks:?}");
+    assert!(remarks.iter().all(|line| line.contains("detected and recovered in ")), "{remarks:?}");
     (rows, remarks)
 }
 

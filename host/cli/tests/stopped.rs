@@ -46,7 +46,7 @@ fn job_recovers_from_its_only_device_stopped() {
         let device = cluster.device("device");
         let before = DeviceMemory::of(device.pid());
         let task = cluster.task(3, memory, ROUNDS, LONG_DEADLINE);
-        let mut members = start(&Task { repair: true, rounds_values: nth == 2, ..task });
+        let mut members = start(&Task { recovery: true, rounds_values: nth == 2, ..task });
         wait_within_an_operation(&mut members, &mut rng);
         let stopped = now_ns();
         signal(device.pid(), Signal::STOP);
@@ -91,7 +91,7 @@ fn device_stays_alive_and_idle_while_ranks_wait_for_a_straggler() {
     let mut cluster = Cluster::start();
     let device = cluster.device("device");
     let task = cluster.task(2, Memory::Registered, ROUNDS, LONG_DEADLINE);
-    let mut members = start(&Task { repair: true, ..task });
+    let mut members = start(&Task { recovery: true, ..task });
     members.iter_mut().for_each(|member| _ = member.second_round());
     signal(members[1].pid(), Signal::STOP);
     let before = cpu_time(device.pid());

@@ -111,7 +111,7 @@ impl Core {
         };
         // Everything of a tree that other ranks have already migrated from is complete here.
         let completed_below = if is_behind { OpId(u64::MAX) } else { first_above(cut) };
-        let (took, repair_bytes) = (began.elapsed(), self.data.host.recovery_bytes - sent_before);
+        let (took, recovery_bytes) = (began.elapsed(), self.data.host.recovery_bytes - sent_before);
         let took_ms = took.as_millis() as u64;
         match result {
             Ok(new_tree) => {
@@ -122,7 +122,7 @@ impl Core {
                     false => ("host collectives", self.data.selection.no_tree()),
                 };
                 // The fault's one line, which also explains the fallback that follows from it.
-                crate::log::warn!(job, rank, view, %cause, repair_bytes, took_ms, on, why, "recovered");
+                crate::log::warn!(job, rank, view, %cause, recovery_bytes, took_ms, on, why, "recovered");
                 self.data.selection.set_fallback_logged(!self.data.tree.is_there());
                 self.relaunch(completed_below);
                 Ok(completed_below)
@@ -133,7 +133,7 @@ impl Core {
                     job,
                     rank,
                     view,
-                    repair_bytes,
+                    recovery_bytes,
                     took_ms,
                     "recovery failed: the communicator cannot continue"
                 );

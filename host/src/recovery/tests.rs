@@ -224,7 +224,7 @@ impl Group {
     }
 
     /// Recover from the loss of the tree. Returns how many chunks were sent by a holder, and how many were recomputed.
-    fn repair(&mut self) -> (u64, u64) {
+    fn recover(&mut self) -> (u64, u64) {
         let sent: Vec<Vec<u8>> = self
             .members
             .iter_mut()
@@ -336,7 +336,7 @@ fn rank_that_has_returned_still_supplies_missing_chunks() {
                     [1, 0],
                     "{desc}"
                 );
-                let (supplied, recomputed) = group.repair();
+                let (supplied, recomputed) = group.recover();
                 let needs = desc.collective != Collective::Reduce && desc.collective != Collective::Broadcast
                     || (desc.root.0 == 1) == (desc.collective == Collective::Reduce);
                 // The last block of an all-gather is rank 1's own.
@@ -355,7 +355,7 @@ fn returned_owner_of_a_block_still_supplies_it() {
     let mut group = Group::new(2, &[desc], true);
     group.run(false, |rank, seq| rank == 0 || seq != 1);
     assert_eq!(group.members[0].returned.len(), 1);
-    assert_eq!(group.repair(), (1, 0));
+    assert_eq!(group.recover(), (1, 0));
     group.check(&[desc]);
 }
 
@@ -374,7 +374,7 @@ proptest! {
         let descs: Vec<_> = kinds.iter().map(|&kind| descs(root % ranks, count)[kind]).collect();
         let mut group = Group::new(ranks, &descs, in_place);
         group.run(reports_stable, |rank, seq| !lost.contains(&(rank, seq)));
-        group.repair();
+        group.recover();
         group.check(&descs);
     }
 }

@@ -205,11 +205,11 @@ pub(crate) struct Measured {
     /// Retransmitted contributions.
     pub(crate) retransmits: u64,
     /// The last call that recovered from a lost tree.
-    pub(crate) repair: Option<Repair>,
+    pub(crate) recovery: Option<Recovery>,
     /// The number of recoveries, in calls and between them.
-    pub(crate) repairs: u32,
+    pub(crate) recoveries: u32,
     /// The time of all recoveries, in nanoseconds.
-    pub(crate) repairs_ns: u64,
+    pub(crate) recoveries_ns: u64,
     /// Bytes sent to other ranks for recovery.
     pub(crate) repair_bytes: u64,
     /// The rank that arrived last at a measured operation, and how many microseconds after the first.
@@ -218,7 +218,7 @@ pub(crate) struct Measured {
 
 /// A call that recovered from a lost tree: a measured operation, or a barrier next to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Repair {
+pub(crate) struct Recovery {
     /// The number of the measured iteration.
     pub(crate) iteration: u32,
     /// Whether the call was a barrier.

@@ -61,7 +61,7 @@ FAULTS
   controller. A cut link loses packets only and is detected after 5 s.
 
   kill-controller affects no operation. After restart-controller, the ranks report their job to the new controller and
-  later migrate to a tree that it plans; nothing is repaired. kill-rank ends the run: the other ranks report which rank
+  later migrate to a tree that it plans; nothing is recovered. kill-rank ends the run: the other ranks report which rank
   failed.
 
 EXIT STATUS

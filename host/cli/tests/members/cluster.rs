@@ -75,7 +75,7 @@ impl Cluster {
         });
         let (controller, job, deadline_ms) = (self.addr, format!("job{}", self.jobs), deadline.as_millis() as u64);
         let (elements, rounds_values) = (ELEMENTS, false);
-        let repair = false;
+        let recovery = false;
         Task {
             controller,
             job,
@@ -87,7 +87,7 @@ impl Cluster {
             chunk_bytes,
             rounds,
             deadline_ms,
-            repair,
+            recovery,
         }
     }
 

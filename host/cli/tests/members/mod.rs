@@ -58,7 +58,7 @@ pub(crate) struct Task {
     pub(crate) deadline_ms: u64,
     /// Whether ranks recover from a lost tree. Then operations use the tree while there is one, and the buffer is
     /// checked again after the last round.
-    pub(crate) repair: bool,
+    pub(crate) recovery: bool,
 }
 
 /// A round that begins now, and the time of the previous one.

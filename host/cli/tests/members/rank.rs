@@ -19,10 +19,10 @@ use sumac::{Communicator, JoinConfig, Path, ReduceOp};
 /// Run a task. `gate` is read to its end before the buffer is checked for the last time.
 pub(crate) fn run(task: &Task, mut gate: impl Read) {
     let config = JoinConfig {
-        algo: if task.repair { Algo::Auto } else { Algo::Tree },
+        algo: if task.recovery { Algo::Auto } else { Algo::Tree },
         deadline: Duration::from_millis(task.deadline_ms),
         join_timeout: Duration::from_millis(task.deadline_ms),
-        recover: task.repair,
+        recover: task.recovery,
         transport: if task.memory == Memory::Packets { Transport::Udp } else { Transport::Shm },
         ..JoinConfig::new(task.controller, task.job.clone(), task.rank, task.ranks)
     };
@@ -81,7 +81,7 @@ fn reduce_and_check<T: Value>(
     let failed = ended.error.is_some();
     report(&ended);
     let seen = buffer.to_vec();
-    if failed || task.repair {
+    if failed || task.recovery {
         gate.read_to_end(&mut Vec::new()).expect("a pipe");
         report(&Recheck { changed: seen.iter().zip(buffer.iter()).filter(|(then, now)| then != now).count() });
     }
@@ -114,7 +114,7 @@ fn reduce<T: Value>(task: &Task, comm: &Communicator, buffer: &mut [T]) -> Endin
         before = Some((took_us, outcome.recovered));
         by_tree = outcome.path == Path::Tree;
         repaired.extend(outcome.recovered.then_some(round));
-        if !task.repair && outcome.transfer != Some(transfer(task.memory)) {
+        if !task.recovery && outcome.transfer != Some(transfer(task.memory)) {
             return Ending { error: Some("WrongTransfer".into()), text: format!("{:?}", outcome.transfer), ..ended };
         }
         if ended.old + ended.torn > 0 {

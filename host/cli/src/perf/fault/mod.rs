@@ -317,31 +317,33 @@ fn consequence(ranks: &[Measured], faulty_iteration: u32) -> String {
     let slowest = stats::slowest_ns(&times);
     let median_ns = stats::median_ns(&slowest);
     let time_ns = |iteration: u32| slowest.get(iteration as usize).map_or(0.0, |&time_ns| time_ns as f64);
-    let repairs = || ranks.iter().filter_map(|rank| rank.repair);
-    if let Some(repair) = repairs().find(|repair| !repair.in_barrier) {
-        let (iteration, time_ms) = (repair.iteration + 1, time_ns(repair.iteration) / 1e6);
+    let recoveries = || ranks.iter().filter_map(|rank| rank.recovery);
+    if let Some(recovery) = recoveries().find(|recovery| !recovery.in_barrier) {
+        let (iteration, time_ms) = (recovery.iteration + 1, time_ns(recovery.iteration) / 1e6);
         if slowest.len() == 1 {
-            return format!("detected and repaired in less than {time_ms:.3} ms, the total time of the only iteration");
+            return format!(
+                "detected and recovered in less than {time_ms:.3} ms, the total time of the only iteration"
+            );
         }
         let longer_ms = time_ms - median_ns / 1e6;
-        format!("detected and repaired in {longer_ms:.3} ms, the time of iteration {iteration} beyond the median")
-    } else if let Some(repair) = repairs().max_by_key(|repair| repair.time_ns) {
-        let (iteration, time_ms) = (repair.iteration + 1, repair.time_ns as f64 / 1e6);
-        format!("detected and repaired in {time_ms:.3} ms, in the barrier next to iteration {iteration}")
-    } else if let Some(ns) = ranks.iter().filter(|rank| rank.repairs > 0).map(|rank| rank.repairs_ns).max() {
-        format!("detected and repaired in {:.3} ms, while no rank was in a call", ns as f64 / 1e6)
+        format!("detected and recovered in {longer_ms:.3} ms, the time of iteration {iteration} beyond the median")
+    } else if let Some(recovery) = recoveries().max_by_key(|recovery| recovery.time_ns) {
+        let (iteration, time_ms) = (recovery.iteration + 1, recovery.time_ns as f64 / 1e6);
+        format!("detected and recovered in {time_ms:.3} ms, in the barrier next to iteration {iteration}")
+    } else if let Some(ns) = ranks.iter().filter(|rank| rank.recoveries > 0).map(|rank| rank.recoveries_ns).max() {
+        format!("detected and recovered in {:.3} ms, while no rank was in a call", ns as f64 / 1e6)
     } else {
         let (time_ms, median_ms) = (time_ns(faulty_iteration) / 1e6, median_ns / 1e6);
-        format!("nothing was repaired; the iteration took {time_ms:.3} ms, the median is {median_ms:.3} ms")
+        format!("nothing was recovered; the iteration took {time_ms:.3} ms, the median is {median_ms:.3} ms")
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::job::Repair;
+    use crate::job::Recovery;
 
-    fn measured(times_ns: [u64; 3], repair: Option<Repair>) -> Measured {
+    fn measured(times_ns: [u64; 3], recovery: Option<Recovery>) -> Measured {
         let (path, fallback, wire_bytes, cpu_ns, retransmits) = (None, None, 0, 0, 0);
         Measured {
             times_ns: times_ns.into(),
@@ -351,9 +353,9 @@ mod tests {
             wire_bytes,
             cpu_ns,
             retransmits,
-            repair,
-            repairs: 0,
-            repairs_ns: 0,
+            recovery,
+            recoveries: 0,
+            recoveries_ns: 0,
             repair_bytes: 0,
             slowest: None,
         }
@@ -371,21 +373,21 @@ mod tests {
 
     #[test]
     fn consequence_reports_the_time_beyond_the_usual() {
-        let in_operation = Repair { iteration: 1, in_barrier: false, time_ns: 7_000_000 };
-        let in_barrier = Repair { iteration: 1, in_barrier: true, time_ns: 4_000_000 };
+        let in_operation = Recovery { iteration: 1, in_barrier: false, time_ns: 7_000_000 };
+        let in_barrier = Recovery { iteration: 1, in_barrier: true, time_ns: 4_000_000 };
         let usual = [1_000_000, 1_000_000, 1_000_000];
         let hit = measured([1_000_000, 7_000_000, 1_000_000], Some(in_operation));
         let text = consequence(&[measured(usual, Some(in_barrier)), hit], 1);
-        assert!(text.contains("repaired in 6.000 ms, the time of iteration 2 beyond"), "{text}");
+        assert!(text.contains("recovered in 6.000 ms, the time of iteration 2 beyond"), "{text}");
         let only =
-            Measured { times_ns: vec![7_000_000], ..measured(usual, Some(Repair { iteration: 0, ..in_operation })) };
+            Measured { times_ns: vec![7_000_000], ..measured(usual, Some(Recovery { iteration: 0, ..in_operation })) };
         let text = consequence(&[only], 0);
-        assert!(text.contains("repaired in less than 7.000 ms"), "{text}");
+        assert!(text.contains("recovered in less than 7.000 ms"), "{text}");
         let text = consequence(&[measured(usual, Some(in_barrier)), measured(usual, None)], 1);
-        assert!(text.contains("repaired in 4.000 ms, in the barrier next to iteration 2"), "{text}");
-        let between = Measured { repairs: 1, repairs_ns: 3_000_000, ..measured(usual, None) };
+        assert!(text.contains("recovered in 4.000 ms, in the barrier next to iteration 2"), "{text}");
+        let between = Measured { recoveries: 1, recoveries_ns: 3_000_000, ..measured(usual, None) };
         let text = consequence(&[measured(usual, None), between], 1);
-        assert!(text.contains("repaired in 3.000 ms, while no rank was in a call"), "{text}");
+        assert!(text.contains("recovered in 3.000 ms, while no rank was in a call"), "{text}");
         let text = consequence(&[measured([1_000_000, 1_500_000, 1_000_000], None)], 1);
         assert!(text.contains("took 1.500 ms, the median is 1.000 ms"), "{text}");
     }

@@ -34,7 +34,7 @@ fn rank_process() {
 /// Start a job with recovery and wait until a random moment of an operation, or a little after it.
 fn job(cluster: &mut Cluster, rng: &mut Rng, ranks: u32, memory: Memory, rounds: u64) -> Vec<Member> {
     let task = cluster.task(ranks, memory, rounds, DEADLINE);
-    let mut members = start(&Task { repair: true, rounds_values: rng.below(3) == 0, ..task });
+    let mut members = start(&Task { recovery: true, rounds_values: rng.below(3) == 0, ..task });
     let first = members.iter_mut().map(Member::second_round).min().expect("a member");
     pause(rng, first + first / 4);
     members
