@@ -270,11 +270,11 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
     let mut cluster = Cluster::start(1, 2);
     let board = cluster.boards.pop().expect("one board");
     let stop = std::sync::Mutex::new(Some(board));
-    let without_repair = |config: &mut JoinConfig| {
+    let without_recovery = |config: &mut JoinConfig| {
         attach(config);
         config.recover = false;
     };
-    let errors = cluster.run("stop", 2, without_repair, |comm| {
+    let errors = cluster.run("stop", 2, without_recovery, |comm| {
         comm.barrier().expect("all are there");
         if comm.rank() == 0 {
             drop(stop.lock().expect("not poisoned").take());

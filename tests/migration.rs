@@ -52,7 +52,7 @@ fn job_without_device_moves_to_a_tree_when_one_connects() {
 fn returning_device_is_used_again() {
     let mut cluster = Cluster::spare(1, by_tree());
     let board = Mutex::new(cluster.boards.pop());
-    let (has_begun, is_repaired) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (has_begun, has_recovered) = (AtomicBool::new(false), AtomicBool::new(false));
     let wait_for = |flag: &AtomicBool| {
         while !flag.load(Ordering::Relaxed) {
             thread::yield_now();
@@ -64,8 +64,8 @@ fn returning_device_is_used_again() {
                 wait_for(&has_begun);
                 has_begun.store(false, Ordering::Relaxed);
                 drop(board.lock().expect("not poisoned").take());
-                wait_for(&is_repaired);
-                is_repaired.store(false, Ordering::Relaxed);
+                wait_for(&has_recovered);
+                has_recovered.store(false, Ordering::Relaxed);
                 *board.lock().expect("not poisoned") = Some(cluster.start_spare_board("spare0"));
             }
         });
@@ -79,7 +79,7 @@ fn returning_device_is_used_again() {
                 sum_until(&comm, &mut op, Path::RecursiveDoubling, SOON);
                 comm.barrier().expect("all are there");
                 if comm.rank() == 0 {
-                    is_repaired.store(true, Ordering::Relaxed);
+                    has_recovered.store(true, Ordering::Relaxed);
                 }
             }
             sum_until(&comm, &mut op, Path::Tree, SOON);

@@ -16,7 +16,7 @@ const KINDS: [ScenarioKind; 6] = [
     ScenarioKind::Death,
     ScenarioKind::Restart,
     ScenarioKind::Hostile,
-    ScenarioKind::Repair,
+    ScenarioKind::Recovery,
 ];
 
 /// The default limit of seeds per bug.

@@ -18,7 +18,7 @@ const KINDS: [ScenarioKind; 8] = [
     ScenarioKind::Death,
     ScenarioKind::Restart,
     ScenarioKind::Hostile,
-    ScenarioKind::Repair,
+    ScenarioKind::Recovery,
     ScenarioKind::Ranks,
     ScenarioKind::ZeroCopy,
 ];
@@ -50,7 +50,7 @@ const fn test_name(kind: ScenarioKind) -> &'static str {
         ScenarioKind::Death => "device_loss_ends_in_a_result_or_an_error",
         ScenarioKind::Restart => "device_restart_ends_in_a_result_or_an_error",
         ScenarioKind::Hostile => "hostile_packets_change_no_result",
-        ScenarioKind::Repair => "device_loss_is_recovered",
+        ScenarioKind::Recovery => "device_loss_is_recovered",
         ScenarioKind::Ranks => "survivors_agree_on_failed_ranks",
         ScenarioKind::ZeroCopy => "zero_copy_gives_exact_results",
     }
@@ -116,7 +116,8 @@ fn add(count: u64, total: &Report) {
 fn cover(fewest: u64, all: &Report) {
     let (mut missed, mut wrong) = (Vec::new(), Vec::new());
     println!("All scenarios, at least {fewest} seeds each: {:?} of virtual time", all.took);
-    let counts = [("packets", all.packets), ("repaired operations", all.repairs), ("view changes", all.view_changes)];
+    let counts =
+        [("packets", all.packets), ("recovered operations", all.recoveries), ("view changes", all.view_changes)];
     counts.iter().for_each(|(name, count)| println!("  {name:36}{count:>12}"));
     for (what, rows) in [("transitions", all.transitions()), ("drop reasons", all.drops())] {
         let met = rows.iter().filter(|(_, count, _)| *count > 0).count();
@@ -205,8 +206,8 @@ fn hostile_packets_change_no_result() {
 
 #[test]
 fn device_loss_is_recovered() {
-    let ends = ["drop: unknown-group", "ends: complete", "view changes", "repaired operations", "repair bytes"];
-    swarm(ScenarioKind::Repair, 100, &[&LOSSY[..], &ends].concat());
+    let ends = ["drop: unknown-group", "ends: complete", "view changes", "recovered operations", "recovery bytes"];
+    swarm(ScenarioKind::Recovery, 100, &[&LOSSY[..], &ends].concat());
 }
 
 /// Ranks are late for operations with a straggler limit: the others complete without them, or all ranks get an error
@@ -248,8 +249,8 @@ fn survivors_agree_on_failed_ranks() {
         "ends: partitioned",
         "ranks killed",
         "view changes",
-        "repaired operations",
-        "repair bytes",
+        "recovered operations",
+        "recovery bytes",
     ];
     swarm(ScenarioKind::Ranks, 100, &[&LOSSY[..], &ends].concat());
 }
@@ -297,7 +298,7 @@ fn tenants_stay_within_their_quotas() {
 
 #[test]
 fn zero_copy_gives_exact_results() {
-    let ends = ["ends: complete", "ends: ranks failed", "ranks killed", "view changes", "repaired operations"];
+    let ends = ["ends: complete", "ends: ranks failed", "ranks killed", "view changes", "recovered operations"];
     swarm(ScenarioKind::ZeroCopy, 300, &ends);
 }
 

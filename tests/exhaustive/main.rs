@@ -175,7 +175,7 @@ fn reused_epoch_mixes_two_incarnations() {
     find(ViolationKind::WrongBytes, &Scope::new(one_level(2), (1, 2), 2).with_restarts(1).with_rules(one_epoch));
 }
 
-/// Without timers a loss is never repaired.
+/// Without timers a loss is never recovered from.
 #[test]
 fn loss_without_timers_deadlocks() {
     let timeless = Rules { timeless: true, ..Rules::default() };

@@ -83,7 +83,7 @@ fn operation(comm: &Communicator, op: u64, registered: bool) -> Outcome {
 }
 
 fn all_collectives(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {
-    let mut repaired = 0;
+    let mut recovered = 0;
     for nth in 0..KINDS {
         let mut config = prefer_tree();
         (config.chunk_max_bytes, config.zero_copy_chunk_max_bytes) = (2048, 2048);
@@ -91,9 +91,9 @@ fn all_collectives(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool)
         let kill = Kill { device: 0, after_operations: nth + KINDS * (nth % 2), delay: Duration::from_micros(300) };
         let seen =
             run_until_recovered(&mut cluster, RANKS, kill, &configure, |comm, op| operation(comm, op, registered));
-        repaired += seen.repaired.len();
+        recovered += seen.recovered.len();
     }
-    assert!(repaired > 0, "no operation was recovered");
+    assert!(recovered > 0, "no operation was recovered");
 }
 
 #[test]

@@ -15,7 +15,7 @@ fn moments() -> impl Iterator<Item = Kill> {
 }
 
 fn on_one_device(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {
-    let mut repaired = 0;
+    let mut recovered = 0;
     for kill in moments() {
         let mut cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), in_small_chunks());
         let seen = run_until_recovered(&mut cluster, 4, kill, &configure, |comm, op| {
@@ -34,9 +34,9 @@ fn on_one_device(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {
         });
         // There is no other device.
         assert!(seen.last.iter().all(|&path| path == seen.last[0] && path != Path::Tree), "{seen:?}");
-        repaired += seen.repaired.len();
+        recovered += seen.recovered.len();
     }
-    assert!(repaired > 0, "no operation was recovered");
+    assert!(recovered > 0, "no operation was recovered");
 }
 
 #[test]

@@ -78,7 +78,7 @@ fn late_rank_takes_part_in_recovery() {
     for configure in TRANSPORTS {
         let mut cluster = Cluster::start_zero_copy(1, RANKS as usize, ZeroCopyConfig::default(), in_small_chunks());
         let loss = DeviceLoss::of(&mut cluster, RANKS);
-        let repaired = cluster.run("late", RANKS, with_deadline(configure), |comm| {
+        let recovered = cluster.run("late", RANKS, with_deadline(configure), |comm| {
             sum(&comm, 0);
             loss.strike(comm.rank());
             if comm.rank() == 1 {
@@ -88,8 +88,8 @@ fn late_rank_takes_part_in_recovery() {
         });
         // The first of the other ranks to call starts the recovery, perhaps before the second one calls.
         assert!(
-            !repaired[1] && (repaired[0] || repaired[2]),
-            "{repaired:?}: the recovery must end before the late rank calls"
+            !recovered[1] && (recovered[0] || recovered[2]),
+            "{recovered:?}: the recovery must end before the late rank calls"
         );
     }
 }

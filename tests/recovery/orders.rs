@@ -76,10 +76,10 @@ fn bits_are_the_same(order: Order, levels: usize, transport: fn(&mut JoinConfig)
         })
         .remove(0);
     cluster.boards.clear();
-    let mut repaired = 0;
+    let mut recovered = 0;
     // The machine decides whether a device fails in time.
     for op in 0..ATTEMPTS_PER_RUN * kinds {
-        if op >= kinds && repaired > 0 {
+        if op >= kinds && recovered > 0 {
             break;
         }
         let op = op % kinds;
@@ -95,9 +95,9 @@ fn bits_are_the_same(order: Order, levels: usize, transport: fn(&mut JoinConfig)
             comm.leave();
             outcome
         });
-        repaired += usize::from(outcomes.iter().any(|outcome| outcome.recovered));
+        recovered += usize::from(outcomes.iter().any(|outcome| outcome.recovered));
     }
-    assert!(repaired > 0, "no operation was recovered");
+    assert!(recovered > 0, "no operation was recovered");
 }
 
 #[test]

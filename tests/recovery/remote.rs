@@ -20,7 +20,7 @@ fn moments() -> impl Iterator<Item = (u32, Duration)> {
 #[test]
 fn remote_device_lost_with_its_redo_slots_is_recovered() {
     for (leaves, registered) in [(1, true), (1, false), (2, true)] {
-        let mut repaired = 0;
+        let mut recovered = 0;
         for (nth, delay) in moments() {
             let exchange = format!("exchange:death-{leaves}-{registered}-{nth}");
             let bus = (ZeroCopyConfig::default(), &*exchange);
@@ -43,9 +43,9 @@ fn remote_device_lost_with_its_redo_slots_is_recovered() {
                 };
                 outcome.expect("a sum")
             });
-            repaired += seen.repaired.len();
+            recovered += seen.recovered.len();
         }
-        assert!(repaired > 0, "no operation was recovered");
+        assert!(recovered > 0, "no operation was recovered");
     }
 }
 
@@ -53,7 +53,7 @@ fn remote_device_lost_with_its_redo_slots_is_recovered() {
 #[test]
 fn remote_links_cut_in_an_operation_are_recovered() {
     const OPERATIONS: u64 = 12;
-    let repaired = AtomicU32::new(0);
+    let recovered = AtomicU32::new(0);
     for (nth, delay) in moments() {
         let exchange = format!("exchange:cut-{nth}");
         let cluster = Cluster::start_remote(1, 3, (ZeroCopyConfig::default(), &exchange), in_small_chunks());
@@ -75,10 +75,10 @@ fn remote_links_cut_in_an_operation_are_recovered() {
                     comm.all_reduce(&mut buffer, ReduceOp::Sum).expect("a sum")
                 });
                 assert_sum(&buffer, op, 3, LEN);
-                repaired.fetch_add(u32::from(outcome.recovered), Ordering::Relaxed);
+                recovered.fetch_add(u32::from(outcome.recovered), Ordering::Relaxed);
             }
             comm.leave();
         });
     }
-    assert!(repaired.into_inner() > 0, "no operation was recovered");
+    assert!(recovered.into_inner() > 0, "no operation was recovered");
 }

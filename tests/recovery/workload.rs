@@ -84,7 +84,7 @@ pub(crate) fn assert_sum(found: &[i64], op: u64, ranks: u32, len: usize) {
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     /// Operations that reported a recovery at some rank.
-    pub(crate) repaired: BTreeSet<u64>,
+    pub(crate) recovered: BTreeSet<u64>,
     /// The path of each rank's last operation.
     pub(crate) last: Vec<Path>,
 }
@@ -156,7 +156,7 @@ fn work(comm: &Communicator, progress: &Progress, operation: &impl Fn(&Communica
         progress.begun.fetch_max(op, Ordering::Relaxed);
         let outcome = operation(comm, op);
         if outcome.recovered {
-            progress.seen.lock().expect("not poisoned").repaired.insert(op);
+            progress.seen.lock().expect("not poisoned").recovered.insert(op);
         }
         has_seen |= outcome.recovered;
         // The maximum of all ranks: all stop after the same operation.

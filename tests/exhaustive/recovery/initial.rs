@@ -67,7 +67,7 @@ pub(super) struct InitialStates {
 
 impl InitialState {
     fn of(machine: &Machine, scope: &Scope, rules: Rules) -> Self {
-        let Machine::Rank(member) = machine else { panic!("devices repair nothing") };
+        let Machine::Rank(member) = machine else { panic!("devices recover nothing") };
         let (mut endpoint, called, returned, mut memory) = member.leave(scope);
         memory.0[..returned as usize].iter_mut().for_each(|buffer| buffer.fill(GARBAGE));
         if rules.keeps_nothing {

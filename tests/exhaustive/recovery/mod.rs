@@ -192,7 +192,7 @@ fn further_faults_reach_no_new_states() {
 fn broken_recovery_rules_are_found() {
     let (two, sound) = (|| Case::new(one_level(2), (1, 2), &[2]), Rules::default());
     let in_a_plan: fn(Case) -> Case = |case| case.with(1, &[Fault::Piece]);
-    find(&[ViolationKind::Unrepairable], two().with(0, &[]), Rules { keeps_nothing: true, ..sound });
+    find(&[ViolationKind::Unrecoverable], two().with(0, &[]), Rules { keeps_nothing: true, ..sound });
     find(&[ViolationKind::Result], two().with(0, &[]), Rules { unfenced: true, ..sound });
     find(&[ViolationKind::Result], in_a_plan(two()), Rules { forgets_landed: true, ..sound });
     find(

@@ -256,7 +256,7 @@ impl Run<'_, '_> {
                 Some(Action::Report(attempt)) => self.report(attempt),
                 Some(Action::Execute(attempt, plan)) => self.begin_plan(attempt, plan),
                 Some(Action::Unsound(of)) => {
-                    self.wrong(ViolationKind::Unrepairable, format!("the chunk inventory of {of} is invalid"));
+                    self.wrong(ViolationKind::Unrecoverable, format!("the chunk inventory of {of} is invalid"));
                 }
                 Some(Action::Commit(outcome)) => self.commit(outcome),
                 Some(Action::End(end)) => self.leave(Ended::Out(end)),
@@ -317,7 +317,7 @@ impl Run<'_, '_> {
     fn begin_plan(&mut self, attempt: Attempt, plan: Plan) {
         let lacks_tree = || (plan.len > plan.chunks.len() as u64).then(|| "a plan with chunks without a tree".into());
         if let Some(why) = plan.failure().or_else(lacks_tree) {
-            return self.wrong(ViolationKind::Unrepairable, why);
+            return self.wrong(ViolationKind::Unrecoverable, why);
         }
         let RankState { rank, view, way, memory, changing, .. } = &mut *self.part;
         let changing = changing.as_mut().expect("in a change");
@@ -363,7 +363,7 @@ impl Run<'_, '_> {
         };
         if result.len() != chunk.len_bytes {
             let text = format!("chunk {}: {} bytes in place of {}", chunk.seq, result.len(), chunk.len_bytes);
-            return self.wrong(ViolationKind::Unrepairable, text);
+            return self.wrong(ViolationKind::Unrecoverable, text);
         }
         if self.setting.rules.forgets_landed {
             chunk.land(endpoint, &result, memory);

@@ -10,7 +10,7 @@ pub(super) enum ViolationKind {
     /// An operation failed, and a chunk of its buffer differs from what the error reports.
     Chunks,
     /// Data is lost although every rank that held it is alive.
-    Unrepairable,
+    Unrecoverable,
     /// Ranks run different plans, commit different outcomes, or continue on different paths.
     Disagreement,
     /// An operation fails at one rank but has returned at another.

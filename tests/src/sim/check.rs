@@ -104,7 +104,7 @@ impl Cluster<'_, '_> {
             let before = OpMemory::before(options, self.incarnation, group, rank, op);
             let mut after = before.after(&desc, options.ranks, rank, &results);
             let is_done = (op as u64) < member.done;
-            if is_done && options.repairs() {
+            if is_done && options.recovers() {
                 // Already checked, and the caller has reused its buffers since.
                 after.scribble();
             }
@@ -369,7 +369,7 @@ const ATTACKER_ONLY: [(DropReason, &str); 7] = [
 /// Contribution and answer, each sent a few times, with a Nak for each.
 const PACKETS_PER_CHUNK: u64 = 40;
 
-/// Between two ranks: all messages of a repair, and repetitions.
+/// Between two ranks: all messages of a recovery, and repetitions.
 const MESSAGES_PER_PAIR: u64 = 8;
 
 /// Probe and Status.

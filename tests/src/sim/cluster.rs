@@ -104,7 +104,7 @@ pub(super) struct Cluster<'o, 'm> {
     /// Expected results of operations, computed on demand.
     pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
     pub(super) view_changes: u64,
-    pub(super) repair_bytes: u64,
+    pub(super) recovery_bytes: u64,
     pub(super) deaths: Deaths,
     /// Oracle state of the attempts to change each group's views.
     pub(super) attempts: BTreeMap<(usize, u32, Attempt), AttemptRecord>,
@@ -194,12 +194,12 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         message_draw: Draw::new(options.seed ^ 0x6d61_696c),
         results: BTreeMap::new(),
         view_changes: 0,
-        repair_bytes: 0,
+        recovery_bytes: 0,
         deaths: Deaths::default(),
         attempts: BTreeMap::new(),
         outcomes: BTreeMap::new(),
     };
-    if options.repairs() {
+    if options.recovers() {
         cluster.assign_first();
     }
     cluster.seen.note(Mark::GroupCreated);
@@ -243,7 +243,7 @@ impl Cluster<'_, '_> {
 
     /// Return the tree in which a device serves a group, and a number that distinguishes it from others of that group.
     pub(super) fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
-        if self.options.repairs() {
+        if self.options.recovers() {
             let tree = *self.placed.get(&(device, group))?;
             return Some((&self.assignments[tree].wiring, tree as u32));
         }

@@ -1,4 +1,4 @@
-//! A minimal controller for ranks that repair: reports lost trees, and finds other ones.
+//! A minimal controller for ranks that recover: reports lost trees, and finds other ones.
 //!
 //! The production controller uses threads and sockets, and has tests of its own. This model keeps the same promises on
 //! virtual time, so that ranks and devices can be tested against a controller that is slow, wrong about liveness, or
@@ -258,5 +258,5 @@ const SILENCE: Duration = Duration::from_secs(1);
 /// Maximum number of lost trees of a device.
 const LOSSES_MAX: u32 = 3;
 
-/// Ids from here on are trees of repairs.
+/// Ids from here on are trees of recoveries.
 const TREES_FROM: u32 = 1000;

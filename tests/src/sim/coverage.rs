@@ -1,4 +1,4 @@
-//! Coverage of a run: transitions of the state machines, drop reasons, points of a repair.
+//! Coverage of a run: transitions of the state machines, drop reasons, points of a recovery.
 //!
 //! The code under test records nothing for this. Devices and ranks are observed from outside each time they are polled
 //! for output, and a change is traced through the states in between. Packets are observed on delivery.
@@ -122,28 +122,28 @@ marks! {
     LossLink = "loss: link",
     /// The controller stops.
     LossController = "loss: controller",
-    /// A loss during a repair.
-    LossInRepair = "loss: during a repair",
+    /// A loss during a recovery.
+    LossInRecovery = "loss: during a recovery",
     /// A rank freezes because its own endpoint has failed.
-    FrozenByLoss = "repair: frozen by its own loss",
+    FrozenByLoss = "recovery: frozen by its own loss",
     /// The controller makes a rank freeze during an operation.
-    FrozenByController = "repair: frozen by the controller",
+    FrozenByController = "recovery: frozen by the controller",
     /// A rank freezes between operations.
-    FrozenIdle = "repair: frozen between operations",
+    FrozenIdle = "recovery: frozen between operations",
     /// A rank sends a result that it holds.
-    ChunkHeld = "repair: chunk, held > landed",
+    ChunkHeld = "recovery: chunk, held > landed",
     /// A chunk is recomputed.
-    ChunkComputed = "repair: chunk, recomputed > landed",
+    ChunkComputed = "recovery: chunk, recomputed > landed",
     /// An operation of the lost tree returns.
-    OpRepaired = "operation: sent > repaired",
+    OpRecovered = "operation: sent > recovered",
     /// An operation restarts.
     OpRestarted = "operation: sent > restarted",
     /// An operation runs as a host collective.
     OpByHost = "operation: by a host collective",
     /// All ranks continue with another tree.
-    CommitTree = "repair: committed, another tree",
+    CommitTree = "recovery: committed, another tree",
     /// All ranks continue with host collectives.
-    CommitSchedules = "repair: committed, host collectives",
+    CommitSchedules = "recovery: committed, host collectives",
     /// The controller finds no tree.
     NoTree = "controller: no tree",
     /// A place is reserved and another is unavailable.

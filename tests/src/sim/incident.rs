@@ -50,7 +50,7 @@ impl Cluster<'_, '_> {
     pub(super) fn schedule_scenario(&mut self) {
         let zero = Instant::ZERO;
         match self.options.scenario {
-            Scenario::Repair { ref losses } | Scenario::Ranks { ref losses } => self.schedule_losses(losses),
+            Scenario::Recovery { ref losses } | Scenario::Ranks { ref losses } => self.schedule_losses(losses),
             // Zero-copy clusters have a driver of their own.
             Scenario::Calm | Scenario::Mismatch { .. } | Scenario::ZeroCopy(_) => {}
             Scenario::Hostile => self.schedule(zero, Alarm::Attack),

@@ -179,7 +179,7 @@ impl Cluster<'_, '_> {
     pub(super) fn apply_loss(&mut self, kind: LossKind) {
         let mut members = self.members.iter().flatten();
         if members.any(|member| member.membership.changing.is_some()) {
-            self.seen.note(Mark::LossInRepair);
+            self.seen.note(Mark::LossInRecovery);
         }
         match kind {
             LossKind::Die(device) => {

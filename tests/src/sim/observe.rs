@@ -110,8 +110,8 @@ impl Cluster<'_, '_> {
             seen: self.seen,
             extents: self.extents(),
             view_changes: self.view_changes,
-            repairs: self.seen.count(Mark::OpRepaired),
-            repair_bytes: self.repair_bytes,
+            recoveries: self.seen.count(Mark::OpRecovered),
+            recovery_bytes: self.recovery_bytes,
             ..Report::default()
         };
         self.count_survivors(&mut report);

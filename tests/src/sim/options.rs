@@ -164,7 +164,7 @@ impl Options {
                 Sharing::Some,
                 Sharing::Deaf,
             ]),
-            spares: if matches!(kind, ScenarioKind::Repair | ScenarioKind::Ranks) { draw_spares(seed) } else { 0 },
+            spares: if matches!(kind, ScenarioKind::Recovery | ScenarioKind::Ranks) { draw_spares(seed) } else { 0 },
             faults,
             skew_max,
             scenario: Scenario::Calm,
@@ -184,9 +184,9 @@ impl Options {
         self.trees.iter().map(count_nodes).max().unwrap_or(0) + self.spares
     }
 
-    /// Return whether ranks repair lost trees.
-    pub(super) fn repairs(&self) -> bool {
-        matches!(self.scenario, Scenario::Repair { .. } | Scenario::Ranks { .. })
+    /// Return whether ranks recover from lost trees.
+    pub(super) fn recovers(&self) -> bool {
+        matches!(self.scenario, Scenario::Recovery { .. } | Scenario::Ranks { .. })
     }
 
     /// Return whether ranks die and the survivors agree on that.

@@ -142,7 +142,7 @@ impl Cluster<'_, '_> {
                 Some(Action::Execute(attempt, plan)) => self.run_plan(at, attempt, plan)?,
                 Some(Action::Unsound(of)) => {
                     let why = format!("the chunk inventory of {of} is invalid");
-                    return Err(Violation::Unrepairable { group: at.1, rank: at.0, why });
+                    return Err(Violation::Unrecoverable { group: at.1, rank: at.0, why });
                 }
                 Some(Action::Commit(outcome)) => self.commit_view(at, &outcome)?,
                 Some(Action::End(end)) => self.leave(at, end),
@@ -263,7 +263,7 @@ impl Cluster<'_, '_> {
             return Err(Violation::Disagreement { group, view });
         }
         while self.members[rank][group].done < below {
-            self.seen.note(Mark::OpRepaired);
+            self.seen.note(Mark::OpRecovered);
             self.finish_op(rank, group)?;
         }
         let member = &mut self.members[rank][group];

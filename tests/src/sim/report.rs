@@ -132,9 +132,9 @@ pub enum Violation {
         /// Its response.
         response: String,
     },
-    /// A repair that should be possible failed.
-    #[error("group {group} rank {rank} cannot repair: {why}")]
-    Unrepairable {
+    /// A recovery that should be possible failed.
+    #[error("group {group} rank {rank} cannot recover: {why}")]
+    Unrecoverable {
         /// Index of the group.
         group: usize,
         /// The rank that found it.
@@ -245,7 +245,7 @@ impl Violation {
             Self::Early { .. } => "early completion",
             Self::NotKept { .. } => "retention",
             Self::Refused { .. } => "refused request",
-            Self::Unrepairable { .. } => "unrepairable",
+            Self::Unrecoverable { .. } => "unrecoverable",
             Self::NotFenced { .. } => "not fenced",
             Self::StrayWrite { .. } | Self::UnexpectedChange { .. } => "stray write",
             Self::Conflict { .. } => "conflict",
@@ -341,10 +341,10 @@ pub struct Report {
     pub attacks: u64,
     /// Lost trees, counted once per group and view.
     pub view_changes: u64,
-    /// Operations completed by repairs, counted once per rank.
-    pub repairs: u64,
-    /// Bytes that ranks sent each other for repairs.
-    pub repair_bytes: u64,
+    /// Operations completed by recoveries, counted once per rank.
+    pub recoveries: u64,
+    /// Bytes that ranks sent each other for recoveries.
+    pub recovery_bytes: u64,
     /// Covered transitions.
     pub seen: Coverage,
     /// Sizes of the clusters.
@@ -397,8 +397,8 @@ impl Report {
             ("ranks killed", &mut self.killed),
             ("attacks", &mut self.attacks),
             ("view changes", &mut self.view_changes),
-            ("repaired operations", &mut self.repairs),
-            ("repair bytes", &mut self.repair_bytes),
+            ("recovered operations", &mut self.recoveries),
+            ("recovery bytes", &mut self.recovery_bytes),
         ]
     }
 

@@ -25,8 +25,8 @@ pub enum ScenarioKind {
     Restart,
     /// An attacker sends garbage, replays, and everything that a member of another group can: no rank is affected.
     Hostile,
-    /// Devices, links and the controller are lost, and the ranks repair: every rank gets every result.
-    Repair,
+    /// Devices, links and the controller are lost, and the ranks recover: every rank gets every result.
+    Recovery,
     /// Ranks are lost, and perhaps a device and the controller: the survivors agree on which ranks, and on the results
     /// that all have.
     Ranks,
@@ -67,8 +67,8 @@ pub enum Scenario {
     },
     /// An attacker sends packets at random times.
     Hostile,
-    /// Losses that ranks repair.
-    Repair {
+    /// Losses that ranks recover from.
+    Recovery {
         /// What is lost, and when.
         losses: Vec<Loss>,
     },
@@ -90,7 +90,7 @@ impl Scenario {
             Self::Death { .. } => ScenarioKind::Death,
             Self::Restart { .. } => ScenarioKind::Restart,
             Self::Hostile => ScenarioKind::Hostile,
-            Self::Repair { .. } => ScenarioKind::Repair,
+            Self::Recovery { .. } => ScenarioKind::Recovery,
             Self::Ranks { .. } => ScenarioKind::Ranks,
             Self::ZeroCopy(_) => ScenarioKind::ZeroCopy,
         }
@@ -108,7 +108,7 @@ impl Scenario {
         match kind {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,
-            ScenarioKind::Repair => Self::Repair { losses: Loss::draw_all(draw, options, options.devices()) },
+            ScenarioKind::Recovery => Self::Recovery { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
             ScenarioKind::ZeroCopy => unreachable!("its clusters are drawn otherwise"),
             ScenarioKind::Mismatch => draw_mismatch(draw, options),

@@ -70,7 +70,7 @@ impl Member {
             called: 0,
             view: 0,
             first: 0,
-            route: Route::Tree(options.repairs().then_some(group)),
+            route: Route::Tree(options.recovers().then_some(group)),
             found: BTreeMap::new(),
             entered: BTreeMap::new(),
             entered_below: 0,
@@ -110,14 +110,14 @@ impl Tables {
             let nodes = &wirings[options.tree(group)].nodes;
             let place = nodes.iter().filter(|node| node.device == device).map(|node| node.children).max();
             // After a recovery a device may have any place of a tree.
-            let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.repairs());
+            let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.recovers());
             let Some(place) = widest.or(place) else { continue };
             groups += 1;
             children += usize::from(place);
             bytes += slots * options.order(group).stages(place) * usize::from(options.chunk_len_bytes);
         }
         // Gaps between allocations of different sizes are unusable.
-        let room = if options.repairs() { 2 } else { 1 };
+        let room = if options.recovers() { 2 } else { 1 };
         (children, bytes) = (room * children, room * bytes);
         // The table of children also bounds the trees that a device accepts, so there is room for the widest of each.
         let widest = wirings.iter().flat_map(|wiring| &wiring.nodes).map(|node| usize::from(node.children)).max();

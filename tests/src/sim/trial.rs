@@ -57,7 +57,7 @@ impl Cluster<'_, '_> {
         let view = self.members[rank][group].view;
         let lacks_tree = || (plan.len > plan.chunks.len() as u64).then(|| "a plan with chunks without a tree".into());
         if let Some(why) = plan.failure().or_else(lacks_tree) {
-            return Err(Violation::Unrepairable { group, rank, why });
+            return Err(Violation::Unrecoverable { group, rank, why });
         }
         match self.attempts.get(&(group, view, attempt)) {
             Some(record) if record.plan == plan => {}
@@ -124,7 +124,7 @@ impl Cluster<'_, '_> {
         let view = self.members[rank][group].view;
         if bytes.len() != chunk.len_bytes {
             let why = format!("chunk {}: {} bytes where {} are due", chunk.seq, bytes.len(), chunk.len_bytes);
-            return Err(Violation::Unrepairable { group, rank, why });
+            return Err(Violation::Unrecoverable { group, rank, why });
         }
         for to in live.iter().map(|to| to.0 as usize) {
             self.count_piece((group, view, attempt), to != rank, bytes.len())?;
@@ -261,7 +261,7 @@ impl Cluster<'_, '_> {
         let record = self.attempts.get_mut(&of).expect("it is planned");
         record.bytes += sent;
         let message: u64 = record.plan.chunks.iter().map(|chunk| chunk.len_bytes as u64).sum();
-        self.repair_bytes += sent;
+        self.recovery_bytes += sent;
         let found = self.records(of).map(|record| record.bytes).sum();
         let limit = 2 * message * self.options.ranks as u64;
         if found > limit {

@@ -106,7 +106,7 @@ impl Cluster<'_, '_> {
                     check_return(self.options, member, (group, rank, member.done as usize), &self.called)?;
                     self.seen.note(Mark::OpReturned);
                     returned = true;
-                    if self.options.repairs() {
+                    if self.options.recovers() {
                         self.finish_op(rank, group)?;
                     } else {
                         member.done += 1;
@@ -119,7 +119,7 @@ impl Cluster<'_, '_> {
                 Event::Failed(_) if member.membership.is_frozen() || member.route == Route::HostCollectives => {}
                 Event::Failed(error) => {
                     self.seen.endpoint_error(error);
-                    if self.options.repairs() && is_loss_of_tree(error) {
+                    if self.options.recovers() && is_loss_of_tree(error) {
                         self.lose_tree(rank, group)?;
                     } else {
                         member.error = Some(error);

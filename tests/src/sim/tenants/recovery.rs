@@ -46,7 +46,7 @@ impl World<'_, '_> {
         let (landed, missing) = (Landed::default(), BTreeSet::new());
         member.recovery = Some(Recovery { change, report, landed, plan: None, missing });
         member.resumes = std::mem::replace(&mut member.phase, Phase::Frozen);
-        self.report.repairs += 1;
+        self.report.recoveries += 1;
         self.report.seen.note(Mark::FrozenByLoss);
         self.collect(at)?;
         self.drive(at)
@@ -99,7 +99,7 @@ impl World<'_, '_> {
                 Some(Action::Execute(attempt, plan)) => self.execute(at, attempt, plan)?,
                 Some(Action::Unsound(of)) => {
                     let what = format!("job {}: the chunk inventory of {of} is invalid", at.0);
-                    return Err(Violation { oracle: "unrepairable", what });
+                    return Err(Violation { oracle: "unrecoverable", what });
                 }
                 Some(Action::Commit(outcome)) => self.commit(at, &outcome)?,
                 Some(Action::End(end)) => {
@@ -116,7 +116,7 @@ impl World<'_, '_> {
         let member = &mut job.ranks[at.1];
         let epoch = member.epoch;
         if let Some(why) = plan.failure() {
-            return Err(Violation { oracle: "unrepairable", what: format!("job {}: {why}", at.0) });
+            return Err(Violation { oracle: "unrecoverable", what: format!("job {}: {why}", at.0) });
         }
         if *job.plans.entry((epoch, attempt)).or_insert_with(|| plan.clone()) != plan {
             return Err(Violation { oracle: "disagreement", what: format!("job {} epoch {epoch}", at.0) });
@@ -192,7 +192,7 @@ impl World<'_, '_> {
         let below = endpoint.first_behind(outcome.cut).0 as usize;
         let is_complete = member.memory.posted[..below.min(member.memory.posted.len())].contains(&member.done);
         if member.resumes == Phase::InTree && is_complete {
-            self.report.seen.note(Mark::OpRepaired);
+            self.report.seen.note(Mark::OpRecovered);
             self.finish_op(at)?;
         }
         let forgets_paths = self.plan.planted.forgets_paths();

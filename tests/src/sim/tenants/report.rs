@@ -33,7 +33,7 @@ pub struct TenantReport {
     /// Calls that were refused, and made again.
     pub refused: u64,
     /// Lost trees, counted once per rank.
-    pub repairs: u64,
+    pub recoveries: u64,
     /// Covered marks.
     pub seen: Coverage,
     /// Sizes of the runs.
@@ -85,7 +85,7 @@ impl TenantReport {
             ("reasons for none", &mut self.unplaced),
             ("host collectives", &mut self.by_host_collectives),
             ("calls refused", &mut self.refused),
-            ("trees lost", &mut self.repairs),
+            ("trees lost", &mut self.recoveries),
         ]
     }
 }

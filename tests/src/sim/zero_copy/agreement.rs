@@ -81,7 +81,7 @@ impl World<'_, '_> {
                         Action::Commit(outcome) => _ = outcomes.insert(rank, outcome),
                         Action::Unsound(of) => {
                             let why = format!("the chunk inventory of {of} is invalid");
-                            return Err(Violation::Unrepairable { group: 0, rank, why });
+                            return Err(Violation::Unrecoverable { group: 0, rank, why });
                         }
                         Action::End(end) => {
                             let (done, end) = (member.done as u64, format!("{end:?}"));

@@ -96,7 +96,7 @@ impl World<'_, '_> {
         };
         self.seen.note(mark);
         if self.members.iter().any(|member| !matches!(member.stage, Stage::Running)) {
-            self.seen.note(Mark::LossInRepair);
+            self.seen.note(Mark::LossInRecovery);
         }
         let device = &mut self.devices[index];
         if let Some(board) = device.board.take() {
@@ -321,7 +321,7 @@ impl World<'_, '_> {
                 self.end_unknown(&live);
                 return Ok(());
             }
-            Some(why) => return Err(Violation::Unrepairable { group: 0, rank: live[0], why }),
+            Some(why) => return Err(Violation::Unrecoverable { group: 0, rank: live[0], why }),
         }
         for chunk in &plan.chunks {
             self.execute(&live, chunk)?;
@@ -388,9 +388,9 @@ impl World<'_, '_> {
         };
         if result.len() != chunk.len_bytes {
             let why = format!("chunk {}: {} bytes where {} are due", chunk.seq, result.len(), chunk.len_bytes);
-            return Err(Violation::Unrepairable { group: 0, rank: live[0], why });
+            return Err(Violation::Unrecoverable { group: 0, rank: live[0], why });
         }
-        self.report.repair_bytes += (result.len() * (live.len() - 1)) as u64;
+        self.report.recovery_bytes += (result.len() * (live.len() - 1)) as u64;
         for &rank in live {
             let super::world::Member { transport, landed, memory, .. } = &mut self.members[rank];
             chunk.land_once(transport.tree_source(), landed, &result, memory);
@@ -429,7 +429,7 @@ impl World<'_, '_> {
                 member.memory.first + member.transport.tree_source().first_behind(outcome.cut).0 as usize,
             );
             while self.members[rank].done < below {
-                self.seen.note(Mark::OpRepaired);
+                self.seen.note(Mark::OpRecovered);
                 self.return_op(rank)?;
             }
             let member = &mut self.members[rank];

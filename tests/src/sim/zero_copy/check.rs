@@ -215,7 +215,7 @@ impl World<'_, '_> {
             marked: links.marked,
             counters: self.counters(),
             seen: self.seen,
-            repairs: self.seen.count(Mark::OpRepaired),
+            recoveries: self.seen.count(Mark::OpRecovered),
             ..self.report
         };
         for member in self.members.iter().filter(|member| !member.is_dead) {

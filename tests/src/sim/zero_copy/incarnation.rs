@@ -1,4 +1,4 @@
-//! Incarnations of the group: devices boot, ranks attach, and after a repair all continue in another epoch on another
+//! Incarnations of the group: devices boot, ranks attach, and after a recovery all continue in another epoch on another
 //! tree.
 
 use super::board::{Board, Completions, Place, Submissions, ranks_of};
