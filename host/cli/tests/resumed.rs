@@ -357,6 +357,8 @@ fn rank_lost_without_controller_is_lost_for_the_next_one_too() {
         place.kill_controller();
         died.store(true, Ordering::SeqCst);
         place.start_controller();
+        // Otherwise the survivors' job may be planned before the device has registered again.
+        wait_until("the device does not return", || !place.report().devices.is_empty());
         is_back.store(true, Ordering::SeqCst);
         ranks.into_iter().for_each(|rank| rank.join().expect("a rank panicked"));
     });
