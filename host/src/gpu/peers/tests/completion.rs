@@ -84,26 +84,37 @@ fn missing_rank_is_named_at_the_deadline() {
     assert!(texts.iter().any(|text| text.contains("rank 2 had not entered it")), "{texts:?}");
 }
 
+/// One rank gives up before its producer has produced. The device may still run all of its work before the rank has said
+/// so; then the other one has the sum.
 #[test]
 fn giving_up_is_reported_to_waiting_ranks() {
-    let gpus = processes(3, &[0, 1]);
-    let outcomes = each(&gpus, &small(), |rank, peers, shared| {
-        let gpu = peers.gpu().clone();
-        let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
-        let gate = gpu.gate(&producer);
-        gpu.record(&produced, &producer).expect("recorded");
-        let after: &[_] = if rank == 0 { &[&produced] } else { &[] };
-        let work = peers.start(shared, (&SUM, Algo::Ring), after, long_deadline()).expect("started");
-        if rank == 0 {
-            peers.canceller().cancel();
-            gate.open();
+    let given_up = || {
+        let gpus = processes(3, &[0, 1]);
+        let outcomes = each(&gpus, &small(), |rank, peers, shared| {
+            let gpu = peers.gpu().clone();
+            let (producer, produced) = (gpu.stream().expect("a stream"), gpu.event().expect("an event"));
+            let gate = gpu.gate(&producer);
+            gpu.record(&produced, &producer).expect("recorded");
+            let after: &[_] = if rank == 0 { &[&produced] } else { &[] };
+            let work = peers.start(shared, (&SUM, Algo::Ring), after, long_deadline()).expect("started");
+            if rank == 0 {
+                peers.canceller().cancel();
+                gate.open();
+            }
+            let end = peers.wait(work, long_deadline());
+            let found = gpu.download_now(&shared.own);
+            barrier(peers);
+            (end, found)
+        });
+        let [(canceled, _), (other, found)] = &outcomes[..] else { panic!("two ranks") };
+        assert_eq!(canceled, &Err(PeerError::Gpu(GpuError::Cancelled)));
+        match other {
+            Err(error) => assert_eq!(error, &PeerError::GivenUp { rank: 0, desc: SUM }),
+            Ok(()) => assert_eq!(found, &sum_of(Dtype::F32, ReduceOp::Sum, 2, 50), "done without the sum"),
         }
-        let end = peers.wait(work, long_deadline());
-        barrier(peers);
-        end
-    });
-    assert_eq!(outcomes[0], Err(PeerError::Gpu(GpuError::Cancelled)));
-    assert_eq!(outcomes[1], Err(PeerError::GivenUp { rank: 0, desc: SUM }), "its buffer holds no sum");
+        other.is_err()
+    };
+    assert!((0..100).any(|_| given_up()), "no rank was told");
 }
 
 #[test]
