@@ -105,7 +105,7 @@ impl Drop for Control {
     }
 }
 
-/// How long a controller may take for each answer of a key exchange.
+/// How long a key exchange may take.
 const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 struct Dialer {
@@ -203,10 +203,7 @@ impl Dialer {
         if filled.map_err(std::io::Error::from)? != ephemeral.len() {
             return Err(std::io::Error::other("the system has no random bytes").into());
         }
-        stream.set_read_timeout(Some(EXCHANGE_TIMEOUT))?;
-        let channel = secure::connect(stream, key, ephemeral);
-        stream.set_read_timeout(None)?;
-        match channel {
+        match secure::connect_within(stream, key, ephemeral, EXCHANGE_TIMEOUT) {
             Ok(channel) => Ok(Some(channel)),
             Err(ConnectError::Io(error)) => Err(error.into()),
             Err(ConnectError::Handshake(error)) => {

@@ -203,10 +203,7 @@ pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer
     if filled.map_err(std::io::Error::from)? != ephemeral.len() {
         return Err(std::io::Error::other("the system has no random bytes").into());
     }
-    stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
-    let channel = secure::connect(stream, key, ephemeral)?;
-    stream.set_read_timeout(None)?;
-    Ok(channel)
+    secure::connect_within(stream, key, ephemeral, CONNECT_TIMEOUT)
 }
 
 /// Whether a key exchange may succeed at once if it is tried again.

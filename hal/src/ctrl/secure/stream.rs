@@ -7,6 +7,8 @@ use super::key::Key;
 use super::record::{Opener, RECORD_LEN_MAX, RECORD_PLAINTEXT_MAX, RecordError, Sealer, record_len};
 use std::boxed::Box;
 use std::io::{self, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Why no secure channel could be set up.
@@ -40,6 +42,49 @@ pub fn connect(
     let mut reply = [0; _];
     stream.read_exact(&mut reply)?;
     Ok(awaiting.handle_reply(&reply)?)
+}
+
+/// As [`connect`], with a limit of the whole exchange: a peer that sends a byte now and then does not extend it. No read
+/// has a limit afterwards.
+///
+/// # Errors
+/// [`ConnectError`].
+pub fn connect_within(
+    stream: &TcpStream,
+    key: &Key,
+    ephemeral: [u8; 32],
+    limit: Duration,
+) -> Result<(Sealer, Opener), ConnectError> {
+    let channel = connect(&mut UntilDeadline { stream, deadline: Instant::now() + limit }, key, ephemeral);
+    stream.set_read_timeout(None)?;
+    channel
+}
+
+/// A stream whose reads all end by a deadline. What an exchange writes fits any socket's buffer.
+struct UntilDeadline<'s> {
+    stream: &'s TcpStream,
+    deadline: Instant,
+}
+
+impl Read for UntilDeadline<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.read(bytes)
+    }
+}
+
+impl Write for UntilDeadline<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
 }
 
 /// Writes to a control connection, in records if it has a key.
@@ -304,5 +349,25 @@ mod tests {
         send(&mut plain, &7_u32).expect("sent");
         assert_eq!(*writer.get_ref(), plain);
         assert_eq!(FrameReader::new(ControlReader::new(&plain[..], None)).recv::<u32>().expect("a frame"), 7);
+    }
+
+    #[test]
+    fn exchange_with_a_peer_that_sends_a_byte_now_and_then_ends_at_its_limit() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let stream = TcpStream::connect(listener.local_addr().expect("bound")).expect("connected");
+        let (mut peer, _) = listener.accept().expect("a connection");
+        let peer = std::thread::spawn(move || {
+            // Until the other side has closed.
+            while peer.write_all(b"S").is_ok() {
+                std::thread::sleep(Duration::from_millis(30));
+            }
+        });
+        let key = Key::new(KeyId(1), [1; 32]);
+        let error =
+            connect_within(&stream, &key, [2; 32], Duration::from_millis(200)).map(|_| ()).expect_err("no peer");
+        let kinds = [ErrorKind::TimedOut, ErrorKind::WouldBlock];
+        assert!(matches!(&error, ConnectError::Io(error) if kinds.contains(&error.kind())), "{error}");
+        drop(stream);
+        peer.join().expect("no panic");
     }
 }
