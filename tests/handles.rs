@@ -224,6 +224,35 @@ fn dropped_communicator_is_a_lost_rank_when_its_last_handle_is_gone() {
     });
 }
 
+/// Also those that the survivors wait for only after the communicator has ended.
+#[test]
+fn all_started_operations_end_with_the_error_of_a_dead_rank() {
+    let cluster = Cluster::start(1, 3);
+    for algos in [[Algo::Ring; 3], [Algo::Ring, Algo::Tree, Algo::Pairwise], [Algo::Tree, Algo::Ring, Algo::Tree]] {
+        let have_started = Barrier::new(3);
+        let errors = cluster.run("dead", 3, plain, |comm| {
+            comm.barrier().expect("all are there");
+            if comm.rank() == 1 {
+                have_started.wait();
+                return Vec::new();
+            }
+            let start = |algo| {
+                let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                comm.start_all_reduce_with(vec![1_u32; 1000], ReduceOp::Sum, &options).expect("started")
+            };
+            let mut handles = algos.map(start).map(Some);
+            have_started.wait();
+            let orders: [[usize; 3]; 2] = [[0, 1, 2], [2, 0, 1]];
+            let waited = orders[comm.rank() as usize / 2].map(|k| handles[k].take().expect("waited for once").wait());
+            waited.map(|result| Error::from(result.err().expect("rank 1 is dead"))).to_vec()
+        });
+        for error in errors.iter().flatten() {
+            let is_named = matches!(error, Error::RanksFailed { ranks, operation: 1, .. } if ranks[..] == [Rank(1)]);
+            assert!(is_named, "{algos:?}: {error}");
+        }
+    }
+}
+
 /// A rank that does not fetch its result delays the others' leave until its timeout, and no longer.
 #[test]
 fn rank_leaves_unsettled_when_its_time_is_over() {

@@ -5,7 +5,8 @@ Usage: tests/side_by_side.py [--jobs N] [--without NAME]...
 
 `cargo test` runs programs one after the other, although many mostly wait for timeouts and leases. This script runs N at
 a time (by default one more than there are processors, at most five) and skips programs called NAME. A program's output
-is printed when it has ended. All programs run, even if one fails.
+is printed when it has ended. All programs run, even if one fails; at the end, the failures are printed again, so that
+the last lines of a log name them.
 
 Exit status: 0 if all passed, 1 if something failed, 2 for wrong usage.
 """
@@ -23,6 +24,9 @@ from pathlib import Path
 LIMIT_S = 1200
 
 JOBS_MAX = 64
+
+# A failure's lines that are printed again at the end: the messages and the list of failed tests.
+REPEATED_LINES = 60
 
 # Packages whose programs start processes or take long, by folder.
 FIRST = ["cli", "host", "tests"]
@@ -60,6 +64,12 @@ def run(program, folder):
     return status, output.decode(errors="replace"), time.monotonic() - began
 
 
+def failure(output):
+    """Return what a log's reader needs of a failed program's output: its failures, or its end where it has none."""
+    _, mark, details = output.partition("\nfailures:\n")
+    return details.splitlines()[-REPEATED_LINES:] if mark else output.splitlines()[-REPEATED_LINES:]
+
+
 def jobs(text):
     """Parse the number of programs to run at a time."""
     if not (text.isdecimal() and 1 <= int(text) <= JOBS_MAX):
@@ -79,11 +89,11 @@ def main():
             program, (status, output, seconds) = running[ended][0], ended.result()
             print(f"\n     Ran {program.name} in {seconds:.1f} s\n{output}", flush=True)
             if status != 0:
-                failed.append(f"{program.name} (exit status {status})")
+                failed.append((f"{program.name} (exit status {status})", failure(output)))
     if subprocess.run(["cargo", "test", "--workspace", "--doc"]).returncode != 0:
-        failed.append("the documentation's examples")
-    for name in failed:
-        print(f"failed: {name}")
+        failed.append(("the documentation's examples", []))
+    for name, lines in failed:
+        print("\n".join([f"failed: {name}", *(f"    {line}" for line in lines)]))
     sys.exit(1 if failed else 0)
 
 

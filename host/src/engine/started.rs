@@ -132,7 +132,8 @@ impl Core {
 
     fn wait_for(&mut self, handle: u64, deadline: Deadline) {
         loop {
-            while self.data.operations.is_scheduled(handle) {
+            // Where the communicator has ended, the error that it ended with is this operation's too.
+            while self.data.ended.is_none() && self.data.operations.is_scheduled(handle) {
                 if self.run_next_schedule(deadline).is_err() {
                     break;
                 }
