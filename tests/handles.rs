@@ -244,7 +244,7 @@ fn all_started_operations_end_with_the_error_of_a_dead_rank() {
             have_started.wait();
             let orders: [[usize; 3]; 2] = [[0, 1, 2], [2, 0, 1]];
             let waited = orders[comm.rank() as usize / 2].map(|k| handles[k].take().expect("waited for once").wait());
-            waited.map(|result| Error::from(result.err().expect("rank 1 is dead"))).to_vec()
+            waited.map(|result| Error::from(result.expect_err("rank 1 is dead"))).to_vec()
         });
         for error in errors.iter().flatten() {
             let is_named = matches!(error, Error::RanksFailed { ranks, operation: 1, .. } if ranks[..] == [Rank(1)]);

@@ -16,7 +16,7 @@ use sumac_hal::uplink::HopTimers;
 use sumac_tests::oracle::weight;
 
 /// The limit of the time until the first recovery.
-const RECOVERY_LIMIT: Duration = Duration::from_secs(60);
+const RECOVERY_LIMIT: Duration = Duration::from_secs(180);
 
 /// How long a device may be silent; long enough for a busy machine.
 const DEAD: Duration = Duration::from_millis(400);

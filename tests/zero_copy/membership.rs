@@ -11,7 +11,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::shm::{DeviceUsers, machine};
 use sumac_tests::oracle::Shape;
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 /// Join all ranks of a job, leave, and return the membership of each.
 pub(crate) fn memberships(
@@ -54,11 +54,12 @@ pub(crate) fn wait_until_idle(cluster: &Cluster) {
     loop {
         let report = status(cluster.controller.local_addr()).expect("a report");
         let groups = report.devices.iter().map(|device| device.stats.as_ref().map(|stats| stats.groups));
-        let groups: u16 = groups.sum::<Result<u16, _>>().expect("devices that answer");
-        if report.jobs.is_empty() && groups == 0 {
+        // A device on a busy machine may answer late.
+        let groups = groups.sum::<Result<u16, _>>();
+        if report.jobs.is_empty() && groups == Ok(0) {
             return;
         }
-        assert!(Instant::now() < deadline, "{groups} groups, {:?}", report.jobs);
+        assert!(Instant::now() < deadline, "{groups:?} groups, {:?}", report.jobs);
         thread::yield_now();
     }
 }

@@ -313,7 +313,7 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 32] = [
+const KNOWN: [&str; 33] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -332,6 +332,7 @@ const KNOWN: [&str; 32] = [
     "SUMAC_PORT",
     "SUMAC_RANK",
     "SUMAC_RECOVER",
+    "SUMAC_SSH",
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
     "SUMAC_TENANT",

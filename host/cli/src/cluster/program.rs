@@ -53,6 +53,38 @@ impl Supervisor {
         Ok(id)
     }
 
+    /// Start another program than this one, with a standard input that stays open for [`Supervisor::write`]. Its lines
+    /// on stdout are events, like those of other children.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if it cannot be started.
+    pub(crate) fn spawn_other(&mut self, name: &str, command: &[String]) -> Result<ChildId, ClusterError> {
+        let id = ChildId(self.children.len());
+        let args: Vec<String> = [BECOME, "--"].into_iter().map(str::to_owned).chain(command.iter().cloned()).collect();
+        let child = Child::spawn(id, name, &args, &self.sender, &self.bar)
+            .map_err(|source| ClusterError::System { what: format!("start {name}"), source })?;
+        self.children.push(child);
+        Ok(id)
+    }
+
+    /// Wait until all of these children have ended, and pass each line of theirs to `to`.
+    ///
+    /// # Errors
+    /// Those of [`Supervisor::next_line`], and an error of `to`.
+    pub(crate) fn pass_on_lines(
+        &mut self,
+        ids: &[ChildId],
+        limit: Limit,
+        mut to: impl FnMut(&str) -> io::Result<()>,
+    ) -> Result<(), ClusterError> {
+        while let Some(&awaited) = ids.iter().find(|id| !self.children[id.0].ended) {
+            if let Some((_, line)) = self.next_event(limit, awaited, "end")? {
+                to(&line).map_err(|source| ClusterError::System { what: "write to stdout".into(), source })?;
+            }
+        }
+        Ok(())
+    }
+
     /// Wait until one more of these programs has ended with status 0, and return those that have ended.
     ///
     /// # Errors

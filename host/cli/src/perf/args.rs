@@ -2,6 +2,7 @@
 
 use super::fault::Fault;
 use super::names::{self, Choice, Root};
+use super::ssh::{FOLLOW, Host};
 use crate::chaos::RuleArgs;
 use crate::cluster::GivenDevice;
 use crate::options::{self, Algo, Links, OrderName, Transport};
@@ -62,6 +63,18 @@ pub(crate) struct PerfArgs {
     /// SUMAC_CONTROLLER, else MASTER_ADDR and SUMAC_PORT]
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) controller: Option<String>,
+    /// Start the ranks on these hosts by ssh, where there is no launcher: comma-separated, HOST or HOST:RANKS
+    ///
+    /// Needs a running controller. SUMAC_SSH replaces `ssh -o BatchMode=yes`. A key that SUMAC_KEY_FILE or SUMAC_KEY
+    /// gives here is sent to the ranks through ssh; other variables that begin with SUMAC_ are passed on.
+    #[arg(long, value_name = "HOSTS", value_delimiter = ',', conflicts_with = "ranks")]
+    pub(super) ssh: Vec<Host>,
+    /// The `sumac` on the hosts of --ssh [default: the path of this one]
+    #[arg(long, value_name = "PATH", requires = "ssh")]
+    pub(super) sumac_path: Option<String>,
+    /// This is a rank of --ssh.
+    #[arg(long = FOLLOW, hide = true)]
+    pub(super) follow_stdin: bool,
     /// Collectives, comma-separated
     #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
           value_parser = names::collective_parser())]

@@ -15,11 +15,13 @@ EXAMPLES
   sumac perf --fault kill-device -b 1M -e 16M --algo tree
   mpirun -np 64 sumac perf --controller head:7847
   sumac run -n 4 -- sumac perf
+  sumac perf --ssh n1:8,n2:8 --controller head:7847
 
 LAUNCHERS
   Started by torchrun, mpirun, srun or `sumac run`, perf is one rank of a job on a running controller, as nccl-tests
   are. Rank 0 prints the rows, with the figures of all ranks, and all ranks exit with the same status. Give all ranks
-  the same options. devices are those of the job's tree. --ranks starts a cluster here all the same.
+  the same options. devices are those of the job's tree. --ranks starts a cluster here all the same. Without a launcher,
+  --ssh starts the ranks, those of a host one after the other, and ends them when it ends.
 
 NCCL-TESTS
   -b -e -i -f -n -w -d -o -r are those of nccl-tests (its README, \"Arguments\"), with other defaults for sizes; -c 1 is

@@ -8,7 +8,7 @@
 use super::args::PerfArgs;
 use super::output::Output;
 use super::row::Measurement;
-use super::{measured, progress_bar};
+use super::{measured, progress_bar, ssh};
 use crate::address;
 use crate::bench::{Bench, tree_transport};
 use crate::exit::Failure;
@@ -27,12 +27,14 @@ use sumac::{Communicator, JoinConfig};
 /// Run as a rank.
 pub(super) fn run(args: &PerfArgs, reading: &Reading) -> Result<(), Failure> {
     args.check_launched().map_err(Failure::Input)?;
+    let key = if args.follow_stdin { ssh::follow()? } else { None };
     let mut config = JoinConfig::from_env().map_err(Failure::input)?;
     if let Some(text) = &args.controller {
         let mut addrs = address::all("--controller", text, DEFAULT_PORT)?.into_iter();
         config.controller = addrs.next().unwrap_or(config.controller);
         config.controller_alternatives = addrs.collect();
     }
+    config.key = key.or(config.key);
     config.order = args.order.map_or(config.order, Into::into);
     config.transport = args.transport();
     let local = reading.placement.as_ref().ok().and_then(|placement| placement.local_rank);
@@ -63,7 +65,7 @@ pub(super) fn world(reading: &Reading) -> Result<Option<u32>, Failure> {
 
 impl PerfArgs {
     /// Refuse options of the cluster that `perf` starts where no launcher has started it.
-    fn check_launched(&self) -> anyhow::Result<()> {
+    pub(super) fn check_launched(&self) -> anyhow::Result<()> {
         let options = [
             ("--levels", self.levels != 2),
             ("--shards", self.shards != 1),

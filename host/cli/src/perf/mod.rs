@@ -16,6 +16,7 @@ mod names;
 mod output;
 mod relay;
 mod row;
+mod ssh;
 mod table;
 
 pub(crate) use args::PerfArgs;
@@ -44,6 +45,9 @@ const JOIN_LIMIT: Duration = Duration::from_secs(60);
 
 /// Run the measurement.
 pub(crate) fn run(mut args: PerfArgs, verbose: u8) -> Result<(), Failure> {
+    if !args.ssh.is_empty() {
+        return ssh::run(&args, &args.ssh, verbose);
+    }
     if args.ranks.is_none() {
         let reading = launcher::from_env();
         args.launched = launched::world(&reading)?;
