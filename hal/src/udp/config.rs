@@ -1,8 +1,11 @@
 //! Configuration, errors and counters of a UDP port.
 
+use super::sys;
 use crate::port::Addr;
+use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsFd;
 use std::time::Duration;
 use thiserror::Error;
 
@@ -28,8 +31,8 @@ pub struct UdpConfig {
     /// The longest packet in bytes; `None`: what fits the MTU towards `peer`. The kernel fragments longer packets,
     /// which works, but the loss of one fragment loses the packet.
     pub max_packet_len_bytes: Option<usize>,
-    /// A peer that determines the route whose MTU is used. `None`: loopback's MTU for a loopback address, else
-    /// Ethernet's.
+    /// A peer that determines the route whose MTU is used. `None`: the MTU of the interface that has the port's
+    /// address, or Ethernet's if the system does not tell.
     pub peer: Option<SocketAddr>,
     /// How many bytes of packets the kernel buffers until they are received. The kernel may grant less
     /// (`net.core.rmem_max`, unless the process has `CAP_NET_ADMIN`): the capabilities report what it granted.
@@ -155,7 +158,7 @@ impl UdpConfig {
             (None, None) if local.ip().is_loopback() => datagram_len_towards(local, local).map_err(|source| {
                 UdpError::Io { what: "find the MTU of the loopback interface", addr: local, source }
             })?,
-            (None, None) => ETHERNET_DATAGRAM_LEN_BYTES,
+            (None, None) => interface_datagram_len(local.ip()).unwrap_or(ETHERNET_DATAGRAM_LEN_BYTES),
         };
         if (1..=MAX_DATAGRAM_LEN_BYTES).contains(&len) {
             Ok(len)
@@ -170,9 +173,60 @@ fn datagram_len_towards(local: SocketAddr, peer: SocketAddr) -> io::Result<usize
     let socket = UdpSocket::bind((local.ip(), 0))?;
     // Connecting a UDP socket only looks up the route.
     socket.connect((peer.ip(), peer.port().max(1)))?;
-    let (mtu, headers) = match peer {
-        SocketAddr::V4(_) => (rustix::net::sockopt::ip_mtu(&socket)?, 20 + 8),
-        SocketAddr::V6(_) => (rustix::net::sockopt::ipv6_mtu(&socket)?, 40 + 8),
+    let mtu = match peer {
+        SocketAddr::V4(_) => rustix::net::sockopt::ip_mtu(&socket)?,
+        SocketAddr::V6(_) => rustix::net::sockopt::ipv6_mtu(&socket)?,
     };
-    Ok((mtu as usize).saturating_sub(headers).min(MAX_DATAGRAM_LEN_BYTES))
+    Ok(datagram_len(mtu as usize, peer.ip()))
+}
+
+/// Return the maximum payload of a datagram that the interface with this address sends without fragmentation; `None`
+/// if the system does not tell, or if the MTU is less than every IP link has.
+fn interface_datagram_len(local: IpAddr) -> Option<usize> {
+    let mut interfaces = getifaddrs().ok()?;
+    let interface = interfaces.find(|interface| ip_of(interface) == Some(local))?;
+    let any = if local.is_ipv4() { IpAddr::from(Ipv4Addr::UNSPECIFIED) } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0)).ok()?;
+    let mtu = sys::interface_mtu(socket.as_fd(), &interface.interface_name).ok()?;
+    (mtu >= MTU_MIN_BYTES).then(|| datagram_len(mtu, local))
+}
+
+fn ip_of(interface: &InterfaceAddress) -> Option<IpAddr> {
+    let addr = interface.address.as_ref()?;
+    match (addr.as_sockaddr_in(), addr.as_sockaddr_in6()) {
+        (Some(v4), _) => Some(v4.ip().into()),
+        (None, Some(v6)) => Some(v6.ip().into()),
+        (None, None) => None,
+    }
+}
+
+/// Return the maximum payload of a datagram of the address's family in a packet of `mtu` bytes.
+fn datagram_len(mtu: usize, ip: IpAddr) -> usize {
+    let headers = if ip.is_ipv4() { 20 + 8 } else { 40 + 8 };
+    mtu.saturating_sub(headers).min(MAX_DATAGRAM_LEN_BYTES)
+}
+
+/// The least MTU that is believed: every host accepts an IPv4 packet of this length (RFC 791).
+const MTU_MIN_BYTES: usize = 576;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packets_fill_the_mtu_of_the_interface_with_the_address() {
+        let mut count = 0;
+        for interface in getifaddrs().expect("interfaces") {
+            let Some(ip) = ip_of(&interface) else { continue };
+            let text = std::fs::read_to_string(format!("/sys/class/net/{}/mtu", interface.interface_name));
+            let Ok(mtu) = text.map(|text| text.trim().parse::<usize>().expect("a number")) else { continue };
+            let headers = if ip.is_ipv4() { 28 } else { 48 };
+            let expected = Some((mtu - headers).min(MAX_DATAGRAM_LEN_BYTES));
+            assert_eq!(interface_datagram_len(ip), expected, "{}", interface.interface_name);
+            count += 1;
+        }
+        assert!(count > 0, "loopback, at least");
+        // Documentation's (RFC 5737): no interface has it.
+        assert_eq!(interface_datagram_len(Ipv4Addr::new(198, 51, 100, 1).into()), None);
+    }
 }
