@@ -233,6 +233,8 @@ ENVIRONMENT
                        this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open
                        MPI, MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
   SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
+  SUMAC_EMBEDDED_CONTROLLER
+                       1 on all ranks: rank 0 runs the controller [default: 0]
   SUMAC_HOST           this host's name in the fabric [default: by order of host]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
   SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]

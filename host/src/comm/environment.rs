@@ -72,6 +72,7 @@ impl JoinConfig {
     /// | `world` | `SUMAC_WORLD` | default: the launcher's, as `WORLD_SIZE` |
     /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
     /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
+    /// | `embedded_controller` | `SUMAC_EMBEDDED_CONTROLLER` | `1` or `0` |
     /// | `key` | `SUMAC_KEY_FILE` | a file with the key, which only its owner can read; `-` is stdin |
     /// | | `SUMAC_KEY` | the key itself, as in the file |
     /// | `job` | `SUMAC_JOB` | default: the launcher's name of the job; `default` for a bare `RANK` |
@@ -124,6 +125,8 @@ fn read(
     let first = addrs.next().ok_or_else(|| invalid("SUMAC_CONTROLLER", "the host has no address"))?;
     let mut config = JoinConfig::new(first, job, rank, world);
     config.controller_alternatives = addrs.collect();
+    let embedded = variables.one_of("SUMAC_EMBEDDED_CONTROLLER", &[("1", true), ("0", false)])?;
+    config.embedded_controller = embedded.unwrap_or(false);
     config.key = key(&variables.0).map_err(|(name, why)| invalid(name, why))?;
     variables.placement(&mut config)?;
     variables.calls(&mut config)?;
@@ -313,13 +316,14 @@ fn distance(a: &str, b: &str) -> usize {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 33] = [
+const KNOWN: [&str; 34] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
     "SUMAC_CONTROLLER",
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
+    "SUMAC_EMBEDDED_CONTROLLER",
     "SUMAC_HOST",
     "SUMAC_IFNAME",
     "SUMAC_JOB",

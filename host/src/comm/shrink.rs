@@ -48,13 +48,14 @@ impl Communicator {
     /// # Errors
     /// [`ShrinkError`] if this rank is no longer a member, or the controller or the join fails.
     pub fn shrink(&self) -> Result<Self, ShrinkError> {
-        let (mut config, survivors) = {
+        let (mut config, survivors, controller) = {
             let Ok(core) = self.lock() else { return Err(ShrinkError::NotMember { name: self.name() }) };
             let config = core.config().clone();
             let name = config.job.clone();
             let survivors = core.survivors(Instant::now() + config.join_timeout);
             let Some(survivors) = survivors else { return Err(ShrinkError::NotMember { name }) };
-            (config, survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?)
+            let survivors = survivors.map_err(|source| ShrinkError::Survivors { name, source: Box::new(source) })?;
+            (config, survivors, core.embedded_controller())
         };
         let (round, ranks) = survivors;
         let Some(place) = ranks.iter().position(|&rank| rank == Rank(self.rank())) else {
@@ -63,6 +64,10 @@ impl Communicator {
         config.job = derived_name(&config.job, &format!("~{round}"));
         (config.rank, config.world) = (place as u32, ranks.len() as u32);
         let name = config.job.clone();
-        Self::join(config).map_err(|source| ShrinkError::Join { name, source: Box::new(source) })
+        let joined = Self::join(config).map_err(|source| ShrinkError::Join { name, source: Box::new(source) })?;
+        if let Ok(mut core) = joined.lock() {
+            core.keep_controller(controller);
+        }
+        Ok(joined)
     }
 }

@@ -66,14 +66,20 @@ impl Communicator {
         exchanged.map_err(|source| SplitError::Exchange { name: self.name(), source })?;
         // Ranks without a color count the split too, since they take part in the next one.
         let core = self.lock().map_err(|source| SplitError::Exchange { name: self.name(), source });
-        let (mut config, nth) = core?.next_split();
+        let mut core = core?;
+        let ((mut config, nth), controller) = (core.next_split(), core.embedded_controller());
+        drop(core);
         let Some(color) = color else { return Ok(None) };
         let (rank, world) = place(&all, color, key, self.rank());
         config.job = derived_name(&config.job, &format!("/{nth}.{color}"));
         (config.rank, config.world) = (rank, world);
         configure(&mut config);
         let name = config.job.clone();
-        Self::join(config).map(Some).map_err(|source| SplitError::Join { name, source: Box::new(source) })
+        let joined = Self::join(config).map_err(|source| SplitError::Join { name, source: Box::new(source) })?;
+        if let Ok(mut core) = joined.lock() {
+            core.keep_controller(controller);
+        }
+        Ok(Some(joined))
     }
 }
 

@@ -70,6 +70,11 @@ impl Machine {
         Ok(Self { config, state, clients, principals, is_due: true, due: now, is_planning: false, is_stopping: false })
     }
 
+    /// Return whether there is a job.
+    pub(super) fn has_jobs(&self) -> bool {
+        self.state.has_jobs()
+    }
+
     fn set_time(&mut self, now: Instant) {
         self.state.now = now;
         self.is_due = true;

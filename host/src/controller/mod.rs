@@ -191,6 +191,9 @@ pub enum ControllerError {
     Thread(std::io::Error),
 }
 
+/// How often [`Controller::wait_until_idle`] looks.
+const IDLE_INTERVAL: Duration = Duration::from_millis(10);
+
 /// A running controller. Dropping it stops the controller and releases all groups.
 #[derive(Debug)]
 pub struct Controller {
@@ -265,6 +268,22 @@ impl Controller {
     /// The address that it listens on.
     pub const fn local_addr(&self) -> SocketAddr {
         self.addr
+    }
+
+    /// Wait until there are no jobs, at most for `limit`. Returns whether there are none.
+    pub(crate) fn wait_until_idle(&self, limit: Duration) -> bool {
+        let end = std::time::Instant::now() + limit;
+        let mut machine = self.shared.lock();
+        while machine.has_jobs() {
+            let left = end.saturating_duration_since(std::time::Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            // Not each end of a job wakes.
+            let waited = self.shared.work.wait_timeout(machine, left.min(IDLE_INTERVAL));
+            machine = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
     }
 
     /// Serve until the process ends.

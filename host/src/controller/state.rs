@@ -281,6 +281,10 @@ impl State {
         Ok((name, rank))
     }
 
+    pub(super) fn has_jobs(&self) -> bool {
+        !self.jobs.is_empty()
+    }
+
     /// Check the limit on jobs.
     fn check_jobs(&self, config: &ControllerConfig) -> Result<(), JoinRefusal> {
         let limit = config.limits.jobs;

@@ -1,6 +1,7 @@
 //! The configuration of a rank, and why it could not join its job.
 
 use super::options::Straggler;
+use crate::controller::ControllerError;
 use crate::controller::proto::{DEFAULT_TENANT, Transport};
 use crate::controller::{ClientError, ControllerAddr, first_reachable};
 use crate::exec::MeshError;
@@ -23,6 +24,10 @@ pub struct JoinConfig {
     /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
     /// `controller`, that accepts a connection.
     pub controller_alternatives: Vec<SocketAddr>,
+    /// Whether rank 0 runs the controller, at `controller` or the first alternative that is an address of its host. For
+    /// jobs where none is running. Without a [`key`](Self::key), it listens on loopback only; with one, it accepts that
+    /// key alone, and so no devices. Must be the same on all ranks. Default false.
+    pub embedded_controller: bool,
     /// The key to connect to the controller with: one of the job's tenant. `None` if the controller uses none.
     pub key: Option<Key>,
     /// The job's name. Ranks that give the same name to the same controller form a job.
@@ -87,6 +92,7 @@ impl JoinConfig {
         Self {
             controller,
             controller_alternatives: Vec::new(),
+            embedded_controller: false,
             key: None,
             job: job.into(),
             rank,
@@ -143,6 +149,9 @@ pub enum JoinError {
     /// The controller cannot be reached, or refused the rank.
     #[error(transparent)]
     Controller(#[from] ClientError),
+    /// Rank 0 cannot run the job's controller.
+    #[error("cannot start the job's controller: {0}")]
+    EmbeddedController(#[source] ControllerError),
     /// The data port could not be opened.
     #[error("data port: {0}")]
     Port(#[from] HostedError),
@@ -170,4 +179,4 @@ pub enum JoinError {
     Membership(String),
 }
 
-super::error::creation_error!(JoinError: Environment Address Controller Port Listen Mesh Attach Membership);
+super::error::creation_error!(JoinError: Environment Address Controller EmbeddedController Port Listen Mesh Attach Membership);

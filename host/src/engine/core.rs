@@ -14,7 +14,7 @@ use super::notices::Notices;
 use super::operations::CounterSnapshot;
 use super::options::{CallOptions, Outstanding, Recoveries};
 use super::tree::Tree;
-use crate::controller::{ClientError, Session};
+use crate::controller::{ClientError, Controller, Session};
 use crate::exec::{ExecError, JobToken};
 use crate::select::Explanation;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
@@ -44,6 +44,8 @@ pub(super) struct Members {
     pub(super) token: JobToken,
     /// The number of ranks with this one's IP address.
     pub(super) ranks_here: usize,
+    /// The job's controller, if this rank runs it. Dropped after the connection to it.
+    pub(super) embedded: Option<Arc<Controller>>,
 }
 
 impl std::fmt::Debug for Core {
@@ -95,6 +97,16 @@ impl Core {
     pub(crate) fn next_split(&mut self) -> (JoinConfig, u64) {
         self.splits += 1;
         (self.data.config.clone(), self.splits - 1)
+    }
+
+    /// Return the controller that this rank runs for the job, if it does.
+    pub(crate) fn embedded_controller(&self) -> Option<Arc<Controller>> {
+        self.members.embedded.clone()
+    }
+
+    /// Keep the controller of the communicator that this one comes from.
+    pub(crate) fn keep_controller(&mut self, controller: Option<Arc<Controller>>) {
+        self.members.embedded = controller;
     }
 
     /// Return the recoveries so far.

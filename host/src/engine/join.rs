@@ -4,6 +4,7 @@ use super::config::{JoinConfig, JoinError};
 use super::connections::{Connections, HostPath};
 use super::core::{Core, Members};
 use super::data_path::DataPath;
+use super::embedded;
 use super::membership::MembershipChannel;
 use super::notices::Notices;
 use super::operations::Operations;
@@ -28,6 +29,7 @@ use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 
 /// Join a job: connect to the controller, the other ranks and the leaf device.
 pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
+    let embedded = embedded::prepare(&mut config)?;
     config.choose_addresses()?;
     let (listener, mesh_addr) = listen(config.bind)?;
     let (recovery_listener, recovery_addr) = listen(config.bind)?;
@@ -85,7 +87,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
         ended: None,
     };
-    Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here }))
+    Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here, embedded }))
 }
 
 /// Describe this rank to the controller.

@@ -17,6 +17,7 @@ use super::data_path::{Deadline, Stop};
 use super::error::Error;
 use super::membership::MembershipChannel;
 use crate::recovery::Watermark;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How a rank left its job ([`Communicator::leave_within`](crate::Communicator::leave_within)).
@@ -38,6 +39,7 @@ pub enum Departure {
 impl Core {
     /// Leave the job. The controller frees the group when all ranks have left.
     pub(crate) fn leave(&mut self, limit: Duration) -> Departure {
+        let began = Instant::now();
         let departure = self.drain(limit);
         match &departure {
             Departure::Clean => self.members.channel.iter().for_each(MembershipChannel::announce_departure),
@@ -55,6 +57,9 @@ impl Core {
         self.members.channel.iter().for_each(MembershipChannel::end);
         if let Some(session) = self.members.session.take() {
             session.leave();
+        }
+        if let Some(controller) = self.members.embedded.take().and_then(Arc::into_inner) {
+            controller.wait_until_idle(limit.saturating_sub(began.elapsed()));
         }
         departure
     }
@@ -98,8 +103,7 @@ impl Core {
         let mut give_up_at = None;
         let mut interval = ASK_INTERVAL;
         while !self.is_stable() {
-            let Some(inbox) = self.members.channel.as_ref().map(|channel| std::sync::Arc::clone(channel.inbox()))
-            else {
+            let Some(inbox) = self.members.channel.as_ref().map(|channel| Arc::clone(channel.inbox())) else {
                 return Ok(true);
             };
             let now = Instant::now();

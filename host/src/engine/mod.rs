@@ -33,6 +33,7 @@ mod core;
 mod data_path;
 mod dropped;
 mod element;
+mod embedded;
 pub(crate) mod error;
 mod extent;
 mod host;

@@ -169,6 +169,17 @@ impl KeyStore {
         Ok(&self.records.entry(KeyId(id)).or_insert(record).key)
     }
 
+    /// Make a store of one key.
+    ///
+    /// # Errors
+    /// [`InvalidPrincipal`].
+    pub fn of_one(key: Key, principal: Principal) -> Result<Self, InvalidPrincipal> {
+        principal.check()?;
+        let id = key.id();
+        let record = KeyRecord { key, principal: Arc::new(principal), expires_unix_s: None, is_revoked: false };
+        Ok(Self { records: BTreeMap::from([(id, record)]) })
+    }
+
     /// Revoke a key.
     ///
     /// # Errors
