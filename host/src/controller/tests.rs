@@ -5,6 +5,7 @@ mod keyed;
 mod leases;
 mod links;
 mod offers;
+mod pair;
 mod quotas;
 mod replan;
 mod reports;
