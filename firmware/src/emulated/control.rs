@@ -14,7 +14,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, Opener, Sealer};
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, TermGuard, send, shards,
+    Announce, Envelope, FrameError, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, TermGuard,
+    send, shards,
 };
 
 /// The board's handle of the control thread. Dropping it ends the thread.
@@ -37,6 +38,8 @@ struct State {
     registered: bool,
     /// Why the controller did not register the device at the last attempt.
     rejection: Option<Rejection>,
+    /// Why the controller's messages were none of this version at the last attempt.
+    version_error: Option<FrameError>,
     /// Why there was no secure channel at the last attempt. Whoever has the controller's address can cause it.
     key_error: Option<HandshakeError>,
     /// The connection, so that the board can end an attempt to connect and a blocking read.
@@ -82,7 +85,11 @@ impl Control {
         match state.rejection {
             _ if state.registered => Ok(()),
             Some(rejection) => Err(RegistrationError::Rejected(rejection)),
-            None => Err(state.key_error.map_or(RegistrationError::Unreached, RegistrationError::Key)),
+            None => Err(match (state.key_error, state.version_error) {
+                (Some(error), _) => RegistrationError::Key(error),
+                (None, Some(error)) => RegistrationError::Version(error),
+                (None, None) => RegistrationError::Unreached,
+            }),
         }
     }
 
@@ -162,6 +169,13 @@ impl Dialer {
             let request: Envelope<Request> = match reader.recv() {
                 Ok(request) => request,
                 Err(_) if self.shared.lock().stopped => return Ok(()),
+                Err(StreamError::Frame(error @ FrameError::Version(_))) => {
+                    let before = self.shared.lock().version_error.replace(error);
+                    if before != Some(error) {
+                        tracing::warn!(device = self.announce.name.as_str(), %error, "not registered");
+                    }
+                    return Err(error.into());
+                }
                 Err(error) => return Err(error),
             };
             if let Request::Rejected(rejection) = request.message {
@@ -186,7 +200,8 @@ impl Dialer {
             if is_registered {
                 {
                     let mut state = self.shared.lock();
-                    (state.registered, state.rejection, state.key_error) = (true, None, None);
+                    (state.registered, state.rejection) = (true, None);
+                    (state.key_error, state.version_error) = (None, None);
                 }
                 self.shared.changed.notify_all();
             }

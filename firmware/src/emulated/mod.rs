@@ -38,7 +38,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{HandshakeError, Key};
-use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name, Rejection};
+use sumac_hal::ctrl::{Announce, DeviceCapabilities, FrameError, Name, Rejection};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -202,6 +202,9 @@ pub enum RegistrationError {
     /// can cause this, so the device tries on.
     #[error("{0}")]
     Key(HandshakeError),
+    /// The controller is of another release. It may be replaced, so the device tries on.
+    #[error("{0}")]
+    Version(FrameError),
     /// The controller did not register the device. Final rejections ([`Rejection::is_final`]) end the wait at once.
     #[error(transparent)]
     Rejected(#[from] Rejection),

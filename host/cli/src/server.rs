@@ -277,6 +277,9 @@ fn describe(name: &str, controller: &str, timeout: Duration, error: Registration
         RegistrationError::Key(error) => {
             anyhow!("device {name} is not registered at {controller} after {seconds} s: {error}")
         }
+        RegistrationError::Version(error) => {
+            anyhow!("device {name} is not registered at {controller} after {seconds} s: {error}")
+        }
         _ => anyhow!(
             "device {name} found no controller at {controller} within {seconds} s; start one with `sumac controller`"
         ),

@@ -18,7 +18,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{ControlReader, ControlWriter};
-use sumac_hal::ctrl::{FrameReader, StreamError, send};
+use sumac_hal::ctrl::{FrameError, FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
 
 /// The view of a replan request and its outcome. `None`: the connection has ended.
@@ -122,7 +122,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     /// Dial until a controller has resumed the job. `None` if the session is dropped or the controller refuses.
     fn reconnect(&mut self) -> Option<FrameReader<ControlReader<TcpStream>>> {
         let (job, rank) = (self.resumption.request.job.clone(), self.resumption.request.rank);
-        let mut taken = 0;
+        let (mut taken, mut is_other_version) = (0, false);
         while !self.is_closing() {
             match self.resume() {
                 Ok((view, term, reader)) => {
@@ -142,6 +142,10 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
                     self.connection().refusal = Some(refusal.clone());
                     (self.on_notice)(Notice::ResumeRefused(refusal));
                     return None;
+                }
+                Err(error @ ClientError::Stream(StreamError::Frame(FrameError::Version(_)))) if !is_other_version => {
+                    is_other_version = true;
+                    crate::log::warn!(job, %rank, %error, "not resumed; the job continues without a controller");
                 }
                 Err(error) => crate::log::debug!(job, %rank, %error, "not resumed"),
             }

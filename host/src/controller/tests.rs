@@ -12,6 +12,7 @@ mod reports;
 mod resume;
 mod session;
 mod unlocked;
+mod versions;
 
 use super::limits::RANKS_MAX;
 use super::proto::{JoinRequest, Membership, Terms, Transport, TreeMembership};

@@ -258,3 +258,90 @@ fn controllers_with_keys_report_to_each_other_by_an_operators_key_only() {
     assert!(matches!(&refused, Err(ClientError::Refused(JoinRefusal::KeyScope { .. }))), "{refused:?}");
     assert_eq!(part_of(addrs[0], &operator).and_then(|report| report.pair).map(|pair| pair.term), Some(1));
 }
+
+/// A scripted controller of a pair: accepts one client, and claims a term.
+fn accept_and_claim(listener: &TcpListener, term: u64) -> (TcpStream, FrameReader<TcpStream>, u64) {
+    let (mut stream, _) = listener.accept().expect("a client");
+    let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+    let Ok(Hello::FailoverClient { seen }) = reader.recv() else { panic!("a client that knows both addresses") };
+    let claim = sumac_hal::ctrl::TermClaim { term, silence_ms: 10_000 };
+    send(&mut stream, &ClientReply::Leading(claim)).expect("it listens");
+    (stream, reader, seen)
+}
+
+/// The rank has joined in term 2. It takes nothing from a controller of term 1, in whatever order it finds them.
+#[test]
+fn rank_resumes_at_no_controller_of_a_lower_term() {
+    let ports = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").expect("a port"));
+    let addrs = ports.each_ref().map(|port| port.local_addr().expect("bound"));
+    let controller = ControllerAddr { alternatives: vec![addrs[1]], ..addrs[0].into() };
+    let (to, notices) = channel();
+    let on_notice = move |notice| {
+        let _ = to.send(notice);
+        None
+    };
+    let joins = thread::spawn(move || Session::join(controller, request(0, 1), TEST_TIMEOUT, on_notice));
+    let (mut stream, mut reader, seen) = accept_and_claim(&ports[0], 2);
+    assert_eq!(seen, 0);
+    let Ok(ClientRequest::Join(_)) = reader.recv() else { panic!("a rank that joins") };
+    let membership = Membership {
+        tree: Err("no device".into()),
+        queue: None,
+        mesh: vec![addrs[0]],
+        recovery_mesh: vec![addrs[0]],
+        mesh_token: 7,
+        expression: Vec::new(),
+        table: CostTable::EMULATED,
+    };
+    send(&mut stream, &ClientReply::Joined(Box::new(membership))).expect("it listens");
+    let (session, _) = joins.join().expect("no panic").expect("joined");
+    drop((stream, reader));
+    let hear = |wanted: Notice| {
+        let heard =
+            notices.iter().find(|notice| matches!(notice, Notice::ControllerLost | Notice::ControllerBack { .. }));
+        assert_eq!(heard, Some(wanted));
+    };
+    hear(Notice::ControllerLost);
+    // The first one has come back and remembers nothing. The rank asks the other one at once, and nothing of this one.
+    let (_first, mut reader, seen) = accept_and_claim(&ports[0], 1);
+    assert_eq!(seen, 2);
+    let (mut second, mut resumes, seen) = accept_and_claim(&ports[1], 4);
+    assert_eq!(seen, 2);
+    assert!(reader.recv::<ClientRequest>().is_err(), "it has closed the connection");
+    let Ok(ClientRequest::Resume(_)) = resumes.recv() else { panic!("a rank that resumes") };
+    send(&mut second, &ClientReply::Resumed { view: 1 }).expect("it listens");
+    hear(Notice::ControllerBack { view: 1 });
+    // A claim of another term ends a connection, too.
+    let claim = sumac_hal::ctrl::TermClaim { term: 3, silence_ms: 10_000 };
+    send(&mut second, &ClientReply::Leading(claim)).expect("it listens");
+    hear(Notice::ControllerLost);
+    drop(ports);
+    session.leave();
+}
+
+/// A controller that was stopped keeps its connections open.
+#[test]
+fn rank_takes_a_silent_controller_for_lost() {
+    let ports = [0; 2].map(|_| TcpListener::bind("127.0.0.1:0").expect("a port"));
+    let addrs = ports.each_ref().map(|port| port.local_addr().expect("bound"));
+    let controller = ControllerAddr { alternatives: vec![addrs[1]], ..addrs[0].into() };
+    let mut short = request(0, 1);
+    short.job = "silent".into();
+    let joins = thread::spawn(move || Session::join(controller, short, TEST_TIMEOUT, |_| None).map(drop));
+    let (mut stream, _) = ports[0].accept().expect("a client");
+    let mut reader = FrameReader::new(stream.try_clone().expect("a file"));
+    assert!(matches!(reader.recv(), Ok(Hello::FailoverClient { seen: 0 })));
+    let claim = sumac_hal::ctrl::TermClaim { term: 1, silence_ms: 200 };
+    send(&mut stream, &ClientReply::Leading(claim)).expect("it listens");
+    let Ok(ClientRequest::Join(_)) = reader.recv() else { panic!("a rank that joins") };
+    // It says nothing more, and the rank joins elsewhere.
+    let again = thread::spawn(move || {
+        let (mut stream, ..) = accept_and_claim(&ports[0], 2);
+        let refusal = JoinRefusal::Running { job: "silent".into() };
+        send(&mut stream, &ClientReply::Refused(refusal)).expect("it listens");
+        stream
+    });
+    let error = joins.join().expect("no panic").expect_err("refused");
+    assert!(matches!(error, ClientError::Refused(JoinRefusal::Running { .. })), "{error}");
+    drop(again.join());
+}
