@@ -68,6 +68,7 @@ pub(crate) fn run(name: &str, controller: SocketAddr) -> Result<(), Box<dyn Erro
         while let Some(Envelope { id, message }) = frames.take_message()? {
             let message = match message {
                 Request::Identify => Response::Announce(announce.clone()),
+                Request::Claim(_) => Response::Done,
                 // This port joins no shared addresses.
                 Request::CreateGroup(group) => {
                     node.control(&Request::CreateGroup(GroupConfig { shared: None, parent_shared: None, ..group }), now)

@@ -1,19 +1,21 @@
 //! The board's control thread: dials the controller, announces the device, and executes the controller's requests.
 
 use super::shard::ShardLink;
-use super::{BoardConfig, BoardError, RegistrationError};
+use super::{BoardConfig, BoardError, RegistrationError, term_file};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, Opener, Sealer};
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, send, shards,
+    Announce, Envelope, FrameError, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, TermGuard,
+    send, shards,
 };
 
 /// The board's handle of the control thread. Dropping it ends the thread.
@@ -36,6 +38,8 @@ struct State {
     registered: bool,
     /// Why the controller did not register the device at the last attempt.
     rejection: Option<Rejection>,
+    /// Why the controller's messages were none of this version at the last attempt.
+    version_error: Option<FrameError>,
     /// Why there was no secure channel at the last attempt. Whoever has the controller's address can cause it.
     key_error: Option<HandshakeError>,
     /// The connection, so that the board can end an attempt to connect and a blocking read.
@@ -54,7 +58,10 @@ impl Control {
     pub(super) fn start(config: &BoardConfig, announce: Announce, shards: Vec<ShardLink>) -> Result<Self, BoardError> {
         let shared = Arc::new(Shared::default());
         let (stop, stopped) = channel();
+        let term = config.term_file.as_deref().map_or(Ok(0), term_file::read)?;
         let dialer = Dialer {
+            guard: TermGuard::new(term),
+            term_file: config.term_file.clone(),
             announce,
             shards,
             key: config.key.clone(),
@@ -78,7 +85,11 @@ impl Control {
         match state.rejection {
             _ if state.registered => Ok(()),
             Some(rejection) => Err(RegistrationError::Rejected(rejection)),
-            None => Err(state.key_error.map_or(RegistrationError::Unreached, RegistrationError::Key)),
+            None => Err(match (state.key_error, state.version_error) {
+                (Some(error), _) => RegistrationError::Key(error),
+                (None, Some(error)) => RegistrationError::Version(error),
+                (None, None) => RegistrationError::Unreached,
+            }),
         }
     }
 
@@ -105,10 +116,13 @@ impl Drop for Control {
     }
 }
 
-/// How long a key exchange may take.
+/// How long a key exchange may take, and the first message of a controller if there is another one to try.
 const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(5);
 
 struct Dialer {
+    guard: TermGuard,
+    /// Keeps the highest term over restarts.
+    term_file: Option<PathBuf>,
     announce: Announce,
     shards: Vec<ShardLink>,
     /// The key to connect with, if the controller uses keys.
@@ -121,10 +135,11 @@ struct Dialer {
 }
 
 impl Dialer {
-    fn run(self) {
-        let device = self.announce.name.as_str();
+    fn run(mut self) {
+        let device = self.announce.name.clone();
+        let (device, controllers) = (device.as_str(), self.controllers.clone());
         loop {
-            for controller in &self.controllers {
+            for controller in &controllers {
                 match self.serve(controller) {
                     Ok(()) => return,
                     Err(error) => tracing::debug!(device, %controller, %error, "not connected to the controller"),
@@ -139,30 +154,54 @@ impl Dialer {
     }
 
     /// Serve one connection; `Ok` if the board stops.
-    fn serve(&self, controller: &SocketAddr) -> Result<(), StreamError> {
+    fn serve(&mut self, controller: &SocketAddr) -> Result<(), StreamError> {
         let Some(mut stream) = self.connect(controller)? else { return Ok(()) };
         stream.set_nodelay(true)?;
         let (sealer, opener) = self.exchange_keys(&mut stream)?.unzip();
         let mut reader = FrameReader::new(ControlReader::new(stream.try_clone()?, opener));
         let mut stream = ControlWriter::new(stream, sealer);
         send(&mut stream, &Hello::Device(self.announce.clone()))?;
+        self.guard.connect();
+        // A controller answers at once. One that was stopped accepts connections, too.
+        let mut silence = (self.controllers.len() > 1).then_some(EXCHANGE_TIMEOUT);
+        stream.get_ref().set_read_timeout(silence)?;
         loop {
             let request: Envelope<Request> = match reader.recv() {
                 Ok(request) => request,
                 Err(_) if self.shared.lock().stopped => return Ok(()),
+                Err(StreamError::Frame(error @ FrameError::Version(_))) => {
+                    let before = self.shared.lock().version_error.replace(error);
+                    if before != Some(error) {
+                        tracing::warn!(device = self.announce.name.as_str(), %error, "not registered");
+                    }
+                    return Err(error.into());
+                }
                 Err(error) => return Err(error),
             };
             if let Request::Rejected(rejection) = request.message {
                 self.note_rejection(rejection);
                 return Err(StreamError::Closed);
             }
-            let message = self.execute(request.message);
+            let limit = match &request.message {
+                Request::Claim(claim) => {
+                    Some(Duration::from_millis(claim.silence_ms.into())).filter(|time| !time.is_zero())
+                }
+                // Only the active controller of a pair speaks regularly.
+                _ => silence.filter(|_| self.guard.seen() > 0),
+            };
+            if limit != silence {
+                silence = limit;
+                stream.get_ref().set_read_timeout(silence)?;
+            }
+            let message =
+                self.admit(&request.message).map_or_else(Response::Refused, |()| self.execute(request.message));
             let is_registered = matches!(message, Response::Announce(_));
             send(&mut stream, &Envelope { id: request.id, message })?;
             if is_registered {
                 {
                     let mut state = self.shared.lock();
-                    (state.registered, state.rejection, state.key_error) = (true, None, None);
+                    (state.registered, state.rejection) = (true, None);
+                    (state.key_error, state.version_error) = (None, None);
                 }
                 self.shared.changed.notify_all();
             }
@@ -225,7 +264,28 @@ impl Dialer {
         self.shared.changed.notify_all();
     }
 
+    /// Check that the controller may command this device.
+    fn admit(&mut self, request: &Request) -> Result<(), Refusal> {
+        let device = self.announce.name.as_str();
+        if let Some(term) = self.guard.new_term(request)
+            && let Some(path) = &self.term_file
+            && let Err(error) = term_file::write(path, term)
+        {
+            // Obeying it now would let an earlier controller in after a restart.
+            tracing::error!(device, term, %error, "refusing a controller, because its term cannot be kept");
+            return Err(Refusal::Term { term });
+        }
+        let admitted = self.guard.admit(request);
+        if let (Err(refusal), Request::Claim(claim)) = (&admitted, request) {
+            tracing::warn!(device, term = claim.term, %refusal, "refusing a controller");
+        }
+        admitted
+    }
+
     fn execute(&self, request: Request) -> Response {
+        if matches!(request, Request::Claim(_)) {
+            return Response::Done;
+        }
         if request == Request::Identify {
             return Response::Announce(self.announce.clone());
         }

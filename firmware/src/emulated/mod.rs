@@ -22,11 +22,13 @@ mod function;
 mod functions;
 mod redo;
 mod shard;
+mod term_file;
 #[cfg(test)]
 mod tests;
 
 pub use attach::ZeroCopyConfig;
 pub use functions::ZeroCopyError;
+pub use term_file::TermFileError;
 
 use attach::{LocalListener, RemoteListener};
 use capture::Capture;
@@ -36,7 +38,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{HandshakeError, Key};
-use sumac_hal::ctrl::{Announce, DeviceCapabilities, Name, Rejection};
+use sumac_hal::ctrl::{Announce, DeviceCapabilities, FrameError, Name, Rejection};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -52,7 +54,8 @@ pub struct BoardConfig {
     pub name: String,
     /// The controller to register with.
     pub controller: SocketAddr,
-    /// Further addresses of the same controller, dialled in turn: those of a host name that has several.
+    /// Further addresses, dialled in turn: of the same controller, those of a host name that has several, and of the other
+    /// one of a pair.
     pub controller_alternatives: Vec<SocketAddr>,
     /// The device's key, if the controller uses keys.
     pub key: Option<Key>,
@@ -90,6 +93,9 @@ pub struct BoardConfig {
     /// The file to capture all packets to, in pcapng; it is created or replaced. It contains keys and data, so only its
     /// owner can read it. Zero-copy contributions of ranks on this machine are no packets.
     pub pcap: Option<PathBuf>,
+    /// The file that keeps the highest term of a pair of controllers that the device has seen, so that it refuses an
+    /// earlier one also after its own restart. `None`: a restarted device serves whichever controller claims it first.
+    pub term_file: Option<PathBuf>,
 }
 
 impl BoardConfig {
@@ -116,6 +122,7 @@ impl BoardConfig {
             zero_copy: Some(ZeroCopyConfig::default()),
             rdma: None,
             pcap: None,
+            term_file: None,
         }
     }
 }
@@ -171,6 +178,9 @@ pub enum BoardError {
         /// The system's error.
         source: std::io::Error,
     },
+    /// The file of the highest term could not be used.
+    #[error(transparent)]
+    Term(#[from] TermFileError),
     /// A system call failed.
     #[error("{what}: {source}")]
     System {
@@ -192,6 +202,9 @@ pub enum RegistrationError {
     /// can cause this, so the device tries on.
     #[error("{0}")]
     Key(HandshakeError),
+    /// The controller is of another release. It may be replaced, so the device tries on.
+    #[error("{0}")]
+    Version(FrameError),
     /// The controller did not register the device. Final rejections ([`Rejection::is_final`]) end the wait at once.
     #[error(transparent)]
     Rejected(#[from] Rejection),

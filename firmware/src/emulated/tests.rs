@@ -1,8 +1,10 @@
 //! Tests of the addresses that a board listens on, announces and refuses, which need no controller.
 
-use super::{Board, BoardConfig, BoardError};
+use super::{Board, BoardConfig, BoardError, RegistrationError};
+use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::{Duration, Instant};
+use sumac_hal::ctrl::{FrameError, VERSION, encode_frames};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::port::Addr;
 use sumac_hal::udp::UdpError;
@@ -131,4 +133,21 @@ fn invalid_ports_and_addresses_are_refused_by_name() {
         let message = refused(config).to_string();
         assert!(message.contains(named), "{message}");
     }
+}
+
+#[test]
+fn board_names_both_versions_if_its_controller_is_newer() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
+    let controller = listener.local_addr().expect("bound");
+    let board = Board::start(BoardConfig { controller, ..config(1) }).expect("a board");
+    let (mut stream, _) = listener.accept().expect("the board");
+    let mut frame = encode_frames(&()).expect("short");
+    frame[2..4].copy_from_slice(&(VERSION + 1).to_le_bytes());
+    stream.write_all(&frame).expect("it listens");
+    // It dials again once it has noticed, and goes on.
+    drop(listener.accept().expect("the board"));
+    let error = board.wait_registration(Duration::ZERO).expect_err("another version");
+    assert_eq!(error, RegistrationError::Version(FrameError::Version(VERSION + 1)));
+    let text = error.to_string();
+    assert!([VERSION, VERSION + 1].iter().all(|version| text.contains(&version.to_string())), "{text}");
 }

@@ -1,6 +1,7 @@
 //! The messages between a controller and a device, and the types that configure a device.
 
 use super::stats::Stats;
+use super::term::TermClaim;
 use crate::ids::{BootId, ChildIndex, Epoch, GroupId, TreeId};
 use crate::key::GroupSecret;
 use crate::port::Addr;
@@ -121,6 +122,12 @@ pub enum Hello {
     Device(Announce),
     /// A program on a host, such as a rank. It sends requests from then on.
     Client,
+    /// A client that knows several addresses. The controller answers at once with its term, or refuses because it is not
+    /// the active one of its pair, so that the client can try the next address.
+    FailoverClient {
+        /// The highest term that the client has seen. Controllers choose higher ones.
+        seen: u64,
+    },
 }
 
 /// A device's limits and supported operations, over all its shards unless stated otherwise.
@@ -292,6 +299,8 @@ pub enum Request {
     Reset,
     /// The device is not registered; the controller closes the connection. Not answered.
     Rejected(Rejection),
+    /// The controller is the active one of its pair. Precedes all other requests of a connection, and is repeated.
+    Claim(TermClaim),
 }
 
 /// Why a controller does not register a device.
@@ -326,6 +335,12 @@ pub enum Rejection {
     /// The device's key is not good for its name.
     #[error("the device's key is not good for this name; make one with `sumac key new --device NAME`")]
     KeyName,
+    /// The controller is the standby of a pair.
+    #[error("the controller is the standby of a pair, {}; give the device both addresses", Active(*active))]
+    Standby {
+        /// The active controller, if the standby knows of one.
+        active: Option<SocketAddr>,
+    },
 }
 
 impl Rejection {
@@ -337,12 +352,25 @@ impl Rejection {
             Self::Name => "the controller does not accept a name in the device's announcement",
             Self::KeyRequired => "the controller accepts devices with keys only",
             Self::KeyName => "the device's key is not good for this name",
+            Self::Standby { .. } => "the controller is the standby of a pair",
         }
     }
 
     /// Return whether trying again is futile until something is changed.
     pub const fn is_final(&self) -> bool {
-        !matches!(self, Self::NameTaken { is_alive: false, .. })
+        !matches!(self, Self::NameTaken { is_alive: false, .. } | Self::Standby { .. })
+    }
+}
+
+/// The active controller of a pair, in messages.
+struct Active(Option<SocketAddr>);
+
+impl fmt::Display for Active {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(addr) => write!(f, "whose active controller is {addr}"),
+            None => f.write_str("which has no active controller yet"),
+        }
     }
 }
 
@@ -461,6 +489,18 @@ pub enum Refusal {
     /// This version does not know the request.
     #[error("unknown request: the device runs another version")]
     Unknown,
+    /// A controller of a higher term has taken over.
+    #[error("this device has served a controller of term {seen}, so it refuses those of lower terms")]
+    OldTerm {
+        /// The highest term that the device has seen.
+        seen: u64,
+    },
+    /// The term is invalid.
+    #[error("term {term} is out of range")]
+    Term {
+        /// The claimed term.
+        term: u64,
+    },
 }
 
 /// Why a device cannot serve a group's zero-copy children.

@@ -25,6 +25,7 @@ pub mod shards;
 mod stats;
 #[cfg(feature = "std")]
 mod stream;
+mod term;
 #[cfg(test)]
 mod tests;
 
@@ -35,6 +36,7 @@ pub use messages::{
 pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]
 pub use stream::{FrameBuffer, FrameReader, StreamError, encode_frames, fragment, send};
+pub use term::{TERM_MAX, TermClaim, TermGuard};
 
 use crate::crc::crc32c;
 use serde::Serialize;
@@ -42,7 +44,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages. It increases with every change of their encoding.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 
 /// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

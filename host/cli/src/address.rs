@@ -6,14 +6,14 @@ use clap::Args;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
 use std::time::Duration;
 use sumac::comm::DEFAULT_PORT;
-use sumac::controller::{first_reachable, resolve};
+use sumac::controller::{ControllerAddr, resolve_all};
 use sumac::local_address::{self, InterfaceFilter};
 
 /// Options that specify a controller to query.
 #[derive(Debug, Args)]
 pub(crate) struct ControllerAddress {
-    /// Address of the controller; all addresses of a host name are tried [default: SUMAC_CONTROLLER, else MASTER_ADDR
-    /// and SUMAC_PORT]
+    /// Address of the controller, or comma-separated addresses of a pair; all addresses of a host name are tried
+    /// [default: SUMAC_CONTROLLER, else MASTER_ADDR and SUMAC_PORT]
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true)]
     controller: Option<String>,
     /// Host of the controller
@@ -25,22 +25,22 @@ pub(crate) struct ControllerAddress {
 }
 
 impl ControllerAddress {
-    /// Return the controller that an option or a variable specifies, if one does.
+    /// Return the controller that an option or a variable specifies, if one does, without a key.
     ///
     /// # Errors
     /// The name cannot be resolved.
-    pub(crate) fn named(&self) -> Result<Option<SocketAddr>, Failure> {
+    pub(crate) fn named(&self) -> Result<Option<ControllerAddr>, Failure> {
         match self {
             Self { controller: None, master_addr: None, port: None } => Ok(None),
             _ => self.or_default().map(Some),
         }
     }
 
-    /// Return the specified controller, with the library's defaults for what is not specified.
+    /// Return the specified controller, with the library's defaults for what is not specified, and without a key.
     ///
     /// # Errors
     /// The name cannot be resolved.
-    pub(crate) fn or_default(&self) -> Result<SocketAddr, Failure> {
+    pub(crate) fn or_default(&self) -> Result<ControllerAddr, Failure> {
         let addrs = match &self.controller {
             Some(text) => all("--controller", text, DEFAULT_PORT)?,
             None => {
@@ -48,7 +48,7 @@ impl ControllerAddress {
                 all("MASTER_ADDR", host, self.port.unwrap_or(DEFAULT_PORT))?
             }
         };
-        Ok(first_reachable(addrs[0], &addrs[1..]))
+        Ok(ControllerAddr { alternatives: addrs[1..].to_vec(), ..addrs[0].into() })
     }
 }
 
@@ -57,7 +57,7 @@ impl ControllerAddress {
 /// # Errors
 /// The name cannot be resolved.
 pub(crate) fn all(what: &str, text: &str, default_port: u16) -> Result<Vec<SocketAddr>, Failure> {
-    resolve(text, default_port).with_context(|| what.to_owned()).map_err(Failure::Input)
+    resolve_all(text, default_port).with_context(|| what.to_owned()).map_err(Failure::Input)
 }
 
 /// Options that specify the address of this host that others reach.

@@ -363,7 +363,7 @@ EXAMPLES
   sumac status --json | jq '.jobs[] | {name, path, missing}'
 
 JSON
-  fabric devices[] tenants[] jobs[] jobs_left_out recoveries[] interval_s. A device has stats{Ok{counters{}}} or
+  fabric devices[] tenants[] jobs[] jobs_left_out recoveries[] pair interval_s. A device has stats{Ok{counters{}}} or
   stats{Err}, drops{} by reason without zeros, and rates{} per second. A job has joined, world, missing[{first,last}],
   path, tree, queue and view. A recovery has job view cause began_ms_ago took_ms outcome; the last two are null while it
   lasts. interval_s and rates are null except with --watch, from the second report on; there each report is one line.

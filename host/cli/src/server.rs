@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::keys::KeyStore;
-use sumac::controller::{Controller, ControllerConfig, Limits};
+use sumac::controller::{Controller, ControllerConfig, Limits, PairConfig};
 use sumac::select::CostTable;
 use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
 use sumac_hal::ctrl::Rejection;
@@ -71,6 +71,16 @@ pub(crate) struct ControllerArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = Limits::default().device_backoff.as_secs(),
           value_parser = clap::value_parser!(u64).range(0..=86_400))]
     device_backoff: u64,
+    /// The other controller of a pair, of which this is the first one: the other one takes over when this one is lost
+    #[arg(long, value_name = "HOST:PORT", conflicts_with = "standby")]
+    peer: Option<String>,
+    /// Start as the standby of this controller, whose --peer names this one: take over when it is lost
+    #[arg(long, value_name = "HOST:PORT")]
+    standby: Option<String>,
+    /// Seconds for which a controller of a pair may be silent before the other one takes over
+    #[arg(long = "failover-after", value_name = "SECONDS", default_value_t = 5,
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    failover_after_s: u64,
     /// Use the tree where there is one, regardless of cost
     #[arg(long, hide = true, conflicts_with = "overrides")]
     prefer_tree: bool,
@@ -85,7 +95,7 @@ pub(crate) struct DeviceArgs {
     /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME", value_parser = options::device_name)]
     name: String,
-    /// Controller to register with; all addresses of a host name are tried
+    /// Controller to register with, or both of a pair, comma-separated; all addresses of a host name are tried
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
           default_value_t = format!("127.0.0.1:{DEFAULT_PORT}"))]
     controller: String,
@@ -142,6 +152,10 @@ pub(crate) struct DeviceArgs {
     /// its owner can read it. Ranks on this machine send packets only with --no-shm
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+    /// Keep the highest term of a pair of controllers in this file, so that the device refuses a controller that was taken
+    /// over from also after its own restart
+    #[arg(long, value_name = "FILE")]
+    term_file: Option<PathBuf>,
     /// Seconds to wait for the controller
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
     timeout_s: u64,
@@ -166,6 +180,7 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     let (connections, jobs, devices) = (args.max_connections, args.max_jobs, args.max_devices);
     let device_backoff = Duration::from_secs(args.device_backoff);
     config.limits = Limits { connections, jobs, devices, device_backoff, ..config.limits };
+    config.pair = args.pair()?;
     raise_descriptor_limit(connections);
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;
@@ -190,6 +205,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.verbs = args.verbs;
     config.rdma = args.rdma;
     config.pcap = args.pcap;
+    config.term_file = args.term_file;
     config.children = args.children.unwrap_or(config.children);
     config.slots = args.slots.unwrap_or(config.slots);
     let name = config.name.clone();
@@ -261,9 +277,26 @@ fn describe(name: &str, controller: &str, timeout: Duration, error: Registration
         RegistrationError::Key(error) => {
             anyhow!("device {name} is not registered at {controller} after {seconds} s: {error}")
         }
+        RegistrationError::Version(error) => {
+            anyhow!("device {name} is not registered at {controller} after {seconds} s: {error}")
+        }
         _ => anyhow!(
             "device {name} found no controller at {controller} within {seconds} s; start one with `sumac controller`"
         ),
+    }
+}
+
+impl ControllerArgs {
+    /// Return this controller's part in a pair, if it has one.
+    fn pair(&self) -> Result<Option<PairConfig>, Failure> {
+        let (option, text, is_second) = match (&self.peer, &self.standby) {
+            (Some(text), _) => ("--peer", text, false),
+            (None, Some(text)) => ("--standby", text, true),
+            (None, None) => return Ok(None),
+        };
+        let addrs = address::all(option, text, DEFAULT_PORT)?;
+        let peer = addrs.iter().find(|addr| addr.is_ipv4() == self.listen.is_ipv4()).unwrap_or(&addrs[0]);
+        Ok(Some(PairConfig { peer: *peer, is_second, silence: Duration::from_secs(self.failover_after_s) }))
     }
 }
 

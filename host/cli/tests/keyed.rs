@@ -72,7 +72,7 @@ impl Keys {
     }
 
     fn operator(&self, addr: SocketAddr) -> ControllerAddr {
-        ControllerAddr { addr, key: Some(read_key(Path::new(&self.path("operator"))).expect("a key")) }
+        ControllerAddr { key: Some(read_key(Path::new(&self.path("operator"))).expect("a key")), ..addr.into() }
     }
 }
 

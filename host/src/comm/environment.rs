@@ -8,7 +8,7 @@ use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
-use crate::controller::resolve;
+use crate::controller::resolve_all;
 use crate::local_address;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -70,7 +70,7 @@ impl JoinConfig {
     /// |---|---|---|
     /// | `rank` | `SUMAC_RANK` | default: the [`launcher`]'s, as `RANK` |
     /// | `world` | `SUMAC_WORLD` | default: the launcher's, as `WORLD_SIZE` |
-    /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`; all addresses of a host name are tried |
+    /// | `controller` | `SUMAC_CONTROLLER` | `HOST:PORT`, or both of a pair; all addresses of a host name are tried |
     /// | | `MASTER_ADDR`, `SUMAC_PORT` | host and port if that is not set; default 127.0.0.1 and [`DEFAULT_PORT`] |
     /// | `embedded_controller` | `SUMAC_EMBEDDED_CONTROLLER` | `1` or `0` |
     /// | `key` | `SUMAC_KEY_FILE` | a file with the key, which only its owner can read; `-` is stdin |
@@ -169,7 +169,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
     /// Read the addresses of the controller.
     fn controller(&self) -> Result<Vec<SocketAddr>, JoinError> {
         if let Some(text) = (self.0)("SUMAC_CONTROLLER") {
-            return resolve(&text, DEFAULT_PORT).map_err(|why| invalid("SUMAC_CONTROLLER", why.to_string()));
+            return resolve_all(&text, DEFAULT_PORT).map_err(|why| invalid("SUMAC_CONTROLLER", why.to_string()));
         }
         let host = (self.0)("MASTER_ADDR").unwrap_or_else(|| "127.0.0.1".into());
         let port = self.parsed("SUMAC_PORT", "a port number")?.unwrap_or(DEFAULT_PORT);

@@ -1,6 +1,6 @@
 //! A controller's address as users write it: `HOST:PORT`, where the host is a name or an IP address.
 
-use super::session::CONNECT_TIMEOUT;
+use super::connect::CONNECT_TIMEOUT;
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use thiserror::Error;
 
@@ -22,6 +22,23 @@ pub enum AddressError {
     /// The host's name stands for no address.
     #[error("host {0:?} has no address")]
     NoAddress(String),
+}
+
+/// Resolve the addresses of a controller, or of both controllers of a pair: comma-separated, each as in [`resolve`].
+/// Returns each address once; never none.
+///
+/// # Errors
+/// [`AddressError`] of the first one that is wrong.
+pub fn resolve_all(text: &str, default_port: u16) -> Result<Vec<SocketAddr>, AddressError> {
+    let mut addrs = Vec::new();
+    for part in text.split(',') {
+        for addr in resolve(part.trim(), default_port)? {
+            if !addrs.contains(&addr) {
+                addrs.push(addr);
+            }
+        }
+    }
+    Ok(addrs)
 }
 
 /// Resolve `HOST`, `HOST:PORT`, or an IPv6 address, which is in brackets if a port follows. Returns all addresses of the
@@ -78,6 +95,13 @@ mod tests {
             let found = resolve(text, 7).expect("every system knows it");
             assert!(found.iter().all(|addr| addr.ip().is_loopback() && addr.port() == port), "{found:?}");
         }
+    }
+
+    #[test]
+    fn both_controllers_of_a_pair_resolve_in_order_and_once() {
+        let v4 = |host, port| SocketAddr::from((Ipv4Addr::new(127, 0, 0, host), port));
+        assert_eq!(resolve_all("127.0.0.2:9,127.0.0.1,127.0.0.2:9", 7).expect("valid"), [v4(2, 9), v4(1, 7)]);
+        assert!(resolve_all("127.0.0.2:9,", 7).is_err_and(|error| error.to_string().starts_with("\"\"")));
     }
 
     #[test]

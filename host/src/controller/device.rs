@@ -164,6 +164,11 @@ impl<P> Links<P> {
         Some(link.device)
     }
 
+    /// Whether a device is connected on this connection.
+    pub(super) fn is_connected(&self, conn: ConnId) -> bool {
+        self.links.contains_key(&conn)
+    }
+
     /// Whether the device is connected and its last request did not time out.
     pub(super) fn is_responsive(&self, device: &Device) -> bool {
         self.links.get(&device.conn).is_some_and(|link| !link.is_unresponsive && !link.is_closed)

@@ -13,6 +13,8 @@
 //!
 //! The [`Connections`] in front of it decode and encode its messages, and bound what each peer may hold.
 
+mod pair;
+
 pub use super::connections::{CloseReason, Connections};
 pub use super::entropy::Entropy;
 pub use super::outbox::Frames;
@@ -24,12 +26,13 @@ pub use super::state::{EncodedReport, Plan, PlanResult, ReportJob};
 use super::device::Device;
 use super::keys::Principal;
 use super::limits::{NameKind, check_name, sanitize_reason};
+use super::pair::Pair;
 use super::proto::{ClientReply, ClientRequest, JoinRefusal};
 use super::state::State;
 use super::{ControllerConfig, ControllerError, check};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use sumac_hal::ctrl::{Announce, Envelope, Rejection, Response};
+use sumac_hal::ctrl::{Announce, Envelope, Refusal, Rejection, Request, Response};
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
@@ -50,6 +53,20 @@ pub struct Machine {
     is_planning: bool,
     /// No new work is started.
     is_stopping: bool,
+    /// This controller's part in a pair.
+    pair: Option<Pair>,
+    /// The clients that are told the term.
+    failover_clients: BTreeSet<ConnId>,
+    /// When the term was last claimed.
+    claimed_at: Option<Instant>,
+    /// When this incarnation started, in milliseconds after 1970.
+    started_ms: u64,
+    /// The zero of `started_ms`.
+    began: Instant,
+    /// The plan and the report that are being made are of an earlier role.
+    drops_plan: bool,
+    drops_report: bool,
+    is_reporting: bool,
 }
 
 impl Machine {
@@ -67,7 +84,25 @@ impl Machine {
         let state = State::new(&config, started_ms, entropy, now);
         let clients = BTreeMap::new();
         let principals = BTreeMap::new();
-        Ok(Self { config, state, clients, principals, is_due: true, due: now, is_planning: false, is_stopping: false })
+        let pair = config.pair.clone().map(|pair| Pair::new(pair, now));
+        Ok(Self {
+            config,
+            state,
+            clients,
+            principals,
+            is_due: true,
+            due: now,
+            is_planning: false,
+            is_stopping: false,
+            pair,
+            failover_clients: BTreeSet::new(),
+            claimed_at: None,
+            started_ms,
+            began: now,
+            drops_plan: false,
+            drops_report: false,
+            is_reporting: false,
+        })
     }
 
     /// Return whether there is a job.
@@ -78,6 +113,9 @@ impl Machine {
     fn set_time(&mut self, now: Instant) {
         self.state.now = now;
         self.is_due = true;
+        if let Some(change) = self.pair.as_mut().and_then(|pair| pair.set_time(now)) {
+            self.change_role(change);
+        }
     }
 
     /// The peer of a connection has proved that it has a key of `principal`. Call it before the peer connects as a device
@@ -100,6 +138,15 @@ impl Machine {
             self.principals.remove(&conn);
             self.state.reject(conn, rejection);
             return false;
+        }
+        if let Some(active) = self.witness() {
+            tracing::debug!(device = announce.name.as_str(), "refusing a device: this controller is the standby");
+            self.principals.remove(&conn);
+            self.state.reject(conn, Rejection::Standby { active });
+            return false;
+        }
+        if let Some(claim) = self.claim() {
+            self.state.output.request(conn, &Envelope { id: u32::MAX, message: Request::Claim(claim) });
         }
         let device = Arc::new(Device { conn, announce });
         if let Err(why) = self.state.add_device(&self.config, &device) {
@@ -144,6 +191,9 @@ impl Machine {
             ClientRequest::Status if matches!(**principal, Principal::Device { .. }) => {
                 return Err(scope(principal, "reports".into()));
             }
+            ClientRequest::Peer(_) if **principal != Principal::Operator => {
+                return Err(scope(principal, "another controller".into()));
+            }
             // These concern the job that the client has joined.
             _ => return Ok(()),
         };
@@ -159,6 +209,12 @@ impl Machine {
     /// Handle a device's response.
     pub fn handle_response(&mut self, conn: ConnId, response: Envelope<Response>, now: Instant) {
         self.set_time(now);
+        if let (Response::Refused(Refusal::OldTerm { seen }), Some(pair)) = (&response.message, &mut self.pair)
+            && self.state.links.is_connected(conn)
+        {
+            pair.handle_refused_term(*seen);
+            return self.update_role();
+        }
         self.state.links.handle_response(conn, response);
     }
 
@@ -170,6 +226,18 @@ impl Machine {
         }
         if let Err(refusal) = self.check_request(conn, &request) {
             tracing::warn!(conn = conn.0, %refusal, "refusing a request");
+            self.state.output.send(conn, &ClientReply::Refused(refusal));
+            return true;
+        }
+        let request = match request {
+            ClientRequest::Peer(report) => {
+                let reply = self.answer_peer(report);
+                self.state.output.send(conn, &reply);
+                return true;
+            }
+            request => request,
+        };
+        if let Some(refusal) = self.refuse_as_standby(&request) {
             self.state.output.send(conn, &ClientReply::Refused(refusal));
             return true;
         }
@@ -195,6 +263,7 @@ impl Machine {
         let (mut ranks, mut devices) = (Vec::new(), Vec::new());
         for conn in conns {
             self.principals.remove(&conn);
+            self.failover_clients.remove(&conn);
             match self.clients.remove(&conn) {
                 Some(Some(place)) => ranks.push((conn, place)),
                 Some(None) => {}
@@ -202,7 +271,9 @@ impl Machine {
             }
         }
         if !ranks.is_empty() {
-            self.state.depart_all(ranks);
+            // Ranks that are cut off from here may be with the other controller, if that does not answer, either.
+            let may_be_elsewhere = self.pair.as_ref().is_some_and(|pair| !pair.hears_peer());
+            self.state.depart_all(ranks, may_be_elsewhere);
         }
         for conn in devices {
             if let Some(device) = self.state.remove_device(conn) {
@@ -215,6 +286,9 @@ impl Machine {
     /// [`Machine::poll_timeout`].
     pub fn handle_timeout(&mut self, now: Instant) {
         self.set_time(now);
+        self.update_role();
+        self.claim_again();
+        self.state.pair = self.pair.as_ref().map(Pair::status);
         loop {
             let state = &mut self.state;
             state.links.expire(state.now);
@@ -239,6 +313,7 @@ impl Machine {
     /// The next deadline.
     pub fn poll_timeout(&self) -> Instant {
         let due = if self.is_due { self.state.now } else { self.due };
+        let due = self.pair.as_ref().map_or(due, |pair| due.min(pair.next_due()));
         self.state.links.next_due().map_or(due, |at| at.min(due))
     }
 
@@ -268,7 +343,7 @@ impl Machine {
     pub fn handle_plan(&mut self, result: PlanResult, now: Instant) {
         self.set_time(now);
         self.is_planning = false;
-        if !self.is_stopping {
+        if !std::mem::take(&mut self.drops_plan) && !self.is_stopping {
             self.state.apply_plan(&self.config, result);
         }
     }
@@ -280,13 +355,18 @@ impl Machine {
 
     /// The next report to encode. Hand in the result with [`Machine::handle_report`].
     pub fn poll_report(&mut self) -> Option<ReportJob> {
-        self.state.next_report(&self.config)
+        let report = self.state.next_report(&self.config);
+        self.is_reporting = report.is_some();
+        report
     }
 
     /// Handle an encoded report.
     pub fn handle_report(&mut self, report: EncodedReport, now: Instant) {
         self.set_time(now);
-        self.state.send_report(report);
+        self.is_reporting = false;
+        if !std::mem::take(&mut self.drops_report) {
+            self.state.send_report(report);
+        }
     }
 
     /// Release all groups and disconnect all ranks. [`Machine::has_stopped`] once devices have responded.

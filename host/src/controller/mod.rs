@@ -25,7 +25,8 @@
 //! depend on it. It is a sans-I/O state machine ([`machine`]) behind one lock. One thread moves bytes between it and the
 //! sockets (`connections`), one makes plans, one encodes reports; nobody reads, writes, plans or waits while holding the
 //! lock. A controller that is restarted at the same address learns about running jobs from their ranks, which
-//! authenticate with a secret from its predecessor (`state::resume`).
+//! authenticate with a secret from its predecessor (`state::resume`). So does the second controller of a pair when it takes
+//! over (`pair`).
 //!
 //! What belongs here: how a controller decides, and how it is reached. What a rank does with its answers is in
 //! [`comm`](crate::comm).
@@ -36,6 +37,7 @@
 
 mod address;
 mod admit;
+mod connect;
 mod connections;
 mod device;
 mod entropy;
@@ -46,6 +48,8 @@ pub mod machine;
 mod notifier;
 mod outbox;
 mod output;
+mod pair;
+mod peer;
 pub mod proto;
 mod queue;
 mod resources;
@@ -56,8 +60,9 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-pub use address::{AddressError, first_reachable, resolve};
+pub use address::{AddressError, first_reachable, resolve, resolve_all};
 pub use limits::{Limits, derived_name};
+pub use pair::PairConfig;
 pub use resources::{Quota, Quotas};
 pub use session::{ClientError, ControllerAddr, Notice, Session, status};
 
@@ -68,6 +73,8 @@ use entropy::Entropy;
 use keys::KeyStore;
 use machine::Machine;
 use notifier::Notifier;
+use peer::{PeerLink, operator_key};
+use proto::JoinRefusal;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -115,6 +122,8 @@ pub struct ControllerConfig {
     pub timers: HopTimers,
     /// Limits on input from clients and devices.
     pub limits: Limits,
+    /// The controller's part in a pair, in which the other one takes over when one is lost.
+    pub pair: Option<PairConfig>,
     /// When this incarnation of the controller started, in milliseconds since 1970; `None` means now. Groups and epochs
     /// are numbered from there, so that they differ from those of an earlier incarnation, which devices and ranks may
     /// still hold.
@@ -142,6 +151,7 @@ impl ControllerConfig {
             quotas: Quotas::default(),
             timers: HopTimers::DEFAULT,
             limits: Limits::default(),
+            pair: None,
             started_ms: None,
             #[cfg(test)]
             gate: tests::Gate::default(),
@@ -185,6 +195,23 @@ pub enum ControllerError {
         addr: SocketAddr,
         /// The system's reason.
         source: std::io::Error,
+    },
+    /// The other controller of the pair cannot be at this address.
+    #[error("{0} is not the address of another controller; name the other one of the pair")]
+    Peer(SocketAddr),
+    /// The controllers of a pair cannot authenticate to each other.
+    #[error(
+        "the controllers of a pair report to each other by an operator's key, and the store has none that is valid; \
+             make one with `sumac key new --operator`"
+    )]
+    NoOperatorKey,
+    /// The other controller of the pair is on the same side, or has no pair.
+    #[error("the other controller of the pair, at {peer}, refuses: {refusal}")]
+    PairRefused {
+        /// Its address.
+        peer: SocketAddr,
+        /// What it answers.
+        refusal: Box<JoinRefusal>,
     },
     /// The system refused a thread or a file descriptor.
     #[error("cannot start a thread: {0}")]
@@ -240,6 +267,11 @@ impl Controller {
         let started_ms = config.started_ms.unwrap_or_else(now_ms);
         let config = Arc::new(config);
         let machine = Machine::new(Arc::clone(&config), started_ms, Entropy::System, Instant::ZERO)?;
+        let peer = PeerLink::new(&config);
+        // Also refused later, with a line in the log only.
+        if let Some((peer, refusal)) = peer.as_ref().and_then(|peer| Some((peer.addr(), peer.ask_first(&machine)?))) {
+            return Err(ControllerError::PairRefused { peer, refusal: Box::new(refusal) });
+        }
         let shared = Arc::new(Shared {
             config,
             machine: Mutex::new(machine),
@@ -253,6 +285,12 @@ impl Controller {
         let reported = Arc::clone(&shared);
         controller.spawn("connections", move || server.run())?;
         controller.spawn("report", move || run_reports(&reported))?;
+        if let Some(peer) = peer {
+            let shared = Arc::clone(&shared);
+            // Not joined at shutdown: an attempt to connect may take long.
+            let thread = std::thread::Builder::new().name("peer".into());
+            thread.spawn(move || peer.run(&shared)).map_err(ControllerError::Thread)?;
+        }
         // Not joined at shutdown: a plan may take long.
         let planner = std::thread::Builder::new().name("plan".into());
         planner.spawn(move || run_planner(&shared)).map_err(ControllerError::Thread)?;
@@ -332,7 +370,18 @@ fn check(config: &ControllerConfig) -> Result<(), ControllerError> {
     let window = u64::from(config.zero_copy_window_chunks);
     range("zero_copy_window_chunks", window, (1..=MAX_WINDOW).contains(&window), "1 to 256")?;
     let lease = config.lease.as_millis() as u64;
-    range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")
+    range("lease in ms", lease, (1000..u64::from(u32::MAX)).contains(&lease), "at least 1000")?;
+    if let Some(pair) = &config.pair {
+        let silence = pair.silence.as_millis() as u64;
+        range("pair.silence in ms", silence, (1000..=3_600_000).contains(&silence), "1000 to 3600000")?;
+        if pair.peer.port() == 0 || pair.peer == config.listen {
+            return Err(ControllerError::Peer(pair.peer));
+        }
+        if let Some(keys) = &config.keys {
+            operator_key(keys).ok_or(ControllerError::NoOperatorKey)?;
+        }
+    }
+    Ok(())
 }
 
 /// Make plans, on snapshots of the state.

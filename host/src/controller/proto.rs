@@ -8,8 +8,8 @@ mod terms;
 
 pub use refusal::JoinRefusal;
 pub use status::{
-    DeviceStatus, FabricStatus, JobStatus, JobTree, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport,
-    TenantStatus,
+    DeviceStatus, FabricStatus, JobStatus, JobTree, PairRole, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus,
+    StatusReport, TenantStatus,
 };
 pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
 
@@ -23,7 +23,7 @@ use crate::transport::packets::EndpointConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
-use sumac_hal::ctrl::{AttachPoint, Name, Order, SharedLink, TimersConfig};
+use sumac_hal::ctrl::{AttachPoint, Name, Order, SharedLink, TermClaim, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
@@ -88,6 +88,19 @@ pub enum ClientRequest {
         /// The view whose tree is lost.
         view: u32,
     },
+    /// A controller reports to the other one of its pair. Answered with `Peer`.
+    Peer(PeerReport),
+}
+
+/// What the controllers of a pair tell each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerReport {
+    /// The highest term that the controller has seen: its own, if it is active.
+    pub seen: u64,
+    /// Whether it is the active one.
+    pub is_active: bool,
+    /// Whether it is the second one of the pair.
+    pub is_second: bool,
 }
 
 /// What a rank tells a restarted controller about its running job.
@@ -234,6 +247,11 @@ pub enum ClientReply {
         /// The job's new view, which no earlier controller has used.
         view: u32,
     },
+    /// To clients that know several addresses: the controller's term, at once and repeatedly. A controller without a pair
+    /// sends it once, with term 0.
+    Leading(TermClaim),
+    /// Reply to `Peer`.
+    Peer(PeerReport),
 }
 
 /// A rank's place in a complete job.

@@ -1,22 +1,20 @@
 //! The client side of the controller protocol: a rank's session, and status requests.
 
-use super::limits::REPLY_LEN_MAX;
+pub use super::connect::ControllerAddr;
+use super::connect::{ActiveLink, CONNECT_TIMEOUT, JoinFailed, connect, join_at_active, key_advice};
 use super::proto::{
-    AbortReason, ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, QueuePosition, ResumeRequest,
-    StatusReport,
+    AbortReason, ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, PairRole, QueuePosition,
+    ResumeRequest, StatusReport,
 };
-use super::session_reader::{Connection, ReplanReply, SessionReader, SurvivorsReply};
-use std::io::ErrorKind;
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use super::session_reader::{Connection, REDIAL_INTERVAL, ReplanReply, SessionReader, SurvivorsReply};
+use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use sumac_hal::ctrl::secure::{
-    self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, KeyRefusal, Opener, Sealer,
-};
-use sumac_hal::ctrl::{FrameReader, Hello, StreamError, send};
+use sumac_hal::ctrl::secure::ConnectError;
+use sumac_hal::ctrl::{Hello, StreamError, send};
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -90,6 +88,19 @@ pub enum ClientError {
         /// The reason.
         reason: String,
     },
+    /// The controller was active before another one took over.
+    #[error(
+        "the controller at {addr} has term {term}, and this job has seen term {seen}: another controller has taken \
+         over; start this one as its standby"
+    )]
+    OldTerm {
+        /// The controller's address.
+        addr: SocketAddr,
+        /// Its term.
+        term: u64,
+        /// The highest term that this client has seen.
+        seen: u64,
+    },
     /// The reply does not match the request.
     #[error("unexpected controller reply; the controller may be of another version")]
     ReplanReply,
@@ -136,7 +147,7 @@ pub enum Notice {
 }
 
 /// A rank's session with the controller while it takes part in a job. If the connection is lost, the session reconnects
-/// to the same address and resumes the job there ([`Notice::ControllerBack`]).
+/// to the same address, or to the other controller of a pair, and resumes the job there ([`Notice::ControllerBack`]).
 #[derive(Debug)]
 pub struct Session {
     connection: Arc<Mutex<Connection>>,
@@ -151,91 +162,29 @@ pub struct Session {
     pid: u32,
 }
 
-/// Where a controller is, and the key to connect with.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ControllerAddr {
-    /// The address.
-    pub addr: SocketAddr,
-    /// The key. With a key, only a controller that has it is talked to; without, only one that uses none.
-    pub key: Option<Key>,
-}
-
-impl From<SocketAddr> for ControllerAddr {
-    /// A controller without keys.
-    fn from(addr: SocketAddr) -> Self {
-        Self { addr, key: None }
-    }
-}
-
-/// The two directions of a connection to a controller.
-pub(super) type Link = (ControlWriter<TcpStream>, FrameReader<ControlReader<TcpStream>>);
-
-/// Connect as a client. A controller that is too busy for a key exchange, or ends it, is tried again for a while.
-pub(super) fn connect(controller: &ControllerAddr) -> Result<Link, ClientError> {
-    let began = Instant::now();
-    loop {
-        match connect_once(controller) {
-            Err(ClientError::Key { source, .. }) if is_busy(&source) && began.elapsed() < CONNECT_TIMEOUT => {
-                std::thread::sleep(BUSY_INTERVAL);
-            }
-            connected => return connected,
-        }
-    }
-}
-
-fn connect_once(controller: &ControllerAddr) -> Result<Link, ClientError> {
-    let addr = controller.addr;
-    let unreached = |source| ClientError::Connect { addr, source };
-    let mut stream = TcpStream::connect_timeout(&addr, CONNECT_TIMEOUT).map_err(unreached)?;
-    stream.set_nodelay(true).map_err(unreached)?;
-    let channel = controller.key.as_ref().map(|key| exchange_keys(&mut stream, key));
-    let channel = channel.transpose().map_err(|source| ClientError::Key { addr, source })?;
-    let (sealer, opener) = channel.unzip();
-    let reader = ControlReader::new(stream.try_clone().map_err(unreached)?, opener);
-    let mut writer = ControlWriter::new(stream, sealer);
-    send(&mut writer, &Hello::Client)?;
-    Ok((writer, FrameReader::with_limit(reader, REPLY_LEN_MAX)))
-}
-
-pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer, Opener), ConnectError> {
-    let mut ephemeral = [0; 32];
-    let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
-    if filled.map_err(std::io::Error::from)? != ephemeral.len() {
-        return Err(std::io::Error::other("the system has no random bytes").into());
-    }
-    secure::connect_within(stream, key, ephemeral, CONNECT_TIMEOUT)
-}
-
-/// Whether a key exchange may succeed at once if it is tried again.
-fn is_busy(error: &ConnectError) -> bool {
-    match error {
-        ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) => *refusal == KeyRefusal::Busy,
-        ConnectError::Io(error) => {
-            matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
-        }
-        _ => false,
-    }
-}
-
-/// What to do about a failed key exchange.
-const fn key_advice(error: &ConnectError) -> &'static str {
-    let ConnectError::Handshake(HandshakeError::Refused { refusal, .. }) = error else { return "" };
-    match refusal {
-        KeyRefusal::NoKeys => "; leave the key out, or start the controller with --keys",
-        KeyRefusal::Unknown | KeyRefusal::Wrong | KeyRefusal::Revoked | KeyRefusal::Expired => {
-            "; get another one from the operator, who makes it with `sumac key new`"
-        }
-        _ => "",
-    }
-}
-
-/// Request a controller's status report.
+/// Request a controller's status report: of several addresses, that of the active controller, or else of a standby.
 ///
 /// # Errors
 /// [`ClientError`] if the controller cannot be reached or sends an unexpected reply.
 pub fn status(controller: impl Into<ControllerAddr>) -> Result<StatusReport, ClientError> {
-    let (mut stream, mut reader) = connect(&controller.into())?;
-    stream.get_ref().set_read_timeout(Some(STATUS_TIMEOUT)).map_err(StreamError::from)?;
+    let controller = controller.into();
+    let (mut standby, mut failed) = (None, None);
+    for addr in controller.all() {
+        match status_at(&controller, addr) {
+            Ok(report) if report.pair.as_ref().is_none_or(|pair| pair.role == PairRole::Active) => return Ok(report),
+            Ok(report) => standby = Some(report),
+            Err(error) => failed = Some(failed.unwrap_or(error)),
+        }
+    }
+    // There is at least one address.
+    standby.ok_or(failed.unwrap_or(ClientError::ReplanReply))
+}
+
+fn status_at(controller: &ControllerAddr, addr: SocketAddr) -> Result<StatusReport, ClientError> {
+    let (mut stream, mut reader) = connect(controller, addr, &Hello::Client)?;
+    // With another address to try, a controller that was stopped is not waited for as long.
+    let timeout = if controller.alternatives.is_empty() { STATUS_TIMEOUT } else { 2 * CONNECT_TIMEOUT };
+    stream.get_ref().set_read_timeout(Some(timeout)).map_err(StreamError::from)?;
     send(&mut stream, &ClientRequest::Status)?;
     match reader.recv()? {
         ClientReply::Status(report) => Ok(report),
@@ -275,29 +224,28 @@ impl Session {
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
         let controller = controller.into();
-        let (mut stream, mut reader) = connect(&controller)?;
-        let (job, world) = (request.job.clone(), request.world);
         let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
         let resume_parts = (request.clone(), devices.clone());
         let join =
             if devices.is_empty() { ClientRequest::Join(request) } else { ClientRequest::JoinOn { request, devices } };
-        send(&mut stream, &join)?;
         let timeout = timeout + wait;
         let deadline = Instant::now() + timeout;
-        stream.get_ref().set_read_timeout(Some(timeout.max(Duration::from_millis(1)))).map_err(StreamError::from)?;
-        let membership = match reader.recv() {
-            Ok(ClientReply::Joined(membership)) => *membership,
-            Ok(ClientReply::Refused(refusal)) => return Err(refusal.into()),
-            Ok(_) => return Err(ClientError::ReplanReply),
-            Err(StreamError::Io(error))
-                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
-                    && Instant::now() >= deadline =>
-            {
-                return Err(ClientError::Timeout { job, world, timeout });
+        let (link, membership) = loop {
+            match join_at_active(&controller, &join, deadline) {
+                Ok(joined) => break joined,
+                // A standby is about to take over, or the active controller was lost in the middle.
+                Err(JoinFailed::MayRetry(_)) if Instant::now() + REDIAL_INTERVAL < deadline => {
+                    std::thread::sleep(REDIAL_INTERVAL);
+                }
+                Err(JoinFailed::Timeout) => {
+                    let (job, world) = (resume_parts.0.job, resume_parts.0.world);
+                    return Err(ClientError::Timeout { job, world, timeout });
+                }
+                Err(JoinFailed::MayRetry(error) | JoinFailed::Final(error)) => return Err(error),
             }
-            Err(error) => return Err(error.into()),
         };
-        stream.get_ref().set_read_timeout(None).map_err(StreamError::from)?;
+        let ActiveLink { writer: stream, reader, term, silence } = link;
+        stream.get_ref().set_read_timeout(silence).map_err(StreamError::from)?;
         let ((replan_sender, replan_replies), (survivor_sender, survivor_replies)) = (channel(), channel());
         let (request, devices) = resume_parts;
         let resumption = ResumeRequest {
@@ -319,6 +267,7 @@ impl Session {
             replan_replies: replan_sender,
             survivor_replies: survivor_sender,
             resumption,
+            term,
             on_notice,
         };
         let thread = std::thread::Builder::new().name("controller".into());
@@ -460,9 +409,5 @@ impl Drop for Session {
 
 /// How much of a reason is sent, in characters.
 const REASON_SENT_CHARS_MAX: usize = 300;
-/// How long an address may take to accept a connection.
-pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The pause before a key exchange is tried again.
-const BUSY_INTERVAL: Duration = Duration::from_millis(50);
 /// Long enough for a controller that waits for an unresponsive device.
 const STATUS_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,21 +1,24 @@
 //! The thread behind a [`Session`](super::Session): reads replies and notifications, and reconnects.
 //!
-//! If the connection is lost, the reader dials the same address until a controller there has resumed the job. Requests
+//! If the connection is lost, the reader dials the same addresses until a controller there has resumed the job. Of a pair of
+//! controllers, it accepts the active one only, whose term is not below one that it has seen, and takes it for lost when it
+//! is silent. Requests
 //! fail at once meanwhile, and pending ones are told that no reply will come. If a controller refuses to resume this
 //! rank, the reader stops and reports the refusal; the job continues without a controller.
 //!
 //! Invariant: only `Resume` and `Leave` are sent on a connection before the controller has replied `Resumed`.
 
 use super::ClientError;
+use super::connect::{ActiveLink, ControllerAddr, connect_active};
 use super::proto::{ClientReply, ClientRequest, JoinRefusal, Membership, ResumeRequest};
-use super::session::{ControllerAddr, Notice, connect};
+use super::session::Notice;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{ControlReader, ControlWriter};
-use sumac_hal::ctrl::{FrameReader, StreamError, send};
+use sumac_hal::ctrl::{FrameError, FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
 
 /// The view of a replan request and its outcome. `None`: the connection has ended.
@@ -25,7 +28,7 @@ pub(super) type ReplanReply = Option<(u32, Result<Box<Membership>, String>)>;
 pub(super) type SurvivorsReply = Option<(u32, Result<Vec<Rank>, String>)>;
 
 /// The pause between attempts to reconnect.
-const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
+pub(super) const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How often to retry when the controller still counts this rank as connected: it may not have noticed yet that the
 /// previous connection ended.
@@ -66,6 +69,8 @@ pub(super) struct SessionReader<N> {
     pub(super) survivor_replies: Sender<SurvivorsReply>,
     /// What to tell the next controller.
     pub(super) resumption: ResumeRequest,
+    /// The highest term seen.
+    pub(super) term: u64,
     pub(super) on_notice: N,
 }
 
@@ -74,6 +79,9 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     pub(super) fn run(mut self, mut reader: FrameReader<ControlReader<TcpStream>>) {
         loop {
             while let Ok(reply) = reader.recv() {
+                if !self.accepts(&reply) {
+                    break;
+                }
                 self.handle_reply(reply);
             }
             self.connection().is_open = false;
@@ -95,6 +103,14 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
         }
     }
 
+    /// Whether a message is not from a controller whose term has ended.
+    fn accepts(&self, reply: &ClientReply) -> bool {
+        match reply {
+            ClientReply::Leading(claim) => claim.term == self.term,
+            _ => true,
+        }
+    }
+
     fn connection(&self) -> MutexGuard<'_, Connection> {
         self.connection.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -106,21 +122,30 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     /// Dial until a controller has resumed the job. `None` if the session is dropped or the controller refuses.
     fn reconnect(&mut self) -> Option<FrameReader<ControlReader<TcpStream>>> {
         let (job, rank) = (self.resumption.request.job.clone(), self.resumption.request.rank);
-        let mut taken = 0;
+        let (mut taken, mut is_other_version) = (0, false);
         while !self.is_closing() {
             match self.resume() {
-                Ok((view, reader)) => {
+                Ok((view, term, reader)) => {
+                    self.term = term;
                     crate::log::info!(job, %rank, view, "a controller has resumed the job");
                     self.resumption.view = self.resumption.view.max(view);
                     (self.on_notice)(Notice::ControllerBack { view });
                     return Some(reader);
                 }
                 Err(ClientError::Refused(JoinRefusal::RankTaken { .. })) if taken < TAKEN_RETRIES_MAX => taken += 1,
+                Err(error @ ClientError::Refused(JoinRefusal::Standby { .. })) => {
+                    crate::log::debug!(job, %rank, %error, "not resumed yet");
+                }
+                Err(error @ ClientError::OldTerm { .. }) => crate::log::warn!(job, %rank, %error, "not resumed"),
                 Err(ClientError::Refused(refusal)) => {
                     crate::log::warn!(job, %rank, %refusal, "resume refused; the job continues without a controller");
                     self.connection().refusal = Some(refusal.clone());
                     (self.on_notice)(Notice::ResumeRefused(refusal));
                     return None;
+                }
+                Err(error @ ClientError::Stream(StreamError::Frame(FrameError::Version(_)))) if !is_other_version => {
+                    is_other_version = true;
+                    crate::log::warn!(job, %rank, %error, "not resumed; the job continues without a controller");
                 }
                 Err(error) => crate::log::debug!(job, %rank, %error, "not resumed"),
             }
@@ -130,9 +155,10 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
         None
     }
 
-    /// Ask a controller to resume the job, and wait for its reply. Returns the job's new view.
-    fn resume(&self) -> Result<(u32, FrameReader<ControlReader<TcpStream>>), ClientError> {
-        let (mut stream, mut reader) = connect(&self.controller)?;
+    /// Ask the active controller to resume the job, and wait for its reply. Returns the job's new view, and the
+    /// controller's term.
+    fn resume(&self) -> Result<(u32, u64, FrameReader<ControlReader<TcpStream>>), ClientError> {
+        let ActiveLink { writer: mut stream, mut reader, term, .. } = connect_active(&self.controller, self.term)?;
         send(&mut stream, &ClientRequest::Resume(Box::new(self.resumption.clone())))?;
         {
             let mut connection = self.connection();
@@ -142,13 +168,16 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
                 return Err(StreamError::Closed.into());
             }
         }
-        let view = match reader.recv()? {
-            ClientReply::Resumed { view } => view,
-            ClientReply::Refused(refusal) => return Err(refusal.into()),
-            _ => return Err(ClientError::ReplanReply),
+        let view = loop {
+            match reader.recv()? {
+                ClientReply::Leading(claim) if claim.term == term => {}
+                ClientReply::Resumed { view } => break view,
+                ClientReply::Refused(refusal) => return Err(refusal.into()),
+                _ => return Err(ClientError::ReplanReply),
+            }
         };
         self.connection().is_open = true;
-        Ok((view, reader))
+        Ok((view, term, reader))
     }
 
     /// Dispatch a message from the controller.

@@ -37,7 +37,7 @@ use super::admit::Devices;
 use super::device::{Device, Links, Reply};
 use super::entropy::Entropy;
 use super::output::{ConnId, Outputs};
-use super::proto::{JoinRefusal, JoinRequest};
+use super::proto::{JoinRefusal, JoinRequest, PairStatus};
 use super::queue::Queue;
 use super::resources::{DeviceKey, ResourceLedger};
 use check::{agree, check_request};
@@ -102,6 +102,8 @@ pub(super) struct State {
     unresponsive: BTreeSet<DeviceKey>,
     /// Disconnected devices, and when their trees count as lost.
     disconnected: BTreeMap<DeviceKey, Instant>,
+    /// The controller's part in a pair, for reports.
+    pub(super) pair: Option<PairStatus>,
     #[cfg(feature = "planted")]
     bug: Option<sumac_hal::planted::Bug>,
 }
@@ -110,22 +112,24 @@ pub(super) struct State {
 ///
 /// It counts up from the controller's start time, with [`GROUPS_PER_MS`] numbers per millisecond. So no two
 /// incarnations of a controller issue the same pair unless the clock is set back in between, and terms never decrease
-/// (PROTOCOL 4).
+/// (PROTOCOL 4). Of two controllers that stand in for each other, one issues even numbers and the other one odd ones, so
+/// that their clocks do not matter.
 #[derive(Debug)]
 struct NextView(u64);
 
-/// More groups than a controller can create per millisecond, so that the counter never overtakes the clock.
+/// More than twice the groups that a controller can create per millisecond, so that the counter never overtakes the
+/// clock.
 const GROUPS_PER_MS: u64 = 256;
 
 impl NextView {
     /// The first number of a controller that started `started_ms` after 1970. The term wraps after 34 years.
-    const fn at(started_ms: u64) -> Self {
-        Self(started_ms.wrapping_mul(GROUPS_PER_MS))
+    const fn at(started_ms: u64, is_second: bool) -> Self {
+        Self(started_ms.wrapping_mul(GROUPS_PER_MS) + is_second as u64)
     }
 
     const fn take(&mut self) -> (GroupId, Epoch) {
         let view = (GroupId(self.0 as u32), Epoch { term: (self.0 >> 32) as u16, counter: 1 });
-        self.0 = self.0.wrapping_add(1);
+        self.0 = self.0.wrapping_add(2);
         view
     }
 }
@@ -142,7 +146,7 @@ impl State {
             planning: Planning::default(),
             crash_loops: CrashLoops::new(config.limits.device_backoff),
             recoveries: RecoveryLog::default(),
-            next_view: NextView::at(started_ms),
+            next_view: NextView::at(started_ms, is_second(config)),
             entropy,
             devices_settled_at: now + RECONNECT_GRACE,
             now,
@@ -155,9 +159,21 @@ impl State {
             crowded: BTreeMap::new(),
             unresponsive: BTreeSet::new(),
             disconnected: BTreeMap::new(),
+            pair: None,
             #[cfg(feature = "planted")]
             bug: None,
         }
+    }
+
+    /// The controller becomes active, `started_ms` after 1970: number groups from here, and wait for the devices.
+    pub(super) fn activate(&mut self, config: &ControllerConfig, started_ms: u64) {
+        self.next_view = NextView::at(started_ms, is_second(config));
+        self.devices_settled_at = self.now + RECONNECT_GRACE;
+    }
+
+    /// The source of secrets.
+    pub(super) const fn entropy(&self) -> Entropy {
+        self.entropy
     }
 
     /// Take up what an exchange with devices was for.
@@ -295,6 +311,11 @@ impl State {
     }
 }
 
+/// Whether the controller is the second one of a pair.
+fn is_second(config: &ControllerConfig) -> bool {
+    config.pair.as_ref().is_some_and(|pair| pair.is_second)
+}
+
 /// Why a device is refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DeviceRefused {
@@ -325,11 +346,13 @@ mod tests {
     fn restarted_controller_issues_no_group_of_its_predecessor() {
         let last_of_term = (1 << 32) / GROUPS_PER_MS - 1;
         for (started_ms, later_ms) in [(1_750_000_000_000, 1), (1_750_000_000_000, 3_600_000), (last_of_term, 1)] {
-            let views = |ms| {
-                let mut next = NextView::at(ms);
-                (0..GROUPS_PER_MS).map(|_| next.take()).collect::<Vec<_>>()
+            let views = |ms, is_second| {
+                let mut next = NextView::at(ms, is_second);
+                (0..GROUPS_PER_MS / 2).map(|_| next.take()).collect::<Vec<_>>()
             };
-            let (first, second) = (views(started_ms), views(started_ms + later_ms));
+            let (first, second) = (views(started_ms, false), views(started_ms + later_ms, false));
+            let other = views(started_ms, true);
+            assert!(other.iter().all(|view| !first.contains(view)), "{started_ms}: both of a pair have {:?}", other[0]);
             assert!(second.iter().all(|view| !first.contains(view)), "{started_ms}: {:?} twice", second[0]);
             assert!(first[0].1 <= second[0].1, "terms do not fall");
         }

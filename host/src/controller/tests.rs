@@ -5,12 +5,14 @@ mod keyed;
 mod leases;
 mod links;
 mod offers;
+mod pair;
 mod quotas;
 mod replan;
 mod reports;
 mod resume;
 mod session;
 mod unlocked;
+mod versions;
 
 use super::limits::RANKS_MAX;
 use super::proto::{JoinRequest, Membership, Terms, Transport, TreeMembership};

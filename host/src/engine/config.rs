@@ -21,8 +21,8 @@ use thiserror::Error;
 pub struct JoinConfig {
     /// The controller's address.
     pub controller: SocketAddr,
-    /// Further addresses of the same controller, as a host name may have. Joining uses the first address, beginning with
-    /// `controller`, that accepts a connection.
+    /// Further addresses of the same controller, as a host name may have, or of the other one of a pair. A rank joins the
+    /// active controller, and when it is lost the one that takes over.
     pub controller_alternatives: Vec<SocketAddr>,
     /// Whether rank 0 runs the controller, at `controller` or the first alternative that is an address of its host. For
     /// jobs where none is running. Without a [`key`](Self::key), it listens on loopback only; with one, it accepts that
@@ -83,7 +83,11 @@ pub struct JoinConfig {
 impl JoinConfig {
     /// Return the controller's address with the key to connect with, for queries beside the job.
     pub fn controller_addr(&self) -> ControllerAddr {
-        ControllerAddr { addr: self.controller, key: self.key.clone() }
+        ControllerAddr {
+            addr: self.controller,
+            alternatives: self.controller_alternatives.clone(),
+            key: self.key.clone(),
+        }
     }
 
     /// Configure a rank with the defaults: bound to the address that routes to the controller, [`Order::Arrival`],
@@ -116,7 +120,10 @@ impl JoinConfig {
 
     /// Choose among the controller's addresses, and the address to bind to.
     pub(super) fn choose_addresses(&mut self) -> Result<(), LocalAddressError> {
-        self.controller = first_reachable(self.controller, &self.controller_alternatives);
+        let reachable = first_reachable(self.controller, &self.controller_alternatives);
+        if let Some(other) = self.controller_alternatives.iter_mut().find(|addr| **addr == reachable) {
+            std::mem::swap(other, &mut self.controller);
+        }
         self.bind = local_address::choose(self.controller, self.bind, self.interfaces.as_ref())?;
         Ok(())
     }

@@ -10,7 +10,8 @@ use core::time::Duration;
 use smoltcp::phy::Device;
 use smoltcp::socket::tcp;
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, ZeroCopyRefusal, decode, encode,
+    Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, TermGuard, ZeroCopyRefusal, decode,
+    encode,
 };
 use sumac_hal::time::Instant;
 use thiserror::Error;
@@ -69,6 +70,8 @@ pub struct Control {
     /// The controller has sent a request on this connection; one that already has a device of this name rejects this
     /// one instead.
     is_accepted: bool,
+    /// The highest term of a pair of controllers that this incarnation has seen.
+    guard: TermGuard,
     /// The number of connections so far: each uses the next source port.
     dials: u16,
     /// The part of a request received so far.
@@ -89,6 +92,7 @@ impl Control {
             announce,
             state: State::Idle(Instant::ZERO),
             is_accepted: false,
+            guard: TermGuard::new(0),
             dials: salt,
             request: [0; MESSAGE_BYTES],
             have: 0,
@@ -144,6 +148,7 @@ impl Control {
                 tcp::State::SynSent | tcp::State::SynReceived => Ok(()),
                 tcp::State::Established => {
                     self.state = State::Up;
+                    self.guard.connect();
                     self.len = encode(&Hello::Device(self.announce.clone()), &mut self.answer)?.len();
                     self.serve(stack, execute)
                 }
@@ -195,7 +200,10 @@ impl Control {
                 return Err(ControlError::Rejected(rejection.summary()));
             }
             self.is_accepted = true;
-            let message = self.answer(request.message, &mut execute);
+            let message = match self.guard.admit(&request.message) {
+                Ok(()) => self.answer(request.message, &mut execute),
+                Err(refusal) => Response::Refused(refusal),
+            };
             self.len = encode(&Envelope { id: request.id, message }, &mut self.answer)?.len();
         }
     }
@@ -203,6 +211,7 @@ impl Control {
     fn answer(&self, request: Request, execute: &mut impl FnMut(&Request) -> Response) -> Response {
         match request {
             Request::Identify => Response::Announce(self.announce.clone()),
+            Request::Claim(_) => Response::Done,
             Request::CreateGroup(config) if !config.zero_copy.is_empty() && self.announce.attach.is_none() => {
                 Response::Refused(Refusal::NoZeroCopy(ZeroCopyRefusal::Unsupported))
             }

@@ -30,7 +30,7 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     }
     let mut config = JoinConfig::from_env().map_err(Failure::input)?;
     if let Some(controller) = args.controller.named()? {
-        (config.controller, config.controller_alternatives) = (controller, Vec::new());
+        (config.controller, config.controller_alternatives) = (controller.addr, controller.alternatives);
     }
     if config.key.is_none() {
         config.key = args.key.read()?;

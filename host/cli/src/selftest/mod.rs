@@ -108,7 +108,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let ranks = args.ranks.unwrap_or(RANKS_DEFAULT);
     let mut supervisor = None;
     let controller = match args.controller.named()? {
-        Some(addr) => ControllerAddr { addr, key: args.key.read()? },
+        Some(named) => ControllerAddr { key: args.key.read()?, ..named },
         None => {
             let layout = match &args.topology {
                 Some(path) => Layout::from_file(path, ranks),

@@ -5,7 +5,7 @@ use super::rates::{DeviceRates, Rates};
 use std::fmt;
 use std::io::{self, Write};
 use sumac::controller::proto::{
-    DeviceStatus, JobStatus, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport, TenantStatus,
+    DeviceStatus, JobStatus, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport, TenantStatus,
 };
 use sumac_hal::ctrl::{AttachPoint, Counters, DropReason, StackUsage};
 
@@ -36,6 +36,9 @@ pub(super) fn write_report(out: &mut impl Write, report: &StatusReport, rates: O
         )?,
         None => writeln!(out, "fabric   none: every device counts as a switch to which all hosts are connected")?,
     }
+    if let Some(pair) = &report.pair {
+        write_pair(out, pair)?;
+    }
     writeln!(out, "devices  {}", report.devices.len())?;
     for device in &report.devices {
         write_device(out, device, rates.and_then(|rates| rates.devices.get(&device.name)))?;
@@ -49,6 +52,12 @@ pub(super) fn write_report(out: &mut impl Write, report: &StatusReport, rates: O
     }
     writeln!(out, "recoveries  {}", report.recoveries.len())?;
     report.recoveries.iter().try_for_each(|recovery| write_recovery(out, recovery))
+}
+
+fn write_pair(out: &mut impl Write, pair: &PairStatus) -> io::Result<()> {
+    let PairStatus { role, term, peer, peer_role } = pair;
+    let other = peer_role.map_or("DOES NOT ANSWER".to_owned(), |role| role.to_string());
+    writeln!(out, "pair     {role}, term {term}; the other controller, {peer}: {other}")
 }
 
 fn write_tenant(out: &mut impl Write, tenant: &TenantStatus) -> io::Result<()> {
@@ -272,7 +281,7 @@ pub(super) mod tests {
 
     pub(in crate::status) fn report() -> StatusReport {
         let (fabric, devices, jobs, tenants, recoveries) = (None, vec![], vec![], vec![], vec![]);
-        StatusReport { fabric, devices, jobs, jobs_left_out: 0, tenants, recoveries }
+        StatusReport { fabric, devices, jobs, jobs_left_out: 0, tenants, recoveries, pair: None }
     }
 
     pub(in crate::status) fn device(name: &str) -> DeviceStatus {

@@ -160,6 +160,7 @@ impl Conn {
                 if let Some(grant) = self.channel.grant() {
                     machine.authenticate(id, Arc::clone(&grant.principal));
                 }
+                let seen = if let Hello::FailoverClient { seen } = hello { Some(seen) } else { None };
                 if let Hello::Device(announce) = hello {
                     if !machine.connect_device(id, announce, now) {
                         // It is told why before the machine closes the connection.
@@ -174,6 +175,9 @@ impl Conn {
                         return Ok(false);
                     }
                     self.peer = Peer::Client { has_joined: false };
+                    if let Some(seen) = seen {
+                        machine.notify_term(id, seen);
+                    }
                     self.inbox.limit(REQUEST_LEN_MAX);
                 }
                 Ok(true)

@@ -30,8 +30,8 @@ use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use sumac_hal::ctrl::FrameError;
 use sumac_hal::ctrl::secure::{KeyRefusal, refusal_to_hello};
+use sumac_hal::ctrl::{FrameError, VERSION};
 use sumac_hal::time::Instant;
 
 /// How many connections beyond the limit are accepted to be told so.
@@ -185,10 +185,29 @@ impl Connections {
         if conn.peer != Peer::Unknown {
             self.opening.remove(&id);
         }
-        if let Err(why) = handled {
-            self.end(id, &why);
+        match handled {
+            Err(CloseReason::Frame(FrameError::Version(theirs))) => self.refuse_version(id, theirs),
+            Err(why) => self.end(id, &why),
+            Ok(()) => {}
         }
         self.collect(machine);
+    }
+
+    /// A peer uses another version of the messages: answer with a frame of this version, which tells it so, and close.
+    fn refuse_version(&mut self, id: ConnId, theirs: u16) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        if conn.peer != Peer::Unknown {
+            return self.end(id, &FrameError::Version(theirs).into());
+        }
+        tracing::warn!(conn = id.0, theirs, ours = VERSION, "refusing a peer of another version: use the same release");
+        conn.peer = Peer::Rejected;
+        self.opening.remove(&id);
+        // The header has the version. No message of this one could be understood.
+        if let Ok(frames) = Frames::of(&()) {
+            conn.outbox.put(&[frames]);
+        }
+        conn.outbox.close();
+        self.unflushed.insert(id);
     }
 
     /// Whether a peer has sent anything that [`handle_messages`](Self::handle_messages) may handle.

@@ -3,6 +3,7 @@
 use super::InvalidTenant;
 use crate::controller::limits::InvalidName;
 use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -137,5 +138,23 @@ pub enum JoinRefusal {
         principal: String,
         /// What was requested.
         request: String,
+    },
+    /// The controller is the standby of a pair.
+    #[error("the controller is the standby of a pair, {}; give ranks both addresses: SUMAC_CONTROLLER=A,B", match active {
+        Some(addr) => format!("whose active controller is {addr}"),
+        None => "which has no active controller yet".to_owned(),
+    })]
+    Standby {
+        /// The active controller, if the standby knows of one.
+        active: Option<SocketAddr>,
+    },
+    /// A controller reports to one that has no pair.
+    #[error("the controller has no pair; start the first one with --peer and the second one with --standby")]
+    NoPair,
+    /// Two controllers of a pair are on the same side.
+    #[error("two {side} controllers in one pair; start one of them with --peer and the other one with --standby")]
+    SameSide {
+        /// The side of both: "first" or "second".
+        side: String,
     },
 }

@@ -4,6 +4,7 @@ use super::QueuePosition;
 use crate::controller::resources::Quota;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::net::SocketAddr;
 use sumac_hal::ctrl::{AttachPoint, DeviceCapabilities, Stats};
 use sumac_hal::ids::GroupId;
 use sumac_hal::port::Addr;
@@ -23,6 +24,40 @@ pub struct StatusReport {
     pub tenants: Vec<TenantStatus>,
     /// The latest recoveries of all jobs, also of those that have ended; the latest comes first.
     pub recoveries: Vec<RecoveryStatus>,
+    /// The controller's part in a pair, if it has one.
+    pub pair: Option<PairStatus>,
+}
+
+/// The role of a controller of a pair.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PairRole {
+    /// It serves devices and ranks.
+    Active,
+    /// It waits to take over.
+    Standby,
+}
+
+impl fmt::Display for PairRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Active => "active",
+            Self::Standby => "standby",
+        })
+    }
+}
+
+/// A controller's part in a pair.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PairStatus {
+    /// Its role.
+    pub role: PairRole,
+    /// The highest term that it has seen: its own, if it is active.
+    pub term: u64,
+    /// The other controller.
+    pub peer: SocketAddr,
+    /// The other one's role; `None` if it does not answer.
+    pub peer_role: Option<PairRole>,
 }
 
 /// One recovery of a job: from the loss of a tree or of ranks, or from the end of an earlier controller.

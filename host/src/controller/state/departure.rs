@@ -1,6 +1,6 @@
 //! Ranks that leave or are lost, and the end of jobs.
 
-use super::State;
+use super::{Job, State};
 use crate::controller::output::ConnId;
 use crate::controller::proto::{ClientReply, JoinRefusal, RecoveryOutcome};
 use std::collections::BTreeMap;
@@ -16,8 +16,9 @@ impl State {
         }
     }
 
-    /// Ranks were lost together: notify only the survivors.
-    pub(in crate::controller) fn depart_all(&mut self, gone: Vec<(ConnId, (String, Rank))>) {
+    /// Ranks were lost together: notify only the survivors. If the lost ones may be with another controller, a job that
+    /// keeps half of its ranks or fewer is given up instead: the others may resume it there.
+    pub(in crate::controller) fn depart_all(&mut self, gone: Vec<(ConnId, (String, Rank))>, may_be_elsewhere: bool) {
         let mut by_job: BTreeMap<String, Vec<Rank>> = BTreeMap::new();
         for (client, (name, rank)) in gone {
             if self.jobs.get(&name).is_some_and(|job| job.has(rank, client)) {
@@ -26,7 +27,35 @@ impl State {
                 self.depart_resuming((&name, rank), client, false);
             }
         }
-        by_job.iter().for_each(|(name, ranks)| self.depart_from(name, ranks, false));
+        for (name, ranks) in &by_job {
+            let is_minority = |job: &Job| 2 * (job.members.len() - ranks.len()) <= job.world as usize;
+            let is_begun = |job: &Job| job.placement.is_some() && is_minority(job);
+            if may_be_elsewhere && self.jobs.get(name).is_some_and(is_begun) {
+                self.hand_over(name);
+            } else {
+                self.depart_from(name, ranks, false);
+            }
+        }
+    }
+
+    /// Disconnect the ranks of a job, as if this controller had ended. Its group stays until its lease expires.
+    fn hand_over(&mut self, name: &str) {
+        let Some(job) = self.jobs.remove(name) else { return };
+        tracing::warn!(
+            job = name,
+            ranks = job.members.len(),
+            "giving the job up: half of its ranks or more may be with the other controller, which does not answer"
+        );
+        job.members.values().for_each(|member| self.output.close(member.client));
+        self.recoveries.end(name, RecoveryOutcome::JobEnded, self.now);
+        if let Some(Ok(placement)) = job.placement {
+            self.ledger.free(placement.group);
+        }
+        if let Some((group, _)) = job.offer_claim {
+            self.ledger.free(group);
+        }
+        self.leave_queue(name);
+        self.serve_queue();
     }
 
     fn depart_from(&mut self, name: &str, ranks: &[Rank], clean: bool) {

@@ -96,6 +96,7 @@ impl State {
             jobs_left_out: 0,
             tenants: self.report_tenants(),
             recoveries: self.recoveries.report(self.now),
+            pair: self.pair.clone(),
         };
         Report { report, devices: self.devices.values().cloned().collect() }
     }

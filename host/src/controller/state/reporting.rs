@@ -74,6 +74,7 @@ fn part_of(report: &StatusReport, tenant: &str) -> StatusReport {
         jobs_left_out: 0,
         tenants: report.tenants.iter().filter(|other| other.name == tenant).cloned().collect(),
         recoveries: recoveries.cloned().collect(),
+        pair: report.pair.clone(),
         jobs,
     }
 }

@@ -28,6 +28,8 @@ impl State {
                 }
                 self.output.send(client, &ClientReply::Left);
             }
+            // The machine has answered it.
+            ClientRequest::Peer(_) => {}
             ClientRequest::Status => self.request_report(client, tenant),
             ClientRequest::Suspect { view } => self.suspect(here, client, view),
             ClientRequest::Replan { view } => self.replan(here, client, view),

@@ -1,8 +1,8 @@
 //! Controllers with keys: who is accepted for what, and what happens to everybody else.
 
+use super::super::connect::{ControllerAddr, exchange_keys};
 use super::super::keys::{KeyStore, Principal};
 use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, StatusReport};
-use super::super::session::{ControllerAddr, exchange_keys};
 use super::replan::{SOON, request};
 use super::*;
 use std::io::{ErrorKind, Read, Write};
@@ -46,7 +46,7 @@ impl Keys {
 }
 
 fn at(controller: &Controller, key: &Key) -> ControllerAddr {
-    ControllerAddr { addr: controller.local_addr(), key: Some(key.clone()) }
+    ControllerAddr { key: Some(key.clone()), ..controller.local_addr().into() }
 }
 
 fn of_tenant(tenant: &str, job: &str, rank: u32, world: u32) -> JoinRequest {
@@ -202,7 +202,7 @@ fn address_beyond_loopback_needs_keys() {
     let keys = Keys::new();
     let controller = Controller::start(ControllerConfig { listen, ..keys.config() }).expect("it has keys");
     let addr = SocketAddr::from(([127, 0, 0, 1], controller.local_addr().port()));
-    assert!(status(ControllerAddr { addr, key: Some(keys.operator) }).is_ok());
+    assert!(status(ControllerAddr { key: Some(keys.operator), ..addr.into() }).is_ok());
 }
 
 /// Ranks of different hosts may all give loopback addresses, by mistake.
@@ -226,14 +226,14 @@ fn results_are_multicast_only_if_the_controller_listens_on_loopback() {
                 let _ = send(&mut writer, &Envelope { id, message });
             }
         });
-        let operator = ControllerAddr { addr, key: Some(keys.operator.clone()) };
+        let operator = ControllerAddr { key: Some(keys.operator.clone()), ..addr.into() };
         while status(operator.clone()).expect("a report").devices.is_empty() {
             thread::yield_now();
         }
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
                 let (here, request) =
-                    (ControllerAddr { addr, key: Some(keys.ml.clone()) }, of_tenant("ml", "job", rank, 2));
+                    (ControllerAddr { key: Some(keys.ml.clone()), ..addr.into() }, of_tenant("ml", "job", rank, 2));
                 thread::spawn(move || Session::join(here, request, TEST_TIMEOUT, |_| None).expect("its own job"))
             })
             .collect();
@@ -261,7 +261,7 @@ fn record(controller: &Controller, key: &Key) -> Vec<u8> {
         }
         recorded
     });
-    assert!(status(ControllerAddr { addr, key: Some(key.clone()) }).is_ok());
+    assert!(status(ControllerAddr { key: Some(key.clone()), ..addr.into() }).is_ok());
     relaying.join().expect("no panic")
 }
 
@@ -321,7 +321,7 @@ fn squatter_of_an_address_learns_nothing() {
         stream.read_to_end(&mut learned).expect("the end");
         learned
     });
-    let refused = text_of(status(ControllerAddr { addr, key: Some(keys.operator.clone()) }));
+    let refused = text_of(status(ControllerAddr { key: Some(keys.operator.clone()), ..addr.into() }));
     assert!(refused.contains("does not prove"), "{refused}");
     let learned = listening.join().expect("no panic");
     assert_eq!(learned.len(), HELLO_LEN + MESSAGE_LEN);

@@ -157,7 +157,7 @@ fn ranks_lost_together_are_notified_in_one_entry() {
     steps.plan();
     while steps.state.output.pop().is_some() {}
     let gone = others.into_iter().map(|(client, rank)| (client, ("job".to_owned(), Rank(rank))));
-    steps.state.depart_all(gone.collect());
+    steps.state.depart_all(gone.collect(), false);
     let outputs = std::iter::from_fn(|| steps.state.output.pop()).filter(|(conn, _)| *conn == left);
     let puts: Vec<Vec<u8>> = outputs
         .map(|(_, output)| match output {
