@@ -37,7 +37,7 @@ case $1 in
 *) echo "no host has the address $1" >&2; exit 1 ;;
 esac
 shift
-exec ip netns exec "$host" sh -c "$*"
+exec ip netns exec "$host" unshare --mount sh -c "{prepare}$*"
 """
 
 
@@ -87,12 +87,11 @@ def measure(series, variant, setting, size, iterations):
 
 def sumac(algorithm, setting, size, iterations):
     count = ["-w", "1", "-n", str(iterations), "-c", "ends", "--buffers", "in-place"]
-    ranks = setting.parts.start_job(setting.hosts, ["-b", str(size), "-e", str(size), "--algo", algorithm, *count])
+    job = setting.parts.start_job(setting.hosts, ["-b", str(size), "-e", str(size), "--algo", algorithm, *count])
     try:
-        rows = setting.parts.rows(ranks)
+        rows = job.finish()
     except (AssertionError, subprocess.TimeoutExpired) as failure:
-        for rank in ranks:
-            rank.kill()
+        job.end()
         raise process.Failed(f"{failure}") from failure
     paths = {row["path"] for row in rows}
     if paths != {algorithm}:
@@ -119,10 +118,11 @@ def openmpi(algorithm, setting, size, iterations):
     return on("controller", [*command, "-np", str(len(setting.hosts)), *driver])
 
 
-def write_agent(folder, addresses):
-    """Write what `mpirun` starts its daemons with, in place of ssh."""
+def write_agent(folder, addresses, prepare=""):
+    """Write what `mpirun` starts its daemons with, in place of ssh. `prepare` runs first, in a mount namespace."""
     path = os.path.join(folder, "agent")
     with open(path, "w", encoding="utf-8") as file:
-        file.write(AGENT.format(cases="\n".join(f"{found}) host={name} ;;" for name, found in addresses.items())))
+        cases = "\n".join(f"{found}) host={name} ;;" for name, found in addresses.items())
+        file.write(AGENT.format(cases=cases, prepare=prepare))
     os.chmod(path, 0o700)
     return path

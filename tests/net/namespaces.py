@@ -13,7 +13,7 @@ import time
 SKIP = 77
 # The limit of every wait; a passing run never reaches it.
 LIMIT = 60
-SUBNET = "10.77.0"
+SUBNET = "10.0.0"
 # Larger than any window of the tests, so that a shaped port delays packets and drops none.
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 32 << 10
@@ -62,6 +62,22 @@ def wait_for(what, condition, limit=LIMIT):
         assert time.monotonic() < until, f"{what} did not happen within {limit} s"
         time.sleep(0.05)
     return found
+
+
+def tree_devices(leaves, spine):
+    """Return the devices of a tree of two levels, with options that let none but the spine be its root."""
+    return {leaf: ["--children", str(len(below))] for leaf, below in leaves.items()} | {spine: []}
+
+
+def write_fabric(path, leaves, spine):
+    """Describe a network of two levels to the controller: the hosts below each leaf device. Returns the path."""
+    lines = [f'[[switch]]\nname = "{name}"\naggregation = true\n' for name in [*leaves, spine]]
+    for leaf, below in leaves.items():
+        lines += [f'[[host]]\nname = "{host}"\n[[link]]\nends = ["{host}", "{leaf}"]\n' for host in below]
+        lines.append(f'[[link]]\nends = ["{leaf}", "{spine}"]\n')
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines))
+    return path
 
 
 class Network:
