@@ -1,20 +1,24 @@
-// Gloo's all-reduce over TCP on the loopback interface, timed for comparison with Sumac's.
+// Gloo's all-reduce over TCP, by default on the loopback interface, timed for comparison with Sumac's.
 //
-//   gloo_allreduce ALGORITHM RANKS SIZE_BYTES...        f32 sum, in place, one process a rank
+//   gloo_allreduce [--iterations COUNT] [--hosts NAME=ADDRESS,...] ALGORITHM RANKS SIZE_BYTES...
 //
+// f32 sum, in place, one process a rank. With --hosts, which needs root, each rank is in the network namespace of its
+// host, which `ip netns add` has made, and has its address.
 // ring, ring_chunked, halving_doubling and bcube are Gloo's older class API; new_ring is gloo::allreduce(), which
 // PyTorch's backend calls. Prints one JSON object per size:
 //
 //   {"algorithm":"ring","ranks":4,"size_bytes":8,"iterations":700,"time_us":286.1,"p99_us":402.7,"cpu_us":95.2}
 //
 // An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
-// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
-// and system, all threads, maximum over ranks; it is measured in a separate pass, since reading that clock is a system
+// the iterations. Their number is COUNT, or, after a warm-up, what fits into a budget of time.
+// First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user and system, all
+// threads, maximum over ranks; it is measured in a separate pass, since reading that clock is a system
 // call.
 //
 // Do not use gloo::BarrierAllToAll here: its 4-byte buffers leave the pair with a send buffer of a few bytes, on which
 // later collectives stall for tens of milliseconds. gloo::barrier() has no such effect.
 
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -28,9 +32,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -68,6 +74,22 @@ struct Shared {
   std::atomic<int> finished;
 };
 
+struct Host {
+  // The name of a network namespace; empty for that of this process.
+  std::string netns;
+  std::string address;
+};
+
+struct Options {
+  std::string algorithm;
+  int ranks = 0;
+  // 0: as many as fit into the budget.
+  int iterations = 0;
+  // One for each rank.
+  std::vector<Host> hosts;
+  std::vector<size_t> sizes;
+};
+
 double now_us() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double, std::micro>(now).count();
@@ -85,13 +107,17 @@ float input(int rank, size_t index) { return static_cast<float>((rank + 1) * sta
 
 class Rank {
  public:
-  Rank(std::string algorithm, int rank, int ranks, const std::string& store, Shared* shared)
-      : algorithm_(std::move(algorithm)), rank_(rank), ranks_(ranks), shared_(shared) {
+  Rank(const Options& options, int rank, const std::string& store, Shared* shared)
+      : algorithm_(options.algorithm),
+        rank_(rank),
+        ranks_(options.ranks),
+        iterations_(options.iterations),
+        shared_(shared) {
     gloo::transport::tcp::attr address;
-    address.hostname = "127.0.0.1";
+    address.hostname = options.hosts[rank].address;
     auto device = gloo::transport::tcp::CreateDevice(address);
     gloo::rendezvous::FileStore file_store(store);
-    auto context = std::make_shared<gloo::rendezvous::Context>(rank, ranks);
+    auto context = std::make_shared<gloo::rendezvous::Context>(rank_, ranks_);
     context->setTimeout(kTimeout);
     context->connectFullMesh(file_store, device);
     context_ = context;
@@ -106,20 +132,15 @@ class Rank {
     // Zeros stay finite over any number of in-place operations.
     std::fill_n(buffer.get(), count, 0.0f);
 
-    const double mean_us = warm_up(operation);
-    if (rank_ == 0) {
-      const double fit = kBudgetUs / std::max(mean_us, 0.1);
-      shared_->iterations = static_cast<int>(std::clamp<double>(fit, kMinIterations, kMaxIterations));
-    }
-    barrier();
-    const int iterations = shared_->iterations;
+    const int iterations = iterations_ > 0 ? iterations_ : affordable(operation);
     for (int i = 0; i < iterations; i++) {
       barrier();
       const double start = now_us();
       operation();
       shared_->samples_us[rank_][i] = now_us() - start;
     }
-    shared_->cpu_us[rank_] = measure_cpu(operation, std::max(iterations / 4, kMinCpuIterations));
+    const int least = iterations_ > 0 ? 1 : kMinCpuIterations;
+    shared_->cpu_us[rank_] = measure_cpu(operation, std::max(iterations / 4, least));
     barrier();
     if (rank_ == 0) report(size_bytes, iterations);
     barrier();
@@ -183,6 +204,17 @@ class Rank {
     barrier();
   }
 
+  // Warm up; return the number of iterations that fit into the budget, as rank 0 estimates it.
+  int affordable(const std::function<void()>& operation) {
+    const double mean_us = warm_up(operation);
+    if (rank_ == 0) {
+      const double fit = kBudgetUs / std::max(mean_us, 0.1);
+      shared_->iterations = static_cast<int>(std::clamp<double>(fit, kMinIterations, kMaxIterations));
+    }
+    barrier();
+    return shared_->iterations;
+  }
+
   // Run for at least kWarmUpUs; return the mean time per operation in microseconds.
   double warm_up(const std::function<void()>& operation) {
     const double start = now_us();
@@ -225,19 +257,28 @@ class Rank {
   const std::string algorithm_;
   const int rank_;
   const int ranks_;
+  const int iterations_;
   Shared* const shared_;
   std::shared_ptr<gloo::Context> context_;
 };
 
-int run_rank(const std::string& algorithm, int rank, int ranks, const std::vector<size_t>& sizes,
-             const std::string& store, Shared* shared) {
+void enter(const Host& host) {
+  if (host.netns.empty()) return;
+  const std::string path = "/run/netns/" + host.netns;
+  const int netns = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (netns < 0 || setns(netns, CLONE_NEWNET) != 0) throw std::runtime_error("cannot enter " + path);
+  close(netns);
+}
+
+int run_rank(const Options& options, int rank, const std::string& store, Shared* shared) {
   try {
-    Rank self(algorithm, rank, ranks, store, shared);
-    for (const size_t size_bytes : sizes) self.measure(size_bytes);
+    enter(options.hosts[rank]);
+    Rank self(options, rank, store, shared);
+    for (const size_t size_bytes : options.sizes) self.measure(size_bytes);
     self.finish();
     return 0;
   } catch (const std::exception& error) {
-    fprintf(stderr, "gloo_allreduce %s: rank %d: %s\n", algorithm.c_str(), rank, error.what());
+    fprintf(stderr, "gloo_allreduce %s: rank %d: %s\n", options.algorithm.c_str(), rank, error.what());
     return 1;
   }
 }
@@ -255,15 +296,51 @@ int wait_for(const std::vector<pid_t>& ranks) {
   return failed > 0;
 }
 
+// Parse NAME=ADDRESS,... Names and addresses contain neither character.
+std::vector<Host> parse_hosts(const std::string& text) {
+  std::vector<Host> hosts;
+  std::istringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) {
+    const size_t at = word.find('=');
+    if (at == std::string::npos) return {};
+    hosts.push_back({word.substr(0, at), word.substr(at + 1)});
+  }
+  return hosts;
+}
+
+bool parse(int argc, char** argv, Options& options) {
+  int at = 1;
+  for (; at + 1 < argc && strncmp(argv[at], "--", 2) == 0; at += 2) {
+    if (strcmp(argv[at], "--iterations") == 0) {
+      options.iterations = atoi(argv[at + 1]);
+      if (options.iterations < 1 || options.iterations > kMaxIterations) return false;
+    } else if (strcmp(argv[at], "--hosts") == 0) {
+      options.hosts = parse_hosts(argv[at + 1]);
+      if (options.hosts.empty()) return false;
+    } else {
+      return false;
+    }
+  }
+  if (argc < at + 3) return false;
+  options.algorithm = argv[at];
+  options.ranks = atoi(argv[at + 1]);
+  for (int i = at + 2; i < argc; i++) options.sizes.push_back(strtoull(argv[i], nullptr, 10));
+  if (options.ranks < 2 || options.ranks > kMaxRanks) return false;
+  if (options.hosts.empty()) options.hosts.assign(options.ranks, {"", "127.0.0.1"});
+  const auto& sizes = options.sizes;
+  return options.hosts.size() == static_cast<size_t>(options.ranks) &&
+         std::all_of(sizes.begin(), sizes.end(), [](size_t size) { return size > 0 && size % 4 == 0; });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int ranks = argc > 3 ? atoi(argv[2]) : 0;
-  std::vector<size_t> sizes;
-  for (int i = 3; i < argc; i++) sizes.push_back(strtoull(argv[i], nullptr, 10));
-  const bool valid = std::all_of(sizes.begin(), sizes.end(), [](size_t size) { return size > 0 && size % 4 == 0; });
-  if (ranks < 2 || ranks > kMaxRanks || !valid) {
-    fprintf(stderr, "usage: gloo_allreduce ALGORITHM RANKS(2..%d) SIZE_BYTES(multiple of 4)...\n", kMaxRanks);
+  Options options;
+  if (!parse(argc, argv, options)) {
+    fprintf(stderr,
+            "usage: gloo_allreduce [--iterations COUNT] [--hosts NAME=ADDRESS,...] ALGORITHM RANKS(2..%d) "
+            "SIZE_BYTES(multiple of 4)...\n",
+            kMaxRanks);
     return 2;
   }
   void* mapping = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -274,7 +351,7 @@ int main(int argc, char** argv) {
   }
   auto* shared = new (mapping) Shared();
   std::vector<pid_t> children;
-  for (int rank = 0; rank < ranks; rank++) {
+  for (int rank = 0; rank < options.ranks; rank++) {
     const pid_t child = fork();
     if (child < 0) {
       perror("gloo_allreduce: fork");
@@ -283,12 +360,12 @@ int main(int argc, char** argv) {
     }
     if (child == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);
-      _exit(run_rank(argv[1], rank, ranks, sizes, store, shared));
+      _exit(run_rank(options, rank, store, shared));
     }
     children.push_back(child);
   }
   const int failed = wait_for(children);
   std::error_code ignored;
   std::filesystem::remove_all(store, ignored);
-  return failed || children.size() != static_cast<size_t>(ranks);
+  return failed || children.size() != static_cast<size_t>(options.ranks);
 }

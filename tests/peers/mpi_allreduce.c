@@ -1,6 +1,6 @@
 // MPI_Allreduce of f32 sums, timed for comparison with Sumac's.
 //
-//   mpirun -np N mpi_allreduce [--in-place] SIZE_BYTES...
+//   mpirun -np N mpi_allreduce [--in-place] [--iterations COUNT] SIZE_BYTES...
 //   mpirun -np 1 mpi_allreduce --version              print the library's version
 //
 // Out of place by default, like OSU's and Intel's benchmarks. Prints one JSON object per size:
@@ -8,7 +8,8 @@
 //   {"ranks":4,"size_bytes":8,"iterations":20000,"time_us":3.402,"p99_us":9.117,"cpu_us":3.351}
 //
 // An iteration is a barrier, then one timed operation; the slowest rank's time counts, and time_us is the median over
-// the iterations. First, every rank checks every element of one operation. cpu_us is the CPU time per operation, user
+// the iterations. First, every rank checks every element of one operation. Their number is COUNT, or, after a warm-up,
+// what fits into a budget of time. cpu_us is the CPU time per operation, user
 // and system, maximum over ranks; it is measured in a separate pass, since reading that clock is a system call, which
 // takes as long as a small operation.
 
@@ -28,6 +29,8 @@ struct bench {
     int rank;
     int ranks;
     bool in_place;
+    // 0: as many as fit into the budget.
+    int iterations;
     double *times_us;
     double *slowest_us;
 };
@@ -106,7 +109,8 @@ static int warm_up(const struct bench *bench, const struct buffers *data) {
 
 // CPU time per operation, maximum over ranks.
 static double measure_cpu(const struct bench *bench, const struct buffers *data, int timed) {
-    const int iterations = timed / 4 > MIN_CPU_ITERATIONS ? timed / 4 : MIN_CPU_ITERATIONS;
+    const int least = bench->iterations > 0 ? 1 : MIN_CPU_ITERATIONS;
+    const int iterations = timed / 4 > least ? timed / 4 : least;
     double used = 0, most = 0;
     for (int i = 0; i < iterations; i++) {
         MPI_Barrier(MPI_COMM_WORLD);
@@ -126,7 +130,7 @@ static void measure(const struct bench *bench, size_t size_bytes) {
     };
     memset(data.output, 0, size_bytes);
     check(bench, &data);
-    const int iterations = warm_up(bench, &data);
+    const int iterations = bench->iterations > 0 ? bench->iterations : warm_up(bench, &data);
     for (int i = 0; i < iterations; i++) {
         MPI_Barrier(MPI_COMM_WORLD);
         const double start = now_us();
@@ -169,11 +173,18 @@ int main(int argc, char **argv) {
     MPI_Comm_size(MPI_COMM_WORLD, &bench.ranks);
     if (argc == 2 && strcmp(argv[1], "--version") == 0) return print_version(bench.rank);
     bench.in_place = argc > 1 && strcmp(argv[1], "--in-place") == 0;
-    const int first = bench.in_place ? 2 : 1;
-    bool valid = first < argc;
+    int first = bench.in_place ? 2 : 1;
+    bool valid = true;
+    if (first + 1 < argc && strcmp(argv[first], "--iterations") == 0) {
+        bench.iterations = atoi(argv[first + 1]);
+        valid = bench.iterations > 0 && bench.iterations <= MAX_ITERATIONS;
+        first += 2;
+    }
+    valid = valid && first < argc;
     for (int i = first; i < argc; i++) valid = valid && parse_size(argv[i]) > 0;
     if (!valid) {
-        if (bench.rank == 0) fprintf(stderr, "usage: mpi_allreduce [--in-place] SIZE_BYTES(multiple of 4)...\n");
+        const char *usage = "mpi_allreduce [--in-place] [--iterations COUNT] SIZE_BYTES(multiple of 4)...";
+        if (bench.rank == 0) fprintf(stderr, "usage: %s\n", usage);
         MPI_Finalize();
         return 2;
     }

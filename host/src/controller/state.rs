@@ -9,6 +9,7 @@ mod crash_loop;
 mod departure;
 mod job;
 mod lease;
+mod lost_devices;
 mod membership;
 mod offer;
 mod placement;
@@ -237,7 +238,7 @@ impl State {
     fn forget(&mut self, session: &Arc<Device>) {
         for job in self.jobs.values_mut().chain(self.resuming.values_mut().map(|resuming| &mut resuming.job)) {
             job.declined_devices.retain(|device| !Arc::ptr_eq(device, session));
-            job.lost_devices.retain(|device| !Arc::ptr_eq(device, session));
+            job.lost_devices.disconnected(session);
         }
         self.crowded.remove(&session.key());
         self.unresponsive.remove(&session.key());
@@ -246,7 +247,7 @@ impl State {
     /// How many records of device sessions exist, of a job and in total.
     #[cfg(test)]
     pub(super) fn remembered_sessions(&self, name: &str) -> usize {
-        let of_job = self.jobs.get(name).map_or(0, |job| job.declined_devices.len() + job.lost_devices.len());
+        let of_job = self.jobs.get(name).map_or(0, |job| job.declined_devices.len() + job.lost_devices.devices().len());
         of_job + self.crowded.len() + self.unresponsive.len()
     }
 

@@ -1,5 +1,6 @@
 //! A job, its ranks, and the messages to all of them.
 
+use super::lost_devices::LostDevices;
 use super::membership::{MembershipMessages, SharedFields};
 use crate::controller::ControllerConfig;
 use crate::controller::admit::Placement;
@@ -48,8 +49,8 @@ pub(super) struct Job {
     pub(super) replan_abandoned_until: Option<Instant>,
     /// For a resumed job: when to offer a tree at the earliest, so that devices have time to reconnect.
     pub(super) offer_not_before: Option<Instant>,
-    /// The devices of the last lost tree, excluded from the next one. A device that restarts has another session.
-    pub(super) lost_devices: Vec<Arc<Device>>,
+    /// The devices of the last lost tree. A device that restarts has another session.
+    pub(super) lost_devices: LostDevices<Device>,
     /// While a tree is on offer: the call that each rank named in `Pause`.
     pub(super) offer: Option<BTreeMap<Rank, u64>>,
     /// The ranks that have requested the list of survivors.
@@ -93,7 +94,7 @@ impl Job {
             replan_abandoned: BTreeSet::new(),
             replan_abandoned_until: None,
             offer_not_before: None,
-            lost_devices: Vec::new(),
+            lost_devices: LostDevices::new(),
             offer: None,
             survivor_requests: BTreeSet::new(),
             shrink_count: 0,

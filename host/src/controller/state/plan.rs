@@ -182,7 +182,7 @@ impl Plan {
         };
         let is_among =
             |known: &[Arc<Device>], device: &Arc<Device>| known.iter().any(|other| Arc::ptr_eq(other, device));
-        let lost = ["tree lost", "its tree was lost; restart the device to use it again"];
+        let lost = ["tree lost", "its tree was lost; it is used again after a while, or once it has restarted"];
         let devices = leave_out(self.devices.clone(), lost, &|device| is_among(&self.job.lost_devices, device))?;
         let devices = leave_out(devices, ["not responding", "it does not respond"], &|device| {
             self.unresponsive.contains(device.name())
@@ -202,7 +202,7 @@ impl JobSnapshot {
             world: job.world,
             requests: job.members.values().map(|member| Arc::clone(&member.request)).collect(),
             pinned: job.first().map_or_else(Vec::new, |member| member.pinned.clone()),
-            lost_devices: job.lost_devices.clone(),
+            lost_devices: job.lost_devices.devices().to_vec(),
             declined_devices: job.declined_devices.clone(),
             expression: job.expression.clone(),
         }

@@ -11,13 +11,14 @@
 //! comes once all survivors have asked, and is the same for all.
 //!
 //! A job moves only if all its ranks request it for the same view. Devices of the lost tree are excluded from the next
-//! one, even if they appear to be alive; one that restarts and reconnects is eligible again. The new group shares
-//! nothing with the lost one, including number and epoch, so that a device that recovers late cannot be mistaken for a
-//! member.
+//! one, for a while, even if they appear to be alive (see `lost_devices`). The new group shares nothing with the lost one,
+//! including number and epoch, so that a device that recovers late cannot be mistaken for a member.
 
 use super::{Job, State};
+use crate::controller::device::Device;
 use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{AbortReason, ClientReply, RecoveryOutcome};
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
@@ -142,13 +143,20 @@ impl State {
         self.jobs.values().filter_map(|job| job.replan_abandoned_until).min()
     }
 
-    /// Release a job's lost tree, and exclude its devices from the next one.
+    /// Release a job's lost tree, and exclude its devices from the next one, unless one of them has disconnected.
     pub(super) fn drop_lost_tree(&mut self, name: &str) {
         let Some(job) = self.jobs.get_mut(name) else { return };
         // A view without a tree keeps the devices that were lost before it.
         if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
             job.placement = Some(Err(LOST.into()));
-            job.lost_devices = placement.nodes.iter().map(|node| node.device.clone()).collect();
+            let is_connected =
+                |device: &Arc<Device>| self.devices.get(device.name()).is_some_and(|known| Arc::ptr_eq(known, device));
+            let devices = || placement.nodes.iter().map(|node| &node.device);
+            // If one of them has disconnected, that is why, and the others may be used again.
+            match devices().all(is_connected) {
+                true => job.lost_devices.exclude(devices().cloned().collect(), self.now),
+                false => job.lost_devices.clear(),
+            }
             self.release(&placement);
         }
     }

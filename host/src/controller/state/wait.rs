@@ -98,7 +98,12 @@ impl State {
     /// Handle all deadlines of jobs and devices that have passed. Returns the next one.
     pub(in crate::controller) fn expire_all(&mut self) -> Option<Instant> {
         let waits = self.expire_waits().into_iter().chain(self.expire_reconnect_grace());
-        waits.chain(self.expire_resuming()).chain(self.expire_abandoned_replans()).chain(self.expire_backoffs()).min()
+        waits
+            .chain(self.expire_resuming())
+            .chain(self.expire_abandoned_replans())
+            .chain(self.expire_backoffs())
+            .chain(self.expire_exclusions())
+            .min()
     }
 
     /// Expire offers and waits for a tree. Returns the next deadline.

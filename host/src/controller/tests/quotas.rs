@@ -405,7 +405,7 @@ fn job_without_migration_is_not_queued() {
 }
 
 /// Two switches with two hosts each.
-fn two_leaves() -> Option<Fabric> {
+pub(super) fn two_leaves() -> Option<Fabric> {
     let text = "switch = [{ name = \"leaf0\", aggregation = true }, { name = \"leaf1\", aggregation = true }]\n\
                   host = [{ name = \"h0\" }, { name = \"h1\" }, { name = \"h2\" }, { name = \"h3\" }]\n\
                   link = [{ ends = [\"h0\", \"leaf0\"] }, { ends = [\"h1\", \"leaf0\"] }, { ends = [\"h2\", \"leaf1\"] }, \

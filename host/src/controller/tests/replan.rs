@@ -268,6 +268,31 @@ fn device_of_a_lost_tree_stays_excluded_in_later_views() {
     assert!(replan(&mut ranks, 1).iter().all(|membership| tree_of(membership).leaf == "leaf1"));
 }
 
+/// The disconnected device was the cause of the loss, so the other one serves all ranks.
+#[test]
+fn devices_of_a_lost_tree_are_used_again_once_one_disconnects() {
+    for is_gone_first in [true, false] {
+        let fabric = super::quotas::two_leaves();
+        let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
+        let _other = Device::start(&controller, "leaf0", None, None);
+        let cause = Device::start(&controller, "leaf1", None, None);
+        let any_order = |rank| JoinRequest { order: Order::Arrival, ..request(rank, 4) };
+        let mut ranks: Vec<Raw> = (0..4).map(|rank| Raw::join_with(&controller, any_order(rank), &[])).collect();
+        ranks.iter_mut().for_each(|rank| assert_eq!(tree_of(&rank.joined()).facts.levels, 2));
+        let after = if is_gone_first {
+            disconnect_device(cause, &controller);
+            ranks.iter_mut().for_each(|rank| assert_eq!(rank.recv(), ClientReply::TreeLost { view: 0 }));
+            replan(&mut ranks, 0)
+        } else {
+            let excluded = replan(&mut ranks, 0);
+            assert!(no_tree_reason(&excluded[0]).contains("excluded devices (tree lost): leaf0, leaf1"));
+            disconnect_device(cause, &controller);
+            replan(&mut ranks, 1)
+        };
+        assert_eq!((tree_of(&after[0]).leaf.as_str(), tree_of(&after[0]).facts.levels), ("leaf0", 1));
+    }
+}
+
 #[test]
 fn restarted_device_is_used_again() {
     for pinned in [&[][..], &["leaf0"]] {
