@@ -301,7 +301,7 @@ impl<'t> TestBed<'t> {
         let (to, from) = channel();
         let addr = self.addr;
         // A thread without a reply is abandoned.
-        thread::spawn(move || to.send(status(addr)));
+        thread::spawn(move || drop(to.send(status(addr))));
         match from.recv_timeout(limit) {
             Ok(answer) => answer.map_err(|error| error.to_string()),
             Err(_) => Err(format!("not within {limit:?}")),
