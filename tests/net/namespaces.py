@@ -17,12 +17,13 @@ SUBNET = "10.0.0"
 # Larger than any window of the tests, so that a shaped port delays packets and drops none.
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 32 << 10
-ENTER = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child"]
+# All ends with the process that starts it, even if that is killed.
+ENTER = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "--pid", "--fork", "--kill-child"]
 
 
 def unavailable():
     """Return why namespaces cannot be made here, or None."""
-    for need in ("unshare", "ip"):
+    for need in ("setpriv", "unshare", "ip"):
         if not shutil.which(need):
             return f"no {need}"
     if subprocess.run([*ENTER, "true"], stderr=subprocess.DEVNULL).returncode != 0:
