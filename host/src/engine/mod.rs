@@ -35,6 +35,8 @@ mod dropped;
 mod element;
 pub(crate) mod error;
 mod extent;
+#[cfg(feature = "snapshot")]
+pub(crate) mod harness;
 mod host;
 mod join;
 mod leave;

@@ -29,6 +29,7 @@ mod controller;
 mod device;
 mod draw;
 mod job;
+mod program;
 mod recovery;
 mod report;
 mod takeover;
@@ -145,7 +146,8 @@ impl fmt::Display for TenantsShrunk {
         )?;
         writeln!(f, "/// {}.", violation.to_string().replace('\n', " "))?;
         writeln!(f, "#[test]\nfn tenants_{}() {{", plan.seed)?;
-        writeln!(f, "    let mut plan = Tenancy::draw({});", plan.seed)?;
+        let draw = if plan.starts { "draw_started" } else { "draw" };
+        writeln!(f, "    let mut plan = Tenancy::{draw}({});", plan.seed)?;
         writeln!(f, "    plan.jobs.truncate({jobs});")?;
         writeln!(f, "    plan.incidents = vec![")?;
         for (at, incident) in &plan.incidents {
