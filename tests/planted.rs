@@ -29,6 +29,7 @@ const SHRINK_RUNS: usize = 200;
 fn kinds(bug: Bug) -> &'static [ScenarioKind] {
     match bug {
         _ if is_of_tenants(bug) => &[],
+        Bug::LateAnswerAccepted => &[ScenarioKind::Severing],
         _ if Bug::ZERO_COPY.contains(&bug) => &[ScenarioKind::ZeroCopy],
         _ => &KINDS,
     }
@@ -167,7 +168,7 @@ fn planted_bugs_are_found() {
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    for kinds in [&KINDS[..], &[ScenarioKind::ZeroCopy], &[]] {
+    for kinds in [&KINDS[..], &[ScenarioKind::ZeroCopy], &[ScenarioKind::Severing], &[]] {
         let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
         let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.seed + 1)).max().unwrap_or(0);
         let fails = |seed| match kinds {

@@ -12,7 +12,7 @@ use sumac_tests::sim::{
     run_tenants, shrink, shrink_tenants,
 };
 
-const KINDS: [ScenarioKind; 8] = [
+const KINDS: [ScenarioKind; 9] = [
     ScenarioKind::Calm,
     ScenarioKind::Mismatch,
     ScenarioKind::Death,
@@ -21,6 +21,7 @@ const KINDS: [ScenarioKind; 8] = [
     ScenarioKind::Recovery,
     ScenarioKind::Ranks,
     ScenarioKind::ZeroCopy,
+    ScenarioKind::Severing,
 ];
 
 /// The number of scenarios beside [`KINDS`]: late ranks, and tenants that call one operation after the other or start
@@ -54,6 +55,7 @@ const fn test_name(kind: ScenarioKind) -> &'static str {
         ScenarioKind::Recovery => "device_loss_is_recovered",
         ScenarioKind::Ranks => "survivors_agree_on_failed_ranks",
         ScenarioKind::ZeroCopy => "zero_copy_gives_exact_results",
+        ScenarioKind::Severing => "device_that_goes_on_changes_no_severed_memory",
     }
 }
 
@@ -311,6 +313,11 @@ fn swarm_of_tenants(test: &str, draw: impl Fn(u64) -> Tenancy, except: &[&str]) 
 fn zero_copy_gives_exact_results() {
     let ends = ["ends: complete", "ends: ranks failed", "ranks killed", "view changes", "recovered operations"];
     swarm(ScenarioKind::ZeroCopy, 300, &ends);
+}
+
+#[test]
+fn device_that_goes_on_changes_no_severed_memory() {
+    swarm(ScenarioKind::Severing, 100, &["ends: complete", "view changes", "recovered operations"]);
 }
 
 /// Seeds that have failed before, with their causes. A change of the drawing makes them other clusters; each fixed bug
