@@ -153,6 +153,67 @@ fn started_operations_beside_schedules_all_have_their_own_results() {
     }
 }
 
+/// A rank waits for a host collective before it starts the next operation, which the others wait for: so they must run
+/// that host collective, whose handle some of them have dropped.
+#[test]
+fn ranks_that_wait_in_different_orders_all_get_their_results() {
+    let cluster = Cluster::start(1, 3);
+    cluster.run("orders", 3, plain, |comm| {
+        let by = |algo| CallOptions { algo: Some(algo), ..CallOptions::default() };
+        let start = |algo| comm.start_all_reduce_with(vec![1_u32; 64], ReduceOp::Sum, &by(algo)).expect("room");
+        let first = start(Algo::Ring);
+        match comm.rank() {
+            0 => {
+                assert_eq!(first.wait().expect("a sum").0, [3; 64]);
+                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [3; 64]);
+            }
+            1 => {
+                drop(first);
+                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [3; 64]);
+            }
+            _ => {
+                let mut values = [1_u32; 64];
+                comm.all_reduce_with(&mut values, ReduceOp::Sum, &by(Algo::Tree)).expect("a sum");
+                assert_eq!((values, first.wait().expect("a sum").0), ([3; 64], vec![3; 64]));
+            }
+        }
+        assert_eq!(comm.outstanding().operations, 0);
+        assert_eq!(comm.leave_within(SOON), Departure::Clean);
+    });
+}
+
+/// Another thread drops the handle, in most rounds while the host collective waits for a rank.
+#[test]
+fn handle_dropped_while_its_host_collective_runs_leaves_nothing() {
+    let cluster = Cluster::start(1, 2);
+    let is_dropped = Barrier::new(2);
+    cluster.run("running", 2, plain, |comm| {
+        let by_ring = CallOptions { algo: Some(Algo::Ring), ..CallOptions::default() };
+        let start = || comm.start_all_reduce_with(vec![1_u32; 64], ReduceOp::Sum, &by_ring).expect("room");
+        for round in 0..40 {
+            let (first, second) = (start(), start());
+            if comm.rank() == 0 {
+                thread::scope(|scope| {
+                    let (waits, waiting) = channel();
+                    scope.spawn(move || {
+                        waits.send(()).expect("the receiver exists");
+                        assert_eq!(second.wait().expect("a sum").0, [2; 64]);
+                    });
+                    waiting.recv().expect("it waits");
+                    drop(first);
+                    is_dropped.wait();
+                });
+            } else {
+                is_dropped.wait();
+                drop(first);
+                assert_eq!(second.wait().expect("a sum").0, [2; 64]);
+            }
+            assert_eq!(comm.outstanding().operations, 0, "round {round}");
+        }
+        comm.leave();
+    });
+}
+
 /// Outside the result, an in-place buffer still holds the unscaled input.
 #[test]
 fn started_premul_sum_scales_no_buffer_twice() {

@@ -2,7 +2,7 @@
 //! Also tests the shrinker on the failures.
 //!
 //! Seed n runs one cluster of the n-th kind in turn, or a zero-copy cluster for bugs that only it can show; bugs of the
-//! controller are searched in scenarios of tenants. `SEEDS=n` limits the seeds per bug, `BUGS=Name,Name` selects bugs.
+//! controller, and of ranks' calls and handles, are searched in scenarios of tenants. `SEEDS=n` limits the seeds per bug, `BUGS=Name,Name` selects bugs.
 //! The table also shows how many link faults, of those recorded, suffice to reproduce the bug.
 
 use std::sync::Mutex;
@@ -29,6 +29,7 @@ const SHRINK_RUNS: usize = 200;
 fn kinds(bug: Bug) -> &'static [ScenarioKind] {
     match bug {
         _ if is_of_tenants(bug) => &[],
+        Bug::LateAnswerAccepted => &[ScenarioKind::Severing],
         _ if Bug::ZERO_COPY.contains(&bug) => &[ScenarioKind::ZeroCopy],
         _ => &KINDS,
     }
@@ -43,12 +44,21 @@ fn with(bug: Bug, seed: u64) -> Options {
 }
 
 fn tenancy(bug: Bug, seed: u64) -> Tenancy {
-    Tenancy { planted: bug.into(), ..Tenancy::draw(seed) }
+    let draw = if is_of_started(bug) { Tenancy::draw_started } else { Tenancy::draw };
+    Tenancy { planted: bug.into(), ..draw(seed) }
+}
+
+/// Return whether it takes ranks that start several operations at once.
+const fn is_of_started(bug: Bug) -> bool {
+    matches!(
+        bug,
+        Bug::DroppedOperationFreed | Bug::RunningDropMissed | Bug::EarlierScheduleSkipped | Bug::EndedScheduleRun
+    )
 }
 
 /// Return whether only scenarios of tenants run the code that has the bug.
 const fn is_of_tenants(bug: Bug) -> bool {
-    matches!(
+    let is_of_tenants = matches!(
         bug,
         Bug::ReservationKept
             | Bug::NewestFirst
@@ -61,7 +71,8 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::RefusedCallCounted
             | Bug::StalledPeerKept
             | Bug::OutputUnbounded
-    )
+    );
+    is_of_tenants || is_of_started(bug)
 }
 
 /// A bug that was found: the seed, the scenario, the oracle, and the number of link faults that reproduce it.
@@ -107,7 +118,7 @@ fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<
     done.into_iter().map(|result| result.into_inner().unwrap().expect("every number was taken")).collect()
 }
 
-/// Bugs that concern many jobs, or calls beside the tree, are found within few seeds, each by the matching oracle.
+/// Bugs that concern many jobs, calls beside the tree, or handles are found within few seeds, each by the matching oracle.
 #[test]
 fn planted_bugs_of_tenants_are_found() {
     let oracles = [
@@ -120,6 +131,10 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::ViewReused, "view reused"),
         (Bug::EarlierPathForgotten, "different operations"),
         (Bug::RefusedCallCounted, "hang"),
+        (Bug::DroppedOperationFreed, "freed too early"),
+        (Bug::RunningDropMissed, "held at the end"),
+        (Bug::EarlierScheduleSkipped, "hang"),
+        (Bug::EndedScheduleRun, "begun after the end"),
         (Bug::StalledPeerKept, "stalled client"),
         (Bug::OutputUnbounded, "output limit"),
     ];
@@ -153,11 +168,14 @@ fn planted_bugs_are_found() {
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    for kinds in [&KINDS[..], &[ScenarioKind::ZeroCopy], &[]] {
+    for kinds in [&KINDS[..], &[ScenarioKind::ZeroCopy], &[ScenarioKind::Severing], &[]] {
         let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
         let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.seed + 1)).max().unwrap_or(0);
         let fails = |seed| match kinds {
-            [] => run_tenants(&Tenancy::draw(seed as u64)).err().map(|violation| (seed, violation.to_string())),
+            [] => {
+                let run = |plan: Tenancy| run_tenants(&plan).err().map(|violation| (seed, violation.to_string()));
+                run(Tenancy::draw(seed as u64)).or_else(|| run(Tenancy::draw_started(seed as u64)))
+            }
             _ => run(&cluster(kinds, seed as u64)).err().map(|violation| (seed, violation.to_string())),
         };
         let without: Vec<_> = on_all_cores(most as usize, fails).into_iter().flatten().collect();

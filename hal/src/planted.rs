@@ -80,6 +80,14 @@ pub enum Bug {
     EarlierPathForgotten,
     /// Rank: a call that is refused keeps its number.
     RefusedCallCounted,
+    /// Rank: frees an operation when its handle is dropped, although the tree still works on its buffers.
+    DroppedOperationFreed,
+    /// Rank: does not note that a handle is dropped while its host collective runs, and keeps the buffers.
+    RunningDropMissed,
+    /// Rank: waits for an operation without running the host collectives that were started before it.
+    EarlierScheduleSkipped,
+    /// Rank: runs host collectives that are waited for after the communicator has ended.
+    EndedScheduleRun,
     /// Controller: never disconnects a client that does not read, unless its queue is full.
     StalledPeerKept,
     /// Controller: queues any number of messages for a client that does not read.
@@ -106,7 +114,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 45] = [
+    pub const ALL: [Self; 49] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -150,6 +158,10 @@ impl Bug {
         Self::ViewReused,
         Self::EarlierPathForgotten,
         Self::RefusedCallCounted,
+        Self::DroppedOperationFreed,
+        Self::RunningDropMissed,
+        Self::EarlierScheduleSkipped,
+        Self::EndedScheduleRun,
         Self::StalledPeerKept,
         Self::OutputUnbounded,
     ];

@@ -156,6 +156,13 @@ pub mod testing;
 pub mod topo;
 pub mod transport;
 
+/// Harnesses for simulators, which carry messages themselves: recovery, and started operations.
+#[cfg(feature = "snapshot")]
+pub mod harness {
+    pub use crate::engine::harness::*;
+    pub use crate::recovery::harness::*;
+}
+
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
     JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
@@ -165,8 +172,6 @@ pub use comm::{
 pub use controller::proto::Attach;
 pub use controller::proto::Transport;
 pub use half::{bf16, f16};
-#[cfg(feature = "snapshot")]
-pub use recovery::harness;
 pub use select::Algo;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;

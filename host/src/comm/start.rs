@@ -8,8 +8,9 @@
 //! does, and advances the operations in flight meanwhile. If none completes, it fails with [`Error::TooManyInFlight`]
 //! and does not count as a call.
 //!
-//! Operations of the tree overlap. Host collectives run one at a time, when one of them is waited for, and after all
-//! operations that were started before them.
+//! Operations of the tree overlap. Host collectives run one at a time, when one of them or a later operation is waited
+//! for, and after all operations that were started before them. So ranks may wait in different orders, and drop some
+//! handles.
 //!
 //! A start that fails gives the buffer back, unchanged ([`StartError`]); a wait that fails gives it back, too
 //! ([`WaitError`](super::WaitError)).

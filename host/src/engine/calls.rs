@@ -4,7 +4,7 @@ use super::core::Core;
 use super::data_path::{Deadline, Stop};
 use super::error::{Error, OutputState};
 use super::extent::Extent;
-use super::operations::{BorrowedBuffers, CounterSnapshot};
+use super::operations::{Awaited, BorrowedBuffers, CounterSnapshot, NextStep};
 use super::options::{CallOptions, Outcome};
 use super::selection::Chosen;
 use crate::exec::Buffers;
@@ -79,6 +79,11 @@ impl Core {
                 self.run_by_schedule((&desc, options), chosen.path, buffers, deadline)?;
                 return Ok(self.data.outcome(&chosen, None, begun));
             }
+            if self.data.operations.has_schedules() {
+                // Ranks that wait in one of these have not come to this call. The view may change meanwhile.
+                self.run_next_schedule(deadline)?;
+                continue;
+            }
             if let TreeRun::Done(op, transfer) = self.run_in_tree((desc, limit), extent, &mut buffers, deadline)? {
                 extent.copy_own(&desc, &mut buffers);
                 let outcome = self.data.outcome(&chosen, Some(transfer), begun);
@@ -138,7 +143,7 @@ impl Core {
     pub(super) fn make_room(&mut self, deadline: Deadline) -> Result<(), Error> {
         self.data.reclaim_dropped();
         while !self.data.has_room() {
-            if self.data.operations.is_schedule_due(self.data.tree.completed_below()) {
+            if self.data.next_step(Awaited::Room) == NextStep::RunSchedule {
                 self.run_next_schedule(deadline)?;
                 continue;
             }

@@ -14,7 +14,7 @@ use super::error::{Error, OutputState};
 use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
-use super::operations::{BorrowedBuffers, InFlight, Owned, Started};
+use super::operations::{AfterLoss, BorrowedBuffers, InFlight, Owned, Started};
 use super::pieces::PendingOps;
 use super::tree::Tree;
 use crate::exec::ExecError;
@@ -27,7 +27,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
-use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::op::OpDesc;
 use sumac_hal::time;
 
 /// A view change in progress, and what this rank holds for it.
@@ -376,22 +376,17 @@ impl Core {
     }
 
     /// Finish or launch again the started operations of the lost tree: those below `completed_below` are complete, the
-    /// others start again in the order of posting. Operation numbers of the lost tree are void, so no buffer may stay
-    /// under one.
+    /// others start again in the order of posting.
     pub(super) fn relaunch(&mut self, completed_below: OpId) {
         for handle in self.data.operations.handles() {
             let Some(mut started) = self.data.operations.take(handle) else { continue };
-            if let Some(op) = started.tree_op.take()
-                && started.chosen.path == Path::Tree
-            {
-                let buffers = self.data.operations.disown(op);
-                if started.finished.is_some() || op < completed_below {
-                    started.buffers = buffers;
+            match self.data.operations.leave_tree(&mut started, completed_below) {
+                AfterLoss::Unaffected => {}
+                AfterLoss::Complete => {
                     let outcome = self.data.outcome(&started.chosen, started.transfer, started.begun);
                     started.finished.get_or_insert(Ok(outcome));
-                } else if let Some(buffers) = buffers {
-                    self.launch_again(handle, &mut started, buffers);
                 }
+                AfterLoss::Pending(buffers) => self.launch_again(handle, &mut started, buffers),
             }
             self.data.operations.put_back(handle, started);
         }

@@ -9,7 +9,9 @@ use super::connections::HostPath;
 use super::error::{Error, OutputState};
 use super::extent::Extent;
 use super::membership::Inbox;
-use super::operations::{BorrowedBuffers, CounterSnapshot, Operations, Owned, Started};
+use super::operations::{
+    Awaited, BorrowedBuffers, Completed, CounterSnapshot, Ending, NextStep, Operations, Owned, Started,
+};
 use super::options::{CallOptions, Outcome, Outstanding};
 use super::selection::{Chosen, Selection};
 use super::straggler::Policy;
@@ -196,11 +198,9 @@ impl DataPath {
         let mut has_completed = false;
         while let Some((op, completion)) = self.tree.poll_completed() {
             has_completed = true;
-            let is_wanted = waited_for == Some(op) || self.operations.is_owned(op);
-            match self.operations.detached_in_tree(op) {
-                Some(handle) => self.reclaim(handle),
-                None if is_wanted => self.tree.keep_completion(op, completion),
-                None => {}
+            let completed = self.operations.complete(op);
+            if completed == Completed::Started || waited_for == Some(op) {
+                self.tree.keep_completion(op, completion);
             }
         }
         if has_completed {
@@ -372,47 +372,42 @@ impl DataPath {
         self.tree.has_room() && self.operations.has_room()
     }
 
+    /// Return what a caller that waits does next.
+    pub(super) fn next_step(&self, awaited: Awaited) -> NextStep {
+        self.operations.next_step(awaited, self.tree.completed_below(), self.ended.is_some())
+    }
+
     /// Record the end of a started operation in the tree, if it has ended.
     pub(super) fn try_finish(&mut self, handle: u64) {
-        let Some(started) = self.operations.unfinished(handle) else { return };
-        let is_in_tree = started.chosen.path == Path::Tree;
-        let finished = if is_in_tree && started.tree_op.is_none_or(|op| self.tree.is_complete(op)) {
-            let op = started.tree_op;
-            let outcome = self.outcome(&started.chosen, started.transfer, started.begun);
-            Ok(self.tree.with_completion(op, outcome))
-        } else if let Some(error) = &self.ended {
-            let in_tree = started.tree_op.filter(|_| is_in_tree);
-            let output = in_tree.map_or(OutputState::Elements(Vec::new()), |op| self.tree.output_state(op));
-            Err(error.clone().with_output(output))
-        } else {
-            return;
+        let ending = self.operations.ending(handle, self.tree.completed_below(), self.ended.is_some());
+        let Some((ending, started)) = ending.zip(self.operations.get(handle)) else { return };
+        let finished = match (ending, &self.ended) {
+            (Ending::Cut(op), Some(error)) => {
+                let output = op.map_or(OutputState::Elements(Vec::new()), |op| self.tree.output_state(op));
+                Err(error.clone().with_output(output))
+            }
+            (Ending::Complete(op) | Ending::Cut(op), _) => {
+                let outcome = self.outcome(&started.chosen, started.transfer, started.begun);
+                Ok(self.tree.with_completion(op, outcome))
+            }
         };
         if let Some(started) = self.operations.get_mut(handle) {
             started.finished = Some(finished);
         }
     }
 
-    /// Detach a started operation. It continues, because other ranks need it, and its buffers are freed when it has
-    /// ended.
+    /// The handle of an operation was dropped.
     fn detach(&mut self, handle: u64) {
         self.try_finish(handle);
-        let Some(started) = self.operations.get_mut(handle) else { return };
-        started.is_detached = true;
-        if started.finished.is_some() {
-            self.reclaim(handle);
-        }
-    }
-
-    fn reclaim(&mut self, handle: u64) {
-        if let Some(op) = self.operations.reclaim(handle) {
+        if let Some(op) = self.operations.detach(handle) {
             self.tree.forget_completion(op);
         }
     }
 
     /// Free the buffers of detached operations that have ended; of all detached ones if the communicator has.
     pub(super) fn reclaim_detached(&mut self) {
-        self.operations.ended_detached(self.ended.is_some()).into_iter().for_each(|handle| self.reclaim(handle));
-        self.operations.drop_orphans();
+        let freed = self.operations.reclaim_ended(self.ended.is_some());
+        freed.into_iter().for_each(|op| self.tree.forget_completion(op));
     }
 
     /// Process dropped handles.

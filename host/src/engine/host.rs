@@ -11,6 +11,7 @@ use super::connections::{Collective, Connections, HostWork, kernel};
 use super::core::Core;
 use super::data_path::{Beside, DataPath, Deadline, Stop};
 use super::error::Error;
+use super::operations::{Awaited, NextStep};
 use super::options::CallOptions;
 use crate::exec::{Buffers, ExecError, Execution, Interrupt, Status};
 use crate::schedule::Schedule;
@@ -174,13 +175,13 @@ impl Core {
     /// Complete all started operations: run host collectives in the order of posting, and wait for the tree.
     pub(super) fn finish_started(&mut self, deadline: Deadline) -> Result<(), Error> {
         loop {
-            if self.data.operations.has_schedules() {
-                self.run_next_schedule(deadline)?;
-            } else if self.data.operations.is_any_in_tree(self.data.tree.completed_below()) {
-                let stepped = self.data.step(None, deadline);
-                self.resume(stepped, deadline)?;
-            } else {
-                return Ok(());
+            match self.data.next_step(Awaited::All) {
+                NextStep::Return => return self.data.ended.clone().map_or(Ok(()), Err),
+                NextStep::RunSchedule => self.run_next_schedule(deadline)?,
+                NextStep::DriveTree => {
+                    let stepped = self.data.step(None, deadline);
+                    self.resume(stepped, deadline)?;
+                }
             }
         }
     }
@@ -196,24 +197,18 @@ impl Core {
                 return Ok(());
             }
         }
-        let Some((handle, mut started)) = self.data.operations.next_schedule() else { return Ok(()) };
+        let Some((handle, mut started)) = self.data.operations.begin_schedule() else { return Ok(()) };
         let (desc, path) = (started.desc, started.chosen.path);
         // The tree of this number may be gone when the schedule has run.
         let announced = started.tree_op.take();
-        self.data.operations.scheduling = Some(started.call);
         let result = started.buffers.as_mut().map_or(Ok(()), |owned| {
             let none = || Error::Argument(format!("{desc} was started without a schedule")).ending();
             let schedule = started.schedule.as_ref().ok_or_else(none)?;
             self.run_announced((&desc, path), schedule, owned.borrow_buffers(), announced, deadline)
         });
         let result = result.map_err(|error| self.end(error, &desc, started.begun));
-        self.data.operations.scheduling = None;
         let outcome = self.data.outcome(&started.chosen, None, started.begun);
-        started.finished = Some(result.clone().map(|()| outcome));
-        started.schedule = None;
-        if !started.is_detached {
-            self.data.operations.put_back(handle, started);
-        }
+        self.data.operations.end_schedule(handle, started, result.clone().map(|()| outcome));
         result
     }
 }

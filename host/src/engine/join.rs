@@ -19,7 +19,7 @@ use crate::schedule::Place;
 use crate::select::{Declared, SelectionContext};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
-use crate::transport::packets::TreeDriver;
+use crate::transport::packets::{MAX_OPS, TreeDriver};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::Arc;
 use sumac_hal::hosted::HostedPort;
@@ -81,7 +81,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         place,
         tree: TreeEnd::new(tree),
         host: HostPath::new(connections),
-        operations: Operations::default(),
+        operations: Operations::new(MAX_OPS),
         selection: Selection::new(selection),
         watch: Watch::new(notices),
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),

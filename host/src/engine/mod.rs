@@ -36,6 +36,8 @@ mod element;
 mod embedded;
 pub(crate) mod error;
 mod extent;
+#[cfg(feature = "snapshot")]
+pub(crate) mod harness;
 mod host;
 mod join;
 mod leave;

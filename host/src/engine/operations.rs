@@ -3,6 +3,10 @@
 //! Invariants:
 //! - every buffer in the tree belongs to a started operation;
 //! - host collectives that have not run are in the order of posting, which is the order in which they run;
+//! - a caller that waits runs the host collectives that were started before what it waits for, because the ranks that it
+//!   waits for may be waiting in them;
+//! - an operation whose handle was dropped keeps its buffers until it has ended;
+//! - once the communicator has ended, no host collective begins;
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.
 
 use super::element::ErasedBuffer;
@@ -14,11 +18,76 @@ use crate::exec::Buffers;
 use crate::schedule::Schedule;
 use crate::select::Algo;
 use crate::transport::memory::Transfer;
-use crate::transport::packets::{self, MAX_OPS, OpId};
+use crate::transport::packets::{self, OpId};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::planted;
+#[cfg(feature = "planted")]
+use sumac_hal::planted::Bug;
 use sumac_hal::wire::StragglerLimit;
+
+/// What a caller waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(feature = "snapshot"), expect(unreachable_pub, reason = "simulators of other crates name it"))]
+pub enum Awaited {
+    /// The end of the operation with this handle.
+    Operation(u64),
+    /// The end of all started operations.
+    All,
+    /// Room for another operation, which there is not.
+    Room,
+}
+
+/// What a caller that waits does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(not(feature = "snapshot"), expect(unreachable_pub, reason = "simulators of other crates name it"))]
+pub enum NextStep {
+    /// Return: what it waits for has happened.
+    Return,
+    /// Run the oldest host collective.
+    RunSchedule,
+    /// Drive the tree.
+    DriveTree,
+}
+
+/// How an operation ends. In the tree it has the given number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// It is complete.
+    Complete(Option<OpId>),
+    /// The communicator has ended before it was complete.
+    Cut(Option<OpId>),
+}
+
+/// What the loss of a tree means for an operation.
+pub(super) enum AfterLoss {
+    /// Nothing: it is a host collective.
+    Unaffected,
+    /// It is complete.
+    Complete,
+    /// It must be launched again, on these buffers.
+    Pending(Owned),
+}
+
+/// What the completion of an operation in the tree means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Completed {
+    /// Its handle had been dropped, and it is freed.
+    Freed,
+    /// A started operation: its handle will be waited for.
+    Started,
+    /// Nothing to a started operation.
+    Other,
+}
+
+/// A host collective that is running.
+struct Scheduling {
+    handle: u64,
+    call: u64,
+    /// Its handle was dropped meanwhile.
+    is_detached: bool,
+}
 
 /// Counters at the beginning of an operation.
 #[derive(Clone, Copy)]
@@ -148,8 +217,9 @@ impl packets::Buffers for InFlight<'_, '_> {
 }
 
 /// The operations of a communicator in flight.
-#[derive(Default)]
 pub(super) struct Operations {
+    /// The maximum number of started host collectives that have not run.
+    capacity: usize,
     /// Buffers of started operations in the tree.
     owned: BTreeMap<OpId, TreeBuffers>,
     started: BTreeMap<u64, Started>,
@@ -158,11 +228,28 @@ pub(super) struct Operations {
     next_handle: u64,
     /// The number of the call that is running.
     pub(super) calling: Option<u64>,
-    /// The number of the started call whose schedule is running.
-    pub(super) scheduling: Option<u64>,
+    /// The started call whose schedule is running.
+    scheduling: Option<Scheduling>,
+    #[cfg(feature = "planted")]
+    pub(super) bug: Option<Bug>,
 }
 
 impl Operations {
+    /// Make a communicator's, with room for this many started host collectives.
+    pub(super) const fn new(capacity: usize) -> Self {
+        Self {
+            capacity,
+            owned: BTreeMap::new(),
+            started: BTreeMap::new(),
+            schedules: VecDeque::new(),
+            next_handle: 0,
+            calling: None,
+            scheduling: None,
+            #[cfg(feature = "planted")]
+            bug: None,
+        }
+    }
+
     /// Return the handle of the next operation to be started.
     pub(super) const fn next_handle(&self) -> u64 {
         self.next_handle
@@ -211,13 +298,15 @@ impl Operations {
         self.owned.remove(&op).map(|in_tree| in_tree.buffers)
     }
 
-    pub(super) fn is_owned(&self, op: OpId) -> bool {
-        self.owned.contains_key(&op)
-    }
-
     /// Return whether an operation in the tree is not complete.
     pub(super) fn is_any_in_tree(&self, completed_below: OpId) -> bool {
         self.owned.range(completed_below..).next().is_some()
+    }
+
+    /// Return the number of operations in the tree that are not complete.
+    #[cfg(feature = "snapshot")]
+    pub(super) fn in_tree(&self, completed_below: OpId) -> usize {
+        self.owned.range(completed_below..).count()
     }
 
     /// Return all buffers in the tree, with those that a blocking call borrows.
@@ -240,10 +329,44 @@ impl Operations {
         self.schedules.insert(at, handle);
     }
 
-    /// Take the oldest host collective to run it.
-    pub(super) fn next_schedule(&mut self) -> Option<(u64, Started)> {
+    /// Take the oldest host collective to run it. [`Operations::end_schedule`] takes it back.
+    pub(super) fn begin_schedule(&mut self) -> Option<(u64, Started)> {
         let handle = self.schedules.pop_front()?;
-        Some((handle, self.started.remove(&handle)?))
+        let started = self.started.remove(&handle)?;
+        self.scheduling = Some(Scheduling { handle, call: started.call, is_detached: started.is_detached });
+        Some((handle, started))
+    }
+
+    /// A host collective has run. It is freed if its handle was dropped, which may have happened meanwhile.
+    pub(super) fn end_schedule(&mut self, handle: u64, mut started: Started, result: Result<Outcome, Error>) {
+        let scheduling = self.scheduling.take();
+        started.finished = Some(result);
+        started.schedule = None;
+        if !scheduling.is_some_and(|scheduling| scheduling.is_detached) {
+            self.started.insert(handle, started);
+        }
+    }
+
+    /// Return what a caller does next that waits; operations in the tree are complete below a number.
+    pub(super) fn next_step(&self, awaited: Awaited, completed_below: OpId, has_ended: bool) -> NextStep {
+        let is_before = |handle: &u64| match awaited {
+            Awaited::Operation(last) if planted!(self, EarlierScheduleSkipped) => *handle == last,
+            Awaited::Operation(last) => *handle <= last,
+            Awaited::All => true,
+            Awaited::Room => self.is_schedule_due(completed_below),
+        };
+        let is_over = match awaited {
+            Awaited::Operation(handle) => self.unfinished(handle).is_none(),
+            Awaited::All => self.schedules.is_empty() && !self.is_any_in_tree(completed_below),
+            Awaited::Room => false,
+        };
+        let is_next = self.schedules.front().is_some_and(is_before);
+        match is_over || has_ended {
+            _ if is_next && has_ended && planted!(self, EndedScheduleRun) => NextStep::RunSchedule,
+            true => NextStep::Return,
+            false if is_next => NextStep::RunSchedule,
+            false => NextStep::DriveTree,
+        }
     }
 
     /// Return the oldest host collective, if the tree has an incomplete operation that was started before it.
@@ -265,20 +388,22 @@ impl Operations {
 
     /// Return whether another host collective can be started.
     pub(super) fn has_room(&self) -> bool {
-        self.schedules.len() < MAX_OPS
+        self.schedules.len() < self.capacity
     }
 
-    /// Return whether the oldest started host collective must run: all ranks have started it, or there is no room.
+    /// Return whether the oldest started host collective must run: all ranks have started it, or there is no room, or
+    /// the tree does not know it, so that nobody can tell.
     pub(super) fn is_schedule_due(&self, completed_below: OpId) -> bool {
         let Some(oldest) = self.schedules.front() else { return false };
         let announced = self.started.get(oldest).and_then(|started| started.tree_op);
-        self.schedules.len() >= MAX_OPS || announced.is_some_and(|op| op < completed_below)
+        self.schedules.len() >= self.capacity || announced.is_none_or(|op| op < completed_below)
     }
 
     /// Take a call's number back; later calls move up.
     pub(super) fn uncount_call(&mut self, call: u64) {
         let started = self.started.values_mut().map(|started| &mut started.call);
-        let others = self.calling.iter_mut().chain(&mut self.scheduling);
+        let scheduling = self.scheduling.as_mut().map(|scheduling| &mut scheduling.call);
+        let others = self.calling.iter_mut().chain(scheduling);
         started.chain(others).filter(|number| **number > call).for_each(|number| *number -= 1);
     }
 
@@ -292,12 +417,61 @@ impl Operations {
         calls.extend(borrowed.zip(self.calling));
         let pending = self.calling.filter(|_| borrowed.is_none());
         let elsewhere = unfinished().filter(|started| in_tree(started).is_none()).map(|started| started.call);
-        let open = elsewhere.chain(pending).chain(self.scheduling).chain([next]).min();
+        let scheduling = self.scheduling.as_ref().map(|scheduling| scheduling.call);
+        let open = elsewhere.chain(pending).chain(scheduling).chain([next]).min();
         (calls, open.unwrap_or(0))
     }
 
+    /// Return how an operation has ended, unless it was recorded or it has not.
+    pub(super) fn ending(&self, handle: u64, completed_below: OpId, has_ended: bool) -> Option<Ending> {
+        let started = self.unfinished(handle)?;
+        let is_in_tree = started.chosen.path == Path::Tree;
+        if is_in_tree && started.tree_op.is_none_or(|op| op < completed_below) {
+            return Some(Ending::Complete(started.tree_op));
+        }
+        has_ended.then_some(Ending::Cut(started.tree_op.filter(|_| is_in_tree)))
+    }
+
+    /// The handle of an operation was dropped, whose end is recorded if it has ended. It continues, because other ranks
+    /// need it, and is freed when it has ended. Returns the operation in the tree whose details nobody wants.
+    pub(super) fn detach(&mut self, handle: u64) -> Option<OpId> {
+        let (is_missed, is_free) = (planted!(self, RunningDropMissed), planted!(self, DroppedOperationFreed));
+        if let Some(scheduling) = self.scheduling.as_mut().filter(|running| running.handle == handle && !is_missed) {
+            scheduling.is_detached = true;
+        }
+        let started = self.started.get_mut(&handle)?;
+        started.is_detached = true;
+        if started.finished.is_some() || is_free { self.reclaim(handle) } else { None }
+    }
+
+    /// An operation in the tree is complete.
+    pub(super) fn complete(&mut self, op: OpId) -> Completed {
+        match self.detached_in_tree(op) {
+            Some(handle) => {
+                self.reclaim(handle);
+                Completed::Freed
+            }
+            None if self.owned.contains_key(&op) => Completed::Started,
+            None => Completed::Other,
+        }
+    }
+
+    /// The tree is lost, where operations are complete below a number. Operation numbers are void, so no buffer stays
+    /// under one.
+    pub(super) fn leave_tree(&mut self, started: &mut Started, completed_below: OpId) -> AfterLoss {
+        let Some(op) = started.tree_op.take().filter(|_| started.chosen.path == Path::Tree) else {
+            return AfterLoss::Unaffected;
+        };
+        let buffers = self.disown(op);
+        if started.finished.is_some() || op < completed_below {
+            started.buffers = buffers;
+            return AfterLoss::Complete;
+        }
+        buffers.map_or(AfterLoss::Unaffected, AfterLoss::Pending)
+    }
+
     /// Free an operation. Returns the one in the tree, whose details nobody wants.
-    pub(super) fn reclaim(&mut self, handle: u64) -> Option<OpId> {
+    fn reclaim(&mut self, handle: u64) -> Option<OpId> {
         let started = self.started.remove(&handle)?;
         let op = started.tree_op.filter(|_| started.chosen.path == Path::Tree)?;
         self.owned.remove(&op);
@@ -305,21 +479,21 @@ impl Operations {
     }
 
     /// Return the handle of a completed operation in the tree if it is detached.
-    pub(super) fn detached_in_tree(&self, op: OpId) -> Option<u64> {
+    fn detached_in_tree(&self, op: OpId) -> Option<u64> {
         let handle = self.owned.get(&op)?.handle;
         self.started.get(&handle).is_some_and(|started| started.is_detached).then_some(handle)
     }
 
-    /// Return the detached operations that have ended; all detached ones if the communicator `is_over`.
-    pub(super) fn ended_detached(&self, is_over: bool) -> Vec<u64> {
+    /// Free the detached operations that have ended; all detached ones if the communicator `is_over`. Returns those in
+    /// the tree, whose details nobody wants.
+    pub(super) fn reclaim_ended(&mut self, is_over: bool) -> Vec<OpId> {
         let over = |started: &Started| started.is_detached && (is_over || started.finished.is_some());
-        self.started.iter().filter(|(_, started)| over(started)).map(|(&of, _)| of).collect()
-    }
-
-    /// Drop what belonged to operations that are gone.
-    pub(super) fn drop_orphans(&mut self) {
+        let ended: Vec<u64> = self.started.iter().filter(|(_, started)| over(started)).map(|(&of, _)| of).collect();
+        let freed = ended.into_iter().filter_map(|handle| self.reclaim(handle)).collect();
+        // Drop what belonged to operations that are gone.
         self.schedules.retain(|handle| self.started.contains_key(handle));
         self.owned.retain(|_, in_tree| self.started.contains_key(&in_tree.handle));
+        freed
     }
 
     /// Return the number of started operations, and the size of their buffers in bytes.

@@ -1,6 +1,6 @@
 //! Started calls: how they are started, tested and waited for.
 //!
-//! Host collectives run in the order of posting, when one of them is waited for.
+//! Host collectives run in the order of posting, when one of them or a later operation is waited for.
 
 use super::calls::premultiply;
 use super::core::Core;
@@ -8,7 +8,7 @@ use super::data_path::Deadline;
 use super::element::ErasedBuffer;
 use super::error::{Error, StartError};
 use super::extent::Extent;
-use super::operations::{Owned, Started};
+use super::operations::{Awaited, NextStep, Owned, Started};
 use super::options::{CallOptions, Outcome};
 use std::time::Instant;
 use sumac_hal::op::{OpDesc, Path};
@@ -132,13 +132,15 @@ impl Core {
 
     fn wait_for(&mut self, handle: u64, deadline: Deadline) {
         loop {
-            // Where the communicator has ended, the error that it ended with is this operation's too.
-            while self.data.ended.is_none() && self.data.operations.is_scheduled(handle) {
-                if self.run_next_schedule(deadline).is_err() {
-                    break;
-                }
-            }
             self.data.try_finish(handle);
+            match self.data.next_step(Awaited::Operation(handle)) {
+                NextStep::Return => return,
+                // An error has ended the communicator, and is this operation's too.
+                NextStep::RunSchedule if self.run_next_schedule(deadline).is_ok() || self.data.ended.is_some() => {
+                    continue;
+                }
+                NextStep::RunSchedule | NextStep::DriveTree => {}
+            }
             let Some(started) = self.data.operations.unfinished(handle) else { return };
             let (desc, begun) = (started.desc, started.begun);
             let stepped = self.data.step(None, deadline);

@@ -30,7 +30,7 @@ mod change;
 mod decide;
 mod grace_period;
 #[cfg(feature = "snapshot")]
-pub mod harness;
+pub(crate) mod harness;
 mod inventory;
 mod membership;
 mod migration;

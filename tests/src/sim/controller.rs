@@ -1,8 +1,8 @@
 //! A minimal controller for ranks that recover: reports lost trees, and finds other ones.
 //!
-//! The production controller uses threads and sockets, and has tests of its own. This model keeps the same promises on
-//! virtual time, so that ranks and devices can be tested against a controller that is slow, wrong about liveness, or
-//! gone:
+//! Tenants run the production controller. In this model, which knows neither fabric nor quotas, losses can strike
+//! after each single step ([`Point`]), and devices and ranks meet a controller that is slow, wrong about liveness, or
+//! gone. It keeps the same promises:
 //! - a tree is reserved on all its devices or on none;
 //! - no two incarnations of a group share an epoch, not even across incarnations of the controller (PROTOCOL 4);
 //! - devices of lost trees are chosen last, and never after three losses;

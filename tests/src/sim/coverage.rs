@@ -206,6 +206,8 @@ marks! {
     ClientBlocked = "tenants: client does not read",
     /// The controller disconnects such a rank.
     ClientShed = "tenants: client that does not read is cut",
+    /// The handle of a started operation is dropped while its rank changes the view.
+    DroppedInChange = "tenants: handle dropped in a view change",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
     /// A buffer is deregistered, and nothing uses it.

@@ -5,6 +5,7 @@ use super::options::Options;
 use super::setup::element;
 use crate::oracle::{expected, weight};
 use std::ops::Range;
+use sumac::harness::StartedBuffers;
 use sumac::transport::packets::{Buffers, OpId};
 use sumac_hal::op::{Collective, OpDesc};
 
@@ -104,6 +105,23 @@ impl OpMemory {
     pub(super) fn write(&mut self, buffer: usize, at: usize, bytes: &[u8]) {
         let buffer = if buffer == 0 { &mut self.input } else { &mut self.output };
         buffer[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Hand the buffers over to a communicator.
+    pub(super) fn give(&self) -> StartedBuffers {
+        match self.in_place {
+            true => StartedBuffers { memory: self.output.clone(), output: None },
+            false => StartedBuffers { memory: self.input.clone(), output: Some(self.output.clone()) },
+        }
+    }
+
+    /// Take the buffers back.
+    pub(super) fn take(&mut self, buffers: StartedBuffers) {
+        let StartedBuffers { memory, output } = buffers;
+        match output {
+            Some(output) => (self.input, self.output) = (memory, output),
+            None => self.output = memory,
+        }
     }
 
     /// The operation has returned: overwrite its buffers, as a caller may.

@@ -17,15 +17,17 @@
 //!
 //! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides,
 //! also when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller,
-//! links between ranks. The controller is a small model.
+//! links between ranks. The controller is a small model, except for tenants.
 //!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
-//! placement, migration offers.
+//! placement, migration offers. Their ranks call one operation after the other, or start several at once and drop some
+//! handles ([`Tenancy::draw_started`]), with a communicator's own bookkeeping ([`sumac::harness::Operations`]).
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,
-//! salvage what was published, and recover; see [`ZeroCopy`]. Not covered there: several groups at a time, shards,
+//! salvage what was published, and recover; see [`ZeroCopy`]. A device that is only slow may go on meanwhile
+//! ([`ScenarioKind::Severing`]). Not covered there: several groups at a time, shards,
 //! straggler limits, an attacker, and messages of a view change that are late or lost (see [`ScenarioKind::Ranks`]).
 //! The board's own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and
 //! `tests/recovery`.

@@ -131,6 +131,9 @@ impl Options {
         if kind == ScenarioKind::ZeroCopy {
             return Self::draw_zero_copy(seed, kind as u64);
         }
+        if kind == ScenarioKind::Severing {
+            return Self::draw_severing(seed, kind as u64);
+        }
         let mut draw = Draw::new(weight(&[seed, kind as u64]));
         let least = if matches!(kind, ScenarioKind::Mismatch | ScenarioKind::Ranks) { 2 } else { 1 };
         let ranks = draw_ranks(&mut draw).max(least);

@@ -1,5 +1,6 @@
 //! The bug planted in all components of a run, if any: only with the feature `planted` (`sumac_hal::planted`).
 
+use sumac::harness::Operations;
 use sumac::transport::packets::Endpoint;
 use sumac_device::Node;
 use sumac_hal::ids::Epoch;
@@ -38,6 +39,15 @@ impl Planted {
             endpoint
         });
         endpoint
+    }
+
+    pub(super) fn operations(self, operations: Operations) -> Operations {
+        #[cfg(feature = "planted")]
+        let operations = self.bug.into_iter().fold(operations, |mut operations, bug| {
+            operations.plant(bug);
+            operations
+        });
+        operations
     }
 
     /// Return the epoch in which groups restart.

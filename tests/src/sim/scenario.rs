@@ -33,6 +33,9 @@ pub enum ScenarioKind {
     /// Zero-copy ranks, with failing engines, devices and ranks: every rank gets every result, or the survivors agree
     /// on which.
     ZeroCopy,
+    /// Zero-copy ranks whose leaf device stalls, so that they sever their memory from it, and goes on meanwhile: every
+    /// rank gets every result, or the error that says that its output is unknown.
+    Severing,
 }
 
 /// A scenario with its parameters.
@@ -92,6 +95,7 @@ impl Scenario {
             Self::Hostile => ScenarioKind::Hostile,
             Self::Recovery { .. } => ScenarioKind::Recovery,
             Self::Ranks { .. } => ScenarioKind::Ranks,
+            Self::ZeroCopy(by) if by.severs => ScenarioKind::Severing,
             Self::ZeroCopy(_) => ScenarioKind::ZeroCopy,
         }
     }
@@ -110,7 +114,7 @@ impl Scenario {
             ScenarioKind::Hostile => Self::Hostile,
             ScenarioKind::Recovery => Self::Recovery { losses: Loss::draw_all(draw, options, options.devices()) },
             ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
-            ScenarioKind::ZeroCopy => unreachable!("its clusters are drawn otherwise"),
+            ScenarioKind::ZeroCopy | ScenarioKind::Severing => unreachable!("its clusters are drawn otherwise"),
             ScenarioKind::Mismatch => draw_mismatch(draw, options),
             ScenarioKind::Death => {
                 let at = moment(draw);

@@ -6,6 +6,7 @@ use super::super::change;
 use super::super::{self as recovery, Ballot, ChunkInventory, Dead, inventory};
 use super::{Chunk, Flaw, TreeSource, chunks_of};
 use crate::transport::packets::OpId;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
@@ -144,6 +145,16 @@ impl RankReport {
     #[must_use]
     pub fn with_begun(mut self, begun: u64) -> Self {
         self.0.begun = begun;
+        self
+    }
+
+    /// Set the call numbers of operations in the tree, and the number of the first incomplete call that is not there.
+    #[must_use]
+    pub fn with_calls<'r>(mut self, source: impl Into<TreeSource<'r>>, calls: &(BTreeMap<OpId, u64>, u64)) -> Self {
+        let source = source.into();
+        let in_flight = recovery::RecoverySource::ops(&source).in_flight();
+        self.0.calls = in_flight.filter_map(|op| Some((op.end(), *calls.0.get(&op.id)?))).collect();
+        self.0.open = calls.1;
         self
     }
 

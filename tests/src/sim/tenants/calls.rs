@@ -37,10 +37,11 @@ impl World<'_, '_> {
                 self.drive(at)?;
             }
             let member = self.member(at);
-            let epoch = member.epoch;
+            let (epoch, has_program) = (member.epoch, member.program.is_some());
             match member.phase.clone() {
                 Phase::Disconnected => return self.dial(at),
                 Phase::Joining(until) if now >= until => return self.end(at, End::NotJoined),
+                Phase::Computing(until) if now >= until && has_program => self.take_step(at),
                 Phase::Computing(until) if now >= until => {
                     if member.done == ops {
                         self.member(at).phase = Phase::Finishing;
@@ -52,9 +53,21 @@ impl World<'_, '_> {
                 Phase::Turn(call) => match member.calls.begin(call) {
                     CallStart::Wait => return Ok(()),
                     CallStart::Begin if self.is_refused(at) => self.refuse(at),
+                    CallStart::Begin if has_program => self.start_call(at),
                     CallStart::Begin => self.call(at)?,
+                    CallStart::Migrate(view) if has_program => self.drain_to_move(at, call, view),
                     CallStart::Migrate(view) => self.move_to(at, view),
                 },
+                Phase::Waiting => {
+                    if !self.go_on(at)? {
+                        return Ok(());
+                    }
+                }
+                Phase::InHostCollective if has_program => {
+                    if !self.run_started(at)? {
+                        return Ok(());
+                    }
+                }
                 Phase::InHostCollective => {
                     let op = member.done;
                     let has_all = member.peers.entered.get(&op).is_some_and(|ranks| ranks.len() == world);
@@ -86,15 +99,16 @@ impl World<'_, '_> {
     /// Return whether a rank's next call is refused, as for a wrong argument, so that the program corrects it.
     fn is_refused(&self, (job, rank): (usize, usize)) -> bool {
         let member = &self.jobs[job].ranks[rank];
-        let parts = [self.plan.seed, job as u64, rank as u64, member.done as u64];
-        self.plan.jobs[job].refuses && member.tried <= member.done && weight(&parts).is_multiple_of(8)
+        let op = member.next_op();
+        let parts = [self.plan.seed, job as u64, rank as u64, op as u64];
+        self.plan.jobs[job].refuses && member.tried <= op && weight(&parts).is_multiple_of(8)
     }
 
     /// The other ranks do not know of a refused call, so the corrected one gets its number.
     fn refuse(&mut self, at: (usize, usize)) {
         let (now, keeps_number) = (self.now, self.plan.planted.counts_refused_calls());
         let member = self.member(at);
-        member.tried = member.done + 1;
+        member.tried = member.next_op() + 1;
         if !keeps_number {
             member.calls.refused();
         }
@@ -136,7 +150,7 @@ impl World<'_, '_> {
     }
 
     /// Return whether a rank may return from a host collective before the others call it.
-    fn only_sends(&self, (job, rank): (usize, usize), op: usize) -> bool {
+    pub(super) fn only_sends(&self, (job, rank): (usize, usize), op: usize) -> bool {
         let desc = &self.plan.jobs[job].ops[op];
         desc.collective == Collective::Broadcast && desc.root.0 as usize == rank
     }
@@ -185,14 +199,27 @@ impl World<'_, '_> {
         Ok(())
     }
 
-    pub(super) fn deliver_to_rank(&mut self, at: (usize, usize), view: u32, delivery: &Delivery) {
+    pub(super) fn deliver_to_rank(
+        &mut self,
+        at: (usize, usize),
+        view: u32,
+        delivery: &Delivery,
+    ) -> Result<(), Violation> {
         let now = self.rank_time(at);
+        self.check_held_buffers(at)?;
         let member = self.member(at);
         let is_there = !matches!(member.phase, Phase::Ended(_)) && member.epoch % 64 == view;
         if let Some(endpoint) = member.endpoint.as_mut().filter(|_| is_there) {
-            endpoint.handle(now, delivery.from, delivery.ecn, &delivery.bytes, &mut member.memory);
+            let (ecn, bytes) = (delivery.ecn, &delivery.bytes);
+            match &mut member.program {
+                Some(program) => {
+                    endpoint.handle(now, delivery.from, ecn, bytes, &mut program.operations.buffers());
+                }
+                None => endpoint.handle(now, delivery.from, ecn, bytes, &mut member.memory),
+            }
             self.touched.insert(Actor::Rank(at.0, at.1));
         }
+        Ok(())
     }
 
     /// Process the events of a rank's endpoint.
@@ -205,6 +232,7 @@ impl World<'_, '_> {
                 continue;
             }
             match event {
+                Event::Completed(id) if member.program.is_some() => self.complete_started(at, id)?,
                 // An announcement, whose operation may have returned.
                 Event::Completed(id) if member.memory.index(id) < member.done => {}
                 Event::Completed(id) if member.memory.index(id) == member.done => {

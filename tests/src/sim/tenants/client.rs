@@ -251,6 +251,10 @@ impl World<'_, '_> {
                 endpoint.freeze();
             }
             self.check_torn(at)?;
+            self.end_started(at)?;
+        }
+        if end == End::Done {
+            self.check_nothing_held(at)?;
         }
         self.check_rank_end(at, end)?;
         self.report.count_end(end);

@@ -43,6 +43,8 @@ pub struct Tenancy {
     pub message_delay_max: Duration,
     /// Which ranks come back to a restarted controller.
     pub takeover: Takeover,
+    /// Whether ranks of some jobs start several operations at once.
+    pub starts: bool,
     /// The planted bug, if any.
     pub planted: Planted,
 }
@@ -83,6 +85,9 @@ pub struct JobPlan {
     pub by_ranks: Vec<[bool; 2]>,
     /// Whether some of its calls are refused and made again.
     pub refuses: bool,
+    /// The number of operations that its ranks may start at once, in the tree and as host collectives; `None` if they
+    /// call one after the other.
+    pub starts: Option<usize>,
     /// Maximum time of a rank between two calls.
     pub think_max: Duration,
     /// Jobs of the same kind need the same resources.
@@ -156,8 +161,28 @@ impl Tenancy {
             },
             message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
             takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
+            starts: false,
             planted: Planted::default(),
         }
+    }
+
+    /// Draw the parameters of a seed, for ranks that start several operations at once.
+    pub fn draw_started(seed: u64) -> Self {
+        let mut plan = Self { starts: true, ..Self::draw(seed) };
+        let mut draw = Draw::new(weight(&[seed, 0x7374_6172]));
+        let by_ranks = draw.one_of(&[0, 150, 350, 700]);
+        for job in plan.jobs.iter_mut().filter(|job| job.world < 20) {
+            job.starts = draw.chance(800).then(|| draw.one_of(&[1, 2, 4, 64]));
+            job.by_ranks = job.ops.iter().map(|_| [draw.chance(by_ranks), draw.chance(by_ranks)]).collect();
+        }
+        if draw.chance(250) {
+            let job = draw.below(plan.jobs.len() as u64) as usize;
+            let rank = draw.below(plan.jobs[job].world as u64) as usize;
+            let at = plan.jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(1_000_000));
+            plan.incidents.push((at, Incident::Kill(job, rank)));
+            plan.incidents.sort_by_key(|(at, _)| *at);
+        }
+        plan
     }
 
     /// Return the name of a tenant.
@@ -297,6 +322,7 @@ fn draw_jobs(
                 ops: Vec::new(),
                 by_ranks: Vec::new(),
                 refuses: false,
+                starts: None,
                 think_max: Duration::ZERO,
                 kind: kind as usize,
             }

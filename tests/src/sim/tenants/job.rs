@@ -6,6 +6,7 @@
 
 use super::TenantViolation as Violation;
 use super::draw::{JobPlan, Tenancy};
+use super::program::Program;
 use super::recovery::Recovery;
 use super::world::{Actor, World};
 use crate::oracle::{Shape, weight};
@@ -47,6 +48,10 @@ pub(super) enum Phase {
     Computing(Instant),
     /// Waiting for its turn; the number of the call.
     Turn(u64),
+    /// A program of started operations waits for something.
+    Waiting,
+    /// The tree was lost as an operation was started: it starts on the next one.
+    Starting,
     /// An operation runs in the tree.
     InTree,
     /// An operation runs as a host collective, once all ranks have entered.
@@ -103,8 +108,11 @@ pub(super) struct Member {
     pub(super) endpoint: Option<Endpoint>,
     pub(super) has_tree: bool,
     pub(super) memory: Memory,
+    /// The number of operations whose ends it knows, or does not wait for.
     pub(super) done: usize,
     pub(super) called: usize,
+    /// Its program, if that starts several operations at once.
+    pub(super) program: Option<Program>,
     /// Calls below this one have been refused once, or will not be.
     pub(super) tried: usize,
     /// The state to resume after a recovery.
@@ -207,6 +215,7 @@ impl Job {
             memory: Memory { first: 0, posted: Vec::new(), ops: Vec::new() },
             done: 0,
             called: 0,
+            program: None,
             tried: 0,
             resumes: Phase::Disconnected,
             recovery: None,
@@ -287,6 +296,7 @@ impl World<'_, '_> {
         let memory = Memory { first: 0, posted: Vec::new(), ops };
         let member = &mut job.ranks[at.1];
         member.memory = memory;
+        member.program = tenancy.jobs[at.0].starts.map(|capacity| Program::new(tenancy, at, capacity));
         member.queue = membership.queue;
         member.takeover.mesh_token = membership.mesh_token;
         member.takeover.expression = membership.expression.clone();
@@ -301,6 +311,7 @@ impl World<'_, '_> {
         let member = self.member(at);
         let tree = membership.as_ref().and_then(|membership| membership.tree.as_ref().ok());
         member.has_tree = tree.is_some();
+        member.program.iter_mut().for_each(Program::enter_tree);
         member.memory.first = member.done;
         member.memory.posted.clear();
         if let Some((tree, membership)) = tree.zip(membership.as_ref()) {

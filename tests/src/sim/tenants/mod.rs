@@ -2,18 +2,20 @@
 //! and recovered.
 //!
 //! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices;
-//! endpoints; migration to offered trees, and recovery from the loss of a tree ([`sumac::harness`]). Models: what a
-//! rank waits for (`calls`, `recovery`), how it talks to its controller (`client`, `takeover`; a rank with a tree stays
-//! there when the next controller offers one), message delivery (`wire`), and host collectives, which complete at once
-//! when all ranks have entered.
+//! endpoints; migration to offered trees, recovery from the loss of a tree, and started operations: who owns their
+//! buffers, and what a rank that waits does next ([`sumac::harness`]). Models: what blocking calls wait for (`calls`,
+//! `recovery`), how a rank talks to its controller (`client`, `takeover`; a rank with a tree stays there when the next
+//! controller offers one), message delivery (`wire`), and host collectives, which complete at once when all ranks have
+//! entered.
 //!
 //! Drawn: 1 to 64 devices on a fabric of 1 to 4 levels, or without one; their groups, children, slots and memory; up to
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
 //! other and need more than there is; how long they wait, whether they move, their operations and compute times; leases
-//! of 1 to 9 s; clocks; message delays; link faults; devices that die and restart, do not reply to their controller for
-//! a while, refuse, or lose their connection; a controller that is away and loses its state, to which all ranks come
-//! back, or only some; a controller that still runs beside its successor; ranks that die, lose the controller, or do
-//! not read what it sends. All may happen during a reservation, an offer or a move. Each kind is off in most runs. At
+//! of 1 to 9 s; operations started at once, handles dropped at any time, and the order of waits (`program`); clocks;
+//! message delays; link faults; devices that die and restart, do not reply to their controller for a while, refuse, or
+//! lose their connection; a controller that is away and loses its state, to which all ranks come back, or only some; a
+//! controller that still runs beside its successor; ranks that die, lose the controller, or do not read what it sends.
+//! All may happen during a reservation, an offer or a move. Each kind is off in most runs. At
 //! the end everything is healed, and every rank must end.
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
@@ -21,7 +23,8 @@
 //! knows its job's queue position, and has a tree or a reason; no job waits while everything is free; leases expire
 //! neither early nor never: at the end devices and ledger are empty; operations are bit-exact, or the job has lost a
 //! rank, and then chunks are whole; a client that does not read holds no more than its limit and is disconnected in
-//! time; no two controllers number a group alike, and a job is taken over by a majority of its ranks, in a new view.
+//! time; started operations leave no buffers, and end with their communicator's error; no two controllers number a
+//! group alike, and a job is taken over by a majority of its ranks, in a new view.
 
 mod calls;
 mod client;
@@ -29,6 +32,7 @@ mod controller;
 mod device;
 mod draw;
 mod job;
+mod program;
 mod recovery;
 mod report;
 mod takeover;
@@ -145,7 +149,8 @@ impl fmt::Display for TenantsShrunk {
         )?;
         writeln!(f, "/// {}.", violation.to_string().replace('\n', " "))?;
         writeln!(f, "#[test]\nfn tenants_{}() {{", plan.seed)?;
-        writeln!(f, "    let mut plan = Tenancy::draw({});", plan.seed)?;
+        let draw = if plan.starts { "draw_started" } else { "draw" };
+        writeln!(f, "    let mut plan = Tenancy::{draw}({});", plan.seed)?;
         writeln!(f, "    plan.jobs.truncate({jobs});")?;
         writeln!(f, "    plan.incidents = vec![")?;
         for (at, incident) in &plan.incidents {

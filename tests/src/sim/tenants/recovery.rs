@@ -8,11 +8,11 @@ use super::world::{Alarm, World};
 use crate::sim::coverage::Mark;
 use crate::sim::memory::{OpMemory, chunks};
 use crate::sim::reduce::{reduce, tree};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::proto::Membership;
 use sumac::harness::{Action, Attempt, Calls, Change, Landed, Origin, Outcome, Plan, RankReport};
-use sumac::transport::packets::Endpoint;
+use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 
 /// A rank's part in the recovery from the loss of a tree.
@@ -21,6 +21,8 @@ pub(super) struct Recovery {
     /// The report on the frozen endpoint.
     report: RankReport,
     landed: Landed,
+    /// The call numbers of a program's operations.
+    pending: Option<PendingCalls>,
     plan: Option<(Attempt, Plan)>,
     /// Chunks of the plan that have not arrived.
     pub(super) missing: BTreeSet<u64>,
@@ -37,17 +39,27 @@ impl World<'_, '_> {
         let member = self.member(at);
         let Some(endpoint) = &mut member.endpoint else { return Ok(()) };
         endpoint.freeze();
-        let report = report_of(endpoint, &Landed::default(), &member.calls, member.epoch);
+        let is_started = member.program.is_some();
+        if is_started {
+            self.collect_started(at)?;
+        }
+        let member = self.member(at);
+        let pending = member.program.as_mut().map(|program| program.operations.freeze(member.calls.begun()));
+        let Some(endpoint) = &member.endpoint else { return Ok(()) };
+        let report = report_of(endpoint, &Landed::default(), &member.calls, member.epoch, pending.as_ref());
         let mut change = Change::new((Rank(at.1 as u32), ranks), member.epoch, member.conn.is_some(), now + LIMIT);
         if begins {
             change.begin();
         }
         change.handle_timeout(now);
         let (landed, missing) = (Landed::default(), BTreeSet::new());
-        member.recovery = Some(Recovery { change, report, landed, plan: None, missing });
+        member.recovery = Some(Recovery { change, report, landed, pending, plan: None, missing });
         member.resumes = std::mem::replace(&mut member.phase, Phase::Frozen);
         self.report.recoveries += 1;
         self.report.seen.note(Mark::FrozenByLoss);
+        if is_started {
+            self.drop_in_change(at);
+        }
         self.collect(at)?;
         self.drive(at)
     }
@@ -92,7 +104,8 @@ impl World<'_, '_> {
                     return Ok(());
                 }
                 Some(Action::Report(attempt)) => {
-                    let report = report_of(endpoint, &recovery.landed, &member.calls, epoch);
+                    let pending = recovery.pending.as_ref();
+                    let report = report_of(endpoint, &recovery.landed, &member.calls, epoch, pending);
                     recovery.change.report(attempt, report);
                     (recovery.plan, member.phase) = (None, Phase::Frozen);
                 }
@@ -123,7 +136,11 @@ impl World<'_, '_> {
         }
         let (Some(endpoint), Some(recovery)) = (&member.endpoint, &mut member.recovery) else { return Ok(()) };
         for chunk in &plan.chunks {
-            let bytes = chunk.give(endpoint, &recovery.landed, Rank(at.1 as u32), &mut member.memory);
+            let (landed, rank) = (&recovery.landed, Rank(at.1 as u32));
+            let bytes = match &mut member.program {
+                Some(program) => chunk.give(endpoint, landed, rank, &mut program.operations.buffers()),
+                None => chunk.give(endpoint, landed, rank, &mut member.memory),
+            };
             let piece = job.pieces.entry((epoch, attempt, chunk.seq)).or_default();
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize == at.1 => piece.result = Some(bytes),
@@ -149,13 +166,18 @@ impl World<'_, '_> {
     /// Store received chunks. Returns whether any is missing.
     pub(super) fn land(&mut self, at: (usize, usize)) -> bool {
         let Job { ranks, pieces, .. } = &mut self.jobs[at.0];
-        let Member { endpoint, memory, recovery, epoch, .. } = &mut ranks[at.1];
+        let Member { endpoint, memory, program, recovery, epoch, .. } = &mut ranks[at.1];
         let (Some(endpoint), Some(recovery)) = (endpoint, recovery) else { return false };
         let Recovery { landed, plan: Some((attempt, plan)), missing, .. } = recovery else { return false };
         for chunk in &plan.chunks {
             let result = pieces.get(&(*epoch, *attempt, chunk.seq)).and_then(|piece| piece.result.as_ref());
             if let Some(result) = result.filter(|_| missing.remove(&chunk.seq)) {
-                chunk.land_once(&*endpoint, landed, result, memory);
+                match program {
+                    Some(program) => {
+                        chunk.land_once(&*endpoint, landed, result, &mut program.operations.buffers());
+                    }
+                    None => chunk.land_once(&*endpoint, landed, result, memory),
+                }
             }
         }
         !missing.is_empty()
@@ -185,15 +207,22 @@ impl World<'_, '_> {
         }
         let recovery = member.recovery.take().expect("in a recovery");
         let endpoint = member.endpoint.as_ref().expect("of the lost tree");
-        if report_of(endpoint, &Landed::default(), &member.calls, epoch) != recovery.report {
+        let pending = recovery.pending.as_ref();
+        if report_of(endpoint, &Landed::default(), &member.calls, epoch, pending) != recovery.report {
             return Err(Violation { oracle: "not fenced", what: format!("job {} rank {}", at.0, at.1) });
         }
         // Announcements are complete, too, but nobody waits for them.
-        let below = endpoint.first_behind(outcome.cut).0 as usize;
+        let completed_below = endpoint.first_behind(outcome.cut);
+        let below = completed_below.0 as usize;
         let is_complete = member.memory.posted[..below.min(member.memory.posted.len())].contains(&member.done);
         if member.resumes == Phase::InTree && is_complete {
             self.report.seen.note(Mark::OpRecovered);
             self.finish_op(at)?;
+        }
+        if let Some(program) = &mut self.member(at).program
+            && program.recovered(completed_below)
+        {
+            self.report.seen.note(Mark::OpRecovered);
         }
         let forgets_paths = self.plan.planted.forgets_paths();
         let member = self.member(at);
@@ -228,12 +257,18 @@ impl World<'_, '_> {
         member.calls.enter_view(member.view);
         let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
         let offered = if moved { member.calls.moved() } else { None };
-        let begins = resumes != Phase::InHostCollective && (moved || member.called > member.done);
+        let begins = match member.program {
+            Some(_) => moved || resumes == Phase::Starting,
+            None => resumes != Phase::InHostCollective && (moved || member.called > member.done),
+        };
         member.phase = if resumes == Phase::InTree { Phase::Computing(now) } else { resumes };
         self.pause(at, offered);
         self.install(at, found);
-        if begins {
-            self.call(at)?;
+        self.relaunch(at);
+        match self.member(at).program {
+            Some(_) if begins => self.start_call(at),
+            None if begins => self.call(at)?,
+            _ => {}
         }
         self.schedule(now, Alarm::Rank(at.0, at.1));
         self.catch_up(at)
@@ -242,7 +277,8 @@ impl World<'_, '_> {
     /// Check the buffers of a failed operation: each chunk is entirely old or new.
     pub(super) fn check_torn(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let op = self.member(at).done;
-        if self.jobs[at.0].options.is_none() || op >= self.plan.jobs[at.0].ops.len() {
+        let has_program = self.member(at).program.is_some();
+        if has_program || self.jobs[at.0].options.is_none() || op >= self.plan.jobs[at.0].ops.len() {
             return Ok(());
         }
         let after = self.after(at, op);
@@ -261,9 +297,22 @@ impl World<'_, '_> {
     }
 }
 
-/// Return what a rank has of its lost tree. No rank is dead, so calls in the tree are not numbered.
-fn report_of(endpoint: &Endpoint, landed: &Landed, calls: &Calls, epoch: u32) -> RankReport {
-    RankReport::of(endpoint, landed, 0, epoch).with_begun(calls.begun())
+/// The call numbers of operations in a lost tree, and of the first incomplete call that is not there.
+type PendingCalls = (BTreeMap<OpId, u64>, u64);
+
+/// Return what a rank has of its lost tree. No rank is dead, so calls in the tree need no numbers.
+fn report_of(
+    endpoint: &Endpoint,
+    landed: &Landed,
+    calls: &Calls,
+    epoch: u32,
+    pending: Option<&PendingCalls>,
+) -> RankReport {
+    let report = RankReport::of(endpoint, landed, 0, epoch).with_begun(calls.begun());
+    match pending {
+        Some(pending) => report.with_calls(endpoint, pending),
+        None => report,
+    }
 }
 
 /// Limit of a recovery: longer than any wait for the controller.

@@ -32,6 +32,8 @@ pub struct TenantReport {
     pub by_host_collectives: u64,
     /// Calls that were refused, and made again.
     pub refused: u64,
+    /// Handles of started operations that were dropped.
+    pub dropped: u64,
     /// Lost trees, counted once per rank.
     pub recoveries: u64,
     /// Covered marks.
@@ -75,7 +77,7 @@ impl TenantReport {
     }
 
     /// Return all counts, by name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 9] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 10] {
         [
             ("ends: complete", &mut self.completed),
             ("ends: ranks failed", &mut self.ranks_failed),
@@ -85,6 +87,7 @@ impl TenantReport {
             ("reasons for none", &mut self.unplaced),
             ("host collectives", &mut self.by_host_collectives),
             ("calls refused", &mut self.refused),
+            ("handles dropped", &mut self.dropped),
             ("trees lost", &mut self.recoveries),
         ]
     }

@@ -50,6 +50,8 @@ pub(super) enum Alarm {
     Blocked(usize, usize),
     /// The controller checks its connections.
     Sweep,
+    /// A rank drops the handle of an operation.
+    Drop(usize, usize, u64),
 }
 
 pub(super) struct World<'t, 'm> {
@@ -188,9 +190,10 @@ impl<'t, 'm> World<'t, 'm> {
         let (job, rank) = found.unwrap_or_default();
         let member = &self.jobs[job].ranks[rank];
         let what = format!(
-            "at {:?} rank {rank} of job {job} still waits, in {:?} of epoch {} view {} after {} of {} operations",
+            "at {:?} rank {rank} of job {job} still waits, in {:?}{} of epoch {} view {} after {} of {} operations",
             self.now - Instant::ZERO,
             member.phase,
+            member.program.as_ref().map(|program| format!(" ({program})")).unwrap_or_default(),
             member.epoch,
             member.view,
             member.done,
@@ -237,6 +240,7 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::Redial(job, rank) => self.redial((job, rank)),
             Alarm::Blocked(job, rank) => self.stay_blocked((job, rank))?,
             Alarm::Sweep => {}
+            Alarm::Drop(job, rank, handle) => self.drop_handle((job, rank), handle),
         }
         Ok(())
     }
@@ -275,7 +279,7 @@ impl<'t, 'm> World<'t, 'm> {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return Ok(()) };
             match owner(delivery.to) {
                 (Actor::Device(device), _) => self.deliver_to_device(device, &delivery),
-                (Actor::Rank(job, rank), view) => self.deliver_to_rank((job, rank), view, &delivery),
+                (Actor::Rank(job, rank), view) => self.deliver_to_rank((job, rank), view, &delivery)?,
             }
         }
         Ok(())
@@ -335,10 +339,16 @@ impl<'t, 'm> World<'t, 'm> {
 
     fn poll_rank(&mut self, at: (usize, usize)) -> Result<Option<Instant>, Violation> {
         let now = self.rank_time(at);
+        self.reclaim_dropped(at);
+        self.check_held_buffers(at)?;
         let member = &mut self.jobs[at.0].ranks[at.1];
         let from = rank_addr(at.0, at.1, member.epoch);
         if let Some(endpoint) = &mut member.endpoint {
-            while let Some(sent) = endpoint.poll_transmit(now, &member.memory) {
+            let started = member.program.as_mut().map(|program| program.operations.buffers());
+            while let Some(sent) = match &started {
+                Some(started) => endpoint.poll_transmit(now, started),
+                None => endpoint.poll_transmit(now, &member.memory),
+            } {
                 self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
             }
         }

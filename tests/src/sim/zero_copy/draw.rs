@@ -19,6 +19,8 @@ pub struct ZeroCopy {
     pub setup: Setup,
     /// Mishaps besides link faults; a shrinker removes some.
     pub mishaps: Vec<Mishap>,
+    /// A device stalls until ranks sever their memory from it, and goes on meanwhile.
+    pub severs: bool,
 }
 
 /// Engines, rings and memory.
@@ -178,7 +180,28 @@ impl Options {
         let mishaps = draw_mishaps(&mut draw, &options, &setup);
         // There is always another tree.
         options.spares = mishaps.iter().filter(|mishap| matches!(mishap, Mishap::Device { .. })).count();
-        options.scenario = Scenario::ZeroCopy(ZeroCopy { setup, mishaps });
+        options.scenario = Scenario::ZeroCopy(ZeroCopy { setup, mishaps, severs: false });
+        options
+    }
+
+    /// Draw a cluster with zero-copy ranks that sever their memory from a stalled device, which goes on meanwhile.
+    pub(in crate::sim) fn draw_severing(seed: u64, kind: u64) -> Self {
+        let mut options = Self::draw_zero_copy(seed, kind);
+        let mut draw = Draw::new(weight(&[seed, kind, 0x7374_616e]));
+        let leaves: Vec<usize> = {
+            let wiring = Wiring::new(&options, 0, count_nodes(&options.trees[0]));
+            wiring.ranks.iter().map(|&(node, ..)| wiring.nodes[node].device).collect()
+        };
+        // Few losses of other kinds, so that most devices that stall are still waited for.
+        if let Scenario::ZeroCopy(by) = &mut options.scenario {
+            (by.setup.share, by.setup.severing, by.severs) = (1000, Duration::from_secs(8), true);
+            by.setup.registered = draw.one_of(&[1000, 1000, 500]);
+            by.mishaps.retain(|mishap| matches!(mishap, Mishap::Chain { .. }));
+            let when = When::Point(draw.one_of(&CrashPoint::ALL), 1 + draw.below(8));
+            let fate = Fate::Stands(Duration::from_millis(draw.one_of(&[8_000, 10_000, 12_000])));
+            by.mishaps.push(Mishap::Device { device: draw.one_of(&leaves), when, fate });
+        }
+        options.spares = 1;
         options
     }
 
