@@ -198,12 +198,7 @@ fn connect_once(controller: &ControllerAddr) -> Result<Link, ClientError> {
 }
 
 pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer, Opener), ConnectError> {
-    let mut ephemeral = [0; 32];
-    let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
-    if filled.map_err(std::io::Error::from)? != ephemeral.len() {
-        return Err(std::io::Error::other("the system has no random bytes").into());
-    }
-    secure::connect_within(stream, key, ephemeral, CONNECT_TIMEOUT)
+    secure::connect_within(stream, key, CONNECT_TIMEOUT)
 }
 
 /// Whether a key exchange may succeed at once if it is tried again.
@@ -305,7 +300,7 @@ impl Session {
             devices,
             view: 0,
             shrink_count: 0,
-            mesh_token: membership.mesh_token,
+            secret: membership.secret.clone(),
             expression: membership.expression.clone(),
         };
         let connection = Arc::new(Mutex::new(Connection::new(stream)));

@@ -5,6 +5,7 @@ use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, StatusReport}
 use super::super::session::{ControllerAddr, exchange_keys};
 use super::replan::{SOON, request};
 use super::*;
+use crate::secret::JobSecret;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 use std::time::Instant;
@@ -115,7 +116,7 @@ fn resumed_job_needs_the_key_of_its_tenant_too() {
         devices: Vec::new(),
         view: 0,
         shrink_count: 0,
-        mesh_token: 7,
+        secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
     };
     send(&mut writer, &ClientRequest::Resume(Box::new(resumption))).expect("it listens");

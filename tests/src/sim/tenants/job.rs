@@ -17,6 +17,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
+use sumac::exec::JobSecret;
 use sumac::harness::{Attempt, CallPaths, Calls, Outcome, Plan, ViewMessage};
 use sumac::plan::Child;
 use sumac::transport::packets::Endpoint;
@@ -136,7 +137,7 @@ impl Member {
 /// What a rank tells the next controller, and how far it has come with it.
 #[derive(Default)]
 pub(super) struct Takeover {
-    pub(super) mesh_token: u64,
+    pub(super) secret: Option<JobSecret>,
     pub(super) expression: Vec<Vec<Child>>,
     /// The latest view that it knows of.
     pub(super) view: u32,
@@ -288,7 +289,7 @@ impl World<'_, '_> {
         let member = &mut job.ranks[at.1];
         member.memory = memory;
         member.queue = membership.queue;
-        member.takeover.mesh_token = membership.mesh_token;
+        member.takeover.secret = Some(membership.secret.clone());
         member.takeover.expression = membership.expression.clone();
         member.phase = Phase::Computing(now);
         self.install(at, Some(membership));
