@@ -9,7 +9,7 @@ use std::net::TcpListener;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::exec::{Context, JobToken, Mesh, NoInterrupt, execute};
+use sumac::exec::{Context, JobSecret, Mesh, NoInterrupt, execute};
 use sumac::schedule::{Place, Schedule, halving_doubling, ring};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
@@ -54,7 +54,7 @@ fn measure(
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
     let start = Barrier::new(ranks as usize);
     let run = |(place, listener): (Place, TcpListener)| {
-        let mut mesh = Mesh::new(place, JobToken(1), listener, addresses.clone()).expect("a mesh");
+        let mut mesh = Mesh::new(place, JobSecret::new([1; 32]), listener, addresses.clone()).expect("a mesh");
         let schedule = algorithm(place, count);
         let desc = OpDesc::all_reduce(dtype, ReduceOp::Sum, count as u64);
         let kernel = Kernel::new(dtype, ReduceOp::Sum);

@@ -150,6 +150,7 @@ mod log;
 pub mod plan;
 mod recovery;
 pub mod schedule;
+mod secret;
 pub mod select;
 #[cfg(feature = "testing")]
 pub mod testing;

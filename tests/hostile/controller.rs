@@ -9,6 +9,7 @@ use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, ResumeRequest, Terms};
+use sumac::exec::JobSecret;
 use sumac::{Order, Transport};
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
@@ -249,7 +250,7 @@ pub(crate) fn impossible_world(tools: &Tools) {
         devices: Vec::new(),
         view,
         shrink_count: 0,
-        mesh_token: 7,
+        secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
     };
     for world in [u32::MAX, u32::MAX - 1, 1 << 31, 1 << 24, 70_000] {

@@ -43,8 +43,8 @@ pub(crate) fn idle_connections(tools: &Tools) {
 pub(crate) fn drip_hellos(tools: &Tools) {
     let mut testbed = TestBed::start(tools).with_job(NOT_MET);
     let mut open: Vec<_> = rank_ports(&testbed).into_iter().flat_map(|port| idle(port, MANY)).collect();
-    // The start of both kinds of handshake is valid; the rest never arrives.
-    drip(&mut open, b"SMCNSMCN", Duration::from_secs(2), Duration::from_secs(10));
+    // The start of the hello is valid; the rest never arrives.
+    drip(&mut open, b"SMCHSMCH", Duration::from_secs(2), Duration::from_secs(10));
     let mut again: Vec<_> = rank_ports(&testbed).into_iter().flat_map(|port| idle(port, MANY)).collect();
     drip(&mut again, b"SM", Duration::from_millis(10), Duration::from_secs(1));
     kill_device(&mut testbed);
@@ -62,22 +62,21 @@ pub(crate) fn connect_flood(tools: &Tools) {
     }
 }
 
-/// Return a rank's handshake with a wrong token; the last of these kinds is that of recovery connections.
-fn hello(kind: u16, from: u32, to: u32, random: &mut Random) -> Vec<u8> {
-    let token = random.next().to_le_bytes();
+/// Return a rank's hello, and what would follow in a handshake, without knowledge of the secret.
+fn hello(purpose: u16, from: u32, to: u32, random: &mut Random) -> Vec<u8> {
     let mut bytes = Vec::new();
-    if kind == 5 {
-        bytes.extend(b"SMCN");
-        bytes.extend(1_u32.to_le_bytes());
-    } else {
-        bytes.extend(b"SMCH");
-        bytes.extend(2_u16.to_le_bytes());
-        bytes.extend(kind.to_le_bytes());
-    }
-    bytes.extend(token);
+    bytes.extend(b"SMCH");
+    bytes.extend(3_u16.to_le_bytes());
+    bytes.extend(purpose.to_le_bytes());
     bytes.extend(from.to_le_bytes());
     bytes.extend(to.to_le_bytes());
+    bytes.extend(1_u64.to_le_bytes());
     bytes.extend([0; 8]);
+    bytes.extend(random.bytes(32));
+    // A one-shot connection has no proof before its frame.
+    if purpose != 2 {
+        bytes.extend(random.bytes(32));
+    }
     // Messages that would end an operation if accepted.
     bytes.extend(b"SMCF\x02\0\0\0");
     bytes.extend(random.bytes(200));

@@ -237,12 +237,7 @@ impl Dialer {
     /// Set up a secure channel, if the device has a key.
     fn exchange_keys(&self, stream: &mut TcpStream) -> Result<Option<(Sealer, Opener)>, StreamError> {
         let Some(key) = &self.key else { return Ok(None) };
-        let mut ephemeral = [0; 32];
-        let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
-        if filled.map_err(std::io::Error::from)? != ephemeral.len() {
-            return Err(std::io::Error::other("the system has no random bytes").into());
-        }
-        match secure::connect_within(stream, key, ephemeral, EXCHANGE_TIMEOUT) {
+        match secure::connect_within(stream, key, EXCHANGE_TIMEOUT) {
             Ok(channel) => Ok(Some(channel)),
             Err(ConnectError::Io(error)) => Err(error.into()),
             Err(ConnectError::Handshake(error)) => {

@@ -180,8 +180,8 @@ fn every_bad_key_has_its_message_and_no_message_has_a_secret() {
     write("malformed", &good.replace("sumac-key-v1", ""), 0o600);
     let (_controller, addr) = keys.controller();
     for (name, code, says) in [
-        ("wrong", 1, "the secret is not the one"),
-        ("unknown", 1, "does not know this key"),
+        ("wrong", 1, "does not know this key, or has another secret"),
+        ("unknown", 1, "does not know this key, or has another secret"),
         ("revoked", 1, "was revoked"),
         ("expiring", 1, "has expired"),
         ("leaf0", 1, "a key of device leaf0 is not good for reports"),
@@ -264,7 +264,7 @@ fn device_key_is_good_for_its_names_and_for_no_job() {
     fs::set_permissions(keys.path("fake"), PermissionsExt::from_mode(0o600)).expect("it is ours");
     let refused = device("leaf0", "fake");
     assert_eq!(exit_status(&refused), 1, "{}", stderr(&refused));
-    assert!(stderr(&refused).contains("the secret is not the one"), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("does not know this key, or has another secret"), "{}", stderr(&refused));
     let joined = Communicator::join(keys.config(addr, "leaf0", 0, 1)).expect_err("a device's key").to_string();
     assert!(joined.contains("device leaf0"), "{joined}");
     let joined = Communicator::join(keys.config(addr, "other", 0, 1)).expect_err("another tenant's").to_string();

@@ -122,12 +122,7 @@ fn connect_once(
 }
 
 pub(super) fn exchange_keys(stream: &mut TcpStream, key: &Key) -> Result<(Sealer, Opener), ConnectError> {
-    let mut ephemeral = [0; 32];
-    let filled = rustix::rand::getrandom(&mut ephemeral, rustix::rand::GetRandomFlags::empty());
-    if filled.map_err(std::io::Error::from)? != ephemeral.len() {
-        return Err(std::io::Error::other("the system has no random bytes").into());
-    }
-    secure::connect_within(stream, key, ephemeral, CONNECT_TIMEOUT)
+    secure::connect_within(stream, key, CONNECT_TIMEOUT)
 }
 
 /// Whether a key exchange may succeed at once if it is tried again.

@@ -25,10 +25,6 @@ impl Entropy {
             }
         }
     }
-
-    pub(super) fn number(self, what: [u64; 2]) -> u64 {
-        u64::from_le_bytes(self.bytes(what))
-    }
 }
 
 /// The finaliser of SplitMix64.

@@ -18,6 +18,7 @@ pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport,
 pub type Attach = Transport;
 
 use crate::plan::Child;
+use crate::secret::JobSecret;
 use crate::select::{CostTable, TreeFacts};
 use crate::transport::packets::EndpointConfig;
 use serde::{Deserialize, Serialize};
@@ -115,7 +116,7 @@ pub struct ResumeRequest {
     /// How many lists of survivors this rank has received.
     pub shrink_count: u32,
     /// The job's secret, which authenticates connections between its ranks.
-    pub mesh_token: u64,
+    pub secret: JobSecret,
     /// The expression of a declared order, as in [`Membership::expression`].
     pub expression: Vec<Vec<Child>>,
 }
@@ -266,7 +267,7 @@ pub struct Membership {
     /// Where each rank accepts connections for recovery, in order of rank.
     pub recovery_mesh: Vec<SocketAddr>,
     /// The job's secret, which authenticates connections between its ranks.
-    pub mesh_token: u64,
+    pub secret: JobSecret,
     /// The expression of a declared order: each node's children in order, root first. That of the tree or, without a
     /// tree, one node with all ranks.
     pub expression: Vec<Vec<Child>>,

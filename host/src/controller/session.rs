@@ -253,7 +253,7 @@ impl Session {
             devices,
             view: 0,
             shrink_count: 0,
-            mesh_token: membership.mesh_token,
+            secret: membership.secret.clone(),
             expression: membership.expression.clone(),
         };
         let connection = Arc::new(Mutex::new(Connection::new(stream)));

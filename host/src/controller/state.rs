@@ -41,6 +41,7 @@ use super::output::{ConnId, Outputs};
 use super::proto::{JoinRefusal, JoinRequest, PairStatus};
 use super::queue::Queue;
 use super::resources::{DeviceKey, ResourceLedger};
+use crate::secret::JobSecret;
 use check::{agree, check_request};
 use crash_loop::CrashLoops;
 use job::{Job, Member};
@@ -277,11 +278,11 @@ impl State {
         if !self.jobs.contains_key(&name) {
             self.check_jobs(config)?;
         }
-        let token = self.entropy.number([self.next_view.0, self.jobs.len() as u64]);
+        let secret = JobSecret::new(self.entropy.bytes([self.next_view.0, self.jobs.len() as u64]));
         if self.resuming.keys().any(|(other, _)| *other == name) {
             return Err(JoinRefusal::Running { job: name });
         }
-        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, token));
+        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, secret));
         if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }

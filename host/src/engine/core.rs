@@ -15,7 +15,7 @@ use super::operations::CounterSnapshot;
 use super::options::{CallOptions, Outstanding, Recoveries};
 use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
-use crate::exec::{ExecError, JobToken};
+use crate::exec::{ExecError, JobSecret};
 use crate::select::Explanation;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
 use std::sync::Arc;
@@ -40,8 +40,8 @@ pub(super) struct Members {
     pub(super) session: Option<Session>,
     /// The membership channel; `None` without recovery.
     pub(super) channel: Option<MembershipChannel>,
-    /// The token that identifies the job on connections.
-    pub(super) token: JobToken,
+    /// The secret that connections between ranks are authenticated by.
+    pub(super) secret: JobSecret,
     /// The number of ranks with this one's IP address.
     pub(super) ranks_here: usize,
     /// The job's controller, if this rank runs it. Dropped after the connection to it.

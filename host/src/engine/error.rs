@@ -469,7 +469,8 @@ impl From<ExecError> for Error {
                 };
                 Self::mismatch(desc(&calls[0]), desc(&calls[1]))
             }
-            ExecError::RankLost { rank } => Self::RankLost { rank },
+            // Another process has the address of a rank that is gone.
+            ExecError::RankLost { rank } | ExecError::Unproven { peer: rank, .. } => Self::RankLost { rank },
             ExecError::Invalid { what } => Self::Argument(what),
             other => Self::Schedule(other),
         }

@@ -14,7 +14,7 @@ use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::controller::proto::{ClientRequest, JoinRequest, Terms, Transport, TreeMembership};
 use crate::controller::{Notice, Session};
-use crate::exec::{JobToken, Mesh};
+use crate::exec::Mesh;
 use crate::schedule::Place;
 use crate::select::{Declared, SelectionContext};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
@@ -45,12 +45,13 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
-    let token = JobToken(membership.mesh_token);
-    let connections = Connections::new(Mesh::new(place, token, listener, membership.mesh)?);
+    let secret = membership.secret;
+    let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh)?);
     let channel = (may_recover && world > 1).then(|| {
         let caller = Arc::clone(&notices);
         let on_view_change = move |epoch| caller.view_change_requested(epoch);
-        MembershipChannel::start((rank, token), recovery_listener, membership.recovery_mesh, on_view_change)
+        let secret = secret.clone();
+        MembershipChannel::start((rank, secret), recovery_listener, membership.recovery_mesh, on_view_change)
     });
     let channel = channel.transpose().map_err(|source| JoinError::Listen { addr: config.bind, source })?;
     channel.iter().for_each(|channel| notices.set_inbox(Arc::clone(channel.inbox())));
@@ -87,7 +88,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
         ended: None,
     };
-    Ok(Core::new(data, Members { session: Some(session), channel, token, ranks_here, embedded }))
+    Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded }))
 }
 
 /// Describe this rank to the controller.

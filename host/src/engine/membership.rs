@@ -2,7 +2,7 @@
 //! them; this carries them, replies without involving a call, and wakes whoever changes the view ([`super::change`]), a call
 //! or a thread, or waits to leave ([`super::leave`]).
 
-use crate::exec::JobToken;
+use crate::exec::JobSecret;
 use crate::exec::oob::{OobChannel, OobEvent, OobSender};
 use crate::recovery::{Dead, MemberEvent, MemberMessage, Membership, PeerEvent, ViewMessage, Watermark};
 use std::net::{SocketAddr, TcpListener};
@@ -148,7 +148,7 @@ pub(super) struct MembershipChannel {
 impl MembershipChannel {
     /// Start the channel. It calls `on_view_change` with every view that a rank wants to change.
     pub(super) fn start(
-        (rank, token): (Rank, JobToken),
+        (rank, secret): (Rank, JobSecret),
         listener: TcpListener,
         addresses: Vec<SocketAddr>,
         on_view_change: impl Fn(u64) + Send + 'static,
@@ -157,7 +157,7 @@ impl MembershipChannel {
         let inbox = Arc::new(Inbox::new(rank, ranks));
         let to = Arc::clone(&inbox);
         let max_len_bytes = REPORT_MAX_BYTES.saturating_mul(ranks).min(u32::MAX as usize);
-        let notes = OobChannel::start((rank, token, max_len_bytes), listener, addresses, move |event| {
+        let notes = OobChannel::start((rank, secret, max_len_bytes), listener, addresses, move |event| {
             let (view, answer) = to.handle(event);
             view.into_iter().for_each(&on_view_change);
             answer

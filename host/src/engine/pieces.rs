@@ -9,7 +9,7 @@ use super::membership::Inbox;
 use super::notices::Notices;
 use super::operations::InFlight;
 use super::tree::Tree;
-use crate::exec::{Buffers, ExecError, Interrupt, JobToken, Mesh};
+use crate::exec::{Buffers, ExecError, Interrupt, JobSecret, Mesh};
 use crate::recovery::{self, Attempt, Ballot, Dead, Landed, Piece, Source};
 use crate::schedule::Place;
 use crate::select::{Algo, SelectionContext, explain};
@@ -84,7 +84,7 @@ impl Core {
         let own = live.iter().position(|&rank| rank == Rank(self.data.config.rank)).unwrap_or(0);
         let broken = |what: String| Error::Argument(format!("cannot connect ranks for recovery: {what}"));
         let place = Place::new(Rank(own as u32), live.len() as u32).map_err(|error| broken(error.to_string()))?;
-        let mesh = Mesh::new(place, self.token_of(ballot), listener, addresses);
+        let mesh = Mesh::new(place, self.secret_of(ballot), listener, addresses);
         Ok(Survivors { connections: Connections::new(mesh.map_err(|error| broken(error.to_string()))?), live })
     }
 
@@ -170,16 +170,10 @@ impl Core {
         Ok(survivors.connections.run((desc, path), table_version, &schedule, buffers, (deadline.0, interrupt))?)
     }
 
-    /// Return the token that identifies an attempt on its connections.
-    fn token_of(&self, ballot: Ballot) -> JobToken {
-        let parts = [self.data.watch.epoch(), ballot.attempt.into(), ballot.coordinator.0.into()];
-        // SplitMix64's finalizer over each part in turn.
-        JobToken(parts.into_iter().fold(self.members.token.0, |token, part| {
-            let mixed = (token ^ part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-            mixed ^ mixed >> 31
-        }))
+    /// Return the secret of an attempt's connections.
+    fn secret_of(&self, ballot: Ballot) -> JobSecret {
+        let numbers = [self.data.watch.epoch(), ballot.attempt.into(), ballot.coordinator.0.into()];
+        self.members.secret.derive(b"sumac recovery\0\0", &numbers)
     }
 }
 

@@ -1,12 +1,12 @@
 //! Notifies all ranks that an operation has failed.
 //!
 //! The rank that detects an error notifies every rank: connected ones over their connection, the others over a one-shot
-//! connection that carries a single frame. Notified ranks forward the error to those they are connected to.
+//! connection that carries a single frame. Notified ranks forward the error to those that are connected or connecting.
 //!
 //! Invariant: a peer in the middle of a frame receives the rest of it, unaltered, before the abort: those may be the
 //! last bytes that its own result needs.
 
-use super::frame::{AbortFrame, HELLO_BYTES, HelloKind};
+use super::frame::AbortFrame;
 use super::handshake::ACCEPTS_PER_ROUND;
 use super::link::{IoOutcome, Link, State, read, write};
 use super::run::{Failure, Run, is_next};
@@ -20,9 +20,8 @@ struct AbortNotice {
     peer: Rank,
     /// The one-shot connection; `None`: the notice goes over the link.
     one_shot: Option<TcpStream>,
-    hello: [u8; HELLO_BYTES],
-    hello_left: usize,
-    abort_left: usize,
+    bytes: Vec<u8>,
+    sent: usize,
 }
 
 impl Run<'_> {
@@ -44,7 +43,7 @@ impl Run<'_> {
         let mut notices = self.notices(matches!(failure, Failure::Local(_)), &frame);
         let until = Instant::now() + GRACE_PERIOD;
         loop {
-            notices.retain_mut(|notice| !self.send_notice(notice, &frame));
+            notices.retain_mut(|notice| !self.send_notice(notice));
             let rest = until.saturating_duration_since(Instant::now());
             if notices.is_empty() || rest.is_zero() {
                 break;
@@ -63,30 +62,34 @@ impl Run<'_> {
     }
 
     /// Prepare a notice for each rank concerned.
-    fn notices(&self, one_shots: bool, frame: &AbortFrame) -> Vec<AbortNotice> {
+    fn notices(&mut self, one_shots: bool, frame: &AbortFrame) -> Vec<AbortNotice> {
         let mut notices = Vec::new();
-        for (index, link) in self.mesh.links.iter().enumerate() {
+        let claimed = self.mesh.claimed();
+        for index in 0..self.mesh.links.len() {
             let peer = Rank(index as u32);
-            let hello = self.mesh.hello(HelloKind::OneShot, peer).emit();
-            let notice = AbortNotice { peer, one_shot: None, hello, hello_left: 0, abort_left: frame.bytes().len() };
-            match link.state {
-                // The peer reads frames once it has read our hello.
-                State::Ready(_) | State::Handshake(_) => notices.push(notice),
-                State::Connecting(_) => notices.push(AbortNotice { hello_left: HELLO_BYTES, ..notice }),
-                State::Idle if one_shots && peer != self.mesh.rank() => {
-                    // An unreachable rank cannot be notified.
-                    if let Ok(Some(stream)) = self.mesh.connecting(peer) {
-                        notices.push(AbortNotice { one_shot: Some(stream), hello_left: HELLO_BYTES, ..notice });
+            let (mut one_shot, mut bytes) = (None, frame.bytes().to_vec());
+            match self.mesh.links[index].state {
+                // The peer reads frames once it has read our proof.
+                State::Ready(_) | State::AwaitingVerdict(_) => {}
+                State::Ended => continue,
+                State::Idle if peer == self.mesh.rank() || !one_shots && !claimed.contains(&peer) => continue,
+                State::Idle | State::Connecting(_) | State::AwaitingAnswer(..) => {
+                    // A rank that is unreachable, or for which there is no randomness, cannot be notified.
+                    let Ok(sealed) = self.mesh.one_shot(peer, frame.bytes()) else { continue };
+                    bytes = sealed;
+                    if !matches!(self.mesh.links[index].state, State::Connecting(_)) {
+                        let Ok(Some(stream)) = self.mesh.connecting(peer) else { continue };
+                        one_shot = Some(stream);
                     }
                 }
-                State::Idle | State::Ended => {}
             }
+            notices.push(AbortNotice { peer, one_shot, bytes, sent: 0 });
         }
         notices
     }
 
     /// Move bytes in both directions; returns whether the notice is sent or its peer is gone.
-    fn send_notice(&mut self, notice: &mut AbortNotice, frame: &AbortFrame) -> bool {
+    fn send_notice(&mut self, notice: &mut AbortNotice) -> bool {
         let finished = match notice.one_shot {
             Some(_) => IoOutcome::Bytes(0),
             None => self.finish_frame(notice.peer),
@@ -99,21 +102,17 @@ impl Run<'_> {
         if finished == IoOutcome::WouldBlock {
             return false;
         }
-        let head = &notice.hello[HELLO_BYTES - notice.hello_left..];
-        let body = &frame.bytes()[frame.bytes().len() - notice.abort_left..];
-        let sent = match write(stream, head, body) {
+        let sent = match write(stream, &notice.bytes[notice.sent..], &[]) {
             IoOutcome::WouldBlock => return false,
             IoOutcome::Ended => return true,
-            IoOutcome::Bytes(sent) => sent,
+            IoOutcome::Bytes(sent) => notice.sent + sent,
         };
-        let hello = sent.min(notice.hello_left);
-        let is_sent = hello == notice.hello_left && sent - hello == notice.abort_left;
+        let is_sent = sent == notice.bytes.len();
         if is_sent {
             // The end of the stream follows the abort; failing to send it is harmless.
             let _ = stream.shutdown(Shutdown::Write);
         }
-        notice.hello_left -= hello;
-        notice.abort_left -= sent - hello;
+        notice.sent = sent;
         is_sent
     }
 

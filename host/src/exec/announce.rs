@@ -7,7 +7,7 @@
 //! normally.
 
 use super::error::ExecError;
-use super::frame::{FrameKind, HEADER_BYTES, HELLO_BYTES, Header, HelloKind};
+use super::frame::{FrameKind, Header};
 use super::link::{IoOutcome, State, write};
 use super::run::{Failure, Run, open};
 use std::io::ErrorKind;
@@ -66,14 +66,12 @@ impl Run<'_> {
             Ok(Some(error)) if error.kind() == ErrorKind::ConnectionReset => return Ok(()),
             _ => return Err(ExecError::RankLost { rank: peer }.into()),
         }
-        let hello = self.mesh.hello(HelloKind::OneShot, peer).emit();
         let header =
             Header { kind: FrameKind::Announce, call: self.call, step: 0, len_bytes: 0, transfer_bytes: 0 }.emit();
-        // A new socket's buffer holds both; otherwise it is retried after the next pause.
-        let sent = write(&one_shot, &hello, &header);
-        debug_assert!(
-            matches!(sent, IoOutcome::Bytes(n) if n == HELLO_BYTES + HEADER_BYTES) || sent == IoOutcome::Ended
-        );
+        let bytes = self.mesh.one_shot(peer, &header)?;
+        // A new socket's buffer holds it all; otherwise it is retried after the next pause.
+        let sent = write(&one_shot, &bytes, &[]);
+        debug_assert!(sent == IoOutcome::Bytes(bytes.len()) || sent == IoOutcome::Ended);
         Ok(())
     }
 }

@@ -56,12 +56,23 @@ pub enum Refusal {
     /// The peer uses another version of the frame format.
     #[error("protocol version differs; run the same build on all ranks")]
     Version,
-    /// The peer sent another job's token.
-    #[error("it belongs to another job; check the address list")]
-    Token,
+    /// The peer does not know the job's secret.
+    #[error("it does not know the job's secret, so it belongs to another job; check the address list")]
+    Secret,
     /// The peer is not the rank at that place in the address list, or is already connected.
     #[error("rank and address do not match; check the address list")]
     Rank,
+}
+
+impl Refusal {
+    /// Return what the log of the refusing rank says of refused connections.
+    pub(super) const fn of_unknown_peers(self) -> &'static str {
+        match self {
+            Self::Version => "they speak another version",
+            Self::Secret => "they do not know the job's secret",
+            Self::Rank => "they are for another rank, or from a connected one",
+        }
+    }
 }
 
 /// Why an operation failed.
@@ -141,6 +152,18 @@ pub enum ExecError {
         by: Rank,
         /// The reason.
         reason: Refusal,
+    },
+    /// Whoever listens at a rank's address is not the rank. Another process may have taken over the port of a rank that
+    /// has ended.
+    #[error(
+        "{rank} found another process at the address of {peer}: it does not know the job's secret; {peer} may have ended, \
+         or the address list belongs to another job"
+    )]
+    Unproven {
+        /// The rank that connected.
+        rank: Rank,
+        /// The rank that should be there.
+        peer: Rank,
     },
     /// A peer violated the protocol.
     #[error("protocol violation: {rank} sent {what}")]

@@ -1,8 +1,9 @@
 //! Every failure mode: the error is named, all ranks return it, and none hangs.
 
-use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, HELLO_BYTES, Header, Hello, HelloKind, VERSION};
+use super::auth::{Answer, HELLO_BYTES, PROOF_BYTES, verdict};
+use super::frame::{AbortFrame, FrameKind, HEADER_BYTES, Header};
 use super::link::Link;
-use super::tests::{BOTH, LONG, TOKEN, all_reduce, context, meshes, meshes_with, on_ranks};
+use super::tests::{BOTH, LONG, all_reduce, context, meshes, meshes_with, on_ranks, secret};
 use super::*;
 use crate::schedule::{Place, Schedule, dissemination, ring};
 use std::io::{Read, Write};
@@ -130,43 +131,6 @@ fn rank_lost_before_connecting_is_named() {
     }
 }
 
-#[test]
-fn unknown_peers_are_dropped_and_counted() {
-    let mut meshes = meshes(2);
-    let address = meshes[1].acceptor.listener().local_addr().expect("bound");
-    let right = Hello { version: VERSION, kind: HelloKind::Peer, token: TOKEN, from: Rank(0), to: Rank(1) };
-    let unknown_peers = [
-        (b"GET / HTTP/1.1\r\nHost: stranger\r\n\r\n"[..HELLO_BYTES].to_vec(), None),
-        (Hello { version: VERSION + 1, ..right }.emit().to_vec(), Some(Refusal::Version)),
-        (Hello { token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
-        (Hello { from: Rank(1), ..right }.emit().to_vec(), Some(Refusal::Rank)),
-        (Hello { from: Rank(2), ..right }.emit().to_vec(), Some(Refusal::Rank)),
-        (Hello { to: Rank(0), ..right }.emit().to_vec(), Some(Refusal::Rank)),
-        (Hello { kind: HelloKind::OneShot, token: JobToken(1), ..right }.emit().to_vec(), Some(Refusal::Token)),
-    ];
-    let mut connections: Vec<_> = unknown_peers
-        .iter()
-        .map(|(bytes, _)| {
-            let mut stream = TcpStream::connect(address).expect("listening");
-            stream.write_all(bytes).expect("small");
-            stream
-        })
-        .collect();
-    let silent = TcpStream::connect(address).expect("listening");
-    let results = on_ranks(&mut meshes, |mesh| barrier(mesh, 0, &mut NoInterrupt));
-    assert_eq!(results, [Ok(()), Ok(())]);
-    assert_eq!(meshes[1].foreign_dropped(), unknown_peers.len() as u64);
-    for (stream, (_, reason)) in connections.iter_mut().zip(&unknown_peers) {
-        let mut answer = Vec::new();
-        stream.read_to_end(&mut answer).expect("closed");
-        let reply = <[u8; HELLO_BYTES]>::try_from(answer.as_slice()).ok().and_then(|bytes| Hello::parse(&bytes));
-        assert_eq!(reply.map(|hello| hello.kind), reason.map(HelloKind::Refusal));
-        assert!(reply.is_none_or(|hello| hello.token != JobToken(1)));
-    }
-    drop(silent);
-    assert_eq!(on_ranks(&mut meshes, |mesh| barrier(mesh, 1, &mut NoInterrupt)), [Ok(()), Ok(())]);
-}
-
 /// Ranks dial each other while unknown peers connect and disconnect, or stay idle.
 #[test]
 fn connection_flood_makes_no_rank_appear_lost() {
@@ -224,8 +188,8 @@ fn peer_closing_before_the_handshake_is_redialled() {
 }
 
 #[test]
-fn rank_of_another_job_is_refused() {
-    let mut meshes = meshes_with(&[TOKEN, JobToken(7)]);
+fn rank_of_another_job_is_named() {
+    let mut meshes = meshes_with(&[secret(), JobSecret::new([7; 32])]);
     let results = on_ranks(&mut meshes, |mesh| {
         let desc = OpDesc::barrier();
         let mut ctx = context(0, desc, Path::Ring);
@@ -234,7 +198,7 @@ fn rank_of_another_job_is_refused() {
         }
         execute(mesh, &dissemination::barrier(mesh.place()), None, &mut [][..], &ctx, &mut NoInterrupt)
     });
-    assert_eq!(results[0], Err(ExecError::Refused { rank: Rank(0), by: Rank(1), reason: Refusal::Token }));
+    assert_eq!(results[0], Err(ExecError::Unproven { rank: Rank(0), peer: Rank(1) }));
     assert_eq!(results[1], Err(ExecError::Deadline { op_index: 0, rank: Rank(1), peer: Rank(0) }));
     assert!(meshes[1].foreign_dropped() >= 1);
 }
@@ -370,6 +334,17 @@ impl Interrupt for Alarm {
     }
 }
 
+/// Play the accepting rank of a handshake.
+fn accept_by_hand(stream: &mut TcpStream) {
+    let (mut hello, mut proof) = ([0; HELLO_BYTES], [0; PROOF_BYTES]);
+    stream.read_exact(&mut hello).expect("a hello");
+    let answer = Answer::new(&secret(), Rank(1), &hello, None).expect("random bytes");
+    stream.write_all(answer.bytes()).expect("small");
+    stream.read_exact(&mut proof).expect("a proof");
+    assert!(answer.is_proven(&secret(), &proof));
+    stream.write_all(&verdict(None)).expect("small");
+}
+
 #[test]
 fn partial_frame_is_completed_before_the_abort() {
     // Rank 1 is played by the test: it reads nothing until rank 0, its socket full, has failed.
@@ -389,8 +364,7 @@ fn partial_frame_is_completed_before_the_abort() {
         });
         by_hand.acceptor.listener().set_nonblocking(false).expect("a socket");
         let (mut stream, _) = by_hand.acceptor.listener().accept().expect("rank 0 dials");
-        stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
-        stream.write_all(&by_hand.hello(HelloKind::Peer, Rank(0)).emit()).expect("small");
+        accept_by_hand(&mut stream);
         stream.peek(&mut [0]).expect("a frame has begun");
         ringer.write_all(b"!").expect("small");
         alarm.recv().expect("the alarm rings");

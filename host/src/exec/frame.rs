@@ -1,111 +1,38 @@
-//! Wire format between two executors: a hello in each direction, then frames.
+//! Wire format of the frames between two executors, which follow the handshake ([`super::auth`]).
 //!
 //! All numbers are little-endian.
 //!
-//! | Hello | | Frame | |
-//! |---|---|---|---|
-//! | 0..4 | magic `SMCH` | 0..4 | magic `SMCF` |
-//! | 4..6 | version | 4..6 | kind: 1 data, 2 abort, 3 announce |
-//! | 6..8 | kind: 1 peer, 2 one-shot, 3 refusal, 4 point-to-point | 6..8 | zero |
-//! | 8..16 | job token | 8..16 | operation index |
-//! | 16..20 | from rank | 16..20 | signature |
-//! | 20..24 | to rank | 20..24 | step: number of the transfer of this pair in this operation, from 0 |
-//! | 24..28 | reason of a refusal: 1 version, 2 token, 3 rank | 24..28 | payload length |
-//! | 28..32 | zero | 28..32 | collective, dtype, op, path |
-//! | | | 32..36 | root |
-//! | | | 36..40 | zero |
-//! | | | 40..48 | element count |
-//! | | | 48..56 | length of the whole transfer in bytes (data) |
+//! | Bytes | Field |
+//! |---|---|
+//! | 0..4 | magic `SMCF` |
+//! | 4..6 | kind: 1 data, 2 abort, 3 announce |
+//! | 6..8 | zero |
+//! | 8..16 | operation index |
+//! | 16..20 | signature |
+//! | 20..24 | step: number of the transfer of this pair in this operation, from 0 |
+//! | 24..28 | payload length |
+//! | 28..32 | collective, dtype, op, path |
+//! | 32..36 | root |
+//! | 36..40 | zero |
+//! | 40..48 | element count |
+//! | 48..56 | length of the whole transfer in bytes (data) |
 //!
 //! A transfer is sent as one or more data frames of at most [`FRAME_MAX_BYTES`], so that an abort never waits for more
 //! than that. The payload of an abort frame is the error, encoded with postcard. Every frame describes its operation,
 //! because a signature alone cannot tell the user what the other rank called. Frames carry no checksum of their own:
 //! TCP's is relied on.
 
-use super::error::{Call, ExecError, Refusal};
-use super::mesh::JobToken;
+use super::error::{Call, ExecError};
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, Path, ReduceOp};
 
-/// Version of hello and frames; ranks of different versions refuse each other.
-pub(super) const VERSION: u16 = 2;
-pub(super) const HELLO_BYTES: usize = 32;
 pub(super) const HEADER_BYTES: usize = 56;
 /// The largest payload of a frame.
 pub(super) const FRAME_MAX_BYTES: usize = 256 << 10;
 /// The largest encoded error; longer reasons are dropped.
 pub(super) const ABORT_MAX_BYTES: usize = 512;
 
-const HELLO_MAGIC: [u8; 4] = *b"SMCH";
 const FRAME_MAGIC: [u8; 4] = *b"SMCF";
-
-/// Purpose of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum HelloKind {
-    /// The link between two ranks, for frames.
-    Peer,
-    /// Carries a single abort or announce frame, which follows at once and is not answered.
-    OneShot,
-    /// One direction of point-to-point messages ([`super::p2p`]).
-    PointToPoint,
-    /// The answer to an invalid hello.
-    Refusal(Refusal),
-}
-
-/// The first message in each direction of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
-    pub(super) version: u16,
-    pub(super) kind: HelloKind,
-    pub(super) token: JobToken,
-    pub(super) from: Rank,
-    pub(super) to: Rank,
-}
-
-impl Hello {
-    pub(super) fn emit(&self) -> [u8; HELLO_BYTES] {
-        let (kind, reason) = match self.kind {
-            HelloKind::Peer => (1_u16, 0_u32),
-            HelloKind::OneShot => (2, 0),
-            HelloKind::PointToPoint => (4, 0),
-            HelloKind::Refusal(Refusal::Version) => (3, 1),
-            HelloKind::Refusal(Refusal::Token) => (3, 2),
-            HelloKind::Refusal(Refusal::Rank) => (3, 3),
-        };
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[0..4].copy_from_slice(&HELLO_MAGIC);
-        bytes[4..6].copy_from_slice(&self.version.to_le_bytes());
-        bytes[6..8].copy_from_slice(&kind.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.token.0.to_le_bytes());
-        bytes[16..20].copy_from_slice(&self.from.0.to_le_bytes());
-        bytes[20..24].copy_from_slice(&self.to.0.to_le_bytes());
-        bytes[24..28].copy_from_slice(&reason.to_le_bytes());
-        bytes
-    }
-
-    /// Return the hello, or `None` if these bytes are not a hello of any version.
-    pub(super) fn parse(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
-        if bytes[0..4] != HELLO_MAGIC {
-            return None;
-        }
-        let kind = match (u16_at(bytes, 6), u32_at(bytes, 24)) {
-            (1, _) => HelloKind::Peer,
-            (2, _) => HelloKind::OneShot,
-            (4, _) => HelloKind::PointToPoint,
-            (3, 1) => HelloKind::Refusal(Refusal::Version),
-            (3, 2) => HelloKind::Refusal(Refusal::Token),
-            (3, 3) => HelloKind::Refusal(Refusal::Rank),
-            _ => return None,
-        };
-        Some(Self {
-            version: u16_at(bytes, 4),
-            kind,
-            token: JobToken(u64_at(bytes, 8)),
-            from: Rank(u32_at(bytes, 16)),
-            to: Rank(u32_at(bytes, 20)),
-        })
-    }
-}
 
 /// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -258,18 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn golden_bytes_of_version_2() {
-        assert_eq!(VERSION, 2, "new bytes need a new version, and new golden bytes");
-        let hello = Hello {
-            version: VERSION,
-            kind: HelloKind::Refusal(Refusal::Token),
-            token: JobToken(0x0102_0304_0506_0708),
-            from: Rank(1),
-            to: Rank(2),
-        };
-        let golden = *b"SMCH\x02\0\x03\0\x08\x07\x06\x05\x04\x03\x02\x01\x01\0\0\0\x02\0\0\0\x02\0\0\0\0\0\0\0";
-        assert_eq!(hello.emit(), golden);
-        assert_eq!(Hello::parse(&golden), Some(hello));
+    fn header_has_golden_bytes() {
         let golden = *b"SMCF\x01\0\0\0\x14\x13\x12\x11\0\0\0\0\x24\x23\x22\x21\x05\0\0\0\0\x40\0\0\x01\x0b\x01\x02\
                         \0\0\0\0\0\0\0\0\x06\x05\x04\x03\x02\x01\0\0\
                         \x36\x35\x34\x33\x32\x31\0\0";
@@ -286,7 +202,8 @@ mod tests {
             ExecError::mismatch(header().call, other),
             ExecError::RankLost { rank: Rank(9) },
             ExecError::Deadline { op_index: u64::MAX, rank: Rank(1), peer: Rank(2) },
-            ExecError::Refused { rank: Rank(1), by: Rank(2), reason: Refusal::Version },
+            ExecError::Refused { rank: Rank(1), by: Rank(2), reason: crate::exec::Refusal::Version },
+            ExecError::Unproven { rank: Rank(1), peer: Rank(2) },
             ExecError::Length { from: Rank(1), to: Rank(2), op_index: 3, sent_bytes: 4, expected_bytes: 5 },
             ExecError::Message { from: Rank(1), to: Rank(2), number: 3, sent: (4, 5), expected: (6, 7) },
             ExecError::MessageDeadline { rank: Rank(1), peer: Rank(2) },
@@ -312,7 +229,6 @@ mod tests {
                 prop_assert!(header.len_bytes <= FRAME_MAX_BYTES);
                 prop_assert_eq!(Header::parse(Rank(0), &header.emit()), Ok(header));
             }
-            let _ = Hello::parse(&std::array::from_fn(|index| bytes[index]));
             let _ = AbortFrame::parse(Rank(0), &payload);
         }
     }

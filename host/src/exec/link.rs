@@ -4,6 +4,7 @@
 //! operation waits in the socket until it is needed.
 
 use super::acceptor::Redial;
+use super::auth::{ANSWER_BYTES, Dialler};
 use super::error::Call;
 use super::frame::{FRAME_MAX_BYTES, FrameKind, HEADER_BYTES, Header};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
@@ -29,8 +30,10 @@ pub(super) enum State {
     Idle,
     /// Dialled; the kernel has not reported the outcome.
     Connecting(TcpStream),
-    /// Our hello is sent, the peer's awaited. No frame is sent before it, so that a refusal is never lost to a reset.
-    Handshake(TcpStream),
+    /// Our hello is sent, the peer's answer awaited.
+    AwaitingAnswer(TcpStream, Box<Dialler>),
+    /// Our proof is sent, the verdict awaited. No frame is sent before it, so that a refusal is never lost to a reset.
+    AwaitingVerdict(TcpStream),
     /// Frames may be exchanged.
     Ready(TcpStream),
     /// The peer has closed it.
@@ -40,8 +43,8 @@ pub(super) enum State {
 /// The receiving side.
 #[derive(Debug)]
 pub(super) struct Rx {
-    /// The header being received; during the handshake, the hello.
-    pub(super) bytes: [u8; HEADER_BYTES],
+    /// The header being received; during the handshake, the answer or the verdict.
+    pub(super) bytes: [u8; RX_BYTES],
     pub(super) filled: usize,
     /// The frame whose payload is being received, or held until its step.
     pub(super) frame: Option<Header>,
@@ -59,7 +62,7 @@ pub(super) struct Rx {
 impl Default for Rx {
     fn default() -> Self {
         Self {
-            bytes: [0; HEADER_BYTES],
+            bytes: [0; RX_BYTES],
             filled: 0,
             frame: None,
             left_bytes: 0,
@@ -98,6 +101,17 @@ impl Default for Tx {
         }
     }
 }
+
+impl Rx {
+    /// Return the header, once it is complete.
+    pub(super) fn header(&self) -> [u8; HEADER_BYTES] {
+        std::array::from_fn(|index| self.bytes[index])
+    }
+}
+
+/// What a connection receives before a payload: at most an answer.
+const RX_BYTES: usize = ANSWER_BYTES;
+const _: () = assert!(HEADER_BYTES <= RX_BYTES);
 
 /// Outcome of one non-blocking system call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -200,11 +214,11 @@ impl Link {
         };
     }
 
-    /// Enter `Ready` once both hellos are complete.
+    /// Enter `Ready` once the peer has accepted the connection.
     pub(super) fn make_ready(&mut self) {
         self.redial = Redial::default();
         self.state = match std::mem::take(&mut self.state) {
-            State::Handshake(stream) => State::Ready(stream),
+            State::AwaitingVerdict(stream) => State::Ready(stream),
             other => other,
         };
     }
@@ -235,7 +249,10 @@ impl Tx {
 /// Borrow only the state, so that the rest of the link stays free.
 const fn stream_of(state: &State) -> Option<&TcpStream> {
     match state {
-        State::Connecting(stream) | State::Handshake(stream) | State::Ready(stream) => Some(stream),
+        State::Connecting(stream)
+        | State::AwaitingAnswer(stream, _)
+        | State::AwaitingVerdict(stream)
+        | State::Ready(stream) => Some(stream),
         State::Idle | State::Ended => None,
     }
 }

@@ -1,41 +1,33 @@
 //! The connections of one rank: dialled or accepted when first needed, checked by a handshake, and kept.
 //!
-//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::p2p`]). The
-//! dialling side must present the job token, its rank and the rank that it wants. Anything else is dropped and counted,
-//! and never receives more bytes than it sent.
+//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::p2p`]). Both sides
+//! prove that they know the job's secret ([`super::auth`]). Anything else is dropped and counted, and never receives more
+//! bytes than it sent.
 
 use super::acceptor::{Acceptor, dial};
+use super::auth::{
+    ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, Hello, PROOF_BYTES, Purpose, RefusalCount, VERDICT_BYTES,
+    check_head, one_shot,
+};
 use super::error::{ExecError, MeshError};
-use super::frame::{HELLO_BYTES, Hello, HelloKind, VERSION};
 use super::handshake::Pending;
 use super::link::{IoOutcome, Link, State, write};
 use super::message::Messages;
 use super::poll::PollTarget;
 use super::run::Progress;
 use crate::schedule::Place;
+use crate::secret::JobSecret;
 use rustix::event::PollFd;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 use sumac_hal::ids::Rank;
 
-/// Identifies a job on its connections: ranks of different jobs refuse each other.
-///
-/// It guards against mix-ups and unknown peers, not against someone who reads the traffic.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct JobToken(pub u64);
-
-impl std::fmt::Debug for JobToken {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("JobToken(..)")
-    }
-}
-
 /// One rank's connections to the others.
 #[derive(Debug)]
 pub struct Mesh {
     pub(super) place: Place,
-    pub(super) token: JobToken,
+    pub(super) secret: JobSecret,
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) acceptor: Acceptor,
     /// One for each rank; this rank's own stays idle.
@@ -47,7 +39,11 @@ pub struct Mesh {
     /// Point-to-point messages.
     pub(super) messages: Messages,
     pub(super) poisoned: Option<ExecError>,
-    pub(super) foreign_dropped: u64,
+    pub(super) refusals: RefusalCount,
+    /// The number of one-shot connections that this rank has made.
+    one_shots: u64,
+    /// For each rank, the number of its last one-shot connection.
+    pub(super) one_shots_seen: Vec<u64>,
     pub(super) sent_bytes: u64,
     /// Received partial elements until they are combined: small enough to stay in L2.
     pub(super) scratch: Vec<u8>,
@@ -65,13 +61,13 @@ impl Mesh {
     /// Set up the mesh of `place`. Connections are made when operations need them.
     ///
     /// `addresses` holds each rank's listener, in rank order. It must be complete only now: bind the listener first,
-    /// publish its address, then collect the others'.
+    /// publish its address, then collect the others'. All ranks have the same `secret`, and no other mesh has it.
     ///
     /// # Errors
     /// [`MeshError`] if there is not one address for each rank, or the listener is unusable.
     pub fn new(
         place: Place,
-        token: JobToken,
+        secret: JobSecret,
         listener: TcpListener,
         addresses: Vec<SocketAddr>,
     ) -> Result<Self, MeshError> {
@@ -81,7 +77,7 @@ impl Mesh {
         let acceptor = Acceptor::new(listener).map_err(MeshError::Listener)?;
         Ok(Self {
             place,
-            token,
+            secret,
             acceptor,
             messages: Messages::new(addresses.len()),
             links: addresses.iter().map(|_| Link::default()).collect(),
@@ -89,7 +85,9 @@ impl Mesh {
             pending: Vec::new(),
             announcements: Vec::new(),
             poisoned: None,
-            foreign_dropped: 0,
+            refusals: RefusalCount::default(),
+            one_shots: 0,
+            one_shots_seen: vec![0; place.ranks() as usize],
             sent_bytes: 0,
             scratch: vec![0; SCRATCH_BYTES],
             spare: vec![0; SCRATCH_BYTES],
@@ -113,7 +111,7 @@ impl Mesh {
 
     /// Return the number of connections dropped because they were not a peer's.
     pub const fn foreign_dropped(&self) -> u64 {
-        self.foreign_dropped
+        self.refusals.count()
     }
 
     /// Return the error that ended the mesh, if one did.
@@ -125,8 +123,11 @@ impl Mesh {
         self.place.rank()
     }
 
-    pub(super) const fn hello(&self, kind: HelloKind, to: Rank) -> Hello {
-        Hello { version: VERSION, kind, token: self.token, from: self.place.rank(), to }
+    /// Return the bytes of a one-shot connection to `to`.
+    pub(super) fn one_shot(&mut self, to: Rank, frame: &[u8]) -> Result<Vec<u8>, ExecError> {
+        self.one_shots += 1;
+        let hello = Hello::new(Purpose::OneShot, self.rank(), to, self.one_shots);
+        Ok(one_shot(&self.secret, &hello.map_err(|error| no_randomness(self.rank(), &error))?, frame))
     }
 
     /// Start connecting to `peer`.
@@ -167,57 +168,86 @@ impl Mesh {
 
     /// Advance a dialled connection.
     pub(super) fn advance(&mut self, peer: Rank) -> Result<(), ExecError> {
-        let hello = self.hello(HelloKind::Peer, peer);
-        advance(&mut self.links[peer.0 as usize], &hello)
+        let own = self.rank();
+        advance(&mut self.links[peer.0 as usize], &self.secret, Purpose::Peer, (own, peer))
     }
 }
 
-/// Advance a dialled connection: send our hello, or check the peer's.
+/// Advance a dialled connection: send our hello, check the peer's answer and prove who we are, or take the verdict.
 ///
-/// A connection that ends without an answer may have been crowded out by unknown peers, so it is dialled again: if the
+/// A connection that ends without a verdict may have been crowded out by unknown peers, so it is dialled again: if the
 /// peer is gone, that is refused.
-pub(super) fn advance(link: &mut Link, ours: &Hello) -> Result<(), ExecError> {
-    let (own, peer) = (ours.from, ours.to);
-    let lost = Err(ExecError::RankLost { rank: peer });
-    match std::mem::take(&mut link.state) {
-        State::Connecting(stream) => {
-            // A new socket's buffer holds a hello; one that does not is broken.
-            match stream.take_error() {
-                Ok(None) if write(&stream, &ours.emit(), &[]) == IoOutcome::Bytes(HELLO_BYTES) => {
-                    link.state = State::Handshake(stream);
-                }
-                Ok(Some(error)) if error.kind() != ErrorKind::ConnectionReset => return lost,
-                _ => link.dialled(None),
+pub(super) fn advance(
+    link: &mut Link,
+    secret: &JobSecret,
+    purpose: Purpose,
+    (own, peer): (Rank, Rank),
+) -> Result<(), ExecError> {
+    match &link.state {
+        State::Connecting(_) => greet(link, purpose, (own, peer)),
+        State::AwaitingAnswer(..) => {
+            let Some(answer) = receive::<ANSWER_BYTES>(link) else { return Ok(()) };
+            let State::AwaitingAnswer(stream, dialler) = std::mem::take(&mut link.state) else { return Ok(()) };
+            let proof = dialler.prove(secret, &answer).map_err(|error| refused(error, (own, peer)))?;
+            if write(&stream, &proof, &[]) == IoOutcome::Bytes(PROOF_BYTES) {
+                link.state = State::AwaitingVerdict(stream);
+            } else {
+                link.dialled(None);
             }
             Ok(())
         }
-        State::Handshake(stream) => {
-            link.state = State::Handshake(stream);
-            match link.fill_header(HELLO_BYTES) {
-                IoOutcome::WouldBlock => return Ok(()),
-                IoOutcome::Ended => {
-                    link.dialled(None);
-                    return Ok(());
-                }
-                IoOutcome::Bytes(_) => {}
-            }
-            let bytes = std::array::from_fn(|index| link.rx.bytes[index]);
-            match Hello::parse(&bytes) {
-                Some(Hello { kind: HelloKind::Refusal(reason), .. }) => {
-                    Err(ExecError::Refused { rank: own, by: peer, reason })
-                }
-                Some(answer) if answer == (Hello { from: peer, to: own, ..*ours }) => {
-                    link.make_ready();
-                    Ok(())
-                }
-                _ => Err(ExecError::protocol(peer, "a hello that does not match the address list")),
-            }
-        }
-        other => {
-            link.state = other;
+        State::AwaitingVerdict(_) => {
+            let Some(verdict) = receive::<VERDICT_BYTES>(link) else { return Ok(()) };
+            check_head(&verdict).map_err(|error| refused(error, (own, peer)))?;
+            link.make_ready();
             Ok(())
         }
+        State::Idle | State::Ready(_) | State::Ended => Ok(()),
     }
+}
+
+/// Send our hello on a dialled connection, once it is made.
+fn greet(link: &mut Link, purpose: Purpose, (own, peer): (Rank, Rank)) -> Result<(), ExecError> {
+    let State::Connecting(stream) = std::mem::take(&mut link.state) else { return Ok(()) };
+    match stream.take_error() {
+        Ok(None) => {
+            let dialler = Dialler::new(purpose, own, peer).map_err(|error| no_randomness(own, &error))?;
+            // A new socket's buffer holds a hello; one that does not is broken.
+            if write(&stream, dialler.hello(), &[]) == IoOutcome::Bytes(HELLO_BYTES) {
+                link.state = State::AwaitingAnswer(stream, Box::new(dialler));
+            } else {
+                link.dialled(None);
+            }
+        }
+        Ok(Some(error)) if error.kind() != ErrorKind::ConnectionReset => {
+            return Err(ExecError::RankLost { rank: peer });
+        }
+        _ => link.dialled(None),
+    }
+    Ok(())
+}
+
+/// Receive the next message of a handshake, if it is complete; dial again if the connection has ended.
+fn receive<const N: usize>(link: &mut Link) -> Option<[u8; N]> {
+    match link.fill_header(N) {
+        IoOutcome::WouldBlock => None,
+        IoOutcome::Ended => {
+            link.dialled(None);
+            None
+        }
+        IoOutcome::Bytes(_) => Some(std::array::from_fn(|index| link.rx.bytes[index])),
+    }
+}
+
+fn refused(error: AnswerError, (rank, peer): (Rank, Rank)) -> ExecError {
+    match error {
+        AnswerError::Unproven => ExecError::Unproven { rank, peer },
+        AnswerError::Refused(reason) => ExecError::Refused { rank, by: peer, reason },
+    }
+}
+
+fn no_randomness(rank: Rank, error: &std::io::Error) -> ExecError {
+    ExecError::Io { rank, what: format!("drawing random bytes: {error}") }
 }
 
 const SCRATCH_BYTES: usize = 128 << 10;

@@ -11,8 +11,8 @@
 
 mod buffer;
 
+use super::auth::Purpose;
 use super::error::{Call, ExecError};
-use super::frame::HelloKind;
 use super::link::State;
 use super::memory::Memory;
 use super::mesh::Mesh;
@@ -473,9 +473,9 @@ impl Run<'_> {
 
     /// Advance the connection of a channel that is not ready.
     pub(super) fn advance_channel(&mut self, peer: Rank) -> Result<(), Failure> {
-        let hello = self.mesh.hello(HelloKind::PointToPoint, peer);
+        let own = self.mesh.rank();
         let link = &mut self.mesh.messages.out[peer.0 as usize].link;
-        Ok(super::mesh::advance(link, &hello)?)
+        Ok(super::mesh::advance(link, &self.mesh.secret, Purpose::PointToPoint, (own, peer))?)
     }
 }
 

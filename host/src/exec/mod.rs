@@ -18,6 +18,7 @@
 mod abort;
 mod acceptor;
 mod announce;
+mod auth;
 mod error;
 mod frame;
 mod handshake;
@@ -41,7 +42,8 @@ mod message_tests;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub use crate::secret::JobSecret;
 pub use error::{Call, ExecError, MeshError, Refusal};
 pub use memory::Buffers;
-pub use mesh::{JobToken, Mesh};
+pub use mesh::Mesh;
 pub use run::{Context, Execution, Interrupt, NoInterrupt, Status, execute};

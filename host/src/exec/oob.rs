@@ -2,13 +2,12 @@
 //! ranks that are gone or unresponsive.
 //!
 //! A thread maintains one connection for each direction between two ranks, opened when there is first something to
-//! send. A connection begins with magic `SMCN`, the version (u32), the job token (u64), and the ranks from and to (u32
-//! each). The peer accepts it with the single byte 1. Each message follows as its length (u32) and its bytes; all
-//! numbers are little-endian. The empty message is a ping; its answer, a message in the other direction, is the single
-//! byte 0.
+//! send. It begins with a handshake, in which both ranks prove that they know the job's secret ([`super::auth`]). Each
+//! message follows as its length (u32, little-endian) and its bytes. The empty message is a ping; its answer, a message
+//! in the other direction, is the single byte 0.
 //!
 //! Messages in flight when a connection breaks may be lost, and messages of an older connection may arrive after those
-//! of a newer one. An unknown peer gets no further than the hello. Messages are limited to the length given at the
+//! of a newer one. An unknown peer gets no further than the proof. Messages are limited to the length given at the
 //! start.
 //!
 //! Invariants:
@@ -16,6 +15,8 @@
 //!   ranks have places of their own.
 //! - Bytes that have arrived are processed before a connection is evicted, and a connection that was not accepted loses
 //!   no message: it is dialled again. So unknown peers cost time, but never make a rank appear lost.
+//! - Whoever listens at a rank's address without knowing the secret counts as nobody: the rank has ended, and its port is
+//!   another's.
 
 mod inbound;
 mod outbound;
@@ -24,7 +25,8 @@ mod tests;
 mod worker;
 
 use super::acceptor::Acceptor;
-use super::mesh::JobToken;
+use super::auth::RefusalCount;
+use crate::secret::JobSecret;
 use outbound::Outbound;
 use std::collections::{BTreeSet, VecDeque};
 use std::io::{self, Write};
@@ -74,7 +76,7 @@ impl OobChannel {
     /// Start the channel: `addresses` holds the address of each rank's `listener`. From now on `on_event` is called
     /// with each event, on a separate thread, and may return an answer.
     pub(crate) fn start(
-        (rank, token, max_len_bytes): (Rank, JobToken, usize),
+        (rank, secret, max_len_bytes): (Rank, JobSecret, usize),
         listener: TcpListener,
         addresses: Vec<SocketAddr>,
         on_event: impl FnMut(OobEvent) -> Option<Vec<u8>> + Send + 'static,
@@ -86,13 +88,15 @@ impl OobChannel {
         let sender = Arc::new(OobSender { commands: Mutex::default(), wake });
         let outbound = addresses.iter().map(|_| Outbound::default()).collect();
         let worker = Worker {
-            own: (rank, token),
+            own: rank,
+            secret,
             max_len_bytes,
             acceptor,
             addresses,
             outbound,
             inbound: Vec::new(),
             unknown_peers: VecDeque::new(),
+            refusals: RefusalCount::default(),
             wake_receiver,
             watched: BTreeSet::new(),
             sender: Arc::clone(&sender),
@@ -151,20 +155,6 @@ impl Drop for OobChannel {
     }
 }
 
-fn hello(token: JobToken, from: Rank, to: Rank) -> [u8; HELLO_BYTES] {
-    let mut bytes = [0; HELLO_BYTES];
-    bytes[0..4].copy_from_slice(b"SMCN");
-    bytes[4..8].copy_from_slice(&VERSION.to_le_bytes());
-    bytes[8..16].copy_from_slice(&token.0.to_le_bytes());
-    bytes[16..20].copy_from_slice(&from.0.to_le_bytes());
-    bytes[20..24].copy_from_slice(&to.0.to_le_bytes());
-    bytes
-}
-
-const HELLO_BYTES: usize = 24;
-const VERSION: u32 = 2;
-/// Accepts a hello.
-const ACCEPTED: u8 = 1;
 /// Answers a ping.
 const ALIVE: [u8; 1] = [0];
 /// How long a watched rank may be silent. Pings are answered by a thread that does nothing else.

@@ -148,7 +148,7 @@ impl Run<'_> {
         match link.state {
             State::Idle | State::Ended => PollFlags::empty(),
             State::Connecting(_) => PollFlags::OUT,
-            State::Handshake(_) => PollFlags::IN,
+            State::AwaitingAnswer(..) | State::AwaitingVerdict(_) => PollFlags::IN,
             State::Ready(_) => {
                 let held = link.rx.frame.is_some_and(|header| header.kind != FrameKind::Abort);
                 let mut interest = PollFlags::empty();
@@ -163,7 +163,9 @@ impl Run<'_> {
     fn serve_link(&mut self, peer: Rank) -> Result<(), Failure> {
         let link = &self.mesh.links[peer.0 as usize];
         match (&link.state, link.rx.frame) {
-            (State::Connecting(_) | State::Handshake(_), _) => self.mesh.advance(peer).map_err(Failure::Local),
+            (State::Connecting(_) | State::AwaitingAnswer(..) | State::AwaitingVerdict(_), _) => {
+                self.mesh.advance(peer).map_err(Failure::Local)
+            }
             (State::Ready(_), Some(header)) if header.kind == FrameKind::Abort => self.receive_abort(peer),
             (State::Ready(_), None) if !self.receives_from(peer) => self.receive_header(peer).map(|_| ()),
             _ => Ok(()),

@@ -8,7 +8,11 @@ use std::time::{Duration, Instant};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-pub(crate) const TOKEN: JobToken = JobToken(0x5eed);
+/// The secret of the tests' jobs.
+pub(crate) fn secret() -> JobSecret {
+    JobSecret::new([0x5e; 32])
+}
+
 /// Long enough for any machine; no test waits for it.
 pub(crate) const LONG: Duration = Duration::from_secs(120);
 type Algorithm = fn(Place, usize) -> Schedule;
@@ -16,15 +20,17 @@ pub(crate) const BOTH: [(Path, Algorithm); 2] =
     [(Path::Ring, ring::all_reduce), (Path::HalvingDoubling, halving_doubling::all_reduce)];
 
 pub(crate) fn meshes(ranks: u32) -> Vec<Mesh> {
-    meshes_with(&vec![TOKEN; ranks as usize])
+    meshes_with(&vec![secret(); ranks as usize])
 }
 
-pub(crate) fn meshes_with(tokens: &[JobToken]) -> Vec<Mesh> {
-    let listeners: Vec<_> = tokens.iter().map(|_| TcpListener::bind("127.0.0.1:0").expect("loopback")).collect();
+pub(crate) fn meshes_with(secrets: &[JobSecret]) -> Vec<Mesh> {
+    let listeners: Vec<_> = secrets.iter().map(|_| TcpListener::bind("127.0.0.1:0").expect("loopback")).collect();
     let addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local_addr().expect("bound")).collect();
-    let places = Place::all(tokens.len() as u32);
-    let mesh = |((place, listener), &token)| Mesh::new(place, token, listener, addresses.clone()).expect("a mesh");
-    places.zip(listeners).zip(tokens).map(mesh).collect()
+    let places = Place::all(secrets.len() as u32);
+    let mesh = |((place, listener), secret): (_, &JobSecret)| {
+        Mesh::new(place, secret.clone(), listener, addresses.clone()).expect("a mesh")
+    };
+    places.zip(listeners).zip(secrets).map(mesh).collect()
 }
 
 /// Run `body` for each rank on its own thread; the meshes live until all have ended.

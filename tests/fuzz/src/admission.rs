@@ -13,6 +13,7 @@ use sumac::controller::ControllerConfig;
 use sumac::controller::limits::REPLY_LEN_MAX;
 use sumac::controller::machine::{ConnId, Entropy, Frames, Machine, Output};
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRequest, ResumeRequest, Terms, Transport};
+use sumac::exec::JobSecret;
 use sumac::topo::Fabric;
 use sumac_hal::ctrl::{
     Announce, AttachPoint, DeviceCapabilities, DeviceUser, Envelope, FrameBuffer, Name, Refusal, Request, Response,
@@ -142,7 +143,7 @@ impl World {
                     devices: (0..cursor.byte() % 3).map(|_| format!("d{}", cursor.byte() % 4)).collect(),
                     view: number(cursor),
                     shrink_count: number(cursor),
-                    mesh_token: cursor.u64(),
+                    secret: JobSecret::new([cursor.byte(); 32]),
                     expression: Vec::new(),
                 };
                 self.request(cursor, ClientRequest::Resume(Box::new(resumption)));

@@ -37,11 +37,12 @@ type State = HandshakeState<X25519, ChaChaPoly, Sha256>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum KeyRefusal {
-    /// The responder has no key of this id.
+    /// The responder has no key of this id. Initiators are told [`KeyRefusal::Wrong`] instead.
     #[error("it does not know this key")]
     Unknown,
-    /// The responder has another secret for this id.
-    #[error("the secret is not the one that it has for this key")]
+    /// The responder has another secret for this id, or none; so that nobody can find out which ids it knows, it does not
+    /// say.
+    #[error("it does not know this key, or has another secret for it")]
     Wrong,
     /// The key was revoked.
     #[error("this key was revoked")]

@@ -46,4 +46,4 @@ pub use handshake::{
 pub use key::{Key, KeyError, KeyId};
 pub use record::{Opener, RECORD_LEN_MAX, RECORD_OVERHEAD_LEN, RECORD_PLAINTEXT_MAX, RecordError, Sealer, record_len};
 #[cfg(feature = "std")]
-pub use stream::{ConnectError, ControlReader, ControlWriter, connect, connect_within};
+pub use stream::{ConnectError, ControlReader, ControlWriter, connect, connect_within, random};

@@ -44,20 +44,34 @@ pub fn connect(
     Ok(awaiting.handle_reply(&reply)?)
 }
 
-/// As [`connect`], with a limit of the whole exchange: a peer that sends a byte now and then does not extend it. No read
-/// has a limit afterwards.
+/// As [`connect`], with an ephemeral key from the system, and a limit of the whole exchange: a peer that sends a byte now
+/// and then does not extend it. No read has a limit afterwards.
 ///
 /// # Errors
 /// [`ConnectError`].
-pub fn connect_within(
-    stream: &TcpStream,
-    key: &Key,
-    ephemeral: [u8; 32],
-    limit: Duration,
-) -> Result<(Sealer, Opener), ConnectError> {
+pub fn connect_within(stream: &TcpStream, key: &Key, limit: Duration) -> Result<(Sealer, Opener), ConnectError> {
+    let ephemeral = random()?;
     let channel = connect(&mut UntilDeadline { stream, deadline: Instant::now() + limit }, key, ephemeral);
     stream.set_read_timeout(None)?;
     channel
+}
+
+/// Return random bytes from the system, which waits for real randomness while it boots. There are no others to fall back
+/// to.
+///
+/// # Errors
+/// The system provides none.
+pub fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(n) => filled += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(bytes)
 }
 
 /// A stream whose reads all end by a deadline. What an exchange writes fits any socket's buffer.
@@ -363,8 +377,7 @@ mod tests {
             }
         });
         let key = Key::new(KeyId(1), [1; 32]);
-        let error =
-            connect_within(&stream, &key, [2; 32], Duration::from_millis(200)).map(|_| ()).expect_err("no peer");
+        let error = connect_within(&stream, &key, Duration::from_millis(200)).map(|_| ()).expect_err("no peer");
         let kinds = [ErrorKind::TimedOut, ErrorKind::WouldBlock];
         assert!(matches!(&error, ConnectError::Io(error) if kinds.contains(&error.kind())), "{error}");
         drop(stream);

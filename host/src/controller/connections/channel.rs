@@ -2,6 +2,9 @@
 //!
 //! A connection that begins with an ordinary frame has no key. Whether it is served is the machine's decision; an exchange
 //! without keys is refused here, so that a peer with a key is told.
+//!
+//! A peer that does not prove that it has the secret is not told whether the controller knows the key: an unknown id gets
+//! a challenge, too, and its message is checked against a random secret.
 
 use super::conn::CloseReason;
 use crate::controller::entropy::Entropy;
@@ -11,8 +14,8 @@ use crate::controller::output::ConnId;
 use std::sync::Arc;
 use sumac_hal::ctrl::FrameBuffer;
 use sumac_hal::ctrl::secure::{
-    HELLO_LEN, HandshakeError, KeyId, KeyRefusal, MESSAGE_LEN, Opener, RECORD_LEN_MAX, Responder, is_hello, key_id,
-    record_len, refusal_to_hello, refusal_to_message,
+    HELLO_LEN, Key, KeyId, KeyRefusal, MESSAGE_LEN, Opener, RECORD_LEN_MAX, Responder, is_hello, key_id, record_len,
+    refusal_to_hello, refusal_to_message,
 };
 use sumac_hal::time::Instant;
 
@@ -26,9 +29,17 @@ pub(super) struct KeyExchange {
 }
 
 impl KeyExchange {
-    fn find(&self, id: KeyId, now: Instant) -> Result<&KeyRecord, KeyRefusal> {
-        let unix_s = (self.began_ms + (now - Instant::ZERO).as_millis() as u64) / 1000;
-        self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?.find(id, unix_s)
+    /// Return the id in a hello, and the keys.
+    fn begin(&self, hello: &[u8; HELLO_LEN]) -> Result<(KeyId, &KeyStore), KeyRefusal> {
+        let id = key_id(hello)?;
+        Ok((id, self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?))
+    }
+
+    /// Return what a peer gets that proves to have the key, if there is one.
+    fn grant(&self, record: Option<&KeyRecord>, now: Instant) -> Result<Grant, KeyRefusal> {
+        let record = record.ok_or(KeyRefusal::Unknown)?;
+        record.check((self.began_ms + (now - Instant::ZERO).as_millis() as u64) / 1000)?;
+        Ok(Grant { id: record.key.id(), principal: Arc::clone(&record.principal) })
     }
 }
 
@@ -54,8 +65,8 @@ enum Stage {
     Begin,
     /// Frames in clear.
     Plain,
-    /// The message of the handshake.
-    Message { responder: Box<Responder>, grant: Grant },
+    /// The message of the handshake, by a key that may be invalid or unknown.
+    Message { responder: Box<Responder>, key: KeyId, grant: Result<Grant, KeyRefusal> },
     /// Records.
     Records { opener: Box<Opener>, grant: Grant },
     /// Nothing: the peer is being refused.
@@ -141,20 +152,20 @@ impl Channel {
         outbox: &mut Outbox,
         now: Instant,
     ) {
-        let found = key_id(hello).map_err(KeyRefusal::from).and_then(|key| exchange.find(key, now));
-        match found {
-            Ok(record) => {
-                let nonce = exchange.entropy.bytes([id.0, 1]);
-                let (responder, challenge) = Responder::new(hello, &record.key, &nonce);
-                let grant = Grant { id: record.key.id(), principal: Arc::clone(&record.principal) };
-                self.stage = Stage::Message { responder: Box::new(responder), grant };
-                outbox.put(&[Frames::new(challenge.to_vec())]);
-            }
+        let (key, keys) = match exchange.begin(hello) {
+            Ok(begun) => begun,
             Err(refusal) => {
                 tracing::info!(conn = id.0, key = ?key_id(hello), %refusal, "refusing a key");
-                self.refuse(refusal_to_hello(refusal).to_vec(), outbox);
+                return self.refuse(refusal_to_hello(refusal).to_vec(), outbox);
             }
-        }
+        };
+        let record = keys.get(key);
+        let decoy = Key::new(key, exchange.entropy.bytes([id.0, 3]));
+        let nonce = exchange.entropy.bytes([id.0, 1]);
+        let (responder, challenge) = Responder::new(hello, record.map_or(&decoy, |record| &record.key), &nonce);
+        let grant = exchange.grant(record, now);
+        self.stage = Stage::Message { responder: Box::new(responder), key, grant };
+        outbox.put(&[Frames::new(challenge.to_vec())]);
     }
 
     fn handle_message(
@@ -163,19 +174,25 @@ impl Channel {
         exchange: &KeyExchange,
         outbox: &mut Outbox,
     ) {
-        let Stage::Message { responder, grant } = std::mem::replace(&mut self.stage, Stage::Refused) else { return };
-        match responder.handle_message(message, exchange.entropy.bytes([id.0, 2])) {
-            Ok((reply, sealer, opener)) => {
+        let Stage::Message { responder, key, grant } = std::mem::replace(&mut self.stage, Stage::Refused) else {
+            return;
+        };
+        let proven = responder.handle_message(message, exchange.entropy.bytes([id.0, 2]));
+        let refusal = match (proven, grant) {
+            (Ok((reply, sealer, opener)), Ok(grant)) => {
                 tracing::debug!(conn = id.0, key = %grant.id, principal = %grant.principal, "authenticated");
                 outbox.put(&[Frames::new(reply.to_vec())]);
                 outbox.seal_from_here(sealer);
                 self.stage = Stage::Records { opener: Box::new(opener), grant };
+                return;
             }
-            Err(error) => {
-                tracing::info!(conn = id.0, key = %grant.id, %error, "refusing a key");
-                self.refuse(refusal_to_message(HandshakeError::into(error)).to_vec(), outbox);
-            }
-        }
+            (Ok(_), Err(refusal)) => refusal,
+            (Err(_), Err(KeyRefusal::Unknown)) => KeyRefusal::Unknown,
+            (Err(_), _) => KeyRefusal::Wrong,
+        };
+        tracing::info!(conn = id.0, %key, ?refusal, "refusing a key");
+        let told = if refusal == KeyRefusal::Unknown { KeyRefusal::Wrong } else { refusal };
+        self.refuse(refusal_to_message(told).to_vec(), outbox);
     }
 
     fn refuse(&mut self, refusal: Vec<u8>, outbox: &mut Outbox) {

@@ -199,19 +199,29 @@ impl KeyStore {
     /// # Errors
     /// [`KeyRefusal::Unknown`], [`KeyRefusal::Revoked`] or [`KeyRefusal::Expired`].
     pub fn find(&self, id: KeyId, unix_s: u64) -> Result<&KeyRecord, KeyRefusal> {
-        let record = self.records.get(&id).ok_or(KeyRefusal::Unknown)?;
-        if record.is_revoked {
-            return Err(KeyRefusal::Revoked);
-        }
-        if record.expires_unix_s.is_some_and(|expires| expires <= unix_s) {
-            return Err(KeyRefusal::Expired);
-        }
-        Ok(record)
+        let record = self.get(id).ok_or(KeyRefusal::Unknown)?;
+        record.check(unix_s).map(|()| record)
+    }
+
+    /// The key of this id, valid or not.
+    pub(in crate::controller) fn get(&self, id: KeyId) -> Option<&KeyRecord> {
+        self.records.get(&id)
     }
 }
 
 /// A key's life in the store's time.
 impl KeyRecord {
+    /// Check that the key is valid at this time.
+    pub(in crate::controller) fn check(&self, unix_s: u64) -> Result<(), KeyRefusal> {
+        if self.is_revoked {
+            return Err(KeyRefusal::Revoked);
+        }
+        if self.expires_unix_s.is_some_and(|expires| expires <= unix_s) {
+            return Err(KeyRefusal::Expired);
+        }
+        Ok(())
+    }
+
     /// Whether the key has expired by now.
     pub fn has_expired(&self) -> bool {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_secs());

@@ -10,6 +10,7 @@ use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, JoinRequest, Membership, QueuePosition};
 use crate::plan::Child;
 use crate::schedule::tree::Tree;
+use crate::secret::JobSecret;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use sumac_hal::ctrl::{Order, encode_frames};
@@ -32,7 +33,7 @@ pub(super) struct Job {
     pub(super) world: u32,
     pub(super) members: BTreeMap<Rank, Member>,
     /// The job's secret, the same in every view.
-    pub(super) mesh_token: u64,
+    pub(super) secret: JobSecret,
     /// The current view: how often the job was placed anew.
     pub(super) view: u32,
     /// Whether the ranks were notified that the tree of this view is lost.
@@ -81,11 +82,11 @@ pub(super) struct Job {
 }
 
 impl Job {
-    pub(super) fn new(world: u32, mesh_token: u64) -> Self {
+    pub(super) fn new(world: u32, secret: JobSecret) -> Self {
         Self {
             world,
             members: BTreeMap::new(),
-            mesh_token,
+            secret,
             view: 0,
             tree_suspected: false,
             is_aborted: false,
@@ -154,8 +155,8 @@ impl Job {
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
         let recovery_mesh: Vec<_> = self.members.values().map(|member| member.request.recovery_addr).collect();
         let expression = self.expression_of(placed);
-        let (mesh_token, table) = (self.mesh_token, config.table.clone());
-        let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, mesh_token, expression, table });
+        let (secret, table) = (self.secret.clone(), config.table.clone());
+        let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table });
         for (rank, member) in &self.members {
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);
             messages.send((output, member.client), (tree, queue), &reply);

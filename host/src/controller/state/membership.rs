@@ -5,6 +5,7 @@ use crate::controller::outbox::Frames;
 use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{ClientReply, Membership, QueuePosition, TreeMembership};
 use crate::plan::Child;
+use crate::secret::JobSecret;
 use crate::select::CostTable;
 use serde::Serialize;
 use std::net::SocketAddr;
@@ -15,20 +16,20 @@ use sumac_hal::ctrl::{MAX_MESSAGE_LEN, fragment};
 pub(super) struct SharedFields {
     pub(super) mesh: Vec<SocketAddr>,
     pub(super) recovery_mesh: Vec<SocketAddr>,
-    pub(super) mesh_token: u64,
+    pub(super) secret: JobSecret,
     pub(super) expression: Vec<Vec<Child>>,
     pub(super) table: CostTable,
 }
 
 impl SharedFields {
     fn with(&self, (tree, queue): RankFields) -> Box<Membership> {
-        let Self { mesh, recovery_mesh, mesh_token, expression, table } = self.clone();
-        Box::new(Membership { tree, queue, mesh, recovery_mesh, mesh_token, expression, table })
+        let Self { mesh, recovery_mesh, secret, expression, table } = self.clone();
+        Box::new(Membership { tree, queue, mesh, recovery_mesh, secret, expression, table })
     }
 
     fn without_ranks(&self) -> Self {
-        let (mesh_token, table) = (self.mesh_token, self.table.clone());
-        Self { mesh: Vec::new(), recovery_mesh: Vec::new(), mesh_token, expression: Vec::new(), table }
+        let (secret, table) = (self.secret.clone(), self.table.clone());
+        Self { mesh: Vec::new(), recovery_mesh: Vec::new(), secret, expression: Vec::new(), table }
     }
 }
 
@@ -91,7 +92,7 @@ mod tests {
             let tail = SharedFields {
                 recovery_mesh: mesh.iter().rev().copied().collect(),
                 mesh,
-                mesh_token: 7,
+                secret: JobSecret::new([7; 32]),
                 expression,
                 table: CostTable::EMULATED,
             };

@@ -11,6 +11,7 @@ use crate::controller::queue::{BlockedOn, Candidate, Reservations};
 use crate::controller::resources::{ResourceLedger, Shortage};
 use crate::plan::Child;
 use crate::schedule::tree::Tree;
+use crate::secret::JobSecret;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use sumac_hal::ctrl::Order;
@@ -20,7 +21,7 @@ use sumac_hal::ids::Rank;
 #[derive(Debug)]
 pub(super) struct JobSnapshot {
     /// Distinguishes the job from earlier and later ones of the same name.
-    pub(super) token: u64,
+    pub(super) secret: JobSecret,
     world: u32,
     requests: Vec<Arc<JoinRequest>>,
     pinned: Vec<String>,
@@ -198,7 +199,7 @@ impl Plan {
 impl JobSnapshot {
     pub(super) fn of(job: &Job) -> Self {
         Self {
-            token: job.mesh_token,
+            secret: job.secret.clone(),
             world: job.world,
             requests: job.members.values().map(|member| Arc::clone(&member.request)).collect(),
             pinned: job.first().map_or_else(Vec::new, |member| member.pinned.clone()),

@@ -190,7 +190,7 @@ impl State {
         config: &ControllerConfig,
         PlanResult { plan, found }: PlanResult,
     ) {
-        let Plan { goal, job: JobSnapshot { token, .. }, devices_version, ledger, ids, .. } = plan;
+        let Plan { goal, job: JobSnapshot { secret, .. }, devices_version, ledger, ids, .. } = plan;
         let is_same_world = devices_version == self.planning.devices_version;
         match goal {
             Goal::PlaceJob { mut task, was_held } => {
@@ -215,7 +215,7 @@ impl State {
             }
             Goal::Enqueue { name, tried } => {
                 // The job may have ended or got a tree meanwhile.
-                if self.jobs.get(&name).is_some_and(|job| job.mesh_token == token && job.may_queue()) {
+                if self.jobs.get(&name).is_some_and(|job| job.secret == secret && job.may_queue()) {
                     self.finish_enqueue_plan(&name, tried, found);
                 }
             }

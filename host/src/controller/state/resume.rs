@@ -41,8 +41,8 @@ const EARLIER: &str = "its tree belongs to an earlier controller; this one reser
 /// The maximum view and survivor round that a resuming job may report; it counts up from there.
 const COUNT_MAX: u32 = 1 << 30;
 
-/// Identifies a resuming job: its name, and the secret that only its ranks know.
-pub(super) type Key = (String, u64);
+/// Identifies a resuming job: its name, and the fingerprint of the secret that only its ranks know.
+pub(super) type Key = (String, [u8; 32]);
 
 /// A job of which not all ranks have come back.
 #[derive(Debug)]
@@ -72,7 +72,7 @@ impl State {
         resumption: ResumeRequest,
         client: ConnId,
     ) -> Result<(String, Rank), JoinRefusal> {
-        let ResumeRequest { request, devices, view, shrink_count, mesh_token, expression } = resumption;
+        let ResumeRequest { request, devices, view, shrink_count, secret, expression } = resumption;
         check_request(&request, &devices)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
         for (what, found) in [("view", view), ("round", shrink_count)] {
@@ -85,12 +85,12 @@ impl State {
         let declared = declared.transpose().map_err(|error| nonsense(error.to_string()))?;
         if let Some(job) = self.jobs.get(&name) {
             return Err(match job {
-                job if job.mesh_token != mesh_token => JoinRefusal::Running { job: name },
+                job if job.secret != secret => JoinRefusal::Running { job: name },
                 job if job.members.contains_key(&rank) => JoinRefusal::RankTaken { rank, job: name },
                 _ => JoinRefusal::TooLate { rank, job: name },
             });
         }
-        let (key, until) = ((name.clone(), mesh_token), self.now + RESUME_LIMIT);
+        let (key, until) = ((name.clone(), secret.fingerprint()), self.now + RESUME_LIMIT);
         if let Some(Resuming { job, left, .. }) = self.resuming.get(&key) {
             if job.members.contains_key(&rank) || left.contains(&rank) {
                 return Err(JoinRefusal::RankTaken { rank, job: name });
@@ -106,7 +106,7 @@ impl State {
             self.check_jobs(config)?;
         }
         let resuming = self.resuming.entry(key.clone()).or_insert_with(|| {
-            let job = Job { expression: declared, ..Job::new(world, mesh_token) };
+            let job = Job { expression: declared, ..Job::new(world, secret) };
             Resuming { job, until, left: BTreeSet::new() }
         });
         let job = &mut resuming.job;

@@ -4,6 +4,7 @@ use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest
 use super::replan::{Raw, SOON, no_tree_reason, request, tree_of};
 use super::*;
 use crate::plan::Child;
+use crate::secret::JobSecret;
 use std::io::{ErrorKind, Read, Write};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Instant;
@@ -150,7 +151,7 @@ fn counts_beyond_the_limits_are_refused() {
             devices: Vec::new(),
             view: 0,
             shrink_count: 0,
-            mesh_token: 1,
+            secret: JobSecret::new([1; 32]),
             expression,
         };
         let mut raw = Raw::dial(&controller);

@@ -5,11 +5,13 @@ use super::super::keys::{KeyStore, Principal};
 use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, StatusReport};
 use super::replan::{SOON, request};
 use super::*;
+use crate::secret::JobSecret;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 use std::time::Instant;
 use sumac_hal::ctrl::secure::{
-    CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, Key, KeyId, MESSAGE_LEN, RECORD_OVERHEAD_LEN, REPLY_LEN,
+    CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, Initiator, Key, KeyId, MESSAGE_LEN, RECORD_OVERHEAD_LEN,
+    REPLY_LEN,
 };
 use sumac_hal::ctrl::{Rejection, StreamError};
 use zeroize::Zeroizing;
@@ -115,7 +117,7 @@ fn resumed_job_needs_the_key_of_its_tenant_too() {
         devices: Vec::new(),
         view: 0,
         shrink_count: 0,
-        mesh_token: 7,
+        secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
     };
     send(&mut writer, &ClientRequest::Resume(Box::new(resumption))).expect("it listens");
@@ -167,8 +169,8 @@ fn bad_keys_are_refused_with_their_reasons() {
     keys.store.revoke(keys.other.id()).expect("it has that key");
     let controller = keys.controller();
     for (key, reason) in [
-        (Key::new(KeyId(9), [9; 32]), "does not know this key"),
-        (Key::new(keys.ml.id(), [9; 32]), "the secret is not the one"),
+        (Key::new(KeyId(9), [9; 32]), "does not know this key, or has another secret"),
+        (Key::new(keys.ml.id(), [9; 32]), "does not know this key, or has another secret"),
         (keys.other.clone(), "was revoked"),
         (expired, "has expired"),
     ] {
@@ -179,6 +181,34 @@ fn bad_keys_are_refused_with_their_reasons() {
     let unkeyed = Controller::start(ControllerConfig::new()).expect("a port");
     let refused = text_of(status(at(&unkeyed, &keys.ml)));
     assert!(refused.contains("without keys") && refused.contains("--keys"), "{refused}");
+}
+
+/// Return what a controller answers to a key exchange without the secret: the head of its challenge, which has a nonce,
+/// and its refusal.
+fn answers_without_the_secret(controller: &Controller, id: KeyId) -> (Vec<u8>, Vec<u8>) {
+    let (initiator, hello) = Initiator::new(&Key::new(id, [9; 32]), [5; 32]);
+    let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
+    stream.write_all(&hello).expect("small");
+    let mut challenge = [0; CHALLENGE_LEN];
+    stream.read_exact(&mut challenge).expect("a challenge");
+    let (_, message) = initiator.handle_challenge(&challenge).expect("no refusal yet");
+    stream.write_all(&message).expect("small");
+    let mut refusal = Vec::new();
+    stream.read_to_end(&mut refusal).expect("closed");
+    (challenge[..4].to_vec(), refusal)
+}
+
+#[test]
+fn strangers_do_not_learn_which_keys_there_are() {
+    let mut keys = Keys::new();
+    keys.store.revoke(keys.other.id()).expect("it has that key");
+    let expired = keys.store.add(Principal::Operator, Some(1), &Zeroizing::new([5; 40])).expect("valid").id();
+    let controller = keys.controller();
+    let unknown = answers_without_the_secret(&controller, KeyId(9));
+    assert_eq!((unknown.0.len(), unknown.1.len()), (4, REPLY_LEN));
+    for id in [keys.ml.id(), keys.other.id(), expired] {
+        assert_eq!(answers_without_the_secret(&controller, id), unknown);
+    }
 }
 
 #[test]
@@ -301,6 +331,36 @@ fn changed_record_ends_its_connection_only() {
 }
 
 /// Whoever takes a controller's address gets a key's id and a message that proves nothing, and no request.
+/// The limits are those of a whole message, so a byte now and then does not extend them.
+#[test]
+fn record_that_arrives_byte_by_byte_ends_its_connection_at_the_limit() {
+    let keys = Keys::new();
+    let limit = Duration::from_millis(400);
+    let limits = Limits { greeting: limit, idle: limit, ..Limits::default() };
+    let controller = Controller::start(ControllerConfig { limits, ..keys.config() }).expect("a port");
+    for has_greeted in [false, true] {
+        let (mut writer, _) = dial(&controller, Some(&keys.leaf));
+        if has_greeted {
+            send(&mut writer, &Hello::Device(announce("leaf0", 1, None))).expect("it listens");
+        }
+        let mut stream = writer.get_ref();
+        stream.set_read_timeout(Some(limit / 20)).expect("a socket");
+        let began = Instant::now();
+        // The length of a record, and then one byte of it in each round.
+        let mut bytes = 4000_u16.to_le_bytes().into_iter().chain(std::iter::repeat(0));
+        while began.elapsed() < TEST_TIMEOUT {
+            // Fails once the other end is closed.
+            let _ = stream.write(&[bytes.next().expect("endless")]);
+            match stream.read(&mut [0; 256]) {
+                Ok(0) => break,
+                Err(error) if error.kind() != ErrorKind::WouldBlock => break,
+                _ => {}
+            }
+        }
+        assert!(began.elapsed() >= limit / 2 && began.elapsed() < TEST_TIMEOUT, "{has_greeted}: {:?}", began.elapsed());
+    }
+}
+
 #[test]
 fn squatter_of_an_address_learns_nothing() {
     let keys = Keys::new();

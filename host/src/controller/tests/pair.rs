@@ -5,6 +5,7 @@ use super::super::machine::{ConnId, Frames, Machine, Output};
 use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, PairRole, PeerReport, StatusReport};
 use super::replan::request;
 use super::*;
+use crate::secret::JobSecret;
 use std::collections::BTreeSet;
 use std::net::TcpListener;
 use sumac_hal::ctrl::{FrameBuffer, Rejection};
@@ -289,7 +290,7 @@ fn rank_resumes_at_no_controller_of_a_lower_term() {
         queue: None,
         mesh: vec![addrs[0]],
         recovery_mesh: vec![addrs[0]],
-        mesh_token: 7,
+        secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
         table: CostTable::EMULATED,
     };

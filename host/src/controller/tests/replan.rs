@@ -188,7 +188,7 @@ fn replan_moves_the_job_and_releases_the_lost_group() {
         assert_eq!((old.epoch.counter, new.epoch), (1, Epoch { counter: 2, ..old.epoch }));
         assert_eq!((usize::from(new.child.0), &after.mesh), (rank, &before.mesh));
         assert!(new.group != old.group && new.group == group && new.key != old.key);
-        assert_eq!((after.mesh_token, &after.expression), (before.mesh_token, &before.expression));
+        assert_eq!((&after.secret, &after.expression), (&before.secret, &before.expression));
     }
     let created = devices[1].group();
     assert_eq!((created.group, created.epoch.counter), (group, 2));
@@ -250,7 +250,7 @@ fn replan_without_another_device_yields_no_tree() {
         let why = no_tree_reason(after);
         assert!(["no device", "lost", "leaf0"].iter().all(|part| why.contains(part)), "{why}");
         let flat = vec![vec![crate::plan::Child::Rank(Rank(0)), crate::plan::Child::Rank(Rank(1))]];
-        assert_eq!((after.mesh_token, &after.mesh, &after.expression), (before.mesh_token, &before.mesh, &flat));
+        assert_eq!((&after.secret, &after.mesh, &after.expression), (&before.secret, &before.mesh, &flat));
     }
     assert_eq!(recv_release(&device), tree_of(&before[0]).group);
     let job = ranks[0].report().jobs.remove(0);

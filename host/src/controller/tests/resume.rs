@@ -5,6 +5,7 @@ use super::super::{ClientError, Notice};
 use super::replan::{Raw, SOON, join_all, no_tree_reason, replan, request, tree_of};
 use super::*;
 use crate::plan::Child;
+use crate::secret::JobSecret;
 use std::time::Instant;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
@@ -17,7 +18,7 @@ fn resumption(rank: u32) -> ResumeRequest {
         devices: Vec::new(),
         view: 3,
         shrink_count: 2,
-        mesh_token: 77,
+        secret: JobSecret::new([77; 32]),
         expression,
     }
 }
@@ -60,7 +61,11 @@ fn job_resumes_with_all_ranks_and_is_offered_a_tree() {
         assert!(matches!(rank.recv(), ClientReply::MoveAt { view: 4, call: 9 }));
     }
     let placed = replan(&mut ranks, 4);
-    assert!(placed.iter().all(|membership| tree_of(membership).leaf == "leaf0" && membership.mesh_token == 77));
+    assert!(
+        placed
+            .iter()
+            .all(|membership| tree_of(membership).leaf == "leaf0" && membership.secret == JobSecret::new([77; 32]))
+    );
     let report = ranks[0].report();
     assert_eq!((report.jobs[0].running, report.jobs[0].view), (true, 5));
     for rank in &mut ranks {
@@ -111,7 +116,7 @@ fn resume_with_mismatched_parameters_is_refused() {
     let mut second = resume(&controller, resumption(1));
     assert!(matches!(second.recv(), ClientReply::Resumed { .. }));
     assert!(refused(resumption(1)).contains("already joined"));
-    assert!(refused(ResumeRequest { mesh_token: 78, ..resumption(1) }).contains("running"));
+    assert!(refused(ResumeRequest { secret: JobSecret::new([78; 32]), ..resumption(1) }).contains("running"));
     let mut other = request(0, WORLD);
     other.job = "other".into();
     let mut joins = Raw::join_with(&controller, other.clone(), &[]);
@@ -191,7 +196,7 @@ fn only_a_majority_resumes_and_late_ranks_are_refused() {
 fn client_without_the_secret_cannot_interfere_with_a_resume() {
     let controller = controller();
     let _device = Device::start(&controller, "leaf0", None, None);
-    let stranger = |rank| ResumeRequest { mesh_token: 666, ..resumption(rank) };
+    let stranger = |rank| ResumeRequest { secret: JobSecret::new([66; 32]), ..resumption(rank) };
     let mut first = resume(&controller, stranger(0));
     assert_eq!(first.report().jobs.len(), 1);
     let mut ranks: Vec<Raw> = (0..WORLD).map(|rank| resume(&controller, resumption(rank))).collect();

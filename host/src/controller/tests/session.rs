@@ -4,6 +4,7 @@ use super::super::proto::{ClientReply, ClientRequest};
 use super::super::{ClientError, Notice};
 use super::replan::{SOON, request, tree_of, wait_until_no_tree};
 use super::*;
+use crate::secret::JobSecret;
 use std::time::Instant;
 
 #[test]
@@ -65,14 +66,14 @@ fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
     (addr, thread::spawn(serve))
 }
 
-fn membership_without_tree(mesh_token: u64) -> Membership {
+fn membership_without_tree(secret: u8) -> Membership {
     let table = crate::select::CostTable::EMULATED;
     Membership {
         tree: Err("none".into()),
         queue: None,
         mesh: Vec::new(),
         recovery_mesh: Vec::new(),
-        mesh_token,
+        secret: JobSecret::new([secret; 32]),
         expression: Vec::new(),
         table,
     }
@@ -80,11 +81,11 @@ fn membership_without_tree(mesh_token: u64) -> Membership {
 
 #[test]
 fn replan_replies_for_other_views_are_ignored() {
-    let replanned = |view| ClientReply::Replanned { view, membership: Box::new(membership_without_tree(view.into())) };
+    let replanned = |view| ClientReply::Replanned { view, membership: Box::new(membership_without_tree(view as u8)) };
     let stale = ClientReply::ReplanRefused { view: 2, reason: "stale".into() };
     let (addr, serving) = scripted(vec![replanned(0), stale, replanned(3), replanned(5), replanned(4)]);
     let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
-    assert_eq!(session.replan(3, Instant::now() + SOON).expect("an answer").mesh_token, 4);
+    assert_eq!(session.replan(3, Instant::now() + SOON).expect("an answer").secret, JobSecret::new([4; 32]));
     serving.join().expect("as scripted");
 }
 

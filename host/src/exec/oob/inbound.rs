@@ -1,8 +1,13 @@
 //! Connections from ranks: accepted, identified by their hello, and parsed into messages.
 
 use super::worker::Worker;
-use super::{ACCEPTED, ALIVE, HELLO_BYTES, HELLO_LIMIT, OobEvent, hello};
+use super::{ALIVE, HELLO_LIMIT, OobEvent};
 use crate::exec::acceptor::Accepted;
+use crate::exec::auth::{
+    ANSWER_BYTES, Answer, HELLO_BYTES, Hello, PROOF_BYTES, Purpose, VERDICT_BYTES, VERSION, verdict,
+};
+use crate::exec::error::Refusal;
+use crate::secret::JobSecret;
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::Instant;
@@ -21,8 +26,11 @@ pub(super) struct Inbound {
 pub(super) struct UnknownPeer {
     pub(super) stream: TcpStream,
     pub(super) since: Instant,
-    pub(super) hello: [u8; HELLO_BYTES],
+    /// Hello and proof.
+    pub(super) bytes: [u8; HELLO_BYTES + PROOF_BYTES],
     pub(super) filled: usize,
+    /// Our answer to its hello.
+    pub(super) answer: Option<Answer>,
 }
 
 impl Worker {
@@ -30,7 +38,8 @@ impl Worker {
     pub(super) fn accept(&mut self, now: Instant) {
         for _ in 0..ACCEPTS_PER_ROUND {
             let Some(Accepted { stream, is_last }) = self.acceptor.accept(now) else { return };
-            self.unknown_peers.push_back(UnknownPeer { stream, since: now, hello: [0; HELLO_BYTES], filled: 0 });
+            let bytes = [0; HELLO_BYTES + PROOF_BYTES];
+            self.unknown_peers.push_back(UnknownPeer { stream, since: now, bytes, filled: 0, answer: None });
             let is_unknown = !self.identify(self.unknown_peers.len() - 1);
             if is_last || is_unknown && self.unknown_peers.len() > UNKNOWN_PEERS_MAX {
                 self.evict();
@@ -49,33 +58,26 @@ impl Worker {
     fn evict(&mut self) {
         if !self.unknown_peers.is_empty() && !self.identify(0) {
             self.unknown_peers.pop_front();
+            self.refusals.note(self.own, "they took too long");
         }
     }
 
     /// Process the bytes of an unidentified connection; returns whether it has left the list, as a rank's or closed.
     pub(super) fn identify(&mut self, index: usize) -> bool {
-        let (own, token) = self.own;
-        let peer = &mut self.unknown_peers[index];
-        let rank = loop {
-            match peer.stream.read(&mut peer.hello[peer.filled..]) {
-                Ok(n @ 1..) => peer.filled += n,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return false,
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Ok(0) | Err(_) => break None,
-            }
-            if peer.filled == HELLO_BYTES {
-                let rank = Rank(u32::from_le_bytes(std::array::from_fn(|byte| peer.hello[16 + byte])));
-                let is_other = (rank.0 as usize) < self.addresses.len() && rank != own;
-                break Some(rank).filter(|_| is_other && peer.hello == hello(token, rank, own));
-            }
+        let from = match self.unknown_peers[index].advance(self.own, self.addresses.len(), &self.secret) {
+            Ok(None) => return false,
+            Ok(Some(from)) => Ok(from),
+            Err(why) => Err(why),
         };
         let Some(UnknownPeer { mut stream, .. }) = self.unknown_peers.remove(index) else { return true };
-        // A new socket's buffer holds a byte.
-        if let Some(from) = rank
-            && matches!(stream.write(&[ACCEPTED]), Ok(1))
-        {
-            self.outbound[from.0 as usize].alive_at = Some(Instant::now());
-            self.inbound.push(Inbound { stream, from, bytes: Vec::new() });
+        match from {
+            // A new socket's buffer holds a verdict.
+            Ok(from) if matches!(stream.write(&verdict(None)), Ok(VERDICT_BYTES)) => {
+                self.outbound[from.0 as usize].alive_at = Some(Instant::now());
+                self.inbound.push(Inbound { stream, from, bytes: Vec::new() });
+            }
+            Ok(_) => {}
+            Err(why) => self.refusals.note(self.own, why),
         }
         true
     }
@@ -126,6 +128,61 @@ impl Worker {
             }
         }
         true
+    }
+}
+
+impl UnknownPeer {
+    /// Process the bytes that have arrived: answer the hello, and check the proof. Returns the rank, once it is proven.
+    ///
+    /// # Errors
+    /// Why it is no rank's.
+    fn advance(&mut self, own: Rank, ranks: usize, secret: &JobSecret) -> Result<Option<Rank>, &'static str> {
+        if !self.fill(HELLO_BYTES)? {
+            return Ok(None);
+        }
+        let bytes: [u8; HELLO_BYTES] = std::array::from_fn(|index| self.bytes[index]);
+        let hello = Hello::parse(&bytes).ok_or("they sent no hello")?;
+        let is_valid = (hello.from.0 as usize) < ranks && hello.from != own && hello.to == own;
+        if self.answer.is_none() {
+            let refusal = if hello.version != VERSION {
+                Some(Refusal::Version)
+            } else {
+                (!is_valid || hello.purpose != Purpose::OutOfBand).then_some(Refusal::Rank)
+            };
+            let answer = Answer::new(secret, own, &bytes, refusal);
+            let answer = answer.map_err(|_| "this rank could not draw random bytes")?;
+            let sent = self.stream.write(answer.bytes());
+            if let Some(refusal) = refusal {
+                return Err(refusal.of_unknown_peers());
+            }
+            if !matches!(sent, Ok(ANSWER_BYTES)) {
+                return Err("they took no answer");
+            }
+            self.answer = Some(answer);
+        }
+        if !self.fill(HELLO_BYTES + PROOF_BYTES)? {
+            return Ok(None);
+        }
+        let proof = std::array::from_fn(|index| self.bytes[HELLO_BYTES + index]);
+        if self.answer.as_ref().is_some_and(|answer| answer.is_proven(secret, &proof)) {
+            return Ok(Some(hello.from));
+        }
+        // Best effort.
+        let _ = self.stream.write(&verdict(Some(Refusal::Secret)));
+        Err(Refusal::Secret.of_unknown_peers())
+    }
+
+    /// Receive up to byte `end`; returns whether it is there.
+    fn fill(&mut self, end: usize) -> Result<bool, &'static str> {
+        while self.filled < end {
+            match self.stream.read(&mut self.bytes[self.filled..end]) {
+                Ok(n @ 1..) => self.filled += n,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Ok(0) | Err(_) => return Err("they ended before they had proved it"),
+            }
+        }
+        Ok(true)
     }
 }
 

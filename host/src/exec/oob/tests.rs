@@ -2,8 +2,11 @@
 
 use super::inbound::UNKNOWN_PEERS_MAX;
 use super::*;
+use crate::exec::auth::tests::shake_hands;
+use crate::exec::auth::{ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, PROOF_BYTES, Purpose};
+use crate::exec::error::Refusal;
 use std::io::{ErrorKind, Read};
-use std::net::{Ipv4Addr, Shutdown, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
@@ -24,7 +27,7 @@ fn start(rank: u32, listener: TcpListener, addresses: &[SocketAddr]) -> (OobChan
         let _ = to.send(what);
         answer
     };
-    let own = (Rank(rank), JobToken(5), 1 << 20);
+    let own = (Rank(rank), JobSecret::new([5; 32]), 1 << 20);
     (OobChannel::start(own, listener, addresses.to_vec(), on_event).expect("a thread"), event)
 }
 
@@ -80,19 +83,60 @@ fn watched_rank_that_never_answers_is_silent() {
 fn unknown_peers_are_rejected() {
     let (mut listeners, addresses) = listeners(2);
     let (_a, at_a) = start(0, listeners.remove(0), &addresses);
-    let message = |token, from: u32, to: u32| {
+    let message = |secret, (purpose, from, to): (Purpose, u32, u32)| {
         let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
-        let mut bytes = hello(JobToken(token), Rank(from), Rank(to)).to_vec();
-        bytes.extend([2, 0, 0, 0, b'h', b'i']);
-        stream.write_all(&bytes).expect("it listens");
-        // It closes the connection, perhaps by now.
-        let _ = stream.shutdown(Shutdown::Write);
-        stream.read(&mut [0; 1]).map_or(0, |n| n)
+        let (_, accepted) = shake_hands(&mut stream, &JobSecret::new([secret; 32]), (purpose, Rank(from), Rank(to)));
+        // Fails if it has closed the connection.
+        let _ = stream.write_all(&[2, 0, 0, 0, b'h', b'i']);
+        accepted
     };
-    assert_eq!([message(6, 1, 0), message(5, 2, 0), message(5, 0, 0), message(5, 1, 1)], [0; 4]);
-    message(5, 1, 0);
+    let (oob, refused) = (Purpose::OutOfBand, |reason| Err(AnswerError::Refused(reason)));
+    assert_eq!(message(6, (oob, 1, 0)), refused(Refusal::Secret));
+    for other in [(oob, 2, 0), (oob, 0, 0), (oob, 1, 1), (Purpose::Peer, 1, 0)] {
+        // An answer counts only as that of the rank that was asked for.
+        let expected = if other.2 == 0 { refused(Refusal::Rank) } else { Err(AnswerError::Unproven) };
+        assert_eq!(message(5, other), expected, "{other:?}");
+    }
+    assert!(at_a.try_recv().is_err());
+    assert_eq!(message(5, (oob, 1, 0)), Ok(()));
     assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"hi".to_vec())));
     assert!(at_a.try_recv().is_err());
+}
+
+#[test]
+fn recorded_connection_delivers_no_message() {
+    let (mut listeners, addresses) = listeners(2);
+    let (_a, at_a) = start(0, listeners.remove(0), &addresses);
+    let secret = JobSecret::new([5; 32]);
+    let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+    let (mut recorded, accepted) = shake_hands(&mut stream, &secret, (Purpose::OutOfBand, Rank(1), Rank(0)));
+    assert_eq!(accepted, Ok(()));
+    stream.write_all(&[2, 0, 0, 0, b'h', b'i']).expect("small");
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Message(Rank(1), b"hi".to_vec())));
+    recorded.extend([2, 0, 0, 0, b'h', b'i']);
+    let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
+    stream.write_all(&recorded[..HELLO_BYTES]).expect("small");
+    stream.read_exact(&mut [0; ANSWER_BYTES]).expect("an answer");
+    stream.write_all(&recorded[HELLO_BYTES..HELLO_BYTES + PROOF_BYTES]).expect("small");
+    let mut verdict = Vec::new();
+    stream.read_to_end(&mut verdict).expect("it is closed");
+    assert_eq!(verdict, crate::exec::auth::verdict(Some(Refusal::Secret)));
+    assert!(at_a.try_recv().is_err());
+}
+
+/// It does not know the secret, so the rank is gone as if nobody listened there.
+#[test]
+fn squatter_at_a_ranks_address_counts_as_nobody() {
+    let (mut listeners, addresses) = listeners(2);
+    let squatter = listeners.pop().expect("two");
+    let (a, at_a) = start(0, listeners.remove(0), &addresses);
+    a.sender().watch([Rank(1)]);
+    a.sender().send(Rank(1), b"a secret".to_vec());
+    let (mut stream, _) = squatter.accept().expect("it dials");
+    stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
+    stream.write_all(&[1; ANSWER_BYTES]).expect("small");
+    assert_eq!(at_a.recv_timeout(LONG), Ok(OobEvent::Gone(Rank(1))));
+    assert_eq!(stream.read(&mut [0]).expect("it is closed"), 0, "and it hears nothing more");
 }
 
 /// Open `connections` connections, keep the last `retained`, and send nothing.
@@ -145,7 +189,8 @@ fn slow_handshake_is_closed_at_the_limit() {
     let mut stream = TcpStream::connect(addresses[0]).expect("it listens");
     let pause = HELLO_LIMIT * 2 / HELLO_BYTES as u32;
     stream.set_read_timeout(Some(pause)).expect("a pause");
-    let hello = hello(JobToken(5), Rank(1), Rank(0));
+    let dialler = Dialler::new(Purpose::OutOfBand, Rank(1), Rank(0)).expect("random bytes");
+    let hello = dialler.hello();
     let hung_up = hello.iter().position(|byte| {
         // Fails once the other end is closed, and so does what follows.
         let _ = stream.write(&[*byte]);

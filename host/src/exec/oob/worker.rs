@@ -4,7 +4,8 @@ use super::inbound::{Inbound, UnknownPeer};
 use super::outbound::{Outbound, Stage};
 use super::{HELLO_LIMIT, OobEvent, OobSender, SILENCE_LIMIT};
 use crate::exec::acceptor::Acceptor;
-use crate::exec::mesh::JobToken;
+use crate::exec::auth::RefusalCount;
+use crate::secret::JobSecret;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeSet, VecDeque};
 use std::io::Read;
@@ -24,7 +25,8 @@ pub(super) enum PollTarget {
 }
 
 pub(super) struct Worker {
-    pub(super) own: (Rank, JobToken),
+    pub(super) own: Rank,
+    pub(super) secret: JobSecret,
     pub(super) max_len_bytes: usize,
     pub(super) acceptor: Acceptor,
     pub(super) addresses: Vec<SocketAddr>,
@@ -32,6 +34,7 @@ pub(super) struct Worker {
     pub(super) inbound: Vec<Inbound>,
     /// In order of arrival.
     pub(super) unknown_peers: VecDeque<UnknownPeer>,
+    pub(super) refusals: RefusalCount,
     pub(super) wake_receiver: UnixStream,
     pub(super) watched: BTreeSet<Rank>,
     pub(super) sender: Arc<OobSender>,
@@ -89,7 +92,7 @@ impl Worker {
 
     /// Queue a message.
     pub(super) fn enqueue(&mut self, to: Rank, message: &[u8]) {
-        let Some(out) = self.outbound.get_mut(to.0 as usize).filter(|_| to != self.own.0) else { return };
+        let Some(out) = self.outbound.get_mut(to.0 as usize).filter(|_| to != self.own) else { return };
         out.bytes.extend((message.len() as u32).to_le_bytes());
         out.bytes.extend(message);
     }
@@ -149,7 +152,7 @@ impl Worker {
             let interest = match out.stage {
                 Stage::Connecting => PollFlags::OUT,
                 Stage::Ready if !out.bytes.is_empty() => PollFlags::IN | PollFlags::OUT,
-                Stage::Handshake | Stage::Ready => PollFlags::IN,
+                Stage::AwaitingAnswer | Stage::AwaitingVerdict | Stage::Ready => PollFlags::IN,
             };
             fds.push(PollFd::new(stream, interest));
             watched.push(PollTarget::Outbound(Rank(index as u32)));

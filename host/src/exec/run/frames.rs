@@ -22,7 +22,7 @@ impl Run<'_> {
             }
             IoOutcome::Bytes(_) => {}
         }
-        let header = Header::parse(peer, &link.rx.bytes)?;
+        let header = Header::parse(peer, &link.rx.header())?;
         link.rx.frame = Some(header);
         link.rx.left_bytes = header.len_bytes;
         self.check_frame(&header)?;

@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
+use sumac::exec::JobSecret;
 use sumac::harness::{Attempt, CallPaths, Calls, Outcome, Plan, ViewMessage};
 use sumac::plan::Child;
 use sumac::transport::packets::Endpoint;
@@ -144,7 +145,7 @@ impl Member {
 /// What a rank tells the next controller, and how far it has come with it.
 #[derive(Default)]
 pub(super) struct Takeover {
-    pub(super) mesh_token: u64,
+    pub(super) secret: Option<JobSecret>,
     pub(super) expression: Vec<Vec<Child>>,
     /// The latest view that it knows of.
     pub(super) view: u32,
@@ -298,7 +299,7 @@ impl World<'_, '_> {
         member.memory = memory;
         member.program = tenancy.jobs[at.0].starts.map(|capacity| Program::new(tenancy, at, capacity));
         member.queue = membership.queue;
-        member.takeover.mesh_token = membership.mesh_token;
+        member.takeover.secret = Some(membership.secret.clone());
         member.takeover.expression = membership.expression.clone();
         member.phase = Phase::Computing(now);
         self.install(at, Some(membership));

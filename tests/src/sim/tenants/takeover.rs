@@ -56,7 +56,7 @@ impl World<'_, '_> {
             devices: Vec::new(),
             view: member.takeover.view,
             shrink_count: 0,
-            mesh_token: member.takeover.mesh_token,
+            secret: member.takeover.secret.clone().expect("only ranks that have joined come back"),
             expression: member.takeover.expression.clone(),
         };
         self.ask_controller(at, ClientRequest::Resume(Box::new(resumption)));

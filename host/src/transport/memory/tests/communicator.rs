@@ -32,7 +32,7 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
                 queue: None,
                 mesh: mesh.clone(),
                 recovery_mesh: recovery_mesh.clone(),
-                mesh_token: 1,
+                secret: crate::secret::JobSecret::new([1; 32]),
                 expression: vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()],
                 table: CostTable::EMULATED,
             };
