@@ -204,19 +204,24 @@ fn accept_rank(listener: &Listener, redo: &Region, behaviour: Behaviour) -> Opti
 }
 
 impl Device {
+    fn is_stalled(&self) -> bool {
+        matches!(self.behaviour, Behaviour::Stalled(regions) if regions == self.regions.len())
+    }
+
     /// Serve every rank once; returns false if none is left, or the device ends.
     fn step(&mut self) -> bool {
         for rank in 0..self.rank_states.len() {
             self.receive_memory(rank);
-            if matches!(self.behaviour, Behaviour::Stalled(regions) if regions == self.regions.len()) {
-                continue;
-            }
-            while let Ok(Some(words)) = self.rank_states[rank].queues[0].from.pop() {
+            while !self.is_stalled()
+                && let Ok(Some(words)) = self.rank_states[rank].queues[0].from.pop()
+            {
                 let Ok(SubmissionEntry::Admin { cookie, command }) = SubmissionEntry::parse(&words) else { panic!() };
                 self.receive_memory(rank);
                 self.admin(rank, cookie, command);
             }
-            while let Ok(Some(words)) = self.rank_states[rank].queues[1].from.pop() {
+            while !self.is_stalled()
+                && let Ok(Some(words)) = self.rank_states[rank].queues[1].from.pop()
+            {
                 let Ok(SubmissionEntry::Contribution(entry)) = SubmissionEntry::parse(&words) else { panic!() };
                 self.take(rank, entry);
             }
