@@ -50,6 +50,8 @@ pub enum Bug {
     LaterErrorWins,
     /// Node: combines contributions of different operations.
     SignatureUnchecked,
+    /// Node: combines Data of an operation that it does not know, as if it belonged to the operation described last.
+    UnknownOperationCombined,
     /// Node: combines contributions in order of arrival where another order was declared.
     ArrivalOrder,
     /// Node: adds the first contribution to the slot's previous content.
@@ -106,7 +108,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 45] = [
+    pub const ALL: [Self; 46] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -127,6 +129,7 @@ impl Bug {
         Self::ErrorNotDeferred,
         Self::LaterErrorWins,
         Self::SignatureUnchecked,
+        Self::UnknownOperationCombined,
         Self::ArrivalOrder,
         Self::FirstNotCopied,
         Self::DeadHopUndetected,

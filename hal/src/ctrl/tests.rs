@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 11, byte for byte. Any change requires a new version.
+/// Version 12, byte for byte. Any change requires a new version.
 #[test]
-fn version_11_encodes_to_golden_bytes() {
+fn version_12_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -57,10 +57,10 @@ fn version_11_encodes_to_golden_bytes() {
     assert_eq!(found, [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED, GOLDEN_REJECTED]);
 }
 
-const GOLDEN_INSTALL: &str = "53630b00180000005ed32c1c010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53630b005000000030a6ae5f0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "53630b00040000008ab9757902020740";
-const GOLDEN_REJECTED: &str = "53630b000d0000003118c9d90308000100007f000001b72501";
+const GOLDEN_INSTALL: &str = "53630c0018000000c75c5767010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630c0050000000a929d5240203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630c000400000013360e0202020740";
+const GOLDEN_REJECTED: &str = "53630c000d000000a897b2a20308000100007f000001b72501";
 
 #[test]
 fn announce_and_stats_round_trip() {
