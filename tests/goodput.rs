@@ -11,7 +11,7 @@ use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
-use sumac_hal::wire::HEADER_LEN;
+use sumac_hal::wire::SHORT_HEADER_LEN;
 use sumac_tests::oracle::Shape;
 use sumac_tests::sim::{Faults, GroupOptions, Options, Planted, Report, Scenario, Sharing, run};
 
@@ -72,7 +72,7 @@ fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
         receive_queue_bytes: Some(8 << 20),
         mark_queue_bytes: None,
     };
-    let packet_ns = u64::from(CHUNK_LEN_BYTES + HEADER_LEN as u16) * 1_000_000_000 / 62_500_000;
+    let packet_ns = u64::from(CHUNK_LEN_BYTES + SHORT_HEADER_LEN as u16) * 1_000_000_000 / 62_500_000;
     let chunk_ns = packet_ns * (children as u64 + 1);
     let delay_ns = 4 * 400_000 + 2 * chunk_ns;
     let window = 2 * delay_ns.div_ceil(chunk_ns) as u16;

@@ -33,7 +33,7 @@ use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, SHORT_HEADER_LEN, payload_crc};
 
 /// Payloads in bytes: a barrier's Empty, one cache line, what fits Ethernet's 1,500, a jumbo frame's 9,000, and UDP's
 /// 64 KiB; each with room for the headers, and a multiple of 16 as chunks are.
@@ -101,7 +101,7 @@ fn table() {
                 "{payload_len_bytes:>10} {children:>9} {:>10.3} {:>10.3} {:>9.2} {:>9.0}",
                 best.rate_in() * 1e3,
                 best.packets_out as f64 / best.ns * 1e3,
-                best.rate_in() * (HEADER_LEN + payload_len_bytes) as f64,
+                best.rate_in() * (header_len(payload_len_bytes) + payload_len_bytes) as f64,
                 1.0 / best.rate_in(),
             );
         }
@@ -192,7 +192,16 @@ impl Rig {
         assert_eq!(node.control(&Request::InstallTree(tree), now), Response::Done);
         assert_eq!(node.control(&Request::CreateGroup(config), now), Response::Done);
         let keys = (0..children).map(|child| SECRET.child_key(GROUP, EPOCH, ChildIndex(child))).collect();
-        Self { node, children, payload_crc: payload_crc(&payload), payload, window, keys, next_seq: 0, now }
+        let mut rig =
+            Self { node, children, payload_crc: payload_crc(&payload), payload, window, keys, next_seq: 0, now };
+        rig.describe();
+        rig
+    }
+
+    /// Describe the operation that the short headers name.
+    fn describe(&mut self) {
+        let repr = Repr { kind: Kind::Operation, flags: Flags::empty(), payload_len_bytes: 0, ..self.contribution(0) };
+        self.node.handle(self.now, Addr::Emu(0), Ecn::Unmarked, &repr.header(0));
     }
 
     /// Make every child's contribution to the next `chunks` chunks.
@@ -202,7 +211,7 @@ impl Rig {
             .map(|child| {
                 let repr = self.contribution(child);
                 let mut bytes = vec![0; repr.packet_len()];
-                bytes[HEADER_LEN..].copy_from_slice(&self.payload);
+                bytes[repr.header_len()..].copy_from_slice(&self.payload);
                 Inbound { from: Addr::Emu(u32::from(child)), repr, bytes }
             })
             .collect();
@@ -222,7 +231,11 @@ impl Rig {
             op: op.op,
             bits: op.count,
             signature: op.signature(Path::Tree, 1),
-            flags: if kind == Kind::Data { Flags::WANT } else { Flags::empty() },
+            flags: match (kind, header_len(self.payload.len())) {
+                (Kind::Data, SHORT_HEADER_LEN) => Flags::WANT | Flags::SHORT,
+                (Kind::Data, _) => Flags::WANT,
+                _ => Flags::empty(),
+            },
             count: 1,
             payload_len_bytes: self.payload.len() as u16,
             ..Repr::new(kind, GROUP, EPOCH, ChildIndex(child), self.keys[usize::from(child)])
@@ -245,7 +258,7 @@ impl Rig {
 
     /// Handle a pool repeatedly until [`ROUND`] has passed; it is renumbered between passes, outside the measured time.
     fn round(&mut self) -> Round {
-        let chunk_bytes = usize::from(self.children) * (HEADER_LEN + self.payload.len());
+        let chunk_bytes = usize::from(self.children) * (header_len(self.payload.len()) + self.payload.len());
         let mut pool = self.make((POOL_BYTES / chunk_bytes).clamp(1, self.window));
         let before = *self.node.counters();
         let mut spent = Duration::ZERO;
@@ -307,6 +320,11 @@ impl Rig {
             assert!(self.node.payload(&out) == sum, "the result is the sum");
         }
     }
+}
+
+/// Return the length of a contribution's header: a short payload travels under a full one.
+const fn header_len(payload_len_bytes: usize) -> usize {
+    if payload_len_bytes < HEADER_LEN - SHORT_HEADER_LEN { HEADER_LEN } else { SHORT_HEADER_LEN }
 }
 
 /// Return a node without groups, with the tables of an emulated board.

@@ -164,6 +164,6 @@ impl Child {
         let repr = Repr::parse(&Packet::new_checked(packet).ok()?).ok()?;
         let link = (repr.group, repr.epoch, repr.child, repr.key);
         let is_mine = link == (self.group, self.epoch, self.index, self.key);
-        (is_mine && repr.kind == Kind::Result && repr.seq == ChunkNo(seq)).then(|| &packet[HEADER_LEN..])
+        (is_mine && repr.kind == Kind::Result && repr.seq == ChunkNo(seq)).then(|| &packet[repr.header_len()..])
     }
 }

@@ -9,7 +9,7 @@
 
 use crate::port::{Addr, Ecn, Gather, Port, RxToken};
 use crate::time::Instant;
-use crate::wire::HEADER_LEN;
+use crate::wire::Header;
 use heapless::Vec;
 
 /// The number of packets handed to a port at a time: enough for long runs to each peer, few enough for a small stack.
@@ -21,14 +21,14 @@ pub struct Transmit<P> {
     /// The destination.
     pub to: Addr,
     /// The packet's header.
-    pub header: [u8; HEADER_LEN],
+    pub header: Header,
     /// The payload, behind the header.
     pub payload: P,
 }
 
 impl<P> Transmit<P> {
     /// Return the packet in two parts, given its payload.
-    pub const fn gather<'t>(&'t self, payload: &'t [u8]) -> Gather<'t> {
+    pub fn gather<'t>(&'t self, payload: &'t [u8]) -> Gather<'t> {
         Gather { to: self.to, header: &self.header, payload }
     }
 
@@ -135,7 +135,9 @@ fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::{ChildIndex, Epoch, GroupId};
     use crate::port::{Capabilities, TxToken};
+    use crate::wire::{Flags, Kind, Packet, Repr};
     use std::collections::VecDeque;
     use std::vec::Vec as Queue;
 
@@ -175,7 +177,9 @@ mod tests {
 
         fn poll_transmit(&mut self, _now: Instant) -> Option<Transmit<Queue<u8>>> {
             let (to, payload, ecn) = self.0.replies.pop_front()?;
-            Some(Transmit { to, header: [u8::from(ecn.is_ce()); HEADER_LEN], payload })
+            let flags = if ecn.is_ce() { Flags::CONGESTED } else { Flags::empty() };
+            let repr = Repr::new(Kind::Probe, GroupId(1), Epoch::default(), ChildIndex(0), 0);
+            Some(Transmit { to, header: Repr { flags, ..repr }.header(0), payload })
         }
 
         fn payload<'t>(&'t self, transmit: &'t Transmit<Queue<u8>>) -> &'t [u8] {
@@ -254,8 +258,16 @@ mod tests {
     fn poll_returns_every_packet_with_its_mark_and_the_next_deadline() {
         let (mut core, mut port) = (Echo { timer: Some(at(9)), ..Echo::default() }, pipe(3, 100));
         assert_eq!(poll(&mut core, &mut port, at(1), 4), Some(at(9)));
-        let sent: Queue<(u8, u8)> = port.queued.iter().map(|packet| (packet[0], packet[HEADER_LEN])).collect();
-        assert_eq!(sent, [(0, 0), (1, 1), (0, 2)], "the mark and the number of each packet");
+        let sent: Queue<(bool, u8)> = port
+            .queued
+            .iter()
+            .map(|bytes| {
+                let packet = Packet::new_unchecked(&bytes[..]);
+                let repr = Repr::parse(&packet).expect("as it was written");
+                (repr.flags.contains(Flags::CONGESTED), packet.payload()[0])
+            })
+            .collect();
+        assert_eq!(sent, [(false, 0), (true, 1), (false, 2)], "the mark and the number of each packet");
     }
 
     #[test]

@@ -50,6 +50,8 @@ pub enum Bug {
     LaterErrorWins,
     /// Node: combines contributions of different operations.
     SignatureUnchecked,
+    /// Node: combines Data of an operation that it does not know, as if it belonged to the operation described last.
+    UnknownOperationCombined,
     /// Node: combines contributions in order of arrival where another order was declared.
     ArrivalOrder,
     /// Node: adds the first contribution to the slot's previous content.
@@ -114,7 +116,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 49] = [
+    pub const ALL: [Self; 50] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -135,6 +137,7 @@ impl Bug {
         Self::ErrorNotDeferred,
         Self::LaterErrorWins,
         Self::SignatureUnchecked,
+        Self::UnknownOperationCombined,
         Self::ArrivalOrder,
         Self::FirstNotCopied,
         Self::DeadHopUndetected,

@@ -75,6 +75,8 @@ pub struct Uplink {
     probe_count: u32,
     /// When the parent last owed nothing or last sent something; silence is counted from here.
     active_at: Instant,
+    /// The signature of the operation that the parent was told of last.
+    described: Option<u32>,
 }
 
 /// The probe that waits for its Status.
@@ -154,6 +156,7 @@ impl Uplink {
             probe: None,
             probe_count: salt,
             active_at: Instant::ZERO,
+            described: None,
         }
     }
 
@@ -273,6 +276,22 @@ impl Uplink {
             }
         }
         true
+    }
+
+    /// Return whether the operation with this signature is the one that was described to the parent last. Contributions
+    /// to any other are sent with a description, or after one.
+    pub fn is_described(&self, signature: u32) -> bool {
+        self.described == Some(signature)
+    }
+
+    /// Record that the operation with this signature is described to the parent.
+    pub fn set_described(&mut self, signature: u32) {
+        self.described = Some(signature);
+    }
+
+    /// Have the next contribution described: the parent does not know its operation.
+    pub fn forget_described(&mut self) {
+        self.described = None;
     }
 
     /// Record any other valid packet from the parent.

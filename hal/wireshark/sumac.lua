@@ -10,11 +10,11 @@
 
 local KINDS = {
     [1] = "Data", [2] = "Ref", [3] = "Empty", [4] = "Result", [5] = "Done", [6] = "Probe", [7] = "Status", [8] = "Nak",
-    [9] = "Late", [10] = "Cut",
+    [9] = "Late", [10] = "Cut", [11] = "Operation",
 }
 local REASONS = {
     [1] = "Missing", [2] = "Resend", [3] = "WrongEpoch", [4] = "UnknownGroup", [5] = "Mismatch", [6] = "PathLost",
-    [7] = "Unsupported", [8] = "Stragglers", [9] = "Excluded",
+    [7] = "Unsupported", [8] = "Stragglers", [9] = "Excluded", [10] = "UnknownOperation",
 }
 local COLLECTIVES = {
     [1] = "all_reduce", [2] = "reduce", [3] = "broadcast", [4] = "reduce_scatter", [5] = "all_gather", [6] = "barrier",
@@ -29,42 +29,61 @@ local OPS = {
     [9] = "bxor", [10] = "land", [11] = "lor", [12] = "lxor", [13] = "minloc", [14] = "maxloc",
 }
 local FLAGS = {
-    [1] = "PARTIAL", [2] = "WANT", [4] = "CONGESTED", [8] = "SHARED", [16] = "LIMITED", [32] = "CUTS",
+    [1] = "PARTIAL", [2] = "WANT", [4] = "CONGESTED", [8] = "SHARED", [16] = "LIMITED", [32] = "CUTS", [128] = "SHORT",
 }
 
-local HEADER_LEN = 96
-local MAGIC = 0x434d5553
-local VERSION = 1
+local HEADER_LEN = 88
+local SHORT_HEADER_LEN = 48
+local SHORT = 128
+local RESULT = 4
+local MAGIC = 0xc5
+local VERSION = 2
 
--- name, offset, length in bytes, title, base, names of values
+-- name, offset, length in bytes, title, base, names of values: the fields of every header
 local FIELDS = {
-    { "magic", 0, 4, "Magic", base.HEX },
-    { "version", 4, 1, "Version", base.DEC },
-    { "kind", 5, 1, "Kind", base.DEC, KINDS },
-    { "flags", 6, 2, "Flags", base.HEX },
-    { "collective", 8, 1, "Collective", base.DEC, COLLECTIVES },
-    { "dtype", 9, 1, "Element type", base.DEC, DTYPES },
-    { "op", 10, 1, "Operator", base.DEC, OPS },
-    { "reason", 11, 1, "Nak reason", base.DEC, REASONS },
-    { "group", 12, 4, "Group", base.DEC },
-    { "epoch", 16, 4, "Epoch", base.HEX },
-    { "child", 20, 2, "Child", base.DEC },
-    { "count", 22, 2, "Count of seqs", base.DEC },
-    { "seq", 24, 8, "Seq", base.DEC },
-    { "mark", 32, 8, "Mark (up: have, down: stable)", base.DEC },
-    { "key", 40, 8, "Key", base.HEX },
-    { "signature", 48, 4, "Signature", base.HEX },
-    { "token", 52, 4, "Token", base.HEX },
-    { "window", 56, 2, "Window", base.DEC },
-    { "payload_len", 58, 2, "Payload length", base.DEC },
-    { "attempt", 60, 2, "Attempt", base.DEC },
-    { "view", 62, 2, "View", base.DEC },
-    { "bits", 64, 8, "Bits", base.HEX_DEC },
-    { "bits2", 72, 8, "Bits 2", base.HEX_DEC },
-    { "root", 80, 4, "Root", base.DEC },
-    { "slowest", 84, 4, "Slowest rank, plus one", base.DEC },
-    { "late_us", 88, 4, "Lateness of the slowest (us)", base.DEC },
-    { "crc", 92, 4, "CRC-32C", base.HEX },
+    { "magic", 0, 1, "Magic", base.HEX },
+    { "version", 1, 1, "Version", base.DEC },
+    { "kind", 2, 1, "Kind", base.DEC, KINDS },
+    { "flags", 3, 1, "Flags", base.HEX },
+    { "group", 4, 4, "Group", base.DEC },
+    { "epoch", 8, 4, "Epoch", base.HEX },
+    { "signature", 12, 4, "Signature of the operation", base.HEX },
+    { "seq", 16, 8, "Seq", base.DEC },
+    { "key", 24, 8, "Key", base.HEX },
+    { "child", 32, 1, "Child", base.DEC },
+    { "attempt", 33, 1, "Attempt", base.DEC },
+    { "lag", 34, 2, "Seq minus mark (short form)", base.DEC },
+    { "slowest", 36, 2, "Slowest rank, plus one", base.DEC },
+    { "late", 38, 2, "Lateness of the slowest (us): 11 bits, 5 bits of exponent", base.HEX },
+}
+-- Behind them: Data in the short form
+local DATA_FIELDS = {
+    { "token", 40, 4, "Token", base.HEX },
+    { "crc", 44, 4, "CRC-32C", base.HEX },
+}
+-- Result in the short form
+local RESULT_FIELDS = {
+    { "window", 40, 2, "Window", base.DEC },
+    { "view", 42, 1, "View", base.DEC },
+    { "spare", 43, 1, "Spare", base.HEX },
+    { "crc", 44, 4, "CRC-32C", base.HEX },
+}
+-- The full form
+local FULL_FIELDS = {
+    { "token", 40, 4, "Token", base.HEX },
+    { "count", 44, 2, "Count of seqs", base.DEC },
+    { "window", 46, 2, "Window", base.DEC },
+    { "mark", 48, 8, "Mark (up: have, down: stable)", base.DEC },
+    { "bits", 56, 8, "Bits", base.HEX_DEC },
+    { "bits2", 64, 8, "Bits 2", base.HEX_DEC },
+    { "root", 72, 4, "Root", base.DEC },
+    { "collective", 76, 1, "Collective", base.DEC, COLLECTIVES },
+    { "dtype", 77, 1, "Element type", base.DEC, DTYPES },
+    { "op", 78, 1, "Operator", base.DEC, OPS },
+    { "reason", 79, 1, "Nak reason", base.DEC, REASONS },
+    { "view", 80, 2, "View", base.DEC },
+    { "spare", 82, 2, "Spare", base.HEX },
+    { "crc", 84, 4, "CRC-32C", base.HEX },
 }
 
 local sumac = Proto("sumac", "Sumac collective")
@@ -72,41 +91,55 @@ local sumac = Proto("sumac", "Sumac collective")
 local constructors = {
     [1] = ProtoField.uint8, [2] = ProtoField.uint16, [4] = ProtoField.uint32, [8] = ProtoField.uint64,
 }
-local fields, flags = {}, {}
-for index, field in ipairs(FIELDS) do
-    local name, _, len, title, radix, names = table.unpack(field, 1, 6)
-    fields[index] = constructors[len]("sumac." .. name, title, radix, names)
+-- Fields by name. One that is narrower in a short form is added with the same definition.
+local fields, flags, all = {}, {}, {}
+for _, list in ipairs({ FULL_FIELDS, FIELDS }) do
+    for _, field in ipairs(list) do
+        local name, _, len, title, radix, names = table.unpack(field, 1, 6)
+        fields[name] = constructors[len]("sumac." .. name, title, radix, names)
+        all[#all + 1] = fields[name]
+    end
 end
 for bit, name in pairs(FLAGS) do
-    flags[#flags + 1] = ProtoField.bool("sumac.flags." .. name:lower(), name, 16, nil, bit)
+    flags[#flags + 1] = ProtoField.bool("sumac.flags." .. name:lower(), name, 8, nil, bit)
+    all[#all + 1] = flags[#flags]
 end
 local payload = ProtoField.bytes("sumac.payload", "Payload")
 
-local all = { payload }
-for _, field in ipairs(fields) do all[#all + 1] = field end
-for _, flag in ipairs(flags) do all[#all + 1] = flag end
+all[#all + 1] = payload
 sumac.fields = all
 
 local function name_of(names, number)
     return names[number] or tostring(number)
 end
 
+-- Return the fields behind those of every header, and the length of the header.
+local function form_of(buffer)
+    if buffer(3, 1):le_uint() < SHORT then return FULL_FIELDS, HEADER_LEN end
+    if buffer(2, 1):le_uint() == RESULT then return RESULT_FIELDS, SHORT_HEADER_LEN end
+    return DATA_FIELDS, SHORT_HEADER_LEN
+end
+
 function sumac.dissector(buffer, pinfo, tree)
-    if buffer:len() < HEADER_LEN then return 0 end
+    local form, header_len = form_of(buffer)
+    if buffer:len() < header_len then return 0 end
     local subtree = tree:add(sumac, buffer())
-    for index, field in ipairs(FIELDS) do
-        local item = subtree:add_le(fields[index], buffer(field[2], field[3]))
-        if field[1] == "flags" then
-            for _, flag in ipairs(flags) do item:add_le(flag, buffer(field[2], field[3])) end
+    for _, list in ipairs({ FIELDS, form }) do
+        for _, field in ipairs(list) do
+            local item = subtree:add_le(fields[field[1]], buffer(field[2], field[3]))
+            if field[1] == "flags" then
+                for _, flag in ipairs(flags) do item:add_le(flag, buffer(field[2], field[3])) end
+            end
         end
     end
-    if buffer:len() > HEADER_LEN then subtree:add(payload, buffer(HEADER_LEN)) end
+    if buffer:len() > header_len then subtree:add(payload, buffer(header_len)) end
 
-    local kind, reason = buffer(5, 1):le_uint(), buffer(11, 1):le_uint()
-    local info = name_of(KINDS, kind)
+    local info = name_of(KINDS, buffer(2, 1):le_uint())
+    local reason = header_len == HEADER_LEN and buffer(79, 1):le_uint() or 0
     if reason ~= 0 then info = info .. "(" .. name_of(REASONS, reason) .. ")" end
-    info = info .. " group=" .. buffer(12, 4):le_uint() .. " child=" .. buffer(20, 2):le_uint()
-    info = info .. " seq=" .. tostring(buffer(24, 8):le_uint64()) .. " count=" .. buffer(22, 2):le_uint()
+    info = info .. " group=" .. buffer(4, 4):le_uint() .. " child=" .. buffer(32, 1):le_uint()
+    info = info .. " seq=" .. tostring(buffer(16, 8):le_uint64())
+    if header_len == HEADER_LEN then info = info .. " count=" .. buffer(44, 2):le_uint() end
     pinfo.cols.protocol = "Sumac"
     pinfo.cols.info = info
     subtree:append_text(", " .. info)
@@ -114,9 +147,9 @@ function sumac.dissector(buffer, pinfo, tree)
 end
 
 sumac:register_heuristic("udp", function(buffer, pinfo, tree)
-    if buffer:len() < HEADER_LEN or buffer(0, 4):le_uint() ~= MAGIC or buffer(4, 1):le_uint() ~= VERSION then
+    if buffer:len() < SHORT_HEADER_LEN or buffer(0, 1):le_uint() ~= MAGIC or buffer(1, 1):le_uint() ~= VERSION then
         return false
     end
-    sumac.dissector(buffer, pinfo, tree)
-    return true
+    if KINDS[buffer(2, 1):le_uint()] == nil then return false end
+    return sumac.dissector(buffer, pinfo, tree) > 0
 end)

@@ -9,7 +9,7 @@ use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
-use sumac_hal::wire::{Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, Kind, Packet, Repr, payload_crc};
 
 /// A packed device.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -134,6 +134,7 @@ impl Device {
             Event::Renew => next.renew(scope, wiring, scope.last_epoch()),
             Event::Call => panic!("devices call nothing"),
         }
+        let sent = searched_of(scope, sent);
         let parent = wiring.devices[self.index].parent.map(|(parent, _)| wiring.addr(parent));
         let from_child = matches!(event, Event::Packets([(from, _)]) if Some(*from) != parent);
         // A late packet stays without effect, unless the device forgets that it arrived. A packet from the parent may
@@ -164,24 +165,39 @@ impl Device {
     }
 }
 
-/// Poll all packets that a node sends.
+/// Poll all packets that a node sends, as it sends them.
 pub(crate) fn transmit(node: &mut Node<'_>, now: Instant) -> Vec<(Addr, Vec<u8>)> {
     let mut buffer = [0; 1500];
     let mut sent = Vec::new();
     while let Some(out) = node.poll_transmit(now) {
-        sent.push((out.to, timeless(out.write(node.payload(&out), &mut buffer))));
+        sent.push((out.to, out.write(node.payload(&out), &mut buffer).to_vec()));
     }
     sent
 }
 
-/// Return a packet without its report of the slowest rank: it depends on the clock, and nothing depends on it.
-pub(crate) fn timeless(bytes: &[u8]) -> Vec<u8> {
-    let mut bytes = bytes.to_vec();
-    let mut packet = Packet::new_unchecked(&mut bytes[..]);
-    let repr = Repr::parse(&packet).expect("machines send packets of this version");
+/// Return packets as the search has them: see [`searched`].
+pub(crate) fn searched_of(scope: &Scope, sent: Vec<(Addr, Vec<u8>)>) -> Vec<(Addr, Vec<u8>)> {
+    sent.into_iter().filter_map(|(to, bytes)| searched(scope, &bytes).map(|bytes| (to, bytes))).collect()
+}
+
+/// Return a packet as the search has it, if it has it. It leaves out the report of the slowest rank, which depends on the
+/// clock, and nothing depends on it. And each contribution describes its operation: descriptions as packets of their own
+/// would multiply the states. (The simulator loses and reorders those.)
+pub(crate) fn searched(scope: &Scope, bytes: &[u8]) -> Option<Vec<u8>> {
+    let packet = Packet::new_unchecked(bytes);
+    let mut repr = Repr::parse(&packet).expect("machines send packets of this version");
+    (repr.slowest, repr.late_us) = (None, 0);
+    match repr.kind {
+        Kind::Operation => return None,
+        Kind::Data if repr.flags.contains(Flags::SHORT) => {
+            let (desc, _) = scope.ops().into_iter().find(|(_, seqs)| seqs.contains(&repr.seq.0))?;
+            repr.set_op(&desc);
+            repr.flags.remove(Flags::SHORT);
+        }
+        _ => {}
+    }
     let crc = payload_crc(packet.payload());
-    Repr { slowest: None, late_us: 0, ..repr }.emit(&mut packet, crc);
-    bytes
+    Some([&repr.header(crc)[..], packet.payload()].concat())
 }
 
 /// Return the reason of a drop that correct peers never cause.

@@ -1,7 +1,7 @@
 //! Packing does not change behaviour: each machine of a cluster runs twice, once packed after each event as in a search
 //! and once unpacked with a running clock. Under seeded random events both send the same packets.
 
-use crate::device::transmit;
+use crate::device::{searched_of, transmit};
 use crate::machine::{Event, Machine};
 use crate::rank::Member;
 use crate::scope::{Scope, Wiring, all_reduce, one_level, two_levels};
@@ -38,11 +38,11 @@ impl Live {
             (Self::Rank(member), event) => member.meet(scope, wiring, event, now),
             (Self::Device(node), Event::Timer) => {
                 node.handle_timeout(now);
-                transmit(node, now)
+                searched_of(scope, transmit(node, now))
             }
             (Self::Device(node), Event::Packets(packets)) => {
                 packets.iter().for_each(|(from, bytes)| node.handle(now, *from, Ecn::Unmarked, bytes));
-                transmit(node, now)
+                searched_of(scope, transmit(node, now))
             }
             (Self::Device(_), event) => panic!("{event:?} is not part of a walk"),
         }

@@ -1,6 +1,6 @@
 //! A rank: its endpoint, and the buffers that the endpoint borrows.
 
-use crate::device::timeless;
+use crate::device::searched;
 use crate::machine::{Act, Event, Facts, Machine, ViolationKind};
 use crate::scope::{Data, ELEMENTS, Scope, Wiring};
 use std::ops::Range;
@@ -9,7 +9,7 @@ use sumac_hal::op::{OpDesc, Path};
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
-use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Kind, Packet, Repr, payload_crc};
 
 /// A packed rank.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -101,7 +101,7 @@ impl Member {
         let mut buffer = [0; 1500];
         let mut sent = Vec::new();
         while let Some(out) = self.endpoint.poll_transmit(now, &self.memory) {
-            sent.push((out.to, timeless(out.write(out.payload, &mut buffer))));
+            sent.extend(searched(scope, out.write(out.payload, &mut buffer)).map(|bytes| (out.to, bytes)));
         }
         sent
     }
@@ -170,7 +170,7 @@ impl Member {
             (repr.seq.0..repr.seq.0 + u64::from(repr.count)).for_each(|seq| held |= 1 << seq);
         }
         repr.window = (held.count_ones() - held.trailing_ones()) as u16 + scope.window;
-        let crc = payload_crc(&bytes[HEADER_LEN..]);
+        let crc = payload_crc(&bytes[repr.header_len()..]);
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), crc);
         bytes
     }

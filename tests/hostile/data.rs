@@ -13,7 +13,7 @@ use sumac::{OpDesc, ReduceOp, Transport};
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::Dtype;
-use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, Repr, pack_op, payload_crc};
+use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, SHORT_HEADER_LEN, pack_op, payload_crc};
 
 const OVER_UDP: JobConfig = JobConfig { transport: Transport::Udp, schedules: false };
 
@@ -29,9 +29,8 @@ pub(crate) fn membership(testbed: &TestBed<'_>, name: &str) -> (Client, TreeMemb
 fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
     let mut bytes = vec![0; repr.packet_len()];
-    let mut packet = Packet::new_unchecked(&mut bytes[..]);
-    packet.payload_mut().copy_from_slice(payload);
-    repr.emit(&mut packet, payload_crc(payload));
+    bytes[repr.header_len()..].copy_from_slice(payload);
+    repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(payload));
     bytes
 }
 
@@ -123,7 +122,7 @@ fn capture(count: usize, is_of: impl Fn(SocketAddr) -> bool) -> Vec<(SocketAddr,
         let packet = &buffer[..len];
         let ip_len = usize::from(packet[0] & 15) * 4;
         // UDP, and not a later fragment.
-        if packet[9] != 17 || packet.len() < ip_len + 8 + HEADER_LEN || packet[6] & 0x1f != 0 || packet[7] != 0 {
+        if packet[9] != 17 || packet.len() < ip_len + 8 + SHORT_HEADER_LEN || packet[6] & 0x1f != 0 || packet[7] != 0 {
             continue;
         }
         let udp = &packet[ip_len..];
@@ -159,8 +158,12 @@ pub(crate) fn replayed(tools: &Tools) {
         repr.seq = ChunkNo(repr.seq.0 + random.below(64));
         for kind in [repr.kind, Kind::Probe, Kind::Nak] {
             let reason = (kind == Kind::Nak).then_some(NakReason::Mismatch);
-            let payload = if kind == repr.kind { &payload[..] } else { &[] };
-            let _ = socket.send_to(&sealed(Repr { kind, reason, ..repr }, payload), to);
+            let (payload, flags) = match kind == repr.kind {
+                true => (&payload[..], repr.flags),
+                // These have full headers only.
+                false => (&[][..], repr.flags - Flags::SHORT),
+            };
+            let _ = socket.send_to(&sealed(Repr { kind, reason, flags, ..repr }, payload), to);
             sent += 1;
         }
         if sent % 64 == 0 {

@@ -1,5 +1,6 @@
 //! Packets from children: contributions, probes and requests (PROTOCOL 1 and 3).
 
+use super::operation::{SHORT_PAYLOAD_MIN_BYTES, is_short};
 use super::{GroupCtx, supported};
 use crate::node::group::{Child, Failure};
 use crate::order::{Arrived, Input, contribute};
@@ -27,6 +28,7 @@ impl GroupCtx<'_> {
             Kind::Nak if repr.reason == Some(NakReason::Missing) => self.on_result_missing(child, repr),
             Kind::Probe => self.on_probe(child, repr, now),
             Kind::Late => self.on_late(child, repr, payload, now),
+            Kind::Operation => self.on_operation(child, repr),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
     }
@@ -118,6 +120,9 @@ impl GroupCtx<'_> {
         if count != 1 && !is_run {
             return self.common.drop_packet(DropReason::BadKind);
         }
+        if is_short(repr) && payload.len() < SHORT_PAYLOAD_MIN_BYTES {
+            return self.common.drop_packet(DropReason::BadShape);
+        }
         for next in 0..count {
             let seq = ChunkNo(repr.seq.0 + next);
             let bits2 = if repr.limit().is_some() { repr.bits2.wrapping_add(next) } else { repr.bits2 };
@@ -130,9 +135,9 @@ impl GroupCtx<'_> {
         let Some(local) = self.shard().local(repr.seq) else {
             return self.common.drop_packet(DropReason::BadShard);
         };
-        let Some(op) = repr.op_desc() else {
+        if repr.op_desc().is_none() && !is_short(repr) {
             return self.common.drop_packet(DropReason::BadKind);
-        };
+        }
         if let Some(failure) = self.group.failed.filter(|failure| repr.seq >= failure.from) {
             let Some(to) = self.children[child].addr else { return };
             return self.reply_failure(to, child, &failure, repr);
@@ -149,19 +154,29 @@ impl GroupCtx<'_> {
         let same_lap = planted!(self.common, VersionBit)
             && slot.state != State::Free
             && local.abs_diff(slot.local).is_multiple_of(2 * self.slots.len() as u64);
-        if !slot.holds(local) && !same_lap {
+        let is_held = slot.holds(local) || same_lap;
+        if !is_held {
             if slot.state != State::Free && slot.local > local {
                 return self.common.drop_packet(DropReason::Stale);
             }
             if !self.is_reusable(index) {
                 return self.common.drop_packet(DropReason::SlotBusy);
             }
-            self.begin(index, local, op, repr.signature);
-            self.note_limit(index, repr);
         }
+        // Checked before anything is learnt from it: a late copy has no effect.
         let known = self.slots[index].bits.contains(child) && !planted!(self.common, DoubleAdd);
-        if known || self.slots[index].state != State::Filling {
+        if is_held && (known || self.slots[index].state != State::Filling) {
             return self.common.drop_packet(DropReason::Duplicate);
+        }
+        let Some(operation) = self.operation_of(index, local, repr) else {
+            return self.request_operation(child, repr);
+        };
+        let op = operation.op;
+        if !is_held {
+            self.begin(index, local, op, repr.signature);
+            if let Some((limit, first)) = operation.limit {
+                (self.slots[index].limit, self.slots[index].op_first) = (Some(limit), first);
+            }
         }
         self.accept(index, child, op, repr, payload, now);
     }

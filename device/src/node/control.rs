@@ -1,6 +1,7 @@
 //! Control requests: trees and groups, reserved whole or not at all (PROTOCOL 10).
 
 use super::View;
+use super::operation::{Operations, SHORT_PAYLOAD_MIN_BYTES};
 use super::{Node, tree_is_valid};
 use crate::node::group::{Child, ChildKind, Group, Parent, Window};
 use crate::node::memory::{Span, first_fit};
@@ -13,7 +14,7 @@ use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::planted;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
+use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN, RankMask, SHORT_HEADER_LEN};
 
 /// The smallest chunk: a few elements of the widest type.
 const CHUNK_MIN_BYTES: u16 = 64;
@@ -198,7 +199,9 @@ impl Node<'_> {
             return Err(Refusal::Window { window, slots });
         }
         let chunk_len_bytes = config.chunk_len_bytes;
-        let limit = self.common.config.max_packet_len_bytes.saturating_sub(HEADER_LEN);
+        let longest = self.common.config.max_packet_len_bytes;
+        let has_room = longest >= HEADER_LEN + RankMask::LEN_BYTES.max(SHORT_PAYLOAD_MIN_BYTES);
+        let limit = if has_room { longest - SHORT_HEADER_LEN } else { 0 };
         if chunk_len_bytes < CHUNK_MIN_BYTES
             || !chunk_len_bytes.is_multiple_of(16)
             || usize::from(chunk_len_bytes) > limit
@@ -225,7 +228,7 @@ impl Node<'_> {
             let key = config.secret.child_key(config.group, self.key_epoch(config), ChildIndex::ALL);
             SharedLink { addr, key }
         });
-        let packet = usize::from(config.chunk_len_bytes) + HEADER_LEN;
+        let packet = usize::from(config.chunk_len_bytes) + SHORT_HEADER_LEN;
         let start = self.common.config.receive_buffer_bytes / (children.len * packet);
         let lease = core::time::Duration::from_millis(u64::from(config.lease_ms));
         Group {
@@ -251,6 +254,7 @@ impl Node<'_> {
             congested: false,
             zero_copy: None,
             view: View::new(tree, shard, now),
+            operations: Operations::default(),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! One aggregation group on one node: its children, its congestion window and the link to its parent.
 
 use super::memory::Span;
+use super::operation::Operations;
 use super::{View, ZeroCopyGroup};
 use crate::sets::SlotSet;
 use core::time::Duration;
@@ -216,6 +217,8 @@ pub struct Group {
     pub(crate) zero_copy: Option<ZeroCopyGroup>,
     /// Excluded children, and children that may be excluded.
     pub(crate) view: View,
+    /// Operations that children have described.
+    pub(crate) operations: Operations,
 }
 
 impl Group {

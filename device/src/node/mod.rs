@@ -5,7 +5,7 @@
 //! Where the rules of PROTOCOL are implemented: `receive.rs` (which group and link a packet is for), `child.rs`
 //! (contributions: sections 1 and 2), `loss.rs` (gaps, probes and answers sent again: section 3), `parent.rs` (answers,
 //! and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is sent
-//! next: deficit round robin over groups), `control.rs` (groups, reserved whole or not at all), `zero_copy/` (children
+//! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs` (groups, reserved whole or not at all), `zero_copy/` (children
 //! whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
@@ -34,6 +34,7 @@ mod control;
 mod group;
 mod loss;
 mod memory;
+mod operation;
 mod parent;
 mod receive;
 #[cfg(feature = "snapshot")]

@@ -81,6 +81,9 @@ impl GroupCtx<'_> {
             let reason = if duplicate { DropReason::Duplicate } else { DropReason::Unexpected };
             return self.common.drop_packet(reason);
         }
+        if repr.signature != slot.signature {
+            return self.common.drop_packet(DropReason::Unexpected);
+        }
         let size = slot.element_bytes(false).unwrap_or(0);
         let expected = slot.elements.map_or(payload.len(), |elements| elements as usize * size);
         let limit = usize::from(self.group.config.chunk_len_bytes);
@@ -146,6 +149,10 @@ impl GroupCtx<'_> {
         hop.on_activity(now);
         match reason {
             NakReason::Missing | NakReason::Resend => self.resend_contribution(repr.seq),
+            NakReason::UnknownOperation => {
+                hop.forget_described();
+                self.resend_contribution(repr.seq);
+            }
             NakReason::WrongEpoch | NakReason::UnknownGroup => {
                 self.fail(Failure { from: repr.seq, reason: NakReason::PathLost, ops: None }, now);
             }

@@ -6,7 +6,7 @@ use sumac_hal::ctrl::DropReason;
 use sumac_hal::planted;
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, WireError};
 
 /// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
 const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
@@ -17,8 +17,10 @@ impl Node<'_> {
     pub fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
-        let Ok((packet, payload_crc)) = Packet::new_checked_with_crc(packet) else {
-            return self.common.drop_packet(DropReason::Malformed);
+        let (packet, payload_crc) = match Packet::new_checked_with_crc(packet) {
+            Ok(checked) => checked,
+            Err(WireError::Version { .. }) => return self.common.drop_packet(DropReason::WrongVersion),
+            Err(_) => return self.common.drop_packet(DropReason::Malformed),
         };
         let Ok(mut repr) = Repr::parse(&packet) else {
             return self.common.drop_packet(DropReason::Malformed);
@@ -44,9 +46,11 @@ impl Node<'_> {
     }
 
     /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the
-    /// reply is a header that echoes what the sender can recognise, and replies are rate limited.
+    /// reply is a header that echoes what the sender can recognise, no longer than the packet, and replies are rate
+    /// limited.
     fn nak_unknown_sender(&mut self, to: Addr, repr: &Repr, reason: NakReason, now: Instant) {
-        if !matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe) {
+        let is_up = matches!(repr.kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Probe | Kind::Operation);
+        if !is_up || repr.packet_len() < HEADER_LEN {
             return;
         }
         if now >= self.unknown_sender_refill_at {

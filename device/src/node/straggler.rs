@@ -431,14 +431,6 @@ impl GroupCtx<'_> {
         hold.is_some_and(|hold| seq >= hold.first && !hold.arrived.contains(child))
     }
 
-    /// Record the operation's limit from the first contribution to slot `index`.
-    pub(super) fn note_limit(&mut self, index: usize, repr: &Repr) {
-        let Some((limit, distance)) = repr.limit() else { return };
-        if let Some(first) = repr.seq.0.checked_sub(distance.into()) {
-            (self.slots[index].limit, self.slots[index].op_first) = (Some(limit), first);
-        }
-    }
-
     /// Record the operation's limit from what the first zero-copy child of slot `index` announced.
     pub(super) fn note_announced_limit(&mut self, index: usize, child: usize) {
         let slot = &mut self.slots[index];

@@ -17,7 +17,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, RankMask, Repr, payload_crc};
+use sumac_hal::wire::{Flags, Kind, RankMask, Repr, payload_crc};
 
 /// Bytes that a group may send before the next group's turn.
 const QUANTUM_BYTES: usize = 64 * 1024;
@@ -59,7 +59,7 @@ impl Node<'_> {
     pub fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
         let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
         self.common.counters.packets_out += 1;
-        self.common.counters.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        self.common.counters.bytes_out += (out.header.len() + out.payload.len()) as u64;
         Some(out)
     }
 
@@ -86,7 +86,7 @@ impl Node<'_> {
         let turn = self.take_turn()?;
         let mut out = self.group_ctx(turn)?.transmit(now)?;
         if let Some(group) = &mut self.storage.groups[turn] {
-            group.deficit = group.deficit.saturating_sub(HEADER_LEN + out.payload.len());
+            group.deficit = group.deficit.saturating_sub(out.header.len() + out.payload.len());
             // Convert an offset in the group's bytes to one in the node's.
             if let Payload::Slots(range) = &mut out.payload {
                 *range = group.bytes.start + range.start..group.bytes.start + range.end;
@@ -200,14 +200,26 @@ impl GroupCtx<'_> {
             }
         }
         repr.signature = slot.signature;
-        repr.attempt = slot.attempt;
+        repr.attempt = slot.attempt as u8;
         (repr.slowest, repr.late_us) = (slot.slowest, slot.late_us);
         repr.flags |= self.take_congestion_flag();
         repr.flags.set(Flags::WANT, !slot.want.is_empty());
         if repr.kind == Kind::Empty {
             repr.count = self.run_up(index);
         }
+        let chunk_len_bytes = self.group.config.chunk_len_bytes;
         let Some(Parent { addr, hop, shared_results, .. }) = &mut self.group.parent else { return None };
+        if repr.kind == Kind::Data {
+            repr.payload_len_bytes = slot.value_len;
+            if !repr.choose_form(chunk_len_bytes, !hop.is_described(slot.signature)) {
+                hop.set_described(slot.signature);
+                self.group.up.insert(index);
+                return Some(bare(*addr, &repr.operation()));
+            }
+        }
+        if repr.kind != Kind::Nak {
+            hop.set_described(slot.signature);
+        }
         (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
         let listens = repr.flags.contains(Flags::WANT) && shared_results.is_requested();
         repr.flags.set(Flags::SHARED, listens);
@@ -327,9 +339,14 @@ impl GroupCtx<'_> {
 
 /// Write the slot's operation into the header of its answer.
 fn describe(slot: &Slot, header: Repr) -> Repr {
-    let Slot { signature, attempt, slowest, late_us, .. } = *slot;
-    let mut repr = Repr { signature, attempt, slowest, late_us, ..header };
-    repr.set_op(&slot.op);
+    let Slot { signature, slowest, late_us, .. } = *slot;
+    let mut repr = Repr { signature, attempt: slot.attempt as u8, slowest, late_us, ..header };
+    if repr.kind == Kind::Result {
+        // Whoever receives it knows what was asked for.
+        repr.flags |= Flags::SHORT;
+    } else {
+        repr.set_op(&slot.op);
+    }
     repr
 }
 
@@ -339,9 +356,7 @@ fn bare(to: Addr, repr: &Repr) -> Transmit<Payload> {
 }
 
 fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Transmit<Payload> {
-    let mut header = [0; HEADER_LEN];
-    repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc);
-    Transmit { to, header, payload: Payload::Slots(0..0) }
+    Transmit { to, header: repr.header(payload_crc), payload: Payload::Slots(0..0) }
 }
 
 /// Return a packet with a rank mask as payload.

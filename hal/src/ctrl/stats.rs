@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[repr(u8)]
 #[non_exhaustive]
 pub enum DropReason {
-    /// Incomplete, damaged, or of another version.
+    /// Incomplete or damaged.
     Malformed = 0,
     /// A kind that is not sent in that direction, or fields that contradict each other.
     BadKind = 1,
@@ -43,11 +43,15 @@ pub enum DropReason {
     QueueFull = 15,
     /// From a straggler: the group is continuing without this child, or is about to.
     Late = 16,
+    /// Of another version of the packet format.
+    WrongVersion = 17,
+    /// Data of an operation that no child has described yet.
+    UnknownOperation = 18,
 }
 
 impl DropReason {
     /// Every reason, in numerical order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::Malformed,
         Self::BadKind,
         Self::UnknownGroup,
@@ -65,6 +69,8 @@ impl DropReason {
         Self::Unexpected,
         Self::QueueFull,
         Self::Late,
+        Self::WrongVersion,
+        Self::UnknownOperation,
     ];
 
     /// Return the reason's name, as shown in tables.
@@ -87,6 +93,8 @@ impl DropReason {
             Self::Unexpected => "unexpected",
             Self::QueueFull => "queue-full",
             Self::Late => "late",
+            Self::WrongVersion => "wrong-version",
+            Self::UnknownOperation => "unknown-operation",
         }
     }
 }
@@ -135,7 +143,7 @@ pub struct Counters {
     /// Groups freed because their lease expired.
     pub leases_expired: u64,
     /// Packets dropped, indexed by [`DropReason`].
-    pub dropped: [u64; 17],
+    pub dropped: [u64; 19],
 }
 
 impl Counters {

@@ -1,9 +1,11 @@
 //! The parsed header, [`Repr`], and its kinds, flags and reasons.
 
-use super::{Packet, WireError};
+use super::packet::field;
+use super::{HEADER_LEN, Header, Packet, SHORT_HEADER_LEN, WireError};
 use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, OpDesc, ReduceOp};
 use bitflags::bitflags;
+use core::ops::Range;
 
 /// The kind of a packet (PROTOCOL 1 and 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,6 +35,8 @@ pub enum Kind {
     /// Down, with a [`RankMask`](super::RankMask): from the operation at `seq` on, the group continues without these
     /// ranks.
     Cut = 10,
+    /// Up: the sender's Data names this operation by its signature from now on.
+    Operation = 11,
 }
 
 impl Kind {
@@ -49,6 +53,7 @@ impl Kind {
             8 => Self::Nak,
             9 => Self::Late,
             10 => Self::Cut,
+            11 => Self::Operation,
             _ => return None,
         })
     }
@@ -79,6 +84,9 @@ pub enum NakReason {
     Stragglers = 8,
     /// Down: the group continues without the receiver.
     Excluded = 9,
+    /// Down: the node does not know the operation that the child's Data at `seq` names. The child is to describe it,
+    /// and to send that contribution again.
+    UnknownOperation = 10,
 }
 
 impl NakReason {
@@ -94,6 +102,7 @@ impl NakReason {
             7 => Self::Unsupported,
             8 => Self::Stragglers,
             9 => Self::Excluded,
+            10 => Self::UnknownOperation,
             _ => return None,
         })
     }
@@ -102,20 +111,28 @@ impl NakReason {
 bitflags! {
     /// Flags of a packet.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-    pub struct Flags: u16 {
+    pub struct Flags: u8 {
         /// The payload holds partial results in the accumulator type, not elements of the operation's type.
         const PARTIAL = 1 << 0;
         /// Up: the sender or a rank below it receives the result of this seq.
         const WANT = 1 << 1;
         /// The packet experienced congestion (ECN-CE).
         const CONGESTED = 1 << 2;
-        /// Up, on a contribution: the sender listens at the shared address, and the result may be sent there.
+        /// Up, on a contribution: the sender listens at the shared address, and the result may be sent there. On a
+        /// Result: it was sent there.
         const SHARED = 1 << 3;
         /// On Data, Empty and Late: the operation waits for stragglers only up to a limit.
         const LIMITED = 1 << 4;
         /// With `LIMITED`: the operation then completes without them. Otherwise it fails.
         const CUTS = 1 << 5;
+        /// On Data and Result: the header has the short form.
+        const SHORT = 1 << 7;
     }
+}
+
+impl Flags {
+    /// Those that belong to the description of an operation. The short form has none.
+    const OF_OPERATION: Self = Self::LIMITED.union(Self::CUTS);
 }
 
 /// How long an operation waits for stragglers, and what happens then.
@@ -175,8 +192,8 @@ pub struct Repr {
     pub window: u16,
     /// The payload's length in bytes.
     pub payload_len_bytes: u16,
-    /// The attempt at the seq (PROTOCOL 7).
-    pub attempt: u16,
+    /// The attempt at the seq (PROTOCOL 7), modulo 256.
+    pub attempt: u8,
     /// Decisions to continue without stragglers. Down: how many were made. Up, in a Late without a mask: which one is
     /// requested.
     pub view: u16,
@@ -235,77 +252,156 @@ impl Repr {
                 (_, None) => Err(WireError::UnknownNumber { field, number }),
             }
         }
-        let kind = known(packet.kind(), Kind::from_wire, "kind")?;
+        let (header, payload) = packet.split()?;
+        // The form's length is that of the slice, so neither of these is shorter than what is read of it below.
+        let truncated = WireError::Truncated { len: header.len(), header_len: SHORT_HEADER_LEN };
+        let short = header.first_chunk::<SHORT_HEADER_LEN>().ok_or(truncated)?;
+        let kind = known(short[field::KIND.start], Kind::from_wire, "kind")?;
         let kind = kind.ok_or(WireError::UnknownNumber { field: "kind", number: 0 })?;
-        let reason = known(packet.reason(), NakReason::from_wire, "reason")?;
-        if (kind == Kind::Nak) != reason.is_some() {
-            return Err(WireError::UnknownNumber { field: "reason", number: packet.reason() });
+        let flags = Flags::from_bits_truncate(short[field::FLAGS.start]);
+        let (seq, is_result) = (u64::from_le_bytes(read(short, field::SEQ)), kind == Kind::Result);
+        let is_shared = is_result && flags.contains(Flags::SHARED);
+        let slowest = u16::from_le_bytes(read(short, field::SLOWEST));
+        let mut repr = Self {
+            flags,
+            seq: ChunkNo(seq),
+            signature: u32::from_le_bytes(read(short, field::SIGNATURE)),
+            payload_len_bytes: payload.len() as u16,
+            attempt: short[field::ATTEMPT.start],
+            slowest: slowest.checked_sub(1).map(|rank| Rank(rank.into())),
+            late_us: late_from_wire(u16::from_le_bytes(read(short, field::LATE))),
+            ..Self::new(
+                kind,
+                GroupId(u32::from_le_bytes(read(short, field::GROUP))),
+                Epoch::from_bits(u32::from_le_bytes(read(short, field::EPOCH))),
+                if is_shared { ChildIndex::ALL } else { ChildIndex(short[field::CHILD.start].into()) },
+                u64::from_le_bytes(read(short, field::KEY)),
+            )
+        };
+        if flags.contains(Flags::SHORT) {
+            if !matches!(kind, Kind::Data | Kind::Result) {
+                return Err(WireError::UnknownNumber { field: "flags", number: flags.bits() });
+            }
+            repr.flags.remove(Flags::OF_OPERATION);
+            repr.count = 1;
+            repr.mark = mark_of(seq, u16::from_le_bytes(read(short, field::LAG)));
+            if is_result {
+                repr.window = u16::from_le_bytes(read(short, field::SHORT_WINDOW));
+                repr.view = short[field::SHORT_VIEW.start].into();
+            } else {
+                repr.token = u32::from_le_bytes(read(short, field::TOKEN));
+            }
+            return Ok(repr);
         }
-        Ok(Self {
-            kind,
-            flags: Flags::from_bits_truncate(packet.flags()),
-            collective: known(packet.collective(), Collective::from_wire, "collective")?,
-            dtype: known(packet.dtype(), Dtype::from_wire, "dtype")?,
-            op: known(packet.op(), ReduceOp::from_wire, "op")?,
-            reason,
-            group: GroupId(packet.group()),
-            epoch: Epoch::from_bits(packet.epoch()),
-            child: ChildIndex(packet.child()),
-            count: packet.count(),
-            seq: ChunkNo(packet.seq()),
-            mark: ChunkNo(packet.mark()),
-            key: packet.key(),
-            signature: packet.signature(),
-            token: packet.token(),
-            window: packet.window(),
-            payload_len_bytes: packet.payload_len(),
-            attempt: packet.attempt(),
-            view: packet.view(),
-            bits: packet.bits(),
-            bits2: packet.bits2(),
-            root: Rank(packet.root()),
-            slowest: packet.slowest().checked_sub(1).map(Rank),
-            late_us: packet.late_us(),
-        })
+        let full = header.first_chunk::<HEADER_LEN>().ok_or(truncated)?;
+        let reason = full[field::REASON.start];
+        repr.reason = known(reason, NakReason::from_wire, "reason")?;
+        if (kind == Kind::Nak) != repr.reason.is_some() {
+            return Err(WireError::UnknownNumber { field: "reason", number: reason });
+        }
+        repr.collective = known(full[field::COLLECTIVE.start], Collective::from_wire, "collective")?;
+        repr.dtype = known(full[field::DTYPE.start], Dtype::from_wire, "dtype")?;
+        repr.op = known(full[field::OP.start], ReduceOp::from_wire, "op")?;
+        repr.count = u16::from_le_bytes(read(full, field::COUNT));
+        repr.mark = ChunkNo(u64::from_le_bytes(read(full, field::MARK)));
+        repr.token = u32::from_le_bytes(read(full, field::TOKEN));
+        repr.window = u16::from_le_bytes(read(full, field::WINDOW));
+        repr.view = u16::from_le_bytes(read(full, field::VIEW));
+        repr.bits = u64::from_le_bytes(read(full, field::BITS));
+        repr.bits2 = u64::from_le_bytes(read(full, field::BITS2));
+        repr.root = Rank(u32::from_le_bytes(read(full, field::ROOT)));
+        Ok(repr)
+    }
+
+    /// Return the length of the header in bytes.
+    pub const fn header_len(&self) -> usize {
+        super::packet::header_len(self.flags.bits())
     }
 
     /// Return the length of the whole packet in bytes.
     pub const fn packet_len(&self) -> usize {
-        super::HEADER_LEN + self.payload_len_bytes as usize
+        self.header_len() + self.payload_len_bytes as usize
     }
 
-    /// Write the header and its checksum. `payload_crc` is the [`payload_crc`](super::payload_crc) of the payload,
-    /// which may be written before or afterwards.
+    /// Write the header and its checksum to the start of the packet's buffer. `payload_crc` is the
+    /// [`payload_crc`](super::payload_crc) of the payload, which may be written before or afterwards, behind
+    /// [`Repr::header_len`].
     ///
     /// # Panics
-    /// If the buffer is shorter than [`Repr::packet_len`].
+    /// If the buffer is shorter than the header.
     pub fn emit<T: AsRef<[u8]> + AsMut<[u8]>>(&self, packet: &mut Packet<T>, payload_crc: u32) {
-        packet.clear_header();
-        packet.set_kind(self.kind as u8);
-        packet.set_flags(self.flags.bits());
-        packet.set_collective(self.collective.map_or(0, Collective::to_wire));
-        packet.set_dtype(self.dtype.map_or(0, Dtype::to_wire));
-        packet.set_op(self.op.map_or(0, ReduceOp::to_wire));
-        packet.set_reason(self.reason.map_or(0, |reason| reason as u8));
-        packet.set_group(self.group.0);
-        packet.set_epoch(self.epoch.to_bits());
-        packet.set_child(self.child.0);
-        packet.set_count(self.count);
-        packet.set_seq(self.seq.0);
-        packet.set_mark(self.mark.0);
-        packet.set_key(self.key);
-        packet.set_signature(self.signature);
-        packet.set_token(self.token);
-        packet.set_window(self.window);
-        packet.set_payload_len(self.payload_len_bytes);
-        packet.set_attempt(self.attempt);
-        packet.set_view(self.view);
-        packet.set_bits(self.bits);
-        packet.set_bits2(self.bits2);
-        packet.set_root(self.root.0);
-        packet.set_slowest(self.slowest.map_or(0, |rank| rank.0.saturating_add(1)));
-        packet.set_late_us(self.late_us);
-        packet.seal(payload_crc);
+        packet.write(&self.header(payload_crc));
+    }
+
+    /// Return the header as bytes, with its checksum. `payload_crc` is the [`payload_crc`](super::payload_crc) of the
+    /// payload.
+    ///
+    /// Fields that the form has no room for are left out; the table in [`wire`](crate::wire) has their widths.
+    pub fn header(&self, payload_crc: u32) -> Header {
+        let mut bytes = [0; HEADER_LEN];
+        let is_shared = self.kind == Kind::Result && self.child == ChildIndex::ALL;
+        let mut flags = self.flags;
+        flags.set(Flags::SHARED, is_shared || flags.contains(Flags::SHARED));
+        if flags.contains(Flags::SHORT) {
+            flags.remove(Flags::OF_OPERATION);
+        }
+        let slowest = self.slowest.and_then(|rank| u16::try_from(rank.0).ok()?.checked_add(1)).unwrap_or(0);
+        write(&mut bytes, field::KIND, [self.kind as u8]);
+        write(&mut bytes, field::FLAGS, [flags.bits()]);
+        write(&mut bytes, field::GROUP, self.group.0.to_le_bytes());
+        write(&mut bytes, field::EPOCH, self.epoch.to_bits().to_le_bytes());
+        write(&mut bytes, field::SIGNATURE, self.signature.to_le_bytes());
+        write(&mut bytes, field::SEQ, self.seq.0.to_le_bytes());
+        write(&mut bytes, field::KEY, self.key.to_le_bytes());
+        write(&mut bytes, field::CHILD, [if is_shared { 0 } else { self.child.0 as u8 }]);
+        write(&mut bytes, field::ATTEMPT, [self.attempt]);
+        write(&mut bytes, field::SLOWEST, slowest.to_le_bytes());
+        write(&mut bytes, field::LATE, late_to_wire(self.late_us).to_le_bytes());
+        if flags.contains(Flags::SHORT) {
+            write(&mut bytes, field::LAG, lag_of(self.seq.0, self.mark.0).to_le_bytes());
+            if self.kind == Kind::Result {
+                write(&mut bytes, field::SHORT_WINDOW, self.window.to_le_bytes());
+                // Each decision excludes at least one of 256 ranks, and one stays.
+                write(&mut bytes, field::SHORT_VIEW, [u8::try_from(self.view).unwrap_or(u8::MAX)]);
+            } else {
+                write(&mut bytes, field::TOKEN, self.token.to_le_bytes());
+            }
+        } else {
+            write(&mut bytes, field::TOKEN, self.token.to_le_bytes());
+            write(&mut bytes, field::COUNT, self.count.to_le_bytes());
+            write(&mut bytes, field::WINDOW, self.window.to_le_bytes());
+            write(&mut bytes, field::MARK, self.mark.0.to_le_bytes());
+            write(&mut bytes, field::BITS, self.bits.to_le_bytes());
+            write(&mut bytes, field::BITS2, self.bits2.to_le_bytes());
+            write(&mut bytes, field::ROOT, self.root.0.to_le_bytes());
+            write(&mut bytes, field::COLLECTIVE, [self.collective.map_or(0, Collective::to_wire)]);
+            write(&mut bytes, field::DTYPE, [self.dtype.map_or(0, Dtype::to_wire)]);
+            write(&mut bytes, field::OP, [self.op.map_or(0, ReduceOp::to_wire)]);
+            write(&mut bytes, field::REASON, [self.reason.map_or(0, |reason| reason as u8)]);
+            write(&mut bytes, field::VIEW, self.view.to_le_bytes());
+        }
+        Header::seal(bytes, payload_crc)
+    }
+
+    /// Choose the form of a Data with `chunk_len_bytes` as the limit of payloads: the full one if the packet is then no
+    /// longer than others, and the operation has to be described (`describe`), or the packet would else be shorter than
+    /// the Nak that asks for its operation. Returns false if the operation has to be described in a packet before this
+    /// one.
+    ///
+    /// The fields that describe the operation must be set, and the payload's length.
+    pub fn choose_form(&mut self, chunk_len_bytes: u16, describe: bool) -> bool {
+        let full_len = HEADER_LEN + usize::from(self.payload_len_bytes);
+        let fits = full_len <= SHORT_HEADER_LEN + usize::from(chunk_len_bytes);
+        let is_tiny = usize::from(self.payload_len_bytes) < HEADER_LEN - SHORT_HEADER_LEN;
+        let is_full = is_tiny || describe && fits;
+        self.flags.set(Flags::SHORT, !is_full);
+        is_full || !describe
+    }
+
+    /// Return the packet that describes the operation of this Data.
+    pub fn operation(&self) -> Self {
+        let flags = self.flags & (Flags::OF_OPERATION | Flags::CONGESTED);
+        Self { kind: Kind::Operation, flags, payload_len_bytes: 0, slowest: None, late_us: 0, attempt: 0, ..*self }
     }
 
     /// Set the fields that describe the operation.
@@ -338,6 +434,47 @@ impl Repr {
         Some(OpDesc { collective, dtype: self.dtype, op: self.op, root: self.root, count: self.bits })
     }
 }
+
+/// Read a field.
+fn read<const LEN: usize, const FIELD: usize>(header: &[u8; LEN], field: Range<usize>) -> [u8; FIELD] {
+    let mut bytes = [0; FIELD];
+    bytes.copy_from_slice(&header[field]);
+    bytes
+}
+
+/// Write a field.
+fn write<const FIELD: usize>(header: &mut [u8; HEADER_LEN], field: Range<usize>, value: [u8; FIELD]) {
+    header[field].copy_from_slice(&value);
+}
+
+/// Return how far `mark` is below `seq`, in 16 bits; [`LAG_UNKNOWN`] if it is further. A mark above `seq` is reported
+/// as `seq`: marks only grow, so a lower one is outdated, never wrong.
+fn lag_of(seq: u64, mark: u64) -> u16 {
+    u16::try_from(seq.saturating_sub(mark)).unwrap_or(LAG_UNKNOWN)
+}
+
+/// Return the mark that is `lag` below `seq`.
+fn mark_of(seq: u64, lag: u16) -> ChunkNo {
+    ChunkNo(if lag == LAG_UNKNOWN { 0 } else { seq.saturating_sub(lag.into()) })
+}
+
+const LAG_UNKNOWN: u16 = u16::MAX;
+
+/// Return a time in microseconds as 11 bits of mantissa and 5 of exponent, rounded down.
+const fn late_to_wire(late_us: u32) -> u16 {
+    let exponent = (u32::BITS - late_us.leading_zeros()).saturating_sub(LATE_MANTISSA_BITS);
+    (exponent << LATE_MANTISSA_BITS | late_us >> exponent) as u16
+}
+
+/// Return the time that [`late_to_wire`] has written; the longest for exponents that it does not write.
+const fn late_from_wire(late: u16) -> u32 {
+    let exponent = late as u32 >> LATE_MANTISSA_BITS;
+    let largest = u32::BITS - LATE_MANTISSA_BITS;
+    let exponent = if exponent < largest { exponent } else { largest };
+    (late as u32 & ((1 << LATE_MANTISSA_BITS) - 1)) << exponent
+}
+
+const LATE_MANTISSA_BITS: u32 = 11;
 
 /// Pack an operation into 64 bits for Nak(Mismatch). From the lowest bit: 4 bits collective, 5 type, 5 operator, 14
 /// root, 36 count. Root and count saturate; they only appear in an error message.

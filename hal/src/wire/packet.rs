@@ -1,6 +1,7 @@
 //! [`Packet`]: a packet's fields, read and written in place.
 
-use super::{HEADER_LEN, MAGIC, VERSION, crc32c};
+use super::{Flags, HEADER_LEN, MAGIC, SHORT_HEADER_LEN, VERSION, crc32c};
+use core::ops::Deref;
 use thiserror::Error;
 
 /// Why bytes are not a valid packet of this version.
@@ -8,30 +9,24 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum WireError {
     /// Shorter than a header.
-    #[error("packet of {len} bytes is shorter than the header of 96 bytes")]
+    #[error("packet of {len} bytes is shorter than its header of {header_len} bytes")]
     Truncated {
         /// The buffer's length in bytes.
         len: usize,
+        /// The length of the header, as far as the packet tells.
+        header_len: usize,
     },
     /// Not a Sumac packet.
-    #[error("magic is {found:#010x}, expected 0x434d5553 (\"SUMC\")")]
+    #[error("magic is {found:#04x}, expected 0xc5")]
     Magic {
         /// The packet's magic.
-        found: u32,
+        found: u8,
     },
     /// A packet of another version.
-    #[error("header version is {found}; this build supports version 1")]
+    #[error("header version is {found}; this build supports version 2: update the older one of both")]
     Version {
         /// The packet's version.
         found: u8,
-    },
-    /// The length field does not match the packet's length.
-    #[error("the header declares {declared} payload bytes, but the packet has {actual}")]
-    Length {
-        /// In the header.
-        declared: usize,
-        /// In the packet.
-        actual: usize,
     },
     /// The packet is damaged.
     #[error("checksum is {found:#010x}, expected {computed:#010x}: the packet is damaged")]
@@ -57,71 +52,120 @@ pub struct Packet<T> {
     buffer: T,
 }
 
-/// The byte range of each field in the header. `wireshark/sumac.lua` repeats them, which a test compares.
-mod field {
-    use core::ops::Range;
-    pub(super) const MAGIC: Range<usize> = 0..4;
-    pub(super) const VERSION: usize = 4;
-    pub(super) const KIND: usize = 5;
-    pub(super) const FLAGS: Range<usize> = 6..8;
-    pub(super) const COLLECTIVE: usize = 8;
-    pub(super) const DTYPE: usize = 9;
-    pub(super) const OP: usize = 10;
-    pub(super) const REASON: usize = 11;
-    pub(super) const GROUP: Range<usize> = 12..16;
-    pub(super) const EPOCH: Range<usize> = 16..20;
-    pub(super) const CHILD: Range<usize> = 20..22;
-    pub(super) const COUNT: Range<usize> = 22..24;
-    pub(super) const SEQ: Range<usize> = 24..32;
-    pub(super) const MARK: Range<usize> = 32..40;
-    pub(super) const KEY: Range<usize> = 40..48;
-    pub(super) const SIGNATURE: Range<usize> = 48..52;
-    pub(super) const TOKEN: Range<usize> = 52..56;
-    pub(super) const WINDOW: Range<usize> = 56..58;
-    pub(super) const PAYLOAD_LEN: Range<usize> = 58..60;
-    pub(super) const ATTEMPT: Range<usize> = 60..62;
-    pub(super) const VIEW: Range<usize> = 62..64;
-    pub(super) const BITS: Range<usize> = 64..72;
-    pub(super) const BITS2: Range<usize> = 72..80;
-    pub(super) const ROOT: Range<usize> = 80..84;
-    pub(super) const SLOWEST: Range<usize> = 84..88;
-    pub(super) const LATE_US: Range<usize> = 88..92;
-    pub(super) const CRC: Range<usize> = 92..96;
+/// A header as it is sent, in one of the two forms.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Header {
+    bytes: [u8; HEADER_LEN],
+    len: u8,
 }
 
-/// Return name, offset and length of each field, for the test of the dissector.
+impl Deref for Header {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+}
+
+/// The byte range of each field in the header. `wireshark/sumac.lua` repeats them, which a test compares.
+pub(super) mod field {
+    use core::ops::Range;
+
+    // Both forms.
+    pub(in crate::wire) const MAGIC: Range<usize> = 0..1;
+    pub(in crate::wire) const VERSION: Range<usize> = 1..2;
+    pub(in crate::wire) const KIND: Range<usize> = 2..3;
+    pub(in crate::wire) const FLAGS: Range<usize> = 3..4;
+    pub(in crate::wire) const GROUP: Range<usize> = 4..8;
+    pub(in crate::wire) const EPOCH: Range<usize> = 8..12;
+    pub(in crate::wire) const SIGNATURE: Range<usize> = 12..16;
+    pub(in crate::wire) const SEQ: Range<usize> = 16..24;
+    pub(in crate::wire) const KEY: Range<usize> = 24..32;
+    pub(in crate::wire) const CHILD: Range<usize> = 32..33;
+    pub(in crate::wire) const ATTEMPT: Range<usize> = 33..34;
+    pub(in crate::wire) const LAG: Range<usize> = 34..36;
+    pub(in crate::wire) const SLOWEST: Range<usize> = 36..38;
+    pub(in crate::wire) const LATE: Range<usize> = 38..40;
+
+    // Data in the short form, and the full form.
+    pub(in crate::wire) const TOKEN: Range<usize> = 40..44;
+
+    // Result in the short form.
+    pub(in crate::wire) const SHORT_WINDOW: Range<usize> = 40..42;
+    pub(in crate::wire) const SHORT_VIEW: Range<usize> = 42..43;
+    #[cfg(test)]
+    pub(in crate::wire) const SHORT_SPARE: Range<usize> = 43..44;
+
+    // The short form.
+    #[cfg(test)]
+    pub(in crate::wire) const SHORT_CRC: Range<usize> = 44..48;
+
+    // The full form.
+    pub(in crate::wire) const COUNT: Range<usize> = 44..46;
+    pub(in crate::wire) const WINDOW: Range<usize> = 46..48;
+    pub(in crate::wire) const MARK: Range<usize> = 48..56;
+    pub(in crate::wire) const BITS: Range<usize> = 56..64;
+    pub(in crate::wire) const BITS2: Range<usize> = 64..72;
+    pub(in crate::wire) const ROOT: Range<usize> = 72..76;
+    pub(in crate::wire) const COLLECTIVE: Range<usize> = 76..77;
+    pub(in crate::wire) const DTYPE: Range<usize> = 77..78;
+    pub(in crate::wire) const OP: Range<usize> = 78..79;
+    pub(in crate::wire) const REASON: Range<usize> = 79..80;
+    pub(in crate::wire) const VIEW: Range<usize> = 80..82;
+    #[cfg(test)]
+    pub(in crate::wire) const SPARE: Range<usize> = 82..84;
+    #[cfg(test)]
+    pub(in crate::wire) const CRC: Range<usize> = 84..88;
+}
+
+/// Return name, offset and length of each field, for the test of the dissector: of both forms, and behind them of Data
+/// and of Result in the short form, and of the full form.
 #[cfg(test)]
-pub(crate) fn field_ranges() -> [(&'static str, usize, usize); 27] {
+pub(crate) fn field_ranges() -> [std::vec::Vec<(&'static str, usize, usize)>; 4] {
+    fn list(fields: &[(&'static str, core::ops::Range<usize>)]) -> std::vec::Vec<(&'static str, usize, usize)> {
+        fields.iter().map(|(name, range)| (*name, range.start, range.len())).collect()
+    }
     [
-        ("magic", field::MAGIC),
-        ("version", field::VERSION..field::VERSION + 1),
-        ("kind", field::KIND..field::KIND + 1),
-        ("flags", field::FLAGS),
-        ("collective", field::COLLECTIVE..field::COLLECTIVE + 1),
-        ("dtype", field::DTYPE..field::DTYPE + 1),
-        ("op", field::OP..field::OP + 1),
-        ("reason", field::REASON..field::REASON + 1),
-        ("group", field::GROUP),
-        ("epoch", field::EPOCH),
-        ("child", field::CHILD),
-        ("count", field::COUNT),
-        ("seq", field::SEQ),
-        ("mark", field::MARK),
-        ("key", field::KEY),
-        ("signature", field::SIGNATURE),
-        ("token", field::TOKEN),
-        ("window", field::WINDOW),
-        ("payload_len", field::PAYLOAD_LEN),
-        ("attempt", field::ATTEMPT),
-        ("view", field::VIEW),
-        ("bits", field::BITS),
-        ("bits2", field::BITS2),
-        ("root", field::ROOT),
-        ("slowest", field::SLOWEST),
-        ("late_us", field::LATE_US),
-        ("crc", field::CRC),
+        list(&[
+            ("magic", field::MAGIC),
+            ("version", field::VERSION),
+            ("kind", field::KIND),
+            ("flags", field::FLAGS),
+            ("group", field::GROUP),
+            ("epoch", field::EPOCH),
+            ("signature", field::SIGNATURE),
+            ("seq", field::SEQ),
+            ("key", field::KEY),
+            ("child", field::CHILD),
+            ("attempt", field::ATTEMPT),
+            ("lag", field::LAG),
+            ("slowest", field::SLOWEST),
+            ("late", field::LATE),
+        ]),
+        list(&[("token", field::TOKEN), ("crc", field::SHORT_CRC)]),
+        list(&[
+            ("window", field::SHORT_WINDOW),
+            ("view", field::SHORT_VIEW),
+            ("spare", field::SHORT_SPARE),
+            ("crc", field::SHORT_CRC),
+        ]),
+        list(&[
+            ("token", field::TOKEN),
+            ("count", field::COUNT),
+            ("window", field::WINDOW),
+            ("mark", field::MARK),
+            ("bits", field::BITS),
+            ("bits2", field::BITS2),
+            ("root", field::ROOT),
+            ("collective", field::COLLECTIVE),
+            ("dtype", field::DTYPE),
+            ("op", field::OP),
+            ("reason", field::REASON),
+            ("view", field::VIEW),
+            ("spare", field::SPARE),
+            ("crc", field::CRC),
+        ]),
     ]
-    .map(|(name, range)| (name, range.start, range.len()))
 }
 
 /// Return the checksum of a payload for [`Repr::emit`](super::Repr::emit); 0 if it is empty.
@@ -129,49 +173,22 @@ pub fn payload_crc(payload: &[u8]) -> u32 {
     if payload.is_empty() { 0 } else { crc32c(payload) }
 }
 
+/// Return the length of a header with these flags.
+pub(super) const fn header_len(flags: u8) -> usize {
+    if flags & Flags::SHORT.bits() != 0 { SHORT_HEADER_LEN } else { HEADER_LEN }
+}
+
 /// Return the packet's checksum: over the header before the checksum field, followed by the payload's checksum.
 fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
     let mut bytes = [0_u8; HEADER_LEN];
-    bytes[..field::CRC.start].copy_from_slice(&header[..field::CRC.start]);
-    bytes[field::CRC].copy_from_slice(&payload_crc.to_le_bytes());
-    crc32c(&bytes)
+    let crc_at = header.len() - size_of::<u32>();
+    bytes[..crc_at].copy_from_slice(&header[..crc_at]);
+    bytes[crc_at..][..size_of::<u32>()].copy_from_slice(&payload_crc.to_le_bytes());
+    crc32c(&bytes[..header.len()])
 }
 
-macro_rules! read {
-    ($($(#[$meta:meta])* $name:ident: $ty:ident = $field:ident;)*) => {$(
-        $(#[$meta])*
-        pub fn $name(&self) -> $ty {
-            let mut bytes = [0; size_of::<$ty>()];
-            bytes.copy_from_slice(&self.buffer.as_ref()[field::$field]);
-            $ty::from_le_bytes(bytes)
-        }
-    )*};
-}
-
-macro_rules! read_byte {
-    ($($(#[$meta:meta])* $name:ident = $field:ident;)*) => {$(
-        $(#[$meta])*
-        pub fn $name(&self) -> u8 {
-            self.buffer.as_ref()[field::$field]
-        }
-    )*};
-}
-
-macro_rules! write {
-    ($($name:ident: $ty:ident = $field:ident;)*) => {$(
-        pub(super) fn $name(&mut self, value: $ty) {
-            self.buffer.as_mut()[field::$field].copy_from_slice(&value.to_le_bytes());
-        }
-    )*};
-}
-
-macro_rules! write_byte {
-    ($($name:ident = $field:ident;)*) => {$(
-        pub(super) fn $name(&mut self, value: u8) {
-            self.buffer.as_mut()[field::$field] = value;
-        }
-    )*};
-}
+/// The start of every packet of version 1.
+const VERSION_1_MAGIC: &[u8] = b"SUMC\x01";
 
 impl<T: AsRef<[u8]>> Packet<T> {
     /// View a buffer as a packet, without any check.
@@ -182,7 +199,7 @@ impl<T: AsRef<[u8]>> Packet<T> {
     /// View a buffer as a packet if it holds exactly one intact packet of this version.
     ///
     /// # Errors
-    /// [`WireError`] for the first failed check of: header length, magic, version, payload length, checksum.
+    /// [`WireError`] for the first failed check of: header length, version, magic, checksum.
     pub fn new_checked(buffer: T) -> Result<Self, WireError> {
         Self::new_checked_with_crc(buffer).map(|(packet, _)| packet)
     }
@@ -193,26 +210,34 @@ impl<T: AsRef<[u8]>> Packet<T> {
     /// As [`Packet::new_checked`].
     pub fn new_checked_with_crc(buffer: T) -> Result<(Self, u32), WireError> {
         let packet = Self::new_unchecked(buffer);
-        let len = packet.buffer.as_ref().len();
-        if len < HEADER_LEN {
-            return Err(WireError::Truncated { len });
-        }
-        if packet.magic() != MAGIC {
-            return Err(WireError::Magic { found: packet.magic() });
-        }
-        if packet.version() != VERSION {
-            return Err(WireError::Version { found: packet.version() });
-        }
-        let (declared, actual) = (usize::from(packet.payload_len()), len - HEADER_LEN);
-        if declared != actual {
-            return Err(WireError::Length { declared, actual });
-        }
-        let payload_crc = payload_crc(packet.payload());
-        let computed = packet_crc(packet.buffer.as_ref(), payload_crc);
-        if packet.crc() != computed {
-            return Err(WireError::Checksum { found: packet.crc(), computed });
+        let (header, payload) = packet.split()?;
+        let (at, payload_crc) = (header.len() - size_of::<u32>(), payload_crc(payload));
+        let found = u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let computed = packet_crc(header, payload_crc);
+        if found != computed {
+            return Err(WireError::Checksum { found, computed });
         }
         Ok((packet, payload_crc))
+    }
+
+    /// Return header and payload, if the packet is of this version and long enough.
+    pub(super) fn split(&self) -> Result<(&[u8], &[u8]), WireError> {
+        let bytes = self.buffer.as_ref();
+        let len = bytes.len();
+        if bytes.starts_with(VERSION_1_MAGIC) {
+            return Err(WireError::Version { found: 1 });
+        }
+        let &[magic, version, _, flags, ..] = bytes else {
+            return Err(WireError::Truncated { len, header_len: SHORT_HEADER_LEN });
+        };
+        if magic != MAGIC {
+            return Err(WireError::Magic { found: magic });
+        }
+        if version != VERSION {
+            return Err(WireError::Version { found: version });
+        }
+        let header_len = header_len(flags);
+        bytes.split_at_checked(header_len).ok_or(WireError::Truncated { len, header_len })
     }
 
     /// Return the buffer.
@@ -220,118 +245,27 @@ impl<T: AsRef<[u8]>> Packet<T> {
         self.buffer
     }
 
-    read_byte! {
-        /// Return the version field.
-        version = VERSION;
-        /// Return the kind field.
-        kind = KIND;
-        /// Return the collective field.
-        collective = COLLECTIVE;
-        /// Return the element type field.
-        dtype = DTYPE;
-        /// Return the operator field.
-        op = OP;
-        /// Return the Nak reason field.
-        reason = REASON;
-    }
-
-    read! {
-        /// Return the magic field.
-        magic: u32 = MAGIC;
-        /// Return the flags field.
-        flags: u16 = FLAGS;
-        /// Return the group field.
-        group: u32 = GROUP;
-        /// Return the epoch field.
-        epoch: u32 = EPOCH;
-        /// Return the child field.
-        child: u16 = CHILD;
-        /// Return the count field.
-        count: u16 = COUNT;
-        /// Return the sequence number field.
-        seq: u64 = SEQ;
-        /// Return the mark field (`have` up, `stable` down).
-        mark: u64 = MARK;
-        /// Return the key field.
-        key: u64 = KEY;
-        /// Return the signature field.
-        signature: u32 = SIGNATURE;
-        /// Return the token field.
-        token: u32 = TOKEN;
-        /// Return the window field.
-        window: u16 = WINDOW;
-        /// Return the payload length field.
-        payload_len: u16 = PAYLOAD_LEN;
-        /// Return the attempt field.
-        attempt: u16 = ATTEMPT;
-        /// Return the view field: the number of decisions to continue without stragglers.
-        view: u16 = VIEW;
-        /// Return the first bitmap field.
-        bits: u64 = BITS;
-        /// Return the second bitmap field.
-        bits2: u64 = BITS2;
-        /// Return the root field.
-        root: u32 = ROOT;
-        /// Return the slowest-rank field: the rank plus one, or 0 if unknown.
-        slowest: u32 = SLOWEST;
-        /// Return the lateness field: how late that rank was, in microseconds.
-        late_us: u32 = LATE_US;
-        /// Return the checksum field.
-        crc: u32 = CRC;
-    }
-
-    /// Return the payload.
+    /// Return the payload; empty if the packet is none of this version.
     pub fn payload(&self) -> &[u8] {
-        &self.buffer.as_ref()[HEADER_LEN..]
+        self.split().map_or(&[], |(_, payload)| payload)
     }
 }
 
 impl<T: AsRef<[u8]> + AsMut<[u8]>> Packet<T> {
-    /// Return the payload for writing.
-    pub fn payload_mut(&mut self) -> &mut [u8] {
-        &mut self.buffer.as_mut()[HEADER_LEN..]
+    /// Write a header to the start of the buffer.
+    pub(super) fn write(&mut self, header: &Header) {
+        self.buffer.as_mut()[..header.len()].copy_from_slice(header);
     }
+}
 
-    pub(super) fn clear_header(&mut self) {
-        let header = &mut self.buffer.as_mut()[..HEADER_LEN];
-        header.fill(0);
-        header[field::MAGIC].copy_from_slice(&MAGIC.to_le_bytes());
-        header[field::VERSION] = VERSION;
-    }
-
-    write_byte! {
-        set_kind = KIND;
-        set_collective = COLLECTIVE;
-        set_dtype = DTYPE;
-        set_op = OP;
-        set_reason = REASON;
-    }
-
-    write! {
-        set_flags: u16 = FLAGS;
-        set_group: u32 = GROUP;
-        set_epoch: u32 = EPOCH;
-        set_child: u16 = CHILD;
-        set_count: u16 = COUNT;
-        set_seq: u64 = SEQ;
-        set_mark: u64 = MARK;
-        set_key: u64 = KEY;
-        set_signature: u32 = SIGNATURE;
-        set_token: u32 = TOKEN;
-        set_window: u16 = WINDOW;
-        set_payload_len: u16 = PAYLOAD_LEN;
-        set_attempt: u16 = ATTEMPT;
-        set_view: u16 = VIEW;
-        set_bits: u64 = BITS;
-        set_bits2: u64 = BITS2;
-        set_root: u32 = ROOT;
-        set_slowest: u32 = SLOWEST;
-        set_late_us: u32 = LATE_US;
-    }
-
-    /// Write the checksum. Call it after all other fields are set.
-    pub(super) fn seal(&mut self, payload_crc: u32) {
-        let crc = packet_crc(self.buffer.as_ref(), payload_crc);
-        self.buffer.as_mut()[field::CRC].copy_from_slice(&crc.to_le_bytes());
+impl Header {
+    /// Return a header of these fields with its checksum.
+    pub(super) fn seal(mut bytes: [u8; HEADER_LEN], payload_crc: u32) -> Self {
+        bytes[field::MAGIC.start] = MAGIC;
+        bytes[field::VERSION.start] = VERSION;
+        let len = header_len(bytes[field::FLAGS.start]);
+        let crc = packet_crc(&bytes[..len], payload_crc);
+        bytes[len - size_of::<u32>()..len].copy_from_slice(&crc.to_le_bytes());
+        Self { bytes, len: len as u8 }
     }
 }

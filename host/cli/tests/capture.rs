@@ -17,10 +17,10 @@ host = [{ name = "h0" }, { name = "h1" }]
 link = [{ ends = ["h0", "leaf0"] }, { ends = ["h1", "leaf0"] }]
 "#;
 
-/// The header's length, and the offsets of magic and kind in it: `sumac_hal::wire`.
-const HEADER_LEN: usize = 96;
-const MAGIC: &[u8] = b"SUMC";
-const KIND: usize = 5;
+/// The length of the shorter header, its magic and version, and the offset of the kind: `sumac_hal::wire`.
+const HEADER_LEN: usize = 48;
+const MAGIC: &[u8] = &[0xc5, 2];
+const KIND: usize = 2;
 const DATA: u8 = 1;
 const RESULT: u8 = 4;
 

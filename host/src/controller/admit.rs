@@ -24,7 +24,7 @@ use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
-use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN};
+use sumac_hal::wire::{MAX_CHILDREN, SHORT_HEADER_LEN};
 
 /// One node of a placed tree.
 #[derive(Debug)]
@@ -415,7 +415,7 @@ impl Placement {
         let (leaf, child) = self.ranks[rank.0 as usize];
         let node = &self.nodes[leaf];
         let announce = &node.device.announce;
-        let packet = u32::from(self.chunk_len_bytes) + HEADER_LEN as u32;
+        let packet = u32::from(self.chunk_len_bytes) + SHORT_HEADER_LEN as u32;
         let attach = announce.attach.as_ref().filter(|_| node.zero_copy.contains(child));
         // Initial packets of all children must fit into the receive buffer. Zero-copy needs no room there.
         let start = match attach {

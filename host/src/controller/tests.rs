@@ -48,7 +48,7 @@ static INCARNATIONS: AtomicU64 = AtomicU64::new(1);
 const HERE: &str = "here";
 
 /// The packet limit of all ports: a header and a chunk of 960 bytes.
-const PACKET_LEN: u32 = 960 + sumac_hal::wire::HEADER_LEN as u32;
+const PACKET_LEN: u32 = 960 + sumac_hal::wire::SHORT_HEADER_LEN as u32;
 
 /// The length of a redo slot for such chunks, in bytes.
 const REDO_SLOT: u64 = 64 + 2 * 960;

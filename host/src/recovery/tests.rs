@@ -293,9 +293,8 @@ fn down(kind: Kind, rank: usize) -> Repr {
 fn answer(member: &mut Member, repr: Repr, payload: &[u8]) {
     let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
     let mut bytes = vec![0; repr.packet_len()];
-    let mut packet = Packet::new_unchecked(&mut bytes[..]);
-    packet.payload_mut().copy_from_slice(payload);
-    repr.emit(&mut packet, sumac_hal::wire::payload_crc(payload));
+    bytes[repr.header_len()..].copy_from_slice(payload);
+    repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), sumac_hal::wire::payload_crc(payload));
     member.endpoint.handle(now(), NODE, Ecn::Unmarked, &bytes, &mut TestBuffers(&mut member.memory));
 }
 

@@ -11,7 +11,7 @@ use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::admission::{AdmissionReply, AdmissionRequest, AttachRefusal};
 use sumac_hal::mmio::{AdminCommand, CompletionEntry, EntryStatus, SubmissionEntry};
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
-use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Packet, RankMask, Repr, StragglerLimit, payload_crc};
+use sumac_hal::wire::{Flags, Kind, NakReason, Packet, RankMask, Repr, StragglerLimit, payload_crc};
 
 /// A target, a name, and bytes.
 pub type Seed = (&'static str, String, Vec<u8>);
@@ -40,11 +40,12 @@ fn wire() -> Vec<Seed> {
         Kind::Nak,
         Kind::Late,
         Kind::Cut,
+        Kind::Operation,
     ];
     let mask: RankMask = [Rank(0), Rank(3), Rank(200)].into_iter().collect();
-    let packet = |kind: Kind, reason: Option<NakReason>| {
+    let packet = |kind: Kind, reason: Option<NakReason>, form: Flags| {
         let payload = match kind {
-            Kind::Data | Kind::Result => vec![7; 16],
+            Kind::Data | Kind::Result => vec![7; 64],
             Kind::Late | Kind::Cut => mask.to_bytes().to_vec(),
             _ if reason == Some(NakReason::Stragglers) => mask.to_bytes().to_vec(),
             _ => Vec::new(),
@@ -59,21 +60,24 @@ fn wire() -> Vec<Seed> {
         };
         (repr.reason, repr.seq, repr.count) = (reason, ChunkNo(9), 1);
         repr.payload_len_bytes = payload.len() as u16;
-        if matches!(kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Late) {
+        if matches!(kind, Kind::Data | Kind::Ref | Kind::Empty | Kind::Late | Kind::Operation) {
             repr.set_op(&desc);
             repr.set_limit(StragglerLimit { us: 1000, cuts: true }, 1);
             repr.signature = desc.signature(Path::Tree, 1);
         }
-        let mut bytes = vec![0; HEADER_LEN];
+        repr.flags |= form;
+        let mut bytes = vec![0; repr.header_len()];
         bytes.extend_from_slice(&payload);
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&payload));
         bytes
     };
+    let full = Flags::empty();
     let plain =
-        kinds.into_iter().filter(|kind| *kind != Kind::Nak).map(|kind| (format!("{kind:?}"), packet(kind, None)));
-    let naks = (1..=9).filter_map(NakReason::from_wire);
-    let naks = naks.map(|reason| (format!("Nak-{reason:?}"), packet(Kind::Nak, Some(reason))));
-    plain.chain(naks).map(|(name, bytes)| seed("wire", name.to_lowercase(), &[1], &bytes)).collect()
+        kinds.into_iter().filter(|kind| *kind != Kind::Nak).map(|kind| (format!("{kind:?}"), packet(kind, None, full)));
+    let naks = (1..=10).filter_map(NakReason::from_wire);
+    let naks = naks.map(|reason| (format!("Nak-{reason:?}"), packet(Kind::Nak, Some(reason), full)));
+    let short = [Kind::Data, Kind::Result].map(|kind| (format!("Short-{kind:?}"), packet(kind, None, Flags::SHORT)));
+    plain.chain(naks).chain(short).map(|(name, bytes)| seed("wire", name.to_lowercase(), &[1], &bytes)).collect()
 }
 
 fn control() -> Vec<Seed> {

@@ -1,26 +1,26 @@
 //! Packets of the data plane.
 //!
-//! Input: a byte of options (bit 0: write a valid length and checksums), then the packet.
+//! Input: a byte of options (bit 0: write the constant fields and a valid checksum), then the packet.
 
 use sumac_hal::op::Path;
-use sumac_hal::wire::{HEADER_LEN, Kind, MAGIC, NakReason, Packet, RankMask, Repr, VERSION, payload_crc, unpack_op};
+use sumac_hal::wire::{
+    Flags, HEADER_LEN, Kind, MAGIC, NakReason, Packet, RankMask, Repr, SHORT_HEADER_LEN, VERSION, payload_crc, unpack_op,
+};
 
-/// Offsets of the header fields that are written.
-const VERSION_AT: usize = 4;
-const PAYLOAD_LEN_AT: usize = 58;
-const CRC_AT: usize = 92;
+/// The offset of the flags, which decide on the header's form.
+const FLAGS_AT: usize = 3;
 
-/// Write the constant fields, the length and the checksum.
+/// Write the constant fields and the checksum.
 pub fn mend(packet: &mut [u8]) {
-    let Some(payload) = packet.get(HEADER_LEN..) else { return };
-    let (len, crc) = (payload.len() as u16, payload_crc(payload));
-    packet[..4].copy_from_slice(&MAGIC.to_le_bytes());
-    packet[VERSION_AT] = VERSION;
-    packet[PAYLOAD_LEN_AT..][..2].copy_from_slice(&len.to_le_bytes());
-    let mut header = [0; HEADER_LEN];
-    header[..CRC_AT].copy_from_slice(&packet[..CRC_AT]);
-    header[CRC_AT..].copy_from_slice(&crc.to_le_bytes());
-    packet[CRC_AT..HEADER_LEN].copy_from_slice(&sumac_hal::wire::crc32c(&header).to_le_bytes());
+    let is_short = packet.get(FLAGS_AT).is_some_and(|flags| flags & Flags::SHORT.bits() != 0);
+    let Some((header, payload)) = packet.split_at_mut_checked(if is_short { SHORT_HEADER_LEN } else { HEADER_LEN })
+    else {
+        return;
+    };
+    (header[0], header[1]) = (MAGIC, VERSION);
+    let (covered, crc) = header.split_at_mut(header.len() - size_of::<u32>());
+    let covered = [&*covered, &payload_crc(payload).to_le_bytes()].concat();
+    crc.copy_from_slice(&sumac_hal::wire::crc32c(&covered).to_le_bytes());
 }
 
 /// Run the target.

@@ -11,7 +11,7 @@ use sumac_hal::emu::Delivery;
 use sumac_hal::ids::{ChunkNo, Epoch};
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 use sumac_hal::port::Addr;
-use sumac_hal::wire::{Flags, Kind, NakReason, Packet, Repr, pack_op, payload_crc};
+use sumac_hal::wire::{Flags, Kind, MAGIC, NakReason, Packet, Repr, VERSION, pack_op, payload_crc};
 
 /// What the attacker has seen and sent.
 pub(super) struct Attacker {
@@ -50,14 +50,20 @@ impl Attacker {
     fn forge(&mut self, cluster: &Scene<'_>) -> Option<(Addr, Addr, Vec<u8>)> {
         let choice = self.draw.below(8);
         if choice == 0 {
-            let bytes = (0..self.draw.below(300)).map(|_| self.draw.bits() as u8).collect();
+            let mut bytes: Vec<u8> = (0..self.draw.below(300)).map(|_| self.draw.bits() as u8).collect();
+            if let [magic, version, ..] = &mut bytes[..]
+                && self.draw.chance(500)
+            {
+                // Of another version.
+                (*magic, *version) = (MAGIC, VERSION + 1);
+            }
             return Some((ATTACKER, self.recall()?.0.to, bytes));
         }
         if choice <= 2 {
             return Some(self.as_member(cluster));
         }
         let (seen, mut repr) = self.recall()?;
-        let payload = seen.bytes[sumac_hal::wire::HEADER_LEN..].to_vec();
+        let payload = seen.bytes[repr.header_len()..].to_vec();
         let mut from = seen.from;
         match choice {
             // Late copies of delivered packets, like duplicates of the network.
@@ -73,6 +79,7 @@ impl Attacker {
             // Packets that would end a group if keys or tokens were not checked.
             _ => {
                 repr.kind = Kind::Nak;
+                repr.flags.remove(Flags::SHORT);
                 repr.reason = NakReason::from_wire(1 + self.draw.below(7) as u8);
                 repr.bits2 = pack_op(&OpDesc::barrier());
                 repr.collective = Some(OpDesc::barrier().collective);
@@ -90,12 +97,21 @@ impl Attacker {
         let config = scene.wiring.endpoint(scene.options, (rank, scene.group), 0, scene.epoch);
         let numbers = [0, 1, 2, 3, 5, 17, 63, 64, 255, 1 << 20, u64::MAX - 1, u64::MAX];
         let op = OpDesc::all_reduce(draw.one_of(Dtype::ALL), draw.one_of(ReduceOp::ALL), draw.one_of(&numbers));
-        let kinds =
-            [Kind::Data, Kind::Data, Kind::Empty, Kind::Probe, Kind::Nak, Kind::Ref, Kind::Result, Kind::Status];
+        let kinds = [
+            Kind::Data,
+            Kind::Data,
+            Kind::Operation,
+            Kind::Empty,
+            Kind::Probe,
+            Kind::Nak,
+            Kind::Ref,
+            Kind::Result,
+            Kind::Status,
+        ];
         let kind = draw.one_of(&kinds);
         let reason = (kind == Kind::Nak).then(|| NakReason::from_wire(1 + draw.below(7) as u8)).flatten();
         let repr = Repr {
-            flags: Flags::from_bits_truncate(draw.bits() as u16),
+            flags: Flags::from_bits_truncate(draw.bits() as u8),
             collective: Some(op.collective),
             dtype: op.dtype,
             op: op.op,
@@ -176,9 +192,8 @@ fn wrong_key(key: u64, draw: &mut Draw) -> u64 {
 fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
     let mut bytes = vec![0; repr.packet_len()];
-    let mut packet = Packet::new_unchecked(&mut bytes[..]);
-    packet.payload_mut().copy_from_slice(payload);
-    repr.emit(&mut packet, payload_crc(payload));
+    bytes[repr.header_len()..].copy_from_slice(payload);
+    repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(payload));
     bytes
 }
 

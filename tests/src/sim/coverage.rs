@@ -8,7 +8,7 @@ use sumac::transport::packets::{EndpointError, Progress};
 use sumac_device::{Event, Node, Phase};
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::ids::GroupId;
-use sumac_hal::wire::{Kind, NakReason, Repr};
+use sumac_hal::wire::{Flags, Kind, NakReason, Repr};
 
 /// Define the marks, each with its name in tables.
 macro_rules! marks {
@@ -94,6 +94,10 @@ marks! {
     UpMismatch = "up: nak, mismatch",
     /// An operation that a subtree does not support.
     UpUnsupported = "up: nak, unsupported",
+    /// Data that names its operation by signature.
+    UpShort = "up: data, short",
+    /// The description of an operation.
+    UpOperation = "up: operation",
     /// A result.
     DownResult = "down: result",
     /// An answer without a result.
@@ -114,6 +118,8 @@ marks! {
     DownPathLost = "down: nak, path lost",
     /// An unsupported operation.
     DownUnsupported = "down: nak, unsupported",
+    /// Data named an operation that the node does not know.
+    DownUnknownOperation = "down: nak, unknown operation",
     /// A device dies for good.
     LossDevice = "loss: device",
     /// A device restarts.
@@ -339,7 +345,9 @@ impl Coverage {
     /// Record a packet by its header, which has been validated; `is_up` if it came from a child.
     pub(super) fn packet(&mut self, repr: &Repr, is_up: bool) {
         let mark = match (repr.kind, repr.reason) {
+            (Kind::Data, _) if repr.flags.contains(Flags::SHORT) => Mark::UpShort,
             (Kind::Data, _) => Mark::UpData,
+            (Kind::Operation, _) => Mark::UpOperation,
             (Kind::Ref, _) => Mark::UpRef,
             (Kind::Empty, _) => Mark::UpEmpty,
             (Kind::Probe, _) => Mark::UpProbe,
@@ -358,6 +366,7 @@ impl Coverage {
             (Kind::Nak, Some(NakReason::Mismatch)) => Mark::DownMismatch,
             (Kind::Nak, Some(NakReason::PathLost)) => Mark::DownPathLost,
             (Kind::Nak, Some(NakReason::Unsupported)) => Mark::DownUnsupported,
+            (Kind::Nak, Some(NakReason::UnknownOperation)) => Mark::DownUnknownOperation,
             _ => return,
         };
         self.note(mark);

@@ -8,7 +8,7 @@ use super::setup::Member;
 use super::wiring::{Owner, child_key, count_levels, group_id, owner};
 use sumac_hal::emu::Delivery;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, Packet, Repr};
+use sumac_hal::wire::{Kind, Packet, Repr};
 
 impl Cluster<'_, '_> {
     /// Return the reading of a device's clock.
@@ -61,15 +61,11 @@ impl Cluster<'_, '_> {
     /// something rare.
     pub(super) fn note_packet(&mut self, delivery: &Delivery) {
         let bytes = &delivery.bytes[..];
-        if bytes.len() < HEADER_LEN {
+        let Ok(repr) = Repr::parse(&Packet::new_unchecked(bytes)) else { return };
+        let is_rare = matches!(repr.kind, Kind::Nak | Kind::Ref);
+        if is_rare && Packet::new_checked(bytes).is_err() {
             return;
         }
-        let header = Packet::new_unchecked(bytes);
-        let kind = Kind::from_wire(header.kind());
-        let is_rare = matches!(kind, Some(Kind::Nak | Kind::Ref));
-        let Some(repr) = Repr::parse(&header).ok().filter(|_| !is_rare || Packet::new_checked(bytes).is_ok()) else {
-            return;
-        };
         let (from, to) = (owner(delivery.from), owner(delivery.to));
         let below = |parent: usize| {
             let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;

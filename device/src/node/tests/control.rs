@@ -119,12 +119,12 @@ fn shard_needs_twice_its_share_of_the_window_in_slots() {
 
 #[test]
 fn invalid_chunk_length_is_refused() {
-    let setup = Setup { chunk_len_bytes: 8896, ..Setup::default() };
+    let setup = Setup { chunk_len_bytes: 8944, ..Setup::default() };
     let mut node = with_tree(&setup);
     let group = group_config(&setup, 0);
-    for chunk_len_bytes in [0, 48, 65, 72, 8912, u16::MAX] {
+    for chunk_len_bytes in [0, 48, 65, 72, 8960, u16::MAX] {
         let config = GroupConfig { chunk_len_bytes, ..group };
-        refused(&mut node, &Request::CreateGroup(config), Refusal::Chunk { chunk_len_bytes, limit: 9000 - 96 });
+        refused(&mut node, &Request::CreateGroup(config), Refusal::Chunk { chunk_len_bytes, limit: 9000 - 48 });
     }
     create(&mut node, group);
 }

@@ -4,6 +4,7 @@
 use super::*;
 use proptest::prelude::*;
 use sumac_hal::op::Collective;
+use sumac_hal::wire::{HEADER_LEN, SHORT_HEADER_LEN};
 
 /// Small numbers, and numbers at which arithmetic could overflow.
 fn numbers() -> impl Strategy<Value = u64> {
@@ -27,6 +28,7 @@ enum Change {
     Op(Option<ReduceOp>),
     Collective(Option<Collective>),
     Partial,
+    Form,
     Token(u32),
 }
 
@@ -46,6 +48,7 @@ fn changes() -> impl Strategy<Value = Change> {
         1 => prop::option::of(prop::sample::select(ReduceOp::ALL)).prop_map(Change::Op),
         1 => prop::option::of(prop::sample::select(Collective::ALL)).prop_map(Change::Collective),
         1 => Just(Change::Partial),
+        2 => Just(Change::Form),
         1 => any::<u32>().prop_map(Change::Token),
     ]
 }
@@ -69,8 +72,8 @@ prop_compose! {
     fn steps()(
         from_parent in prop::bool::weighted(0.3),
         child in 0_u16..3,
-        kind in prop_oneof![6 => Just(1_u8), 1 => 2_u8..9],
-        reason in 1_u8..8,
+        kind in prop_oneof![6 => Just(1_u8), 1 => 2_u8..12],
+        reason in 1_u8..11,
         seq in numbers(),
         up_to_date in any::<bool>(),
         elements in prop_oneof![8 => Just(2_usize), 1 => 0_usize..20],
@@ -98,6 +101,7 @@ fn apply(change: Change, repr: &mut Repr) {
         Change::Op(op) => repr.op = op,
         Change::Collective(collective) => repr.collective = collective,
         Change::Partial => repr.flags.toggle(Flags::PARTIAL),
+        Change::Form => repr.flags.toggle(Flags::SHORT),
         Change::Token(n) => repr.token = n,
     }
 }
@@ -107,7 +111,7 @@ fn run(setup: Setup, script: &[Step]) {
     for step in script {
         let group = rig.node.storage.groups[0].as_ref();
         let (own, answered) = group.map_or((0, 0), |group| (group.token, group.answered_below));
-        let kind = Kind::from_wire(step.kind).expect("1 to 8");
+        let kind = Kind::from_wire(step.kind).expect("1 to 11");
         rig.have.fill(if step.up_to_date { setup.shard.global(answered).0 } else { 0 });
         let (from, mut repr) = if step.from_parent {
             (PARENT, Repr { bits: u64::from(step.reason), ..rig.down(kind, step.seq, own) })
@@ -152,27 +156,32 @@ proptest! {
     fn random_bytes_are_dropped_as_malformed(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let mut rig = Rig::new(Setup::default());
         rig.put_bytes(child_addr(0), &bytes);
-        prop_assert_eq!(rig.dropped(DropReason::Malformed), 1);
+        prop_assert_eq!(rig.dropped(DropReason::Malformed) + rig.dropped(DropReason::WrongVersion), 1);
         prop_assert_eq!(rig.drain(), vec![]);
     }
 
     /// A valid packet with some bytes overwritten and the checksum recomputed.
     #[test]
     fn damaged_header_with_valid_checksum_keeps_the_invariants(
-        edits in prop::collection::vec((0_usize..92, any::<u8>()), 1..8),
+        edits in prop::collection::vec((0_usize..48, any::<u8>()), 1..8),
         elements in 0_usize..20,
+        short in any::<bool>(),
     ) {
         let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
         rig.data(1, 0, &[1.0]);
         let payload = vec![0; elements * 4];
-        let repr = Repr { payload_len_bytes: payload.len() as u16, ..rig.up(Kind::Data, 0, 0) };
+        let mut repr = Repr { payload_len_bytes: payload.len() as u16, ..rig.up(Kind::Data, 0, 0) };
+        repr.flags.set(Flags::SHORT, short);
         let mut bytes = vec![0; repr.packet_len()];
         repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&payload));
         edits.iter().for_each(|&(at, byte)| bytes[at] = byte);
-        let mut covered = bytes[..92].to_vec();
-        covered.extend(payload_crc(&payload).to_le_bytes());
-        let crc = sumac_hal::wire::crc32c(&covered);
-        bytes[92..96].copy_from_slice(&crc.to_le_bytes());
+        // The edited flags decide on the form.
+        let header_len = if bytes[3] & Flags::SHORT.bits() != 0 { SHORT_HEADER_LEN } else { HEADER_LEN };
+        bytes.resize(bytes.len().max(header_len), 0);
+        let (header, payload) = bytes.split_at_mut(header_len);
+        let (covered, crc) = header.split_at_mut(header_len - 4);
+        let covered = [&*covered, &payload_crc(payload).to_le_bytes()].concat();
+        crc.copy_from_slice(&sumac_hal::wire::crc32c(&covered).to_le_bytes());
         rig.put_bytes(child_addr(0), &bytes);
         rig.put_bytes(PARENT, &bytes);
         rig.drain();

@@ -9,6 +9,7 @@ mod flow;
 mod fuzz;
 mod loss;
 mod model;
+mod operation;
 mod sets;
 mod shared;
 mod straggler;
@@ -225,6 +226,7 @@ impl Rig {
             count: 1,
             seq: ChunkNo(seq),
             token,
+            signature: OP.signature(Path::Tree, 1),
             window: self.setup.window,
             ..Repr::new(kind, group_id(0), EPOCH, OWN_PLACE, PARENT_KEY)
         }
@@ -234,9 +236,8 @@ impl Rig {
     pub(in crate::node) fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
         let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
         let mut bytes = vec![0; repr.packet_len()];
-        let mut packet = Packet::new_unchecked(&mut bytes[..]);
-        packet.payload_mut().copy_from_slice(payload);
-        repr.emit(&mut packet, payload_crc(payload));
+        bytes[repr.header_len()..].copy_from_slice(payload);
+        repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(payload));
         self.put_bytes(from, &bytes);
     }
 

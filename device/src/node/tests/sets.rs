@@ -34,7 +34,7 @@ fn broadcast_is_bit_exact() {
         let expected = [(0, Kind::Result), (1, Kind::Done), (2, Kind::Result)];
         assert_eq!(kinds(&sent), expected.map(|(child, kind)| (child_addr(child), kind, 0, 1)));
         assert!(sent[0].payload == bytes && sent[2].payload == bytes, "{sent:?}");
-        assert_eq!(sent[0].repr.op_desc(), Some(BROADCAST), "the root gets the operation too");
+        assert_eq!(sent[1].repr.op_desc(), Some(BROADCAST), "the root gets the operation too");
     }
 }
 
@@ -46,10 +46,10 @@ fn broadcast_chunk_travels_up_unconverted() {
     contribute(&mut rig, 0, (0, 1), &BROADCAST, true, &[]);
     contribute(&mut rig, 1, (0, 1), &BROADCAST, false, &chunk);
     let up = rig.drain();
-    assert_eq!((up[0].repr.kind, &up[0].payload[..]), (Kind::Data, &chunk[..]));
-    let mut result = rig.down(Kind::Result, 0, up[0].repr.token);
-    result.set_op(&BROADCAST);
-    rig.put(PARENT, result, &chunk);
+    assert_eq!((up[0].repr.kind, up[0].repr.op_desc()), (Kind::Operation, Some(BROADCAST)));
+    assert_eq!((up[1].repr.kind, &up[1].payload[..]), (Kind::Data, &chunk[..]));
+    let result = rig.down(Kind::Result, 0, up[0].repr.token);
+    rig.put(PARENT, Repr { signature: up[1].repr.signature, ..result }, &chunk);
     assert_eq!(rig.drain()[0].payload, chunk);
 }
 
@@ -98,7 +98,7 @@ fn runs_of_empty_and_done_are_one_packet() {
     assert_eq!(kinds(&sent), [(PARENT, Kind::Empty, 0, 3), (PARENT, Kind::Data, 3, 1)]);
     assert_eq!(rig.node.counters().contributions, 8);
     let own = sent[0].repr.token;
-    let done = Repr { count: 4, ..rig.down(Kind::Done, 0, own) };
+    let done = Repr { count: 4, signature: sent[0].repr.signature, ..rig.down(Kind::Done, 0, own) };
     rig.put(PARENT, done, &[]);
     assert_eq!(kinds(&rig.drain()), [(child_addr(0), Kind::Done, 0, 4), (child_addr(1), Kind::Done, 0, 4)]);
     assert_eq!(rig.node.counters().answers, 8);

@@ -6,7 +6,7 @@ use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use crate::op::{Collective, Dtype, ReduceOp};
 use crate::port::VerbsAddr;
 use crate::time::Instant;
-use crate::wire::{Flags, Kind, NakReason, Packet, Repr, payload_crc};
+use crate::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, SHORT_HEADER_LEN, payload_crc};
 use std::fmt::Write as _;
 use std::net::{Ipv6Addr as Ip6, SocketAddr};
 use std::process::Command;
@@ -33,15 +33,17 @@ fn every_kind() -> Bytes<Bytes<u8>> {
     let mut kinds: Bytes<(Kind, Option<NakReason>)> =
         (1..=u8::MAX).filter_map(Kind::from_wire).filter(|&kind| kind != Kind::Nak).map(|kind| (kind, None)).collect();
     kinds.extend((1..=u8::MAX).filter_map(NakReason::from_wire).map(|reason| (Kind::Nak, Some(reason))));
-    kinds.into_iter().enumerate().map(|(n, (kind, reason))| packet(n as u8, kind, reason)).collect()
+    let all = kinds.into_iter().map(|(kind, reason)| (kind, reason, Flags::empty()));
+    let short = [Kind::Data, Kind::Result].map(|kind| (kind, None, Flags::SHORT));
+    all.chain(short).enumerate().map(|(n, (kind, reason, form))| packet(n as u8, kind, reason, form)).collect()
 }
 
-fn packet(n: u8, kind: Kind, reason: Option<NakReason>) -> Bytes<u8> {
+fn packet(n: u8, kind: Kind, reason: Option<NakReason>, form: Flags) -> Bytes<u8> {
     let wide = |salt: u64| (u64::from(n) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ salt << 7);
     let narrow = |salt: u64| wide(salt) as u16;
     let payload = vec![n; usize::from(n) * 5];
     let repr = Repr {
-        flags: Flags::from_bits_truncate(1 << (n % 6)),
+        flags: Flags::from_bits_truncate(1 << (n % 6)) | form,
         collective: Collective::from_wire(n % 11),
         dtype: Dtype::from_wire(n % 15),
         op: ReduceOp::from_wire(n % 14 + 1),
@@ -53,24 +55,24 @@ fn packet(n: u8, kind: Kind, reason: Option<NakReason>) -> Bytes<u8> {
         token: wide(5) as u32,
         window: narrow(6),
         payload_len_bytes: payload.len() as u16,
-        attempt: narrow(7),
+        attempt: narrow(7) as u8,
         view: narrow(8),
         bits: wide(9),
         bits2: wide(10),
         root: Rank(wide(11) as u32),
-        slowest: Some(Rank(wide(12) as u32 >> 1)),
+        slowest: Some(Rank(u32::from(narrow(12) >> 1))),
         late_us: wide(13) as u32,
         ..Repr::new(kind, GroupId(wide(14) as u32), Epoch::from_bits(wide(17) as u32), ChildIndex(narrow(15)), wide(16))
     };
     let mut bytes = vec![0; repr.packet_len()];
-    bytes[crate::wire::HEADER_LEN..].copy_from_slice(&payload);
+    bytes[repr.header_len()..].copy_from_slice(&payload);
     repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(&payload));
     bytes
 }
 
 fn traced(n: usize, peer: Addr, direction: Direction, packet: &[u8]) -> TracedPacket<'_> {
     // Sent packets in two parts, of odd lengths too.
-    let (header, payload) = packet.split_at(if direction == Direction::Sent { 95 } else { packet.len() });
+    let (header, payload) = packet.split_at(if direction == Direction::Sent { 47 } else { packet.len() });
     let ecn = Ecn::from_mark(direction == Direction::Received && n % 4 == 3);
     TracedPacket { at: Instant::from_nanos(n as u64 * 1_000_001), direction, peer, ecn, header, payload }
 }
@@ -172,16 +174,21 @@ fn table(name: &str) -> impl Iterator<Item = &'static str> {
 
 #[test]
 fn dissector_names_each_field_at_its_offset() {
-    let fields = crate::wire::field_ranges();
-    let listed: Bytes<(&str, usize, usize)> = table("FIELDS")
-        .map(|line| {
-            let mut words = line.trim().trim_start_matches("{ ").split(", ");
-            let mut next = || words.next().expect("name, offset, length");
-            (next().trim_matches('"'), next().parse().expect("an offset"), next().parse().expect("a length"))
-        })
-        .collect();
-    assert_eq!(listed, fields);
-    assert_eq!(fields.iter().map(|(_, _, len)| len).sum::<usize>(), crate::wire::HEADER_LEN, "no byte without a name");
+    let lists = crate::wire::field_ranges();
+    for (name, fields) in ["FIELDS", "DATA_FIELDS", "RESULT_FIELDS", "FULL_FIELDS"].into_iter().zip(&lists) {
+        let listed: Bytes<(&str, usize, usize)> = table(name)
+            .map(|line| {
+                let mut words = line.trim().trim_start_matches("{ ").split(", ");
+                let mut next = || words.next().expect("name, offset, length");
+                (next().trim_matches('"'), next().parse().expect("an offset"), next().parse().expect("a length"))
+            })
+            .collect();
+        assert_eq!(listed, *fields, "{name}");
+    }
+    let len = |fields: &[(&str, usize, usize)]| fields.iter().map(|(_, _, len)| len).sum::<usize>();
+    let [both, data, result, full] = lists.each_ref().map(|fields| len(fields));
+    assert_eq!([both + data, both + result], [SHORT_HEADER_LEN; 2], "no byte without a name");
+    assert_eq!(both + full, HEADER_LEN, "no byte without a name");
 }
 
 #[test]
@@ -205,7 +212,7 @@ fn dissector_names_each_number() {
     names("DTYPES", &|n| Dtype::from_wire(n).map(|value| value.name().into()));
     names("OPS", &|n| ReduceOp::from_wire(n).map(|value| value.name().into()));
     names("FLAGS", &|n| {
-        let flag = Flags::from_bits(n.into()).filter(|_| n.is_power_of_two())?;
+        let flag = Flags::from_bits(n).filter(|_| n.is_power_of_two())?;
         flag.iter_names().next().map(|(name, _)| name.into())
     });
 }
@@ -223,8 +230,9 @@ fn tshark_shows_every_field_as_it_was_written() {
     let mut command = Command::new("tshark");
     let script = concat!("lua_script:", env!("CARGO_MANIFEST_DIR"), "/wireshark/sumac.lua");
     command.args(["-X", script, "-o", "udp.check_checksum:TRUE", "-T", "fields", "-r"]).arg(&path);
-    let fields = crate::wire::field_ranges();
-    for (name, ..) in fields {
+    let [both, data, result, full] = crate::wire::field_ranges();
+    let names: Bytes<&str> = both.iter().chain(&full).map(|(name, ..)| *name).collect();
+    for name in &names {
         command.args(["-e", &format!("sumac.{name}")]);
     }
     command.args(["-e", "_ws.col.Info", "-e", "sumac.payload", "-e", "udp.checksum.status", "-e", "frame.time_epoch"]);
@@ -236,16 +244,27 @@ fn tshark_shows_every_field_as_it_was_written() {
     assert_eq!(text.lines().count(), packets.len(), "{text}");
     for (n, (line, packet)) in text.lines().zip(&packets).enumerate() {
         let columns: Bytes<&str> = line.split('\t').collect();
-        for ((name, start, len), shown) in fields.iter().zip(&columns) {
+        let repr = Repr::parse(&Packet::new_checked(&packet[..]).expect("intact")).expect("of this version");
+        let form = match (repr.flags.contains(Flags::SHORT), repr.kind) {
+            (false, _) => &full,
+            (true, Kind::Result) => &result,
+            (true, _) => &data,
+        };
+        for (name, shown) in names.iter().zip(&columns).take(both.len() + full.len()) {
+            let Some((_, start, len)) = both.iter().chain(form).find(|field| field.0 == *name) else {
+                assert_eq!(*shown, "", "{name} of packet {n}: {line}");
+                continue;
+            };
             let mut bytes = [0; 8];
             bytes[..*len].copy_from_slice(&packet[*start..][..*len]);
             assert_eq!(number(shown), u64::from_le_bytes(bytes), "{name} of packet {n} as {shown}: {line}");
         }
-        let [info, payload, checksum, time] = columns[fields.len()..] else { panic!("four more columns: {line}") };
-        let kind = Kind::from_wire(packet[5]).expect("a kind");
+        let [info, payload, checksum, time] = columns[both.len() + full.len()..] else {
+            panic!("four more columns: {line}")
+        };
+        let kind = repr.kind;
         assert!(info.starts_with(&format!("{kind:?}")) && info.contains("seq="), "{info}");
-        let hex =
-            packet[crate::wire::HEADER_LEN..].iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
+        let hex = packet[repr.header_len()..].iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
         assert_eq!(payload, hex);
         // 1: good; 3: not present, which IPv4 permits.
         assert!(matches!(checksum, "1" | "3"), "UDP's checksum has status {checksum}: {line}");

@@ -206,7 +206,10 @@ impl Endpoint {
             return None;
         }
         self.hops[index].on_activity(now);
-        if matches!(reason, NakReason::Missing | NakReason::Resend) {
+        if reason == NakReason::UnknownOperation {
+            self.hops[index].forget_described();
+        }
+        if matches!(reason, NakReason::Missing | NakReason::Resend | NakReason::UnknownOperation) {
             let in_flight = (self.have()..ChunkNo(self.next.min(self.end()))).contains(&repr.seq);
             let local = self.shard(index).local(repr.seq)?;
             if in_flight && !self.hops[index].is_answered(local) && !self.again.contains(&repr.seq.0) {

@@ -1,5 +1,6 @@
 //! One endpoint, packet by packet, against a leaf node played by the tests.
 
+mod operation;
 mod sets;
 mod shared;
 mod straggler;
@@ -75,8 +76,13 @@ impl Rig {
         self.endpoint.post(sum(count), Path::Tree, None).expect("not failed")
     }
 
-    /// Return all packets that it sends now.
+    /// Return all packets that it sends now, but descriptions of operations.
     fn drain(&mut self) -> Vec<(Addr, Repr, Vec<u8>)> {
+        self.packets().into_iter().filter(|(_, repr, _)| repr.kind != Kind::Operation).collect()
+    }
+
+    /// Return all packets that it sends now.
+    fn packets(&mut self) -> Vec<(Addr, Repr, Vec<u8>)> {
         let mut buffer = vec![0; 4096];
         let mut all = Vec::new();
         loop {
@@ -90,7 +96,7 @@ impl Rig {
         }
     }
 
-    /// Return all packets that it sends now, as kinds and sequence numbers.
+    /// Return the packets of [`Rig::drain`] as kinds and sequence numbers.
     fn sent(&mut self) -> Vec<(Kind, u64)> {
         self.drain().iter().map(|(_, repr, _)| (repr.kind, repr.seq.0)).collect()
     }
@@ -109,9 +115,8 @@ impl Rig {
     fn put(&mut self, from: Addr, repr: Repr, payload: &[u8]) {
         let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
         let mut bytes = vec![0; repr.packet_len()];
-        let mut packet = Packet::new_unchecked(&mut bytes[..]);
-        packet.payload_mut().copy_from_slice(payload);
-        repr.emit(&mut packet, payload_crc(payload));
+        bytes[repr.header_len()..].copy_from_slice(payload);
+        repr.emit(&mut Packet::new_unchecked(&mut bytes[..]), payload_crc(payload));
         self.endpoint.handle(self.now, from, Ecn::Unmarked, &bytes, &mut self.memory);
     }
 

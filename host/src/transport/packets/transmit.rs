@@ -8,7 +8,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Packet, Repr, payload_crc};
+use sumac_hal::wire::{Flags, Kind, Repr, payload_crc};
 
 impl Endpoint {
     /// Return the next packet, whose payload is still in the caller's buffer; `None` if there is none to send now. It
@@ -19,7 +19,7 @@ impl Endpoint {
     pub fn poll_transmit<'b>(&mut self, now: Instant, buffers: &'b impl Buffers) -> Option<Transmit<&'b [u8]>> {
         let out = self.next_packet(buffers, now)?;
         self.stats.packets_out += 1;
-        self.stats.bytes_out += (HEADER_LEN + out.payload.len()) as u64;
+        self.stats.bytes_out += (out.header.len() + out.payload.len()) as u64;
         Some(out)
     }
 
@@ -45,14 +45,20 @@ impl Endpoint {
             return Some(transmit(to, &repr, &[]));
         }
         self.drop_answered();
-        if let Some(seq) = self.again.pop_front() {
-            self.stats.retransmits += 1;
-            return Some(self.contribute(seq, seq + 1, buffers, now));
+        if let Some(&seq) = self.again.front() {
+            let (out, sent) = self.contribute(seq, seq + 1, buffers, now);
+            if sent > 0 {
+                self.again.pop_front();
+                self.stats.retransmits += 1;
+            }
+            return Some(out);
         }
         let seq = self.next_in_window()?;
         let run_end = (seq / RUN + 1) * RUN;
         let end = run_end.min(self.end()).min(self.window_end());
-        Some(self.contribute(seq, end, buffers, now))
+        let (out, sent) = self.contribute(seq, end, buffers, now);
+        self.next = self.next.max(seq + sent);
+        Some(out)
     }
 
     /// Drop retransmissions that have been answered by now, or never will be.
@@ -84,8 +90,15 @@ impl Endpoint {
     }
 
     /// Return the contribution to `seq`. An Empty also covers the following ones below `end`, as far as they are Empty
-    /// of the same operation.
-    fn contribute<'b>(&mut self, seq: u64, end: u64, buffers: &'b impl Buffers, now: Instant) -> Transmit<&'b [u8]> {
+    /// of the same operation. Also returns how many seqs the packet covers: none if it only describes the operation,
+    /// which has to come before.
+    fn contribute<'b>(
+        &mut self,
+        seq: u64,
+        end: u64,
+        buffers: &'b impl Buffers,
+        now: Instant,
+    ) -> (Transmit<&'b [u8]>, u64) {
         let op = self.ops.of_seq(seq).expect("only posted seqs of unfinished operations are sent");
         let part = op.part(seq);
         let payload = part.input.map_or(&[][..], |range| &buffers.input(op.id)[range]);
@@ -107,17 +120,20 @@ impl Endpoint {
             repr.count = empty_run(&op, seq, end, wants);
         }
         let index = self.shard_of(seq);
-        let local = self.shard(index).below(ChunkNo(seq));
-        (0..u64::from(repr.count)).for_each(|next| self.hops[index].on_sent(local + next, now));
-        self.next = self.next.max(seq + u64::from(repr.count));
-        transmit(self.config.parents[index], &repr, payload)
+        let (local, to) = (self.shard(index).below(ChunkNo(seq)), self.config.parents[index]);
+        let hop = &mut self.hops[index];
+        let describe = !hop.is_described(op.signature);
+        hop.set_described(op.signature);
+        if kind == Kind::Data && !repr.choose_form(self.config.chunk_len_bytes, describe) {
+            return (transmit(to, &repr.operation(), &[]), 0);
+        }
+        (0..u64::from(repr.count)).for_each(|next| hop.on_sent(local + next, now));
+        (transmit(to, &repr, payload), repr.count.into())
     }
 }
 
 fn transmit<'b>(to: Addr, repr: &Repr, payload: &'b [u8]) -> Transmit<&'b [u8]> {
-    let mut header = [0; HEADER_LEN];
-    repr.emit(&mut Packet::new_unchecked(&mut header[..]), payload_crc(payload));
-    Transmit { to, header, payload }
+    Transmit { to, header: repr.header(payload_crc(payload)), payload }
 }
 
 /// Return how many sequence numbers from `seq` on, below `end`, are Empty contributions to `op` with the same `wants`.
