@@ -301,7 +301,7 @@ impl Model {
 }
 
 #[test]
-fn no_device_or_rank_returns_to_an_old_term_and_one_controller_serves_all_in_the_end() {
+fn no_part_returns_to_an_old_term_and_one_controller_serves_all_in_the_end() {
     let mut stranded = 0;
     for seed in 0..SEEDS {
         let mut model = Model::new(seed);
