@@ -74,8 +74,7 @@ fn every_row_recovers_from_a_killed_device() {
     // In rows of ring only barriers use the tree: recovery happens in the iteration, in the next barrier, or in between.
     let when = ["the time of iteration 4 beyond the median", "next to iteration 4", "while no rank was in a call"];
     assert!(remarks.iter().all(|line| when.iter().any(|when| line.ends_with(when))), "{remarks:?}");
-    // No other device takes over: the other leaf belonged to the same tree.
-    assert!(rows.iter().all(|row| row["path"] != "tree"), "{rows:?}");
+    // The other leaf serves the job again once the dead one is known to be gone: rows may be on either path.
 }
 
 /// The operation ends before the fault is injected; its ranks wait for the fault.
