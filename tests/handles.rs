@@ -7,7 +7,7 @@ use common::{Cluster, over_udp, plain};
 use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac::comm::{Departure, OwnedBuffer};
 use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Path, ReduceOp};
 use sumac_hal::ids::Rank;
@@ -157,24 +157,34 @@ fn started_operations_beside_schedules_all_have_their_own_results() {
 /// that host collective, whose handle some of them have dropped.
 #[test]
 fn ranks_that_wait_in_different_orders_all_get_their_results() {
-    let cluster = Cluster::start(1, 3);
-    cluster.run("orders", 3, plain, |comm| {
+    let cluster = Cluster::start(1, 4);
+    cluster.run("orders", 4, plain, |comm| {
         let by = |algo| CallOptions { algo: Some(algo), ..CallOptions::default() };
         let start = |algo| comm.start_all_reduce_with(vec![1_u32; 64], ReduceOp::Sum, &by(algo)).expect("room");
         let first = start(Algo::Ring);
         match comm.rank() {
             0 => {
-                assert_eq!(first.wait().expect("a sum").0, [3; 64]);
-                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [3; 64]);
+                assert_eq!(first.wait().expect("a sum").0, [4; 64]);
+                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [4; 64]);
             }
             1 => {
                 drop(first);
-                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [3; 64]);
+                assert_eq!(start(Algo::Tree).wait().expect("a sum").0, [4; 64]);
+            }
+            2 => {
+                let mut second = start(Algo::Tree);
+                let begun = Instant::now();
+                while !second.test() {
+                    assert!(begun.elapsed() < SOON, "nobody runs the first operation");
+                    thread::yield_now();
+                }
+                assert_eq!(second.wait().expect("a sum").0, [4; 64]);
+                drop(first);
             }
             _ => {
                 let mut values = [1_u32; 64];
                 comm.all_reduce_with(&mut values, ReduceOp::Sum, &by(Algo::Tree)).expect("a sum");
-                assert_eq!((values, first.wait().expect("a sum").0), ([3; 64], vec![3; 64]));
+                assert_eq!((values, first.wait().expect("a sum").0), ([4; 64], vec![4; 64]));
             }
         }
         assert_eq!(comm.outstanding().operations, 0);

@@ -382,10 +382,6 @@ impl Operations {
         !self.schedules.is_empty()
     }
 
-    pub(super) fn is_scheduled(&self, handle: u64) -> bool {
-        self.schedules.contains(&handle)
-    }
-
     /// Return whether another host collective can be started.
     pub(super) fn has_room(&self) -> bool {
         self.schedules.len() < self.capacity

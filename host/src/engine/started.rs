@@ -92,12 +92,15 @@ impl Core {
     }
 
     /// Return whether a started operation has ended, with a result or an error. Drives the tree without blocking; runs
-    /// a host collective to completion.
+    /// host collectives to completion, also those that were started before this operation: other ranks may wait for
+    /// them before they start it.
     pub(crate) fn test(&mut self, handle: u64, options: &CallOptions) -> bool {
         let (at, limit) = self.deadline(options);
-        if self.data.operations.is_scheduled(handle) {
-            self.wait_for(handle, (at, limit));
-            return true;
+        while self.data.next_step(Awaited::Operation(handle)) == NextStep::RunSchedule {
+            // An error has ended the communicator, and this operation with it.
+            if self.run_next_schedule((at, limit)).is_err() {
+                break;
+            }
         }
         self.data.try_finish(handle);
         if let Some(started) = self.data.operations.get_mut(handle).filter(|started| started.finished.is_none()) {
