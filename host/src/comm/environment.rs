@@ -377,6 +377,7 @@ mod tests {
         let set = [
             ("SUMAC_PORT", "9"),
             ("SUMAC_JOB", "j"),
+            ("SUMAC_EMBEDDED_CONTROLLER", "1"),
             ("SUMAC_HOST", "node7"),
             ("SUMAC_ORDER", "fold"),
             ("SUMAC_ALGO", "ring"),
@@ -400,7 +401,7 @@ mod tests {
         ];
         let read = config(&set).expect("all are valid");
         let mut expected = JoinConfig::new(SocketAddr::from(([127, 0, 0, 1], 9)), "j", 1, 2);
-        expected.host = Some("node7".into());
+        (expected.host, expected.embedded_controller) = (Some("node7".into()), true);
         (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
         (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
         expected.bind = "10.0.0.7".parse().expect("an address");
@@ -480,6 +481,7 @@ mod tests {
             ("SUMAC_BIND", "eth0.invalid", "IP address"),
             ("SUMAC_IFNAME", "^", "names no interface"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),
+            ("SUMAC_EMBEDDED_CONTROLLER", "yes", "1, 0"),
         ] {
             let error = config(&[(name, value)]).expect_err("refused").to_string();
             assert!(error.contains(name) && error.contains(value) && error.contains(selection_cache), "{error}");
