@@ -351,8 +351,12 @@ fn previously_failing_seeds_pass() {
     let outdated = [(Restart, 1_795_372_110_001_202)];
     // Duplicates that links held back counted against the limit of packets in flight: `Fabric::sent_in_flight`.
     let held = [(Restart, 1_795_380_982_008_740)];
+    // A limit was taken from the description of a later operation: `GroupCtx::operation_of`.
+    let described = [374, 392].map(|seed| (Hostile, seed));
     let early = torn.into_iter().chain(replaced).chain(crowded).chain(passed);
-    for (kind, seed) in early.chain(unsettled).chain(fetched).chain(doubled).chain(outdated).chain(held) {
+    for (kind, seed) in
+        early.chain(unsettled).chain(fetched).chain(doubled).chain(outdated).chain(held).chain(described)
+    {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }

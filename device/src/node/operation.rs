@@ -79,7 +79,10 @@ impl GroupCtx<'_> {
         }
         let operations = &self.group.operations;
         let any = planted!(self.common, UnknownOperationCombined);
-        operations.find(signature).or_else(|| operations.known[operations.latest].filter(|_| any))
+        let known = operations.find(signature).or_else(|| operations.known[operations.latest].filter(|_| any))?;
+        // A chunk before the first one that was described is no honest child's.
+        let limit = known.limit.filter(|&(_, first)| is_from(repr.seq.0, first));
+        Some(Operation { limit, ..known })
     }
 
     /// Ask a child to describe the operation of its Data, which is dropped.
@@ -99,6 +102,11 @@ impl GroupCtx<'_> {
         }
         operation
     }
+}
+
+/// Return whether chunk `seq` may belong to an operation whose first chunk is `first`.
+fn is_from(seq: u64, first: u64) -> bool {
+    seq.checked_sub(first).is_some_and(|distance| u32::try_from(distance).is_ok())
 }
 
 /// Return whether a contribution names its operation by signature only.

@@ -160,6 +160,18 @@ fn limit_of_an_operation_comes_with_its_description() {
     assert_eq!((slot.limit, slot.op_first), (Some(limit), 0));
 }
 
+/// The chunk would be the root's to wait for, at a negative distance from its operation's first.
+#[test]
+fn limit_is_ignored_by_a_chunk_before_the_described_operation() {
+    let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
+    let mut repr = rig.header_of(Kind::Operation, 0, 3, &OP);
+    repr.set_limit(StragglerLimit { us: 700, cuts: true }, 0);
+    rig.put(child_addr(0), repr, &[]);
+    (0..2).for_each(|child| rig.short(child, 2, &OP, 1.0));
+    assert_eq!(rig.node.storage.slots[2].limit, None);
+    assert_eq!(rig.drain().last().map(Sent::floats), Some(vec![2.0; FULL]));
+}
+
 #[test]
 fn inner_node_describes_an_operation_once_and_again_when_asked() {
     let mut rig = Rig::new(Setup { has_parent: true, ..Setup::default() });
