@@ -151,6 +151,8 @@ pub(super) struct Takeover {
     pub(super) view: u32,
     /// The controller has not replied yet, so only `Resume` and `Leave` are sent.
     pub(super) is_pending: bool,
+    /// The incarnation of the controller that it asked last.
+    pub(super) asked: u64,
     /// How often its place was still taken.
     pub(super) taken: u32,
     /// A controller has refused it: it continues without one.

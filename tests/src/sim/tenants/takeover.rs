@@ -50,7 +50,7 @@ impl World<'_, '_> {
         let job = &mut self.jobs[at.0];
         job.came_back.entry(incarnation).or_default().insert(at.1);
         let member = &mut job.ranks[at.1];
-        (member.conn, member.takeover.is_pending) = (Some(conn), true);
+        (member.conn, member.takeover.is_pending, member.takeover.asked) = (Some(conn), true, incarnation);
         let resumption = ResumeRequest {
             request,
             devices: Vec::new(),
@@ -98,7 +98,9 @@ impl World<'_, '_> {
     fn check_takeover(&self, at: (usize, usize), view: u32) -> Result<(), Violation> {
         let job = &self.jobs[at.0];
         let found = |oracle, what| Err(Violation { oracle, what });
-        let came = job.came_back.get(&self.incarnation).map_or(0, std::collections::BTreeSet::len);
+        // The reply may be one of a controller that has ended since.
+        let asked = job.ranks[at.1].takeover.asked;
+        let came = job.came_back.get(&asked).map_or(0, std::collections::BTreeSet::len);
         if 2 * came <= job.ranks.len() {
             return found("minority", format!("job {} resumes with {came} of {} ranks", at.0, job.ranks.len()));
         }
