@@ -343,6 +343,12 @@ fn previously_failing_seeds_pass() {
     for seed in [1, 4, 13, 15, 215, 351].into_iter().chain(tenants) {
         run_tenants(&Tenancy::draw(seed)).unwrap_or_else(|violation| panic!("tenants SEED={seed}: {violation}"));
     }
+    // The same with started operations: a job waited for a device that had been silent to another job, which had ended
+    // meanwhile; a reply of a controller that has ended was judged as the next one's.
+    for seed in [1_795_400_292, 1_795_401_417] {
+        run_tenants(&Tenancy::draw_started(seed))
+            .unwrap_or_else(|violation| panic!("started SEED={seed}: {violation}"));
+    }
     // An unreachable fetch was retried forever if others preceded it: `RedoSlot::reached`.
     let fetched = [83, 256, 437].map(|seed| (ZeroCopy, seed));
     // A gap was queued to be asked for while it still waited to be: `Endpoint::ask_for_gaps`.

@@ -82,6 +82,8 @@ impl State {
         }
         let mut were_unresponsive = std::mem::take(&mut self.unresponsive);
         were_unresponsive.extend(unresponsive);
+        // Also those that hold no group: jobs that were planned without them must learn when they respond.
+        were_unresponsive.extend(self.devices.values().filter(|it| !self.links.is_responsive(it)).map(|it| it.key()));
         let is_unresponsive =
             |key: &DeviceKey| self.session(key).is_some_and(|device| !self.links.is_responsive(&device));
         let (unresponsive, others): (_, BTreeSet<_>) = were_unresponsive.into_iter().partition(is_unresponsive);

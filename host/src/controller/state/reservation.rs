@@ -105,6 +105,10 @@ impl State {
             Err(failure) => failure,
         };
         self.ledger.roll_back(group);
+        if matches!(failure.error, DeviceError::Unreachable) {
+            // Whether or not this job still wants it, others are planned without it until it responds.
+            self.unresponsive.insert(draft.placement.nodes[failure.index].device.key());
+        }
         let next = if is_wanted { self.retry(config, &name, &mut draft, failure) } else { Ok(None) };
         match next {
             Ok(Some(())) => self.ready.push_back(draft),
@@ -139,10 +143,7 @@ impl State {
         let refused = format!("device {}: {error}", device.name());
         let refusal = match error {
             DeviceError::Refused(refusal) => refusal,
-            DeviceError::Unreachable if draft.tries + 1 < TRIES_MAX => {
-                self.unresponsive.insert(device.key());
-                return Err(RetryOutcome::RequestTree);
-            }
+            DeviceError::Unreachable if draft.tries + 1 < TRIES_MAX => return Err(RetryOutcome::RequestTree),
             _ => return Err(RetryOutcome::Without(NoTree::permanent(refused))),
         };
         if matches!(refusal, Refusal::NoZeroCopy(_) | Refusal::NoRedoMemory { .. }) && is_zero_copy {
