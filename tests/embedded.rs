@@ -121,10 +121,12 @@ fn address_that_is_taken_or_open_to_others_is_refused_at_rank_0() {
 
 #[test]
 fn survivors_of_the_rank_with_the_controller_get_one_error() {
+    let have_summed = Barrier::new(RANKS as usize);
     let results = run(
         |_| (),
         |comm| {
             checked_sum(&comm, 1);
+            have_summed.wait();
             if comm.rank() == 0 {
                 return None;
             }
