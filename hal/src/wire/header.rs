@@ -1,5 +1,6 @@
 //! The parsed header, [`Repr`], and its kinds, flags and reasons.
 
+use super::compact::{lag_of, late_from_wire, late_to_wire, mark_of};
 use super::packet::field;
 use super::{HEADER_LEN, Header, Packet, SHORT_HEADER_LEN, WireError};
 use crate::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
@@ -446,35 +447,6 @@ fn read<const LEN: usize, const FIELD: usize>(header: &[u8; LEN], field: Range<u
 fn write<const FIELD: usize>(header: &mut [u8; HEADER_LEN], field: Range<usize>, value: [u8; FIELD]) {
     header[field].copy_from_slice(&value);
 }
-
-/// Return how far `mark` is below `seq`, in 16 bits; [`LAG_UNKNOWN`] if it is further. A mark above `seq` is reported
-/// as `seq`: marks only grow, so a lower one is outdated, never wrong.
-fn lag_of(seq: u64, mark: u64) -> u16 {
-    u16::try_from(seq.saturating_sub(mark)).unwrap_or(LAG_UNKNOWN)
-}
-
-/// Return the mark that is `lag` below `seq`.
-fn mark_of(seq: u64, lag: u16) -> ChunkNo {
-    ChunkNo(if lag == LAG_UNKNOWN { 0 } else { seq.saturating_sub(lag.into()) })
-}
-
-const LAG_UNKNOWN: u16 = u16::MAX;
-
-/// Return a time in microseconds as 11 bits of mantissa and 5 of exponent, rounded down.
-const fn late_to_wire(late_us: u32) -> u16 {
-    let exponent = (u32::BITS - late_us.leading_zeros()).saturating_sub(LATE_MANTISSA_BITS);
-    (exponent << LATE_MANTISSA_BITS | late_us >> exponent) as u16
-}
-
-/// Return the time that [`late_to_wire`] has written; the longest for exponents that it does not write.
-const fn late_from_wire(late: u16) -> u32 {
-    let exponent = late as u32 >> LATE_MANTISSA_BITS;
-    let largest = u32::BITS - LATE_MANTISSA_BITS;
-    let exponent = if exponent < largest { exponent } else { largest };
-    (late as u32 & ((1 << LATE_MANTISSA_BITS) - 1)) << exponent
-}
-
-const LATE_MANTISSA_BITS: u32 = 11;
 
 /// Pack an operation into 64 bits for Nak(Mismatch). From the lowest bit: 4 bits collective, 5 type, 5 operator, 14
 /// root, 36 count. Root and count saturate; they only appear in an error message.

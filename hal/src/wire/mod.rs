@@ -44,6 +44,7 @@
 //!
 //! The checksum has two levels, so that a node that sends one payload to 256 children reads it once.
 
+mod compact;
 mod header;
 mod mask;
 mod packet;
