@@ -164,9 +164,11 @@ impl Pair {
         }
     }
 
+    /// Take over a term that the peer or a device has seen, in steps of [`HINT_MAX`]: one false report cannot use up the
+    /// terms. Whoever really is further ahead refuses this controller, and so leads it on.
     fn see(&mut self, term: u64) {
         if term < TERM_MAX {
-            self.seen = self.seen.max(term);
+            self.seen = self.seen.max(term.min(self.seen.saturating_add(HINT_MAX)));
         }
     }
 
@@ -235,7 +237,7 @@ impl Pair {
     }
 }
 
-/// How far beyond the known terms a client's may be: more takeovers than any controller misses, and too few to use up the
+/// How far beyond the known terms a reported one may be: more takeovers than any controller misses, and too few to use up the
 /// terms.
 const HINT_MAX: u64 = 1024;
 

@@ -98,6 +98,23 @@ fn report_of_a_controller_on_the_same_side_is_ignored() {
     assert_eq!((first.hears_peer(), first.seen), (false, 0));
 }
 
+/// Without keys any process of the machine may report, and with keys any device.
+#[test]
+fn false_reports_of_high_terms_leave_terms_for_later_takeovers() {
+    let mut pair = pair(false);
+    for _ in 0..1000 {
+        pair.see(TERM_MAX - 1);
+    }
+    assert_eq!(pair.seen, 1000 * HINT_MAX);
+    for s in 1..=6 {
+        pair.set_time(at_s(s));
+        pair.handle_no_answer();
+    }
+    pair.handle_witness();
+    let Some(RoleChange::Activated { term }) = pair.update() else { panic!("it takes over: {pair:?}") };
+    assert!(term > 1000 * HINT_MAX && term < TERM_MAX / 1_000_000, "{term}");
+}
+
 #[test]
 fn term_beyond_the_limit_is_ignored() {
     let mut first = pair(false);
