@@ -11,6 +11,8 @@
 //!   may hold the buffers of the rank's program, even long after the board is gone.
 //! - When the board starts another incarnation or ends, all connections are closed.
 //! - A connection that sends nothing does not delay others.
+//! - A rank that comes while slots of ranks that have gone are being released waits for one: a job that starts when
+//!   another has just ended is not refused.
 //!
 //! Only ranks of the broker's user and of the superuser are admitted, also if the broker runs as the superuser. The
 //! reason is that the redo slots of all groups are in one file, as they are in one BAR, so any rank can read those of
@@ -28,7 +30,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
-use sumac_hal::ids::BootId;
+use sumac_hal::ids::{BootId, ChildIndex, GroupId};
 use sumac_hal::mmio::admission::{ARENA_OFFSET_BYTES, AdmissionReply, AdmissionRequest, AttachRefusal};
 use sumac_hal::mmio::{Bar, COMPLETION_WORDS, SUBMISSION_WORDS};
 use sumac_hal::ring::{Consumer, Producer, SharedRing};
@@ -48,7 +50,10 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// How long a new connection may take to send its request.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The maximum number of connections without a request; beyond it, the oldest one is closed.
+/// How long a rank waits for a slot that is being released; less than it waits for its answer.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// The maximum number of connections that have not been admitted; beyond it, the oldest one is closed.
 const PENDING_MAX: usize = 64;
 
 /// Replies of the board handled per turn.
@@ -163,6 +168,11 @@ impl RankSlot {
         matches!((&self.rank, self.board), (Rank::Vacant, BoardState::Free))
     }
 
+    /// Whether the board alone must act before the slot is free.
+    const fn is_released_soon(&self) -> bool {
+        matches!((&self.rank, self.board), (Rank::Vacant, BoardState::Attached | BoardState::Draining))
+    }
+
     /// Close the rank's connection, if there is one.
     fn hang_up(&mut self) {
         self.rank = match std::mem::replace(&mut self.rank, Rank::Vacant) {
@@ -194,14 +204,21 @@ struct Incarnation<'a> {
     replies: Consumer<SharedRing<'a, COMPLETION_WORDS>, COMPLETION_WORDS>,
 }
 
+/// A connection that has not been admitted yet.
+struct Pending {
+    connection: Connection,
+    since: Instant,
+    /// The group, child and key of its request, once it has come.
+    request: Option<(GroupId, ChildIndex, u64)>,
+}
+
 struct AdmissionQueue<'a> {
     memory: &'a BarMemory,
     incarnation: Option<Incarnation<'a>>,
     redo: Region,
     slots: Vec<RankSlot>,
     arena_len_bytes: u64,
-    /// Connections that have not sent their request yet, with the time of their arrival.
-    pending: VecDeque<(Connection, Instant)>,
+    pending: VecDeque<Pending>,
 }
 
 impl<'a> AdmissionQueue<'a> {
@@ -215,7 +232,7 @@ impl<'a> AdmissionQueue<'a> {
                 if self.pending.len() == PENDING_MAX {
                     self.pending.pop_front();
                 }
-                self.pending.push_back((connection, Instant::now()));
+                self.pending.push_back(Pending { connection, since: Instant::now(), request: None });
             }
             Ok(None) => {}
             Err(error) => {
@@ -225,12 +242,13 @@ impl<'a> AdmissionQueue<'a> {
             }
         }
         self.follow_incarnation();
-        self.admit_pending();
         for _ in 0..REPLIES_PER_TURN {
             let Some(reply) = self.reply() else { break };
             self.handle_reply(reply);
         }
+        // Before ranks are admitted: a job may start as soon as another's ranks have closed their connections.
         self.watch_slots();
+        self.admit_pending();
     }
 
     /// Detach all ranks if the board has started another incarnation.
@@ -277,34 +295,36 @@ impl<'a> AdmissionQueue<'a> {
 
     /// Read the requests of pending connections and forward them to the board.
     fn admit_pending(&mut self) {
-        for (connection, since) in std::mem::take(&mut self.pending) {
-            match connection.receive(Duration::ZERO) {
-                Err(SocketError::Timeout(_)) if since.elapsed() < HELLO_TIMEOUT => {
-                    self.pending.push_back((connection, since));
-                }
-                Ok(Received { message: Message::Attach { group, child, key }, .. }) => {
-                    let free = self.slots.iter().position(RankSlot::is_free);
-                    let asked = free
-                        .filter(|&at| self.ask(AdmissionRequest::Attach { rank_slot: at as u16, group, child, key }));
-                    match asked {
-                        Some(at) => {
-                            let slot = &mut self.slots[at];
-                            (slot.rank, slot.board) = (Rank::Connected(connection), BoardState::Requested);
-                        }
-                        None => {
-                            let (slots, ready) = (self.slots.len(), self.incarnation.is_some());
-                            tracing::warn!(
-                                slots,
-                                ready,
-                                "no free rank slot; `sumac image run --ranks-max` sets their number"
-                            );
-                            refuse(&connection, AttachRefusal::NoMemory);
-                        }
-                    }
+        for mut rank in std::mem::take(&mut self.pending) {
+            match rank.connection.receive(Duration::ZERO) {
+                Err(SocketError::Timeout(_)) => {}
+                Ok(Received { message: Message::Attach { group, child, key }, .. }) if rank.request.is_none() => {
+                    (rank.request, rank.since) = (Some((group, child, key)), Instant::now());
                 }
                 // It has closed the connection or violates the protocol.
-                _ => {}
+                _ => continue,
             }
+            match rank.request {
+                Some(request) => self.admit(rank, request),
+                None if rank.since.elapsed() < HELLO_TIMEOUT => self.pending.push_back(rank),
+                None => {}
+            }
+        }
+    }
+
+    /// Forward a request to the board, with a free slot; if one is about to be free, try again later.
+    fn admit(&mut self, rank: Pending, (group, child, key): (GroupId, ChildIndex, u64)) {
+        let free = self.slots.iter().position(RankSlot::is_free);
+        let asked = free.filter(|&at| self.ask(AdmissionRequest::Attach { rank_slot: at as u16, group, child, key }));
+        if let Some(at) = asked {
+            let slot = &mut self.slots[at];
+            (slot.rank, slot.board) = (Rank::Connected(rank.connection), BoardState::Requested);
+        } else if self.slots.iter().any(RankSlot::is_released_soon) && rank.since.elapsed() < RELEASE_TIMEOUT {
+            self.pending.push_back(rank);
+        } else {
+            let (slots, ready) = (self.slots.len(), self.incarnation.is_some());
+            tracing::warn!(slots, ready, "no free rank slot; `sumac image run --ranks-max` sets their number");
+            refuse(&rank.connection, AttachRefusal::NoMemory);
         }
     }
 

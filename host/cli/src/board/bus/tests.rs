@@ -145,10 +145,41 @@ fn slot_released_by_its_rank_is_reused_after_the_board_detaches() {
     drop(first);
     rig.turn();
     assert_eq!(board.next_request(), Some(AdmissionRequest::Detach { rank_slot: 0 }));
-    assert_eq!(refusal(&rig.connect(&ATTACH)), AttachRefusal::NoMemory);
+    let next = rig.connect(&ATTACH);
+    assert_eq!(board.next_request(), None, "it waits");
     board.reply(AdmissionReply::Detached { rank_slot: 0 });
     rig.turn();
-    rig.attach_rank(&mut board, 0);
+    assert!(matches!(board.next_request(), Some(AdmissionRequest::Attach { rank_slot: 0, .. })));
+    board.attach(0);
+    rig.turn();
+    assert!(next.receive(LONG).expect("what a rank needs").file.is_some());
+}
+
+#[test]
+fn rank_is_not_refused_for_slots_of_ranks_that_have_just_closed() {
+    let memory = queue_memory();
+    let mut rig = Rig::new(&memory);
+    let mut board = Board::begin(&memory, 1);
+    let ranks = [0, 1].map(|slot| rig.attach_rank(&mut board, slot));
+    // The broker has not noticed when the next rank asks.
+    drop(ranks);
+    let next = rig.connect(&ATTACH);
+    for slot in [0, 1] {
+        assert_eq!(board.next_request(), Some(AdmissionRequest::Detach { rank_slot: slot }));
+    }
+    board.reply(AdmissionReply::Detached { rank_slot: 1 });
+    rig.turn();
+    assert!(matches!(board.next_request(), Some(AdmissionRequest::Attach { rank_slot: 1, .. })));
+    // One that waits too long is refused.
+    let last = rig.connect(&ATTACH);
+    assert_eq!(rig.queue.pending.len(), 1);
+    rig.queue.pending[0].since -= RELEASE_TIMEOUT;
+    rig.turn();
+    assert_eq!(refusal(&last), AttachRefusal::NoMemory);
+    // One that goes while it waits is forgotten.
+    drop((rig.connect(&ATTACH), next));
+    rig.turn();
+    assert!(rig.queue.pending.is_empty());
 }
 
 #[test]
