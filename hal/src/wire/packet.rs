@@ -180,11 +180,18 @@ pub(super) const fn header_len(flags: u8) -> usize {
 
 /// Return the packet's checksum: over the header before the checksum field, followed by the payload's checksum.
 fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
-    let mut bytes = [0_u8; HEADER_LEN];
-    let crc_at = header.len() - size_of::<u32>();
-    bytes[..crc_at].copy_from_slice(&header[..crc_at]);
-    bytes[crc_at..][..size_of::<u32>()].copy_from_slice(&payload_crc.to_le_bytes());
-    crc32c(&bytes[..header.len()])
+    // Lengths that the compiler knows: each copy is a few moves.
+    fn of<const LEN: usize>(header: &[u8; LEN], payload_crc: u32) -> u32 {
+        let mut bytes = *header;
+        bytes[LEN - size_of::<u32>()..].copy_from_slice(&payload_crc.to_le_bytes());
+        crc32c(&bytes)
+    }
+    if let Ok(short) = <&[u8; SHORT_HEADER_LEN]>::try_from(header) {
+        return of(short, payload_crc);
+    }
+    let mut full = [0; HEADER_LEN];
+    full.copy_from_slice(header);
+    of(&full, payload_crc)
 }
 
 /// The start of every packet of version 1.
