@@ -38,6 +38,19 @@ impl<const WORDS: usize> Bits<WORDS> {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
+    /// Return whether there is exactly one member. Cheaper than counting.
+    pub(crate) fn is_single(&self) -> bool {
+        let least_two = |word: u64| usize::from(word != 0) + usize::from(word & word.wrapping_sub(1) != 0);
+        self.words.iter().map(|&word| least_two(word)).sum::<usize>() == 1
+    }
+
+    /// Return whether all of `0..end` are members. Cheaper than counting.
+    pub(crate) fn has_first(&self, end: usize) -> bool {
+        let (full, rest) = (end / 64, end % 64);
+        let above = u64::MAX << rest;
+        self.words[..full].iter().all(|&word| word == u64::MAX) && (rest == 0 || self.words[full] | above == u64::MAX)
+    }
+
     /// Return the members of either.
     pub(crate) fn union(&self, other: &Self) -> Self {
         Self { words: core::array::from_fn(|i| self.words[i] | other.words[i]) }
@@ -137,6 +150,9 @@ mod tests {
             prop_assert_eq!(bits.first(), members.first().copied());
             prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
             prop_assert_eq!(bits.len(), members.len());
+            prop_assert_eq!(bits.is_single(), members.len() == 1);
+            let run = (0..256).take_while(|n| members.contains(n)).count();
+            prop_assert!(bits.has_first(run) && (run == 256 || !bits.has_first(run + 1)));
             let in_turn: Vec<usize> = members.range(from..).chain(members.range(..from)).copied().collect();
             prop_assert_eq!(bits.iter_from(from).collect::<Vec<_>>(), in_turn);
             let mut upper = ChildSet::EMPTY;

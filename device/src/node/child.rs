@@ -1,5 +1,6 @@
 //! Packets from children: contributions, probes and requests (PROTOCOL 1 and 3).
 
+use super::context::stages_of;
 use super::operation::{SHORT_PAYLOAD_MIN_BYTES, is_short};
 use super::{GroupCtx, supported};
 use crate::node::group::{Child, Failure};
@@ -123,6 +124,9 @@ impl GroupCtx<'_> {
         if is_short(repr) && payload.len() < SHORT_PAYLOAD_MIN_BYTES {
             return self.common.drop_packet(DropReason::BadShape);
         }
+        if count == 1 {
+            return self.on_contribution(child, repr, payload, now);
+        }
         for next in 0..count {
             let seq = ChunkNo(repr.seq.0 + next);
             let bits2 = if repr.limit().is_some() { repr.bits2.wrapping_add(next) } else { repr.bits2 };
@@ -245,7 +249,7 @@ impl GroupCtx<'_> {
             self.combine(index, child, repr, payload);
             if self.refs.is_some() {
                 self.mark_runnable(index);
-            } else if self.slots[index].bits.len() == self.children.len() {
+            } else if self.slots[index].bits.has_first(self.children.len()) {
                 self.complete(index, now);
             }
         }
@@ -279,28 +283,27 @@ impl GroupCtx<'_> {
 
     /// Combine what `child` contributes to slot `index`, if it has data.
     pub(super) fn combine_input(&mut self, index: usize, child: usize, input: Option<Input<'_>>) {
-        let mut slot = self.slots[index];
-        let mut stages = self.stages(index);
-        let Some(kernel) = slot.kernel() else {
+        let Some(kernel) = self.slots[index].kernel() else {
             // Moved unchanged: the only contribution with data is the value.
             if let Some(Input { payload, .. }) = input {
-                stages.value().copy_from_slice(payload);
+                self.stages(index).value().copy_from_slice(payload);
             }
             return;
         };
         if self.refs.is_some() {
             return self.stage_inline(index, child, kernel, input);
         }
-        let mut fold_next = slot.fold_next;
-        let children = self.children.len();
-        let declared = self.group.config.order;
+        let Self { group, slots, bytes, .. } = self;
+        let slot = &mut slots[index];
+        let declared = group.config.order;
         let order = if planted!(self.common, ArrivalOrder) { Order::Arrival } else { declared };
+        let mut data = slot.data;
         if planted!(self.common, FirstNotCopied) {
-            slot.data.insert(child ^ 1);
+            data.insert(child ^ 1);
         }
-        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
-        contribute(order, kernel, &mut self.stages(index), &arrived, input, &mut fold_next);
-        self.slots[index].fold_next = fold_next;
+        let mut stages = stages_of(group, slot, index, bytes);
+        let arrived = Arrived { bits: &slot.bits, data: &data, children: self.children.len(), child };
+        contribute(order, kernel, &mut stages, &arrived, input, &mut slot.fold_next);
     }
 
     /// All children have contributed: send the partial result to the parent, or, at the root, finish it and answer.
@@ -310,8 +313,8 @@ impl GroupCtx<'_> {
         }
         self.common.counters.completed += 1;
         self.group.window.grow();
-        let slot = self.slots[index];
-        let has_value = !slot.data.is_empty();
+        let slot = &self.slots[index];
+        let (kernel, elements, has_value) = (slot.kernel(), slot.elements, !slot.data.is_empty());
         let len = if has_value { self.stages(index).len } else { 0 };
         self.slots[index].value_len = len as u16;
         if self.group.parent.is_some() {
@@ -319,8 +322,8 @@ impl GroupCtx<'_> {
             self.group.up.insert(index);
             return;
         }
-        if let Some(kernel) = slot.kernel().filter(|_| has_value) {
-            let elements = slot.elements.unwrap_or(0) as usize;
+        if let Some(kernel) = kernel.filter(|_| has_value) {
+            let elements = elements.unwrap_or(0) as usize;
             let ranks = self.active_ranks();
             let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;
