@@ -38,10 +38,11 @@ impl<const WORDS: usize> Bits<WORDS> {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
-    /// Return whether there is exactly one member. Cheaper than counting.
-    pub(crate) fn is_single(&self) -> bool {
-        let least_two = |word: u64| usize::from(word != 0) + usize::from(word & word.wrapping_sub(1) != 0);
-        self.words.iter().map(|&word| least_two(word)).sum::<usize>() == 1
+    /// Return whether `n` is the only member. Cheaper than counting.
+    pub(crate) fn is_only(&self, n: usize) -> bool {
+        let others =
+            self.words.iter().enumerate().map(|(i, word)| if i == n / 64 { word ^ 1 << (n % 64) } else { *word });
+        others.fold(0, |all, word| all | word) == 0
     }
 
     /// Return whether all of `0..end` are members. Cheaper than counting.
@@ -150,7 +151,8 @@ mod tests {
             prop_assert_eq!(bits.first(), members.first().copied());
             prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
             prop_assert_eq!(bits.len(), members.len());
-            prop_assert_eq!(bits.is_single(), members.len() == 1);
+            prop_assert_eq!(bits.is_only(start), members.len() == 1 && members.contains(&start));
+            prop_assert!(members.len() != 1 || bits.is_only(*members.first().expect("one")));
             let run = (0..256).take_while(|n| members.contains(n)).count();
             prop_assert!(bits.has_first(run) && (run == 256 || !bits.has_first(run + 1)));
             let in_turn: Vec<usize> = members.range(from..).chain(members.range(..from)).copied().collect();

@@ -181,9 +181,8 @@ impl Rig {
     /// Handle a burst. Not inlined: the instructions in here are counted.
     #[inline(never)]
     fn receive(&mut self, results: std::ops::Range<usize>) {
-        for packet in &self.results[results] {
-            self.endpoint.handle(self.now, LEAF, Ecn::Unmarked, packet, &mut self.memory);
-        }
+        let packets = self.results[results].iter().map(|packet| &packet[..]);
+        self.endpoint.handle_train(self.now, LEAF, Ecn::Unmarked, packets, &mut self.memory);
     }
 
     /// Take what is to be sent. Not inlined: the instructions in here are counted.
