@@ -88,7 +88,7 @@ pub(crate) fn contribute(
         Order::TreePairwise => pairwise(kernel, stages, arrived, input),
         _ => {
             if let Some(input) = input {
-                let first = arrived.data.len() == 1;
+                let first = arrived.data.is_only(arrived.child);
                 take(kernel, stages.stage(0), input, !first);
             }
         }

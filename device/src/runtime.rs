@@ -2,7 +2,7 @@
 
 use crate::node::{Node, Payload};
 use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
-use sumac_hal::port::{Addr, Ecn, Port};
+use sumac_hal::port::{Addr, Ecn, Port, Train};
 use sumac_hal::time::Instant;
 
 /// Receive rounds per poll. The bound keeps a flood of packets from delaying control requests.
@@ -22,8 +22,8 @@ impl PacketCore for Node<'_> {
     where
         Self: 's;
 
-    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
-        Self::handle(self, now, from, ecn, packet);
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, train: Train<'_>) {
+        self.handle_train(now, from, ecn, train.packets());
     }
 
     fn handle_timeout(&mut self, now: Instant) {

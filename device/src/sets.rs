@@ -38,6 +38,20 @@ impl<const WORDS: usize> Bits<WORDS> {
         self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
+    /// Return whether `n` is the only member. Cheaper than counting.
+    pub(crate) fn is_only(&self, n: usize) -> bool {
+        let others =
+            self.words.iter().enumerate().map(|(i, word)| if i == n / 64 { word ^ 1 << (n % 64) } else { *word });
+        others.fold(0, |all, word| all | word) == 0
+    }
+
+    /// Return whether all of `0..end` are members. Cheaper than counting.
+    pub(crate) fn has_first(&self, end: usize) -> bool {
+        let (full, rest) = (end / 64, end % 64);
+        let above = u64::MAX << rest;
+        self.words[..full].iter().all(|&word| word == u64::MAX) && (rest == 0 || self.words[full] | above == u64::MAX)
+    }
+
     /// Return the members of either.
     pub(crate) fn union(&self, other: &Self) -> Self {
         Self { words: core::array::from_fn(|i| self.words[i] | other.words[i]) }
@@ -137,6 +151,10 @@ mod tests {
             prop_assert_eq!(bits.first(), members.first().copied());
             prop_assert_eq!(bits.first_from(from), members.range(from..).next().or(members.first()).copied());
             prop_assert_eq!(bits.len(), members.len());
+            prop_assert_eq!(bits.is_only(start), members.len() == 1 && members.contains(&start));
+            prop_assert!(members.len() != 1 || bits.is_only(*members.first().expect("one")));
+            let run = (0..256).take_while(|n| members.contains(n)).count();
+            prop_assert!(bits.has_first(run) && (run == 256 || !bits.has_first(run + 1)));
             let in_turn: Vec<usize> = members.range(from..).chain(members.range(..from)).copied().collect();
             prop_assert_eq!(bits.iter_from(from).collect::<Vec<_>>(), in_turn);
             let mut upper = ChildSet::EMPTY;

@@ -13,7 +13,6 @@
 //! - the answer stays until the slot is reused, so that any child can get it again.
 
 use crate::sets::ChildSet;
-use core::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::OpDesc;
 use sumac_hal::reduce::Kernel;
@@ -130,12 +129,11 @@ impl Slot {
 
     /// Record the arrival time of a contribution in which `slowest` came last, `late_us` after the first rank below.
     pub(crate) fn note_time(&mut self, slowest: Option<Rank>, late_us: u32, now: Instant) {
-        let late_ns = Duration::from_micros(late_us.into()).as_nanos() as u64;
-        let began = Instant::from_nanos(now.as_nanos().saturating_sub(late_ns));
+        let began = Instant::from_nanos(now.as_nanos().saturating_sub(u64::from(late_us) * 1000));
         let first = self.first_at.map_or(began, |first| first.min(began));
         self.first_at = Some(first);
         self.slowest = slowest;
-        self.late_us = u32::try_from((now - first).as_micros()).unwrap_or(u32::MAX);
+        self.late_us = u32::try_from(now.as_nanos().saturating_sub(first.as_nanos()) / 1000).unwrap_or(u32::MAX);
     }
 
     /// Reset times and the slowest rank: they do not affect behaviour.

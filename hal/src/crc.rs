@@ -1,8 +1,15 @@
 //! CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4), in one call or incrementally.
 
+#[cfg(all(feature = "std", target_arch = "x86_64"))]
+mod lanes;
+
 /// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
 #[cfg(feature = "std")]
 pub fn crc32c(bytes: &[u8]) -> u32 {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(crc) = lanes::crc32c(bytes) {
+        return crc;
+    }
     // Uses carry-less multiplication where the processor has it.
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }

@@ -7,7 +7,7 @@
 //! - nothing blocks: a port without room ends the pass, and its refused packets leave before any others;
 //! - a pass is bounded in packets, so control requests and other cores get their turn under a flood.
 
-use crate::port::{Addr, Ecn, Gather, Port, RxToken};
+use crate::port::{Addr, Ecn, Gather, Port, RxToken, Train};
 use crate::time::Instant;
 use crate::wire::Header;
 use heapless::Vec;
@@ -49,8 +49,8 @@ pub trait PacketCore {
     where
         Self: 's;
 
-    /// Handle a packet that arrived at `now`.
-    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]);
+    /// Handle the packets of a train that arrived at `now`, in order.
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, train: Train<'_>);
 
     /// Handle the timers that have expired at `now`.
     fn handle_timeout(&mut self, now: Instant);
@@ -103,10 +103,12 @@ pub fn poll<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, ro
 fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, burst: usize) -> usize {
     let mut received = 0;
     while received < burst {
-        let Some(token) = port.receive(now) else { break };
+        let Some(token) = port.receive_train(now, burst - received) else { break };
         let ecn = token.ecn();
-        token.consume(|from, packet| core.handle(now, from, ecn, packet));
-        received += 1;
+        received += token.consume_train(|from, train| {
+            core.handle(now, from, ecn, train);
+            train.packets_len()
+        });
     }
     received
 }
@@ -155,8 +157,8 @@ mod tests {
     impl PacketCore for Echo {
         type Source<'s> = Replies<'s>;
 
-        fn handle(&mut self, _now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
-            self.replies.push_back((from, packet.to_vec(), ecn));
+        fn handle(&mut self, _now: Instant, from: Addr, ecn: Ecn, train: Train<'_>) {
+            self.replies.extend(train.packets().map(|packet| (from, packet.to_vec(), ecn)));
         }
 
         fn handle_timeout(&mut self, _now: Instant) {

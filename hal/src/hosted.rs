@@ -2,7 +2,7 @@
 //!
 //! Invariant: a port is of the kind that was requested, or opening it fails; there is no silent fallback.
 
-use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, Train, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use crate::udp::{UdpConfig, UdpError, UdpPort, UdpRx, UdpTx, Waker};
 #[cfg(feature = "verbs")]
@@ -142,6 +142,14 @@ impl RxToken for HostedRx<'_> {
             Self::Verbs(token) => token.consume(f),
         }
     }
+
+    fn consume_train<R>(self, f: impl FnOnce(Addr, Train<'_>) -> R) -> R {
+        match self {
+            Self::Udp(token) => token.consume_train(f),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(token) => token.consume_train(f),
+        }
+    }
 }
 
 /// Permission to send one packet.
@@ -182,6 +190,14 @@ impl Port for HostedPort {
             Self::Udp(port) => port.receive(now).map(HostedRx::Udp),
             #[cfg(feature = "verbs")]
             Self::Verbs(port) => port.receive(now).map(HostedRx::Verbs),
+        }
+    }
+
+    fn receive_train(&mut self, now: Instant, packets_max: usize) -> Option<HostedRx<'_>> {
+        match self {
+            Self::Udp(port) => port.receive_train(now, packets_max).map(HostedRx::Udp),
+            #[cfg(feature = "verbs")]
+            Self::Verbs(port) => port.receive_train(now, packets_max).map(HostedRx::Verbs),
         }
     }
 

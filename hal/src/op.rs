@@ -301,6 +301,7 @@ impl OpDesc {
 
     /// Return the size of one element in bytes: one value, or two for operators with an index. 0 for an operation
     /// without elements.
+    #[inline]
     pub const fn element_bytes(&self) -> usize {
         match self.dtype {
             Some(dtype) => dtype.size_bytes() * self.values_each(),
@@ -310,6 +311,7 @@ impl OpDesc {
 
     /// Return the size of one element of a partial result in bytes: like [`OpDesc::element_bytes`], but in the
     /// accumulator type. Elements that are only moved have no partial form.
+    #[inline]
     pub const fn partial_bytes(&self) -> usize {
         match (self.dtype, self.op) {
             (Some(dtype), Some(_)) => dtype.accumulator().size_bytes() * self.values_each(),
@@ -317,6 +319,7 @@ impl OpDesc {
         }
     }
 
+    #[inline]
     const fn values_each(&self) -> usize {
         match self.op {
             Some(op) if op.is_located() => 2,

@@ -43,16 +43,19 @@ impl Shard {
     }
 
     /// Return the shard index that `seq` belongs to, of `shards`.
+    #[inline]
     pub const fn of(seq: ChunkNo, shards: u16) -> u16 {
         ((seq.0 / RUN) % shards as u64) as u16
     }
 
     /// Return the local number of `seq`, or `None` if it belongs to another shard.
+    #[inline]
     pub const fn local(self, seq: ChunkNo) -> Option<u64> {
         if (seq.0 / RUN) % self.shards == self.index { Some(self.below(seq)) } else { None }
     }
 
     /// Return how many seqs below `seq` belong to this shard: the local form of a mark (`have`, `stable`).
+    #[inline]
     pub const fn below(self, seq: ChunkNo) -> u64 {
         let (run, rest) = (seq.0 / RUN, seq.0 % RUN);
         let full = run / self.shards * RUN;
@@ -74,6 +77,7 @@ impl Shard {
     }
 
     /// Return the seq of a local number, saturating at the largest seq.
+    #[inline]
     pub const fn global(self, local: u64) -> ChunkNo {
         let run = (local / RUN).saturating_mul(self.shards).saturating_add(self.index);
         ChunkNo(run.saturating_mul(RUN).saturating_add(local % RUN))

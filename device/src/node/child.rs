@@ -1,6 +1,8 @@
 //! Packets from children: contributions, probes and requests (PROTOCOL 1 and 3).
 
+use super::context::stages_of;
 use super::operation::{SHORT_PAYLOAD_MIN_BYTES, is_short};
+use super::receive::Admitted;
 use super::{GroupCtx, supported};
 use crate::node::group::{Child, Failure};
 use crate::order::{Arrived, Input, contribute};
@@ -17,9 +19,9 @@ use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::{Flags, Kind, NakReason, Repr, unpack_op};
 
 impl GroupCtx<'_> {
-    /// Handle a packet that claims to come from a child.
-    pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) {
-        let Some(child) = self.admit(from, repr, now) else { return };
+    /// Handle a packet that claims to come from a child. Returns the child's index if it does.
+    pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) -> Option<usize> {
+        let child = self.admit(from, repr, now)?;
         match repr.kind {
             Kind::Data | Kind::Empty => self.on_contributions(child, repr, payload, now),
             Kind::Nak if matches!(repr.reason, Some(NakReason::Mismatch | NakReason::Unsupported)) => {
@@ -31,13 +33,27 @@ impl GroupCtx<'_> {
             Kind::Operation => self.on_operation(child, repr),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
+        Some(child)
+    }
+
+    /// Handle the next Data of a train whose first one was admitted.
+    pub(super) fn handle_next(&mut self, admitted: &mut Admitted, packet: &[u8], now: Instant) {
+        self.common.counters.packets_in += 1;
+        self.common.counters.bytes_in += packet.len() as u64;
+        let Ok((repr, payload, _)) = admitted.lead.parse(packet) else {
+            return self.common.drop_packet(DropReason::Malformed);
+        };
+        if self.admit_mark(repr) && self.take_report(admitted.child, repr, now) {
+            self.on_contributions(admitted.child, repr, payload, now);
+        }
+        self.note_output();
     }
 
     /// Authenticate the packet, take its `have` and renew the lease. Returns the child's index, or `None` if the packet
     /// was dropped.
     fn admit(&mut self, from: Addr, repr: &Repr, now: Instant) -> Option<usize> {
         let index = usize::from(repr.child.0);
-        let Some(child) = self.children.get_mut(index) else {
+        let Some(child) = self.children.get(index) else {
             self.common.drop_packet(DropReason::BadChild);
             return None;
         };
@@ -50,33 +66,47 @@ impl GroupCtx<'_> {
             self.common.drop_packet(DropReason::BadKey);
             return None;
         }
-        // `have` counts answers sent from here: no child can have more.
-        if self.common.config.shard.below(repr.mark) > self.group.answered_below {
-            self.common.drop_packet(DropReason::BadMark);
+        if !self.admit_mark(repr) {
             return None;
         }
-        match child.addr {
+        match self.children[index].addr {
             Some(addr) if addr != from => {
                 self.common.drop_packet(DropReason::BadSource);
                 return None;
             }
             Some(_) => {}
             None => {
-                child.addr = Some(from);
+                self.children[index].addr = Some(from);
                 let id = self.group.config.group;
                 self.common.trace.record(now, Trace::ChildPinned(id, ChildIndex(index as u16)));
             }
         }
-        if self.group.view.excluded.contains(index) {
-            self.nak_excluded(index, repr);
-            return None;
+        self.take_report(index, repr, now).then_some(index)
+    }
+
+    /// Return whether a packet's `have` is possible; otherwise the packet was dropped.
+    fn admit_mark(&mut self, repr: &Repr) -> bool {
+        // `have` counts answers sent from here: no child can have more.
+        let is_possible = self.common.config.shard.below(repr.mark) <= self.group.answered_below;
+        if !is_possible {
+            self.common.drop_packet(DropReason::BadMark);
         }
-        self.note_have(index, repr.mark);
+        is_possible
+    }
+
+    /// Take what a child's packet reports beside its subject: `have`, life and congestion. Returns false if the child
+    /// is excluded, and was told so.
+    fn take_report(&mut self, child: usize, repr: &Repr, now: Instant) -> bool {
+        if self.group.view.excluded.contains(child) {
+            self.nak_excluded(child, repr);
+            return false;
+        }
+        self.note_have(child, repr.mark);
         self.group.lease_until = now + self.group.lease();
         if repr.flags.contains(Flags::CONGESTED) {
-            self.note_congestion(index, repr);
+            self.note_congestion(child, repr);
         }
-        Some(index)
+        true
     }
 
     /// Advance a child's `have` to what it reports.
@@ -122,6 +152,9 @@ impl GroupCtx<'_> {
         }
         if is_short(repr) && payload.len() < SHORT_PAYLOAD_MIN_BYTES {
             return self.common.drop_packet(DropReason::BadShape);
+        }
+        if count == 1 {
+            return self.on_contribution(child, repr, payload, now);
         }
         for next in 0..count {
             let seq = ChunkNo(repr.seq.0 + next);
@@ -245,7 +278,7 @@ impl GroupCtx<'_> {
             self.combine(index, child, repr, payload);
             if self.refs.is_some() {
                 self.mark_runnable(index);
-            } else if self.slots[index].bits.len() == self.children.len() {
+            } else if self.slots[index].bits.has_first(self.children.len()) {
                 self.complete(index, now);
             }
         }
@@ -279,28 +312,27 @@ impl GroupCtx<'_> {
 
     /// Combine what `child` contributes to slot `index`, if it has data.
     pub(super) fn combine_input(&mut self, index: usize, child: usize, input: Option<Input<'_>>) {
-        let mut slot = self.slots[index];
-        let mut stages = self.stages(index);
-        let Some(kernel) = slot.kernel() else {
+        let Some(kernel) = self.slots[index].kernel() else {
             // Moved unchanged: the only contribution with data is the value.
             if let Some(Input { payload, .. }) = input {
-                stages.value().copy_from_slice(payload);
+                self.stages(index).value().copy_from_slice(payload);
             }
             return;
         };
         if self.refs.is_some() {
             return self.stage_inline(index, child, kernel, input);
         }
-        let mut fold_next = slot.fold_next;
-        let children = self.children.len();
-        let declared = self.group.config.order;
+        let Self { group, slots, bytes, .. } = self;
+        let slot = &mut slots[index];
+        let declared = group.config.order;
         let order = if planted!(self.common, ArrivalOrder) { Order::Arrival } else { declared };
+        let mut data = slot.data;
         if planted!(self.common, FirstNotCopied) {
-            slot.data.insert(child ^ 1);
+            data.insert(child ^ 1);
         }
-        let arrived = Arrived { bits: &slot.bits, data: &slot.data, children, child };
-        contribute(order, kernel, &mut self.stages(index), &arrived, input, &mut fold_next);
-        self.slots[index].fold_next = fold_next;
+        let mut stages = stages_of(group, slot, index, bytes);
+        let arrived = Arrived { bits: &slot.bits, data: &data, children: self.children.len(), child };
+        contribute(order, kernel, &mut stages, &arrived, input, &mut slot.fold_next);
     }
 
     /// All children have contributed: send the partial result to the parent, or, at the root, finish it and answer.
@@ -310,8 +342,8 @@ impl GroupCtx<'_> {
         }
         self.common.counters.completed += 1;
         self.group.window.grow();
-        let slot = self.slots[index];
-        let has_value = !slot.data.is_empty();
+        let slot = &self.slots[index];
+        let (kernel, elements, has_value) = (slot.kernel(), slot.elements, !slot.data.is_empty());
         let len = if has_value { self.stages(index).len } else { 0 };
         self.slots[index].value_len = len as u16;
         if self.group.parent.is_some() {
@@ -319,8 +351,8 @@ impl GroupCtx<'_> {
             self.group.up.insert(index);
             return;
         }
-        if let Some(kernel) = slot.kernel().filter(|_| has_value) {
-            let elements = slot.elements.unwrap_or(0) as usize;
+        if let Some(kernel) = kernel.filter(|_| has_value) {
+            let elements = elements.unwrap_or(0) as usize;
             let ranks = self.active_ranks();
             let len = kernel.finish(self.stages(index).value(), elements, ranks);
             self.slots[index].value_len = len as u16;

@@ -44,11 +44,7 @@ impl GroupCtx<'_> {
 
     /// Return the chunk buffers of slot `index`.
     pub(super) fn stages(&mut self, index: usize) -> Stages<'_> {
-        let slot = &self.slots[index];
-        let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
-        let stride = usize::from(self.group.config.chunk_len_bytes);
-        let slot_len = stride * self.group.stages;
-        Stages { bytes: &mut self.bytes[index * slot_len..][..slot_len], stride, len }
+        stages_of(self.group, &self.slots[index], index, self.bytes)
     }
 
     /// Return where the value of slot `index` is in the group's bytes: at the start of its stages.
@@ -95,6 +91,14 @@ impl GroupCtx<'_> {
         put_ops(&mut nak, failure.ops);
         nak
     }
+}
+
+/// Return the chunk buffers of `slot`, which has this index, in the group's bytes.
+pub(super) fn stages_of<'b>(group: &Group, slot: &Slot, index: usize, bytes: &'b mut [u8]) -> Stages<'b> {
+    let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
+    let stride = usize::from(group.config.chunk_len_bytes);
+    let slot_len = stride * group.stages;
+    Stages { bytes: &mut bytes[index * slot_len..][..slot_len], stride, len }
 }
 
 /// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.

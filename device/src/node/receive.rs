@@ -6,43 +6,87 @@ use sumac_hal::ctrl::DropReason;
 use sumac_hal::planted;
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, HEADER_LEN, Kind, NakReason, Packet, Repr, WireError};
+use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Lead, NakReason, Packet, Repr, WireError};
 
 /// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
 const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
+
+/// What was found out of a child's Data, and holds for the packets that it leads.
+pub(super) struct Admitted {
+    /// The group's entry.
+    group: usize,
+    pub(super) child: usize,
+    pub(super) lead: Lead,
+}
 
 impl Node<'_> {
     /// Handle a packet that arrived at `now` from `from`. For one with a congestion mark, the group's window is cut as
     /// for a loss (PROTOCOL 3): here, or by the parent if the packet came from there.
     pub fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
+        // Nothing follows.
+        let _ = self.handle_first(now, from, ecn, packet);
+    }
+
+    /// Handle packets that arrived together from `from`, with the same mark, as if [`Node::handle`] got each in turn.
+    /// Consecutive chunks of one child are admitted once: link, group, epoch and operation are those of the first.
+    pub fn handle_train<'p>(
+        &mut self,
+        now: Instant,
+        from: Addr,
+        ecn: Ecn,
+        packets: impl IntoIterator<Item = &'p [u8]>,
+    ) {
+        let mut packets = packets.into_iter().peekable();
+        while let Some(packet) = packets.next() {
+            let Some(mut admitted) = self.handle_first(now, from, ecn, packet) else { continue };
+            let Some(mut ctx) = self.group_ctx(admitted.group) else { continue };
+            while let Some(packet) = packets.next_if(|packet| admitted.lead.leads(packet)) {
+                ctx.handle_next(&mut admitted, packet, now);
+            }
+        }
+    }
+
+    /// Handle a packet. Returns what packets behind it need not be checked for, if a child was admitted with it.
+    #[inline]
+    fn handle_first(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) -> Option<Admitted> {
+        let bytes = packet;
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
         let (packet, payload_crc) = match Packet::new_checked_with_crc(packet) {
             Ok(checked) => checked,
-            Err(WireError::Version { .. }) => return self.common.drop_packet(DropReason::WrongVersion),
-            Err(_) => return self.common.drop_packet(DropReason::Malformed),
+            Err(error) => {
+                let is_version = matches!(error, WireError::Version { .. });
+                self.common.drop_packet(if is_version { DropReason::WrongVersion } else { DropReason::Malformed });
+                return None;
+            }
         };
         let Ok(mut repr) = Repr::parse(&packet) else {
-            return self.common.drop_packet(DropReason::Malformed);
+            self.common.drop_packet(DropReason::Malformed);
+            return None;
         };
         if ecn.is_ce() {
             repr.flags |= Flags::CONGESTED;
         }
         let Some(index) = self.find(repr.group) else {
             self.common.drop_packet(DropReason::UnknownGroup);
-            return self.nak_unknown_sender(from, &repr, NakReason::UnknownGroup, now);
+            self.nak_unknown_sender(from, &repr, NakReason::UnknownGroup, now);
+            return None;
         };
-        let Some(mut ctx) = self.group_ctx(index) else { return };
+        let mut ctx = self.group_ctx(index)?;
         if repr.epoch != ctx.group.config.epoch && !planted!(ctx.common, EpochUnchecked) {
             ctx.common.drop_packet(DropReason::WrongEpoch);
-            return self.nak_unknown_sender(from, &repr, NakReason::WrongEpoch, now);
+            self.nak_unknown_sender(from, &repr, NakReason::WrongEpoch, now);
+            return None;
         }
+        let mut child = None;
         if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
             ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
         } else {
-            ctx.handle_child(from, &repr, packet.payload(), now);
+            child = ctx.handle_child(from, &repr, packet.payload(), now);
         }
         ctx.note_output();
+        let child = child.filter(|_| repr.kind == Kind::Data)?;
+        Some(Admitted { group: index, child, lead: Lead::new(bytes, &repr)? })
     }
 
     /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the

@@ -411,15 +411,15 @@ impl GroupCtx<'_> {
     /// Fail the group at the root if the operation of slot `index`, which is complete, needs an excluded rank. Returns
     /// true if it does.
     pub(super) fn fail_if_excluded_needed(&mut self, index: usize, now: Instant) -> bool {
-        let (slot, excluded_ranks) = (self.slots[index], self.group.view.excluded_ranks);
+        let excluded_ranks = self.group.view.excluded_ranks;
         if excluded_ranks.is_empty() || self.group.parent.is_some() {
             return false;
         }
         // Without data or a wanted result, the operation belongs to a host collective.
         let runs_here = self.is_wanted(index) || !self.with_data(index).is_empty();
-        let fails = runs_here && needs_any_of(&slot.op, &excluded_ranks);
+        let fails = runs_here && needs_any_of(&self.slots[index].op, &excluded_ranks);
         if fails {
-            self.fail_missing(slot.local, excluded_ranks, now);
+            self.fail_missing(self.slots[index].local, excluded_ranks, now);
         }
         fails
     }

@@ -295,12 +295,13 @@ impl GroupCtx<'_> {
 
     /// Return the shared address if the answer of slot `index` can go there instead of to each child.
     fn shared_link(&self, index: usize) -> Option<SharedLink> {
+        let link = self.group.shared?;
         let slot = &self.slots[index];
         let here = slot.bits.difference(&self.group.view.excluded);
-        let everybody = slot.bits.len() == self.children.len() && here.len() > 1;
+        let everybody = slot.bits.has_first(self.children.len()) && here.len() > 1;
         let sets = [&slot.pending, &slot.want, &slot.shared];
         let all = slot.state == State::Answered && everybody && sets.iter().all(|&set| *set == here);
-        self.group.shared.filter(|_| all && slot.value_len > 0)
+        (all && slot.value_len > 0).then_some(link)
     }
 
     /// Send the answer of slot `index` to all children at once.
@@ -339,8 +340,9 @@ impl GroupCtx<'_> {
 
 /// Write the slot's operation into the header of its answer.
 fn describe(slot: &Slot, header: Repr) -> Repr {
-    let Slot { signature, slowest, late_us, .. } = *slot;
-    let mut repr = Repr { signature, attempt: slot.attempt as u8, slowest, late_us, ..header };
+    let mut repr = header;
+    (repr.signature, repr.attempt) = (slot.signature, slot.attempt as u8);
+    (repr.slowest, repr.late_us) = (slot.slowest, slot.late_us);
     if repr.kind == Kind::Result {
         // Whoever receives it knows what was asked for.
         repr.flags |= Flags::SHORT;

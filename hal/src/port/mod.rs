@@ -104,13 +104,16 @@
 //! # }
 //! ```
 //!
-//! [`Port::room`], [`Port::flush`] and [`Port::transmit_gather`] have defaults; a port that moves many packets at once
-//! overrides them (`udp::UdpPort`).
+//! [`Port::receive_train`], [`Port::room`], [`Port::flush`] and [`Port::transmit_gather`] have defaults; a port that
+//! moves many packets at once overrides them (`udp::UdpPort`).
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 pub mod pcap;
 pub mod trace;
+mod train;
+
+pub use train::Train;
 
 use crate::time::Instant;
 use core::fmt;
@@ -243,8 +246,17 @@ pub trait RxToken {
         Ecn::Unmarked
     }
 
-    /// Call `f` with the sender's address and the packet.
+    /// Call `f` with the sender's address and the packet; of a train, with the first packet.
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R;
+
+    /// Call `f` with the sender's address and the packets: one, unless [`Port::receive_train`] returned this token and
+    /// the port returns trains.
+    fn consume_train<R>(self, f: impl FnOnce(Addr, Train<'_>) -> R) -> R
+    where
+        Self: Sized,
+    {
+        self.consume(|from, packet| f(from, Train::of_one(packet)))
+    }
 }
 
 /// Permission to send one packet: room in the transmit queue.
@@ -276,6 +288,15 @@ pub trait Port {
 
     /// Return the next packet that has arrived by `now`, if any.
     fn receive(&mut self, now: Instant) -> Option<Self::Rx<'_>>;
+
+    /// Return the packets that have arrived by `now` and that the port holds as one train, at most `packets_max`, if
+    /// any. Consume the token with [`RxToken::consume_train`].
+    ///
+    /// By default this is the next packet. Override it if the port receives coalesced packets.
+    fn receive_train(&mut self, now: Instant, packets_max: usize) -> Option<Self::Rx<'_>> {
+        let _ = packets_max;
+        self.receive(now)
+    }
 
     /// Return a token to send one packet, or `None` if the queue is full. A dropped token sends nothing.
     fn transmit(&mut self, now: Instant) -> Option<Self::Tx<'_>>;

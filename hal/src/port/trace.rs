@@ -5,7 +5,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
+use super::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, Train, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use core::time::Duration;
 
@@ -137,6 +137,17 @@ impl<T: RxToken, S: TraceSink> RxToken for TracedRx<'_, T, S> {
             f(peer, header)
         })
     }
+
+    fn consume_train<R>(self, f: impl FnOnce(Addr, Train<'_>) -> R) -> R {
+        let Self { token, sink, at } = self;
+        let ecn = token.ecn();
+        token.consume_train(|peer, train| {
+            for header in train.packets() {
+                sink.packet(&TracedPacket { at, direction: Direction::Received, peer, ecn, header, payload: &[] });
+            }
+            f(peer, train)
+        })
+    }
 }
 
 /// Permission to send one packet, which is reported when the token is consumed.
@@ -183,6 +194,11 @@ impl<P: Port, S: TraceSink> Port for Tracer<P, S> {
     fn receive(&mut self, now: Instant) -> Option<Self::Rx<'_>> {
         let Self { inner, sink } = self;
         Some(TracedRx { token: inner.receive(now)?, sink, at: now })
+    }
+
+    fn receive_train(&mut self, now: Instant, packets_max: usize) -> Option<Self::Rx<'_>> {
+        let Self { inner, sink } = self;
+        Some(TracedRx { token: inner.receive_train(now, packets_max)?, sink, at: now })
     }
 
     fn transmit(&mut self, now: Instant) -> Option<Self::Tx<'_>> {

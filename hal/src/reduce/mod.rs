@@ -125,6 +125,7 @@ const STORE_BLOCK_BYTES: usize = 4096;
 impl Kernel {
     /// Return the kernel for an element type and an operator, or `None` if the combination is not supported; see
     /// [`Kernel::unsupported_reason`].
+    #[inline]
     pub const fn new(dtype: Dtype, op: ReduceOp) -> Option<Self> {
         if Self::unsupported_reason(dtype, op).is_some() { None } else { Some(Self { dtype, op }) }
     }
@@ -161,6 +162,7 @@ impl Kernel {
     }
 
     /// Return the type of a source's elements: the accumulator type if it is a partial result, else the element type.
+    #[inline]
     pub const fn source(&self, partial: bool) -> Dtype {
         if partial { self.accumulator() } else { self.dtype }
     }
@@ -176,6 +178,7 @@ impl Kernel {
     }
 
     /// Return the size of a source's element, in a partial result or a contribution, in bytes.
+    #[inline]
     pub const fn source_bytes(&self, partial: bool) -> usize {
         self.source(partial).size_bytes() * if self.op.is_located() { 2 } else { 1 }
     }

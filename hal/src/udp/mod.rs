@@ -26,7 +26,7 @@ pub(crate) mod wait;
 pub use config::{MAX_DATAGRAM_LEN_BYTES, Offload, UdpConfig, UdpError, UdpStats};
 pub use wait::Waker;
 
-use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, TxToken, WaitPort, Wake};
+use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, Train, TxToken, WaitPort, Wake};
 use crate::time::Instant;
 use multicast::MulticastGroups;
 use rustix::net::sockopt;
@@ -177,11 +177,11 @@ fn enable_ecn(socket: &UdpSocket, local_addr: SocketAddr) {
     }
 }
 
-/// A packet in the receive batch.
+/// Packets in the receive batch.
 #[derive(Debug)]
 pub struct UdpRx<'a> {
     from: SocketAddr,
-    bytes: &'a [u8],
+    packets: Train<'a>,
     is_marked: bool,
 }
 
@@ -191,7 +191,11 @@ impl RxToken for UdpRx<'_> {
     }
 
     fn consume<R>(self, f: impl FnOnce(Addr, &[u8]) -> R) -> R {
-        f(Addr::Udp(self.from), self.bytes)
+        f(Addr::Udp(self.from), self.packets.first())
+    }
+
+    fn consume_train<R>(self, f: impl FnOnce(Addr, Train<'_>) -> R) -> R {
+        f(Addr::Udp(self.from), self.packets)
     }
 }
 
@@ -234,13 +238,17 @@ impl Port for UdpPort {
         self.capabilities
     }
 
-    fn receive(&mut self, _now: Instant) -> Option<UdpRx<'_>> {
+    fn receive(&mut self, now: Instant) -> Option<UdpRx<'_>> {
+        self.receive_train(now, 1)
+    }
+
+    fn receive_train(&mut self, _now: Instant, packets_max: usize) -> Option<UdpRx<'_>> {
         if !self.fill() {
             return None;
         }
-        let Next { from, is_marked, message, range } = self.rx.advance()?;
+        let Next { from, is_marked, message, range, segment_len_bytes } = self.rx.advance(packets_max)?;
         let from = self.config.peer_addr_of(from);
-        Some(UdpRx { from, is_marked, bytes: self.rx.bytes(message, range) })
+        Some(UdpRx { from, is_marked, packets: Train::new(self.rx.bytes(message, range), segment_len_bytes) })
     }
 
     fn transmit(&mut self, _now: Instant) -> Option<UdpTx<'_>> {

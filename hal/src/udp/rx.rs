@@ -40,14 +40,16 @@ struct Pending {
     segment_len_bytes: usize,
 }
 
-/// The next packet.
+/// The next packets.
 pub(super) struct Next {
     pub(super) from: SocketAddr,
-    /// The network marked it (ECN-CE).
+    /// The network marked one of them (ECN-CE).
     pub(super) is_marked: bool,
-    /// Its message, and its range there.
+    /// Their message, and their range there.
     pub(super) message: usize,
     pub(super) range: Range<usize>,
+    /// The length of each but the last, which may be shorter.
+    pub(super) segment_len_bytes: usize,
 }
 
 /// Received packets.
@@ -101,23 +103,23 @@ impl RxQueue {
         self.has_packet()
     }
 
-    /// Return the next packet and advance past it.
-    pub(super) fn advance(&mut self) -> Option<Next> {
+    /// Return the next packets of one message, at most `packets_max` but at least one, and advance past them.
+    pub(super) fn advance(&mut self, packets_max: usize) -> Option<Next> {
         let pending = self.pending.get(self.next)?;
         let start = pending.start_bytes + self.offset;
-        let end = (start + pending.segment_len_bytes).min(pending.len_bytes);
-        let Pending { from, is_marked, message, .. } = *pending;
-        let packet = Next { from, is_marked, message, range: start..end };
+        let len_bytes = pending.segment_len_bytes.saturating_mul(packets_max.max(1));
+        let end = start.saturating_add(len_bytes).min(pending.len_bytes);
+        let Pending { from, is_marked, message, segment_len_bytes, .. } = *pending;
         if end == pending.len_bytes {
             self.next += 1;
             self.offset = 0;
         } else {
-            self.offset += pending.segment_len_bytes;
+            self.offset += len_bytes;
         }
-        Some(packet)
+        Some(Next { from, is_marked, message, range: start..end, segment_len_bytes })
     }
 
-    /// Return the bytes of a packet.
+    /// Return the bytes of packets.
     pub(super) fn bytes(&self, message: usize, range: Range<usize>) -> &[u8] {
         &self.batch.buffer(message)[range]
     }
@@ -156,5 +158,23 @@ impl RxQueue {
                 });
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    #[test]
+    fn train_ends_with_its_message_and_at_the_number_of_packets_wanted() {
+        let mut rx = RxQueue::new(1472, true);
+        let from = SocketAddr::from((Ipv4Addr::LOCALHOST, 9));
+        for (message, len_bytes) in [(0, 4300), (1, 1000)] {
+            let (start_bytes, segment_len_bytes) = (0, 1000);
+            rx.pending.push(Pending { message, from, is_marked: false, start_bytes, len_bytes, segment_len_bytes });
+        }
+        let taken = [2, 9, 9, 9].map(|packets_max| rx.advance(packets_max).map(|next| (next.message, next.range)));
+        assert_eq!(taken, [Some((0, 0..2000)), Some((0, 2000..4300)), Some((1, 0..1000)), None]);
     }
 }

@@ -264,6 +264,29 @@ fn runs_to_four_destinations_take_one_call_with_gso() {
 }
 
 #[test]
+fn train_has_the_packets_of_one_message_and_no_more_than_wanted() {
+    for gro in [Offload::Auto, Offload::Off] {
+        let mut a = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();
+        let mut b = UdpPort::bind(LOOPBACK, &UdpConfig { gro, ..UdpConfig::default() }).unwrap();
+        let lens = [1000, 1000, 1000, 1000, 300];
+        lens.iter().for_each(|&len| send(&mut a, b.local_addr(), len));
+        a.flush(Instant::ZERO);
+        let mut trains: Vec<Vec<usize>> = Vec::new();
+        while let Some(token) = b.receive_train(Instant::ZERO, 3) {
+            trains.push(token.consume_train(|_, train| train.packets().map(<[u8]>::len).collect()));
+        }
+        assert_eq!(trains.concat(), lens);
+        let longest = if b.offloads().1 { 3 } else { 1 };
+        assert!(trains.iter().all(|train| train.len() <= longest), "{trains:?}");
+        lens.iter().for_each(|&len| send(&mut a, b.local_addr(), len));
+        a.flush(Instant::ZERO);
+        let received =
+            std::iter::from_fn(|| b.receive(Instant::ZERO).map(|token| token.consume(|_, bytes| bytes.len())));
+        assert_eq!(received.collect::<Vec<_>>(), lens, "one by one");
+    }
+}
+
+#[test]
 fn overlong_packets_are_dropped_and_counted() {
     for gro in [Offload::Auto, Offload::Off] {
         let mut a = UdpPort::bind(LOOPBACK, &UdpConfig::default()).unwrap();

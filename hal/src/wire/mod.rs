@@ -46,6 +46,7 @@
 
 mod compact;
 mod header;
+mod lead;
 mod mask;
 mod packet;
 #[cfg(test)]
@@ -53,6 +54,7 @@ mod tests;
 
 pub use crate::crc::crc32c;
 pub use header::{Flags, Kind, NakReason, Repr, StragglerLimit, pack_op, unpack_op};
+pub use lead::Lead;
 pub use mask::RankMask;
 pub use packet::{Header, Packet, WireError, payload_crc};
 

@@ -180,11 +180,33 @@ pub(super) const fn header_len(flags: u8) -> usize {
 
 /// Return the packet's checksum: over the header before the checksum field, followed by the payload's checksum.
 fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
-    let mut bytes = [0_u8; HEADER_LEN];
-    let crc_at = header.len() - size_of::<u32>();
-    bytes[..crc_at].copy_from_slice(&header[..crc_at]);
-    bytes[crc_at..][..size_of::<u32>()].copy_from_slice(&payload_crc.to_le_bytes());
-    crc32c(&bytes[..header.len()])
+    if let Ok(short) = <&[u8; SHORT_HEADER_LEN]>::try_from(header) {
+        return packet_crc_of(short, payload_crc);
+    }
+    let mut full = [0; HEADER_LEN];
+    full.copy_from_slice(header);
+    packet_crc_of(&full, payload_crc)
+}
+
+/// The same for a length that the compiler knows: the copy is a few moves.
+fn packet_crc_of<const LEN: usize>(header: &[u8; LEN], payload_crc: u32) -> u32 {
+    let mut bytes = *header;
+    bytes[LEN - size_of::<u32>()..].copy_from_slice(&payload_crc.to_le_bytes());
+    crc32c(&bytes)
+}
+
+/// Return header, payload and the payload's checksum of a packet with a short header, if it is intact. The caller has
+/// checked magic, version and form.
+pub(super) fn check_short(packet: &[u8]) -> Result<(&[u8; SHORT_HEADER_LEN], &[u8], u32), WireError> {
+    let truncated = WireError::Truncated { len: packet.len(), header_len: SHORT_HEADER_LEN };
+    let (header, payload) = packet.split_first_chunk().ok_or(truncated)?;
+    let payload_crc = payload_crc(payload);
+    let found = u32::from_le_bytes([header[44], header[45], header[46], header[47]]);
+    let computed = packet_crc_of(header, payload_crc);
+    if found != computed {
+        return Err(WireError::Checksum { found, computed });
+    }
+    Ok((header, payload, payload_crc))
 }
 
 /// The start of every packet of version 1.

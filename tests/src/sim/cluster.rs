@@ -27,7 +27,7 @@ use std::time::Duration;
 use sumac::harness::{Attempt, Outcome};
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
-use sumac_hal::emu::{Fabric, NthPacket};
+use sumac_hal::emu::{Delivery, Fabric, NthPacket};
 use sumac_hal::ids::Epoch;
 use sumac_hal::op::Path;
 use sumac_hal::time::Instant;
@@ -332,16 +332,25 @@ impl Cluster<'_, '_> {
     /// Deliver a burst, as a board's loop receives before it sends; the rest is delivered at the same time in the next
     /// turn.
     fn deliver_due(&mut self) {
-        for _ in 0..self.options.burst() {
-            let Some(delivery) = self.fabric.poll_delivery(self.now) else { return };
-            self.note_packet(&delivery);
-            match owner(delivery.to) {
+        let (mut left, mut next) = (self.options.burst(), None);
+        while left > 0 {
+            let train;
+            (train, next) = self.next_train(next, left);
+            let Some(&Delivery { to, from, ecn, .. }) = train.first() else { return };
+            left -= train.len();
+            train.iter().for_each(|delivery| self.note_packet(delivery));
+            let packets = train.iter().map(|delivery| &delivery.bytes[..]);
+            match owner(to) {
                 Owner::Node { device, shard } => {
                     if self.devices[device].alive {
                         let now = self.device_time(device);
                         let node = &mut self.devices[device].shards[shard];
                         let before = node.counters().completed;
-                        node.handle(now, delivery.from, delivery.ecn, &delivery.bytes);
+                        if let [delivery] = &train[..] {
+                            node.handle(now, from, ecn, &delivery.bytes);
+                        } else {
+                            node.handle_train(now, from, ecn, packets);
+                        }
                         for _ in before..node.counters().completed {
                             self.reach(Point::Completed, Some(device));
                         }
@@ -354,16 +363,36 @@ impl Cluster<'_, '_> {
                     let is_dead = self.deaths.is_dead(rank);
                     if let Some(member) = self.members[rank].get_mut(group).filter(|_| !is_dead) {
                         let Member { endpoint, memory, .. } = member;
-                        endpoint.handle(now, delivery.from, delivery.ecn, &delivery.bytes, memory);
+                        if let [delivery] = &train[..] {
+                            endpoint.handle(now, from, ecn, &delivery.bytes, memory);
+                        } else {
+                            endpoint.handle_train(now, from, ecn, packets, memory);
+                        }
                         self.touched.insert(Actor::Rank { rank, group });
                     }
                 }
                 Owner::Attacker => {}
             }
             if self.options.scenario == Scenario::Hostile {
-                self.attacker.record_packet(delivery);
+                train.into_iter().for_each(|delivery| self.attacker.record_packet(delivery));
             }
         }
+    }
+
+    /// Return the packets that are delivered next, at most `packets_max`, and the one behind them if it had to be taken
+    /// to find their end: `next` of the following call. They are a train if the seed has ports return trains, and
+    /// nothing is to be lost between two packets.
+    fn next_train(&mut self, next: Option<Delivery>, packets_max: usize) -> (Vec<Delivery>, Option<Delivery>) {
+        let mut train: Vec<_> = next.or_else(|| self.fabric.poll_delivery(self.now)).into_iter().collect();
+        while self.options.has_trains() && self.pending.is_empty() && (1..packets_max).contains(&train.len()) {
+            let Some(delivery) = self.fabric.poll_delivery(self.now) else { break };
+            let first = &train[0];
+            if (delivery.from, delivery.to, delivery.ecn) != (first.from, first.to, first.ecn) {
+                return (train, Some(delivery));
+            }
+            train.push(delivery);
+        }
+        (train, None)
     }
 
     fn time_out_due(&mut self) {

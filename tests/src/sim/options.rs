@@ -202,6 +202,11 @@ impl Options {
         if weight(&[self.seed, 0x6275_7273]).is_multiple_of(4) { 128 } else { 32 }
     }
 
+    /// Return whether ports return trains, as with receive offload.
+    pub(super) fn has_trains(&self) -> bool {
+        weight(&[self.seed, 0x7472_6169]).is_multiple_of(2)
+    }
+
     /// Return the order of a group. The attacker's group, after all others, uses order of arrival.
     pub(super) fn order(&self, group: usize) -> Order {
         self.groups.get(group).map_or(Order::Arrival, |group| group.order)

@@ -13,6 +13,7 @@ mod operation;
 mod sets;
 mod shared;
 mod straggler;
+mod train;
 
 use super::{Node, NodeConfig};
 use crate::node::group::Child;

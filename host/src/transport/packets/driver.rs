@@ -3,7 +3,7 @@
 use super::{Buffers, Endpoint};
 use std::time::{Duration, Instant as Clock};
 use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
-use sumac_hal::port::{Addr, Ecn, Port, WaitPort};
+use sumac_hal::port::{Addr, Ecn, Port, Train, WaitPort};
 use sumac_hal::time::Instant;
 
 /// An endpoint on a port, with a clock.
@@ -75,8 +75,8 @@ impl<B: Buffers> PacketCore for EndpointCore<'_, B> {
     where
         Self: 's;
 
-    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
-        self.endpoint.handle(now, from, ecn, packet, self.buffers);
+    fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, train: Train<'_>) {
+        self.endpoint.handle_train(now, from, ecn, train.packets(), self.buffers);
     }
 
     fn handle_timeout(&mut self, now: Instant) {

@@ -7,7 +7,7 @@ use sumac_hal::planted;
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
+use sumac_hal::wire::{Kind, Lead, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
 
 impl Endpoint {
     /// Handle a packet that arrived at `now` from `from`; results go to `buffers`. If it has a congestion mark, the
@@ -16,18 +16,56 @@ impl Endpoint {
         if self.failed.is_some() {
             return;
         }
+        let mut lead = None;
+        let taken = self.accept(from, packet, buffers, now, &mut lead);
+        self.note_packet(taken, ecn);
+    }
+
+    /// Handle packets that arrived together from `from`, with the same mark, as if [`Endpoint::handle`] got each in
+    /// turn. Consecutive results of one operation are admitted once: link, group and epoch are those of the first.
+    pub fn handle_train<'p>(
+        &mut self,
+        now: Instant,
+        from: Addr,
+        ecn: Ecn,
+        packets: impl IntoIterator<Item = &'p [u8]>,
+        buffers: &mut impl Buffers,
+    ) {
+        let mut lead: Option<Lead> = None;
+        for packet in packets {
+            if self.failed.is_some() {
+                return;
+            }
+            let taken = match lead.as_mut().filter(|lead| lead.leads(packet)).map(|lead| lead.parse(packet)) {
+                Some(Ok((repr, payload, _))) => self.take(from, repr, payload, buffers, now),
+                // Also a damaged packet, which is dropped there.
+                _ => self.accept(from, packet, buffers, now, &mut lead),
+            };
+            self.note_packet(taken, ecn);
+        }
+    }
+
+    /// Record what became of a packet.
+    fn note_packet(&mut self, taken: Option<()>, ecn: Ecn) {
         self.stats.packets_in += 1;
-        match self.accept(from, packet, buffers, now) {
+        match taken {
             Some(()) => self.congested |= ecn.is_ce(),
             // It may be anybody's, and so may its mark.
             None => self.stats.dropped += 1,
         }
     }
 
-    /// Returns `None` if the packet is to be dropped.
-    fn accept(&mut self, from: Addr, packet: &[u8], buffers: &mut impl Buffers, now: Instant) -> Option<()> {
-        let packet = match Packet::new_checked(packet) {
-            Err(WireError::Checksum { .. }) if planted!(self, ChecksumUnchecked) => Packet::new_unchecked(packet),
+    /// Returns `None` if the packet is to be dropped. Sets `lead` to a Result that belongs to this rank's link.
+    fn accept(
+        &mut self,
+        from: Addr,
+        bytes: &[u8],
+        buffers: &mut impl Buffers,
+        now: Instant,
+        lead: &mut Option<Lead>,
+    ) -> Option<()> {
+        let packet = match Packet::new_checked(bytes) {
+            Err(WireError::Checksum { .. }) if planted!(self, ChecksumUnchecked) => Packet::new_unchecked(bytes),
             checked => checked.ok()?,
         };
         let repr = Repr::parse(&packet).ok()?;
@@ -38,21 +76,40 @@ impl Endpoint {
         let mine = repr.group == config.group
             && (repr.epoch == config.epoch || planted!(self, EpochUnchecked))
             && (link == (config.child, config.key) || Some(link) == all);
+        if !mine {
+            return None;
+        }
+        if repr.kind == Kind::Result {
+            *lead = Lead::new(bytes, &repr);
+        }
+        self.take(from, &repr, packet.payload(), buffers, now)
+    }
+
+    /// Take a packet of this rank's link; `None` if it is to be dropped.
+    #[inline]
+    fn take(
+        &mut self,
+        from: Addr,
+        repr: &Repr,
+        payload: &[u8],
+        buffers: &mut impl Buffers,
+        now: Instant,
+    ) -> Option<()> {
         let index = self.shard_of(repr.seq.0);
         // A Status may refer to the shard's next sequence numbers, and a Nak to the group as a whole; both name one of
         // that shard.
-        if !mine || config.parents[index] != from {
+        if self.config.parents[index] != from {
             return None;
         }
         if repr.child == ChildIndex::ALL {
             self.shared_results.on_shared();
         }
         let taken = match (repr.kind, repr.reason) {
-            (Kind::Result | Kind::Done, _) if repr.view > self.ops.exclusions.count() => self.ask_view(index, &repr),
-            (Kind::Result | Kind::Done, _) => self.on_answers(index, &repr, packet.payload(), buffers, now),
-            (Kind::Status, _) => self.on_status(index, &repr, now),
-            (Kind::Nak, Some(reason)) => self.on_nak(index, reason, (&repr, packet.payload()), now),
-            (Kind::Cut, _) => self.on_cut(index, &repr, packet.payload()),
+            (Kind::Result | Kind::Done, _) if repr.view > self.ops.exclusions.count() => self.ask_view(index, repr),
+            (Kind::Result | Kind::Done, _) => self.on_answers(index, repr, payload, buffers, now),
+            (Kind::Status, _) => self.on_status(index, repr, now),
+            (Kind::Nak, Some(reason)) => self.on_nak(index, reason, (repr, payload), now),
+            (Kind::Cut, _) => self.on_cut(index, repr, payload),
             _ => None,
         };
         taken?;
@@ -92,9 +149,13 @@ impl Endpoint {
             return None;
         }
         let mut taken = None;
-        for next in 0..count {
-            let repr = Repr { seq: ChunkNo(repr.seq.0 + next), ..*repr };
-            taken = taken.or(self.on_answer(index, &repr, payload, buffers, now));
+        if count == 1 {
+            taken = self.on_answer(index, repr, payload, buffers, now);
+        } else {
+            for next in 0..count {
+                let repr = Repr { seq: ChunkNo(repr.seq.0 + next), ..*repr };
+                taken = taken.or(self.on_answer(index, &repr, payload, buffers, now));
+            }
         }
         self.ask_for_gaps(index);
         self.settle();

@@ -4,6 +4,7 @@ mod operation;
 mod sets;
 mod shared;
 mod straggler;
+mod train;
 
 use super::*;
 use std::time::Duration;
