@@ -141,6 +141,7 @@
 //! `recovery` what to do, and goes on.
 
 pub mod comm;
+pub mod config_file;
 pub mod controller;
 mod engine;
 pub mod exec;

@@ -5,6 +5,7 @@
 
 use crate::address::{self, LocalAddress};
 use crate::cluster::{LISTENING, READY};
+use crate::config;
 use crate::exit::Failure;
 use crate::fabric;
 use crate::key::KeyOption;
@@ -31,6 +32,7 @@ use sumac_hal::dma::Profile;
 
 /// `sumac controller`.
 #[derive(Debug, Args)]
+#[command(arg = config::option())]
 pub(crate) struct ControllerArgs {
     /// Address to listen on; without --keys it must be a loopback address
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
@@ -91,6 +93,7 @@ const TREE_OVERRIDE: &str = "[[override]]\npath = \"tree\"\n";
 
 /// `sumac device`.
 #[derive(Debug, Args)]
+#[command(arg = config::option())]
 pub(crate) struct DeviceArgs {
     /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME", value_parser = options::device_name)]

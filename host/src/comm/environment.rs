@@ -4,12 +4,18 @@
 //! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds
 //! the ones that nothing reads. Reading takes a lookup function, so that tests need no process environment.
 
+mod file;
+
+pub use file::{FileSetting, file_settings};
+
 use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
+use crate::config_file::{ConfigFile, closest};
 use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve_all;
 use crate::local_address;
+use file::read_with;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::Path;
@@ -96,16 +102,33 @@ impl JoinConfig {
     /// Seconds may have decimals. [`UdpConfig::loopback_at`](sumac_hal::udp::UdpConfig::loopback_at), which only
     /// emulated machines need, has no variable.
     ///
+    /// If `SUMAC_CONFIG` names a [configuration file](crate::config_file), its table `[rank]` sets what the environment
+    /// does not: its keys are the variables without `SUMAC_`, in lower case, as `join_timeout`. `MASTER_ADDR` and
+    /// `SUMAC_PORT` are defaults, which a `controller` in the file beats.
+    ///
     /// The first call in a process logs a warning for each variable that begins with `SUMAC_` and is unknown or
     /// deprecated ([`check`]).
     ///
     /// # Errors
-    /// [`JoinError::Environment`] names the variable that is missing or invalid.
+    /// [`JoinError::Environment`] names the variable that is missing or invalid, [`JoinError::ConfigFile`] the file and
+    /// the key.
     pub fn from_env() -> Result<Self, JoinError> {
-        warn_once();
-        let placement = launcher::from_env().placement;
-        read(placement, |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::from_env_and_file(ConfigFile::from_env()?.as_ref())
     }
+
+    /// Describe a rank as [`from_env`](Self::from_env) does, by this file instead of that which `SUMAC_CONFIG` names.
+    ///
+    /// # Errors
+    /// As [`from_env`](Self::from_env).
+    pub fn from_env_and_file(file: Option<&ConfigFile>) -> Result<Self, JoinError> {
+        warn_once();
+        read_with(file, launcher::from_env().placement, variable)
+    }
+}
+
+/// Look a variable of this process up.
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Log what [`check`] finds, once in a process.
@@ -153,8 +176,7 @@ fn key(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Key>, (&'stat
 /// # Errors
 /// [`JoinError::Environment`].
 pub fn key_from_env() -> Result<Option<Key>, JoinError> {
-    let read = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    key(read).map_err(|(name, why)| invalid(name, why))
+    key(variable).map_err(|(name, why)| invalid(name, why))
 }
 
 /// Return the error for a variable.
@@ -289,37 +311,18 @@ fn warning(name: &str) -> Option<Warning> {
         return Some(Warning::Deprecated { old, new });
     }
     let is_known = KNOWN.contains(&name) || !name.starts_with("SUMAC_") || name.starts_with(TESTS);
-    (!is_known).then(|| Warning::Unknown { name: name.to_owned(), similar: similar(name) })
-}
-
-/// Return the known name that the fewest edits make of this one, if two are enough.
-fn similar(name: &str) -> Option<&'static str> {
-    let near = KNOWN.into_iter().map(|known| (distance(name, known), known)).min();
-    near.filter(|&(edits, _)| edits <= 2).map(|(_, known)| known)
-}
-
-/// Count the bytes to insert, delete or replace that make `b` of `a` (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
+    (!is_known).then(|| Warning::Unknown { name: name.to_owned(), similar: closest(name, KNOWN) })
 }
 
 /// Variables of this project's own tests begin so.
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 34] = [
+const KNOWN: [&str; 35] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
+    "SUMAC_CONFIG",
     "SUMAC_CONTROLLER",
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
@@ -355,6 +358,8 @@ const KNOWN: [&str; 34] = [
 
 #[cfg(test)]
 mod tests {
+    use super::file::key_of;
+    use super::file::tests::config_with;
     use super::*;
     use crate::controller::proto::Transport;
     use crate::select::Algo;
@@ -400,6 +405,11 @@ mod tests {
             ("SUMAC_UDP_SPIN_US", "15"),
         ];
         let read = config(&set).expect("all are valid");
+        let by_file: String =
+            set.iter().skip(2).map(|(name, value)| format!("{} = '{value}'\n", key_of(name))).collect();
+        let environment = [("SUMAC_PORT", "9"), ("SUMAC_JOB", "j")];
+        let by_file = config_with(&environment, &by_file).expect("all are valid");
+        assert_eq!(format!("{by_file:?}"), format!("{read:?}"));
         let mut expected = JoinConfig::new(SocketAddr::from(([127, 0, 0, 1], 9)), "j", 1, 2);
         (expected.host, expected.embedded_controller) = (Some("node7".into()), true);
         (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);

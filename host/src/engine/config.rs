@@ -1,6 +1,7 @@
 //! The configuration of a rank, and why it could not join its job.
 
 use super::options::Straggler;
+use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
 use crate::controller::proto::{DEFAULT_TENANT, Transport};
 use crate::controller::{ClientError, ControllerAddr, first_reachable};
@@ -150,6 +151,9 @@ pub enum JoinError {
         /// What is wrong with it.
         why: String,
     },
+    /// The configuration file that `SUMAC_CONFIG` names is invalid.
+    #[error(transparent)]
+    ConfigFile(#[from] ConfigFileError),
     /// This host has no address to bind to.
     #[error(transparent)]
     Address(#[from] LocalAddressError),
@@ -186,4 +190,4 @@ pub enum JoinError {
     Membership(String),
 }
 
-super::error::creation_error!(JoinError: Environment Address Controller EmbeddedController Port Listen Mesh Attach Membership);
+super::error::creation_error!(JoinError: Environment ConfigFile Address Controller EmbeddedController Port Listen Mesh Attach Membership);
