@@ -225,6 +225,8 @@ ENVIRONMENT
   SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the
                        beginnings of their names, `=eth0` by whole names, `^docker,lo` all others; also for device
                        [default: all]
+  SUMAC_TRAFFIC_CLASS  traffic class of packets and connections, 0 to 252: four times the DSCP, as 184 for EF; also for
+                       controller and device [default: 0]
   SUMAC_SSH            what perf --ssh runs commands on other hosts with [default: ssh -o BatchMode=yes]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v

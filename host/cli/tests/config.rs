@@ -117,6 +117,23 @@ fn invalid_file_is_invalid_input_that_names_file_key_and_remedy() {
     }
 }
 
+#[test]
+fn invalid_traffic_class_is_refused_with_value_limit_and_remedy() {
+    let doctor = &["doctor", "--env"][..];
+    for (value, named) in [("186", "multiple of 4, as 184"), ("256", "from 0 to 252"), ("EF", "from 0 to 252")] {
+        let option = format!("--traffic-class={value}");
+        let (controller, device) = (&["controller", &option][..], &["device", "--name", "d", &option][..]);
+        let variable = &[("SUMAC_TRAFFIC_CLASS", value)][..];
+        let by_variable = [(&controller[..1], variable), (&device[..3], variable), (doctor, variable)];
+        for (args, variables) in [(controller, &[][..]), (device, &[][..])].into_iter().chain(by_variable) {
+            let output = sumac_with(args, variables);
+            let error = stderr(&output);
+            assert_eq!(exit_status(&output), 2, "{args:?}: {error}");
+            assert!(error.contains(value) && error.contains(named), "{args:?}: {error}");
+        }
+    }
+}
+
 /// The parts of a cluster that a command starts are configured by the command alone.
 #[test]
 fn cluster_of_a_command_ignores_the_file() {

@@ -91,6 +91,7 @@ impl JoinConfig {
     /// | `interfaces` | `SUMAC_IFNAME` | an [`InterfaceFilter`](crate::local_address::InterfaceFilter), as `eth,ib` |
     /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
     /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
+    /// | | `SUMAC_TRAFFIC_CLASS` | of all packets and connections: 0 to 252, four times the DSCP |
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
     /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
@@ -255,6 +256,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut udp.send_buffer_bytes, self.parsed("SUMAC_UDP_SEND_BUFFER", "a number of bytes")?);
         set(&mut udp.gso, self.one_of("SUMAC_UDP_GSO", &OFFLOADS)?);
         set(&mut udp.gro, self.one_of("SUMAC_UDP_GRO", &OFFLOADS)?);
+        set(&mut udp.traffic_class, self.named("SUMAC_TRAFFIC_CLASS")?);
         let spin_us = self.parsed("SUMAC_UDP_SPIN_US", "a number of microseconds")?;
         set(&mut udp.spin, spin_us.map(Duration::from_micros));
         Ok(())
@@ -318,7 +320,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 35] = [
+const KNOWN: [&str; 36] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -343,6 +345,7 @@ const KNOWN: [&str; 35] = [
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
     "SUMAC_TENANT",
+    "SUMAC_TRAFFIC_CLASS",
     "SUMAC_TRANSPORT",
     "SUMAC_UDP_GRO",
     "SUMAC_UDP_GSO",
@@ -403,6 +406,7 @@ mod tests {
             ("SUMAC_UDP_GSO", "off"),
             ("SUMAC_UDP_GRO", "off"),
             ("SUMAC_UDP_SPIN_US", "15"),
+            ("SUMAC_TRAFFIC_CLASS", "184"),
         ];
         let read = config(&set).expect("all are valid");
         let by_file: String =
@@ -425,6 +429,7 @@ mod tests {
         (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);
         (expected.udp.gso, expected.udp.gro) = (Offload::Off, Offload::Off);
         expected.udp.spin = Duration::from_micros(15);
+        expected.udp.traffic_class = "184".parse().expect("EF");
         assert_eq!(format!("{read:?}"), format!("{expected:?}"));
         assert!(set.iter().all(|(name, _)| KNOWN.contains(name)), "a variable is missing from KNOWN");
     }
@@ -491,6 +496,8 @@ mod tests {
             ("SUMAC_BIND", "eth0.invalid", "IP address"),
             ("SUMAC_IFNAME", "^", "names no interface"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),
+            ("SUMAC_TRAFFIC_CLASS", "186", "give a multiple of 4, as 184"),
+            ("SUMAC_TRAFFIC_CLASS", "256", "from 0 to 252"),
             ("SUMAC_EMBEDDED_CONTROLLER", "yes", "1, 0"),
         ] {
             let error = config(&[(name, value)]).expect_err("refused").to_string();

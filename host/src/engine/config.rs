@@ -54,7 +54,8 @@ pub struct JoinConfig {
     pub bind: IpAddr,
     /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
     pub interfaces: Option<InterfaceFilter>,
-    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets over
+    /// RDMA and of all TCP connections.
     ///
     /// ```
     /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
@@ -88,6 +89,7 @@ impl JoinConfig {
             addr: self.controller,
             alternatives: self.controller_alternatives.clone(),
             key: self.key.clone(),
+            traffic_class: self.udp.traffic_class,
         }
     }
 

@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-const RANK_VARIABLES: [&str; 23] = [
+const RANK_VARIABLES: [&str; 24] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -93,6 +93,7 @@ const RANK_VARIABLES: [&str; 23] = [
     "SUMAC_RECOVER",
     "SUMAC_STRAGGLER",
     "SUMAC_TENANT",
+    "SUMAC_TRAFFIC_CLASS",
     "SUMAC_TRANSPORT",
     "SUMAC_UDP_GRO",
     "SUMAC_UDP_GSO",
