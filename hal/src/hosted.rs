@@ -65,6 +65,7 @@ impl HostedPort {
                     prefer: Some(addr.ip()),
                     receive_buffer_bytes: udp.receive_buffer_bytes.min(VERBS_BUFFER_MAX_BYTES),
                     spin: udp.spin,
+                    traffic_class: udp.traffic_class,
                 };
                 Ok(Self::Verbs(Box::new(VerbsPort::open(&config)?)))
             }

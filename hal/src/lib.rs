@@ -22,6 +22,7 @@
 //! | `remote` (with `shm`) | zero-copy for ranks on other hosts: rings as messages, memory by RDMA |
 //! | `udp` (feature) | a port over UDP sockets, for hosted targets |
 //! | `verbs` (feature) | a port over RDMA verbs, for hosted targets |
+//! | `traffic_class` (with `shm` or `udp`) | DSCP of packets and connections |
 //! | `rank_link` (with `shm`) | opens a rank's link to a device on another host |
 //! | `hosted` (with `udp`) | a port over either, selected when it is opened |
 //!
@@ -137,6 +138,8 @@ pub mod shard;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub mod shm;
 pub mod time;
+#[cfg(all(any(feature = "shm", feature = "udp"), target_os = "linux"))]
+pub mod traffic_class;
 #[cfg(all(feature = "udp", target_os = "linux"))]
 pub mod udp;
 pub mod uplink;

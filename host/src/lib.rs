@@ -141,6 +141,7 @@
 //! `recovery` what to do, and goes on.
 
 pub mod comm;
+pub mod config_file;
 pub mod controller;
 mod engine;
 pub mod exec;
@@ -177,5 +178,6 @@ pub use select::Algo;
 pub use sumac_hal::ctrl::Order;
 pub use sumac_hal::ids::Rank;
 pub use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
+pub use sumac_hal::traffic_class::TrafficClass;
 pub use sumac_hal::udp::{Offload, UdpConfig};
 pub use sumac_hal::wire::RankMask;

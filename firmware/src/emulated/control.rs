@@ -17,6 +17,7 @@ use sumac_hal::ctrl::{
     Announce, Envelope, FrameError, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, TermGuard,
     send, shards,
 };
+use sumac_hal::traffic_class::TrafficClass;
 
 /// The board's handle of the control thread. Dropping it ends the thread.
 #[derive(Debug)]
@@ -66,6 +67,7 @@ impl Control {
             shards,
             key: config.key.clone(),
             controllers: [&[config.controller][..], &config.controller_alternatives].concat(),
+            traffic_class: config.udp.traffic_class,
             redial: config.redial,
             shared: Arc::clone(&shared),
             stopped,
@@ -129,6 +131,7 @@ struct Dialer {
     key: Option<Key>,
     /// The addresses of the controller, which are dialled in turn.
     controllers: Vec<SocketAddr>,
+    traffic_class: TrafficClass,
     redial: Duration,
     shared: Arc<Shared>,
     stopped: Receiver<()>,
@@ -213,6 +216,7 @@ impl Dialer {
         let family = if controller.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let stream = TcpStream::from(socket_with(family, SocketType::STREAM, flags, None).map_err(io::Error::from)?);
+        self.traffic_class.apply(&stream)?;
         match rustix::net::connect(&stream, controller) {
             Ok(()) | Err(Errno::INPROGRESS) => {}
             Err(error) => return Err(io::Error::from(error).into()),

@@ -14,6 +14,7 @@ use sumac_hal::emu::dma::EmuEngine;
 use sumac_hal::mmio::EntryStatus;
 use sumac_hal::remote::{Exchange, ExchangeDevice, Link, LinkEnd, LinkFailure, Memory};
 use sumac_hal::shm::Region;
+use sumac_hal::traffic_class::TrafficClass;
 #[cfg(feature = "verbs")]
 use sumac_hal::{
     remote::BUFFERS,
@@ -60,7 +61,7 @@ impl BoardEngine {
     pub(super) fn remote(
         emulated: EmuEngine,
         name: &str,
-        prefer: std::net::IpAddr,
+        (prefer, traffic_class): (std::net::IpAddr, TrafficClass),
         regions: usize,
     ) -> Result<Self, LinkFailure> {
         if let Some(exchange) = Exchange::named(name) {
@@ -69,7 +70,7 @@ impl BoardEngine {
         #[cfg(feature = "verbs")]
         {
             let link = name.parse::<VerbsLink>().map_err(|why| LinkFailure(why.to_string()))?;
-            let config = VerbsConfig { link, prefer: Some(prefer), ..VerbsConfig::default() };
+            let config = VerbsConfig { link, prefer: Some(prefer), traffic_class, ..VerbsConfig::default() };
             let open = || -> Result<VerbsEngine, VerbsError> {
                 let domain = VerbsDomain::open(&config)?;
                 let receives = SharedReceives::new(&domain, RANKS_MAX * BUFFERS)?;
@@ -81,7 +82,7 @@ impl BoardEngine {
         {
             let _ = regions;
             // Fails with what is missing.
-            sumac_hal::rank_link::open(name, prefer).map(|_| Self::Emulated(Box::new(emulated)))
+            sumac_hal::rank_link::open(name, prefer, traffic_class).map(|_| Self::Emulated(Box::new(emulated)))
         }
     }
 

@@ -39,6 +39,7 @@ use sumac_hal::remote::handshake::{AttachReply, AttachRequest, Attachment, Chall
 use sumac_hal::ring::{Doorbell, SpinPolicy};
 use sumac_hal::shm::{AttachRefusal, BellSet, Message, SocketError};
 use sumac_hal::time::Instant;
+use sumac_hal::traffic_class::TrafficClass;
 use sumac_hal::udp::Waker;
 use thiserror::Error;
 
@@ -125,10 +126,11 @@ pub(super) struct Functions {
 }
 
 impl Functions {
-    /// Start the engine: on the RDMA port and with the preferred address in `remote`, or else an emulated one.
+    /// Start the engine: on the RDMA port, with the preferred address and traffic class in `remote`, or else an emulated
+    /// one.
     pub(super) fn start(
         config: &ZeroCopyConfig,
-        remote: Option<(&str, IpAddr)>,
+        remote: Option<(&str, IpAddr, TrafficClass)>,
         boot_id: BootId,
         arrivals: Receiver<Arrival>,
         waker: Waker,
@@ -153,7 +155,9 @@ impl Functions {
         let engine = EmuEngine::start_notifying(dma, Some(notify))?;
         let engine = match remote {
             None => BoardEngine::Emulated(Box::new(engine)),
-            Some((name, prefer)) => BoardEngine::remote(engine, name, prefer, REGIONS + RedoMemories::MAX)?,
+            Some((name, prefer, class)) => {
+                BoardEngine::remote(engine, name, (prefer, class), REGIONS + RedoMemories::MAX)?
+            }
         };
         let bells = BellSet::new()?;
         engine.file().into_iter().try_for_each(|file| bells.add_connection(file, ENGINE))?;

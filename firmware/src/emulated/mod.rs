@@ -76,7 +76,8 @@ pub struct BoardConfig {
     pub slots: u32,
     /// The memory of each shard for accumulators and staging of all slots, in bytes.
     pub slot_memory_bytes: usize,
-    /// The configuration of the data ports.
+    /// The configuration of the data ports. Their traffic class is also that of packets over RDMA and of all TCP
+    /// connections.
     pub udp: UdpConfig,
     /// The RDMA port to use for data instead of UDP, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`; `None`: UDP.
     pub verbs: Option<String>,
@@ -330,7 +331,9 @@ fn start_listeners(
         return Ok((None, None));
     };
     let local = LocalListener::start(zero_copy, boot_id, arrivals.clone(), waker.clone())?;
-    let remote = config.rdma.as_ref().map(|_| RemoteListener::start(config.bind, arrivals, waker)).transpose()?;
+    let class = config.udp.traffic_class;
+    let remote =
+        config.rdma.as_ref().map(|_| RemoteListener::start((config.bind, class), arrivals, waker)).transpose()?;
     Ok((local, remote))
 }
 

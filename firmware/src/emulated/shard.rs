@@ -111,7 +111,7 @@ pub(super) fn start_shard(
         // Memory is registered with the device, and only with one shard is there one table.
         Some(zero_copy) if config.shards == 1 => {
             let (sender, arrivals) = channel();
-            let remote = config.rdma.as_deref().map(|name| (name, config.bind));
+            let remote = config.rdma.as_deref().map(|name| (name, config.bind, config.udp.traffic_class));
             let functions = Functions::start(zero_copy, remote, boot_id, arrivals, waker.clone())?;
             port.watch(functions.watched()?);
             (Some(sender), Some(functions))

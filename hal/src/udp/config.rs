@@ -2,6 +2,7 @@
 
 use super::sys;
 use crate::port::Addr;
+use crate::traffic_class::TrafficClass;
 use nix::ifaddrs::{InterfaceAddress, getifaddrs};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -50,6 +51,8 @@ pub struct UdpConfig {
     /// that host: packets to them go to it, and packets from it appear to come from 127.0.0.1. Peers of such a port
     /// cannot share an address with it. `None`: loopback is this machine.
     pub loopback_at: Option<Ipv4Addr>,
+    /// The traffic class of the packets, beside which IPv4's declare ECN capability.
+    pub traffic_class: TrafficClass,
 }
 
 impl Default for UdpConfig {
@@ -63,6 +66,7 @@ impl Default for UdpConfig {
             gro: Offload::Auto,
             spin: Duration::ZERO,
             loopback_at: None,
+            traffic_class: TrafficClass::default(),
         }
     }
 }

@@ -28,6 +28,7 @@ pub use wait::Waker;
 
 use crate::port::{Addr, Capabilities, Ecn, Gather, MulticastPort, Port, RxToken, Train, TxToken, WaitPort, Wake};
 use crate::time::Instant;
+use crate::traffic_class::TrafficClass;
 use multicast::MulticastGroups;
 use rustix::net::sockopt;
 use rx::{Next, RxQueue};
@@ -86,7 +87,7 @@ impl UdpPort {
             let receive_buffer_bytes = set_buffers(&socket, config)?;
             let local_addr = socket.local_addr()?;
             multicast::prepare(&socket, local_addr);
-            enable_ecn(&socket, local_addr);
+            mark_packets(&socket, local_addr, config.traffic_class)?;
             Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
         };
         let (socket, local_addr, receive_buffer_bytes, waker) =
@@ -165,16 +166,24 @@ impl std::fmt::Debug for UdpPort {
     }
 }
 
-/// Declare this end ECN-capable and ask for marks on received packets. Where the kernel does not support this (and over
-/// IPv6, for now), only losses signal congestion.
-fn enable_ecn(socket: &UdpSocket, local_addr: SocketAddr) {
+/// Set the traffic class, declare this end ECN-capable and ask for marks on received packets. Where the kernel does not
+/// support ECN (and over IPv6, for now), only losses signal congestion.
+fn mark_packets(socket: &UdpSocket, local_addr: SocketAddr, class: TrafficClass) -> io::Result<()> {
     /// ECN-capable transport, ECT(0) (RFC 3168, section 5).
     const ECT_0: u8 = 0b10;
+    let is_default = class == TrafficClass::default();
     if local_addr.is_ipv4() {
-        let enabled = rustix::net::sockopt::set_ip_recvtos(socket, true);
-        // Optional: without marks, losses signal congestion.
-        let _ = enabled.and_then(|()| rustix::net::sockopt::set_ip_tos(socket, ECT_0));
+        let enabled = sockopt::set_ip_recvtos(socket, true);
+        let ecn = if enabled.is_ok() { ECT_0 } else { 0 };
+        match sockopt::set_ip_tos(socket, class.bits() | ecn) {
+            Err(error) if !is_default => return Err(error.into()),
+            // Optional: without marks, losses signal congestion.
+            Ok(()) | Err(_) => {}
+        }
+    } else if !is_default {
+        sockopt::set_ipv6_tclass(socket, class.bits().into())?;
     }
+    Ok(())
 }
 
 /// Packets in the receive batch.

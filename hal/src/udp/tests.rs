@@ -418,3 +418,53 @@ fn congestion_marks_are_reported_per_packet() {
     rustix::net::sockopt::set_ip_recvtos(&sender, true).unwrap();
     assert_eq!(rustix::net::sockopt::ip_tos(&port.socket).unwrap(), 0b10);
 }
+
+/// Receive one packet with raw calls; return the byte of its IP header that has DSCP and ECN.
+fn received_class(socket: &std::net::UdpSocket) -> u8 {
+    #[repr(C, align(8))]
+    struct Control([u8; 64]);
+    let (mut payload, mut control) = ([0_u8; 64], Control([0; 64]));
+    let mut piece = libc::iovec { iov_base: payload.as_mut_ptr().cast(), iov_len: payload.len() };
+    // SAFETY: all fields are integers or pointers, which may be zero.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    (header.msg_iov, header.msg_iovlen) = (&raw mut piece, 1);
+    (header.msg_control, header.msg_controllen) = (control.0.as_mut_ptr().cast(), control.0.len() as _);
+    // SAFETY: the buffers of the header are alive and as long as it says.
+    let received = unsafe { libc::recvmsg(std::os::fd::AsRawFd::as_raw_fd(socket), &raw mut header, 0) };
+    assert!(received > 0, "{}", std::io::Error::last_os_error());
+    // SAFETY: the kernel has filled the control buffer as the header says.
+    let cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const header) };
+    assert!(!cmsg.is_null(), "the class is reported");
+    // SAFETY: not null, so it is within the control buffer, with its data behind it. IPv4's is a byte, IPv6's an integer.
+    unsafe {
+        match (*cmsg).cmsg_level {
+            libc::IPPROTO_IP => *libc::CMSG_DATA(cmsg),
+            _ => u8::try_from(libc::CMSG_DATA(cmsg).cast::<libc::c_int>().read_unaligned()).expect("a byte"),
+        }
+    }
+}
+
+#[test]
+fn packets_have_the_traffic_class_beside_ecn() {
+    use crate::traffic_class::TrafficClass;
+    for (ip, ecn) in [("127.0.0.1:0", 0b10), ("[::1]:0", 0)] {
+        let Ok(receiver) = std::net::UdpSocket::bind(ip) else {
+            eprintln!("SKIPPED: no {ip} here");
+            continue;
+        };
+        receiver.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        if receiver.local_addr().unwrap().is_ipv4() {
+            rustix::net::sockopt::set_ip_recvtos(&receiver, true).unwrap();
+        } else {
+            rustix::net::sockopt::set_ipv6_recvtclass(&receiver, true).unwrap();
+        }
+        for bits in [0, 0xb8, 0xfc] {
+            let traffic_class = TrafficClass::try_from(bits).unwrap();
+            let config = UdpConfig { traffic_class, ..UdpConfig::default() };
+            let mut port = UdpPort::bind(ip.parse().unwrap(), &config).unwrap();
+            send(&mut port, Addr::Udp(receiver.local_addr().unwrap()), 7);
+            port.flush(Instant::ZERO);
+            assert_eq!(received_class(&receiver), bits | ecn, "{ip}");
+        }
+    }
+}

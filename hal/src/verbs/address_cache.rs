@@ -7,8 +7,8 @@
 //! - The table does not grow, and a lookup allocates nothing.
 
 use super::config::VerbsError;
-use super::datagrams::AddressHandle;
-use super::objects::{Domain, GidEntry};
+use super::datagrams::{AddressHandle, Source};
+use super::objects::Domain;
 use crate::port::VerbsAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,11 +33,11 @@ struct Entry {
 pub(super) struct AddressCache {
     entries: Vec<Entry>,
     domain: Arc<Domain>,
-    from: GidEntry,
+    from: Source,
 }
 
 impl AddressCache {
-    pub(super) fn new(domain: &Arc<Domain>, from: GidEntry) -> Self {
+    pub(super) fn new(domain: &Arc<Domain>, from: Source) -> Self {
         Self { entries: Vec::with_capacity(MAX_PATHS), domain: Arc::clone(domain), from }
     }
 

@@ -1,5 +1,6 @@
 //! Configuration, errors and counters of a verbs port.
 
+use crate::traffic_class::TrafficClass;
 use std::fmt;
 use std::io;
 use std::net::IpAddr;
@@ -62,11 +63,19 @@ pub struct VerbsConfig {
     pub receive_buffer_bytes: usize,
     /// How long `wait` spins before it yields and then sleeps.
     pub spin: Duration,
+    /// The traffic class of the packets, which declare ECN capability beside it.
+    pub traffic_class: TrafficClass,
 }
 
 impl Default for VerbsConfig {
     fn default() -> Self {
-        Self { link: VerbsLink::default(), prefer: None, receive_buffer_bytes: 1 << 20, spin: Duration::ZERO }
+        Self {
+            link: VerbsLink::default(),
+            prefer: None,
+            receive_buffer_bytes: 1 << 20,
+            spin: Duration::ZERO,
+            traffic_class: TrafficClass::default(),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use super::config::VerbsError;
 use super::objects::{Completions, Domain, GidEntry};
 use super::pair::QueuePair;
+use crate::traffic_class::TrafficClass;
 use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -19,7 +20,7 @@ unsafe impl Send for AddressHandle {}
 impl AddressHandle {
     /// Create a handle for the port of `gid` and `lid`, with `from` as the source. On RoCE the kernel resolves the link
     /// address during this call, which blocks until the other host answers, for at most about a second.
-    pub(super) fn new(domain: &Arc<Domain>, from: &GidEntry, gid: [u8; 16], lid: u16) -> Result<Self, VerbsError> {
+    pub(super) fn new(domain: &Arc<Domain>, from: &Source, gid: [u8; 16], lid: u16) -> Result<Self, VerbsError> {
         let mut attr = address_attr(from, gid, lid);
         // SAFETY: a domain, and attributes that are read only.
         let raw = NonNull::new(unsafe { ibv::ibv_create_ah(domain.raw.as_ptr(), &raw mut attr) });
@@ -39,19 +40,26 @@ impl Drop for AddressHandle {
     }
 }
 
+/// Where packets come from, and how networks treat them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Source {
+    pub(super) gid: GidEntry,
+    pub(super) traffic_class: TrafficClass,
+}
+
 /// Return the attributes of the route from `from` to the port of `gid` and `lid`.
-pub(super) fn address_attr(from: &GidEntry, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr {
+pub(super) fn address_attr(from: &Source, gid: [u8; 16], lid: u16) -> ibv::ibv_ah_attr {
     ibv::ibv_ah_attr {
         grh: ibv::ibv_global_route {
             dgid: ibv::ibv_gid { raw: gid },
-            sgid_index: from.index,
+            sgid_index: from.gid.index,
             hop_limit: HOP_LIMIT,
-            traffic_class: ECT_0,
+            traffic_class: from.traffic_class.bits() | ECT_0,
             ..ibv::ibv_global_route::default()
         },
         dlid: lid,
         is_global: 1,
-        port_num: from.port,
+        port_num: from.gid.port,
         ..ibv::ibv_ah_attr::default()
     }
 }
@@ -116,3 +124,18 @@ impl Datagrams {
 
 /// The length of packets to send inline: a wire header and small payloads.
 const INLINE_LEN_BYTES: u32 = 192;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn address_has_the_traffic_class_beside_ecn() {
+        let gid = GidEntry { gid: [7; 16], port: 2, index: 3, is_v2: true };
+        for (bits, expected) in [(0, 0b10), (0xb8, 0xba), (0xfc, 0xfe)] {
+            let traffic_class = TrafficClass::try_from(bits).expect("no bits of ECN");
+            let attr = address_attr(&Source { gid, traffic_class }, [9; 16], 0);
+            assert_eq!((attr.grh.traffic_class, attr.grh.sgid_index, attr.port_num), (expected, 3, 2));
+        }
+    }
+}

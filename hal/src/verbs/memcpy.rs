@@ -9,6 +9,7 @@
 
 use super::config::{VerbsConfig, VerbsError};
 use super::copying::{BatchOutcome, Copier, Copy, CopyEngine, DEPTH, MapMemoryError, NotPosted};
+use super::datagrams::Source;
 use super::discover::{self, PortLocation};
 use super::memory::Registration;
 use super::mlx5::{MemcpyError, Mlx5, PairCalls};
@@ -18,6 +19,7 @@ use super::pair::QueuePair;
 use crate::dma::{
     Capabilities, Chain, Completion, DmaMemory, Engine, LocalMemory, RegionKey, Scope, Span, Status, SubmitError,
 };
+use crate::traffic_class::TrafficClass;
 use ibverbs_sys as ibv;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -153,7 +155,9 @@ impl Queue {
         let mtu_bytes = attr.mtu_bytes as u16;
         let end = OneSidedEnd { gid: gid.gid, lid, qpn: pair.number(), psn: 0, mtu_bytes };
         prepare(&mut pair, gid.port)?;
-        connect(&mut pair, gid, (&end, &end), 1)?;
+        // Its packets do not leave the device.
+        let from = Source { gid: *gid, traffic_class: TrafficClass::default() };
+        connect(&mut pair, &from, (&end, &end), 1)?;
         Ok(Self { pair: Some(pair), extended, calls, completions, domain })
     }
 }

@@ -73,7 +73,7 @@ use crate::port::{Addr, Capabilities, Ecn, Port, RxToken, TxToken, VerbsAddr, Wa
 use crate::time::Instant;
 use crate::udp::Waker;
 use address_cache::AddressCache;
-use datagrams::Datagrams;
+use datagrams::{Datagrams, Source};
 use discover::PortLocation;
 use objects::{Channel, Completions, Domain};
 use rx::{Failed, RxQueue};
@@ -140,7 +140,7 @@ impl VerbsPort {
         let mut port = Self {
             rx: RxQueue::new(&domain, &arrived, (buffers, attr.mtu_bytes), attr.is_ethernet)?,
             tx: TxQueue::new(&domain, &sent, attr.mtu_bytes, pair.max_inline_len_bytes)?,
-            addresses: AddressCache::new(&domain, gid),
+            addresses: AddressCache::new(&domain, Source { gid, traffic_class: config.traffic_class }),
             channel,
             addr: VerbsAddr { gid: gid.gid, lid: if attr.is_ethernet { 0 } else { attr.lid }, qpn: pair.pair.number() },
             device: format!("{}:{}:{}", context.name, gid.port, gid.index),

@@ -18,6 +18,7 @@ use connection::random_psn;
 pub(super) use connection::{connect, prepare};
 
 use super::config::VerbsError;
+use super::datagrams::Source;
 use super::objects::Completions;
 use super::pair::QueuePair;
 use super::region::{ExposedRegion, VerbsDomain};
@@ -101,7 +102,7 @@ pub struct OneSided {
     /// The number after the last completed operation, also a failed one.
     returned: u64,
     end: OneSidedEnd,
-    from: super::objects::GidEntry,
+    from: Source,
     reads: u8,
     /// Buffers of messages until they are acknowledged, on a connection with messages.
     slots: Option<Slots>,
@@ -172,7 +173,7 @@ impl OneSided {
             error: None,
             returned: 0,
             end,
-            from: domain.gid,
+            from: Source { gid: domain.gid, traffic_class: domain.traffic_class },
             reads: domain.reads,
             slots: receives.map(|_| Slots::new(&domain.domain)).transpose()?,
             stats: LinkStats::default(),

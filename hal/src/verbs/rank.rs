@@ -17,6 +17,7 @@ use crate::remote::{
     RemoteRegion,
 };
 use crate::shm::Region;
+use crate::traffic_class::TrafficClass;
 use std::collections::VecDeque;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
@@ -67,9 +68,9 @@ impl std::fmt::Debug for RankEnd {
 ///
 /// # Errors
 /// [`LinkFailure`]: an invalid name, or a [`VerbsError`].
-pub fn rank_link(name: &str, prefer: IpAddr) -> Result<Box<dyn RankLink>, LinkFailure> {
+pub fn rank_link(name: &str, prefer: IpAddr, traffic_class: TrafficClass) -> Result<Box<dyn RankLink>, LinkFailure> {
     let link = name.parse::<VerbsLink>().map_err(|why| LinkFailure(why.to_string()))?;
-    let config = VerbsConfig { link, prefer: Some(prefer), ..VerbsConfig::default() };
+    let config = VerbsConfig { link, prefer: Some(prefer), traffic_class, ..VerbsConfig::default() };
     let domain = VerbsDomain::open(&config).map_err(failure)?;
     Ok(Box::new(RankEnd::new(domain).map_err(failure)?))
 }

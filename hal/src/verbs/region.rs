@@ -16,12 +16,14 @@ use super::objects::{Domain, GidEntry, PortAttr};
 use super::one_sided::OneSided;
 use super::shared_receives::SharedReceives;
 use crate::remote::{RegionError, RemoteRegion, check_range};
+use crate::traffic_class::TrafficClass;
 use std::sync::Arc;
 
 /// A protection domain on an RDMA port: regions, and the connections through which peers access them.
 pub struct VerbsDomain {
     pub(super) domain: Arc<Domain>,
     pub(super) gid: GidEntry,
+    pub(super) traffic_class: TrafficClass,
     pub(super) attr: PortAttr,
     /// RDMA READs that a connection may have outstanding, in each direction.
     pub(super) reads: u8,
@@ -37,7 +39,8 @@ impl VerbsDomain {
         let limits = context.device_attr()?;
         let reads = limits.max_qp_rd_atom.min(limits.max_qp_init_rd_atom).clamp(1, MAX_READS);
         // Clamped to at most `MAX_READS`.
-        Ok(Self { domain: Domain::new(&context)?, gid, attr, reads: reads as u8 })
+        let (domain, traffic_class) = (Domain::new(&context)?, config.traffic_class);
+        Ok(Self { domain, gid, traffic_class, attr, reads: reads as u8 })
     }
 
     /// Allocate zeroed memory that peers of this domain's connections may read and write.

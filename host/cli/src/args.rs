@@ -210,6 +210,7 @@ EXIT STATUS
 
 ENVIRONMENT
   Read by this command:
+  SUMAC_CONFIG         a configuration file, for controller and device; options and variables beat it
   SUMAC_CONTROLLER     the controller as HOST:PORT, for device, image run, status and selftest; beats MASTER_ADDR and
                        SUMAC_PORT
   MASTER_ADDR          the controller's host, for status and selftest [default: 127.0.0.1]
@@ -224,11 +225,13 @@ ENVIRONMENT
   SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the
                        beginnings of their names, `=eth0` by whole names, `^docker,lo` all others; also for device
                        [default: all]
+  SUMAC_TRAFFIC_CLASS  traffic class of packets and connections, 0 to 252: four times the DSCP, as 184 for EF; also for
+                       controller and device [default: 0]
   SUMAC_SSH            what perf --ssh runs commands on other hosts with [default: ssh -o BatchMode=yes]
   SUMAC_CARDS          the folder in which flash records the state of each card [default: /var/lib/sumac/cards]
   SUMAC_LOG            log filter, as in `debug` or `sumac::controller=trace`; overrides -v
 
-  Read by programs that join with JoinConfig::from_env, beside the first six:
+  Read by programs that join with JoinConfig::from_env, beside the first seven:
   SUMAC_RANK, SUMAC_WORLD, SUMAC_LOCAL_RANK
                        this rank, the number of ranks, and the rank's number on its host [default: what torchrun, Open
                        MPI, MPICH, Intel MPI, Slurm or RANK and WORLD_SIZE say; `sumac doctor --env` shows it]
@@ -379,8 +382,8 @@ EXAMPLES
 
 JSON
   findings[{health,what,found,advice}] summary{ok,warn,missing,not_built,broken} dma_profiles[{name,capabilities,hardware}].
-  health is a key of summary. With --env: variables[{name,value,launcher,role,used}] launcher rank world local_rank job
-  controller address error.
+  health is a key of summary. With --env: variables[{name,value,source,launcher,role,used}] launcher rank world local_rank
+  job controller address error config_file. source is environment or file.
 
 EXIT STATUS
   0 nothing is broken; 1 something that perf needs does not work; 2 invalid usage, or with --env an environment that

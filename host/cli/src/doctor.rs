@@ -11,12 +11,13 @@ mod verbs;
 
 use crate::exit::Failure;
 use crate::machine;
-use clap::Args;
+use clap::{Args, Command};
 use serde::Serialize;
 use std::fmt;
 use std::fs;
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::thread;
 use sumac_hal::port::Port;
 use sumac_hal::udp::{UdpConfig, UdpPort};
@@ -28,6 +29,9 @@ pub(crate) struct DoctorArgs {
     /// result. Start it by the launcher, as in `mpirun -np 4 sumac doctor --env`
     #[arg(long)]
     env: bool,
+    /// With --env: check this configuration file, too, and list what it sets [default: SUMAC_CONFIG, else none]
+    #[arg(long, value_name = "FILE", requires = "env")]
+    config: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -113,10 +117,10 @@ struct Report<'f> {
     dma_profiles: Vec<shm::ProfileDescription>,
 }
 
-/// Check everything and print the findings.
-pub(crate) fn run(args: &DoctorArgs) -> Result<(), Failure> {
+/// Check everything and print the findings. `command` is the whole command, whose options a configuration file sets.
+pub(crate) fn run(args: &DoctorArgs, command: &Command) -> Result<(), Failure> {
     if args.env {
-        return environment::run(args.json);
+        return environment::run(args.json, args.config.as_deref(), command);
     }
     let mut findings = vec![cores(), round_trip(), simd()];
     findings.extend(udp());

@@ -29,6 +29,7 @@ mod card;
 mod chaos;
 mod cluster;
 mod collective;
+mod config;
 mod deprecated;
 mod doctor;
 mod exit;
@@ -58,14 +59,14 @@ mod worker;
 mod workload;
 
 use args::{Cli, Command};
-use clap::{CommandFactory, Parser};
+use clap::CommandFactory;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // First, so that a supervised process cannot outlive its supervisor.
     cluster::die_with_supervisor();
     let arguments = deprecated::Arguments::new(std::env::args_os());
-    let cli = Cli::try_parse_from(arguments.args);
+    let cli = config::parse::<Cli>(arguments.args);
     if cli.as_ref().is_ok_and(|cli| cli.quiet) {
         exit::be_quiet();
     }
@@ -75,7 +76,11 @@ fn main() -> ExitCode {
         arguments.warnings.into_iter().chain(variables).for_each(|warning| note!("warning: {warning}"));
     }
     // Help and usage errors end the command here.
-    let cli = cli.unwrap_or_else(|error| error.exit());
+    let cli = match cli {
+        Ok(cli) => cli,
+        Err(config::ParseError::Usage(error)) => error.exit(),
+        Err(config::ParseError::File(error)) => return exit::report(Err(exit::Failure::Input(error))),
+    };
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(*args, cli.verbose),
@@ -91,7 +96,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Key(args) => key::run(&args),
         Command::Plan(args) => plan::run(&args),
-        Command::Doctor(args) => doctor::run(&args),
+        Command::Doctor(args) => doctor::run(&args, &Cli::command()),
         Command::Completions(args) => generate::completions(&Cli::command(), &args),
         Command::Man(args) => generate::man(&Cli::command(), &args),
         Command::Image(args) => image::run(&args),

@@ -5,6 +5,7 @@
 
 use crate::address::{self, LocalAddress};
 use crate::cluster::{LISTENING, READY};
+use crate::config;
 use crate::exit::Failure;
 use crate::fabric;
 use crate::key::KeyOption;
@@ -28,9 +29,11 @@ use sumac::select::CostTable;
 use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
 use sumac_hal::ctrl::Rejection;
 use sumac_hal::dma::Profile;
+use sumac_hal::traffic_class::TrafficClass;
 
 /// `sumac controller`.
 #[derive(Debug, Args)]
+#[command(arg = config::option())]
 pub(crate) struct ControllerArgs {
     /// Address to listen on; without --keys it must be a loopback address
     #[arg(long, value_name = "ADDRESS", default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
@@ -81,6 +84,10 @@ pub(crate) struct ControllerArgs {
     #[arg(long = "failover-after", value_name = "SECONDS", default_value_t = 5,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     failover_after_s: u64,
+    /// Traffic class of all connections, 0 to 252: four times the DSCP, as 184 for EF
+    /// [default: SUMAC_TRAFFIC_CLASS, else 0]
+    #[arg(long, value_name = "N", env = "SUMAC_TRAFFIC_CLASS", hide_env = true)]
+    traffic_class: Option<TrafficClass>,
     /// Use the tree where there is one, regardless of cost
     #[arg(long, hide = true, conflicts_with = "overrides")]
     prefer_tree: bool,
@@ -91,6 +98,7 @@ const TREE_OVERRIDE: &str = "[[override]]\npath = \"tree\"\n";
 
 /// `sumac device`.
 #[derive(Debug, Args)]
+#[command(arg = config::option())]
 pub(crate) struct DeviceArgs {
     /// Name of the device: that of its switch in the fabric
     #[arg(long, value_name = "NAME", value_parser = options::device_name)]
@@ -156,6 +164,10 @@ pub(crate) struct DeviceArgs {
     /// over from also after its own restart
     #[arg(long, value_name = "FILE")]
     term_file: Option<PathBuf>,
+    /// Traffic class of all packets and connections, 0 to 252: four times the DSCP, as 184 for EF
+    /// [default: SUMAC_TRAFFIC_CLASS, else 0]
+    #[arg(long, value_name = "N", env = "SUMAC_TRAFFIC_CLASS", hide_env = true)]
+    traffic_class: Option<TrafficClass>,
     /// Seconds to wait for the controller
     #[arg(long = "timeout", value_name = "SECONDS", default_value_t = 30)]
     timeout_s: u64,
@@ -181,6 +193,7 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     let device_backoff = Duration::from_secs(args.device_backoff);
     config.limits = Limits { connections, jobs, devices, device_backoff, ..config.limits };
     config.pair = args.pair()?;
+    config.traffic_class = args.traffic_class.unwrap_or_default();
     raise_descriptor_limit(connections);
     let controller = Controller::start(config).map_err(Failure::input)?;
     announce(&format!("{LISTENING}{}", controller.local_addr()))?;
@@ -200,6 +213,7 @@ pub(crate) fn run_device(args: DeviceArgs) -> Result<(), Failure> {
     config.zero_copy = args.zero_copy();
     config.bind = args.local.choose(controller)?;
     config.data_port = args.data_port;
+    config.udp.traffic_class = args.traffic_class.unwrap_or_default();
     config.advertise = args.advertise;
     config.shards = args.shards;
     config.verbs = args.verbs;

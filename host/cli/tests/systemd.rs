@@ -80,14 +80,28 @@ fn command_accepts_the_options_of_the_unit_files() {
     for (unit, _) in UNITS {
         let text = read(unit);
         let line = text.lines().find_map(|line| line.strip_prefix("ExecStart=/usr/bin/sumac ")).expect("a command");
-        let options = text.lines().find_map(|line| line.strip_prefix("Environment=SUMAC_DEVICE_OPTIONS="));
-        let line = line.replace("${SUMAC_LISTEN}", "[::]:7847").replace("$SUMAC_CONTROLLER_OPTIONS", "");
-        let line = line.replace("$SUMAC_DEVICE_OPTIONS", options.unwrap_or_default());
         let args: Vec<_> = line.split_whitespace().chain(["--help"]).collect();
         let help = sumac(&args);
         assert_eq!(exit_status(&help), 0, "{unit}: {}", stderr(&help));
-        let unknown: Vec<_> = args.iter().map(|arg| arg.replace("--key", "--kee")).collect();
+        let unknown: Vec<_> = args.iter().map(|arg| arg.replace("--config", "--confic")).collect();
         let unknown: Vec<_> = unknown.iter().map(String::as_str).collect();
         assert_eq!(exit_status(&sumac(&unknown)), 2, "{unit}: an option that does not exist is noticed");
     }
+}
+
+/// `doctor` checks all tables.
+#[test]
+fn command_accepts_the_configuration_file_of_the_units() {
+    let path = folder().join("sumac.toml");
+    let doctor = |path: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
+        command.args(["doctor", "--env", "--config", path]).env("SUMAC_RANK", "0").env("SUMAC_WORLD", "1");
+        command.output().expect("the command runs")
+    };
+    let accepted = doctor(path.to_str().expect("UTF-8"));
+    assert_eq!(exit_status(&accepted), 0, "{}", stderr(&accepted));
+    assert!(stdout(&accepted).contains("[controller] keys"), "{}", stdout(&accepted));
+    let dir = Dir::new("units-config");
+    let misspelled = dir.write("sumac.toml", read("sumac.toml").replace("keys", "kees").as_bytes());
+    assert_eq!(exit_status(&doctor(&misspelled)), 2);
 }

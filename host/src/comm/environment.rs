@@ -4,12 +4,18 @@
 //! `SUMAC_`, and `MASTER_ADDR`. A misspelled variable would otherwise be ignored without a trace, so [`check`] finds
 //! the ones that nothing reads. Reading takes a lookup function, so that tests need no process environment.
 
+mod file;
+
+pub use file::{FileSetting, file_settings};
+
 use super::launcher::{self, LaunchError, Placement};
 use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
+use crate::config_file::{ConfigFile, closest};
 use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
 use crate::controller::resolve_all;
 use crate::local_address;
+use file::read_with;
 use std::fmt;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::path::Path;
@@ -85,6 +91,7 @@ impl JoinConfig {
     /// | `interfaces` | `SUMAC_IFNAME` | an [`InterfaceFilter`](crate::local_address::InterfaceFilter), as `eth,ib` |
     /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
     /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
+    /// | | `SUMAC_TRAFFIC_CLASS` | of all packets and connections: 0 to 252, four times the DSCP |
     /// | | `SUMAC_UDP_PEER`, `SUMAC_UDP_SPIN_US` | `IP:PORT`; microseconds |
     /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
@@ -96,16 +103,33 @@ impl JoinConfig {
     /// Seconds may have decimals. [`UdpConfig::loopback_at`](sumac_hal::udp::UdpConfig::loopback_at), which only
     /// emulated machines need, has no variable.
     ///
+    /// If `SUMAC_CONFIG` names a [configuration file](crate::config_file), its table `[rank]` sets what the environment
+    /// does not: its keys are the variables without `SUMAC_`, in lower case, as `join_timeout`. `MASTER_ADDR` and
+    /// `SUMAC_PORT` are defaults, which a `controller` in the file beats.
+    ///
     /// The first call in a process logs a warning for each variable that begins with `SUMAC_` and is unknown or
     /// deprecated ([`check`]).
     ///
     /// # Errors
-    /// [`JoinError::Environment`] names the variable that is missing or invalid.
+    /// [`JoinError::Environment`] names the variable that is missing or invalid, [`JoinError::ConfigFile`] the file and
+    /// the key.
     pub fn from_env() -> Result<Self, JoinError> {
-        warn_once();
-        let placement = launcher::from_env().placement;
-        read(placement, |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::from_env_and_file(ConfigFile::from_env()?.as_ref())
     }
+
+    /// Describe a rank as [`from_env`](Self::from_env) does, by this file instead of that which `SUMAC_CONFIG` names.
+    ///
+    /// # Errors
+    /// As [`from_env`](Self::from_env).
+    pub fn from_env_and_file(file: Option<&ConfigFile>) -> Result<Self, JoinError> {
+        warn_once();
+        read_with(file, launcher::from_env().placement, variable)
+    }
+}
+
+/// Look a variable of this process up.
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// Log what [`check`] finds, once in a process.
@@ -153,8 +177,7 @@ fn key(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Key>, (&'stat
 /// # Errors
 /// [`JoinError::Environment`].
 pub fn key_from_env() -> Result<Option<Key>, JoinError> {
-    let read = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-    key(read).map_err(|(name, why)| invalid(name, why))
+    key(variable).map_err(|(name, why)| invalid(name, why))
 }
 
 /// Return the error for a variable.
@@ -233,6 +256,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut udp.send_buffer_bytes, self.parsed("SUMAC_UDP_SEND_BUFFER", "a number of bytes")?);
         set(&mut udp.gso, self.one_of("SUMAC_UDP_GSO", &OFFLOADS)?);
         set(&mut udp.gro, self.one_of("SUMAC_UDP_GRO", &OFFLOADS)?);
+        set(&mut udp.traffic_class, self.named("SUMAC_TRAFFIC_CLASS")?);
         let spin_us = self.parsed("SUMAC_UDP_SPIN_US", "a number of microseconds")?;
         set(&mut udp.spin, spin_us.map(Duration::from_micros));
         Ok(())
@@ -289,37 +313,18 @@ fn warning(name: &str) -> Option<Warning> {
         return Some(Warning::Deprecated { old, new });
     }
     let is_known = KNOWN.contains(&name) || !name.starts_with("SUMAC_") || name.starts_with(TESTS);
-    (!is_known).then(|| Warning::Unknown { name: name.to_owned(), similar: similar(name) })
-}
-
-/// Return the known name that the fewest edits make of this one, if two are enough.
-fn similar(name: &str) -> Option<&'static str> {
-    let near = KNOWN.into_iter().map(|known| (distance(name, known), known)).min();
-    near.filter(|&(edits, _)| edits <= 2).map(|(_, known)| known)
-}
-
-/// Count the bytes to insert, delete or replace that make `b` of `a` (Levenshtein).
-fn distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, y) in b.bytes().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
+    (!is_known).then(|| Warning::Unknown { name: name.to_owned(), similar: closest(name, KNOWN) })
 }
 
 /// Variables of this project's own tests begin so.
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 34] = [
+const KNOWN: [&str; 36] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
+    "SUMAC_CONFIG",
     "SUMAC_CONTROLLER",
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
@@ -340,6 +345,7 @@ const KNOWN: [&str; 34] = [
     "SUMAC_STRAGGLER",
     "SUMAC_SUPERVISOR",
     "SUMAC_TENANT",
+    "SUMAC_TRAFFIC_CLASS",
     "SUMAC_TRANSPORT",
     "SUMAC_UDP_GRO",
     "SUMAC_UDP_GSO",
@@ -355,6 +361,8 @@ const KNOWN: [&str; 34] = [
 
 #[cfg(test)]
 mod tests {
+    use super::file::key_of;
+    use super::file::tests::config_with;
     use super::*;
     use crate::controller::proto::Transport;
     use crate::select::Algo;
@@ -398,8 +406,14 @@ mod tests {
             ("SUMAC_UDP_GSO", "off"),
             ("SUMAC_UDP_GRO", "off"),
             ("SUMAC_UDP_SPIN_US", "15"),
+            ("SUMAC_TRAFFIC_CLASS", "184"),
         ];
         let read = config(&set).expect("all are valid");
+        let by_file: String =
+            set.iter().skip(2).map(|(name, value)| format!("{} = '{value}'\n", key_of(name))).collect();
+        let environment = [("SUMAC_PORT", "9"), ("SUMAC_JOB", "j")];
+        let by_file = config_with(&environment, &by_file).expect("all are valid");
+        assert_eq!(format!("{by_file:?}"), format!("{read:?}"));
         let mut expected = JoinConfig::new(SocketAddr::from(([127, 0, 0, 1], 9)), "j", 1, 2);
         (expected.host, expected.embedded_controller) = (Some("node7".into()), true);
         (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
@@ -415,6 +429,7 @@ mod tests {
         (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);
         (expected.udp.gso, expected.udp.gro) = (Offload::Off, Offload::Off);
         expected.udp.spin = Duration::from_micros(15);
+        expected.udp.traffic_class = "184".parse().expect("EF");
         assert_eq!(format!("{read:?}"), format!("{expected:?}"));
         assert!(set.iter().all(|(name, _)| KNOWN.contains(name)), "a variable is missing from KNOWN");
     }
@@ -481,6 +496,8 @@ mod tests {
             ("SUMAC_BIND", "eth0.invalid", "IP address"),
             ("SUMAC_IFNAME", "^", "names no interface"),
             ("SUMAC_UDP_GSO", "on", "auto, off"),
+            ("SUMAC_TRAFFIC_CLASS", "186", "give a multiple of 4, as 184"),
+            ("SUMAC_TRAFFIC_CLASS", "256", "from 0 to 252"),
             ("SUMAC_EMBEDDED_CONTROLLER", "yes", "1, 0"),
         ] {
             let error = config(&[(name, value)]).expect_err("refused").to_string();

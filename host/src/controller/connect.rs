@@ -10,6 +10,7 @@ use sumac_hal::ctrl::secure::{
     self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, KeyRefusal, Opener, Sealer,
 };
 use sumac_hal::ctrl::{FrameReader, Hello, StreamError, send};
+use sumac_hal::traffic_class::TrafficClass;
 
 /// Where a controller is, and the key to connect with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,12 +21,14 @@ pub struct ControllerAddr {
     pub alternatives: Vec<SocketAddr>,
     /// The key. With a key, only a controller that has it is talked to; without, only one that uses none.
     pub key: Option<Key>,
+    /// The traffic class of the connection.
+    pub traffic_class: TrafficClass,
 }
 
 impl From<SocketAddr> for ControllerAddr {
     /// A controller without keys.
     fn from(addr: SocketAddr) -> Self {
-        Self { addr, alternatives: Vec::new(), key: None }
+        Self { addr, alternatives: Vec::new(), key: None, traffic_class: TrafficClass::default() }
     }
 }
 
@@ -95,7 +98,7 @@ pub(super) const fn is_standby(error: &ClientError) -> bool {
 pub(super) fn connect(controller: &ControllerAddr, addr: SocketAddr, hello: &Hello) -> Result<Link, ClientError> {
     let began = Instant::now();
     loop {
-        match connect_once((addr, controller.key.as_ref()), hello, CONNECT_TIMEOUT) {
+        match connect_once(controller, addr, hello, CONNECT_TIMEOUT) {
             Err(ClientError::Key { source, .. }) if is_busy(&source) && began.elapsed() < CONNECT_TIMEOUT => {
                 std::thread::sleep(BUSY_INTERVAL);
             }
@@ -105,14 +108,16 @@ pub(super) fn connect(controller: &ControllerAddr, addr: SocketAddr, hello: &Hel
 }
 
 fn connect_once(
-    (addr, key): (SocketAddr, Option<&Key>),
+    controller: &ControllerAddr,
+    addr: SocketAddr,
     hello: &Hello,
     timeout: Duration,
 ) -> Result<Link, ClientError> {
     let unreached = |source| ClientError::Connect { addr, source };
     let mut stream = TcpStream::connect_timeout(&addr, timeout).map_err(unreached)?;
+    controller.traffic_class.apply(&stream).map_err(unreached)?;
     stream.set_nodelay(true).map_err(unreached)?;
-    let channel = key.map(|key| exchange_keys(&mut stream, key));
+    let channel = controller.key.as_ref().map(|key| exchange_keys(&mut stream, key));
     let channel = channel.transpose().map_err(|source| ClientError::Key { addr, source })?;
     let (sealer, opener) = channel.unzip();
     let reader = ControlReader::new(stream.try_clone().map_err(unreached)?, opener);
@@ -154,7 +159,7 @@ pub(super) fn report_to_peer(
     report: PeerReport,
     timeout: Duration,
 ) -> Result<PeerReport, ClientError> {
-    let (mut stream, mut reader) = connect_once((controller.addr, controller.key.as_ref()), &Hello::Client, timeout)?;
+    let (mut stream, mut reader) = connect_once(controller, controller.addr, &Hello::Client, timeout)?;
     stream.get_ref().set_read_timeout(Some(timeout)).map_err(StreamError::from)?;
     send(&mut stream, &ClientRequest::Peer(report))?;
     match reader.recv()? {
@@ -218,3 +223,18 @@ pub(super) fn join_at_active(
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// The pause before a key exchange is tried again.
 const BUSY_INTERVAL: Duration = Duration::from_millis(50);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connection_has_the_traffic_class_of_the_address() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let addr = listener.local_addr().expect("bound");
+        let traffic_class = TrafficClass::try_from(0x68).expect("AF31");
+        let controller = ControllerAddr { traffic_class, ..addr.into() };
+        let (writer, _) = connect(&controller, addr, &Hello::Client).expect("connected");
+        assert_eq!(TrafficClass::of(writer.get_ref()).expect("a socket"), traffic_class);
+    }
+}

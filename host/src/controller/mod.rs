@@ -81,6 +81,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 use sumac_hal::time::Instant;
+use sumac_hal::traffic_class::TrafficClass;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW};
 use thiserror::Error;
 
@@ -124,6 +125,8 @@ pub struct ControllerConfig {
     pub limits: Limits,
     /// The controller's part in a pair, in which the other one takes over when one is lost.
     pub pair: Option<PairConfig>,
+    /// The traffic class of all connections.
+    pub traffic_class: TrafficClass,
     /// When this incarnation of the controller started, in milliseconds since 1970; `None` means now. Groups and epochs
     /// are numbered from there, so that they differ from those of an earlier incarnation, which devices and ranks may
     /// still hold.
@@ -152,6 +155,7 @@ impl ControllerConfig {
             timers: HopTimers::DEFAULT,
             limits: Limits::default(),
             pair: None,
+            traffic_class: TrafficClass::default(),
             started_ms: None,
             #[cfg(test)]
             gate: tests::Gate::default(),
@@ -263,6 +267,7 @@ impl Controller {
         check(&config)?;
         let listen = |source| ControllerError::Listen { addr: config.listen, source };
         let listener = TcpListener::bind(config.listen).map_err(listen)?;
+        config.traffic_class.apply(&listener).map_err(listen)?;
         let addr = listener.local_addr().map_err(listen)?;
         let started_ms = config.started_ms.unwrap_or_else(now_ms);
         let config = Arc::new(config);

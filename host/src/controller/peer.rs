@@ -11,12 +11,14 @@ use std::path::PathBuf;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure::Key;
+use sumac_hal::traffic_class::TrafficClass;
 
 /// Where the other controller is, and how to authenticate to it.
 #[derive(Debug)]
 pub(super) struct PeerLink {
     config: PairConfig,
     key: Option<Key>,
+    traffic_class: TrafficClass,
     keys_file: Option<PathBuf>,
 }
 
@@ -24,7 +26,8 @@ impl PeerLink {
     /// The link of a controller that has a pair.
     pub(super) fn new(config: &ControllerConfig) -> Option<Self> {
         let key = config.keys.as_deref().and_then(operator_key);
-        Some(Self { config: config.pair.clone()?, key, keys_file: config.keys_file.clone() })
+        let (keys_file, traffic_class) = (config.keys_file.clone(), config.traffic_class);
+        Some(Self { config: config.pair.clone()?, key, traffic_class, keys_file })
     }
 
     pub(super) const fn addr(&self) -> SocketAddr {
@@ -40,7 +43,8 @@ impl PeerLink {
     }
 
     fn ask(&self, report: PeerReport) -> Result<PeerReport, ClientError> {
-        let controller = ControllerAddr { key: self.key.clone(), ..self.config.peer.into() };
+        let controller =
+            ControllerAddr { key: self.key.clone(), traffic_class: self.traffic_class, ..self.config.peer.into() };
         report_to_peer(&controller, report, self.config.silence / 2)
     }
 

@@ -335,7 +335,7 @@ impl Core {
 
     /// Listen for the connections of an attempt.
     fn bind(&self, ballot: Ballot) -> Result<(Ballot, TcpListener, SocketAddr), Error> {
-        let bound = listen(self.data.config.bind);
+        let bound = listen(&self.data.config);
         let (listener, address) = bound.map_err(|error| Error::Argument(error.to_string()))?;
         Ok((ballot, listener, address))
     }

@@ -1,6 +1,7 @@
 //! The configuration of a rank, and why it could not join its job.
 
 use super::options::Straggler;
+use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
 use crate::controller::proto::{DEFAULT_TENANT, Transport};
 use crate::controller::{ClientError, ControllerAddr, first_reachable};
@@ -53,7 +54,8 @@ pub struct JoinConfig {
     pub bind: IpAddr,
     /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
     pub interfaces: Option<InterfaceFilter>,
-    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)).
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets over
+    /// RDMA and of all TCP connections.
     ///
     /// ```
     /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
@@ -87,6 +89,7 @@ impl JoinConfig {
             addr: self.controller,
             alternatives: self.controller_alternatives.clone(),
             key: self.key.clone(),
+            traffic_class: self.udp.traffic_class,
         }
     }
 
@@ -150,6 +153,9 @@ pub enum JoinError {
         /// What is wrong with it.
         why: String,
     },
+    /// The configuration file that `SUMAC_CONFIG` names is invalid.
+    #[error(transparent)]
+    ConfigFile(#[from] ConfigFileError),
     /// This host has no address to bind to.
     #[error(transparent)]
     Address(#[from] LocalAddressError),
@@ -186,4 +192,4 @@ pub enum JoinError {
     Membership(String),
 }
 
-super::error::creation_error!(JoinError: Environment Address Controller EmbeddedController Port Listen Mesh Attach Membership);
+super::error::creation_error!(JoinError: Environment ConfigFile Address Controller EmbeddedController Port Listen Mesh Attach Membership);

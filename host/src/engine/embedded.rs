@@ -49,7 +49,7 @@ fn start(config: &JoinConfig, addrs: &[SocketAddr]) -> Result<Controller, JoinEr
     let mut failure = None;
     for &listen in addrs {
         let mut own = ControllerConfig::new();
-        (own.listen, own.keys) = (listen, keys.clone());
+        (own.listen, own.keys, own.traffic_class) = (listen, keys.clone(), config.udp.traffic_class);
         match Controller::start(own) {
             Ok(controller) => return Ok(controller),
             Err(error @ ControllerError::Listen { .. }) => failure = failure.or(Some(error)),

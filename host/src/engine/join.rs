@@ -20,7 +20,7 @@ use crate::select::{Declared, SelectionContext};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::Rank;
@@ -31,8 +31,8 @@ use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let embedded = embedded::prepare(&mut config)?;
     config.choose_addresses()?;
-    let (listener, mesh_addr) = listen(config.bind)?;
-    let (recovery_listener, recovery_addr) = listen(config.bind)?;
+    let (listener, mesh_addr) = listen(&config)?;
+    let (recovery_listener, recovery_addr) = listen(&config)?;
     let port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
@@ -141,9 +141,13 @@ fn process_notice(notices: &Notices, notice: Notice, may_recover: bool) -> Optio
     None
 }
 
-/// Listen for the connections of other ranks.
-pub(super) fn listen(addr: IpAddr) -> Result<(TcpListener, SocketAddr), JoinError> {
-    let bound = TcpListener::bind((addr, 0)).and_then(|listener| Ok((listener.local_addr()?, listener)));
+/// Listen for the connections of other ranks. Those that this rank dials have the listener's traffic class, too.
+pub(super) fn listen(config: &JoinConfig) -> Result<(TcpListener, SocketAddr), JoinError> {
+    let addr = config.bind;
+    let bound = TcpListener::bind((addr, 0)).and_then(|listener| {
+        config.udp.traffic_class.apply(&listener)?;
+        Ok((listener.local_addr()?, listener))
+    });
     bound.map(|(addr, listener)| (listener, addr)).map_err(|source| JoinError::Listen { addr, source })
 }
 
@@ -166,7 +170,8 @@ fn attach_to_tree(
         let addr = tree.attach.as_ref().and_then(|bus| bus.remote);
         let addr = addr.ok_or_else(|| JoinError::Membership(format!("device {:?} does not accept RDMA", tree.leaf)))?;
         let link = config.verbs.clone().unwrap_or_else(|| "auto".into());
-        attach_params.remote = Some(Remote { addr, link, prefer: config.bind });
+        attach_params.remote =
+            Some(Remote { addr, link, prefer: config.bind, traffic_class: config.udp.traffic_class });
     }
     let driver = ZeroCopyDriver::attach(&attach_params);
     let driver = driver.map_err(|reason| JoinError::Attach { device: attach_params.device, reason })?;

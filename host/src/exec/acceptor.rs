@@ -9,11 +9,14 @@ use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
+use sumac_hal::traffic_class::TrafficClass;
 
 /// A listening socket and the reserve descriptor.
 #[derive(Debug)]
 pub(super) struct Acceptor {
     listener: TcpListener,
+    /// The listener's, also of connections that are dialled.
+    traffic_class: TrafficClass,
     reserve: Option<OwnedFd>,
     /// No connection is accepted before.
     resume_at: Option<Instant>,
@@ -35,12 +38,33 @@ impl Acceptor {
         listener.set_nonblocking(true)?;
         // If the system refuses, the backlog stays as it was.
         let _ = rustix::net::listen(&listener, BACKLOG);
-        Ok(Self { listener, reserve: reserve(), resume_at: None, on_reserve: 0 })
+        let traffic_class = TrafficClass::of(&listener)?;
+        Ok(Self { listener, traffic_class, reserve: reserve(), resume_at: None, on_reserve: 0 })
     }
 
     /// Return the socket.
     pub(super) const fn listener(&self) -> &TcpListener {
         &self.listener
+    }
+
+    /// Start connecting to a rank; `None` for a transient shortage that warrants a retry.
+    ///
+    /// # Errors
+    /// The system's error; [`ErrorKind::ConnectionRefused`] if nobody listens there.
+    pub(super) fn dial(&self, address: SocketAddr) -> io::Result<Option<TcpStream>> {
+        use rustix::io::Errno;
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let socket = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
+        let stream = TcpStream::from(socket);
+        self.traffic_class.apply(&stream)?;
+        stream.set_nodelay(true)?;
+        match connect(&stream, &address) {
+            Ok(()) | Err(Errno::INPROGRESS) => Ok(Some(stream)),
+            // No local port is free, as when others connect to the same address without end.
+            Err(Errno::ADDRNOTAVAIL | Errno::AGAIN) => Ok(None),
+            Err(errno) => Err(errno.into()),
+        }
     }
 
     /// Return when to try again; `None`: whenever the socket is readable.
@@ -90,25 +114,6 @@ impl Acceptor {
     }
 }
 
-/// Start connecting to a rank; `None` for a transient shortage that warrants a retry.
-///
-/// # Errors
-/// The system's error; [`ErrorKind::ConnectionRefused`] if nobody listens there.
-pub(super) fn dial(address: SocketAddr) -> io::Result<Option<TcpStream>> {
-    use rustix::io::Errno;
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with};
-    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = socket_with(family, SocketType::STREAM, SocketFlags::NONBLOCK | SocketFlags::CLOEXEC, None)?;
-    let stream = TcpStream::from(socket);
-    stream.set_nodelay(true)?;
-    match connect(&stream, &address) {
-        Ok(()) | Err(Errno::INPROGRESS) => Ok(Some(stream)),
-        // No local port is free, as when others connect to the same address without end.
-        Err(Errno::ADDRNOTAVAIL | Errno::AGAIN) => Ok(None),
-        Err(errno) => Err(errno.into()),
-    }
-}
-
 /// Redial timer: pauses double, up to [`REDIAL_PAUSE_MAX`].
 #[derive(Debug, Default)]
 pub(super) struct Redial {
@@ -153,6 +158,17 @@ pub(super) const REDIAL_PAUSE_MAX: Duration = Duration::from_millis(200);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn dialled_connections_have_the_traffic_class_of_the_listener() {
+        let class = TrafficClass::try_from(0x68).expect("AF31");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        class.apply(&listener).expect("set");
+        let acceptor = Acceptor::new(listener).expect("a listener");
+        let peer = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let dialled = acceptor.dial(peer.local_addr().expect("bound")).expect("dialled").expect("a free port");
+        assert_eq!(TrafficClass::of(&dialled).expect("a socket"), class);
+    }
 
     #[test]
     fn redial_pauses_double_up_to_their_limit() {

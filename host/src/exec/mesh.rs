@@ -4,7 +4,7 @@
 //! prove that they know the job's secret ([`super::auth`]). Anything else is dropped and counted, and never receives more
 //! bytes than it sent.
 
-use super::acceptor::{Acceptor, dial};
+use super::acceptor::Acceptor;
 use super::auth::{
     ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, Hello, PROOF_BYTES, Purpose, RefusalCount, VERDICT_BYTES,
     check_head, one_shot,
@@ -160,7 +160,7 @@ impl Mesh {
     /// Return a connecting socket; `None` for a transient shortage that warrants a retry.
     pub(super) fn connecting(&self, peer: Rank) -> Result<Option<TcpStream>, ExecError> {
         let address = self.addresses[peer.0 as usize];
-        dial(address).map_err(|error| match error.kind() {
+        self.acceptor.dial(address).map_err(|error| match error.kind() {
             ErrorKind::ConnectionRefused => ExecError::RankLost { rank: peer },
             _ => ExecError::Io { rank: self.rank(), what: format!("connecting to {peer} at {address}: {error}") },
         })

@@ -17,6 +17,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Instant;
 use sumac_hal::ctrl::{FrameReader, StreamError, send};
 use sumac_hal::remote::handshake::{AttachRequest, Challenge, VERSION};
+use sumac_hal::traffic_class::TrafficClass;
 use sumac_hal::udp::Waker;
 
 /// A rank on another host that has sent its attach request.
@@ -44,12 +45,13 @@ pub(in crate::emulated) struct RemoteListener {
 impl RemoteListener {
     /// Listen on any free port of this address.
     pub(in crate::emulated) fn start(
-        bind: IpAddr,
+        (bind, traffic_class): (IpAddr, TrafficClass),
         arrivals: Sender<Arrival>,
         waker: Waker,
     ) -> Result<Self, BoardError> {
         let system = |what| move |source| BoardError::System { what, source };
         let listener = TcpListener::bind((bind, 0)).map_err(system("listen for ranks of other hosts"))?;
+        traffic_class.apply(&listener).map_err(system("listen for ranks of other hosts"))?;
         let addr = listener.local_addr().map_err(system("listen for ranks of other hosts"))?;
         listener.set_nonblocking(true).map_err(system("listen for ranks of other hosts"))?;
         let event = eventfd(0, EventfdFlags::CLOEXEC).map_err(|errno| system("create an eventfd")(errno.into()))?;

@@ -11,6 +11,7 @@ use sumac_hal::ids::{ChildIndex, GroupId};
 use sumac_hal::remote::handshake::{AttachRequest, Challenge};
 use sumac_hal::remote::{LINK_END_LEN_BYTES, LinkEnd};
 use sumac_hal::shm::{Connection, Message, SocketError};
+use sumac_hal::traffic_class::TrafficClass;
 use sumac_hal::udp::{UdpConfig, UdpPort};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -134,7 +135,8 @@ fn silent_remote_connections_delay_no_other_and_are_closed() {
     let (sender, arrivals) = std::sync::mpsc::channel();
     let port = UdpPort::bind((Ipv4Addr::LOCALHOST, 0).into(), &UdpConfig::default()).expect("a port");
     let waker = port.waker();
-    let listener = RemoteListener::start(Ipv4Addr::LOCALHOST.into(), sender, waker).expect("a port");
+    let listener =
+        RemoteListener::start((Ipv4Addr::LOCALHOST.into(), TrafficClass::default()), sender, waker).expect("a port");
     let connect = || {
         let stream = TcpStream::connect(listener.addr()).expect("it listens");
         stream.set_read_timeout(Some(LONG)).expect("a timeout");

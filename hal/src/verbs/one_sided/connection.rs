@@ -2,8 +2,8 @@
 
 use super::OneSidedEnd;
 use crate::verbs::config::VerbsError;
-use crate::verbs::datagrams::address_attr;
-use crate::verbs::objects::{Context, GidEntry};
+use crate::verbs::datagrams::{Source, address_attr};
+use crate::verbs::objects::Context;
 use crate::verbs::pair::QueuePair;
 use ibverbs_sys as ibv;
 
@@ -33,7 +33,7 @@ pub(in crate::verbs) fn prepare(pair: &mut QueuePair, port: u8) -> Result<(), Ve
 /// Connect a prepared queue pair, of the end `here`, to `peer`.
 pub(in crate::verbs) fn connect(
     pair: &mut QueuePair,
-    from: &GidEntry,
+    from: &Source,
     (here, peer): (&OneSidedEnd, &OneSidedEnd),
     reads: u8,
 ) -> Result<(), VerbsError> {

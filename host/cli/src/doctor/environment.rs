@@ -1,21 +1,35 @@
 //! `sumac doctor --env`: what [`JoinConfig::from_env`] makes of the environment, as a program started here would.
 //!
 //! Run it under a launcher in place of the program: `mpirun -np 4 sumac doctor --env`. Values of variables that name a
-//! secret are not shown.
+//! secret are not shown. All tables of a configuration file are checked and listed, also those of `controller` and `device`.
 
+use crate::config;
 use crate::exit::Failure;
+use clap::Command;
 use serde::Serialize;
 use std::io::{self, Write};
+use std::path::Path;
 use sumac::JoinConfig;
+use sumac::comm::environment::file_settings;
 use sumac::comm::launcher::{self, Placement, Reading, Role, Variable};
+use sumac::config_file::{ConfigFile, Section};
 use sumac::controller::first_reachable;
 use sumac::local_address::choose;
 
-/// A variable that is set.
+/// Where a value comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Origin {
+    Environment,
+    File,
+}
+
+/// A variable, or a setting of the configuration file.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 struct Row {
     name: String,
     value: String,
+    source: Origin,
     /// The launcher that it belongs to; `None` if it is an option.
     launcher: Option<String>,
     /// What it says, for variables of launchers.
@@ -36,11 +50,15 @@ struct Report {
     controller: Option<String>,
     address: Option<String>,
     error: Option<String>,
+    config_file: Option<String>,
 }
 
 /// Print what was read. An environment that does not describe a rank is invalid input.
-pub(super) fn run(json: bool) -> Result<(), Failure> {
-    let config = JoinConfig::from_env();
+pub(super) fn run(json: bool, path: Option<&Path>, command: &Command) -> Result<(), Failure> {
+    let file = path.map_or_else(ConfigFile::from_env, |path| ConfigFile::read(path).map(Some));
+    let file = file.map_err(Failure::input)?;
+    let settings = file.as_ref().map(|file| of_file(file, command)).transpose()?.unwrap_or_default();
+    let config = JoinConfig::from_env_and_file(file.as_ref());
     let address = config.as_ref().ok().map(|config| {
         let JoinConfig { controller, controller_alternatives, bind, interfaces, .. } = config;
         choose(first_reachable(*controller, controller_alternatives), *bind, interfaces.as_ref())
@@ -48,7 +66,8 @@ pub(super) fn run(json: bool) -> Result<(), Failure> {
     let address = address.transpose();
     let options = std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value)));
     let options = options.map(|(name, value)| (name, value.to_string_lossy().into_owned()));
-    let mut report = Report::new(launcher::from_env(), &config, options.collect());
+    let mut report = Report::new(launcher::from_env(), &config, options.collect(), settings);
+    report.config_file = file.map(|file| file.path().display().to_string());
     match &address {
         Ok(address) => report.address = address.map(|address| address.to_string()),
         Err(error) => report.error = Some(error.to_string()),
@@ -65,11 +84,30 @@ pub(super) fn run(json: bool) -> Result<(), Failure> {
     address.map(|_| ()).map_err(Failure::input)
 }
 
+/// Return what a configuration file sets, after a check of all its tables.
+fn of_file(file: &ConfigFile, command: &Command) -> Result<Vec<Row>, Failure> {
+    let row = |name: String, value: String, is_overridden: bool| Row {
+        value: shown("", value),
+        name,
+        source: Origin::File,
+        launcher: None,
+        role: None,
+        used: !is_overridden,
+    };
+    let options = config::check(file, command)?.into_iter();
+    let options = options.map(|option| row(option.name(), option.value.to_string(), option.overridden_by().is_some()));
+    let ranks = file_settings(file).map_err(Failure::input)?.into_iter().map(|setting| {
+        row(format!("{} {}", Section::Rank, setting.key), setting.value, setting.overridden_by.is_some())
+    });
+    Ok(options.chain(ranks).collect())
+}
+
 impl Report {
     fn new(
         reading: Reading,
         config: &Result<JoinConfig, sumac::JoinError>,
         mut environment: Vec<(String, String)>,
+        settings: Vec<Row>,
     ) -> Self {
         let mut variables: Vec<Row> = reading.variables.iter().map(Row::of_launcher).collect();
         environment.sort();
@@ -77,9 +115,11 @@ impl Report {
         let is_listed = |rows: &[Row], name: &str| rows.iter().any(|row| row.name == name);
         for (name, value) in environment {
             if is_option(&name) && !is_listed(&variables, &name) {
-                variables.push(Row { value: shown(&name, value), name, launcher: None, role: None, used: true });
+                let (value, source) = (shown(&name, value), Origin::Environment);
+                variables.push(Row { value, name, source, launcher: None, role: None, used: true });
             }
         }
+        variables.extend(settings);
         let mut report = Self { variables, ..Self::default() };
         if let Ok(Placement { launcher, rank, world, local_rank, job, .. }) = reading.placement {
             report.launcher = Some(launcher.to_string());
@@ -98,9 +138,17 @@ impl Report {
         let (name, value) = (width(|row| row.name.len()).max(8), width(|row| row.value.chars().count()).max(5));
         writeln!(out, "{:<name$}  {:<value$}  {:<10}  used", "variable", "value", "from")?;
         for row in &self.variables {
-            let (launcher, used) = (row.launcher.as_deref().unwrap_or("option"), if row.used { "yes" } else { "no" });
-            writeln!(out, "{:<name$}  {:<value$}  {launcher:<10}  {used}", row.name, row.value)?;
+            let used = if row.used { "yes" } else { "no" };
+            let from = match (&row.launcher, row.source) {
+                (Some(launcher), _) => launcher,
+                (None, Origin::Environment) => "option",
+                (None, Origin::File) => "file",
+            };
+            writeln!(out, "{:<name$}  {:<value$}  {from:<10}  {used}", row.name, row.value)?;
         }
+        self.config_file
+            .iter()
+            .try_for_each(|path| writeln!(out, "file {path}; what is not listed has its default"))?;
         let Self { launcher: Some(launcher), rank: Some(rank), world: Some(world), job: Some(job), .. } = self else {
             return Ok(());
         };
@@ -116,6 +164,7 @@ impl Row {
         Self {
             name: variable.name.to_owned(),
             value: shown(variable.name, variable.value.clone()),
+            source: Origin::Environment,
             launcher: Some(variable.launcher.to_string()),
             role: match variable.role {
                 Role::Rank => Some("rank"),
@@ -150,7 +199,7 @@ mod tests {
         let variable = |name: &str| all.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
         let environment = all.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let config = Ok(JoinConfig::new(SocketAddr::from(([10, 0, 0, 1], 7847)), "j", 1, 2));
-        let report = Report::new(launcher::read(variable, || None), &config, environment);
+        let report = Report::new(launcher::read(variable, || None), &config, environment, vec![]);
         let mut text = Vec::new();
         report.write(&mut text).expect("memory");
         let expected = "\

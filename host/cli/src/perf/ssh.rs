@@ -42,8 +42,9 @@ const FOREVER: Duration = Duration::from_secs(u32::MAX as u64);
 const OWN_OPTIONS: [&str; 2] = ["--ssh", "--sumac-path"];
 
 /// Variables that every rank has its own value of, and secrets.
-const OWN_VARIABLES: [&str; 10] = [
+const OWN_VARIABLES: [&str; 11] = [
     "SUMAC_BIND",
+    "SUMAC_CONFIG",
     "SUMAC_HOST",
     "SUMAC_JOB",
     "SUMAC_KEY",

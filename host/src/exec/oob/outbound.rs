@@ -2,7 +2,7 @@
 
 use super::worker::Worker;
 use super::{OobEvent, SILENCE_LIMIT};
-use crate::exec::acceptor::{Redial, dial};
+use crate::exec::acceptor::Redial;
 use crate::exec::auth::{
     ANSWER_BYTES, AnswerError, Dialler, HELLO_BYTES, PROOF_BYTES, Purpose, VERDICT_BYTES, check_head,
 };
@@ -156,7 +156,7 @@ impl Worker {
                 continue;
             }
             let rank = Rank(index as u32);
-            match dial(self.addresses[index]) {
+            match self.acceptor.dial(self.addresses[index]) {
                 Ok(Some(stream)) => {
                     (self.outbound[index].stream, self.outbound[index].stage) = (Some(stream), Stage::Connecting)
                 }

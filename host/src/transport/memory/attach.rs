@@ -12,6 +12,7 @@ use std::time::Duration;
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::mmio::{Features, HostControl, Identity};
 use sumac_hal::shm::{Bell, Connection, DeviceUsers, Function, Message, ReadOnly, Received};
+use sumac_hal::traffic_class::TrafficClass;
 
 /// Limit for the device to accept the connection, and for each of its messages.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -60,6 +61,8 @@ pub struct Remote {
     pub link: String,
     /// The address that the port's GID should have.
     pub prefer: IpAddr,
+    /// The traffic class of the connection, and of the packets over RDMA.
+    pub traffic_class: TrafficClass,
 }
 
 /// Everything that a device provides on attach.

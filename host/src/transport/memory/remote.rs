@@ -84,7 +84,7 @@ impl From<LinkFailure> for AttachError {
 impl RemoteLink {
     /// Connect to the device, and authenticate both sides.
     pub(super) fn attach(params: &AttachParams, remote: &Remote) -> Result<Attached, AttachError> {
-        let mut link = sumac_hal::rank_link::open(&remote.link, remote.prefer)?;
+        let mut link = sumac_hal::rank_link::open(&remote.link, remote.prefer, remote.traffic_class)?;
         let (stream, attachment) = call(params, remote, &mut *link)?;
         link.connect(&attachment.end)?;
         let found = attachment.alignment_bytes;
@@ -205,6 +205,7 @@ fn call(
         .map_err(|error| failed(format!("the device does not answer at {}: {error}", remote.addr)))?;
     let stream_error = |error: StreamError| failed(format!("the device at {}: {error}", remote.addr));
     let io = |error: std::io::Error| stream_error(error.into());
+    remote.traffic_class.apply(&stream).map_err(io)?;
     stream.set_nodelay(true).map_err(io)?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(io)?;
     let mut reader = FrameReader::new(stream.try_clone().map_err(io)?);

@@ -20,6 +20,7 @@ use sumac_hal::remote::handshake::{AttachReply, AttachRequest, Attachment, Chall
 use sumac_hal::remote::{Carrier, CarrierEvent, Exchange, Memory, RankLink};
 use sumac_hal::ring::{Consumer, Producer};
 use sumac_hal::shm::Function;
+use sumac_hal::traffic_class::TrafficClass;
 
 const LONG: Duration = Duration::from_secs(30);
 const KEY: u64 = 42;
@@ -45,7 +46,8 @@ enum Does {
 fn start(name: &str, key: u64, does: [Does; CHUNKS]) -> (AttachParams, JoinHandle<()>) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
     let addr = listener.local_addr().expect("bound");
-    let remote = Remote { addr, link: name.into(), prefer: Ipv4Addr::LOCALHOST.into() };
+    let remote =
+        Remote { addr, link: name.into(), prefer: Ipv4Addr::LOCALHOST.into(), traffic_class: TrafficClass::default() };
     let exchange = Exchange::named(name).expect("a name of one");
     let thread = std::thread::spawn(move || serve(&listener, &exchange, key, does));
     (AttachParams { remote: Some(remote), ..params("", 0, 1) }, thread)
