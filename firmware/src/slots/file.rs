@@ -2,7 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use sumac_hal::flash::{BlockDevice, Geometry};
 
@@ -29,12 +29,12 @@ impl FileBlocks {
         Ok(Self { file, geometry: Geometry { block_len_bytes: BLOCK_LEN_BYTES, blocks } })
     }
 
-    /// Create a file of this length in bytes.
+    /// Create a file of this length in bytes that only its owner can read: it may hold a key.
     ///
     /// # Errors
     /// It already exists, or cannot be created.
     pub fn create(path: &Path, len_bytes: u64) -> io::Result<Self> {
-        let file = OpenOptions::new().write(true).create_new(true).open(path)?;
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         file.set_len(len_bytes)?;
         // Flush the directory too, so that the name survives a power cut.
         file.sync_all()?;

@@ -8,7 +8,7 @@
 //! Every shard has a core, a network interface and a node of its own. The first shard shares one [`Mailbox`] with each
 //! other shard, through which it sends requests and receives responses, so the data path takes no lock.
 
-use crate::control::{Control, ControlError};
+use crate::control::{Control, ControlError, Entropy};
 use crate::options::BoardOptions;
 use crate::stack::Stack;
 use crate::zero_copy::ZeroCopyServer;
@@ -244,7 +244,7 @@ impl<'m, D: Device, O: OtherShards> Board<'m, D, O> {
             data_addrs: addrs.take(MAX_SHARDS).collect(),
             attach: announced,
         };
-        let control = Control::new(options.controller, announce, boot_id.0 as u16);
+        let control = Control::new(options.controller, announce, options.key.clone(), boot_id.0 as u16);
         let shard = Shard { stack, node, traced: 0, gauge: || None };
         Self { shard, control, others, zero_copy, reported_up: None, ended: None }
     }
@@ -252,6 +252,11 @@ impl<'m, D: Device, O: OtherShards> Board<'m, D, O> {
     /// Include this core's stack use in stats.
     pub const fn set_stack_gauge(&mut self, gauge: StackGauge) {
         self.shard.gauge = gauge;
+    }
+
+    /// Set the source of randomness, without which a board with a key does not connect to its controller.
+    pub const fn set_entropy(&mut self, entropy: Entropy) {
+        self.control.set_entropy(entropy);
     }
 
     /// Return the NIC.

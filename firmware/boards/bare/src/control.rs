@@ -3,12 +3,19 @@
 //! Requests are executed one at a time and in order; each is finished before the next is read. A connection that
 //! breaks, or that carries anything but a request, is closed, and the controller is dialled again after [`REDIAL`];
 //! meanwhile the packets of their ranks prevent the timeout of groups.
+//!
+//! With a key, the board begins each connection by a key exchange, for which it needs randomness: without a source of it
+//! a board with a key does not connect at all.
+
+mod channel;
 
 use crate::stack::Stack;
+use channel::{Channel, MESSAGE_BYTES};
 use core::net::SocketAddrV4;
 use core::time::Duration;
 use smoltcp::phy::Device;
 use smoltcp::socket::tcp;
+use sumac_hal::ctrl::secure::{HandshakeError, Key, RecordError};
 use sumac_hal::ctrl::{
     Announce, Envelope, FrameError, GroupConfig, Hello, Refusal, Request, Response, TermGuard, ZeroCopyRefusal, decode,
     encode,
@@ -25,8 +32,11 @@ const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The keep-alive interval of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(3);
 
-/// The maximum length of a message in either direction, in bytes: a tree whose parent has the maximum number of shards.
-const MESSAGE_BYTES: usize = 4096;
+/// How long a key exchange may take, as on hosts.
+const EXCHANGE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Returns 32 bytes of real randomness, others at each call; `None` if the board has no source of it.
+pub type Entropy = fn() -> Option<[u8; 32]>;
 
 /// The first source port of connections: IANA's dynamic range (RFC 6335).
 const FIRST_PORT: u16 = 49_152;
@@ -49,6 +59,18 @@ pub enum ControlError {
     /// A request exceeds the board's buffer.
     #[error("a request exceeds {MESSAGE_BYTES} bytes")]
     TooLong,
+    /// The board has a key, and no randomness for a key exchange.
+    #[error("no source of real randomness for the key exchange: the board needs a virtio-rng or its processor's own")]
+    NoRandomness,
+    /// The key exchange failed.
+    #[error("key exchange: {0}")]
+    Key(#[from] HandshakeError),
+    /// The controller did not finish the key exchange in time.
+    #[error("key exchange: the controller did not answer within {} s", EXCHANGE_TIMEOUT.as_secs())]
+    KeyTimeout,
+    /// What was received is not of this connection.
+    #[error("the encrypted connection: {0}")]
+    Record(#[from] RecordError),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,6 +79,8 @@ enum State {
     Idle(Instant),
     /// Connecting.
     Dialling,
+    /// Connected; the key exchange ends before this time.
+    Exchanging(Instant),
     /// Connected; the hello was queued.
     Up,
 }
@@ -66,7 +90,11 @@ enum State {
 pub struct Control {
     controller: SocketAddrV4,
     announce: Announce,
+    /// The device's key, if the controller uses keys.
+    key: Option<Key>,
+    entropy: Entropy,
     state: State,
+    channel: Channel,
     /// The controller has sent a request on this connection; one that already has a device of this name rejects this
     /// one instead.
     is_accepted: bool,
@@ -77,29 +105,34 @@ pub struct Control {
     /// The part of a request received so far.
     request: [u8; MESSAGE_BYTES],
     have: usize,
-    /// The response being sent.
+    /// Where responses are encoded.
     answer: [u8; MESSAGE_BYTES],
-    sent: usize,
-    len: usize,
 }
 
 impl Control {
     /// Create the control connection, which dials `controller` in the first step. `salt` varies the first source port
-    /// between incarnations, because the controller's side may still hold the last connection of the previous one.
-    pub const fn new(controller: SocketAddrV4, announce: Announce, salt: u16) -> Self {
+    /// between incarnations, because the controller's side may still hold the last connection of the previous one. With a
+    /// key, nothing is dialled until [`Control::set_entropy`].
+    pub const fn new(controller: SocketAddrV4, announce: Announce, key: Option<Key>, salt: u16) -> Self {
         Self {
             controller,
             announce,
+            key,
+            entropy: || None,
             state: State::Idle(Instant::ZERO),
+            channel: Channel::new(),
             is_accepted: false,
             guard: TermGuard::new(0),
             dials: salt,
             request: [0; MESSAGE_BYTES],
             have: 0,
             answer: [0; MESSAGE_BYTES],
-            sent: 0,
-            len: 0,
         }
+    }
+
+    /// Set the source of randomness for key exchanges.
+    pub const fn set_entropy(&mut self, entropy: Entropy) {
+        self.entropy = entropy;
     }
 
     /// Return whether the controller is connected and has accepted this device.
@@ -121,7 +154,8 @@ impl Control {
         if result.is_err() {
             stack.control().0.abort();
             self.state = State::Idle(now + REDIAL);
-            (self.have, self.sent, self.len) = (0, 0, 0);
+            self.channel.close();
+            self.have = 0;
             self.is_accepted = false;
         }
         result
@@ -130,7 +164,7 @@ impl Control {
     /// Return when to poll again if nothing arrives.
     pub fn poll_at(&self) -> Option<Instant> {
         match self.state {
-            State::Idle(at) => Some(at),
+            State::Idle(at) | State::Exchanging(at) => Some(at),
             State::Dialling | State::Up => None,
         }
     }
@@ -147,18 +181,42 @@ impl Control {
             State::Dialling => match stack.control().0.state() {
                 tcp::State::SynSent | tcp::State::SynReceived => Ok(()),
                 tcp::State::Established => {
-                    self.state = State::Up;
-                    self.guard.connect();
-                    self.len = encode(&Hello::Device(self.announce.clone()), &mut self.answer)?.len();
-                    self.serve(stack, execute)
+                    self.state = State::Exchanging(now + EXCHANGE_TIMEOUT);
+                    self.exchange(stack, now, execute)
                 }
                 _ => Err(ControlError::Closed),
             },
+            State::Exchanging(_) => self.exchange(stack, now, execute),
             State::Up => self.serve(stack, execute),
         }
     }
 
+    /// Go on with the key exchange, if there is one; then announce the device.
+    fn exchange<D: Device>(
+        &mut self,
+        stack: &mut Stack<D>,
+        now: Instant,
+        execute: impl FnMut(&Request) -> Response,
+    ) -> Result<(), ControlError> {
+        let socket = stack.control().0;
+        check_open(socket)?;
+        if !self.channel.shake_hands(socket)? {
+            let is_late = matches!(self.state, State::Exchanging(limit) if now >= limit);
+            return if is_late { Err(ControlError::KeyTimeout) } else { Ok(()) };
+        }
+        self.state = State::Up;
+        self.guard.connect();
+        self.channel.send(encode(&Hello::Device(self.announce.clone()), &mut self.answer)?)?;
+        self.serve(stack, execute)
+    }
+
     fn dial<D: Device>(&mut self, stack: &mut Stack<D>) -> Result<(), ControlError> {
+        let handshake = match &self.key {
+            // There is nothing to fall back to: an ephemeral key that can be guessed is none.
+            Some(key) => Some((key, (self.entropy)().ok_or(ControlError::NoRandomness)?)),
+            None => None,
+        };
+        self.channel.open(handshake);
         let to = stack.to_network_addr(self.controller);
         let from = FIRST_PORT + self.dials % (u16::MAX - FIRST_PORT);
         self.dials = self.dials.wrapping_add(1);
@@ -180,19 +238,19 @@ impl Control {
     ) -> Result<(), ControlError> {
         loop {
             let socket = stack.control().0;
-            if !socket.may_send() || !socket.may_recv() && socket.recv_queue() == 0 {
-                return Err(ControlError::Closed);
+            check_open(socket)?;
+            if !self.channel.flush(socket)? {
+                return Ok(());
             }
-            if self.sent < self.len {
-                self.sent += socket.send_slice(&self.answer[self.sent..self.len]).map_err(|_| ControlError::Closed)?;
-                if self.sent < self.len {
-                    return Ok(());
-                }
-            }
-            (self.sent, self.len) = (0, 0);
-            self.have += socket.recv_slice(&mut self.request[self.have..]).map_err(|_| ControlError::Closed)?;
+            let received = self.channel.receive(socket, &mut self.request[self.have..])?;
+            self.have += received;
             let Some((request, len)) = decode::<Envelope<Request>>(&self.request[..self.have])? else {
-                return if self.have == self.request.len() { Err(ControlError::TooLong) } else { Ok(()) };
+                match received {
+                    _ if self.have == self.request.len() => return Err(ControlError::TooLong),
+                    0 => return Ok(()),
+                    // The rest may be in the next record.
+                    _ => continue,
+                }
             };
             self.request.copy_within(len..self.have, 0);
             self.have -= len;
@@ -204,7 +262,7 @@ impl Control {
                 Ok(()) => self.answer(request.message, &mut execute),
                 Err(refusal) => Response::Refused(refusal),
             };
-            self.len = encode(&Envelope { id: request.id, message }, &mut self.answer)?.len();
+            self.channel.send(encode(&Envelope { id: request.id, message }, &mut self.answer)?)?;
         }
     }
 
@@ -222,4 +280,10 @@ impl Control {
             request => execute(&request),
         }
     }
+}
+
+/// Check that messages can be sent and received.
+fn check_open(socket: &tcp::Socket<'_>) -> Result<(), ControlError> {
+    let is_open = socket.may_send() && (socket.may_recv() || socket.recv_queue() > 0);
+    if is_open { Ok(()) } else { Err(ControlError::Closed) }
 }

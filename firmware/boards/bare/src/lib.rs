@@ -16,7 +16,8 @@
 //! Invariants:
 //! - no allocation: the board provides all buffers ([`Buffers`]), and every queue has a limit;
 //! - the work of a step is bounded;
-//! - a board that loses its controller keeps serving its groups, and dials again.
+//! - a board that loses its controller keeps serving its groups, and dials again;
+//! - a board with a key sends its controller nothing in clear but a key exchange, and none without real randomness.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -34,7 +35,7 @@ mod zero_copy;
 pub use board::{
     Board, BoardEvent, Mailbox, MailboxClient, MailboxServer, OtherShards, SecondaryShard, SingleShard, StackGauge,
 };
-pub use control::{Control, ControlError, REDIAL};
+pub use control::{Control, ControlError, Entropy, REDIAL};
 #[cfg(feature = "faults")]
 pub use options::Fault;
 pub use options::{BoardOptions, OPTIONS_MAX_BYTES, OptionsError};

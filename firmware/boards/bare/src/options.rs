@@ -5,6 +5,7 @@ use core::str::FromStr;
 use core::time::Duration;
 use heapless::String;
 use smoltcp::wire::Ipv4Cidr;
+use sumac_hal::ctrl::secure::{Key, KeyError};
 use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
 use thiserror::Error;
 
@@ -20,6 +21,7 @@ use thiserror::Error;
 /// | `data` | the address and port that peers send to, if they differ from `ip` and `listen` because of address translation |
 /// | `machine`, `socket` | the machine whose ranks share memory with the board, and the socket of their broker |
 /// | `user` | the user id whose ranks, besides root's, the broker accepts; default 0 |
+/// | `key` | the device's key, `sumac-key-v1 ID SECRET`, if the controller uses keys |
 /// | `watchdog_ms` | the maximum time between two steps of a core; default 20,000 |
 /// | `fault` | with the feature `faults`, for tests: `panic`, `access`, `hang` or `trace`, once in the first incarnation |
 ///
@@ -43,6 +45,8 @@ pub struct BoardOptions {
     pub broker: Option<(Name, Name)>,
     /// The user id whose ranks the broker accepts.
     pub user: u32,
+    /// The device's key.
+    pub key: Option<Key>,
     /// The maximum time between two steps of a core.
     pub watchdog: Duration,
     /// The fault to inject.
@@ -65,7 +69,7 @@ pub enum Fault {
 }
 
 /// The maximum length of all options in bytes, which a board has to reserve.
-pub const OPTIONS_MAX_BYTES: usize = 512;
+pub const OPTIONS_MAX_BYTES: usize = 640;
 
 /// Generous, because the host of an emulated machine may be busy.
 const WATCHDOG: Duration = Duration::from_secs(20);
@@ -82,7 +86,7 @@ pub enum OptionsError {
     },
     /// An unknown key.
     #[error(
-        "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, user, watchdog_ms"
+        "line {line}: unknown key; known are name, controller, ip, gateway, listen, data, machine, socket, user, key, watchdog_ms"
     )]
     Key {
         /// The line number, from 1.
@@ -98,6 +102,9 @@ pub enum OptionsError {
         /// The expected format.
         expected: &'static str,
     },
+    /// The device's key is malformed. No message contains it.
+    #[error("key: {0}")]
+    DeviceKey(#[from] KeyError),
     /// A required key is missing.
     #[error("{key} is missing: the board requires it")]
     Missing {
@@ -114,7 +121,7 @@ impl BoardOptions {
     pub fn parse(text: &str) -> Result<Self, OptionsError> {
         let (mut name, mut controller, mut ip, mut gateway) = (None, None, None, None);
         let (mut listen, mut data, mut watchdog) = (None, None, WATCHDOG);
-        let (mut machine, mut socket, mut user) = (None, None, 0);
+        let (mut machine, mut socket, mut user, mut device_key) = (None, None, 0, None);
         #[cfg(feature = "faults")]
         let mut fault = None;
         for (line, text) in (1..).zip(text.lines()) {
@@ -133,6 +140,7 @@ impl BoardOptions {
                 ("machine", value) => machine = Some(parse_name("machine", value)?),
                 ("socket", value) => socket = Some(parse_name("socket", value)?),
                 ("user", value) => user = parse("user", value, "a user id")?,
+                ("key", value) => device_key = Some(value.parse()?),
                 ("watchdog_ms", value) => watchdog = Duration::from_millis(parse_watchdog(value)?),
                 #[cfg(feature = "faults")]
                 ("fault", value) => fault = Some(parse_fault(value)?),
@@ -155,6 +163,7 @@ impl BoardOptions {
                 (_, None) => return Err(missing("socket")),
             },
             user,
+            key: device_key,
             watchdog,
             #[cfg(feature = "faults")]
             fault,

@@ -27,6 +27,8 @@ use sumac_hal::port::{Addr, Port};
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::HopTimers;
 
+mod keyed;
+
 const ROUTER: EthernetAddress = EthernetAddress([2, 0, 0, 0, 0xff, 0xff]);
 const PORT: u16 = 7000;
 
@@ -273,7 +275,7 @@ impl Controlled {
         let (board, mut controller) = (bed.stack(), bed.stack());
         let address = SocketAddrV4::new(Ipv4Addr::new(10, 0, 1, 2), CONTROLLER);
         controller.control().0.listen(CONTROLLER).expect("a port");
-        let control = Control::new(address, announce(), 7);
+        let control = Control::new(address, announce(), None, 7);
         Self { bed, board, control, controller, received: Vec::new(), executed: Vec::new() }
     }
 
@@ -446,6 +448,22 @@ fn closed_control_connection_is_detected() {
     bed.controller.control().0.close();
     assert_eq!(bed.end(), ControlError::Closed);
     assert_eq!(bed.controller.control().0.state(), tcp::State::Closed);
+}
+
+#[test]
+fn key_among_the_options_is_parsed_and_never_shown() {
+    let text = |key: &str| {
+        format!("name=leaf-1\ncontroller=127.0.0.1:7\nip=10.0.2.15/24\ngateway=10.0.2.2\nlisten=7000\nkey={key}\n")
+    };
+    let (good, secret) = (format!("sumac-key-v1 000000000000005a {}", "a7".repeat(32)), "a7a7");
+    let options = BoardOptions::parse(&text(&good)).expect("options");
+    assert_eq!(options.key, Some(keyed::key()));
+    assert!(!format!("{options:?}").contains(secret));
+    for wrong in [&good[..good.len() - 2], &good[13..], ""] {
+        let error = BoardOptions::parse(&text(wrong)).expect_err("not a key");
+        assert!(matches!(error, OptionsError::DeviceKey(_)), "{error}");
+        assert!(!format!("{error}{error:?}").contains(secret), "{error}");
+    }
 }
 
 #[test]

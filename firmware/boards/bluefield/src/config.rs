@@ -18,13 +18,18 @@
 //!
 //! In a store these are lines of `key=value`, and `#` starts a comment. On the kernel's command line each is a word
 //! prefixed with `sumac.`, and overrides the store.
+//!
+//! The device's key is not among them. In a store it is the line `key=sumac-key-v1 ...`, which `sumac-agent enroll`
+//! writes. All users and all who have the image can read a command line, so it is refused there.
 
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::str::FromStr;
+use sumac_hal::ctrl::secure::{Key, KeyError};
 use sumac_hal::ctrl::{MAX_NAME_LEN, Name};
 use sumac_hal::shard::MAX_SHARDS;
 use thiserror::Error;
+use zeroize::Zeroizing;
 
 /// The prefix of settings on the kernel's command line.
 pub const PREFIX: &str = "sumac.";
@@ -55,6 +60,15 @@ pub enum ConfigError {
     /// A required key is missing.
     #[error("{0} is missing: put sumac.{0}=... on the kernel's command line, or {0}=... into the store")]
     Missing(&'static str),
+    /// A line of a store should be a key. No message contains it.
+    #[error("the device's key: {0}")]
+    DeviceKey(#[from] KeyError),
+    /// A key on a command line, where others can read it. No message contains it.
+    #[error(
+        "a key must not be on a command line, which others can read: replace it, and write the new one to the store with \
+         `sumac-agent enroll`"
+    )]
+    KeyInClear,
 }
 
 /// An interface's address.
@@ -160,11 +174,35 @@ const KEYS: [&str; 13] = [
     "log",
 ];
 
-/// The values of some keys, each validated on its own.
+/// What the line of a store with the device's key begins with.
+const DEVICE_KEY: &str = "key";
+
+/// The length of that line, or more, in bytes.
+const DEVICE_KEY_LINE_MAX_BYTES: usize = 128;
+
+/// Return a store's text as it may be shown: of a key only the id.
+pub fn redact(text: &str) -> String {
+    let mut shown = String::new();
+    for line in text.lines() {
+        // Writing to a string cannot fail.
+        let _ = match line.split_once('=') {
+            Some((key, value)) if key.trim() == DEVICE_KEY => match value.parse::<Key>() {
+                Ok(key) => writeln!(shown, "# key {}", key.id()),
+                Err(error) => writeln!(shown, "# {error}"),
+            },
+            _ => writeln!(shown, "{line}"),
+        };
+    }
+    shown
+}
+
+/// The values of some keys, each validated on its own, and the device's key.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Settings {
     /// Indexed as [`KEYS`].
     values: [Option<String>; KEYS.len()],
+    /// The device's key, of which only the id is ever shown.
+    pub key: Option<Key>,
 }
 
 impl Settings {
@@ -173,28 +211,41 @@ impl Settings {
     /// # Errors
     /// [`ConfigError`] for the first invalid line.
     pub fn from_lines(text: &str) -> Result<Self, ConfigError> {
-        let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
-        Self::from_words(lines.filter(|line| !line.is_empty()))
+        let mut settings = Self::default();
+        for line in text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()) {
+            match line.split_once('=') {
+                _ if line.is_empty() => {}
+                Some((key, value)) if key.trim() == DEVICE_KEY => settings.key = Some(value.parse()?),
+                _ => settings.set(line)?,
+            }
+        }
+        Ok(settings)
     }
 
-    /// Parse words of `key=value`.
+    /// Parse words of `key=value`. The device's key is refused.
     ///
     /// # Errors
     /// [`ConfigError`] for the first invalid word.
     pub fn from_words<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Self, ConfigError> {
         let mut settings = Self::default();
-        for word in words {
-            let (key, value) = word.split_once('=').ok_or_else(|| ConfigError::Word(word.to_owned()))?;
-            let (key, value) = (key.trim(), value.trim());
-            let at = KEYS.iter().position(|known| *known == key).ok_or_else(|| ConfigError::Key(key.to_owned()))?;
-            check(key, value).map_err(|expected| ConfigError::Value {
-                key: key.to_owned(),
-                value: value.to_owned(),
-                expected,
-            })?;
-            settings.values[at] = Some(value.to_owned());
-        }
+        words.into_iter().try_for_each(|word| settings.set(word))?;
         Ok(settings)
+    }
+
+    fn set(&mut self, word: &str) -> Result<(), ConfigError> {
+        let (key, value) = word.split_once('=').ok_or_else(|| ConfigError::Word(word.to_owned()))?;
+        let (key, value) = (key.trim(), value.trim());
+        if key == DEVICE_KEY {
+            return Err(ConfigError::KeyInClear);
+        }
+        let at = KEYS.iter().position(|known| *known == key).ok_or_else(|| ConfigError::Key(key.to_owned()))?;
+        check(key, value).map_err(|expected| ConfigError::Value {
+            key: key.to_owned(),
+            value: value.to_owned(),
+            expected,
+        })?;
+        self.values[at] = Some(value.to_owned());
+        Ok(())
     }
 
     /// Override values with those that `others` has.
@@ -205,10 +256,24 @@ impl Settings {
                 value.clone_from(other);
             }
         }
+        self.key = others.key.clone().or(self.key);
         self
     }
 
-    /// Format as lines.
+    /// Format as lines, with the device's key: for a store and for the runtime.
+    pub fn to_secret_lines(&self) -> Zeroizing<String> {
+        let text = self.to_lines();
+        // Of its final length, so that growing leaves no copies behind.
+        let mut secret = Zeroizing::new(String::with_capacity(text.len() + DEVICE_KEY_LINE_MAX_BYTES));
+        secret.push_str(&text);
+        if let Some(key) = &self.key {
+            // Writing to a string cannot fail.
+            let _ = writeln!(secret, "{DEVICE_KEY}={}", key.reveal());
+        }
+        secret
+    }
+
+    /// Format as lines, without the device's key.
     pub fn to_lines(&self) -> String {
         let mut text = String::new();
         for (key, value) in KEYS.iter().zip(&self.values) {
@@ -218,6 +283,12 @@ impl Settings {
             }
         }
         text
+    }
+
+    /// Set the device's key.
+    #[must_use]
+    pub fn with_key(self, key: Option<Key>) -> Self {
+        Self { key, ..self }
     }
 
     /// Set the address of the data ports.
@@ -253,6 +324,7 @@ impl Settings {
             poll: self.get("poll").unwrap_or_default(),
             verbs: self.get("verbs").unwrap_or_default(),
             log: self.get("log").unwrap_or_else(|| "info".to_owned()),
+            key: self.key.clone(),
         })
     }
 }
@@ -319,6 +391,8 @@ pub struct Config {
     pub verbs: Verbs,
     /// The log filter of the runtime.
     pub log: String,
+    /// The device's key, if the controller uses keys.
+    pub key: Option<Key>,
 }
 
 /// The command line of the kernel, or of a service.
@@ -330,6 +404,8 @@ pub struct CommandLine {
     pub store: Option<String>,
     /// Save the settings to the store for the next start (`keep=yes`).
     pub keep: bool,
+    /// The file with the device's key (`key-file=/etc/sumac/leaf0.key`), or `-` for stdin.
+    pub key_file: Option<String>,
 }
 
 impl CommandLine {
@@ -338,10 +414,11 @@ impl CommandLine {
     /// # Errors
     /// [`ConfigError`] for the first invalid word.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>, prefix: &str) -> Result<Self, ConfigError> {
-        let (mut store, mut keep, mut rest) = (None, false, Vec::new());
+        let (mut store, mut keep, mut key_file, mut rest) = (None, false, None, Vec::new());
         for word in words.into_iter().filter_map(|word| word.strip_prefix(prefix)) {
             match word.split_once('=') {
                 Some(("store", path)) => store = Some(path.to_owned()),
+                Some(("key-file", path)) => key_file = Some(path.to_owned()),
                 Some(("keep", value)) => {
                     keep = match value {
                         "yes" => true,
@@ -355,7 +432,7 @@ impl CommandLine {
                 _ => rest.push(word),
             }
         }
-        Ok(Self { settings: Settings::from_words(rest)?, store, keep })
+        Ok(Self { settings: Settings::from_words(rest)?, store, keep, key_file })
     }
 }
 
@@ -386,8 +463,37 @@ mod tests {
             poll: Polling::Busy,
             verbs: Verbs::Link("mlx5_0:1".into()),
             log: "debug".into(),
+            key: None,
         };
         assert_eq!(config, expected);
+    }
+
+    const SECRET: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+    #[test]
+    fn key_round_trips_in_a_store_and_is_shown_nowhere() {
+        let text = format!("{ALL}key=sumac-key-v1 0123456789abcdef {SECRET}\n");
+        let settings = Settings::from_lines(&text).expect("settings");
+        assert_eq!(*settings.to_secret_lines(), text);
+        assert!(text.len() - ALL.len() <= DEVICE_KEY_LINE_MAX_BYTES);
+        assert_eq!(settings.to_lines(), ALL);
+        assert_eq!(settings.config().expect("a configuration").key, settings.key);
+        assert_eq!(redact(&text), format!("{ALL}# key 0123456789abcdef\n"));
+        assert!(!format!("{settings:?}{:?}", settings.config()).contains(&SECRET[..8]));
+        let kept = settings.clone().overridden_by(&Settings::default());
+        assert_eq!(kept.key, settings.key, "a command line has no key");
+    }
+
+    #[test]
+    fn malformed_key_and_one_on_a_command_line_are_refused_and_not_repeated() {
+        let short = format!("key=sumac-key-v1 0123456789abcdef {}", &SECRET[2..]);
+        let error = Settings::from_lines(&short).expect_err("too short").to_string();
+        assert!(error.contains("64 hexadecimal digits") && !error.contains(&SECRET[2..10]), "{error}");
+        assert!(!redact(&short).contains(&SECRET[2..10]));
+        for word in [format!("sumac.key={SECRET}"), format!("sumac.key=sumac-key-v1 0123456789abcdef {SECRET}")] {
+            let error = CommandLine::parse([&word[..]], PREFIX).expect_err("in clear").to_string();
+            assert!(error.contains("sumac-agent enroll") && !error.contains(&SECRET[..8]), "{error}");
+        }
     }
 
     #[test]

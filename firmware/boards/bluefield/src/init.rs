@@ -1,6 +1,6 @@
 //! Start-up as process 1 or as a service, up to a running supervisor.
 
-use crate::config::{CommandLine, ConfigError, PREFIX, Settings};
+use crate::config::{CommandLine, ConfigError, PREFIX, Settings, redact};
 use crate::log::{LINUX_UP, Log};
 use crate::network::{self, NetworkError};
 use crate::store::{STORE_LEN_BYTES, Store, StoreError};
@@ -12,7 +12,9 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 use sumac_firmware::slots::FileBlocks;
+use sumac_hal::ctrl::secure::{KeyFileError, check_private, read_key};
 use thiserror::Error;
+use zeroize::Zeroizing;
 
 /// How long to wait for the store's device to appear.
 const STORE_LIMIT: Duration = Duration::from_secs(10);
@@ -51,6 +53,14 @@ pub enum AgentError {
         /// The error.
         source: StoreError<io::Error>,
     },
+    /// The device's key, or a store with one, cannot be used.
+    #[error("{0}")]
+    Key(#[from] KeyFileError),
+    /// Process 1 cannot read a key from a file.
+    #[error(
+        "sumac.key-file={0}: files of the initramfs are in the image, for all to read; enroll the key in the store"
+    )]
+    KeyInImage(String),
 }
 
 /// Run as process 1. Never returns: an error restarts the machine.
@@ -77,7 +87,10 @@ fn boot(log: &Log) -> Result<Infallible, AgentError> {
     let line = fs::read_to_string("/proc/cmdline");
     let line = line.map_err(|source| AgentError::System { what: "/proc/cmdline", source })?;
     let line = CommandLine::parse(line.split_whitespace(), PREFIX)?;
-    let mut settings = settings(&line, log);
+    if let Some(file) = line.key_file {
+        return Err(AgentError::KeyInImage(file));
+    }
+    let mut settings = settings(&line, log)?;
     let config = settings.config()?;
     let ip = network::configure(&config, log)?;
     settings.set_ip(ip);
@@ -90,7 +103,11 @@ fn boot(log: &Log) -> Result<Infallible, AgentError> {
 /// [`AgentError`].
 pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Infallible, AgentError> {
     let log = Log::new([]);
-    let mut settings = settings(&CommandLine::parse(words, "")?, &log);
+    let line = CommandLine::parse(words, "")?;
+    let mut settings = settings(&line, &log)?;
+    if let Some(file) = &line.key_file {
+        settings.key = Some(read_key(Path::new(file))?);
+    }
     let ip = network::existing_address(&settings.config()?)?;
     settings.set_ip(ip);
     supervise(&log, &settings)
@@ -101,9 +118,10 @@ fn supervise(log: &Log, settings: &Settings) -> Result<Infallible, AgentError> {
 }
 
 /// Return the settings of the command line, and of the store where the command line has none. A store that cannot be
-/// used is logged and counts as empty, because the command line may suffice.
-fn settings(line: &CommandLine, log: &Log) -> Settings {
-    let Some(path) = &line.store else { return line.settings.clone() };
+/// used is logged and counts as empty, because the command line may suffice. One with a key that others can read is an
+/// error: whoever can write it could have replaced the key, too.
+fn settings(line: &CommandLine, log: &Log) -> Result<Settings, AgentError> {
+    let Some(path) = &line.store else { return Ok(line.settings.clone()) };
     let path = Path::new(path);
     let opened =
         wait_for(path).and_then(|()| open(path)).and_then(|mut store| Ok((stored(&mut store, path, log)?, store)));
@@ -111,17 +129,27 @@ fn settings(line: &CommandLine, log: &Log) -> Settings {
         Ok(opened) => opened,
         Err(error) => {
             log.warn(&format!("store: {error}"));
-            return line.settings.clone();
+            return Ok(line.settings.clone());
         }
     };
+    if let Some(key) = &stored.key {
+        check_store(path)?;
+        log.info(&format!("store: key {}", key.id()));
+    }
     let settings = stored.clone().overridden_by(&line.settings);
     if line.keep && settings != stored {
-        match store.save(&settings.to_lines()) {
+        match store.save(&settings.to_secret_lines()) {
             Ok(state) => log.info(&format!("store: {state}")),
             Err(error) => log.warn(&format!("store: {error}")),
         }
     }
-    settings
+    Ok(settings)
+}
+
+/// Check that only its owner can read a store.
+fn check_store(path: &Path) -> Result<(), AgentError> {
+    let file = fs::File::open(path).map_err(|error| failure(path)(StoreError::Device(error)))?;
+    Ok(check_private(path, file)?)
 }
 
 fn wait_for(path: &Path) -> Result<(), AgentError> {
@@ -162,29 +190,55 @@ fn stored(store: &mut Store<FileBlocks>, path: &Path, log: &Log) -> Result<Setti
 /// [`AgentError`].
 pub fn show_store(path: &Path) -> Result<String, AgentError> {
     let (text, state) = open(path)?.load().map_err(failure(path))?;
-    Ok(format!("# {state}\n{}", text.unwrap_or_default()))
+    let text = text.map(Zeroizing::new);
+    Ok(format!("# {state}\n{}", text.as_deref().map_or_else(String::new, |text| redact(text))))
 }
 
-/// Write these settings to a store, creating the file if necessary.
+/// Write these settings to a store, creating the file if necessary. A key that is in it stays.
 ///
 /// # Errors
 /// [`AgentError`]; nothing is written if a setting is invalid.
 pub fn write_store<'a>(path: &Path, words: impl IntoIterator<Item = &'a str>) -> Result<String, AgentError> {
     let settings = Settings::from_words(words)?;
-    let mut store = if path.exists() {
-        open(path)?
-    } else {
-        let blocks =
-            FileBlocks::create(path, STORE_LEN_BYTES).map_err(|error| failure(path)(StoreError::Device(error)))?;
-        Store::open(blocks).map_err(failure(path))?
-    };
-    let state = store.save(&settings.to_lines()).map_err(failure(path))?;
-    Ok(format!("# {state}\n{}", settings.to_lines()))
+    let mut store = open_or_create(path)?;
+    let key = stored(&mut store, path, &Log::new([]))?.key;
+    let text = settings.with_key(key).to_secret_lines();
+    let state = store.save(&text).map_err(failure(path))?;
+    Ok(format!("# {state}\n{}", redact(&text)))
+}
+
+/// Write the key of a file, or of stdin if it is `-`, to a store, creating the file if necessary. The other settings stay.
+/// An earlier key is in neither copy afterwards.
+///
+/// # Errors
+/// [`AgentError`]; nothing is written if others can read the store or the key's file, or if it is not a key.
+pub fn enroll(path: &Path, key_file: &Path) -> Result<String, AgentError> {
+    let key = read_key(key_file)?;
+    let mut store = open_or_create(path)?;
+    check_store(path)?;
+    let settings = stored(&mut store, path, &Log::new([]))?;
+    let text = settings.with_key(Some(key)).to_secret_lines();
+    // Each write replaces the copy that is not current.
+    store.save(&text).map_err(failure(path))?;
+    let state = store.save(&text).map_err(failure(path))?;
+    Ok(format!("# {state}\n{}", redact(&text)))
+}
+
+/// Open a store, or create one that only its owner can read.
+fn open_or_create(path: &Path) -> Result<Store<FileBlocks>, AgentError> {
+    if path.exists() {
+        return open(path);
+    }
+    let blocks = FileBlocks::create(path, STORE_LEN_BYTES).map_err(|error| failure(path)(StoreError::Device(error)))?;
+    Store::open(blocks).map_err(failure(path))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::PathBuf;
+    use sumac_hal::ctrl::secure::{Key, KeyId, write_new_key};
 
     fn silent_log() -> Log {
         Log::new([])
@@ -200,7 +254,7 @@ mod tests {
         let path = folder.path().join("store");
         write_store(&path, ["name=kept", "controller=10.0.0.1:1"]).expect("written");
         let store = format!("store={}", path.display());
-        let text = |words: &[&str]| settings(&line(words), &silent_log()).to_lines();
+        let text = |words: &[&str]| settings(&line(words), &silent_log()).expect("settings").to_lines();
         assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n");
         assert_eq!(text(&[&store, "name=other"]), "name=other\ncontroller=10.0.0.1:1\n");
         assert_eq!(text(&[&store]), "name=kept\ncontroller=10.0.0.1:1\n", "without keep=yes the store is unchanged");
@@ -225,9 +279,58 @@ mod tests {
         let short = folder.path().join("short");
         fs::write(&short, [0; 100]).expect("written");
         let store = format!("store={}", short.display());
-        assert_eq!(settings(&line(&[&store, "name=d"]), &silent_log()).to_lines(), "name=d\n");
+        assert_eq!(settings(&line(&[&store, "name=d"]), &silent_log()).expect("settings").to_lines(), "name=d\n");
         assert!(write_store(&short, ["name=d"]).is_err());
         let error = write_store(&folder.path().join("new"), ["nome=d"]).expect_err("no key").to_string();
         assert!(error.contains("nome") && !folder.path().join("new").exists(), "{error}");
+    }
+
+    #[test]
+    fn enrolled_key_stays_in_the_store_and_an_earlier_one_is_gone() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, first, second) = (folder.path().join("store"), key_file(&folder, 1), key_file(&folder, 2));
+        write_store(&path, ["name=kept"]).expect("written");
+        let shown = enroll(&path, &first).expect("enrolled");
+        assert!(shown.ends_with("\nname=kept\n# key 0000000000000001\n"), "{shown}");
+        enroll(&path, &second).expect("enrolled");
+        let bytes = fs::read(&path).expect("readable");
+        let count = |digits: &str| bytes.windows(64).filter(|window| *window == digits.repeat(32).as_bytes()).count();
+        assert_eq!((count("01"), count("02")), (0, 2), "the key is in both copies");
+        write_store(&path, ["name=other"]).expect("written");
+        let shown = show_store(&path).expect("readable");
+        assert!(shown.contains("name=other") && shown.contains("# key 0000000000000002"), "{shown}");
+        assert!(!shown.contains("0202"), "{shown}");
+        let store = format!("store={}", path.display());
+        // What is kept of the command line does not replace the key.
+        let kept = settings(&line(&[&store, "name=last", "keep=yes"]), &silent_log()).expect("settings");
+        assert_eq!(kept.key, read_key(&second).ok());
+        assert_eq!(settings(&line(&[&store]), &silent_log()).expect("settings"), kept);
+    }
+
+    #[test]
+    fn key_that_others_can_read_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, key) = (folder.path().join("store"), key_file(&folder, 1));
+        let refusal = |result: Result<String, AgentError>| result.expect_err("refused").to_string();
+        let set_mode = |path: &Path, mode| fs::set_permissions(path, PermissionsExt::from_mode(mode)).expect("ours");
+        set_mode(&key, 0o640);
+        assert!(refusal(enroll(&path, &key)).contains("chmod 600"));
+        assert!(!path.exists(), "nothing was written");
+        set_mode(&key, 0o600);
+        enroll(&path, &key).expect("enrolled in a new store");
+        for mode in [0o640, 0o604, 0o602] {
+            set_mode(&path, mode);
+            let store = format!("store={}", path.display());
+            let error = settings(&line(&[&store, "name=d"]), &silent_log()).expect_err("refused").to_string();
+            assert!(error.contains("chmod 600"), "{error}");
+            assert!(refusal(enroll(&path, &key)).contains("chmod 600"));
+        }
+    }
+
+    /// Write a file with a key of this id, of whose secret each byte is the id.
+    fn key_file(folder: &tempfile::TempDir, id: u8) -> PathBuf {
+        let path = folder.path().join(format!("{id}.key"));
+        write_new_key(&path, &Key::new(KeyId(id.into()), [id; 32]), "device leaf0").expect("written");
+        path
     }
 }

@@ -10,6 +10,7 @@ const HELP: &str = "\
 Usage: sumac-agent [KEY=VALUE]...               serve, on a Linux that is set up already
        sumac-agent store FILE                   show the contents of a configuration store
        sumac-agent store FILE KEY=VALUE...      write it, creating the file if necessary
+       sumac-agent enroll FILE KEY_FILE         write the device's key to it; KEY_FILE is - for stdin
 As process 1 it sets the machine up first, and reads its settings from the kernel's command line (sumac.KEY=VALUE).";
 
 fn main() -> ExitCode {
@@ -26,6 +27,9 @@ fn main() -> ExitCode {
             init::show_store(Path::new(file)).map_err(|error| error.to_string()).and_then(|text| print(&text))
         }
         ["store", file, ref words @ ..] => init::write_store(Path::new(file), words.iter().copied())
+            .map_err(|error| error.to_string())
+            .and_then(|text| print(&text)),
+        ["enroll", file, key_file] => init::enroll(Path::new(file), Path::new(key_file))
             .map_err(|error| error.to_string())
             .and_then(|text| print(&text)),
         ref words => init::serve(words.iter().copied()).map(|never| match never {}).map_err(|error| error.to_string()),

@@ -13,6 +13,7 @@ use sumac_firmware::emulated::{Board, BoardConfig, BoardError};
 use sumac_hal::udp::UdpConfig;
 use thiserror::Error;
 use tracing_subscriber::EnvFilter;
+use zeroize::Zeroizing;
 
 /// The maximum length of the configuration in bytes.
 const SETTINGS_MAX_BYTES: u64 = 64 << 10;
@@ -126,6 +127,7 @@ fn board_config(config: &Config, ip: Cidr, verbs: Option<String>) -> Result<Boar
         cores: config.cores.clone(),
         udp,
         verbs,
+        key: config.key.clone(),
         // Ranks are on the host, whose memory is not this machine's.
         zero_copy: None,
         ..BoardConfig::new(config.name.clone(), config.controller.into())
@@ -144,7 +146,8 @@ pub fn run() -> Result<(), RuntimeError> {
         hook(panic);
         std::process::abort();
     }));
-    let mut text = String::new();
+    // Of its final length, so that growing leaves no copies of the key behind.
+    let mut text = Zeroizing::new(String::with_capacity(SETTINGS_MAX_BYTES as usize));
     io::stdin().take(SETTINGS_MAX_BYTES).read_to_string(&mut text)?;
     let config = Settings::from_lines(&text)?.config()?;
     let filter = EnvFilter::new(&config.log);

@@ -71,7 +71,7 @@ pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
 fn watch(mut child: Child, log: &Log, settings: &Settings, has_been_ready: &Arc<AtomicBool>) -> String {
     if let Some(mut stdin) = child.stdin.take() {
         // If it has ended already, its end is noticed below.
-        let _ = stdin.write_all(settings.to_lines().as_bytes());
+        let _ = stdin.write_all(settings.to_secret_lines().as_bytes());
     }
     let reader = child.stdout.take().map(|stdout| {
         let (log, has_been_ready) = (log.clone(), Arc::clone(has_been_ready));

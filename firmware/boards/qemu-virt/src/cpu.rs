@@ -51,6 +51,27 @@ pub(crate) fn now() -> Instant {
     Instant::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
 }
 
+/// How often to ask the processor for a random number that it does not have at the moment.
+const RANDOM_TRIES: u32 = 16;
+
+/// Return a random number from the processor (FEAT_RNG); `None` if it has no generator, or the generator fails.
+pub(crate) fn random() -> Option<u64> {
+    let features: u64;
+    // SAFETY: reads a register.
+    unsafe { asm!("mrs {}, id_aa64isar0_el1", out(reg) features, options(nomem, nostack, preserves_flags)) };
+    if features >> 60 == 0 {
+        return None;
+    }
+    (0..RANDOM_TRIES).find_map(|_| {
+        let (value, is_good): (u64, u64);
+        // SAFETY: reads the register RNDR, which exists; Z is set if the generator has no number (Arm ARM, D24.2.144).
+        unsafe {
+            asm!("mrs {}, s3_3_c2_c4_0", "cset {}, ne", out(reg) value, out(reg) is_good, options(nomem, nostack))
+        };
+        (is_good != 0).then_some(value)
+    })
+}
+
 fn count_at(at: Instant) -> u64 {
     let count = u128::from(at.as_nanos()) * u128::from(counter_hz()) / 1_000_000_000;
     u64::try_from(count).unwrap_or(u64::MAX)

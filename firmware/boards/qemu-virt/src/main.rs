@@ -5,13 +5,15 @@
 //! ```
 //!
 //! Each network card becomes a shard, which has a core of its own (`-smp`). QEMU passes the board's options
-//! ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,string=...`; a virtio entropy source gives each
-//! incarnation its boot id. The log goes to the serial port.
+//! ([`sumac_bare::BoardOptions`]) as `-fw_cfg name=opt/sumac/options,file=...`; a virtio entropy source, or the
+//! processor's own, gives each incarnation its boot id and each connection to a controller with keys its ephemeral key.
+//! The log goes to the serial port.
 #![no_std]
 #![no_main]
 
 mod cpu;
 mod crash;
+mod entropy;
 mod fw_cfg;
 mod gic;
 mod keep;
@@ -159,14 +161,16 @@ fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
     let (incarnation, end) = keep::begin();
     let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text) {
-        None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
+        None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,file=..."),
         Some(text) => match BoardOptions::parse(text) {
             Ok(options) => options,
             Err(error) => panic!("options: {error}"),
         },
     };
-    // Without an entropy source, the start time distinguishes incarnations.
-    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
+    entropy::start(VIRTIO);
+    // Without an entropy source, the start time distinguishes incarnations. It is no secret, and good for nothing else.
+    let boot_id = entropy::bytes().map(u64::from_le_bytes);
+    let boot_id = BootId(boot_id.unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
     let shards = VIRTIO.network_cards().clamp(1, MAX_CORES);
     let others = start_others(&options, boot_id, shards);
     // SAFETY: only the first core accesses it, here and once.
@@ -194,6 +198,7 @@ fn set_up() -> (&'static mut FirstBoard, BoardOptions) {
     let place = unsafe { &mut *&raw mut BOARD };
     let board = place.insert(Board::new(stack, node, others, zero_copy, &options, boot_id));
     board.set_stack_gauge(stack_use);
+    board.set_entropy(entropy::bytes);
     #[cfg(feature = "faults")]
     if let Some(fault) = options.fault.filter(|_| incarnation == 1) {
         inject(fault);

@@ -119,16 +119,24 @@ impl Slots {
         self.of(DeviceType::Network).count()
     }
 
-    /// Return random bits, if the machine has an entropy source.
-    pub fn random(self) -> Option<u64> {
+    /// Take the machine's entropy source, if it has one that is not taken.
+    pub fn entropy(self) -> Option<EntropySource> {
         let (transport, _) = self.take(DeviceType::EntropySource, 0)?;
-        let mut source = VirtIORng::<Memory, _>::new(transport).ok()?;
-        let mut bytes = [0; 8];
-        let mut have = 0;
-        while have < bytes.len() {
-            have += source.request_entropy(&mut bytes[have..]).ok().filter(|&count| count > 0)?;
+        VirtIORng::new(transport).ok().map(EntropySource)
+    }
+}
+
+/// An entropy source.
+pub struct EntropySource(VirtIORng<Memory, MmioTransport<'static>>);
+
+impl EntropySource {
+    /// Return random bytes; `None` if the device fails. Waits until the device has them.
+    pub fn bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (mut bytes, mut have) = ([0; N], 0);
+        while have < N {
+            have += self.0.request_entropy(&mut bytes[have..]).ok().filter(|&count| count > 0)?;
         }
-        Some(u64::from_le_bytes(bytes))
+        Some(bytes)
     }
 }
 

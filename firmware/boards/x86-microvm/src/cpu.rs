@@ -71,6 +71,24 @@ pub(crate) fn now() -> Instant {
     Instant::from_nanos(u64::try_from(u128::from(ticks()) * 1_000_000_000 / per_s).unwrap_or(u64::MAX))
 }
 
+/// How often to ask the processor for a random number that it does not have at the moment.
+const RANDOM_TRIES: u32 = 16;
+
+/// Return a random number from the processor (RDRAND); `None` if it has no generator, or the generator fails.
+pub(crate) fn random() -> Option<u64> {
+    /// CPUID.1:ECX.RDRAND
+    const RDRAND: u32 = 1 << 30;
+    if core::arch::x86_64::__cpuid(1).ecx & RDRAND == 0 {
+        return None;
+    }
+    (0..RANDOM_TRIES).find_map(|_| {
+        let (value, is_good): (u64, u8);
+        // SAFETY: the instruction exists; the carry flag is clear if the generator has no number (Intel SDM, 7.3.17).
+        unsafe { asm!("rdrand {}", "setc {}", out(reg) value, out(reg_byte) is_good, options(nomem, nostack)) };
+        (is_good != 0).then_some(value)
+    })
+}
+
 /// Reset the machine, through an exception without an interrupt table, which starts another incarnation.
 pub(crate) fn reset() -> ! {
     #[repr(C, packed)]

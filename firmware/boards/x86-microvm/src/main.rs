@@ -6,6 +6,7 @@
 #![no_main]
 
 mod cpu;
+mod entropy;
 mod fw_cfg;
 
 use core::fmt::{self, Write};
@@ -66,12 +67,14 @@ extern "C" fn main() -> ! {
     let incarnation = INCARNATIONS[1].fetch_add(1, Ordering::Relaxed) + 1;
     let mut text = [0; OPTIONS_MAX_BYTES];
     let options = match fw_cfg::file("opt/sumac/options", &mut text).map(BoardOptions::parse) {
-        None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,string=..."),
+        None => panic!("no options: start QEMU with -fw_cfg name=opt/sumac/options,file=..."),
         Some(Err(error)) => panic!("options: {error}"),
         Some(Ok(options)) => options,
     };
-    // Without an entropy source, the start time distinguishes incarnations.
-    let boot_id = BootId(VIRTIO.random().unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
+    entropy::start(VIRTIO);
+    // Without an entropy source, the start time distinguishes incarnations. It is no secret, and good for nothing else.
+    let boot_id = entropy::bytes().map(u64::from_le_bytes);
+    let boot_id = BootId(boot_id.unwrap_or_else(|| cpu::now().as_nanos() ^ u64::from(incarnation) << 48));
     // SAFETY: called once, on the only core; nothing else accesses these.
     let (tables, slot_memory, buffers, frames) =
         unsafe { (&mut *&raw mut TABLES, &mut *&raw mut SLOT_MEMORY, &mut *&raw mut BUFFERS, &mut *&raw mut FRAMES) };
@@ -86,6 +89,7 @@ extern "C" fn main() -> ! {
     };
     let node = Node::new(config, Storage { bytes: slot_memory, ..tables.storage() });
     let mut board = Board::new(stack, node, SingleShard, None, &options, boot_id);
+    board.set_entropy(entropy::bytes);
     log!("info  {} is ready: incarnation {incarnation}, boot id {:016x}", options.name, boot_id.0);
     #[cfg(feature = "faults")]
     if options.fault.is_some() && incarnation == 1 {

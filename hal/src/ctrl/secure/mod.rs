@@ -31,6 +31,8 @@
 //! the user, and nothing follows from it.
 
 mod crypto;
+#[cfg(feature = "std")]
+mod file;
 mod handshake;
 mod key;
 mod record;
@@ -39,6 +41,8 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
+#[cfg(feature = "std")]
+pub use file::{KeyFileError, check_private, parse_key, read_key, read_private, replace_private, write_new_key};
 pub use handshake::{
     AwaitingReply, CHALLENGE_LEN, HELLO_LEN, HandshakeError, Initiator, KeyRefusal, MESSAGE_LEN, NONCE_LEN, REPLY_LEN,
     Responder, is_hello, key_id, refusal_to_hello, refusal_to_message,

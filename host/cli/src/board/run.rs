@@ -9,6 +9,7 @@ use super::log::LogText;
 use crate::address;
 use crate::cluster;
 use crate::exit::Failure;
+use crate::key::KeyOption;
 use anyhow::{Context, anyhow};
 use clap::Args;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -25,6 +26,8 @@ use std::thread;
 use sumac::comm::DEFAULT_PORT;
 use sumac_bare::{BoardOptions, OPTIONS_MAX_BYTES};
 use sumac_hal::ctrl::MAX_NAME_LEN;
+use sumac_hal::ctrl::secure::replace_private;
+use zeroize::Zeroizing;
 
 /// `sumac image run`.
 #[derive(Debug, Args)]
@@ -42,6 +45,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "HOST:PORT", env = "SUMAC_CONTROLLER", hide_env = true,
           default_value_t = format!("127.0.0.1:{DEFAULT_PORT}"))]
     controller: String,
+    #[command(flatten)]
+    key: KeyOption,
     /// Number of cores, each with a shard and a network card of its own
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=4))]
     cores: u16,
@@ -104,19 +109,24 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
         // This board logs text, which needs no decoding.
         BareBoard::X86Microvm => None,
     };
+    let key = args.key.read()?;
     let folder = tempfile::tempdir().context("cannot create a folder for the board's options").map_err(Failure::Run)?;
     let options = folder.path().join("options");
     let port = args.data_port;
-    let mut lines = String::new();
+    // Of its final length, so that growing leaves no copies of the key behind.
+    let mut lines = Zeroizing::new(String::with_capacity(2 * OPTIONS_MAX_BYTES));
     // Writing to a string cannot fail.
     let _ = writeln!(lines, "name={}\ncontroller={controller}", args.name);
     let _ = writeln!(lines, "ip={GUEST}/24\ngateway={GATEWAY}\nlisten={port}\ndata=127.0.0.1:{port}");
     let bus = start_bus(args)?;
     if let Some((_, setup)) = &bus {
-        lines += &setup.options;
+        lines.push_str(&setup.options);
+    }
+    if let Some(key) = key {
+        let _ = writeln!(lines, "key={}", key.reveal());
     }
     let lines = with_options(lines, &args.option).map_err(Failure::Input)?;
-    std::fs::write(&options, lines).context("cannot write the board's options").map_err(Failure::Run)?;
+    replace_private(&options, &lines).context("cannot write the board's options").map_err(Failure::Run)?;
     let mut command = cluster::supervised().map_err(Failure::run)?;
     command.arg("emulate").arg("--").args(qemu(args.board, port, args.cores));
     command.arg("-fw_cfg").arg(format!("name=opt/sumac/options,file={}", options.display()));
@@ -128,13 +138,13 @@ pub(crate) fn run(args: &RunArgs) -> Result<(), Failure> {
 
 /// Append additional options after checking that the board can parse them. With an invalid option, the board would
 /// restart for ever.
-fn with_options(mut lines: String, further: &[String]) -> anyhow::Result<String> {
+fn with_options(mut lines: Zeroizing<String>, further: &[String]) -> anyhow::Result<Zeroizing<String>> {
     // Only the test images with injected faults know this key.
     let is_known = |line: &&str| !line.starts_with("fault=");
     for option in further {
         let _ = writeln!(lines, "{option}");
         let known: Vec<_> = lines.lines().filter(is_known).collect();
-        BoardOptions::parse(&known.join("\n")).with_context(|| format!("--option {option}"))?;
+        BoardOptions::parse(&Zeroizing::new(known.join("\n"))).with_context(|| format!("--option {option}"))?;
     }
     match lines.len() {
         0..=OPTIONS_MAX_BYTES => Ok(lines),
@@ -165,6 +175,9 @@ fn rank_memory_mib(text: &str) -> Result<u16, String> {
 /// Check the form of an option of the board.
 fn option(text: &str) -> Result<String, String> {
     let is_line = text.contains('=') && !text.contains(['\n', '#']);
+    if text.split('=').next().is_some_and(|key| key.trim() == "key") {
+        return Err("a key must not be on a command line, which others can read; use --key-file".to_owned());
+    }
     is_line.then(|| text.to_owned()).ok_or_else(|| format!("{text:?} is not KEY=VALUE"))
 }
 
@@ -240,10 +253,10 @@ mod tests {
         let base = "name=leaf0\ncontroller=127.0.0.1:1\nip=10.0.2.15/24\ngateway=10.0.2.2\nlisten=7100\n";
         let with = |options: &[&str]| {
             let options: Vec<_> = options.iter().map(|&option| option.into()).collect();
-            with_options(base.into(), &options).map_err(|error| format!("{error:#}"))
+            with_options(Zeroizing::new(base.into()), &options).map_err(|error| format!("{error:#}"))
         };
         let good = with(&["watchdog_ms=5000", "fault=panic"]).expect("the board takes it");
-        assert_eq!(good, format!("{base}watchdog_ms=5000\nfault=panic\n"));
+        assert_eq!(*good, format!("{base}watchdog_ms=5000\nfault=panic\n"));
         for (options, message) in [
             (&["watchdog_ms=5000", "watchdg_ms=5000"][..], "--option watchdg_ms=5000: line 7: unknown key"),
             (&["watchdog_ms=5"], "--option watchdog_ms=5: watchdog_ms=\"5\" is not a time from 100 to 600000 ms"),
@@ -253,7 +266,15 @@ mod tests {
             let error = with(options).expect_err("wrong");
             assert!(error.contains(message), "{error}");
         }
-        let error = with(&[&format!("{:500}=x", "#"), "watchdog_ms=5000"]).expect_err("too long");
-        assert!(error.contains("the limit is 512"), "{error}");
+        let error = with(&[&format!("{:640}=x", "#"), "watchdog_ms=5000"]).expect_err("too long");
+        assert!(error.contains("the limit is 640"), "{error}");
+    }
+
+    #[test]
+    fn key_on_the_command_line_is_refused() {
+        for text in ["key=sumac-key-v1 07 07", " key = x"] {
+            assert!(option(text).is_err_and(|error| error.contains("--key-file")), "{text}");
+        }
+        assert_eq!(option("user=7"), Ok("user=7".into()));
     }
 }

@@ -8,7 +8,7 @@
 
 use super::conn::CloseReason;
 use crate::controller::entropy::Entropy;
-use crate::controller::keys::{KeyRecord, KeyStore, Principal};
+use crate::controller::keys::{KeyStore, Principal};
 use crate::controller::outbox::{Frames, Outbox};
 use crate::controller::output::ConnId;
 use std::sync::Arc;
@@ -35,11 +35,15 @@ impl KeyExchange {
         Ok((id, self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?))
     }
 
-    /// Return what a peer gets that proves to have the key, if there is one.
-    fn grant(&self, record: Option<&KeyRecord>, now: Instant) -> Result<Grant, KeyRefusal> {
-        let record = record.ok_or(KeyRefusal::Unknown)?;
-        record.check((self.began_ms + (now - Instant::ZERO).as_millis() as u64) / 1000)?;
-        Ok(Grant { id: record.key.id(), principal: Arc::clone(&record.principal) })
+    /// Return what a peer gets that proves to have the key, if it is a valid one now: it may have been revoked or replaced
+    /// since the hello.
+    fn grant(&self, key: &Key, now: Instant) -> Result<Grant, KeyRefusal> {
+        let keys = self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?;
+        let record = keys.find(key.id(), (self.began_ms + (now - Instant::ZERO).as_millis() as u64) / 1000)?;
+        if record.key != *key {
+            return Err(KeyRefusal::Wrong);
+        }
+        Ok(Grant { id: key.id(), principal: Arc::clone(&record.principal) })
     }
 }
 
@@ -66,7 +70,7 @@ enum Stage {
     /// Frames in clear.
     Plain,
     /// The message of the handshake, by a key that may be invalid or unknown.
-    Message { responder: Box<Responder>, key: KeyId, grant: Result<Grant, KeyRefusal> },
+    Message { responder: Box<Responder>, key: Key },
     /// Records.
     Records { opener: Box<Opener>, grant: Grant },
     /// Nothing: the peer is being refused.
@@ -122,11 +126,11 @@ impl Channel {
                 }
                 Stage::Begin => {
                     let Some(hello) = self.take::<HELLO_LEN>() else { return Ok(()) };
-                    self.handle_hello((id, &hello), exchange, outbox, now);
+                    self.handle_hello((id, &hello), exchange, outbox);
                 }
                 Stage::Message { .. } => {
                     let Some(message) = self.take::<MESSAGE_LEN>() else { return Ok(()) };
-                    self.handle_message((id, &message), exchange, outbox);
+                    self.handle_message((id, &message), exchange, outbox, now);
                 }
                 Stage::Records { opener, .. } => return open_records(opener, &mut self.received, inbox),
                 Stage::Refused => {
@@ -145,13 +149,7 @@ impl Channel {
         Some(bytes)
     }
 
-    fn handle_hello(
-        &mut self,
-        (id, hello): (ConnId, &[u8; HELLO_LEN]),
-        exchange: &KeyExchange,
-        outbox: &mut Outbox,
-        now: Instant,
-    ) {
+    fn handle_hello(&mut self, (id, hello): (ConnId, &[u8; HELLO_LEN]), exchange: &KeyExchange, outbox: &mut Outbox) {
         let (key, keys) = match exchange.begin(hello) {
             Ok(begun) => begun,
             Err(refusal) => {
@@ -159,12 +157,12 @@ impl Channel {
                 return self.refuse(refusal_to_hello(refusal).to_vec(), outbox);
             }
         };
-        let record = keys.get(key);
+        // Made for known keys, too, so that the time does not tell them from others.
         let decoy = Key::new(key, exchange.entropy.bytes([id.0, 3]));
+        let key = keys.get(key).map_or(decoy, |record| record.key.clone());
         let nonce = exchange.entropy.bytes([id.0, 1]);
-        let (responder, challenge) = Responder::new(hello, record.map_or(&decoy, |record| &record.key), &nonce);
-        let grant = exchange.grant(record, now);
-        self.stage = Stage::Message { responder: Box::new(responder), key, grant };
+        let (responder, challenge) = Responder::new(hello, &key, &nonce);
+        self.stage = Stage::Message { responder: Box::new(responder), key };
         outbox.put(&[Frames::new(challenge.to_vec())]);
     }
 
@@ -173,12 +171,13 @@ impl Channel {
         (id, message): (ConnId, &[u8; MESSAGE_LEN]),
         exchange: &KeyExchange,
         outbox: &mut Outbox,
+        now: Instant,
     ) {
-        let Stage::Message { responder, key, grant } = std::mem::replace(&mut self.stage, Stage::Refused) else {
+        let Stage::Message { responder, key } = std::mem::replace(&mut self.stage, Stage::Refused) else {
             return;
         };
         let proven = responder.handle_message(message, exchange.entropy.bytes([id.0, 2]));
-        let refusal = match (proven, grant) {
+        let refusal = match (proven, exchange.grant(&key, now)) {
             (Ok((reply, sealer, opener)), Ok(grant)) => {
                 tracing::debug!(conn = id.0, key = %grant.id, principal = %grant.principal, "authenticated");
                 outbox.put(&[Frames::new(reply.to_vec())]);
@@ -190,7 +189,7 @@ impl Channel {
             (Err(_), Err(KeyRefusal::Unknown)) => KeyRefusal::Unknown,
             (Err(_), _) => KeyRefusal::Wrong,
         };
-        tracing::info!(conn = id.0, %key, ?refusal, "refusing a key");
+        tracing::info!(conn = id.0, key = %key.id(), ?refusal, "refusing a key");
         let told = if refusal == KeyRefusal::Unknown { KeyRefusal::Wrong } else { refusal };
         self.refuse(refusal_to_message(told).to_vec(), outbox);
     }

@@ -9,7 +9,6 @@
 //! revoked = true             # optional
 //! ```
 
-use super::file::{KeyFileError, read_private, replace_private};
 use super::{InvalidPrincipal, Principal};
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -17,7 +16,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
-use sumac_hal::ctrl::secure::{Key, KeyError, KeyId, KeyRefusal};
+use sumac_hal::ctrl::secure::{Key, KeyError, KeyFileError, KeyId, KeyRefusal, read_private, replace_private};
 use thiserror::Error;
 use zeroize::Zeroizing;
 
@@ -392,10 +391,10 @@ mod tests {
         let folder = Folder::new();
         let path = folder.0.join("key");
         for text in ["", "# only a comment\n", "a\nb\n", "sumac-key-v1 01 02\n"] {
-            super::super::file::replace_private(&path, text).expect("written");
+            replace_private(&path, text).expect("written");
             assert!(matches!(read_key(&path), Err(KeyFileError::Key { .. })), "{text:?}");
         }
-        super::super::file::replace_private(&path, &"x".repeat(70_000)).expect("written");
+        replace_private(&path, &"x".repeat(70_000)).expect("written");
         assert!(matches!(read_key(&path), Err(KeyFileError::TooLong { .. })));
     }
 

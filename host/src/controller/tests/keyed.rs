@@ -10,8 +10,8 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 use std::time::Instant;
 use sumac_hal::ctrl::secure::{
-    CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, Initiator, Key, KeyId, MESSAGE_LEN, RECORD_OVERHEAD_LEN,
-    REPLY_LEN,
+    AwaitingReply, CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, HandshakeError, Initiator, Key, KeyId,
+    KeyRefusal, MESSAGE_LEN, RECORD_OVERHEAD_LEN, REPLY_LEN,
 };
 use sumac_hal::ctrl::{Rejection, StreamError};
 use zeroize::Zeroizing;
@@ -447,5 +447,46 @@ fn revoked_key_ends_its_connections_and_new_keys_become_valid() {
     let report = status(at(&controller, &added)).expect("a new key");
     assert_eq!(report.jobs.iter().map(|job| job.name.as_str()).collect::<Vec<_>>(), ["keeps"]);
     assert!(text_of(status(at(&controller, &keys.ml))).contains("was revoked"));
+    std::fs::remove_file(&path).expect("a file");
+}
+
+#[test]
+fn key_revoked_between_challenge_and_message_is_refused() {
+    let mut keys = Keys::new();
+    let path = std::env::temp_dir().join(format!("sumac-keyed-between-{}.toml", std::process::id()));
+    keys.store.write(&path).expect("a folder");
+    let config = ControllerConfig { keys_file: Some(path.clone()), ..keys.config() };
+    let controller = Controller::start(config).expect("a port");
+    let (notices, noticed) = channel();
+    let notify = move |notice| {
+        let _ = notices.send(notice);
+        None
+    };
+    let _ends = Session::join(at(&controller, &keys.ml), of_tenant("ml", "ends", 0, 1), TEST_TIMEOUT, notify);
+    let ml = keys.ml.clone();
+    let exchanging = || {
+        let mut half = TcpStream::connect(controller.local_addr()).expect("a controller");
+        half.set_read_timeout(Some(TEST_TIMEOUT)).expect("a socket");
+        let (initiator, hello) = Initiator::new(&ml, [7; 32]);
+        half.write_all(&hello).expect("it listens");
+        let mut challenge = [0; CHALLENGE_LEN];
+        half.read_exact(&mut challenge).expect("a challenge");
+        let (awaiting, message) = initiator.handle_challenge(&challenge).expect("no refusal");
+        (half, awaiting, message)
+    };
+    let finish = |(mut half, awaiting, message): (TcpStream, AwaitingReply, [u8; MESSAGE_LEN])| {
+        half.write_all(&message).expect("it listens");
+        let mut reply = [0; REPLY_LEN];
+        half.read_exact(&mut reply).expect("a reply");
+        awaiting.handle_reply(&reply).map(drop)
+    };
+    assert_eq!(finish(exchanging()), Ok(()), "it is a good key");
+    let half = exchanging();
+    keys.store.revoke(keys.ml.id()).expect("it has that key");
+    keys.store.write(&path).expect("a folder");
+    // The controller has read its store again.
+    while noticed.recv_timeout(TEST_TIMEOUT).expect("its connection ends") != Notice::ControllerLost {}
+    let refused = HandshakeError::Refused { id: keys.ml.id(), refusal: KeyRefusal::Revoked };
+    assert_eq!(finish(half), Err(refused));
     std::fs::remove_file(&path).expect("a file");
 }

@@ -1,10 +1,13 @@
 //! Files with secrets: only their owner may read them.
 
-use rustix::fs::{Mode, OFlags};
+use super::key::{Key, KeyError};
+use rustix::fs::{FileType, Mode, OFlags};
+use std::borrow::ToOwned;
+use std::format;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use sumac_hal::ctrl::secure::{Key, KeyError};
+use std::string::String;
 use thiserror::Error;
 use zeroize::Zeroizing;
 
@@ -108,7 +111,10 @@ pub fn write_new_key(path: &Path, key: &Key, comment: &str) -> Result<(), KeyFil
 }
 
 /// Read a file of at most `len_max` bytes that only its owner may read.
-pub(super) fn read_private(path: &Path, len_max: usize) -> Result<Zeroizing<String>, KeyFileError> {
+///
+/// # Errors
+/// [`KeyFileError`]; a file that others can read or change is refused.
+pub fn read_private(path: &Path, len_max: usize) -> Result<Zeroizing<String>, KeyFileError> {
     let failed = |source: io::Error| KeyFileError::Read { path: path.to_owned(), source };
     let file = std::fs::File::open(path).map_err(failed)?;
     // Of the open file: the one of that name may be another by now.
@@ -116,11 +122,17 @@ pub(super) fn read_private(path: &Path, len_max: usize) -> Result<Zeroizing<Stri
     read_all(path, file, len_max)
 }
 
-fn check_private(path: &Path, file: impl AsFd) -> Result<(), KeyFileError> {
+/// Check that an open file, whose name is `path`, is its owner's alone. The group of a disk may have it, because a disk's
+/// owner is root.
+///
+/// # Errors
+/// [`KeyFileError::Mode`], [`KeyFileError::Owner`] or [`KeyFileError::Read`].
+pub fn check_private(path: &Path, file: impl AsFd) -> Result<(), KeyFileError> {
     let failed = |source: rustix::io::Errno| KeyFileError::Read { path: path.to_owned(), source: source.into() };
     let stat = rustix::fs::fstat(file).map_err(failed)?;
     let (mode, owner) = (stat.st_mode & 0o7777, stat.st_uid);
-    if mode & 0o077 != 0 {
+    let is_disk = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+    if mode & if is_disk { 0o007 } else { 0o077 } != 0 {
         return Err(KeyFileError::Mode { path: path.to_owned(), mode });
     }
     let uid = rustix::process::geteuid().as_raw();
@@ -142,7 +154,10 @@ fn read_all(path: &Path, file: impl Read, len_max: usize) -> Result<Zeroizing<St
 }
 
 /// Replace a file's content at once, or create it, so that only its owner can read it.
-pub(super) fn replace_private(path: &Path, text: &str) -> Result<(), KeyFileError> {
+///
+/// # Errors
+/// [`KeyFileError::Write`]; the file is as it was.
+pub fn replace_private(path: &Path, text: &str) -> Result<(), KeyFileError> {
     let failed = |source| KeyFileError::Write { path: path.to_owned(), source };
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".{}.new", std::process::id()));
