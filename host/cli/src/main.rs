@@ -36,6 +36,7 @@ mod fabric;
 mod files;
 mod flash;
 mod generate;
+mod host_device;
 mod image;
 mod job;
 mod key;

@@ -15,6 +15,7 @@ use super::shape::TreeShape;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::select::TreeFacts;
 use crate::topo::Fabric;
+use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
@@ -98,6 +99,23 @@ pub(super) struct PlacementRequest<'j> {
     pub(super) requests: &'j [&'j JoinRequest],
     /// The devices that the job is pinned to, root first; empty to plan on the fabric.
     pub(super) pinned: &'j [String],
+    /// The hosts whose ranks combine before they contribute.
+    pub(super) hosts: &'j [HostBlock],
+}
+
+/// The ranks of a job that share a host, and the device that they combine on.
+#[derive(Debug, Clone)]
+pub(super) struct HostBlock {
+    pub(super) device: Arc<Device>,
+    pub(super) ranks: Vec<Rank>,
+}
+
+impl PlacementRequest<'_> {
+    /// The groups of ranks that a tree is planned for.
+    fn groups(&self) -> HostGroups {
+        let hosts: Vec<_> = self.hosts.iter().map(|host| host.ranks.clone()).collect();
+        HostGroups::new(self.requests.len() as u32, &hosts)
+    }
 }
 
 /// Plan a tree on what the ledger has available of `devices`, or build the one that the job pins. Reserves nothing.
@@ -121,8 +139,9 @@ pub(super) fn draft(
     let Some(fabric) = &config.fabric else {
         // Any device can serve as the fabric. Report the reason why the first one cannot.
         let mut first = None;
+        let groups = request.groups().len();
         for (switch, device) in devices {
-            let (ranks, most) = (request.requests.len(), children_max(device));
+            let (ranks, most) = (groups, children_max(device));
             if ranks > most {
                 // Checked before building a fabric of that size.
                 first.get_or_insert(format!(
@@ -131,7 +150,7 @@ pub(super) fn draft(
                 ));
                 continue;
             }
-            let flat = flat_fabric(switch, request.requests.len())?;
+            let flat = flat_fabric(switch, groups)?;
             match plan_and_build(config, &flat, devices, ledger, request, ids) {
                 Err(why) => drop(first.get_or_insert(why)),
                 fits => return fits,
@@ -150,9 +169,12 @@ fn plan_and_build(
     request: PlacementRequest<'_>,
     ids: GroupIds,
 ) -> Result<Placement, String> {
-    let plan = plan_tree(fabric, devices, ledger, request)?;
-    let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
-    build_placement(config, ledger, request, TreeShape { hosts, ..TreeShape::planned(&plan, devices)? }, ids)
+    let groups = request.groups();
+    let plan = plan_tree(fabric, devices, ledger, (request, &groups))?;
+    let host = |group: usize| plan.ranks[group].name.clone();
+    let hosts = config.fabric.as_ref().map(|_| groups.group_of_ranks().into_iter().map(host).collect());
+    let shape = TreeShape::planned(&plan, devices)?.expand(&groups, request.hosts);
+    build_placement(config, ledger, request, TreeShape { hosts, ..shape }, ids)
 }
 
 /// Build a placement of the given shape, with the largest sizes that fit.
@@ -183,7 +205,7 @@ fn plan_tree(
     fabric: &Fabric,
     devices: &Devices,
     ledger: &ResourceLedger,
-    request: PlacementRequest<'_>,
+    (request, groups): (PlacementRequest<'_>, &HostGroups),
 ) -> Result<Plan, String> {
     let limits = devices.values().filter_map(|device| {
         let left = ledger.available(request.tenant, &device.key());
@@ -198,8 +220,8 @@ fn plan_tree(
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    let names: Option<Vec<String>> = request.requests.iter().map(|request| request.host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(request.requests.len()), HostSelection::Named);
+    let names: Option<Vec<String>> = groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
+    let hosts = names.map_or(HostSelection::First(groups.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }
 
