@@ -14,8 +14,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, Opener, Sealer};
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, FrameReader, Hello, JobTicket, Refusal, Rejection, Request, Response, StreamError, TermGuard,
-    send, shards,
+    Announce, Envelope, FrameError, FrameReader, Hello, JobTicket, Refusal, Rejection, Request, Response, StreamError,
+    TermGuard, send, shards,
 };
 
 /// The board's handle of the control thread. Dropping it ends the thread.

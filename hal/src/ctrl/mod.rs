@@ -30,8 +30,9 @@ mod term;
 mod tests;
 
 pub use messages::{
-    Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, JobTicket, MAX_NAME_LEN,
-    Name, NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig, ZeroCopyRefusal,
+    Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, JobTicket,
+    MAX_NAME_LEN, Name, NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig,
+    ZeroCopyRefusal,
 };
 pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]

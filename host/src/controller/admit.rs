@@ -4,7 +4,10 @@
 //! reserved on the devices with [`Placement::reservation`].
 
 mod attach;
+mod request;
 mod size;
+
+pub(super) use request::{HostBlock, PlacementRequest};
 
 use super::ControllerConfig;
 use super::device::Device;
@@ -89,33 +92,6 @@ pub(super) struct GroupIds {
     pub(super) entropy: Entropy,
     #[cfg(feature = "planted")]
     pub(super) bug: Option<sumac_hal::planted::Bug>,
-}
-
-/// The job that a tree is planned for.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PlacementRequest<'j> {
-    pub(super) tenant: &'j str,
-    /// In order of rank.
-    pub(super) requests: &'j [&'j JoinRequest],
-    /// The devices that the job is pinned to, root first; empty to plan on the fabric.
-    pub(super) pinned: &'j [String],
-    /// The hosts whose ranks combine before they contribute.
-    pub(super) hosts: &'j [HostBlock],
-}
-
-/// The ranks of a job that share a host, and the device that they combine on.
-#[derive(Debug, Clone)]
-pub(super) struct HostBlock {
-    pub(super) device: Arc<Device>,
-    pub(super) ranks: Vec<Rank>,
-}
-
-impl PlacementRequest<'_> {
-    /// The groups of ranks that a tree is planned for.
-    fn groups(&self) -> HostGroups {
-        let hosts: Vec<_> = self.hosts.iter().map(|host| host.ranks.clone()).collect();
-        HostGroups::new(self.requests.len() as u32, &hosts)
-    }
 }
 
 /// Plan a tree on what the ledger has available of `devices`, or build the one that the job pins. Reserves nothing.
@@ -220,7 +196,8 @@ fn plan_tree(
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    let names: Option<Vec<String>> = groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
+    let names: Option<Vec<String>> =
+        groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
     let hosts = names.map_or(HostSelection::First(groups.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }

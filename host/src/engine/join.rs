@@ -133,7 +133,8 @@ fn join_request(
 /// Start the device of this host's ranks, as the controller asks.
 fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, String> {
     let starter = config.host_devices.as_ref().ok_or("this program starts no devices")?;
-    let job = Name::try_from(config.job.as_str()).map_err(|_| format!("the job's name is longer than {MAX_NAME_LEN}"))?;
+    let job =
+        Name::try_from(config.job.as_str()).map_err(|_| format!("the job's name is longer than {MAX_NAME_LEN}"))?;
     let ticket = JobTicket { job, rank: config.rank, proof: host.proof.bytes() };
     let controllers = config.controller_addr().all().collect();
     let device = HostDeviceConfig {

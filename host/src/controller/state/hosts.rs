@@ -80,7 +80,8 @@ impl Job {
     /// Whether a device is on the host of a rank.
     fn is_near(&self, rank: Rank, device: &Device) -> bool {
         let Some(request) = self.members.get(&rank).map(|member| &member.request) else { return false };
-        let shares_memory = device.announce.attach.as_ref().is_some_and(|at| Some(&at.machine) == request.machine.as_ref());
+        let shares_memory =
+            device.announce.attach.as_ref().is_some_and(|at| Some(&at.machine) == request.machine.as_ref());
         let is_here = |addr: &Addr| matches!(addr, Addr::Udp(addr) if addr.ip() == request.mesh_addr.ip());
         shares_memory || device.announce.data_addrs.iter().any(is_here)
     }
@@ -170,7 +171,11 @@ impl State {
     }
 
     /// Return the tenant of the job that a ticket is good for.
-    pub(in crate::controller) fn check_ticket(&self, announce: &Announce, ticket: &JobTicket) -> Result<&str, Rejection> {
+    pub(in crate::controller) fn check_ticket(
+        &self,
+        announce: &Announce,
+        ticket: &JobTicket,
+    ) -> Result<&str, Rejection> {
         let name = ticket.job.as_str();
         let job = self.jobs.get(name).ok_or(Rejection::Ticket)?;
         let leader = Rank(ticket.rank);

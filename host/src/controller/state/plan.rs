@@ -106,7 +106,8 @@ impl Plan {
     fn draft_or_explain(&self, config: &ControllerConfig) -> Result<Placement, NoTree> {
         let requests = self.requests();
         let (tenant, ledger) = (self.tenant(), &self.ledger);
-        let request = PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned, hosts: &self.job.hosts };
+        let request =
+            PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned, hosts: &self.job.hosts };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
         let drafted = |devices: &Devices, ledger: &ResourceLedger| self.draft_on(config, devices, ledger, request);
