@@ -28,7 +28,7 @@ use super::keys::Principal;
 use super::limits::{NameKind, check_name, invalid_name, sanitize_reason};
 use super::pair::Pair;
 use super::proto::{ClientReply, ClientRequest, JoinRefusal};
-use super::resources::HOST_DEVICE_MARK;
+use super::resources::is_host_device;
 use super::state::State;
 use super::{ControllerConfig, ControllerError, check};
 use std::collections::{BTreeMap, BTreeSet};
@@ -466,9 +466,9 @@ impl Machine {
 
 /// Check the names in a device's announcement, which are displayed.
 /// Check the names in an announcement. Those of host devices, and no others, have their mark.
-fn check_announce(announce: &Announce, is_host_device: bool) -> Result<(), super::limits::InvalidName> {
+fn check_announce(announce: &Announce, is_of_job: bool) -> Result<(), super::limits::InvalidName> {
     check_name(NameKind::Fabric, "device", &announce.name)?;
-    if announce.name.contains(HOST_DEVICE_MARK) != is_host_device {
+    if is_host_device(&announce.name) != is_of_job {
         return Err(invalid_name(NameKind::Fabric, "device", &announce.name));
     }
     match &announce.attach {

@@ -139,7 +139,7 @@ fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, 
     let controllers = config.controller_addr().all().collect();
     let device = HostDeviceConfig {
         key: config.key.clone(),
-        udp: config.udp.clone(),
+        udp: config.udp,
         ..HostDeviceConfig::new(host.device, ticket, controllers, config.bind)
     };
     starter.start(device).map_err(|error| error.to_string())

@@ -140,6 +140,7 @@ fn job_is_planned_without_a_host_device_that_fails_or_is_late() {
     // Nobody starts one; the time limit is shorter than the test's.
     let mut ranks = join_on(&controller, &[("c", &[0, 1, 2, 3])]);
     asked(&mut ranks[0]);
+    ranks[0].extend_timeout();
     assert_eq!(tree_of(&ranks[0].joined()).leaf, "leaf0");
 }
 
