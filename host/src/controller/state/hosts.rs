@@ -32,7 +32,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 
 /// How long a job waits for its host devices before it is planned without those that are missing.
-const HOST_DEVICE_LIMIT: Duration = Duration::from_secs(2);
+const HOST_DEVICE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A host with several ranks of a job, and no device of its own.
 #[derive(Debug)]
