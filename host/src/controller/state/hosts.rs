@@ -11,7 +11,8 @@
 //! Invariants:
 //! - A host device serves the job whose ticket it has, and no other. It is in no map of devices that jobs are planned
 //!   with, but in its job.
-//! - It ends with its job, and no earlier than the last of its ranks has left: its leader is told so (`Left`) only then.
+//! - It ends with its job, and no earlier than the last of its ranks has left: its leader is told only
+//!   then (`Left`).
 //! - No host device delays a job for longer than the limit, and a job without them is planned as ever.
 
 use super::{Job, State};

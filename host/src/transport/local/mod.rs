@@ -8,11 +8,11 @@
 //!      rank 0  rank 1    rank 2  rank 3
 //! ```
 //!
-//! The host device is an ordinary device, one level below the leaf of its ranks. So declared orders, epochs, recovery and
-//! leases are those of any tree, and the block of a host is a node of the declared expression. It serves one job: the
-//! controller asks the lowest rank of a host to run it, authorises it by a ticket of the job, plans it for that job alone
-//! and disconnects it with the job. If its rank dies, so does the device, and the job goes on or ends as after any loss
-//! of a rank.
+//! The host device is an ordinary device, one level below the leaf of its ranks. So declared orders, epochs, recovery
+//! and leases are those of any tree, and the block of a host is a node of the declared expression. It serves one job:
+//! the controller asks the lowest rank of a host to run it, authorises it by a ticket of the job, plans it for that job
+//! alone and disconnects it with the job. If its rank dies, so does the device, and the job goes on or ends as after
+//! any loss of a rank.
 //!
 //! This crate knows no device, so whoever composes programs says how one is started ([`HostDevices`]).
 
