@@ -31,6 +31,11 @@ impl JobSecret {
         self.mac(b"fingerprint\0\0\0\0\0").finalize().into_bytes().into()
     }
 
+    /// Return the bytes.
+    pub(crate) fn bytes(&self) -> [u8; 32] {
+        *self.0
+    }
+
     /// Begin a MAC under this secret. `purpose` separates it from those of other uses.
     pub(crate) fn mac(&self, purpose: &[u8; 16]) -> Hmac<Sha256> {
         let mut mac = Hmac::new_from_slice(&self.0[..]).expect("HMAC takes keys of any length");

@@ -4,6 +4,7 @@ virtual interfaces that may be shaped.
 Everything is in one namespace that `enter` makes, and ends with it.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -120,6 +121,11 @@ class Network:
         if self.rate_mbit:
             limits = ["rate", f"{self.rate_mbit}mbit", "burst", str(BURST_BYTES), "limit", str(QUEUE_BYTES)]
             subprocess.run([*tc, "qdisc", "add", "dev", interface, "root", "tbf", *limits], check=True)
+
+    def sent_bytes(self, name):
+        """Return how many bytes a host has sent on its link."""
+        shown = subprocess.run(["ip", "-j", "-s", "link", "show", name], check=True, capture_output=True, text=True)
+        return json.loads(shown.stdout)[0]["stats64"]["rx"]["bytes"]
 
     def move_host(self, name, number):
         """Give a host another address instead of the one that it has."""

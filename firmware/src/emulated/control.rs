@@ -14,8 +14,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::secure::{self, ConnectError, ControlReader, ControlWriter, HandshakeError, Key, Opener, Sealer};
 use sumac_hal::ctrl::{
-    Announce, Envelope, FrameError, FrameReader, Hello, Refusal, Rejection, Request, Response, StreamError, TermGuard,
-    send, shards,
+    Announce, Envelope, FrameError, FrameReader, Hello, JobTicket, Refusal, Rejection, Request, Response, StreamError,
+    TermGuard, send, shards,
 };
 use sumac_hal::traffic_class::TrafficClass;
 
@@ -64,6 +64,7 @@ impl Control {
             guard: TermGuard::new(term),
             term_file: config.term_file.clone(),
             announce,
+            ticket: config.ticket.clone(),
             shards,
             key: config.key.clone(),
             controllers: [&[config.controller][..], &config.controller_alternatives].concat(),
@@ -126,6 +127,7 @@ struct Dialer {
     /// Keeps the highest term over restarts.
     term_file: Option<PathBuf>,
     announce: Announce,
+    ticket: Option<JobTicket>,
     shards: Vec<ShardLink>,
     /// The key to connect with, if the controller uses keys.
     key: Option<Key>,
@@ -163,7 +165,12 @@ impl Dialer {
         let (sealer, opener) = self.exchange_keys(&mut stream)?.unzip();
         let mut reader = FrameReader::new(ControlReader::new(stream.try_clone()?, opener));
         let mut stream = ControlWriter::new(stream, sealer);
-        send(&mut stream, &Hello::Device(self.announce.clone()))?;
+        let announce = self.announce.clone();
+        let hello = match self.ticket.clone() {
+            Some(ticket) => Hello::HostDevice { announce, ticket },
+            None => Hello::Device(announce),
+        };
+        send(&mut stream, &hello)?;
         self.guard.connect();
         // A controller answers at once. One that was stopped accepts connections, too.
         let mut silence = (self.controllers.len() > 1).then_some(EXCHANGE_TIMEOUT);

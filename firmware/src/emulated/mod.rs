@@ -38,7 +38,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 use sumac_hal::ctrl::secure::{HandshakeError, Key};
-use sumac_hal::ctrl::{Announce, DeviceCapabilities, FrameError, Name, Rejection};
+use sumac_hal::ctrl::{Announce, DeviceCapabilities, FrameError, JobTicket, Name, Rejection};
 use sumac_hal::hosted::HostedError;
 use sumac_hal::ids::BootId;
 use sumac_hal::port::Addr;
@@ -97,6 +97,9 @@ pub struct BoardConfig {
     /// The file that keeps the highest term of a pair of controllers that the device has seen, so that it refuses an
     /// earlier one also after its own restart. `None`: a restarted device serves whichever controller claims it first.
     pub term_file: Option<PathBuf>,
+    /// The job that the device serves, if a rank runs it for the ranks of that job on its host. Its key is then one of
+    /// the job's tenant.
+    pub ticket: Option<JobTicket>,
 }
 
 impl BoardConfig {
@@ -124,6 +127,7 @@ impl BoardConfig {
             rdma: None,
             pcap: None,
             term_file: None,
+            ticket: None,
         }
     }
 }

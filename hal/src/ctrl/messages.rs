@@ -128,6 +128,32 @@ pub enum Hello {
         /// The highest term that the client has seen. Controllers choose higher ones.
         seen: u64,
     },
+    /// A device that a rank runs on its host, for the ranks of its job there. It answers requests from then on, and
+    /// serves this job alone.
+    HostDevice {
+        /// The device. The controller has chosen its name.
+        announce: Announce,
+        /// The job, and the rank that runs the device.
+        ticket: JobTicket,
+    },
+}
+
+/// What lets a device serve the ranks of one job: the controller gives it to the rank that runs the device.
+#[derive(Clone, PartialEq, Serialize, Deserialize)]
+pub struct JobTicket {
+    /// The job.
+    pub job: Name,
+    /// The rank that runs the device.
+    pub rank: u32,
+    /// Proves that the controller asked this rank.
+    pub proof: [u8; 32],
+}
+
+/// Hides the proof.
+impl fmt::Debug for JobTicket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("JobTicket").field("job", &self.job).field("rank", &self.rank).finish_non_exhaustive()
+    }
 }
 
 /// A device's limits and supported operations, over all its shards unless stated otherwise.
@@ -341,6 +367,9 @@ pub enum Rejection {
         /// The active controller, if the standby knows of one.
         active: Option<SocketAddr>,
     },
+    /// The controller has no such job, or did not ask this rank to run a device for it.
+    #[error("the controller has not asked this rank to run a device for its job")]
+    Ticket,
 }
 
 impl Rejection {
@@ -353,12 +382,14 @@ impl Rejection {
             Self::KeyRequired => "the controller accepts devices with keys only",
             Self::KeyName => "the device's key is not good for this name",
             Self::Standby { .. } => "the controller is the standby of a pair",
+            Self::Ticket => "the controller has not asked this rank to run a device for its job",
         }
     }
 
     /// Return whether trying again is futile until something is changed.
     pub const fn is_final(&self) -> bool {
-        !matches!(self, Self::NameTaken { is_alive: false, .. } | Self::Standby { .. })
+        // A restarted controller learns of the job from its ranks.
+        !matches!(self, Self::NameTaken { is_alive: false, .. } | Self::Standby { .. } | Self::Ticket)
     }
 }
 

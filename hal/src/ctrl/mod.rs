@@ -30,8 +30,9 @@ mod term;
 mod tests;
 
 pub use messages::{
-    Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, MAX_NAME_LEN, Name,
-    NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig, ZeroCopyRefusal,
+    Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, JobTicket,
+    MAX_NAME_LEN, Name, NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig,
+    ZeroCopyRefusal,
 };
 pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]
@@ -44,7 +45,7 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// The version of the messages. It increases with every change of their encoding.
-pub const VERSION: u16 = 12;
+pub const VERSION: u16 = 13;
 
 /// The length of a frame header, in bytes.
 pub const FRAME_HEADER_LEN: usize = 12;

@@ -37,6 +37,7 @@ mod fabric;
 mod files;
 mod flash;
 mod generate;
+mod host_device;
 mod image;
 mod job;
 mod key;

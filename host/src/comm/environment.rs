@@ -96,6 +96,7 @@ impl JoinConfig {
     /// | `transport` | `SUMAC_TRANSPORT` | `auto`, `udp`, `shm`, `verbs` or `rdma` |
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
     /// | `recover` | `SUMAC_RECOVER` | `1` or `0` |
+    /// | `hierarchical` | `SUMAC_HIERARCHICAL` | `1` or `0` |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
@@ -238,6 +239,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         // The old name first, so that the new one beats it.
         set(&mut config.recover, switch("SUMAC_REPAIR")?);
         set(&mut config.recover, switch("SUMAC_RECOVER")?);
+        set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
             config.straggler = straggler(&value).ok_or_else(|| {
                 invalid("SUMAC_STRAGGLER", format!("{value:?} is not wait, deadline:SECONDS or partial:SECONDS"))
@@ -320,7 +322,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 36] = [
+const KNOWN: [&str; 37] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -329,6 +331,7 @@ const KNOWN: [&str; 36] = [
     "SUMAC_DEADLINE",
     "SUMAC_DEVICE_USER",
     "SUMAC_EMBEDDED_CONTROLLER",
+    "SUMAC_HIERARCHICAL",
     "SUMAC_HOST",
     "SUMAC_IFNAME",
     "SUMAC_JOB",

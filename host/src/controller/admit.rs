@@ -4,7 +4,10 @@
 //! reserved on the devices with [`Placement::reservation`].
 
 mod attach;
+mod request;
 mod size;
+
+pub(super) use request::{HostBlock, PlacementRequest};
 
 use super::ControllerConfig;
 use super::device::Device;
@@ -15,6 +18,7 @@ use super::shape::TreeShape;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
 use crate::select::TreeFacts;
 use crate::topo::Fabric;
+use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
@@ -90,16 +94,6 @@ pub(super) struct GroupIds {
     pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
 
-/// The job that a tree is planned for.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct PlacementRequest<'j> {
-    pub(super) tenant: &'j str,
-    /// In order of rank.
-    pub(super) requests: &'j [&'j JoinRequest],
-    /// The devices that the job is pinned to, root first; empty to plan on the fabric.
-    pub(super) pinned: &'j [String],
-}
-
 /// Plan a tree on what the ledger has available of `devices`, or build the one that the job pins. Reserves nothing.
 ///
 /// # Errors
@@ -121,8 +115,9 @@ pub(super) fn draft(
     let Some(fabric) = &config.fabric else {
         // Any device can serve as the fabric. Report the reason why the first one cannot.
         let mut first = None;
+        let groups = request.groups().len();
         for (switch, device) in devices {
-            let (ranks, most) = (request.requests.len(), children_max(device));
+            let (ranks, most) = (groups, children_max(device));
             if ranks > most {
                 // Checked before building a fabric of that size.
                 first.get_or_insert(format!(
@@ -131,7 +126,7 @@ pub(super) fn draft(
                 ));
                 continue;
             }
-            let flat = flat_fabric(switch, request.requests.len())?;
+            let flat = flat_fabric(switch, groups)?;
             match plan_and_build(config, &flat, devices, ledger, request, ids) {
                 Err(why) => drop(first.get_or_insert(why)),
                 fits => return fits,
@@ -150,9 +145,12 @@ fn plan_and_build(
     request: PlacementRequest<'_>,
     ids: GroupIds,
 ) -> Result<Placement, String> {
-    let plan = plan_tree(fabric, devices, ledger, request)?;
-    let hosts = config.fabric.as_ref().map(|_| plan.ranks.iter().map(|rank| rank.name.clone()).collect());
-    build_placement(config, ledger, request, TreeShape { hosts, ..TreeShape::planned(&plan, devices)? }, ids)
+    let groups = request.groups();
+    let plan = plan_tree(fabric, devices, ledger, (request, &groups))?;
+    let host = |group: usize| plan.ranks[group].name.clone();
+    let hosts = config.fabric.as_ref().map(|_| groups.group_of_ranks().into_iter().map(host).collect());
+    let shape = TreeShape::planned(&plan, devices)?.expand(&groups, request.hosts);
+    build_placement(config, ledger, request, TreeShape { hosts, ..shape }, ids)
 }
 
 /// Build a placement of the given shape, with the largest sizes that fit.
@@ -183,7 +181,7 @@ fn plan_tree(
     fabric: &Fabric,
     devices: &Devices,
     ledger: &ResourceLedger,
-    request: PlacementRequest<'_>,
+    (request, groups): (PlacementRequest<'_>, &HostGroups),
 ) -> Result<Plan, String> {
     let limits = devices.values().filter_map(|device| {
         let left = ledger.available(request.tenant, &device.key());
@@ -198,8 +196,9 @@ fn plan_tree(
         devices: Some(limits.collect()),
         ..Limits::default()
     };
-    let names: Option<Vec<String>> = request.requests.iter().map(|request| request.host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(request.requests.len()), HostSelection::Named);
+    let names: Option<Vec<String>> =
+        groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
+    let hosts = names.map_or(HostSelection::First(groups.len()), HostSelection::Named);
     plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }
 

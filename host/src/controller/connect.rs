@@ -1,7 +1,7 @@
 //! How clients reach a controller: connections, key exchanges, and which of two controllers is the active one.
 
 use super::limits::REPLY_LEN_MAX;
-use super::proto::{ClientReply, ClientRequest, JoinRefusal, Membership, PeerReport};
+use super::proto::{ClientReply, ClientRequest, HostLead, JoinRefusal, Membership, PeerReport};
 use super::session::ClientError;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
@@ -34,7 +34,7 @@ impl From<SocketAddr> for ControllerAddr {
 
 impl ControllerAddr {
     /// All addresses.
-    pub(super) fn all(&self) -> impl Iterator<Item = SocketAddr> {
+    pub(crate) fn all(&self) -> impl Iterator<Item = SocketAddr> {
         std::iter::once(self.addr).chain(self.alternatives.iter().copied())
     }
 }
@@ -178,11 +178,12 @@ pub(super) enum JoinFailed {
     Final(ClientError),
 }
 
-/// Join at the active controller, and wait for the other ranks until `deadline`.
+/// Join at the active controller, and wait for the other ranks until `deadline`. `lead` starts a host device.
 pub(super) fn join_at_active(
     controller: &ControllerAddr,
     join: &ClientRequest,
     deadline: Instant,
+    lead: &mut dyn FnMut(HostLead) -> Result<(), String>,
 ) -> Result<(ActiveLink, Membership), JoinFailed> {
     let has_pair = !controller.alternatives.is_empty();
     let mut link = connect_active(controller, 0)
@@ -202,6 +203,12 @@ pub(super) fn join_at_active(
         return match link.reader.recv() {
             Ok(ClientReply::Leading(_)) if Instant::now() < deadline => continue,
             Ok(ClientReply::Leading(_)) => Err(JoinFailed::Timeout),
+            Ok(ClientReply::LeadHost(host)) => {
+                if let Err(why) = lead(host) {
+                    send(&mut link.writer, &ClientRequest::HostDeviceFailed { why }).map_err(lost)?;
+                }
+                continue;
+            }
             Ok(ClientReply::Joined(membership)) => Ok((link, *membership)),
             Ok(ClientReply::Refused(refusal @ JoinRefusal::Standby { .. })) if has_pair => {
                 Err(JoinFailed::MayRetry(refusal.into()))

@@ -116,7 +116,12 @@ pub fn check_name(kind: NameKind, what: &str, name: &str) -> Result<(), InvalidN
     if (1..=NAME_LEN_MAX).contains(&name.len()) && name.bytes().all(|byte| kind.allows(byte)) {
         return Ok(());
     }
-    Err(InvalidName { what: what.to_owned(), kind, len: name.len(), begin: name.chars().take(NAME_LEN_MAX).collect() })
+    Err(invalid_name(kind, what, name))
+}
+
+/// Describe a name that is not valid.
+pub(super) fn invalid_name(kind: NameKind, what: &str, name: &str) -> InvalidName {
+    InvalidName { what: what.to_owned(), kind, len: name.len(), begin: name.chars().take(NAME_LEN_MAX).collect() }
 }
 
 /// An invalid name.

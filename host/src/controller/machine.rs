@@ -25,14 +25,15 @@ pub use super::state::{EncodedReport, Plan, PlanResult, ReportJob};
 
 use super::device::Device;
 use super::keys::Principal;
-use super::limits::{NameKind, check_name, sanitize_reason};
+use super::limits::{NameKind, check_name, invalid_name, sanitize_reason};
 use super::pair::Pair;
 use super::proto::{ClientReply, ClientRequest, JoinRefusal};
+use super::resources::is_host_device;
 use super::state::State;
 use super::{ControllerConfig, ControllerError, check};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use sumac_hal::ctrl::{Announce, Envelope, Refusal, Rejection, Request, Response};
+use sumac_hal::ctrl::{Announce, Envelope, JobTicket, Refusal, Rejection, Request, Response};
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
 
@@ -128,7 +129,7 @@ impl Machine {
     /// is closed.
     pub fn connect_device(&mut self, conn: ConnId, announce: Announce, now: Instant) -> bool {
         self.set_time(now);
-        if let Err(why) = check_announce(&announce) {
+        if let Err(why) = check_announce(&announce, false) {
             tracing::warn!(%why, "refusing a device");
             self.state.reject(conn, Rejection::Name);
             return false;
@@ -156,6 +157,41 @@ impl Machine {
         }
         tracing::info!(device = device.name(), boot_id = device.announce.boot_id.0, "device connected");
         true
+    }
+
+    /// A device that a rank runs for its job connects, as [`Machine::connect_device`].
+    pub fn connect_host_device(&mut self, conn: ConnId, announce: Announce, ticket: &JobTicket, now: Instant) -> bool {
+        self.set_time(now);
+        let device = Arc::new(Device { conn, announce });
+        let registered = self.check_host_device(&device, ticket).and_then(|()| {
+            if let Some(claim) = self.claim() {
+                self.state.output.request(conn, &Envelope { id: u32::MAX, message: Request::Claim(claim) });
+            }
+            self.state.add_host_device(&self.config, &device, ticket)
+        });
+        if let Err(rejection) = registered {
+            tracing::debug!(device = device.name(), why = %rejection, "refusing a host device");
+            self.principals.remove(&conn);
+            self.state.reject(conn, rejection);
+            return false;
+        }
+        tracing::info!(device = device.name(), job = ticket.job.as_str(), "host device connected");
+        true
+    }
+
+    fn check_host_device(&mut self, device: &Device, ticket: &JobTicket) -> Result<(), Rejection> {
+        check_announce(&device.announce, true).map_err(|_| Rejection::Name)?;
+        if self.config.keys.is_some() && !self.principals.contains_key(&device.conn) {
+            return Err(Rejection::KeyRequired);
+        }
+        if let Some(active) = self.witness() {
+            return Err(Rejection::Standby { active });
+        }
+        let tenant = self.state.check_ticket(&device.announce, ticket)?;
+        match self.principals.get(&device.conn) {
+            Some(principal) if !principal.may_join(tenant, false) => Err(Rejection::KeyName),
+            _ => Ok(()),
+        }
     }
 
     /// A client connects. Returns false if it is refused, because it has no key; then it is told so.
@@ -429,8 +465,12 @@ impl Machine {
 }
 
 /// Check the names in a device's announcement, which are displayed.
-fn check_announce(announce: &Announce) -> Result<(), super::limits::InvalidName> {
+/// Check the names in an announcement. Those of host devices, and no others, have their mark.
+fn check_announce(announce: &Announce, is_of_job: bool) -> Result<(), super::limits::InvalidName> {
     check_name(NameKind::Fabric, "device", &announce.name)?;
+    if is_host_device(&announce.name) != is_of_job {
+        return Err(invalid_name(NameKind::Fabric, "device", &announce.name));
+    }
     match &announce.attach {
         Some(bus) => check_name(NameKind::Fabric, "machine", &bus.machine),
         None => Ok(()),

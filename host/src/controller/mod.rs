@@ -63,7 +63,7 @@ mod tests;
 pub use address::{AddressError, first_reachable, resolve, resolve_all};
 pub use limits::{Limits, derived_name};
 pub use pair::PairConfig;
-pub use resources::{Quota, Quotas};
+pub use resources::{Quota, Quotas, is_host_device};
 pub use session::{ClientError, ControllerAddr, Notice, Session, status};
 
 use crate::select::CostTable;

@@ -91,6 +91,20 @@ pub enum ClientRequest {
     },
     /// A controller reports to the other one of its pair. Answered with `Peer`.
     Peer(PeerReport),
+    /// This rank was asked by `LeadHost` to run a device, and cannot.
+    HostDeviceFailed {
+        /// The reason, for logs.
+        why: String,
+    },
+}
+
+/// What a rank needs to run a device for the ranks of its job on its host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HostLead {
+    /// The name of the device.
+    pub device: String,
+    /// Proves to the controller that it has asked this rank.
+    pub proof: JobSecret,
 }
 
 /// What the controllers of a pair tell each other.
@@ -253,6 +267,9 @@ pub enum ClientReply {
     Leading(TermClaim),
     /// Reply to `Peer`.
     Peer(PeerReport),
+    /// Before `Joined`: run a device for the ranks on this rank's host. If it fails, answer with `HostDeviceFailed`. To a
+    /// rank that runs one, `Left` arrives once these ranks have left, too.
+    LeadHost(HostLead),
 }
 
 /// A rank's place in a complete job.

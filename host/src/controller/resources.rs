@@ -46,6 +46,14 @@ pub(super) struct DeviceKey {
     pub(super) boot_id: BootId,
 }
 
+/// What names of host devices contain, and names of others do not.
+pub(super) const HOST_DEVICE_MARK: &str = "#host";
+
+/// Whether a device of this name serves one job, whose rank runs it ([`crate::transport::local`]).
+pub fn is_host_device(name: &str) -> bool {
+    name.contains(HOST_DEVICE_MARK)
+}
+
 /// Resources of a device: its capacity, or what is held of it. All but `groups` are per shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Resources {
@@ -322,9 +330,11 @@ impl ResourceLedger {
 
     /// The dominant share that `needs` would be.
     pub(super) fn dominant_share_of<'n>(&self, needs: impl Iterator<Item = &'n (DeviceKey, Resources)>) -> u64 {
-        let here = needs.filter(|(device, _)| self.capacities.contains_key(device));
+        let here = needs.filter(|(device, _)| self.capacities.contains_key(device) && !is_host_device(&device.name));
         let held = here.fold(Resources::default(), |sum, (_, need)| sum.add(*need));
-        let all = self.capacities.values().fold(Resources::default(), |sum, capacity| sum.add(*capacity));
+        // Their ranks determine what host devices announce.
+        let common = self.capacities.iter().filter(|(device, _)| !is_host_device(&device.name));
+        let all = common.map(|(_, capacity)| capacity).fold(Resources::default(), |sum, capacity| sum.add(*capacity));
         let part = |held: u64, all: u64| (u128::from(held) * 1_000_000 / u128::from(all.max(1))) as u64;
         let parts = [
             part(held.groups, all.groups),

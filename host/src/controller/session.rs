@@ -3,7 +3,7 @@
 pub use super::connect::ControllerAddr;
 use super::connect::{ActiveLink, CONNECT_TIMEOUT, JoinFailed, connect, join_at_active, key_advice};
 use super::proto::{
-    AbortReason, ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, PairRole, QueuePosition,
+    AbortReason, ClientReply, ClientRequest, HostLead, JoinRefusal, JoinRequest, Membership, PairRole, QueuePosition,
     ResumeRequest, StatusReport,
 };
 use super::session_reader::{Connection, REDIAL_INTERVAL, ReplanReply, SessionReader, SurvivorsReply};
@@ -223,6 +223,23 @@ impl Session {
         timeout: Duration,
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
+        let lead = |_| Err("it was not asked for".to_owned());
+        Self::join_leading(controller, (request, devices), timeout, lead, on_notice)
+    }
+
+    /// Join a job, as [`Session::join_on`]. If the controller asks this rank to run a device for the ranks on its host,
+    /// `lead` starts one, or returns the reason why there is none. It is called again if joining starts anew at another
+    /// controller.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn join_leading(
+        controller: impl Into<ControllerAddr>,
+        (request, devices): (JoinRequest, Vec<String>),
+        timeout: Duration,
+        mut lead: impl FnMut(HostLead) -> Result<(), String>,
+        on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
+    ) -> Result<(Self, Membership), ClientError> {
         let controller = controller.into();
         let wait = Duration::from_millis(u64::from(request.terms.wait_ms));
         let resume_parts = (request.clone(), devices.clone());
@@ -231,7 +248,7 @@ impl Session {
         let timeout = timeout + wait;
         let deadline = Instant::now() + timeout;
         let (link, membership) = loop {
-            match join_at_active(&controller, &join, deadline) {
+            match join_at_active(&controller, &join, deadline, &mut lead) {
                 Ok(joined) => break joined,
                 // A standby is about to take over, or the active controller was lost in the middle.
                 Err(JoinFailed::MayRetry(_)) if Instant::now() + REDIAL_INTERVAL < deadline => {
@@ -387,6 +404,22 @@ impl Session {
         // Best effort: a lost controller has nothing to release. Also sent while the job is being resumed.
         let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = send(&mut connection.stream, &ClientRequest::Leave);
+    }
+
+    /// Leave the job, and wait until the controller confirms it or is lost, or until `deadline`.
+    pub(crate) fn leave_and_wait(self, deadline: Instant) {
+        let sent = {
+            let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+            send(&mut connection.stream, &ClientRequest::Leave)
+        };
+        let replies = self.replan_replies.lock().unwrap_or_else(PoisonError::into_inner);
+        // `None` arrives when the connection has ended, and nothing when the reader thread has.
+        let mut is_connected = sent.is_ok();
+        while is_connected {
+            let left = deadline.saturating_duration_since(Instant::now());
+            is_connected = matches!(replies.recv_timeout(left), Ok(Some(_)));
+        }
+        drop(replies);
     }
 }
 

@@ -78,8 +78,10 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
     /// Read until the session is dropped or a controller refuses this rank.
     pub(super) fn run(mut self, mut reader: FrameReader<ControlReader<TcpStream>>) {
         loop {
+            let mut has_left = false;
             while let Ok(reply) = reader.recv() {
-                if !self.accepts(&reply) {
+                has_left = reply == ClientReply::Left;
+                if has_left || !self.accepts(&reply) {
                     break;
                 }
                 self.handle_reply(reply);
@@ -89,7 +91,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
             let _ = (self.replan_replies.send(None), self.survivor_replies.send(None));
             // Without a controller there is no queue, and no further `MoveAt`.
             (self.on_notice)(Notice::Queued(None));
-            if self.is_closing() {
+            if has_left || self.is_closing() {
                 (self.on_notice)(Notice::OfferWithdrawn);
                 return;
             }

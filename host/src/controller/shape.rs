@@ -1,7 +1,9 @@
 //! The shape of a job's tree on connected devices: planned on the fabric, or pinned by the job.
 
+use super::admit::HostBlock;
 use super::device::Device;
 use crate::plan::{Child, Plan};
+use crate::transport::local::{self, HostGroups};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
@@ -34,6 +36,18 @@ impl TreeShape {
             ranks: plan.ranks.len(),
             hosts: None,
         })
+    }
+
+    /// Expand a tree over groups of ranks to one over ranks: each of `hosts` becomes a node.
+    pub(super) fn expand(self, groups: &HostGroups, hosts: &[HostBlock]) -> Self {
+        let (mut devices, mut children): (Vec<_>, Vec<_>) = self.nodes.into_iter().unzip();
+        for host in groups.expand(&mut children) {
+            devices.push(Arc::clone(&hosts[host].device));
+        }
+        let max_children = children.iter().map(Vec::len).max().unwrap_or(0) as u32;
+        let ranks = groups.group_of_ranks().len();
+        let levels = local::levels(&children);
+        Self { levels, max_children, nodes: devices.into_iter().zip(children).collect(), ranks, hosts: self.hosts }
     }
 
     /// Build a chain of devices, root first, with all ranks at the last one.

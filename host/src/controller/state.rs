@@ -7,6 +7,7 @@
 mod check;
 mod crash_loop;
 mod departure;
+mod hosts;
 mod job;
 mod lease;
 mod lost_devices;
@@ -72,6 +73,8 @@ pub(super) enum Purpose {
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) devices: Devices,
+    /// The devices that serve one job each.
+    pub(super) host_devices: Devices,
     jobs: BTreeMap<String, Job>,
     /// Jobs of an earlier controller whose ranks are coming back.
     resuming: BTreeMap<resume::Key, Resuming>,
@@ -141,6 +144,7 @@ impl State {
     pub(super) fn new(config: &ControllerConfig, started_ms: u64, entropy: Entropy, now: Instant) -> Self {
         Self {
             devices: BTreeMap::new(),
+            host_devices: BTreeMap::new(),
             jobs: BTreeMap::new(),
             resuming: BTreeMap::new(),
             ledger: ResourceLedger::new(config.quotas.clone()),
@@ -255,12 +259,17 @@ impl State {
     /// The connection of a device has ended. Returns the device, if there was one.
     pub(super) fn remove_device(&mut self, conn: ConnId) -> Option<Arc<Device>> {
         let device = self.links.remove(conn)?;
-        self.devices.remove(device.name());
+        let is_host_device = self.remove_host_device(&device);
+        if !is_host_device {
+            self.devices.remove(device.name());
+        }
         self.planning.devices_version += 1;
         self.forget(&device);
         self.ledger.remove_device(&device.key());
         self.start_reconnect_grace(device.key());
-        self.record_disconnect(&device);
+        if !is_host_device {
+            self.record_disconnect(&device);
+        }
         self.reconsider();
         Some(device)
     }
@@ -294,7 +303,7 @@ impl State {
         }
         job.members.insert(rank, Member { request: Arc::new(request), pinned, client });
         if job.members.len() == world as usize {
-            self.request_tree(&name, 0);
+            self.start_job(&name);
         }
         Ok((name, rank))
     }

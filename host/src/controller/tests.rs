@@ -1,6 +1,7 @@
 //! Tests with a real controller, scripted devices and ranks. The tests here cover zero-copy and sizing.
 
 mod hostile;
+mod hosts;
 mod keyed;
 mod leases;
 mod links;
@@ -106,8 +107,17 @@ impl Device {
     }
 
     fn serve(controller: &Controller, announce: Announce, answer: impl Fn(&Request) -> Reply + Send + 'static) -> Self {
+        Self::serve_as(controller, &Hello::Device(announce.clone()), announce, answer)
+    }
+
+    fn serve_as(
+        controller: &Controller,
+        hello: &Hello,
+        announce: Announce,
+        answer: impl Fn(&Request) -> Reply + Send + 'static,
+    ) -> Self {
         let mut stream = TcpStream::connect(controller.local_addr()).expect("a controller");
-        send(&mut stream, &Hello::Device(announce.clone())).expect("it listens");
+        send(&mut stream, hello).expect("it listens");
         let (created, groups) = channel();
         let (freed, released) = channel();
         let (stops, stopped) = channel();

@@ -8,8 +8,10 @@ use crate::controller::{ClientError, ControllerAddr, first_reachable};
 use crate::exec::MeshError;
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
+use crate::transport::local::HostDevices;
 use crate::transport::memory::AttachError;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ctrl::secure::Key;
@@ -80,6 +82,12 @@ pub struct JoinConfig {
     pub wait_for_tree: Duration,
     /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
+    /// Whether ranks that share a host combine in its memory first, where their leaf device is elsewhere: one
+    /// contribution a host goes up. Takes effect if [`host_devices`](Self::host_devices) is given, on hosts of which all
+    /// ranks have both. Must be the same on all ranks. Default true.
+    pub hierarchical: bool,
+    /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default `None`.
+    pub host_devices: Option<Arc<dyn HostDevices>>,
 }
 
 impl JoinConfig {
@@ -118,6 +126,8 @@ impl JoinConfig {
             tenant: DEFAULT_TENANT.to_owned(),
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
+            hierarchical: true,
+            host_devices: None,
         }
     }
 

@@ -17,6 +17,7 @@ use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
 use crate::exec::{ExecError, JobSecret};
 use crate::select::Explanation;
+use crate::transport::local::HostDevice;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,6 +47,8 @@ pub(super) struct Members {
     pub(super) ranks_here: usize,
     /// The job's controller, if this rank runs it. Dropped after the connection to it.
     pub(super) embedded: Option<Arc<Controller>>,
+    /// The device of this host's ranks, if this rank runs it.
+    pub(super) host_device: Option<HostDevice>,
 }
 
 impl std::fmt::Debug for Core {

@@ -12,16 +12,18 @@ use super::selection::Selection;
 use super::tree::{Tree, attach_params};
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
-use crate::controller::proto::{ClientRequest, JoinRequest, Terms, Transport, TreeMembership};
+use crate::controller::proto::{ClientRequest, HostLead, JoinRequest, Terms, Transport, TreeMembership};
 use crate::controller::{Notice, Session};
 use crate::exec::Mesh;
 use crate::schedule::Place;
 use crate::select::{Declared, SelectionContext};
+use crate::transport::local::{HostDevice, HostDeviceConfig};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use sumac_hal::ctrl::{JobTicket, MAX_NAME_LEN, Name};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, MulticastPort, Port};
@@ -41,7 +43,15 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let may_recover = config.recover;
     let on_notice = move |notice| process_notice(&watch, notice, may_recover);
     let controller = config.controller_addr();
-    let (session, membership) = Session::join(controller, request, config.join_timeout, on_notice)?;
+    let mut host_device = None;
+    let lead = |host: HostLead| {
+        // One that was started for another controller goes first.
+        host_device = None;
+        host_device = Some(start_host_device(&config, host)?);
+        Ok(())
+    };
+    let joining = (request, Vec::new());
+    let (session, membership) = Session::join_leading(controller, joining, config.join_timeout, lead, on_notice)?;
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
@@ -88,7 +98,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
         ended: None,
     };
-    Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded }))
+    Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded, host_device }))
 }
 
 /// Describe this rank to the controller.
@@ -115,8 +125,24 @@ fn join_request(
             tenant: config.tenant.clone(),
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
             accepts_migration: config.recover,
+            hierarchical: config.hierarchical && config.host_devices.is_some(),
         },
     })
+}
+
+/// Start the device of this host's ranks, as the controller asks.
+fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, String> {
+    let starter = config.host_devices.as_ref().ok_or("this program starts no devices")?;
+    let job =
+        Name::try_from(config.job.as_str()).map_err(|_| format!("the job's name is longer than {MAX_NAME_LEN}"))?;
+    let ticket = JobTicket { job, rank: config.rank, proof: host.proof.bytes() };
+    let controllers = config.controller_addr().all().collect();
+    let device = HostDeviceConfig {
+        key: config.key.clone(),
+        udp: config.udp,
+        ..HostDeviceConfig::new(host.device, ticket, controllers, config.bind)
+    };
+    starter.start(device).map_err(|error| error.to_string())
 }
 
 /// Process a notice of the controller. Returns the reply, if there is one.

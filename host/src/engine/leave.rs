@@ -55,8 +55,14 @@ impl Core {
             Departure::Failed(_) => {}
         }
         self.members.channel.iter().for_each(MembershipChannel::end);
-        if let Some(session) = self.members.session.take() {
-            session.leave();
+        match self.members.session.take() {
+            // Other ranks of this host may still need its device, which ends with this communicator.
+            Some(session) if self.members.host_device.is_some() => {
+                let left = limit.saturating_sub(began.elapsed());
+                session.leave_and_wait(Instant::now() + left.min(HOST_RANKS_TIMEOUT));
+            }
+            Some(session) => session.leave(),
+            None => {}
         }
         if let Some(controller) = self.members.embedded.take().and_then(Arc::into_inner) {
             controller.wait_until_idle(limit.saturating_sub(began.elapsed()));
@@ -160,5 +166,7 @@ const ASK_INTERVAL: Duration = Duration::from_millis(20);
 const ASK_INTERVAL_MAX: Duration = Duration::from_millis(320);
 /// The interval at which the tree is polled meanwhile.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How long a rank waits with its host's device for the other ranks there, which leave at about the same time.
+const HOST_RANKS_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the controller may take to report a rank lost whose process has ended.
 const LOSS_REPORT_TIMEOUT: Duration = Duration::from_millis(500);

@@ -1,6 +1,7 @@
 //! Transports between a rank and its leaf device: [`packets`] over any port, or [`memory`] that the device reads and
-//! writes directly (zero-copy).
+//! writes directly (zero-copy). Ranks that share a host may combine there first ([`local`]).
 
+pub mod local;
 pub mod memory;
 pub mod packets;
 mod source;

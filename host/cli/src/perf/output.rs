@@ -176,7 +176,8 @@ impl<'a> Output<'a> {
             devices, emulated_devices, levels, iterations, warmup_iterations, order, cores, version, ..
         } = &self.conditions;
         let devices = match self.args.launched {
-            Some(_) => devices.to_string(),
+            Some(_) if *emulated_devices == 0 => devices.to_string(),
+            Some(_) => format!("{devices} ({emulated_devices} on hosts of ranks, where they combine first)"),
             None if emulated_devices == devices => format!("{devices} (emulated)"),
             None => format!("{devices} ({emulated_devices} emulated)"),
         };

@@ -12,6 +12,7 @@ use crate::workload::Placement;
 use clap::ValueEnum;
 use serde::Serialize;
 use sumac::JoinConfig;
+use sumac::controller::is_host_device;
 use sumac::select::TreeTransport;
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Dtype, Path, ReduceOp};
@@ -146,7 +147,7 @@ impl Conditions {
             devices: layout.devices.len(),
             emulated_devices: match args.launched {
                 None => layout.devices.len() - args.devices.len().min(layout.devices.len()),
-                Some(_) => 0,
+                Some(_) => layout.devices.iter().filter(|name| is_host_device(name)).count(),
             },
             shards: args.shards,
             bind: !args.no_bind && args.launched.is_none(),

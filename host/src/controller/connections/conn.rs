@@ -161,8 +161,13 @@ impl Conn {
                     machine.authenticate(id, Arc::clone(&grant.principal));
                 }
                 let seen = if let Hello::FailoverClient { seen } = hello { Some(seen) } else { None };
-                if let Hello::Device(announce) = hello {
-                    if !machine.connect_device(id, announce, now) {
+                if let Hello::Device(announce) | Hello::HostDevice { announce, .. } = &hello {
+                    let announce = announce.clone();
+                    let is_registered = match &hello {
+                        Hello::HostDevice { ticket, .. } => machine.connect_host_device(id, announce, ticket, now),
+                        _ => machine.connect_device(id, announce, now),
+                    };
+                    if !is_registered {
                         // It is told why before the machine closes the connection.
                         self.peer = Peer::Rejected;
                         return Ok(false);

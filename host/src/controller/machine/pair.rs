@@ -96,7 +96,7 @@ impl Machine {
             return;
         }
         self.claimed_at = Some(now);
-        for device in self.state.devices.values() {
+        for device in self.state.devices.values().chain(self.state.host_devices.values()) {
             let claim = Envelope { id: u32::MAX, message: Request::Claim(claim) };
             self.state.output.request(device.conn, &claim);
         }
@@ -134,7 +134,7 @@ impl Machine {
             ),
         }
         // Devices and ranks go to the active controller, which learns of the jobs from them.
-        let devices = self.state.devices.values().map(|device| device.conn);
+        let devices = self.state.devices.values().chain(self.state.host_devices.values()).map(|device| device.conn);
         let conns: Vec<_> = self.clients.keys().copied().chain(devices).collect();
         let mut output = std::mem::take(&mut self.state.output);
         conns.into_iter().for_each(|conn| output.close(conn));

@@ -14,12 +14,14 @@ pub struct Terms {
     pub wait_ms: u32,
     /// Whether the running job accepts a tree that is offered later.
     pub accepts_migration: bool,
+    /// Whether this rank can run a device for the ranks on its host, and combines there first.
+    pub hierarchical: bool,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], no wait, no migration.
+    /// [`DEFAULT_TENANT`], no wait, no migration, no host device.
     fn default() -> Self {
-        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, accepts_migration: false }
+        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, accepts_migration: false, hierarchical: false }
     }
 }
 

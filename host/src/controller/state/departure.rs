@@ -40,7 +40,8 @@ impl State {
 
     /// Disconnect the ranks of a job, as if this controller had ended. Its group stays until its lease expires.
     fn hand_over(&mut self, name: &str) {
-        let Some(job) = self.jobs.remove(name) else { return };
+        let Some(mut job) = self.jobs.remove(name) else { return };
+        self.release_hosts(&mut job);
         tracing::warn!(
             job = name,
             ranks = job.members.len(),
@@ -64,6 +65,7 @@ impl State {
             job.members.remove(rank);
             job.survivor_requests.remove(rank);
         }
+        job.release_leaders(&mut self.output);
         // A tree needs all ranks, so a pending one is dropped.
         job.placing = None;
         let held = job.offer_claim.take();
@@ -96,12 +98,13 @@ impl State {
             job.broadcast(&mut self.output, &ClientReply::Refused(refusal));
         }
         let is_over = !is_begun || job.members.is_empty();
-        if is_over && let Some(job) = self.jobs.remove(name) {
+        if is_over && let Some(mut job) = self.jobs.remove(name) {
             tracing::info!(job = name, "job ends");
             self.recoveries.end(name, RecoveryOutcome::JobEnded, self.now);
-            if let Some(Ok(placement)) = job.placement {
+            if let Some(Ok(placement)) = job.placement.take() {
                 self.release(&placement);
             }
+            self.release_hosts(&mut job);
         }
         if let Some((group, _)) = held {
             self.ledger.free(group);

@@ -1,5 +1,6 @@
 //! A job, its ranks, and the messages to all of them.
 
+use super::hosts::JobHost;
 use super::lost_devices::LostDevices;
 use super::membership::{MembershipMessages, SharedFields};
 use crate::controller::ControllerConfig;
@@ -77,6 +78,9 @@ pub(super) struct Job {
     pub(super) offer_again_due: bool,
     /// The expression of a declared order, fixed when the job started.
     pub(super) expression: Option<Tree>,
+    /// The hosts whose ranks combine before they contribute, and until when the job waits for their devices.
+    pub(super) hosts: Vec<JobHost>,
+    pub(super) hosts_until: Option<Instant>,
     /// The position in the queue that was last sent to the ranks.
     pub(super) reported_position: Option<QueuePosition>,
 }
@@ -109,6 +113,8 @@ impl Job {
             decline_count: 0,
             offer_again_due: false,
             expression: None,
+            hosts: Vec::new(),
+            hosts_until: None,
             reported_position: None,
         }
     }

@@ -57,7 +57,7 @@ impl State {
 
     /// The session of a device in that incarnation, if it is connected.
     pub(super) fn session(&self, key: &DeviceKey) -> Option<Arc<Device>> {
-        self.devices.get(&key.name).filter(|device| device.announce.boot_id == key.boot_id).cloned()
+        self.connected(&key.name).filter(|device| device.announce.boot_id == key.boot_id).cloned()
     }
 
     /// Handle the responses to a round.

@@ -4,7 +4,7 @@ use super::job::Job;
 use super::placement::{NoTree, Wait};
 use super::planning::PlaceJob;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Devices, GroupIds, Placement, PlacementRequest, draft};
+use crate::controller::admit::{Devices, GroupIds, HostBlock, Placement, PlacementRequest, draft};
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{BlockedOn, Candidate, Reservations};
@@ -28,6 +28,8 @@ pub(super) struct JobSnapshot {
     lost_devices: Vec<Arc<Device>>,
     declined_devices: Vec<Arc<Device>>,
     expression: Option<Tree>,
+    /// The hosts with a device of the job's own.
+    pub(super) hosts: Vec<HostBlock>,
 }
 
 /// A plan to be made, with a snapshot of all that it depends on.
@@ -104,12 +106,11 @@ impl Plan {
     fn draft_or_explain(&self, config: &ControllerConfig) -> Result<Placement, NoTree> {
         let requests = self.requests();
         let (tenant, ledger) = (self.tenant(), &self.ledger);
-        let request = PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned };
+        let request =
+            PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned, hosts: &self.job.hosts };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
-        let drafted = |devices: &Devices, ledger: &ResourceLedger| {
-            draft(config, devices, ledger, request, self.ids).and_then(|placement| self.job.check_order(placement))
-        };
+        let drafted = |devices: &Devices, ledger: &ResourceLedger| self.draft_on(config, devices, ledger, request);
         let tenant_reservation = self.reservations.tenants.get(tenant);
         let why = match self.draft_now(config) {
             Ok(placement) => return Ok(placement),
@@ -140,19 +141,39 @@ impl Plan {
         Err(NoTree::temporary(add(why), Some((blocked_on, least))))
     }
 
+    /// Draft a tree on these devices that evaluates the declared expression: one contribution a host or, if that cannot
+    /// be, one a rank. The reason is that of the latter.
+    fn draft_on(
+        &self,
+        config: &ControllerConfig,
+        devices: &Devices,
+        ledger: &ResourceLedger,
+        request: PlacementRequest<'_>,
+    ) -> Result<Placement, String> {
+        let drafted = |hosts| {
+            draft(config, devices, ledger, PlacementRequest { hosts, ..request }, self.ids)
+                .and_then(|placement| self.job.check_order(placement))
+        };
+        match drafted(request.hosts) {
+            Err(why) if !request.hosts.is_empty() => {
+                tracing::debug!(why, "no tree with host devices");
+                drafted(&[])
+            }
+            found => found,
+        }
+    }
+
     /// Draft a tree for the job with what is available now.
     fn draft_now(&self, config: &ControllerConfig) -> Result<Placement, String> {
         let requests = self.requests();
-        let request = PlacementRequest { tenant: self.tenant(), requests: &requests, pinned: &self.job.pinned };
+        let (tenant, job) = (self.tenant(), &self.job);
+        let request = PlacementRequest { tenant, requests: &requests, pinned: &job.pinned, hosts: &job.hosts };
         if let Some(other) = self.reservations.tenants.get(request.tenant) {
             return Err(format!("resources are reserved for job {other:?} of the same tenant"));
         }
         let (mut devices, _) = self.eligible_devices()?;
         devices.retain(|_, device| !self.reservations.devices.contains_key(&device.key()));
-        let drafted = |devices: &Devices| {
-            draft(config, devices, &self.ledger, request, self.ids)
-                .and_then(|placement| self.job.check_order(placement))
-        };
+        let drafted = |devices: &Devices| self.draft_on(config, devices, &self.ledger, request);
         // Prefer devices that are not overdue with a response: each of the others may cost the job a timeout.
         let mut prompt = devices.clone();
         prompt.retain(|_, device| !self.overdue.contains(device.name()));
@@ -206,6 +227,7 @@ impl JobSnapshot {
             lost_devices: job.lost_devices.devices().to_vec(),
             declined_devices: job.declined_devices.clone(),
             expression: job.expression.clone(),
+            hosts: job.host_blocks(),
         }
     }
 

@@ -25,7 +25,6 @@ use crate::controller::admit::{GroupIds, Placement};
 use crate::controller::device::Device;
 use crate::controller::queue::{BlockedOn, Candidate, EntryStatus, Reservations};
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::ids::{Epoch, GroupId};
@@ -172,7 +171,8 @@ impl State {
         }
     }
 
-    fn plan(&self, goal: Goal, job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
+    fn plan(&self, goal: Goal, mut job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
+        job.hosts.retain(|host| self.links.is_responsive(&host.device));
         let (devices, ledger) = (self.devices.clone(), self.ledger.clone());
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
         let names_of = |is_one: &dyn Fn(&Device) -> bool| {
@@ -230,9 +230,7 @@ impl State {
     }
 
     fn has_devices(&self, placement: &Placement) -> bool {
-        let is_there =
-            |device: &Arc<Device>| self.devices.get(device.name()).is_some_and(|known| Arc::ptr_eq(known, device));
-        placement.nodes.iter().all(|node| is_there(&node.device))
+        placement.nodes.iter().all(|node| self.is_connected(&node.device))
     }
 
     fn finish_placement_plan(

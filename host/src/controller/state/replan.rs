@@ -15,10 +15,8 @@
 //! including number and epoch, so that a device that recovers late cannot be mistaken for a member.
 
 use super::{Job, State};
-use crate::controller::device::Device;
 use crate::controller::output::{ConnId, Outputs};
 use crate::controller::proto::{AbortReason, ClientReply, RecoveryOutcome};
-use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ids::Rank;
 use sumac_hal::time::Instant;
@@ -145,15 +143,15 @@ impl State {
 
     /// Release a job's lost tree, and exclude its devices from the next one, unless one of them has disconnected.
     pub(super) fn drop_lost_tree(&mut self, name: &str) {
-        let Some(job) = self.jobs.get_mut(name) else { return };
         // A view without a tree keeps the devices that were lost before it.
-        if let Some(Ok(placement)) = job.placement.take_if(|placed| placed.is_ok()) {
-            job.placement = Some(Err(LOST.into()));
-            let is_connected =
-                |device: &Arc<Device>| self.devices.get(device.name()).is_some_and(|known| Arc::ptr_eq(known, device));
+        let placed = self.jobs.get_mut(name).and_then(|job| job.placement.take_if(|placed| placed.is_ok()));
+        if let Some(Ok(placement)) = placed {
             let devices = || placement.nodes.iter().map(|node| &node.device);
+            let is_whole = devices().all(|device| self.is_connected(device));
+            let Some(job) = self.jobs.get_mut(name) else { return };
+            job.placement = Some(Err(LOST.into()));
             // If one of them has disconnected, that is why, and the others may be used again.
-            match devices().all(is_connected) {
+            match is_whole {
                 true => job.lost_devices.exclude(devices().cloned().collect(), self.now),
                 false => job.lost_devices.clear(),
             }

@@ -23,10 +23,11 @@ impl State {
                 self.join_and_reply(config, (request, devices), client, place)
             }
             ClientRequest::Leave => {
-                if let Some((job, rank)) = place.take() {
-                    self.depart((&job, rank), client, true);
+                let Some((job, rank)) = place.take() else { return self.output.send(client, &ClientReply::Left) };
+                self.depart((&job, rank), client, true);
+                if !self.defer_leader((&job, rank), client) {
+                    self.output.send(client, &ClientReply::Left);
                 }
-                self.output.send(client, &ClientReply::Left);
             }
             // The machine has answered it.
             ClientRequest::Peer(_) => {}
@@ -37,6 +38,7 @@ impl State {
             ClientRequest::Decline { view, device, why } => self.decline((here, client), view, (device, why)),
             ClientRequest::Abort(reason) => self.abort(here, client, &reason),
             ClientRequest::Survivors => self.survivors(here, client),
+            ClientRequest::HostDeviceFailed { why } => self.fail_host_device(here, client, &why),
             ClientRequest::AbandonReplan { view } => self.abandon_replan(here, client, view),
             ClientRequest::Resume(resumption) => {
                 let joined = self.check_single(client, place).and_then(|()| self.resume(config, *resumption, client));

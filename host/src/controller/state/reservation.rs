@@ -148,7 +148,7 @@ impl State {
         };
         if matches!(refusal, Refusal::NoZeroCopy(_) | Refusal::NoRedoMemory { .. }) && is_zero_copy {
             let requests: Vec<&JoinRequest> = job.members.values().map(|member| &*member.request).collect();
-            let request = PlacementRequest { tenant: job.tenant(), requests: &requests, pinned: &[] };
+            let request = PlacementRequest { tenant: job.tenant(), requests: &requests, pinned: &[], hosts: &[] };
             let fitted = placement.refit_with_packets((index, &refusal.to_string()), config, &self.ledger, request);
             fitted.map_err(|why| RetryOutcome::Without(NoTree::permanent(why)))?;
             let claimed = self.ledger.claim(placement.claim(job.tenant()));

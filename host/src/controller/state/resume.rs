@@ -168,6 +168,7 @@ impl State {
             job.view += 1;
         }
         tracing::info!(job = name, view = job.view, ranks = job.members.len(), "job resumed");
+        Self::expect_hosts(&mut job);
         job.placement = Some(Err(EARLIER.into()));
         job.broadcast(&mut self.output, &ClientReply::Resumed { view: job.view });
         let is_lost = |rank: &Rank| !job.members.contains_key(rank) && !left.contains(rank);

@@ -27,7 +27,7 @@ impl State {
     ) {
         let Some((name, rank)) = place else { return };
         let why = sanitize_reason(&why);
-        let device = device.and_then(|device| self.devices.get(&device).cloned());
+        let device = device.and_then(|device| self.connected(&device).cloned());
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client) && job.view == view) else {
             return;
         };
@@ -100,6 +100,7 @@ impl State {
         let waits = self.expire_waits().into_iter().chain(self.expire_reconnect_grace());
         waits
             .chain(self.expire_resuming())
+            .chain(self.expire_host_devices())
             .chain(self.expire_abandoned_replans())
             .chain(self.expire_backoffs())
             .chain(self.expire_exclusions())

@@ -13,7 +13,7 @@ use sumac_hal::ctrl::secure::{
     AwaitingReply, CHALLENGE_LEN, ControlReader, ControlWriter, HELLO_LEN, HandshakeError, Initiator, Key, KeyId,
     KeyRefusal, MESSAGE_LEN, RECORD_OVERHEAD_LEN, REPLY_LEN,
 };
-use sumac_hal::ctrl::{Rejection, StreamError};
+use sumac_hal::ctrl::{JobTicket, Rejection, StreamError};
 use zeroize::Zeroizing;
 
 /// A controller's keys.
@@ -104,6 +104,40 @@ fn keys_are_good_for_their_principals_and_nothing_else() {
     };
     assert!(text_of(join_on(&keys.ml)).contains("on chosen devices"));
     assert!(join_on(&keys.operator).is_ok());
+}
+
+#[test]
+fn host_device_needs_the_key_of_its_tenant_too() {
+    let keys = Keys::new();
+    let controller = keys.controller();
+    let (_device, _) = register(&controller, Some(&keys.leaf), "leaf0");
+    let mut ranks = [0, 1].map(|rank| {
+        let mut request = of_tenant("ml", "job", rank, 2);
+        request.terms.hierarchical = true;
+        request.mesh_addr.set_ip([10, 0, 0, 1].into());
+        (request.transport, request.machine) = (Transport::Auto, Some(text(HERE)));
+        let (mut writer, reader) = dial(&controller, Some(&keys.ml));
+        send(&mut writer, &Hello::Client).expect("it listens");
+        send(&mut writer, &ClientRequest::Join(request)).expect("it listens");
+        (writer, reader)
+    });
+    let ClientReply::LeadHost(host) = ranks[0].1.recv::<ClientReply>().expect("a reply") else { panic!("it is asked") };
+    let connect = |key: Option<&Key>| {
+        let announce = announce(&host.device, 1, attach_point(1 << 20));
+        let ticket = JobTicket { job: text("job"), rank: 0, proof: host.proof.bytes() };
+        let (mut writer, mut reader) = dial(&controller, key);
+        send(&mut writer, &Hello::HostDevice { announce, ticket }).expect("it listens");
+        ((writer, reader.recv::<Envelope<Request>>().expect("a request").message), reader)
+    };
+    for (key, why) in [
+        (Some(&keys.other), Rejection::KeyName),
+        (Some(&keys.leaf), Rejection::KeyName),
+        (Some(&keys.operator), Rejection::KeyName),
+        (None, Rejection::KeyRequired),
+    ] {
+        assert_eq!(connect(key).0.1, Request::Rejected(why));
+    }
+    assert_eq!(connect(Some(&keys.ml)).0.1, Request::Identify);
 }
 
 #[test]

@@ -20,7 +20,7 @@ fn with_quotas(tenants: &[(&str, Quota)]) -> Controller {
 
 /// Request a job of one rank for a tenant.
 fn request_job(controller: &Controller, job: &str, tenant: &str, wait_ms: u32) -> Raw {
-    let terms = Terms { tenant: tenant.into(), wait_ms, accepts_migration: true };
+    let terms = Terms { tenant: tenant.into(), wait_ms, accepts_migration: true, ..Terms::default() };
     Raw::join_with(controller, JoinRequest { job: job.into(), terms, ..request(0, 1) }, &[])
 }
 
@@ -481,7 +481,8 @@ fn job_with_a_declared_order_is_not_queued() {
 fn mismatched_tenant_or_wait_is_refused() {
     let controller = controller();
     let request_job = |rank, terms| Raw::join_with(&controller, JoinRequest { terms, ..request(rank, 2) }, &[]);
-    let terms = |tenant: &str, wait_ms| Terms { tenant: tenant.into(), wait_ms, accepts_migration: true };
+    let terms =
+        |tenant: &str, wait_ms| Terms { tenant: tenant.into(), wait_ms, accepts_migration: true, ..Terms::default() };
     let _first = request_job(0, terms("x", 0));
     while status(controller.local_addr()).expect("a report").jobs.is_empty() {
         thread::yield_now();

@@ -30,7 +30,12 @@ impl World<'_, '_> {
             transport: Transport::Udp,
             machine: None,
             device_users: DeviceUsers::own(),
-            terms: Terms { tenant: Tenancy::tenant(plan.tenant), wait_ms: plan.wait_ms, accepts_migration: plan.moves },
+            terms: Terms {
+                tenant: Tenancy::tenant(plan.tenant),
+                wait_ms: plan.wait_ms,
+                accepts_migration: plan.moves,
+                hierarchical: false,
+            },
         }
     }
 
