@@ -147,7 +147,7 @@ impl Member {
         self.recovery.is_none() && votes.is_some_and(|votes| votes.len() == world)
     }
 
-    /// Return whether it waits for the controller's tree to move to: only then it comes to a view change.
+    /// Return whether it waits for the tree to move to: it takes part in a view change only afterwards.
     pub(super) const fn is_finding(&self) -> bool {
         self.recovery.is_none() && matches!(self.phase, Phase::Replanning(_))
     }
