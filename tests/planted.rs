@@ -69,6 +69,8 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::ViewReused
             | Bug::EarlierPathForgotten
             | Bug::RefusedCallCounted
+            | Bug::DoubtForgotten
+            | Bug::LoneMigration
             | Bug::StalledPeerKept
             | Bug::OutputUnbounded
     );
@@ -131,6 +133,8 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::ViewReused, "view reused"),
         (Bug::EarlierPathForgotten, "different operations"),
         (Bug::RefusedCallCounted, "hang"),
+        (Bug::DoubtForgotten, "hang"),
+        (Bug::LoneMigration, "hang"),
         (Bug::DroppedOperationFreed, "freed too early"),
         (Bug::RunningDropMissed, "held at the end"),
         (Bug::EarlierScheduleSkipped, "hang"),
@@ -139,7 +143,9 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::OutputUnbounded, "output limit"),
     ];
     for (bug, oracle) in oracles {
-        let found = look_for(bug, 300).unwrap_or_else(|| panic!("{bug:?} is not found"));
+        // Few jobs move, and fewer get different answers there.
+        let limit = if bug == Bug::LoneMigration { 1_000 } else { 300 };
+        let found = look_for(bug, limit).unwrap_or_else(|| panic!("{bug:?} is not found"));
         assert_eq!(found.oracle, oracle, "{bug:?} at seed {}", found.seed);
     }
 }

@@ -82,6 +82,10 @@ pub enum Bug {
     EarlierPathForgotten,
     /// Rank: a call that is refused keeps its number.
     RefusedCallCounted,
+    /// Rank: forgets that a controller which has disconnected may have told other ranks where to migrate.
+    DoubtForgotten,
+    /// Rank: migrates to the tree that it was given, whatever the other ranks were given.
+    LoneMigration,
     /// Rank: frees an operation when its handle is dropped, although the tree still works on its buffers.
     DroppedOperationFreed,
     /// Rank: does not note that a handle is dropped while its host collective runs, and keeps the buffers.
@@ -116,7 +120,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 50] = [
+    pub const ALL: [Self; 52] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -161,6 +165,8 @@ impl Bug {
         Self::ViewReused,
         Self::EarlierPathForgotten,
         Self::RefusedCallCounted,
+        Self::DoubtForgotten,
+        Self::LoneMigration,
         Self::DroppedOperationFreed,
         Self::RunningDropMissed,
         Self::EarlierScheduleSkipped,

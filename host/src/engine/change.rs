@@ -19,8 +19,8 @@ use super::pieces::PendingOps;
 use super::tree::Tree;
 use crate::exec::ExecError;
 use crate::recovery::{
-    self, Action, Attempt, Ballot, Change, ChunkInventory, Commit, Dead, Decision, End, Landed, Outcome, PeerEvent,
-    RankReport, Unrecoverable, authority,
+    self, Action, Attempt, Ballot, Change, ChunkInventory, Commit, Dead, Decision, End, Landed, Migration, Outcome,
+    PeerEvent, RankReport, Unrecoverable, authority,
 };
 use crate::transport::packets::OpId;
 use std::net::{SocketAddr, TcpListener};
@@ -301,10 +301,12 @@ impl Core {
                 if let Some(channel) = &self.members.channel {
                     channel.install_view(commit.dead.clone(), commit.message());
                 }
-                let settle = |(view, call)| {
-                    self.notices().migration.update(|migration, begun| migration.settle(view, call, begun))
-                };
-                self.reply_to_offer(commit.settled.and_then(settle));
+                let settle = |migration: &mut Migration, begun| migration.commit(commit.settled, begun);
+                let (promise, is_in_doubt) = self.notices().migration.update(settle);
+                self.reply_to_offer(promise);
+                if is_in_doubt && commit.outcome.dead.is_empty() {
+                    self.notices().view_change_requested(self.data.watch.epoch());
+                }
                 let new_tree = driver.new_tree.take().filter(|new_tree| new_tree.group == commit.outcome.vote);
                 return Ok(Some((*commit, new_tree)));
             }

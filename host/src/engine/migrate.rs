@@ -7,10 +7,9 @@ use super::error::Error;
 use super::migration_gate::Admission;
 use super::new_tree::NewTree;
 use crate::exec::Buffers;
-use crate::recovery::Migration;
+use crate::recovery::{Migration, MigrationVote, Verdict};
 use crate::select::{Algo, SelectionContext, explain};
 use std::sync::Arc;
-use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc};
 
 impl Core {
@@ -50,37 +49,41 @@ impl Core {
         self.finish_started(deadline)?;
         // They no longer depend on the tree.
         self.data.operations.handles().into_iter().for_each(|handle| self.data.try_finish(handle));
-        let (view, before) = (self.data.tree.view(), self.notices().tree_wakers());
-        let is_offered = self.data.watch.job_view() <= offered && !self.notices().migration.is_cut_off();
+        let (before, job_view) = (self.notices().tree_wakers(), self.data.watch.job_view());
+        let vote = self.notices().migration.vote(offered, job_view, self.data.tree.view());
         self.data.watch.enter_job_view(offered);
-        let new_tree = if is_offered { self.find_tree(deadline) } else { None };
+        let new_tree = if vote.asks() { self.find_tree(deadline) } else { None };
         self.data.selection.migrate_to(new_tree.as_ref().map(|new_tree| new_tree.selection.clone()));
-        let agreed = self.agree_on(new_tree, deadline);
+        let agreed = self.agree_on(vote, new_tree.as_ref(), deadline);
         self.data.selection.migrate_to(None);
-        let new_tree = agreed?;
-        let (job, rank, moved) = (&self.data.config.job, self.data.config.rank, new_tree.is_some());
-        crate::log::info!(job, rank, moved, "handled the offer of a tree");
-        if self.data.tree.view() != view {
-            return Ok(());
-        }
-        match new_tree {
-            Some(new_tree) => {
+        let verdict = agreed?;
+        let (job, rank) = (&self.data.config.job, self.data.config.rank);
+        crate::log::info!(job, rank, ?verdict, "handled the offer of a tree");
+        match (verdict, new_tree) {
+            (Verdict::Superseded, _) => {}
+            (Verdict::Migrate, Some(new_tree)) => {
                 if self.data.tree.leave() {
                     self.relaunch(self.data.tree.completed_below());
                 }
                 self.install(Some(new_tree));
             }
-            None if self.data.tree.is_there() => self.notices().set_wakers(before.0, before.1),
-            None => self.install(None),
+            _ if self.data.tree.is_there() => self.notices().set_wakers(before.0, before.1),
+            _ => self.install(None),
         }
         Ok(())
     }
 
     /// Agree with all ranks on the new tree: all have it, or none.
-    fn agree_on(&mut self, new_tree: Option<NewTree>, deadline: Deadline) -> Result<Option<NewTree>, Error> {
-        let own = new_tree.as_ref().map_or(0, |new_tree| new_tree.group);
-        let mut groups = vec![0_u64; self.data.config.world as usize];
-        let desc = OpDesc::all_gather(Dtype::U64, groups.len() as u64);
+    fn agree_on(
+        &mut self,
+        mut vote: MigrationVote,
+        new_tree: Option<&NewTree>,
+        deadline: Deadline,
+    ) -> Result<Verdict, Error> {
+        vote.cast(new_tree.map_or(0, |new_tree| new_tree.group), self.data.watch.job_view());
+        let own = vote.own();
+        let mut votes = vec![0_u64; self.data.config.world as usize];
+        let desc = OpDesc::all_gather(Dtype::U64, votes.len() as u64);
         // Not through the old tree: a rank that comes late to this would find that the others have already left it.
         let selection = SelectionContext {
             tree: Err("all ranks migrate to another one".into()),
@@ -90,19 +93,12 @@ impl Core {
         let no_schedule = || Error::Argument(format!("no schedule for {desc}"));
         let path = explanation.chosen.ok_or_else(no_schedule)?;
         let buffers =
-            Buffers::Separate { input: bytemuck::bytes_of(&own), output: bytemuck::cast_slice_mut(&mut groups) };
+            Buffers::Separate { input: bytemuck::bytes_of(&own), output: bytemuck::cast_slice_mut(&mut votes) };
         let schedule = self.data.schedule(&desc, path, &buffers)?;
-        let asked = self.data.watch.job_view();
         self.run_schedule((&desc, path), &schedule, buffers, deadline)?;
-        let all_alike = groups.iter().all(|&group| group != 0 && group == groups[0]);
-        if let (Some(_), false) = (&new_tree, all_alike) {
-            let without = (0..).map(Rank).zip(&groups).find(|(_, group)| **group == 0).map(|(rank, _)| rank);
-            let why = without
-                .map_or_else(|| "ranks were given different trees".into(), |rank| format!("{rank} is not in it"));
-            if self.data.watch.job_view() == asked {
-                self.decline(None, &why);
-            }
+        if let Some(why) = vote.declines(&votes, self.data.watch.job_view()) {
+            self.decline(None, &why);
         }
-        Ok(new_tree.filter(|_| all_alike))
+        Ok(vote.verdict(&votes, self.data.tree.view()))
     }
 }

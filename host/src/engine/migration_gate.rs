@@ -5,7 +5,7 @@
 //! limit; whoever changes the limit closes it first and then reads the count. All these accesses are sequentially
 //! consistent, so one of the two sees the other.
 
-use crate::recovery::{CallStart, Migration, MigrationPromise, NO_LIMIT};
+use crate::recovery::{CallStart, Migration, MigrationPromise, MigrationVote, NO_LIMIT};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -56,9 +56,9 @@ impl MigrationGate {
         result
     }
 
-    /// Return whether the controller that decided the migration has disconnected.
-    pub(super) fn is_cut_off(&self) -> bool {
-        self.lock().is_cut_off()
+    /// Begin the vote at the agreed call, on the tree that is `offered` with a view; see [`MigrationVote`].
+    pub(super) fn vote(&self, offered: u32, job_view: u32, trees: u32) -> MigrationVote {
+        self.lock().vote(offered, job_view, trees)
     }
 
     /// Return what this rank has promised, and what it was told.

@@ -9,6 +9,7 @@ mod change;
 mod source;
 
 pub use super::migration::CallStart;
+pub use super::migration_vote::{MigrationVote, Verdict};
 use super::plan::Piece;
 pub use super::view::Flaw;
 use super::{RecoverySource, Source, append_contribution, append_result, land, result_lens};

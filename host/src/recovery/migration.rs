@@ -22,6 +22,9 @@
 //!   the tree no longer exists, they find out together.
 
 use super::decide::MigrationPromise;
+use super::migration_vote::MigrationVote;
+#[cfg(feature = "planted")]
+use sumac_hal::planted::Bug;
 
 /// How many calls a rank may begin between its promise and the decision.
 pub(crate) const CALLS_AHEAD_MAX: u64 = 16;
@@ -58,11 +61,29 @@ pub(crate) struct Migration {
     in_doubt: bool,
     /// The view of the next offer, if there is one.
     next: Option<u32>,
+    #[cfg(feature = "planted")]
+    bug: Option<Bug>,
 }
 
 impl Migration {
     pub(crate) const fn new() -> Self {
-        Self { limit: NO_LIMIT, move_at: None, view: 0, call: None, is_cut_off: false, in_doubt: false, next: None }
+        Self {
+            limit: NO_LIMIT,
+            move_at: None,
+            view: 0,
+            call: None,
+            is_cut_off: false,
+            in_doubt: false,
+            next: None,
+            #[cfg(feature = "planted")]
+            bug: None,
+        }
+    }
+
+    /// Plant a bug.
+    #[cfg(all(feature = "planted", feature = "snapshot"))]
+    pub(crate) const fn plant(&mut self, bug: Bug) {
+        self.bug = Some(bug);
     }
 
     /// Return the first call that may not begin.
@@ -75,9 +96,13 @@ impl Migration {
         self.in_doubt
     }
 
-    /// Return whether the controller that decided the migration has disconnected.
-    pub(crate) const fn is_cut_off(&self) -> bool {
-        self.is_cut_off
+    /// Begin the vote at the agreed call, on the tree that is `offered` with a view; see [`MigrationVote`].
+    pub(crate) const fn vote(&self, offered: u32, job_view: u32, trees: u32) -> MigrationVote {
+        #[cfg_attr(not(feature = "planted"), expect(unused_mut, reason = "only to plant a bug"))]
+        let mut vote = MigrationVote::new(offered, job_view, trees, self.is_cut_off);
+        #[cfg(feature = "planted")]
+        vote.plant(self.bug);
+        vote
     }
 
     /// The controller offers a tree; `begun` calls have begun. Returns the first call that this rank holds back; `None`
@@ -122,8 +147,12 @@ impl Migration {
 
     /// The controller disconnected. Returns true if this rank was promised a decision and has not received it: other
     /// ranks may have, so a view change must find out.
-    pub(crate) const fn controller_lost(&mut self) -> bool {
+    pub(crate) fn controller_lost(&mut self) -> bool {
         (self.is_cut_off, self.next) = (self.call.is_some(), None);
+        if sumac_hal::planted!(self, DoubtForgotten) {
+            self.withdraw();
+            return false;
+        }
         self.in_doubt |= self.call.is_none() && self.is_promised();
         self.in_doubt
     }
@@ -136,7 +165,7 @@ impl Migration {
 
     /// All ranks know now whether any was told the call for this offer: they migrate there, or none does. Returns the
     /// next promise, as [`Migration::moved`] does.
-    pub(crate) fn settle(&mut self, view: u32, call: Option<u64>, begun: u64) -> Option<(u32, u64)> {
+    fn settle(&mut self, view: u32, call: Option<u64>, begun: u64) -> Option<(u32, u64)> {
         if !self.is_open() || self.view != view {
             return None;
         }
@@ -146,6 +175,14 @@ impl Migration {
             self.set_call(call);
         }
         None
+    }
+
+    /// The view has changed, and ranks have agreed on this about an offer. Returns the next promise, as
+    /// [`Migration::moved`] does, and whether the view must change again: the controller may have disconnected after
+    /// this rank had reported what it was told, so the ranks did not know that there was anything to settle.
+    pub(crate) fn commit(&mut self, settled: Option<(u32, Option<u64>)>, begun: u64) -> (Option<(u32, u64)>, bool) {
+        let promise = settled.and_then(|(view, call)| self.settle(view, call, begun));
+        (promise, self.in_doubt)
     }
 
     /// The controller withdraws its offer.
@@ -274,15 +311,26 @@ mod tests {
         let mut rank = Rank::new();
         let at = rank.offer(2).expect("at once");
         rank.migration.move_at(2, at);
-        assert!(!rank.migration.is_cut_off());
+        assert!(!rank.migration.is_cut_off);
         assert!(!rank.migration.controller_lost());
-        assert!(rank.migration.is_cut_off());
+        assert!(rank.migration.is_cut_off);
         assert_eq!(rank.offer(5), None);
         // Nor does another view affect a decision.
         rank.migration.enter_view(5);
         rank.begin_all(at);
         assert_eq!(rank.begin(), CallStart::Migrate(2));
         assert_eq!(rank.moved(), Some((5, at + 1 + CALLS_AHEAD_MAX)));
+    }
+
+    /// The ranks have reported before the controller disconnected, so they settle nothing: the view changes again.
+    #[test]
+    fn doubt_after_the_report_outlives_the_view_change() {
+        let mut rank = Rank::new();
+        rank.offer(2);
+        assert_eq!(rank.migration.offered().map(|reported| reported.in_doubt), Some(false));
+        rank.migration.controller_lost();
+        assert_eq!(rank.migration.commit(None, rank.begun), (None, true));
+        assert_eq!(rank.migration.commit(Some((2, None)), rank.begun), (None, false));
     }
 
     /// The controller may have told other ranks the call. They report it, or all ranks go on.
@@ -309,7 +357,7 @@ mod tests {
                 assert_eq!(rank.migration.start_of(at), CallStart::Begin);
                 continue;
             };
-            assert_eq!((after, rank.migration.is_cut_off()), (None, true));
+            assert_eq!((after, rank.migration.is_cut_off), (None, true));
             rank.begin_all(call - at - 1);
             assert_eq!(rank.begin(), CallStart::Migrate(2));
             assert_eq!(rank.moved(), Some((4, call + 1 + CALLS_AHEAD_MAX)));
@@ -325,7 +373,7 @@ mod tests {
         rank.begin_all(at);
         assert_eq!(rank.begin(), CallStart::Migrate(1));
         rank.migration.controller_lost();
-        assert!(rank.migration.is_cut_off());
+        assert!(rank.migration.is_cut_off);
         assert_eq!(rank.offer(2), None);
         rank.migration.withdraw();
         assert_eq!(rank.moved(), None);

@@ -5,8 +5,8 @@
 //!   must be recomputed.
 //! - [`CallPaths`] keeps calls on the paths that other ranks took before the change.
 //! - [`Membership`] is what ranks tell each other outside of collectives.
-//! - [`Migration`] holds calls where the job moves to another tree, and [`GracePeriod`] says how long operations may
-//!   go on once the view is in question.
+//! - [`Migration`] holds calls where the job moves to another tree, and [`MigrationVote`] is a rank's vote there.
+//! - [`GracePeriod`] says how long operations may go on once the view is in question.
 //!
 //! All surviving ranks agree on the dead ranks in a view change. Each describes what it has in a
 //! [`ChunkInventory`], gets the inventories of all, and computes the same plan from them. The pieces of the plan run
@@ -34,6 +34,7 @@ pub(crate) mod harness;
 mod inventory;
 mod membership;
 mod migration;
+mod migration_vote;
 mod plan;
 mod source;
 #[cfg(test)]
@@ -49,6 +50,7 @@ pub(crate) use grace_period::GracePeriod;
 pub(crate) use inventory::ChunkInventory;
 pub(crate) use membership::{MemberEvent, MemberMessage, Membership, PeerEvent, ViewMessage, Watermark, authority};
 pub(crate) use migration::{CallStart, Migration, NO_LIMIT};
+pub(crate) use migration_vote::{MigrationVote, Verdict};
 #[cfg(test)]
 pub(crate) use plan::plan;
 pub(crate) use plan::{Piece, Source, Unrecoverable};

@@ -200,6 +200,8 @@ marks! {
     MovedBack = "tenants: moved to the offered tree",
     /// The move does not happen after all.
     OfferDeclined = "tenants: offered tree not taken",
+    /// A rank's controller is gone, and may have told other ranks where to move: the view changes.
+    OfferInDoubt = "tenants: offer in doubt",
     /// A controller starts while another one still runs.
     TwoControllers = "tenants: two controllers",
     /// A rank's job continues with the next controller.

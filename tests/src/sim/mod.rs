@@ -21,7 +21,7 @@
 //!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
-//! placement, migration offers. Their ranks call one operation after the other, or start several at once and drop some
+//! placement, migration offers. Their ranks migrate and vote as communicators do. They call one operation after the other, or start several at once and drop some
 //! handles ([`Tenancy::draw_started`]), with a communicator's own bookkeeping ([`sumac::harness::Operations`]).
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
@@ -72,7 +72,7 @@ pub use scenario::{Scenario, ScenarioKind};
 pub use shrink::{Shrunk, shrink};
 pub use straggler::{Stragglers, run_stragglers};
 pub use tenants::{
-    DeviceCapacity, Incident, JobPlan, Takeover, Tenancy, TenantReport, TenantViolation, TenantsShrunk, record_tenants,
-    run_tenants, shrink_tenants,
+    DeviceCapacity, Incident, JobPlan, Step, Strike, Takeover, Tenancy, TenantReport, TenantViolation, TenantsShrunk,
+    record_tenants, run_tenants, shrink_tenants,
 };
 pub use zero_copy::{CrashPoint, Fate, Mishap, Setup, When, ZeroCopy};

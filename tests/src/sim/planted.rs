@@ -1,6 +1,6 @@
 //! The bug planted in all components of a run, if any: only with the feature `planted` (`sumac_hal::planted`).
 
-use sumac::harness::Operations;
+use sumac::harness::{Calls, Operations};
 use sumac::transport::packets::Endpoint;
 use sumac_device::Node;
 use sumac_hal::ids::Epoch;
@@ -39,6 +39,12 @@ impl Planted {
             endpoint
         });
         endpoint
+    }
+
+    pub(super) fn calls(self, calls: Calls) -> Calls {
+        #[cfg(feature = "planted")]
+        self.bug.into_iter().for_each(|bug| calls.plant(bug));
+        calls
     }
 
     pub(super) fn operations(self, operations: Operations) -> Operations {

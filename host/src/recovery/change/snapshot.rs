@@ -19,6 +19,12 @@ impl Change {
         self.view.normalize_time();
     }
 
+    /// Return the number of trees that the ranks of the last plan have recovered or migrated from, and what they have
+    /// agreed on about an offer.
+    pub(crate) const fn agreed(&self) -> (u32, Option<(u32, Option<u64>)>) {
+        (self.agreed_trees, self.settled)
+    }
+
     /// Return what follows from the plan that was made last.
     pub(crate) fn decision(&self) -> Option<&Decision> {
         self.decision.as_ref().map(|(_, decision)| decision)

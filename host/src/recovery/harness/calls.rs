@@ -1,8 +1,11 @@
 //! A rank's calls, and what it has promised about them.
 
-use super::super::decide::agreed_migration;
-use super::super::{self as recovery, CallStart, Migration};
+use super::super::decide::MigrationPromise;
+use super::super::{self as recovery, CallStart, Migration, MigrationVote};
+use super::Change;
 use std::cell::{Cell, RefCell};
+#[cfg(feature = "planted")]
+use sumac_hal::planted::Bug;
 
 /// A rank's call counter, and what it has promised about its calls.
 #[derive(Debug)]
@@ -15,6 +18,17 @@ impl Calls {
     /// Make a rank that has made no call.
     pub const fn new() -> Self {
         Self { begun: Cell::new(0), migration: RefCell::new(Migration::new()) }
+    }
+
+    /// Plant a bug.
+    #[cfg(feature = "planted")]
+    pub fn plant(&self, bug: Bug) {
+        self.migration.borrow_mut().plant(bug);
+    }
+
+    /// Return what this rank has promised a controller that offered a tree, and what it was told.
+    pub(super) fn offered(&self) -> Option<MigrationPromise> {
+        self.migration.borrow().offered()
     }
 
     /// Count the next call. Returns its number.
@@ -54,18 +68,22 @@ impl Calls {
         self.migration.borrow_mut().withdraw();
     }
 
-    /// The controller of all `ranks` of a job disconnected, and they have exchanged whether any of them was told the
-    /// call: they migrate there, or none does.
-    pub fn controller_lost(ranks: &[&Self]) {
-        ranks.iter().for_each(|rank| _ = rank.migration.borrow_mut().controller_lost());
-        let offered: Vec<_> = ranks.iter().map(|rank| rank.migration.borrow().offered()).collect();
-        for (rank, own) in ranks.iter().zip(&offered) {
-            let Some(own) = own else { continue };
-            if let Some(call) = agreed_migration(*own, offered.iter().flatten().copied()) {
-                // There is no controller to promise anything.
-                _ = rank.migration.borrow_mut().settle(own.view, call, rank.begun());
-            }
-        }
+    /// The controller disconnected. Returns whether the view must change, because other ranks may have been told the call
+    /// where all migrate.
+    pub fn controller_lost(&self) -> bool {
+        self.migration.borrow_mut().controller_lost()
+    }
+
+    /// The view has changed, as [`Action::Commit`](super::Action::Commit) says. Returns the promise for the next offer,
+    /// as [`Calls::moved`] does, and whether the view must change again.
+    pub fn commit(&self, change: &Change) -> (Option<(u32, u64)>, bool) {
+        self.migration.borrow_mut().commit(change.0.agreed().1, self.begun())
+    }
+
+    /// Begin the vote at the call where all ranks migrate, on the tree that is `offered` with a view. This rank knows
+    /// `job_view`, and has recovered or migrated from this many trees.
+    pub fn vote(&self, offered: u32, job_view: u32, trees: u32) -> MigrationVote {
+        self.migration.borrow().vote(offered, job_view, trees)
     }
 
     /// The rank has entered a view: an offer for an earlier one is void.

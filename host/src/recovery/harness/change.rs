@@ -4,7 +4,7 @@
 use super::super::ballot::Message;
 use super::super::change;
 use super::super::{self as recovery, Ballot, ChunkInventory, Dead, inventory};
-use super::{Chunk, Flaw, TreeSource, chunks_of};
+use super::{Calls, Chunk, Flaw, TreeSource, chunks_of};
 use crate::transport::packets::OpId;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -93,7 +93,7 @@ pub struct Plan {
 
 /// One rank's part in the change of one view.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Change(change::Change);
+pub struct Change(pub(super) change::Change);
 
 impl ViewMessage {
     /// Return the reply of a rank that takes no further part.
@@ -145,6 +145,13 @@ impl RankReport {
     #[must_use]
     pub fn with_begun(mut self, begun: u64) -> Self {
         self.0.begun = begun;
+        self
+    }
+
+    /// Set what the rank has promised a controller that offered a tree, and what it was told.
+    #[must_use]
+    pub fn with_offer(mut self, calls: &Calls) -> Self {
+        self.0.offered = calls.offered();
         self
     }
 
@@ -289,6 +296,11 @@ impl Change {
             change::Action::End(recovery::End::Deadline) => Action::End(End::Deadline),
             change::Action::End(recovery::End::Unknown) => Action::End(End::Unknown),
         })
+    }
+
+    /// Return how many trees the ranks have recovered or migrated from, from the commit on.
+    pub fn agreed_trees(&self) -> u32 {
+        self.0.agreed().0
     }
 
     /// Report what this rank has, in reply to [`Action::Report`].

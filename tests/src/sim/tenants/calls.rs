@@ -2,6 +2,7 @@
 
 use super::TenantViolation as Violation;
 use super::job::{End, Job, JobMessage, Phase};
+use super::recovery::Recovery;
 use super::world::{Actor, Alarm, World};
 use crate::oracle::weight;
 use crate::sim::memory::{OpMemory, results};
@@ -37,7 +38,7 @@ impl World<'_, '_> {
                 self.drive(at)?;
             }
             let member = self.member(at);
-            let (epoch, has_program) = (member.epoch, member.program.is_some());
+            let has_program = member.program.is_some();
             match member.phase.clone() {
                 Phase::Disconnected => return self.dial(at),
                 Phase::Joining(until) if now >= until => return self.end(at, End::NotJoined),
@@ -56,7 +57,7 @@ impl World<'_, '_> {
                     CallStart::Begin if has_program => self.start_call(at),
                     CallStart::Begin => self.call(at)?,
                     CallStart::Migrate(view) if has_program => self.drain_to_move(at, call, view),
-                    CallStart::Migrate(view) => self.move_to(at, view),
+                    CallStart::Migrate(view) => self.move_to(at, call, view)?,
                 },
                 Phase::Waiting => {
                     if !self.go_on(at)? {
@@ -80,14 +81,18 @@ impl World<'_, '_> {
                     if self.land(at) {
                         return Ok(());
                     }
-                    self.ask_for_tree(at);
+                    if self.member(at).recovery.as_ref().is_some_and(Recovery::finds_tree) {
+                        self.ask_for_tree(at);
+                    } else {
+                        self.vote(at, 0)?;
+                    }
                 }
                 Phase::Replanning(until) => {
                     if !self.take_answer(at, until)? {
                         return Ok(());
                     }
                 }
-                Phase::Votes if member.peers.votes.get(&epoch).is_some_and(|all| all.len() == world) => {
+                Phase::Votes if member.has_all_votes(world) => {
                     self.migrate(at)?;
                 }
                 Phase::Finishing if self.have_all_finished(at) => return self.end(at, End::Done),

@@ -2,8 +2,8 @@
 //! react to replies.
 
 use super::TenantViolation as Violation;
-use super::draw::Tenancy;
-use super::job::{End, JobMessage, Phase};
+use super::draw::{Step, Tenancy};
+use super::job::{End, Moving, Phase};
 use super::wire::{Message, Peer};
 use super::world::{Actor, Alarm, World};
 use crate::sim::coverage::Mark;
@@ -89,8 +89,12 @@ impl World<'_, '_> {
                 let pauses = member.calls.offer(view).map(|from| (view, from));
                 self.report.seen.note(Mark::Offered);
                 self.pause(at, pauses);
+                self.reach(Step::Offered);
             }
-            ClientReply::MoveAt { view, call } => member.calls.move_at(view, call),
+            ClientReply::MoveAt { view, call } => {
+                member.calls.move_at(view, call);
+                self.reach(Step::Told);
+            }
             ClientReply::OfferWithdrawn => member.calls.withdraw(),
             ClientReply::Queued(place) => {
                 member.queue = place;
@@ -121,22 +125,22 @@ impl World<'_, '_> {
     }
 
     /// All ranks are at the call where they move to the offered tree.
-    pub(super) fn move_to(&mut self, at: (usize, usize), view: u32) {
+    pub(super) fn move_to(&mut self, at: (usize, usize), call: u64, view: u32) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
         if member.has_tree {
             let pauses = member.calls.moved();
-            return self.pause(at, pauses);
+            self.pause(at, pauses);
+            return Ok(());
         }
-        member.resumes = member.phase.clone();
-        member.moves = true;
-        if member.view > view {
-            // The offer was that of an earlier controller.
-            let epoch = member.epoch;
-            (member.found, member.phase) = (None, Phase::Votes);
-            return self.broadcast(at, &JobMessage::Vote(epoch, 0));
+        let vote = member.calls.vote(view, member.view, member.trees);
+        member.moving = Some(Moving { call, vote });
+        member.view = member.view.max(view);
+        if !vote.asks() {
+            member.found = None;
+            return self.vote(at, 0);
         }
-        member.view = view;
         self.ask_for_tree(at);
+        Ok(())
     }
 
     /// Answer an offer, now or when an earlier one is done: the view, and the call at which this rank will wait.
@@ -202,14 +206,18 @@ impl World<'_, '_> {
     /// A rank's connection has ended.
     pub(super) fn on_controller_lost(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = &mut self.jobs[at.0].ranks[at.1];
-        member.calls.withdraw();
+        let is_in_doubt = member.calls.controller_lost();
         member.queue = None;
         member.takeover.is_pending = false;
         self.await_controller(at);
-        match self.jobs[at.0].ranks[at.1].phase {
-            Phase::Joining(_) => self.end(at, End::NotJoined),
-            _ => self.advance(at),
+        if matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Joining(_)) {
+            return self.end(at, End::NotJoined);
         }
+        if is_in_doubt {
+            self.report.seen.note(Mark::OfferInDoubt);
+            self.freeze(at, true)?;
+        }
+        self.advance(at)
     }
 
     /// A rank stops reading from its connection to the controller.

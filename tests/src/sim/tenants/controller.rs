@@ -13,7 +13,6 @@ use std::time::Duration;
 use sumac::controller::ControllerConfig;
 use sumac::controller::limits::REPLY_LEN_MAX;
 use sumac::controller::machine::{CloseReason, ConnId, Connections, Entropy, Machine};
-use sumac::harness::Calls;
 use sumac_hal::ctrl::{FrameBuffer, Hello, encode_frames};
 use sumac_hal::time::Instant;
 
@@ -137,10 +136,6 @@ impl World<'_, '_> {
         {
             self.earlier = Some(controller.machine);
         }
-        for job in &self.jobs {
-            // Model: they detect it at once, instead of by a view change.
-            Calls::controller_lost(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
-        }
         self.watch.controller_gone();
         self.devices.iter_mut().for_each(|device| device.disturbed = true);
         self.schedule(self.now + len, Alarm::ControllerUp);
@@ -184,20 +179,11 @@ impl World<'_, '_> {
         let conns: Vec<ConnId> =
             self.jobs[job].ranks.iter().zip(&cut).filter_map(|(rank, cut)| rank.conn.filter(|_| *cut)).collect();
         conns.into_iter().for_each(|conn| self.cut(conn));
-        if cut.iter().all(|cut| *cut) {
-            // Model: they detect it at once, instead of by a view change.
-            Calls::controller_lost(&self.jobs[job].ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
-        }
     }
 
     /// The older of two controllers ends.
     pub(super) fn stop_older(&mut self) {
         let Some(older) = self.older.take() else { return };
-        for job in &self.jobs {
-            if job.ranks.iter().any(|rank| rank.conn.is_some_and(|conn| older.owns(conn))) {
-                Calls::controller_lost(&job.ranks.iter().map(|rank| &rank.calls).collect::<Vec<_>>());
-            }
-        }
         self.end_connections(&older);
     }
 

@@ -35,6 +35,8 @@ pub struct Tenancy {
     pub jobs: Vec<JobPlan>,
     /// Incidents, and when they happen.
     pub incidents: Vec<(Duration, Incident)>,
+    /// An incident right after a step of an offer.
+    pub strike: Option<Strike>,
     /// Link faults.
     pub faults: Faults,
     /// Properties of every path.
@@ -117,7 +119,43 @@ pub enum Incident {
     Block(usize, usize, Duration, bool),
 }
 
+/// A step of an offer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// A rank is offered a tree.
+    Offered,
+    /// A rank's promise to hold its calls reaches the controller.
+    Promised,
+    /// A rank is told the call where all ranks move.
+    Told,
+    /// A rank has voted on the tree.
+    Voted,
+}
+
+/// An incident right after the given number of such steps, of all jobs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strike {
+    /// The step.
+    pub after: Step,
+    /// Counts from 1.
+    pub nth: u64,
+    /// The incident.
+    pub incident: Incident,
+}
+
 impl Incident {
+    /// Return how long it lasts.
+    pub(super) const fn len(&self) -> Duration {
+        match self {
+            Self::Die(_, len)
+            | Self::Stall(_, len)
+            | Self::Controller(len)
+            | Self::Succeed(len)
+            | Self::Block(_, _, len, _) => *len,
+            _ => Duration::ZERO,
+        }
+    }
+
     /// Return the job that it happens to.
     pub(super) const fn job(&self) -> Option<usize> {
         match self {
@@ -152,6 +190,7 @@ impl Tenancy {
             chunk_len_bytes,
             jobs,
             incidents,
+            strike: draw_strike(&mut Draw::new(weight(&[seed, STRIKES]))),
             faults,
             link: LinkConfig {
                 latency: Duration::from_micros(draw.one_of(&[1, 5, 200])),
@@ -206,17 +245,9 @@ impl Tenancy {
         }
     }
 
-    /// Return when the last incident is over.
+    /// Return when the last incident with a time of its own is over.
     pub(super) fn healed_at(&self) -> Duration {
-        let end = |(at, incident): &(Duration, Incident)| match incident {
-            Incident::Die(_, len)
-            | Incident::Stall(_, len)
-            | Incident::Controller(len)
-            | Incident::Succeed(len)
-            | Incident::Block(_, _, len, _) => *at + *len,
-            _ => *at,
-        };
-        self.incidents.iter().map(end).max().unwrap_or_default()
+        self.incidents.iter().map(|(at, incident)| *at + incident.len()).max().unwrap_or_default()
     }
 }
 
@@ -401,6 +432,19 @@ fn draw_successor(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Durati
     incidents.sort_by_key(|(at, _)| *at);
 }
 
+/// The loss of the controller right after a step of an offer: none in most runs, as not every job gets one.
+fn draw_strike(draw: &mut Draw) -> Option<Strike> {
+    if !draw.chance(350) {
+        return None;
+    }
+    let after =
+        draw.one_of(&[Step::Offered, Step::Promised, Step::Told, Step::Told, Step::Told, Step::Voted, Step::Voted]);
+    let nth = 1 + draw.below(if matches!(after, Step::Told | Step::Voted) { 2 } else { 6 });
+    let len = Duration::from_millis(draw.one_of(&[100, 1_500, 7_000, 15_000]));
+    let incident = if draw.chance(700) { Incident::Controller(len) } else { Incident::Succeed(len) };
+    Some(Strike { after, nth, incident })
+}
+
 /// Clients that do not read: none in most runs, and one or a few in the others.
 fn draw_blocked(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration, Incident)>) {
     if !draw.chance(200) {
@@ -415,6 +459,10 @@ fn draw_blocked(draw: &mut Draw, jobs: &[JobPlan], incidents: &mut Vec<(Duration
     }
     incidents.sort_by_key(|(at, _)| *at);
 }
+
+/// Separates the draw of strikes from others; such that no seed kept as a regression is struck, so that all mean what
+/// they did.
+const STRIKES: u64 = 0x7374_728d;
 
 /// The maximum number of bytes queued for a peer: fits the membership of the largest job twice.
 pub(super) const PEER_OUTPUT_BYTES: usize = 16 * 1024;

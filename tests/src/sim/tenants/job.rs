@@ -13,13 +13,14 @@ use crate::oracle::{Shape, weight};
 use crate::sim::faults::Faults;
 use crate::sim::memory::{Memory, OpMemory};
 use crate::sim::options::{GroupOptions, Options, Sharing};
+use crate::sim::planted::Planted;
 use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{Membership, QueuePosition};
 use sumac::exec::JobSecret;
-use sumac::harness::{Attempt, CallPaths, Calls, Outcome, Plan, ViewMessage};
+use sumac::harness::{Attempt, CallPaths, Calls, MigrationVote, Outcome, Plan, ViewMessage};
 use sumac::plan::Child;
 use sumac::transport::packets::Endpoint;
 use sumac_hal::ids::Rank;
@@ -73,12 +74,12 @@ pub(super) enum Phase {
 /// A message between the ranks of a job.
 #[derive(Debug, Clone)]
 pub(super) enum JobMessage {
-    /// About the change of an epoch's view, whose tree is lost.
+    /// About a view change, counted from 0.
     View(u32, Box<ViewMessage>),
     /// Chunks were sent.
     Given,
-    /// A vote on a tree to migrate to: the group found plus one; 0 for none.
-    Vote(u32, u64),
+    /// A vote on the tree to migrate to at a call.
+    Vote(u64, u64),
     /// The sender has entered this host collective.
     Entered(usize),
     Finished,
@@ -101,8 +102,12 @@ pub(super) struct Member {
     pub(super) takeover: Takeover,
     /// The view that it has requested another tree for.
     pub(super) asked_view: u32,
-    /// Number of changes of its tree.
+    /// Number of view changes and moves, in the same order on all ranks as far as calls can tell.
     pub(super) epoch: u32,
+    /// Number of view changes.
+    pub(super) changes: u32,
+    /// Number of trees that it has recovered or migrated from, as a communicator counts them.
+    pub(super) trees: u32,
     pub(super) calls: Calls,
     /// Calls that keep the path of an earlier view: its epoch, and whether it had a tree.
     pub(super) paths: CallPaths<(u32, bool)>,
@@ -124,8 +129,8 @@ pub(super) struct Member {
     pub(super) found: Option<Box<Membership>>,
     /// The view whose reply is too late.
     pub(super) given_up: Option<u32>,
-    /// It accepts offered trees.
-    pub(super) moves: bool,
+    /// Its part in a move to an offered tree.
+    pub(super) moving: Option<Moving>,
     pub(super) peers: PeerState,
 }
 
@@ -136,10 +141,27 @@ impl Member {
         is_in_tree(&self.phase) || self.recovery.is_some() && is_in_tree(&self.resumes)
     }
 
+    /// Return whether all ranks have voted on the tree that it moves to.
+    pub(super) fn has_all_votes(&self, world: usize) -> bool {
+        let votes = self.moving.as_ref().and_then(|moving| self.peers.votes.get(&moving.call));
+        self.recovery.is_none() && votes.is_some_and(|votes| votes.len() == world)
+    }
+
+    /// Return whether it waits for the tree to move to: it takes part in a view change only afterwards.
+    pub(super) const fn is_finding(&self) -> bool {
+        self.recovery.is_none() && matches!(self.phase, Phase::Replanning(_))
+    }
+
     /// Return whether it is one of its job's ranks now.
     pub(super) const fn is_there(&self) -> bool {
         !matches!(self.phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_))
     }
+}
+
+/// A rank's part in a move to an offered tree, from the agreed call on.
+pub(super) struct Moving {
+    pub(super) call: u64,
+    pub(super) vote: MigrationVote,
 }
 
 /// What a rank tells the next controller, and how far it has come with it.
@@ -162,9 +184,10 @@ pub(super) struct Takeover {
 /// What a rank knows of the others.
 #[derive(Default)]
 pub(super) struct PeerState {
-    /// Messages about views that it has not entered or not handled yet: the epoch and the sender.
+    /// Messages about view changes that it has not come to, or has not handled yet: the change and the sender.
     pub(super) views: Vec<(u32, usize, Box<ViewMessage>)>,
-    pub(super) votes: BTreeMap<u32, BTreeMap<usize, u64>>,
+    /// Votes on trees to migrate to, by call.
+    pub(super) votes: BTreeMap<u64, BTreeMap<usize, u64>>,
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     pub(super) finished: BTreeSet<usize>,
     pub(super) has_lost_rank: bool,
@@ -189,18 +212,18 @@ pub(super) struct Job {
     /// Parameters of its oracle, once its ranks know the declared order.
     pub(super) options: Option<Options>,
     pub(super) results: BTreeMap<usize, Vec<Vec<u8>>>,
-    /// By epoch and attempt.
+    /// By view change and attempt.
     pub(super) plans: BTreeMap<(u32, Attempt), Plan>,
-    /// By epoch.
+    /// By view change.
     pub(super) outcomes: BTreeMap<u32, Outcome>,
-    /// By epoch, attempt and sequence number.
+    /// By view change, attempt and sequence number.
     pub(super) pieces: BTreeMap<(u32, Attempt, u64), Piece>,
     /// Number of ranks that have called each operation.
     pub(super) calls: BTreeMap<usize, usize>,
 }
 
 impl Job {
-    pub(super) fn new(index: usize, plan: &JobPlan) -> Self {
+    pub(super) fn new(index: usize, plan: &JobPlan, planted: Planted) -> Self {
         let member = || Member {
             phase: Phase::Disconnected,
             conn: None,
@@ -211,7 +234,9 @@ impl Job {
             takeover: Takeover::default(),
             asked_view: 0,
             epoch: 0,
-            calls: Calls::new(),
+            changes: 0,
+            trees: 0,
+            calls: planted.calls(Calls::new()),
             paths: CallPaths::default(),
             endpoint: None,
             has_tree: false,
@@ -225,7 +250,7 @@ impl Job {
             answer: None,
             found: None,
             given_up: None,
-            moves: false,
+            moving: None,
             peers: PeerState::default(),
         };
         Self {
@@ -339,9 +364,9 @@ impl World<'_, '_> {
         let member = self.member(at);
         let peers = &mut member.peers;
         match body {
-            JobMessage::View(epoch, message) => peers.views.push((epoch, from, message)),
+            JobMessage::View(change, message) => peers.views.push((change, from, message)),
             JobMessage::Given => {}
-            JobMessage::Vote(epoch, group) => _ = peers.votes.entry(epoch).or_default().insert(from, group),
+            JobMessage::Vote(call, group) => _ = peers.votes.entry(call).or_default().insert(from, group),
             JobMessage::Entered(op) => _ = peers.entered.entry(op).or_default().insert(from),
             JobMessage::Finished => _ = peers.finished.insert(from),
             // A rank that had finished has left.

@@ -2,11 +2,12 @@
 //! and recovered.
 //!
 //! Production code: the controller without its threads and sockets ([`sumac::controller::machine`]); devices;
-//! endpoints; migration to offered trees, recovery from the loss of a tree, and started operations: who owns their
-//! buffers, and what a rank that waits does next ([`sumac::harness`]). Models: what blocking calls wait for (`calls`,
-//! `recovery`), how a rank talks to its controller (`client`, `takeover`; a rank with a tree stays there when the next
-//! controller offers one), message delivery (`wire`), and host collectives, which complete at once when all ranks have
-//! entered.
+//! endpoints; migration to offered trees, with the vote on them and what becomes of an offer whose controller is gone;
+//! recovery from the loss of a tree; and started operations: who owns their buffers, and what a rank that waits does
+//! next ([`sumac::harness`]). Models: what blocking calls wait for (`calls`, `recovery`), how a rank talks to its
+//! controller (`client`, `takeover`; a rank with a tree stays there when the next controller offers one), message
+//! delivery (`wire`), and host collectives, which complete at once when all ranks have entered; the votes on a tree
+//! are exchanged by one.
 //!
 //! Drawn: 1 to 64 devices on a fabric of 1 to 4 levels, or without one; their groups, children, slots and memory; up to
 //! four tenants with quotas of groups, slots and memory; up to 14 jobs of 1 to 256 ranks that arrive one after the
@@ -15,8 +16,9 @@
 //! message delays; link faults; devices that die and restart, do not reply to their controller for a while, refuse, or
 //! lose their connection; a controller that is away and loses its state, to which all ranks come back, or only some; a
 //! controller that still runs beside its successor; ranks that die, lose the controller, or do not read what it sends.
-//! All may happen during a reservation, an offer or a move. Each kind is off in most runs. At
-//! the end everything is healed, and every rank must end.
+//! All may happen during a reservation, an offer or a move; the controller may also be lost right after a step of an
+//! offer ([`Step`]), which ranks detect late. Each kind is off in most runs. At the end everything is healed, and every
+//! rank must end.
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
 //! equal needs the one that has waited longest is served first, and none is skipped more than eight times; every rank
@@ -42,7 +44,7 @@ mod world;
 
 use super::shrink::fewest;
 use device::{Device, Tables};
-pub use draw::{DeviceCapacity, Incident, JobPlan, Tenancy};
+pub use draw::{DeviceCapacity, Incident, JobPlan, Step, Strike, Tenancy};
 pub use report::TenantReport;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -116,6 +118,10 @@ pub fn shrink_tenants(plan: &Tenancy, runs_max: usize) -> Option<TenantsShrunk> 
     let with_incidents = |plan: &Tenancy, incidents: &[_]| Tenancy { incidents: incidents.to_vec(), ..plan.clone() };
     plan =
         with_incidents(&plan, &fewest(&plan.incidents.clone(), |incidents| fails(&with_incidents(&plan, incidents))));
+    let unstruck = Tenancy { strike: None, ..plan.clone() };
+    if plan.strike.is_some() && fails(&unstruck) {
+        plan = unstruck;
+    }
     // The remaining jobs keep their numbers.
     let count = plan.jobs.len();
     let with_jobs = |plan: &Tenancy, count: usize| {
@@ -152,6 +158,9 @@ impl fmt::Display for TenantsShrunk {
         let draw = if plan.starts { "draw_started" } else { "draw" };
         writeln!(f, "    let mut plan = Tenancy::{draw}({});", plan.seed)?;
         writeln!(f, "    plan.jobs.truncate({jobs});")?;
+        if plan.strike.is_none() {
+            writeln!(f, "    plan.strike = None;")?;
+        }
         writeln!(f, "    plan.incidents = vec![")?;
         for (at, incident) in &plan.incidents {
             writeln!(f, "        (Duration::from_nanos({}), Incident::{}),", at.as_nanos(), Code(*incident))?;

@@ -277,7 +277,7 @@ impl World<'_, '_> {
                 }
                 Goal::Move(call, view) => {
                     self.member(at).phase = Phase::Turn(call);
-                    self.move_to(at, view);
+                    self.move_to(at, call, view)?;
                 }
                 Goal::Leave => {
                     self.member(at).phase = Phase::Finishing;

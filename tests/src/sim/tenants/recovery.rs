@@ -1,8 +1,11 @@
-//! How the ranks of a job recover from the loss of a tree together, with the state machine of a communicator: it agrees
-//! on what they have, plans, and agrees on the next tree. Also the vote on a tree that they migrate to.
+//! How the ranks of a job change the view together, with the state machine of a communicator: when a tree is lost, or
+//! when a controller that offered one is gone and may have told some of them where to move. It agrees on what they have
+//! and were told, plans, and agrees on the next tree. Also their vote on a tree that they move to, with its production
+//! decisions: only the votes' way between ranks is a model.
 
 use super::TenantViolation as Violation;
-use super::job::{Job, JobMessage, Member, Phase};
+use super::draw::Step;
+use super::job::{Job, JobMessage, Member, Moving, Phase};
 use super::wire::Message;
 use super::world::{Alarm, World};
 use crate::sim::coverage::Mark;
@@ -11,7 +14,7 @@ use crate::sim::reduce::{reduce, tree};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::controller::proto::Membership;
-use sumac::harness::{Action, Attempt, Calls, Change, Landed, Origin, Outcome, Plan, RankReport};
+use sumac::harness::{Action, Attempt, Change, Landed, Origin, Outcome, Plan, RankReport, Verdict};
 use sumac::transport::packets::{Endpoint, OpId};
 use sumac_hal::ids::Rank;
 
@@ -28,26 +31,35 @@ pub(super) struct Recovery {
     pub(super) missing: BTreeSet<u64>,
 }
 
+impl Recovery {
+    /// Return whether its plan asks for another tree.
+    pub(super) fn finds_tree(&self) -> bool {
+        self.plan.as_ref().is_some_and(|(_, plan)| plan.finds_tree)
+    }
+}
+
 impl World<'_, '_> {
-    /// The tree is lost: freeze, and change the view; `begins` if no other rank has requested it.
+    /// The view must change: freeze, and take part; `begins` if no other rank has requested it.
     pub(super) fn freeze(&mut self, at: (usize, usize), begins: bool) -> Result<(), Violation> {
-        if self.is_busy(at) || !self.member(at).has_tree || self.member(at).endpoint.is_none() {
+        let member = self.member(at);
+        if member.recovery.is_some() || member.is_finding() || !member.is_there() {
             return Ok(());
         }
-        self.suspect(at);
+        let (had_tree, is_started) = (member.endpoint.is_some(), member.program.is_some());
+        if had_tree {
+            self.suspect(at);
+            self.report.recoveries += 1;
+            self.report.seen.note(Mark::FrozenByLoss);
+        }
         let (now, ranks) = (self.now, self.plan.jobs[at.0].world as u32);
-        let member = self.member(at);
-        let Some(endpoint) = &mut member.endpoint else { return Ok(()) };
-        endpoint.freeze();
-        let is_started = member.program.is_some();
+        self.member(at).endpoint.iter_mut().for_each(Endpoint::freeze);
         if is_started {
             self.collect_started(at)?;
         }
         let member = self.member(at);
         let pending = member.program.as_mut().map(|program| program.operations.freeze(member.calls.begun()));
-        let Some(endpoint) = &member.endpoint else { return Ok(()) };
-        let report = report_of(endpoint, &Landed::default(), &member.calls, member.epoch, pending.as_ref());
-        let mut change = Change::new((Rank(at.1 as u32), ranks), member.epoch, member.conn.is_some(), now + LIMIT);
+        let report = report_of(member, &Landed::default(), pending.as_ref());
+        let mut change = Change::new((Rank(at.1 as u32), ranks), member.trees, member.conn.is_some(), now + LIMIT);
         if begins {
             change.begin();
         }
@@ -55,8 +67,6 @@ impl World<'_, '_> {
         let (landed, missing) = (Landed::default(), BTreeSet::new());
         member.recovery = Some(Recovery { change, report, landed, pending, plan: None, missing });
         member.resumes = std::mem::replace(&mut member.phase, Phase::Frozen);
-        self.report.recoveries += 1;
-        self.report.seen.note(Mark::FrozenByLoss);
         if is_started {
             self.drop_in_change(at);
         }
@@ -69,11 +79,11 @@ impl World<'_, '_> {
         loop {
             let now = self.now;
             let member = self.member(at);
-            let epoch = member.epoch;
+            let changes = member.changes;
             // Nothing is lost between ranks, so a commit reaches those that ask about an earlier view.
-            member.peers.views.retain(|(of, ..)| *of >= epoch);
-            let due = member.peers.views.iter().position(|(of, ..)| *of == epoch);
-            let Some(due) = due.filter(|_| member.is_there()) else { return Ok(()) };
+            member.peers.views.retain(|(of, ..)| *of >= changes);
+            let due = member.peers.views.iter().position(|(of, ..)| *of == changes);
+            let Some(due) = due.filter(|_| member.is_there() && !member.is_finding()) else { return Ok(()) };
             let (_, from, message) = member.peers.views.remove(due);
             self.freeze(at, false)?;
             if let Some(recovery) = &mut self.member(at).recovery {
@@ -89,23 +99,23 @@ impl World<'_, '_> {
         loop {
             let now = self.now;
             let member = &mut self.jobs[at.0].ranks[at.1];
-            let epoch = member.epoch;
+            let changes = member.changes;
             let Some(recovery) = &mut member.recovery else { return Ok(()) };
             if let Some((to, message)) = recovery.change.poll_transmit() {
-                let (to, body) = (Some(to.0 as usize), JobMessage::View(epoch, Box::new(message)));
+                let (to, body) = (Some(to.0 as usize), JobMessage::View(changes, Box::new(message)));
                 self.send_message(Message::Mesh { job: at.0, from: at.1, to, body });
                 continue;
             }
-            let endpoint = member.endpoint.as_ref().expect("of the lost tree");
-            match recovery.change.poll_action(Some(endpoint), now) {
+            match recovery.change.poll_action(member.endpoint.as_ref(), now) {
                 None => {
                     let wake_at = recovery.change.poll_timeout();
                     self.schedule(wake_at, Alarm::Rank(at.0, at.1));
                     return Ok(());
                 }
                 Some(Action::Report(attempt)) => {
-                    let pending = recovery.pending.as_ref();
-                    let report = report_of(endpoint, &recovery.landed, &member.calls, epoch, pending);
+                    let (landed, pending) = (recovery.landed.clone(), recovery.pending.clone());
+                    let report = report_of(member, &landed, pending.as_ref()).with_offer(&member.calls);
+                    let recovery = member.recovery.as_mut().expect("seen above");
                     recovery.change.report(attempt, report);
                     (recovery.plan, member.phase) = (None, Phase::Frozen);
                 }
@@ -127,21 +137,22 @@ impl World<'_, '_> {
     fn execute(&mut self, at: (usize, usize), attempt: Attempt, plan: Plan) -> Result<(), Violation> {
         let job = &mut self.jobs[at.0];
         let member = &mut job.ranks[at.1];
-        let epoch = member.epoch;
+        let changes = member.changes;
         if let Some(why) = plan.failure() {
             return Err(Violation { oracle: "unrecoverable", what: format!("job {}: {why}", at.0) });
         }
-        if *job.plans.entry((epoch, attempt)).or_insert_with(|| plan.clone()) != plan {
-            return Err(Violation { oracle: "disagreement", what: format!("job {} epoch {epoch}", at.0) });
+        let known = job.plans.entry((changes, attempt)).or_insert_with(|| plan.clone());
+        if !is_same(known, &plan) {
+            return Err(Violation { oracle: "disagreement", what: format!("job {} view change {changes}", at.0) });
         }
-        let (Some(endpoint), Some(recovery)) = (&member.endpoint, &mut member.recovery) else { return Ok(()) };
-        for chunk in &plan.chunks {
+        let Some(recovery) = &mut member.recovery else { return Ok(()) };
+        for (chunk, endpoint) in plan.chunks.iter().filter_map(|chunk| Some((chunk, member.endpoint.as_ref()?))) {
             let (landed, rank) = (&recovery.landed, Rank(at.1 as u32));
             let bytes = match &mut member.program {
                 Some(program) => chunk.give(endpoint, landed, rank, &mut program.operations.buffers()),
                 None => chunk.give(endpoint, landed, rank, &mut member.memory),
             };
-            let piece = job.pieces.entry((epoch, attempt, chunk.seq)).or_default();
+            let piece = job.pieces.entry((changes, attempt, chunk.seq)).or_default();
             match chunk.origin {
                 Origin::Held(holder) if holder.0 as usize == at.1 => piece.result = Some(bytes),
                 Origin::Held(_) => {}
@@ -166,11 +177,11 @@ impl World<'_, '_> {
     /// Store received chunks. Returns whether any is missing.
     pub(super) fn land(&mut self, at: (usize, usize)) -> bool {
         let Job { ranks, pieces, .. } = &mut self.jobs[at.0];
-        let Member { endpoint, memory, program, recovery, epoch, .. } = &mut ranks[at.1];
+        let Member { endpoint, memory, program, recovery, changes, .. } = &mut ranks[at.1];
         let (Some(endpoint), Some(recovery)) = (endpoint, recovery) else { return false };
         let Recovery { landed, plan: Some((attempt, plan)), missing, .. } = recovery else { return false };
         for chunk in &plan.chunks {
-            let result = pieces.get(&(*epoch, *attempt, chunk.seq)).and_then(|piece| piece.result.as_ref());
+            let result = pieces.get(&(*changes, *attempt, chunk.seq)).and_then(|piece| piece.result.as_ref());
             if let Some(result) = result.filter(|_| missing.remove(&chunk.seq)) {
                 match program {
                     Some(program) => {
@@ -186,33 +197,45 @@ impl World<'_, '_> {
     /// All chunks are here, and the controller has replied or is late: vote for the next tree, as `group` names it.
     pub(super) fn vote(&mut self, at: (usize, usize), group: u64) -> Result<(), Violation> {
         let member = self.member(at);
-        let epoch = member.epoch;
         member.phase = Phase::Votes;
-        let plan = member.recovery.as_mut().and_then(|recovery| Some((recovery.plan.take()?.0, &mut recovery.change)));
-        let Some((attempt, change)) = plan else {
-            self.broadcast(at, &JobMessage::Vote(epoch, group));
-            return Ok(());
-        };
-        change.executed(attempt, group);
-        self.drive(at)
+        if let Some(recovery) = &mut member.recovery {
+            let Some((attempt, _)) = recovery.plan.take() else { return Ok(()) };
+            recovery.change.executed(attempt, group);
+            return self.drive(at);
+        }
+        if let Some(Moving { call, vote }) = &mut member.moving {
+            vote.cast(group, member.view);
+            let body = JobMessage::Vote(*call, vote.own());
+            self.broadcast(at, &body);
+            self.reach(Step::Voted);
+        }
+        // Others may have begun to change the view before this rank could take part.
+        self.take_view_messages(at)
     }
 
     /// All ranks have executed the plan: operations return, and the job continues on the next tree, or without one.
     fn commit(&mut self, at: (usize, usize), outcome: &Outcome) -> Result<(), Violation> {
         let job = &mut self.jobs[at.0];
         let member = &mut job.ranks[at.1];
-        let epoch = member.epoch;
-        if job.outcomes.entry(epoch).or_insert_with(|| outcome.clone()) != outcome || !outcome.dead.is_empty() {
-            return Err(Violation { oracle: "disagreement", what: format!("job {} epoch {epoch}: {outcome:?}", at.0) });
+        let changes = member.changes;
+        if job.outcomes.entry(changes).or_insert_with(|| outcome.clone()) != outcome || !outcome.dead.is_empty() {
+            let what = format!("job {} view change {changes}: {outcome:?}", at.0);
+            return Err(Violation { oracle: "disagreement", what });
         }
         let recovery = member.recovery.take().expect("in a recovery");
-        let endpoint = member.endpoint.as_ref().expect("of the lost tree");
-        let pending = recovery.pending.as_ref();
-        if report_of(endpoint, &Landed::default(), &member.calls, epoch, pending) != recovery.report {
+        if report_of(member, &Landed::default(), recovery.pending.as_ref()) != recovery.report {
             return Err(Violation { oracle: "not fenced", what: format!("job {} rank {}", at.0, at.1) });
         }
-        // Announcements are complete, too, but nobody waits for them.
-        let completed_below = endpoint.first_behind(outcome.cut);
+        let (agreed_trees, (promise, is_in_doubt)) =
+            (recovery.change.agreed_trees(), member.calls.commit(&recovery.change));
+        let is_behind = member.trees < agreed_trees;
+        // Announcements are complete, too, but nobody waits for them. As a communicator does, a rank that is behind
+        // takes everything for complete: the others have moved from its tree.
+        let completed_below = match &member.endpoint {
+            _ if is_behind => OpId(u64::MAX),
+            Some(endpoint) => endpoint.first_behind(outcome.cut),
+            None => OpId(0),
+        };
         let below = completed_below.0 as usize;
         let is_complete = member.memory.posted[..below.min(member.memory.posted.len())].contains(&member.done);
         if member.resumes == Phase::InTree && is_complete {
@@ -225,53 +248,81 @@ impl World<'_, '_> {
             self.report.seen.note(Mark::OpRecovered);
         }
         let forgets_paths = self.plan.planted.forgets_paths();
+        self.pause(at, promise);
         let member = self.member(at);
+        // A rank that is behind is moving to the tree that the others select by.
+        let selected_by = match &member.found {
+            Some(_) if is_behind => (member.epoch + 1, true),
+            _ => (member.epoch, member.has_tree),
+        };
         if !forgets_paths {
-            member.paths.view_changed(outcome.begun, (member.epoch, member.has_tree));
+            member.paths.view_changed(outcome.begun, selected_by);
         }
-        let found = self.member(at).found.take().filter(|_| outcome.vote != 0);
+        (member.trees, member.changes) = (agreed_trees, member.changes + 1);
+        let found = member.found.take().filter(|_| outcome.vote != 0);
         self.report.seen.note(if outcome.vote == 0 { Mark::CommitSchedules } else { Mark::CommitTree });
-        self.resume(at, found)
+        let (resumes, has_program) = (self.member(at).resumes.clone(), self.member(at).program.is_some());
+        let begins = match has_program {
+            true => resumes == Phase::Starting,
+            false => {
+                let member = self.member(at);
+                resumes != Phase::InHostCollective && member.moving.is_none() && member.called > member.done
+            }
+        };
+        let phase = if resumes == Phase::InTree { Phase::Computing(self.now) } else { resumes };
+        self.enter_tree(at, found, phase);
+        if begins {
+            self.begin_call(at)?;
+        }
+        self.schedule(self.now, Alarm::Rank(at.0, at.1));
+        if is_in_doubt {
+            self.freeze(at, true)?;
+        }
+        self.catch_up(at)
     }
 
     /// All votes on the tree to migrate to are in.
     pub(super) fn migrate(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = self.member(at);
-        let votes: BTreeSet<u64> = member.peers.votes[&member.epoch].values().copied().collect();
-        let all_alike = votes.len() == 1 && !votes.contains(&0);
+        let Some(Moving { call, vote }) = member.moving.take() else { return Ok(()) };
+        let votes: Vec<u64> = member.peers.votes[&call].values().copied().collect();
+        let (verdict, declines) = (vote.verdict(&votes, member.trees), vote.declines(&votes, member.view));
         let found = member.found.take();
-        if found.is_some() && !all_alike {
-            self.decline(at, "a rank is not in it");
+        if let Some(why) = declines {
+            self.decline(at, &why);
         }
-        self.report.seen.note(if all_alike { Mark::MovedBack } else { Mark::OfferDeclined });
-        self.resume(at, found.filter(|_| all_alike))
+        self.report.seen.note(if verdict == Verdict::Migrate { Mark::MovedBack } else { Mark::OfferDeclined });
+        if verdict == Verdict::Superseded {
+            // Its ranks have no tree: none of them asks for one in a view change.
+            self.member(at).epoch += 1;
+        } else {
+            self.enter_tree(at, found.filter(|_| verdict == Verdict::Migrate), Phase::Turn(call));
+        }
+        let promise = self.member(at).calls.moved();
+        self.pause(at, promise);
+        self.begin_call(at)?;
+        self.schedule(self.now, Alarm::Rank(at.0, at.1));
+        self.catch_up(at)
     }
 
-    /// Enter the next view, with this tree or without one.
-    fn resume(&mut self, at: (usize, usize), found: Option<Box<Membership>>) -> Result<(), Violation> {
-        let now = self.now;
+    /// Enter the next epoch in a phase, with this tree or without one.
+    fn enter_tree(&mut self, at: (usize, usize), found: Option<Box<Membership>>, phase: Phase) {
         let member = self.member(at);
-        member.epoch += 1;
-        member.endpoint = None;
+        (member.epoch, member.trees) = (member.epoch + 1, member.trees + 1);
+        (member.endpoint, member.phase) = (None, phase);
         // As a communicator does, with or without a tree.
         member.calls.enter_view(member.view);
-        let (moved, resumes) = (std::mem::take(&mut member.moves), member.resumes.clone());
-        let offered = if moved { member.calls.moved() } else { None };
-        let begins = match member.program {
-            Some(_) => moved || resumes == Phase::Starting,
-            None => resumes != Phase::InHostCollective && (moved || member.called > member.done),
-        };
-        member.phase = if resumes == Phase::InTree { Phase::Computing(now) } else { resumes };
-        self.pause(at, offered);
         self.install(at, found);
         self.relaunch(at);
-        match self.member(at).program {
-            Some(_) if begins => self.start_call(at),
-            None if begins => self.call(at)?,
-            _ => {}
+    }
+
+    /// Begin the call that had come to its turn, or again where the lost tree has not completed it.
+    fn begin_call(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        if self.member(at).program.is_some() {
+            self.start_call(at);
+            return Ok(());
         }
-        self.schedule(now, Alarm::Rank(at.0, at.1));
-        self.catch_up(at)
+        self.call(at)
     }
 
     /// Check the buffers of a failed operation: each chunk is entirely old or new.
@@ -300,19 +351,24 @@ impl World<'_, '_> {
 /// The call numbers of operations in a lost tree, and of the first incomplete call that is not there.
 type PendingCalls = (BTreeMap<OpId, u64>, u64);
 
-/// Return what a rank has of its lost tree. No rank is dead, so calls in the tree need no numbers.
-fn report_of(
-    endpoint: &Endpoint,
-    landed: &Landed,
-    calls: &Calls,
-    epoch: u32,
-    pending: Option<&PendingCalls>,
-) -> RankReport {
-    let report = RankReport::of(endpoint, landed, 0, epoch).with_begun(calls.begun());
-    match pending {
-        Some(pending) => report.with_calls(endpoint, pending),
-        None => report,
+/// Return what a rank has of its tree, if it has one. No rank is dead, so calls in the tree need no numbers.
+fn report_of(member: &Member, landed: &Landed, pending: Option<&PendingCalls>) -> RankReport {
+    let report = match &member.endpoint {
+        Some(endpoint) => RankReport::of(endpoint, landed, 0, member.trees),
+        None => RankReport::without_tree(0, member.trees),
+    };
+    let report = report.with_begun(member.calls.begun());
+    match (pending, &member.endpoint) {
+        (Some(pending), Some(endpoint)) => report.with_calls(endpoint, pending),
+        _ => report,
     }
+}
+
+/// Return whether two ranks have the same plan; one that is behind knows no chunks of the tree.
+fn is_same(one: &Plan, other: &Plan) -> bool {
+    let is_behind = one.chunks.is_empty() || other.chunks.is_empty();
+    let same = (&one.live, one.len, one.cut()) == (&other.live, other.len, other.cut());
+    same && (is_behind || one.chunks == other.chunks)
 }
 
 /// Limit of a recovery: longer than any wait for the controller.

@@ -352,7 +352,7 @@ impl World<'_, '_> {
 impl Tenancy {
     /// Record drawn parameters that show nowhere else.
     pub(super) fn note(&self, seen: &mut crate::sim::coverage::Coverage) {
-        if self.incidents.is_empty() {
+        if self.incidents.is_empty() && self.strike.is_none() {
             seen.note(Mark::NothingLost);
         }
     }

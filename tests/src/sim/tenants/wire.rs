@@ -2,13 +2,13 @@
 //! connection may end, and its messages are then lost.
 
 use super::TenantViolation as Violation;
+use super::draw::Step;
 use super::job::{JobMessage, Phase};
 use super::world::{Alarm, World};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_hal::ctrl::{Envelope, Hello, Request, Response, encode_frames};
-use sumac_hal::time::Instant;
 
 /// The peer of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,8 +99,14 @@ impl World<'_, '_> {
         }
     }
 
-    /// Notify the peer of a connection that it is gone.
+    /// Notify the peer of a connection that it is gone. After a strike, ranks detect it late: some that were told where
+    /// to move get there before others know that they will not be told.
     pub(super) fn notify_end(&mut self, conn: ConnId, peer: Peer) {
+        if self.has_struck() && matches!(peer, Peer::Rank(..)) {
+            let most = self.draw.one_of(&[1, 500_000, 5_000_000, 5_000_000]);
+            let at = self.now + Duration::from_micros(self.draw.below(most));
+            return self.schedule(at, Alarm::Ended(conn, peer));
+        }
         self.send_message(Message::Ended(conn, peer));
     }
 
@@ -137,6 +143,9 @@ impl World<'_, '_> {
                     && let Some(controller) = self.controller_of(conn)
                 {
                     controller.handle(conn, &encode_frames(&request).expect("a message"), now);
+                    if matches!(request, ClientRequest::Pause { .. }) {
+                        self.reach(Step::Promised);
+                    }
                 }
             }
             Message::Closed(conn) => {
@@ -162,7 +171,7 @@ impl World<'_, '_> {
         }
     }
 
-    fn end_of(&mut self, conn: ConnId, peer: Peer) -> Result<(), Violation> {
+    pub(super) fn end_of(&mut self, conn: ConnId, peer: Peer) -> Result<(), Violation> {
         match peer {
             Peer::Device(device) if self.devices[device].conn == Some(conn) => {
                 self.devices[device].conn = None;
@@ -230,7 +239,7 @@ impl World<'_, '_> {
 
     /// Return whether all incidents are over.
     pub(super) fn is_healed(&self) -> bool {
-        self.now > Instant::ZERO + self.plan.healed_at()
+        self.now > self.healed_at
     }
 }
 

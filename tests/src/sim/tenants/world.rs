@@ -4,7 +4,7 @@
 use super::TenantViolation as Violation;
 use super::controller::Controller;
 use super::device::Device;
-use super::draw::{Incident, Tenancy};
+use super::draw::{Incident, Step, Tenancy};
 use super::job::{Job, Phase};
 use super::report::TenantReport;
 use super::watch::Watch;
@@ -48,6 +48,8 @@ pub(super) enum Alarm {
     Redial(usize, usize),
     /// A rank that does not read asks for a report, or reads again.
     Blocked(usize, usize),
+    /// A rank detects that a connection is gone.
+    Ended(ConnId, Peer),
     /// The controller checks its connections.
     Sweep,
     /// A rank drops the handle of an operation.
@@ -78,6 +80,10 @@ pub(super) struct World<'t, 'm> {
     pub(super) blocked: BTreeSet<ConnId>,
     /// Open connections, with their peers.
     pub(super) conns: BTreeMap<ConnId, Peer>,
+    /// When the last incident is over.
+    pub(super) healed_at: Instant,
+    /// The number of steps before the incident after a step.
+    steps_left: u64,
     pub(super) draw: Draw,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
@@ -128,7 +134,7 @@ impl<'t, 'm> World<'t, 'm> {
             #[cfg(feature = "planted")]
             earlier: None,
             devices,
-            jobs: plan.jobs.iter().enumerate().map(|(index, job)| Job::new(index, job)).collect(),
+            jobs: plan.jobs.iter().enumerate().map(|(index, job)| Job::new(index, job, plan.planted)).collect(),
             fabric,
             alarms: BTreeMap::new(),
             alarm_numbers: 0,
@@ -138,6 +144,8 @@ impl<'t, 'm> World<'t, 'm> {
             last: BTreeMap::new(),
             blocked: BTreeSet::new(),
             conns: BTreeMap::new(),
+            healed_at: Instant::ZERO + plan.healed_at(),
+            steps_left: plan.strike.map_or(0, |strike| strike.nth),
             draw: Draw::new(weight(&[plan.seed, 0x776f_726c])),
             touched: BTreeSet::new(),
             timers: BTreeSet::new(),
@@ -174,7 +182,7 @@ impl<'t, 'm> World<'t, 'm> {
             self.turn(next)?;
         }
         let ended = self.now;
-        let end = ended.max(Instant::ZERO + self.plan.healed_at()) + 3 * self.plan.lease + SETTLE;
+        let end = ended.max(self.healed_at) + 3 * self.plan.lease + SETTLE;
         while let Some(next) = self.next_event().filter(|&at| at < end) {
             self.turn(next)?;
         }
@@ -239,10 +247,28 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::Rank(job, rank) => self.advance((job, rank))?,
             Alarm::Redial(job, rank) => self.redial((job, rank)),
             Alarm::Blocked(job, rank) => self.stay_blocked((job, rank))?,
+            Alarm::Ended(conn, peer) => self.end_of(conn, peer)?,
             Alarm::Sweep => {}
             Alarm::Drop(job, rank, handle) => self.drop_handle((job, rank), handle),
         }
         Ok(())
+    }
+
+    /// Count a step of an offer. The incident after it comes before all messages that are still under way.
+    pub(super) fn reach(&mut self, step: Step) {
+        let Some(strike) = self.plan.strike.filter(|strike| strike.after == step && self.steps_left > 0) else {
+            return;
+        };
+        self.steps_left -= 1;
+        if self.steps_left == 0 {
+            self.healed_at = self.healed_at.max(self.now + strike.incident.len());
+            self.schedule(self.now, Alarm::Incident(strike.incident));
+        }
+    }
+
+    /// Return whether the incident after a step has happened.
+    pub(super) fn has_struck(&self) -> bool {
+        self.plan.strike.is_some() && self.steps_left == 0
     }
 
     fn apply_incident(&mut self, incident: Incident) -> Result<(), Violation> {
