@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 12, byte for byte. Any change requires a new version.
+/// Version 13, byte for byte. Any change requires a new version.
 #[test]
-fn version_12_encodes_to_golden_bytes() {
+fn version_13_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -53,14 +53,17 @@ fn version_12_encodes_to_golden_bytes() {
     let holder = Some(Addr::Udp("127.0.0.1:4791".parse().unwrap()));
     let rejection = Rejection::NameTaken { holder, is_alive: true };
     let rejected = frame(&Envelope { id: 3, message: Request::Rejected(rejection) });
-    let found = [install, create, refused, rejected].map(|bytes| hex(&bytes));
-    assert_eq!(found, [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED, GOLDEN_REJECTED]);
+    let ticket = frame(&JobTicket { job: "j".try_into().unwrap(), rank: 300, proof: [5; 32] });
+    let found = [install, create, refused, rejected, ticket].map(|bytes| hex(&bytes));
+    assert_eq!(found, [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED, GOLDEN_REJECTED, GOLDEN_TICKET]);
 }
 
-const GOLDEN_INSTALL: &str = "53630c0018000000c75c5767010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53630c0050000000a929d5240203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "53630c000400000013360e0202020740";
-const GOLDEN_REJECTED: &str = "53630c000d000000a897b2a20308000100007f000001b72501";
+const GOLDEN_INSTALL: &str = "53630d0018000000622701ac010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630d00500000000c5283ef0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630d0004000000b64d58c902020740";
+const GOLDEN_REJECTED: &str = "53630d000d0000000dece4690308000100007f000001b72501";
+const GOLDEN_TICKET: &str =
+    "53630d0024000000ece916d8016aac020505050505050505050505050505050505050505050505050505050505050505";
 
 #[test]
 fn announce_and_stats_round_trip() {
