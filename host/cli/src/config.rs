@@ -71,8 +71,8 @@ fn complete<C: Parser>(
 
 /// Return where the subcommand is, if it reads a file.
 fn subcommand(args: &[OsString]) -> Option<(usize, Section)> {
-    let is_word = |arg: &&OsString| !arg.as_encoded_bytes().starts_with(b"-");
-    let name = args.iter().skip(1).find(is_word)?;
+    let is_name = |arg: &&OsString| !arg.as_encoded_bytes().starts_with(b"-");
+    let name = args.iter().skip(1).find(is_name)?;
     let at = args.iter().skip(1).position(|arg| arg == name)? + 1;
     let section = [Section::Controller, Section::Device].into_iter().find(|section| name == section.name())?;
     Some((at, section))

@@ -93,7 +93,7 @@ impl World<'_, '_> {
             }
             ClientReply::MoveAt { view, call } => {
                 member.calls.move_at(view, call);
-                self.reach(Step::Told);
+                self.reach(Step::Scheduled);
             }
             ClientReply::OfferWithdrawn => member.calls.withdraw(),
             ClientReply::Queued(place) => {

@@ -127,7 +127,7 @@ pub enum Step {
     /// A rank's promise to hold its calls reaches the controller.
     Promised,
     /// A rank is told the call where all ranks move.
-    Told,
+    Scheduled,
     /// A rank has voted on the tree.
     Voted,
 }
@@ -437,9 +437,16 @@ fn draw_strike(draw: &mut Draw) -> Option<Strike> {
     if !draw.chance(350) {
         return None;
     }
-    let after =
-        draw.one_of(&[Step::Offered, Step::Promised, Step::Told, Step::Told, Step::Told, Step::Voted, Step::Voted]);
-    let nth = 1 + draw.below(if matches!(after, Step::Told | Step::Voted) { 2 } else { 6 });
+    let after = draw.one_of(&[
+        Step::Offered,
+        Step::Promised,
+        Step::Scheduled,
+        Step::Scheduled,
+        Step::Scheduled,
+        Step::Voted,
+        Step::Voted,
+    ]);
+    let nth = 1 + draw.below(if matches!(after, Step::Scheduled | Step::Voted) { 2 } else { 6 });
     let len = Duration::from_millis(draw.one_of(&[100, 1_500, 7_000, 15_000]));
     let incident = if draw.chance(700) { Incident::Controller(len) } else { Incident::Succeed(len) };
     Some(Strike { after, nth, incident })
