@@ -5,7 +5,7 @@ use std::io::Cursor;
 use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_firmware::bfb::{Builder, ImageId, ImageName, Source};
 use sumac_firmware::manifest::{MANIFEST_IMAGE, Manifest};
-use sumac_hal::ctrl::{Envelope, Hello, Request, Response, encode};
+use sumac_hal::ctrl::{Envelope, Hello, JobTicket, Name, Request, Response, encode};
 use sumac_hal::dma::{Address, Coverage, Descriptor, RegionKey, Scope, Step, Tag};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::mmio::admission::{AdmissionReply, AdmissionRequest, AttachRefusal};
@@ -88,6 +88,7 @@ fn control() -> Vec<Seed> {
         seed("control", name, &[kind << 1 | 1, 20], frame)
     }
     let request = |message| Envelope { id: 7, message };
+    let ticket = JobTicket { job: Name::try_from("job").expect("short"), rank: 2, proof: [5; 32] };
     let mut seeds = vec![
         message("hello", 0, &request(Request::Identify)),
         message("renew", 0, &request(Request::RenewGroup(GroupId(3)))),
@@ -95,6 +96,7 @@ fn control() -> Vec<Seed> {
         message("hello-client", 2, &Hello::Client),
         message("announce", 3, &crate::admission::announce()),
         message("device", 2, &Hello::Device(crate::admission::announce())),
+        message("host-device", 2, &Hello::HostDevice { announce: crate::admission::announce(), ticket }),
         message("join", 4, &ClientRequest::Join(crate::admission::joining())),
         message(
             "join-on",

@@ -4,7 +4,8 @@
 
 use sumac_hal::op::Path;
 use sumac_hal::wire::{
-    Flags, HEADER_LEN, Kind, MAGIC, NakReason, Packet, RankMask, Repr, SHORT_HEADER_LEN, VERSION, payload_crc, unpack_op,
+    Flags, HEADER_LEN, Kind, MAGIC, NakReason, Packet, RankMask, Repr, SHORT_HEADER_LEN, VERSION, payload_crc,
+    unpack_op,
 };
 
 /// The offset of the flags, which decide on the header's form.
