@@ -12,7 +12,7 @@ use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::planted;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::MAX_WINDOW;
@@ -37,9 +37,10 @@ impl GroupCtx<'_> {
     }
 
     /// Handle the next Data of a train whose first one was admitted.
-    pub(super) fn handle_next(&mut self, admitted: &mut Admitted, packet: &[u8], now: Instant) {
+    pub(super) fn handle_next(&mut self, admitted: &mut Admitted, ecn: Ecn, packet: &[u8], now: Instant) {
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
+        self.common.counters.marked += u64::from(ecn.is_ce());
         let Ok((repr, payload, _)) = admitted.lead.parse(packet) else {
             return self.common.drop_packet(DropReason::Malformed);
         };

@@ -41,7 +41,7 @@ impl Node<'_> {
             let Some(mut admitted) = self.handle_first(now, from, ecn, packet) else { continue };
             let Some(mut ctx) = self.group_ctx(admitted.group) else { continue };
             while let Some(packet) = packets.next_if(|packet| admitted.lead.leads(packet)) {
-                ctx.handle_next(&mut admitted, packet, now);
+                ctx.handle_next(&mut admitted, ecn, packet, now);
             }
         }
     }
@@ -52,6 +52,7 @@ impl Node<'_> {
         let bytes = packet;
         self.common.counters.packets_in += 1;
         self.common.counters.bytes_in += packet.len() as u64;
+        self.common.counters.marked += u64::from(ecn.is_ce());
         let (packet, payload_crc) = match Packet::new_checked_with_crc(packet) {
             Ok(checked) => checked,
             Err(error) => {

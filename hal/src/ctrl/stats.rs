@@ -140,6 +140,8 @@ pub struct Counters {
     pub cuts: u64,
     /// Window halvings.
     pub window_cuts: u64,
+    /// Packets received with a congestion mark (ECN's CE, RFC 3168), including dropped ones.
+    pub marked: u64,
     /// Groups freed because their lease expired.
     pub leases_expired: u64,
     /// Packets dropped, indexed by [`DropReason`].
@@ -176,6 +178,7 @@ impl Counters {
             probes_out,
             cuts,
             window_cuts,
+            marked,
             leases_expired,
             dropped,
         } = other;
@@ -195,6 +198,7 @@ impl Counters {
         self.probes_out += probes_out;
         self.cuts += cuts;
         self.window_cuts += window_cuts;
+        self.marked += marked;
         self.leases_expired += leases_expired;
         for (sum, n) in self.dropped.iter_mut().zip(dropped) {
             *sum += n;

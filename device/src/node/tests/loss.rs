@@ -300,6 +300,7 @@ fn congestion_mark_cuts_the_window_and_is_echoed_once() {
     assert_eq!(cuts(&rig), 1, "once a window");
     contribute(&mut rig, 0, 2, true);
     assert_eq!(cuts(&rig), 2, "the next window's");
+    assert_eq!(rig.node.counters().marked, 3, "each marked packet is counted, the dropped one, too");
     // The other child's echo of a mark on the way down has the same effect.
     let echo = Repr { flags: Flags::WANT | Flags::CONGESTED, ..rig.up(Kind::Data, 1, 3) };
     rig.put(child_addr(1), echo, &[0; 4]);

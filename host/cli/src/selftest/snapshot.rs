@@ -53,6 +53,7 @@ impl Snapshot {
             packets_out: now.packets_out - then.packets_out,
             bytes_out: now.bytes_out - then.bytes_out,
             packets_in: now.packets_in - then.packets_in,
+            marked: now.marked - then.marked,
             retransmits: now.retransmits - then.retransmits,
             probes: now.probes - then.probes,
             dropped: now.dropped - then.dropped,

@@ -17,6 +17,7 @@ pub(super) struct Sample {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct DeviceRates {
     pub(super) packets_in: f64,
+    pub(super) marked: f64,
     pub(super) bytes_in: f64,
     pub(super) packets_out: f64,
     pub(super) bytes_out: f64,
@@ -61,6 +62,7 @@ fn between(before: &StatusReport, now: &StatusReport, interval: Duration) -> Rat
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
         let rates = DeviceRates {
             packets_in: rate(now.packets_in, then.packets_in),
+            marked: rate(now.marked, then.marked),
             bytes_in: rate(now.bytes_in, then.bytes_in),
             packets_out: rate(now.packets_out, then.packets_out),
             bytes_out: rate(now.bytes_out, then.bytes_out),

@@ -93,10 +93,12 @@ fn write_device(out: &mut impl Write, device: &DeviceStatus, rates: Option<&Devi
         stats.stack.map(describe_stack).unwrap_or_default(),
         describe_attach_point(device.attach.as_ref())
     )?;
-    let Counters { packets_in, packets_out, contributions, zero_copy_contributions, completed, .. } = stats.counters;
+    let Counters { packets_in, marked, packets_out, contributions, zero_copy_contributions, completed, .. } =
+        stats.counters;
+    let marks = if marked > 0 { format!(" ({marked} with a congestion mark)") } else { String::new() };
     writeln!(
         out,
-        "    packets in {packets_in} out {packets_out}  contributions {contributions}, zero-copy \
+        "    packets in {packets_in}{marks} out {packets_out}  contributions {contributions}, zero-copy \
          {zero_copy_contributions}  completed {completed}  {}",
         describe_drops(&stats.counters)
     )?;
@@ -321,6 +323,11 @@ pub(super) mod tests {
         let second = text.lines().nth(1).expect("two lines");
         let expected = "    packets in 7 out 0  contributions 9, zero-copy 5  completed 0  dropped 3: stale 2, late 1";
         assert_eq!(second, expected);
+        device.stats.as_mut().expect("it answered").counters.marked = 3;
+        let mut text = Vec::new();
+        write_device(&mut text, &device, None).expect("memory");
+        let text = String::from_utf8(text).expect("text");
+        assert!(text.contains("packets in 7 (3 with a congestion mark) out 0"), "{text}");
     }
 
     #[test]

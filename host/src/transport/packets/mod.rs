@@ -98,6 +98,8 @@ pub struct EndpointStats {
     pub bytes_out: u64,
     /// Packets received.
     pub packets_in: u64,
+    /// Those of the packets received that had a congestion mark (ECN's CE, RFC 3168).
+    pub marked: u64,
     /// Contributions retransmitted.
     pub retransmits: u64,
     /// Probes sent.

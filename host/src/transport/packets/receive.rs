@@ -48,6 +48,7 @@ impl Endpoint {
     /// Record what became of a packet.
     fn note_packet(&mut self, taken: Option<()>, ecn: Ecn) {
         self.stats.packets_in += 1;
+        self.stats.marked += u64::from(ecn.is_ce());
         match taken {
             Some(()) => self.congested |= ecn.is_ce(),
             // It may be anybody's, and so may its mark.
