@@ -1,7 +1,7 @@
 //! Loss of a device during every collective of the tree, in place and out of place, with roots other than rank 0.
 
 use crate::common::{Cluster, over_udp};
-use crate::workload::{Kill, mixed, over_shm, prefer_tree, run_until_recovered, value};
+use crate::workload::{ATTEMPTS_PER_RUN, Kill, mixed, over_shm, prefer_tree, run_until_recovered, value};
 use std::ops::Range;
 use std::time::Duration;
 use sumac::{Buffers, CallOptions, Communicator, JoinConfig, Outcome, ReduceOp};
@@ -84,11 +84,15 @@ fn operation(comm: &Communicator, op: u64, registered: bool) -> Outcome {
 
 fn all_collectives(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {
     let mut recovered = 0;
-    for nth in 0..KINDS {
+    for nth in 0..ATTEMPTS_PER_RUN * KINDS {
+        if nth >= KINDS && recovered > 0 {
+            break;
+        }
         let mut config = prefer_tree();
         (config.chunk_max_bytes, config.zero_copy_chunk_max_bytes) = (2048, 2048);
         let mut cluster = Cluster::start_zero_copy(1, RANKS as usize, ZeroCopyConfig::default(), config);
-        let kill = Kill { device: 0, after_operations: nth + KINDS * (nth % 2), delay: Duration::from_micros(300) };
+        let kill =
+            Kill { device: 0, after_operations: nth % KINDS + KINDS * (nth % 2), delay: Duration::from_micros(300) };
         let seen =
             run_until_recovered(&mut cluster, RANKS, kill, &configure, |comm, op| operation(comm, op, registered));
         recovered += seen.recovered.len();

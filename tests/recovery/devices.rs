@@ -1,7 +1,9 @@
 //! Loss of a device during operations over every transport.
 
 use crate::common::{Cluster, over_udp, plain};
-use crate::workload::{Kill, assert_sum, filled, in_small_chunks, mixed, over_shm, prefer_tree, run_until_recovered};
+use crate::workload::{
+    ATTEMPTS_PER_RUN, Kill, assert_sum, filled, in_small_chunks, mixed, over_shm, prefer_tree, run_until_recovered,
+};
 use std::time::Duration;
 use sumac::{JoinConfig, Path, ReduceOp};
 use sumac_firmware::emulated::ZeroCopyConfig;
@@ -9,14 +11,21 @@ use sumac_firmware::emulated::ZeroCopyConfig;
 /// Elements of an operation: several windows.
 const LEN: usize = 100_000;
 
-/// Moments of the loss, from the start of the third operation.
-fn moments() -> impl Iterator<Item = Kill> {
-    (0..6).map(|nth| Kill { device: 0, after_operations: 3, delay: Duration::from_micros(271 * nth) })
+/// The number of moments of the loss.
+const MOMENTS: u64 = 6;
+
+/// A moment of the loss, from the start of the third operation.
+fn moment(nth: u64) -> Duration {
+    Duration::from_micros(271 * (nth % MOMENTS))
 }
 
 fn on_one_device(configure: impl Fn(&mut JoinConfig) + Sync, registered: bool) {
     let mut recovered = 0;
-    for kill in moments() {
+    for nth in 0..ATTEMPTS_PER_RUN * MOMENTS {
+        if nth >= MOMENTS && recovered > 0 {
+            break;
+        }
+        let kill = Kill { device: 0, after_operations: 3, delay: moment(nth) };
         let mut cluster = Cluster::start_zero_copy(1, 4, ZeroCopyConfig::default(), in_small_chunks());
         let seen = run_until_recovered(&mut cluster, 4, kill, &configure, |comm, op| {
             let mut buffer = filled(comm, op, LEN);

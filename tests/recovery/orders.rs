@@ -2,7 +2,7 @@
 
 use crate::common::{Cluster, over_udp, plain};
 use crate::loss::DeviceLoss;
-use crate::workload::prefer_tree;
+use crate::workload::{ATTEMPTS_PER_RUN, prefer_tree};
 use std::time::Duration;
 use sumac::{Buffers, CallOptions, Communicator, JoinConfig, Order, Outcome, ReduceOp};
 use sumac_firmware::emulated::ZeroCopyConfig;
@@ -53,9 +53,6 @@ fn run(comm: &Communicator, op: u64) -> (Vec<u8>, Outcome) {
     (buffer, outcome)
 }
 
-/// The limit of attempts, as a multiple of the usual number, until a device fails under an operation.
-const ATTEMPTS_PER_RUN: u64 = 10;
-
 fn bits_are_the_same(order: Order, levels: usize, transport: fn(&mut JoinConfig)) {
     let configure = move |config: &mut JoinConfig| {
         transport(config);
@@ -77,7 +74,6 @@ fn bits_are_the_same(order: Order, levels: usize, transport: fn(&mut JoinConfig)
         .remove(0);
     cluster.boards.clear();
     let mut recovered = 0;
-    // The machine decides whether a device fails in time.
     for op in 0..ATTEMPTS_PER_RUN * kinds {
         if op >= kinds && recovered > 0 {
             break;

@@ -1,7 +1,7 @@
 //! Remote ranks whose device is lost, or whose links go down: no rank can read the device's redo slots.
 
 use crate::common::Cluster;
-use crate::workload::{Kill, assert_sum, filled, in_small_chunks, over_rdma, run_until_recovered};
+use crate::workload::{ATTEMPTS_PER_RUN, Kill, assert_sum, filled, in_small_chunks, over_rdma, run_until_recovered};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,20 +12,26 @@ use sumac_hal::remote::Exchange;
 /// Elements of an operation: several windows.
 const LEN: usize = 100_000;
 
-/// Moments after the start of an operation.
-fn moments() -> impl Iterator<Item = (u32, Duration)> {
-    (0..6).map(|nth| (nth, Duration::from_micros(271) * nth))
+/// The number of moments of the loss.
+const MOMENTS: u64 = 6;
+
+/// A moment of the loss, after the start of an operation.
+fn moment(nth: u64) -> Duration {
+    Duration::from_micros(271 * (nth % MOMENTS))
 }
 
 #[test]
 fn remote_device_lost_with_its_redo_slots_is_recovered() {
     for (leaves, registered) in [(1, true), (1, false), (2, true)] {
         let mut recovered = 0;
-        for (nth, delay) in moments() {
+        for nth in 0..ATTEMPTS_PER_RUN * MOMENTS {
+            if nth >= MOMENTS && recovered > 0 {
+                break;
+            }
             let exchange = format!("exchange:death-{leaves}-{registered}-{nth}");
             let bus = (ZeroCopyConfig::default(), &*exchange);
             let mut cluster = Cluster::start_remote(leaves, 4 / leaves, bus, in_small_chunks());
-            let kill = Kill { device: leaves - 1, after_operations: 3, delay };
+            let kill = Kill { device: leaves - 1, after_operations: 3, delay: moment(nth) };
             let seen = run_until_recovered(&mut cluster, 4, kill, over_rdma(&exchange), |comm, op| {
                 let values = filled(comm, op, LEN);
                 let outcome = if registered {
@@ -54,7 +60,10 @@ fn remote_device_lost_with_its_redo_slots_is_recovered() {
 fn remote_links_cut_in_an_operation_are_recovered() {
     const OPERATIONS: u64 = 12;
     let recovered = AtomicU32::new(0);
-    for (nth, delay) in moments() {
+    for nth in 0..ATTEMPTS_PER_RUN * MOMENTS {
+        if nth >= MOMENTS && recovered.load(Ordering::Relaxed) > 0 {
+            break;
+        }
         let exchange = format!("exchange:cut-{nth}");
         let cluster = Cluster::start_remote(1, 3, (ZeroCopyConfig::default(), &exchange), in_small_chunks());
         cluster.run("cut", 3, over_rdma(&exchange), |comm| {
@@ -65,7 +74,7 @@ fn remote_links_cut_in_an_operation_are_recovered() {
                     if op == 3 && comm.rank() == 0 {
                         scope.spawn(|| {
                             // Spin: the moment of the cut matters.
-                            let at = Instant::now() + delay;
+                            let at = Instant::now() + moment(nth);
                             while Instant::now() < at {
                                 thread::yield_now();
                             }

@@ -28,7 +28,8 @@ fn doctor_shows_each_variable_its_launcher_and_the_result() {
     assert_eq!(
         found["variables"][0],
         json!({
-            "name": "OMPI_COMM_WORLD_RANK", "value": "3", "launcher": "Open MPI", "role": "rank", "used": true
+            "name": "OMPI_COMM_WORLD_RANK", "value": "3", "launcher": "Open MPI", "role": "rank", "used": true,
+            "source": "environment"
         })
     );
     assert_eq!((&found["rank"], &found["world"], &found["error"]), (&json!(3), &json!(4), &Value::Null));

@@ -79,12 +79,13 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-const RANK_VARIABLES: [&str; 24] = [
+const RANK_VARIABLES: [&str; 25] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
     "SUMAC_DEADLINE",
     "SUMAC_EMBEDDED_CONTROLLER",
+    "SUMAC_HIERARCHICAL",
     "SUMAC_HOST",
     "SUMAC_IFNAME",
     "SUMAC_JOIN_TIMEOUT",
