@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 use sumac::controller::proto::Transport;
-use sumac::{Communicator, JoinConfig, ReduceOp};
+use sumac::{Algo, Communicator, JoinConfig, ReduceOp};
 
 const RANKS: u32 = 3;
 
@@ -29,6 +29,10 @@ const AWAY: Duration = Duration::from_secs(7);
 
 /// How long the test checks that ranks do not leave yet.
 const WATCHED: Duration = Duration::from_secs(1);
+
+/// The number of elements of a broadcast: more than a rank has room for before it reads, and less than its peer's
+/// socket holds.
+const BROADCAST_LEN: usize = 1 << 17;
 
 /// The variable that holds a rank's task.
 const TASK: &str = "SUMAC_TEST_SUSPENDED";
@@ -48,6 +52,9 @@ enum Work {
     /// Run one all-reduce. One rank stops itself after it has contributed; the others contribute only after a line on
     /// stdin.
     StopBeforeTheResult,
+    /// Broadcast among the ranks, without a tree. One rank is stopped while it waits for the root, which sends only
+    /// after a line on stdin.
+    StopInBroadcast,
 }
 
 #[test]
@@ -75,6 +82,7 @@ fn check(values: &[u64], round: u64) {
 fn work(task: &Task) {
     let config = JoinConfig {
         transport: if task.by_packets { Transport::Udp } else { Transport::Shm },
+        algo: if task.work == Work::StopInBroadcast { Algo::Binomial } else { Algo::Auto },
         deadline: LONG,
         ..JoinConfig::new(task.controller, "suspended", task.rank, RANKS)
     };
@@ -99,6 +107,22 @@ fn work(task: &Task) {
                 kill_process(getpid(), Signal::STOP).expect("it is ours");
             }
             check(&handle.wait().expect("a sum").0, 0);
+        }
+        Work::StopInBroadcast => {
+            comm.all_reduce(&mut [0_u64], ReduceOp::Sum).expect("all are there");
+            let mut values = if task.rank == 0 { input(BROADCAST_LEN, 0) } else { vec![0; BROADCAST_LEN] };
+            if task.rank == 0 {
+                std::io::stdin().read_line(&mut String::new()).expect("the line on which to continue");
+            }
+            if task.rank as usize == STOPPED {
+                std::thread::spawn(|| {
+                    // The time in which this rank tells the root that it waits.
+                    std::thread::sleep(Duration::from_millis(200));
+                    kill_process(getpid(), Signal::STOP)
+                });
+            }
+            comm.broadcast(&mut values, 0).expect("the values of rank 0");
+            assert!((0..BROADCAST_LEN).all(|element| values[element] == value(0, 0, element)), "a value is wrong");
         }
     }
     println!("=done");
@@ -163,16 +187,24 @@ impl Drop for Member {
     }
 }
 
-/// Start a controller, a device and the ranks.
-fn start(by_packets: bool, work: Work) -> (Server, Server, Vec<Member>) {
+/// Start a controller.
+fn start_controller() -> (Server, SocketAddr) {
     let mut controller = serve(&["controller", "--listen", "127.0.0.1:0", "--prefer-tree"]);
     let line = controller.line();
-    let addr: SocketAddr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
+    let addr = line.strip_prefix("listening ").and_then(|addr| addr.parse().ok()).expect("an address");
+    (controller, addr)
+}
+
+/// Start a controller, a device and the ranks.
+fn start(by_packets: bool, work: Work) -> (Server, Server, Vec<Member>) {
+    let (controller, addr) = start_controller();
     let mut device = serve(&["device", "--name", "device", "--controller", &addr.to_string()]);
     assert_eq!(device.line(), "ready device");
-    let task = |rank| Task { controller: addr, rank, by_packets, work };
-    let members = (0..RANKS).map(|rank| Member::start(&task(rank))).collect();
-    (controller, device, members)
+    (controller, device, start_members(addr, by_packets, work))
+}
+
+fn start_members(controller: SocketAddr, by_packets: bool, work: Work) -> Vec<Member> {
+    (0..RANKS).map(|rank| Member::start(&Task { controller, rank, by_packets, work })).collect()
 }
 
 #[test]
@@ -219,4 +251,18 @@ fn leaving_ranks_wait_for_a_stopped_rank() {
             assert_eq!(left.as_deref(), Ok("Clean"), "by packets: {by_packets}, device dies: {dies}");
         }
     }
+}
+
+/// It has received a part, and the root has returned from the broadcast: the rest is in the root's socket.
+#[test]
+fn leaving_root_waits_until_a_stopped_rank_has_received_its_broadcast() {
+    let (_controller, addr) = start_controller();
+    let members = start_members(addr, false, Work::StopInBroadcast);
+    members[STOPPED].until_stopped();
+    members[0].go_on();
+    members[0].expect("done");
+    assert_eq!(members[0].lines.recv_timeout(WATCHED), Err(RecvTimeoutError::Timeout));
+    members[STOPPED].signal(Signal::CONT);
+    assert_eq!(members[0].lines.recv_timeout(LONG).as_deref(), Ok("Clean"));
+    members.into_iter().skip(1).for_each(Member::end);
 }

@@ -222,9 +222,10 @@ impl Communicator {
     }
 
     /// Leave the job gracefully: complete all started operations, and wait until all ranks have the results of the
-    /// operations in the tree, because recovery from the failure of a device might still need this rank. This takes
-    /// until the slowest rank has completed these operations, at most until the communicator's deadline. The rank has
-    /// left in any case; if other ranks may still need it, a warning is logged.
+    /// operations in the tree, because recovery from the failure of a device might still need this rank, and until
+    /// their systems have received what it sent to them. This takes until the slowest rank has completed these
+    /// operations, at most until the communicator's deadline. The rank has left in any case; if other ranks may still
+    /// need it, a warning is logged.
     ///
     /// [`Communicator::leave_within`] takes the time limit as an argument and reports how the rank left.
     pub fn leave(self) {

@@ -15,7 +15,7 @@ use super::join::listen;
 use super::membership::Inbox;
 use super::new_tree::NewTree;
 use super::operations::{AfterLoss, BorrowedBuffers, InFlight, Owned, Started};
-use super::pieces::PendingOps;
+use super::pieces::{PendingOps, Survivors};
 use super::tree::Tree;
 use crate::exec::ExecError;
 use crate::recovery::{
@@ -38,6 +38,8 @@ struct ChangeDriver {
     inbox: Arc<Inbox>,
     /// The listener for the connections of the ballot that was promised last.
     bound: Option<(Ballot, TcpListener, SocketAddr)>,
+    /// The connections over which the last plan was executed here.
+    survivors: Option<Survivors>,
     /// The tree that was found when the last plan was executed here.
     new_tree: Option<NewTree>,
 }
@@ -206,7 +208,7 @@ impl Core {
         let began = Instant::now();
         let until = time::Instant::ZERO + deadline.0.saturating_duration_since(began);
         let change = Change::new(own, self.data.tree.view(), self.notices().has_controller(), until);
-        let mut driver = ChangeDriver { change, began, inbox, bound: None, new_tree: None };
+        let mut driver = ChangeDriver { change, began, inbox, bound: None, survivors: None, new_tree: None };
         self.report_deaths(&mut driver.change);
         if !driver.inbox.has_event() {
             driver.change.begin();
@@ -329,8 +331,9 @@ impl Core {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let listener = driver.bound.take().map(|(_, listener, _)| listener);
+        driver.survivors = None;
         let known = (driver.change.dead(), &*driver.inbox);
-        self.run_pieces(pending, (ballot, attempt, listener), known, deadline)?;
+        driver.survivors = self.run_pieces(pending, (ballot, attempt, listener), known, deadline)?;
         driver.new_tree = if attempt.finds_tree { self.find_tree(deadline) } else { None };
         Ok(())
     }

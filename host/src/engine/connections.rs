@@ -73,6 +73,11 @@ impl HostPath {
         Ok(connections)
     }
 
+    /// Wait until other ranks have received what was sent to them, at most until `until`; returns whether they have.
+    pub(super) fn flush(&mut self, until: Instant) -> bool {
+        self.connections.as_mut().is_none_or(|connections| connections.mesh.flush(until))
+    }
+
     pub(super) fn give_back(&mut self, connections: Connections) {
         self.connections = Some(connections);
     }

@@ -24,10 +24,11 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Departure {
-    /// All ranks have the results of all operations in the tree that this rank took part in.
+    /// All ranks have the results of all operations in the tree that this rank took part in, and what it sent to them.
     Clean,
-    /// It is unknown whether all ranks have them: the time limit passed. If a device of the tree dies now, other ranks
-    /// may lose an operation that completed here; they get an error ([`Error::RanksFailed`], or the loss of the tree).
+    /// It is unknown whether all ranks have them: the time limit passed. Other ranks may lose an operation that
+    /// completed here, if a device of the tree dies now or if they have yet to receive what this rank sent to them; they
+    /// get an error ([`Error::RanksFailed`], or the loss of the tree).
     Unconfirmed {
         /// How long this rank waited.
         waited: Duration,
@@ -40,7 +41,10 @@ impl Core {
     /// Leave the job. The controller frees the group when all ranks have left.
     pub(crate) fn leave(&mut self, limit: Duration) -> Departure {
         let began = Instant::now();
-        let departure = self.drain(limit);
+        let mut departure = self.drain(limit);
+        if departure == Departure::Clean && !self.data.host.flush(began + limit) {
+            departure = Departure::Unconfirmed { waited: began.elapsed() };
+        }
         match &departure {
             Departure::Clean => self.members.channel.iter().for_each(MembershipChannel::announce_departure),
             Departure::Unconfirmed { waited } => {

@@ -42,24 +42,25 @@ pub(super) struct PendingOps<'t, 'c, 'b> {
     pub(super) begun: u64,
 }
 
-/// Connections between the surviving ranks for one attempt.
-struct Survivors {
+/// Connections between the surviving ranks for one attempt. They stay open until all ranks have executed the plan: a
+/// socket that closes with unread bytes resets its connection, and a reset discards what a slower peer has yet to read.
+pub(super) struct Survivors {
     connections: Connections,
     /// The surviving ranks, in the order of their ranks in the mesh.
     live: Vec<Rank>,
 }
 
 impl Core {
-    /// Execute the pieces of a plan: move and compute what is missing.
+    /// Execute the pieces of a plan: move and compute what is missing. Returns the connections, if it needed any.
     pub(super) fn run_pieces(
         &mut self,
         pending: &mut PendingOps<'_, '_, '_>,
         (ballot, attempt, listener): (Ballot, &Attempt, Option<TcpListener>),
         (dead, inbox): (&Dead, &Inbox),
         deadline: Deadline,
-    ) -> Result<(), Error> {
+    ) -> Result<Option<Survivors>, Error> {
         if attempt.pieces.is_empty() {
-            return Ok(());
+            return Ok(None);
         }
         let listener = listener.ok_or_else(|| Error::Argument("a recovery attempt has no listener".into()))?;
         let notices = Arc::clone(self.notices());
@@ -70,7 +71,7 @@ impl Core {
             .iter()
             .try_for_each(|piece| self.run_piece(pending, piece, &mut survivors, deadline, &mut interrupt));
         self.data.host.recovery_bytes += survivors.connections.mesh.sent_bytes();
-        ran
+        ran.map(|()| Some(survivors))
     }
 
     /// Connect the surviving ranks for an attempt.

@@ -20,6 +20,7 @@ mod acceptor;
 mod announce;
 mod auth;
 mod error;
+mod flush;
 mod frame;
 mod handshake;
 mod link;
