@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Searches the sources for names that the project has replaced by the field's terms, and for story-like test names.
+"""Searches the sources for names that the project has replaced by the field's terms, for story-like test names, and for
+what the formatter leaves alone: comments that are too wide and files that are too long.
 
     tests/names.py    print each occurrence; exit status 1 if there is one
 
@@ -47,6 +48,8 @@ EXCEPTIONS = [
 
 # A test's name states subject, condition and result.
 TEST_NAME_MAX = 80
+COLUMNS_MAX = 120
+LINES_MAX = 500
 STORY = re.compile(r"^(a|an|the|what|who|whose|nobody|where|whatever|it|there|which|those|that|as|after|before|how)_")
 
 
@@ -86,6 +89,21 @@ def test_names(name, text):
             yield f"{name}: test {match[1]}: {len(match[1])} characters; at most {TEST_NAME_MAX}"
 
 
+def overlong(name, text):
+    """Yield comment lines that are too wide, unless of a table, and the length of a file that is too long.
+
+    >>> list(overlong("a.rs", "// | a | table |" + 120 * " " + "\\n// " + 120 * "x"))
+    ['a.rs:2: a comment of 123 columns; at most 120']
+    """
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        is_prose = re.match(r"\s*//[/!]? ?[^|]*$", line)
+        if name.endswith(".rs") and len(line) > COLUMNS_MAX and is_prose:
+            yield f"{name}:{number}: a comment of {len(line)} columns; at most {COLUMNS_MAX}"
+    if name.endswith(".rs") and len(lines) > LINES_MAX:
+        yield f"{name}: {len(lines)} lines; at most {LINES_MAX}"
+
+
 def main():
     if sys.argv[1:]:
         print(__doc__, file=sys.stderr)
@@ -93,8 +111,8 @@ def main():
     found = []
     for name in files():
         text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
-        found += [*replaced(name, text), *test_names(name, text)]
-    print("\n".join(found + [f"{len(found)} replaced names"]))
+        found += [*replaced(name, text), *test_names(name, text), *overlong(name, text)]
+    print("\n".join(found + [f"{len(found)} found"]))
     return 1 if found else 0
 
 

@@ -2,8 +2,9 @@
 //! Also tests the shrinker on the failures.
 //!
 //! Seed n runs one cluster of the n-th kind in turn, or a zero-copy cluster for bugs that only it can show; bugs of the
-//! controller, and of ranks' calls and handles, are searched in scenarios of tenants. `SEEDS=n` limits the seeds per bug, `BUGS=Name,Name` selects bugs.
-//! The table also shows how many link faults, of those recorded, suffice to reproduce the bug.
+//! controller, and of ranks' calls and handles, are searched in scenarios of tenants. `SEEDS=n` limits the seeds per
+//! bug, `BUGS=Name,Name` selects bugs. The table also shows how many link faults, of those recorded, suffice to
+//! reproduce the bug.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -120,7 +121,8 @@ fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<
     done.into_iter().map(|result| result.into_inner().unwrap().expect("every number was taken")).collect()
 }
 
-/// Bugs that concern many jobs, calls beside the tree, or handles are found within few seeds, each by the matching oracle.
+/// Bugs that concern many jobs, calls beside the tree, or handles are found within few seeds, each by the matching
+/// oracle.
 #[test]
 fn planted_bugs_of_tenants_are_found() {
     let oracles = [

@@ -336,9 +336,9 @@ fn previously_failing_seeds_pass() {
     // A run was checked while messages waited for ranks to reconnect: `Cluster::settled_at`.
     let unsettled = [5_000_699, 5_000_833].map(|seed| (Ranks, seed));
     // Worlds of tenants: unremoved trees filled a device; a queue position was not reported; a device that renewed late
-    // was forgotten; nodes without ranks kept each other's groups; a rank with all results recovered its tree with ranks
-    // that had left; a job that no device answered counted as a later one; jobs that a device refused retried without
-    // end, because of each other's rollbacks.
+    // was forgotten; nodes without ranks kept each other's groups; a rank with all results recovered its tree with
+    // ranks that had left; a job that no device answered counted as a later one; jobs that a device refused retried
+    // without end, because of each other's rollbacks.
     let tenants = [1_795_360_704_003_162, 1_795_367_790_000_969, 1_795_371_618_000_038, 1_795_376_618_002_178];
     for seed in [1, 4, 13, 15, 215, 351].into_iter().chain(tenants) {
         run_tenants(&Tenancy::draw(seed)).unwrap_or_else(|violation| panic!("tenants SEED={seed}: {violation}"));

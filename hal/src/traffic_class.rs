@@ -8,8 +8,8 @@ use std::os::fd::AsFd;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// A traffic class as a byte: IPv4's type of service, the traffic class of IPv6 and of a verbs address. DSCP is the upper
-/// six bits. The lower two are ECN's (RFC 3168), so they are zero here.
+/// A traffic class as a byte: IPv4's type of service, the traffic class of IPv6 and of a verbs address. DSCP is the
+/// upper six bits. The lower two are ECN's (RFC 3168), so they are zero here.
 ///
 /// The default, 0, is best effort, and leaves TCP sockets as the system makes them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

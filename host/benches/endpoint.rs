@@ -7,8 +7,8 @@
 //!
 //! One [`Endpoint`] of a group of four, driven as its driver does it: handle a burst of packets, poll packets until
 //! there are none. There is no port: results are prepared packets with the right key and checksum, and contributions
-//! are dropped. So the numbers cover the protocol, the checksums and the copy into the caller's buffer, not an operating
-//! system's network stack. Packets and buffers stay in the cache as far as it is large enough.
+//! are dropped. So the numbers cover the protocol, the checksums and the copy into the caller's buffer, not an
+//! operating system's network stack. Packets and buffers stay in the cache as far as it is large enough.
 //!
 //! Invariant: the counted work was done. At the end the operation is complete, its buffer holds the result, and no
 //! packet was dropped.

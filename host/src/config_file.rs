@@ -14,9 +14,9 @@
 //! join_timeout = 120
 //! ```
 //!
-//! Keys of `[controller]` and `[device]` are the long options of `sumac controller` and `sumac device`; those of `[rank]`
-//! are the variables that [`JoinConfig::from_env`](crate::JoinConfig::from_env) reads, without `SUMAC_` and in lower case.
-//! Options beat the environment, the environment beats the file, and the file beats the defaults.
+//! Keys of `[controller]` and `[device]` are the long options of `sumac controller` and `sumac device`; those of
+//! `[rank]` are the variables that [`JoinConfig::from_env`](crate::JoinConfig::from_env) reads, without `SUMAC_` and in
+//! lower case. Options beat the environment, the environment beats the file, and the file beats the defaults.
 //!
 //! Whoever reads a table says which keys it knows, so an unknown one is always an error.
 //!

@@ -1,6 +1,7 @@
 //! Ranks that write invalid entries into their rings, beside ranks that reduce (`tests/boards/run`).
 //!
-//!     hostile CONTROLLER SEED     run a controller at this address; start on a line on stdin, once the board is connected
+//!     hostile CONTROLLER SEED     run a controller at this address; start on a line on stdin, once the board is
+//!     connected
 //!
 //! Each round is a job of two attached ranks with a group and keys. One violates the protocol, and the board's replies
 //! are checked where it must reply. Meanwhile honest ranks reduce over zero-copy on the same board and check every

@@ -1,6 +1,7 @@
 //! Ranks fill buffers while their board resets, and other ranks attach meanwhile (`tests/boards/run`).
 //!
-//!     kept CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once the board is connected
+//!     kept CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once the board is
+//!     connected
 //!
 //! Prints `filled` when the buffers are. On a second line on stdin, once the board is in its next incarnation, other
 //! ranks reduce and the first ones allocate further buffers. The first buffers, in memory shared with the board, must

@@ -1,6 +1,7 @@
 //! Straggler policies with a late rank, on devices of any kind (`tests/boards/run`).
 //!
-//!     late CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once devices are connected
+//!     late CONTROLLER     run a controller at this address; start the ranks on a line on stdin, once devices are
+//!     connected
 //!
 //! A straggler deadline fails the operation on all ranks and names the missing one. A partial limit completes it
 //! without the late rank, whose own call fails as excluded. Exit status 101 if an expectation is not met.

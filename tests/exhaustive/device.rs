@@ -180,9 +180,9 @@ pub(crate) fn searched_of(scope: &Scope, sent: Vec<(Addr, Vec<u8>)>) -> Vec<(Add
     sent.into_iter().filter_map(|(to, bytes)| searched(scope, &bytes).map(|bytes| (to, bytes))).collect()
 }
 
-/// Return a packet as the search has it, if it has it. It leaves out the report of the slowest rank, which depends on the
-/// clock, and nothing depends on it. And each contribution describes its operation: descriptions as packets of their own
-/// would multiply the states. (The simulator loses and reorders those.)
+/// Return a packet as the search has it, if it has it. It leaves out the report of the slowest rank, which depends on
+/// the clock, and nothing depends on it. And each contribution describes its operation: descriptions as packets of
+/// their own would multiply the states. (The simulator loses and reorders those.)
 pub(crate) fn searched(scope: &Scope, bytes: &[u8]) -> Option<Vec<u8>> {
     let packet = Packet::new_unchecked(bytes);
     let mut repr = Repr::parse(&packet).expect("machines send packets of this version");

@@ -174,8 +174,8 @@ impl<'s> Library<'s> {
         let outcome = Rc::new(Outcome { next, sent, inert: act.inert, flaw: act.flaw });
         let visited = &mut self.visited_states[machine];
         visited.outcomes.insert(key, Rc::clone(&outcome));
-        // Calm machines only renumber their tokens, reusing earlier numbers; packets that were removed before would have
-        // to be renumbered with them.
+        // Calm machines only renumber their tokens, reusing earlier numbers; packets that were removed before would
+        // have to be renumbered with them.
         if next != state && happening != NumberedEvent::Calm {
             visited.steps.push((state, next));
         }

@@ -159,8 +159,9 @@ impl Member {
         None
     }
 
-    /// Return the answer with a window that lets the rank keep `scope.window` chunks in flight, wherever they are. As the
-    /// rank sends below `have` + window, the window grows by the completed chunks above `have`, this answer's included.
+    /// Return the answer with a window that lets the rank keep `scope.window` chunks in flight, wherever they are. As
+    /// the rank sends below `have` + window, the window grows by the completed chunks above `have`, this answer's
+    /// included.
     fn counted(&self, scope: &Scope, bytes: &[u8]) -> Vec<u8> {
         let mut bytes = bytes.to_vec();
         let packet = Packet::new_checked(&bytes[..]).expect("packets arrive whole");

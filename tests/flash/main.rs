@@ -1,5 +1,5 @@
-//! Runs `sumac image`, and `sumac flash` and `sumac card list` on a simulated card. Its scripts cover every failure that
-//! the driver and its users report (Mellanox/rshim-user-space and its issues).
+//! Runs `sumac image`, and `sumac flash` and `sumac card list` on a simulated card. Its scripts cover every failure
+//! that the driver and its users report (Mellanox/rshim-user-space and its issues).
 //!
 //! Needs FUSE: root or fusermount3. Without it the tests print that and are skipped; with CI=true they fail.
 //!

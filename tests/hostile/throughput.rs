@@ -65,8 +65,8 @@ fn compare(tools: &Tools, transport: Transport) {
     testbed.check_unaffected(&before);
 }
 
-/// Measure all pairs and return their median ratio. `pace` measures the rounds a second with the flood at the job's ports
-/// or elsewhere, by its first argument.
+/// Measure all pairs and return their median ratio. `pace` measures the rounds a second with the flood at the job's
+/// ports or elsewhere, by its first argument.
 fn median_ratio(transport: Transport, mut pace: impl FnMut(bool, u64) -> f64) -> f64 {
     let mut pairs: Vec<[f64; 2]> = (0..PAIRS as u64)
         .map(|nth| {

@@ -18,8 +18,8 @@ use sumac_tests::oracle::weight;
 /// The limit of the time until the first recovery.
 const RECOVERY_LIMIT: Duration = Duration::from_secs(180);
 
-/// The limit of attempts, as a multiple of the usual number, until a device fails under an operation: the machine decides
-/// whether it fails in time.
+/// The limit of attempts, as a multiple of the usual number, until a device fails under an operation: the machine
+/// decides whether it fails in time.
 pub(crate) const ATTEMPTS_PER_RUN: u64 = 10;
 
 /// How long a device may be silent; long enough for a busy machine.

@@ -5,8 +5,8 @@
 //! Where the rules of PROTOCOL are implemented: `receive.rs` (which group and link a packet is for), `child.rs`
 //! (contributions: sections 1 and 2), `loss.rs` (gaps, probes and answers sent again: section 3), `parent.rs` (answers,
 //! and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is sent
-//! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs` (groups, reserved whole or not at all), `zero_copy/` (children
-//! whose data a DMA engine fetches: sections 5 to 7).
+//! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs`
+//! (groups, reserved whole or not at all), `zero_copy/` (children whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
 //! - nothing that a peer writes is trusted: each field is checked before use, and invalid packets are dropped and

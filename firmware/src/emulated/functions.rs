@@ -126,8 +126,8 @@ pub(super) struct Functions {
 }
 
 impl Functions {
-    /// Start the engine: on the RDMA port, with the preferred address and traffic class in `remote`, or else an emulated
-    /// one.
+    /// Start the engine: on the RDMA port, with the preferred address and traffic class in `remote`, or else an
+    /// emulated one.
     pub(super) fn start(
         config: &ZeroCopyConfig,
         remote: Option<(&str, IpAddr, TrafficClass)>,

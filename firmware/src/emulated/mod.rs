@@ -54,8 +54,8 @@ pub struct BoardConfig {
     pub name: String,
     /// The controller to register with.
     pub controller: SocketAddr,
-    /// Further addresses, dialled in turn: of the same controller, those of a host name that has several, and of the other
-    /// one of a pair.
+    /// Further addresses, dialled in turn: of the same controller, those of a host name that has several, and of the
+    /// other one of a pair.
     pub controller_alternatives: Vec<SocketAddr>,
     /// The device's key, if the controller uses keys.
     pub key: Option<Key>,

@@ -1,7 +1,7 @@
 //! The file in which a device keeps the highest term of its controllers over restarts.
 //!
-//! It holds the term in decimal digits and a newline. A new term is written to a file beside it, which then replaces it, so
-//! that it is never half written.
+//! It holds the term in decimal digits and a newline. A new term is written to a file beside it, which then replaces
+//! it, so that it is never half written.
 
 use std::fs::{self, File};
 use std::io::{self, Write};

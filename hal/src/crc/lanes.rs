@@ -73,8 +73,9 @@ fn product(crc: u64, factor: u32) -> u64 {
     _mm_cvtsi128_si64(product) as u64
 }
 
-/// The factor at `n - 1` moves a checksum behind `n` blocks and one word: x to the power of that number of bits, less 33,
-/// modulo the polynomial. The word's own checksum multiplies by x^32, and the product of two bit-reversed numbers by x.
+/// The factor at `n - 1` moves a checksum behind `n` blocks and one word: x to the power of that number of bits, less
+/// 33, modulo the polynomial. The word's own checksum multiplies by x^32, and the product of two bit-reversed numbers
+/// by x.
 static FACTORS: [u32; 2 * LANE_BLOCKS_MAX] = {
     /// The polynomial, bit-reversed: the lowest bit is that of x^31.
     const POLYNOMIAL: u32 = 0x82f6_3b78;

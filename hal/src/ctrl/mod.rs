@@ -19,6 +19,7 @@
 //! listen on loopback only.
 
 mod messages;
+mod refusal;
 #[cfg(feature = "secure")]
 pub mod secure;
 pub mod shards;
@@ -31,9 +32,9 @@ mod tests;
 
 pub use messages::{
     Announce, AttachPoint, ChildMask, DeviceCapabilities, DeviceUser, Envelope, GroupConfig, Hello, JobTicket,
-    MAX_NAME_LEN, Name, NodeParent, Order, Refusal, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig,
-    ZeroCopyRefusal,
+    MAX_NAME_LEN, Name, NodeParent, Order, Rejection, Request, Response, SharedLink, TimersConfig, TreeConfig,
 };
+pub use refusal::{Refusal, ZeroCopyRefusal};
 pub use stats::{Counters, DropReason, StackUsage, Stats};
 #[cfg(feature = "std")]
 pub use stream::{FrameBuffer, FrameReader, StreamError, encode_frames, fragment, send};

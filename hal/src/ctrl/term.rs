@@ -1,8 +1,8 @@
 //! Terms: which controller of a pair a device obeys.
 //!
 //! Two controllers may stand in for each other. Each takeover starts a higher term, which the active controller claims
-//! on every connection, and repeats so that a device notices its silence. A device keeps the highest term it has seen and
-//! refuses whatever comes under a lower one, so it never serves two controllers (PROTOCOL 11).
+//! on every connection, and repeats so that a device notices its silence. A device keeps the highest term it has seen
+//! and refuses whatever comes under a lower one, so it never serves two controllers (PROTOCOL 11).
 //!
 //! A controller without a pair claims no term: it counts as term 0.
 

@@ -188,10 +188,10 @@ impl SendBatch {
         let count = self.headers.0.len() as libc::c_uint;
         let headers = self.headers.0.as_mut_ptr();
         // Not libc's function: musl's loops over `sendmsg`, a system call for each message.
-        // SAFETY: every pointer in the headers was made above from `arena`, `borrowed`, `messages` and own storage. They are
-        // borrowed until the call returns, and were not moved or resized since. `sendmmsg` writes only to the headers
-        // (`msg_len`). Padding that a libc has where the kernel has the upper half of a length is zero, as the headers
-        // started as zeros.
+        // SAFETY: every pointer in the headers was made above from `arena`, `borrowed`, `messages` and own storage.
+        // They are borrowed until the call returns, and were not moved or resized since. `sendmmsg` writes only to the
+        // headers (`msg_len`). Padding that a libc has where the kernel has the upper half of a length is zero, as the
+        // headers started as zeros.
         let sent = unsafe {
             libc::syscall(libc::SYS_sendmmsg, fd.as_raw_fd(), headers, count, libc::MSG_DONTWAIT as libc::c_int)
         };

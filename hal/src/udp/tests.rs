@@ -435,7 +435,8 @@ fn received_class(socket: &std::net::UdpSocket) -> u8 {
     // SAFETY: the kernel has filled the control buffer as the header says.
     let cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const header) };
     assert!(!cmsg.is_null(), "the class is reported");
-    // SAFETY: not null, so it is within the control buffer, with its data behind it. IPv4's is a byte, IPv6's an integer.
+    // SAFETY: not null, so it is within the control buffer, with its data behind it. IPv4's is a byte, IPv6's an
+    // integer.
     unsafe {
         match (*cmsg).cmsg_level {
             libc::IPPROTO_IP => *libc::CMSG_DATA(cmsg),

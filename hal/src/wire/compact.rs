@@ -1,7 +1,8 @@
 //! Fields of the header that take fewer bits on the wire than in memory: a mark relative to its seq, and a time with 11
 //! bits of precision.
 //!
-//! Invariant: a field that does not fit is written as an earlier mark or a shorter time, never as a later or longer one.
+//! Invariant: a field that does not fit is written as an earlier mark or a shorter time, never as a later or longer
+//! one.
 
 use crate::ids::ChunkNo;
 

@@ -114,10 +114,10 @@ pub(crate) enum Command {
     Chaos(ChaosArgs),
     /// Show a controller's fabric, devices, tenants, jobs and recoveries
     ///
-    /// A device's contributions are those of its children; the zero-copy ones are counted beside packets. A job's path is
-    /// the one that calls take which name no algorithm: tree or host. missing are the ranks that have not joined, have
-    /// left or are lost. Recoveries are those that this controller has seen, the latest first, also of jobs that have
-    /// ended.
+    /// A device's contributions are those of its children; the zero-copy ones are counted beside packets. A job's path
+    /// is the one that calls take which name no algorithm: tree or host. missing are the ranks that have not joined,
+    /// have left or are lost. Recoveries are those that this controller has seen, the latest first, also of jobs that
+    /// have ended.
     ///
     /// With --watch, the report replaces the one before on a terminal and follows it elsewhere. Ctrl-C ends the command
     /// with status 0.
@@ -137,8 +137,8 @@ pub(crate) enum Command {
     Selftest(SelftestArgs),
     /// Make, list and revoke the keys with which devices, ranks and operators connect to a controller
     ///
-    /// A controller with keys serves nobody without one. Connections are encrypted, and each key is good for its principal
-    /// only: a device for its names, a tenant's ranks for its jobs, an operator for all of `status`.
+    /// A controller with keys serves nobody without one. Connections are encrypted, and each key is good for its
+    /// principal only: a device for its names, a tenant's ranks for its jobs, an operator for all of `status`.
     #[command(after_long_help = KEY_HELP)]
     Key(KeyArgs),
     /// Plan an aggregation tree for a set of hosts on a fabric
@@ -149,7 +149,8 @@ pub(crate) enum Command {
     /// Check this machine's capabilities
     ///
     /// Each line is ok, warn (works below its potential), missing (this machine has none), not built (this build of the
-    /// command leaves it out) or BROKEN (perf needs it, and it does not work), with a remedy. The last line counts them.
+    /// command leaves it out) or BROKEN (perf needs it, and it does not work), with a remedy. The last line counts
+    /// them.
     #[command(after_long_help = DOCTOR_HELP)]
     Doctor(DoctorArgs),
     /// Print completions for a shell

@@ -1,7 +1,9 @@
-//! The configuration file of `controller` and `device`: the options that neither the command line nor the environment gives.
+//! The configuration file of `controller` and `device`: the options that neither the command line nor the environment
+//! gives.
 //!
-//! A table's keys are the long options of its subcommand, without hidden ones. What the file sets is inserted behind the
-//! subcommand, and the whole is parsed as one command line, so a value in the file passes the same checks as an option.
+//! A table's keys are the long options of its subcommand, without hidden ones. What the file sets is inserted behind
+//! the subcommand, and the whole is parsed as one command line, so a value in the file passes the same checks as an
+//! option.
 //!
 //! Processes that a supervisor starts read no file: their options are complete.
 
@@ -83,7 +85,8 @@ fn is_given(args: &[OsString], option: &str) -> bool {
     args.iter().any(|arg| arg.to_str().is_some_and(|arg| has_name(arg, option)))
 }
 
-/// Whether an argument, or the name of one in clap's messages, is this option: `--name`, `--name=...` or `--name <...>`.
+/// Whether an argument, or the name of one in clap's messages, is this option: `--name`, `--name=...` or `--name
+/// <...>`.
 fn has_name(arg: &str, option: &str) -> bool {
     let rest = arg.strip_prefix("--").and_then(|arg| arg.strip_prefix(option));
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(['=', ' ', '[']))

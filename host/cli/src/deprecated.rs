@@ -1,7 +1,7 @@
 //! Old spellings on the command line: accepted for one release, each with a warning that names the new one.
 //!
-//! They are replaced before the arguments are parsed, so that neither the help nor any other message shows them. Old names
-//! of environment variables are the library's ([`sumac::comm::environment`]), which reads them.
+//! They are replaced before the arguments are parsed, so that neither the help nor any other message shows them. Old
+//! names of environment variables are the library's ([`sumac::comm::environment`]), which reads them.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;

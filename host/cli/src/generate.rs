@@ -1,5 +1,5 @@
-//! `sumac completions` and `sumac man`: what shells and readers of manual pages need, from the definition of the command
-//! line.
+//! `sumac completions` and `sumac man`: what shells and readers of manual pages need, from the definition of the
+//! command line.
 
 use crate::exit::Failure;
 use anyhow::Context;

@@ -160,8 +160,8 @@ pub(crate) struct DeviceArgs {
     /// its owner can read it. Ranks on this machine send packets only with --no-shm
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
-    /// Keep the highest term of a pair of controllers in this file, so that the device refuses a controller that was taken
-    /// over from also after its own restart
+    /// Keep the highest term of a pair of controllers in this file, so that the device refuses a controller that was
+    /// taken over from also after its own restart
     #[arg(long, value_name = "FILE")]
     term_file: Option<PathBuf>,
     /// Traffic class of all packets and connections, 0 to 252: four times the DSCP, as 184 for EF

@@ -1,7 +1,7 @@
 //! Controllers that contend for the same ranks and devices, and failures during the takeover of a job.
 //!
-//! Controllers and devices are processes. Ranks are threads. Ranks and devices reach their controller through a relay each,
-//! so that each of them can be redirected to another controller alone.
+//! Controllers and devices are processes. Ranks are threads. Ranks and devices reach their controller through a relay
+//! each, so that each of them can be redirected to another controller alone.
 
 mod common;
 
@@ -259,8 +259,8 @@ fn device_redirected_to_another_controller_serves_only_that_one() {
     stop(others);
 }
 
-/// Two of three ranks are redirected to another controller, and each controller takes its absent ranks for lost. Whatever
-/// the ranks decide, none returns a wrong sum, and every error names the reason.
+/// Two of three ranks are redirected to another controller, and each controller takes its absent ranks for lost.
+/// Whatever the ranks decide, none returns a wrong sum, and every error names the reason.
 #[test]
 fn ranks_split_between_two_controllers_end_with_named_errors() {
     for transport in [Transport::Udp, Transport::Shm] {

@@ -71,7 +71,8 @@ fn every_row_recovers_from_a_killed_device() {
     let args = "-b 8 -e 4M -f 524288 -n 6 -w 2 --algo tree,ring --fault kill-device";
     let (rows, remarks) = repaired_with_remarks(args, "device leaf0 killed in");
     assert_eq!(rows.len(), 4);
-    // In rows of ring only barriers use the tree: recovery happens in the iteration, in the next barrier, or in between.
+    // In rows of ring only barriers use the tree: recovery happens in the iteration, in the next barrier, or in
+    // between.
     let when = ["the time of iteration 4 beyond the median", "next to iteration 4", "while no rank was in a call"];
     assert!(remarks.iter().all(|line| when.iter().any(|when| line.ends_with(when))), "{remarks:?}");
     // The other leaf serves the job again once the dead one is known to be gone: rows may be on either path.

@@ -1,4 +1,5 @@
-//! A controller with keys as processes: `sumac key`, devices, ranks and `status` with keys, and every bad key's message.
+//! A controller with keys as processes: `sumac key`, devices, ranks and `status` with keys, and every bad key's
+//! message.
 
 mod common;
 

@@ -21,8 +21,8 @@ fn controller(listen: &str) -> (Server, SocketAddr) {
     (controller, addr.unwrap_or_else(|| panic!("{line}")))
 }
 
-/// Start the command and write `stdin` to it. SIGINT has its default effect there, which background processes of a shell
-/// otherwise inherit as ignored.
+/// Start the command and write `stdin` to it. SIGINT has its default effect there, which background processes of a
+/// shell otherwise inherit as ignored.
 fn start(args: &[&str], stdin: &str) -> Child {
     let mut command = Command::new("env");
     command

@@ -7,8 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The unit files, each with the exposure that `systemd-analyze security` may report at most, in tenths: 10 is "ok", 100
-/// the worst.
+/// The unit files, each with the exposure that `systemd-analyze security` may report at most, in tenths: 10 is "ok",
+/// 100 the worst.
 const UNITS: [(&str, u32); 2] = [("sumac-controller.service", 20), ("sumac-device@.service", 30)];
 
 fn folder() -> PathBuf {

@@ -100,8 +100,8 @@ impl Communicator {
     /// All-reduce each of `tensors` in place, coalesced into buckets of at most `bucket_bytes` ([`BUCKET_BYTES`] is the
     /// usual size). All ranks pass tensors of the same lengths in the same order. Returns the outcome of each bucket.
     ///
-    /// Buckets are zero-copy where this rank shares memory with its leaf device. The communicator keeps their memory for
-    /// the next call, up to four buckets.
+    /// Buckets are zero-copy where this rank shares memory with its leaf device. The communicator keeps their memory
+    /// for the next call, up to four buckets.
     ///
     /// # Errors
     /// [`Error`]. Tensors of completed buckets hold results, the others their input. Only the first bucket can be

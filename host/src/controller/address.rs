@@ -41,8 +41,8 @@ pub fn resolve_all(text: &str, default_port: u16) -> Result<Vec<SocketAddr>, Add
     Ok(addrs)
 }
 
-/// Resolve `HOST`, `HOST:PORT`, or an IPv6 address, which is in brackets if a port follows. Returns all addresses of the
-/// host, in the order in which the system prefers them; never none.
+/// Resolve `HOST`, `HOST:PORT`, or an IPv6 address, which is in brackets if a port follows. Returns all addresses of
+/// the host, in the order in which the system prefers them; never none.
 ///
 /// # Errors
 /// [`AddressError`].

@@ -280,8 +280,8 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
 }
 
 impl Placement {
-    /// Whether all ranks and devices use IPv4 loopback addresses. They are then on one host, if the controller listens on
-    /// loopback only.
+    /// Whether all ranks and devices use IPv4 loopback addresses. They are then on one host, if the controller listens
+    /// on loopback only.
     fn on_one_host(&self, requests: &[&JoinRequest]) -> bool {
         let loopback = |addr: SocketAddr| addr.is_ipv4() && addr.ip().is_loopback();
         let mut devices = self.nodes.iter().flat_map(|node| &node.device.announce.data_addrs);

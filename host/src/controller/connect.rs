@@ -52,8 +52,8 @@ pub(super) struct ActiveLink {
     pub(super) silence: Option<Duration>,
 }
 
-/// Connect to the first address at which a controller is active, whose term is not below `seen`. If none is, the error is
-/// that of a standby, or else that of the first address.
+/// Connect to the first address at which a controller is active, whose term is not below `seen`. If none is, the error
+/// is that of a standby, or else that of the first address.
 pub(super) fn connect_active(controller: &ControllerAddr, seen: u64) -> Result<ActiveLink, ClientError> {
     let mut failed: Option<ClientError> = None;
     for addr in controller.all() {

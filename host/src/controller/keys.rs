@@ -1,11 +1,11 @@
 //! Keys of a controller: who may connect, and what each may do (PROTOCOL 10).
 //!
-//! A [`KeyStore`] is the controller's file, written by `sumac key`. Each principal gets its own key in a file of its own
-//! ([`read_key`]). Secrets are cleared when they are dropped and no message contains one; a parser's copies of the
+//! A [`KeyStore`] is the controller's file, written by `sumac key`. Each principal gets its own key in a file of its
+//! own ([`read_key`]). Secrets are cleared when they are dropped and no message contains one; a parser's copies of the
 //! store's text are not cleared, so a controller's memory has all secrets, as its file has.
 //!
-//! A tenant's ranks share one key. Who has it can stand for any rank of the tenant's jobs, or for the controller towards
-//! these ranks, and for nobody else.
+//! A tenant's ranks share one key. Who has it can stand for any rank of the tenant's jobs, or for the controller
+//! towards these ranks, and for nobody else.
 
 mod store;
 mod watched;

@@ -119,8 +119,8 @@ impl Machine {
         }
     }
 
-    /// The peer of a connection has proved that it has a key of `principal`. Call it before the peer connects as a device
-    /// or a client.
+    /// The peer of a connection has proved that it has a key of `principal`. Call it before the peer connects as a
+    /// device or a client.
     pub fn authenticate(&mut self, conn: ConnId, principal: Arc<Principal>) {
         self.principals.insert(conn, principal);
     }

@@ -22,18 +22,18 @@
 //! the group down on every device (`state::lease`).
 //!
 //! The controller is control plane only: no packet of an operation passes through it, and running operations do not
-//! depend on it. It is a sans-I/O state machine ([`machine`]) behind one lock. One thread moves bytes between it and the
-//! sockets (`connections`), one makes plans, one encodes reports; nobody reads, writes, plans or waits while holding the
-//! lock. A controller that is restarted at the same address learns about running jobs from their ranks, which
-//! authenticate with a secret from its predecessor (`state::resume`). So does the second controller of a pair when it takes
-//! over (`pair`).
+//! depend on it. It is a sans-I/O state machine ([`machine`]) behind one lock. One thread moves bytes between it and
+//! the sockets (`connections`), one makes plans, one encodes reports; nobody reads, writes, plans or waits while
+//! holding the lock. A controller that is restarted at the same address learns about running jobs from their ranks,
+//! which authenticate with a secret from its predecessor (`state::resume`). So does the second controller of a pair
+//! when it takes over (`pair`).
 //!
 //! What belongs here: how a controller decides, and how it is reached. What a rank does with its answers is in
 //! [`comm`](crate::comm).
 //!
 //! With keys ([`keys`]), connections are authenticated and encrypted (PROTOCOL 10): a key exchange precedes everything
-//! else (`connections::channel`), and the machine checks what each principal may do. Without keys, the controller listens
-//! on loopback only and serves whoever connects.
+//! else (`connections::channel`), and the machine checks what each principal may do. Without keys, the controller
+//! listens on loopback only and serves whoever connects.
 
 mod address;
 mod admit;

@@ -1,5 +1,5 @@
-//! Outgoing messages: a bounded queue per peer. With a key they are encrypted as they are sent, so that what several peers
-//! share is queued once.
+//! Outgoing messages: a bounded queue per peer. With a key they are encrypted as they are sent, so that what several
+//! peers share is queued once.
 //!
 //! Invariant: queueing a message never waits for the peer.
 

@@ -1,19 +1,21 @@
 //! A pair of controllers: which of them is active, and when the other one takes over.
 //!
 //! ```text
-//!   controller --- PeerReport --> controller     once per interval, both ways: who is active, and the highest term seen
-//!   device, rank -------- dials -----------> standby       after it has lost the active one: a witness
-//!   active ------ Claim, Leading ----------> device, rank  its term, repeated, so that they notice its silence
+//!   controller --- PeerReport --> controller    once per interval, both ways: who is active, and the highest term seen
+//!   device, rank -------- dials -----------> standby      after it has lost the active one: a witness
+//!   active ------ Claim, Leading ----------> device, rank its term, repeated, so that they notice its silence
 //! ```
 //!
 //! Invariants:
-//! - Every activation starts a term higher than all that this controller has seen. The first controller's terms are odd,
-//!   the second one's even, so the two never have the same.
-//! - Devices and ranks refuse terms lower than the highest they have seen. A controller that learns of a higher term, from
-//!   its peer or from a device, becomes the standby.
-//! - A standby takes over only if it has not heard from its peer for [`PairConfig::silence`], and a device or a rank of a
-//!   running job has come to it, which they do only after they have lost the active one; or if the peer is a standby, too.
-//! - An active controller that was stopped for that long becomes the standby, because the other one may have taken over.
+//! - Every activation starts a term higher than all that this controller has seen. The first controller's terms are
+//!   odd, the second one's even, so the two never have the same.
+//! - Devices and ranks refuse terms lower than the highest they have seen. A controller that learns of a higher term,
+//!   from its peer or from a device, becomes the standby.
+//! - A standby takes over only if it has not heard from its peer for [`PairConfig::silence`], and a device or a rank of
+//!   a running job has come to it, which they do only after they have lost the active one; or if the peer is a standby,
+//!   too.
+//! - An active controller that was stopped for that long becomes the standby, because the other one may have taken
+//!   over.
 
 use super::proto::{PairRole, PairStatus, PeerReport};
 use std::net::SocketAddr;
@@ -58,7 +60,8 @@ pub(super) struct Pair {
     term: Option<u64>,
     /// The highest term seen.
     seen: u64,
-    /// The highest term that a client has reported. It only makes the next own term higher: clients depose no controller.
+    /// The highest term that a client has reported. It only makes the next own term higher: clients depose no
+    /// controller.
     hinted: u64,
     /// Whether the peer was active when it last reported.
     is_peer_active: bool,
@@ -129,8 +132,8 @@ impl Pair {
         self.see(report.seen);
     }
 
-    /// The peer has reported by itself. Nobody knows how long ago, so what it was then proves nothing, except that a term
-    /// exists.
+    /// The peer has reported by itself. Nobody knows how long ago, so what it was then proves nothing, except that a
+    /// term exists.
     pub(super) fn handle_report(&mut self, report: PeerReport) {
         if report.is_second == self.config.is_second {
             return;
@@ -164,8 +167,8 @@ impl Pair {
         }
     }
 
-    /// Take over a term that the peer or a device has seen, in steps of [`HINT_MAX`]: one false report cannot use up the
-    /// terms. Whoever really is further ahead refuses this controller, and so leads it on.
+    /// Take over a term that the peer or a device has seen, in steps of [`HINT_MAX`]: one false report cannot use up
+    /// the terms. Whoever really is further ahead refuses this controller, and so leads it on.
     fn see(&mut self, term: u64) {
         if term < TERM_MAX {
             self.seen = self.seen.max(term.min(self.seen.saturating_add(HINT_MAX)));
@@ -237,8 +240,8 @@ impl Pair {
     }
 }
 
-/// How far beyond the known terms a reported one may be: more takeovers than any controller misses, and too few to use up the
-/// terms.
+/// How far beyond the known terms a reported one may be: more takeovers than any controller misses, and too few to use
+/// up the terms.
 const HINT_MAX: u64 = 1024;
 
 #[cfg(test)]

@@ -262,13 +262,13 @@ pub enum ClientReply {
         /// The job's new view, which no earlier controller has used.
         view: u32,
     },
-    /// To clients that know several addresses: the controller's term, at once and repeatedly. A controller without a pair
-    /// sends it once, with term 0.
+    /// To clients that know several addresses: the controller's term, at once and repeatedly. A controller without a
+    /// pair sends it once, with term 0.
     Leading(TermClaim),
     /// Reply to `Peer`.
     Peer(PeerReport),
-    /// Before `Joined`: run a device for the ranks on this rank's host. If it fails, answer with `HostDeviceFailed`. To a
-    /// rank that runs one, `Left` arrives once these ranks have left, too.
+    /// Before `Joined`: run a device for the ranks on this rank's host. If it fails, answer with `HostDeviceFailed`. To
+    /// a rank that runs one, `Left` arrives once these ranks have left, too.
     LeadHost(HostLead),
 }
 

@@ -1,10 +1,10 @@
 //! The thread behind a [`Session`](super::Session): reads replies and notifications, and reconnects.
 //!
-//! If the connection is lost, the reader dials the same addresses until a controller there has resumed the job. Of a pair of
-//! controllers, it accepts the active one only, whose term is not below one that it has seen, and takes it for lost when it
-//! is silent. Requests
-//! fail at once meanwhile, and pending ones are told that no reply will come. If a controller refuses to resume this
-//! rank, the reader stops and reports the refusal; the job continues without a controller.
+//! If the connection is lost, the reader dials the same addresses until a controller there has resumed the job. Of a
+//! pair of controllers, it accepts the active one only, whose term is not below one that it has seen, and takes it for
+//! lost when it is silent. Requests fail at once meanwhile, and pending ones are told that no reply will come. If a
+//! controller refuses to resume this rank, the reader stops and reports the refusal; the job continues without a
+//! controller.
 //!
 //! Invariant: only `Resume` and `Leave` are sent on a connection before the controller has replied `Resumed`.
 

@@ -117,8 +117,8 @@ pub(super) struct State {
 ///
 /// It counts up from the controller's start time, with [`GROUPS_PER_MS`] numbers per millisecond. So no two
 /// incarnations of a controller issue the same pair unless the clock is set back in between, and terms never decrease
-/// (PROTOCOL 4). Of two controllers that stand in for each other, one issues even numbers and the other one odd ones, so
-/// that their clocks do not matter.
+/// (PROTOCOL 4). Of two controllers that stand in for each other, one issues even numbers and the other one odd ones,
+/// so that their clocks do not matter.
 #[derive(Debug)]
 struct NextView(u64);
 

@@ -24,8 +24,8 @@ use thiserror::Error;
 pub struct JoinConfig {
     /// The controller's address.
     pub controller: SocketAddr,
-    /// Further addresses of the same controller, as a host name may have, or of the other one of a pair. A rank joins the
-    /// active controller, and when it is lost the one that takes over.
+    /// Further addresses of the same controller, as a host name may have, or of the other one of a pair. A rank joins
+    /// the active controller, and when it is lost the one that takes over.
     pub controller_alternatives: Vec<SocketAddr>,
     /// Whether rank 0 runs the controller, at `controller` or the first alternative that is an address of its host. For
     /// jobs where none is running. Without a [`key`](Self::key), it listens on loopback only; with one, it accepts that
@@ -56,8 +56,8 @@ pub struct JoinConfig {
     pub bind: IpAddr,
     /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
     pub interfaces: Option<InterfaceFilter>,
-    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets over
-    /// RDMA and of all TCP connections.
+    /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets
+    /// over RDMA and of all TCP connections.
     ///
     /// ```
     /// # let controller = std::net::SocketAddr::from(([127, 0, 0, 1], 7847));
@@ -71,8 +71,8 @@ pub struct JoinConfig {
     /// first active one.
     pub verbs: Option<String>,
     /// Whether to recover from the loss of a tree: the ranks complete interrupted operations among themselves
-    /// ([`Outcome::recovered`](crate::Outcome::recovered)), and later ones use another tree or host collectives. Without
-    /// recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
+    /// ([`Outcome::recovered`](crate::Outcome::recovered)), and later ones use another tree or host collectives.
+    /// Without recovery, the loss of the tree ends the communicator. Must be the same on all ranks. Default true.
     pub recover: bool,
     /// The tenant whose quota the job counts against. Must be the same on all ranks.
     pub tenant: String,
@@ -83,8 +83,8 @@ pub struct JoinConfig {
     /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
     /// Whether ranks that share a host combine in its memory first, where their leaf device is elsewhere: one
-    /// contribution a host goes up. Takes effect if [`host_devices`](Self::host_devices) is given, on hosts of which all
-    /// ranks have both. Must be the same on all ranks. Default true.
+    /// contribution a host goes up. Takes effect if [`host_devices`](Self::host_devices) is given, on hosts of which
+    /// all ranks have both. Must be the same on all ranks. Default true.
     pub hierarchical: bool,
     /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default `None`.
     pub host_devices: Option<Arc<dyn HostDevices>>,

@@ -1,7 +1,7 @@
 //! A controller that rank 0 runs for its job where there is none ([`JoinConfig::embedded_controller`]).
 //!
-//! Invariant: it serves as long as rank 0 has a communicator of the job, or one that was split from it. When the last of
-//! these leaves gracefully, the other ranks have left before, so none of them misses the controller.
+//! Invariant: it serves as long as rank 0 has a communicator of the job, or one that was split from it. When the last
+//! of these leaves gracefully, the other ranks have left before, so none of them misses the controller.
 
 use super::config::{JoinConfig, JoinError};
 use crate::controller::keys::{KeyStore, Principal};
@@ -17,8 +17,8 @@ const DIAL_INTERVAL: Duration = Duration::from_millis(50);
 /// How long one attempt may take.
 const DIAL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Start the job's controller on rank 0, if the job is to have one of its own. Other ranks wait until it listens, at most
-/// until the time limit for joining. Sub-communicators of the job use the same.
+/// Start the job's controller on rank 0, if the job is to have one of its own. Other ranks wait until it listens, at
+/// most until the time limit for joining. Sub-communicators of the job use the same.
 pub(super) fn prepare(config: &mut JoinConfig) -> Result<Option<Arc<Controller>>, JoinError> {
     if !std::mem::take(&mut config.embedded_controller) {
         return Ok(None);

@@ -193,8 +193,8 @@ pub(crate) fn write_chain(error: &dyn std::error::Error, f: &mut fmt::Formatter<
     f.write_str(&text)
 }
 
-/// A [`JoinError`](super::JoinError), [`SplitError`](crate::SplitError) or [`ShrinkError`](crate::ShrinkError) as part of
-/// an [`Error`](enum@Error). It equals its clones only.
+/// A [`JoinError`](super::JoinError), [`SplitError`](crate::SplitError) or [`ShrinkError`](crate::ShrinkError) as part
+/// of an [`Error`](enum@Error). It equals its clones only.
 #[derive(Clone)]
 pub struct CreationError(Arc<dyn std::error::Error + Send + Sync>);
 

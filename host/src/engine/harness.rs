@@ -217,7 +217,8 @@ impl Operations {
         self.operations.end_schedule(handle, started, result);
     }
 
-    /// Wait no longer for an operation that has ended, or whose communicator has. Returns its buffers, and how it ended.
+    /// Wait no longer for an operation that has ended, or whose communicator has. Returns its buffers, and how it
+    /// ended.
     pub fn finish(&mut self, handle: u64) -> Option<(StartedBuffers, Result<(), Error>)> {
         let started = self.operations.take(handle)?;
         let in_tree = started.tree_op.and_then(|op| self.operations.disown(op));

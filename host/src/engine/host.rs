@@ -2,8 +2,8 @@
 //! report when one fails.
 //!
 //! Invariant: when a host collective begins, all operations that were started before it are complete, those of the tree
-//! included. So if the tree is lost, no rank finds that an earlier operation must run between the ranks while others are
-//! in a later one.
+//! included. So if the tree is lost, no rank finds that an earlier operation must run between the ranks while others
+//! are in a later one.
 //!
 //! The work pauses when the view is in question, because other ranks may have to recover before they come to it.
 

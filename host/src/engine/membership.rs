@@ -1,6 +1,6 @@
 //! The membership channel: messages between ranks outside of collectives. [`Membership`] decides what follows from
-//! them; this carries them, replies without involving a call, and wakes whoever changes the view ([`super::change`]), a call
-//! or a thread, or waits to leave ([`super::leave`]).
+//! them; this carries them, replies without involving a call, and wakes whoever changes the view ([`super::change`]), a
+//! call or a thread, or waits to leave ([`super::leave`]).
 
 use crate::exec::JobSecret;
 use crate::exec::oob::{OobChannel, OobEvent, OobSender};

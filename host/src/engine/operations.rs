@@ -3,8 +3,7 @@
 //! Invariants:
 //! - every buffer in the tree belongs to a started operation;
 //! - host collectives that have not run are in the order of posting, which is the order in which they run;
-//! - a caller that waits runs the host collectives that were started before what it waits for, because the ranks that it
-//!   waits for may be waiting in them;
+//! - a caller first runs the host collectives that were started before what it waits for: its peers may wait in them;
 //! - an operation whose handle was dropped keeps its buffers until it has ended;
 //! - once the communicator has ended, no host collective begins;
 //! - calls are numbered alike on all ranks: a rejected call gives its number to the next.

@@ -29,9 +29,9 @@
 //! not above the last one of that rank, so that a recorded one-shot is refused.
 //!
 //! # Invariants
-//! - Both nonces are in each proof, so a recorded handshake opens no connection. Purpose and ranks are in it too, so that
-//!   whoever holds the address of one rank cannot pass on its handshakes to another, or to another kind of connection.
-//!   Nor can it pass on another's refusals, which carry the rank that refuses.
+//! - Both nonces are in each proof, so a recorded handshake opens no connection. Purpose and ranks are in it too, so
+//!   that whoever holds the address of one rank cannot pass on its handshakes to another, or to another kind of
+//!   connection. Nor can it pass on another's refusals, which carry the rank that refuses.
 //! - An answer counts only with its MAC, a refusal too: who has taken over a rank's address can neither speak for the
 //!   rank nor refuse for it.
 //! - All lengths are constants, and an answer is never longer than what it answers.

@@ -1,8 +1,8 @@
 //! The connections of one rank: dialled or accepted when first needed, checked by a handshake, and kept.
 //!
-//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::p2p`]). Both sides
-//! prove that they know the job's secret ([`super::auth`]). Anything else is dropped and counted, and never receives more
-//! bytes than it sent.
+//! For schedules the lower rank dials and the higher accepts; for messages the sender dials ([`super::p2p`]). Both
+//! sides prove that they know the job's secret ([`super::auth`]). Anything else is dropped and counted, and never
+//! receives more bytes than it sent.
 
 use super::acceptor::Acceptor;
 use super::auth::{

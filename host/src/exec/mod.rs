@@ -1,9 +1,9 @@
 //! Executes schedules between processes: CPU memory, over TCP.
 //!
 //! [`Mesh`] owns a rank's connections, and an [`Execution`] runs the rank's [`Schedule`](crate::schedule::Schedule)
-//! over them. [`message`] sends and receives between two ranks, also while a schedule runs. One thread, non-blocking sockets
-//! and one `poll`; nothing is allocated per operation once the mesh is warm. An [`Interrupt`] that must be handled
-//! outside pauses the operation, which keeps its place.
+//! over them. [`message`] sends and receives between two ranks, also while a schedule runs. One thread, non-blocking
+//! sockets and one `poll`; nothing is allocated per operation once the mesh is warm. An [`Interrupt`] that must be
+//! handled outside pauses the operation, which keeps its place.
 //!
 //! Invariants:
 //! - Every frame names its operation, and is used only by that operation: mismatched calls fail with

@@ -11,12 +11,12 @@
 //! start.
 //!
 //! Invariants:
-//! - Connections that have not identified themselves share [`inbound::UNKNOWN_PEERS_MAX`] places and have [`HELLO_LIMIT`] each;
-//!   ranks have places of their own.
+//! - Connections that have not identified themselves share [`inbound::UNKNOWN_PEERS_MAX`] places and have
+//!   [`HELLO_LIMIT`] each; ranks have places of their own.
 //! - Bytes that have arrived are processed before a connection is evicted, and a connection that was not accepted loses
 //!   no message: it is dialled again. So unknown peers cost time, but never make a rank appear lost.
-//! - Whoever listens at a rank's address without knowing the secret counts as nobody: the rank has ended, and its port is
-//!   another's.
+//! - Whoever listens at a rank's address without knowing the secret counts as nobody: the rank has ended, and its port
+//!   is another's.
 
 mod inbound;
 mod outbound;

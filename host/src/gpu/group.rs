@@ -50,7 +50,8 @@ pub struct Request<'a, M> {
     pub algo: Algo,
     /// Buffers of each rank.
     pub buffers: &'a [GpuBuffers<M>],
-    /// Factor of each rank's contribution, for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum); empty for factors of 1.
+    /// Factor of each rank's contribution, for [`ReduceOp::PremulSum`](sumac_hal::op::ReduceOp::PremulSum); empty for
+    /// factors of 1.
     pub scalars: &'a [f64],
 }
 

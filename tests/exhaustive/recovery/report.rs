@@ -11,8 +11,8 @@ pub(super) struct Report {
     pub(super) states: usize,
     pub(super) transitions: usize,
     pub(super) depth: usize,
-    /// The number of states in which nothing is pending: all ranks continue; some report dead ranks; all remaining ranks
-    /// are excluded.
+    /// The number of states in which nothing is pending: all ranks continue; some report dead ranks; all remaining
+    /// ranks are excluded.
     pub(super) ends: [usize; 3],
     pub(super) parts: usize,
     pub(super) runs: usize,

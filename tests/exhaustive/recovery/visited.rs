@@ -146,8 +146,8 @@ impl<'s> VisitedRanks<'s> {
         self.envelopes.get(envelope)
     }
 
-    /// Return `Some` if a rank has finished with a message before it arrives, because of its subject or its sender: it then
-    /// only answers questions. The inner value is the rank that no answer reaches.
+    /// Return `Some` if a rank has finished with a message before it arrives, because of its subject or its sender: it
+    /// then only answers questions. The inner value is the rank that no answer reaches.
     fn past(&self, rank: usize, part: u32, envelope: u32) -> Option<Option<usize>> {
         let facts = self.facts(rank, part);
         match &**self.envelope(envelope) {

@@ -36,8 +36,8 @@ pub(super) struct World {
     /// Pairs that cannot reach each other, one bit each.
     pub(super) cut: u32,
     pub(super) parts: Vec<u32>,
-    /// By sender and receiver: the current connection and the one before. Packets of the tree are on a rank's connection
-    /// to itself.
+    /// By sender and receiver: the current connection and the one before. Packets of the tree are on a rank's
+    /// connection to itself.
     pub(super) wires: Vec<[Vec<u32>; 2]>,
     /// Data contributed to attempts, in order.
     pub(super) shared_data_sets: Vec<u32>,

@@ -4,8 +4,8 @@
 //! breaks, or that carries anything but a request, is closed, and the controller is dialled again after [`REDIAL`];
 //! meanwhile the packets of their ranks prevent the timeout of groups.
 //!
-//! With a key, the board begins each connection by a key exchange, for which it needs randomness: without a source of it
-//! a board with a key does not connect at all.
+//! With a key, the board begins each connection by a key exchange, for which it needs randomness: without a source of
+//! it a board with a key does not connect at all.
 
 mod channel;
 
@@ -111,8 +111,8 @@ pub struct Control {
 
 impl Control {
     /// Create the control connection, which dials `controller` in the first step. `salt` varies the first source port
-    /// between incarnations, because the controller's side may still hold the last connection of the previous one. With a
-    /// key, nothing is dialled until [`Control::set_entropy`].
+    /// between incarnations, because the controller's side may still hold the last connection of the previous one. With
+    /// a key, nothing is dialled until [`Control::set_entropy`].
     pub const fn new(controller: SocketAddrV4, announce: Announce, key: Option<Key>, salt: u16) -> Self {
         Self {
             controller,

@@ -122,8 +122,8 @@ pub fn read_private(path: &Path, len_max: usize) -> Result<Zeroizing<String>, Ke
     read_all(path, file, len_max)
 }
 
-/// Check that an open file, whose name is `path`, is its owner's alone. The group of a disk may have it, because a disk's
-/// owner is root.
+/// Check that an open file, whose name is `path`, is its owner's alone. The group of a disk may have it, because a
+/// disk's owner is root.
 ///
 /// # Errors
 /// [`KeyFileError::Mode`], [`KeyFileError::Owner`] or [`KeyFileError::Read`].

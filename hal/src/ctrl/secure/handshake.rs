@@ -40,8 +40,8 @@ pub enum KeyRefusal {
     /// The responder has no key of this id. Initiators are told [`KeyRefusal::Wrong`] instead.
     #[error("it does not know this key")]
     Unknown,
-    /// The responder has another secret for this id, or none; so that nobody can find out which ids it knows, it does not
-    /// say.
+    /// The responder has another secret for this id, or none; so that nobody can find out which ids it knows, it does
+    /// not say.
     #[error("it does not know this key, or has another secret for it")]
     Wrong,
     /// The key was revoked.

@@ -11,10 +11,10 @@
 //! ```
 //!
 //! The handshake is `Noise_NNpsk0_25519_ChaChaPoly_SHA256` by the crate `noise-protocol`; its prologue is the hello
-//! followed by the challenge. Ephemeral keys give forward secrecy: who records a connection and gets the key later cannot
-//! read it. The challenge makes a recorded handshake worthless and cheap to refuse: its message fails the check of a
-//! tag, before any scalar multiplication. Nothing that the initiator has to say travels before the reply has proved that
-//! the responder has the key, so who squats an address learns a key's id and nothing else.
+//! followed by the challenge. Ephemeral keys give forward secrecy: who records a connection and gets the key later
+//! cannot read it. The challenge makes a recorded handshake worthless and cheap to refuse: its message fails the check
+//! of a tag, before any scalar multiplication. Nothing that the initiator has to say travels before the reply has
+//! proved that the responder has the key, so who squats an address learns a key's id and nothing else.
 //!
 //! A record is `len` (u16, little-endian) and `len` bytes of ciphertext with tag. Its nonce is its number, so that a
 //! record that is repeated, dropped, reordered or changed fails, and with it the connection. A connection that is cut
@@ -27,8 +27,8 @@
 //! - Secrets are cleared when they are dropped, and `Debug` hides them. One copy is not cleared: `noise-protocol` holds
 //!   the pre-shared key for the duration of a handshake.
 //!
-//! A refusal travels in clear and can be forged by whoever is on the path, as a reset can. It is a hint for a message to
-//! the user, and nothing follows from it.
+//! A refusal travels in clear and can be forged by whoever is on the path, as a reset can. It is a hint for a message
+//! to the user, and nothing follows from it.
 
 mod crypto;
 #[cfg(feature = "std")]

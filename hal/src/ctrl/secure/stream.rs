@@ -23,8 +23,8 @@ pub enum ConnectError {
     Handshake(#[from] HandshakeError),
 }
 
-/// Set up a secure channel. `ephemeral` is 32 random bytes, used for nothing else. A stream with time limits should have
-/// them set: the peer may never answer.
+/// Set up a secure channel. `ephemeral` is 32 random bytes, used for nothing else. A stream with time limits should
+/// have them set: the peer may never answer.
 ///
 /// # Errors
 /// [`ConnectError`].
@@ -44,8 +44,8 @@ pub fn connect(
     Ok(awaiting.handle_reply(&reply)?)
 }
 
-/// As [`connect`], with an ephemeral key from the system, and a limit of the whole exchange: a peer that sends a byte now
-/// and then does not extend it. No read has a limit afterwards.
+/// As [`connect`], with an ephemeral key from the system, and a limit of the whole exchange: a peer that sends a byte
+/// now and then does not extend it. No read has a limit afterwards.
 ///
 /// # Errors
 /// [`ConnectError`].
@@ -56,8 +56,8 @@ pub fn connect_within(stream: &TcpStream, key: &Key, limit: Duration) -> Result<
     channel
 }
 
-/// Return random bytes from the system, which waits for real randomness while it boots. There are no others to fall back
-/// to.
+/// Return random bytes from the system, which waits for real randomness while it boots. There are no others to fall
+/// back to.
 ///
 /// # Errors
 /// The system provides none.

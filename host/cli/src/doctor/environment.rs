@@ -1,7 +1,8 @@
 //! `sumac doctor --env`: what [`JoinConfig::from_env`] makes of the environment, as a program started here would.
 //!
 //! Run it under a launcher in place of the program: `mpirun -np 4 sumac doctor --env`. Values of variables that name a
-//! secret are not shown. All tables of a configuration file are checked and listed, also those of `controller` and `device`.
+//! secret are not shown. All tables of a configuration file are checked and listed, also those of `controller` and
+//! `device`.
 
 use crate::config;
 use crate::exit::Failure;

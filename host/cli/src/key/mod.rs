@@ -17,15 +17,15 @@ use sumac_hal::ctrl::secure::Key;
 /// The option that gives a command its key.
 #[derive(Debug, Args)]
 pub(crate) struct KeyOption {
-    /// Key to connect to the controller with: a file of `sumac key new`, which only its owner may read; `-` reads it from
-    /// stdin [default: the file that SUMAC_KEY_FILE names, else the key in SUMAC_KEY]
+    /// Key to connect to the controller with: a file of `sumac key new`, which only its owner may read; `-` reads it
+    /// from stdin [default: the file that SUMAC_KEY_FILE names, else the key in SUMAC_KEY]
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
 }
 
 impl KeyOption {
-    /// Read the key, if there is one. The environment's is not that of processes that a supervisor starts: its controller
-    /// uses no keys.
+    /// Read the key, if there is one. The environment's is not that of processes that a supervisor starts: its
+    /// controller uses no keys.
     ///
     /// # Errors
     /// The key cannot be read, or others can read it too.

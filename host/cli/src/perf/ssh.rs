@@ -125,7 +125,8 @@ pub(super) fn run(args: &PerfArgs, hosts: &[Host], verbose: u8) -> Result<(), Fa
     }
 }
 
-/// Read the key that `perf --ssh` has sent, if it has one. From then on, this process ends when its standard input does.
+/// Read the key that `perf --ssh` has sent, if it has one. From then on, this process ends when its standard input
+/// does.
 pub(super) fn follow() -> Result<Option<Key>, Failure> {
     let mut text = Zeroizing::new(String::with_capacity(KEY_LEN_MAX as usize));
     let mut input = io::BufReader::new(io::stdin());

@@ -1,10 +1,10 @@
 //! The key exchange of a connection, and the records that follow it (`sumac_hal::ctrl::secure`).
 //!
-//! A connection that begins with an ordinary frame has no key. Whether it is served is the machine's decision; an exchange
-//! without keys is refused here, so that a peer with a key is told.
+//! A connection that begins with an ordinary frame has no key. Whether it is served is the machine's decision; an
+//! exchange without keys is refused here, so that a peer with a key is told.
 //!
-//! A peer that does not prove that it has the secret is not told whether the controller knows the key: an unknown id gets
-//! a challenge, too, and its message is checked against a random secret.
+//! A peer that does not prove that it has the secret is not told whether the controller knows the key: an unknown id
+//! gets a challenge, too, and its message is checked against a random secret.
 
 use super::conn::CloseReason;
 use crate::controller::entropy::Entropy;
@@ -35,8 +35,8 @@ impl KeyExchange {
         Ok((id, self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?))
     }
 
-    /// Return what a peer gets that proves to have the key, if it is a valid one now: it may have been revoked or replaced
-    /// since the hello.
+    /// Return what a peer gets that proves to have the key, if it is a valid one now: it may have been revoked or
+    /// replaced since the hello.
     fn grant(&self, key: &Key, now: Instant) -> Result<Grant, KeyRefusal> {
         let keys = self.keys.as_ref().ok_or(KeyRefusal::NoKeys)?;
         let record = keys.find(key.id(), (self.began_ms + (now - Instant::ZERO).as_millis() as u64) / 1000)?;

@@ -142,7 +142,8 @@ impl Connections {
         Frames::of(&ClientReply::Refused(JoinRefusal::Limit { what: "connections".into(), limit }))
     }
 
-    /// If too many key exchanges are in progress, end the oldest: one by a peer that has the key takes a few round trips.
+    /// If too many key exchanges are in progress, end the oldest: one by a peer that has the key takes a few round
+    /// trips.
     fn shed_handshakes(&mut self) {
         let limit = self.limits.handshakes;
         if self.exchange.keys.is_some()

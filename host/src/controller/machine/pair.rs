@@ -1,4 +1,5 @@
-//! A controller's part in a pair: what it tells devices, ranks and the other controller, and what a change of its role does.
+//! A controller's part in a pair: what it tells devices, ranks and the other controller, and what a change of its role
+//! does.
 
 use super::super::outbox::Frames;
 use super::super::pair::{Pair, RoleChange};

@@ -3,8 +3,8 @@
 //! Ranks report that a tree is lost, but not which device or link is to blame, and a device whose link to the ranks was
 //! cut may look alive to the controller. So all of them are excluded, until
 //! - one of them disconnects: it was the cause, and the others may be used again;
-//! - or the exclusion ends: the link may be back. If the next tree is lost soon after, the next exclusion lasts twice as
-//!   long, as each attempt may cost the ranks a timeout.
+//! - or the exclusion ends: the link may be back. If the next tree is lost soon after, the next exclusion lasts twice
+//!   as long, as each attempt may cost the ranks a timeout.
 
 use super::State;
 use std::sync::Arc;

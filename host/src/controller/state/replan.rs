@@ -11,8 +11,8 @@
 //! comes once all survivors have asked, and is the same for all.
 //!
 //! A job moves only if all its ranks request it for the same view. Devices of the lost tree are excluded from the next
-//! one, for a while, even if they appear to be alive (see `lost_devices`). The new group shares nothing with the lost one,
-//! including number and epoch, so that a device that recovers late cannot be mistaken for a member.
+//! one, for a while, even if they appear to be alive (see `lost_devices`). The new group shares nothing with the lost
+//! one, including number and epoch, so that a device that recovers late cannot be mistaken for a member.
 
 use super::{Job, State};
 use crate::controller::output::{ConnId, Outputs};

@@ -68,8 +68,8 @@ impl Calls {
         self.migration.borrow_mut().withdraw();
     }
 
-    /// The controller disconnected. Returns whether the view must change, because other ranks may have been told the call
-    /// where all migrate.
+    /// The controller disconnected. Returns whether the view must change, because other ranks may have been told the
+    /// call where all migrate.
     pub fn controller_lost(&self) -> bool {
         self.migration.borrow_mut().controller_lost()
     }

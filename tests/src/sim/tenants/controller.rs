@@ -141,8 +141,8 @@ impl World<'_, '_> {
         self.schedule(self.now + len, Alarm::ControllerUp);
     }
 
-    /// Another controller starts at the same address, while this one keeps running with the connections that it has. Some
-    /// of them end: those of half the devices, of all ranks of some jobs, and of some ranks of others.
+    /// Another controller starts at the same address, while this one keeps running with the connections that it has.
+    /// Some of them end: those of half the devices, of all ranks of some jobs, and of some ranks of others.
     pub(super) fn succeed_controller(&mut self, len: Duration) {
         if self.older.is_some() || self.controller.is_none() {
             return;

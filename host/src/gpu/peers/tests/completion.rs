@@ -84,8 +84,8 @@ fn missing_rank_is_named_at_the_deadline() {
     assert!(texts.iter().any(|text| text.contains("rank 2 had not entered it")), "{texts:?}");
 }
 
-/// One rank gives up before its producer has produced. The device may still run all of its work before the rank has said
-/// so; then the other one has the sum.
+/// One rank gives up before its producer has produced. The device may still run all of its work before the rank has
+/// said so; then the other one has the sum.
 #[test]
 fn giving_up_is_reported_to_waiting_ranks() {
     let given_up = || {

@@ -1,5 +1,5 @@
-//! Trains: an endpoint that handles packets as one train is in the same state afterwards, and sends the same packets, as
-//! one that handles each on its own.
+//! Trains: an endpoint that handles packets as one train is in the same state afterwards, and sends the same packets,
+//! as one that handles each on its own.
 
 use super::*;
 use proptest::prelude::*;

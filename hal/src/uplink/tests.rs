@@ -1,0 +1,154 @@
+//! Losses, gaps and silence of a hop, one at a time and as drawn.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+
+const TIMERS: HopTimers = HopTimers::DEFAULT;
+
+fn at(us: u64) -> Instant {
+    Instant::from_nanos(us * 1000)
+}
+
+#[test]
+fn gap_is_requested_once_after_three_later_answers() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..6).for_each(|n| up.on_sent(n, at(0)));
+    for n in [1, 2] {
+        assert!(up.on_answer(n, at(1)));
+        assert_eq!(up.next_gap(8), None);
+    }
+    up.on_answer(3, at(1));
+    assert_eq!(up.next_gap(8), Some(0));
+    assert_eq!(up.next_gap(8), None);
+    assert!(!up.on_answer(3, at(1)), "a duplicate answer");
+    up.on_answer(0, at(2));
+    assert_eq!(up.answered_below(), 4);
+}
+
+/// A retransmission can be lost as well, and nothing else would show that before the next probe.
+#[test]
+fn gap_is_requested_again_after_half_a_window() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..20).for_each(|n| up.on_sent(n, at(0)));
+    let mut requested = Vec::new();
+    for n in (1..20).filter(|n| *n != 2) {
+        up.on_answer(n, at(1));
+        while let Some(gap) = up.next_gap(16) {
+            requested.push((n, gap));
+        }
+    }
+    assert_eq!(requested, [(4, 0), (5, 2), (15, 0), (15, 2)]);
+}
+
+#[test]
+fn status_resends_missing_chunks_not_sent_since_the_probe() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..4).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert_eq!((probe.from, probe.count, probe.held), (0, 4, 0));
+    up.on_sent(2, at(200_000));
+    let mut resent = Vec::new();
+    assert!(!up.on_status(probe.token ^ 1, 0, 0, at(300_000), |n| resent.push(n)));
+    assert!(up.on_status(probe.token, 0, 0b0001, at(300_000), |n| resent.push(n)));
+    assert_eq!(resent, [1, 3], "0 has arrived, 2 was sent after the probe");
+    assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(200)));
+}
+
+/// A rank sends a probe and, at the same instant, the chunks that a newly opened window allows.
+#[test]
+fn status_does_not_resend_chunks_sent_right_after_its_probe() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..2).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    (2..4).for_each(|n| up.on_sent(n, at(100_000)));
+    let mut resent = Vec::new();
+    assert!(up.on_status(probe.token, 0, 0b0001, at(200_000), |n| resent.push(n)));
+    assert_eq!(resent, [1]);
+}
+
+#[test]
+fn silent_hop_is_dead_only_while_answers_are_due() {
+    let mut up = Uplink::new(TIMERS, 1);
+    let late = Instant::ZERO + Duration::from_secs(100);
+    assert!(!up.is_dead(late));
+    up.on_sent(0, late);
+    assert!(!up.is_dead(late + Duration::from_secs(4)));
+    assert!(up.is_dead(late + Duration::from_secs(5)));
+    up.on_activity(late + Duration::from_secs(5));
+    assert!(!up.is_dead(late + Duration::from_secs(6)));
+}
+
+#[test]
+fn child_stops_requesting_shared_results_unless_one_has_arrived() {
+    let mut shared_results = SharedResults::new(true);
+    assert!((1..SharedResults::UNICAST_LIMIT).all(|_| !shared_results.on_unicast() && shared_results.is_requested()));
+    assert!(shared_results.on_unicast() && !shared_results.is_requested());
+    assert!(!shared_results.on_unicast(), "reported once");
+    shared_results.on_shared();
+    assert!((0..1000).all(|_| !shared_results.on_unicast()) && shared_results.is_requested());
+    assert!(!SharedResults::new(false).is_requested());
+}
+
+#[test]
+fn unanswered_probes_back_off_with_jitter() {
+    let mut up = Uplink::new(TIMERS, 1);
+    up.on_sent(0, at(0));
+    let mut last = at(0);
+    let mut gaps = Vec::new();
+    for _ in 0..6 {
+        let due = up.timeout().expect("armed");
+        gaps.push(due - last);
+        assert!(up.poll_probe(due).is_some());
+        last = due;
+    }
+    // Each is drawn from the upper half of its back-off time, which doubles up to the limit.
+    let longest = |i: u32| (TIMERS.probe_min * 4 * (1 << i)).min(TIMERS.probe_max);
+    for (i, &gap) in gaps.iter().enumerate() {
+        let limit = longest(i as u32);
+        assert!(gap <= limit && gap >= limit / 2, "{gaps:?}");
+    }
+    assert_eq!(gaps[0], longest(0), "the first probe has no jitter");
+}
+
+/// 256 children lose their first packets together; their probes spread out.
+#[test]
+fn children_that_lost_one_burst_probe_at_different_times() {
+    let mut due: Vec<Instant> = (0..256_u32)
+        .map(|child| {
+            let mut up = Uplink::new(TIMERS, child);
+            up.on_sent(0, at(0));
+            for _ in 0..3 {
+                let at = up.timeout().expect("armed");
+                assert!(up.poll_probe(at).is_some());
+            }
+            up.timeout().expect("armed")
+        })
+        .collect();
+    due.sort();
+    // At most twice as dense as a uniform distribution.
+    let crowd = due.windows(16).filter(|some| some[15] - some[0] < TIMERS.probe_max / 256).count();
+    assert!(crowd == 0, "{crowd} times 16 of them within {:?}", TIMERS.probe_max / 256);
+}
+
+proptest! {
+    /// Against an oracle of plain sets: answers in any order, with duplicates and numbers that were not sent.
+    #[test]
+    fn answers_match_a_set(order in prop::collection::vec(0_u64..90, 0..400)) {
+        let mut up = Uplink::new(TIMERS, 1);
+        let mut oracle = BTreeSet::new();
+        let mut asked = BTreeSet::new();
+        for (i, &n) in order.iter().enumerate() {
+            let sent = (i as u64).min(80);
+            if sent >= up.sent_below() { up.on_sent(sent, at(i as u64)); }
+            let fresh = n < up.sent_below() && oracle.insert(n);
+            prop_assert_eq!(up.on_answer(n, at(i as u64)), fresh);
+            let below = (0..).find(|k| !oracle.contains(k)).unwrap();
+            prop_assert_eq!(up.answered_below(), below);
+            while let Some(gap) = up.next_gap(u16::MAX) {
+                prop_assert!(asked.insert(gap), "requested twice");
+                prop_assert!(!oracle.contains(&gap) && oracle.range(gap..).count() >= 3);
+            }
+        }
+    }
+}
