@@ -16,12 +16,14 @@
 //! | [`manifest`] | signed manifests of the stream and of the files on the card |
 //! | [`rshim`] | a card's boot FIFO, settings and boot log, through its driver |
 //! | [`flash`] | writing a stream to a card and monitoring its boot |
+//! | [`enrolment`] | a device's key behind a stream |
 //! | [`slots`] | A/B update slots, of which one always boots |
 #![forbid(unsafe_code)]
 
 pub mod bfb;
 pub mod emmc;
 pub mod emulated;
+pub mod enrolment;
 pub mod flash;
 pub mod initramfs;
 pub mod manifest;

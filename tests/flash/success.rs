@@ -3,6 +3,9 @@
 use super::rshim::{Script, When};
 use super::{Bench, Ran};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use sumac_firmware::enrolment;
+use sumac_hal::ctrl::secure::{Key, KeyId, write_new_key};
 
 /// Flash to a good card and check that it succeeds.
 fn well(bench: &Bench, script: Script, more: &[&str]) -> Option<Ran> {
@@ -23,6 +26,29 @@ fn flashed_card_receives_the_image_and_reports_ready() {
     for part in ["BlueField-3(Rev 1)", "pcie-0000:04:00.2", "boots from eMMC", "1.2.3", "epoch 3", "signed by"] {
         assert!(ran.stderr.contains(part), "{part} is not shown: {}", ran.stderr);
     }
+}
+
+#[test]
+fn device_key_follows_the_image_and_is_shown_nowhere() {
+    let bench = Bench::new();
+    let key = Key::new(KeyId(7), [0x5a; 32]);
+    let path = bench.path("leaf0.key");
+    write_new_key(&path, &key, "device leaf0").expect("written");
+    let image = [&bench.image[..], &enrolment::emit(&key)[..]].concat();
+    let bench = Bench { image, ..bench };
+    let key_file = path.display().to_string();
+    let Some(ran) = well(&bench, Script::good(bench.image.len()), &["--key-file", &key_file]) else { return };
+    assert!(ran.stderr.contains("device key 0000000000000007 follows the image"), "{}", ran.stderr);
+    assert!(!format!("{}{}", ran.stderr, ran.json).contains("5a5a"), "{}", ran.stderr);
+    let refused = |more: &[&str], why: &str| {
+        let ran = bench.flash(Script::good(bench.image.len()), more).expect("FUSE is there");
+        assert_eq!((ran.status, ran.seen.opens), (2, 0), "{}", ran.stderr);
+        assert!(ran.stderr.contains(why), "{}", ran.stderr);
+    };
+    // A vendor's installer would run the key as a command.
+    refused(&["--key-file", &key_file, "--allow-unsigned"], "--allow-unsigned");
+    fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).expect("ours");
+    refused(&["--key-file", &key_file], "chmod 600");
 }
 
 #[test]

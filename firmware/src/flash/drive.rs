@@ -6,7 +6,7 @@
 use super::messages::{Command, Event, Outcome, Progress};
 use super::sealed::SealedImage;
 use super::session::Session;
-use super::worker::{Reply, Request};
+use super::worker::{Contents, Reply, Request};
 use crate::rshim::Misc;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -23,9 +23,9 @@ use sumac_hal::time::Instant;
 /// The checked stream to write.
 #[derive(Debug)]
 pub struct Image {
-    /// The bytes that were checked.
+    /// The bytes that were checked, and what follows them.
     pub bytes: SealedImage,
-    /// Its SHA-256 when it was checked.
+    /// The SHA-256 of the stream when it was checked.
     pub sha256: [u8; 32],
 }
 
@@ -34,13 +34,8 @@ pub struct Image {
 pub enum Role {
     /// [`serve_misc`](super::serve_misc), with requests on stdin and replies on stdout.
     Misc,
-    /// [`serve_boot`](super::serve_boot), with the image as stdin and replies on stdout.
-    Boot {
-        /// Length of the image, in bytes.
-        len_bytes: u64,
-        /// Its SHA-256.
-        sha256: [u8; 32],
-    },
+    /// [`serve_boot`](super::serve_boot), with these contents as stdin and replies on stdout.
+    Boot(Contents),
 }
 
 /// Lets another thread, such as a signal handler's, end flashing in order.
@@ -160,8 +155,8 @@ impl<S: FnMut(Role, Stdio) -> io::Result<Child>> Workers<S> {
             false => vec![Event::WriteFailed(Errno::PIPE), Event::Closed],
         };
         let spawned = image.ok_or(io::ErrorKind::NotFound.into()).and_then(|Image { bytes, sha256 }| {
-            let len_bytes = bytes.len_bytes();
-            let process = (self.spawn)(Role::Boot { len_bytes, sha256 }, bytes.into_stdin())?;
+            let contents = Contents { len_bytes: bytes.len_bytes(), sha256, tail_len_bytes: bytes.tail_len_bytes() };
+            let process = (self.spawn)(Role::Boot(contents), bytes.into_stdin())?;
             Worker::watch(process, self.sender.clone(), at_end)
         });
         match spawned {

@@ -23,4 +23,4 @@ pub use failure::{Failure, Refusal, Stage};
 pub use messages::{Command, Event, Goal, Limits, Outcome, Progress, Restored, Until};
 pub use sealed::{SealError, SealedImage};
 pub use session::Session;
-pub use worker::{serve_boot, serve_misc};
+pub use worker::{Contents, serve_boot, serve_misc};

@@ -2,7 +2,8 @@
 //!
 //! A file can be modified or replaced between its check and its use, and a digest taken while writing would notice only
 //! when most of it is on the card. So the stream is copied once, sealed, and only then checked. Until flashing ends,
-//! the copy takes as much (swappable) memory as the stream is long.
+//! the copy takes as much (swappable) memory as the stream is long. What follows the stream on its way to the card
+//! ([`crate::enrolment`]) is behind it in the same file; it is not part of what is checked.
 //!
 //! Invariant: the file of a [`SealedImage`] is a `memfd` sealed against writing, growing, shrinking and further seals.
 
@@ -33,18 +34,19 @@ pub enum SealError {
 pub struct SealedImage {
     file: File,
     len_bytes: u64,
+    tail_len_bytes: u64,
 }
 
 impl SealedImage {
-    /// Copy a stream of at most [`STREAM_MAX_BYTES`].
+    /// Copy a stream of at most [`STREAM_MAX_BYTES`], and `tail`, which follows it.
     ///
     /// # Errors
     /// [`SealError`].
-    pub fn copy(stream: impl Read) -> Result<Self, SealError> {
-        Self::copy_within(stream, STREAM_MAX_BYTES)
+    pub fn copy(stream: impl Read, tail: &[u8]) -> Result<Self, SealError> {
+        Self::copy_within(stream, STREAM_MAX_BYTES, tail)
     }
 
-    fn copy_within(mut stream: impl Read, max_bytes: u64) -> Result<Self, SealError> {
+    fn copy_within(mut stream: impl Read, max_bytes: u64, tail: &[u8]) -> Result<Self, SealError> {
         let memory = |errno: rustix::io::Errno| SealError::Memory(errno.into());
         let file = memfd_create("sumac-image", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(memory)?;
         let mut file = File::from(file);
@@ -63,24 +65,30 @@ impl SealedImage {
             }
             io::Write::write_all(&mut file, &buffer[..len]).map_err(SealError::Memory)?;
         }
+        io::Write::write_all(&mut file, tail).map_err(SealError::Memory)?;
         let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
         fcntl_add_seals(&file, seals).map_err(memory)?;
-        Ok(Self { file, len_bytes })
+        Ok(Self { file, len_bytes, tail_len_bytes: tail.len() as u64 })
     }
 
-    /// Return its length in bytes.
+    /// Return the stream's length in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Read it from its beginning.
+    /// Return the length of what follows the stream, in bytes.
+    pub fn tail_len_bytes(&self) -> u64 {
+        self.tail_len_bytes
+    }
+
+    /// Read the stream from its beginning.
     ///
     /// # Errors
     /// The system's error.
     pub fn reader(&self) -> io::Result<impl Read + '_> {
         let mut file = &self.file;
         file.seek(SeekFrom::Start(0))?;
-        Ok(file)
+        Ok(file.take(self.len_bytes))
     }
 
     /// Convert to the stdin of a process.
@@ -92,7 +100,7 @@ impl SealedImage {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::flash::serve_boot;
+    use crate::flash::{Contents, serve_boot};
     use crate::rshim::Rshim;
     use sha2::{Digest, Sha256};
     use std::os::fd::AsRawFd;
@@ -105,7 +113,7 @@ mod tests {
         let good: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
         std::fs::write(&path, &good).expect("written");
         let source = File::open(&path).expect("there");
-        let sealed = SealedImage::copy(&source).expect("memory");
+        let sealed = SealedImage::copy(&source, b"tail").expect("memory");
         let mut checked = Vec::new();
         sealed.reader().expect("it can be read").read_to_end(&mut checked).expect("it can be read");
         assert!(checked == good && sealed.len_bytes() == good.len() as u64);
@@ -113,13 +121,14 @@ mod tests {
         std::fs::write(&boot, "").expect("written");
         let card = Rshim::new(&folder.path().display().to_string());
         let sha256 = Sha256::digest(&checked).into();
-        serve_boot(&card, sealed.file, good.len() as u64, &sha256, &mut Vec::new()).expect("no error");
+        let contents = Contents { len_bytes: good.len() as u64, sha256, tail_len_bytes: 0 };
+        serve_boot(&card, sealed.file, &contents, &mut Vec::new()).expect("no error");
         assert!(std::fs::read(&boot).expect("there") == good, "exactly the checked bytes");
     }
 
     #[test]
     fn sealed_image_cannot_be_modified_through_its_descriptor() {
-        let sealed = SealedImage::copy(&b"checked"[..]).expect("memory");
+        let sealed = SealedImage::copy(&b"checked"[..], b"").expect("memory");
         let again = std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", sealed.file.as_raw_fd()));
         let mut again = again.expect("the file's mode allows it");
         assert!(io::Write::write(&mut again, b"x").is_err() && again.set_len(0).is_err() && again.set_len(99).is_err());
@@ -133,9 +142,9 @@ mod tests {
         let mut read = 0;
         let endless = io::repeat(1).take(u64::MAX);
         let counted = Counted { inner: endless, read: &mut read };
-        assert!(matches!(SealedImage::copy_within(counted, 3 << 20), Err(SealError::TooLong)));
+        assert!(matches!(SealedImage::copy_within(counted, 3 << 20, b""), Err(SealError::TooLong)));
         assert!(read <= 4 << 20, "{read} bytes of an endless stream");
-        assert_eq!(SealedImage::copy_within(io::repeat(1).take(5), 5).expect("it fits").len_bytes(), 5);
+        assert_eq!(SealedImage::copy_within(io::repeat(1).take(5), 5, b"tail").expect("it fits").len_bytes(), 5);
     }
 
     struct Counted<'a, R> {

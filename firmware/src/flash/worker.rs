@@ -14,9 +14,21 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fs::File;
 use std::io::{self, BufRead, Read, Seek, SeekFrom, Write};
+use zeroize::Zeroizing;
 
 /// The size of a write in bytes. The driver consumes a write completely before it returns.
 const CHUNK_LEN_BYTES: usize = 32 << 10;
+
+/// What the worker for `boot` reads from its stdin and writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Contents {
+    /// The length of the stream, in bytes.
+    pub len_bytes: u64,
+    /// Its SHA-256.
+    pub sha256: [u8; 32],
+    /// The length of what follows it, in bytes.
+    pub tail_len_bytes: u64,
+}
 
 /// A request to a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -113,36 +125,29 @@ pub fn serve_misc(card: &Rshim, requests: impl BufRead, mut replies: impl Write)
     Ok(())
 }
 
-/// Serve `boot`: reset the card and write the image of `len_bytes` bytes. The last piece is written only if the whole
-/// image has the SHA-256 that it had when it was checked.
+/// Serve `boot`: reset the card and write the image, and what follows it. The image's last piece is written only if the
+/// whole image has the SHA-256 that it had when it was checked.
 ///
 /// # Errors
 /// The parent has closed its pipe; `boot` is closed then.
-pub fn serve_boot(
-    card: &Rshim,
-    image: File,
-    len_bytes: u64,
-    sha256: &[u8; 32],
-    mut replies: impl Write,
-) -> io::Result<()> {
+pub fn serve_boot(card: &Rshim, image: File, contents: &Contents, mut replies: impl Write) -> io::Result<()> {
     let mut boot = match card.open_boot() {
         Ok(boot) => boot,
         Err(error) => return send(&mut replies, &Reply::OpenFailed(number(&error))),
     };
     send(&mut replies, &Reply::Opened)?;
-    if let Err(reply) = write(&mut boot, image, len_bytes, sha256, &mut replies)? {
+    if let Err(reply) = write(&mut boot, image, contents, &mut replies)? {
         send(&mut replies, &reply)?;
     }
     drop(boot);
     send(&mut replies, &Reply::Closed)
 }
 
-/// Write the image. The inner error is the reply to send; the outer one is a closed pipe.
+/// Write the image and what follows it. The inner error is the reply to send; the outer one is a closed pipe.
 fn write(
     boot: &mut File,
     mut image: File,
-    len_bytes: u64,
-    sha256: &[u8; 32],
+    contents: &Contents,
     replies: &mut impl Write,
 ) -> io::Result<Result<(), Reply>> {
     let unreadable = |error: io::Error| Ok(Err(Reply::ImageFailed(error.to_string())));
@@ -150,8 +155,9 @@ fn write(
         return unreadable(error);
     }
     let mut digest = Sha256::new();
-    let mut left = len_bytes;
-    let mut buffer = vec![0; CHUNK_LEN_BYTES];
+    let mut left = contents.len_bytes;
+    // A key may be in it.
+    let mut buffer = Zeroizing::new(vec![0; CHUNK_LEN_BYTES]);
     while left > 0 {
         let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
         let piece = &mut buffer[..len];
@@ -162,20 +168,40 @@ fn write(
         }
         digest.update(&*piece);
         left -= len as u64;
-        if left == 0 && digest.finalize_reset()[..] != *sha256 {
+        if left == 0 && digest.finalize_reset()[..] != contents.sha256 {
             return Ok(Err(Reply::ImageChanged));
         }
-        let mut rest = &*piece;
-        while !rest.is_empty() {
-            match boot.write(rest) {
-                Ok(0) => return Ok(Err(Reply::WriteFailed(Errno::IO.raw_os_error()))),
-                Ok(took) => {
-                    rest = &rest[took..];
-                    send(replies, &Reply::Wrote(took as u64))?;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Ok(Err(Reply::WriteFailed(number(&error)))),
+        if let Err(reply) = write_piece(boot, piece, replies)? {
+            return Ok(Err(reply));
+        }
+    }
+    let mut left = contents.tail_len_bytes;
+    while left > 0 {
+        let len = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+        let piece = &mut buffer[..len];
+        if let Err(error) = image.read_exact(piece) {
+            return unreadable(error);
+        }
+        left -= len as u64;
+        if let Err(reply) = write_piece(boot, piece, replies)? {
+            return Ok(Err(reply));
+        }
+    }
+    Ok(Ok(()))
+}
+
+/// Write a piece, as [`write`] does.
+fn write_piece(boot: &mut File, piece: &[u8], replies: &mut impl Write) -> io::Result<Result<(), Reply>> {
+    let mut rest = piece;
+    while !rest.is_empty() {
+        match boot.write(rest) {
+            Ok(0) => return Ok(Err(Reply::WriteFailed(Errno::IO.raw_os_error()))),
+            Ok(took) => {
+                rest = &rest[took..];
+                send(replies, &Reply::Wrote(took as u64))?;
             }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Ok(Err(Reply::WriteFailed(number(&error)))),
         }
     }
     Ok(Ok(()))
@@ -203,20 +229,23 @@ mod tests {
         let card = Rshim::new(&folder.path().display().to_string());
         let image: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
         let path = folder.path().join("image");
-        std::fs::write(&path, &image).expect("written");
+        let tail = [0xaa; 100];
+        std::fs::write(&path, [&image[..], &tail].concat()).expect("written");
         let sha256 = Sha256::digest(&image).into();
+        let tail_len_bytes = 100;
         let write = |len_bytes, sha256: &[u8; 32]| {
             std::fs::write(folder.path().join("boot"), "").expect("written");
             let mut replies = Vec::new();
             let file = File::open(&path).expect("there");
-            serve_boot(&card, file, len_bytes, sha256, &mut replies).expect("no error");
+            let contents = Contents { len_bytes, sha256: *sha256, tail_len_bytes };
+            serve_boot(&card, file, &contents, &mut replies).expect("no error");
             let lines = String::from_utf8(replies).expect("text");
             let reply: Vec<Reply> = lines.lines().map(|line| serde_json::from_str(line).expect("a line")).collect();
             (reply, std::fs::read(folder.path().join("boot")).expect("there"))
         };
         let (reply, boot) = write(image.len() as u64, &sha256);
         assert_eq!((&reply[0], reply.last()), (&Reply::Opened, Some(&Reply::Closed)));
-        assert!(boot == image);
+        assert!(boot == [&image[..], &tail].concat(), "the tail follows the image");
         let pieces = image.len().div_ceil(CHUNK_LEN_BYTES);
         for (len_bytes, sha256) in [(image.len(), [0; 32]), (image.len() - 1, sha256), (image.len() + 1, sha256)] {
             let (reply, boot) = write(len_bytes as u64, &sha256);

@@ -20,7 +20,8 @@
 //! prefixed with `sumac.`, and overrides the store.
 //!
 //! The device's key is not among them. In a store it is the line `key=sumac-key-v1 ...`, which `sumac-agent enroll`
-//! writes. All users and all who have the image can read a command line, so it is refused there.
+//! writes, or `/init` if a key follows the boot stream. All users and all who have the image can read a command line,
+//! so it is refused there.
 
 use std::fmt::{self, Write};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -406,6 +407,8 @@ pub struct CommandLine {
     pub keep: bool,
     /// The file with the device's key (`key-file=/etc/sumac/leaf0.key`), or `-` for stdin.
     pub key_file: Option<String>,
+    /// The boot FIFO, behind the stream that was booted from it (`boot-fifo=/dev/vdb`).
+    pub boot_fifo: Option<String>,
 }
 
 impl CommandLine {
@@ -414,11 +417,12 @@ impl CommandLine {
     /// # Errors
     /// [`ConfigError`] for the first invalid word.
     pub fn parse<'a>(words: impl IntoIterator<Item = &'a str>, prefix: &str) -> Result<Self, ConfigError> {
-        let (mut store, mut keep, mut key_file, mut rest) = (None, false, None, Vec::new());
+        let (mut store, mut keep, mut key_file, mut boot_fifo, mut rest) = (None, false, None, None, Vec::new());
         for word in words.into_iter().filter_map(|word| word.strip_prefix(prefix)) {
             match word.split_once('=') {
                 Some(("store", path)) => store = Some(path.to_owned()),
                 Some(("key-file", path)) => key_file = Some(path.to_owned()),
+                Some(("boot-fifo", path)) => boot_fifo = Some(path.to_owned()),
                 Some(("keep", value)) => {
                     keep = match value {
                         "yes" => true,
@@ -432,7 +436,7 @@ impl CommandLine {
                 _ => rest.push(word),
             }
         }
-        Ok(Self { settings: Settings::from_words(rest)?, store, keep, key_file })
+        Ok(Self { settings: Settings::from_words(rest)?, store, keep, key_file, boot_fifo })
     }
 }
 

@@ -11,13 +11,17 @@ use std::fs;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
+use sumac_firmware::enrolment;
 use sumac_firmware::slots::FileBlocks;
-use sumac_hal::ctrl::secure::{KeyFileError, check_private, read_key};
+use sumac_hal::ctrl::secure::{Key, KeyFileError, check_private, read_key};
 use thiserror::Error;
 use zeroize::Zeroizing;
 
 /// How long to wait for the store's device to appear.
 const STORE_LIMIT: Duration = Duration::from_secs(10);
+
+/// The boot FIFO of a BlueField card (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `bootfifo`).
+const BOOT_FIFO: &str = "/sys/bus/platform/devices/MLNXBF04:00/bootfifo";
 
 /// Why the agent failed.
 #[derive(Debug, Error)]
@@ -58,7 +62,8 @@ pub enum AgentError {
     Key(#[from] KeyFileError),
     /// Process 1 cannot read a key from a file.
     #[error(
-        "sumac.key-file={0}: files of the initramfs are in the image, for all to read; enroll the key in the store"
+        "sumac.key-file={0}: files of the initramfs are in the image, for all to read; send the key \
+         with `sumac flash --key-file`, or enroll it in the store"
     )]
     KeyInImage(String),
 }
@@ -91,6 +96,10 @@ fn boot(log: &Log) -> Result<Infallible, AgentError> {
         return Err(AgentError::KeyInImage(file));
     }
     let mut settings = settings(&line, log)?;
+    if let Some(key) = key_behind_stream(&line, log) {
+        keep_key(&line, &key, log);
+        settings.key = Some(key);
+    }
     let config = settings.config()?;
     let ip = network::configure(&config, log)?;
     settings.set_ip(ip);
@@ -111,6 +120,38 @@ pub fn serve<'a>(words: impl IntoIterator<Item = &'a str>) -> Result<Infallible,
     let ip = network::existing_address(&settings.config()?)?;
     settings.set_ip(ip);
     supervise(&log, &settings)
+}
+
+/// Return the key that followed the stream into the boot FIFO, if there is one. Whatever else is there is logged.
+fn key_behind_stream(line: &CommandLine, log: &Log) -> Option<Key> {
+    let path = Path::new(line.boot_fifo.as_deref().unwrap_or(BOOT_FIFO));
+    if line.boot_fifo.is_some() {
+        if let Err(error) = wait_for(path) {
+            log.warn(&error.to_string());
+        }
+    } else if !path.exists() {
+        return None;
+    }
+    let read = fs::File::open(path).and_then(enrolment::read);
+    let read = read.map_err(|error| format!("{}: {error}", path.display()));
+    let found = read.and_then(|bytes| enrolment::parse(&bytes).map_err(|error| error.to_string()));
+    found.unwrap_or_else(|error| {
+        log.warn(&error);
+        None
+    })
+}
+
+/// Write a key to the store for the next start. This start has it in any case.
+fn keep_key(line: &CommandLine, key: &Key, log: &Log) {
+    let id = key.id();
+    let Some(path) = line.store.as_deref().map(Path::new) else {
+        return log.warn(&format!("key {id} from the boot FIFO lasts until the next start: there is no sumac.store="));
+    };
+    let written = open(path).and_then(|mut store| write_key(&mut store, path, key.clone()));
+    match written {
+        Ok(_) => log.info(&format!("store: key {id} from the boot FIFO")),
+        Err(error) => log.warn(&format!("store: {error}; key {id} from the boot FIFO lasts until the next start")),
+    }
 }
 
 fn supervise(log: &Log, settings: &Settings) -> Result<Infallible, AgentError> {
@@ -207,16 +248,20 @@ pub fn write_store<'a>(path: &Path, words: impl IntoIterator<Item = &'a str>) ->
     Ok(format!("# {state}\n{}", redact(&text)))
 }
 
-/// Write the key of a file, or of stdin if it is `-`, to a store, creating the file if necessary. The other settings stay.
-/// An earlier key is in neither copy afterwards.
+/// Write the key of a file, or of stdin if it is `-`, to a store, creating the file if necessary. The other settings
+/// stay. An earlier key is in neither copy afterwards.
 ///
 /// # Errors
 /// [`AgentError`]; nothing is written if others can read the store or the key's file, or if it is not a key.
 pub fn enroll(path: &Path, key_file: &Path) -> Result<String, AgentError> {
     let key = read_key(key_file)?;
-    let mut store = open_or_create(path)?;
+    write_key(&mut open_or_create(path)?, path, key)
+}
+
+/// Write a key to both copies of a store. Returns the contents as they may be shown.
+fn write_key(store: &mut Store<FileBlocks>, path: &Path, key: Key) -> Result<String, AgentError> {
     check_store(path)?;
-    let settings = stored(&mut store, path, &Log::new([]))?;
+    let settings = stored(store, path, &Log::new([]))?;
     let text = settings.with_key(Some(key)).to_secret_lines();
     // Each write replaces the copy that is not current.
     store.save(&text).map_err(failure(path))?;
@@ -238,7 +283,7 @@ mod tests {
     use super::*;
     use std::os::unix::fs::PermissionsExt;
     use std::path::PathBuf;
-    use sumac_hal::ctrl::secure::{Key, KeyId, write_new_key};
+    use sumac_hal::ctrl::secure::{KeyId, write_new_key};
 
     fn silent_log() -> Log {
         Log::new([])
@@ -325,6 +370,27 @@ mod tests {
             assert!(error.contains("chmod 600"), "{error}");
             assert!(refusal(enroll(&path, &key)).contains("chmod 600"));
         }
+    }
+
+    #[test]
+    fn key_behind_the_stream_replaces_that_of_the_store() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (path, fifo) = (folder.path().join("store"), folder.path().join("fifo"));
+        write_store(&path, ["name=kept"]).expect("written");
+        enroll(&path, &key_file(&folder, 1)).expect("enrolled");
+        let key = Key::new(KeyId(2), [2; 32]);
+        fs::write(&fifo, [&enrolment::emit(&key)[..], &[0; 512]].concat()).expect("written");
+        let words = [format!("store={}", path.display()), format!("boot-fifo={}", fifo.display())];
+        let line = line(&words.each_ref().map(String::as_str));
+        assert_eq!(key_behind_stream(&line, &silent_log()), Some(key.clone()));
+        keep_key(&line, &key, &silent_log());
+        let kept = settings(&line, &silent_log()).expect("settings");
+        assert_eq!((&kept.key, kept.to_lines()), (&Some(key), "name=kept\n".to_owned()));
+        let bytes = fs::read(&path).expect("readable");
+        assert!(!bytes.windows(64).any(|window| window == "01".repeat(32).as_bytes()), "the earlier key is gone");
+        // Another content, as a vendor's bf.cfg, is no key and changes nothing.
+        fs::write(&fifo, "BOOT=1\n").expect("written");
+        assert_eq!(key_behind_stream(&line, &silent_log()), None);
     }
 
     /// Write a file with a key of this id, of whose secret each byte is the id.

@@ -22,7 +22,9 @@ use std::io;
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant as Clock};
+use sumac::controller::keys::read_key;
 use sumac_firmware::bfb::Policy;
+use sumac_firmware::enrolment;
 use sumac_firmware::flash::{
     self, Failure, Goal, Image, Limits, Outcome, RollbackPolicy, Session, Stage, Until, Workers,
 };
@@ -43,6 +45,10 @@ pub(crate) struct FlashArgs {
     /// Public key (PEM) that must have signed the image
     #[arg(long, value_name = "FILE", required_unless_present = "allow_unsigned")]
     key: Option<PathBuf>,
+    /// Device's key for the card's store, from `sumac key new --device`, sent behind the image; `-` is stdin
+    // The installer of a vendor's image runs what follows the image as a script.
+    #[arg(long, value_name = "FILE", conflicts_with = "allow_unsigned")]
+    key_file: Option<PathBuf>,
     /// Accept an unsigned image, such as a vendor's
     #[arg(long, conflicts_with = "key")]
     allow_unsigned: bool,
@@ -109,7 +115,9 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     let trust = key.as_ref().map_or(Trust::AnySigner, Trust::Key);
     // Check a sealed copy, which is what is pushed, even if the file changes.
-    let bytes = file.seal()?;
+    let device_key = args.key_file.as_deref().map(read_key).transpose().map_err(Exit::input)?;
+    let tail = device_key.as_ref().map(enrolment::emit);
+    let bytes = file.seal(tail.as_deref().map_or(&[][..], |tail| &tail[..]))?;
     let reader = bytes.reader().map_err(|error| file.failure(error))?;
     let checked = manifest::check(reader, Policy::Strict, trust).map_err(|error| file.failure(error))?;
     let card = Rshim::new(&args.rshim);
@@ -124,6 +132,7 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     let generation = flash::check(&checked, &misc, policy).map_err(|refusal| file.failure(refusal))?;
     flash::usable(&misc).map_err(|failure| display.failed(&card, &failure))?;
     display.image(&checked, generation, key.as_ref());
+    device_key.iter().for_each(|key| display.device_key(key.id()));
     if args.dry_run {
         display.dry_run()?;
         return Ok(());
@@ -198,7 +207,7 @@ fn push(
     };
     let goal = Goal { until, tolerates_errors: args.tolerate_errors };
     // The clock starts when the card is first read, because the time limit covers everything from then on.
-    let len_bytes = image.bytes.len_bytes();
+    let len_bytes = image.bytes.len_bytes() + image.bytes.tail_len_bytes();
     let session = Session::new(len_bytes, misc, goal, limits, Instant::ZERO);
     let mut bar = display.bar(len_bytes);
     let outcome = workers.run(session, image, clock, |progress| bar.show(progress));

@@ -9,6 +9,7 @@ use sumac_firmware::bfb::Generation;
 use sumac_firmware::flash::{Failure, Outcome, Progress, Restored, Stage};
 use sumac_firmware::manifest::{Checked, envelope, hex};
 use sumac_firmware::rshim::{CardMode, Misc, Rshim};
+use sumac_hal::ctrl::secure::KeyId;
 
 /// The state of a card, from its `misc` node.
 #[derive(Debug, Serialize)]
@@ -116,6 +117,11 @@ impl Display {
             .map_or_else(|| "NOT CHECKED for a signature".into(), |key| format!("signed by {}", envelope::key_id(key)));
         let (len, sha256) = (checked.report.len_bytes, hex(&checked.sha256[..8]));
         note!("image: {version}, epoch {epoch}, {len} bytes for {generation}, {signed}, sha256 {sha256}");
+    }
+
+    /// Show which key is sent to the card.
+    pub(super) fn device_key(&self, id: KeyId) {
+        note!("device key {id} follows the image");
     }
 
     /// Report a dry run.

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
 use std::process::{Child, Stdio};
-use sumac_firmware::flash::{Role, Workers, serve_boot, serve_misc};
+use sumac_firmware::flash::{Contents, Role, Workers, serve_boot, serve_misc};
 use sumac_firmware::manifest::hex;
 use sumac_firmware::rshim::Rshim;
 
@@ -24,6 +24,9 @@ pub(crate) struct WorkerArgs {
     /// Length of the image on stdin in bytes, which is written to `boot`
     #[arg(long, requires = "sha256")]
     len_bytes: Option<u64>,
+    /// Length of what follows the image on stdin, in bytes
+    #[arg(long, default_value_t = 0)]
+    tail_len_bytes: u64,
     /// SHA-256 of the image, in hexadecimal digits
     #[arg(long)]
     sha256: Option<String>,
@@ -36,8 +39,9 @@ pub(crate) fn start(card: &Rshim) -> anyhow::Result<Workers<Spawn>> {
         let mut command = cluster::supervised()?;
         // A path with a slash is taken as a folder, not as a name below /dev.
         command.arg("rshim-worker").arg("--rshim").arg(folder.join("."));
-        if let Role::Boot { len_bytes, sha256 } = role {
+        if let Role::Boot(Contents { len_bytes, sha256, tail_len_bytes }) = role {
             command.args(["--len-bytes", &len_bytes.to_string(), "--sha256", &hex(&sha256)]);
+            command.args(["--tail-len-bytes", &tail_len_bytes.to_string()]);
         }
         command.stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()
     };
@@ -53,7 +57,8 @@ pub(crate) fn run(args: &WorkerArgs) -> Result<(), Failure> {
             let sha256 =
                 parse_digest(digits).ok_or_else(|| Failure::Input(anyhow!("{digits:?} is not a SHA-256 digest")))?;
             let image = io::stdin().as_fd().try_clone_to_owned()?;
-            serve_boot(&card, File::from(image), len_bytes, &sha256, stdout)?;
+            let contents = Contents { len_bytes, sha256, tail_len_bytes: args.tail_len_bytes };
+            serve_boot(&card, File::from(image), &contents, stdout)?;
         }
         _ => serve_misc(&card, io::stdin().lock(), stdout)?,
     }

@@ -53,9 +53,10 @@ impl ImageFile {
         Failure::Input(error.into().context(self.path.display().to_string()))
     }
 
-    /// Copy the stream into sealed memory, so that the checked bytes cannot change before they are used.
-    pub(crate) fn seal(&self) -> Result<SealedImage, Failure> {
-        SealedImage::copy(self.stream()?).map_err(|error| self.failure(error))
+    /// Copy the stream into sealed memory, so that the checked bytes cannot change before they are used, with what
+    /// follows it.
+    pub(crate) fn seal(&self, tail: &[u8]) -> Result<SealedImage, Failure> {
+        SealedImage::copy(self.stream()?, tail).map_err(|error| self.failure(error))
     }
 }
 
