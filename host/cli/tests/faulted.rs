@@ -8,6 +8,7 @@ use rustix::process::Pid;
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
 
 /// Run `perf` with a fault, wait until all its processes have ended, and return its output.
 fn faulted(args: &str) -> Output {
@@ -22,9 +23,14 @@ fn faulted_with(args: &str, more: &[&str]) -> Output {
     let run = format!("{}.{}", std::process::id(), RUNS.fetch_add(1, Ordering::Relaxed));
     let mut command = Command::new(env!("CARGO_BIN_EXE_sumac"));
     command.args(["perf", "--json"]).args(args.split_whitespace()).args(more).env(RUN, &run);
-    let process = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
-    let started = processes_with(RUN, &run);
-    assert!(started.iter().any(|found| Some(found.pid) == Pid::from_raw(process.id() as i32)), "it can be seen");
+    let mut process =
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("started");
+    let pid = Pid::from_raw(process.id() as i32);
+    // It is started a little before the kernel shows its environment.
+    while !processes_with(RUN, &run).iter().any(|found| Some(found.pid) == pid) {
+        assert_eq!(process.try_wait().expect("a child"), None, "it ended before it could be seen");
+        thread::yield_now();
+    }
     let output = process.wait_with_output().expect("ended");
     for Process { pid, command, ended } in processes_with(RUN, &run) {
         let limit = Timespec { tv_sec: 30, tv_nsec: 0 };

@@ -8,6 +8,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// The variable by which a test finds all processes that it has started.
 const MARK: &str = "SUMAC_TEST_RUN";
@@ -129,8 +131,13 @@ fn killed_run_leaves_nothing_behind() {
     let mut run = Run::start("killed", &["-n", "2"], "sleep 1000 & echo started; wait");
     assert_eq!(run.lines(2).len(), 1);
     let mark = run.mark.clone();
-    // The command, controller, device, guard, and two shells with a child each.
-    assert_eq!(processes_with(MARK, &mark).len(), 8);
+    // The command, controller, device, guard, and two shells with a child each. While a child executes its program, the
+    // kernel shows no environment.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while processes_with(MARK, &mark).len() != 8 {
+        assert!(Instant::now() < deadline, "{} processes", processes_with(MARK, &mark).len());
+        thread::yield_now();
+    }
     run.signal(Signal::KILL);
     run.process.wait().expect("ended");
     wait_none_left(&mark);
