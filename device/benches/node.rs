@@ -27,6 +27,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant as Clock};
 use sumac_device::{Child, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Request, Response, TreeConfig};
+use sumac_hal::driver::{BATCH_PACKETS, Batch};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -318,8 +319,13 @@ impl Rig {
         if self.node.poll_timeout().is_some_and(|at| at <= self.now) {
             self.node.handle_timeout(self.now);
         }
-        while let Some(out) = self.node.poll_transmit(self.now) {
-            black_box(self.node.payload(&out));
+        loop {
+            let mut batch = Batch::new();
+            self.node.poll_batch(self.now, BATCH_PACKETS, &mut batch);
+            if batch.is_empty() {
+                break;
+            }
+            batch.iter().for_each(|out| _ = black_box(self.node.payload(out)));
         }
     }
 

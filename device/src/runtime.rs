@@ -1,7 +1,7 @@
 //! Moves packets between a node and its port; every board calls [`poll`].
 
 use crate::node::{Node, Payload};
-use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
+use sumac_hal::driver::{self, Batch, PacketCore, PacketSource, Transmit};
 use sumac_hal::port::{Addr, Ecn, Port, Train};
 use sumac_hal::time::Instant;
 
@@ -48,5 +48,9 @@ impl PacketSource for &mut Node<'_> {
 
     fn payload<'t>(&'t self, transmit: &'t Transmit<Payload>) -> &'t [u8] {
         Node::payload(self, transmit)
+    }
+
+    fn poll_batch(&mut self, now: Instant, packets_max: usize, batch: &mut Batch<Payload>) {
+        Node::poll_batch(self, now, packets_max, batch);
     }
 }

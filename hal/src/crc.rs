@@ -11,7 +11,7 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
         return crc;
     }
     // Uses carry-less multiplication where the processor has it.
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
+    crc_fast::crc32_iscsi(bytes)
 }
 
 /// Return the CRC-32C (Castagnoli, as in iSCSI, RFC 3720 B.4) of `bytes`.
@@ -20,6 +20,15 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = Crc32c::new();
     crc.update(bytes);
     crc.value()
+}
+
+/// As [`crc32c`], for a length that the compiler knows: that of a header.
+pub(crate) fn crc32c_array<const LEN: usize>(bytes: &[u8; LEN]) -> u32 {
+    #[cfg(all(feature = "std", target_arch = "x86_64"))]
+    if let Some(crc) = lanes::crc32c_array(bytes) {
+        return crc;
+    }
+    crc32c(bytes)
 }
 
 /// An incremental CRC-32C.

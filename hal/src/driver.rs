@@ -12,8 +12,13 @@ use crate::time::Instant;
 use crate::wire::Header;
 use heapless::Vec;
 
-/// The number of packets handed to a port at a time: enough for long runs to each peer, few enough for a small stack.
-const BATCH: usize = 32;
+/// The number of packets handed to a port at a time. A port sends those of a batch that go to one peer together, and an
+/// operating system's stack takes about as long for such a train as for a single packet: a hosted batch is long enough
+/// for trains of 32 to each of four children. Boards have small stacks, and ports without such offloads.
+pub const BATCH_PACKETS: usize = if cfg!(feature = "std") { 128 } else { 32 };
+
+/// Packets that are handed to a port together.
+pub type Batch<P> = Vec<Transmit<P>, BATCH_PACKETS>;
 
 /// A packet to send. Its payload stays where it is; `P` is what the sender finds it by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +79,18 @@ pub trait PacketSource {
 
     /// Locate a packet's payload.
     fn payload<'t>(&'t self, transmit: &'t Transmit<Self::Payload>) -> &'t [u8];
+
+    /// Add the next packets to `batch`, as long as it is shorter than `packets_max` and there are any: the same that
+    /// [`PacketSource::poll_transmit`] would return one by one. A source that can prepare several at once for less
+    /// overrides it.
+    fn poll_batch(&mut self, now: Instant, packets_max: usize, batch: &mut Batch<Self::Payload>) {
+        while batch.len() < packets_max {
+            let Some(transmit) = self.poll_transmit(now) else { return };
+            if batch.push(transmit).is_err() {
+                return;
+            }
+        }
+    }
 }
 
 /// Do everything that can be done at `now` without waiting: receive bursts of packets, at most `rounds` of them, handle
@@ -116,16 +133,12 @@ fn receive<C: PacketCore, P: Port>(core: &mut C, port: &mut P, now: Instant, bur
 /// Send what there is, payloads in place; returns false if the port could not take all of it.
 fn transmit<S: PacketSource, P: Port>(source: &mut S, port: &mut P, now: Instant) -> bool {
     loop {
-        let room = port.room(now).min(BATCH);
+        let room = port.room(now).min(BATCH_PACKETS);
         if room == 0 {
             return false;
         }
-        let mut batch: Vec<Transmit<S::Payload>, BATCH> = Vec::new();
-        while batch.len() < room {
-            let Some(transmit) = source.poll_transmit(now) else { break };
-            // The batch has room: its length is below `room`.
-            let _ = batch.push(transmit);
-        }
+        let mut batch = Batch::new();
+        source.poll_batch(now, room, &mut batch);
         if batch.is_empty() {
             return true;
         }

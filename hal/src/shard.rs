@@ -45,18 +45,25 @@ impl Shard {
     /// Return the shard index that `seq` belongs to, of `shards`.
     #[inline]
     pub const fn of(seq: ChunkNo, shards: u16) -> u16 {
+        if shards == 1 {
+            return 0;
+        }
         ((seq.0 / RUN) % shards as u64) as u16
     }
 
     /// Return the local number of `seq`, or `None` if it belongs to another shard.
     #[inline]
     pub const fn local(self, seq: ChunkNo) -> Option<u64> {
-        if (seq.0 / RUN) % self.shards == self.index { Some(self.below(seq)) } else { None }
+        if Self::of(seq, self.shards as u16) as u64 == self.index { Some(self.below(seq)) } else { None }
     }
 
     /// Return how many seqs below `seq` belong to this shard: the local form of a mark (`have`, `stable`).
     #[inline]
     pub const fn below(self, seq: ChunkNo) -> u64 {
+        // The usual case, without divisions.
+        if self.shards == 1 {
+            return seq.0;
+        }
         let (run, rest) = (seq.0 / RUN, seq.0 % RUN);
         let full = run / self.shards * RUN;
         let turn = run % self.shards;

@@ -6,10 +6,11 @@
 //! transmission is shared: a child that missed it asks, and gets a copy of its own.
 
 use super::{GroupCtx, Node};
-use crate::node::group::Parent;
+use crate::node::group::{Child, Parent};
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use core::ops::Range;
+use heapless::Vec;
 use sumac_hal::ctrl::SharedLink;
 use sumac_hal::driver::Transmit;
 use sumac_hal::ids::ChildIndex;
@@ -17,7 +18,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, Kind, RankMask, Repr, payload_crc};
+use sumac_hal::wire::{Flags, Header, Kind, RankMask, Repr, payload_crc};
 
 /// Bytes that a group may send before the next group's turn.
 const QUANTUM_BYTES: usize = 64 * 1024;
@@ -57,10 +58,35 @@ impl Node<'_> {
     /// Call it after each input until it returns `None`, or until the port is full; then continue later.
     #[must_use]
     pub fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
-        let out = self.next_reply().or_else(|| self.next_in_turn(now))?;
-        self.common.counters.packets_out += 1;
-        self.common.counters.bytes_out += (out.header.len() + out.payload.len()) as u64;
-        Some(out)
+        let mut one = Vec::<_, 1>::new();
+        self.poll_batch(now, 1, &mut one);
+        one.pop()
+    }
+
+    /// Add the next packets to `batch`, as long as it is shorter than `packets_max`: the same as [`Node::poll_transmit`]
+    /// would return one by one, but what holds for a group's turn or a chunk's answer is found once.
+    pub fn poll_batch<const N: usize>(
+        &mut self,
+        now: Instant,
+        packets_max: usize,
+        batch: &mut Vec<Transmit<Payload>, N>,
+    ) {
+        let (packets_max, before) = (packets_max.min(N), batch.len());
+        while batch.len() < packets_max {
+            if let Some(reply) = self.next_reply() {
+                // The batch has room.
+                let _ = batch.push(reply);
+                continue;
+            }
+            let Some(mut ctx) = self.take_turn().and_then(|turn| self.group_ctx(turn)) else { break };
+            if ctx.fill(now, &mut Filling { batch, packets_max }).is_none() {
+                break;
+            }
+        }
+        let sent = &batch[before..];
+        self.common.counters.packets_out += sent.len() as u64;
+        let lens = sent.iter().map(|out| out.header.len() + out.payload.len());
+        self.common.counters.bytes_out += lens.sum::<usize>() as u64;
     }
 
     /// Return the payload of a packet that [`Node::poll_transmit`] has returned since the last `handle`,
@@ -79,20 +105,6 @@ impl Node<'_> {
             Some(mask) => masked(reply.to, reply.repr, &mask),
             None => bare(reply.to, &reply.repr),
         })
-    }
-
-    /// Return the next packet of the group whose turn it is.
-    pub(super) fn next_in_turn(&mut self, now: Instant) -> Option<Transmit<Payload>> {
-        let turn = self.take_turn()?;
-        let mut out = self.group_ctx(turn)?.transmit(now)?;
-        if let Some(group) = &mut self.storage.groups[turn] {
-            group.deficit = group.deficit.saturating_sub(out.header.len() + out.payload.len());
-            // Convert an offset in the group's bytes to one in the node's.
-            if let Payload::Slots(range) = &mut out.payload {
-                *range = group.bytes.start + range.start..group.bytes.start + range.end;
-            }
-        }
-        Some(out)
     }
 
     /// Return the group whose turn it is to send; `None` if no group has anything to send. After `None` the table is
@@ -133,6 +145,18 @@ impl Node<'_> {
     }
 }
 
+/// A batch that is being filled.
+struct Filling<'b, const N: usize> {
+    batch: &'b mut Vec<Transmit<Payload>, N>,
+    packets_max: usize,
+}
+
+impl<const N: usize> Filling<'_, N> {
+    fn has_room(&self) -> bool {
+        self.batch.len() < self.packets_max
+    }
+}
+
 impl GroupCtx<'_> {
     /// Return the slot to scan from: that of the oldest chunk that some child may still lack.
     fn oldest(&self) -> usize {
@@ -155,29 +179,92 @@ impl GroupCtx<'_> {
         self.children[self.slots[index].pending.first()?].addr
     }
 
-    /// Return this group's next packet; its payload is a range of the group's bytes.
-    fn transmit(&mut self, now: Instant) -> Option<Transmit<Payload>> {
+    /// Add this group's packets, until its turn ends. Returns `None` if one of them could not be made.
+    fn fill<const N: usize>(&mut self, now: Instant, filling: &mut Filling<'_, N>) -> Option<()> {
         let oldest = self.oldest();
-        if let Some(index) = self.group.up.first_from(oldest) {
-            self.group.up.remove(index);
-            return self.transmit_up(index, now);
+        while self.group.deficit > 0 && filling.has_room() {
+            let out = if let Some(index) = self.group.up.first_from(oldest) {
+                self.group.up.remove(index);
+                self.transmit_up(index, now)?
+            } else if let Some(child) = self.group.view.to_notify.first() {
+                self.group.view.to_notify.remove(child);
+                let (repr, mask) = self.decision_header(child, self.group.view.number(), self.children[child].token)?;
+                masked(self.children[child].addr?, repr, &mask)
+            } else {
+                return self.fill_down(oldest, filling);
+            };
+            self.push(out, filling);
         }
-        if let Some(child) = self.group.view.to_notify.first() {
-            self.group.view.to_notify.remove(child);
-            let (repr, mask) = self.decision_header(child, self.group.view.number(), self.children[child].token)?;
-            return Some(masked(self.children[child].addr?, repr, &mask));
+        Some(())
+    }
+
+    /// Add answers, until the turn ends.
+    fn fill_down<const N: usize>(&mut self, oldest: usize, filling: &mut Filling<'_, N>) -> Option<()> {
+        while self.group.deficit > 0
+            && filling.has_room()
+            && let Some(index) = self.group.down.first_from(oldest)
+        {
+            if let Some(link) = self.shared_link(index) {
+                let out = self.transmit_shared(index, link);
+                self.push(out, filling);
+                continue;
+            }
+            let child = self.take_pending(index)?;
+            let out = self.transmit_down(index, child)?;
+            let slot = &self.slots[index];
+            let crc = slot.value_crc.filter(|_| slot.state == State::Answered && slot.has_result_for(child));
+            let (header, payload) = (out.header, out.payload.clone());
+            self.push(out, filling);
+            if let Some(crc) = crc {
+                self.fill_results(index, (&header, crc), &payload, filling)?;
+            }
         }
-        let index = self.group.down.first_from(oldest)?;
-        if let Some(link) = self.shared_link(index) {
-            return Some(self.transmit_shared(index, link));
+        Some(())
+    }
+
+    /// Add the Result of slot `index` for the next children, given that for the first one, until the turn ends.
+    fn fill_results<const N: usize>(
+        &mut self,
+        index: usize,
+        (header, payload_crc): (&Header, u32),
+        payload: &Payload,
+        filling: &mut Filling<'_, N>,
+    ) -> Option<()> {
+        while self.group.deficit > 0
+            && filling.has_room()
+            && let Some(child) = self.slots[index].pending.first()
+            && self.slots[index].has_result_for(child)
+        {
+            self.take_pending(index);
+            let Child { addr, key, .. } = &self.children[child];
+            let header = header.to_child(ChildIndex(child as u16), *key, payload_crc)?;
+            self.push(Transmit { to: (*addr)?, header, payload: payload.clone() }, filling);
         }
+        Some(())
+    }
+
+    /// Take the next child that slot `index` is to answer.
+    fn take_pending(&mut self, index: usize) -> Option<usize> {
         let slot = &mut self.slots[index];
         let child = slot.pending.first()?;
         slot.pending.remove(child);
         if slot.pending.is_empty() {
             self.group.down.remove(index);
         }
-        self.transmit_down(index, child)
+        Some(child)
+    }
+
+    /// Add a packet, and subtract it from what the group may send in its turn. Its payload is a range of the group's
+    /// bytes.
+    fn push<const N: usize>(&mut self, mut out: Transmit<Payload>, filling: &mut Filling<'_, N>) {
+        self.group.deficit = self.group.deficit.saturating_sub(out.header.len() + out.payload.len());
+        // Convert an offset in the group's bytes to one in the node's.
+        if let Payload::Slots(range) = &mut out.payload {
+            let start = self.group.bytes.start;
+            *range = start + range.start..start + range.end;
+        }
+        // The batch has room.
+        let _ = filling.batch.push(out);
     }
 
     fn transmit_up(&mut self, index: usize, now: Instant) -> Option<Transmit<Payload>> {

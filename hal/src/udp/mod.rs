@@ -48,7 +48,7 @@ const TX_ARENA_BYTES: usize = 512 << 10;
 const TX_MIN_PACKETS: usize = 32;
 
 /// The maximum number of packets in one gathered send.
-const GATHER_PACKETS_MAX: usize = 64;
+const GATHER_PACKETS_MAX: usize = 128;
 
 /// A kernel buffer of `n` bytes holds at least `n * 2 / 5` bytes of packets of 1 KiB and more: the kernel counts
 /// allocated memory (`truesize`), which is rounded up to powers of two and includes about 600 bytes of overhead a

@@ -1,6 +1,8 @@
 //! [`Packet`]: a packet's fields, read and written in place.
 
 use super::{Flags, HEADER_LEN, MAGIC, SHORT_HEADER_LEN, VERSION, crc32c};
+use crate::crc::crc32c_array;
+use crate::ids::ChildIndex;
 use core::ops::Deref;
 use thiserror::Error;
 
@@ -192,7 +194,7 @@ fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
 fn packet_crc_of<const LEN: usize>(header: &[u8; LEN], payload_crc: u32) -> u32 {
     let mut bytes = *header;
     bytes[LEN - size_of::<u32>()..].copy_from_slice(&payload_crc.to_le_bytes());
-    crc32c(&bytes)
+    crc32c_array(&bytes)
 }
 
 /// Return header, payload and the payload's checksum of a packet with a short header, if it is intact. The caller has
@@ -289,5 +291,20 @@ impl Header {
         let crc = packet_crc(&bytes[..len], payload_crc);
         bytes[len - size_of::<u32>()..len].copy_from_slice(&crc.to_le_bytes());
         Self { bytes, len: len as u8 }
+    }
+
+    /// Return the header of the same Result to another child, given the [`payload_crc`]; `None` if it is not in the short
+    /// form, where child and key are all that differs.
+    pub fn to_child(&self, child: ChildIndex, key: u64, payload_crc: u32) -> Option<Self> {
+        if usize::from(self.len) != SHORT_HEADER_LEN {
+            return None;
+        }
+        let mut header = *self;
+        let short: &mut [u8; SHORT_HEADER_LEN] = header.bytes.first_chunk_mut()?;
+        short[field::CHILD.start] = child.0 as u8;
+        short[field::KEY].copy_from_slice(&key.to_le_bytes());
+        let crc = packet_crc_of(short, payload_crc);
+        short[SHORT_HEADER_LEN - size_of::<u32>()..].copy_from_slice(&crc.to_le_bytes());
+        Some(header)
     }
 }

@@ -15,7 +15,7 @@ mod shared;
 mod straggler;
 mod train;
 
-use super::{Node, NodeConfig};
+use super::{Node, NodeConfig, Payload};
 use crate::node::group::Child;
 use crate::node::memory::Storage;
 use crate::slot::{Slot, State};
@@ -25,6 +25,7 @@ use std::vec::Vec;
 use sumac_hal::ctrl::{
     ChildMask, DropReason, GroupConfig, NodeParent, Order, Request, Response, SharedLink, TreeConfig,
 };
+use sumac_hal::driver::Transmit;
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
 use sumac_hal::key::GroupSecret;
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
@@ -279,16 +280,34 @@ impl Rig {
         let destination = self.node.poll_destination();
         let sent = self.node.poll_transmit(self.now);
         assert_eq!(destination, sent.as_ref().map(|sent| sent.to), "poll_destination and poll_transmit disagree");
-        let sent = sent?;
-        let packet = sent.write(self.node.payload(&sent), &mut self.buffer);
+        sent.map(|sent| self.written(&sent))
+    }
+
+    fn written(&mut self, sent: &Transmit<Payload>) -> Sent {
+        let packet = sent.write(self.node.payload(sent), &mut self.buffer);
         let packet = Packet::new_checked(packet).expect("nodes send valid packets");
         let repr = Repr::parse(&packet).expect("nodes send packets of this version");
-        Some(Sent { to: sent.to, repr, payload: packet.payload().to_vec() })
+        Sent { to: sent.to, repr, payload: packet.payload().to_vec() }
     }
 
     /// Take all packets that the node has to send.
     pub(in crate::node) fn drain(&mut self) -> Vec<Sent> {
         let sent: Vec<Sent> = core::iter::from_fn(|| self.next()).collect();
+        check_invariants(&mut self.node);
+        sent
+    }
+
+    /// Take all packets that the node has to send, at most `packets_max` at a time.
+    pub(in crate::node) fn drain_in_batches(&mut self, packets_max: usize) -> Vec<Sent> {
+        let mut sent = Vec::new();
+        loop {
+            let mut batch = heapless::Vec::<_, 16>::new();
+            self.node.poll_batch(self.now, packets_max, &mut batch);
+            if batch.is_empty() {
+                break;
+            }
+            sent.extend(batch.iter().map(|out| self.written(out)));
+        }
         check_invariants(&mut self.node);
         sent
     }

@@ -137,13 +137,14 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn train_leaves_the_state_of_its_packets_one_by_one(
+    fn trains_in_and_out_leave_the_state_of_their_packets_one_by_one(
         script in prop::collection::vec(trains(), 1..24),
         order in prop::sample::select(vec![Order::Arrival, Order::TreeFold, Order::TreePairwise]),
         has_parent in any::<bool>(),
         shares in any::<bool>(),
         describe in prop::bool::weighted(0.9),
         shards in 1_u16..3,
+        batch in 1_usize..20,
     ) {
         let shard = Shard::new(shards - 1, shards).unwrap();
         let setup = Setup { children: 3, window: 32, slots: 64, order, has_parent, shares, shard, ..Setup::default() };
@@ -165,11 +166,12 @@ proptest! {
             prop_assert_eq!(format!("{:?}", rigs[0].node), format!("{:?}", rigs[1].node));
             check_invariants(&mut rigs[1].node);
             if train.drain {
-                prop_assert_eq!(rigs[0].drain(), rigs[1].drain());
+                prop_assert_eq!(rigs[0].drain(), rigs[1].drain_in_batches(batch));
             }
             rigs.iter_mut().for_each(|rig| rig.pass_ms(train.ms));
         }
-        prop_assert_eq!(rigs[0].drain(), rigs[1].drain());
+        prop_assert_eq!(rigs[0].drain(), rigs[1].drain_in_batches(batch));
+        prop_assert_eq!(format!("{:?}", rigs[0].node), format!("{:?}", rigs[1].node));
     }
 }
 
