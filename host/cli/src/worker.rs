@@ -18,6 +18,7 @@ pub(crate) fn run() -> Result<(), Failure> {
         .map_err(Failure::Input)?;
     let mut config = JoinConfig::new(job.controller, job.job.as_str(), job.rank, job.world);
     config.host = Some(job.host.clone());
+    config.key = job.key.clone();
     config.order = job.order.unwrap_or(config.order);
     config.transport = job.transport;
     config.verbs = job.verbs.clone();

@@ -288,8 +288,9 @@ fn named_controller_can_be_asked_while_perf_runs() {
         }
     };
     let address = line.split_whitespace().nth(2).expect("an address");
-    assert!(line.ends_with(&format!("watch with: sumac status --watch --controller {address}")), "{line}");
-    let status = sumac(&["status", "--controller", address, "--json"]);
+    let (_, watch) = line.split_once("watch with: sumac status --watch ").expect("a command");
+    assert!(watch.starts_with(&format!("--controller {address} --key-file /proc/")), "{line}");
+    let status = sumac(&[&["status", "--json"], &watch.split_whitespace().collect::<Vec<_>>()[..]].concat());
     assert_eq!(exit_status(&status), 0, "{}", stderr(&status));
     let status: Value = serde_json::from_str(&stdout(&status)).expect("JSON");
     assert_eq!(status["jobs"][0]["name"], "perf", "{status}");

@@ -12,12 +12,14 @@
 mod bind;
 mod events;
 mod given;
+mod keys;
 mod process;
 mod program;
 mod start;
 
 pub(crate) use bind::Parts;
 pub(crate) use given::{GivenDevice, places};
+pub(crate) use keys::{ClusterKeys, controller_addr, describe_controller};
 pub(crate) use process::{SUPERVISOR_VARIABLE, die_with_supervisor, is_supervised, supervised};
 pub(crate) use program::{Program, become_program};
 pub(crate) use start::{
@@ -32,6 +34,7 @@ use process::Child;
 use std::io;
 use std::net::SocketAddr;
 use std::process::ExitStatus;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 use sumac::controller::ClientError;
@@ -132,6 +135,8 @@ pub(crate) struct Supervisor {
     bar: ProgressBar,
     /// How often `-v` is passed to children.
     verbose: u8,
+    /// The keys of the cluster, whose files are as long there as its controller.
+    keys: Option<Arc<ClusterKeys>>,
 }
 
 impl Supervisor {
@@ -143,7 +148,7 @@ impl Supervisor {
         let (sender, events) = channel();
         events::watch_signals(sender.clone())
             .map_err(|source| ClusterError::System { what: "install signal handlers".into(), source })?;
-        Ok(Self { children: Vec::new(), events, sender, bar, verbose })
+        Ok(Self { children: Vec::new(), events, sender, bar, verbose, keys: None })
     }
 
     /// Start this binary with `args`, and with `stdin` as its whole standard input.

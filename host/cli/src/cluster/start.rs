@@ -1,11 +1,12 @@
 //! Start of a cluster: first the controller, then the devices. Each prints a line when it is ready.
 
 use super::bind::Parts;
-use super::{ChildId, ClusterError, Limit, Supervisor};
+use super::{ChildId, ClusterError, ClusterKeys, Limit, Supervisor};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a process may take to get ready; generous, because hundreds may start on a small machine.
@@ -34,11 +35,22 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) listen: Option<SocketAddr>,
     /// Existing devices that take the place of emulated ones, with the addresses at which they receive packets.
     pub(crate) given: Vec<(usize, SocketAddr)>,
+    /// The keys of all parts; `None`: the controller serves everybody on this machine, as existing devices need it.
+    pub(crate) keys: Option<Arc<ClusterKeys>>,
 }
 
 impl<'a> ClusterConfig<'a> {
-    /// Describe a cluster of emulated devices with one shard each, bound to no processors, that selects by cost.
-    pub(crate) fn new(layout: &'a Layout) -> Self {
+    /// Describe a cluster of emulated devices with one shard each, with keys, bound to no processors, that selects by
+    /// cost.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`] if there can be no keys.
+    pub(crate) fn new(layout: &'a Layout) -> Result<Self, ClusterError> {
+        Ok(Self { keys: Some(Arc::new(ClusterKeys::new(layout)?)), ..Self::without_keys(layout) })
+    }
+
+    /// Describe such a cluster without keys.
+    pub(crate) fn without_keys(layout: &'a Layout) -> Self {
         Self {
             layout,
             shards: 1,
@@ -47,6 +59,7 @@ impl<'a> ClusterConfig<'a> {
             device_options: Vec::new(),
             listen: None,
             given: Vec::new(),
+            keys: None,
         }
     }
 }
@@ -139,7 +152,10 @@ pub(crate) fn spawn_controller(
         Preference::File(path) => Some(format!("--overrides={}", path.display())),
         Preference::Tree => Some("--prefer-tree".into()),
     };
-    let args: Vec<String> = own.into_iter().chain(preference).collect();
+    let keys = config.keys.as_ref().map(|keys| format!("--keys={}", keys.store_path()));
+    // The controller looks for changes of the store as long as it runs.
+    supervisor.keys = config.keys.clone();
+    let args: Vec<String> = own.into_iter().chain(preference).chain(keys).collect();
     supervisor.spawn("the controller", &args, stdin)
 }
 
@@ -166,7 +182,10 @@ pub(crate) fn start_device(
         // Whatever SUMAC_BIND says: the ranks are on this host.
         args.push(format!("--bind={}", controller.ip()));
     }
-    config.parts.within(index, || supervisor.spawn(&format!("device {name}"), &args, Vec::new()))
+    let key = config.keys.as_ref().map(|keys| keys.device_text(index));
+    args.extend(key.is_some().then(|| "--key-file=-".to_owned()));
+    let stdin = key.map(|key| key.as_bytes().to_vec()).unwrap_or_default();
+    config.parts.within(index, || supervisor.spawn(&format!("device {name}"), &args, stdin))
 }
 
 fn unexpected(supervisor: &Supervisor, id: ChildId, line: String, expected: &'static str) -> ClusterError {

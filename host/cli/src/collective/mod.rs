@@ -170,8 +170,8 @@ impl Job<'_> {
     ) -> Result<Combined, Failure> {
         let Call { collective, op, root, run } = self.call;
         let device_options = run.verbs.of_devices(run.transport, layout.devices.len());
-        let controller =
-            cluster::start(supervisor, &ClusterConfig { device_options, ..ClusterConfig::new(layout) })?.addr;
+        let config = ClusterConfig { device_options, ..ClusterConfig::new(layout)? };
+        let controller = cluster::start(supervisor, &config)?.addr;
         let world = self.inputs.len();
         let mut ranks = Vec::new();
         for (((rank, input), output), host) in (0_u32..).zip(&self.inputs).zip(outputs).zip(&layout.hosts) {
@@ -187,6 +187,7 @@ impl Job<'_> {
             let job = RankJob {
                 controller,
                 job: collective.name().into(),
+                key: config.keys.as_ref().map(|keys| keys.rank().clone()),
                 rank,
                 world: world as u32,
                 host: host.clone(),

@@ -21,6 +21,7 @@ use std::path::PathBuf;
 use sumac::Transport;
 use sumac::select::TreeTransport;
 use sumac_hal::ctrl::Order;
+use sumac_hal::ctrl::secure::Key;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 
@@ -31,6 +32,9 @@ pub(crate) struct RankJob {
     pub(crate) controller: SocketAddr,
     /// The job's name there.
     pub(crate) job: String,
+    /// The key to join with.
+    #[serde(default, with = "key_text")]
+    pub(crate) key: Option<Key>,
     /// This rank.
     pub(crate) rank: u32,
     /// The number of ranks.
@@ -48,6 +52,23 @@ pub(crate) struct RankJob {
     pub(crate) deadline_ms: u64,
     /// Its work after joining.
     pub(crate) work: Work,
+}
+
+/// A key in a job: its text, or nothing.
+mod key_text {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+    use sumac_hal::ctrl::secure::{Key, parse_key};
+    use zeroize::Zeroizing;
+
+    pub(super) fn serialize<S: Serializer>(key: &Option<Key>, serializer: S) -> Result<S::Ok, S::Error> {
+        let text = key.as_ref().map(|key| Zeroizing::new(key.reveal().to_string()));
+        text.as_ref().map(|text| text.as_str()).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Key>, D::Error> {
+        let text = Option::<String>::deserialize(deserializer)?.map(Zeroizing::new);
+        text.map(|text| parse_key(&text)).transpose().map_err(de::Error::custom)
+    }
 }
 
 /// What a rank does in its communicator.

@@ -24,8 +24,8 @@ pub(crate) struct KeyOption {
 }
 
 impl KeyOption {
-    /// Read the key, if there is one. The environment's is not that of processes that a supervisor starts: its
-    /// controller uses no keys.
+    /// Read the key, if there is one. The environment's is not for processes that a supervisor starts: it gives them
+    /// keys for its own controller, or none.
     ///
     /// # Errors
     /// The key cannot be read, or others can read it too.

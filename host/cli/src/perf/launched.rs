@@ -11,6 +11,7 @@ use super::row::Measurement;
 use super::{measured, progress_bar, ssh};
 use crate::address;
 use crate::bench::{Bench, tree_transport};
+use crate::cluster::describe_controller;
 use crate::exit::Failure;
 use crate::host_device::EmulatedHostDevices;
 use crate::job::{Case, Explained, Report};
@@ -107,7 +108,8 @@ impl Rank<'_> {
         let layout = if is_printing { Some(self.layout()?) } else { None };
         let mut output = layout.as_ref().map(|layout| Output::new(args, layout, cases, None, &bar)).transpose()?;
         if let Some(output) = &mut output {
-            self.failure = output.begin(self.config.controller, transport).err().map(Failure::from);
+            self.failure =
+                output.begin(&describe_controller(self.config.controller, None), transport).err().map(Failure::from);
         }
         let mut bench = Bench {
             communicator: self.communicator,

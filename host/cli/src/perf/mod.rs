@@ -22,7 +22,9 @@ mod table;
 pub(crate) use args::PerfArgs;
 pub(crate) use help::HELP;
 
-use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Parts, Preference, Supervisor};
+use crate::cluster::{
+    self, ChildId, ClusterConfig, ClusterError, ClusterKeys, Limit, Parts, Preference, Supervisor, describe_controller,
+};
 use crate::exit::Failure;
 use crate::job::{Case, Measured, RankJob, Report, Work};
 use crate::layout::Layout;
@@ -36,6 +38,7 @@ use row::Measurement;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 use sumac::comm::launcher;
 use sumac::select::TreeTransport;
@@ -110,7 +113,9 @@ fn measure(
         .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
         .chain(capture.iter().flat_map(Capture::device_options))
         .collect();
-    let config = ClusterConfig { preference, device_options, listen, given, ..config(args, layout) };
+    // Existing devices have no keys.
+    let keys = given.is_empty().then(|| ClusterKeys::new(layout)).transpose()?.map(Arc::new);
+    let config = ClusterConfig { preference, device_options, listen, given, keys, ..config(args, layout) };
     let mut output = Output::new(args, layout, cases, round_trip_ns, bar)?;
     if let Some(fault) = args.fault {
         fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
@@ -121,7 +126,8 @@ fn measure(
     bar.set_message("waiting for the ranks to join");
     let job = JobOf { name: "perf".into(), controller: started.addr, cases: cases.to_vec(), announced: None };
     let ranks = start_ranks(&mut supervisor, args, &config, job)?;
-    let measured = measure_rows(args, (cases, &ranks), started.addr, &mut supervisor, &mut output);
+    let watch = describe_controller(started.addr, config.keys.as_deref());
+    let measured = measure_rows(args, (cases, &ranks), &watch, &mut supervisor, &mut output);
     if let Some(capture) = capture {
         // A capture of a failed run tells most.
         ranks.iter().for_each(|&rank| supervisor.may_fail(rank));
@@ -141,7 +147,7 @@ fn measure(
 fn measure_rows(
     args: &PerfArgs,
     (cases, ranks): (&[Case], &[ChildId]),
-    controller: SocketAddr,
+    controller: &str,
     supervisor: &mut Supervisor,
     output: &mut Output<'_>,
 ) -> Result<(), Failure> {
@@ -180,7 +186,7 @@ fn print_link_counters(args: &PerfArgs, layout: &Layout, links: &[Link], output:
 /// Return the configuration of the requested cluster.
 fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
     let parts = if args.no_bind { Parts::anywhere() } else { Parts::new(layout) };
-    ClusterConfig { shards: args.shards, parts, ..ClusterConfig::new(layout) }
+    ClusterConfig { shards: args.shards, parts, ..ClusterConfig::without_keys(layout) }
 }
 
 /// Wait until all ranks have joined, and return the transport to the tree, if there is one.
@@ -255,6 +261,7 @@ fn start_ranks(
             let job = RankJob {
                 controller,
                 job: name.clone(),
+                key: config.keys.as_ref().map(|keys| keys.rank().clone()),
                 rank,
                 world: args.world(),
                 host: host.clone(),

@@ -13,7 +13,6 @@ use anyhow::anyhow;
 use indicatif::ProgressBar;
 use std::collections::HashSet;
 use std::io::{self, IsTerminal, Write};
-use std::net::SocketAddr;
 use sumac::select::TreeTransport;
 
 /// The rows in one of their forms, and the remarks on stderr.
@@ -72,21 +71,20 @@ impl<'a> Output<'a> {
         })
     }
 
-    /// Print the conditions and the table's header; only the first call does.
-    pub(super) fn begin(&mut self, controller: SocketAddr, transport: Option<TreeTransport>) -> io::Result<()> {
+    /// Print the conditions, a line about the controller, and the table's header; only the first call does.
+    pub(super) fn begin(&mut self, controller: &str, transport: Option<TreeTransport>) -> io::Result<()> {
         if std::mem::replace(&mut self.has_head, true) {
             return Ok(());
         }
-        let watch = format!("controller {controller}  watch with: sumac status --watch --controller {controller}");
         if self.args.is_machine_readable() {
-            self.remark(&watch);
+            self.remark(controller);
             return Ok(());
         }
         self.bar.suspend(|| {
             let mut out = io::stdout().lock();
             if !self.args.is_quiet() {
                 self.write_conditions(&mut out, transport)?;
-                writeln!(out, "# {watch}")?;
+                writeln!(out, "# {controller}")?;
             }
             self.table.write_head(&mut out)
         })

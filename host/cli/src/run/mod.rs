@@ -107,7 +107,7 @@ struct Ranks {
 impl Ranks {
     /// Start everything, and wait until all ranks have succeeded or one has failed. Then end all ranks.
     fn run(&mut self, args: &RunArgs, layout: &Layout) -> Result<(), ClusterError> {
-        let controller = cluster::start(&mut self.supervisor, &ClusterConfig::new(layout))?.addr;
+        let controller = cluster::start(&mut self.supervisor, &ClusterConfig::without_keys(layout))?.addr;
         note!("# controller {controller}  watch with: sumac status --watch --controller {controller}");
         let (output, all_output) = channel();
         let outcome = self.start(args, layout, &controller.to_string(), output).and_then(|()| self.wait());

@@ -117,7 +117,8 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
             let layout = layout.map_err(Failure::Input)?;
             let started = supervisor.insert(Supervisor::new(ProgressBar::hidden(), verbose)?);
             let device_options = args.verbs.of_devices(transport, layout.devices.len());
-            cluster::start(started, &ClusterConfig { device_options, ..ClusterConfig::new(&layout) })?.addr.into()
+            let config = ClusterConfig { device_options, ..ClusterConfig::new(&layout)? };
+            cluster::controller_addr(cluster::start(started, &config)?.addr, config.keys.as_deref())
         }
     };
     let devices = args.devices_of(&controller)?;

@@ -93,7 +93,7 @@ impl KeyStore {
     /// # Errors
     /// [`KeyStoreError::File`].
     pub fn write(&self, path: &Path) -> Result<(), KeyStoreError> {
-        Ok(replace_private(path, &self.to_text())?)
+        Ok(replace_private(path, &self.reveal())?)
     }
 
     /// Parse a store.
@@ -120,8 +120,8 @@ impl KeyStore {
         Ok(store)
     }
 
-    /// The store as text, with all secrets.
-    fn to_text(&self) -> Zeroizing<String> {
+    /// Return the store as the text of its file, with all secrets.
+    pub fn reveal(&self) -> Zeroizing<String> {
         // Of its final length, so that growing leaves no copies behind.
         let names = |record: &KeyRecord| record.principal.to_string().len() * 4;
         let len = self.records.values().map(|record| RECORD_TEXT_LEN + names(record)).sum::<usize>();
@@ -308,8 +308,8 @@ mod tests {
     fn store_as_text_round_trips() {
         let mut store = store();
         store.revoke(ID).expect("it has that key");
-        assert_eq!(KeyStore::parse(&store.to_text()).expect("a store"), store);
-        assert!(store.to_text().capacity() >= store.to_text().len());
+        assert_eq!(KeyStore::parse(&store.reveal()).expect("a store"), store);
+        assert!(store.reveal().capacity() >= store.reveal().len());
     }
 
     #[test]
@@ -333,7 +333,7 @@ mod tests {
 
     #[test]
     fn error_of_a_malformed_store_says_where_without_secrets() {
-        let good = store().to_text();
+        let good = store().reveal();
         let secret = "02".repeat(32);
         for (from, to, says) in [
             ("secret = \"0202", "secret = 0202", "line 12 is malformed"),

@@ -18,7 +18,7 @@ use super::row::Measurement;
 use super::{JOIN_LIMIT, JobOf, Reports, case_limit, joined, measured, start_ranks};
 use crate::cluster::{
     self, ChildId, ClusterConfig, LISTENING, Limit, Preference, READY, START_LIMIT, Started, Supervisor,
-    spawn_controller, start_controller, start_device,
+    controller_addr, describe_controller, spawn_controller, start_controller, start_device,
 };
 use crate::exit::Failure;
 use crate::job::{Case, Measured, Report, now_ns};
@@ -29,7 +29,7 @@ use clap::ValueEnum;
 use std::hash::{BuildHasher, RandomState};
 use std::thread;
 use std::time::{Duration, Instant};
-use sumac::controller::status;
+use sumac::controller::{ControllerAddr, status};
 
 /// How often to ask a restarted controller for its devices and jobs.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -123,6 +123,11 @@ impl FaultyCluster<'_> {
         Ok(())
     }
 
+    /// Return how to ask the controller.
+    fn controller(&self) -> ControllerAddr {
+        controller_addr(self.started.addr, self.config.keys.as_deref())
+    }
+
     fn start_leaf(&mut self) -> Result<ChildId, Failure> {
         let device = start_device(&mut self.supervisor, &self.config, self.leaf, self.started.addr)?;
         self.started.devices[self.leaf] = device;
@@ -133,7 +138,7 @@ impl FaultyCluster<'_> {
     fn wait_for_devices(&mut self) -> Result<(), Failure> {
         let (limit, expected) = (Limit::new(START_LIMIT), self.started.devices.len());
         loop {
-            let known = status(self.started.addr).map_err(Failure::run)?.devices.len();
+            let known = status(self.controller()).map_err(Failure::run)?.devices.len();
             if known == expected {
                 return Ok(());
             }
@@ -159,7 +164,8 @@ impl FaultyCluster<'_> {
         let ranks = start_ranks(&mut self.supervisor, self.args, &self.config, job)?;
         let mut reports = Reports::new(ranks.clone());
         let transport = joined(&mut reports, &mut self.supervisor)?;
-        output.begin(self.started.addr, transport)?;
+        let keys = self.config.keys.as_deref();
+        output.begin(&describe_controller(self.started.addr, keys), transport)?;
         let limit = Limit::new(case_limit(self.args));
         let moment = match moment(reports.next_of_each(&mut self.supervisor, limit, "begin to measure")?)? {
             Ok(moment) => moment,
@@ -254,7 +260,7 @@ impl FaultyCluster<'_> {
         self.started.controller = controller;
         self.wait_for_line((controller, LISTENING), "listen", reports)?;
         loop {
-            let report = status(self.started.addr).map_err(Failure::run)?;
+            let report = status(self.controller()).map_err(Failure::run)?;
             if report.jobs.iter().any(|known| known.name == job && known.running && known.joined == known.world) {
                 return Ok(began.elapsed());
             }
