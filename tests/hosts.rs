@@ -164,6 +164,24 @@ fn ranks_of_a_host_are_a_node_of_the_declared_expression() {
 }
 
 #[test]
+fn program_that_sets_nothing_combines_by_host() {
+    let cluster = Cluster::start();
+    let by_default = |config: &mut JoinConfig| {
+        config.host_devices = JoinConfig::new(config.controller, "", 0, 1).host_devices;
+    };
+    let seen = cluster.run(BY_HOST, by_default, |comm| {
+        let path = checked_sum(&comm, 1).path;
+        let devices = cluster.devices();
+        comm.barrier().expect("all are there");
+        (path, devices, comm.leave_within(LONG))
+    });
+    for (path, devices, departure) in seen {
+        assert_eq!(devices[1..], ["hosts#host0", "hosts#host2"]);
+        assert_eq!((path, departure), (Path::Tree, Departure::Clean));
+    }
+}
+
+#[test]
 fn ranks_that_do_not_combine_by_host_start_no_device() {
     let cluster = Cluster::start();
     let distinct = [0, 1, 2, 3];
