@@ -1,12 +1,12 @@
 //! Ranks that share a host, and the device that the lowest of them runs ([`sumac::transport::local`]).
 //!
 //! A host device is a production node as any device. It dials with the ticket that its rank was given, and redials as
-//! any device does. It ends with its rank: at once if the rank dies, and after the other ranks of the host if it leaves.
-//! The ranks below it use packets; zero-copy has a simulator of its own ([`ZeroCopy`](crate::sim::ZeroCopy)).
+//! any device does. It ends with its rank: at once if the rank dies, and after the other ranks of the host if it
+//! leaves. The ranks below it use packets; zero-copy has a simulator of its own ([`ZeroCopy`](crate::sim::ZeroCopy)).
 //!
-//! Drawn: which ranks share a machine, host by host or round-robin, and how many; host devices that fail to start, start
-//! late or never; that lose their connection, end before their ranks do, or go on after them; ranks that die with their
-//! host device.
+//! Drawn: which ranks share a machine, host by host or round-robin, and how many; host devices that fail to start,
+//! start late or never; that lose their connection, end before their ranks do, or go on after them; ranks that die with
+//! their host device.
 //!
 //! Oracles: only the lowest rank of several is asked for a device; in a tree with a host device, no rank of that host
 //! contributes elsewhere; a host device is in trees, claims and quotas of its job only, and only ranks of its host
