@@ -6,8 +6,9 @@ Licences: every crate that any member can pull in, on any platform, must be usab
 Origins:  every foreign crate comes from a registry, not from a git repository or a path.
 Crates:   all dependencies between members lead towards hal. `host` never names `device`, `device` never names `host`,
           and neither names `hal::emu`: boards, tests and the command compose them. Inside hal, `emu` never names
-          `wire`. MAY_DEPEND_ON is checked against the manifests, FORBIDDEN_NAMES against the sources. One exception:
-          `sumac::testing` composes clusters for users' tests, in one file, behind a feature (COMPOSERS).
+          `wire`. MAY_DEPEND_ON is checked against the manifests, FORBIDDEN_NAMES against the sources. Two exceptions,
+          each of one file behind a feature (COMPOSERS): `sumac::testing` composes clusters for users' tests, and
+          `sumac::transport::local::emulated` the host device of a rank.
 Folders:  no folder or file directly below a crate's `src` is part of a dependency cycle (unit tests excepted). The same
           holds for the files of some folders of host, where comm names engine, and engine names recovery, never back.
 Locks:    the fuzz targets (tests/fuzz, a separate workspace) use the same versions as the workspace.
@@ -47,9 +48,13 @@ MAY_DEPEND_ON = {
     "sumac-tests": ANY,
 }
 
-# (member, feature, optional dependency, the one file of the member's that may name it). The feature enables that
-# dependency and nothing else; no other feature, the default ones included, enables either.
-COMPOSERS = [("sumac", "testing", "sumac-firmware", "host/src/testing.rs")]
+# (member, feature, optional dependency, the one file of the member's that may name it, whether the feature is a default
+# one). The feature enables that dependency, without features of its own, and nothing else; no other feature enables
+# either.
+COMPOSERS = [
+    ("sumac", "testing", "sumac-firmware", "host/src/testing.rs", False),
+    ("sumac", "host-devices", "sumac-firmware", "host/src/transport/local/emulated.rs", True),
+]
 
 # Features of hal that a member must not enable: the emulated hardware, and for the device also std.
 FORBIDDEN_FEATURES = {"sumac": {"emu"}, "sumac-device": {"emu", "std", "udp", "verbs"}}
@@ -218,28 +223,47 @@ def manifests(packages, own):
 
 
 def composes(package, dependency):
-    """Tell whether a dependency is one of COMPOSERS', and only its feature enables it.
+    """Tell whether a dependency is one of COMPOSERS', and only their features enable it.
 
-    >>> package = {"name": "sumac", "features": {"testing": ["dep:sumac-firmware"], "cuda": ["dep:cudarc"]}}
+    >>> composers = {"testing": ["dep:sumac-firmware"], "host-devices": ["dep:sumac-firmware"]}
+    >>> package = {"name": "sumac", "features": {**composers, "cuda": ["dep:cudarc"]}}
     >>> dependency = {"name": "sumac-firmware", "optional": True, "kind": None, "features": []}
+    >>> dependency["uses_default_features"] = False
     >>> composes(package, dependency), composes(package, dependency | {"optional": False})
     (True, False)
     >>> composes(package, dependency | {"kind": "dev"}), composes(package, dependency | {"name": "sumac-device"})
     (False, False)
+    >>> composes(package, dependency | {"uses_default_features": True})
+    False
+    >>> package["features"]["default"] = ["host-devices"]
+    >>> composes(package, dependency)
+    True
+    >>> package["features"]["cuda"] = ["host-devices"]
+    >>> composes(package, dependency)
+    False
+    >>> del package["features"]["cuda"]
     >>> package["features"]["default"] = ["testing"]
     >>> composes(package, dependency)
     False
     >>> package["features"]["default"] = ["sumac-firmware/verbs"]
     >>> composes(package, dependency)
     False
+    >>> package["features"] = {**composers, "testing": ["dep:sumac-firmware", "cuda"]}
+    >>> composes(package, dependency)
+    False
     """
-    for member, feature, to, _ in COMPOSERS:
-        if (package["name"], dependency["name"]) == (member, to):
-            others = [part for name, parts in package["features"].items() if name != feature for part in parts]
-            is_alone = not any(part == feature or re.split("[/?:]", part.removeprefix("dep:"))[0] == to for part in others)
-            is_plain = dependency["optional"] and dependency["kind"] is None and not dependency["features"]
-            return is_plain and is_alone and package["features"].get(feature) == [f"dep:{to}"]
-    return False
+    name, to, features = package["name"], dependency["name"], package["features"]
+    composers = {feature: is_default for member, feature, other, _, is_default in COMPOSERS if (member, other) == (name, to)}
+    are_alone = all(features.get(feature) == [f"dep:{to}"] for feature in composers)
+    for feature, parts in features.items():
+        allowed = {other for other, is_default in composers.items() if is_default and feature == "default"}
+        parts = [] if feature in composers else [part for part in parts if part not in allowed]
+        are_alone &= not any(
+            part in composers or re.split("[/?:]", part.removeprefix("dep:"))[0] == to for part in parts
+        )
+    has_features = dependency["features"] or dependency["uses_default_features"]
+    is_plain = dependency["optional"] and dependency["kind"] is None and not has_features
+    return bool(composers) and are_alone and is_plain
 
 
 def planted(packages):
@@ -277,7 +301,7 @@ def sources():
     for folder, pattern, why in FORBIDDEN_NAMES:
         for path in sorted((ROOT / folder).rglob("*.rs")):
             text = strip_comments(path.read_text(encoding="utf-8"))
-            composed = {to.replace("-", "_") for _, _, to, file in COMPOSERS if ROOT / file == path}
+            composed = {to.replace("-", "_") for _, _, to, file, _ in COMPOSERS if ROOT / file == path}
             for match in re.finditer(pattern, text):
                 if match.group() in composed:
                     continue

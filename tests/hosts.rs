@@ -5,6 +5,7 @@
 mod common;
 
 use common::checked_sum;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Barrier, Mutex};
@@ -15,8 +16,10 @@ use sumac::controller::{Controller, ControllerConfig, status};
 use sumac::select::CostTable;
 use sumac::topo::{Fabric, LeafSpine};
 use sumac::transport::local::{HostDevice, HostDeviceConfig, HostDevices};
-use sumac::{Communicator, Error, JoinConfig, Order, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Order, Path, ReduceOp};
 use sumac_firmware::emulated::{Board, BoardConfig};
+use sumac_hal::op::Dtype;
+use sumac_tests::oracle::{Shape, expected, input};
 
 const RANKS: u32 = 4;
 /// A passing test never reaches it.
@@ -101,12 +104,14 @@ impl Cluster {
     /// Run a rank on each thread, and return the results in order.
     fn run<R: Send>(
         &self,
-        placed: Placed,
+        placed: impl AsRef<[usize]>,
         configure: impl Fn(&mut JoinConfig) + Sync,
         rank: impl Fn(Communicator) -> R + Sync,
     ) -> Vec<R> {
+        let placed = placed.as_ref();
+        let world = placed.len() as u32;
         let run = |number: u32| {
-            let mut config = JoinConfig::new(self.addr, "hosts", number, RANKS);
+            let mut config = JoinConfig::new(self.addr, "hosts", number, world);
             config.host = Some(fabric().hosts()[placed[number as usize]].name.clone());
             config.host_devices = Some(Arc::new(self.started.clone()));
             (config.join_timeout, config.deadline) = (LONG, LONG);
@@ -114,7 +119,8 @@ impl Cluster {
             rank(Communicator::join(config).expect("join"))
         };
         thread::scope(|scope| {
-            let ranks: Vec<_> = (0..RANKS).map(|number| scope.spawn(move || run(number))).collect();
+            let run = &run;
+            let ranks: Vec<_> = (0..world).map(|number| scope.spawn(move || run(number))).collect();
             ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
         })
     }
@@ -160,6 +166,123 @@ fn ranks_of_a_host_are_a_node_of_the_declared_expression() {
                 assert_eq!(departure, Departure::Clean);
             }
         }
+    }
+}
+
+/// The ranks of each host, in order of the lowest.
+fn blocks(placed: &[usize]) -> Vec<Vec<usize>> {
+    let mut blocks: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (rank, host) in placed.iter().enumerate() {
+        blocks.entry(*host).or_default().push(rank);
+    }
+    let mut blocks: Vec<_> = blocks.into_values().collect();
+    blocks.sort();
+    blocks
+}
+
+/// The expression that the documentation declares: each host first, then the hosts.
+fn by_host(placed: &[usize]) -> Shape {
+    let block = |ranks: Vec<usize>| match ranks[..] {
+        [only] => Shape::Rank(only),
+        _ => Shape::Node(ranks.into_iter().map(Shape::Rank).collect()),
+    };
+    Shape::Node(blocks(placed).into_iter().map(block).collect())
+}
+
+#[test]
+fn every_order_has_the_bits_of_its_expression_on_every_path() {
+    const ELEMENTS: usize = 3000;
+    let placements = [[0, 0, 0, 0, 0, 1, 2, 2, 2], [0, 1, 2, 0, 1, 2, 0, 1, 2], [2, 0, 1, 1, 0, 2, 2, 2, 0]];
+    for (order, op) in [(Order::Arrival, ReduceOp::Sum), (Order::TreeFold, ReduceOp::Sum)]
+        .into_iter()
+        .chain([(Order::TreePairwise, ReduceOp::Sum), (Order::TreePairwise, ReduceOp::Prod)])
+    {
+        let element =
+            |rank: usize, index: usize| input(Dtype::F32, op, order == Order::Arrival, &[7, rank as u64, index as u64]);
+        let evaluate = |shape: &Shape| -> Vec<Vec<u8>> {
+            let value = |index| expected(shape, order, Dtype::F32, op, &|rank| element(rank, index));
+            (0..ELEMENTS).map(value).collect()
+        };
+        let values = placements.map(|placed| evaluate(&by_host(&placed)));
+        let without_hosts = evaluate(&Shape::Node((0..placements[0].len()).map(Shape::Rank).collect()));
+        // A declared order of others has other bits; otherwise this test shows nothing.
+        let is_told_apart =
+            |(index, value): (usize, &Vec<_>)| *value != without_hosts && !values[..index].contains(value);
+        assert!(order == Order::Arrival || values.iter().enumerate().all(is_told_apart), "{order:?} {op}");
+        for (placed, values) in placements.iter().zip(&values) {
+            let cluster = Cluster::start();
+            let devices = blocks(placed).iter().filter(|ranks| ranks.len() > 1).count();
+            cluster.run(
+                placed,
+                |config| config.order = order,
+                |comm| {
+                    for (algo, path) in [(Algo::Auto, Path::Tree), (Algo::HostTree, Path::HostTree)] {
+                        let own = (0..ELEMENTS).map(|index| element(comm.rank() as usize, index));
+                        let mut sums: Vec<f32> = own.map(|bytes| from_bytes(&bytes)).collect();
+                        let options = CallOptions { algo: Some(algo), ..CallOptions::default() };
+                        let outcome = comm.all_reduce_with(&mut sums, op, &options).expect("a result");
+                        assert_eq!(outcome.path, path, "{:?}", outcome.fallback);
+                        let differs =
+                            sums.iter().zip(values).position(|(sum, value)| sum.to_le_bytes()[..] != value[..]);
+                        assert_eq!(differs, None, "{order:?} {op} {placed:?} {algo:?}");
+                    }
+                    assert_eq!(cluster.devices().len(), 1 + devices);
+                    comm.barrier().expect("all are there");
+                    comm.leave();
+                },
+            );
+        }
+    }
+}
+
+fn from_bytes(bytes: &[u8]) -> f32 {
+    f32::from_le_bytes(bytes.try_into().expect("four bytes"))
+}
+
+/// Two rails of one machine, each a host of the fabric with an address of its own.
+#[test]
+fn ranks_of_a_rail_contribute_once_through_its_address() {
+    let cluster = Cluster::start();
+    let rail_addr = |rail: u8| Ipv4Addr::new(127, 0, 0, 10 + rail);
+    let by_rail = |config: &mut JoinConfig| config.bind = rail_addr(config.rank as u8 % 2).into();
+    let seen = cluster.run(ROUND_ROBIN, by_rail, |comm| {
+        let path = checked_sum(&comm, 1).path;
+        let devices = cluster.devices();
+        comm.barrier().expect("all are there");
+        if comm.rank() == 0 {
+            let mut rails = Vec::new();
+            for board in cluster.started.0.lock().expect("not poisoned").iter() {
+                let board = board.lock().expect("not poisoned");
+                rails.extend(board.as_ref().expect("it runs").data_addrs().map(|addr| addr.to_string()));
+            }
+            rails.sort();
+            let of_rail = |(rail, addr): (u8, &String)| addr.starts_with(&format!("{}:", rail_addr(rail)));
+            assert!(rails.len() == 2 && (0..).zip(&rails).all(of_rail), "{rails:?}");
+        }
+        comm.barrier().expect("all are there");
+        comm.leave();
+        (path, devices)
+    });
+    for (path, devices) in seen {
+        assert_eq!((path, &devices[1..]), (Path::Tree, &["hosts#host0".to_owned(), "hosts#host1".to_owned()][..]));
+    }
+}
+
+#[test]
+fn program_that_sets_nothing_combines_by_host() {
+    let cluster = Cluster::start();
+    let by_default = |config: &mut JoinConfig| {
+        config.host_devices = JoinConfig::new(config.controller, "", 0, 1).host_devices;
+    };
+    let seen = cluster.run(BY_HOST, by_default, |comm| {
+        let path = checked_sum(&comm, 1).path;
+        let devices = cluster.devices();
+        comm.barrier().expect("all are there");
+        (path, devices, comm.leave_within(LONG))
+    });
+    for (path, devices, departure) in seen {
+        assert_eq!(devices[1..], ["hosts#host0", "hosts#host2"]);
+        assert_eq!((path, departure), (Path::Tree, Departure::Clean));
     }
 }
 

@@ -24,9 +24,9 @@ const KINDS: [ScenarioKind; 9] = [
     ScenarioKind::Severing,
 ];
 
-/// The number of scenarios beside [`KINDS`]: late ranks, and tenants that call one operation after the other or start
-/// several.
-const OTHERS: usize = 3;
+/// The number of scenarios beside [`KINDS`]: late ranks, and tenants that call one operation after the other, start
+/// several, or share hosts.
+const OTHERS: usize = 4;
 
 /// The maximum number of seeds with late ranks, because some of their clusters are large.
 const LATE_MAX: u64 = 500;
@@ -270,6 +270,12 @@ fn dropped_handles_leave_nothing_and_stop_no_rank() {
     swarm_of_tenants("dropped_handles_leave_nothing_and_stop_no_rank", Tenancy::draw_started, &[]);
 }
 
+/// Their ranks share hosts, and combine there on devices that they run.
+#[test]
+fn hosts_contribute_once_and_leave_no_device() {
+    swarm_of_tenants("hosts_contribute_once_and_leave_no_device", Tenancy::draw_hosts, &["handles dropped"]);
+}
+
 /// Run worlds of tenants, print their coverage, and check that all counts but some are above zero.
 fn swarm_of_tenants(test: &str, draw: impl Fn(u64) -> Tenancy, except: &[&str]) {
     let one = number("SEED");
@@ -385,8 +391,10 @@ fn recorded_faults_replay_the_same_run() {
 
 #[test]
 fn same_seed_gives_the_same_log() {
-    for plan in (0..30).flat_map(|seed| [Tenancy::draw(seed), Tenancy::draw_started(seed)]) {
-        assert_eq!(run_tenants(&plan), run_tenants(&plan), "tenants {}, {}", plan.seed, plan.starts);
+    let drawn = |seed| [Tenancy::draw(seed), Tenancy::draw_started(seed), Tenancy::draw_hosts(seed)];
+    for plan in (0..30).flat_map(drawn) {
+        let (seed, starts, shares_hosts) = (plan.seed, plan.starts, plan.shares_hosts);
+        assert_eq!(run_tenants(&plan), run_tenants(&plan), "tenants {seed}, {starts}, {shares_hosts}");
     }
     for kind in KINDS {
         let report = |seed| run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{seed}: {violation}"));

@@ -4,7 +4,7 @@
 //! crate holds the *emulated* board ([`emulated`]): the runtime as an ordinary process, on UDP sockets. The agent on a
 //! BlueField-class card (`firmware/boards/bluefield`) runs the same board on the card's Linux.
 //!
-//! BlueField-class cards boot from a stream of images that a host pushes:
+//! BlueField-class cards boot from a stream of images that a host pushes (feature `cards`, on by default):
 //!
 //! | module | what |
 //! |---|---|
@@ -20,14 +20,24 @@
 //! | [`slots`] | A/B update slots, of which one always boots |
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "cards")]
 pub mod bfb;
+#[cfg(feature = "cards")]
 pub mod emmc;
 pub mod emulated;
+#[cfg(feature = "cards")]
 pub mod enrolment;
+#[cfg(feature = "cards")]
 pub mod flash;
+#[cfg(feature = "cards")]
 pub mod initramfs;
+#[cfg(feature = "cards")]
 pub mod manifest;
+#[cfg(feature = "cards")]
 pub mod modules;
+#[cfg(feature = "cards")]
 pub mod recipe;
+#[cfg(feature = "cards")]
 pub mod rshim;
+#[cfg(feature = "cards")]
 pub mod slots;

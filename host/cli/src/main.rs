@@ -37,7 +37,6 @@ mod fabric;
 mod files;
 mod flash;
 mod generate;
-mod host_device;
 mod image;
 mod job;
 mod key;

@@ -24,7 +24,7 @@ use crate::transport::packets::EndpointConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
-use sumac_hal::ctrl::{AttachPoint, Name, Order, SharedLink, TermClaim, TimersConfig};
+use sumac_hal::ctrl::{AttachPoint, JobTicket, Name, Order, SharedLink, TermClaim, TimersConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank};
 use sumac_hal::op::OpDesc;
 use sumac_hal::port::Addr;
@@ -105,6 +105,14 @@ pub struct HostLead {
     pub device: String,
     /// Proves to the controller that it has asked this rank.
     pub proof: JobSecret,
+}
+
+impl HostLead {
+    /// Return what the device shows to the controller, or `None` if the job's name is longer than
+    /// [`MAX_NAME_LEN`](sumac_hal::ctrl::MAX_NAME_LEN).
+    pub fn ticket(&self, job: &str, rank: Rank) -> Option<JobTicket> {
+        Some(JobTicket { job: Name::try_from(job).ok()?, rank: rank.0, proof: self.proof.bytes() })
+    }
 }
 
 /// What the controllers of a pair tell each other.

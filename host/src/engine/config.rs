@@ -8,7 +8,7 @@ use crate::controller::{ClientError, ControllerAddr, first_reachable};
 use crate::exec::MeshError;
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
-use crate::transport::local::HostDevices;
+use crate::transport::local::{HostDevices, default_host_devices};
 use crate::transport::memory::AttachError;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -83,10 +83,11 @@ pub struct JoinConfig {
     /// The default straggler policy of calls. Must be the same on all ranks.
     pub straggler: Straggler,
     /// Whether ranks that share a host combine in its memory first, where their leaf device is elsewhere: one
-    /// contribution a host goes up. Takes effect if [`host_devices`](Self::host_devices) is given, on hosts of which
-    /// all ranks have both. Must be the same on all ranks. Default true.
+    /// contribution a host goes up. Takes effect on hosts of which all ranks have it, and have
+    /// [`host_devices`](Self::host_devices). Must be the same on all ranks. Default true.
     pub hierarchical: bool,
-    /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default `None`.
+    /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default: an
+    /// emulated device in threads of this process; `None` without the feature `host-devices`.
     pub host_devices: Option<Arc<dyn HostDevices>>,
 }
 
@@ -127,7 +128,7 @@ impl JoinConfig {
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
             hierarchical: true,
-            host_devices: None,
+            host_devices: default_host_devices(),
         }
     }
 

@@ -23,7 +23,7 @@ use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use sumac_hal::ctrl::{JobTicket, MAX_NAME_LEN, Name};
+use sumac_hal::ctrl::MAX_NAME_LEN;
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, MulticastPort, Port};
@@ -133,9 +133,8 @@ fn join_request(
 /// Start the device of this host's ranks, as the controller asks.
 fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, String> {
     let starter = config.host_devices.as_ref().ok_or("this program starts no devices")?;
-    let job =
-        Name::try_from(config.job.as_str()).map_err(|_| format!("the job's name is longer than {MAX_NAME_LEN}"))?;
-    let ticket = JobTicket { job, rank: config.rank, proof: host.proof.bytes() };
+    let ticket = host.ticket(&config.job, Rank(config.rank));
+    let ticket = ticket.ok_or_else(|| format!("the job's name is longer than {MAX_NAME_LEN}"))?;
     let controllers = config.controller_addr().all().collect();
     let device = HostDeviceConfig {
         key: config.key.clone(),

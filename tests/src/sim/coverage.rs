@@ -216,6 +216,22 @@ marks! {
     ClientShed = "tenants: client that does not read is cut",
     /// The handle of a started operation is dropped while its rank changes the view.
     DroppedInChange = "tenants: handle dropped in a view change",
+    /// A rank starts the device of its host.
+    HostDeviceStarted = "tenants: host device started",
+    /// It fails to, does so too late, or never.
+    HostDeviceMissing = "tenants: host device fails or is late",
+    /// A host device contributes for the ranks of its host.
+    HostContributed = "tenants: host contributes once",
+    /// A host device ends, and its rank goes on.
+    HostDeviceLost = "tenants: host device lost",
+    /// A rank dies, and its host device with it.
+    HostLeaderDied = "tenants: rank with host device dies",
+    /// A host device dials the next controller.
+    HostDeviceBack = "tenants: host device taken over",
+    /// A rank has left, and its host device goes on until the other ranks have.
+    HostLeaderWaits = "tenants: leader waits for its host",
+    /// A host device that outlives its job is refused.
+    HostDeviceRefused = "tenants: host device of no job refused",
     /// A buffer is registered.
     RefRegistered = "memory: registered",
     /// A buffer is deregistered, and nothing uses it.

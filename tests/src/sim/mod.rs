@@ -23,7 +23,8 @@
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
 //! placement, migration offers. Their ranks migrate and vote as communicators do. They call one operation after the
 //! other, or start several at once and drop some handles ([`Tenancy::draw_started`]), with a communicator's own
-//! bookkeeping ([`sumac::harness::Operations`]).
+//! bookkeeping ([`sumac::harness::Operations`]). Ranks that share a host combine there, on a device that one of them
+//! runs ([`Tenancy::draw_hosts`]).
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,

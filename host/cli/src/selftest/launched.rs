@@ -35,6 +35,8 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     if config.key.is_none() {
         config.key = args.key.read()?;
     }
+    // Where the ranks meet, they need no device of their host.
+    config.hierarchical = false;
     let devices = args.devices_of(&config.controller_addr())?;
     config.join_timeout = turn_limit(args, devices.len());
     let mut bad = 0;

@@ -233,6 +233,50 @@ fn tree_that_is_planned_anew_keeps_the_blocks_of_hosts() {
     }
 }
 
+fn render(nodes: &[Vec<Child>], node: usize) -> String {
+    let child = |child: &Child| match child {
+        Child::Node(below) => render(nodes, *below),
+        Child::Rank(rank) => rank.0.to_string(),
+    };
+    format!("({})", nodes[node].iter().map(child).collect::<Vec<_>>().join(" "))
+}
+
+/// Two machines of two rails each: a rail is a host of the fabric, at the leaf of that rail.
+#[test]
+fn host_with_two_rails_contributes_once_per_rail() {
+    let fabric = crate::topo::LeafSpine { leaves: 2, spines: 1, hosts_per_leaf: 2, cables: 1, rate: None };
+    let fabric = crate::topo::Fabric::leaf_spine(fabric).expect("a valid shape");
+    let switches: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
+    let rail = |machine: usize, rail: usize| fabric.hosts()[2 * rail + machine].name.clone();
+    let hosts: Vec<String> = (0..8).map(|rank| rail(rank / 4, rank % 4 / 2)).collect();
+    let config = ControllerConfig { fabric: Some(fabric), ..ControllerConfig::new() };
+    let controller = Controller::start(config).expect("a port");
+    let _devices: Vec<_> = switches.iter().map(|name| Device::start(&controller, name, None, None)).collect();
+    let mut ranks: Vec<_> = (0..8)
+        .zip(&hosts)
+        .map(|(rank, host)| {
+            let machine = ["a", "b"][rank as usize / 4];
+            Raw::join_with(
+                &controller,
+                JoinRequest { world: 8, host: Some(host.clone()), ..rank_on(machine, rank) },
+                &[],
+            )
+        })
+        .collect();
+    let _host_devices = [0, 2, 4, 6].map(|rank: u32| {
+        let host = asked(&mut ranks[rank as usize]);
+        host_device(&controller, &host, rank, ["a", "b"][rank as usize / 4])
+    });
+    let memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
+    // The device of the first rail is the root, and that of the other rail is below it.
+    assert_eq!(render(&memberships[0].expression, 0), "((0 1) ((2 3) (6 7)) (4 5))");
+    for (rank, membership) in (0..).zip(&memberships) {
+        let tree = tree_of(membership);
+        assert_eq!((&tree.leaf, tree.facts.levels), (&format!("job#host{}", rank / 2 * 2), 3));
+        assert_eq!(tree.host.as_ref(), Some(&hosts[rank]));
+    }
+}
+
 /// Ranks of one host in a fabric, which a plan without host devices has no place for.
 #[test]
 fn ranks_that_share_a_host_of_a_fabric_get_a_tree() {

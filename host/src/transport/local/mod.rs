@@ -14,8 +14,11 @@
 //! alone and disconnects it with the job. If its rank dies, so does the device, and the job goes on or ends as after
 //! any loss of a rank.
 //!
-//! This crate knows no device, so whoever composes programs says how one is started ([`HostDevices`]).
+//! This crate knows no device but in `emulated`, behind the feature `host-devices`: there an emulated one is started. A
+//! program may start devices of another kind ([`HostDevices`]).
 
+#[cfg(feature = "host-devices")]
+mod emulated;
 mod groups;
 
 pub use groups::HostGroups;
@@ -24,6 +27,7 @@ pub(crate) use groups::levels;
 use std::any::Any;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use sumac_hal::ctrl::JobTicket;
 use sumac_hal::ctrl::secure::Key;
 use sumac_hal::udp::UdpConfig;
@@ -63,4 +67,17 @@ pub trait HostDevices: fmt::Debug + Send + Sync {
     /// # Errors
     /// The reason why there is none. The ranks of the host then contribute one by one.
     fn start(&self, config: HostDeviceConfig) -> Result<HostDevice, Box<dyn std::error::Error + Send + Sync>>;
+}
+
+/// Return what starts the host devices of programs that choose nothing else.
+#[cfg(feature = "host-devices")]
+pub(crate) fn default_host_devices() -> Option<Arc<dyn HostDevices>> {
+    Some(Arc::new(emulated::EmulatedHostDevices))
+}
+
+/// Return what starts the host devices of programs that choose nothing else: nothing, without the feature
+/// `host-devices`.
+#[cfg(not(feature = "host-devices"))]
+pub(crate) fn default_host_devices() -> Option<Arc<dyn HostDevices>> {
+    None
 }

@@ -27,14 +27,14 @@ impl World<'_, '_> {
             mesh_addr: addr,
             recovery_addr: addr,
             max_packet_len_bytes: 65_507,
-            transport: Transport::Udp,
-            machine: None,
+            transport: if plan.machines.is_empty() { Transport::Udp } else { Transport::Auto },
+            machine: plan.machine(rank),
             device_users: DeviceUsers::own(),
             terms: Terms {
                 tenant: Tenancy::tenant(plan.tenant),
                 wait_ms: plan.wait_ms,
                 accepts_migration: plan.moves,
-                hierarchical: false,
+                hierarchical: !plan.machines.is_empty(),
             },
         }
     }
@@ -75,6 +75,8 @@ impl World<'_, '_> {
                 return self.begin(at, membership).and_then(|()| self.advance(at));
             }
             ClientReply::Refused(_) if is_joining => return self.end(at, End::NotJoined),
+            ClientReply::LeadHost(lead) => return self.lead_host(at, lead),
+            ClientReply::Left => self.release_leader(at),
             _ if is_joining || matches!(member.phase, Phase::Ended(_)) => {}
             reply if member.takeover.is_pending => return self.on_takeover(at, reply),
             ClientReply::RankLost(_) => {
@@ -209,6 +211,10 @@ impl World<'_, '_> {
         let is_in_doubt = member.calls.controller_lost();
         member.queue = None;
         member.takeover.is_pending = false;
+        if matches!(member.phase, Phase::Ended(_)) {
+            self.release_leader(at);
+            return Ok(());
+        }
         self.await_controller(at);
         if matches!(self.jobs[at.0].ranks[at.1].phase, Phase::Joining(_)) {
             return self.end(at, End::NotJoined);
@@ -280,7 +286,9 @@ impl World<'_, '_> {
         }
         let member = &mut self.jobs[at.0].ranks[at.1];
         (member.phase, member.endpoint, member.recovery) = (Phase::Ended(end), None, None);
-        if let Some(conn) = member.conn.take() {
+        let waits = self.end_leader(at, (end, leaves));
+        let member = &mut self.jobs[at.0].ranks[at.1];
+        if let Some(conn) = member.conn.take_if(|_| !waits) {
             match end {
                 End::Killed => {
                     self.conns.remove(&conn);

@@ -42,6 +42,7 @@ impl Tables {
 
 /// A device.
 pub(super) struct Device<'m> {
+    pub(super) name: String,
     /// `None` while it is off.
     pub(super) node: Option<Node<'m>>,
     boot_id: BootId,
@@ -59,27 +60,32 @@ pub(super) struct Device<'m> {
 }
 
 impl<'m> Device<'m> {
-    pub(super) fn new(plan: &Tenancy, index: usize, mut incarnations: Vec<&'m mut Tables>) -> Self {
-        let mut device = Self {
+    pub(super) fn new(plan: &Tenancy, index: usize, incarnations: Vec<&'m mut Tables>) -> Self {
+        let mut device = Self::off(format!("d{index}"), incarnations);
+        device.start(plan, index);
+        device
+    }
+
+    /// One that does not run yet.
+    pub(super) fn off(name: String, mut incarnations: Vec<&'m mut Tables>) -> Self {
+        incarnations.reverse();
+        Self {
+            name,
             node: None,
             boot_id: BootId(0),
             incarnations: 0,
-            spare: Vec::new(),
+            spare: incarnations,
             conn: None,
             stalled_until: Instant::ZERO,
             backlog: VecDeque::new(),
             refuses: 0,
             held: BTreeMap::new(),
             disturbed: false,
-        };
-        incarnations.reverse();
-        device.spare = incarnations;
-        device.start(plan, index);
-        device
+        }
     }
 
     /// Start with empty tables.
-    fn start(&mut self, plan: &Tenancy, index: usize) {
+    pub(super) fn start(&mut self, plan: &Tenancy, index: usize) {
         let Some(tables) = self.spare.pop() else { return };
         self.boot_id = BootId(weight(&[plan.seed, index as u64, self.incarnations]));
         self.incarnations += 1;
@@ -98,7 +104,7 @@ impl<'m> Device<'m> {
     pub(super) fn announce(&self, index: usize) -> Announce {
         let node = self.node.as_ref().expect("only a device that is on dials");
         Announce {
-            name: Name::try_from(format!("d{index}").as_str()).expect("short"),
+            name: Name::try_from(self.name.as_str()).expect("short"),
             boot_id: self.boot_id,
             capabilities: node.capabilities(),
             data_addrs: std::iter::once(device_addr(index)).collect(),
@@ -113,20 +119,26 @@ impl<'m> Device<'m> {
 
 impl World<'_, '_> {
     pub(super) fn kill_device(&mut self, index: usize, len: Duration) {
-        let device = &mut self.devices[index];
+        let device = &self.devices[index];
         // The last incarnation must stay up.
         if device.node.is_none() || device.spare.is_empty() {
             return;
         }
+        self.report.seen.note(Mark::LossDevice);
+        self.turn_off(index);
+        self.schedule(self.now + len, Alarm::Boot(index));
+    }
+
+    /// The process of a device ends.
+    pub(super) fn turn_off(&mut self, index: usize) {
+        let device = &mut self.devices[index];
         device.node = None;
         device.held.clear();
         device.backlog.clear();
-        self.report.seen.note(Mark::LossDevice);
-        if let Some(conn) = self.devices[index].conn.take() {
+        if let Some(conn) = device.conn.take() {
             self.conns.remove(&conn);
             self.send_message(Message::Gone(conn));
         }
-        self.schedule(self.now + len, Alarm::Boot(index));
     }
 
     pub(super) fn boot(&mut self, index: usize) {
@@ -152,6 +164,7 @@ impl World<'_, '_> {
             let Some((conn, Envelope { id, message })) = self.devices[index].backlog.pop_front() else { break };
             if let Request::CreateGroup(config) = &message {
                 self.check_creator(config.group, conn)?;
+                self.note_group(index, conn);
             }
             let response = self.control(index, &message)?;
             if self.conns.get(&conn) == Some(&Peer::Device(index)) {

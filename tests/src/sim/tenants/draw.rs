@@ -47,6 +47,8 @@ pub struct Tenancy {
     pub takeover: Takeover,
     /// Whether ranks of some jobs start several operations at once.
     pub starts: bool,
+    /// Whether ranks of some jobs share hosts, and run host devices.
+    pub shares_hosts: bool,
     /// The planted bug, if any.
     pub planted: Planted,
 }
@@ -73,6 +75,8 @@ pub struct JobPlan {
     pub at: Duration,
     /// Hosts of its ranks, if the fabric has hosts.
     pub hosts: Vec<String>,
+    /// Machines of its ranks, if some share one and combine there.
+    pub machines: Vec<usize>,
     /// Number of ranks.
     pub world: usize,
     /// The declared order.
@@ -113,6 +117,10 @@ pub enum Incident {
     Kill(usize, usize),
     /// A rank's connection to the controller ends.
     CutRank(usize, usize),
+    /// The connection of the host device that a rank runs ends.
+    CutHostDevice(usize, usize),
+    /// The host device that a rank runs ends, and the rank goes on.
+    EndHostDevice(usize, usize),
     /// Another controller starts, and this one keeps running for a while with connections that it has.
     Succeed(Duration),
     /// A rank does not read from its connection to the controller for a while; if true, it keeps asking for reports.
@@ -160,6 +168,7 @@ impl Incident {
     pub(super) const fn job(&self) -> Option<usize> {
         match self {
             Self::Kill(job, _) | Self::CutRank(job, _) | Self::Block(job, ..) => Some(*job),
+            Self::CutHostDevice(job, _) | Self::EndHostDevice(job, _) => Some(*job),
             _ => None,
         }
     }
@@ -201,6 +210,7 @@ impl Tenancy {
             message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
             takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
             starts: false,
+            shares_hosts: false,
             planted: Planted::default(),
         }
     }
@@ -346,6 +356,7 @@ fn draw_jobs(
                 tenant: 0,
                 at: Duration::ZERO,
                 hosts,
+                machines: Vec::new(),
                 world,
                 order: draw.one_of(&[Order::Arrival, Order::TreeFold, Order::TreePairwise]),
                 wait_ms: draw.one_of(&[0, 0, 300, 5_000]),

@@ -18,7 +18,7 @@
 //! controller that still runs beside its successor; ranks that die, lose the controller, or do not read what it sends.
 //! All may happen during a reservation, an offer or a move; the controller may also be lost right after a step of an
 //! offer ([`Step`]), which ranks detect late. Each kind is off in most runs. At the end everything is healed, and every
-//! rank must end.
+//! rank must end. In worlds of their own, ranks share hosts (`hosts`).
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
 //! equal needs the one that has waited longest is served first, and none is skipped more than eight times; every rank
@@ -33,6 +33,7 @@ mod client;
 mod controller;
 mod device;
 mod draw;
+mod hosts;
 mod job;
 mod program;
 mod recovery;
@@ -45,6 +46,7 @@ mod world;
 use super::shrink::fewest;
 use device::{Device, Tables};
 pub use draw::{DeviceCapacity, Incident, JobPlan, Step, Strike, Tenancy};
+use hosts::HOST_CAPACITY;
 pub use report::TenantReport;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -75,10 +77,13 @@ pub fn record_tenants(plan: &Tenancy) -> (Result<TenantReport, TenantViolation>,
     let incarnations = 2 + plan.incidents.iter().filter(|(_, incident)| matches!(incident, Incident::Die(..))).count();
     let mut tables: Vec<Tables> =
         plan.capacities.iter().flat_map(|capacity| (0..incarnations).map(|_| Tables::new(capacity))).collect();
+    let hosts = plan.shared_hosts();
+    tables.extend(hosts.iter().map(|_| Tables::new(&HOST_CAPACITY)));
     let mut borrowed = tables.iter_mut();
-    let devices = (0..plan.capacities.len())
+    let mut devices: Vec<Device<'_>> = (0..plan.capacities.len())
         .map(|index| Device::new(plan, index, borrowed.by_ref().take(incarnations).collect()))
         .collect();
+    devices.extend(borrowed.map(|tables| Device::off(String::new(), vec![tables])));
     let mut world = World::new(plan, devices);
     world.fabric.record_faults();
     let outcome = catch_unwind(AssertUnwindSafe(|| world.run()));
@@ -155,7 +160,11 @@ impl fmt::Display for TenantsShrunk {
         )?;
         writeln!(f, "/// {}.", violation.to_string().replace('\n', " "))?;
         writeln!(f, "#[test]\nfn tenants_{}() {{", plan.seed)?;
-        let draw = if plan.starts { "draw_started" } else { "draw" };
+        let draw = match (plan.starts, plan.shares_hosts) {
+            (true, _) => "draw_started",
+            (_, true) => "draw_hosts",
+            _ => "draw",
+        };
         writeln!(f, "    let mut plan = Tenancy::{draw}({});", plan.seed)?;
         writeln!(f, "    plan.jobs.truncate({jobs});")?;
         if plan.strike.is_none() {

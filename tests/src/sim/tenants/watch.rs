@@ -72,7 +72,7 @@ fn violation(oracle: &'static str, what: String) -> Violation {
 }
 
 /// The index in a name such as `job7`.
-fn index_in(name: &str, before: &str) -> usize {
+pub(super) fn index_in(name: &str, before: &str) -> usize {
     name.strip_prefix(before).and_then(|index| index.parse().ok()).expect("named so")
 }
 
@@ -86,6 +86,7 @@ impl World<'_, '_> {
         let machine = &controller.machine;
         let (report, booked, has_no_drafts) = (machine.report(), machine.claims(), machine.has_no_drafts());
         self.check_quotas(&booked)?;
+        self.check_host_devices(&report, &booked)?;
         self.check_order(&report)?;
         let has_backlog = self.devices.iter().any(|device| device.stalled_until > self.now);
         if has_no_drafts && !has_backlog && self.is_silent() {
@@ -93,7 +94,8 @@ impl World<'_, '_> {
             self.check_places(&report)?;
             let waits = report.jobs.iter().any(|job| job.queue.is_some());
             let is_whole = |device: &super::device::Device<'_>| device.conn.is_some() && device.held.is_empty();
-            let is_idle = waits && booked.is_empty() && self.is_healed() && self.devices.iter().all(is_whole);
+            let common = &self.devices[..self.plan.capacities.len()];
+            let is_idle = waits && booked.is_empty() && self.is_healed() && common.iter().all(is_whole);
             self.watch.idle_since = is_idle.then(|| self.watch.idle_since.unwrap_or(self.now));
         } else {
             self.watch.idle_since = None;
@@ -121,7 +123,7 @@ impl World<'_, '_> {
         let mut groups: BTreeMap<&str, BTreeSet<GroupId>> = BTreeMap::new();
         let mut slots: BTreeMap<(&str, usize), [u64; 4]> = BTreeMap::new();
         for entry in booked {
-            let index = index_in(&entry.device, "d");
+            let index = self.device_index(&entry.device);
             let device = &self.devices[index];
             groups.entry(&entry.tenant).or_default().insert(entry.group);
             if device.boot_id() != entry.boot_id {
@@ -143,7 +145,7 @@ impl World<'_, '_> {
             within(groups.len() as u64, quota.groups, &|| format!("groups of {tenant}"))?;
         }
         for ((tenant, index), [slots, bytes, slots_held, bytes_held]) in slots {
-            let capacity = &self.plan.capacities[index];
+            let capacity = self.plan.capacity(index);
             let quota = (!tenant.is_empty()).then(|| self.plan.quotas[index_in(tenant, "tenant")]);
             let limits = quota.map_or((Some(capacity.slots as u64), Some(capacity.bytes as u64)), |quota| {
                 (quota.slots, quota.memory_bytes)
@@ -273,7 +275,7 @@ impl World<'_, '_> {
     pub(super) fn check_held(&mut self, index: usize) -> Result<(), Violation> {
         let device = &self.devices[index];
         let Some(node) = &device.node else { return Ok(()) };
-        let (stats, capacity) = (node.stats(), &self.plan.capacities[index]);
+        let (stats, capacity) = (node.stats(), self.plan.capacity(index));
         let (slots, bytes) = device.held.values().fold((0, 0), |sum, held| (sum.0 + held.slots, sum.1 + held.bytes));
         let found = [u64::from(stats.groups), u64::from(stats.slots_used), stats.slot_memory_used_bytes];
         if found != [device.held.len() as u64, slots, bytes]
@@ -293,7 +295,7 @@ impl World<'_, '_> {
         let report = self.controller.as_ref().map(|controller| controller.machine.report());
         let placed = report.iter().flat_map(|report| &report.jobs).filter_map(|job| job.tree.as_ref()?.as_ref().ok());
         let nodes = placed.filter(|placed| placed.group == tree.group).flat_map(|placed| &placed.devices);
-        let missing = |device: &&String| !self.watch.created.contains(&(tree.group, index_in(device, "d")));
+        let missing = |device: &&String| !self.watch.created.contains(&(tree.group, self.device_index(device)));
         if let Some(device) = nodes.chain([&tree.leaf]).find(missing) {
             let what = format!("job {} has {} without a place on {device}", at.0, tree.group);
             return Err(violation("not on all nodes", what));
@@ -333,10 +335,11 @@ impl World<'_, '_> {
         if !report.jobs.is_empty() || !machine.has_no_drafts() {
             return left("jobs", &report.jobs);
         }
-        if report.devices.len() != self.devices.len() {
+        if report.devices.len() != self.plan.capacities.len() {
             return left("devices", &report.devices.len());
         }
-        for (index, device) in self.devices.iter().enumerate() {
+        self.check_no_host_device()?;
+        for (index, device) in self.devices.iter().enumerate().take(self.plan.capacities.len()) {
             let stats = device.node.as_ref().map(|node| node.stats());
             let Some(stats) = stats else { return left("a device that is off", &index) };
             let held = (stats.groups, stats.slots_used, stats.slot_memory_used_bytes);

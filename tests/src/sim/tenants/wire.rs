@@ -8,7 +8,7 @@ use super::world::{Alarm, World};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{ClientReply, ClientRequest};
-use sumac_hal::ctrl::{Envelope, Hello, Request, Response, encode_frames};
+use sumac_hal::ctrl::{Envelope, Request, Response, encode_frames};
 
 /// The peer of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -175,6 +175,7 @@ impl World<'_, '_> {
         match peer {
             Peer::Device(device) if self.devices[device].conn == Some(conn) => {
                 self.devices[device].conn = None;
+                self.note_end_of_host_device(device);
                 self.schedule(self.now + REDIAL_DELAY, Alarm::DialDevice(device));
                 Ok(())
             }
@@ -192,7 +193,7 @@ impl World<'_, '_> {
         if self.devices[device].node.is_none() || self.devices[device].conn.is_some() {
             return;
         }
-        let hello = Hello::Device(self.devices[device].announce(device));
+        let Some(hello) = self.hello(device) else { return };
         match self.controller.as_mut().and_then(|controller| controller.dial(&hello, now)) {
             Some(conn) => {
                 self.conns.insert(conn, Peer::Device(device));

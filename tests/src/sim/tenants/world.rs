@@ -5,6 +5,7 @@ use super::TenantViolation as Violation;
 use super::controller::Controller;
 use super::device::Device;
 use super::draw::{Incident, Step, Tenancy};
+use super::hosts::Hosts;
 use super::job::{Job, Phase};
 use super::report::TenantReport;
 use super::watch::Watch;
@@ -54,6 +55,10 @@ pub(super) enum Alarm {
     Sweep,
     /// A rank drops the handle of an operation.
     Drop(usize, usize, u64),
+    /// A host device starts.
+    StartHostDevice(usize),
+    /// A rank waits no longer for the other ranks of its host to leave.
+    LeaderLeaves(usize, usize),
 }
 
 pub(super) struct World<'t, 'm> {
@@ -68,6 +73,7 @@ pub(super) struct World<'t, 'm> {
     pub(super) earlier: Option<Machine>,
     pub(super) devices: Vec<Device<'m>>,
     pub(super) jobs: Vec<Job>,
+    pub(super) hosts: Hosts,
     pub(super) fabric: Fabric,
     alarms: BTreeMap<(Instant, u64), Alarm>,
     alarm_numbers: u64,
@@ -135,6 +141,7 @@ impl<'t, 'm> World<'t, 'm> {
             earlier: None,
             devices,
             jobs: plan.jobs.iter().enumerate().map(|(index, job)| Job::new(index, job, plan.planted)).collect(),
+            hosts: Hosts::new(plan),
             fabric,
             alarms: BTreeMap::new(),
             alarm_numbers: 0,
@@ -159,7 +166,7 @@ impl<'t, 'm> World<'t, 'm> {
         plan.incidents
             .iter()
             .for_each(|(at, incident)| world.schedule(Instant::ZERO + *at, Alarm::Incident(*incident)));
-        (0..world.devices.len()).for_each(|device| world.schedule(Instant::ZERO, Alarm::DialDevice(device)));
+        (0..plan.capacities.len()).for_each(|device| world.schedule(Instant::ZERO, Alarm::DialDevice(device)));
         for (job, plan) in plan.jobs.iter().enumerate() {
             for rank in 0..plan.world {
                 let skew = Duration::from_micros(world.draw.below(5_000));
@@ -250,6 +257,8 @@ impl<'t, 'm> World<'t, 'm> {
             Alarm::Ended(conn, peer) => self.end_of(conn, peer)?,
             Alarm::Sweep => {}
             Alarm::Drop(job, rank, handle) => self.drop_handle((job, rank), handle),
+            Alarm::StartHostDevice(host) => self.start_host_device(host),
+            Alarm::LeaderLeaves(job, rank) => self.release_leader((job, rank)),
         }
         Ok(())
     }
@@ -290,6 +299,8 @@ impl<'t, 'm> World<'t, 'm> {
             Incident::Succeed(len) => self.succeed_controller(len),
             Incident::Block(job, rank, len, asks) => self.block((job, rank), len, asks)?,
             Incident::Kill(job, rank) => self.kill_rank((job, rank))?,
+            Incident::CutHostDevice(job, rank) => self.cut_host_device((job, rank)),
+            Incident::EndHostDevice(job, rank) => self.lose_host_device((job, rank)),
             Incident::CutRank(job, rank) => {
                 if let Some(conn) = self.jobs[job].ranks[rank].conn {
                     self.jobs[job].is_disturbed = true;
@@ -303,6 +314,7 @@ impl<'t, 'm> World<'t, 'm> {
     fn deliver(&mut self) -> Result<(), Violation> {
         for _ in 0..BURST {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return Ok(()) };
+            self.check_contribution(&delivery)?;
             match owner(delivery.to) {
                 (Actor::Device(device), _) => self.deliver_to_device(device, &delivery),
                 (Actor::Rank(job, rank), view) => self.deliver_to_rank((job, rank), view, &delivery)?,

@@ -1,14 +1,16 @@
-//! Host devices: emulated devices in the process of a rank, on which the ranks of its host combine
-//! ([`sumac::transport::local`]).
+//! The host devices of every program that starts none of its own: emulated devices, in threads of the rank's process.
+//!
+//! Nothing runs, and no memory is held, until the controller asks a rank for a device. This file alone names
+//! `sumac-firmware`, behind the feature `host-devices`, which is on by default.
 
+use super::{HostDevice, HostDeviceConfig, HostDevices};
 use std::error::Error;
-use sumac::transport::local::{HostDevice, HostDeviceConfig, HostDevices};
 use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
 use sumac_hal::udp::UdpConfig;
 
 /// Starts emulated devices.
 #[derive(Debug)]
-pub(crate) struct EmulatedHostDevices;
+pub(super) struct EmulatedHostDevices;
 
 /// The groups of a device: its job's tree, and the next one while the first is released.
 const GROUPS: u16 = 4;
