@@ -63,8 +63,9 @@ impl Node<'_> {
         one.pop()
     }
 
-    /// Add the next packets to `batch`, as long as it is shorter than `packets_max`: the same as [`Node::poll_transmit`]
-    /// would return one by one, but what holds for a group's turn or a chunk's answer is found once.
+    /// Add the next packets to `batch`, as long as it is shorter than `packets_max`: the same that
+    /// [`Node::poll_transmit`] would return one by one, but what holds for a group's turn or a chunk's answer is found
+    /// once.
     pub fn poll_batch<const N: usize>(
         &mut self,
         now: Instant,

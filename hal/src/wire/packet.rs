@@ -293,8 +293,8 @@ impl Header {
         Self { bytes, len: len as u8 }
     }
 
-    /// Return the header of the same Result to another child, given the [`payload_crc`]; `None` if it is not in the short
-    /// form, where child and key are all that differs.
+    /// Return the header of the same Result to another child, given the [`payload_crc`]; `None` if it is not in the
+    /// short form, where child and key are all that differs.
     pub fn to_child(&self, child: ChildIndex, key: u64, payload_crc: u32) -> Option<Self> {
         if usize::from(self.len) != SHORT_HEADER_LEN {
             return None;

@@ -1,8 +1,8 @@
 //! Keys of a cluster that this process starts, made for one run.
 //!
-//! Every user of a machine reaches its loopback, so the controller of a run serves only those who have a key. Devices and
-//! ranks get theirs through stdin. What is read by name, the controller's store and the key for `sumac status`, is in
-//! memory that this user alone can open, as `/proc/PID/fd/N` of this process, and is gone when this process ends.
+//! Every user of a machine reaches its loopback, so the controller of a run serves only those who have a key. Devices
+//! and ranks get theirs through stdin. What is read by name, the controller's store and the key for `sumac status`, is
+//! in memory that this user alone can open, as `/proc/PID/fd/N` of this process, and is gone when this process ends.
 
 use super::ClusterError;
 use crate::layout::Layout;
