@@ -22,21 +22,28 @@
 //! To test what your program does when a device dies, call [`LocalCluster::kill_device`] at any moment, also from a
 //! rank.
 //!
+//! All parts have keys that are made for the cluster, since every user of the machine reaches its controller.
+//!
 //! This module alone composes hosts and devices (`sumac-firmware`); the rest of the crate knows no device.
 
-use crate::controller::{Controller, ControllerConfig, status};
+use crate::controller::keys::{InvalidPrincipal, KeyStore, Principal, PrivateMemory};
+use crate::controller::proto::DEFAULT_TENANT;
+use crate::controller::{Controller, ControllerAddr, ControllerConfig, status};
 use crate::select::CostTable;
 use crate::topo::{Fabric, LeafSpine};
 use crate::{Communicator, JoinConfig, JoinError, Transport};
 use std::any::Any;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use std::{fmt, thread};
 use sumac_firmware::emulated::{Board, BoardConfig, ZeroCopyConfig};
+use sumac_hal::ctrl::secure::Key;
 use thiserror::Error;
+use zeroize::Zeroizing;
 
 /// How long a device may take to register. It takes milliseconds on an idle machine.
 const REGISTRATION_LIMIT: Duration = Duration::from_secs(20);
@@ -104,6 +111,9 @@ pub enum LocalClusterError {
     /// The controller could not be started.
     #[error("cannot start a controller: {0}")]
     Controller(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// There can be no keys.
+    #[error("cannot make keys: {0}")]
+    Keys(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A device could not be started.
     #[error("cannot start {device}: {source}")]
     Device {
@@ -148,12 +158,43 @@ pub enum RankError {
     },
 }
 
+/// The keys of a cluster.
+struct Keys {
+    store: KeyStore,
+    /// Of all devices, which are in this process.
+    device: Option<Key>,
+    rank: Key,
+    rank_file: PrivateMemory,
+    operator: Key,
+    operator_file: PrivateMemory,
+}
+
+impl Keys {
+    fn new(devices: &[String]) -> Result<Self, LocalClusterError> {
+        let mut store = KeyStore::default();
+        let mut add = |principal| {
+            let added = store.add_random(principal).cloned();
+            added.map_err(|error: InvalidPrincipal| LocalClusterError::Keys(error.into()))
+        };
+        let file = |key: &Key| {
+            let text = Zeroizing::new(key.reveal().to_string());
+            PrivateMemory::new(&text).map_err(|error| LocalClusterError::Keys(error.into()))
+        };
+        let device = (!devices.is_empty()).then(|| add(Principal::Device { names: devices.to_vec() })).transpose()?;
+        let rank = add(Principal::Tenant { name: DEFAULT_TENANT.into() })?;
+        let operator = add(Principal::Operator)?;
+        let (rank_file, operator_file) = (file(&rank)?, file(&operator)?);
+        Ok(Self { store, device, rank, rank_file, operator, operator_file })
+    }
+}
+
 /// A controller and emulated devices in this process, and the ranks of the jobs that run on them.
 pub struct LocalCluster {
     config: LocalClusterConfig,
     /// The next job's number.
     next_job: AtomicU32,
     names: Vec<String>,
+    keys: Keys,
     // Dropped before the controller.
     devices: Mutex<Vec<Option<Board>>>,
     controller: Controller,
@@ -178,17 +219,29 @@ impl LocalCluster {
         let table = table.map_err(|error| LocalClusterError::Config(error.to_string()))?;
         let mut controller = ControllerConfig::new();
         (controller.fabric, controller.table) = (fabric, table);
+        let keys = Keys::new(&names)?;
+        controller.keys = Some(Arc::new(keys.store.clone()));
         let controller = Controller::start(controller);
         let controller = controller.map_err(|error| LocalClusterError::Controller(Box::new(error)))?;
         let devices = Mutex::new(names.iter().map(|_| None).collect());
-        let cluster = Self { config, next_job: AtomicU32::new(0), names, devices, controller };
+        let cluster = Self { config, next_job: AtomicU32::new(0), names, keys, devices, controller };
         (0..cluster.names.len()).try_for_each(|device| cluster.start_device(device))?;
         Ok(cluster)
     }
 
-    /// Return the controller's address, for `sumac status` or [`crate::controller::status`].
+    /// Return the controller's address, for `sumac status`.
     pub const fn controller_addr(&self) -> SocketAddr {
         self.controller.local_addr()
+    }
+
+    /// Return the file with an operator's key, for `sumac status --key-file`. Only this user can read it.
+    pub fn operator_key_file(&self) -> PathBuf {
+        self.keys.operator_file.path()
+    }
+
+    /// Return the controller's address with an operator's key, for [`crate::controller::status`].
+    pub fn operator_addr(&self) -> ControllerAddr {
+        ControllerAddr { key: Some(self.keys.operator.clone()), ..self.controller_addr().into() }
     }
 
     /// Return the devices' names, in the order of their numbers.
@@ -198,7 +251,7 @@ impl LocalCluster {
 
     /// Return the numbers of the devices that trees of running jobs use, in ascending order.
     pub fn devices_in_use(&self) -> Vec<usize> {
-        let jobs = status(self.controller_addr()).map(|report| report.jobs).unwrap_or_default();
+        let jobs = status(self.operator_addr()).map(|report| report.jobs).unwrap_or_default();
         let used: Vec<String> =
             jobs.into_iter().filter_map(|job| job.tree?.ok()).flat_map(|tree| tree.devices).collect();
         (0..self.names.len()).filter(|&device| used.contains(&self.names[device])).collect()
@@ -211,17 +264,20 @@ impl LocalCluster {
         let config = |rank| {
             let mut config = JoinConfig::new(self.controller_addr(), job.clone(), rank, self.config.ranks);
             config.transport = self.config.transport;
+            config.key = Some(self.keys.rank.clone());
             config
         };
         (0..self.config.ranks).map(config).collect()
     }
 
     /// Return the environments of the ranks of a new job, in their order, for programs that call
-    /// [`JoinConfig::from_env`].
+    /// [`JoinConfig::from_env`]. `SUMAC_KEY_FILE` is there as long as the cluster.
     pub fn environments(&self) -> Vec<Vec<(&'static str, String)>> {
         let (job, addr) = (self.next_job(), self.controller_addr());
+        let key_file = self.keys.rank_file.path().display().to_string();
         let variables = |rank: u32| {
             vec![
+                ("SUMAC_KEY_FILE", key_file.clone()),
                 ("RANK", rank.to_string()),
                 ("WORLD_SIZE", self.config.ranks.to_string()),
                 ("MASTER_ADDR", addr.ip().to_string()),
@@ -297,7 +353,8 @@ impl LocalCluster {
         let name = self.names[device].clone();
         let zero_copy = (self.config.transport != Transport::Udp).then(ZeroCopyConfig::default);
         let config = BoardConfig::new(name.clone(), self.controller_addr());
-        let board = Board::start(BoardConfig { slot_memory_bytes: SLOT_MEMORY_BYTES, zero_copy, ..config });
+        let key = self.keys.device.clone();
+        let board = Board::start(BoardConfig { slot_memory_bytes: SLOT_MEMORY_BYTES, zero_copy, key, ..config });
         let board =
             board.map_err(|error| LocalClusterError::Device { device: name.clone(), source: Box::new(error) })?;
         if !board.wait_registered(REGISTRATION_LIMIT) {

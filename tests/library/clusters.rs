@@ -1,8 +1,10 @@
 //! Clusters for users' own tests.
 
 use std::net::TcpStream;
+use sumac::controller::keys::read_key;
+use sumac::controller::status;
 use sumac::testing::{LocalCluster, LocalClusterConfig, LocalClusterError, RankError};
-use sumac::{Communicator, Error, Outcome, Path, ReduceOp, Transfer, Transport};
+use sumac::{Communicator, Error, JoinConfig, Outcome, Path, ReduceOp, Transfer, Transport};
 
 fn sum(comm: &Communicator) -> Outcome {
     let mut values = [comm.rank() + 1; 100];
@@ -93,6 +95,20 @@ fn killed_device_is_replaced_by_a_spare_and_then_by_host_collectives() {
         assert_eq!(sum(&comm).path, Path::Tree);
         comm.leave();
     });
+}
+
+#[test]
+fn unknown_peer_learns_nothing_of_a_cluster_and_its_owner_all() {
+    let cluster = LocalCluster::start(1).expect("a cluster");
+    let addr = cluster.controller_addr();
+    let refused = status(addr).expect_err("no key").to_string();
+    assert!(refused.contains("keys only"), "{refused}");
+    let refused = Communicator::join(JoinConfig::new(addr, "other", 0, 1)).expect_err("no key").to_string();
+    assert!(refused.contains("keys only"), "{refused}");
+    let key = read_key(&cluster.operator_key_file()).expect("private");
+    assert_eq!(cluster.operator_addr().key, Some(key));
+    let report = status(cluster.operator_addr()).expect("an operator");
+    assert_eq!((report.devices.len(), report.jobs.len()), (1, 0));
 }
 
 #[test]

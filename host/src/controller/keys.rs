@@ -7,9 +7,11 @@
 //! A tenant's ranks share one key. Who has it can stand for any rank of the tenant's jobs, or for the controller
 //! towards these ranks, and for nobody else.
 
+mod memory;
 mod store;
 mod watched;
 
+pub use memory::PrivateMemory;
 pub use store::{KeyRecord, KeyStore, KeyStoreError};
 pub use sumac_hal::ctrl::secure::{KeyFileError, parse_key, read_key, write_new_key};
 pub(super) use watched::KeysFile;

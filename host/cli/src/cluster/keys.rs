@@ -1,18 +1,16 @@
 //! Keys of a cluster that this process starts, made for one run.
 //!
 //! Every user of a machine reaches its loopback, so the controller of a run serves only those who have a key. Devices
-//! and ranks get theirs through stdin. What is read by name, the controller's store and the key for `sumac status`, is
-//! in memory that this user alone can open, as `/proc/PID/fd/N` of this process, and is gone when this process ends.
+//! and ranks get theirs through stdin. The controller's store and the key for `sumac status`, which are read by name,
+//! are in [`PrivateMemory`] of this process.
 
 use super::ClusterError;
 use crate::layout::Layout;
-use rustix::fs::{MemfdFlags, Mode, SealFlags, fchmod, fcntl_add_seals, memfd_create};
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
-use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use sumac::controller::ControllerAddr;
-use sumac::controller::keys::{InvalidPrincipal, KeyStore, Principal};
+use sumac::controller::keys::{KeyStore, Principal, PrivateMemory};
 use sumac::controller::proto::DEFAULT_TENANT;
 use sumac_hal::ctrl::secure::Key;
 use zeroize::Zeroizing;
@@ -39,21 +37,18 @@ impl ClusterKeys {
 
     fn make(layout: &Layout) -> io::Result<Self> {
         let mut store = KeyStore::default();
-        let mut add = |principal| {
-            let added = store.add(principal, None, &random()?).cloned();
-            added.map_err(|error: InvalidPrincipal| io::Error::other(error))
-        };
+        let mut add = |principal| store.add_random(principal).cloned().map_err(io::Error::other);
         let devices = layout.devices.iter().map(|name| add(Principal::Device { names: vec![name.clone()] }));
         let devices = devices.collect::<io::Result<_>>()?;
         let rank = add(Principal::Tenant { name: DEFAULT_TENANT.into() })?;
         let operator = add(Principal::Operator)?;
-        let operator_file = PrivateMemory::new("sumac-operator-key", text(&operator).as_bytes())?;
-        let store = PrivateMemory::new("sumac-keys", store.reveal().as_bytes())?;
+        let operator_file = PrivateMemory::new(&text(&operator))?;
+        let store = PrivateMemory::new(&store.reveal())?;
         Ok(Self { store, devices, rank, operator, operator_file })
     }
 
     /// The file that the controller reads.
-    pub(super) fn store_path(&self) -> String {
+    pub(super) fn store_path(&self) -> PathBuf {
         self.store.path()
     }
 
@@ -75,7 +70,7 @@ pub(crate) fn controller_addr(addr: SocketAddr, keys: Option<&ClusterKeys>) -> C
 
 /// Name a controller, and the command by which this user can watch it.
 pub(crate) fn describe_controller(addr: SocketAddr, keys: Option<&ClusterKeys>) -> String {
-    let key = keys.map(|keys| format!(" --key-file {}", keys.operator_file.path())).unwrap_or_default();
+    let key = keys.map(|keys| format!(" --key-file {}", keys.operator_file.path().display())).unwrap_or_default();
     format!("controller {addr}  watch with: sumac status --watch --controller {addr}{key}")
 }
 
@@ -83,58 +78,21 @@ fn text(key: &Key) -> Zeroizing<String> {
     Zeroizing::new(format!("{}\n", key.reveal()))
 }
 
-fn random() -> io::Result<Zeroizing<[u8; 40]>> {
-    let mut bytes = Zeroizing::new([0; 40]);
-    match rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())? {
-        40 => Ok(bytes),
-        _ => Err(io::Error::other("the system has no random bytes")),
-    }
-}
-
-/// A file in memory that only this user can open, and nobody can change.
-#[derive(Debug)]
-struct PrivateMemory(File);
-
-impl PrivateMemory {
-    fn new(name: &str, bytes: &[u8]) -> io::Result<Self> {
-        let memory = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
-        // Before there is anything to read.
-        fchmod(&memory, Mode::RUSR | Mode::WUSR)?;
-        let mut file = File::from(memory);
-        file.write_all(bytes)?;
-        fcntl_add_seals(&file, SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
-        Ok(Self(file))
-    }
-
-    /// Its name for all processes of this user, as long as this process runs.
-    fn path(&self) -> String {
-        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
-    use std::path::Path;
     use sumac::controller::keys::read_key;
 
     #[test]
     fn keys_are_read_by_their_owner_and_good_for_their_parts_only() {
         let layout = Layout::generated(2, 4).expect("a plan");
         let keys = ClusterKeys::new(&layout).expect("keys");
-        let store = KeyStore::read(Path::new(&keys.store_path())).expect("private");
+        let store = KeyStore::read(&keys.store_path()).expect("private");
         let principal = |key: &Key| store.find(key.id(), 0).expect("it is in the store").principal.to_string();
         let of_devices: Vec<_> = keys.devices.iter().map(principal).collect();
         assert_eq!(of_devices, layout.devices.iter().map(|name| format!("device {name}")).collect::<Vec<_>>());
         assert_eq!((principal(&keys.rank), principal(&keys.operator)), ("tenant default".into(), "operator".into()));
-        let path = keys.operator_file.path();
-        assert_eq!(read_key(Path::new(&path)).expect("private"), keys.operator);
-        for path in [&path, &keys.store_path()] {
-            let mode = std::fs::metadata(path).expect("it is open").permissions().mode();
-            assert_eq!(mode & 0o777, 0o600, "{path}");
-            assert!(std::fs::write(path, "other").is_err(), "sealed");
-        }
+        assert_eq!(read_key(&keys.operator_file.path()).expect("private"), keys.operator);
         let other = ClusterKeys::new(&layout).expect("keys");
         assert!(other.operator != keys.operator && other.rank != keys.rank);
     }
@@ -144,7 +102,7 @@ mod tests {
         let keys = ClusterKeys::new(&Layout::generated(1, 2).expect("a plan")).expect("keys");
         let addr = SocketAddr::from(([127, 0, 0, 1], 7847));
         let text = describe_controller(addr, Some(&keys));
-        let file = keys.operator_file.path();
+        let file = keys.operator_file.path().display().to_string();
         let watch = "watch with: sumac status --watch --controller 127.0.0.1:7847";
         assert_eq!(text, format!("controller 127.0.0.1:7847  {watch} --key-file {file}"));
         assert!(!format!("{keys:?}").contains(&keys.operator.reveal_secret().to_string()));

@@ -152,7 +152,7 @@ pub(crate) fn spawn_controller(
         Preference::File(path) => Some(format!("--overrides={}", path.display())),
         Preference::Tree => Some("--prefer-tree".into()),
     };
-    let keys = config.keys.as_ref().map(|keys| format!("--keys={}", keys.store_path()));
+    let keys = config.keys.as_ref().map(|keys| format!("--keys={}", keys.store_path().display()));
     // The controller looks for changes of the store as long as it runs.
     supervisor.keys = config.keys.clone();
     let args: Vec<String> = own.into_iter().chain(preference).chain(keys).collect();

@@ -10,6 +10,7 @@
 //! ```
 
 use super::{InvalidPrincipal, Principal};
+use crate::controller::entropy::Entropy;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -166,6 +167,14 @@ impl KeyStore {
         let key = Key::new(KeyId(id), *secret);
         let record = KeyRecord { key, principal: Arc::new(principal), expires_unix_s, is_revoked: false };
         Ok(&self.records.entry(KeyId(id)).or_insert(record).key)
+    }
+
+    /// Make a key for a principal by the system's randomness, and add it.
+    ///
+    /// # Errors
+    /// [`InvalidPrincipal`].
+    pub fn add_random(&mut self, principal: Principal) -> Result<&Key, InvalidPrincipal> {
+        self.add(principal, None, &Zeroizing::new(Entropy::System.bytes([0; 2])))
     }
 
     /// Make a store of one key.
