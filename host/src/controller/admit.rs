@@ -51,7 +51,7 @@ pub(super) struct PlacedNode {
 impl PlacedNode {
     /// Whether the device receives packets over RDMA verbs.
     fn over_verbs(&self) -> bool {
-        matches!(self.device.announce.data_addrs.first(), Some(Addr::Verbs(_)))
+        self.device.over_verbs()
     }
 }
 

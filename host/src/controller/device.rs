@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::{Announce, Envelope, Refusal, Request, Response, Stats};
+use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 use thiserror::Error;
 
@@ -55,6 +56,17 @@ impl Device {
 
     pub(super) fn name(&self) -> &str {
         self.announce.name.as_str()
+    }
+
+    /// Whether it receives packets over RDMA verbs.
+    pub(super) fn over_verbs(&self) -> bool {
+        matches!(self.announce.data_addrs.first(), Some(Addr::Verbs(_)))
+    }
+
+    /// Whether it can be above host devices in a tree: all its devices have equally many shards, and receive the same
+    /// way, and host devices have one shard and receive over UDP.
+    pub(super) fn accepts_host_devices(&self) -> bool {
+        self.announce.data_addrs.len() == 1 && !self.over_verbs()
     }
 }
 

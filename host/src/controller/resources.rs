@@ -5,7 +5,7 @@
 //! group never grows: it holds its claim unchanged until it is freed (PROTOCOL 10).
 //!
 //! Invariants: on no device do claims exceed its capacity; no tenant holds more groups than its quota, nor more slots
-//! or memory on any device.
+//! or memory on any device but its own host devices.
 
 use std::collections::BTreeMap;
 use sumac_hal::ids::{BootId, GroupId};
@@ -21,6 +21,13 @@ pub struct Quota {
     pub slots: Option<u64>,
     /// Memory per shard of a device, for slots and redo slots together, in bytes.
     pub memory_bytes: Option<u64>,
+}
+
+impl Quota {
+    /// The limits on a device. Host devices have none: they are processes of the tenant, and serve nobody else.
+    fn on(self, device: &DeviceKey) -> Self {
+        if is_host_device(&device.name) { Self { groups: self.groups, ..Self::default() } } else { self }
+    }
 }
 
 /// The quotas of all tenants.
@@ -145,7 +152,7 @@ impl Shortage {
     }
 }
 
-/// What a tenant holds; slots and memory as the maximum over devices.
+/// What a tenant holds; slots and memory as the maximum over devices that its quota limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Usage {
     pub(super) groups: u64,
@@ -248,7 +255,7 @@ impl ResourceLedger {
         if used >= limit {
             return Err(Shortage::Groups { tenant: tenant.to_owned(), used, limit, need: 1 });
         }
-        needs.iter().try_for_each(|(device, need)| self.check_on(tenant, &quota, device, *need))
+        needs.iter().try_for_each(|(device, need)| self.check_on(tenant, &quota.on(device), device, *need))
     }
 
     fn check_on(&self, tenant: &str, quota: &Quota, key: &DeviceKey, need: Resources) -> Result<(), Shortage> {
@@ -279,7 +286,8 @@ impl ResourceLedger {
     pub(super) fn available(&self, tenant: &str, device: &DeviceKey) -> Available {
         let capacity = self.capacities.get(device).copied().unwrap_or_default();
         let (used, own) = (self.used(device, None), self.used(device, Some(tenant)));
-        let quota = if planted!(self, QuotaAfterBooking) { Quota::default() } else { self.quotas.of(tenant) };
+        let quota =
+            if planted!(self, QuotaAfterBooking) { Quota::default() } else { self.quotas.of(tenant).on(device) };
         let allowed = |limit: Option<u64>, own| limit.map_or(u64::MAX, |limit| limit.saturating_sub(own));
         let groups = allowed(quota.groups, self.groups_of(tenant));
         Available {
@@ -312,7 +320,8 @@ impl ResourceLedger {
     pub(super) fn usage(&self, tenant: &str) -> (Usage, Quota) {
         let on = |device: &DeviceKey| self.used(device, Some(tenant));
         let claims = self.claims.values().filter(|claim| claim.tenant == tenant);
-        let devices = claims.flat_map(|claim| claim.needs.iter().map(|(device, _)| on(device)));
+        let devices = claims.flat_map(|claim| claim.needs.iter().map(|(device, _)| device));
+        let devices = devices.filter(|device| !is_host_device(&device.name)).map(on);
         let held = devices.fold(Usage { groups: self.groups_of(tenant), ..Usage::default() }, |held, used| Usage {
             slots: held.slots.max(used.slots),
             memory_bytes: held.memory_bytes.max(used.all_memory_bytes()),

@@ -86,6 +86,26 @@ fn available_is_the_lesser_of_device_and_quota() {
 }
 
 #[test]
+fn host_device_is_limited_by_its_capacity_and_by_the_quota_of_groups() {
+    let quotas = Quotas { other: quota(2, 20, 100), tenants: BTreeMap::new() };
+    let (mut ledger, host) = (ledger(quotas), "job#host0");
+    ledger.add_device(device(host), capacity(5, 64));
+    let refusal =
+        |ledger: &ResourceLedger, claim: &Claim| ledger.check("x", &claim.needs).map_err(|why| why.to_string());
+    let at_leaf = refusal(&ledger, &claim(1, "x", &["a", host], 60)).expect_err("beyond the quota");
+    assert_eq!(at_leaf, "quota exceeded: tenant x holds 0 of 20 slots on device a and needs at least 60 more");
+    let left = ledger.available("x", &device(host));
+    assert_eq!((left.groups, left.slots, left.memory_bytes, left.quota_memory_bytes), (2, 64, 1000, u64::MAX));
+    ledger.claim(claim(1, "x", &[host], 60)).expect("within its capacity");
+    let full = refusal(&ledger, &claim(2, "x", &[host], 5)).expect_err("beyond the capacity");
+    assert_eq!(full, "device job#host0 is full: 60 of 64 slots in use, at least 5 more needed");
+    assert_eq!(ledger.usage("x").0, Usage { groups: 1, ..Usage::default() });
+    ledger.claim(claim(2, "x", &["a", host], 4)).expect("within the quota");
+    let groups = refusal(&ledger, &claim(3, "x", &[host], 0)).expect_err("beyond the quota of groups");
+    assert_eq!(groups, "quota exceeded: tenant x holds 2 of 2 groups and needs 1 more");
+}
+
+#[test]
 fn dominant_share_is_the_largest_fraction_of_any_resource() {
     let mut ledger = ledger(Quotas::default());
     assert_eq!(ledger.dominant_share("x"), 0);

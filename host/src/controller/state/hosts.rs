@@ -115,14 +115,9 @@ impl Job {
 impl State {
     /// All ranks have joined: start the job, after its host devices if it has any.
     pub(super) fn start_job(&mut self, name: &str) {
+        let hosts = self.jobs.get(name).map_or_else(Vec::new, |job| self.hosts_without_device(name, job));
         let Some(job) = self.jobs.get_mut(name) else { return };
-        if !self.devices.is_empty() {
-            job.hosts = job.shared_hosts();
-            let devices = &self.devices;
-            let mut hosts = std::mem::take(&mut job.hosts);
-            hosts.retain(|host| !devices.values().any(|device| job.is_near(host.leader(), device)));
-            job.hosts = hosts;
-        }
+        job.hosts = hosts;
         job.hosts_until = Some(self.now + HOST_DEVICE_LIMIT).filter(|_| !job.hosts.is_empty());
         for host in &job.hosts {
             let (leader, proof) = (host.leader(), job.proof(host.leader()));
@@ -132,6 +127,20 @@ impl State {
             }
         }
         self.start_with_hosts(name);
+    }
+
+    /// The shared hosts that have no device, if a device can be above theirs.
+    fn hosts_without_device(&self, name: &str, job: &Job) -> Vec<JobHost> {
+        let mut hosts = job.shared_hosts();
+        hosts.retain(|host| !self.devices.values().any(|device| job.is_near(host.leader(), device)));
+        if !hosts.is_empty() && !self.devices.values().any(|device| device.accepts_host_devices()) {
+            if !self.devices.is_empty() {
+                let why = "every device has several shards, or receives over verbs";
+                tracing::info!(job = name, why, "no host devices; the ranks of a host contribute one by one");
+            }
+            hosts.clear();
+        }
+        hosts
     }
 
     /// Plan a job that waits for no host device any more.

@@ -126,6 +126,24 @@ fn rank_whose_host_has_a_device_or_that_declines_is_not_asked() {
 }
 
 #[test]
+fn no_rank_is_asked_where_no_device_can_be_above_a_host_device() {
+    for several_shards in [true, false] {
+        let controller = controller();
+        let shards = if several_shards { 2 } else { 1 };
+        let _leaf = Device::serve(&controller, announce("leaf0", shards, None), |_| Reply::Done);
+        let mut ranks = join_on(&controller, TWO_HOSTS);
+        if several_shards {
+            let memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
+            assert!(memberships.iter().all(|membership| tree_of(membership).leaf == "leaf0"));
+        } else {
+            for rank in [0, 2] {
+                asked(&mut ranks[rank]);
+            }
+        }
+    }
+}
+
+#[test]
 fn job_is_planned_without_a_host_device_that_fails_or_is_late() {
     let controller = controller();
     let _leaf = Device::start(&controller, "leaf0", None, None);

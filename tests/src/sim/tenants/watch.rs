@@ -146,6 +146,10 @@ impl World<'_, '_> {
         }
         for ((tenant, index), [slots, bytes, slots_held, bytes_held]) in slots {
             let capacity = self.plan.capacity(index);
+            // Host devices are their tenant's own.
+            if !tenant.is_empty() && index >= self.plan.capacities.len() {
+                continue;
+            }
             let quota = (!tenant.is_empty()).then(|| self.plan.quotas[index_in(tenant, "tenant")]);
             let limits = quota.map_or((Some(capacity.slots as u64), Some(capacity.bytes as u64)), |quota| {
                 (quota.slots, quota.memory_bytes)
