@@ -24,7 +24,7 @@ pub enum Bug {
     CountedWindow,
     /// Endpoint: retains nothing of operations that have returned.
     NoRetention,
-    /// Controller: after a restart, creates the group again in the epoch that it had.
+    /// Controller: creates a group again, after a restart or for another tree, with the number and epoch that it had.
     SameEpoch,
     /// Node: does not free a failed group when its lease expires.
     LeaseLeak,

@@ -26,6 +26,7 @@ use std::sync::Arc;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::wire::{MAX_CHILDREN, SHORT_HEADER_LEN};
@@ -297,9 +298,14 @@ impl Placement {
         }
     }
 
+    /// The epoch that keys are derived from.
+    fn key_epoch(&self) -> Epoch {
+        if planted!(self, EpochUnchecked) { Epoch::default() } else { self.epoch }
+    }
+
     /// The multicast address and key of `node`, for its children.
     fn shared_link(&self, node: &PlacedNode) -> Option<SharedLink> {
-        let key = node.secret.child_key(self.group, self.epoch, ChildIndex::ALL);
+        let key = node.secret.child_key(self.group, self.key_epoch(), ChildIndex::ALL);
         Some(SharedLink { addr: node.shared?, key })
     }
 
@@ -373,8 +379,9 @@ impl Placement {
     }
 
     fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {
-        let key =
-            |(parent, child): (usize, ChildIndex)| self.nodes[parent].secret.child_key(self.group, self.epoch, child);
+        let key = |(parent, child): (usize, ChildIndex)| {
+            self.nodes[parent].secret.child_key(self.group, self.key_epoch(), child)
+        };
         GroupConfig {
             group: self.group,
             tree: self.tree,
@@ -428,7 +435,7 @@ impl Placement {
             leaf: node.device.name().to_owned(),
             host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
-            key: node.secret.child_key(self.group, self.epoch, child),
+            key: node.secret.child_key(self.group, self.key_epoch(), child),
             shared: self.shared_link(node).filter(|_| attach.is_none()),
             parents: announce.data_addrs.iter().copied().collect(),
             window_max: self.window_max,

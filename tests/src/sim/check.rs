@@ -2,12 +2,12 @@
 //! queues against their limits.
 
 use super::cluster::{A_LEASE_AT_LEAST, Cluster};
-use super::memory::{OpMemory, chunks, results};
+use super::memory::{OpMemory, chunks, results_over};
 use super::options::Options;
 use super::report::Violation;
 use super::scenario::Scenario;
 use super::setup::Member;
-use super::wiring::LEASE_MS;
+use super::wiring::{LEASE_MS, Wiring};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use sumac::transport::packets::EndpointError;
@@ -97,7 +97,8 @@ impl Cluster<'_, '_> {
             matches!(&options.scenario, Scenario::Mismatch { group: g, op: at, .. } if (*g, *at) == (group, op));
         let chunks = chunks(&desc, options.ranks, options.chunk_len_bytes);
         // If calls differ, no rank has a result and no buffer is changed.
-        let results = if differs { Vec::new() } else { results(options, self.incarnation, group, op) };
+        let results =
+            if differs { Vec::new() } else { results_over(self.shape(group), options, self.incarnation, group, op) };
         for (rank, members) in self.members.iter().enumerate() {
             let member = &members[group];
             let found = &member.memory.ops[op];
@@ -121,8 +122,11 @@ impl Cluster<'_, '_> {
 
     /// Return the results of an operation, computed once per run.
     pub(super) fn results_of(&mut self, group: usize, op: usize) -> &[Vec<u8>] {
-        let (options, incarnation) = (self.options, self.incarnation);
-        self.results.entry((group, op)).or_insert_with(|| results(options, incarnation, group, op))
+        if !self.results.contains_key(&(group, op)) {
+            let results = results_over(self.shape(group), self.options, self.incarnation, group, op);
+            self.results.insert((group, op), results);
+        }
+        &self.results[&(group, op)]
     }
 
     /// Compare an operation that returns now with the oracle.
@@ -219,9 +223,12 @@ impl Cluster<'_, '_> {
 
     /// Traffic in flight is bounded by windows and probes, however long a run takes.
     fn check_limits(&self) -> Result<(), Violation> {
-        let nodes = self.wirings.iter().flat_map(|wiring| &wiring.nodes);
-        let links: u64 = nodes.map(|node| u64::from(node.children)).sum::<u64>() * self.options.groups.len() as u64;
-        let limit = links * IN_FLIGHT_PER_WINDOW * u64::from(self.options.window.max(8)) + self.attacker.sent();
+        let links = |wiring: &Wiring| wiring.nodes.iter().map(|node| u64::from(node.children)).sum::<u64>();
+        let fixed = self.wirings.iter().filter(|_| !self.options.recovers()).map(links).sum::<u64>();
+        let planned = self.assignments.iter().map(|assignment| links(&assignment.wiring)).max().unwrap_or(0);
+        let links = (fixed + planned) * self.options.groups.len() as u64;
+        let window = self.assignments.iter().map(|assignment| assignment.window).fold(self.options.window, u16::max);
+        let limit = links * IN_FLIGHT_PER_WINDOW * u64::from(window.max(8)) + self.attacker.sent();
         within("packets in flight", self.in_flight_most, limit)?;
         // Waiting components probe with backoff; lost packets are resent and requested.
         let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
@@ -231,7 +238,9 @@ impl Cluster<'_, '_> {
             // To and from the controller; reports, votes and host collectives; contributions and results.
             MESSAGES_PER_PAIR * ranks * ranks + 2 * ranks * chunks
         };
-        within("messages in flight", self.messages_max, (0..self.options.groups.len()).map(each).sum())?;
+        let to_devices = MESSAGES_PER_NODE * (self.devices.len() * self.options.groups.len()) as u64;
+        let limit = to_devices + (0..self.options.groups.len()).map(each).sum::<u64>();
+        within("messages in flight", self.messages_max, limit)?;
         let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
         let incarnations = self.incarnation + 1 + self.view_changes;
         let limit = links * (PACKETS_PER_CHUNK * chunks + PACKETS_PER_PROBE * (asked + 16)) * incarnations;
@@ -297,7 +306,7 @@ impl Cluster<'_, '_> {
 /// Check a rank's queues before it sends, when they are longest: headers, chunks to resend, kept results.
 pub(super) fn check_queues(options: &Options, member: &Member) -> Result<(), Violation> {
     let progress = member.endpoint.progress();
-    let window = u64::from(options.window);
+    let window = u64::from(member.window);
     // One request per gap at a time, and one probe per shard.
     within("headers to be sent by a rank", progress.replies as u64, 2 * window + u64::from(options.shards))?;
     within("chunks to be sent again by a rank", progress.again as u64, window)?;
@@ -371,6 +380,9 @@ const PACKETS_PER_CHUNK: u64 = 40;
 
 /// Between two ranks: all messages of a recovery, and repetitions.
 const MESSAGES_PER_PAIR: u64 = 8;
+
+/// Between the controller and a device, for each group: a reservation, a release, and their responses.
+const MESSAGES_PER_NODE: u64 = 12;
 
 /// Probe and Status.
 const PACKETS_PER_PROBE: u64 = 4;

@@ -5,9 +5,9 @@
 
 mod poll;
 
+use super::assignments::Assignment;
 use super::attack::Attacker;
 use super::clock::{Clock, ClockOwner};
-use super::controller::Controller;
 use super::coverage::{Coverage, Mark, Slots};
 use super::deaths::Deaths;
 use super::incident::Alarm;
@@ -17,13 +17,16 @@ use super::options::{Draw, Options};
 use super::report::{Report, Violation};
 use super::route::Route;
 use super::scenario::Scenario;
+use super::serving::ControlPlane;
 use super::setup::{Member, Tables, boot, draw_posts, install};
 use super::trial::AttemptRecord;
-use super::wiring::{EPOCH, Owner, Wiring, owner};
+use super::wiring::{EPOCH, Owner, Wiring, idle_endpoint, owner};
 use super::zero_copy;
+use crate::oracle::Shape;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
+use sumac::controller::machine::ConnId;
 use sumac::harness::{Attempt, Outcome};
 use sumac_device::Node;
 use sumac_hal::ctrl::Counters;
@@ -42,17 +45,15 @@ pub(super) enum Actor {
     Rank { rank: usize, group: usize },
 }
 
-/// An assignment of a group: a tree on certain devices, and the group's epoch there.
-pub(super) struct Assignment {
-    pub(super) wiring: Wiring,
-    pub(super) epoch: Epoch,
-}
-
 /// A device, and the memory of its next incarnation.
 pub(super) struct Device<'m> {
     pub(super) shards: Vec<Node<'m>>,
     pub(super) spare: Vec<&'m mut Tables>,
     pub(super) alive: bool,
+    /// Counts from 0.
+    pub(super) incarnation: u64,
+    /// Its connection to the controller.
+    pub(super) conn: Option<ConnId>,
 }
 
 pub(super) struct Cluster<'o, 'm> {
@@ -73,6 +74,8 @@ pub(super) struct Cluster<'o, 'm> {
     /// Ranks that have called an operation in this incarnation, by group and operation.
     pub(super) called: BTreeMap<(usize, usize), usize>,
     pub(super) now: Instant,
+    /// When ranks began to call.
+    pub(super) began: Instant,
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
     timer_of: BTreeMap<Actor, Instant>,
@@ -88,18 +91,20 @@ pub(super) struct Cluster<'o, 'm> {
     /// By device and shard.
     pub(super) slots: BTreeMap<(usize, usize), Slots>,
     alarm_numbers: u64,
-    /// Assignments of groups that recover, past and present.
+    pub(super) control: ControlPlane,
+    /// The trees that the controller has requested from devices, past and present.
     pub(super) assignments: Vec<Assignment>,
-    /// The assignment that a group has on a device.
-    pub(super) placed: BTreeMap<(usize, usize), usize>,
-    pub(super) controller: Controller,
+    /// Devices, and the trees of which they have the group.
+    pub(super) placed: BTreeSet<(usize, usize)>,
+    /// By group: the shape of the first tree that the controller has planned.
+    pub(super) shapes: BTreeMap<usize, Shape>,
     pub(super) pending: Vec<Pending>,
-    /// Messages in flight between ranks, and to and from the controller.
+    /// Messages in flight between ranks, and on connections to the controller.
     pub(super) messages: BTreeMap<(Instant, u64), Message>,
     pub(super) message_numbers: u64,
     /// Maximum number of them in flight.
     pub(super) messages_max: u64,
-    pub(super) message_last: BTreeMap<(usize, usize), Instant>,
+    pub(super) message_last: BTreeMap<(u64, u64), Instant>,
     pub(super) message_draw: Draw,
     /// Expected results of operations, computed on demand.
     pub(super) results: BTreeMap<(usize, usize), Vec<Vec<u8>>>,
@@ -150,17 +155,18 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         for shard in 0..options.shards {
             let mut node = boot(options, device, shard, 0, borrowed.next().expect("two incarnations each"));
             let now = Clock::draw(options.seed, ClockOwner::Device(device)).at(Instant::ZERO);
-            install(&mut node, options, &wirings, device, EPOCH, now)?;
+            if !options.recovers() {
+                install(&mut node, options, &wirings, device, EPOCH, now)?;
+            }
             booted.push(node);
         }
-        devices.push(Device { shards: booted, spare: borrowed.by_ref().take(shards).collect(), alive: true });
+        let spare = borrowed.by_ref().take(shards).collect();
+        devices.push(Device { shards: booted, spare, alive: true, incarnation: 0, conn: None });
     }
-    let mut fabric = Fabric::new(options.seed, options.link);
-    options.faults.apply(&mut fabric, &wirings, options.shards, options.all_groups());
     let mut cluster = Cluster {
         options,
         wirings: &wirings,
-        fabric,
+        fabric: Fabric::new(options.seed, options.link),
         devices,
         members: Vec::new(),
         posts: BTreeMap::new(),
@@ -171,6 +177,7 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         incarnation: 0,
         called: BTreeMap::new(),
         now: Instant::ZERO,
+        began: Instant::ZERO,
         touched: BTreeSet::new(),
         timers: BTreeSet::new(),
         timer_of: BTreeMap::new(),
@@ -183,9 +190,10 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         seen: Coverage::default(),
         slots: BTreeMap::new(),
         alarm_numbers: 0,
+        control: ControlPlane::new(options, &wirings),
         assignments: Vec::new(),
-        placed: BTreeMap::new(),
-        controller: Controller::new(options.seed, EPOCH),
+        placed: BTreeSet::new(),
+        shapes: BTreeMap::new(),
         pending: Vec::new(),
         messages: BTreeMap::new(),
         message_numbers: 0,
@@ -199,12 +207,6 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         attempts: BTreeMap::new(),
         outcomes: BTreeMap::new(),
     };
-    if options.recovers() {
-        cluster.assign_first();
-    }
-    cluster.seen.note(Mark::GroupCreated);
-    cluster.begin();
-    cluster.schedule_scenario();
     Ok(work(&mut cluster))
 }
 
@@ -213,6 +215,7 @@ impl Cluster<'_, '_> {
     /// not used afterwards.
     fn finish(&mut self) -> Result<Report, Violation> {
         let finished = catch_unwind(AssertUnwindSafe(|| {
+            self.start()?;
             self.drive()?;
             self.check()?;
             Ok(self.report())
@@ -224,38 +227,68 @@ impl Cluster<'_, '_> {
         })
     }
 
-    /// Record the assignment of all groups before any loss.
-    fn assign_first(&mut self) {
-        for group in 0..self.options.groups.len() {
-            let wiring = Wiring::new(self.options, self.options.tree(group), self.devices.len());
-            self.placed.extend(wiring.nodes.iter().map(|node| ((node.device, group), group)));
-            self.assignments.push(Assignment { wiring, epoch: EPOCH });
+    /// Assign the first trees, start all ranks' calls, and let faults begin.
+    fn start(&mut self) -> Result<(), Violation> {
+        if self.options.recovers() {
+            self.join_all()?;
         }
+        self.began = self.now;
+        let options = self.options;
+        let (wirings, assignments) = (self.wirings, &self.assignments);
+        let planned = |tree| {
+            let is_planned = |assignment: &&Assignment| options.tree(assignment.group) == tree;
+            assignments.iter().find(is_planned).map(|assignment| &assignment.wiring)
+        };
+        let wiring = |tree: usize| if options.recovers() { planned(tree) } else { wirings.get(tree) };
+        options.faults.apply(&mut self.fabric, wiring, (options.shards, options.all_groups()), self.began);
+        self.seen.note(Mark::GroupCreated);
+        self.begin();
+        self.schedule_scenario();
+        Ok(())
     }
 
     /// Return the tree that a rank's group is on.
-    pub(super) fn wiring_of(&self, rank: usize, group: usize) -> &Wiring {
+    pub(super) fn wiring_of(&self, rank: usize, group: usize) -> Option<&Wiring> {
         match self.members[rank][group].route {
-            Route::Tree(Some(tree)) => &self.assignments[tree].wiring,
-            _ => &self.wirings[self.options.tree(group)],
+            Route::Tree(Some(tree)) => Some(&self.assignments[tree].wiring),
+            Route::Tree(None) => Some(&self.wirings[self.options.tree(group)]),
+            Route::HostCollectives => None,
         }
     }
 
-    /// Return the tree in which a device serves a group, and a number that distinguishes it from others of that group.
-    pub(super) fn wiring_at(&self, device: usize, group: usize) -> Option<(&Wiring, u32)> {
-        if self.options.recovers() {
-            let tree = *self.placed.get(&(device, group))?;
-            return Some((&self.assignments[tree].wiring, tree as u32));
+    /// Return the last tree in which a device serves a group.
+    pub(super) fn wiring_at(&self, device: usize, group: usize) -> Option<&Wiring> {
+        if !self.options.recovers() {
+            return Some(&self.wirings[self.options.tree(group)]);
         }
-        Some((&self.wirings[self.options.tree(group)], self.incarnation as u32))
+        let mut placed = self.placed.range((device, 0)..=(device, usize::MAX)).rev();
+        let tree = placed.find(|(_, tree)| self.assignments[*tree].group == group)?.1;
+        Some(&self.assignments[tree].wiring)
+    }
+
+    /// Return the shape of a group's trees: of the first one that the controller has planned, which fixes the
+    /// expression, or as drawn.
+    pub(super) fn shape(&self, group: usize) -> &Shape {
+        self.shapes.get(&group).unwrap_or_else(|| &self.options.trees[self.options.tree(group)])
     }
 
     /// Start all ranks' calls in the current epoch.
     pub(super) fn begin(&mut self) {
         let (options, incarnation, epoch) = (self.options, self.incarnation, self.epoch);
-        let wiring = |group: usize| &self.wirings[options.tree(group)];
         let groups = options.groups.len();
-        let member = |rank, group| Member::new(options, wiring(group), (rank, group), incarnation, epoch);
+        let place = |(rank, group): (usize, usize)| {
+            if !options.recovers() {
+                let wiring = &self.wirings[options.tree(group)];
+                return (wiring.endpoint(options, (rank, group), incarnation, epoch), Route::Tree(None));
+            }
+            match &self.control.sessions[rank][group].membership {
+                Some((Some(tree), membership)) => {
+                    (self.endpoint_on((rank, group), *tree, membership, 0), Route::Tree(Some(*tree)))
+                }
+                _ => (idle_endpoint(options, (rank, group)), Route::HostCollectives),
+            }
+        };
+        let member = |rank, group| Member::new(options, (rank, group), incarnation, place((rank, group)));
         self.members = (0..options.ranks).map(|rank| (0..groups).map(|group| member(rank, group)).collect()).collect();
         self.called.clear();
         self.posts = draw_posts(options, self.now);
@@ -263,15 +296,18 @@ impl Cluster<'_, '_> {
 
     /// Run until every rank has an end and the cluster is quiet.
     fn drive(&mut self) -> Result<(), Violation> {
+        // Ranks with all results may recover once more.
         while self.waiting() > 0 {
-            let Some(next) = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT) else {
-                return Err(self.hang());
-            };
-            self.turn(next)?;
-        }
-        self.ended_at = self.now;
-        while let Some(next) = self.next_event().filter(|&at| at < self.settled_at()) {
-            self.turn(next)?;
+            while self.waiting() > 0 {
+                let Some(next) = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT) else {
+                    return Err(self.hang());
+                };
+                self.turn(next)?;
+            }
+            self.ended_at = self.now;
+            while let Some(next) = self.next_event().filter(|&at| at < self.settled_at()) {
+                self.turn(next)?;
+            }
         }
         Ok(())
     }
@@ -282,7 +318,7 @@ impl Cluster<'_, '_> {
     }
 
     /// Advance the clock to the next event, and process everything that is due.
-    fn turn(&mut self, next: Instant) -> Result<(), Violation> {
+    pub(super) fn turn(&mut self, next: Instant) -> Result<(), Violation> {
         self.now = self.now.max(next);
         self.run_alarms()?;
         self.deliver_messages()?;
@@ -290,6 +326,7 @@ impl Cluster<'_, '_> {
         self.deliver_due();
         self.time_out_due();
         self.poll_touched()?;
+        self.serve()?;
         self.in_flight_most = self.in_flight_most.max(self.fabric.sent_in_flight());
         Ok(())
     }
@@ -300,12 +337,13 @@ impl Cluster<'_, '_> {
         self.alarms.insert((at, self.alarm_numbers), alarm);
     }
 
-    fn next_event(&self) -> Option<Instant> {
+    pub(super) fn next_event(&self) -> Option<Instant> {
         let posts = self.posts.keys().next().map(|&(at, _)| at);
         let alarms = self.alarms.keys().next().map(|&(at, _)| at);
         let timers = self.timers.first().map(|&(at, _)| at);
         let messages = self.messages.keys().next().map(|&(at, _)| at);
-        [posts, alarms, timers, messages, self.fabric.next_event()].into_iter().flatten().min()
+        let others = [self.fabric.next_event(), self.control.next_event()];
+        [posts, alarms, timers, messages].into_iter().chain(others).flatten().min()
     }
 
     fn post_due(&mut self) -> Result<(), Violation> {

@@ -2,8 +2,8 @@
 //! rank may end.
 //!
 //! A rank dies at a drawn time, or right after a step of an operation or view change, its own or another rank's. Its
-//! last messages are lost from some point on. The others detect the death one by one: for certain as long as they have
-//! a controller, otherwise by silence, which counts only with a strict majority.
+//! last messages are lost from some point on. The others learn of the death one by one: for certain from the controller
+//! as long as they have one, otherwise by silence, which counts only with a strict majority.
 
 use super::cluster::Cluster;
 use super::coverage::Mark;
@@ -36,10 +36,8 @@ pub enum Victim {
 #[derive(Default)]
 pub(super) struct Deaths {
     dead: BTreeSet<usize>,
-    /// By rank: the deaths it knows of, and whether for certain.
-    known: BTreeMap<usize, BTreeMap<usize, bool>>,
-    /// Ranks that have lost the controller.
-    without_controller: BTreeSet<usize>,
+    /// By rank and group: the deaths it knows of, and whether for certain.
+    known: BTreeMap<(usize, usize), BTreeMap<usize, bool>>,
     split: Option<Split>,
     /// The rank that makes the current step.
     current: Option<usize>,
@@ -58,27 +56,23 @@ impl Deaths {
         self.dead.contains(&rank)
     }
 
-    pub(super) fn has_controller(&self, rank: usize) -> bool {
-        !self.without_controller.contains(&rank)
-    }
-
     /// Return the ranks that a rank knows for certain to be dead.
-    pub(super) fn confirmed(&self, rank: usize) -> Vec<Rank> {
-        self.known(rank, true)
+    pub(super) fn confirmed(&self, at: (usize, usize)) -> Vec<Rank> {
+        self.known(at, true)
     }
 
     /// Return the ranks that a rank only suspects to be dead.
-    pub(super) fn suspected(&self, rank: usize) -> Vec<Rank> {
-        self.known(rank, false)
+    pub(super) fn suspected(&self, at: (usize, usize)) -> Vec<Rank> {
+        self.known(at, false)
     }
 
     /// Return whether a rank knows of a dead rank.
-    pub(super) fn knows_any(&self, rank: usize) -> bool {
-        self.known.contains_key(&rank)
+    pub(super) fn knows_any(&self, at: (usize, usize)) -> bool {
+        self.known.contains_key(&at)
     }
 
-    fn known(&self, rank: usize, is_confirmed: bool) -> Vec<Rank> {
-        let known = self.known.get(&rank).into_iter().flatten().filter(|(_, confirmed)| **confirmed == is_confirmed);
+    fn known(&self, at: (usize, usize), is_confirmed: bool) -> Vec<Rank> {
+        let known = self.known.get(&at).into_iter().flatten().filter(|(_, confirmed)| **confirmed == is_confirmed);
         known.map(|(&of, _)| Rank(of as u32)).collect()
     }
 
@@ -169,6 +163,7 @@ impl Cluster<'_, '_> {
         let in_change = |group: &super::setup::Member| group.membership.changing.is_some();
         self.seen.note(if self.members[rank].iter().any(in_change) { Mark::RankDiedInChange } else { Mark::RankDied });
         self.lose_messages(rank);
+        self.close_sessions(rank);
         for other in self.live().collect::<Vec<_>>() {
             let after = self.message_draw.one_of(&[1_000_000, 20_000_000, 1_000_000_000]);
             let at = self.now + Duration::from_nanos(self.message_draw.below(after));
@@ -192,50 +187,36 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// Let a rank detect that another is silent.
+    /// Let a rank detect that another is silent. In groups with a controller, that would tell it.
     pub(super) fn detect_silence(&mut self, rank: usize, of: usize) -> Result<(), Violation> {
         let is_cut = self.deaths.cut_until(rank, of, self.now).is_some();
-        let (is_dead, has_controller) = (self.deaths.is_dead(of), self.deaths.has_controller(rank));
-        let known = self.deaths.known.get(&rank).is_some_and(|known| known.contains_key(&of));
-        if self.deaths.is_dead(rank) || known || !is_dead && (!is_cut || has_controller) {
+        if self.deaths.is_dead(rank) || !self.deaths.is_dead(of) && !is_cut {
             return Ok(());
         }
-        self.deaths.known.entry(rank).or_default().insert(of, has_controller);
-        self.seen.note(if has_controller { Mark::DeathConfirmed } else { Mark::DeathSuspected });
         for group in 0..self.options.groups.len() {
-            if self.members[rank][group].membership.changing.is_some() {
-                let confirmed = self.deaths.confirmed(rank);
-                self.advance_change((rank, group), |change| match has_controller {
-                    true => _ = change.report_deaths(&confirmed, true),
-                    false => change.rank_died(Rank(of as u32), false),
-                })?;
-            } else {
-                self.change_view((rank, group), true)?;
+            if !self.has_controller((rank, group)) {
+                self.learn_death((rank, group), of, false)?;
             }
         }
         Ok(())
     }
 
-    /// The controller is gone for good; each rank detects it in its own time.
-    pub(super) fn lose_controller(&mut self) {
-        self.stop_controller(FOREVER);
-        let most = self.message_draw.one_of(&[10_000, 1_000_000, 200_000_000]);
-        for rank in self.live().collect::<Vec<_>>() {
-            let at = self.now + Duration::from_nanos(self.message_draw.below(most));
-            self.schedule(at, Alarm::NoController { rank });
-        }
-    }
-
-    pub(super) fn detect_lost_controller(&mut self, rank: usize) -> Result<(), Violation> {
-        if self.deaths.is_dead(rank) || !self.deaths.without_controller.insert(rank) {
+    /// A rank learns of another one's death: for certain from the controller, or it only suspects it.
+    pub(super) fn learn_death(&mut self, at: (usize, usize), of: usize, is_confirmed: bool) -> Result<(), Violation> {
+        let known = self.deaths.known.entry(at).or_default();
+        if self.deaths.dead.contains(&at.0) || known.contains_key(&of) {
             return Ok(());
         }
-        for group in 0..self.options.groups.len() {
-            let confirmed = self.deaths.confirmed(rank);
-            self.advance_change((rank, group), |change| _ = change.report_deaths(&confirmed, false))?;
+        known.insert(of, is_confirmed);
+        self.seen.note(if is_confirmed { Mark::DeathConfirmed } else { Mark::DeathSuspected });
+        if self.members[at.0][at.1].membership.changing.is_none() {
+            return self.change_view(at, true);
         }
-        self.watch(rank);
-        Ok(())
+        let confirmed = self.deaths.confirmed(at);
+        self.advance_change(at, |change| match is_confirmed {
+            true => _ = change.report_deaths(&confirmed, true),
+            false => change.rank_died(Rank(of as u32), false),
+        })
     }
 
     /// Partition the ranks into two sides for a while.
@@ -245,9 +226,9 @@ impl Cluster<'_, '_> {
     }
 
     /// Schedule the detection of silent ranks.
-    fn watch(&mut self, rank: usize) {
-        for of in self.live().filter(|&of| of != rank).collect::<Vec<_>>() {
-            if self.deaths.cut_until(rank, of, self.now).is_some() {
+    pub(super) fn watch(&mut self, rank: usize) {
+        for of in (0..self.options.ranks).filter(|&of| of != rank) {
+            if self.deaths.is_dead(of) || self.deaths.cut_until(rank, of, self.now).is_some() {
                 let at =
                     self.now + Duration::from_secs(1) + Duration::from_nanos(self.message_draw.below(1_000_000_000));
                 self.schedule(at, Alarm::Silent { rank, of });
@@ -257,9 +238,7 @@ impl Cluster<'_, '_> {
 
     /// Lose or delay a due message between partitioned ranks.
     pub(super) fn intercept(&mut self, message: Message) -> Option<Message> {
-        let Some((from, to)) = message.between_ranks() else {
-            return Some(message).filter(|message| !message.to_rank().is_some_and(|rank| self.deaths.is_dead(rank)));
-        };
+        let Some((from, to)) = message.between_ranks() else { return Some(message) };
         if self.deaths.is_dead(to) {
             return None;
         }
@@ -278,7 +257,7 @@ impl Cluster<'_, '_> {
         let Scenario::Ranks { losses } = &self.options.scenario else { return Ok(()) };
         let lost = |what: fn(&LossKind) -> bool| losses.iter().any(|loss| what(&loss.kind));
         let is_split = lost(|kind| matches!(kind, LossKind::Split { .. }));
-        let is_alone = !self.deaths.without_controller.is_empty();
+        let is_alone = self.control.is_gone;
         let is_minority = 2 * self.live().count() <= self.options.ranks;
         for rank in self.live() {
             for (group, member) in self.members[rank].iter().enumerate() {
@@ -319,6 +298,3 @@ impl Cluster<'_, '_> {
         }
     }
 }
-
-/// Longer than any run.
-const FOREVER: Duration = Duration::from_secs(100_000);

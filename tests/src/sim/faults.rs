@@ -87,8 +87,14 @@ impl Faults {
         self.spells.iter().map(|spell| spell.len + spell.delay.unwrap_or_default()).sum()
     }
 
-    /// Install these faults on the links.
-    pub(super) fn apply(&self, fabric: &mut Fabric, wirings: &[Wiring], shards: u16, groups: usize) {
+    /// Install these faults on the links, of the trees that have a wiring. The run begins at `began`.
+    pub(super) fn apply<'w>(
+        &self,
+        fabric: &mut Fabric,
+        wiring: impl Fn(usize) -> Option<&'w Wiring>,
+        (shards, groups): (u16, usize),
+        began: Instant,
+    ) {
         if let Some(script) = &self.script {
             fabric.add_rule(Script::new(script));
             return;
@@ -101,9 +107,9 @@ impl Faults {
             corrupt_per_mille: self.corrupt,
             delay_max: self.delay_max,
         });
-        for spell in &self.spells {
-            let (from, to) = spell.ends(&wirings[spell.tree], shards, groups);
-            let during = Instant::ZERO + spell.start..Instant::ZERO + spell.start + spell.len;
+        for (spell, wiring) in self.spells.iter().filter_map(|spell| Some((spell, wiring(spell.tree)?))) {
+            let (from, to) = spell.ends(wiring, shards, groups);
+            let during = began + spell.start..began + spell.start + spell.len;
             match spell.delay {
                 Some(delay) => fabric.add_rule(SlowLink { from, to, during, delay }),
                 None => fabric.add_rule(Partition { from, to, during }),

@@ -1,6 +1,7 @@
-//! Scheduled events of a cluster: deaths, restarts, the controller's reactions, attacks.
+//! Scheduled events of a cluster: deaths, restarts, ends of connections, limits, attacks.
 
 use super::cluster::{Actor, Cluster};
+use super::controller::Peer;
 use super::coverage::Mark;
 use super::loss::LossKind;
 use super::report::Violation;
@@ -8,6 +9,7 @@ use super::scenario::Scenario;
 use super::setup::{boot, install};
 use super::wiring::{TIMERS, count_levels, group_id};
 use std::time::Duration;
+use sumac::controller::machine::ConnId;
 use sumac::harness::Attempt;
 use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::time::Instant;
@@ -30,16 +32,16 @@ pub(super) enum Alarm {
     Loss(LossKind),
     /// The controller restarts.
     ControllerUp,
-    /// The controller requests the next place of a tree from a device.
-    Reserve { group: usize, tree: usize },
-    /// The controller tries other devices.
-    RetryPlan { group: usize },
-    /// A rank stops waiting for the controller.
-    ReplanLimit { rank: usize, group: usize, view: u32 },
+    /// A device dials the controller.
+    DialDevice(usize),
+    /// A rank dials the controller.
+    Dial { rank: usize, group: usize },
+    /// The peer of a controller detects that its connection has ended.
+    Ended(ConnId, Peer),
+    /// A rank stops waiting for another tree at the end of an attempt.
+    ReplanLimit { rank: usize, group: usize, view: u32, attempt: Attempt },
     /// A rank may detect that another is silent.
     Silent { rank: usize, of: usize },
-    /// A rank detects that the controller is gone for good.
-    NoController { rank: usize },
     /// A timer of a view change.
     ViewTimer { rank: usize, group: usize, view: u32 },
     /// A rank stops waiting for an attempt's chunks.
@@ -91,11 +93,14 @@ impl Cluster<'_, '_> {
                 Alarm::Attack => self.attack(),
                 Alarm::Loss(kind) => self.apply_loss(kind),
                 Alarm::ControllerUp => self.start_controller(),
-                Alarm::Reserve { group, tree } => self.reserve(group, tree)?,
-                Alarm::RetryPlan { group } => self.retry_plan(group),
-                Alarm::ReplanLimit { rank, group, view } => self.replan_limit((rank, group), view)?,
+                Alarm::DialDevice(device) => self.dial_device(device),
+                Alarm::Dial { rank, group } => self.dial((rank, group)),
+                Alarm::Ended(conn, Peer::Device(device)) => self.device_lost_controller(device, conn),
+                Alarm::Ended(conn, Peer::Rank(rank, group)) => self.rank_lost_controller((rank, group), conn)?,
+                Alarm::ReplanLimit { rank, group, view, attempt } => {
+                    self.replan_limit((rank, group), view, attempt)?;
+                }
                 Alarm::Silent { rank, of } => self.detect_silence(rank, of)?,
-                Alarm::NoController { rank } => self.detect_lost_controller(rank)?,
                 Alarm::ViewTimer { rank, group, view } => self.view_timer((rank, group), view)?,
                 Alarm::PiecesLimit { rank, group, view, attempt } => {
                     self.pieces_limit((rank, group), view, attempt)?;
@@ -109,7 +114,10 @@ impl Cluster<'_, '_> {
         let device = &mut self.devices[index];
         device.shards.iter().for_each(|node| self.past.merge(node.counters()));
         let incarnations = (0_u16..).zip(device.spare.drain(..));
-        device.shards = incarnations.map(|(shard, tables)| boot(self.options, index, shard, 1, tables)).collect();
+        device.incarnation += 1;
+        let incarnation = device.incarnation;
+        device.shards =
+            incarnations.map(|(shard, tables)| boot(self.options, index, shard, incarnation, tables)).collect();
         self.touch_device(index);
     }
 

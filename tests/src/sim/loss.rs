@@ -10,7 +10,6 @@ use super::wiring::{node_addr, rank_addr};
 use std::time::Duration;
 use sumac_hal::emu::Partition;
 use sumac_hal::port::Addr;
-use sumac_hal::time::Instant;
 
 /// The kind of a loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -152,7 +151,7 @@ impl Cluster<'_, '_> {
     pub(super) fn schedule_losses(&mut self, losses: &[Loss]) {
         for &Loss { kind, when } in losses {
             match when {
-                Moment::At(at) => self.schedule(Instant::ZERO + at, Alarm::Loss(kind)),
+                Moment::At(at) => self.schedule(self.began + at, Alarm::Loss(kind)),
                 Moment::After(point, left) => self.pending.push(Pending { kind, point, left }),
             }
         }
@@ -184,28 +183,30 @@ impl Cluster<'_, '_> {
         match kind {
             LossKind::Die(device) => {
                 self.seen.note(Mark::LossDevice);
-                self.devices[device].alive = false;
+                self.device_died(device);
             }
             // It stays away if there is no memory for another incarnation.
             LossKind::Restart(device) if !self.devices[device].alive || self.devices[device].spare.is_empty() => {
-                self.devices[device].alive = false;
+                self.device_died(device);
             }
             LossKind::Restart(device) => {
                 self.seen.note(Mark::LossRestart);
                 self.restart(device);
+                self.device_restarted(device);
             }
             LossKind::Cut { rank, hop, up, len } => {
                 self.seen.note(Mark::LossLink);
-                let (from, to) = self.ends(rank, hop, up);
-                self.fabric.add_rule(Partition { from, to, during: self.now..self.now + len });
+                if let Some((from, to)) = self.ends(rank, hop, up) {
+                    self.fabric.add_rule(Partition { from, to, during: self.now..self.now + len });
+                }
             }
             LossKind::Controller(len) => {
                 self.seen.note(Mark::LossController);
-                self.stop_controller(len);
+                self.stop_controller(Some(len));
             }
             LossKind::NoController => {
                 self.seen.note(Mark::ControllerGone);
-                self.lose_controller();
+                self.stop_controller(None);
             }
             LossKind::Kill(who) => self.kill(who),
             LossKind::Split { salt, share, len } => {
@@ -215,9 +216,9 @@ impl Cluster<'_, '_> {
         }
     }
 
-    /// Return the senders and receivers of a link above a rank.
-    fn ends(&self, rank: usize, hop: usize, up: bool) -> (Vec<Addr>, Vec<Addr>) {
-        let devices: Vec<usize> = self.wiring_of(rank, 0).path(rank).collect();
+    /// Return the senders and receivers of a link above a rank, if its group has a tree.
+    fn ends(&self, rank: usize, hop: usize, up: bool) -> Option<(Vec<Addr>, Vec<Addr>)> {
+        let devices: Vec<usize> = self.wiring_of(rank, 0)?.path(rank).collect();
         let hop = hop % devices.len();
         let shards = self.options.shards;
         let device = |device: usize| (0..shards).map(|shard| node_addr(device, shard)).collect();
@@ -226,6 +227,6 @@ impl Cluster<'_, '_> {
             None => (0..self.options.groups.len()).map(|group| rank_addr(rank, group)).collect(),
         };
         let above = device(devices[hop]);
-        if up { (below, above) } else { (above, below) }
+        Some(if up { (below, above) } else { (above, below) })
     }
 }

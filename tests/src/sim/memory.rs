@@ -3,7 +3,7 @@
 
 use super::options::Options;
 use super::setup::element;
-use crate::oracle::{expected, weight};
+use crate::oracle::{Shape, expected, weight};
 use std::ops::Range;
 use sumac::harness::StartedBuffers;
 use sumac::transport::packets::{Buffers, OpId};
@@ -219,13 +219,24 @@ fn receives(desc: &OpDesc, ranks: usize, rank: usize, e: u64) -> bool {
     }
 }
 
-/// Return the result of each element of an operation.
+/// Return the result of each element of an operation on a tree as drawn.
 pub(super) fn results(options: &Options, incarnation: u64, group: usize, op: usize) -> Vec<Vec<u8>> {
+    results_over(&options.trees[options.tree(group)], options, incarnation, group, op)
+}
+
+/// Return the result of each element of an operation on a tree of this shape.
+pub(super) fn results_over(
+    shape: &Shape,
+    options: &Options,
+    incarnation: u64,
+    group: usize,
+    op: usize,
+) -> Vec<Vec<u8>> {
     let desc = options.groups[group].ops[op];
     let reduced = |e: u64| {
         let inputs = |rank| element(options, incarnation, group, rank, op, e);
         let (dtype, reduce) = (desc.dtype?, desc.op?);
-        Some(expected(&options.trees[options.tree(group)], options.order(group), dtype, reduce, &inputs))
+        Some(expected(shape, options.order(group), dtype, reduce, &inputs))
     };
     let moved = |e: u64| {
         let owner = (0..options.ranks).find(|&rank| contributes(&desc, options.ranks, rank, e));

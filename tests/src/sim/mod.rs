@@ -17,7 +17,10 @@
 //!
 //! Ranks recover with the state machine of a communicator ([`sumac::harness::Change`]): it agrees, plans and decides,
 //! also when [ranks die](ScenarioKind::Ranks), whatever dies meanwhile: other ranks, the coordinator, the controller,
-//! links between ranks. The controller is a small model, except for tenants.
+//! links between ranks. Their trees are planned and reserved by the production controller, without its threads and
+//! sockets ([`sumac::controller::machine`]); runs without a recovery are wired as drawn. Devices execute the
+//! controller's requests, and ranks have a session for each group. Losses strike right after single steps of all of
+//! them; connections end, the controller restarts, or is gone, and a dead device may just not reply.
 //!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
@@ -34,6 +37,8 @@
 //! The board's own loop and the rank's driver, which use threads and sockets, are tested in `tests/zero_copy` and
 //! `tests/recovery`.
 
+mod agents;
+mod assignments;
 mod attack;
 mod check;
 mod clock;
@@ -48,12 +53,15 @@ mod memory;
 mod messages;
 mod observe;
 mod options;
+mod places;
 mod planted;
 mod ranks;
 mod reduce;
 mod report;
 mod route;
 mod scenario;
+mod serving;
+mod sessions;
 mod setup;
 mod shrink;
 mod straggler;

@@ -1,11 +1,12 @@
 //! Observes a cluster from outside: packets delivered, slot states, final counters.
 
+use super::assignments::Assignment;
 use super::clock::{Clock, ClockOwner};
 use super::cluster::Cluster;
 use super::coverage::Mark;
 use super::report::{Extents, Report, Violation};
 use super::setup::Member;
-use super::wiring::{Owner, child_key, count_levels, group_id, owner};
+use super::wiring::{Owner, Wiring, child_key, group_id, owner};
 use sumac_hal::emu::Delivery;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, Packet, Repr};
@@ -48,12 +49,22 @@ impl Cluster<'_, '_> {
     }
 
     pub(super) fn observe_slots(&mut self, device: usize, shard: usize) {
+        if self.options.recovers() {
+            for &(_, tree) in self.placed.range((device, 0)..=(device, usize::MAX)) {
+                let Assignment { wiring, id, .. } = &self.assignments[tree];
+                let slots = self.slots.entry((device, shard)).or_default();
+                let node = &self.devices[device].shards[shard];
+                slots.look(node, (*id, tree as u32), wiring.has_root(device), &mut self.seen);
+            }
+            return;
+        }
         for group in 0..self.options.all_groups() {
-            let Some((wiring, incarnation)) = self.wiring_at(device, group) else { continue };
-            let Some(place) = wiring.nodes.iter().find(|node| node.device == device) else { continue };
-            let is_root = place.parent.is_none();
-            let slots = self.slots.entry((device, shard)).or_default();
-            slots.look(&self.devices[device].shards[shard], (group_id(group), incarnation), is_root, &mut self.seen);
+            let wiring = &self.wirings[self.options.tree(group)];
+            if wiring.nodes.iter().any(|node| node.device == device) {
+                let slots = self.slots.entry((device, shard)).or_default();
+                let (node, of) = (&self.devices[device].shards[shard], (group_id(group), self.incarnation as u32));
+                slots.look(node, of, wiring.has_root(device), &mut self.seen);
+            }
         }
     }
 
@@ -68,6 +79,9 @@ impl Cluster<'_, '_> {
         }
         let (from, to) = (owner(delivery.from), owner(delivery.to));
         let below = |parent: usize| {
+            if self.options.recovers() {
+                return self.key_of(repr.group, repr.epoch, parent, repr.child) == Some(repr.key);
+            }
             let group = (repr.group.0.wrapping_sub(group_id(0).0)) as usize;
             let is_known = group < self.options.all_groups();
             is_known && child_key(self.options, parent, group, repr.epoch, repr.child) == repr.key
@@ -83,7 +97,9 @@ impl Cluster<'_, '_> {
 
     /// Return the size of the cluster, regardless of the owners of its groups.
     fn extents(&self) -> Extents {
-        let levels = self.options.trees.iter().map(|tree| u64::from(count_levels(tree)));
+        let recovers = self.options.recovers();
+        let fixed = self.wirings.iter().filter(|_| !recovers).map(Wiring::levels);
+        let levels = fixed.chain(self.assignments.iter().map(|assignment| assignment.wiring.levels()));
         let levels = levels.fold([u64::MAX, 0], |[least, most], n| [least.min(n), most.max(n)]);
         let (devices, ranks) = (self.devices.len() as u64, self.options.ranks as u64);
         Extents { of: [[devices, devices], levels, [ranks, ranks], [u64::MAX, 0]] }
@@ -96,7 +112,7 @@ impl Cluster<'_, '_> {
         let links = self.fabric.counters();
         let mut report = Report {
             log_hash: self.fabric.log_hash(),
-            took: self.ended_at - Instant::ZERO,
+            took: self.ended_at - self.began,
             packets: links.sent,
             in_flight_most: self.in_flight_most,
             incast_drops: links.dropped_by_queue,

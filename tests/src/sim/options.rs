@@ -84,7 +84,7 @@ fn is_fourth(seed: u64, (device, child): (usize, u16), group: usize) -> bool {
 /// One communicator: all ranks, one tree, and the operations called in it.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
-    /// Index of its tree.
+    /// Index of its tree, unless a controller plans one.
     pub tree: usize,
     /// The order in which contributions combine.
     pub order: Order,
@@ -97,7 +97,7 @@ pub struct GroupOptions {
 pub struct Options {
     /// The seed of this cluster and of the run.
     pub seed: u64,
-    /// Trees over the same ranks and the same devices.
+    /// Trees over the same ranks and the same devices; with a controller, the fabric on which it plans its own.
     pub trees: Vec<Shape>,
     /// Ranks in each tree.
     pub ranks: usize,
@@ -105,7 +105,7 @@ pub struct Options {
     pub groups: Vec<GroupOptions>,
     /// Shards of every device.
     pub shards: u16,
-    /// `window_max` of every group.
+    /// `window_max` of every group; with a controller, of most.
     pub window: u16,
     /// Payload limit, in bytes.
     pub chunk_len_bytes: u16,

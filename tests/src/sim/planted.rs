@@ -1,5 +1,6 @@
 //! The bug planted in all components of a run, if any: only with the feature `planted` (`sumac_hal::planted`).
 
+use super::controller::Controller;
 use sumac::harness::{Calls, Operations};
 use sumac::transport::packets::Endpoint;
 use sumac_device::Node;
@@ -39,6 +40,16 @@ impl Planted {
             endpoint
         });
         endpoint
+    }
+
+    pub(super) fn controller(self, controller: Controller) -> Controller {
+        #[cfg(feature = "planted")]
+        let controller = self.bug.into_iter().fold(controller, |mut controller, bug| {
+            controller.machine.plant(bug);
+            controller.connections.plant(bug);
+            controller
+        });
+        controller
     }
 
     pub(super) fn calls(self, calls: Calls) -> Calls {

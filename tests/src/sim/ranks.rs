@@ -9,7 +9,7 @@
 //! size is moved per rank; all ranks that commit a view commit the same; an operation returns with the right result, or
 //! was not complete; nothing is accepted from a frozen tree; few messages of later views are queued.
 
-use super::cluster::Cluster;
+use super::cluster::{Actor, Cluster};
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
@@ -56,7 +56,7 @@ pub(super) struct ViewChangeState {
     /// Operations that had returned before.
     returned: u64,
     pub(super) trial: Option<Trial>,
-    /// The tree found by the last plan completed here.
+    /// The tree found by the last plan executed here.
     pub(super) found: Option<usize>,
 }
 
@@ -81,10 +81,10 @@ impl Cluster<'_, '_> {
         }
         let now = self.rank_time(rank);
         let own = (Rank(rank as u32), self.options.ranks as u32);
-        let (trees, has_controller) = (self.members[rank][group].view, self.deaths.has_controller(rank));
+        let (trees, has_controller) = (self.members[rank][group].view, self.has_controller(at));
         let mut change = Change::new(own, trees, has_controller, now + LIMIT);
-        change.report_deaths(&self.deaths.confirmed(rank), has_controller);
-        for suspect in self.deaths.suspected(rank) {
+        change.report_deaths(&self.deaths.confirmed(at), has_controller);
+        for suspect in self.deaths.suspected(at) {
             change.rank_died(suspect, false);
         }
         if begins {
@@ -97,15 +97,15 @@ impl Cluster<'_, '_> {
         member.membership.changing =
             Some(ViewChangeState { change, landed: Landed::default(), report, returned, trial: None, found: None });
         self.seen.note(Mark::ViewChange);
-        self.touch_rank(rank, group);
+        self.touched.insert(Actor::Rank { rank, group });
         self.reach_by(Point::Frozen, rank);
         self.drive_change(at)
     }
 
-    /// The controller reports that the tree of a view is lost.
-    pub(super) fn on_tree_lost(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
+    /// The controller reports that the tree is lost.
+    pub(super) fn on_tree_lost(&mut self, at: (usize, usize)) -> Result<(), Violation> {
         let member = &self.members[at.0][at.1];
-        if member.view != view || member.membership.is_frozen() || member.route == Route::HostCollectives {
+        if member.membership.is_frozen() || member.route == Route::HostCollectives {
             return Ok(());
         }
         let is_idle = member.done == member.called as u64;
@@ -255,9 +255,7 @@ impl Cluster<'_, '_> {
         };
         member.membership.settled = Some((view, changing.change));
         member.membership.pieces.retain(|(of, _), _| *of > view);
-        let member = &mut self.members[rank][group];
-        member.found.remove(&view);
-        member.view += 1;
+        self.members[rank][group].view += 1;
         self.view_changes += u64::from(!self.outcomes.contains_key(&(group, view)));
         if self.outcomes.entry((group, view)).or_insert_with(|| outcome.clone()) != outcome {
             return Err(Violation::Disagreement { group, view });
@@ -294,7 +292,7 @@ impl Cluster<'_, '_> {
         let member = &mut self.members[rank][group];
         let view = member.view;
         let early = std::mem::take(&mut member.membership.early);
-        if self.deaths.knows_any(rank) {
+        if self.deaths.knows_any(at) {
             self.change_view(at, early.is_empty())?;
         }
         for (of, from, message) in early.into_iter().filter(|(of, ..)| *of >= view) {

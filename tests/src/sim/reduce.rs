@@ -17,6 +17,15 @@ pub(super) fn tree(shape: &Shape, ranks: usize, order: Order) -> Tree {
     Tree::new(nodes, ranks as u32, order).expect("a shape is a tree over its ranks")
 }
 
+/// Return the shape of an expression, below a node.
+pub(super) fn shape_of(expression: &[Vec<Child>], node: usize) -> Shape {
+    let child = |child: &Child| match child {
+        Child::Rank(rank) => Shape::Rank(rank.0 as usize),
+        Child::Node(below) => shape_of(expression, *below),
+    };
+    Shape::Node(expression[node].iter().map(child).collect())
+}
+
 fn add(shape: &Shape, nodes: &mut Vec<Vec<Child>>) -> Child {
     match shape {
         Shape::Rank(rank) => Child::Rank(Rank(*rank as u32)),

@@ -124,6 +124,12 @@ pub enum Violation {
         /// Index of the chunk in the operation.
         chunk: usize,
     },
+    /// The controller does what it must not do.
+    #[error("the controller {what}")]
+    Controller {
+        /// What it does.
+        what: String,
+    },
     /// A device refused a valid request.
     #[error("device {device} refused: {response}")]
     Refused {
@@ -244,6 +250,7 @@ impl Violation {
             Self::Completion { .. } => "order of completions",
             Self::Early { .. } => "early completion",
             Self::NotKept { .. } => "retention",
+            Self::Controller { .. } => "controller",
             Self::Refused { .. } => "refused request",
             Self::Unrecoverable { .. } => "unrecoverable",
             Self::NotFenced { .. } => "not fenced",

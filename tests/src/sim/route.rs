@@ -3,8 +3,7 @@
 //!
 //! Oracle: an operation that has returned is not written to again.
 
-use super::cluster::Cluster;
-use super::controller::ControllerRequest;
+use super::cluster::{Actor, Cluster};
 use super::coverage::Mark;
 use super::memory::OpMemory;
 use super::messages::Message;
@@ -15,7 +14,7 @@ use sumac_hal::op::{Collective, Path};
 /// How a rank's operations run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Route {
-    /// Through a tree; `None` is the initial tree of scenarios without recovery.
+    /// Through a tree; `None` is the only one of scenarios without recovery.
     Tree(Option<usize>),
     /// As host collectives between the ranks.
     HostCollectives,
@@ -24,9 +23,8 @@ pub(super) enum Route {
 impl Cluster<'_, '_> {
     /// Handle the failure of a rank's endpoint.
     pub(super) fn lose_tree(&mut self, rank: usize, group: usize) -> Result<(), Violation> {
-        let view = self.members[rank][group].view;
         self.seen.note(Mark::FrozenByLoss);
-        self.send_message(Message::Request { rank, group, view, request: ControllerRequest::Suspect });
+        self.suspect((rank, group));
         self.change_view((rank, group), true)
     }
 
@@ -37,16 +35,18 @@ impl Cluster<'_, '_> {
         member.memory.first = member.first;
         member.route = found.map_or(Route::HostCollectives, |tree| Route::Tree(Some(tree)));
         let Some(found) = found else { return };
-        let assignment = &self.assignments[found];
-        let incarnation = u64::from(member.view);
-        let config = assignment.wiring.endpoint(self.options, (rank, group), incarnation, assignment.epoch);
+        let membership = self.control.sessions[rank][group].membership.as_ref();
+        let (_, membership) = membership.filter(|(tree, _)| *tree == Some(found)).expect("it was told of this tree");
+        let config = self.endpoint_on((rank, group), found, membership, self.members[rank][group].view);
+        let member = &mut self.members[rank][group];
+        member.window = config.window_max;
         member.endpoint = self.options.planted.endpoint(Endpoint::new(config));
         member.progress = member.endpoint.progress();
         for op in member.first..member.called {
             let posted = member.endpoint.post(self.options.call(group, rank, op), Path::Tree, None);
             assert!(posted.is_ok(), "{posted:?}");
         }
-        self.touch_rank(rank, group);
+        self.touched.insert(Actor::Rank { rank, group });
     }
 
     /// An operation returns: its contents must be right, and the caller may overwrite its buffers from now on.

@@ -6,11 +6,11 @@ use super::options::{Draw, Options};
 use super::ranks::Membership;
 use super::report::Violation;
 use super::route::Route;
-use super::wiring::{Wiring, slots_per_shard};
+use super::wiring::{Wiring, slots_for, slots_per_shard};
 use crate::oracle::{input, weight};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
-use sumac::transport::packets::{Endpoint, EndpointError, Progress};
+use sumac::transport::packets::{Endpoint, EndpointConfig, EndpointError, Progress};
 use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
@@ -33,8 +33,8 @@ pub(super) struct Member {
     /// The first operation of its endpoint.
     pub(super) first: usize,
     pub(super) route: Route,
-    /// By view: the controller's reply about another tree.
-    pub(super) found: BTreeMap<u32, Option<usize>>,
+    /// Maximum window of its endpoint.
+    pub(super) window: u16,
     /// Ranks that have entered each host collective.
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     /// Operations below have been announced by this rank.
@@ -43,22 +43,17 @@ pub(super) struct Member {
 }
 
 impl Member {
-    /// `incarnation` counts the restarts of all ranks.
+    /// Create a rank with an endpoint that is configured like this. `incarnation` counts the restarts of all ranks.
     pub(super) fn new(
         options: &Options,
-        wiring: &Wiring,
         (rank, group): (usize, usize),
         incarnation: u64,
-        epoch: Epoch,
+        (config, route): (EndpointConfig, Route),
     ) -> Self {
         let ops = 0..options.groups[group].ops.len();
         Self {
-            endpoint: options.planted.endpoint(Endpoint::new(wiring.endpoint(
-                options,
-                (rank, group),
-                incarnation,
-                epoch,
-            ))),
+            window: config.window_max,
+            endpoint: options.planted.endpoint(Endpoint::new(config)),
             memory: Memory {
                 first: 0,
                 posted: Vec::new(),
@@ -70,8 +65,7 @@ impl Member {
             called: 0,
             view: 0,
             first: 0,
-            route: Route::Tree(options.recovers().then_some(group)),
-            found: BTreeMap::new(),
+            route,
             entered: BTreeMap::new(),
             entered_below: 0,
             membership: Membership::default(),
@@ -104,12 +98,14 @@ pub(super) struct Tables {
 impl Tables {
     /// The exact sizes that the device needs for its nodes of all groups.
     pub(super) fn new(options: &Options, wirings: &[Wiring], device: usize) -> Self {
-        let slots = usize::from(slots_per_shard(options));
+        // A controller chooses the slots itself.
+        let slots = if options.recovers() { slots_for(options) } else { slots_per_shard(options) };
+        let slots = usize::from(slots);
         let (mut groups, mut children, mut bytes) = (0, 0, 0);
         for group in 0..options.all_groups() {
             let nodes = &wirings[options.tree(group)].nodes;
             let place = nodes.iter().filter(|node| node.device == device).map(|node| node.children).max();
-            // After a recovery a device may have any place of a tree.
+            // A controller may give a device any place of a tree.
             let widest = nodes.iter().map(|node| node.children).max().filter(|_| options.recovers());
             let Some(place) = widest.or(place) else { continue };
             groups += 1;
@@ -141,7 +137,7 @@ pub(super) fn boot<'m>(
 ) -> Node<'m> {
     let config = NodeConfig {
         shard: Shard::new(shard, options.shards).expect("drawn within limits"),
-        boot_id: BootId(crate::oracle::weight(&[options.seed, device as u64, incarnation])),
+        boot_id: boot_id(options, device, incarnation),
         max_packet_len_bytes: 65_507,
         receive_buffer_bytes: options.link.receive_queue_bytes.unwrap_or(1 << 20),
     };
@@ -153,6 +149,10 @@ pub(super) fn boot<'m>(
         bytes: &mut tables.bytes,
     };
     options.planted.node(Node::new(config, storage))
+}
+
+pub(super) fn boot_id(options: &Options, device: usize, incarnation: u64) -> BootId {
+    BootId(weight(&[options.seed, device as u64, incarnation]))
 }
 
 /// Install all trees and groups of a booted shard.

@@ -123,7 +123,7 @@ pub fn run_stragglers(seed: u64) -> Result<Stragglers, String> {
         nodes.push(node);
     }
     let mut fabric = Fabric::new(seed, options.link);
-    options.faults.apply(&mut fabric, &wirings, 1, 1);
+    options.faults.apply(&mut fabric, |tree| wirings.get(tree), (1, 1), Instant::ZERO);
     let members = (0..options.ranks).map(|rank| draw_member(&options, &wirings[0], &calls, rank, &mut draw)).collect();
     let mut world = World { options: &options, wiring: &wirings[0], calls, fabric, nodes, members, now: Instant::ZERO };
     world.drive()?;

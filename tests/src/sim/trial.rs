@@ -6,7 +6,6 @@
 //! in a view where all ranks live; at most twice the message size is moved per rank.
 
 use super::cluster::Cluster;
-use super::controller::ControllerRequest;
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
@@ -183,14 +182,11 @@ impl Cluster<'_, '_> {
         let trial = member.membership.changing.as_mut().and_then(|changing| changing.trial.as_mut());
         let Some(trial) = trial.filter(|trial| trial.missing.is_empty()) else { return Ok(()) };
         trial.wants_tree = true;
-        match member.route {
-            Route::Tree(lost) if trial.plan.finds_tree && self.deaths.has_controller(rank) => {
-                self.send_message(Message::Request { rank, group, view, request: ControllerRequest::Replan { lost } });
-                self.schedule(self.now + REPLAN_LIMIT, Alarm::ReplanLimit { rank, group, view });
-                self.finish_trial(at, false)
-            }
-            _ => self.finish_trial(at, true),
+        if matches!(member.route, Route::Tree(_)) && trial.plan.finds_tree && self.has_controller(at) {
+            self.ask_for_tree(at, attempt);
+            return Ok(());
         }
+        self.finish_trial(at, None)
     }
 
     fn compute_piece(
@@ -207,38 +203,34 @@ impl Cluster<'_, '_> {
         }
         self.attempts.get_mut(&(group, view, attempt)).expect("it is planned").computed.insert(seq);
         self.seen.note(Mark::ChunkComputed);
-        let tree = tree(&options.trees[options.tree(group)], options.ranks, options.order(group));
+        let tree = tree(self.shape(group), options.ranks, options.order(group));
         Ok(reduce(&tree, &chunk.desc, given))
     }
 
-    /// The plan is done, except for another tree if one is needed; handle its arrival or timeout.
-    pub(super) fn finish_trial(&mut self, at: (usize, usize), is_late: bool) -> Result<(), Violation> {
+    /// The plan is executed, and the controller has found a tree, or there is none.
+    pub(super) fn finish_trial(&mut self, at: (usize, usize), found: Option<usize>) -> Result<(), Violation> {
         let (rank, group) = at;
-        let member = &mut self.members[rank][group];
-        let found = member.found.get(&member.view).copied();
-        let Some(changing) = &mut member.membership.changing else { return Ok(()) };
-        if self.deaths.is_dead(rank) || found.is_none() && !is_late {
+        let Some(changing) = &mut self.members[rank][group].membership.changing else { return Ok(()) };
+        if self.deaths.is_dead(rank) {
             return Ok(());
         }
         let Some(trial) = changing.trial.take_if(|trial| trial.wants_tree) else { return Ok(()) };
-        changing.found = found.flatten();
-        changing.change.executed(trial.attempt, word_of(changing.found));
+        changing.found = found;
+        changing.change.executed(trial.attempt, word_of(found));
         self.speak(at);
         self.reach_by(Point::Done, rank);
         self.drive_change(at)
     }
 
     /// The controller takes too long to find another tree.
-    pub(super) fn replan_limit(&mut self, at: (usize, usize), view: u32) -> Result<(), Violation> {
+    pub(super) fn replan_limit(&mut self, at: (usize, usize), view: u32, attempt: Attempt) -> Result<(), Violation> {
         let member = &self.members[at.0][at.1];
         let trial = member.membership.changing.as_ref().and_then(|changing| changing.trial.as_ref());
-        if member.view != view || self.deaths.is_dead(at.0) {
+        let is_waiting = trial.is_some_and(|trial| trial.attempt == attempt && trial.wants_tree);
+        if member.view != view || self.deaths.is_dead(at.0) || !is_waiting {
             return Ok(());
         }
-        if trial.is_some_and(|trial| trial.wants_tree) {
-            self.seen.note(Mark::ControllerLate);
-        }
-        self.finish_trial(at, true)
+        self.give_up_tree(at)
     }
 
     /// A piece was lost with its connection: this attempt fails here.
@@ -281,6 +273,3 @@ impl Cluster<'_, '_> {
 
 /// Limit for the arrival of pieces.
 const PIECES_LIMIT: Duration = Duration::from_secs(1);
-
-/// Limit for the controller to provide another tree.
-const REPLAN_LIMIT: Duration = Duration::from_secs(6);

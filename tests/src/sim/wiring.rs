@@ -1,4 +1,4 @@
-//! From a shape to trees and groups: a minimal controller.
+//! From a shape to trees and groups, as they are wired in runs without a controller.
 //!
 //! All trees share the devices; the mapping of nodes to devices differs from tree to tree.
 
@@ -24,7 +24,7 @@ pub(super) struct Wired {
     pub(super) children: u16,
 }
 
-/// The nodes of a tree, parents first, and each rank's leaf and child index there.
+/// The nodes of a tree, and each rank's leaf and child index there.
 #[derive(Debug)]
 pub(super) struct Wiring {
     tree: TreeId,
@@ -43,16 +43,39 @@ impl Wiring {
         wiring
     }
 
+    /// Return the tree that a controller has asked devices for, in any order; `None` if a node or a rank is missing.
+    pub(super) fn reserved<'c>(
+        tree: TreeId,
+        ranks: usize,
+        asked: impl Iterator<Item = (usize, &'c TreeConfig)>,
+    ) -> Option<Self> {
+        let asked: Vec<(usize, &TreeConfig)> = asked.collect();
+        let position = |addr: &Addr| match owner(*addr) {
+            Owner::Node { device, .. } => asked.iter().position(|(other, _)| *other == device),
+            _ => None,
+        };
+        let (mut nodes, mut leaves) = (Vec::new(), vec![None; ranks]);
+        for (index, (device, config)) in asked.iter().enumerate() {
+            let parent = match &config.parent {
+                Some(parent) => Some((position(parent.data_addrs.first()?)?, parent.child.0)),
+                None => None,
+            };
+            nodes.push(Wired { device: *device, parent, children: config.children });
+            for (child, rank) in (0..).zip(&config.ranks) {
+                if *rank != TreeConfig::NODE {
+                    *leaves.get_mut(usize::from(*rank))? = Some((index, child));
+                }
+            }
+        }
+        Some(Self { tree, nodes, ranks: leaves.into_iter().collect::<Option<_>>()? })
+    }
+
     /// Rewire the shape of tree `index` on the first of `devices`.
     pub(super) fn on(options: &Options, index: usize, tree: TreeId, devices: Vec<usize>) -> Self {
         let mut wiring = Self { tree, nodes: Vec::new(), ranks: vec![(0, 0); options.ranks] };
         let mut devices = devices.into_iter();
         wiring.add(&options.trees[index], None, &mut || devices.next().expect("as many devices as nodes"));
         wiring
-    }
-
-    pub(super) fn tree_id(&self) -> TreeId {
-        self.tree
     }
 
     fn add(&mut self, shape: &Shape, parent: Option<(usize, u16)>, take: &mut impl FnMut() -> usize) {
@@ -73,6 +96,16 @@ impl Wiring {
         let leaf = Some(self.ranks[rank].0);
         let nodes = std::iter::successors(leaf, |&node| self.nodes[node].parent.map(|(parent, _)| parent));
         nodes.map(|node| self.nodes[node].device)
+    }
+
+    /// Return whether a device is its root.
+    pub(super) fn has_root(&self, device: usize) -> bool {
+        self.nodes.iter().any(|node| node.device == device && node.parent.is_none())
+    }
+
+    /// Return how many levels of nodes it has.
+    pub(super) fn levels(&self) -> u64 {
+        (0..self.ranks.len()).map(|rank| self.path(rank).count() as u64).max().unwrap_or(0)
     }
 
     pub(super) fn tree(&self, node: usize, shards: u16) -> TreeConfig {
@@ -161,6 +194,26 @@ impl Wiring {
     }
 }
 
+/// Configure the endpoint of a rank whose group has no tree. It sends nothing.
+pub(super) fn idle_endpoint(options: &Options, (rank, group): (usize, usize)) -> EndpointConfig {
+    EndpointConfig {
+        group: GroupId(0),
+        epoch: Epoch::default(),
+        rank: Rank(rank as u32),
+        ranks: options.ranks as u32,
+        child: ChildIndex(0),
+        key: 0,
+        shared_key: None,
+        parents: std::iter::once(rank_addr(rank, group)).collect(),
+        window_max: options.window,
+        window_start: options.window,
+        chunk_len_bytes: options.chunk_len_bytes,
+        timers: TIMERS,
+        table_version: 1,
+        salt: 0,
+    }
+}
+
 /// Return how many nodes a tree has.
 pub(super) fn count_nodes(shape: &Shape) -> usize {
     match shape {
@@ -177,15 +230,20 @@ pub(super) fn count_levels(shape: &Shape) -> u32 {
     }
 }
 
-/// Twice the largest share of the window in one shard: the safe minimum (PROTOCOL 1).
+/// The slots of a group, unless a bug is planted.
 pub(super) fn slots_per_shard(options: &Options) -> u16 {
-    let shard = Shard::new(0, options.shards).expect("drawn within limits");
-    let share = shard.max_in_window(u64::from(options.window)) as u16;
+    let slots = slots_for(options);
     // Evaluated separately, as without the feature both conditions are the same.
     if planted!(options.planted, SlotReusedEarly) {
-        return share;
+        return slots / 2;
     }
-    if planted!(options.planted, RedoReusedEarly) { share } else { 2 * share }
+    if planted!(options.planted, RedoReusedEarly) { slots / 2 } else { slots }
+}
+
+/// Twice the largest share of the window in one shard: the safe minimum (PROTOCOL 1).
+pub(super) fn slots_for(options: &Options) -> u16 {
+    let shard = Shard::new(0, options.shards).expect("drawn within limits");
+    2 * shard.max_in_window(u64::from(options.window)) as u16
 }
 
 pub(super) fn node_addr(device: usize, shard: u16) -> Addr {
@@ -197,7 +255,7 @@ pub(super) fn rank_addr(rank: usize, group: usize) -> Addr {
 }
 
 /// The shared address of a device's first shard in a group.
-fn shared_addr(device: usize, group: usize) -> Addr {
+pub(super) fn shared_addr(device: usize, group: usize) -> Addr {
     Addr::Emu(SHARED_FROM + (device as u32 * 16 + group as u32) * MAX_SHARDS as u32)
 }
 
@@ -254,3 +312,30 @@ pub(super) const ATTACKER: Addr = Addr::Emu(u32::MAX);
 pub(super) const LEASE_MS: u32 = 3_600_000;
 const RANKS_FROM: u32 = 1 << 20;
 const SHARED_FROM: u32 = 1 << 24;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::ScenarioKind;
+
+    #[test]
+    fn tree_read_from_requests_is_the_one_that_they_describe() {
+        for seed in 0..50 {
+            let options = Options::draw(seed, ScenarioKind::Calm);
+            let wiring = Wiring::new(&options, 0, options.devices());
+            let configs: Vec<_> = (0..wiring.nodes.len())
+                .map(|node| (wiring.nodes[node].device, wiring.tree(node, options.shards)))
+                .collect();
+            let read = |configs: &[(usize, TreeConfig)]| {
+                let asked = configs.iter().rev().map(|(device, config)| (*device, config));
+                Wiring::reserved(wiring.tree, options.ranks, asked)
+            };
+            let found = read(&configs).expect("it is complete");
+            for rank in 0..options.ranks {
+                assert!(found.path(rank).eq(wiring.path(rank)), "{seed}: rank {rank}");
+                assert_eq!(found.ranks[rank].1, wiring.ranks[rank].1, "{seed}: rank {rank}");
+            }
+            assert!(read(&configs[1..]).is_none(), "{seed}: without its root");
+        }
+    }
+}

@@ -67,6 +67,10 @@ impl NoTree {
 impl State {
     pub(super) fn next_ids(&mut self, name: &str) -> GroupIds {
         let (mut group, epoch) = self.next_view.take();
+        if planted!(self, SameEpoch) {
+            let number = name.bytes().fold(0, |sum: u32, byte| sum.wrapping_mul(31).wrapping_add(byte.into()));
+            return self.ids(GroupId(number), epoch);
+        }
         if planted!(self, NumbersReused) {
             group.0 %= 256;
         }

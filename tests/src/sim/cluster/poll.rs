@@ -42,7 +42,7 @@ impl Cluster<'_, '_> {
             if let Some(sharer) = sharer(sent.to) {
                 // Copies diverge where they are made; each has its own fate.
                 let wiring = self.wiring_at(device, sharer.1);
-                let listeners = wiring.map_or_else(Vec::new, |(wiring, _)| wiring.listeners(self.options, sharer));
+                let listeners = wiring.map_or_else(Vec::new, |wiring| wiring.listeners(self.options, sharer));
                 listeners.iter().for_each(|&to| self.fabric.send(self.now, from, to, bytes));
                 self.shared_sent += 1;
                 self.shared_copies += listeners.len() as u64;

@@ -4,8 +4,9 @@
 use super::TenantViolation as Violation;
 use super::draw::{Step, Tenancy};
 use super::job::{End, Moving, Phase};
-use super::wire::{Message, Peer};
+use super::wire::Message;
 use super::world::{Actor, Alarm, World};
+use crate::sim::controller::Peer;
 use crate::sim::coverage::Mark;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;

@@ -1,107 +1,13 @@
-//! Controllers: the production state machine and the connections in front of it, driven as the controller's threads do.
-//! The bytes that they exchange with their peers are decoded at the other end, and travel as messages.
+//! The controllers of a world ([`Controller`]): when they start and stop, what they send, and clients that do not read.
 
 use super::TenantViolation as Violation;
-use super::draw::{PEER_OUTPUT_BYTES, STALLED, Tenancy};
-use super::wire::{Message, Peer};
+use super::draw::{PEER_OUTPUT_BYTES, STALLED};
+use super::wire::Message;
 use super::world::{Alarm, World};
-use crate::oracle::weight;
+use crate::sim::controller::{Controller, Peer};
 use crate::sim::coverage::Mark;
-use std::io::{self, ErrorKind, Write};
-use std::sync::Arc;
 use std::time::Duration;
-use sumac::controller::ControllerConfig;
-use sumac::controller::limits::REPLY_LEN_MAX;
-use sumac::controller::machine::{CloseReason, ConnId, Connections, Entropy, Machine};
-use sumac_hal::ctrl::{FrameBuffer, Hello, encode_frames};
-use sumac_hal::time::Instant;
-
-/// A controller that runs.
-pub(super) struct Controller {
-    pub(super) machine: Machine,
-    pub(super) connections: Connections,
-    config: Arc<ControllerConfig>,
-    /// Counts from 0.
-    incarnation: u64,
-}
-
-impl Controller {
-    pub(super) fn start(plan: &Tenancy, incarnation: u64, now: Instant) -> Self {
-        let config = Arc::new(plan.config(incarnation));
-        let entropy = Entropy::Seeded(weight(&[plan.seed, incarnation, 0x6374_726c]));
-        let started_ms = config.started_ms.expect("drawn");
-        let connections = Connections::new(config.limits.clone(), ConnId(incarnation << CONN_BITS), now);
-        let machine = Machine::new(Arc::clone(&config), started_ms, entropy, now).expect("a valid config");
-        Self { machine, connections, config, incarnation }
-    }
-
-    /// Return whether it has, or had, this connection.
-    pub(super) const fn owns(&self, conn: ConnId) -> bool {
-        incarnation_of(conn) == self.incarnation
-    }
-
-    /// A peer dials and says hello. Returns `None` if it is refused.
-    pub(super) fn dial(&mut self, hello: &Hello, now: Instant) -> Option<ConnId> {
-        let conn = self.connections.connect(now)?;
-        self.handle(conn, &encode_frames(hello).expect("short"), now);
-        let is_refused = self.connections.poll_closed().inspect(|closed| assert_eq!(*closed, conn)).is_some();
-        (!is_refused).then_some(conn)
-    }
-
-    /// Handle an encoded message of a peer.
-    pub(super) fn handle(&mut self, conn: ConnId, bytes: &[u8], now: Instant) {
-        self.connections.handle_input(conn, bytes, &mut self.machine, now);
-    }
-
-    /// The connection of a peer has ended.
-    pub(super) fn handle_closed(&mut self, conn: ConnId) {
-        self.connections.handle_closed(conn, &CloseReason::Closed);
-    }
-
-    /// Handle what is due. Returns whether anything was.
-    fn work(&mut self, now: Instant) -> bool {
-        let mut has_worked = false;
-        self.connections.handle_timeout(now);
-        loop {
-            let (has_ended, is_due) = (self.connections.has_ended(), self.machine.poll_timeout() <= now);
-            if has_ended || is_due {
-                self.connections.settle(&mut self.machine, now);
-            } else if let Some(report) = self.machine.poll_report() {
-                self.machine.handle_report(report.run(), now);
-            } else if !self.machine.has_plan() {
-                return has_worked;
-            } else if let Some(task) = self.machine.poll_plan() {
-                self.machine.handle_plan(task.run(&self.config), now);
-            }
-            has_worked = true;
-        }
-    }
-}
-
-/// Return the incarnation of the controller that a connection leads to.
-pub(super) const fn incarnation_of(conn: ConnId) -> u64 {
-    conn.0 >> CONN_BITS
-}
-
-/// A peer that reads everything, or nothing.
-struct Reader {
-    read: Vec<u8>,
-    is_blocked: bool,
-}
-
-impl Write for Reader {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        if self.is_blocked {
-            return Err(ErrorKind::WouldBlock.into());
-        }
-        self.read.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
+use sumac::controller::machine::ConnId;
 
 impl World<'_, '_> {
     /// Start the controller without state.
@@ -109,21 +15,21 @@ impl World<'_, '_> {
         if self.controller.is_some() {
             return;
         }
-        self.controller = Some(Controller::start(self.plan, self.incarnation, self.now));
+        let config = self.plan.config(self.incarnation);
+        let which = (self.plan.seed, self.incarnation);
+        self.controller = Some(Controller::start(config, which, self.plan.planted, self.now));
         if self.incarnation > 0 {
             self.report.seen.note(Mark::ControllerRestarted);
         }
         self.incarnation += 1;
         #[cfg(feature = "planted")]
-        self.plant();
+        self.inherit_claims();
     }
 
     #[cfg(feature = "planted")]
-    fn plant(&mut self) {
-        let Some((controller, bug)) = self.controller.as_mut().zip(self.plan.planted.bug) else { return };
-        controller.machine.plant(bug);
-        controller.connections.plant(bug);
-        if let Some(earlier) = self.earlier.take().filter(|_| bug == sumac_hal::planted::Bug::OldReservationTrusted) {
+    fn inherit_claims(&mut self) {
+        let trusts_old = self.plan.planted.bug == Some(sumac_hal::planted::Bug::OldReservationTrusted);
+        if let (Some(controller), Some(earlier), true) = (&mut self.controller, self.earlier.take(), trusts_old) {
             controller.machine.inherit_claims(earlier);
         }
     }
@@ -260,13 +166,11 @@ impl World<'_, '_> {
             _ => false,
         };
         let Some(controller) = self.controller_of(conn) else { return Ok(()) };
-        let mut reader = Reader { read: Vec::new(), is_blocked };
-        if controller.connections.flush(conn, &mut reader, now) && self.blocked.insert(conn) {
+        let (mut frames, is_left) = controller.flush(conn, is_blocked, now);
+        if is_left && self.blocked.insert(conn) {
             self.schedule(now + STALLED, Alarm::Sweep);
             self.schedule(now + STALLED + SWEEP_LIMIT, Alarm::Sweep);
         }
-        let mut frames = FrameBuffer::new(REPLY_LEN_MAX);
-        frames.push(&reader.read);
         let failed = |error| Violation { oracle: "output of the controller", what: format!("{error}") };
         match peer {
             Some(Peer::Device(_)) => {
@@ -284,9 +188,6 @@ impl World<'_, '_> {
         Ok(())
     }
 }
-
-/// Connections of a controller are numbered from its incarnation in the high bits.
-const CONN_BITS: u32 = 32;
 
 /// How long after its deadline a connection ends at the latest.
 const SWEEP_LIMIT: Duration = Duration::from_millis(110);

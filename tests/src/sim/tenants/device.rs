@@ -4,9 +4,10 @@
 use super::TenantViolation as Violation;
 use super::draw::{DeviceCapacity, Tenancy};
 use super::watch::HeldGroup;
-use super::wire::{Message, Peer};
+use super::wire::Message;
 use super::world::{Actor, Alarm, World, device_addr};
 use crate::oracle::weight;
+use crate::sim::controller::Peer;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;

@@ -13,12 +13,12 @@
 //! contribute to it; nothing of it is left after its job.
 
 use super::TenantViolation as Violation;
-use super::controller::incarnation_of;
 use super::draw::{DeviceCapacity, Incident, JobPlan, Tenancy};
 use super::job::{End, Phase};
 use super::watch::index_in;
 use super::world::{Actor, Alarm, DEVICES_FIRST, World, owner};
 use crate::oracle::weight;
+use crate::sim::controller::incarnation_of;
 use crate::sim::coverage::Mark;
 use crate::sim::options::{Draw, draw_ops};
 use std::collections::BTreeMap;

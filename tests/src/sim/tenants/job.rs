@@ -9,11 +9,12 @@ use super::draw::{JobPlan, Tenancy};
 use super::program::Program;
 use super::recovery::Recovery;
 use super::world::{Actor, World};
-use crate::oracle::{Shape, weight};
+use crate::oracle::weight;
 use crate::sim::faults::Faults;
 use crate::sim::memory::{Memory, OpMemory};
 use crate::sim::options::{GroupOptions, Options, Sharing};
 use crate::sim::planted::Planted;
+use crate::sim::reduce::shape_of;
 use crate::sim::scenario::Scenario;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -292,14 +293,6 @@ fn options_of(tenancy: &Tenancy, index: usize, expression: &[Vec<Child>]) -> Opt
         scenario: Scenario::Calm,
         planted: tenancy.planted,
     }
-}
-
-fn shape_of(expression: &[Vec<Child>], node: usize) -> Shape {
-    let child = |child: &Child| match child {
-        Child::Rank(rank) => Shape::Rank(rank.0 as usize),
-        Child::Node(below) => shape_of(expression, *below),
-    };
-    Shape::Node(expression[node].iter().map(child).collect())
 }
 
 impl World<'_, '_> {

@@ -3,8 +3,8 @@
 
 use super::TenantViolation as Violation;
 use super::job::Phase;
-use super::wire::Peer;
 use super::world::{Alarm, World};
+use crate::sim::controller::Peer;
 use crate::sim::coverage::Mark;
 use std::time::Duration;
 use sumac::controller::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest};

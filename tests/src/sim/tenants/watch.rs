@@ -3,11 +3,11 @@
 //! Resources held are derived from requests to devices and their replies; limits are those that were drawn.
 
 use super::TenantViolation as Violation;
-use super::controller::incarnation_of;
 use super::draw::Tenancy;
 use super::job::{End, Member, Phase};
 use super::world::World;
 use crate::oracle::weight;
+use crate::sim::controller::incarnation_of;
 use crate::sim::coverage::Mark;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;

@@ -5,17 +5,11 @@ use super::TenantViolation as Violation;
 use super::draw::Step;
 use super::job::{JobMessage, Phase};
 use super::world::{Alarm, World};
+use crate::sim::controller::Peer;
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
 use sumac::controller::proto::{ClientReply, ClientRequest};
 use sumac_hal::ctrl::{Envelope, Request, Response, encode_frames};
-
-/// The peer of a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Peer {
-    Device(usize),
-    Rank(usize, usize),
-}
 
 /// A message in flight.
 // The size is fine: few messages exist at a time.

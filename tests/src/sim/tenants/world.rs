@@ -2,16 +2,16 @@
 //! components touched by an event are polled afterwards, in a fixed order.
 
 use super::TenantViolation as Violation;
-use super::controller::Controller;
 use super::device::Device;
 use super::draw::{Incident, Step, Tenancy};
 use super::hosts::Hosts;
 use super::job::{Job, Phase};
 use super::report::TenantReport;
 use super::watch::Watch;
-use super::wire::{Message, Peer};
+use super::wire::Message;
 use crate::oracle::weight;
 use crate::sim::clock::{Clock, ClockOwner};
+use crate::sim::controller::{Controller, Peer};
 use crate::sim::coverage::Mark;
 use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};

@@ -179,7 +179,7 @@ pub(in crate::sim) fn run(options: &Options, records: bool) -> (Result<Report, V
         |_| Device { board: None, redo: redo(), incarnations: 0, stalled_until: None, is_lost: false, wake: None };
     let wiring = Wiring::new(options, 0, count);
     let mut fabric = Fabric::new(options.seed, options.link);
-    options.faults.apply(&mut fabric, std::slice::from_ref(&wiring), 1, 1);
+    options.faults.apply(&mut fabric, |_| Some(&wiring), (1, 1), Instant::ZERO);
     if records {
         fabric.record_faults();
     }

@@ -1,0 +1,103 @@
+//! The fabric on which a cluster's controller plans: a switch with a device at each node of the drawn trees.
+//!
+//! Each tree has a place for every device: its own node, or, for one that the tree has no node for, a drawn node, as a
+//! second device beside it. Devices at a node are cabled to all devices at its parent, and hosts to all at their leaf.
+//! So the planner finds the drawn shape, or one with fewer levels by way of another tree; and after a loss the same
+//! shape with the second devices, or one that passes by the lost device.
+
+use super::options::{Draw, Options};
+use super::wiring::Wiring;
+use crate::oracle::weight;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use sumac::topo::Fabric;
+
+/// Return the fabric; `None` if any device may serve all ranks, as in some runs with trees of one node only.
+pub(super) fn fabric(options: &Options, wirings: &[Wiring]) -> Option<Fabric> {
+    let mut draw = Draw::new(weight(&[options.seed, 0x706c_6163]));
+    let is_flat = wirings.iter().all(|wiring| wiring.nodes.len() == 1);
+    if is_flat && draw.chance(500) {
+        return None;
+    }
+    // With two trees the planner can often save levels.
+    let wirings = if draw.chance(500) { wirings } else { &wirings[..1] };
+    let devices = options.devices();
+    let mut links = BTreeSet::new();
+    for wiring in wirings {
+        let mut at: Vec<Vec<usize>> = wiring.nodes.iter().map(|node| vec![node.device]).collect();
+        let own: BTreeSet<usize> = at.iter().flatten().copied().collect();
+        for second in (0..devices).filter(|device| !own.contains(device)) {
+            let node = draw.below(at.len() as u64) as usize;
+            at[node].push(second);
+        }
+        for (node, wired) in wiring.nodes.iter().enumerate() {
+            let Some((parent, _)) = wired.parent else { continue };
+            links.extend(at[node].iter().flat_map(|&low| at[parent].iter().map(move |&up| (switch(low), switch(up)))));
+        }
+        for (rank, (leaf, _)) in wiring.ranks.iter().enumerate() {
+            links.extend(at[*leaf].iter().map(|&device| (host(rank), switch(device))));
+        }
+    }
+    let mut text = String::new();
+    let mut add = |line: std::fmt::Arguments<'_>| text.write_fmt(line).expect("to a string");
+    (0..devices).for_each(|device| add(format_args!("[[switch]]\nname = {:?}\naggregation = true\n", switch(device))));
+    (0..options.ranks).for_each(|rank| add(format_args!("[[host]]\nname = {:?}\n", host(rank))));
+    // A second device of one tree may be below in another.
+    links.iter().filter(|(one, other)| one < other || !links.contains(&(other.clone(), one.clone()))).for_each(
+        |(one, other)| {
+            add(format_args!("[[link]]\nends = [{one:?}, {other:?}]\n"));
+        },
+    );
+    Some(Fabric::from_toml(&text).expect("a fabric"))
+}
+
+/// Return the name of a device, and of its switch.
+pub(super) fn switch(device: usize) -> String {
+    format!("d{device}")
+}
+
+/// Return the name of a rank's host.
+pub(super) fn host(rank: usize) -> String {
+    format!("h{rank}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::ScenarioKind;
+    use sumac::plan::{DeviceLimits, HostSelection, Limits, Plan, plan};
+
+    /// The fabric of a seed, if it has one.
+    fn draw(seed: u64) -> Option<Fabric> {
+        let options = Options::draw(seed, ScenarioKind::Recovery);
+        let wiring = |tree| Wiring::new(&options, tree, options.devices());
+        fabric(&options, &(0..options.trees.len()).map(wiring).collect::<Vec<_>>())
+    }
+
+    /// Plan a tree over all hosts, without some devices.
+    fn plan_without(fabric: &Fabric, lost: &[&str]) -> Option<Plan> {
+        let limits = DeviceLimits { max_children: 256, slots_free: 1 };
+        let rest = fabric.switch_ids().filter(|id| !lost.contains(&fabric.switch(*id).name.as_str()));
+        let devices = Some(rest.map(|id| (id, limits)).collect());
+        plan(fabric, &HostSelection::All, &Limits { devices, ..Limits::default() }).ok()
+    }
+
+    #[test]
+    fn planned_trees_have_one_to_four_levels() {
+        let levels: BTreeSet<usize> =
+            (0..150).filter_map(draw).map(|fabric| plan_without(&fabric, &[]).expect("a tree").levels).collect();
+        assert_eq!(levels, BTreeSet::from([1, 2, 3, 4]));
+    }
+
+    /// Second devices and other trees replace most roots that are lost.
+    #[test]
+    fn most_fabrics_have_a_tree_without_the_first_root() {
+        let fabrics: Vec<Fabric> = (0..150).filter_map(draw).collect();
+        let has_other = |fabric: &&Fabric| {
+            let root = plan_without(fabric, &[]).expect("a tree").root().name.clone();
+            plan_without(fabric, &[&root]).is_some_and(|other| other.root().name != root)
+        };
+        let others = fabrics.iter().filter(has_other).count();
+        assert!(2 * others > fabrics.len(), "{others} of {}", fabrics.len());
+    }
+}
