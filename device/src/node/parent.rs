@@ -49,6 +49,7 @@ impl GroupCtx<'_> {
             (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
             (Kind::Late, _) => self.on_late_query(repr, now),
             (Kind::Cut, _) => self.on_cut(repr, payload, now),
+            (Kind::Status, _) if repr.count == 0 => self.on_path_status(repr, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, payload, now),
             _ => self.common.drop_packet(DropReason::BadKind),

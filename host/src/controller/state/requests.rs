@@ -39,6 +39,9 @@ impl State {
             ClientRequest::Abort(reason) => self.abort(here, client, &reason),
             ClientRequest::Survivors => self.survivors(here, client),
             ClientRequest::HostDeviceFailed { why } => self.fail_host_device(here, client, &why),
+            ClientRequest::PathProbed { group, max_packet_len_bytes } => {
+                self.record_probed_path(config, (here, client), group, max_packet_len_bytes);
+            }
             ClientRequest::AbandonReplan { view } => self.abandon_replan(here, client, view),
             ClientRequest::Resume(resumption) => {
                 let joined = self.check_single(client, place).and_then(|()| self.resume(config, *resumption, client));
