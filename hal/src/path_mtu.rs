@@ -35,6 +35,9 @@ const ATTEMPTS_MAX: u32 = 100;
 /// The shortest wait for a reply. RFC 8899 suggests a second, for the Internet.
 const WAIT_MIN: Duration = Duration::from_millis(5);
 
+/// The time between the end of a search and the next one.
+const REST: Duration = Duration::from_secs(1);
+
 /// Waits for a silent peer are up to two to this power times longer.
 const BACKOFF_MAX: u8 = 6;
 
@@ -179,6 +182,19 @@ impl PathSearch {
             self.due = if self.is_found() { None } else { Some(now) };
         }
         true
+    }
+
+    /// Search again, because the hop has stalled: the path may have become narrower. Does nothing during a search, and
+    /// for a second after one: a hop stalls for other reasons, too.
+    pub fn search_again(&mut self, now: Instant) {
+        if self.due.is_none() && now - self.probed_at >= REST {
+            *self = Self::new(usize::from(self.longest) * STEP_BYTES, self.tokens.1, now);
+        }
+    }
+
+    /// Return whether the wanted length is known not to arrive.
+    pub fn is_narrow(&self) -> bool {
+        self.result().is_some_and(|len| len < usize::from(self.longest) * STEP_BYTES)
     }
 
     /// End the search with what is known now.

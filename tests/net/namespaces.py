@@ -156,7 +156,13 @@ class Network:
         keep their MTUs. TCP's segments are limited, as routers do in front of narrow paths."""
         for end in ends:
             ip("link", "set", end, "mtu", mtu)
+        self.limit_segments(mtu)
+
+    def limit_segments(self, mtu):
+        """Have TCP send no packets longer than this, and hosts cut trains of packets, which virtual links would carry
+        whole, however narrow they are."""
         for host in self.addresses:
+            ip("-n", host, "link", "set", "eth0", "gso_max_segs", 1)
             segment = min(mtu, self.mtu) - SEGMENT_HEADERS
             ip("-n", host, "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "advmss", segment)
 

@@ -184,12 +184,15 @@ impl GroupCtx<'_> {
         if !self.group.waits_for_parent(shard) {
             return;
         }
-        let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
+        let Some(Parent { hop, path, .. }) = &mut self.group.parent else { return };
         if hop.is_dead(now) && !planted!(self.common, DeadHopUndetected) {
             let from = shard.global(hop.answered_below());
             return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }
         let Some(probe) = hop.poll_probe(now) else { return };
+        if let Some(path) = path.as_mut().filter(|_| hop.is_stalled()) {
+            path.search_again(now);
+        }
         let header = self.up_header(Kind::Probe, shard.global(probe.from), probe.token);
         self.common.counters.probes_out += 1;
         self.send_up(Repr { count: probe.count, bits: probe.held, ..header });

@@ -1,19 +1,19 @@
 //! The longest packet that a hop carries (PROTOCOL 12). Towards its parent a node searches for it when the controller
-//! asks; its children search for themselves, and it answers their probes.
+//! asks, and again when the hop stalls; its children search for themselves, and it answers their probes.
 //!
 //! A probe that asks about no seqs (`count` 0) is about the path. Its Status is as long as the probe, so nobody gets
 //! more than was sent. Padding is the memory of the group's first slot: zeros, or what this group has put there.
 
 use super::transmit::Payload;
 use super::{GroupCtx, Node};
-use crate::node::group::Parent;
+use crate::node::group::{Failure, Parent};
 use sumac_hal::ctrl::{DropReason, Refusal};
 use sumac_hal::driver::Transmit;
 use sumac_hal::ids::{ChunkNo, GroupId};
 use sumac_hal::path_mtu::PathSearch;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, Repr, SHORT_HEADER_LEN, payload_crc};
+use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, SHORT_HEADER_LEN, payload_crc};
 
 impl Node<'_> {
     /// Return the longest packet that the path to the group's parent carries, in bytes; `None` while it is not known.
@@ -64,11 +64,21 @@ impl GroupCtx<'_> {
     /// Send the probes about the path to the parent that are due.
     pub(super) fn poll_path(&mut self, now: Instant) {
         while let Some(Parent { path: Some(path), .. }) = &mut self.group.parent {
-            let Some(probe) = path.poll(now) else { return };
+            let Some(probe) = path.poll(now) else { return self.check_path(now) };
             self.common.counters.probes_out += 1;
             let payload_len_bytes = (probe.len_bytes - HEADER_LEN) as u16;
             let header = self.up_header(Kind::Probe, ChunkNo(0), probe.token);
             self.send_up(Repr { count: 0, payload_len_bytes, ..header });
+        }
+    }
+
+    /// Fail the group if the path to the parent has become too narrow for its packets.
+    fn check_path(&mut self, now: Instant) {
+        let shard = self.shard();
+        let Some(Parent { path: Some(path), hop, .. }) = &self.group.parent else { return };
+        if path.is_narrow() && hop.in_flight() && self.group.failed.is_none() {
+            let from = shard.global(hop.answered_below());
+            self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }
     }
 }

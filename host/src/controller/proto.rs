@@ -104,6 +104,12 @@ pub enum ClientRequest {
         /// The longest packet that the path carries in both directions, in bytes; `None` if the leaf does not answer.
         max_packet_len_bytes: Option<u32>,
     },
+    /// As `Suspect`, because the path to the leaf has become too narrow for the tree's packets. The next tree may be on
+    /// the same devices.
+    PathNarrowed {
+        /// The view whose tree is lost.
+        view: u32,
+    },
 }
 
 /// What a rank needs to run a device for the ranks of its job on its host.

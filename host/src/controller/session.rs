@@ -306,7 +306,17 @@ impl Session {
     /// Report that the tree of `view` is lost. The controller notifies all ranks, including this one, once per view
     /// ([`Notice::TreeLost`]).
     pub fn suspect(&self, view: u32) {
-        if let Err(error) = self.send(&ClientRequest::Suspect { view }) {
+        self.suspect_because(view, false);
+    }
+
+    /// As [`Session::suspect`]. If only the path has become too narrow for the tree's packets, its devices may be used
+    /// again at once.
+    pub fn suspect_because(&self, view: u32, is_path_narrow: bool) {
+        let request = match is_path_narrow {
+            true => ClientRequest::PathNarrowed { view },
+            false => ClientRequest::Suspect { view },
+        };
+        if let Err(error) = self.send(&request) {
             // The reader thread also notices, and `replan` returns the error.
             crate::log::debug!(%error, view, "cannot report a lost tree to the controller");
         }

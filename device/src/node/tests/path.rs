@@ -99,3 +99,31 @@ fn path_of_an_unknown_group_is_refused() {
     let refused = rig(true).node.control(&Request::ProbePath(GroupId(99)), Instant::ZERO);
     assert!(matches!(refused, Response::Refused(_)), "{refused:?}");
 }
+
+/// Let the node wait for its parent for `ms` milliseconds, over a path of `mtu` bytes. The parent has its contribution.
+fn stall(rig: &mut Rig, mtu: usize, ms: u64) -> Vec<Sent> {
+    let mut to_children = Vec::new();
+    for _ in 0..ms {
+        rig.pass_ms(1);
+        for sent in rig.drain() {
+            if sent.to != PARENT {
+                to_children.push(sent);
+            } else if sent.repr.kind == Kind::Probe && sent.repr.packet_len() <= mtu {
+                let bits = if sent.repr.count > 0 { u64::MAX } else { 0 };
+                let status = Repr { count: sent.repr.count, bits, ..rig.down(Kind::Status, 0, sent.repr.token) };
+                rig.put(PARENT, status, &sent.payload);
+            }
+        }
+    }
+    to_children
+}
+
+#[test]
+fn path_to_the_parent_that_becomes_narrow_fails_the_group() {
+    let mut rig = rig(true);
+    assert_eq!(search(&mut rig, 1472), Some(1472));
+    rig.all(0);
+    assert_eq!(stall(&mut rig, 1472, 3000), [], "it is as wide as before");
+    let sent = stall(&mut rig, 1300, 3000);
+    assert!(sent.len() == 2 && sent.iter().all(|sent| sent.is_nak(NakReason::PathLost)), "{sent:?}");
+}

@@ -39,6 +39,8 @@ pub(super) struct Job {
     pub(super) view: u32,
     /// Whether the ranks were notified that the tree of this view is lost.
     pub(super) tree_suspected: bool,
+    /// Whether it is lost because a path has become too narrow for its packets.
+    pub(super) is_path_narrow: bool,
     /// Whether the ranks were notified of an abort.
     pub(super) is_aborted: bool,
     /// Whether the ranks were notified of a lost rank, which makes others end.
@@ -96,6 +98,7 @@ impl Job {
             secret,
             view: 0,
             tree_suspected: false,
+            is_path_narrow: false,
             is_aborted: false,
             has_lost_ranks: false,
             replan_requests: BTreeSet::new(),

@@ -32,7 +32,8 @@ impl State {
             // The machine has answered it.
             ClientRequest::Peer(_) => {}
             ClientRequest::Status => self.request_report(client, tenant),
-            ClientRequest::Suspect { view } => self.suspect(here, client, view),
+            ClientRequest::Suspect { view } => self.suspect((here, client), view, false),
+            ClientRequest::PathNarrowed { view } => self.suspect((here, client), view, true),
             ClientRequest::Replan { view } => self.replan(here, client, view),
             ClientRequest::Pause { view, at } => self.pause(here, client, view, at),
             ClientRequest::Decline { view, device, why } => self.decline((here, client), view, (device, why)),

@@ -194,3 +194,27 @@ fn narrow_path_is_remembered_for_the_next_tree() {
     }
     assert_eq!([(); 3].map(|()| device.group().chunk_len_bytes), [960, 544, 544]);
 }
+
+#[test]
+fn tree_on_a_path_that_became_narrow_is_replaced_on_the_same_device() {
+    let controller = controller();
+    let device = far_device(&controller);
+    let mut ranks = join_all(&controller, 2, &[]);
+    ranks.iter_mut().for_each(|rank| _ = probe(rank, PACKET_LEN));
+    ranks.iter_mut().for_each(|rank| assert_eq!(chunk(rank), 960));
+    ranks[1].send(ClientRequest::PathNarrowed { view: 0 });
+    for rank in &mut ranks {
+        assert!(matches!(rank.recv(), ClientReply::TreeLost { view: 0 }));
+        // The second one reports it only now, and not why.
+        rank.send(ClientRequest::Suspect { view: 0 });
+        rank.send(ClientRequest::Replan { view: 0 });
+    }
+    for carries in [[PACKET_LEN, 600]; 2] {
+        ranks.iter_mut().zip(carries).for_each(|(rank, carries)| _ = probe(rank, carries));
+    }
+    for rank in &mut ranks {
+        let tree = rank.replanned().1.tree.expect("a tree");
+        assert_eq!((tree.leaf.as_str(), tree.chunk_len_bytes), ("leaf0", 544));
+    }
+    assert_eq!([(); 3].map(|()| device.group().chunk_len_bytes), [960, 960, 544]);
+}
