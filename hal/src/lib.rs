@@ -17,6 +17,7 @@
 //! | [`uplink`], [`rtt`], [`shard`] | the child's side of a hop, shared by ranks and inner nodes; a node's shards |
 //! | [`time`] | time as an argument |
 //! | [`flash`] | block storage with defined behaviour on power failure |
+//! | [`path_mtu`] | the longest packet that a path carries, found by probing |
 //! | `emu` (feature) | emulated links with faults, in virtual time; an emulated DMA engine |
 //! | `shm` (feature) | shared memory, futexes and descriptor passing between processes of one machine |
 //! | `remote` (with `shm`) | zero-copy for ranks on other hosts: rings as messages, memory by RDMA |
@@ -125,6 +126,7 @@ pub mod ids;
 pub mod key;
 pub mod mmio;
 pub mod op;
+pub mod path_mtu;
 pub mod planted;
 pub mod port;
 #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -23,6 +23,9 @@ pub const MAX_WINDOW: u64 = 256;
 /// How many later answers turn a gap into a loss; TCP's duplicate-ACK threshold (RFC 5681).
 pub const REORDER_TOLERANCE: u32 = 3;
 
+/// How many probes in a row without progress make a hop count as stalled: 60 ms or more with the default timers.
+const STALLED_PROBES: u32 = 5;
+
 /// The timers of a hop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HopTimers {
@@ -317,6 +320,11 @@ impl Uplink {
         self.backoff = self.backoff.saturating_add(1);
         self.arm(now);
         Some(self.next_probe(now))
+    }
+
+    /// Return whether several probes in a row brought no progress, although the parent may have answered them.
+    pub const fn is_stalled(&self) -> bool {
+        self.in_flight() && self.backoff >= STALLED_PROBES
     }
 
     /// Return whether the parent owes an answer and has been silent for longer than [`HopTimers::dead`].

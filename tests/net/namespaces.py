@@ -15,6 +15,9 @@ SKIP = 77
 # The limit of every wait; a passing run never reaches it.
 LIMIT = 60
 SUBNET = "10.0.0"
+FAR_SUBNET = "10.0.1"
+# IP's, TCP's and its options.
+SEGMENT_HEADERS = 60
 # Larger than any window of the tests, so that a shaped port delays packets and drops none.
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 32 << 10
@@ -126,6 +129,42 @@ class Network:
         """Return how many bytes a host has sent on its link."""
         shown = subprocess.run(["ip", "-j", "-s", "link", "show", name], check=True, capture_output=True, text=True)
         return json.loads(shown.stdout)[0]["stats64"]["rx"]["bytes"]
+
+    def add_routed_host(self, name, mtu):
+        """Add a host in another subnet, behind a router that tells who sends packets longer than `mtu`."""
+        router, near, far = "router", address(254), f"{FAR_SUBNET}.254"
+        hosts = list(self.addresses)
+        self.add_host(router, 254)
+        self.addresses.pop(router)
+        self.addresses[name] = f"{FAR_SUBNET}.2"
+        ip("netns", "add", name)
+        ends = ["eth1", "netns", router, "mtu", self.mtu], ["eth0", "netns", name, "mtu", self.mtu]
+        ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for host, end, own in ((router, "eth1", far), (name, "eth0", self.addresses[name])):
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "link", "set", end, "up")
+            ip("-n", host, "addr", "add", f"{own}/24", "dev", end)
+        subprocess.run(on(router, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]), check=True)
+        for subnet, interface in ((SUBNET, "eth0"), (FAR_SUBNET, "eth1")):
+            ip("-n", router, "route", "change", f"{subnet}.0/24", "dev", interface, "mtu", "lock", mtu)
+        ip("-n", name, "route", "add", f"{SUBNET}.0/24", "via", far)
+        for host in hosts:
+            ip("-n", host, "route", "add", f"{FAR_SUBNET}.0/24", "via", near)
+
+    def narrow(self, *ends, mtu):
+        """Have ends of links drop packets longer than this, in both directions, and tell nobody. The interfaces of hosts
+        keep their MTUs. TCP's segments are limited, as routers do in front of narrow paths."""
+        for end in ends:
+            ip("link", "set", end, "mtu", mtu)
+        self.limit_segments(mtu)
+
+    def limit_segments(self, mtu):
+        """Have TCP send no packets longer than this, and hosts cut trains of packets, which virtual links would carry
+        whole, however narrow they are."""
+        for host in self.addresses:
+            ip("-n", host, "link", "set", "eth0", "gso_max_segs", 1)
+            segment = min(mtu, self.mtu) - SEGMENT_HEADERS
+            ip("-n", host, "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "advmss", segment)
 
     def move_host(self, name, number):
         """Give a host another address instead of the one that it has."""

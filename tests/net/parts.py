@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import time
 
@@ -64,7 +65,8 @@ class Parts:
 
     def start_controller(self, options):
         listen = ["--listen", f"{self.controller}:7847", "--prefer-tree", *options]
-        self.start("controller", ["controller", "--keys", self.keys, *listen])
+        variables = {**os.environ, "SUMAC_LOG": "warn,sumac::controller::state=info"}
+        self.start("controller", ["controller", "--keys", self.keys, *listen], env=variables)
         # It answers before devices look for it.
         wait_for("the controller's first report", self.status)
 
@@ -135,6 +137,11 @@ class Parts:
             return next((tree["Ok"]["devices"] for tree in trees if "Ok" in tree), None)
 
         return wait_for("a tree of the job", devices)
+
+    def packet_lens(self):
+        """Return how long the packets of each tree until now are, in bytes."""
+        log = read(os.path.join(self.folder, "controller.log"))
+        return [int(length) for length in re.findall(r"tree reserved .*\bpacket_len_bytes=(\d+)", log)]
 
     def wait_for_repair(self, limit):
         """Wait until the job goes on after a loss."""

@@ -28,6 +28,7 @@ impl GroupCtx<'_> {
                 self.on_contributions(child, repr, payload, now);
             }
             Kind::Nak if repr.reason == Some(NakReason::Missing) => self.on_result_missing(child, repr),
+            Kind::Probe if repr.count == 0 => self.on_path_probe(child, repr),
             Kind::Probe => self.on_probe(child, repr, now),
             Kind::Late => self.on_late(child, repr, payload, now),
             Kind::Operation => self.on_operation(child, repr),

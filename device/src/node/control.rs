@@ -31,6 +31,11 @@ impl Node<'_> {
             Request::RenewGroup(group) => self.renew_group(*group, now),
             Request::ReleaseGroup(group) => self.release_group(*group, now),
             Request::Stats => return Response::Stats(self.stats()),
+            Request::ProbePath(group) => {
+                let found = self.probe_path(*group, now);
+                return found
+                    .map_or_else(Response::Refused, |max_packet_len_bytes| Response::Path { max_packet_len_bytes });
+            }
             Request::Reset => {
                 (0..self.storage.groups.len()).for_each(|index| self.close_group(index));
                 self.storage.trees.fill_with(|| None);
@@ -178,6 +183,8 @@ impl Node<'_> {
             *child = Child { key, kind, ..Child::EMPTY };
         }
         self.storage.slots[slots.range()].fill(Slot::EMPTY);
+        // Packets are padded with it, and no other group's data may be in them.
+        self.storage.bytes[bytes.start..][..chunk].fill(0);
         self.groups_end = self.groups_end.max(entry + 1);
         self.storage.groups[entry] = Some(self.new_group(config, &tree, [children, slots, bytes], now));
         self.common.trace.record(now, Trace::GroupCreated(config.group));
@@ -223,6 +230,7 @@ impl Node<'_> {
             window: config.window_max,
             stable: ChunkNo(0),
             shared_results: SharedResults::new(config.parent_shared.is_some()),
+            path: None,
         });
         let shared = config.shared.and_then(|first| first.offset_by(shard.index())).map(|addr| {
             let key = config.secret.child_key(config.group, self.key_epoch(config), ChildIndex::ALL);

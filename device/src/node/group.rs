@@ -8,6 +8,7 @@ use core::time::Duration;
 use sumac_hal::ctrl::{GroupConfig, SharedLink};
 use sumac_hal::ids::{ChildIndex, ChunkNo, FunctionId, Rank};
 use sumac_hal::op::OpDesc;
+use sumac_hal::path_mtu::PathSearch;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -174,6 +175,8 @@ pub(crate) struct Parent {
     pub(crate) stable: ChunkNo,
     /// Decides whether contributions ask for shared results.
     pub(crate) shared_results: SharedResults,
+    /// The search for the longest packet, once the controller has asked for it.
+    pub(crate) path: Option<PathSearch>,
 }
 
 /// State of one aggregation group. The board allocates the entries; the node owns their content.

@@ -6,7 +6,8 @@
 //! (contributions: sections 1 and 2), `loss.rs` (gaps, probes and answers sent again: section 3), `parent.rs` (answers,
 //! and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is sent
 //! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs`
-//! (groups, reserved whole or not at all), `zero_copy/` (children whose data a DMA engine fetches: sections 5 to 7).
+//! (groups, reserved whole or not at all), `path.rs` (the longest packet that a hop carries: section 12), `zero_copy/`
+//! (children whose data a DMA engine fetches: sections 5 to 7).
 //!
 //! Invariants:
 //! - nothing that a peer writes is trusted: each field is checked before use, and invalid packets are dropped and
@@ -36,6 +37,7 @@ mod loss;
 mod memory;
 mod operation;
 mod parent;
+mod path;
 mod receive;
 #[cfg(feature = "snapshot")]
 mod snapshot;
@@ -105,7 +107,7 @@ pub enum Event {
     },
 }
 
-/// A header to send.
+/// A header to send. If its payload has a length, it is padded to it.
 #[derive(Debug, Clone, Copy)]
 struct Reply {
     to: Addr,
@@ -231,6 +233,7 @@ impl<'m> Node<'m> {
                 }
             } else {
                 ctx.poll_parent(now);
+                ctx.poll_path(now);
                 ctx.poll_stragglers(now);
                 ctx.note_output();
             }
@@ -247,7 +250,8 @@ impl<'m> Node<'m> {
                 let hop = group.parent.as_ref().filter(|_| group.waits_for_parent(shard));
                 let probe = hop.and_then(|parent| parent.hop.timeout());
                 let straggler = self.straggler_timeout(group);
-                [probe, straggler].into_iter().flatten().fold(group.lease_until, Instant::min)
+                let path = group.parent.as_ref().and_then(|parent| parent.path.as_ref()?.timeout());
+                [probe, straggler, path].into_iter().flatten().fold(group.lease_until, Instant::min)
             })
             .min()
     }

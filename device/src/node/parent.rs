@@ -49,6 +49,7 @@ impl GroupCtx<'_> {
             (Kind::Result | Kind::Done, _) => self.on_answers(repr, payload, payload_crc, now),
             (Kind::Late, _) => self.on_late_query(repr, now),
             (Kind::Cut, _) => self.on_cut(repr, payload, now),
+            (Kind::Status, _) if repr.count == 0 => self.on_path_status(repr, now),
             (Kind::Status, _) => self.on_status(repr, now),
             (Kind::Nak, Some(reason)) => self.on_nak(reason, repr, payload, now),
             _ => self.common.drop_packet(DropReason::BadKind),
@@ -183,12 +184,15 @@ impl GroupCtx<'_> {
         if !self.group.waits_for_parent(shard) {
             return;
         }
-        let Some(Parent { hop, .. }) = &mut self.group.parent else { return };
+        let Some(Parent { hop, path, .. }) = &mut self.group.parent else { return };
         if hop.is_dead(now) && !planted!(self.common, DeadHopUndetected) {
             let from = shard.global(hop.answered_below());
             return self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);
         }
         let Some(probe) = hop.poll_probe(now) else { return };
+        if let Some(path) = path.as_mut().filter(|_| hop.is_stalled()) {
+            path.search_again(now);
+        }
         let header = self.up_header(Kind::Probe, shard.global(probe.from), probe.token);
         self.common.counters.probes_out += 1;
         self.send_up(Repr { count: probe.count, bits: probe.held, ..header });

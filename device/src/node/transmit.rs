@@ -104,7 +104,7 @@ impl Node<'_> {
         let reply = self.common.replies.pop_front()?;
         Some(match reply.mask {
             Some(mask) => masked(reply.to, reply.repr, &mask),
-            None => bare(reply.to, &reply.repr),
+            None => self.padded(reply.to, reply.repr),
         })
     }
 

@@ -328,6 +328,9 @@ pub enum Request {
     Rejected(Rejection),
     /// The controller is the active one of its pair. Precedes all other requests of a connection, and is repeated.
     Claim(TermClaim),
+    /// Find the longest packet that the path to the group's parent carries, and report it. The first such request of a
+    /// group begins the search.
+    ProbePath(GroupId),
 }
 
 /// Why a controller does not register a device.
@@ -435,4 +438,10 @@ pub enum Response {
     Refused(Refusal),
     /// Response to [`Request::Stats`].
     Stats(Stats),
+    /// Response to [`Request::ProbePath`]: the longest packet in bytes, in both directions. `None` while it is not
+    /// known.
+    Path {
+        /// The length, in steps of [`STEP_BYTES`](crate::path_mtu::STEP_BYTES).
+        max_packet_len_bytes: Option<u32>,
+    },
 }

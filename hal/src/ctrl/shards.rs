@@ -2,8 +2,8 @@
 
 use super::{Request, Response, Stats};
 
-/// Merge the shards' responses to one request: the first refusal if there is one, else the sum of their stats. `None`
-/// if there are no responses.
+/// Merge the shards' responses to one request: the first refusal if there is one, else the sum of their stats, or the
+/// narrowest of their paths once all are known. `None` if there are no responses.
 pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
     answers.into_iter().reduce(|merged, answer| match (merged, answer) {
         (Response::Refused(refusal), _) | (_, Response::Refused(refusal)) => Response::Refused(refusal),
@@ -15,6 +15,9 @@ pub fn merge(answers: impl IntoIterator<Item = Response>) -> Option<Response> {
             // All stacks of a device have the same size.
             sum.stack = sum.stack.into_iter().chain(stack).max_by_key(|stack| stack.used_bytes);
             Response::Stats(sum)
+        }
+        (Response::Path { max_packet_len_bytes: a }, Response::Path { max_packet_len_bytes: b }) => {
+            Response::Path { max_packet_len_bytes: a.zip(b).map(|(a, b)| a.min(b)) }
         }
         (merged, _) => merged,
     })
@@ -55,6 +58,13 @@ mod tests {
         };
         assert_eq!((sum.slots_used, sum.slot_memory_used_bytes, sum.counters.packets_in), (12, 300, 15));
         assert_eq!(sum.stack.map(|stack| stack.used_bytes), Some(97), "the stack with the least room left");
+    }
+
+    #[test]
+    fn merged_path_is_the_narrowest_once_all_are_known() {
+        let path = |max_packet_len_bytes| Response::Path { max_packet_len_bytes };
+        assert_eq!(merge([Some(1472), Some(1296), Some(1440)].map(path)), Some(path(Some(1296))));
+        assert_eq!(merge([Some(1472), None, Some(1440)].map(path)), Some(path(None)));
     }
 
     #[test]

@@ -56,12 +56,17 @@ fn version_13_encodes_to_golden_bytes() {
     let ticket = frame(&JobTicket { job: "j".try_into().unwrap(), rank: 300, proof: [5; 32] });
     let found = [install, create, refused, rejected, ticket].map(|bytes| hex(&bytes));
     assert_eq!(found, [GOLDEN_INSTALL, GOLDEN_CREATE, GOLDEN_REFUSED, GOLDEN_REJECTED, GOLDEN_TICKET]);
+    let probe = frame(&Envelope { id: 4, message: Request::ProbePath(GroupId(300)) });
+    let path = frame(&Envelope { id: 4, message: Response::Path { max_packet_len_bytes: Some(1472) } });
+    assert_eq!([probe, path].map(|bytes| hex(&bytes)), [GOLDEN_PROBE, GOLDEN_PATH]);
 }
 
 const GOLDEN_INSTALL: &str = "53630d0018000000622701ac010105010200007f000001b725010703c80102ac02ffff03";
 const GOLDEN_CREATE: &str = "53630d00500000000c5283ef0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
 const GOLDEN_REFUSED: &str = "53630d0004000000b64d58c902020740";
 const GOLDEN_REJECTED: &str = "53630d000d0000000dece4690308000100007f000001b72501";
+const GOLDEN_PROBE: &str = "53630d0004000000ae0f25be040aac02";
+const GOLDEN_PATH: &str = "53630d0005000000abe4464c040401c00b";
 const GOLDEN_TICKET: &str =
     "53630d0024000000ece916d8016aac020505050505050505050505050505050505050505050505050505050505050505";
 

@@ -29,8 +29,8 @@ pub enum Offload {
 /// Configuration of a [`UdpPort`](super::UdpPort).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UdpConfig {
-    /// The longest packet in bytes; `None`: what fits the MTU towards `peer`. The kernel fragments longer packets,
-    /// which works, but the loss of one fragment loses the packet.
+    /// The longest packet in bytes; `None`: what fits the MTU towards `peer`. Packets are never fragmented: those that
+    /// the interface or a link on their way does not carry are lost.
     pub max_packet_len_bytes: Option<usize>,
     /// A peer that determines the route whose MTU is used. `None`: the MTU of the interface that has the port's
     /// address, or Ethernet's if the system does not tell.

@@ -9,6 +9,8 @@
 //! - no call but [`WaitPort::wait`] blocks;
 //! - everything is sent from one socket, so that peers see one address; each shared (multicast) address has a socket of
 //!   its own to receive on;
+//! - packets are never fragmented, here or on their way: those that a link does not carry are lost, and what ICMP
+//!   messages say is ignored ([`path_mtu`](crate::path_mtu) finds the length that arrives);
 //! - packets that the kernel has no room for stay queued, in order; packets that cannot be sent are dropped and
 //!   counted.
 //!
@@ -88,6 +90,7 @@ impl UdpPort {
             let local_addr = socket.local_addr()?;
             multicast::prepare(&socket, local_addr);
             mark_packets(&socket, local_addr, config.traffic_class)?;
+            sys::forbid_fragments(socket.as_fd(), local_addr.is_ipv4())?;
             Ok((socket, local_addr, receive_buffer_bytes, Waker::new()?))
         };
         let (socket, local_addr, receive_buffer_bytes, waker) =

@@ -1,9 +1,13 @@
 //! System calls that no safe crate offers without allocating: `sendmmsg`, `recvmmsg` and UDP's segmentation options
-//! (Linux 4.18 for `UDP_SEGMENT`, 5.0 for `UDP_GRO`; see udp(7)); and the one that returns an interface's MTU.
+//! (Linux 4.18 for `UDP_SEGMENT`, 5.0 for `UDP_GRO`; see udp(7)); and those about MTUs.
 //!
 //! All unsafe code of the port is here, behind safe functions. Invariants:
 //! - every pointer handed to the kernel is derived from a live borrow within the same call, and none is used after it;
 //! - lengths reported by the kernel are clamped to the buffers before a slice is taken.
+
+mod mtu;
+
+pub(super) use mtu::{forbid_fragments, interface_mtu};
 
 use rustix::io::Errno;
 use std::mem::{self, MaybeUninit};
@@ -308,28 +312,6 @@ pub(super) fn enable_gro(fd: BorrowedFd<'_>) -> bool {
     // SAFETY: `on` is valid until the call returns, and `len` is its size.
     let rc = unsafe { libc::setsockopt(fd.as_raw_fd(), libc::SOL_UDP, libc::UDP_GRO, ptr::from_ref(&on).cast(), len) };
     rc == 0
-}
-
-/// Return the MTU of the interface of this name in bytes (`SIOCGIFMTU`, netdevice(7)).
-pub(super) fn interface_mtu(socket: BorrowedFd<'_>, name: &str) -> std::io::Result<usize> {
-    // SAFETY: arrays of integers and a union of integers, addresses and pointers, for which all zeroes is valid.
-    let mut request: libc::ifreq = unsafe { mem::zeroed() };
-    // A name ends with a zero byte.
-    if name.len() >= request.ifr_name.len() {
-        return Err(std::io::ErrorKind::InvalidInput.into());
-    }
-    for (to, &from) in request.ifr_name.iter_mut().zip(name.as_bytes()) {
-        *to = from as libc::c_char;
-    }
-    // SAFETY: `request` is an `ifreq` with a terminated name, which the call reads and writes, and is valid until it
-    // returns.
-    let rc = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU as _, &raw mut request) };
-    if rc != 0 {
-        return Err(std::io::Error::last_os_error());
-    }
-    // SAFETY: an integer, valid for any bytes; the call has written it.
-    let mtu = unsafe { request.ifr_ifru.ifru_mtu };
-    Ok(usize::try_from(mtu).unwrap_or(0))
 }
 
 fn zeroed_header() -> libc::mmsghdr {

@@ -28,7 +28,7 @@
 //! | offset | field | type | meaning |
 //! |---|---|---|---|
 //! | 40 | token | u32 | up: chosen by the sender; down: echoed from the packet that it answers |
-//! | 44 | count | u16 | number of seqs that the packet covers, starting at `seq`; 1 for Data, Result and Operation |
+//! | 44 | count | u16 | number of seqs that the packet covers, starting at `seq`; 1 for Data, Result and Operation; 0 for a Probe about the path, which is padded, and its Status (PROTOCOL 12) |
 //! | 46 | window | u16 | down: the granted window, in contributions; up: 0 |
 //! | 48 | mark | u64 | up: `have`; down: `stable` (PROTOCOL 1) |
 //! | 56 | bits | u64 | Data, Ref, Empty, Late, Operation: element count of the whole operation. Probe: bit i = the sender holds the answer to the i-th seq of the same shard from `seq` on. Status: bit i = the child's contribution to that seq has arrived. Nak(Mismatch): count of the first operation seen. Nak(Missing), up: the highest seq whose answer the sender holds |

@@ -4,9 +4,11 @@
 //! reserved on the devices with [`Placement::reservation`].
 
 mod attach;
+mod paths;
 mod request;
 mod size;
 
+pub(super) use paths::{Hop, NarrowPaths};
 pub(super) use request::{HostBlock, PlacementRequest};
 
 use super::ControllerConfig;

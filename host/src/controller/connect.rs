@@ -3,6 +3,7 @@
 use super::limits::REPLY_LEN_MAX;
 use super::proto::{ClientReply, ClientRequest, HostLead, JoinRefusal, Membership, PeerReport};
 use super::session::ClientError;
+use crate::transport::path::PathToProbe;
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
@@ -178,12 +179,47 @@ pub(super) enum JoinFailed {
     Final(ClientError),
 }
 
-/// Join at the active controller, and wait for the other ranks until `deadline`. `lead` starts a host device.
+/// What a rank does for the controller while it waits for its place.
+pub trait WhileJoining {
+    /// Start a device for the ranks on this rank's host.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    fn lead(&mut self, host: HostLead) -> Result<(), String>;
+
+    /// Return the longest packet that a path carries, in bytes; `None` if that is not known.
+    fn probe(&mut self, path: &PathToProbe) -> Option<u32>;
+}
+
+impl<T: WhileJoining + ?Sized> WhileJoining for &mut T {
+    fn lead(&mut self, host: HostLead) -> Result<(), String> {
+        (**self).lead(host)
+    }
+
+    fn probe(&mut self, path: &PathToProbe) -> Option<u32> {
+        (**self).probe(path)
+    }
+}
+
+/// Does nothing, and says so.
+pub(super) struct NothingWhileJoining;
+
+impl WhileJoining for NothingWhileJoining {
+    fn lead(&mut self, _host: HostLead) -> Result<(), String> {
+        Err("it was not asked for".to_owned())
+    }
+
+    fn probe(&mut self, _path: &PathToProbe) -> Option<u32> {
+        None
+    }
+}
+
+/// Join at the active controller, and wait for the other ranks until `deadline`.
 pub(super) fn join_at_active(
     controller: &ControllerAddr,
     join: &ClientRequest,
     deadline: Instant,
-    lead: &mut dyn FnMut(HostLead) -> Result<(), String>,
+    tasks: &mut dyn WhileJoining,
 ) -> Result<(ActiveLink, Membership), JoinFailed> {
     let has_pair = !controller.alternatives.is_empty();
     let mut link = connect_active(controller, 0)
@@ -204,9 +240,14 @@ pub(super) fn join_at_active(
             Ok(ClientReply::Leading(_)) if Instant::now() < deadline => continue,
             Ok(ClientReply::Leading(_)) => Err(JoinFailed::Timeout),
             Ok(ClientReply::LeadHost(host)) => {
-                if let Err(why) = lead(host) {
+                if let Err(why) = tasks.lead(host) {
                     send(&mut link.writer, &ClientRequest::HostDeviceFailed { why }).map_err(lost)?;
                 }
+                continue;
+            }
+            Ok(ClientReply::ProbePath(path)) => {
+                let answer = ClientRequest::PathProbed { group: path.group, max_packet_len_bytes: tasks.probe(&path) };
+                send(&mut link.writer, &answer).map_err(lost)?;
                 continue;
             }
             Ok(ClientReply::Joined(membership)) => Ok((link, *membership)),

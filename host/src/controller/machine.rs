@@ -335,7 +335,7 @@ impl Machine {
                 (self.is_due, self.due) = (false, NEVER);
                 break;
             }
-            let expires = state.expire_all();
+            let expires = state.expire_all().into_iter().chain(state.expire_path_probes(&self.config)).min();
             let renews = state.renew_leases(&self.config);
             state.reserve_drafts(&self.config);
             state.start_report(&self.config);
@@ -438,10 +438,10 @@ impl Machine {
         self.state.claim_records()
     }
 
-    /// Whether no reservation is in flight or ready.
+    /// Whether no reservation is in flight or ready, or has its paths probed.
     pub fn has_no_drafts(&self) -> bool {
         let is_draft = |purpose: &super::state::Purpose| matches!(purpose, super::state::Purpose::Reserve(_));
-        self.state.ready.is_empty() && !self.state.links.purposes().any(is_draft)
+        self.state.ready.is_empty() && self.state.path_probes.is_empty() && !self.state.links.purposes().any(is_draft)
     }
 
     /// The state, for tests of records.

@@ -64,7 +64,7 @@ pub use address::{AddressError, first_reachable, resolve, resolve_all};
 pub use limits::{Limits, derived_name};
 pub use pair::PairConfig;
 pub use resources::{Quota, Quotas, is_host_device};
-pub use session::{ClientError, ControllerAddr, Notice, Session, status};
+pub use session::{ClientError, ControllerAddr, Notice, Session, WhileJoining, status};
 
 use crate::select::CostTable;
 use crate::topo::Fabric;

@@ -21,6 +21,7 @@ use crate::plan::Child;
 use crate::secret::JobSecret;
 use crate::select::{CostTable, TreeFacts};
 use crate::transport::packets::EndpointConfig;
+use crate::transport::path::PathToProbe;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::SocketAddr;
@@ -95,6 +96,19 @@ pub enum ClientRequest {
     HostDeviceFailed {
         /// The reason, for logs.
         why: String,
+    },
+    /// Answer `ProbePath`.
+    PathProbed {
+        /// The group.
+        group: GroupId,
+        /// The longest packet that the path carries in both directions, in bytes; `None` if the leaf does not answer.
+        max_packet_len_bytes: Option<u32>,
+    },
+    /// As `Suspect`, because the path to the leaf has become too narrow for the tree's packets. The next tree may be on
+    /// the same devices.
+    PathNarrowed {
+        /// The view whose tree is lost.
+        view: u32,
     },
 }
 
@@ -278,6 +292,9 @@ pub enum ClientReply {
     /// Before `Joined`: run a device for the ranks on this rank's host. If it fails, answer with `HostDeviceFailed`. To
     /// a rank that runs one, `Left` arrives once these ranks have left, too.
     LeadHost(HostLead),
+    /// Before `Joined` or `Replanned`: probe the path to the leaf of the tree that is planned. Answered with
+    /// `PathProbed`.
+    ProbePath(Box<PathToProbe>),
 }
 
 /// A rank's place in a complete job.

@@ -1,12 +1,15 @@
 //! The client side of the controller protocol: a rank's session, and status requests.
 
-pub use super::connect::ControllerAddr;
-use super::connect::{ActiveLink, CONNECT_TIMEOUT, JoinFailed, connect, join_at_active, key_advice};
+use super::connect::{
+    ActiveLink, CONNECT_TIMEOUT, JoinFailed, NothingWhileJoining, connect, join_at_active, key_advice,
+};
+pub use super::connect::{ControllerAddr, WhileJoining};
 use super::proto::{
-    AbortReason, ClientReply, ClientRequest, HostLead, JoinRefusal, JoinRequest, Membership, PairRole, QueuePosition,
+    AbortReason, ClientReply, ClientRequest, JoinRefusal, JoinRequest, Membership, PairRole, QueuePosition,
     ResumeRequest, StatusReport,
 };
 use super::session_reader::{Connection, REDIAL_INTERVAL, ReplanReply, SessionReader, SurvivorsReply};
+use crate::transport::path::PathToProbe;
 use std::net::{Shutdown, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
@@ -223,21 +226,19 @@ impl Session {
         timeout: Duration,
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
-        let lead = |_| Err("it was not asked for".to_owned());
-        Self::join_leading(controller, (request, devices), timeout, lead, on_notice)
+        Self::join_with(controller, (request, devices), timeout, NothingWhileJoining, on_notice)
     }
 
-    /// Join a job, as [`Session::join_on`]. If the controller asks this rank to run a device for the ranks on its host,
-    /// `lead` starts one, or returns the reason why there is none. It is called again if joining starts anew at another
-    /// controller.
+    /// Join a job, as [`Session::join_on`], and do what the controller asks of this rank meanwhile. It asks again if
+    /// joining starts anew at another controller.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn join_leading(
+    pub fn join_with(
         controller: impl Into<ControllerAddr>,
         (request, devices): (JoinRequest, Vec<String>),
         timeout: Duration,
-        mut lead: impl FnMut(HostLead) -> Result<(), String>,
+        mut tasks: impl WhileJoining,
         on_notice: impl Fn(Notice) -> Option<ClientRequest> + Send + 'static,
     ) -> Result<(Self, Membership), ClientError> {
         let controller = controller.into();
@@ -248,7 +249,7 @@ impl Session {
         let timeout = timeout + wait;
         let deadline = Instant::now() + timeout;
         let (link, membership) = loop {
-            match join_at_active(&controller, &join, deadline, &mut lead) {
+            match join_at_active(&controller, &join, deadline, &mut tasks) {
                 Ok(joined) => break joined,
                 // A standby is about to take over, or the active controller was lost in the middle.
                 Err(JoinFailed::MayRetry(_)) if Instant::now() + REDIAL_INTERVAL < deadline => {
@@ -305,7 +306,17 @@ impl Session {
     /// Report that the tree of `view` is lost. The controller notifies all ranks, including this one, once per view
     /// ([`Notice::TreeLost`]).
     pub fn suspect(&self, view: u32) {
-        if let Err(error) = self.send(&ClientRequest::Suspect { view }) {
+        self.suspect_because(view, false);
+    }
+
+    /// As [`Session::suspect`]. If only the path has become too narrow for the tree's packets, its devices may be used
+    /// again at once.
+    pub fn suspect_because(&self, view: u32, is_path_narrow: bool) {
+        let request = match is_path_narrow {
+            true => ClientRequest::PathNarrowed { view },
+            false => ClientRequest::Suspect { view },
+        };
+        if let Err(error) = self.send(&request) {
             // The reader thread also notices, and `replan` returns the error.
             crate::log::debug!(%error, view, "cannot report a lost tree to the controller");
         }
@@ -327,6 +338,20 @@ impl Session {
     /// at the deadline; and at once [`ClientError::ControllerLost`] or [`ClientError::Stream`] if the controller is
     /// lost, or [`ClientError::ResumeRefused`] if its successor refused this rank.
     pub fn replan(&self, view: u32, deadline: Instant) -> Result<Membership, ClientError> {
+        self.replan_with(view, deadline, |_| None)
+    }
+
+    /// As [`Session::replan`]; `probe` returns the longest packet that a path carries, in bytes, or `None` if that is
+    /// not known.
+    ///
+    /// # Errors
+    /// As [`Session::replan`].
+    pub fn replan_with(
+        &self,
+        view: u32,
+        deadline: Instant,
+        mut probe: impl FnMut(&PathToProbe) -> Option<u32>,
+    ) -> Result<Membership, ClientError> {
         let asked = Instant::now();
         let replan_replies = self.replan_replies.lock().unwrap_or_else(PoisonError::into_inner);
         // Drop replies and connection ends from before this request.
@@ -335,11 +360,17 @@ impl Session {
         self.send(&ClientRequest::Replan { view })?;
         loop {
             match replan_replies.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Some((other, _))) if other != view => {}
-                Ok(Some((_, Ok(membership)))) => return Ok(*membership),
-                Ok(Some((_, Err(reason)))) => return Err(ClientError::ReplanRefused { view, reason }),
+                Ok(ReplanReply::Probe(path)) => {
+                    let max_packet_len_bytes = probe(&path);
+                    self.send(&ClientRequest::PathProbed { group: path.group, max_packet_len_bytes })?;
+                }
+                Ok(ReplanReply::Outcome(other, _)) if other != view => {}
+                Ok(ReplanReply::Outcome(_, Ok(membership))) => return Ok(*membership),
+                Ok(ReplanReply::Outcome(_, Err(reason))) => return Err(ClientError::ReplanRefused { view, reason }),
                 Err(RecvTimeoutError::Timeout) => break,
-                Ok(None) | Err(RecvTimeoutError::Disconnected) => return Err(ClientError::ControllerLost { view }),
+                Ok(ReplanReply::Ended) | Err(RecvTimeoutError::Disconnected) => {
+                    return Err(ClientError::ControllerLost { view });
+                }
             }
         }
         // From here on the reader thread declines a late tree; a reply that came before is still in the channel.
@@ -348,9 +379,13 @@ impl Session {
             // A successor does not know about this rank's request anyway.
             crate::log::debug!(%error, view, "cannot tell the controller that the replan timed out");
         }
-        match replan_replies.try_iter().flatten().find(|(other, _)| *other == view) {
-            Some((_, Ok(membership))) => Ok(*membership),
-            Some((_, Err(reason))) => Err(ClientError::ReplanRefused { view, reason }),
+        let outcome = replan_replies.try_iter().find_map(|reply| match reply {
+            ReplanReply::Outcome(of, outcome) => Some(outcome).filter(|_| of == view),
+            ReplanReply::Probe(_) | ReplanReply::Ended => None,
+        });
+        match outcome {
+            Some(Ok(membership)) => Ok(*membership),
+            Some(Err(reason)) => Err(ClientError::ReplanRefused { view, reason }),
             None => Err(ClientError::ReplanTimeout { view, waited: asked.elapsed() }),
         }
     }
@@ -413,11 +448,11 @@ impl Session {
             send(&mut connection.stream, &ClientRequest::Leave)
         };
         let replies = self.replan_replies.lock().unwrap_or_else(PoisonError::into_inner);
-        // `None` arrives when the connection has ended, and nothing when the reader thread has.
+        // `Ended` arrives when the connection has ended, and nothing when the reader thread has.
         let mut is_connected = sent.is_ok();
         while is_connected {
             let left = deadline.saturating_duration_since(Instant::now());
-            is_connected = matches!(replies.recv_timeout(left), Ok(Some(_)));
+            is_connected = matches!(replies.recv_timeout(left), Ok(ReplanReply::Outcome(..) | ReplanReply::Probe(_)));
         }
         drop(replies);
     }

@@ -12,6 +12,7 @@ use super::ClientError;
 use super::connect::{ActiveLink, ControllerAddr, connect_active};
 use super::proto::{ClientReply, ClientRequest, JoinRefusal, Membership, ResumeRequest};
 use super::session::Notice;
+use crate::transport::path::PathToProbe;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
@@ -21,8 +22,15 @@ use sumac_hal::ctrl::secure::{ControlReader, ControlWriter};
 use sumac_hal::ctrl::{FrameError, FrameReader, StreamError, send};
 use sumac_hal::ids::Rank;
 
-/// The view of a replan request and its outcome. `None`: the connection has ended.
-pub(super) type ReplanReply = Option<(u32, Result<Box<Membership>, String>)>;
+/// What arrives for a replan request.
+pub(super) enum ReplanReply {
+    /// The view of the request, and its outcome.
+    Outcome(u32, Result<Box<Membership>, String>),
+    /// A path to probe meanwhile.
+    Probe(Box<PathToProbe>),
+    /// The connection has ended.
+    Ended,
+}
 
 /// The round and the surviving ranks. `None`: the connection has ended.
 pub(super) type SurvivorsReply = Option<(u32, Result<Vec<Rank>, String>)>;
@@ -88,7 +96,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
             }
             self.connection().is_open = false;
             // The session holds the receivers and outlives this thread.
-            let _ = (self.replan_replies.send(None), self.survivor_replies.send(None));
+            let _ = (self.replan_replies.send(ReplanReply::Ended), self.survivor_replies.send(None));
             // Without a controller there is no queue, and no further `MoveAt`.
             (self.on_notice)(Notice::Queued(None));
             if has_left || self.is_closing() {
@@ -194,7 +202,12 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
             ClientReply::Queued(place) => Notice::Queued(place),
             ClientReply::Replanned { view, membership } => return self.handle_membership(view, membership),
             ClientReply::ReplanRefused { view, reason } => {
-                let _ = self.replan_replies.send(Some((view, Err(reason))));
+                let _ = self.replan_replies.send(ReplanReply::Outcome(view, Err(reason)));
+                return;
+            }
+            ClientReply::ProbePath(path) => {
+                // If no thread waits any more, the controller goes on without an answer.
+                let _ = self.replan_replies.send(ReplanReply::Probe(path));
                 return;
             }
             ClientReply::Survivors { round, ranks } => {
@@ -218,7 +231,7 @@ impl<N: Fn(Notice) -> Option<ClientRequest>> SessionReader<N> {
         (self.on_notice)(Notice::Queued(membership.queue));
         let given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
         if *given_up != Some(view.wrapping_sub(1)) {
-            let _ = self.replan_replies.send(Some((view.wrapping_sub(1), Ok(membership))));
+            let _ = self.replan_replies.send(ReplanReply::Outcome(view.wrapping_sub(1), Ok(membership)));
         } else if membership.tree.is_ok() {
             self.send(&ClientRequest::Decline {
                 view,

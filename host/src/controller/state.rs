@@ -13,6 +13,7 @@ mod lease;
 mod lost_devices;
 mod membership;
 mod offer;
+mod paths;
 mod placement;
 mod plan;
 mod planning;
@@ -47,6 +48,7 @@ use check::{agree, check_request};
 use crash_loop::CrashLoops;
 use job::{Job, Member};
 use lease::LeaseRound;
+use paths::{AskedNodes, PathProbes};
 use placement::Draft as PendingDraft;
 use planning::Planning;
 use recovery::RecoveryLog;
@@ -64,6 +66,7 @@ use sumac_hal::time::Instant;
 #[derive(Debug)]
 pub(super) enum Purpose {
     Reserve(Reserving),
+    ProbePaths(AskedNodes),
     Renew(LeaseRound),
     Report(PendingReport),
     Stop,
@@ -91,6 +94,8 @@ pub(super) struct State {
     pub(super) now: Instant,
     /// Drafts to be reserved.
     pub(super) ready: VecDeque<PendingDraft>,
+    /// Reserved trees whose paths are probed.
+    pub(super) path_probes: PathProbes,
     /// What is to be sent.
     pub(super) output: Outputs,
     /// The connections to devices.
@@ -157,6 +162,7 @@ impl State {
             devices_settled_at: now + RECONNECT_GRACE,
             now,
             ready: VecDeque::new(),
+            path_probes: PathProbes::default(),
             output: Outputs::default(),
             links: Links::default(),
             renews_at: now + config.lease / 3,
@@ -186,6 +192,7 @@ impl State {
     pub(super) fn proceed(&mut self, config: &ControllerConfig, purpose: Purpose, replies: Vec<Reply>) {
         match purpose {
             Purpose::Reserve(reserving) => self.continue_reservation(config, reserving, replies),
+            Purpose::ProbePaths(asked) => self.continue_path_probes(config, asked, replies),
             Purpose::Renew(round) => self.finish_lease_round(round, replies),
             Purpose::Report(report) => self.finish_report(report, replies),
             Purpose::Stop => self.has_released_all = true,

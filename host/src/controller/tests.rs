@@ -7,6 +7,7 @@ mod leases;
 mod links;
 mod offers;
 mod pair;
+mod paths;
 mod quotas;
 mod replan;
 mod reports;

@@ -91,7 +91,8 @@ impl Core {
         let mut tree = self.data.tree.take();
         if tree.is_some() {
             if let Some(session) = self.members.session.as_ref().filter(|_| cause.is_loss_of_tree()) {
-                session.suspect(self.data.watch.job_view());
+                let is_path_narrow = tree.as_ref().is_some_and(Tree::is_path_narrow);
+                session.suspect_because(self.data.watch.job_view(), is_path_narrow);
             }
             self.data.selection.without_tree(format!("the tree was lost ({cause})"));
         }

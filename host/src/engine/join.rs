@@ -13,7 +13,7 @@ use super::tree::{Tree, attach_params};
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
 use crate::controller::proto::{ClientRequest, HostLead, JoinRequest, Terms, Transport, TreeMembership};
-use crate::controller::{Notice, Session};
+use crate::controller::{Notice, Session, WhileJoining};
 use crate::exec::Mesh;
 use crate::schedule::Place;
 use crate::select::{Declared, SelectionContext};
@@ -21,8 +21,10 @@ use crate::transport::local::{HostDevice, HostDeviceConfig};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
+use crate::transport::path::PathToProbe;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::time::Duration;
 use sumac_hal::ctrl::MAX_NAME_LEN;
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::Rank;
@@ -35,7 +37,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     config.choose_addresses()?;
     let (listener, mesh_addr) = listen(&config)?;
     let (recovery_listener, recovery_addr) = listen(&config)?;
-    let port = config.open_port()?;
+    let mut port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
     let request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
@@ -43,15 +45,10 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     let may_recover = config.recover;
     let on_notice = move |notice| process_notice(&watch, notice, may_recover);
     let controller = config.controller_addr();
-    let mut host_device = None;
-    let lead = |host: HostLead| {
-        // One that was started for another controller goes first.
-        host_device = None;
-        host_device = Some(start_host_device(&config, host)?);
-        Ok(())
-    };
+    let mut tasks = Tasks { config: &config, port: &mut port, host_device: None };
     let joining = (request, Vec::new());
-    let (session, membership) = Session::join_leading(controller, joining, config.join_timeout, lead, on_notice)?;
+    let (session, membership) = Session::join_with(controller, joining, config.join_timeout, &mut tasks, on_notice)?;
+    let host_device = tasks.host_device;
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
@@ -100,6 +97,29 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     };
     Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded, host_device }))
 }
+
+/// What the controller may ask of this rank while it joins.
+struct Tasks<'j> {
+    config: &'j JoinConfig,
+    port: &'j mut HostedPort,
+    host_device: Option<HostDevice>,
+}
+
+impl WhileJoining for Tasks<'_> {
+    fn lead(&mut self, host: HostLead) -> Result<(), String> {
+        // One that was started for another controller goes first.
+        self.host_device = None;
+        self.host_device = Some(start_host_device(self.config, host)?);
+        Ok(())
+    }
+
+    fn probe(&mut self, path: &PathToProbe) -> Option<u32> {
+        path.probe(self.port, PROBE_LIMIT)
+    }
+}
+
+/// How long this rank probes the path to its leaf. The controller waits longer.
+pub(super) const PROBE_LIMIT: Duration = Duration::from_secs(2);
 
 /// Describe this rank to the controller.
 fn join_request(
@@ -204,15 +224,14 @@ fn attach_to_tree(
     Ok(Tree::ZeroCopy(Box::new(driver)))
 }
 
-/// Attach to a later tree of the communicator.
+/// Attach to a later tree of the communicator, with the port from which the path to it was probed.
 pub(super) fn attach_to_new_tree(
     config: &JoinConfig,
     ranks_here: usize,
     tree: TreeMembership,
     table_version: u32,
-    notices: &Notices,
+    (port, notices): (HostedPort, &Notices),
 ) -> Result<Tree, JoinError> {
-    let port = config.open_port()?;
     notices.set_wakers(Some(port.waker()), None);
     attach_to_tree(config, &tree, ranks_here, table_version, (port, notices))
 }

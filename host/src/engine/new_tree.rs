@@ -3,10 +3,11 @@
 use super::config::JoinError;
 use super::core::Core;
 use super::data_path::Deadline;
-use super::join::attach_to_new_tree;
+use super::join::{PROBE_LIMIT, attach_to_new_tree};
 use super::tree::Tree;
 use crate::controller::proto::Membership;
 use crate::select::{Declared, SelectionContext};
+use crate::transport::path::PathToProbe;
 use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
 
@@ -34,7 +35,14 @@ impl Core {
         let now = Instant::now();
         let limit = now + REPLAN_LIMIT.min(at.saturating_duration_since(now) / 2);
         let view = self.data.watch.job_view();
-        let membership = match self.members.session.as_ref()?.replan(view, limit) {
+        let mut port = None;
+        let config = &self.data.config;
+        let probe = |path: &PathToProbe| {
+            // A port that cannot be opened is reported below.
+            let port = port.get_or_insert_with(|| config.open_port()).as_mut().ok()?;
+            path.probe(port, PROBE_LIMIT.min(limit.saturating_duration_since(Instant::now())))
+        };
+        let membership = match self.members.session.as_ref()?.replan_with(view, limit, probe) {
             Ok(membership) => membership,
             Err(error) => return none(&error),
         };
@@ -65,7 +73,10 @@ impl Core {
         };
         let group = u64::from(place.group.0) + 1;
         let facts = place.facts;
-        match attach_to_new_tree(&self.data.config, self.members.ranks_here, place, table.version, self.notices()) {
+        let port = port.unwrap_or_else(|| self.data.config.open_port()).map_err(JoinError::from);
+        let (config, ranks_here) = (&self.data.config, self.members.ranks_here);
+        let attach = |port| attach_to_new_tree(config, ranks_here, place, table.version, (port, self.notices()));
+        match port.and_then(attach) {
             Ok(tree) => {
                 let selection =
                     SelectionContext { tree: Ok(facts), table, declared, ..self.data.selection.context().clone() };

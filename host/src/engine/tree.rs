@@ -93,6 +93,14 @@ impl Tree {
         }
     }
 
+    /// Return whether the tree is lost because its packets are longer than this rank's path carries.
+    pub(super) fn is_path_narrow(&self) -> bool {
+        match self {
+            Self::Packets(driver) => driver.endpoint().is_path_narrow(),
+            Self::ZeroCopy(_) => false,
+        }
+    }
+
     pub(super) fn stats(&self) -> EndpointStats {
         match self {
             Self::Packets(driver) => *driver.endpoint().stats(),

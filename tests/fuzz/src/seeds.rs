@@ -93,6 +93,8 @@ fn control() -> Vec<Seed> {
         message("hello", 0, &request(Request::Identify)),
         message("renew", 0, &request(Request::RenewGroup(GroupId(3)))),
         message("done", 1, &Envelope { id: 7, message: Response::Done }),
+        message("probe-path", 0, &request(Request::ProbePath(GroupId(3)))),
+        message("path", 1, &Envelope { id: 7, message: Response::Path { max_packet_len_bytes: Some(1472) } }),
         message("hello-client", 2, &Hello::Client),
         message("announce", 3, &crate::admission::announce()),
         message("device", 2, &Hello::Device(crate::admission::announce())),
@@ -104,6 +106,7 @@ fn control() -> Vec<Seed> {
             &ClientRequest::JoinOn { request: crate::admission::joining(), devices: vec!["d0".into()] },
         ),
         message("leave", 4, &ClientRequest::Leave),
+        message("path-probed", 4, &ClientRequest::PathProbed { group: GroupId(3), max_packet_len_bytes: Some(1472) }),
         message("left", 5, &ClientReply::Left),
         message("lost", 5, &ClientReply::RankLost(Rank(3))),
     ];

@@ -10,6 +10,7 @@ mod fuzz;
 mod loss;
 mod model;
 mod operation;
+mod path;
 mod sets;
 mod shared;
 mod straggler;
@@ -184,7 +185,8 @@ pub(in crate::node) fn parts(setup: &Setup) -> (NodeConfig, Storage<'static>) {
         trees: Vec::leak(vec![None; setup.groups]),
         children: Vec::leak(vec![Child::EMPTY; usize::from(setup.children) * setup.groups]),
         slots: Vec::leak(vec![Slot::EMPTY; slots]),
-        bytes: Vec::leak(vec![0; bytes]),
+        // What an earlier group has left.
+        bytes: Vec::leak(vec![0xee; bytes]),
     };
     (config, storage)
 }

@@ -1,5 +1,6 @@
 //! What a tree is planned for.
 
+use super::NarrowPaths;
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
 use crate::transport::local::HostGroups;
@@ -16,6 +17,8 @@ pub(in crate::controller) struct PlacementRequest<'j> {
     pub(in crate::controller) pinned: &'j [String],
     /// The hosts whose ranks combine before they contribute.
     pub(in crate::controller) hosts: &'j [HostBlock],
+    /// The paths that carry shorter packets than their ends.
+    pub(in crate::controller) narrow: &'j NarrowPaths,
 }
 
 /// The ranks of a job that share a host, and the device that they combine on.

@@ -1,7 +1,6 @@
 //! Chooses chunk and window of a group: the largest that all ports and the available resources allow.
 
 use super::{PlacedNode, Placement, PlacementRequest};
-use crate::controller::proto::JoinRequest;
 use crate::controller::resources::{Available, ResourceLedger};
 use crate::controller::{ControllerConfig, WINDOW_MIN};
 use sumac_hal::ctrl::Order;
@@ -56,7 +55,7 @@ impl Placement {
     ) -> Result<(), String> {
         let requests = request.requests;
         let available = |node: &PlacedNode| ledger.available(request.tenant, &node.device.key());
-        let mut chunk = self.chunk_len(config, requests)?;
+        let mut chunk = self.chunk_len(config, request)?;
         let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
         let shard = shard.ok_or_else(|| format!("device {} announces no shard", self.nodes[0].device.name()))?;
         let slots = |window: u64| 2 * shard.max_in_window(window);
@@ -76,7 +75,7 @@ impl Placement {
                 self.fall_back_to_packets(index, requests, &why)?;
                 // Packets carry the chunks from now on. The chunk does not grow for leaves that were already checked: a
                 // tree of several leaves is limited to packets anyway.
-                chunk = self.chunk_len(config, requests)?;
+                chunk = self.chunk_len(config, request)?;
             }
         }
         // Zero-copy on one device needs few slots, which stay in its caches; packets must fill a network.
@@ -111,10 +110,11 @@ impl Placement {
         Ok(())
     }
 
-    /// The largest chunk that all ports allow, in whole cache lines if zero-copy is used.
-    fn chunk_len(&self, config: &ControllerConfig, requests: &[&JoinRequest]) -> Result<u32, String> {
+    /// The largest chunk that all ports and paths allow, in whole cache lines if zero-copy is used.
+    fn chunk_len(&self, config: &ControllerConfig, request: PlacementRequest<'_>) -> Result<u32, String> {
         let devices = self.nodes.iter().map(|node| node.device.announce.capabilities.max_packet_len_bytes);
-        let longest = devices.chain(requests.iter().map(|request| request.max_packet_len_bytes)).min().unwrap_or(0);
+        let ranks = request.requests.iter().map(|request| request.max_packet_len_bytes);
+        let longest = devices.chain(ranks).min().unwrap_or(0).min(self.narrowest(request.narrow));
         let on_one_device = self.all_zero_copy() && self.nodes.len() == 1;
         let most = if on_one_device { config.zero_copy_chunk_max_bytes } else { config.chunk_max_bytes };
         let multiple = if self.zero_copy_ranks() > 0 { 64 } else { 16 };

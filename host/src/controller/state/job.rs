@@ -4,7 +4,7 @@ use super::hosts::JobHost;
 use super::lost_devices::LostDevices;
 use super::membership::{MembershipMessages, SharedFields};
 use crate::controller::ControllerConfig;
-use crate::controller::admit::Placement;
+use crate::controller::admit::{NarrowPaths, Placement};
 use crate::controller::device::Device;
 use crate::controller::outbox::Frames;
 use crate::controller::output::{ConnId, Outputs};
@@ -39,6 +39,8 @@ pub(super) struct Job {
     pub(super) view: u32,
     /// Whether the ranks were notified that the tree of this view is lost.
     pub(super) tree_suspected: bool,
+    /// Whether it is lost because a path has become too narrow for its packets.
+    pub(super) is_path_narrow: bool,
     /// Whether the ranks were notified of an abort.
     pub(super) is_aborted: bool,
     /// Whether the ranks were notified of a lost rank, which makes others end.
@@ -81,6 +83,9 @@ pub(super) struct Job {
     /// The hosts whose ranks combine before they contribute, and until when the job waits for their devices.
     pub(super) hosts: Vec<JobHost>,
     pub(super) hosts_until: Option<Instant>,
+    /// Its paths that carry shorter packets than their ends, and how many trees in a row were given up for that.
+    pub(super) narrow: NarrowPaths,
+    pub(super) narrow_trees: u32,
     /// The position in the queue that was last sent to the ranks.
     pub(super) reported_position: Option<QueuePosition>,
 }
@@ -93,6 +98,7 @@ impl Job {
             secret,
             view: 0,
             tree_suspected: false,
+            is_path_narrow: false,
             is_aborted: false,
             has_lost_ranks: false,
             replan_requests: BTreeSet::new(),
@@ -115,6 +121,8 @@ impl Job {
             expression: None,
             hosts: Vec::new(),
             hosts_until: None,
+            narrow: NarrowPaths::default(),
+            narrow_trees: 0,
             reported_position: None,
         }
     }

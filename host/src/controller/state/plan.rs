@@ -4,7 +4,7 @@ use super::job::Job;
 use super::placement::{NoTree, Wait};
 use super::planning::PlaceJob;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Devices, GroupIds, HostBlock, Placement, PlacementRequest, draft};
+use crate::controller::admit::{Devices, GroupIds, HostBlock, NarrowPaths, Placement, PlacementRequest, draft};
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{BlockedOn, Candidate, Reservations};
@@ -30,6 +30,7 @@ pub(super) struct JobSnapshot {
     expression: Option<Tree>,
     /// The hosts with a device of the job's own.
     pub(super) hosts: Vec<HostBlock>,
+    narrow: NarrowPaths,
 }
 
 /// A plan to be made, with a snapshot of all that it depends on.
@@ -105,9 +106,14 @@ impl Plan {
     /// Draft a tree for the job, or find out why there is none and what it could wait for.
     fn draft_or_explain(&self, config: &ControllerConfig) -> Result<Placement, NoTree> {
         let requests = self.requests();
-        let (tenant, ledger) = (self.tenant(), &self.ledger);
-        let request =
-            PlacementRequest { tenant, requests: &requests, pinned: &self.job.pinned, hosts: &self.job.hosts };
+        let (tenant, ledger, job) = (self.tenant(), &self.ledger, &self.job);
+        let request = PlacementRequest {
+            tenant,
+            requests: &requests,
+            pinned: &job.pinned,
+            hosts: &job.hosts,
+            narrow: &job.narrow,
+        };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
         let drafted = |devices: &Devices, ledger: &ResourceLedger| self.draft_on(config, devices, ledger, request);
@@ -167,7 +173,13 @@ impl Plan {
     fn draft_now(&self, config: &ControllerConfig) -> Result<Placement, String> {
         let requests = self.requests();
         let (tenant, job) = (self.tenant(), &self.job);
-        let request = PlacementRequest { tenant, requests: &requests, pinned: &job.pinned, hosts: &job.hosts };
+        let request = PlacementRequest {
+            tenant,
+            requests: &requests,
+            pinned: &job.pinned,
+            hosts: &job.hosts,
+            narrow: &job.narrow,
+        };
         if let Some(other) = self.reservations.tenants.get(request.tenant) {
             return Err(format!("resources are reserved for job {other:?} of the same tenant"));
         }
@@ -228,6 +240,7 @@ impl JobSnapshot {
             declined_devices: job.declined_devices.clone(),
             expression: job.expression.clone(),
             hosts: job.host_blocks(),
+            narrow: job.narrow.clone(),
         }
     }
 

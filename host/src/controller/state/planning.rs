@@ -89,6 +89,7 @@ impl State {
     fn push_placement(&mut self, name: &str, tries: u32, wait_expired: bool) {
         let ids = self.next_ids(name);
         let Some(job) = self.jobs.get_mut(name) else { return };
+        job.narrow.forget_old(self.now);
         // Clearing this voids the plan.
         job.placing = Some(ids.group);
         self.push_task(Task::PlaceJob(PlaceJob { name: name.to_owned(), ids, tries, plans: 0, wait_expired }));
@@ -229,7 +230,7 @@ impl State {
         self.has_devices(placement) && self.ledger.check(tenant, &placement.claim(tenant).needs).is_ok()
     }
 
-    fn has_devices(&self, placement: &Placement) -> bool {
+    pub(super) fn has_devices(&self, placement: &Placement) -> bool {
         placement.nodes.iter().all(|node| self.is_connected(&node.device))
     }
 

@@ -28,15 +28,21 @@ const LATE_LIMIT: Duration = Duration::from_secs(6);
 pub(super) const LOST: &str = "its tree is lost";
 
 impl State {
-    /// A rank reports a lost tree: notify all ranks of its job, once per view.
-    pub(in crate::controller) fn suspect(&mut self, place: Option<&(String, Rank)>, client: ConnId, view: u32) {
+    /// A rank reports a lost tree: notify all ranks of its job, once per view. If its path is only too narrow, the
+    /// tree's devices are not to blame.
+    pub(in crate::controller) fn suspect(
+        &mut self,
+        (place, client): (Option<&(String, Rank)>, ConnId),
+        view: u32,
+        is_path_narrow: bool,
+    ) {
         let Some((name, rank)) = place else { return };
         let Some(job) = self.jobs.get_mut(name).filter(|job| job.has(*rank, client)) else { return };
         if job.placement.is_none() || view != job.view || job.tree_suspected {
             return;
         }
-        tracing::warn!(job = name, %rank, view, "tree is lost: reported by a rank");
-        job.tree_suspected = true;
+        tracing::warn!(job = name, %rank, view, is_path_narrow, "tree is lost: reported by a rank");
+        (job.tree_suspected, job.is_path_narrow) = (true, is_path_narrow);
         self.recoveries.begin(name, view, &format!("tree lost: reported by {rank}"), self.now);
         job.broadcast(&mut self.output, &ClientReply::TreeLost { view });
     }
@@ -151,7 +157,7 @@ impl State {
             let Some(job) = self.jobs.get_mut(name) else { return };
             job.placement = Some(Err(LOST.into()));
             // If one of them has disconnected, that is why, and the others may be used again.
-            match is_whole {
+            match is_whole && !std::mem::take(&mut job.is_path_narrow) {
                 true => job.lost_devices.exclude(devices().cloned().collect(), self.now),
                 false => job.lost_devices.clear(),
             }

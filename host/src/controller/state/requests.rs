@@ -32,13 +32,17 @@ impl State {
             // The machine has answered it.
             ClientRequest::Peer(_) => {}
             ClientRequest::Status => self.request_report(client, tenant),
-            ClientRequest::Suspect { view } => self.suspect(here, client, view),
+            ClientRequest::Suspect { view } => self.suspect((here, client), view, false),
+            ClientRequest::PathNarrowed { view } => self.suspect((here, client), view, true),
             ClientRequest::Replan { view } => self.replan(here, client, view),
             ClientRequest::Pause { view, at } => self.pause(here, client, view, at),
             ClientRequest::Decline { view, device, why } => self.decline((here, client), view, (device, why)),
             ClientRequest::Abort(reason) => self.abort(here, client, &reason),
             ClientRequest::Survivors => self.survivors(here, client),
             ClientRequest::HostDeviceFailed { why } => self.fail_host_device(here, client, &why),
+            ClientRequest::PathProbed { group, max_packet_len_bytes } => {
+                self.record_probed_path(config, (here, client), group, max_packet_len_bytes);
+            }
             ClientRequest::AbandonReplan { view } => self.abandon_replan(here, client, view),
             ClientRequest::Resume(resumption) => {
                 let joined = self.check_single(client, place).and_then(|()| self.resume(config, *resumption, client));

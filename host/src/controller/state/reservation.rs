@@ -1,7 +1,8 @@
 //! Reserves a tree and its group on every node, or on none.
 //!
 //! The steps, with an exchange between them: send the requests to all nodes; if one refuses or does not respond, roll
-//! back on all and, if it refused, query its counters; then publish the tree, or decide what to try next.
+//! back on all and, if it refused, query its counters; then probe the paths of the tree (`paths`), or decide what to
+//! try next.
 
 use super::placement::{Draft, NoTree};
 use super::{Purpose, State};
@@ -86,16 +87,7 @@ impl State {
         let (name, group) = (draft.job.clone(), draft.placement.group);
         let is_wanted = self.jobs.get(&name).is_some_and(|job| job.placing == Some(group));
         let failure = match reserved {
-            Ok(()) if is_wanted => {
-                let placement = &draft.placement;
-                let (levels, zero_copy) = (placement.levels, placement.zero_copy_ranks());
-                let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-                tracing::info!(job = name, %group, levels, ?devices, zero_copy, "tree reserved");
-                self.leave_queue(&name);
-                self.publish_placement(config, &name, Ok(draft.placement));
-                self.serve_queue();
-                return;
-            }
+            Ok(()) if is_wanted => return self.probe_paths(config, draft),
             Ok(()) => {
                 // The job no longer needs it.
                 self.release(&draft.placement);
@@ -129,6 +121,17 @@ impl State {
         self.serve_queue();
     }
 
+    /// Publish a tree that is reserved, and whose paths carry its packets.
+    pub(super) fn publish_reserved(&mut self, config: &ControllerConfig, Draft { job, placement, .. }: Draft) {
+        let (group, levels, zero_copy) = (placement.group, placement.levels, placement.zero_copy_ranks());
+        let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
+        let packet_len_bytes = placement.packet_len_bytes();
+        tracing::info!(job, %group, levels, ?devices, zero_copy, packet_len_bytes, "tree reserved");
+        self.leave_queue(&job);
+        self.publish_placement(config, &job, Ok(placement));
+        self.serve_queue();
+    }
+
     /// Decide what to do about a failed reservation.
     fn retry(
         &mut self,
@@ -148,7 +151,8 @@ impl State {
         };
         if matches!(refusal, Refusal::NoZeroCopy(_) | Refusal::NoRedoMemory { .. }) && is_zero_copy {
             let requests: Vec<&JoinRequest> = job.members.values().map(|member| &*member.request).collect();
-            let request = PlacementRequest { tenant: job.tenant(), requests: &requests, pinned: &[], hosts: &[] };
+            let (tenant, narrow) = (job.tenant(), &job.narrow);
+            let request = PlacementRequest { tenant, requests: &requests, pinned: &[], hosts: &[], narrow };
             let fitted = placement.refit_with_packets((index, &refusal.to_string()), config, &self.ledger, request);
             fitted.map_err(|why| RetryOutcome::Without(NoTree::permanent(why)))?;
             let claimed = self.ledger.claim(placement.claim(job.tenant()));

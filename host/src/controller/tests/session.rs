@@ -5,7 +5,9 @@ use super::super::{ClientError, Notice};
 use super::replan::{SOON, request, tree_of, wait_until_no_tree};
 use super::*;
 use crate::secret::JobSecret;
+use crate::transport::path::PathToProbe;
 use std::time::Instant;
+use sumac_hal::ids::Epoch;
 
 #[test]
 fn sessions_replace_a_lost_tree_together() {
@@ -52,6 +54,11 @@ fn sessions_replace_a_lost_tree_together() {
 
 /// A scripted controller: answers one Join, then one Replan with `answers`, and disconnects.
 fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
+    scripted_with(None, answers)
+}
+
+/// The same; before the answers to Replan it has a path probed, which carries 1200 bytes.
+fn scripted_with(path: Option<PathToProbe>, answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
     let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     let addr = listener.local_addr().expect("bound");
     let serve = move || {
@@ -61,6 +68,11 @@ fn scripted(answers: Vec<ClientReply>) -> (SocketAddr, thread::JoinHandle<()>) {
         assert!(matches!(reader.recv(), Ok(ClientRequest::Join(_))));
         send(&mut stream, &ClientReply::Joined(Box::new(membership_without_tree(1)))).expect("a client");
         assert_eq!(reader.recv::<ClientRequest>().expect("a wish"), ClientRequest::Replan { view: 3 });
+        if let Some(path) = path {
+            let found = ClientRequest::PathProbed { group: path.group, max_packet_len_bytes: Some(1200) };
+            send(&mut stream, &ClientReply::ProbePath(Box::new(path))).expect("a client");
+            assert_eq!(reader.recv::<ClientRequest>().expect("an answer"), found);
+        }
         answers.iter().for_each(|answer| send(&mut stream, answer).expect("a client"));
     };
     (addr, thread::spawn(serve))
@@ -103,4 +115,26 @@ fn lost_controller_fails_a_pending_replan() {
     serving.join().expect("as scripted");
     // Ignored without a controller.
     session.suspect(3);
+}
+
+#[test]
+fn path_is_probed_while_a_replan_waits() {
+    let path = PathToProbe {
+        group: GroupId(7),
+        epoch: Epoch::default(),
+        child: ChildIndex(0),
+        key: 1,
+        parents: Vec::new(),
+        packet_len_bytes: 1472,
+    };
+    let replanned = ClientReply::Replanned { view: 4, membership: Box::new(membership_without_tree(9)) };
+    let (addr, serving) = scripted_with(Some(path.clone()), vec![replanned]);
+    let (session, _) = Session::join(addr, request(0, 1), SOON, |_| None).expect("an answer");
+    let probe = |asked: &PathToProbe| {
+        assert_eq!(*asked, path);
+        Some(1200)
+    };
+    let membership = session.replan_with(3, Instant::now() + SOON, probe).expect("an answer");
+    assert_eq!(membership.secret, JobSecret::new([9; 32]));
+    serving.join().expect("as scripted");
 }

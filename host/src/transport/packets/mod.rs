@@ -35,14 +35,16 @@ pub use snapshot::Progress;
 
 use crate::transport::RecoverySource;
 use std::collections::VecDeque;
+use std::ops::ControlFlow;
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::{OpDesc, Path};
+use sumac_hal::path_mtu::{PathSearch, needs_probes};
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{Kind, RankMask, Repr, StragglerLimit};
+use sumac_hal::wire::{HEADER_LEN, Kind, RankMask, Repr, SHORT_HEADER_LEN, StragglerLimit};
 
 /// Parameters of a rank in a group.
 #[derive(Debug, Clone)]
@@ -126,6 +128,8 @@ pub struct Endpoint {
     config: EndpointConfig,
     /// One hop for each shard of the leaf node.
     hops: Vec<Uplink>,
+    /// The searches of their paths, of hops that have stalled.
+    paths: Vec<Option<PathSearch>>,
     ops: Ops,
     /// The first sequence number that has not been sent.
     next: u64,
@@ -134,7 +138,7 @@ pub struct Endpoint {
     stable: ChunkNo,
     /// Whether contributions request shared results.
     shared_results: SharedResults,
-    /// Packets without payload to send.
+    /// Packets to send that have no payload but padding.
     replies: VecDeque<(Addr, Repr)>,
     /// Sequence numbers to retransmit.
     again: VecDeque<u64>,
@@ -143,6 +147,7 @@ pub struct Endpoint {
     /// An answer carried a congestion mark that the node has not been told about.
     congested: bool,
     failed: Option<EndpointError>,
+    is_path_narrow: bool,
     failure_reported: bool,
     stats: EndpointStats,
     #[cfg(feature = "planted")]
@@ -162,6 +167,7 @@ impl Endpoint {
         Self {
             window: config.window_start.clamp(1, config.window_max),
             hops,
+            paths: vec![None; config.parents.len()],
             ops: Ops::new(usize::from(config.chunk_len_bytes), RankInfo { rank: config.rank.0, ranks: config.ranks }),
             next: 0,
             stable: ChunkNo(0),
@@ -171,6 +177,7 @@ impl Endpoint {
             ending: None,
             congested: false,
             failed: None,
+            is_path_narrow: false,
             failure_reported: false,
             stats: EndpointStats::default(),
             #[cfg(feature = "planted")]
@@ -221,8 +228,46 @@ impl Endpoint {
                 self.stats.probes += 1;
                 self.replies
                     .push_back((self.config.parents[index], Repr { count: probe.count, bits: probe.held, ..header }));
+                self.watch_path(index, now);
+            }
+            if self.poll_path(index, now).is_break() {
+                return;
             }
         }
+    }
+
+    /// If a hop has stalled, find out whether its path has become narrower.
+    fn watch_path(&mut self, index: usize, now: Instant) {
+        let config = &self.config;
+        if self.hops[index].is_stalled() && needs_probes(&config.parents[index]) {
+            let longest = usize::from(config.chunk_len_bytes) + SHORT_HEADER_LEN;
+            let salt = config.salt.rotate_left(16 + index as u32);
+            self.paths[index].get_or_insert_with(|| PathSearch::new(longest, salt, now)).search_again(now);
+        }
+    }
+
+    /// Send the probes about a path that are due. Breaks if the path is too narrow, with which the group fails.
+    fn poll_path(&mut self, index: usize, now: Instant) -> ControlFlow<()> {
+        let Some(path) = &mut self.paths[index] else { return ControlFlow::Continue(()) };
+        let mut due = Vec::new();
+        due.extend(std::iter::from_fn(|| path.poll(now)));
+        if path.is_narrow() {
+            self.is_path_narrow = true;
+            self.fail(EndpointError::PathLost);
+            return ControlFlow::Break(());
+        }
+        for probe in due {
+            let header = self.header(Kind::Probe, ChunkNo(0), probe.token);
+            let payload_len_bytes = (probe.len_bytes - HEADER_LEN) as u16;
+            self.stats.probes += 1;
+            self.replies.push_back((self.config.parents[index], Repr { count: 0, payload_len_bytes, ..header }));
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Return whether the group has failed because its packets are longer than the path carries.
+    pub(crate) const fn is_path_narrow(&self) -> bool {
+        self.is_path_narrow
     }
 
     /// Return when to call [`Endpoint::handle_timeout`] next, unless a packet arrives before.
@@ -231,7 +276,11 @@ impl Endpoint {
         if self.failed.is_some() {
             return None;
         }
-        (0..self.hops.len()).filter(|&index| self.waits_for(index)).filter_map(|index| self.hops[index].timeout()).min()
+        let due = |index: usize| {
+            let path = self.paths[index].as_ref().and_then(PathSearch::timeout);
+            self.hops[index].timeout().into_iter().chain(path).min()
+        };
+        (0..self.hops.len()).filter(|&index| self.waits_for(index)).filter_map(due).min()
     }
 
     /// Return the next event: completions in order, and last, once, the failure.

@@ -220,6 +220,10 @@ impl Endpoint {
     }
 
     fn on_status(&mut self, index: usize, repr: &Repr, now: Instant) -> Option<()> {
+        if repr.count == 0 {
+            let is_of_path = self.paths[index].as_mut()?.on_reply(repr.token, repr.packet_len(), now);
+            return is_of_path.then_some(());
+        }
         let shard = self.shard(index);
         if planted!(self, AcceptedIsAnswered) {
             let first = shard.below(repr.seq);

@@ -1,6 +1,7 @@
 //! One endpoint, packet by packet, against a leaf node played by the tests.
 
 mod operation;
+mod path;
 mod sets;
 mod shared;
 mod straggler;

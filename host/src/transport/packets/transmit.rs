@@ -42,7 +42,7 @@ impl Endpoint {
             return None;
         }
         if let Some((to, repr)) = self.replies.pop_front() {
-            return Some(transmit(to, &repr, &[]));
+            return Some(transmit(to, &repr, &PADDING[..repr.payload_len_bytes.into()]));
         }
         self.drop_answered();
         if let Some(&seq) = self.again.front() {
@@ -131,6 +131,9 @@ impl Endpoint {
         (transmit(to, &repr, payload), repr.count.into())
     }
 }
+
+/// The payload of packets that are as long as the path is to carry.
+static PADDING: [u8; 1 << 16] = [0; 1 << 16];
 
 fn transmit<'b>(to: Addr, repr: &Repr, payload: &'b [u8]) -> Transmit<&'b [u8]> {
     Transmit { to, header: repr.header(payload_crc(payload)), payload }
