@@ -300,14 +300,15 @@ impl Placement {
         }
     }
 
-    /// The epoch that keys are derived from.
-    fn key_epoch(&self) -> Epoch {
-        if planted!(self, EpochUnchecked) { Epoch::default() } else { self.epoch }
+    /// The key of a child of `node`.
+    fn child_key(&self, node: &PlacedNode, child: ChildIndex) -> u64 {
+        let epoch = if planted!(self, EpochUnchecked) { Epoch::default() } else { self.epoch };
+        node.secret.child_key(self.group, epoch, child)
     }
 
     /// The multicast address and key of `node`, for its children.
     fn shared_link(&self, node: &PlacedNode) -> Option<SharedLink> {
-        let key = node.secret.child_key(self.group, self.key_epoch(), ChildIndex::ALL);
+        let key = self.child_key(node, ChildIndex::ALL);
         Some(SharedLink { addr: node.shared?, key })
     }
 
@@ -381,9 +382,7 @@ impl Placement {
     }
 
     fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {
-        let key = |(parent, child): (usize, ChildIndex)| {
-            self.nodes[parent].secret.child_key(self.group, self.key_epoch(), child)
-        };
+        let key = |(parent, child): (usize, ChildIndex)| self.child_key(&self.nodes[parent], child);
         GroupConfig {
             group: self.group,
             tree: self.tree,
@@ -437,7 +436,7 @@ impl Placement {
             leaf: node.device.name().to_owned(),
             host: self.hosts.as_ref().map(|hosts| hosts[rank.0 as usize].clone()),
             child,
-            key: node.secret.child_key(self.group, self.key_epoch(), child),
+            key: self.child_key(node, child),
             shared: self.shared_link(node).filter(|_| attach.is_none()),
             parents: announce.data_addrs.iter().copied().collect(),
             window_max: self.window_max,
