@@ -165,7 +165,9 @@ impl World<'_, '_> {
             let Some((conn, Envelope { id, message })) = self.devices[index].backlog.pop_front() else { break };
             if let Request::CreateGroup(config) = &message {
                 self.check_creator(config.group, conn)?;
-                self.note_group(index, conn);
+            }
+            if !matches!(message, Request::Rejected(_)) {
+                self.note_request(index, conn);
             }
             let response = self.control(index, &message)?;
             if self.conns.get(&conn) == Some(&Peer::Device(index)) {

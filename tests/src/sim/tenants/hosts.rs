@@ -310,8 +310,8 @@ impl World<'_, '_> {
         }
     }
 
-    /// A device gets a group over a connection.
-    pub(super) fn note_group(&mut self, device: usize, conn: ConnId) {
+    /// A device gets a request of a controller that has accepted it.
+    pub(super) fn note_request(&mut self, device: usize, conn: ConnId) {
         let host = self.host_of(device).map(|host| &self.hosts.all[host]);
         if host.is_some_and(|host| incarnation_of(conn) >= host.asked_by) {
             self.report.seen.note(Mark::HostDeviceBack);
