@@ -26,8 +26,8 @@ const ATTEMPTS_LONGEST: u8 = 8;
 /// How many probes of any other length are lost before it fails. By chance this costs a part of the chunk only.
 const ATTEMPTS: u8 = 3;
 
-/// How many attempts in a row a peer may leave unanswered before the search ends: some two seconds.
-const SILENT_ATTEMPTS: u8 = 12;
+/// How many attempts in a row a peer may leave unanswered before the search ends: some three seconds.
+const SILENT_ATTEMPTS: u8 = 16;
 
 /// How many attempts a search makes at most; one that finds its length makes half as many, at a loss of one in ten.
 const ATTEMPTS_MAX: u32 = 100;

@@ -26,7 +26,7 @@ use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::ids::{GroupId, Rank};
 use sumac_hal::time::Instant;
 
-/// How long a tree waits for its paths. A search ends after some 2 s at the latest.
+/// How long a tree waits for its paths. Ranks search for 2 s at most.
 const PROBE_LIMIT: Duration = Duration::from_secs(3);
 
 /// How often a device that is still searching is asked.
