@@ -379,10 +379,9 @@ impl Placement {
     }
 
     fn group_config(&self, config: &ControllerConfig, order: Order, node: &PlacedNode) -> GroupConfig {
-        let key =
-            |(parent, child): (usize, ChildIndex)| {
-                self.nodes[parent].secret.child_key(self.group, self.key_epoch(), child)
-            };
+        let key = |(parent, child): (usize, ChildIndex)| {
+            self.nodes[parent].secret.child_key(self.group, self.key_epoch(), child)
+        };
         GroupConfig {
             group: self.group,
             tree: self.tree,

@@ -1,4 +1,5 @@
-//! The fabric on which a cluster's controller plans: a switch with a device at each node of the drawn trees.
+//! The fabric on which a cluster's controller plans: a switch with a device at each node of the drawn trees, or of the
+//! first one only.
 //!
 //! Each tree has a place for every device: its own node, or, for one that the tree has no node for, a drawn node, as a
 //! second device beside it. Devices at a node are cabled to all devices at its parent, and hosts to all at their leaf.
@@ -19,7 +20,7 @@ pub(super) fn fabric(options: &Options, wirings: &[Wiring]) -> Option<Fabric> {
     if is_flat && draw.chance(500) {
         return None;
     }
-    // With two trees the planner can often save levels.
+    // On both trees the planner can often save levels.
     let wirings = if draw.chance(500) { wirings } else { &wirings[..1] };
     let devices = options.devices();
     let mut links = BTreeSet::new();
