@@ -24,7 +24,7 @@ pub enum Bug {
     CountedWindow,
     /// Endpoint: retains nothing of operations that have returned.
     NoRetention,
-    /// Controller: creates a group again, after a restart or for another tree, with the number and epoch that it had.
+    /// Controller: gives a job's next group the number and epoch of its last one.
     SameEpoch,
     /// Node: does not free a failed group when its lease expires.
     LeaseLeak,

@@ -1,4 +1,5 @@
-//! The fabric on which a cluster's controller plans: a switch with a device at each node of the drawn trees.
+//! The fabric on which a cluster's controller plans: a switch with a device at each node of the drawn trees, or of the
+//! first one only.
 //!
 //! Each tree has a place for every device: its own node, or, for one that the tree has no node for, a drawn node, as a
 //! second device beside it. Devices at a node are cabled to all devices at its parent, and hosts to all at their leaf.
@@ -19,7 +20,7 @@ pub(super) fn fabric(options: &Options, wirings: &[Wiring]) -> Option<Fabric> {
     if is_flat && draw.chance(500) {
         return None;
     }
-    // With two trees the planner can often save levels.
+    // On both trees the planner can often save levels.
     let wirings = if draw.chance(500) { wirings } else { &wirings[..1] };
     let devices = options.devices();
     let mut links = BTreeSet::new();
@@ -65,7 +66,7 @@ pub(super) fn host(rank: usize) -> String {
 mod tests {
     use super::*;
     use crate::sim::ScenarioKind;
-    use sumac::plan::{DeviceLimits, HostSelection, Limits, Plan, plan};
+    use sumac::plan::{HostSelection, Limits, plan};
 
     /// The fabric of a seed, if it has one.
     fn draw(seed: u64) -> Option<Fabric> {
@@ -74,30 +75,10 @@ mod tests {
         fabric(&options, &(0..options.trees.len()).map(wiring).collect::<Vec<_>>())
     }
 
-    /// Plan a tree over all hosts, without some devices.
-    fn plan_without(fabric: &Fabric, lost: &[&str]) -> Option<Plan> {
-        let limits = DeviceLimits { max_children: 256, slots_free: 1 };
-        let rest = fabric.switch_ids().filter(|id| !lost.contains(&fabric.switch(*id).name.as_str()));
-        let devices = Some(rest.map(|id| (id, limits)).collect());
-        plan(fabric, &HostSelection::All, &Limits { devices, ..Limits::default() }).ok()
-    }
-
     #[test]
     fn planned_trees_have_one_to_four_levels() {
-        let levels: BTreeSet<usize> =
-            (0..150).filter_map(draw).map(|fabric| plan_without(&fabric, &[]).expect("a tree").levels).collect();
+        let planned = |fabric: Fabric| plan(&fabric, &HostSelection::All, &Limits::default()).expect("a tree");
+        let levels: BTreeSet<usize> = (0..150).filter_map(draw).map(|fabric| planned(fabric).levels).collect();
         assert_eq!(levels, BTreeSet::from([1, 2, 3, 4]));
-    }
-
-    /// Second devices and other trees replace most roots that are lost.
-    #[test]
-    fn most_fabrics_have_a_tree_without_the_first_root() {
-        let fabrics: Vec<Fabric> = (0..150).filter_map(draw).collect();
-        let has_other = |fabric: &&Fabric| {
-            let root = plan_without(fabric, &[]).expect("a tree").root().name.clone();
-            plan_without(fabric, &[&root]).is_some_and(|other| other.root().name != root)
-        };
-        let others = fabrics.iter().filter(has_other).count();
-        assert!(2 * others > fabrics.len(), "{others} of {}", fabrics.len());
     }
 }

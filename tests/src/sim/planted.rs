@@ -67,11 +67,6 @@ impl Planted {
         operations
     }
 
-    /// Return the epoch in which groups restart.
-    pub(super) fn next_epoch(self, epoch: Epoch) -> Epoch {
-        if planted!(self, SameEpoch) { epoch } else { Epoch { counter: epoch.counter + 1, ..epoch } }
-    }
-
     /// Return whether calls forget the path that they had in an earlier view.
     pub(super) fn forgets_paths(self) -> bool {
         planted!(self, EarlierPathForgotten)
