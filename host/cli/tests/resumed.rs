@@ -125,6 +125,11 @@ impl Progress {
         self.rounds.load(Ordering::SeqCst)
     }
 
+    /// Wait for the first repair. It may have been before this call.
+    fn wait_for_repair(&self) {
+        wait_until("no repair", || self.repaired.load(Ordering::SeqCst) > 0);
+    }
+
     /// Wait until a counter has increased by `more`.
     fn wait_for(&self, what: &str, counter: impl Fn(&Self) -> &AtomicU64, more: u64) {
         let before = counter(self).load(Ordering::SeqCst);
@@ -220,7 +225,7 @@ fn job_continues_without_controller_and_with_the_next_one() {
             // The next controller handles later failures.
             let at = devices.iter().position(|(name, _)| *name == serving[0]).expect("a device of these");
             devices.remove(at).1.kill();
-            progress.wait_for("no repair", |progress| &progress.repaired, 1);
+            progress.wait_for_repair();
             progress.wait_for("no round in the tree", |progress| &progress.in_tree, 3);
             assert_eq!(place.wait_for_tree("job", RANKS), [devices[0].0]);
         });
@@ -283,7 +288,7 @@ fn device_killed_without_controller_is_replaced_by_the_next_controller() {
     with_job(&mut place, "job", Transport::Shm, |place, progress| {
         place.kill_controller();
         device.kill();
-        progress.wait_for("no repair", |progress| &progress.repaired, 1);
+        progress.wait_for_repair();
         place.start_controller();
         wait_until("the job is not known", || place.job("job").is_some_and(|job| job.running));
         // The device registers after the ranks.
