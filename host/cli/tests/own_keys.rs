@@ -223,7 +223,7 @@ fn keys_of_run_are_nowhere_but_in_its_memory_and_gone_when_it_is_killed() {
     };
     // The command, a controller, a device, the guard, and two ranks.
     assert!(all.len() >= 6, "{}", all.len());
-    for process in all {
+    for process in &all {
         let folder = format!("/proc/{}", process.pid.as_raw_nonzero());
         for file in ["cmdline", "environ"] {
             shows_none(&fs::read(format!("{folder}/{file}")).expect("it runs"), file);
