@@ -219,6 +219,8 @@ ENVIRONMENT
   SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device, status and selftest;
                        `-` is stdin
   SUMAC_KEY            the key itself
+  SUMAC_OPERATOR_KEY_FILE
+                       the file with an operator's key, for status and selftest; beats SUMAC_KEY_FILE and SUMAC_KEY there
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
@@ -304,6 +306,12 @@ EXAMPLES
   sumac run -n 4 -- ./train --epochs 3
   sumac run -n 8 --devices 2 --label -- python3 train.py
   sumac run -n 4 -- sumac perf
+
+KEYS
+  The controller serves only who has a key. Ranks find theirs by SUMAC_KEY_FILE, and `sumac status` and `selftest` among them
+  that of an operator by SUMAC_OPERATOR_KEY_FILE: names of memory that this user alone can open, as long as the command runs.
+  Stderr names the controller and the `sumac status` that watches it from elsewhere. The ranks' key is good for the tenant that
+  SUMAC_TENANT names.
 
 EXIT STATUS
   0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or

@@ -1,7 +1,7 @@
 //! Start of a cluster: first the controller, then the devices. Each prints a line when it is ready.
 
 use super::bind::Parts;
-use super::{ChildId, ClusterError, ClusterKeys, Limit, Supervisor};
+use super::{ChildId, ClusterError, ClusterKeys, Limit, Supervisor, controller_addr};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -35,7 +35,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) listen: Option<SocketAddr>,
     /// Existing devices that take the place of emulated ones, with the addresses at which they receive packets.
     pub(crate) given: Vec<(usize, SocketAddr)>,
-    /// The keys of all parts; `None`: the controller serves everybody on this machine, as existing devices need it.
+    /// The keys of all parts; `None`: the controller serves everybody on this machine, for existing devices without
+    /// keys.
     pub(crate) keys: Option<Arc<ClusterKeys>>,
 }
 
@@ -106,7 +107,8 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
         }
     }
     for &(index, at) in &config.given {
-        supervisor.wait_registered(addr, &config.layout.devices[index], at)?;
+        let controller = controller_addr(addr, config.keys.as_deref());
+        supervisor.wait_registered(&controller, &config.layout.devices[index], at)?;
     }
     Ok(Started { addr, controller, devices })
 }

@@ -127,10 +127,16 @@ pub(crate) struct PerfArgs {
     ///
     /// The address is the one at which its first shard receives packets. The device must register with the controller
     /// that this run starts (--listen), under the name of the tree node that it replaces: `leaf0`, or NAME where there
-    /// are several. Ranks send it packets.
+    /// are several. Ranks send it packets. It needs no key unless --keys is given.
     #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with_all = ["fault", "chaos"])]
     pub(super) devices: Vec<GivenDevice>,
-    /// Where this run's controller listens for --device; loopback only, because it uses no keys
+    /// Store with the keys of these devices, made by `sumac key new --keys FILE --device NAME`
+    ///
+    /// All others get keys for this run, as without --device. Without a store the controller uses no keys, because it
+    /// knows none of these devices: while it runs, every user of this machine can use it.
+    #[arg(long, value_name = "FILE", requires = "devices")]
+    pub(super) keys: Option<PathBuf>,
+    /// Where this run's controller listens for --device; without --keys loopback only
     #[arg(long, value_name = "ADDRESS", requires = "devices",
           default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     pub(super) listen: SocketAddr,

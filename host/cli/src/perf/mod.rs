@@ -113,8 +113,7 @@ fn measure(
         .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
         .chain(capture.iter().flat_map(Capture::device_options))
         .collect();
-    // Existing devices have no keys.
-    let keys = given.is_empty().then(|| ClusterKeys::new(layout)).transpose()?.map(Arc::new);
+    let keys = keys(args, layout, &given)?.map(Arc::new);
     let config = ClusterConfig { preference, device_options, listen, given, keys, ..config(args, layout) };
     let mut output = Output::new(args, layout, cases, round_trip_ns, bar)?;
     if let Some(fault) = args.fault {
@@ -141,6 +140,19 @@ fn measure(
     }
     print_link_counters(args, layout, &links, &output);
     output.finish()
+}
+
+/// Return the keys of the cluster: none if there are existing devices, and none of theirs are known.
+fn keys(args: &PerfArgs, layout: &Layout, given: &[(usize, SocketAddr)]) -> Result<Option<ClusterKeys>, Failure> {
+    let Some(store) = &args.keys else {
+        return Ok(given.is_empty().then(|| ClusterKeys::new(layout)).transpose()?);
+    };
+    if args.listen.ip().is_unspecified() {
+        let listen = args.listen;
+        return Err(Failure::Input(anyhow!("--listen {listen}: name the address of this host that the devices reach")));
+    }
+    let given: Vec<_> = given.iter().map(|(index, _)| *index).collect();
+    ClusterKeys::with_store(layout, store, &given).map(Some)
 }
 
 /// Measure all cases on ranks that have been started, or explain them, and wait until the ranks have ended.

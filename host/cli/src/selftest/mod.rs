@@ -108,7 +108,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let ranks = args.ranks.unwrap_or(RANKS_DEFAULT);
     let mut supervisor = None;
     let controller = match args.controller.named()? {
-        Some(named) => ControllerAddr { key: args.key.read()?, ..named },
+        Some(named) => ControllerAddr { key: args.key.read_operator()?, ..named },
         None => {
             let layout = match &args.topology {
                 Some(path) => Layout::from_file(path, ranks),
