@@ -2,7 +2,7 @@
 
 use super::group::Failure;
 use super::zero_copy::Refs;
-use super::{Child, Common, Event, Group};
+use super::{Child, Common, Event, Group, Hop};
 use crate::order::Stages;
 use crate::sets::MAX_SLOTS;
 use crate::slot::{Slot, State};
@@ -10,6 +10,7 @@ use crate::trace::Trace;
 use core::ops::Range;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
+use sumac_hal::planted;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, Repr, pack_op};
@@ -18,6 +19,8 @@ use sumac_hal::wire::{Kind, Repr, pack_op};
 pub(super) struct GroupCtx<'a> {
     pub(super) group: &'a mut Group,
     pub(super) children: &'a mut [Child],
+    /// The hops to the parent; none at the root.
+    pub(super) hops: &'a mut [Hop],
     pub(super) slots: &'a mut [Slot],
     pub(super) bytes: &'a mut [u8],
     /// Zero-copy tables of the group, if it has zero-copy children.
@@ -35,6 +38,14 @@ impl GroupCtx<'_> {
         if !self.common.may_send {
             self.common.may_send = self.group.has_output();
         }
+    }
+
+    /// Return the hop to the parent that chunk `seq` takes.
+    pub(super) fn hop_of(&self, seq: ChunkNo) -> usize {
+        if planted!(self.common, FirstShardOnly) {
+            return 0;
+        }
+        usize::from(Shard::of(seq, self.hops.len().max(1) as u16))
     }
 
     pub(super) fn slot_index(&self, local: u64) -> usize {

@@ -47,7 +47,7 @@ mod tests;
 mod transmit;
 mod zero_copy;
 
-pub use group::{Child, Group};
+pub use group::{Child, Group, Hop};
 pub use memory::{Memory, Storage};
 #[cfg(feature = "snapshot")]
 pub use snapshot::{NodeSnapshot, Phase};
@@ -232,8 +232,7 @@ impl<'m> Node<'m> {
                     self.close_group(index);
                 }
             } else {
-                ctx.poll_parent(now);
-                ctx.poll_path(now);
+                ctx.poll_hops(now);
                 ctx.poll_stragglers(now);
                 ctx.note_output();
             }
@@ -244,14 +243,12 @@ impl<'m> Node<'m> {
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let groups = self.storage.groups[..self.groups_end].iter().flatten().filter(|group| !group.is_closing());
-        let shard = self.common.config.shard;
         groups
             .map(|group| {
-                let hop = group.parent.as_ref().filter(|_| group.waits_for_parent(shard));
-                let probe = hop.and_then(|parent| parent.hop.timeout());
-                let straggler = self.straggler_timeout(group);
-                let path = group.parent.as_ref().and_then(|parent| parent.path.as_ref()?.timeout());
-                [probe, straggler, path].into_iter().flatten().fold(group.lease_until, Instant::min)
+                let hops = self.storage.hops[group.hops().range()].iter();
+                let probes = hops.clone().filter(|hop| group.waits_for(hop)).filter_map(|hop| hop.link.timeout());
+                let paths = hops.filter_map(|hop| hop.path.as_ref()?.timeout());
+                probes.chain(paths).chain(self.straggler_timeout(group)).fold(group.lease_until, Instant::min)
             })
             .min()
     }
@@ -293,6 +290,7 @@ impl<'m> Node<'m> {
         Some(GroupCtx {
             refs,
             children: &mut self.storage.children[group.children.range()],
+            hops: &mut self.storage.hops[group.hops().range()],
             slots: &mut self.storage.slots[group.slots.range()],
             bytes: &mut self.storage.bytes[group.bytes.range()],
             group,

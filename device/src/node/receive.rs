@@ -80,8 +80,8 @@ impl Node<'_> {
             return None;
         }
         let mut child = None;
-        if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
-            ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
+        if let Some(hop) = ctx.hop_from(from, &repr) {
+            ctx.handle_parent(hop, &repr, packet.payload(), payload_crc, now);
         } else {
             child = ctx.handle_child(from, &repr, packet.payload(), now);
         }

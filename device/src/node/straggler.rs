@@ -96,8 +96,9 @@ pub(crate) struct View {
 }
 
 impl View {
-    pub(crate) fn new(tree: &TreeConfig, shard: Shard, now: Instant) -> Self {
-        let introduction = tree.parent.is_some() && !tree.ranks.is_empty() && shard.shards() == 1;
+    pub(crate) fn new(tree: &TreeConfig, now: Instant) -> Self {
+        let has_whole_parent = tree.parent.as_ref().is_some_and(|parent| parent.data_addrs.len() == 1);
+        let introduction = has_whole_parent && !tree.ranks.is_empty();
         Self {
             excluded: ChildSet::EMPTY,
             to_notify: ChildSet::EMPTY,
@@ -137,17 +138,21 @@ impl View {
     }
 }
 
+/// Where ranks can be excluded, the parent has one shard.
+const ONLY_HOP: usize = 0;
+
 /// How long a node introduces itself to a parent that does not reply.
 const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Return whether a group supports exclusion: its ranks are known and fit a mask, and the device has one shard.
-fn supports_exclusion(children: &[Child], shard: Shard) -> bool {
+/// Return whether a group supports exclusion: its ranks are known and fit a mask, and neither this device nor its
+/// parent has several shards.
+fn supports_exclusion(group: &Group, children: &[Child], shard: Shard) -> bool {
     let known = |child: &Child| match child.kind {
         ChildKind::Unknown => false,
         ChildKind::Rank(rank) => (rank.0 as usize) < RankMask::RANKS,
         ChildKind::Node => true,
     };
-    shard.shards() == 1 && children.iter().all(known)
+    shard.shards() == 1 && group.hops().len <= 1 && children.iter().all(known)
 }
 
 /// Return the children that have contributed to any chunk from `first` on and are not excluded.
@@ -164,7 +169,7 @@ fn limit_at(group: &Group, children: &[Child], slots: &[Slot], shard: Shard) -> 
     let slot = &slots[(first % slots.len() as u64) as usize];
     let waits =
         !group.view.is_decided(first) && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
-    let limit = slot.limit.filter(|_| waits && supports_exclusion(children, shard))?;
+    let limit = slot.limit.filter(|_| waits && supports_exclusion(group, children, shard))?;
     let all = arrived(children, &group.view.excluded, first).len() + group.view.excluded.len() == children.len();
     let at = slot.first_at? + Duration::from_micros(limit.us.into());
     let due = group.view.checked_at.map_or(at, |looked| at.max(looked + retry_interval(group)));
@@ -278,7 +283,7 @@ impl GroupCtx<'_> {
         if self.group.parent.is_some() {
             let header = self.up_header(Kind::Late, ChunkNo(hold.first), self.group.token);
             let repr = Repr { count: hold.arrived.len() as u16, ..set_operation(header, &hold) };
-            self.send_up_with(repr, Some(hold.missing));
+            self.send_up_with(ONLY_HOP, repr, Some(hold.missing));
         } else {
             self.decide(&hold, now);
         }

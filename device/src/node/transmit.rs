@@ -6,7 +6,7 @@
 //! transmission is shared: a child that missed it asks, and gets a copy of its own.
 
 use super::{GroupCtx, Node};
-use crate::node::group::{Child, Parent};
+use crate::node::group::{Child, Hop};
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use core::ops::Range;
@@ -167,8 +167,9 @@ impl GroupCtx<'_> {
     /// Return the destination of this group's next packet.
     pub(super) fn destination(&self) -> Option<Addr> {
         let oldest = self.oldest();
-        if self.group.up.first_from(oldest).is_some() {
-            return self.group.parent.as_ref().map(|parent| parent.addr);
+        if let Some(index) = self.group.up.first_from(oldest) {
+            let hop = self.hop_of(self.shard().global(self.slots[index].local));
+            return Some(self.hops.get(hop)?.addr);
         }
         if let Some(child) = self.group.view.to_notify.first() {
             return self.children[child].addr;
@@ -296,22 +297,25 @@ impl GroupCtx<'_> {
             repr.count = self.run_up(index);
         }
         let chunk_len_bytes = self.group.config.chunk_len_bytes;
-        let Some(Parent { addr, hop, shared_results, .. }) = &mut self.group.parent else { return None };
+        let hop = self.hop_of(seq);
+        let Hop { addr, shard, link, .. } = self.hops.get_mut(hop)?;
+        let to = *addr;
         if repr.kind == Kind::Data {
             repr.payload_len_bytes = slot.value_len;
-            if !repr.choose_form(chunk_len_bytes, !hop.is_described(slot.signature)) {
-                hop.set_described(slot.signature);
+            if !repr.choose_form(chunk_len_bytes, !link.is_described(slot.signature)) {
+                link.set_described(slot.signature);
                 self.group.up.insert(index);
-                return Some(bare(*addr, &repr.operation()));
+                return Some(bare(to, &repr.operation()));
             }
         }
         if repr.kind != Kind::Nak {
-            hop.set_described(slot.signature);
+            link.set_described(slot.signature);
         }
-        (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
-        let listens = repr.flags.contains(Flags::WANT) && shared_results.is_requested();
-        repr.flags.set(Flags::SHARED, listens);
-        let to = *addr;
+        // A run does not cross a shard.
+        let first = shard.below(seq);
+        (0..u64::from(repr.count)).for_each(|next| link.on_sent(first + next, now));
+        let asks = self.group.parent.as_ref().is_some_and(|parent| parent.shared_results.is_requested());
+        repr.flags.set(Flags::SHARED, repr.flags.contains(Flags::WANT) && asks);
         Some(self.with_value(to, repr, index))
     }
 

@@ -159,6 +159,7 @@ fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, 
     let device = HostDeviceConfig {
         key: config.key.clone(),
         udp: config.udp,
+        verbs: host.over_verbs.then(|| config.verbs.clone().unwrap_or_else(|| "auto".into())),
         ..HostDeviceConfig::new(host.device, ticket, controllers, config.bind)
     };
     starter.start(device).map_err(|error| error.to_string())

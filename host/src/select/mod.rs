@@ -158,6 +158,8 @@ pub struct TreeFacts {
     pub rdma_ranks: u32,
     /// Whether packets use RDMA verbs.
     pub over_verbs: bool,
+    /// The maximum number of shards of a node.
+    pub shards: u16,
 }
 
 impl TreeFacts {

@@ -13,6 +13,7 @@ const TREE: TreeFacts = TreeFacts {
     zero_copy_ranks: 0,
     rdma_ranks: 0,
     over_verbs: false,
+    shards: 1,
 };
 
 fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> SelectionContext {

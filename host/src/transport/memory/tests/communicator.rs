@@ -62,6 +62,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         zero_copy_ranks: 2,
         rdma_ranks: 0,
         over_verbs: false,
+        shards: 1,
     };
     TreeMembership {
         group: GROUP,
