@@ -66,7 +66,7 @@ fn small(config: BoardConfig) -> BoardConfig {
 }
 
 fn by_tree(listen: SocketAddr) -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     ControllerConfig { table, fabric: Some(fabric()), listen, ..ControllerConfig::new() }
 }
 

@@ -1,6 +1,7 @@
 //! The command line: subcommands and the texts of `--help`.
 
 use crate::board::{EmulateArgs, LogArgs};
+use crate::calibrate::{self, CalibrateArgs};
 use crate::card::CardArgs;
 use crate::chaos::ChaosArgs;
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
@@ -53,6 +54,11 @@ pub(crate) enum Command {
     /// place where that is measured.
     #[command(after_long_help = perf::HELP)]
     Perf(Box<PerfArgs>),
+    /// Measure a cluster and write the cost table by which `auto` selects
+    ///
+    /// Every algorithm takes turns at every size. Without a launcher, clusters of emulated devices are started here.
+    #[command(after_long_help = calibrate::HELP)]
+    Calibrate(CalibrateArgs),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
     /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy

@@ -25,6 +25,7 @@ mod address;
 mod args;
 mod bench;
 mod board;
+mod calibrate;
 mod card;
 mod chaos;
 mod cluster;
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(*args, cli.verbose),
+        Command::Calibrate(args) => calibrate::run(&args, cli.verbose),
         Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::ReduceScatter(args) => collective::reduce_scatter(&args, cli.verbose),
         Command::AllGather(args) => collective::all_gather(&args, cli.verbose),

@@ -5,6 +5,7 @@
 
 mod alike;
 mod attach;
+mod facts;
 mod paths;
 mod request;
 mod size;
@@ -19,7 +20,6 @@ use super::proto::{JoinRequest, TreeMembership};
 use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
-use crate::select::TreeFacts;
 use crate::topo::Fabric;
 use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
@@ -397,22 +397,6 @@ impl Placement {
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
             zero_copy: node.zero_copy,
-        }
-    }
-
-    /// The tree's properties that path selection uses.
-    pub(super) fn facts(&self) -> TreeFacts {
-        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
-        TreeFacts {
-            levels: self.levels,
-            max_children: self.max_children,
-            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
-            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
-            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
-            zero_copy_ranks: self.zero_copy_ranks(),
-            rdma_ranks: self.rdma_ranks,
-            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
-            shards: self.nodes.iter().map(PlacedNode::shards).max().unwrap_or(1),
         }
     }
 

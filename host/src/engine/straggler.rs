@@ -140,12 +140,13 @@ fn rule_out(mut found: Explanation, of_tree: Option<Unsupported>) -> Explanation
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::select::Candidate;
+    use crate::select::{Candidate, Origin};
 
     fn found(requested: Algo) -> Explanation {
         let candidate = |path| Candidate { path, cost_s: Ok(1.0) };
         let candidates = [Path::Tree, Path::Ring].map(candidate).to_vec();
-        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, transport: None }
+        let origin = Origin::Emulator;
+        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, transport: None, origin }
     }
 
     #[test]

@@ -29,6 +29,8 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) parts: Parts,
     /// What the controller prefers regardless of cost.
     pub(crate) preference: Preference<'a>,
+    /// The controller's cost table; `None`: its own.
+    pub(crate) costs: Option<&'a Path>,
     /// Additional options of devices, by index.
     pub(crate) device_options: Vec<(usize, Vec<String>)>,
     /// Where the controller listens; `None`: on any free port of loopback.
@@ -57,6 +59,7 @@ impl<'a> ClusterConfig<'a> {
             shards: 1,
             parts: Parts::anywhere(),
             preference: Preference::Cost,
+            costs: None,
             device_options: Vec::new(),
             listen: None,
             given: Vec::new(),
@@ -154,10 +157,11 @@ pub(crate) fn spawn_controller(
         Preference::File(path) => Some(format!("--overrides={}", path.display())),
         Preference::Tree => Some("--prefer-tree".into()),
     };
+    let costs = config.costs.map(|path| format!("--costs={}", path.display()));
     let keys = config.keys.as_ref().map(|keys| format!("--keys={}", keys.store_path().display()));
     // The controller looks for changes of the store as long as it runs.
     supervisor.keys = config.keys.clone();
-    let args: Vec<String> = own.into_iter().chain(preference).chain(keys).collect();
+    let args: Vec<String> = own.into_iter().chain(preference).chain(costs).chain(keys).collect();
     supervisor.spawn("the controller", &args, stdin)
 }
 

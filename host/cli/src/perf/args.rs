@@ -149,12 +149,15 @@ pub(crate) struct PerfArgs {
     /// Algorithms by size that override the cost table for `--algo auto` (see `sumac controller --help`)
     #[arg(long, value_name = "FILE")]
     pub(super) overrides: Option<PathBuf>,
+    /// Cost table for `--algo auto`, as `sumac calibrate` writes it
+    #[arg(long, value_name = "FILE")]
+    pub(super) costs: Option<PathBuf>,
     /// Inject a fault into the running cluster in the middle of an operation of each row
     ///
     /// Each row then runs as a job of its own, and processes that a fault killed are restarted before the next row.
     /// `tree` and `auto` use the tree while there is one; so do the barriers of every row. A line on stderr reports
     /// when the fault was injected and how long detection and recovery took.
-    #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides"])]
+    #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides", "costs"])]
     pub(super) fault: Option<Fault>,
     /// Put `sumac chaos` with these options in front of each device, as in "--loss 5% --reorder 1%"
     ///
