@@ -31,7 +31,7 @@ mod verify;
 pub use select::HostSelection;
 pub use verify::{Violation, verify};
 
-use crate::topo::{Fabric, HostId, LinkId, SwitchId, similar};
+use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use sumac_hal::ids::Rank;
@@ -126,7 +126,7 @@ pub enum PlanError {
         available: usize,
     },
     /// No host has this name or GUID.
-    #[error("no host is named `{name}`{}", similar::hint(near))]
+    #[error("no host is named `{name}`{}", select::hint(near))]
     UnknownHost {
         /// The requested name.
         name: String,
@@ -134,7 +134,7 @@ pub enum PlanError {
         near: Vec<String>,
     },
     /// Several hosts have this description.
-    #[error("{} hosts are named `{name}`; select one by its GUID: {}", guids.len(), similar::some_of(guids))]
+    #[error("{} hosts are named `{name}`; select one by its GUID: {}", guids.len(), select::some_of(guids))]
     AmbiguousHost {
         /// The requested name.
         name: String,

@@ -3,6 +3,7 @@
 //! Invariant: the resolved list has no duplicates, and its order is that of the ranks.
 
 use super::PlanError;
+pub(super) use crate::topo::similar::{hint, some_of};
 use crate::topo::{Fabric, HostId, similar};
 use std::collections::BTreeSet;
 use std::convert::Infallible;

@@ -155,7 +155,7 @@ pub struct Host {
 impl Host {
     /// The adapter's own name behind the server's, as `HCA-1` in `node1 HCA-1`.
     pub fn rail(&self) -> Option<&str> {
-        let (_, rail) = self.description.as_deref()?.split_once(char::is_whitespace)?;
+        let (_, rail) = self.description.as_deref().unwrap_or(&self.name).split_once(char::is_whitespace)?;
         Some(rail.trim())
     }
 }

@@ -126,11 +126,17 @@ fn machine_names(hosts: &[Host], origins: &[Origin], warnings: &mut Vec<Warning>
             if let Some(server) = &origin.server {
                 return Some(server.to_string());
             }
-            let description = host.description.as_deref()?;
+            let description = text_of(host)?;
             let is_shared = owners.get(description).is_some_and(|(_, shared)| *shared);
             machine_of(description).filter(|_| !is_shared).map(str::to_owned)
         })
         .collect()
+}
+
+/// The description of an adapter. In formats without GUIDs, the id is a name.
+fn text_of(host: &Host) -> Option<&str> {
+    let is_guid = host.guid.len() == 16 && host.guid.bytes().all(|c| c.is_ascii_hexdigit());
+    host.description.as_deref().or_else(|| (!is_guid).then_some(host.guid.as_str()))
 }
 
 /// The machine's name in an adapter's description, which ends at the first blank; `None` for what vendors write.

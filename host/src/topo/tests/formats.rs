@@ -195,6 +195,12 @@ fn real_forwarding_tables_are_no_fabric() {
     assert!(error.contains("forwarding tables"), "{error}");
 }
 
+/// Hosts whose names are GUIDs or vendors' texts, each in a server of its own.
+fn unnamed(fabric: &Fabric) -> usize {
+    let is_guid = |name: &str| name.len() == 16 && name.bytes().all(|c| c.is_ascii_hexdigit());
+    fabric.hosts().iter().filter(|host| is_guid(&host.name) || host.name.contains("ConnectX")).count()
+}
+
 #[test]
 fn written_toml_and_net_file_read_back_as_the_same_fabric() {
     let mut fabrics = vec![
@@ -221,6 +227,10 @@ fn written_toml_and_net_file_read_back_as_the_same_fabric() {
         assert_eq!((net.format(), names(&net)), (Format::Ibsim, names(&fabric)));
         let cables = |fabric: &Fabric| fabric.links().iter().map(|link| link.ends).collect::<Vec<_>>();
         assert_eq!(cables(&net), cables(&fabric));
+        assert_eq!(
+            net.servers().iter().filter(|s| s.known_by == KnownBy::Name).count(),
+            net.servers().len() - unnamed(&net)
+        );
     }
     let wide = generate::star(300, None).expect("a shape").to_ibsim().expect_err("too many ports").to_string();
     assert!(wide.contains("port 300") && wide.contains("254 for ibsim"), "{wide}");
