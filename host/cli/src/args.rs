@@ -17,6 +17,7 @@ use crate::run::{BecomeArgs, RunArgs};
 use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
+use crate::topology::TopologyArgs;
 use clap::{ArgAction, Parser, Subcommand};
 
 /// In-network reduction: run, measure, plan and inspect
@@ -152,6 +153,11 @@ pub(crate) enum Command {
     /// Picks the root and the tree with the fewest levels and the least link sharing, within the limits of each node.
     #[command(after_long_help = PLAN_HELP)]
     Plan(PlanArgs),
+    /// Show, compare and generate fabrics
+    ///
+    /// A fabric is what `plan`, `controller` and `perf` take as --topology: raw output of ibnetdiscover, an ibsim .net file,
+    /// TOML, Slurm's topology.conf, or NetQ's topology graph in JSON. Its content tells the format.
+    Topology(TopologyArgs),
     /// Check this machine's capabilities
     ///
     /// Each line is ok, warn (works below its potential), missing (this machine has none), not built (this build of the
@@ -407,13 +413,15 @@ EXIT STATUS
 
 const PLAN_HELP: &str = "\
 EXAMPLES
-  sumac plan --topology fabric.ibnetdiscover --hosts 16
+  sumac plan --topology fabric.ibnetdiscover --hosts 16 --exclude '*-login-*'
+  sumac plan --topology topology.conf --hosts 'n[0-63]'
   sumac plan --topology fabric.toml --hosts n1,n2,n7 --json
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
 
 JSON
-  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]. The root is
-  level 0 and has a null parent. children are names of nodes and `rank N`.";
+  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}] selected[]
+  assumptions[]. The root is level 0 and has a null parent. children are names of nodes and `rank N`. selected says what
+  was taken of the fabric and what was left out, assumptions what its file does not say; both are sentences.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES

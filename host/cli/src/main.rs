@@ -56,6 +56,7 @@ mod server;
 mod size;
 mod stats;
 mod status;
+mod topology;
 mod worker;
 mod workload;
 
@@ -98,6 +99,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Key(args) => key::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Topology(args) => topology::run(&args),
         Command::Doctor(args) => doctor::run(&args, &Cli::command()),
         Command::Completions(args) => generate::completions(&Cli::command(), &args),
         Command::Man(args) => generate::man(&Cli::command(), &args),

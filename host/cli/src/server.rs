@@ -41,7 +41,7 @@ pub(crate) struct ControllerArgs {
     /// Accept only peers with keys of this store, which `sumac key new` makes; it is read again when it changes
     #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
-    /// The fabric to plan on (an ibnetdiscover dump or TOML); `-` reads it from stdin. Without it, every device is a
+    /// The fabric to plan on (see `sumac topology --help`); `-` reads it from stdin. Without it, every device is a
     /// switch to which all hosts are connected
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,

@@ -53,7 +53,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     devices: u8,
-    /// Plan the tree on this fabric (an ibnetdiscover dump or TOML) and build it from emulated devices
+    /// Plan the tree on this fabric (see `sumac topology --help`) and build it from emulated devices
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Begin each line of output with the rank, as in `2: `

@@ -77,7 +77,7 @@ pub(crate) struct SelftestArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,
-    /// Plan the tree to start on this fabric (an ibnetdiscover dump or TOML; `-` reads it from stdin)
+    /// Plan the tree to start on this fabric (`sumac topology --help` lists the formats; `-` reads it from stdin)
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Tenant to which the tests are accounted

@@ -1,0 +1,104 @@
+//! Reads generated fat trees as `ibnetdiscover` prints them: time and memory a size, and how both grow.
+//!
+//! `cargo bench -p sumac --bench topology -- [RADIX...]`. The exponent is that of the growth from the line before: 1 is
+//! linear. Compare ratios within one run only: absolute figures vary with the host.
+
+use std::fmt::Write as _;
+use std::hint::black_box;
+use std::time::Instant;
+use sumac::topo::{Device, Fabric, Port, Rate};
+
+fn main() {
+    let mut radices: Vec<usize> = std::env::args().filter_map(|arg| arg.parse().ok()).collect();
+    if radices.is_empty() {
+        // 1,024, 9,826 and 101,306 hosts.
+        radices = vec![16, 34, 74];
+    }
+    println!(
+        "{:>8} {:>10} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "hosts", "bytes", "read ms", "MB/s", "exponent", "toml ms", "peak MiB"
+    );
+    let mut before: Option<(f64, f64)> = None;
+    for radix in radices {
+        let fabric = Fabric::fat_tree(radix, Rate::from_width_and_speed("4xNDR")).expect("an even radix");
+        let (text, toml) = (dump(&fabric), fabric.to_toml());
+        let hosts = fabric.hosts().len();
+        drop(fabric);
+        let (seconds, read) = best(|| Fabric::from_text(&text));
+        assert_eq!(read.expect("a dump").hosts().len(), hosts);
+        let (toml_seconds, read) = best(|| Fabric::from_text(&toml));
+        assert_eq!(read.expect("TOML").hosts().len(), hosts);
+        let exponent = before.map_or_else(String::new, |(size, time)| {
+            format!("{:.2}", (seconds / time).ln() / (hosts as f64 / size).ln())
+        });
+        before = Some((hosts as f64, seconds));
+        let (bytes, rate) = (text.len(), text.len() as f64 / seconds / 1e6);
+        let (millis, toml_millis, peak) = (seconds * 1e3, toml_seconds * 1e3, peak_mib());
+        println!("{hosts:>8} {bytes:>10} {millis:>9.1} {rate:>9.1} {exponent:>9} {toml_millis:>9.1} {peak:>9.0}");
+    }
+}
+
+/// The shortest of three runs in seconds, and its result.
+fn best<T>(run: impl Fn() -> T) -> (f64, T) {
+    let measured = (0..3).map(|_| {
+        let start = Instant::now();
+        let result = black_box(run());
+        (start.elapsed().as_secs_f64(), result)
+    });
+    measured.min_by(|a, b| a.0.total_cmp(&b.0)).expect("three runs")
+}
+
+/// The greatest resident memory of this process so far in MiB, with the texts; 0 where the kernel does not tell.
+fn peak_mib() -> f64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).map_or(0.0, |kib| kib / 1024.0)
+}
+
+/// Print a fabric as `ibnetdiscover` does, with an aggregation node at every switch.
+fn dump(fabric: &Fabric) -> String {
+    let guid = |device: Device| match device {
+        Device::Switch(switch) => 0x2c5e_ab03_0000_0000_u64 + u64::from(switch.0) * 16,
+        Device::Host(host) => 0xe09d_7303_0000_0000 + u64::from(host.0),
+    };
+    let id = |device: Device| match device {
+        Device::Switch(_) => format!("S-{:016x}", guid(device)),
+        Device::Host(_) => format!("H-{:016x}", guid(device)),
+    };
+    let mut ports: Vec<(Port, Port)> =
+        fabric.links().iter().flat_map(|link| [(link.ends[0], link.ends[1]), (link.ends[1], link.ends[0])]).collect();
+    ports.sort();
+    let mut text = String::from("#\n# Topology file\n#\n");
+    let mut add = |part: std::fmt::Arguments<'_>| text.write_fmt(part).expect("a String");
+    for own in ports.chunk_by(|a, b| a.0.device == b.0.device) {
+        let device = own[0].0.device;
+        let (number, name) = (guid(device), fabric.name(device));
+        add(format_args!("\nvendid=0x2c9\ndevid=0x1021\nsysimgguid=0x{number:x}\n"));
+        match device {
+            Device::Switch(_) => {
+                add(format_args!("switchguid=0x{number:x}({number:x})\n"));
+                add(format_args!("Switch\t255 \"{}\"\t\t# \"{name}\" enhanced port 0 lid 73 lmc 0\n", id(device)));
+            }
+            Device::Host(_) => {
+                add(format_args!("caguid=0x{number:x}\nCa\t1 \"{}\"\t\t# \"{name} mlx5_0\"\n", id(device)))
+            }
+        }
+        for (near, far) in own {
+            let (far_id, far_name, far_guid) = (id(far.device), fabric.name(far.device), guid(far.device));
+            add(format_args!("[{}]\t\"{far_id}\"[{}]", near.number, far.number));
+            match far.device {
+                Device::Host(_) => add(format_args!("({far_guid:x}) \t\t# \"{far_name} mlx5_0\" lid 647 4xNDR\n")),
+                Device::Switch(_) => add(format_args!("\t\t# \"{far_name}\" lid 236 4xNDR\n")),
+            }
+        }
+        if let Device::Switch(_) = device {
+            let node = number + 8;
+            add(format_args!(
+                "[255]\t\"H-{node:016x}\"[1]({node:x}) \t\t# \"Mellanox Technologies Aggregation Node\" lid 1 4xNDR\n"
+            ));
+            add(format_args!("\nCa\t1 \"H-{node:016x}\"\t\t# \"Mellanox Technologies Aggregation Node\"\n"));
+            add(format_args!("[1]({node:x}) \t\"{}\"[255]\t\t# lid 1 lmc 0 \"{name}\" lid 73 4xNDR\n", id(device)));
+        }
+    }
+    text
+}
