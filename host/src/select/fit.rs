@@ -236,6 +236,7 @@ mod tests {
             zero_copy_ranks: if is_zero_copy { ranks } else { 0 },
             rdma_ranks: 0,
             over_verbs: false,
+            shards: 1,
         };
         JobFacts { ranks, ranks_per_host: ranks, tree: Some(tree) }
     }
