@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_model_cannot_explain_is_corrected_by_curves() {
+    fn curves_correct_times_that_the_model_cannot_explain() {
         // Caches: the ring takes three times as long from 1 MiB on.
         let cached = |_: &JobFacts, bytes: u64, path| if path == Path::Ring && bytes >= 1 << 20 { 3.0 } else { 1.0 };
         let samples = measure(&CostTable::emulated(), cached);

@@ -1,7 +1,8 @@
 //! The cost table: the constants of the model, what measurements add to them, and where they come from.
 //!
 //! Invariant: the version is a checksum of everything else in the table, so tables that select differently have
-//! different versions. It is part of every operation's signature (PROTOCOL 2): ranks with different tables are detected.
+//! different versions. It is part of every operation's signature (PROTOCOL 2): ranks with different tables are
+//! detected.
 
 use super::curve::Curve;
 use super::overrides::{Override, OverrideError, parse_overrides};
@@ -116,12 +117,12 @@ impl CostTable {
         Self { version: 0, origin, constants, curves: Vec::new(), overrides: Vec::new() }.sealed()
     }
 
-    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted to medians of `sumac
-    /// perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and back). 8 B
-    /// took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
+    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted to medians of
+    /// `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
+    /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
     /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
-    /// ms by ring and 36 ms by halving-doubling. With zero-copy 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of which
-    /// the engine moves eight times as much: 26 ps a byte.
+    /// ms by ring and 36 ms by halving-doubling. With zero-copy 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of
+    /// which the engine moves eight times as much: 26 ps a byte.
     pub fn emulated() -> Self {
         Self::new(
             Origin::Emulator,
@@ -139,9 +140,9 @@ impl CostTable {
         )
     }
 
-    /// For a network that nobody has calibrated: links of 100 Gbit/s in both directions at once, devices that combine at
-    /// the rate of their links, one in the path of each (a switch's, not a card's), and 12 us for a message through two
-    /// kernels.
+    /// For a network that nobody has calibrated: links of 100 Gbit/s in both directions at once, devices that combine
+    /// at the rate of their links, one in the path of each (a switch's, not a card's), and 12 us for a message
+    /// through two kernels.
     pub fn data_sheets() -> Self {
         Self::new(
             Origin::DataSheets,

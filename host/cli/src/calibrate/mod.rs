@@ -1,11 +1,11 @@
 //! `sumac calibrate`: measures every algorithm of a cluster in turns, and fits the cost table that selection uses.
 //!
 //! Where a launcher has started the command as a rank, the ranks measure on their cluster ([`launched`]): all of them
-//! together, then half of them, and so on. Otherwise clusters of emulated devices are started on this machine, one after
-//! the other ([`here`]).
+//! together, then half of them, and so on. Otherwise clusters of emulated devices are started on this machine, one
+//! after the other ([`here`]).
 //!
-//! Times that were measured minutes apart differ by more than algorithms do. So all algorithms of a size take turns, and
-//! the figure of each is the median over the turns.
+//! Times that were measured minutes apart differ by more than algorithms do. So all algorithms of a size take turns,
+//! and the figure of each is the median over the turns.
 //!
 //! Invariant: the table is written at the end, as a whole, or not at all.
 
