@@ -149,8 +149,8 @@ pub(crate) enum Command {
     Plan(PlanArgs),
     /// Show, compare and generate fabrics
     ///
-    /// A fabric is what `plan`, `controller` and `perf` take as --topology: raw output of ibnetdiscover, an ibsim .net file,
-    /// TOML, Slurm's topology.conf, or NetQ's topology graph in JSON. Its content tells the format.
+    /// A fabric is what `plan`, `controller` and `perf` take as --topology: raw output of ibnetdiscover, an ibsim .net
+    /// file, TOML, Slurm's topology.conf, or NetQ's topology graph in JSON. Its content tells the format.
     Topology(TopologyArgs),
     /// Check this machine's capabilities
     ///

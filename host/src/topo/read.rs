@@ -285,8 +285,8 @@ impl Fabric {
     }
 }
 
-/// Read a file of at most [`FILE_MAX_BYTES`]. Node descriptions are arbitrary bytes from the devices; invalid UTF-8 must
-/// not make a dump unreadable.
+/// Read a file of at most [`FILE_MAX_BYTES`]. Node descriptions are arbitrary bytes from the devices; invalid UTF-8
+/// must not make a dump unreadable.
 pub(super) fn read_text(path: &Path) -> Result<String, ReadError> {
     let io = |source| ReadError::Io { path: path.into(), source };
     let file = std::fs::File::open(path).map_err(io)?;

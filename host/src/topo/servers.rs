@@ -5,8 +5,8 @@
 //! which the ports of one adapter share. What a vendor writes at the factory (`MT4129 ConnectX7 ...`) names no machine,
 //! nor does a description that adapters with different system images share.
 //!
-//! Invariants: every host is in exactly one server; a server's hosts are sorted; no two servers have one machine's name; the order
-//! does not depend on the order in the file.
+//! Invariants: every host is in exactly one server; a server's hosts are sorted; no two servers have one machine's
+//! name; the order does not depend on the order in the file.
 
 use super::{Fabric, Host, HostId, ServerId, Warning, natural_cmp};
 use std::collections::HashMap;

@@ -8,8 +8,8 @@
 //! BlockSizes=18
 //! ```
 //!
-//! Keys are read in any case, a backslash continues a line, and `LinkSpeed` is skipped, as in Slurm: it has no unit. The
-//! file names neither cables nor rates nor devices. What is made of it is an [`Assumption`].
+//! Keys are read in any case, a backslash continues a line, and `LinkSpeed` is skipped, as in Slurm: it has no unit.
+//! The file names neither cables nor rates nor devices. What is made of it is an [`Assumption`].
 //!
 //! Invariant: the file's lists make at most [`NAMES_MAX`] names, all together.
 

@@ -43,9 +43,9 @@ impl Fabric {
     /// # Ok::<(), sumac::topo::FabricError>(())
     /// ```
     ///
-    /// A `[[switch]]` has a `name` and `aggregation` (default false: no device beside it). A `[[host]]` has a `name`, if
-    /// known a `guid`, and the `server` that it is in (default: its name up to the first blank). A `[[link]]` has two
-    /// `ends`, each a name or `name:port`, a `rate_gbits` if known and a `count` of parallel cables (default 1).
+    /// A `[[switch]]` has a `name` and `aggregation` (default false: no device beside it). A `[[host]]` has a `name`,
+    /// if known a `guid`, and the `server` that it is in (default: its name up to the first blank). A `[[link]]` has
+    /// two `ends`, each a name or `name:port`, a `rate_gbits` if known and a `count` of parallel cables (default 1).
     ///
     /// # Errors
     /// [`FabricError`] names the line, what was found and what was expected.

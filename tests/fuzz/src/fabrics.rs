@@ -1,6 +1,7 @@
 //! Fabric descriptions of every format, and topologies of servers.
 //!
-//! Input: a byte (modulo 4: TOML, an `ibnetdiscover` dump, whatever the content tells, an NCCL topology), then the text.
+//! Input: a byte (modulo 4: TOML, an `ibnetdiscover` dump, whatever the content tells, an NCCL topology), then the
+//! text.
 
 use std::collections::BTreeSet;
 use sumac::topo::{Device, Difference, Fabric, Inside, Selection, Unit, Which};
