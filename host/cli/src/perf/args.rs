@@ -119,8 +119,8 @@ pub(crate) struct PerfArgs {
     /// ranks, as a switch sits next to its hosts. This matters where processors are far apart, on two dies or sockets.
     #[arg(long)]
     pub(super) no_bind: bool,
-    /// Plan the tree on this fabric (`sumac topology --help` lists the formats; `-` reads it from stdin) and build it from
-    /// emulated devices
+    /// Plan the tree on this fabric (`sumac topology --help` lists the formats; `-` reads it from stdin) and build it
+    /// from emulated devices
     #[arg(long, value_name = "FILE")]
     pub(super) topology: Option<PathBuf>,
     /// Use an existing device, a board or another machine, instead of an emulated one; may be repeated
