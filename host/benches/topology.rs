@@ -1,11 +1,10 @@
-//! Reads generated fat trees as `ibnetdiscover` prints them: time and memory a size, and how both grow.
+//! Reads generated fat trees as `ibnetdiscover` prints them: processor time and memory a size, and how the time grows.
 //!
 //! `cargo bench -p sumac --bench topology -- [RADIX...]`. The exponent is that of the growth from the line before: 1 is
-//! linear. Compare ratios within one run only: absolute figures vary with the host.
+//! linear. Processor time is that of this thread, so that other load counts little. Compare ratios within one run only:
+//! absolute figures vary with the host.
 
 use std::fmt::Write as _;
-use std::hint::black_box;
-use std::time::Instant;
 use sumac::topo::{Device, Fabric, Port, Rate};
 
 fn main() {
@@ -24,31 +23,36 @@ fn main() {
         let (text, toml) = (dump(&fabric), fabric.to_toml());
         let hosts = fabric.hosts().len();
         drop(fabric);
-        let (seconds, read) = best(|| Fabric::from_text(&text));
-        assert_eq!(read.expect("a dump").hosts().len(), hosts);
-        let (toml_seconds, read) = best(|| Fabric::from_text(&toml));
-        assert_eq!(read.expect("TOML").hosts().len(), hosts);
+        let seconds = shortest(|| assert_eq!(Fabric::from_text(&text).expect("a dump").hosts().len(), hosts));
+        let peak = peak_mib();
+        let toml_seconds = shortest(|| assert_eq!(Fabric::from_text(&toml).expect("TOML").hosts().len(), hosts));
         let exponent = before.map_or_else(String::new, |(size, time)| {
             format!("{:.2}", (seconds / time).ln() / (hosts as f64 / size).ln())
         });
         before = Some((hosts as f64, seconds));
         let (bytes, rate) = (text.len(), text.len() as f64 / seconds / 1e6);
-        let (millis, toml_millis, peak) = (seconds * 1e3, toml_seconds * 1e3, peak_mib());
+        let (millis, toml_millis) = (seconds * 1e3, toml_seconds * 1e3);
         println!("{hosts:>8} {bytes:>10} {millis:>9.1} {rate:>9.1} {exponent:>9} {toml_millis:>9.1} {peak:>9.0}");
     }
 }
 
-/// The shortest of three runs in seconds, and its result.
-fn best<T>(run: impl Fn() -> T) -> (f64, T) {
+/// The shortest of three runs, in seconds of this thread's processor time.
+fn shortest(run: impl Fn()) -> f64 {
     let measured = (0..3).map(|_| {
-        let start = Instant::now();
-        let result = black_box(run());
-        (start.elapsed().as_secs_f64(), result)
+        let start = processor_s();
+        run();
+        processor_s() - start
     });
-    measured.min_by(|a, b| a.0.total_cmp(&b.0)).expect("three runs")
+    measured.min_by(f64::total_cmp).expect("three runs")
 }
 
-/// The greatest resident memory of this process so far in MiB, with the texts; 0 where the kernel does not tell.
+/// The processor time of this thread in seconds, from Linux's schedstat.
+fn processor_s() -> f64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").expect("Linux's schedstat");
+    text.split_whitespace().next().and_then(|ns| ns.parse::<f64>().ok()).expect("a number") / 1e9
+}
+
+/// The greatest resident memory of this process so far in MiB, with the generated fabric and texts.
 fn peak_mib() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));

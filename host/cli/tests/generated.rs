@@ -53,7 +53,10 @@ fn bash_completes_subcommands() {
     let script = stdout(&sumac(&["completions", "bash"]));
     let ask =
         format!("{script}\nCOMP_WORDS=(sumac stat) COMP_CWORD=1; _sumac sumac stat sumac; echo \"${{COMPREPLY[@]}}\"");
-    let output = Command::new("bash").args(["-c", &ask]).stdin(Stdio::null()).output().expect("bash");
+    // In a file: the script is longer than an argument may be.
+    let dir = Dir::new("bash");
+    let file = dir.write("ask", ask.as_bytes());
+    let output = Command::new("bash").arg(&file).stdin(Stdio::null()).output().expect("bash");
     assert_eq!(stdout(&output).trim(), "status", "{}", stderr(&output));
 }
 

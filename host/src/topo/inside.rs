@@ -5,9 +5,8 @@
 //! ```text
 //! <system version="1"> <cpu numaid="0" ...>
 //!   <pci busid="ffff:ff:01.0" class="0x060400" link_speed="16 GT/s" link_width="16">     a PCIe switch
-//!     <pci busid="0003:00:00.0" class="0x030200" ...> <gpu dev="0" sm="80"> <nvlink target="..." count="12"/>
-//!     </gpu></pci> <pci busid="0103:00:00.0" class="0x020700" ...> <nic> <net name="mlx5_0" speed="200000"
-//!     guid="0x..."/> </nic></pci>
+//!     <pci busid="0003:00:00.0" class="0x030200" ...> <gpu sm="80"> <nvlink count="12" .../> </gpu></pci>
+//!     <pci busid="0103:00:00.0" class="0x020700" ...> <nic> <net name="mlx5_0" guid="0x..."/> </nic></pci>
 //! ```
 //!
 //! It is no fabric: [`Fabric::join_inside`] joins it to the servers of one, by the adapters' GUIDs or by name.
