@@ -42,6 +42,9 @@ const SEND_BUFFER_BYTES: usize = 32 * 1024;
 /// How long to stop accepting after the system ran out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
+/// How many connections may wait to be accepted. The kernel allows as many as `net.core.somaxconn` says.
+const BACKLOG: i32 = 4096;
+
 /// How many connections to accept before serving the others.
 const ACCEPTS_PER_POLL: usize = 256;
 
@@ -343,11 +346,13 @@ impl Server {
     }
 }
 
-/// Set what the connections of a listener inherit, which saves them system calls of their own.
+/// Set how many connections may wait, and what they inherit, which saves them system calls of their own.
 fn set_options(listener: &TcpListener) -> rustix::io::Result<()> {
     sockopt::set_tcp_nodelay(listener, true)?;
     // A backlog of output waits in the outbox, where it counts towards the limits, instead of in the kernel.
-    sockopt::set_socket_send_buffer_size(listener, SEND_BUFFER_BYTES)
+    sockopt::set_socket_send_buffer_size(listener, SEND_BUFFER_BYTES)?;
+    // The default of 128 overflows between two looks when many connect at once, and they try again a second later.
+    rustix::net::listen(listener, BACKLOG)
 }
 
 /// One event, until the set is watched again.
