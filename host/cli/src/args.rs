@@ -1,6 +1,7 @@
 //! The command line: subcommands and the texts of `--help`.
 
 use crate::board::{EmulateArgs, LogArgs};
+use crate::calibrate::{self, CalibrateArgs};
 use crate::card::CardArgs;
 use crate::chaos::ChaosArgs;
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
@@ -54,6 +55,11 @@ pub(crate) enum Command {
     /// place where that is measured.
     #[command(after_long_help = perf::HELP)]
     Perf(Box<PerfArgs>),
+    /// Measure a cluster and write the cost table by which `auto` selects
+    ///
+    /// Every algorithm takes turns at every size. Without a launcher, clusters of emulated devices are started here.
+    #[command(after_long_help = calibrate::HELP)]
+    Calibrate(CalibrateArgs),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
     /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy
@@ -225,6 +231,8 @@ ENVIRONMENT
   SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device, status and selftest;
                        `-` is stdin
   SUMAC_KEY            the key itself
+  SUMAC_OPERATOR_KEY_FILE
+                       the file with an operator's key, for status and selftest; beats SUMAC_KEY_FILE and SUMAC_KEY there
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
@@ -310,6 +318,12 @@ EXAMPLES
   sumac run -n 4 -- ./train --epochs 3
   sumac run -n 8 --devices 2 --label -- python3 train.py
   sumac run -n 4 -- sumac perf
+
+KEYS
+  The controller serves only who has a key. Ranks find theirs by SUMAC_KEY_FILE, and `sumac status` and `selftest` among them
+  that of an operator by SUMAC_OPERATOR_KEY_FILE: names of memory that this user alone can open, as long as the command runs.
+  Stderr names the controller and the `sumac status` that watches it from elsewhere. The ranks' key is good for the tenant that
+  SUMAC_TENANT names.
 
 EXIT STATUS
   0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or
