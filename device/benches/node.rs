@@ -307,7 +307,7 @@ impl Rig {
     /// Handle a burst. Not inlined: the instructions in here are counted.
     #[inline(never)]
     fn receive(&mut self, packets: &[Inbound]) {
-        for train in packets.chunk_by(|inbound, next| inbound.from == next.from) {
+        for train in packets.chunk_by(|inbound, next| inbound.repr.child == next.repr.child) {
             let bytes = train.iter().map(|inbound| &inbound.bytes[..]);
             self.node.handle_train(self.now, train[0].from, Ecn::Unmarked, bytes);
         }

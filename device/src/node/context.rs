@@ -60,7 +60,7 @@ impl GroupCtx<'_> {
 
     /// Return where the value of slot `index` is in the group's bytes: at the start of its stages.
     pub(super) fn value(&self, index: usize) -> Range<usize> {
-        let start = index * usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
+        let start = stage_start(self.group, index);
         start..start + usize::from(self.slots[index].value_len)
     }
 
@@ -104,12 +104,17 @@ impl GroupCtx<'_> {
     }
 }
 
+/// Return where the stages of slot `index` begin in the group's bytes.
+pub(super) fn stage_start(group: &Group, index: usize) -> usize {
+    index * usize::from(group.config.chunk_len_bytes) * group.stages
+}
+
 /// Return the chunk buffers of `slot`, which has this index, in the group's bytes.
 pub(super) fn stages_of<'b>(group: &Group, slot: &Slot, index: usize, bytes: &'b mut [u8]) -> Stages<'b> {
-    let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
+    let len = slot.value_bytes();
     let stride = usize::from(group.config.chunk_len_bytes);
     let slot_len = stride * group.stages;
-    Stages { bytes: &mut bytes[index * slot_len..][..slot_len], stride, len }
+    Stages { bytes: &mut bytes[stage_start(group, index)..][..slot_len], stride, len }
 }
 
 /// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.

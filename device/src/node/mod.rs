@@ -3,11 +3,12 @@
 //! One [`Node`] is one shard. It owns its tables, so two nodes need no lock. Its methods are in groups: see [`Node`].
 //!
 //! Where the rules of PROTOCOL are implemented: `receive.rs` (which group and link a packet is for), `child.rs`
-//! (contributions: sections 1 and 2), `loss.rs` (gaps, probes and answers sent again: section 3), `parent.rs` (answers,
-//! and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is sent
-//! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs`
-//! (groups, reserved whole or not at all), `path.rs` (the longest packet that a hop carries: section 12), `zero_copy/`
-//! (children whose data a DMA engine fetches: sections 5 to 7).
+//! (contributions: sections 1 and 2), `train.rs` (the same for consecutive ones, in the usual case), `loss.rs` (gaps,
+//! probes and answers sent again: section 3), `parent.rs` (answers, and the link to the parent), `straggler.rs` (ranks
+//! that do not arrive: section 10), `transmit.rs` (what is sent next: deficit round robin over groups), `operation.rs`
+//! (operations that Data names by signature), `control.rs` (groups, reserved whole or not at all), `path.rs` (the
+//! longest packet that a hop carries: section 12), `zero_copy/` (children whose data a DMA engine fetches: sections 5
+//! to 7).
 //!
 //! Invariants:
 //! - nothing that a peer writes is trusted: each field is checked before use, and invalid packets are dropped and
@@ -44,6 +45,7 @@ mod snapshot;
 mod straggler;
 #[cfg(test)]
 mod tests;
+mod train;
 mod transmit;
 mod zero_copy;
 
@@ -63,7 +65,7 @@ use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
 use sumac_hal::ids::{BootId, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
 use sumac_hal::planted;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -146,6 +148,19 @@ impl Common {
         } else if repr.kind == Kind::Nak {
             self.counters.naks += 1;
         }
+    }
+
+    /// Count packets that have arrived with the same mark.
+    fn note_received(&mut self, packets: u64, len_bytes: u64, ecn: Ecn) {
+        self.counters.packets_in += packets;
+        self.counters.bytes_in += len_bytes;
+        self.counters.marked += if ecn.is_ce() { packets } else { 0 };
+    }
+
+    /// Count packets that are handed out.
+    fn note_sent(&mut self, packets: usize, len_bytes: usize) {
+        self.counters.packets_out += packets as u64;
+        self.counters.bytes_out += len_bytes as u64;
     }
 
     /// Queue an event. The oldest is dropped if the board does not collect them.

@@ -41,7 +41,7 @@ impl Node<'_> {
         let range = bytes.start..bytes.end.min(bytes.start + len);
         repr.payload_len_bytes = range.len() as u16;
         let header = repr.header(payload_crc(&self.storage.bytes[range.clone()]));
-        Transmit { to, header, payload: Payload::Slots(range) }
+        Transmit { to, header, payload: Payload::Slots { start: range.start, len: range.len() } }
     }
 }
 

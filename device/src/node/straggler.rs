@@ -116,6 +116,11 @@ impl View {
         self.number
     }
 
+    /// Return whether no child is excluded, and none may be about to be.
+    pub(super) fn has_everybody(&self) -> bool {
+        self.hold.is_none() && self.excluded.is_empty() && self.excluded_ranks.is_empty()
+    }
+
     /// Return the ranks whose absence failed the group.
     pub(super) const fn missing_ranks(&self) -> RankMask {
         self.missing_ranks
@@ -410,16 +415,17 @@ impl GroupCtx<'_> {
 
     /// Return the number of ranks in a result: the divisor of averages.
     pub(super) fn active_ranks(&self) -> u32 {
-        self.group.config.ranks.get().saturating_sub(self.group.view.excluded_ranks.len()).max(1)
+        let (ranks, excluded) = (self.group.config.ranks.get(), &self.group.view.excluded_ranks);
+        if excluded.is_empty() { ranks } else { ranks.saturating_sub(excluded.len()).max(1) }
     }
 
     /// Fail the group at the root if the operation of slot `index`, which is complete, needs an excluded rank. Returns
     /// true if it does.
     pub(super) fn fail_if_excluded_needed(&mut self, index: usize, now: Instant) -> bool {
-        let excluded_ranks = self.group.view.excluded_ranks;
-        if excluded_ranks.is_empty() || self.group.parent.is_some() {
+        if self.group.view.excluded_ranks.is_empty() || self.group.parent.is_some() {
             return false;
         }
+        let excluded_ranks = self.group.view.excluded_ranks;
         // Without data or a wanted result, the operation belongs to a host collective.
         let runs_here = self.is_wanted(index) || !self.with_data(index).is_empty();
         let fails = runs_here && needs_any_of(&self.slots[index].op, &excluded_ranks);
