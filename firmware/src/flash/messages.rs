@@ -30,12 +30,22 @@ impl Default for Limits {
     }
 }
 
+/// The length of what is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Length {
+    /// The images, in bytes.
+    pub images_bytes: u64,
+    /// What follows them, in bytes. No boot stage reads it, but the system that they boot may.
+    pub tail_bytes: u64,
+}
+
 /// What counts as success and as failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Goal {
     /// The boot log line that means success.
     pub until: Until,
-    /// Whether an `ERR` line of the boot log is only shown; worse lines always end flashing.
+    /// Whether an `ERR` line of a boot stage is only shown; worse lines always end flashing. Those of the card's Linux
+    /// (`ERR[MISC]`) never do.
     pub tolerates_errors: bool,
 }
 

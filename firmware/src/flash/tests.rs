@@ -39,6 +39,8 @@ struct Card {
     notices_after: usize,
     /// The session's goal.
     tolerates_errors: bool,
+    /// The length of the images, if something follows them.
+    images_bytes: Option<u64>,
 }
 
 struct RunResult {
@@ -63,7 +65,9 @@ const LIMITS: Limits = Limits {
 fn run(card: Card, until: Until) -> RunResult {
     let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
     let goal = Goal { until, tolerates_errors: card.tolerates_errors };
-    let mut session = Session::new(LEN_BYTES, &before, goal, LIMITS, Instant::ZERO);
+    let length = Length { images_bytes: card.images_bytes.unwrap_or(LEN_BYTES), tail_bytes: 0 };
+    let length = Length { tail_bytes: LEN_BYTES - length.images_bytes, ..length };
+    let mut session = Session::new(length, &before, goal, LIMITS, Instant::ZERO);
     let mut now = Instant::ZERO;
     let mut answers: VecDeque<(Instant, Event)> = VecDeque::new();
     let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
@@ -247,11 +251,46 @@ fn failure_line_ends_flashing_while_writing_and_while_booting() {
 
 #[test]
 fn tolerated_errors_do_not_end_flashing_but_worse_lines_do() {
-    let log = |worse: &'static str| vec![(0, "ERR[MISC]: a fan is loud"), (LEN_BYTES, worse), READY];
+    let log = |worse: &'static str| vec![(0, "ERR[UEFI]: a fan is loud"), (LEN_BYTES, worse), READY];
     let ran = run(Card { log: log("INFO[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
     assert_eq!(ran.outcome.result, Ok(READY.1.into()));
     let ran = run(Card { log: log("ASSERT[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
     assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Assert, .. }));
+}
+
+/// Installers go on after errors of optional parts; the line is named only if success never comes.
+#[test]
+fn errors_of_the_cards_linux_do_not_end_flashing() {
+    let error = "ERR[MISC]: no BMC firmware";
+    for until in [Until::Ready, Until::LinuxUp] {
+        let ran = run(Card { log: vec![(0, error), (LEN_BYTES, error), READY], ..card() }, until);
+        assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    }
+    let ran = run(Card { log: vec![(LEN_BYTES, error), LINUX_UP], ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    assert!(ran.failure().to_string().ends_with(&format!("the card had reported: {error}")), "{}", ran.failure());
+    let ran = run(Card { log: vec![(LEN_BYTES, "ERR[MISC]: CRITICAL ERROR: no disk")], ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Critical, .. }), "{:?}", ran.outcome);
+}
+
+/// The system in the images reads what follows them, and may be up before the last byte is written.
+#[test]
+fn success_before_the_tail_is_written_ends_flashing_after_its_last_byte() {
+    let images_bytes = Some(LEN_BYTES / 2);
+    for at in (LEN_BYTES / 2 + 20 * STEP_BYTES..=LEN_BYTES).step_by(10 * STEP_BYTES as usize) {
+        let ran = run(Card { images_bytes, log: vec![(at, LINUX_UP.1)], ..card() }, Until::LinuxUp);
+        assert_eq!((ran.outcome.result, ran.outcome.written_bytes), (Ok(LINUX_UP.1.into()), LEN_BYTES), "at {at}");
+        assert!(!ran.settings.contains(&Setting::Reset));
+    }
+    // Before the last byte of the images it is not about this stream.
+    let ran = run(Card { images_bytes, log: vec![(LEN_BYTES / 2 - STEP_BYTES, LINUX_UP.1)], ..card() }, Until::LinuxUp);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    // A tail that is not taken is no success, and the running system is not reset.
+    let write = Some((LEN_BYTES * 3 / 4, Errno::TIMEDOUT));
+    let log = vec![(LEN_BYTES * 5 / 8, LINUX_UP.1)];
+    let ran = run(Card { images_bytes, write, log, ..card() }, Until::LinuxUp);
+    assert_eq!(*ran.failure(), Failure::NotDraining);
+    assert!(!ran.settings.contains(&Setting::Reset));
 }
 
 #[test]
@@ -387,7 +426,7 @@ fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
         Failure::OtherWriter,
         Failure::NotDraining,
         Failure::Gone,
-        Failure::TimeLimit { limit, stage: Stage::Booting },
+        Failure::TimeLimit { limit, stage: Stage::Booting, error_line: None },
         log(LogKind::Error),
         log(LogKind::Panic),
         log(LogKind::Exception),

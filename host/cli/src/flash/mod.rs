@@ -26,7 +26,7 @@ use sumac::controller::keys::read_key;
 use sumac_firmware::bfb::Policy;
 use sumac_firmware::enrolment;
 use sumac_firmware::flash::{
-    self, Failure, Goal, Image, Limits, Outcome, RollbackPolicy, Session, Stage, Until, Workers,
+    self, Failure, Goal, Image, Length, Limits, Outcome, RollbackPolicy, Session, Stage, Until, Workers,
 };
 use sumac_firmware::manifest::{self, Checked, Trust, hex};
 use sumac_firmware::rshim::{Lock, Misc, Rshim};
@@ -58,7 +58,8 @@ pub(crate) struct FlashArgs {
     /// Line of the boot log that means success
     #[arg(long = "until", value_enum, default_value_t = UntilName::Ready)]
     until: UntilName,
-    /// Continue after ERR lines in the boot log; PANIC, Exception, ASSERT and CRITICAL ERROR are failures all the same
+    /// Continue after ERR lines of boot stages; PANIC, Exception, ASSERT and CRITICAL ERROR are failures all the same.
+    /// ERR lines of the card's Linux (`ERR[MISC]`) never end flashing
     #[arg(long)]
     tolerate_errors: bool,
     /// Time limit in seconds, which does not include restoring the settings
@@ -119,7 +120,8 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     let tail = device_key.as_ref().map(enrolment::emit);
     let bytes = file.seal(tail.as_deref().map_or(&[][..], |tail| &tail[..]))?;
     let reader = bytes.reader().map_err(|error| file.failure(error))?;
-    let checked = manifest::check(reader, Policy::Strict, trust).map_err(|error| file.failure(error))?;
+    // With a key, the policy is strict.
+    let checked = manifest::check(reader, Policy::Vendor, trust).map_err(|error| file.failure(error))?;
     let card = Rshim::new(&args.rshim);
     // The lock excludes other instances of this command from here on.
     let (start, limit) = (Clock::now(), Duration::from_secs(args.timeout_s));
@@ -139,8 +141,11 @@ fn attempt(args: &FlashArgs, display: &Display) -> Result<(), Exit> {
     }
     // Fail now if the record cannot be written afterwards.
     Record::probe(&args.records)?;
+    checked.report.notes.iter().for_each(|note| note!("note: {note}"));
+    let tail_bytes = checked.report.tail_len_bytes + bytes.tail_len_bytes();
+    let length = Length { images_bytes: checked.report.len_bytes - checked.report.tail_len_bytes, tail_bytes };
     let image = Image { bytes, sha256: checked.sha256 };
-    let outcome = push(args, workers, image, &misc, start, display)?;
+    let outcome = push(args, workers, (image, length), &misc, start, display)?;
     if outcome.result.is_ok() {
         write_record(args, &name, &checked, policy)?;
     }
@@ -168,7 +173,7 @@ fn lock_and_read(card: &Rshim, limit: Duration) -> anyhow::Result<Result<LockedC
     Ok(match workers.read_misc(limit) {
         Some(Ok(misc)) => Ok(LockedCard { _lock: lock, misc, workers }),
         Some(Err(errno)) => Err(failure_of(&errno.into())),
-        None => Err(Failure::TimeLimit { limit, stage: Stage::Preparing }),
+        None => Err(Failure::TimeLimit { limit, stage: Stage::Preparing, error_line: None }),
     })
 }
 
@@ -183,7 +188,7 @@ fn failure_of(error: &io::Error) -> Failure {
 fn push(
     args: &FlashArgs,
     workers: Workers<Spawn>,
-    image: Image,
+    (image, length): (Image, Length),
     misc: &Misc,
     start: Clock,
     display: &Display,
@@ -207,9 +212,8 @@ fn push(
     };
     let goal = Goal { until, tolerates_errors: args.tolerate_errors };
     // The clock starts when the card is first read, because the time limit covers everything from then on.
-    let len_bytes = image.bytes.len_bytes() + image.bytes.tail_len_bytes();
-    let session = Session::new(len_bytes, misc, goal, limits, Instant::ZERO);
-    let mut bar = display.bar(len_bytes);
+    let session = Session::new(length, misc, goal, limits, Instant::ZERO);
+    let mut bar = display.bar(length.images_bytes + length.tail_bytes);
     let outcome = workers.run(session, image, clock, |progress| bar.show(progress));
     handle.close();
     // The thread ends at once, because its signals are closed.
@@ -217,14 +221,16 @@ fn push(
     Ok(outcome)
 }
 
-/// Record the card's image. The recorded epoch never decreases, unless a rollback was allowed.
+/// Record the card's image. The recorded epoch never decreases, unless a rollback was allowed. An image without a
+/// manifest, such as a vendor's for recovery, has no epoch, and the one before stays.
 fn write_record(args: &FlashArgs, name: &str, checked: &Checked, policy: RollbackPolicy) -> Result<(), Exit> {
     let manifest = checked.manifest.as_ref();
-    let epoch = manifest.map_or(0, |manifest| manifest.epoch);
-    let record = Record {
-        version: manifest.map(|manifest| manifest.version.clone()),
-        epoch: if policy.allow_rollback { epoch } else { epoch.max(policy.had_epoch.unwrap_or(0)) },
-        sha256: hex(&checked.sha256),
+    let had = policy.had_epoch.unwrap_or(0);
+    let epoch = match manifest {
+        Some(manifest) if policy.allow_rollback => manifest.epoch,
+        manifest => manifest.map_or(0, |manifest| manifest.epoch).max(had),
     };
+    let record =
+        Record { version: manifest.map(|manifest| manifest.version.clone()), epoch, sha256: hex(&checked.sha256) };
     record.write(&args.records, name)
 }

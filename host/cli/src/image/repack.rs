@@ -30,7 +30,7 @@ pub(super) struct RepackArgs {
     /// Drop all versions of an image, as in boot-timeout or id99; may be repeated
     #[arg(long, value_name = "NAME", value_parser = parse_id)]
     drop: Vec<ImageId>,
-    /// Keep only images for this card
+    /// Keep only images that this card uses: of each the highest version up to its own, as `mlx-mkbfb --filter` does
     #[arg(long = "for", value_name = "CARD", value_parser = parse_generation)]
     card: Option<Generation>,
     #[command(flatten)]
@@ -152,6 +152,9 @@ impl StreamBuilder {
         let report = report.map_err(|error| file.failure(error))?;
         for note in &report.notes {
             note!("note: {}: {note}", path.display());
+        }
+        if report.tail_len_bytes > 0 {
+            note!("note: {}: only the images are taken, not what follows them", path.display());
         }
         self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
     }
