@@ -28,6 +28,13 @@ impl ImageId {
     /// Initial RAM file system of the kernel.
     pub const INITRAMFS: Self = Self(63);
 
+    /// Return whether it changes the card's firmware when the stream boots, rather than what the stream boots: capsules of
+    /// UEFI, firmware of the NIC, images for recovery.
+    pub const fn is_firmware_update(self) -> bool {
+        // nicfw, cfg-gi, dpu-gi, upgrade-image, capsule.
+        matches!(self.0, 41 | 48 | 49 | 51 | 52)
+    }
+
     /// Return its name in `mlx-mkbfb`, if it has one.
     pub fn name(self) -> Option<&'static str> {
         ORDER.iter().find(|(_, id)| *id == self.0).map(|(name, _)| *name)

@@ -1,6 +1,7 @@
 //! Decides whether an image may be written to a card, from what was read of both, before the card is modified.
 
 use super::failure::{Failure, Refusal};
+use super::messages::Until;
 use crate::bfb::Generation;
 use crate::manifest::{BOARD, Checked};
 use crate::rshim::{CardMode, Misc};
@@ -43,12 +44,13 @@ pub fn check(image: &Checked, misc: &Misc, policy: RollbackPolicy) -> Result<Gen
     }
 }
 
-/// Check that the card accepts a boot stream now, according to `misc`.
+/// Check that the card accepts a boot stream now, according to `misc`. A card in NIC mode accepts a vendor's, which ends
+/// with [`Until::NicMode`].
 ///
 /// # Errors
 /// The first reason for refusal.
-pub fn usable(misc: &Misc) -> Result<(), Failure> {
-    if misc.mode == Some(CardMode::Nic) {
+pub fn usable(misc: &Misc, until: Until) -> Result<(), Failure> {
+    if misc.mode == Some(CardMode::Nic) && until != Until::NicMode {
         return Err(Failure::NicMode);
     }
     if misc.secure_nic_mode == Some(true) {

@@ -47,6 +47,8 @@ pub struct Goal {
     /// Whether an `ERR` line of a boot stage is only shown; worse lines always end flashing. Those of the card's Linux
     /// (`ERR[MISC]`) never do.
     pub tolerates_errors: bool,
+    /// Whether the boot log stays after it was read. The card drops new lines once the log is full.
+    pub keeps_log: bool,
 }
 
 /// The boot log line that means success.
@@ -59,6 +61,8 @@ pub enum Until {
     LinuxUp,
     /// `Rebooting...`: a vendor's installer is done.
     Rebooting,
+    /// `In Enhanced NIC mode`: a card in NIC mode has taken a vendor's update.
+    NicMode,
 }
 
 impl Until {
@@ -67,6 +71,7 @@ impl Until {
             Self::Ready => kind == LogKind::Ready,
             Self::LinuxUp => matches!(kind, LogKind::Ready | LogKind::LinuxUp),
             Self::Rebooting => kind == LogKind::Rebooting,
+            Self::NicMode => kind == LogKind::NicMode,
         }
     }
 }

@@ -17,7 +17,7 @@
 //!   never reset, because it may be writing its own flash.
 
 use super::failure::{Failure, Stage};
-use super::messages::{Command, Event, Goal, Length, Limits, Outcome, Progress, Restored};
+use super::messages::{Command, Event, Goal, Length, Limits, Outcome, Progress, Restored, Until};
 use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -96,7 +96,7 @@ enum Step {
 impl Session {
     /// Start flashing a stream of this length to a card with the settings `before`. The time limit counts from `now`.
     pub fn new(length: Length, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
-        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
+        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(!goal.keeps_log)];
         Self {
             limits,
             goal,
@@ -341,7 +341,7 @@ impl Session {
             return;
         }
         match kind_of(&line) {
-            LogKind::NicMode => self.end(Err(Failure::NicMode), now),
+            LogKind::NicMode if self.goal.until != Until::NicMode => self.end(Err(Failure::NicMode), now),
             LogKind::SystemError => self.error_line = Some(line),
             LogKind::Error if self.goal.tolerates_errors => self.error_line = Some(line),
             kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {

@@ -64,7 +64,7 @@ const LIMITS: Limits = Limits {
 
 fn run(card: Card, until: Until) -> RunResult {
     let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
-    let goal = Goal { until, tolerates_errors: card.tolerates_errors };
+    let goal = Goal { until, tolerates_errors: card.tolerates_errors, keeps_log: card.keeps_log && card.set.is_none() };
     let length = Length { images_bytes: card.images_bytes.unwrap_or(LEN_BYTES), tail_bytes: 0 };
     let length = Length { tail_bytes: LEN_BYTES - length.images_bytes, ..length };
     let mut session = Session::new(length, &before, goal, LIMITS, Instant::ZERO);
@@ -271,6 +271,25 @@ fn errors_of_the_cards_linux_do_not_end_flashing() {
     assert!(ran.failure().to_string().ends_with(&format!("the card had reported: {error}")), "{}", ran.failure());
     let ran = run(Card { log: vec![(LEN_BYTES, "ERR[MISC]: CRITICAL ERROR: no disk")], ..card() }, Until::Ready);
     assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Critical, .. }), "{:?}", ran.outcome);
+}
+
+#[test]
+fn kept_log_is_not_cleared_and_old_lines_do_not_count_twice() {
+    let old_log = vec!["INFO[MISC]: Linux up", READY.1];
+    let ran = run(Card { old_log: old_log.clone(), keeps_log: true, ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    let log = vec![(LEN_BYTES, "x"), READY];
+    let ran = run(Card { old_log, keeps_log: true, log, ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    assert!(!ran.settings.contains(&Setting::ClearOnRead(true)), "{:?}", ran.settings);
+}
+
+#[test]
+fn nic_mode_line_is_success_only_where_it_is_expected() {
+    let log = || vec![LINUX_UP, (LEN_BYTES, "INFO[MISC]: In Enhanced NIC mode")];
+    let ran = run(Card { log: log(), ..card() }, Until::NicMode);
+    assert_eq!(ran.outcome.result, Ok("INFO[MISC]: In Enhanced NIC mode".into()));
+    assert_eq!(*run(Card { log: log(), ..card() }, Until::Ready).failure(), Failure::NicMode);
 }
 
 /// The system in the images reads what follows them, and may be up before the last byte is written.
@@ -491,10 +510,11 @@ fn image_for_another_card_or_older_epoch_is_refused() {
 
 #[test]
 fn card_in_nic_secure_or_drop_mode_is_refused() {
-    let usable = |line: &str| usable(&Misc::parse(line));
+    let usable = |line: &str| usable(&Misc::parse(line), Until::Ready);
     assert_eq!(usable("BF_MODE         DPU mode\nDROP_MODE       0 (0:normal, 1:drop)\n"), Ok(()));
     assert_eq!(usable(""), Ok(()));
     assert_eq!(usable("BF_MODE         NIC mode\n"), Err(Failure::NicMode));
+    assert_eq!(super::usable(&Misc::parse("BF_MODE         NIC mode\n"), Until::NicMode), Ok(()));
     assert_eq!(usable("SECURE_NIC_MODE 1 (0:no, 1:yes)\n"), Err(Failure::SecureMode));
     assert_eq!(usable("DROP_MODE       1 (0:normal, 1:drop)\n"), Err(Failure::DropMode));
 }
