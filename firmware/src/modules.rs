@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The modules that the agent uses if the hardware exists, in load order: the boot log first, so that later problems
-/// can be reported; the host link; pins, which the management port's interrupt comes through, before that port; the NIC;
-/// the eMMC of each generation and NVMe; their counterparts in an emulated machine.
+/// can be reported; the host link; pins, which the management port's interrupt comes through, before that port; the
+/// NIC; the eMMC of each generation and NVMe; their counterparts in an emulated machine.
 pub const REQUIRED_MODULES: [&str; 16] = [
     "mlxbf_bootctl",
     "mlxbf_tmfifo",

@@ -24,6 +24,8 @@ nicfw 41, ramdisk 54, dpu-gi 49, cfg-gi 48, info 50, image 62, initramfs 63, upg
 NAMES = {name: int(number) for name, number in (entry.split() for entry in ORDER.split(","))}
 RANK = {number: rank for rank, number in enumerate(NAMES.values())}
 SEGMENT_MAX = 2**20 - 8
+# What UEFI on arm64 requires of a kernel: a PE header, at 64 here, with the machine 0xaa64.
+KERNEL_HEADER = b"MZ" + bytes(58) + struct.pack("<I", 64) + b"PE\0\0\x64\xaa"
 
 
 def padded(data):

@@ -155,7 +155,7 @@ class Case:
         key, public, out = (self.folder / name for name in ("key.pem", "pub.pem", "signed.bfb"))
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
         subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
-        kernel, initramfs = self.file("kernel", self.rng.randbytes(5000)), self.file("initramfs", self.rng.randbytes(77))
+        kernel, initramfs = self.file("kernel", bfb.KERNEL_HEADER + self.rng.randbytes(5000)), self.file("initramfs", self.rng.randbytes(77))
         inputs = ["--kernel", kernel, "--initramfs", initramfs, "--image-version", "1.2", "--epoch", 3, "--sign-key", key]
         self.run("build", *inputs, "-o", out)
         self.run("verify", out, "--key", public)

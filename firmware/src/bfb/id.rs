@@ -28,8 +28,8 @@ impl ImageId {
     /// Initial RAM file system of the kernel.
     pub const INITRAMFS: Self = Self(63);
 
-    /// Return whether it changes the card's firmware when the stream boots, rather than what the stream boots: capsules of
-    /// UEFI, firmware of the NIC, images for recovery.
+    /// Return whether it changes the card's firmware when the stream boots, rather than what the stream boots:
+    /// capsules of UEFI, firmware of the NIC, images for recovery.
     pub const fn is_firmware_update(self) -> bool {
         // nicfw, cfg-gi, dpu-gi, upgrade-image, capsule.
         matches!(self.0, 41 | 48 | 49 | 51 | 52)
@@ -70,8 +70,8 @@ impl fmt::Display for ImageId {
 pub struct ImageName {
     /// The kind of the image.
     pub id: ImageId,
-    /// The cards that it is for: 0 BlueField-1, or all if the id has no higher version; 1 BlueField-2; 2 BlueField-3; 3 a
-    /// later card.
+    /// The cards that it is for: 0 BlueField-1, or all if the id has no higher version; 1 BlueField-2; 2 BlueField-3;
+    /// 3 a later card.
     pub version: u8,
 }
 

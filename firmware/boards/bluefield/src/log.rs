@@ -3,10 +3,10 @@
 //! Tools on the host read the boot log (`rsh_log` of the driver mlxbf-bootctl) over rshim: they wait for [`LINUX_UP`]
 //! and [`DPU_IS_READY`], and [`CRITICAL`] means failure. A machine without it has only the console.
 //!
-//! It is a scratch buffer of 1 KiB (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `rsh_log_store`). Until the host has
-//! read it, the driver cuts or drops what does not fit, without an error, and nothing tells the card that it was read. So
-//! only short lines are written, few warnings, and the line that the host waits for more than once. The host locks the
-//! buffer while it reads; a write then fails after 100 ms and is tried again.
+//! It is a scratch buffer of 1 KiB (Linux, drivers/platform/mellanox/mlxbf-bootctl.c: `rsh_log_store`). Until the host
+//! has read it, the driver cuts or drops what does not fit, without an error, and nothing tells the card that it was
+//! read. So only short lines are written, few warnings, and the line that the host waits for more than once. The host
+//! locks the buffer while it reads; a write then fails after 100 ms and is tried again.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};

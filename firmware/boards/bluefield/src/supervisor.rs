@@ -3,8 +3,8 @@
 //! A short run doubles the wait before the next one, up to a limit, so that a runtime that fails at once does not use
 //! up the machine; a long run resets it.
 //!
-//! The host waits for one line of the boot log, [`DPU_IS_READY`], which is lost if the log is full when it is written. It
-//! is therefore repeated, ever less often, while the runtime is serving.
+//! The host waits for one line of the boot log, [`DPU_IS_READY`], which is lost if the log is full when it is written.
+//! It is therefore repeated, ever less often, while the runtime is serving.
 //!
 //! Orphaned processes become children of process 1, and are reaped here with all others.
 

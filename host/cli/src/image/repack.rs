@@ -10,7 +10,7 @@ use ed25519_dalek::SigningKey;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use sumac_firmware::bfb::{Builder, Generation, ImageId, ImageName, Policy, Source, WriteError, scan};
+use sumac_firmware::bfb::{Builder, Generation, ImageId, ImageName, Policy, Report, Source, WriteError, scan};
 use sumac_firmware::emmc;
 use sumac_firmware::manifest::envelope::ENVELOPE_MAX_BYTES;
 use sumac_firmware::manifest::{self, MANIFEST_IMAGE, Manifest, ManifestError, Trust, envelope};
@@ -129,14 +129,14 @@ pub(super) struct StreamBuilder {
 }
 
 impl StreamBuilder {
-    /// Add all images of a stream except the dropped ones.
+    /// Add all images of a stream except the dropped ones; return its contents.
     pub(super) fn take(
         &mut self,
         path: &Path,
         drop: &[ImageId],
         beside: &Path,
         outputs: &Outputs,
-    ) -> Result<(), Failure> {
+    ) -> Result<Report, Failure> {
         let file = ImageFile::open(path)?;
         let mut source = path.to_owned();
         let report = if file.is_emmc {
@@ -156,7 +156,8 @@ impl StreamBuilder {
         if report.tail_len_bytes > 0 {
             note!("note: {}: only the images are taken, not what follows them", path.display());
         }
-        self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
+        self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))?;
+        Ok(report)
     }
 
     /// Keep a temporary file and return it as a source.
