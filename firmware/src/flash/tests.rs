@@ -1,12 +1,9 @@
 //! Sessions against a simulated card in virtual time: every failure, every stage that can hang, and what is restored.
 
 use super::*;
-use crate::bfb::{Builder, Generation, ImageName, Policy, Source};
-use crate::manifest::{self, Trust};
 use crate::rshim::{LogKind, Misc, Setting};
 use rustix::io::Errno;
 use std::collections::VecDeque;
-use std::io::Cursor;
 use std::time::Duration;
 use sumac_hal::time::Instant;
 
