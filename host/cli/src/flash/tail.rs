@@ -1,7 +1,7 @@
 //! What follows a boot stream: a device's key for our agent, or what a vendor's installer reads.
 //!
-//! The installer takes the text up to the signature of an xz file as its configuration (`bf.cfg`), and the rest as a root
-//! file system. It runs the text as a shell script, so that none is sent with an image that is ours.
+//! The installer takes the text up to the signature of an xz file as its configuration (`bf.cfg`), and the rest as a
+//! root file system. It runs the text as a shell script, so that none is sent with an image that is ours.
 
 use super::FlashArgs;
 use crate::exit::Failure;
