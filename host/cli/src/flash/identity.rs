@@ -2,8 +2,8 @@
 //!
 //! `misc` has no serial number, but the card's vital product data has (PCI Local Bus Specification 3.0, Appendix I),
 //! which Linux shows for each PCI function. A card over USB, or one whose data cannot be read, is known by its slot
-//! alone, and another card may come to be in it. Its records therefore hold for one start of this host and one appearance of the
-//! device, as the kernel's numbers for both tell.
+//! alone, and another card may come to be in it. Its records therefore hold for one start of this host and one
+//! appearance of the device, as the kernel's numbers for both tell.
 
 use std::fs::{self, File};
 use std::io::Read;
