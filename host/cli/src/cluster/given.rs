@@ -80,6 +80,7 @@ impl Supervisor {
         addr: SocketAddr,
     ) -> Result<(), ClusterError> {
         let limit = Limit::new(REGISTER_LIMIT);
+        let mut is_waiting = false;
         loop {
             let report = status(controller.clone()).map_err(|error| ClusterError::Controller(Box::new(error)))?;
             if let Some(device) = report.devices.iter().find(|device| device.name == name) {
@@ -93,6 +94,12 @@ impl Supervisor {
                 let names = report.devices.into_iter().map(|device| device.name).collect();
                 let (name, controller) = (name.to_owned(), controller.addr);
                 return Err(ClusterError::Absent { name, controller, limit: limit.length, names });
+            }
+            if !is_waiting {
+                is_waiting = true;
+                let wait_s = REGISTER_LIMIT.as_secs();
+                let what = format!("device {name} to register with the controller at {controller}");
+                self.bar.suspend(|| note!("waiting up to {wait_s} s for {what}"));
             }
             self.sleep(POLL_INTERVAL)?;
         }

@@ -126,8 +126,8 @@ pub(crate) struct PerfArgs {
     /// Use an existing device, a board or another machine, instead of an emulated one; may be repeated
     ///
     /// The address is the one at which its first shard receives packets. The device must register with the controller
-    /// that this run starts (--listen), under the name of the tree node that it replaces: `leaf0`, or NAME where there
-    /// are several. Ranks send it packets. It needs no key unless --keys is given.
+    /// that this run starts (--listen) within 120 s, under the name of the tree node that it replaces: `leaf0`, or NAME
+    /// where there are several. Ranks send it packets. It needs no key unless --keys is given.
     #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with_all = ["fault", "chaos"])]
     pub(super) devices: Vec<GivenDevice>,
     /// Store with the keys of these devices, made by `sumac key new --keys FILE --device NAME`
