@@ -189,8 +189,8 @@ fn plan_tree(
     let limits = devices.values().filter_map(|device| {
         let left = ledger.available(request.tenant, &device.key());
         let slots = if left.groups == 0 { 0 } else { left.slots };
-        let limits =
-            DeviceLimits { max_children: children_max(device), slots_free: u32::try_from(slots).unwrap_or(u32::MAX) };
+        let slots_free = u32::try_from(slots).unwrap_or(u32::MAX);
+        let limits = DeviceLimits { max_children: children_max(device), slots_free, port: None };
         Some((fabric.find_switch(device.name())?, limits))
     });
     let limits = Limits {
