@@ -395,11 +395,13 @@ const PLAN_HELP: &str = "\
 EXAMPLES
   sumac plan --topology fabric.ibnetdiscover --hosts 16
   sumac plan --topology fabric.toml --hosts n1,n2,n7 --json
+  sumac plan --topology fabric.ibnetdiscover --hosts 16 --size 64K --without leaf3
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
 
 JSON
-  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]. The root is
-  level 0 and has a null parent. children are names of nodes and `rank N`.";
+  levels root max_children max_link_sharing aligned optimal gap gbits times[{bytes,seconds}]
+  nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}]. The root is level 0 and has a null parent.
+  children are names of nodes and `rank N`. gap: how much faster another tree may be at most, as a fraction.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES
