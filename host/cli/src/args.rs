@@ -416,12 +416,15 @@ EXAMPLES
   sumac plan --topology fabric.ibnetdiscover --hosts 16 --exclude '*-login-*'
   sumac plan --topology topology.conf --hosts 'n[0-63]'
   sumac plan --topology fabric.toml --hosts n1,n2,n7 --json
+  sumac plan --topology fabric.ibnetdiscover --hosts 16 --size 64K --without leaf3
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
 
 JSON
-  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}] selected[]
-  assumptions[]. The root is level 0 and has a null parent. children are names of nodes and `rank N`. selected says what
-  was taken of the fabric and what was left out, assumptions what its file does not say; both are sentences.";
+  levels root max_children max_link_sharing aligned optimal gap gbits times[{bytes,seconds}]
+  nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}] selected[] assumptions[]. The root is level 0 and
+  has a null parent. children are names of nodes and `rank N`. gap: how much faster another tree may be at most, as a
+  fraction. selected says what was taken of the fabric and what was left out, assumptions what its file does not say; both
+  are sentences.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES

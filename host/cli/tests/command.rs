@@ -279,12 +279,28 @@ fn plan_prints_the_documented_keys() {
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let plan: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
     let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>().join(" ");
-    assert_eq!(keys(&plan), "assumptions levels max_children max_link_sharing nodes ranks root selected");
-    assert_eq!(keys(&plan["nodes"][0]), "children level name parent");
-    assert_eq!(keys(&plan["ranks"][0]), "host leaf rank");
+    let known = "aligned assumptions gap gbits levels max_children max_link_sharing nodes optimal ranks root selected times";
+    assert_eq!(keys(&plan), known);
+    assert_eq!(keys(&plan["nodes"][0]), "children guid level name parent");
+    assert_eq!(keys(&plan["ranks"][0]), "guid host leaf rank");
     assert_eq!((&plan["nodes"][0]["name"], plan["ranks"].as_array().map(Vec::len)), (&plan["root"], Some(2)));
     let dot = stdout(&sumac(&["plan", "--topology", fabric, "--hosts", "2", "--dot"]));
     assert!(dot.starts_with("digraph"), "{dot}");
+}
+
+#[test]
+fn plan_without_a_switch_lists_what_moves() {
+    let fabric = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/fabrics/four-racks.toml");
+    let args = ["plan", "--topology", fabric, "--hosts", "all"];
+    let plan: Value = serde_json::from_str(&stdout(&sumac(&[&args[..], &["--json"]].concat()))).expect("JSON");
+    let root = plan["root"].as_str().expect("a name").to_owned();
+    let output = sumac(&[&args[..], &["--without", &root]].concat());
+    assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
+    let text = stdout(&output);
+    assert!(text.contains("children move:") && text.contains(&format!(": {root} -> ")), "{text}");
+    let unknown = sumac(&[&args[..], &["--without", "nothing:7"]].concat());
+    assert_eq!(exit_status(&unknown), 2);
+    assert!(stderr(&unknown).contains("--without nothing:7"), "{}", stderr(&unknown));
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod facts;
 mod paths;
 mod request;
 mod size;
+mod tree;
 
 pub(super) use paths::{Hop, NarrowPaths};
 pub(super) use request::{HostBlock, PlacementRequest};
@@ -19,8 +20,8 @@ use super::entropy::Entropy;
 use super::proto::{JoinRequest, TreeMembership};
 use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
-use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
-use crate::topo::Fabric;
+use crate::plan::{Child, KeptIndex, Planner};
+use crate::topo::LinkId;
 use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -33,6 +34,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::wire::{MAX_CHILDREN, SHORT_HEADER_LEN};
+use tree::{flat_fabric, plan_tree};
 
 /// One node of a placed tree.
 #[derive(Debug)]
@@ -87,6 +89,8 @@ pub(super) struct Placement {
     packets_reasons: BTreeMap<Rank, String>,
     /// Each rank's host, if there is a fabric.
     hosts: Option<Vec<String>>,
+    /// The cables of the tree's edges, if there is a fabric; once for each edge.
+    cables: Arc<[LinkId]>,
     /// How many ranks use RDMA.
     rdma_ranks: u32,
     window_max: u16,
@@ -114,7 +118,7 @@ pub(super) struct GroupIds {
 /// # Errors
 /// The reason why there is no tree, in one sentence.
 pub(super) fn draft(
-    config: &ControllerConfig,
+    (config, index): (&ControllerConfig, &KeptIndex),
     devices: &Devices,
     ledger: &ResourceLedger,
     request: PlacementRequest<'_>,
@@ -142,30 +146,35 @@ pub(super) fn draft(
                 continue;
             }
             let flat = flat_fabric(switch, groups)?;
-            match plan_and_build(config, &flat, devices, ledger, request, ids) {
+            match plan_and_build(config, &Planner::new(&flat), devices, ledger, request, ids) {
                 Err(why) => drop(first.get_or_insert(why)),
                 fits => return fits,
             }
         }
         return Err(first.unwrap_or_default());
     };
-    plan_and_build(config, fabric, devices, ledger, request, ids)
+    plan_and_build(config, &index.planner(fabric), devices, ledger, request, ids)
 }
 
 fn plan_and_build(
     config: &ControllerConfig,
-    fabric: &Fabric,
+    planner: &Planner<'_>,
     devices: &Devices,
     ledger: &ResourceLedger,
     request: PlacementRequest<'_>,
     ids: GroupIds,
 ) -> Result<Placement, String> {
     let groups = request.groups();
-    let plan = plan_tree(fabric, devices, ledger, (request, &groups))?;
+    let plan = plan_tree((config, planner), devices, ledger, (request, &groups))?;
     let host = |group: usize| plan.ranks[group].name.clone();
     let hosts = config.fabric.as_ref().map(|_| groups.group_of_ranks().into_iter().map(host).collect());
     let shape = TreeShape::planned(&plan, devices)?.expand(&groups, request.hosts);
-    build_placement(config, ledger, request, TreeShape { hosts, ..shape }, ids)
+    let mut placement = build_placement(config, ledger, request, TreeShape { hosts, ..shape }, ids)?;
+    if config.fabric.is_some() {
+        let nodes = plan.nodes.iter().flat_map(|node| &node.path);
+        placement.cables = nodes.chain(plan.ranks.iter().flat_map(|rank| &rank.path)).copied().collect();
+    }
+    Ok(placement)
 }
 
 /// Build a placement of the given shape, with the largest sizes that fit.
@@ -180,41 +189,6 @@ fn build_placement(
     placement.attach(request.requests)?;
     placement.choose_sizes(config, ledger, request)?;
     Ok(placement)
-}
-
-/// Build a fabric of one switch that connects all hosts.
-fn flat_fabric(switch: &str, hosts: usize) -> Result<Fabric, String> {
-    let mut text = format!("[[switch]]\nname = {switch:?}\naggregation = true\n");
-    for host in 0..hosts {
-        let host = format!("host-{host}");
-        text.push_str(&format!("[[host]]\nname = {host:?}\n[[link]]\nends = [{host:?}, {switch:?}]\n"));
-    }
-    Fabric::from_toml(&text).map_err(|error| format!("cannot use device {switch:?} as a one-level fabric: {error}"))
-}
-
-fn plan_tree(
-    fabric: &Fabric,
-    devices: &Devices,
-    ledger: &ResourceLedger,
-    (request, groups): (PlacementRequest<'_>, &HostGroups),
-) -> Result<Plan, String> {
-    let limits = devices.values().filter_map(|device| {
-        let left = ledger.available(request.tenant, &device.key());
-        let slots = if left.groups == 0 { 0 } else { left.slots };
-        let limits =
-            DeviceLimits { max_children: children_max(device), slots_free: u32::try_from(slots).unwrap_or(u32::MAX) };
-        Some((fabric.find_switch(device.name())?, limits))
-    });
-    let limits = Limits {
-        // The minimum window. The actual one is sized later, to what is available.
-        slots_needed: 2 * u32::from(shard_of(devices)?.max_in_window(1) as u16),
-        devices: Some(limits.collect()),
-        ..Limits::default()
-    };
-    let names: Option<Vec<String>> =
-        groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(groups.len()), HostSelection::Named);
-    plan(fabric, &hosts, &limits).map_err(|error| error.to_string())
 }
 
 fn shard_of(devices: &Devices) -> Result<Shard, String> {
@@ -268,6 +242,7 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         ranks,
         packets_reasons: BTreeMap::new(),
         hosts: shape.hosts,
+        cables: Arc::default(),
         rdma_ranks: 0,
         window_max: 0,
         chunk_len_bytes: 0,
@@ -342,7 +317,8 @@ impl Placement {
 
     /// The group's claim on each device.
     pub(super) fn claim(&self, tenant: &str) -> Claim {
-        Claim { group: self.group, tenant: tenant.to_owned(), needs: self.needs(u64::from(self.window_max)) }
+        let (needs, cables) = (self.needs(u64::from(self.window_max)), Arc::clone(&self.cables));
+        Claim { group: self.group, tenant: tenant.to_owned(), needs, cables }
     }
 
     /// The minimum that the group needs: a window of one chunk.

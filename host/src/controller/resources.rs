@@ -7,7 +7,9 @@
 //! Invariants: on no device do claims exceed its capacity; no tenant holds more groups than its quota, nor more slots
 //! or memory on any device but its own host devices.
 
+use crate::topo::LinkId;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::planted;
 use thiserror::Error;
@@ -95,6 +97,8 @@ pub(super) struct Claim {
     pub(super) group: GroupId,
     pub(super) tenant: String,
     pub(super) needs: Needs,
+    /// The cables of its tree's edges, once for each edge.
+    pub(super) cables: Arc<[LinkId]>,
 }
 
 /// What a group holds on a device, for tests of conservation.
@@ -284,12 +288,38 @@ impl ResourceLedger {
 
     /// What a tenant could claim on a device.
     pub(super) fn available(&self, tenant: &str, device: &DeviceKey) -> Available {
+        self.left(tenant, device, (self.used(device, None), self.used(device, Some(tenant))), self.groups_of(tenant))
+    }
+
+    /// What a tenant could claim on each device. Counts all claims once, for many devices.
+    pub(super) fn available_everywhere(&self, tenant: &str) -> impl Fn(&DeviceKey) -> Available {
+        let mut used: BTreeMap<&DeviceKey, (Resources, Resources)> = BTreeMap::new();
+        for claim in self.claims.values() {
+            for (device, need) in &claim.needs {
+                let (all, own) = used.entry(device).or_default();
+                *all = all.add(*need);
+                if claim.tenant == tenant {
+                    *own = own.add(*need);
+                }
+            }
+        }
+        let groups = self.groups_of(tenant);
+        move |device| self.left(tenant, device, used.get(device).copied().unwrap_or_default(), groups)
+    }
+
+    /// What a tenant could claim of a device of which `used` is claimed, by all and by the tenant.
+    fn left(
+        &self,
+        tenant: &str,
+        device: &DeviceKey,
+        (used, own): (Resources, Resources),
+        tenant_groups: u64,
+    ) -> Available {
         let capacity = self.capacities.get(device).copied().unwrap_or_default();
-        let (used, own) = (self.used(device, None), self.used(device, Some(tenant)));
         let quota =
             if planted!(self, QuotaAfterBooking) { Quota::default() } else { self.quotas.of(tenant).on(device) };
         let allowed = |limit: Option<u64>, own| limit.map_or(u64::MAX, |limit| limit.saturating_sub(own));
-        let groups = allowed(quota.groups, self.groups_of(tenant));
+        let groups = allowed(quota.groups, tenant_groups);
         Available {
             groups: capacity.groups.saturating_sub(used.groups).min(groups),
             slots: capacity.slots.saturating_sub(used.slots).min(allowed(quota.slots, own.slots)),
@@ -297,6 +327,14 @@ impl ResourceLedger {
             redo_memory_bytes: capacity.redo_memory_bytes.saturating_sub(used.redo_memory_bytes),
             quota_memory_bytes: allowed(quota.memory_bytes, own.all_memory_bytes()),
         }
+    }
+
+    /// How many edges of all trees each cable carries, by its id; `None` if there are none.
+    pub(super) fn load_of_cables(&self) -> Option<Arc<[u32]>> {
+        let cables = || self.claims.values().flat_map(|claim| claim.cables.iter());
+        let mut load = vec![0; cables().map(|link| link.0 as usize + 1).max()?];
+        cables().for_each(|link| load[link.0 as usize] += 1);
+        Some(load.into())
     }
 
     /// What is claimed on a device, by one tenant or by all.

@@ -4,25 +4,27 @@
 //! Every intermediate operand is a block of ranks aligned to a power of two. A tree whose nodes pair their children
 //! evaluates the same expression exactly if each of its partial results is such a block.
 
-use super::{Child, Plan};
 use std::ops::Range;
+
+/// A child of a node.
+pub(super) enum Below {
+    Node(usize),
+    Rank(usize),
+}
 
 /// Whether the tree, with nodes that pair their children in declared order, evaluates the pairing of all ranks, and the
 /// number of ranks is a power of two (halving-doubling folds other numbers differently).
-pub(super) fn is_aligned(plan: &Plan) -> bool {
-    let ranks = plan.ranks.len();
-    ranks.is_power_of_two() && block(plan, 0) == Some(0..ranks)
+pub(super) fn is_aligned(ranks: usize, root: usize, children: &dyn Fn(usize) -> Vec<Below>) -> bool {
+    ranks.is_power_of_two() && block(root, children) == Some(0..ranks)
 }
 
 /// The block of ranks whose pairing is the node's result, or `None` if there is no such block.
-fn block(plan: &Plan, node: usize) -> Option<Range<usize>> {
-    let mut operands = Vec::with_capacity(plan.nodes[node].children.len());
-    for child in &plan.nodes[node].children {
-        operands.push(match *child {
-            Child::Node(node) => block(plan, node)?,
-            Child::Rank(rank) => rank.0 as usize..rank.0 as usize + 1,
-        });
-    }
+fn block(node: usize, children: &dyn Fn(usize) -> Vec<Below>) -> Option<Range<usize>> {
+    let operand = |child| match child {
+        Below::Node(node) => block(node, children),
+        Below::Rank(rank) => Some(rank..rank + 1),
+    };
+    let mut operands: Vec<Range<usize>> = children(node).into_iter().map(operand).collect::<Option<_>>()?;
     while operands.len() > 1 {
         let pairs = operands.chunks(2);
         operands = pairs

@@ -1,198 +1,55 @@
 //! Plans aggregation trees: the root, the aggregating switches, and the cables that contributions travel over.
 //!
 //! # What is planned
-//! Each rank's contribution travels along a shortest path of switches to the root. It enters the tree at the first
-//! switch with an aggregation node, the rank's **leaf** (normally the switch that its host is cabled to). Switches
-//! where branches join aggregate. Switches with a single branch, or without a usable aggregation node, only forward.
+//! Each rank enters the tree at the nearest switch with a usable aggregation node, its **leaf** (normally the switch
+//! that its host is cabled to). Nodes are joined by edges to a root. An edge is routed along a shortest path of
+//! switches that does not go up again after it went down, as up*/down* routing does; a node on the way ends the edge.
 //! Rank i is the i-th selected host; ranks are never renumbered, and the children of a node are ordered by their lowest
 //! rank.
 //!
-//! Among all roots the planner selects the tree with, in this order: the fewest levels; the least link sharing (the
-//! maximum number of tree edges on one cable; edges are spread over parallel cables); an aligned expression; the fewest
-//! cables; the fewest nodes; the first root in natural name order. The same input yields the same plan.
+//! The planner selects the tree with the least **predicted time** (`cost`) for the size of [`Limits::pricing`]. Among
+//! trees of equal time it selects an aligned expression, then the fewest cables, the fewest nodes, and the first root
+//! in natural name order. The same input yields the same plan.
 //!
-//! Levels count from the root, which is **level 0**. If one switch connects all hosts, there is one level. Trees of two
-//! levels come from a maximum flow of disjoint branches and are optimal. Deeper ones are built layer by layer without a
-//! proof; [`Plan::optimal`] tells the difference.
+//! Levels count from the root, which is **level 0**. If one switch connects all hosts, there is one level.
+//!
+//! Trees are found by a search over few roots and shapes (`search`). [`Plan::optimal`] tells whether it is proved that
+//! no tree is faster, by comparing all trees or by a lower bound, and [`Plan::gap`] how far the bound is otherwise.
 //!
 //! A node with more children than its limit is split: runs of children move to further aggregation nodes nearby.
 //!
 //! [`verify()`] checks a plan independently of the planner's code.
 
 mod aligned;
+mod bound;
+mod cost;
+mod error;
+mod index;
+mod limits;
+mod moves;
 mod render;
+mod ring;
 mod route;
+mod search;
 mod select;
 #[cfg(test)]
 mod tests;
-mod tree;
 mod verify;
 
+pub use bound::{BoundKind, RateBound};
+pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
+pub use error::PlanError;
+pub use index::Routing;
+pub use limits::{DeviceLimits, Limits, Refusal};
+pub use moves::Move;
 pub use select::HostSelection;
 pub use verify::{Violation, verify};
 
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
+use index::FabricIndex;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
 use sumac_hal::ids::Rank;
-
-/// Limits on the nodes of a tree.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Limits {
-    /// Maximum number of children of a node, ranks and nodes together; at least 2.
-    pub max_children: usize,
-    /// Slots that the group needs on every node.
-    pub slots_needed: u32,
-    /// The usable devices, by switch. `None` allows every aggregation node of the fabric, without limits of its own.
-    pub devices: Option<BTreeMap<SwitchId, DeviceLimits>>,
-}
-
-impl Default for Limits {
-    /// 256 children, as the wire format allows; any device.
-    fn default() -> Self {
-        Self { max_children: 256, slots_needed: 0, devices: None }
-    }
-}
-
-impl Limits {
-    /// The maximum number of children of the switch's aggregation node.
-    ///
-    /// # Errors
-    /// The first condition that rules the switch out as a node.
-    pub fn children_max(&self, fabric: &Fabric, switch: SwitchId) -> Result<usize, Refusal> {
-        if fabric.switch(switch).aggregation.is_none() {
-            return Err(Refusal::NoAggregationNode);
-        }
-        let Some(devices) = &self.devices else { return Ok(self.max_children) };
-        let device = devices.get(&switch).ok_or(Refusal::NoDevice)?;
-        if device.slots_free < self.slots_needed {
-            return Err(Refusal::TooFewSlots { free: device.slots_free, needed: self.slots_needed });
-        }
-        match device.max_children.min(self.max_children) {
-            0 | 1 => Err(Refusal::TooFewChildren { max_children: device.max_children }),
-            usable => Ok(usable),
-        }
-    }
-}
-
-/// The limits of one device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DeviceLimits {
-    /// Maximum number of children.
-    pub max_children: usize,
-    /// Slots that are not claimed by other groups.
-    pub slots_free: u32,
-}
-
-/// Why a switch cannot be a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// The fabric has no aggregation node there.
-    #[error("it has no aggregation node")]
-    NoAggregationNode,
-    /// No usable device is registered there.
-    #[error("no device is registered for it")]
-    NoDevice,
-    /// The device has too few free slots.
-    #[error("its device has {free} free slots; the group needs {needed}")]
-    TooFewSlots {
-        /// Free slots.
-        free: u32,
-        /// Slots that the group needs.
-        needed: u32,
-    },
-    /// The device supports too few children.
-    #[error("its device supports {max_children} children; a node needs at least 2")]
-    TooFewChildren {
-        /// The device's limit.
-        max_children: usize,
-    },
-}
-
-/// Why there is no plan: the first condition that failed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum PlanError {
-    /// The selection is empty.
-    #[error("no host is selected; a tree needs at least one")]
-    NoHosts,
-    /// More hosts are requested than the fabric has.
-    #[error("{asked} hosts requested, but the fabric has {available}")]
-    TooManyHosts {
-        /// The requested number.
-        asked: usize,
-        /// The number of hosts in the fabric.
-        available: usize,
-    },
-    /// No host has this name or GUID.
-    #[error("no host is named `{name}`{}", select::hint(near))]
-    UnknownHost {
-        /// The requested name.
-        name: String,
-        /// Similar names, the nearest first.
-        near: Vec<String>,
-    },
-    /// Several hosts have this description.
-    #[error("{} hosts are named `{name}`; select one by its GUID: {}", guids.len(), select::some_of(guids))]
-    AmbiguousHost {
-        /// The requested name.
-        name: String,
-        /// The GUIDs of those hosts.
-        guids: Vec<String>,
-    },
-    /// A host is listed twice.
-    #[error("host `{name}` is listed twice; a host holds one rank")]
-    DuplicateHost {
-        /// Its name.
-        name: String,
-    },
-    /// The child limit is too small to combine anything.
-    #[error("a limit of {max_children} children is too small; it must be at least 2")]
-    ChildLimitTooSmall {
-        /// The limit.
-        max_children: usize,
-    },
-    /// No switch can be a node.
-    #[error("none of the {switches} switches can aggregate; `{first}`: {reason}")]
-    NoUsableNode {
-        /// The number of switches.
-        switches: usize,
-        /// One of them.
-        first: String,
-        /// Why it cannot.
-        reason: Refusal,
-    },
-    /// A host cannot reach any usable aggregation node.
-    #[error("host `{host}` has no path to a switch that can aggregate; check its cables")]
-    Isolated {
-        /// Its name.
-        host: String,
-    },
-    /// No aggregation node is reachable from all hosts.
-    #[error("no root reaches all hosts: `{one}` and `{other}` are in disconnected parts of the fabric")]
-    Disconnected {
-        /// A host.
-        one: String,
-        /// A host in another part.
-        other: String,
-    },
-    /// A node has too many children, and no free node can take some of them.
-    #[error(
-        "`{node}` would have {children} children, but its limit is {limit} and no free aggregation node within reach can \
-         take {chunk} of them; raise the limit or use fewer hosts"
-    )]
-    ChildLimit {
-        /// The node.
-        node: String,
-        /// The number of children.
-        children: usize,
-        /// The node's limit.
-        limit: usize,
-        /// The number of children that a further node would take.
-        chunk: usize,
-    },
-}
 
 /// A child of a node: another node of the plan, or a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -240,9 +97,9 @@ pub struct PlanRank {
 }
 
 /// An aggregation tree. Its JSON form (`serde`) has the keys `levels root max_children max_link_sharing aligned
-/// optimal nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}]`. Nodes are referred to by name, and
-/// ranks among the children as `"rank N"`.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// optimal gap gbits times[{bytes,seconds}] nodes[{name,guid,level,parent,children}] ranks[{rank,host,guid,leaf}]`.
+/// Nodes are referred to by name, and ranks among the children as `"rank N"`.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// The number of levels: 1 + the highest [`PlanNode::level`].
     pub levels: usize,
@@ -254,8 +111,17 @@ pub struct Plan {
     /// pairwise combining of all ranks, with a power-of-two number of ranks. Halving-doubling with distances 1, 2, 4,
     /// ... then yields the same bits.
     pub aligned: bool,
-    /// Whether it is proved that no tree of shortest paths has fewer levels, or as few levels and less link sharing.
+    /// Whether it is proved that no tree of such routes is faster, by the constants of the prediction.
     pub optimal: bool,
+    /// By how much another tree may be faster at most, as a fraction of its time (of the geometric mean over both
+    /// sizes); 0 if the tree is optimal.
+    pub gap: f64,
+    /// The predicted speed.
+    pub prediction: Prediction,
+    /// The routes that are assumed.
+    pub routing: Routing,
+    /// The number of cables in the fabric whose rate is not known, and was assumed.
+    pub unrated: usize,
     /// The nodes, breadth first: the root is node 0, and parents come before children.
     pub nodes: Vec<PlanNode>,
     /// The ranks, in order.
@@ -269,7 +135,75 @@ impl Plan {
     }
 }
 
-/// Plan the aggregation tree of the selected hosts. See the [module](self) for the criteria.
+/// A planner for one fabric. It keeps what does not depend on the job, so that plans take time in proportion to the
+/// job.
+#[derive(Debug, Clone)]
+pub struct Planner<'f> {
+    fabric: &'f Fabric,
+    index: Arc<FabricIndex>,
+}
+
+impl<'f> Planner<'f> {
+    /// Prepare planning on a fabric.
+    pub fn new(fabric: &'f Fabric) -> Self {
+        Self { fabric, index: Arc::new(FabricIndex::new(fabric)) }
+    }
+
+    /// Find a switch by name or GUID.
+    pub fn find_switch(&self, name: &str) -> Option<SwitchId> {
+        self.index.find_switch(self.fabric, name)
+    }
+
+    /// Plan the aggregation tree of the selected hosts. See the [module](self) for the criteria.
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed.
+    pub fn plan(&self, hosts: &HostSelection, limits: &Limits) -> Result<Plan, PlanError> {
+        let hosts = hosts.resolve_with(self.fabric, &|name| self.index.find_host(self.fabric, name))?;
+        search::find_best(self.fabric, &self.index, &hosts, limits)
+    }
+
+    /// The rate that no plan for these ranks can beat on an idle fabric.
+    pub fn rate_bound(&self, plan: &Plan, pricing: &Pricing) -> RateBound {
+        bound::rate_bound(self.fabric, &self.index, plan, pricing)
+    }
+
+    /// Render what limits a plan's rate, beside a bound that no plan beats, and what is assumed: lines of text, each
+    /// ending in a newline.
+    pub fn rate_text(&self, plan: &Plan, bound: &RateBound, costs: &FabricCosts) -> String {
+        plan.rate_text(self.fabric, bound, costs)
+    }
+
+    /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if
+    /// two of them are not connected.
+    pub fn ring_seconds(&self, plan: &Plan, bytes: u64, pricing: &Pricing) -> Option<f64> {
+        ring::seconds(self.fabric, &self.index, plan, bytes, pricing)
+    }
+}
+
+/// What a planner keeps of a fabric, shared by all plans on it. It is prepared by the first plan, so that this takes
+/// place wherever plans are made.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct KeptIndex(Arc<OnceLock<Arc<FabricIndex>>>);
+
+impl KeptIndex {
+    /// A planner for the fabric, which must always be the same one.
+    pub(crate) fn planner<'f>(&self, fabric: &'f Fabric) -> Planner<'f> {
+        let index = self.0.get_or_init(|| Arc::new(FabricIndex::new(fabric)));
+        Planner { fabric, index: Arc::clone(index) }
+    }
+
+    /// Find a switch of the fabric, in constant time once a plan was made.
+    pub(crate) fn find_switch(&self, fabric: &Fabric, name: &str) -> Option<SwitchId> {
+        match self.0.get() {
+            Some(index) => index.find_switch(fabric, name),
+            None => fabric.find_switch(name),
+        }
+    }
+}
+
+/// Plan the aggregation tree of the selected hosts. See the [module](self) for the criteria, and [`Planner`] for more
+/// than one plan.
 ///
 /// # Errors
 /// [`PlanError`] names the first condition that failed.
@@ -282,5 +216,5 @@ impl Plan {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn plan(fabric: &Fabric, hosts: &HostSelection, limits: &Limits) -> Result<Plan, PlanError> {
-    tree::find_best(fabric, &hosts.resolve(fabric)?, limits)
+    Planner::new(fabric).plan(hosts, limits)
 }

@@ -2,7 +2,8 @@
 //!
 //! The text tree stays readable for hundreds of hosts: ranks are folded into ranges if they would not fit on a screen.
 
-use super::{Child, Plan, PlanNode};
+use super::{Bottleneck, BoundKind, Child, FabricCosts, Plan, PlanNode, RateBound, Routing};
+use crate::topo::{Device, Fabric, LinkId};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::fmt::Write as _;
 use sumac_hal::ids::Rank;
@@ -13,7 +14,7 @@ impl Plan {
     /// Up to 24 ranks are listed by host; more are folded into ranges, `0-7` or with a stride `0-28:4`.
     pub fn to_text(&self) -> String {
         let mut text = format!(
-            "{} {} in {} {}, {} {}, at most {} children a node, at most {} tree {} a cable{}{}\n",
+            "{} {} in {} {}, {} {}, at most {} children a node, at most {} tree {} a cable{}\n",
             self.ranks.len(),
             plural(self.ranks.len(), "rank"),
             self.nodes.len(),
@@ -24,8 +25,10 @@ impl Plan {
             self.max_link_sharing,
             plural(self.max_link_sharing, "edge"),
             if self.aligned { ", aligned" } else { "" },
-            if self.optimal { "" } else { ", not proved optimal" },
         );
+        let times: Vec<String> =
+            self.prediction.times.iter().map(|(size, time)| format!("{} {}", bytes(*size), seconds(*time))).collect();
+        let _ = writeln!(text, "predicted: {}; {}", times.join(", "), self.proof());
         let mut open = vec![(0, String::new(), String::new())];
         while let Some((index, prefix, below)) = open.pop() {
             let node = &self.nodes[index];
@@ -45,6 +48,47 @@ impl Plan {
                 open.push((*child, format!("{below}{branch}"), format!("{below}{beside}")));
             }
         }
+        text
+    }
+
+    /// How far the tree is proved to be the fastest.
+    fn proof(&self) -> String {
+        match self.gap {
+            _ if self.optimal => "optimal by these times".into(),
+            gap => format!("not proved optimal, within {:.1} % of a lower bound", (gap * 100.0).max(0.1)),
+        }
+    }
+
+    /// See [`super::Planner::rate_text`].
+    pub(super) fn rate_text(&self, fabric: &Fabric, bound: &RateBound, costs: &FabricCosts) -> String {
+        let kind = match bound.kind {
+            BoundKind::MinCut => "min-cut bound",
+            BoundKind::Cuts => "bound by cuts around hosts, leaves and pods",
+        };
+        let limit = match self.prediction.bottleneck {
+            Bottleneck::Cable { link, edges } => {
+                format!("{edges} {} on the cable {}", plural(edges as usize, "edge"), cable(fabric, link))
+            }
+            Bottleneck::Port { node, children } => {
+                format!("{children} {} at the port of {}", children_of(children), self.nodes[node].name)
+            }
+            Bottleneck::Window => "a rank's window".into(),
+        };
+        let (rate, most) = (self.prediction.gbits(), bound.gbits);
+        let mut text = format!("rate: {rate:.1} of {most:.1} Gbit/s ({kind}, at {}); limited by {limit}\n", bound.at);
+        let routes = match self.routing {
+            Routing::UpDown => "shortest up*/down* routes",
+            Routing::Shortest => "shortest routes, since up*/down* routes do not connect all nodes",
+        };
+        let _ = write!(text, "assumed: {routes}");
+        if !costs.calibrated {
+            text.push_str("; times of data sheets, not calibrated");
+        }
+        if self.unrated > 0 {
+            let cables = plural(self.unrated, "cable");
+            let _ = write!(text, "; {} Gbit/s for {} {cables} of unknown rate", costs.assumed_gbits, self.unrated);
+        }
+        text.push('\n');
         text
     }
 
@@ -81,6 +125,34 @@ const LISTED_RANKS_MAX: usize = 24;
 
 fn plural(count: usize, word: &'static str) -> String {
     if count == 1 { word.into() } else { format!("{word}s") }
+}
+
+/// A cable by its ends.
+fn cable(fabric: &Fabric, link: LinkId) -> String {
+    let end = |port: crate::topo::Port| {
+        let name = match port.device {
+            Device::Switch(switch) => &fabric.switch(switch).name,
+            Device::Host(host) => &fabric.host(host).name,
+        };
+        format!("{name}[{}]", port.number)
+    };
+    fabric.link(link).ends.map(end).join(" to ")
+}
+
+/// A size in the largest unit that divides it.
+fn bytes(size: u64) -> String {
+    let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    let fits = units.iter().find(|(unit, _)| size >= *unit && size % unit == 0);
+    fits.map_or(format!("{size} B"), |(unit, name)| format!("{} {name}", size / unit))
+}
+
+/// A time in the unit that reads best.
+fn seconds(time: f64) -> String {
+    match time {
+        ..1e-3 => format!("{:.2} us", time * 1e6),
+        ..1.0 => format!("{:.2} ms", time * 1e3),
+        _ => format!("{time:.2} s"),
+    }
 }
 
 fn children_of(count: usize) -> &'static str {
@@ -140,13 +212,18 @@ impl Serialize for Plan {
                 leaf: &self.nodes[rank.leaf].name,
             })
             .collect();
-        let mut plan = serializer.serialize_struct("Plan", 8)?;
+        let time = |(bytes, seconds): &(u64, f64)| TimeJson { bytes: *bytes, seconds: *seconds };
+        let times: Vec<TimeJson> = self.prediction.times.iter().map(time).collect();
+        let mut plan = serializer.serialize_struct("Plan", 11)?;
         plan.serialize_field("levels", &self.levels)?;
         plan.serialize_field("root", &self.root().name)?;
         plan.serialize_field("max_children", &self.max_children)?;
         plan.serialize_field("max_link_sharing", &self.max_link_sharing)?;
         plan.serialize_field("aligned", &self.aligned)?;
         plan.serialize_field("optimal", &self.optimal)?;
+        plan.serialize_field("gap", &self.gap)?;
+        plan.serialize_field("gbits", &self.prediction.gbits())?;
+        plan.serialize_field("times", &times)?;
         plan.serialize_field("nodes", &nodes)?;
         plan.serialize_field("ranks", &ranks)?;
         plan.end()
@@ -167,6 +244,12 @@ impl Plan {
             children: node.children.iter().map(child).collect(),
         }
     }
+}
+
+#[derive(serde::Serialize)]
+struct TimeJson {
+    bytes: u64,
+    seconds: f64,
 }
 
 #[derive(serde::Serialize)]

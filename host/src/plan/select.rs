@@ -44,6 +44,15 @@ impl HostSelection {
     /// [`PlanError`] if there is no host, too many are requested, one is repeated, or a name is unknown (with similar
     /// names) or ambiguous.
     pub fn resolve(&self, fabric: &Fabric) -> Result<Vec<HostId>, PlanError> {
+        self.resolve_with(fabric, &|name| fabric.find_host(name))
+    }
+
+    /// Resolve the selection with a faster way to find hosts.
+    pub(super) fn resolve_with(
+        &self,
+        fabric: &Fabric,
+        find: &dyn Fn(&str) -> Option<HostId>,
+    ) -> Result<Vec<HostId>, PlanError> {
         let available = fabric.hosts().len();
         let hosts: Vec<HostId> = match self {
             Self::All => fabric.host_ids().collect(),
@@ -51,18 +60,18 @@ impl HostSelection {
                 return Err(PlanError::TooManyHosts { asked: *asked, available });
             }
             Self::First(asked) => fabric.host_ids().take(*asked).collect(),
-            Self::Named(names) => named(fabric, names)?,
+            Self::Named(names) => named(fabric, names, find)?,
         };
         if hosts.is_empty() { Err(PlanError::NoHosts) } else { Ok(hosts) }
     }
 }
 
-fn named(fabric: &Fabric, names: &[String]) -> Result<Vec<HostId>, PlanError> {
+fn named(fabric: &Fabric, names: &[String], find: &dyn Fn(&str) -> Option<HostId>) -> Result<Vec<HostId>, PlanError> {
     let mut seen = BTreeSet::new();
     names
         .iter()
         .map(|name| {
-            let host = fabric.find_host(name).ok_or_else(|| not_found(fabric, name))?;
+            let host = find(name).ok_or_else(|| not_found(fabric, name))?;
             let first_time = seen.insert(host);
             first_time.then_some(host).ok_or_else(|| PlanError::DuplicateHost { name: fabric.host(host).name.clone() })
         })

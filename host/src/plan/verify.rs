@@ -2,14 +2,17 @@
 //!
 //! Checked: every rank and host appears once; there is one root with all other nodes below it (connected, no cycles);
 //! lists of parents and children agree and are in declared order; every edge has a physical path, cable by cable; nodes
-//! are at switches that can aggregate, one each, within their child limits; the plan's stated figures are correct.
+//! are at switches that can aggregate, one each, within their child limits; routes keep to the stated routing; the
+//! plan's stated figures, rate and predicted times are correct.
 
-use super::{Child, Limits, Plan, Refusal};
+mod price;
+
+use super::{Child, Limits, Plan, Refusal, Routing};
 use crate::topo::{Device, Fabric, LinkId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeSet, HashMap};
 
 /// What is wrong with a plan.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Violation {
     /// The plan has no node or no rank.
@@ -80,6 +83,22 @@ pub enum Violation {
         /// The node.
         parent: usize,
     },
+    /// An edge goes up again after it went down, which the stated routing does not.
+    #[error("the path of {child:?} goes down and up again between switches")]
+    Valley {
+        /// The child.
+        child: Child,
+    },
+    /// A predicted figure is wrong.
+    #[error("the plan predicts {what} {stated}, but it is {actual}")]
+    Predicted {
+        /// The figure's name.
+        what: &'static str,
+        /// The stated value.
+        stated: f64,
+        /// The actual value.
+        actual: f64,
+    },
     /// A figure that the plan states is wrong.
     #[error("the plan states {what} {stated}, but it is {actual}")]
     Stated {
@@ -104,7 +123,8 @@ pub fn verify(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Viola
     check_tree(plan)?;
     check_children(plan)?;
     check_nodes(fabric, plan, limits)?;
-    let sharing = check_paths(fabric, plan)?;
+    let edges = check_paths(fabric, plan)?;
+    let sharing = edges.values().max().copied().unwrap_or(0);
     let levels = plan.nodes.iter().map(|node| node.level + 1).max().unwrap_or(0);
     let children = plan.nodes.iter().map(|node| node.children.len()).max().unwrap_or(0);
     let aligned = plan.ranks.len().is_power_of_two() && expression(plan, 0) == pairing((0..plan.ranks.len()).map(leaf));
@@ -116,7 +136,7 @@ pub fn verify(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Viola
     ];
     match stated.into_iter().find(|(_, stated, actual)| stated != actual) {
         Some((what, stated, actual)) => Err(Violation::Stated { what, stated, actual }),
-        None => Ok(()),
+        None => price::check(fabric, plan, limits, &edges),
     }
 }
 
@@ -156,11 +176,16 @@ fn check_children(plan: &Plan) -> Result<(), Violation> {
             lowest[parent] = lowest[parent].min(lowest[index]);
         }
     }
+    let mut below: Vec<Vec<(u32, Child)>> = vec![Vec::new(); plan.nodes.len()];
     for (index, node) in plan.nodes.iter().enumerate() {
-        let nodes = plan.nodes.iter().enumerate().filter(|(_, child)| child.parent == Some(index));
-        let mut actual: Vec<(u32, Child)> = nodes.map(|(child, _)| (lowest[child], Child::Node(child))).collect();
-        let ranks = plan.ranks.iter().filter(|rank| rank.leaf == index);
-        actual.extend(ranks.map(|rank| (rank.rank.0, Child::Rank(rank.rank))));
+        if let Some(parent) = node.parent {
+            below[parent].push((lowest[index], Child::Node(index)));
+        }
+    }
+    for rank in &plan.ranks {
+        below[rank.leaf].push((rank.rank.0, Child::Rank(rank.rank)));
+    }
+    for (index, (node, mut actual)) in plan.nodes.iter().zip(below).enumerate() {
         actual.sort();
         let actual: Vec<Child> = actual.into_iter().map(|(_, child)| child).collect();
         // A node without a rank below it would wait forever.
@@ -192,27 +217,37 @@ fn check_nodes(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Viol
     Ok(())
 }
 
-/// Walk every path and return the maximum number of edges on one cable.
-fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<usize, Violation> {
-    let mut edges: BTreeMap<LinkId, usize> = BTreeMap::new();
+/// Walk every path and return the number of edges on each cable.
+fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<HashMap<LinkId, usize>, Violation> {
+    let tiers = price::tiers(fabric);
+    let mut edges: HashMap<LinkId, usize> = HashMap::new();
     let up =
         plan.nodes.iter().enumerate().filter_map(|(index, node)| {
             Some((Child::Node(index), Device::Switch(node.switch), &node.path, node.parent?))
         });
     let access = plan.ranks.iter().map(|rank| (Child::Rank(rank.rank), Device::Host(rank.host), &rank.path, rank.leaf));
     for (child, start, path, parent) in up.chain(access) {
-        let mut at = Some(start);
+        let (mut at, mut passed) = (Some(start), Vec::new());
         for link in path {
             *edges.entry(*link).or_default() += 1;
             at = at.and_then(|at| fabric.links().get(link.0 as usize)?.across(at));
             // Hosts do not forward.
             at = at.filter(|at| matches!(at, Device::Switch(_)));
+            passed.extend(at);
         }
         if at != Some(Device::Switch(plan.nodes[parent].switch)) {
             return Err(Violation::Path { child, parent });
         }
+        let switches = std::iter::once(start).chain(passed);
+        let height = |at| if let Device::Switch(at) = at { Some(tiers[at.0 as usize]) } else { None };
+        let heights: Vec<u32> = switches.filter_map(height).collect();
+        let falls = heights.windows(2).position(|pair| pair[1] < pair[0]).unwrap_or(heights.len());
+        let rises_again = heights[falls..].windows(2).any(|pair| pair[1] > pair[0]);
+        if plan.routing == Routing::UpDown && rises_again {
+            return Err(Violation::Valley { child });
+        }
     }
-    Ok(edges.into_values().max().unwrap_or(0))
+    Ok(edges)
 }
 
 /// A hash of the expression that a node evaluates.

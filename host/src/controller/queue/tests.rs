@@ -1,6 +1,7 @@
 use super::super::resources::{Quota, Quotas, ResourceLedger, Resources};
 use super::*;
 use proptest::prelude::*;
+use std::sync::Arc;
 use sumac_hal::ids::{BootId, GroupId};
 
 fn device(nth: usize) -> DeviceKey {
@@ -39,7 +40,7 @@ impl Model {
     fn claim(&self, job: &str) -> Claim {
         let (tenant, needs) = self.needs_of[job].clone();
         // Job names are numbers.
-        Claim { group: GroupId(job.parse().expect("a number")), tenant, needs }
+        Claim { group: GroupId(job.parse().expect("a number")), tenant, needs, cables: Arc::default() }
     }
 
     fn fits(claim: &Claim, ledger: &ResourceLedger, reservations: &Reservations) -> Result<(), BlockedOn> {
@@ -105,7 +106,7 @@ impl Model {
         while let Some(candidate) = self.queue.candidate(&self.ledger) {
             let job = candidate.job.clone();
             let (tenant, needs) = self.needs_of[&job].clone();
-            let claim = Claim { group: GroupId(job.parse().expect("a number")), tenant, needs };
+            let claim = Claim { group: GroupId(job.parse().expect("a number")), tenant, needs, cables: Arc::default() };
             let fits = Self::fits(&claim, &self.ledger, &self.queue.reservations(&job)).is_ok();
             if self.queue.try_serve(&mut self.ledger, &candidate, fits.then_some(claim)) {
                 served.push(job);

@@ -24,7 +24,7 @@ fn ledger(quotas: Quotas) -> ResourceLedger {
 
 fn claim(group: u32, tenant: &str, devices: &[&str], slots: u64) -> Claim {
     let needs = devices.iter().map(|name| (device(name), need(slots))).collect();
-    Claim { group: GroupId(group), tenant: tenant.into(), needs }
+    Claim { group: GroupId(group), tenant: tenant.into(), needs, cables: Arc::default() }
 }
 
 fn quota(groups: u64, slots: u64, memory_bytes: u64) -> Quota {
@@ -83,6 +83,25 @@ fn available_is_the_lesser_of_device_and_quota() {
     let left = ledger.available("y", &device("a"));
     assert_eq!((left.groups, left.slots, left.redo_memory_bytes, left.quota_memory_bytes), (3, 20, 485, 100));
     assert_eq!(ledger.available("y", &device("nowhere")).slots, 0);
+    for tenant in ["x", "y"] {
+        let everywhere = ledger.available_everywhere(tenant);
+        for name in ["a", "b", "nowhere"] {
+            assert_eq!(everywhere(&device(name)), ledger.available(tenant, &device(name)), "{tenant} {name}");
+        }
+    }
+}
+
+#[test]
+fn load_of_cables_counts_the_edges_of_all_groups() {
+    let mut ledger = ledger(Quotas::default());
+    assert_eq!(ledger.load_of_cables(), None);
+    for (group, cables) in [(1, [0, 2, 2]), (2, [2, 3, 0])] {
+        let cables = cables.map(LinkId);
+        ledger.claim(Claim { cables: Arc::from(cables), ..claim(group, "x", &["a"], 1) }).expect("free");
+    }
+    assert_eq!(ledger.load_of_cables().as_deref(), Some(&[2, 0, 3, 1][..]));
+    ledger.free(GroupId(1));
+    assert_eq!(ledger.load_of_cables().as_deref(), Some(&[1, 0, 1, 1][..]));
 }
 
 #[test]

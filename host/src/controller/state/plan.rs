@@ -9,7 +9,7 @@ use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
 use crate::controller::queue::{BlockedOn, Candidate, Reservations};
 use crate::controller::resources::{ResourceLedger, Shortage};
-use crate::plan::Child;
+use crate::plan::{Child, KeptIndex};
 use crate::schedule::tree::Tree;
 use crate::secret::JobSecret;
 use std::collections::BTreeSet;
@@ -40,6 +40,7 @@ pub struct Plan {
     pub(super) job: JobSnapshot,
     pub(super) devices: Devices,
     pub(super) devices_version: u64,
+    pub(super) index: KeptIndex,
     pub(super) ledger: ResourceLedger,
     pub(super) reservations: Reservations,
     /// Devices in crash-loop backoff.
@@ -157,7 +158,7 @@ impl Plan {
         request: PlacementRequest<'_>,
     ) -> Result<Placement, String> {
         let drafted = |hosts| {
-            draft(config, devices, ledger, PlacementRequest { hosts, ..request }, self.ids)
+            draft((config, &self.index), devices, ledger, PlacementRequest { hosts, ..request }, self.ids)
                 .and_then(|placement| self.job.check_order(placement))
         };
         match drafted(request.hosts) {

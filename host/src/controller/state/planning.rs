@@ -24,6 +24,7 @@ use crate::controller::ControllerConfig;
 use crate::controller::admit::{GroupIds, Placement};
 use crate::controller::device::Device;
 use crate::controller::queue::{BlockedOn, Candidate, EntryStatus, Reservations};
+use crate::plan::KeptIndex;
 use std::collections::VecDeque;
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
@@ -66,6 +67,8 @@ pub(super) struct Planning {
     overtaken: u32,
     /// Incremented whenever a device connects, disconnects, or becomes eligible again.
     pub(super) devices_version: u64,
+    /// What plans share of the fabric.
+    pub(super) index: KeptIndex,
 }
 
 impl Job {
@@ -182,7 +185,20 @@ impl State {
         };
         let unresponsive = names_of(&|device| !self.links.is_responsive(device));
         let overdue = names_of(&|device| self.links.has_overdue_stats(device));
-        Plan { goal, job, devices, devices_version, ledger, reservations, backed_off, unresponsive, overdue, ids }
+        let index = self.planning.index.clone();
+        Plan {
+            goal,
+            job,
+            devices,
+            devices_version,
+            index,
+            ledger,
+            reservations,
+            backed_off,
+            unresponsive,
+            overdue,
+            ids,
+        }
     }
 
     /// Apply the result of a plan, if it is still valid.

@@ -73,7 +73,7 @@ impl State {
         let fabric = config.fabric.as_ref();
         let device = |session: &Arc<Device>| DeviceStatus {
             name: session.name().to_owned(),
-            in_fabric: fabric.is_none_or(|fabric| fabric.find_switch(session.name()).is_some()),
+            in_fabric: fabric.is_none_or(|fabric| self.planning.index.find_switch(fabric, session.name()).is_some()),
             data_addrs: session.announce.data_addrs.iter().copied().collect(),
             capabilities: session.announce.capabilities,
             attach: session.announce.attach.clone(),

@@ -5,9 +5,10 @@ use super::super::machine::{ConnId, Frames, Output};
 use super::super::proto::{ClientReply, JobStatus};
 use super::super::state::{Draft, Purpose, ReservationFailure, State};
 use super::replan::request;
-use super::{Entropy, announce};
+use super::{Entropy, HERE, announce};
 use crate::controller::ControllerConfig;
 use crate::controller::proto::{JoinRequest, Terms};
+use crate::topo::Fabric;
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::{Counters, Envelope, FrameBuffer, Refusal, Request, Response, Stats};
@@ -375,4 +376,34 @@ fn refused_job_is_retried_when_the_device_reports_free_slots() {
     steps.plan();
     let job = steps.job("job");
     assert!(job.is_offered, "{job:?}");
+}
+
+/// Plans work on snapshots: while one is made, the state goes on to renew the leases of all groups.
+#[test]
+fn leases_are_renewed_while_a_plan_on_a_fabric_is_made() {
+    let fabric = format!(
+        "switch = [{{ name = \"leaf0\", aggregation = true }}]\nhost = [{{ name = \"{HERE}\" }}]\n\
+         link = [{{ ends = [\"{HERE}\", \"leaf0\"] }}]"
+    );
+    let mut steps = Steps::new();
+    steps.config.fabric = Some(Fabric::from_toml(&fabric).expect("valid"));
+    let mut announce = announce("leaf0", 1, None);
+    announce.capabilities.groups = 100;
+    let device = Arc::new(Device { conn: steps.conn(), announce });
+    steps.state.add_device(&steps.config, &device).expect("there is room");
+    for round in 0..10 {
+        let job = format!("job{round}");
+        let _client = steps.join(&job, (0, 1), 0);
+        let plan = steps.state.next_plan().expect("its only rank has joined");
+        while steps.state.output.pop().is_some() {}
+        steps.state.start_lease_round();
+        let sent = std::iter::from_fn(|| steps.state.output.pop()).filter(|(conn, _)| *conn == device.conn).count();
+        assert!(sent > 0, "round {round}: no renewal is sent while a plan is being made");
+        steps.answer(&device, &Response::Done);
+        let result = plan.run(&steps.config);
+        steps.state.apply_plan(&steps.config, result);
+        steps.plan();
+        steps.settle();
+        assert!(matches!(steps.job(&job).tree, Some(Ok(_))), "{:?}", steps.job(&job));
+    }
 }

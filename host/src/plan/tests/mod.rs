@@ -13,6 +13,11 @@ fn leaf_spine(leaves: usize, spines: usize, hosts_per_leaf: usize, cables: usize
     Fabric::leaf_spine(shape).expect("a possible shape")
 }
 
+/// Limits with trees chosen for one size.
+fn sized(bytes: u64) -> Limits {
+    Limits { pricing: Pricing { size: Size::Bytes(bytes), ..Pricing::default() }, ..Limits::default() }
+}
+
 fn at_most(max_children: usize) -> Limits {
     Limits { max_children, ..Limits::default() }
 }
@@ -26,7 +31,7 @@ fn planned(fabric: &Fabric, hosts: HostSelection, limits: &Limits) -> Plan {
 
 /// A fabric in which only the switches whose name starts with one of these aggregate.
 fn aggregating_at(fabric: &Fabric, prefixes: &[&str]) -> Limits {
-    let device = DeviceLimits { max_children: 256, slots_free: 8 };
+    let device = DeviceLimits { max_children: 256, slots_free: 8, port: None };
     let fits = |id: &SwitchId| prefixes.iter().any(|prefix| fabric.switch(*id).name.starts_with(prefix));
     let devices = fabric.switch_ids().filter(fits).map(|id| (id, device)).collect();
     Limits { devices: Some(devices), ..Limits::default() }
@@ -63,25 +68,25 @@ fn single_switch_yields_one_level() {
 }
 
 #[test]
-fn leaf_can_be_the_root() {
-    let plan = planned(&leaf_spine(2, 2, 4, 1), HostSelection::All, &Limits::default());
-    // Via either spine the path is as long, with one node more.
+fn leaf_is_the_root_only_without_a_device_above() {
+    let fabric = leaf_spine(2, 2, 4, 1);
+    // As many levels, but one cable less on the way.
+    assert_eq!(planned(&fabric, HostSelection::All, &Limits::default()).root().name, "spine0");
+    let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["leaf"]));
     assert_eq!((plan.root().name.as_str(), plan.nodes.len(), plan.levels), ("leaf0", 2, 2));
     assert_eq!(plan.root().children[4], Child::Node(1));
 }
 
 #[test]
 fn branches_spread_over_parallel_cables() {
-    let fabric = leaf_spine(4, 1, 2, 2);
-    let hosts = HostSelection::All;
-    let only_leaves = aggregating_at(&fabric, &["leaf"]);
-    // Three branches cross the spine into the root leaf over two cables.
-    let plan = planned(&fabric, hosts, &only_leaves);
-    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 2, true));
-    for (leaves, spines, cables) in [(4usize, 1usize, 3usize), (9, 3, 1), (9, 1, 3), (10, 1, 1), (12, 2, 2), (16, 7, 1)]
+    for (leaves, spines, cables) in
+        [(4usize, 1usize, 2usize), (4, 1, 3), (9, 3, 1), (9, 1, 3), (10, 1, 1), (12, 2, 2), (16, 7, 1)]
     {
         let fabric = leaf_spine(leaves, spines, 1, cables);
-        let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["leaf"]));
+        // A chain of leaves has fewer edges on a cable; for small messages it is too long.
+        let only_leaves = Limits { pricing: sized(Size::SMALL).pricing, ..aggregating_at(&fabric, &["leaf"]) };
+        let plan = planned(&fabric, HostSelection::All, &only_leaves);
+        assert_eq!(plan.levels, 2);
         assert_eq!(plan.max_link_sharing, (leaves - 1).div_ceil(spines * cables), "{leaves} {spines} {cables}");
     }
 }
@@ -90,12 +95,115 @@ fn branches_spread_over_parallel_cables() {
 fn deeper_fabrics_get_more_levels() {
     let fabric = Fabric::fat_tree(4, None).expect("a possible shape");
     let plan = planned(&fabric, HostSelection::All, &Limits::default());
-    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal, plan.aligned), (3, 1, true, true));
+    assert_eq!((plan.levels, plan.max_link_sharing, plan.aligned), (3, 1, true));
     let pod = planned(&fabric, HostSelection::First(4), &Limits::default());
     assert_eq!((pod.levels, pod.max_link_sharing), (2, 1));
-    // Without devices in the middle, the cores take all edges directly, and edges share cables.
-    let plan = planned(&fabric, HostSelection::All, &aggregating_at(&fabric, &["edge", "core"]));
-    assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 2, true));
+}
+
+#[test]
+fn large_messages_get_more_levels_than_small_ones_where_edges_would_share_cables() {
+    let fabric = Fabric::fat_tree(8, Rate::from_gbits(400.0)).expect("a possible shape");
+    let devices = aggregating_at(&fabric, &["edge", "core"]);
+    let shape = |bytes| {
+        let limits = Limits { pricing: sized(bytes).pricing, ..devices.clone() };
+        let plan = planned(&fabric, HostSelection::All, &limits);
+        (plan.ranks.len(), plan.levels, plan.max_link_sharing)
+    };
+    // The cores take in all edges of a pod over one cable, unless one edge switch of the pod joins them.
+    assert_eq!(shape(Size::SMALL), (128, 2, 4));
+    assert_eq!(shape(Size::LARGE), (128, 3, 1));
+}
+
+#[test]
+fn root_is_reached_over_fast_cables() {
+    let mut toml = String::new();
+    for (spine, gbits) in [(0, 2.5), (1, 400.0)] {
+        toml += &format!("[[switch]]\nname = \"spine{spine}\"\naggregation = true\n");
+        for leaf in 0..4 {
+            toml += &format!("[[link]]\nends = [\"leaf{leaf}\", \"spine{spine}\"]\nrate_gbits = {gbits}\n");
+        }
+    }
+    for leaf in 0..4 {
+        toml += &format!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true\n[[host]]\nname = \"h{leaf}\"\n");
+        toml += &format!("[[link]]\nends = [\"h{leaf}\", \"leaf{leaf}\"]\nrate_gbits = 400\n");
+    }
+    let fabric = Fabric::from_toml(&toml).expect("valid");
+    for limits in [Limits::default(), sized(Size::SMALL), sized(Size::LARGE)] {
+        let plan = planned(&fabric, HostSelection::All, &limits);
+        assert_eq!((plan.root().name.as_str(), plan.prediction.gbits()), ("spine1", 400.0));
+    }
+}
+
+#[test]
+fn ring_beats_a_single_device_from_some_size_on() {
+    let fabric = leaf_spine(8, 4, 8, 1);
+    let planner = Planner::new(&fabric);
+    let limits = aggregating_at(&fabric, &["leaf3"]);
+    let plan = planned(&fabric, HostSelection::All, &limits);
+    assert_eq!((plan.levels, plan.max_children, plan.max_link_sharing), (1, 64, 14));
+    let is_faster = |bytes: u64| {
+        let limits = Limits { pricing: sized(bytes).pricing, ..limits.clone() };
+        let tree = planned(&fabric, HostSelection::All, &limits).prediction.times[0].1;
+        planner.ring_seconds(&plan, bytes, &limits.pricing).expect("connected") < tree
+    };
+    let sizes: Vec<bool> = (3..31).map(|power| is_faster(1 << power)).collect();
+    assert!(!sizes[0] && sizes[27] && sizes.windows(2).all(|pair| pair[0] <= pair[1]), "{sizes:?}");
+}
+
+#[test]
+fn loads_of_other_trees_move_the_root() {
+    let fabric = leaf_spine(4, 2, 2, 1);
+    let first = planned(&fabric, HostSelection::All, &Limits::default());
+    assert_eq!(first.root().name, "spine0");
+    let mut load = vec![0; fabric.links().len()];
+    first.nodes.iter().flat_map(|node| &node.path).for_each(|link| load[link.0 as usize] += 1);
+    let pricing = Pricing { load: Some(load.into()), ..Pricing::default() };
+    let second = planned(&fabric, HostSelection::All, &Limits { pricing, ..Limits::default() });
+    assert_eq!(second.root().name, "spine1");
+}
+
+#[test]
+fn device_behind_a_port_takes_in_all_its_children() {
+    let fabric = leaf_spine(1, 0, 32, 1);
+    let mut limits = aggregating_at(&fabric, &["leaf"]);
+    let device = limits.devices.as_mut().and_then(|devices| devices.values_mut().next()).expect("a device");
+    device.port = Rate::from_gbits(400.0);
+    let plan = planned(&fabric, HostSelection::All, &limits);
+    assert_eq!(plan.prediction.bottleneck, Bottleneck::Port { node: 0, children: 32 });
+    assert!((plan.prediction.gbits() - 400.0 / 32.0).abs() < 1e-9);
+}
+
+#[test]
+fn rate_reaches_the_bound_on_leaf_spine_and_fat_tree() {
+    let fat_tree = |radix| Fabric::fat_tree(radix, Rate::from_gbits(400.0)).expect("a possible shape");
+    for fabric in [leaf_spine(6, 3, 8, 1), fat_tree(8), fat_tree(16)] {
+        let planner = Planner::new(&fabric);
+        let plan = planner.plan(&HostSelection::All, &Limits::default()).expect("a tree");
+        let bound = planner.rate_bound(&plan, &Pricing::default());
+        assert_eq!(bound.kind, BoundKind::MinCut);
+        assert!(plan.prediction.gbits() >= 0.95 * bound.gbits, "{bound:?}");
+    }
+}
+
+#[test]
+fn bound_is_the_smallest_cut() {
+    // Two pairs of leaves, joined by one slow cable between their spines.
+    let mut toml = "[[link]]\nends = [\"s0\", \"s1\"]\nrate_gbits = 25\n".to_owned();
+    for spine in 0..2 {
+        toml += &format!("[[switch]]\nname = \"s{spine}\"\naggregation = true\n");
+        for leaf in [2 * spine, 2 * spine + 1] {
+            toml += &format!("[[switch]]\nname = \"l{leaf}\"\naggregation = true\n[[host]]\nname = \"h{leaf}\"\n");
+            toml += &format!("[[link]]\nends = [\"h{leaf}\", \"l{leaf}\"]\nrate_gbits = 100\n");
+            toml += &format!("[[link]]\nends = [\"l{leaf}\", \"s{spine}\"]\nrate_gbits = 50\n");
+        }
+    }
+    let fabric = Fabric::from_toml(&toml).expect("valid");
+    let planner = Planner::new(&fabric);
+    let only_leaves = aggregating_at(&fabric, &["l"]);
+    let plan = planned(&fabric, HostSelection::All, &only_leaves);
+    let bound = planner.rate_bound(&plan, &Pricing::default());
+    assert_eq!((bound.gbits, bound.kind), (25.0, BoundKind::MinCut));
+    assert!(plan.prediction.gbits() <= 25.0);
 }
 
 #[test]
@@ -123,7 +231,7 @@ fn two_port_host_enters_where_levels_are_fewest() {
 fn nodes_over_the_child_limit_are_split_or_refused() {
     let fabric = leaf_spine(8, 4, 4, 1);
     let split = planned(&fabric, HostSelection::All, &at_most(4));
-    assert_eq!((split.levels, split.max_children, split.aligned), (3, 4, true));
+    assert_eq!((split.levels, split.max_children), (3, 4));
     let error = plan(&fabric, &HostSelection::All, &at_most(2)).expect_err("too few nodes").to_string();
     assert!(error.contains("its limit is 2") && error.contains("children"), "{error}");
     let error = plan(&fabric, &HostSelection::All, &at_most(1)).expect_err("nothing combines").to_string();
@@ -197,6 +305,7 @@ fn alignment_follows_the_ranks() {
 fn renderings_show_the_tree() {
     let plan = planned(&leaf_spine(3, 1, 2, 1), HostSelection::First(5), &Limits::default());
     let text = "5 ranks in 4 nodes, 2 levels, at most 3 children a node, at most 1 tree edge a cable\n\
+                predicted: 8 B 2.67 us, 16 MiB 338.46 us; optimal by these times\n\
                 spine0  3 children\n\
                 ├─ leaf0  2 children\n\
                 │  ├─ rank 0  h0\n\
@@ -209,7 +318,19 @@ fn renderings_show_the_tree() {
     let json = serde_json::to_value(&plan).expect("a plan is plain data");
     let mut keys: Vec<&str> = json.as_object().expect("an object").keys().map(String::as_str).collect();
     keys.sort_unstable();
-    let named = ["aligned", "levels", "max_children", "max_link_sharing", "nodes", "optimal", "ranks", "root"];
+    let named = [
+        "aligned",
+        "gap",
+        "gbits",
+        "levels",
+        "max_children",
+        "max_link_sharing",
+        "nodes",
+        "optimal",
+        "ranks",
+        "root",
+        "times",
+    ];
     assert_eq!(keys, named);
     assert_eq!((&json["root"], &json["levels"]), (&"spine0".into(), &2.into()));
     assert_eq!(json["nodes"][0]["children"], serde_json::json!(["leaf0", "leaf1", "leaf2"]));
@@ -254,6 +375,10 @@ fn verifier_detects_every_kind_of_fault() {
     assert_eq!(fault(|plan| plan.levels = 3), "Stated");
     assert_eq!(fault(|plan| plan.max_link_sharing = 2), "Stated");
     assert_eq!(fault(|plan| plan.aligned = true), "Stated");
+    assert_eq!(fault(|plan| plan.prediction.byte_s *= 0.99), "Predicted");
+    assert_eq!(fault(|plan| plan.prediction.round_trip_s *= 0.99), "Predicted");
+    assert_eq!(fault(|plan| plan.prediction.times[1].1 *= 1.01), "Predicted");
+    assert_eq!(fault(|plan| plan.prediction.times[0].0 = 9), "Predicted");
     let strict = verify(&fabric, &good, &at_most(2)).expect_err("three children");
     assert_eq!(strict, Violation::ChildLimit { name: "spine0".into(), children: 3, limit: 2 });
     let leaves_only = aggregating_at(&fabric, &["leaf"]);
@@ -285,7 +410,7 @@ fn any_hosts(fabric: &Fabric, seed: &[usize]) -> HostSelection {
 
 /// A small fabric without rule: switches in a random graph, one host at some of them, no device at some others.
 fn any_small_fabric() -> impl Strategy<Value = Fabric> {
-    let edges = proptest::collection::vec((0usize..6, 0usize..6), 4..11);
+    let edges = proptest::collection::vec((0usize..6, 0usize..6, 0usize..4), 4..9);
     (edges, 1usize..5, proptest::collection::vec(any::<bool>(), 6)).prop_map(|(edges, hosts, devices)| {
         let mut toml = String::new();
         for (switch, device) in devices.iter().enumerate() {
@@ -293,28 +418,37 @@ fn any_small_fabric() -> impl Strategy<Value = Fabric> {
             toml += &format!("[[switch]]\nname = \"s{switch}\"\naggregation = {aggregation}\n");
         }
         for host in 0..hosts {
-            toml += &format!("[[host]]\nname = \"h{host}\"\n[[link]]\nends = [\"h{host}\", \"s{host}\"]\n");
+            toml += &format!(
+                "[[host]]\nname = \"h{host}\"\n[[link]]\nends = [\"h{host}\", \"s{host}\"]\nrate_gbits = 100\n"
+            );
         }
-        for (a, b) in edges.into_iter().filter(|(a, b)| a != b) {
-            toml += &format!("[[link]]\nends = [\"s{a}\", \"s{b}\"]\n");
+        for (a, b, rate) in edges.into_iter().filter(|(a, b, _)| a != b) {
+            let rate = [2.5, 100.0, 100.0, 400.0][rate];
+            toml += &format!("[[link]]\nends = [\"s{a}\", \"s{b}\"]\nrate_gbits = {rate}\n");
         }
         Fabric::from_toml(&toml).expect("valid")
     })
 }
 
-/// Compare a plan with the optimum.
+/// Compare the plans for a small and a large message with the optimum by cost.
 fn compare_with_brute_force(fabric: &Fabric, hosts: &HostSelection) -> Result<(), TestCaseError> {
-    // The devices of this fabric have no limits of their own, so nothing is split.
-    let optimum = brute::optimum(fabric, &hosts.resolve(fabric).expect("known hosts"));
-    match (plan(fabric, hosts, &Limits::default()), optimum) {
-        (Ok(plan), Some(optimum)) => {
-            let found = (plan.levels, plan.max_link_sharing);
-            prop_assert!(found >= optimum, "{found:?} beats {optimum:?}: one of the two is wrong");
-            prop_assert!(!plan.optimal || found == optimum, "{found:?} claims to be optimal, {optimum:?} is");
-            prop_assert!(plan.optimal || optimum.0 > 2, "a tree of {optimum:?} exists and was missed");
+    for bytes in [Size::SMALL, Size::LARGE] {
+        let limits = sized(bytes);
+        let optimum = brute::optimum(fabric, &hosts.resolve(fabric).expect("known hosts"), &limits, bytes);
+        match (plan(fabric, hosts, &limits), optimum) {
+            (Ok(plan), Some(optimum)) => {
+                prop_assert_eq!(verify(fabric, &plan, &limits), Ok(()));
+                let factor = plan.prediction.times[0].1 / optimum;
+                prop_assert!(factor > 1.0 - 1e-9, "{factor} of the optimum: one of the two is wrong");
+                prop_assert!(!plan.optimal || factor < 1.0 + 1e-9, "claims to be optimal, takes {factor}");
+                prop_assert!(factor < 1.1, "takes {factor} of the optimum: {}", plan.to_text());
+                prop_assert!(factor <= (1.0 + plan.gap) * (1.0 + 1e-9), "{factor} is beyond the gap {}", plan.gap);
+            }
+            // Only routes that go down and up again connect all.
+            (Ok(plan), None) => prop_assert_eq!(plan.routing, Routing::Shortest),
+            (Err(PlanError::Disconnected { .. }), None) => {}
+            (plan, optimum) => prop_assert!(false, "{plan:?}, but the optimum is {optimum:?}"),
         }
-        (Err(PlanError::Disconnected { .. }), None) => {}
-        (plan, optimum) => prop_assert!(false, "{plan:?}, but the optimum is {optimum:?}"),
     }
     Ok(())
 }
@@ -344,7 +478,7 @@ proptest! {
 
     #[test]
     fn leaf_spine_plans_are_optimal(
-        (leaves, spines, cables) in (1usize..5, 1usize..4, 1usize..3),
+        (leaves, spines, cables) in (1usize..4, 1usize..3, 1usize..3),
         failed in proptest::collection::btree_set((0u32..40).prop_map(LinkId), 0..6),
         seed in proptest::collection::vec(0usize..100, 1..6),
     ) {
@@ -353,18 +487,10 @@ proptest! {
         let fabric = whole.without_links(&failed.into_iter().filter(between).collect());
         compare_with_brute_force(&fabric, &any_hosts(&fabric, &seed))?;
     }
-
-    #[test]
-    fn fat_tree_plans_are_optimal(seed in proptest::collection::vec(0usize..16, 1..5)) {
-        let fabric = Fabric::fat_tree(4, None).expect("a possible shape");
-        let hosts = any_hosts(&fabric, &seed);
-        compare_with_brute_force(&fabric, &hosts)?;
-        prop_assert!(plan(&fabric, &hosts, &Limits::default()).is_ok_and(|plan| plan.optimal));
-    }
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 1024, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
     #[test]
     fn plans_claimed_optimal_match_brute_force(fabric in any_small_fabric()) {

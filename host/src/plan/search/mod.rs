@@ -1,0 +1,251 @@
+//! The search for the tree with the least predicted time.
+//!
+//! 1. Ranks enter at the nearest usable nodes (`attach`).
+//! 2. Roots are found, not tried: routes are followed from the leaves, and the switches on which all of them meet are
+//!    compared by distance and by the slowest cable on the way (`roots`).
+//! 3. For each of the few roots, trees of several shapes are built (`shapes`): all leaves below the root; leaves joined
+//!    where their routes meet; and before either, leaves that are close to each other joined at one of them.
+//! 4. Nodes over their child limit are split (`split`). Edges on the busiest cable are routed anew.
+//! 5. The cheapest is kept. If the fabric around the job is small, all trees are compared (`exact`).
+//!
+//! Only routes that start at the job's leaves are looked at, so time and memory grow with the job, not with the fabric.
+//!
+//! Invariants: a switch is at most one node of a tree; every rank has exactly one leaf; the search is deterministic.
+
+mod attach;
+mod build;
+mod draft;
+mod exact;
+mod roots;
+mod shapes;
+mod split;
+
+use super::cost::{FabricCosts, NodeLimits};
+use super::index::{Distances, FabricIndex, Routing, byte_times};
+use super::route::{Load, route};
+use super::{Limits, Plan, PlanError, Refusal};
+use crate::topo::{Fabric, HostId, LinkId, SwitchId};
+use attach::Entry;
+use draft::{Draft, Price};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Find the best tree for the hosts; rank i is at `hosts[i]`.
+pub(super) fn find_best(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    hosts: &[HostId],
+    limits: &Limits,
+) -> Result<Plan, PlanError> {
+    match Search::new(fabric, index, (hosts, limits), Routing::UpDown).and_then(|search| search.run()) {
+        // Routes that go down and up again are better than none.
+        Err(PlanError::Disconnected { .. } | PlanError::Isolated { .. }) => {
+            Search::new(fabric, index, (hosts, limits), Routing::Shortest)?.run()
+        }
+        found => found,
+    }
+}
+
+/// A search for one job.
+pub(super) struct Search<'a> {
+    fabric: &'a Fabric,
+    index: &'a FabricIndex,
+    routing: Routing,
+    hosts: &'a [HostId],
+    limits: &'a Limits,
+    /// Per switch; without children if it cannot be a node.
+    nodes: Vec<NodeLimits>,
+    /// Per cable: its seconds per byte, idle.
+    byte_s: Vec<f64>,
+    /// Per rank: its possible entry points.
+    entries: Vec<Vec<Entry>>,
+    /// The switches that routes start at.
+    sources: Vec<u32>,
+    distances: RefCell<HashMap<u32, Rc<Distances>>>,
+    all_distances: RefCell<HashMap<u32, Rc<Distances>>>,
+}
+
+/// A tree and its price.
+struct Candidate {
+    draft: Draft,
+    price: Price,
+}
+
+impl<'a> Search<'a> {
+    fn new(
+        fabric: &'a Fabric,
+        index: &'a FabricIndex,
+        (hosts, limits): (&'a [HostId], &'a Limits),
+        routing: Routing,
+    ) -> Result<Self, PlanError> {
+        if limits.max_children < 2 {
+            return Err(PlanError::ChildLimitTooSmall { max_children: limits.max_children });
+        }
+        let usable = NodeLimits::of(fabric, limits);
+        if usable.iter().all(Result::is_err) {
+            // Prefer the reason of a switch that has an aggregation node.
+            let refused = fabric.switch_ids().zip(&usable).filter_map(|(switch, usable)| Some((switch, usable.err()?)));
+            let first = refused.min_by_key(|(_, reason)| *reason == Refusal::NoAggregationNode);
+            let (switch, reason) = first.unwrap_or((SwitchId(0), Refusal::NoAggregationNode));
+            let first = fabric.switches().get(switch.0 as usize).map(|switch| switch.name.clone()).unwrap_or_default();
+            return Err(PlanError::NoUsableNode { switches: usable.len(), first, reason });
+        }
+        let none = NodeLimits { children_max: 0, port_byte_s: 0.0 };
+        let mut search = Self {
+            fabric,
+            index,
+            routing,
+            hosts,
+            limits,
+            nodes: usable.into_iter().map(|usable| usable.unwrap_or(none)).collect(),
+            byte_s: byte_times(fabric, &limits.pricing.costs),
+            entries: Vec::new(),
+            sources: Vec::new(),
+            distances: RefCell::default(),
+            all_distances: RefCell::default(),
+        };
+        search.entries = search.find_entry_points()?;
+        let entries = search.entries.iter().flatten();
+        search.sources = entries.flat_map(|entry| [entry.leaf, entry.uplink.switch.0]).collect();
+        search.sources.sort_unstable();
+        search.sources.dedup();
+        Ok(search)
+    }
+
+    fn costs(&self) -> &FabricCosts {
+        &self.limits.pricing.costs
+    }
+
+    fn sizes(&self) -> [u64; 2] {
+        self.limits.pricing.size.bytes()
+    }
+
+    fn node(&self, switch: u32) -> NodeLimits {
+        self.nodes[switch as usize]
+    }
+
+    fn is_usable(&self, switch: u32) -> bool {
+        self.nodes[switch as usize].children_max > 0
+    }
+
+    /// The edges of other trees on a cable.
+    fn others(&self, link: LinkId) -> u32 {
+        self.limits.pricing.others(link)
+    }
+
+    /// The seconds per byte of a host's cable with its rank's edge and those of other trees.
+    fn uplink_byte_s(&self, link: LinkId) -> f64 {
+        f64::from(1 + self.others(link)) * self.byte_s[link.0 as usize]
+    }
+
+    /// The distances of all switches that routes start at.
+    fn distances(&self, target: u32) -> Rc<Distances> {
+        let measure = || Rc::new(Distances::of_sources(self.index, self.routing, target, &self.sources));
+        Rc::clone(self.distances.borrow_mut().entry(target).or_insert_with(measure))
+    }
+
+    /// The distances of all switches.
+    fn all_distances(&self, target: u32) -> Rc<Distances> {
+        let measure = || Rc::new(Distances::all(self.index, self.routing, target));
+        Rc::clone(self.all_distances.borrow_mut().entry(target).or_insert_with(measure))
+    }
+
+    /// The least loaded route between two switches, of which the first is one that routes start at.
+    fn route(&self, from: u32, to: u32, load: &mut Load<'_>) -> Option<Vec<LinkId>> {
+        let near = self.distances(to);
+        let distances = if near.reaches(from) { near } else { self.all_distances(to) };
+        route(self.index, self.routing, &distances, from, load)
+    }
+
+    fn run(&self) -> Result<Plan, PlanError> {
+        let mut load = Load::new(&self.limits.pricing, &self.byte_s);
+        let mut found = Found::default();
+        for places in self.attachments(&mut load) {
+            let places = Rc::new(places);
+            self.try_roots(&places, &mut load, &mut found);
+            self.try_all(&places, &mut load, &mut found);
+        }
+        match self.choose(found.candidates) {
+            Some(best) => Ok(self.finish(best, found.is_exact, &mut load)),
+            None => Err(found.error.unwrap_or_else(|| self.disconnected())),
+        }
+    }
+
+    /// Price a draft, and keep it if none is better.
+    fn consider(&self, mut draft: Draft, load: &mut Load<'_>, found: &mut Found) {
+        draft.reroute(self, load);
+        let draft = match self.split(draft, load) {
+            Ok(draft) => draft,
+            Err(error) => {
+                found.error.get_or_insert(error);
+                return;
+            }
+        };
+        let price = draft.price(self, load);
+        found.add(Candidate { draft, price });
+    }
+
+    /// Of equally fast candidates: one that is aligned, has the fewest cables, the fewest nodes, the first root.
+    fn choose(&self, candidates: Vec<Candidate>) -> Option<Candidate> {
+        let rank = |one: &Candidate| {
+            let cables: usize = one.draft.parents.values().map(|(_, route)| route.len()).sum();
+            let remote: usize = one.draft.places.routes.values().map(Vec::len).sum();
+            (!self.is_aligned(&one.draft), cables + remote, one.draft.parents.len(), one.draft.root)
+        };
+        candidates.into_iter().min_by_key(rank)
+    }
+
+    /// Name two hosts that cannot be joined.
+    fn disconnected(&self) -> PlanError {
+        let name = |rank: usize| self.fabric.host(self.hosts[rank]).name.clone();
+        let distances = self.all_distances(self.entries[0][0].leaf);
+        let reached = |entries: &Vec<Entry>| entries.iter().any(|entry| distances.reaches(entry.leaf));
+        let other = self.entries.iter().position(|entries| !reached(entries)).unwrap_or(self.entries.len() - 1);
+        PlanError::Disconnected { one: name(0), other: name(other) }
+    }
+}
+
+/// Times that differ by less than this factor are equal.
+const EQUAL: f64 = 1e-9;
+
+/// The best candidates so far, all equally fast: by the product of the times for both sizes.
+#[derive(Default)]
+struct Found {
+    candidates: Vec<Candidate>,
+    /// Why the first draft that was refused was.
+    error: Option<PlanError>,
+    /// Whether all trees were compared.
+    is_exact: bool,
+}
+
+impl Found {
+    fn add(&mut self, new: Candidate) {
+        let product = new.price.times[0] * new.price.times[1];
+        let best = self.best();
+        if product < best * (1.0 - EQUAL) {
+            self.candidates.clear();
+        } else if product > best * (1.0 + EQUAL) || self.candidates.len() >= EQUAL_MAX {
+            return;
+        }
+        self.candidates.push(new);
+    }
+
+    fn best(&self) -> f64 {
+        let times = self.candidates.first().map(|one| one.price.times);
+        times.map_or(f64::INFINITY, |times| times[0] * times[1])
+    }
+
+    /// Whether a tree with at least these times could be better than the best, or as good.
+    fn may_improve(&self, least: [f64; 2]) -> bool {
+        least[0] * least[1] <= self.best() * (1.0 + EQUAL)
+    }
+
+    /// The seconds per byte of the best candidate's busiest cable or port.
+    fn busiest_s(&self) -> f64 {
+        self.candidates.first().map_or(f64::INFINITY, |one| one.price.busiest_s)
+    }
+}
+
+/// How many equally fast candidates are compared further.
+const EQUAL_MAX: usize = 16;
