@@ -98,7 +98,7 @@ impl Supervisor {
             if !is_waiting {
                 is_waiting = true;
                 let wait_s = REGISTER_LIMIT.as_secs();
-                let what = format!("device {name} to register with the controller at {controller}");
+                let what = format!("device {name} to register with the controller at {}", controller.addr);
                 self.bar.suspend(|| note!("waiting up to {wait_s} s for {what}"));
             }
             self.sleep(POLL_INTERVAL)?;
