@@ -279,7 +279,8 @@ fn plan_prints_the_documented_keys() {
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let plan: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
     let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>().join(" ");
-    let known = "aligned assumptions gap gbits levels max_children max_link_sharing nodes optimal ranks root selected times";
+    let known =
+        "aligned assumptions gap gbits levels max_children max_link_sharing nodes optimal ranks root selected times";
     assert_eq!(keys(&plan), known);
     assert_eq!(keys(&plan["nodes"][0]), "children guid level name parent");
     assert_eq!(keys(&plan["ranks"][0]), "guid host leaf rank");

@@ -22,7 +22,6 @@ use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
 use crate::plan::{Child, KeptIndex, Planner};
 use crate::topo::LinkId;
-use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;

