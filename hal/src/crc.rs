@@ -37,7 +37,7 @@ pub(crate) fn crc32c_header<const WORDS: usize>(header: &[[u8; 8]; WORDS], paylo
 }
 
 /// The words of a header in the short form.
-pub(crate) type ShortWords = [[u8; 8]; crate::wire::SHORT_HEADER_LEN / 8];
+pub(crate) type ShortWords = [[u8; 8]; 6];
 
 /// Return [`crc32c_header`] of a header and its payload, and the payload's checksum; 0 if that is empty.
 #[inline]

@@ -1,13 +1,13 @@
 //! Trains: consecutive Data of one child, in the usual case.
 //!
 //! [`GroupCtx::on_contributions`] handles any contribution. Most are the next chunk of a child that has sent the one
-//! before, belong to an operation that the node knows, and come to a group in which nothing is amiss. What that takes is
-//! checked once for a train ([`GroupCtx::usual`]); what is left is checked of each packet ([`GroupCtx::take`]).
+//! before, belong to an operation that the node knows, and come to a group in which nothing is amiss. What that takes
+//! is checked once for a train ([`GroupCtx::usual`]); what is left is checked of each packet ([`GroupCtx::take`]).
 //!
 //! Invariants:
 //! - a packet that is not of the usual case has no effect here, and is handled as any other;
-//! - a packet that is has the effect that `on_contributions` has, in the state and on the wire. `tests/train.rs` compares
-//!   the two;
+//! - a packet that is has the effect that `on_contributions` has, in the state and on the wire. `tests/train.rs`
+//!   compares the two;
 //! - no packet of the usual case ends the usual case of its group.
 
 use super::context::stage_start;

@@ -5,6 +5,8 @@ use crate::crc::{ShortWords, crc32c_header, crc32c_packet};
 use core::ops::Deref;
 use thiserror::Error;
 
+const _: () = assert!(size_of::<ShortWords>() == SHORT_HEADER_LEN);
+
 /// Why bytes are not a valid packet of this version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[non_exhaustive]

@@ -31,6 +31,7 @@ mod chaos;
 mod cluster;
 mod collective;
 mod config;
+mod costs;
 mod deprecated;
 mod doctor;
 mod exit;

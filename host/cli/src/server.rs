@@ -6,6 +6,7 @@
 use crate::address::{self, LocalAddress};
 use crate::cluster::{LISTENING, READY};
 use crate::config;
+use crate::costs;
 use crate::exit::Failure;
 use crate::fabric;
 use crate::key::KeyOption;
@@ -19,13 +20,12 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::keys::KeyStore;
 use sumac::controller::{Controller, ControllerConfig, Limits, PairConfig};
-use sumac::select::CostTable;
 use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
 use sumac_hal::ctrl::Rejection;
 use sumac_hal::dma::Profile;
@@ -186,7 +186,7 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     config.keys_file = args.keys.clone();
     config.fabric =
         args.topology.as_deref().map(fabric::read).transpose().map_err(Failure::Input)?.map(|(fabric, _)| fabric);
-    config.table = read_costs(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
+    config.table = costs::with_overrides(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
     if args.prefer_tree {
         config.table = config.table.with_overrides(TREE_OVERRIDE).map_err(Failure::input)?;
     }
@@ -352,14 +352,6 @@ fn raise_descriptor_limit(connections: usize) {
 
 /// An upper bound of what a controller has open besides its connections.
 const OTHER_DESCRIPTORS: u64 = 64;
-
-/// Read the cost table and the overrides, as far as there are files.
-pub(crate) fn read_costs(costs: Option<&Path>, overrides: Option<&Path>) -> anyhow::Result<CostTable> {
-    let table = costs.map(crate::calibrate::read_table).transpose()?.unwrap_or_else(CostTable::emulated);
-    let Some(path) = overrides else { return Ok(table) };
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    table.with_overrides(&text).with_context(|| path.display().to_string())
-}
 
 fn announce(line: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();

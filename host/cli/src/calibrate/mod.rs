@@ -16,19 +16,19 @@ mod output;
 
 pub(crate) use args::{CalibrateArgs, HELP};
 
+use crate::costs;
 use crate::exit::Failure;
 use crate::job::{Case, Report, Turns};
 use crate::options::Algo;
 use crate::stats;
-use anyhow::{Context, anyhow};
-use std::path::Path;
+use anyhow::anyhow;
 use sumac::comm::launcher;
 use sumac::schedule::ALGORITHMS;
-use sumac::select::{CostTable, JobFacts, Sample};
+use sumac::select::{JobFacts, Sample};
 
 /// Calibrate, or check a table.
 pub(crate) fn run(args: &CalibrateArgs, verbose: u8) -> Result<(), Failure> {
-    let checked = args.check.as_deref().map(read_table).transpose().map_err(Failure::Input)?;
+    let checked = args.check.as_deref().map(costs::read).transpose().map_err(Failure::Input)?;
     let groups = args.groups(checked.is_some()).map_err(Failure::Input)?;
     let reading = launcher::from_env();
     if reading.is_rank() && !args.is_local() {
@@ -36,12 +36,6 @@ pub(crate) fn run(args: &CalibrateArgs, verbose: u8) -> Result<(), Failure> {
     }
     let jobs = here::measure(args, &groups, verbose)?;
     output::finish(args, &jobs, checked.as_ref())
-}
-
-/// Read a cost table.
-pub(crate) fn read_table(path: &Path) -> anyhow::Result<CostTable> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    CostTable::from_toml(&text).with_context(|| path.display().to_string())
 }
 
 /// What was measured of a job.

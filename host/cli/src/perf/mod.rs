@@ -72,7 +72,7 @@ pub(crate) fn run(mut args: PerfArgs, verbose: u8) -> Result<(), Failure> {
 fn supervise(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
     // The controller reads them again; an invalid file is to be rejected before anything starts.
-    crate::server::read_costs(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
+    crate::costs::with_overrides(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
     let layout = match &args.topology {
         Some(path) => Layout::from_file(path, args.world()),
         None => Layout::generated(args.levels, args.world()),

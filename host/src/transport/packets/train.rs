@@ -1,7 +1,8 @@
 //! Trains: consecutive chunks of one operation, in the usual case.
 //!
-//! [`Endpoint::poll_transmit`] and [`Endpoint::handle`] make and take any packet. Most are contributions to an all-reduce,
-//! in order, for the first time, and results to it, in order. What these have in common is found once for a train.
+//! [`Endpoint::poll_transmit`] and [`Endpoint::handle`] make and take any packet. Most are contributions to an
+//! all-reduce, in order, for the first time, and results to it, in order. What these have in common is found once for
+//! a train.
 //!
 //! Invariant: a train has the effect of its packets one by one. A packet that is not of the usual case is left to
 //! `poll_transmit` and `handle`.
