@@ -303,5 +303,6 @@ pub(super) fn draw_link(draw: &mut Draw) -> LinkConfig {
         bandwidth_bytes_per_s: narrow.then_some(1_000_000_000),
         receive_queue_bytes: narrow.then_some(4096 << draw.below(5)),
         mark_queue_bytes: None,
+        max_packet_len_bytes: None,
     }
 }
