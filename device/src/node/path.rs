@@ -11,6 +11,7 @@ use sumac_hal::ctrl::{DropReason, Refusal};
 use sumac_hal::driver::Transmit;
 use sumac_hal::ids::{ChunkNo, GroupId};
 use sumac_hal::path_mtu::PathSearch;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, SHORT_HEADER_LEN, payload_crc};
@@ -49,13 +50,18 @@ impl GroupCtx<'_> {
             return self.common.drop_packet(DropReason::BadShape);
         }
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
-        self.common.reply(to, Repr { count: 0, payload_len_bytes: repr.payload_len_bytes, ..status });
+        let is_amplified = planted!(self.common, PathAnswerAmplified);
+        let longest = self.group.config.chunk_len_bytes - (HEADER_LEN - SHORT_HEADER_LEN) as u16;
+        let payload_len_bytes = if is_amplified { longest } else { repr.payload_len_bytes };
+        self.common.reply(to, Repr { count: 0, payload_len_bytes, ..status });
     }
 
     /// Handle the parent's answer to a probe about the path.
     pub(super) fn on_path_status(&mut self, repr: &Repr, now: Instant) {
         let search = self.group.parent.as_mut().and_then(|parent| parent.path.as_mut());
-        if !search.is_some_and(|search| search.on_reply(repr.token, repr.packet_len(), now)) {
+        let longest = usize::from(self.group.config.chunk_len_bytes) + SHORT_HEADER_LEN;
+        let len = if planted!(self.common, ShortAnswerAccepted) { longest } else { repr.packet_len() };
+        if !search.is_some_and(|search| search.on_reply(repr.token, len, now)) {
             return self.common.drop_packet(DropReason::Unexpected);
         }
         self.poll_path(now);
@@ -76,6 +82,9 @@ impl GroupCtx<'_> {
     fn check_path(&mut self, now: Instant) {
         let shard = self.shard();
         let Some(Parent { path: Some(path), hop, .. }) = &self.group.parent else { return };
+        if planted!(self.common, NarrowingUnreported) {
+            return;
+        }
         if path.is_narrow() && hop.in_flight() && self.group.failed.is_none() {
             let from = shard.global(hop.answered_below());
             self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);

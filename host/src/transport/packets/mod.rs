@@ -251,7 +251,7 @@ impl Endpoint {
         let Some(path) = &mut self.paths[index] else { return ControlFlow::Continue(()) };
         let mut due = Vec::new();
         due.extend(std::iter::from_fn(|| path.poll(now)));
-        if path.is_narrow() {
+        if path.is_narrow() && !planted!(self, NarrowingUnreported) {
             self.is_path_narrow = true;
             self.fail(EndpointError::PathLost);
             return ControlFlow::Break(());
@@ -266,7 +266,7 @@ impl Endpoint {
     }
 
     /// Return whether the group has failed because its packets are longer than the path carries.
-    pub(crate) const fn is_path_narrow(&self) -> bool {
+    pub const fn is_path_narrow(&self) -> bool {
         self.is_path_narrow
     }
 
