@@ -262,7 +262,8 @@ impl Cluster<'_, '_> {
         let early = matches!(self.options.scenario, Scenario::Mismatch { .. });
         let is_forged = self.options.has_stranger();
         let rude = ATTACKER_ONLY.iter().filter(|(reason, _)| {
-            !(early && *reason == DropReason::OverWindow || is_forged && *reason == DropReason::BadKey)
+            !(early && *reason == DropReason::OverWindow
+                || is_forged && matches!(reason, DropReason::BadKey | DropReason::BadChild))
         });
         rude.into_iter().try_for_each(|&(reason, what)| equal(what, counters.dropped(reason), 0))
     }
