@@ -14,7 +14,7 @@ use sumac_hal::path_mtu::PathSearch;
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, SHORT_HEADER_LEN, payload_crc};
+use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, packet_len_max, payload_crc};
 
 impl Node<'_> {
     /// Return the longest packet that the path to the group's parent carries, in bytes; `None` while it is not known.
@@ -22,7 +22,7 @@ impl Node<'_> {
     pub(super) fn probe_path(&mut self, id: GroupId, now: Instant) -> Result<Option<u32>, Refusal> {
         let index = self.find(id).ok_or(Refusal::NoGroup(id))?;
         let Some(group) = &mut self.storage.groups[index] else { return Err(Refusal::NoGroup(id)) };
-        let longest = usize::from(group.config.chunk_len_bytes) + SHORT_HEADER_LEN;
+        let longest = packet_len_max(group.config.chunk_len_bytes);
         let Some(parent) = &mut group.parent else { return Ok(Some(longest as u32)) };
         // The token differs from those of contributions, and from those of probes about seqs.
         let search = parent.path.get_or_insert_with(|| PathSearch::new(longest, group.token ^ 1 << 30, now));
@@ -51,7 +51,7 @@ impl GroupCtx<'_> {
         }
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
         let is_amplified = planted!(self.common, PathAnswerAmplified);
-        let longest = self.group.config.chunk_len_bytes - (HEADER_LEN - SHORT_HEADER_LEN) as u16;
+        let longest = (packet_len_max(self.group.config.chunk_len_bytes) - HEADER_LEN) as u16;
         let payload_len_bytes = if is_amplified { longest } else { repr.payload_len_bytes };
         self.common.reply(to, Repr { count: 0, payload_len_bytes, ..status });
     }
@@ -59,7 +59,7 @@ impl GroupCtx<'_> {
     /// Handle the parent's answer to a probe about the path.
     pub(super) fn on_path_status(&mut self, repr: &Repr, now: Instant) {
         let search = self.group.parent.as_mut().and_then(|parent| parent.path.as_mut());
-        let longest = usize::from(self.group.config.chunk_len_bytes) + SHORT_HEADER_LEN;
+        let longest = packet_len_max(self.group.config.chunk_len_bytes);
         let len = if planted!(self.common, ShortAnswerAccepted) { longest } else { repr.packet_len() };
         if !search.is_some_and(|search| search.on_reply(repr.token, len, now)) {
             return self.common.drop_packet(DropReason::Unexpected);

@@ -83,7 +83,7 @@ impl PathLimit {
 
 /// Draw the longest packet that a path carries: around that of the group, at the limits, or anything between.
 fn draw_len(draw: &mut Draw, options: &Options) -> usize {
-    let longest = usize::from(options.chunk_len_bytes) + SHORT_HEADER_LEN;
+    let longest = longest_of(options.chunk_len_bytes);
     let between = LEAST_FOR_A_TREE + draw.below((longest - LEAST_FOR_A_TREE) as u64 + 1) as usize;
     match draw.below(12) {
         0 => longest,
@@ -329,7 +329,7 @@ impl Cluster<'_, '_> {
         self.paths.forged += 1;
         let mut draw = Draw::new(weight(&[self.options.seed, 0x666f_7267, self.paths.forged]));
         let key = wrong_key(probe.key, &mut draw);
-        let payload = vec![0; usize::from(self.options.chunk_len_bytes) + SHORT_HEADER_LEN - HEADER_LEN];
+        let payload = vec![0; longest_of(self.options.chunk_len_bytes) - HEADER_LEN];
         let forged = |kind| sealed(Repr { kind, key, ..*probe }, &payload);
         let stranger = if draw.chance(500) { ATTACKER } else { from };
         self.fabric.send(self.now, to, from, &forged(Kind::Status));
@@ -342,7 +342,7 @@ impl Cluster<'_, '_> {
         let assignment = &self.assignments[tree];
         let (wiring, since) = (&assignment.wiring, assignment.since);
         let wrong = |what: String| Err(Violation::Controller { what: format!("publishes {} {what}", assignment.id) });
-        let len = usize::from(assignment.chunk_len_bytes) + SHORT_HEADER_LEN;
+        let len = longest_of(assignment.chunk_len_bytes);
         let device = |node: usize| Host::Device(wiring.nodes[node].device);
         let ranks = wiring.ranks.iter().enumerate().map(|(rank, (leaf, _))| (Host::Rank(rank), device(*leaf)));
         let nodes = wiring.nodes.iter().map(|node| (Host::Device(node.device), node.parent));
@@ -363,7 +363,7 @@ impl Cluster<'_, '_> {
                 return wrong(format!("with packets of {len} bytes; {low:?} to {up:?} carries {widest}"));
             }
         }
-        let longest = (usize::from(self.options.chunk_len_bytes) + SHORT_HEADER_LEN).min(narrowest) / 16 * 16;
+        let longest = longest_of(self.options.chunk_len_bytes).min(narrowest) / 16 * 16;
         if is_undisturbed && len < longest {
             return wrong(format!("with packets of {len} bytes; all paths carry {longest}"));
         }
@@ -371,8 +371,14 @@ impl Cluster<'_, '_> {
     }
 }
 
-/// The shortest packet limit with which there is a tree: that of the shortest chunk.
-const LEAST_FOR_A_TREE: usize = 64 + SHORT_HEADER_LEN;
+/// Return the length of a group's longest packet: a whole chunk, or a short one that has a full header for being too
+/// short for the other.
+fn longest_of(chunk_len_bytes: u16) -> usize {
+    (usize::from(chunk_len_bytes) + SHORT_HEADER_LEN).max(LEAST_FOR_A_TREE)
+}
+
+/// The shortest packet limit with which there is a tree.
+const LEAST_FOR_A_TREE: usize = 128;
 
 const UNLIMITED: usize = 65_507;
 

@@ -44,7 +44,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{HEADER_LEN, Kind, RankMask, Repr, SHORT_HEADER_LEN, StragglerLimit};
+use sumac_hal::wire::{HEADER_LEN, Kind, RankMask, Repr, StragglerLimit, packet_len_max};
 
 /// Parameters of a rank in a group.
 #[derive(Debug, Clone)]
@@ -240,7 +240,7 @@ impl Endpoint {
     fn watch_path(&mut self, index: usize, now: Instant) {
         let config = &self.config;
         if self.hops[index].is_stalled() && needs_probes(&config.parents[index]) {
-            let longest = usize::from(config.chunk_len_bytes) + SHORT_HEADER_LEN;
+            let longest = packet_len_max(config.chunk_len_bytes);
             let salt = config.salt.rotate_left(16 + index as u32);
             self.paths[index].get_or_insert_with(|| PathSearch::new(longest, salt, now)).search_again(now);
         }
@@ -256,8 +256,10 @@ impl Endpoint {
             self.fail(EndpointError::PathLost);
             return ControlFlow::Break(());
         }
+        // The answer names a seq of its shard, as every packet does.
+        let first = self.shard(index).global(0);
         for probe in due {
-            let header = self.header(Kind::Probe, ChunkNo(0), probe.token);
+            let header = self.header(Kind::Probe, first, probe.token);
             let payload_len_bytes = (probe.len_bytes - HEADER_LEN) as u16;
             self.stats.probes += 1;
             self.replies.push_back((self.config.parents[index], Repr { count: 0, payload_len_bytes, ..header }));
