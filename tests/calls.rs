@@ -20,7 +20,7 @@ const IN_FLIGHT: usize = 1024;
 const SHORT: Duration = Duration::from_millis(300);
 
 fn prefer_tree() -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     ControllerConfig { table, ..ControllerConfig::new() }
 }
 

@@ -16,7 +16,7 @@ use sumac::controller::{Controller, ControllerConfig, status};
 use sumac::select::CostTable;
 use sumac::topo::{Fabric, LeafSpine};
 use sumac::transport::local::{HostDevice, HostDeviceConfig, HostDevices};
-use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Order, Path, ReduceOp};
+use sumac::{Algo, CallOptions, Communicator, Error, JoinConfig, Order, Path, ReduceOp, Straggler};
 use sumac_firmware::emulated::{Board, BoardConfig};
 use sumac_hal::op::Dtype;
 use sumac_tests::oracle::{Shape, expected, input};
@@ -66,7 +66,7 @@ fn small(config: BoardConfig) -> BoardConfig {
 }
 
 fn by_tree(listen: SocketAddr) -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     ControllerConfig { table, fabric: Some(fabric()), listen, ..ControllerConfig::new() }
 }
 
@@ -84,11 +84,17 @@ struct Cluster {
 
 impl Cluster {
     fn start() -> Self {
+        Self::with_shards(1)
+    }
+
+    /// Start a controller, and a leaf device with so many shards.
+    fn with_shards(shards: u16) -> Self {
         let controller = Controller::start(by_tree(ControllerConfig::new().listen)).expect("a controller on loopback");
         let addr = controller.local_addr();
         let leaf = Board::start(BoardConfig {
             bind: Ipv4Addr::new(127, 0, 0, 2).into(),
             zero_copy: None,
+            shards,
             ..small(BoardConfig::new(fabric().switches()[0].name.clone(), addr))
         });
         let leaf = leaf.expect("a board on loopback");
@@ -235,6 +241,91 @@ fn every_order_has_the_bits_of_its_expression_on_every_path() {
     }
 }
 
+/// Long enough for several runs of chunks in each shard.
+const LARGE: usize = 1_000_000;
+
+/// Sum values that are exact in any order, and check each of them.
+fn checked_large_sum(comm: &Communicator, call: u32) -> Path {
+    let value = |rank: u32, index: usize| ((index as u32).wrapping_mul(7) ^ rank.wrapping_mul(call)) % 1000;
+    let mut sums: Vec<u32> = (0..LARGE).map(|index| value(comm.rank(), index)).collect();
+    let path = comm.all_reduce(&mut sums, ReduceOp::Sum).expect("a sum").path;
+    let expected = |index: usize| (0..comm.size()).map(|rank| value(rank, index)).sum::<u32>();
+    assert_eq!((0..LARGE).find(|&index| sums[index] != expected(index)), None, "call {call}");
+    path
+}
+
+/// Ranks on a host reach its device by shared memory, although the device above has several shards.
+#[test]
+fn hosts_contribute_once_to_a_device_of_several_shards() {
+    for shards in [2, 8] {
+        for order in [Order::Arrival, Order::TreeFold] {
+            let cluster = Cluster::with_shards(shards);
+            let seen = cluster.run(
+                ROUND_ROBIN,
+                |config| config.order = order,
+                |comm| {
+                    let paths = [1, 2, 3].map(|call| checked_large_sum(&comm, call));
+                    let sum = (order == Order::TreeFold).then(|| sum_of_order(&comm));
+                    let mut copied = vec![comm.rank(); LARGE];
+                    comm.broadcast(&mut copied, 3).expect("a broadcast");
+                    assert!(copied.iter().all(|&rank| rank == 3));
+                    let devices = cluster.devices();
+                    comm.barrier().expect("all are there");
+                    (paths, sum, devices, comm.leave_within(LONG))
+                },
+            );
+            for (paths, sum, devices, departure) in seen {
+                assert_eq!((paths, departure), ([Path::Tree; 3], Departure::Clean));
+                assert!(sum.is_none_or(|sum| sum == (2.0, Path::Tree)), "{sum:?}");
+                assert_eq!(devices[1..], ["hosts#host0", "hosts#host1"]);
+            }
+        }
+    }
+}
+
+/// Shards do not decide together, although each rank sees one device of one shard.
+#[test]
+fn stragglers_are_not_excluded_below_a_device_of_several_shards() {
+    for (shards, answer) in [(1, Ok(())), (2, Err(true))] {
+        let cluster = Cluster::with_shards(shards);
+        cluster.run(BY_HOST, common::plain, |comm| {
+            let options = CallOptions { straggler: Some(Straggler::Partial(LONG)), ..CallOptions::default() };
+            let summed = comm.all_reduce_with(&mut [1_u32; 8], ReduceOp::Sum, &options).map(drop);
+            assert_eq!(summed.map_err(|error| error.to_string().contains("several shards")), answer);
+            comm.leave();
+        });
+    }
+}
+
+/// The device above, with all its shards, ends in the middle of an operation.
+#[test]
+fn loss_of_a_device_of_several_shards_is_recovered() {
+    let cluster = Cluster::with_shards(3);
+    let departures = cluster.run(BY_HOST, common::plain, |comm| {
+        checked_large_sum(&comm, 1);
+        if comm.rank() == 3 {
+            drop(cluster.leaf.lock().expect("not poisoned").take());
+        }
+        until_recovered(&comm, |call| _ = checked_large_sum(&comm, call as u32));
+        comm.leave_within(LONG)
+    });
+    assert!(departures.iter().all(|departure| *departure == Departure::Clean), "{departures:?}");
+}
+
+/// Call again until all ranks have recovered from a loss.
+fn until_recovered(comm: &Communicator, call: impl Fn(u64)) {
+    let (mut recovered, mut number) = ([0], 2);
+    let give_up = Instant::now() + LONG;
+    while recovered == [0] {
+        assert!(Instant::now() < give_up, "no recovery");
+        call(number);
+        number += 1;
+        // All ranks make the same calls.
+        recovered = [comm.recoveries().count];
+        comm.all_reduce(&mut recovered, ReduceOp::Min).expect("the least");
+    }
+}
+
 fn from_bytes(bytes: &[u8]) -> f32 {
     f32::from_le_bytes(bytes.try_into().expect("four bytes"))
 }
@@ -343,16 +434,7 @@ fn device_of_a_host_that_dies_alone_costs_a_recovery() {
                     drop(boards[1].lock().expect("not poisoned").take());
                 }
                 // Declared orders keep their bits, by whichever path.
-                let (mut recovered, mut op) = ([0], 2);
-                let give_up = Instant::now() + LONG;
-                while recovered == [0] {
-                    assert!(Instant::now() < give_up, "no recovery");
-                    checked_sum(&comm, op);
-                    op += 1;
-                    // All ranks make the same calls.
-                    recovered = [comm.recoveries().count];
-                    comm.all_reduce(&mut recovered, ReduceOp::Min).expect("the least");
-                }
+                until_recovered(&comm, |op| _ = checked_sum(&comm, op));
                 if order == Order::TreeFold {
                     assert_eq!(sum_of_order(&comm).0, 0.0);
                 }

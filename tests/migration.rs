@@ -16,7 +16,7 @@ use sumac_hal::uplink::HopTimers;
 const SOON: Duration = Duration::from_secs(30);
 
 fn by_tree() -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
     ControllerConfig { table, timers, ..ControllerConfig::new() }
 }

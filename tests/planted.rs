@@ -48,7 +48,11 @@ fn with(bug: Bug, seed: u64) -> Options {
 }
 
 fn tenancy(bug: Bug, seed: u64) -> Tenancy {
-    let draw = if is_of_started(bug) { Tenancy::draw_started } else { Tenancy::draw };
+    let draw = match bug {
+        _ if is_of_started(bug) => Tenancy::draw_started,
+        _ if is_of_hosts(bug) => Tenancy::draw_hosts,
+        _ => Tenancy::draw,
+    };
     Tenancy { planted: bug.into(), ..draw(seed) }
 }
 
@@ -58,6 +62,11 @@ const fn is_of_started(bug: Bug) -> bool {
         bug,
         Bug::DroppedOperationFreed | Bug::RunningDropMissed | Bug::EarlierScheduleSkipped | Bug::EndedScheduleRun
     )
+}
+
+/// Return whether it takes a device with one shard below one with several: that of a host.
+const fn is_of_hosts(bug: Bug) -> bool {
+    matches!(bug, Bug::FirstShardOnly | Bug::LocalNumbersMixed)
 }
 
 /// Return whether only scenarios of tenants run the code that has the bug.
@@ -78,7 +87,7 @@ const fn is_of_tenants(bug: Bug) -> bool {
             | Bug::StalledPeerKept
             | Bug::OutputUnbounded
     );
-    is_of_tenants || is_of_started(bug)
+    is_of_tenants || is_of_started(bug) || is_of_hosts(bug)
 }
 
 /// A bug that was found: the seed, the scenario, the oracle, and the number of link faults that reproduce it.
@@ -138,6 +147,8 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::ViewReused, "view reused"),
         (Bug::EarlierPathForgotten, "different operations"),
         (Bug::RefusedCallCounted, "hang"),
+        (Bug::FirstShardOnly, "hang"),
+        (Bug::LocalNumbersMixed, "hang"),
         (Bug::DoubtForgotten, "hang"),
         (Bug::LoneMigration, "hang"),
         (Bug::DroppedOperationFreed, "freed too early"),
@@ -186,7 +197,8 @@ fn planted_bugs_are_found() {
         let fails = |seed| match kinds {
             [] => {
                 let run = |plan: Tenancy| run_tenants(&plan).err().map(|violation| (seed, violation.to_string()));
-                run(Tenancy::draw(seed as u64)).or_else(|| run(Tenancy::draw_started(seed as u64)))
+                let draws = [Tenancy::draw, Tenancy::draw_started, Tenancy::draw_hosts];
+                draws.into_iter().find_map(|draw| run(draw(seed as u64)))
             }
             _ => run(&cluster(kinds, seed as u64)).err().map(|violation| (seed, violation.to_string())),
         };

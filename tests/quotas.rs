@@ -26,7 +26,7 @@ const SOON: Duration = Duration::from_secs(30);
 
 /// A controller that prefers the tree, and a device with room for one group.
 fn one_group(quotas: Quotas, lease: Duration) -> Cluster {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let config = ControllerConfig { table, quotas, lease, ..ControllerConfig::new() };
     let controller = Controller::start(config).expect("a controller on loopback");
     let board = board(controller.local_addr(), 1);

@@ -17,7 +17,7 @@ use sumac_hal::ctrl::{FrameReader, Hello, send};
 const SOON: Duration = Duration::from_secs(30);
 
 fn by_tree() -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     ControllerConfig { table, ..ControllerConfig::new() }
 }
 

@@ -25,7 +25,7 @@ use std::hint::black_box;
 use std::num::NonZeroU32;
 use std::process::ExitCode;
 use std::time::{Duration, Instant as Clock};
-use sumac_device::{Child, Node, NodeConfig, Slot, Storage};
+use sumac_device::{Child, Hop, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{ChildMask, GroupConfig, Order, Request, Response, TreeConfig};
 use sumac_hal::driver::{BATCH_PACKETS, Batch};
 use sumac_hal::ids::{BootId, ChildIndex, ChunkNo, Epoch, GroupId, TreeId};
@@ -307,7 +307,7 @@ impl Rig {
     /// Handle a burst. Not inlined: the instructions in here are counted.
     #[inline(never)]
     fn receive(&mut self, packets: &[Inbound]) {
-        for train in packets.chunk_by(|inbound, next| inbound.from == next.from) {
+        for train in packets.chunk_by(|inbound, next| inbound.repr.child == next.repr.child) {
             let bytes = train.iter().map(|inbound| &inbound.bytes[..]);
             self.node.handle_train(self.now, train[0].from, Ecn::Unmarked, bytes);
         }
@@ -372,6 +372,7 @@ fn empty_node(children: u16, chunk_len_bytes: usize, slots: usize) -> Node<'stat
         groups: Vec::leak((0..GROUPS).map(|_| None).collect()),
         trees: Vec::leak(vec![None; GROUPS]),
         children: Vec::leak(vec![Child::EMPTY; usize::from(children)]),
+        hops: Vec::leak(vec![Hop::EMPTY; GROUPS]),
         slots: Vec::leak(vec![Slot::EMPTY; slots]),
         bytes: Vec::leak(vec![0; slots * chunk_len_bytes]),
     };

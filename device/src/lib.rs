@@ -42,8 +42,8 @@ pub mod testing;
 mod trace;
 
 pub use node::{
-    Answer, AttachError, BufferRef, Child, Event, Group, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig, Payload,
-    RedoSlot, Storage, ZeroCopyStorage,
+    Answer, AttachError, BufferRef, Child, Event, Group, Hop, MAX_EVENTS, MAX_REPLIES, Memory, Node, NodeConfig,
+    Payload, RedoSlot, Storage, ZeroCopyStorage,
 };
 #[cfg(feature = "snapshot")]
 pub use node::{NodeSnapshot, Phase};

@@ -35,7 +35,8 @@ impl<const WORDS: usize> Bits<WORDS> {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.words.iter().map(|word| word.count_ones() as usize).sum()
+        // Most words are empty, and not every processor counts bits.
+        self.words.iter().filter(|&&word| word != 0).map(|word| word.count_ones() as usize).sum()
     }
 
     /// Return whether `n` is the only member. Cheaper than counting.
@@ -46,7 +47,11 @@ impl<const WORDS: usize> Bits<WORDS> {
     }
 
     /// Return whether all of `0..end` are members. Cheaper than counting.
+    #[inline]
     pub(crate) fn has_first(&self, end: usize) -> bool {
+        if end < 64 {
+            return self.words[0] | u64::MAX << end == u64::MAX;
+        }
         let (full, rest) = (end / 64, end % 64);
         let above = u64::MAX << rest;
         self.words[..full].iter().all(|&word| word == u64::MAX) && (rest == 0 || self.words[full] | above == u64::MAX)

@@ -122,12 +122,18 @@ impl Slot {
         (len > 0).then_some(len)
     }
 
+    /// Return the length of the slot's accumulators in bytes.
+    pub(crate) fn value_bytes(&self) -> usize {
+        self.elements.unwrap_or(0) as usize * self.op.partial_bytes()
+    }
+
     /// Return whether the answer to `child` is a Result, not a Done.
     pub(crate) fn has_result_for(&self, child: usize) -> bool {
         self.value_len > 0 && self.want.contains(child)
     }
 
     /// Record the arrival time of a contribution in which `slowest` came last, `late_us` after the first rank below.
+    #[inline]
     pub(crate) fn note_time(&mut self, slowest: Option<Rank>, late_us: u32, now: Instant) {
         let began = Instant::from_nanos(now.as_nanos().saturating_sub(u64::from(late_us) * 1000));
         let first = self.first_at.map_or(began, |first| first.min(began));
@@ -146,6 +152,7 @@ impl Slot {
     ///
     /// # Panics
     /// If the bit is set: the caller must have checked, since a second contribution would be counted twice.
+    #[inline]
     pub(crate) fn mark(&mut self, child: usize, with_data: bool, wants: bool) {
         assert!(!self.bits.contains(child), "a child's bit is set once per (seq, attempt)");
         self.bits.insert(child);

@@ -6,14 +6,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The modules that the agent uses if the hardware exists, in load order: the boot log first, so that later problems
-/// can be reported; the host link, the NIC and the eMMC of a BlueField; their counterparts in an emulated machine.
-pub const REQUIRED_MODULES: [&str; 11] = [
+/// can be reported; the host link; pins, which the management port's interrupt comes through, before that port; the
+/// NIC; the eMMC of each generation and NVMe; their counterparts in an emulated machine.
+pub const REQUIRED_MODULES: [&str; 16] = [
     "mlxbf_bootctl",
     "mlxbf_tmfifo",
+    "gpio_mlxbf2",
+    "pinctrl_mlxbf3",
+    "gpio_mlxbf3",
     "mlxbf_gige",
     "mlx5_core",
     "sdhci_of_dwcmshc",
+    "dw_mmc_bluefield",
     "mmc_block",
+    "nvme",
     "virtio_mmio",
     "virtio_pci",
     "virtio_rng",
@@ -104,6 +110,36 @@ kernel/b.ko: kernel/a.ko
         assert_eq!(order, expected);
         assert_eq!(modules.in_order(&["a"]), ["kernel/b.ko", "kernel/a.ko"], "a cycle terminates");
         assert!(Modules::parse("").in_order(&REQUIRED_MODULES).is_empty());
+    }
+
+    /// Names of files as the kernel's makefiles have them, and the order that the hardware requires.
+    #[test]
+    fn modules_of_cards_are_found_by_their_files() {
+        let files = [
+            "drivers/gpio/gpio-mlxbf2.ko",
+            "drivers/gpio/gpio-mlxbf3.ko.zst",
+            "drivers/mmc/host/dw_mmc-bluefield.ko",
+            "drivers/mmc/host/dw_mmc-pltfm.ko",
+            "drivers/mmc/host/sdhci-of-dwcmshc.ko",
+            "drivers/net/ethernet/mellanox/mlxbf_gige/mlxbf_gige.ko",
+            "drivers/nvme/host/nvme-core.ko",
+            "drivers/nvme/host/nvme.ko",
+            "drivers/pinctrl/pinctrl-mlxbf3.ko",
+            "drivers/platform/mellanox/mlxbf-bootctl.ko",
+            "drivers/platform/mellanox/mlxbf-tmfifo.ko.xz",
+        ];
+        let need = |file: &str| match file {
+            "drivers/mmc/host/dw_mmc-bluefield.ko" => "drivers/mmc/host/dw_mmc-pltfm.ko",
+            "drivers/nvme/host/nvme.ko" => "drivers/nvme/host/nvme-core.ko",
+            _ => "",
+        };
+        let list: String = files.iter().map(|file| format!("{file}: {}\n", need(file))).collect();
+        let modules = Modules::parse(&list);
+        let order = modules.in_order(&REQUIRED_MODULES);
+        assert_eq!(order.len(), files.len(), "{order:?}");
+        let at = |part: &str| order.iter().position(|path| path.contains(part)).expect("loaded");
+        assert_eq!(at("mlxbf-bootctl"), 0, "the log comes first");
+        assert!(at("pinctrl") < at("gpio-mlxbf3") && at("gpio-mlxbf3") < at("mlxbf_gige"), "{order:?}");
     }
 
     #[test]

@@ -22,13 +22,35 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     crc.value()
 }
 
-/// As [`crc32c`], for a length that the compiler knows: that of a header.
-pub(crate) fn crc32c_array<const LEN: usize>(bytes: &[u8; LEN]) -> u32 {
+/// Return the checksum of a header whose last four bytes are taken to be `payload_crc`, the checksum of what follows.
+#[inline]
+pub(crate) fn crc32c_header<const WORDS: usize>(header: &[[u8; 8]; WORDS], payload_crc: u32) -> u32 {
     #[cfg(all(feature = "std", target_arch = "x86_64"))]
-    if let Some(crc) = lanes::crc32c_array(bytes) {
+    if let Some(crc) = lanes::of_header(header, payload_crc) {
         return crc;
     }
-    crc32c(bytes)
+    let mut words = *header;
+    if let Some([.., a, b, c, d]) = words.last_mut() {
+        [*a, *b, *c, *d] = payload_crc.to_le_bytes();
+    }
+    crc32c(words.as_flattened())
+}
+
+/// The words of a header in the short form.
+pub(crate) type ShortWords = [[u8; 8]; crate::wire::SHORT_HEADER_LEN / 8];
+
+/// Return [`crc32c_header`] of a header and its payload, and the payload's checksum; 0 if that is empty.
+#[inline]
+pub(crate) fn crc32c_packet(header: &ShortWords, payload: &[u8]) -> (u32, u32) {
+    if payload.is_empty() {
+        return (crc32c_header(header, 0), 0);
+    }
+    #[cfg(all(feature = "std", target_arch = "x86_64"))]
+    if let Some(crcs) = lanes::of_packet(header, payload) {
+        return crcs;
+    }
+    let payload_crc = crc32c(payload);
+    (crc32c_header(header, payload_crc), payload_crc)
 }
 
 /// An incremental CRC-32C.
@@ -111,6 +133,20 @@ mod imp {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn crc_of_a_packet_covers_its_header_and_the_checksum_of_its_payload() {
+        let bytes: [u8; 3000] = core::array::from_fn(|at| (at * 7 + at / 256) as u8);
+        let words: &ShortWords = bytes.as_chunks().0.first_chunk().expect("long enough");
+        for len in [0, 1, 8, 64, 500, 512, 1344, 2900] {
+            let payload = &bytes[48..][..len];
+            let payload_crc = if payload.is_empty() { 0 } else { crc32c(payload) };
+            let mut header = bytes[..48].to_vec();
+            header[44..].copy_from_slice(&payload_crc.to_le_bytes());
+            assert_eq!(crc32c_packet(words, payload), (crc32c(&header), payload_crc), "{len} bytes");
+            assert_eq!(crc32c_header(words, payload_crc), crc32c(&header), "{len} bytes");
+        }
+    }
 
     #[test]
     fn incremental_crc_equals_crc_of_all_bytes() {

@@ -130,6 +130,7 @@ wire_enum! {
 
 impl Dtype {
     /// Return the size of one value in bytes. An element may consist of two values: see [`OpDesc::element_bytes`].
+    #[inline]
     pub const fn size_bytes(self) -> usize {
         match self {
             Self::I8 | Self::U8 | Self::E4m3 | Self::E5m2 => 1,
@@ -140,6 +141,7 @@ impl Dtype {
     }
 
     /// Return the type of accumulators and of partial results on the wire (PROTOCOL 9).
+    #[inline]
     pub const fn accumulator(self) -> Self {
         match self {
             Self::F16 | Self::Bf16 | Self::E4m3 | Self::E5m2 => Self::F32,

@@ -36,6 +36,10 @@ pub enum Bug {
     MaximumHaveUsed,
     /// Node: does not check a contribution's key.
     KeyUnchecked,
+    /// Node: sends all chunks to the first shard of its parent.
+    FirstShardOnly,
+    /// Node: takes the numbers that a shard of its parent reports missing for its own.
+    LocalNumbersMixed,
     /// Endpoint: treats a contribution as answered once the node has accepted it.
     AcceptedIsAnswered,
     /// Both: send, and accept, a Done in place of a result that is wanted.
@@ -130,7 +134,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 57] = [
+    pub const ALL: [Self; 59] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -144,6 +148,8 @@ impl Bug {
         Self::StaleProbeBits,
         Self::MaximumHaveUsed,
         Self::KeyUnchecked,
+        Self::FirstShardOnly,
+        Self::LocalNumbersMixed,
         Self::AcceptedIsAnswered,
         Self::DoneForResult,
         Self::DuplicateCounted,

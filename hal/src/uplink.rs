@@ -174,6 +174,7 @@ impl Uplink {
     }
 
     /// Return whether any contribution waits for its answer.
+    #[inline]
     pub const fn in_flight(&self) -> bool {
         self.answered_below < self.sent_below
     }
@@ -192,6 +193,7 @@ impl Uplink {
     ///
     /// # Panics
     /// If `local` is [`MAX_WINDOW`] or more above [`Uplink::answered_below`].
+    #[inline]
     pub fn on_sent(&mut self, local: u64, now: Instant) {
         assert!(local < self.answered_below + MAX_WINDOW, "contribution sent outside the window");
         if !self.in_flight() {
@@ -215,13 +217,37 @@ impl Uplink {
             self.answered[word(self.answered_below)] &= !(1 << (self.answered_below % 64));
             self.answered_below += 1;
         }
+        self.note_answers(now);
+        true
+    }
+
+    /// Return whether answers have arrived in order so far: none is missing below another, and none was requested.
+    pub fn is_in_order(&self) -> bool {
+        self.top_answer.is_none_or(|top| top < self.answered_below) && self.requested_below <= self.answered_below
+    }
+
+    /// Record the answer to `local`, if it is the next in order ([`Uplink::is_in_order`]); false if it is not. With
+    /// [`Uplink::note_answers`] behind the last of several, this does what [`Uplink::on_answer`] and
+    /// [`Uplink::next_gap`] do.
+    #[inline]
+    pub fn take_in_order(&mut self, local: u64) -> bool {
+        if local != self.answered_below || !self.in_flight() {
+            return false;
+        }
+        self.top_answer = Some(local);
+        self.answered_below += 1;
+        self.requested_below = self.answered_below;
+        true
+    }
+
+    /// Record that the parent has answered at `now`: the next probe is due later.
+    pub fn note_answers(&mut self, now: Instant) {
         self.active_at = now;
         self.backoff = 0;
         self.probe_at = None;
         if self.in_flight() {
             self.arm(now);
         }
-        true
     }
 
     /// Return the next local number whose answer was lost, judging by later answers. Each gap is returned once. The

@@ -17,6 +17,7 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::time::{Duration, Instant as Clock};
 use sumac::transport::packets::{Buffers, Endpoint, EndpointConfig, Event, OpId};
+use sumac_hal::driver::{BATCH_PACKETS, Batch};
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank};
 use sumac_hal::op::{Dtype, OpDesc, Path, ReduceOp};
 use sumac_hal::port::{Addr, Ecn};
@@ -188,8 +189,13 @@ impl Rig {
     /// Take what is to be sent. Not inlined: the instructions in here are counted.
     #[inline(never)]
     fn send(&mut self) {
-        while let Some(out) = self.endpoint.poll_transmit(self.now, &self.memory) {
-            black_box(&out);
+        loop {
+            let mut batch = Batch::new();
+            self.endpoint.poll_batch(self.now, &self.memory, BATCH_PACKETS, &mut batch);
+            if batch.is_empty() {
+                break;
+            }
+            batch.iter().for_each(|out| _ = black_box(out));
         }
     }
 

@@ -215,7 +215,7 @@ impl LocalCluster {
     /// [`LocalClusterError`] if the configuration is invalid or a part cannot be started.
     pub fn start_with(config: LocalClusterConfig) -> Result<Self, LocalClusterError> {
         let (fabric, names) = config.layout()?;
-        let table = CostTable::EMULATED.with_overrides(PREFER_TREE);
+        let table = CostTable::emulated().with_overrides(PREFER_TREE);
         let table = table.map_err(|error| LocalClusterError::Config(error.to_string()))?;
         let mut controller = ControllerConfig::new();
         (controller.fabric, controller.table) = (fabric, table);

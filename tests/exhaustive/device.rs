@@ -2,7 +2,7 @@
 
 use crate::machine::{Act, Event, Facts, Machine, ViolationKind};
 use crate::scope::{GROUP, Scope, Wiring};
-use sumac_device::{Child, Group, Node, NodeConfig, NodeSnapshot, Slot, Storage};
+use sumac_device::{Child, Group, Hop, Node, NodeConfig, NodeSnapshot, Slot, Storage};
 use sumac_hal::ctrl::{Counters, DropReason, Request, Response, TreeConfig};
 use sumac_hal::ids::BootId;
 use sumac_hal::port::{Addr, Ecn};
@@ -23,6 +23,7 @@ pub(crate) struct Device {
     groups: Vec<Option<Group>>,
     trees: Vec<Option<TreeConfig>>,
     children: Vec<Child>,
+    hops: Vec<Hop>,
     slots: Vec<Slot>,
     bytes: Vec<u8>,
 }
@@ -44,17 +45,31 @@ impl Device {
         let mut groups = vec![None];
         let mut trees = vec![None];
         let mut children = vec![Child::EMPTY; usize::from(wiring.devices[index].children)];
+        let mut hops = vec![Hop::EMPTY];
         let mut bytes = vec![0; slots * usize::from(group.chunk_len_bytes)];
         let mut slots = vec![Slot::EMPTY; slots];
         let storage = Storage {
             groups: &mut groups,
             trees: &mut trees,
             children: &mut children,
+            hops: &mut hops,
             slots: &mut slots,
             bytes: &mut bytes,
         };
         let node = Node::new(config, storage).into_snapshot(scope.credit_max);
-        Self { index, incarnation, epoch: 0, credit_max: scope.credit_max, node, groups, trees, children, slots, bytes }
+        Self {
+            index,
+            incarnation,
+            epoch: 0,
+            credit_max: scope.credit_max,
+            node,
+            groups,
+            trees,
+            children,
+            hops,
+            slots,
+            bytes,
+        }
     }
 
     /// Create a device with its group installed.
@@ -91,6 +106,7 @@ impl Device {
             groups: &mut self.groups,
             trees: &mut self.trees,
             children: &mut self.children,
+            hops: &mut self.hops,
             slots: &mut self.slots,
             bytes: &mut self.bytes,
         };
@@ -104,11 +120,12 @@ impl Device {
 
     /// Unpack a copy of the node that stays unpacked.
     pub(crate) fn live(&self) -> Node<'static> {
-        let Self { groups, trees, children, slots, bytes, .. } = self.clone();
+        let Self { groups, trees, children, hops, slots, bytes, .. } = self.clone();
         self.node.restore(Storage {
             groups: groups.leak(),
             trees: trees.leak(),
             children: children.leak(),
+            hops: hops.leak(),
             slots: slots.leak(),
             bytes: bytes.leak(),
         })

@@ -24,6 +24,8 @@ nicfw 41, ramdisk 54, dpu-gi 49, cfg-gi 48, info 50, image 62, initramfs 63, upg
 NAMES = {name: int(number) for name, number in (entry.split() for entry in ORDER.split(","))}
 RANK = {number: rank for rank, number in enumerate(NAMES.values())}
 SEGMENT_MAX = 2**20 - 8
+# What UEFI on arm64 requires of a kernel: a PE header, at 64 here, with the machine 0xaa64.
+KERNEL_HEADER = b"MZ" + bytes(58) + struct.pack("<I", 64) + b"PE\0\0\x64\xaa"
 
 
 def padded(data):
@@ -74,8 +76,18 @@ def emmc(stream):
 
 
 def keep_for(images, hardware):
-    """Return the images for a card of hardware version 0 to 2: those of its version, and ids with version 0 only."""
-    highest = {}
-    for number, version in images:
-        highest[number] = max(version, highest.get(number, 0))
-    return {key: data for key, data in images.items() if key[1] == hardware or highest[key[0]] == 0}
+    """Return the images for a card of hardware version 0 to 2: of each id the highest version up to that."""
+    kept = {}
+    for number, version in sorted(images):
+        if version <= hardware:
+            kept[number] = version
+    return {(number, version): images[number, version] for number, version in kept.items()}
+
+
+def write_filtered(images, hardware):
+    """Return the stream that `mlx-mkbfb --filter` writes: its next version is that of any next image."""
+    stream = bytearray(write(keep_for(images, hardware)))
+    entries = read(stream)
+    for (_, _, _, _, at, _), (_, version, *_) in zip(entries, entries[1:]):
+        stream[at + 5] = stream[at + 5] & 0xF | version << 4
+    return bytes(stream)

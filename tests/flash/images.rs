@@ -32,7 +32,6 @@ fn damaged_image_is_refused_with_its_offset_before_any_write() {
     for (file, parts) in [
         ("bad.bfb", ["image_crc", "initramfs-v0"]),
         ("cut.bfb", ["image_len", "truncated"]),
-        ("tail.bfb", ["magic", "bf.cfg"]),
         ("empty.bfb", ["header", "empty"]),
     ] {
         let out = ["repack", file, "-o", "out.bfb"];
@@ -45,6 +44,11 @@ fn damaged_image_is_refused_with_its_offset_before_any_write() {
         fs::remove_dir(bench.path("dump")).expect("removed");
     }
     assert_eq!(names(bench.folder.path()), before);
+    // A signed image has nothing behind it; what an installer of an unsigned one reads is noted.
+    let (status, stderr) = image(&bench, &["verify", "tail.bfb", "--key", "pub.pem"]);
+    assert!(status == Some(2) && stderr.contains("magic") && stderr.contains("bf.cfg"), "{stderr}");
+    assert_eq!(image(&bench, &["list", "tail.bfb"]).0, Some(0));
+    assert_eq!(image(&bench, &["verify", "tail.bfb"]).0, Some(0));
     // Missing files and unknown names are refused.
     for args in [
         &["list", "none.bfb"][..],
@@ -120,6 +124,45 @@ fn agent_image_carries_a_manifest_that_the_card_checks() {
     fs::write(root.join("usr/bin/agent"), b"#!other").expect("written");
     let (status, stderr) = image(&bench, &check);
     assert!(status == Some(2) && stderr.contains("usr/bin/agent"), "{stderr}");
+}
+
+#[test]
+fn file_that_uefi_cannot_start_is_no_kernel() {
+    let bench = Bench::new();
+    let before = names(bench.folder.path());
+    let kernel = super::kernel();
+    for (bytes, why) in [
+        (vec![0x5a; 5000], "neither an arm64 Image"),
+        ([b"\x1f\x8b\x08\0", &kernel[..]].concat(), "compressed with gzip"),
+        ([&kernel[..0x44], b"\x64\x86", &kernel[0x46..]].concat(), "machine 0x8664"),
+    ] {
+        fs::write(bench.path("kernel"), bytes).expect("written");
+        let args = ["build", "--kernel", "kernel", "--initramfs", "initramfs", "-o", "out.bfb"];
+        let (status, stderr) = image(&bench, &args);
+        assert!(status == Some(2) && stderr.contains("--kernel kernel") && stderr.contains(why), "{stderr}");
+    }
+    assert_eq!(names(bench.folder.path()), before);
+}
+
+#[test]
+fn firmware_of_the_base_is_named_and_left_out_unless_kept() {
+    let bench = Bench::new();
+    let with = ["repack", "base.bfb", "--text", "capsule=update", "--text", "nicfw-v2=nic", "-o", "vendor.bfb"];
+    assert_eq!(image(&bench, &with).0, Some(0));
+    let build = ["build", "--kernel", "kernel", "--initramfs", "initramfs", "-o", "out.bfb", "--base"];
+    let list = || {
+        let output = bench.sumac(&["image", "list", &bench.path("out.bfb").display().to_string()]);
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let (status, stderr) = image(&bench, &[&build[..], &["vendor.bfb"]].concat());
+    assert!(status == Some(0) && stderr.contains("left out firmware"), "{stderr}");
+    assert!(stderr.contains("capsule-v0 (6 bytes), nicfw-v2 (3 bytes)"), "{stderr}");
+    assert!(!list().contains("capsule") && !list().contains("nicfw") && list().contains("bl2-v2"), "{}", list());
+    let (status, stderr) = image(&bench, &[&build[..], &["vendor.bfb", "--keep-firmware"]].concat());
+    assert!(status == Some(0) && stderr.contains("the card will install firmware"), "{stderr}");
+    assert!(list().contains("capsule-v0") && list().contains("nicfw-v2"), "{}", list());
+    let (_, stderr) = image(&bench, &[&build[..], &["base.bfb"]].concat());
+    assert!(!stderr.contains("firmware"), "{stderr}");
 }
 
 #[test]

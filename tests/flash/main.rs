@@ -23,6 +23,14 @@ use tempfile::TempDir;
 /// Length of the kernel in the image: the stream takes several writes.
 const KERNEL_LEN_BYTES: usize = 200_000;
 
+/// Return a kernel with the header that UEFI on arm64 requires.
+fn kernel() -> Vec<u8> {
+    let mut kernel: Vec<u8> = (0..KERNEL_LEN_BYTES).map(|at| (at * 7 + at / 251) as u8).collect();
+    kernel[..2].copy_from_slice(b"MZ");
+    kernel[0x3c..0x46].copy_from_slice(b"\x40\0\0\0PE\0\0\x64\xaa");
+    kernel
+}
+
 /// A folder with a signed image, its keys, and a mount point for a card.
 struct Bench {
     folder: TempDir,
@@ -42,7 +50,7 @@ impl Bench {
         fs::write(bench.path("key.pem"), key.to_pkcs8_pem(LineEnding::LF).expect("PEM").as_bytes()).expect("written");
         let public = key.verifying_key().to_public_key_pem(LineEnding::LF).expect("PEM");
         fs::write(bench.path("pub.pem"), public).expect("written");
-        let kernel: Vec<u8> = (0..KERNEL_LEN_BYTES).map(|at| (at * 7 + at / 251) as u8).collect();
+        let kernel = kernel();
         fs::write(bench.path("kernel"), kernel).expect("written");
         fs::write(bench.path("initramfs"), b"files").expect("written");
         fs::create_dir(bench.path("rshim0")).expect("made");
@@ -100,7 +108,8 @@ impl Bench {
     fn flash_args(&self, more: &[&str]) -> Vec<String> {
         let path = |name: &str| self.path(name).display().to_string();
         let (image, card, key) = (path("image.bfb"), path("rshim0"), path("pub.pem"));
-        let args = ["flash", &image, "--rshim", &card, "--json", "--poll-ms", "20"];
+        let sysfs = path("sys");
+        let args = ["flash", &image, "--rshim", &card, "--json", "--poll-ms", "20", "--sysfs", &sysfs];
         let mut args: Vec<_> = args.iter().chain(more).map(|text| text.to_string()).collect();
         if !more.contains(&"--allow-unsigned") {
             args.extend(["--key".into(), key]);

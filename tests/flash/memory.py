@@ -13,6 +13,8 @@ import pathlib
 import sys
 import tempfile
 
+import bfb
+
 LIMIT_MIB = 32
 
 
@@ -35,7 +37,7 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         kernel, initramfs, out = folder / "kernel", folder / "initramfs", folder / "out.bfb"
-        kernel.write_bytes(b"kernel")
+        kernel.write_bytes(bfb.KERNEL_HEADER)
         with open(initramfs, "wb") as file:
             file.truncate(args.mib << 20)
         for command in (

@@ -4,8 +4,9 @@
     tests/flash/oracle.py SUMAC [--cases N] [--seed N]
 
 Each case draws images of random ids, versions and lengths. These outputs must be identical in every byte: `repack` of
-single files, of a stream with some images replaced, and for one card; conversion to the eMMC form and back. The outputs
-of `list` and `extract` must match the input. Finally one signed image is built, and its manifest is verified with
+single files, of a stream with some images replaced, and for each card; conversion to the eMMC form and back. The outputs
+of `list` and `extract` must match the input. Streams as `mlx-mkbfb --filter` writes them, and a configuration behind the
+last image, must verify and be repacked to the canonical form. Finally one signed image is built, and its manifest is verified with
 openssl and hashlib. Stops with status 1 at the first difference and prints the seed.
 """
 
@@ -33,7 +34,7 @@ def draw(rng):
     """Return random images."""
     images = {}
     for number in rng.sample(sorted(IDS), rng.randint(1, 8)):
-        for version in rng.sample([0, 1, 2], rng.randint(1, 3)):
+        for version in rng.sample([0, 1, 2, 3], rng.randint(1, 4)):
             length = rng.choice(LENGTHS) if rng.random() < 0.7 else rng.randint(0, 70_000)
             images[number, version] = rng.randbytes(length)
     return images
@@ -77,10 +78,13 @@ class Case:
         images = draw(self.rng)
         out = self.repack(images, *self.settings(images))
         self.listing(out)
+        stream = out.read_bytes()
+        self.kept(out, images)
+        out.write_bytes(stream)
         if number % 4 == 0:
             self.replaced(images)
         if number % 4 == 1:
-            self.kept(out, images)
+            self.configured(images)
         if number % 4 == 2:
             self.partition(out, images)
         if number % 4 == 3:
@@ -104,11 +108,20 @@ class Case:
         self.repack(both, *inputs)
 
     def kept(self, path, images):
-        hardware = self.rng.randrange(3)
-        kept = bfb.keep_for(images, hardware)
-        if kept:
-            copy = self.file("all.bfb", path.read_bytes())
-            self.repack(kept, copy, "--for", CARDS[hardware])
+        copy = self.file("all.bfb", path.read_bytes())
+        for hardware, card in enumerate(CARDS):
+            kept = bfb.keep_for(images, hardware)
+            if kept:
+                self.repack(kept, copy, "--for", card)
+                filtered = self.file("filtered.bfb", bfb.write_filtered(images, hardware))
+                self.run("verify", filtered)
+                self.repack(kept, filtered)
+
+    def configured(self, images):
+        tail = self.rng.choice([b"\n", b"X=1\n", b"ubuntu_PASSWORD='x'\n" * 100, self.rng.randbytes(200_000)])
+        path = self.file("configured.bfb", bfb.write(images) + tail)
+        assert f"{len(tail)} bytes follow".encode() in self.run("verify", path), "verify: the tail is not noted"
+        self.repack(images, path)
 
     def partition(self, path, images):
         if self.rng.random() < 0.1:
@@ -142,7 +155,7 @@ class Case:
         key, public, out = (self.folder / name for name in ("key.pem", "pub.pem", "signed.bfb"))
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
         subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
-        kernel, initramfs = self.file("kernel", self.rng.randbytes(5000)), self.file("initramfs", self.rng.randbytes(77))
+        kernel, initramfs = self.file("kernel", bfb.KERNEL_HEADER + self.rng.randbytes(5000)), self.file("initramfs", self.rng.randbytes(77))
         inputs = ["--kernel", kernel, "--initramfs", initramfs, "--image-version", "1.2", "--epoch", 3, "--sign-key", key]
         self.run("build", *inputs, "-o", out)
         self.run("verify", out, "--key", public)

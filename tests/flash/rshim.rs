@@ -5,8 +5,11 @@
 //!   BOOT_MODE to 1.
 //! - Writes go to a FIFO that drains as scripted: slowly, partially, with an error, or never.
 //! - The first read of `misc` after an open returns the whole text, the next one end of file. At display level 2 the
-//!   text includes the boot log, which has 128 words and overwrites its oldest entries.
-//! - A write to `misc` must be one `KEY value` at offset 0; anything else fails with `EINVAL`.
+//!   text includes the boot log, which has 127 words: when it is full, the newest text is cut or dropped.
+//! - A write to `misc` must be one `KEY value` at offset 0; anything else fails with `EINVAL`. FORCE_CMD is accepted in
+//!   drop mode only.
+//! - `rsh_log` is the card's side: what its Linux writes to the boot log (Linux, mlxbf-bootctl.c: `rsh_log_store`). A
+//!   write fails while the host has locked the log.
 //!
 //! The script triggers events by bytes written and by reads of `misc`, never by time.
 
@@ -20,7 +23,6 @@ pub(crate) use state::Seen;
 use filesystem::Card;
 use fuser::{BackgroundSession, Config, Errno, MountOption};
 use state::State;
-use std::collections::VecDeque;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -50,7 +52,8 @@ impl SimulatedCard {
             script,
             seen,
             readings_after: 0,
-            log: VecDeque::new(),
+            log: Vec::new(),
+            log_words: 0,
             read: Vec::new(),
             next_handle: 1,
             is_error_told: false,

@@ -122,6 +122,19 @@ def shared_hosts(folder, sumac, network):
     return Parts(sumac, folder, network, {"leaf": []}, ["--lease", str(LEASE_S)])
 
 
+def shared_hosts_and_shards(folder, sumac, network):
+    """As `shared_hosts`; the device has three shards."""
+    add_hosts(network, {"controller": 1, "leaf": 2})
+    return Parts(sumac, folder, network, {"leaf": ["--shards", "3"]}, ["--lease", str(LEASE_S)])
+
+
+def black_hole_and_shards(folder, sumac, network):
+    """As before; the link of one host silently drops packets that its interface sends."""
+    parts = shared_hosts_and_shards(folder, sumac, network)
+    network.narrow("rank1", mtu=NARROW)
+    return parts
+
+
 def three_hosts(folder, sumac, network):
     """The hosts of the walk-through."""
     network.add_switch("switch")

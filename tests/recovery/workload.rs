@@ -30,7 +30,7 @@ const OPERATIONS_AFTER: u64 = 3;
 
 /// A controller configuration that selects the tree whenever there is one.
 pub(crate) fn prefer_tree() -> ControllerConfig {
-    let table = CostTable::EMULATED.with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
+    let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
     let timers = HopTimers { dead: DEAD, ..HopTimers::DEFAULT };
     ControllerConfig { table, timers, ..ControllerConfig::new() }
 }

@@ -1,8 +1,8 @@
 //! Packets from children: contributions, probes and requests (PROTOCOL 1 and 3).
 
-use super::context::stages_of;
+use super::context::{stage_start, stages_of};
 use super::operation::{SHORT_PAYLOAD_MIN_BYTES, is_short};
-use super::receive::Admitted;
+use super::train::Usual;
 use super::{GroupCtx, supported};
 use crate::node::group::{Child, Failure};
 use crate::order::{Arrived, Input, contribute};
@@ -12,16 +12,30 @@ use sumac_hal::ctrl::{DropReason, Order};
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
 use sumac_hal::planted;
-use sumac_hal::port::{Addr, Ecn};
+use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::{Flags, Kind, NakReason, Repr, unpack_op};
 
 impl GroupCtx<'_> {
-    /// Handle a packet that claims to come from a child. Returns the child's index if it does.
-    pub(super) fn handle_child(&mut self, from: Addr, repr: &Repr, payload: &[u8], now: Instant) -> Option<usize> {
+    /// Handle a packet that claims to come from a child. Returns the child's index if it does, and, in a train, what
+    /// the packet has in common with those behind it if it was of the usual case.
+    pub(super) fn handle_child(
+        &mut self,
+        from: Addr,
+        repr: &Repr,
+        payload: &[u8],
+        now: Instant,
+        in_train: bool,
+    ) -> Option<(usize, Option<Usual>)> {
         let child = self.admit(from, repr, now)?;
+        let usual = if in_train { self.usual(child, repr, payload.len(), now) } else { None };
+        if let Some(mut usual) = usual
+            && self.take(&mut usual, child, repr, payload, now)
+        {
+            return Some((child, Some(usual)));
+        }
         match repr.kind {
             Kind::Data | Kind::Empty => self.on_contributions(child, repr, payload, now),
             Kind::Nak if matches!(repr.reason, Some(NakReason::Mismatch | NakReason::Unsupported)) => {
@@ -34,21 +48,7 @@ impl GroupCtx<'_> {
             Kind::Operation => self.on_operation(child, repr),
             _ => self.common.drop_packet(DropReason::BadKind),
         }
-        Some(child)
-    }
-
-    /// Handle the next Data of a train whose first one was admitted.
-    pub(super) fn handle_next(&mut self, admitted: &mut Admitted, ecn: Ecn, packet: &[u8], now: Instant) {
-        self.common.counters.packets_in += 1;
-        self.common.counters.bytes_in += packet.len() as u64;
-        self.common.counters.marked += u64::from(ecn.is_ce());
-        let Ok((repr, payload, _)) = admitted.lead.parse(packet) else {
-            return self.common.drop_packet(DropReason::Malformed);
-        };
-        if self.admit_mark(repr) && self.take_report(admitted.child, repr, now) {
-            self.on_contributions(admitted.child, repr, payload, now);
-        }
-        self.note_output();
+        Some((child, None))
     }
 
     /// Authenticate the packet, take its `have` and renew the lease. Returns the child's index, or `None` if the packet
@@ -87,7 +87,8 @@ impl GroupCtx<'_> {
     }
 
     /// Return whether a packet's `have` is possible; otherwise the packet was dropped.
-    fn admit_mark(&mut self, repr: &Repr) -> bool {
+    #[inline]
+    pub(super) fn admit_mark(&mut self, repr: &Repr) -> bool {
         // `have` counts answers sent from here: no child can have more.
         let is_possible = self.common.config.shard.below(repr.mark) <= self.group.answered_below;
         if !is_possible {
@@ -98,7 +99,7 @@ impl GroupCtx<'_> {
 
     /// Take what a child's packet reports beside its subject: `have`, life and congestion. Returns false if the child
     /// is excluded, and was told so.
-    fn take_report(&mut self, child: usize, repr: &Repr, now: Instant) -> bool {
+    pub(super) fn take_report(&mut self, child: usize, repr: &Repr, now: Instant) -> bool {
         if self.group.view.excluded.contains(child) {
             self.nak_excluded(child, repr);
             return false;
@@ -146,7 +147,7 @@ impl GroupCtx<'_> {
     }
 
     /// Handle contributions: Data, or a subtree's Nak in its place, to one chunk; Empty to a run of chunks.
-    fn on_contributions(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
+    pub(super) fn on_contributions(&mut self, child: usize, repr: &Repr, payload: &[u8], now: Instant) {
         let count = u64::from(repr.count);
         let is_run = repr.kind == Kind::Empty && (1..=RUN - repr.seq.0 % RUN).contains(&count);
         if count != 1 && !is_run {
@@ -236,7 +237,9 @@ impl GroupCtx<'_> {
         self.slots[index].begin(local, op, signature);
         self.group.down.remove(index);
         self.begin_redo(index);
-        self.mark_excluded(index);
+        if !self.group.view.excluded.is_empty() {
+            self.mark_excluded(index);
+        }
     }
 
     /// Validate a contribution that belongs to slot `index` and is not in yet, and combine it, or refuse the chunk.
@@ -339,26 +342,30 @@ impl GroupCtx<'_> {
 
     /// All children have contributed: send the partial result to the parent, or, at the root, finish it and answer.
     pub(super) fn complete(&mut self, index: usize, now: Instant) {
+        self.finish(index, false, now);
+    }
+
+    /// The same, with a value that may be finished (`is_finished`): then this is the root, and no child is excluded.
+    pub(super) fn finish(&mut self, index: usize, is_finished: bool, now: Instant) {
         if self.fail_if_excluded_needed(index, now) {
             return;
         }
         self.common.counters.completed += 1;
         self.group.window.grow();
-        let slot = &self.slots[index];
-        let (kernel, elements, has_value) = (slot.kernel(), slot.elements, !slot.data.is_empty());
-        let len = if has_value { self.stages(index).len } else { 0 };
-        self.slots[index].value_len = len as u16;
+        let ranks = self.active_ranks();
+        let slot = &mut self.slots[index];
+        let (has_value, elements) = (!slot.data.is_empty(), slot.elements.unwrap_or(0) as usize);
+        let mut len = if has_value { slot.value_bytes() } else { 0 };
         if self.group.parent.is_some() {
-            self.slots[index].state = State::Up;
+            (slot.value_len, slot.state) = (len as u16, State::Up);
             self.group.up.insert(index);
             return;
         }
-        if let Some(kernel) = kernel.filter(|_| has_value) {
-            let elements = elements.unwrap_or(0) as usize;
-            let ranks = self.active_ranks();
-            let len = kernel.finish(self.stages(index).value(), elements, ranks);
-            self.slots[index].value_len = len as u16;
+        if !is_finished && let Some(kernel) = slot.kernel().filter(|_| has_value) {
+            let value = &mut self.bytes[stage_start(self.group, index)..][..len];
+            len = kernel.finish(value, elements, ranks);
         }
+        slot.value_len = len as u16;
         self.answer(index);
     }
 
@@ -368,8 +375,9 @@ impl GroupCtx<'_> {
         slot.state = State::Answered;
         slot.value_crc = None;
         slot.pending = slot.bits.difference(&self.group.view.excluded);
-        slot.overtaken = self.group.answered_top.saturating_sub(slot.local + 1) as u16;
-        self.group.answered_top = self.group.answered_top.max(slot.local + 1);
+        let local = slot.local;
+        slot.overtaken = self.group.answered_top.saturating_sub(local + 1) as u16;
+        self.group.answered_top = self.group.answered_top.max(local + 1);
         self.common.counters.answers += slot.pending.len() as u64;
         if self.refs.is_some() {
             self.answer_zero_copy(index);
@@ -377,14 +385,15 @@ impl GroupCtx<'_> {
         if !self.slots[index].pending.is_empty() {
             self.group.down.insert(index);
         }
-        loop {
-            let below = self.group.answered_below;
-            let slot = &self.slots[self.slot_index(below)];
-            if !(slot.holds(below) && slot.state == State::Answered) {
-                break;
-            }
-            self.group.answered_below = below + 1;
+        if local != self.group.answered_below {
+            return;
         }
+        let (mut below, mut next) = (local, index);
+        while self.slots[next].holds(below) && self.slots[next].state == State::Answered {
+            below += 1;
+            next = if next + 1 == self.slots.len() { 0 } else { next + 1 };
+        }
+        self.group.answered_below = below;
     }
 
     /// Refuse a chunk that cannot have a result. Only the root reports this to ranks, so that all of them see the same

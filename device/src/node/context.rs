@@ -2,7 +2,7 @@
 
 use super::group::Failure;
 use super::zero_copy::Refs;
-use super::{Child, Common, Event, Group};
+use super::{Child, Common, Event, Group, Hop};
 use crate::order::Stages;
 use crate::sets::MAX_SLOTS;
 use crate::slot::{Slot, State};
@@ -10,6 +10,7 @@ use crate::trace::Trace;
 use core::ops::Range;
 use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::op::OpDesc;
+use sumac_hal::planted;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::wire::{Kind, Repr, pack_op};
@@ -18,6 +19,8 @@ use sumac_hal::wire::{Kind, Repr, pack_op};
 pub(super) struct GroupCtx<'a> {
     pub(super) group: &'a mut Group,
     pub(super) children: &'a mut [Child],
+    /// The hops to the parent; none at the root.
+    pub(super) hops: &'a mut [Hop],
     pub(super) slots: &'a mut [Slot],
     pub(super) bytes: &'a mut [u8],
     /// Zero-copy tables of the group, if it has zero-copy children.
@@ -37,6 +40,14 @@ impl GroupCtx<'_> {
         }
     }
 
+    /// Return the hop to the parent that chunk `seq` takes.
+    pub(super) fn hop_of(&self, seq: ChunkNo) -> usize {
+        if planted!(self.common, FirstShardOnly) {
+            return 0;
+        }
+        usize::from(Shard::of(seq, self.hops.len().max(1) as u16))
+    }
+
     pub(super) fn slot_index(&self, local: u64) -> usize {
         debug_assert!(self.slots.len() <= MAX_SLOTS);
         (local % self.slots.len() as u64) as usize
@@ -49,7 +60,7 @@ impl GroupCtx<'_> {
 
     /// Return where the value of slot `index` is in the group's bytes: at the start of its stages.
     pub(super) fn value(&self, index: usize) -> Range<usize> {
-        let start = index * usize::from(self.group.config.chunk_len_bytes) * self.group.stages;
+        let start = stage_start(self.group, index);
         start..start + usize::from(self.slots[index].value_len)
     }
 
@@ -93,12 +104,17 @@ impl GroupCtx<'_> {
     }
 }
 
+/// Return where the stages of slot `index` begin in the group's bytes.
+pub(super) fn stage_start(group: &Group, index: usize) -> usize {
+    index * usize::from(group.config.chunk_len_bytes) * group.stages
+}
+
 /// Return the chunk buffers of `slot`, which has this index, in the group's bytes.
 pub(super) fn stages_of<'b>(group: &Group, slot: &Slot, index: usize, bytes: &'b mut [u8]) -> Stages<'b> {
-    let len = slot.elements.unwrap_or(0) as usize * slot.element_bytes(true).unwrap_or(0);
+    let len = slot.value_bytes();
     let stride = usize::from(group.config.chunk_len_bytes);
     let slot_len = stride * group.stages;
-    Stages { bytes: &mut bytes[index * slot_len..][..slot_len], stride, len }
+    Stages { bytes: &mut bytes[stage_start(group, index)..][..slot_len], stride, len }
 }
 
 /// Write the two operations of a mismatch into a Nak: the first into the header's fields, the other packed.

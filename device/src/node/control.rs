@@ -3,7 +3,7 @@
 use super::View;
 use super::operation::Operations;
 use super::{Node, tree_is_valid};
-use crate::node::group::{Child, ChildKind, Group, Parent, Window};
+use crate::node::group::{Child, ChildKind, Group, Hop, Parent, Window};
 use crate::node::memory::{Span, first_fit};
 use crate::sets::{MAX_SLOTS, SlotSet};
 use crate::slot::Slot;
@@ -12,6 +12,7 @@ use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Respons
 use sumac_hal::ids::{ChildIndex, ChunkNo, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 use sumac_hal::planted;
+use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{MAX_WINDOW, SharedResults, Uplink};
 use sumac_hal::wire::{MAX_CHILDREN, PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
@@ -89,7 +90,8 @@ impl Node<'_> {
         let own = self.common.config.shard.shards();
         if let Some(parent) = &tree.parent {
             let shards = parent.data_addrs.len() as u16;
-            if shards != own {
+            // An undivided node keeps a hop to each shard of its parent.
+            if shards != own && (own != 1 || shards == 0 || usize::from(shards) > self.storage.hops.len()) {
                 return Err(Refusal::Shards { parent: shards, own });
             }
         }
@@ -168,8 +170,13 @@ impl Node<'_> {
         let slots =
             first_fit(used.clone().map(|group| group.slots), usize::from(config.slots), self.storage.slots.len())
                 .ok_or(Refusal::NoSlots { need: u32::from(config.slots) })?;
-        let bytes = first_fit(used.map(|group| group.bytes), need, self.storage.bytes.len())
+        let bytes = first_fit(used.clone().map(|group| group.bytes), need, self.storage.bytes.len())
             .ok_or(Refusal::NoMemory { need: need as u64 })?;
+        let shards = tree.parent.as_ref().map_or(0, |parent| parent.data_addrs.len());
+        let own = self.common.config.shard.shards();
+        let hops = if own > 1 { shards.min(1) } else { shards };
+        let hops = first_fit(used.map(Group::hops), hops, self.storage.hops.len())
+            .ok_or(Refusal::Shards { parent: shards as u16, own })?;
 
         // Everything fits: nothing fails from here on.
         let epoch = self.key_epoch(config);
@@ -186,7 +193,8 @@ impl Node<'_> {
         // Packets are padded with it, and no other group's data may be in them.
         self.storage.bytes[bytes.start..][..chunk].fill(0);
         self.groups_end = self.groups_end.max(entry + 1);
-        self.storage.groups[entry] = Some(self.new_group(config, &tree, [children, slots, bytes], now));
+        self.set_up_hops(config, &tree, hops);
+        self.storage.groups[entry] = Some(self.new_group(config, &tree, [children, slots, bytes, hops], now));
         self.common.trace.record(now, Trace::GroupCreated(config.group));
         Ok(())
     }
@@ -218,19 +226,42 @@ impl Node<'_> {
         Ok(())
     }
 
-    fn new_group(&self, config: &GroupConfig, tree: &TreeConfig, spans: [Span; 3], now: Instant) -> Group {
-        let [children, slots, bytes] = spans;
+    /// Return the token of a group's contributions. It differs between boots and epochs, so that an old packet's token
+    /// is not echoed.
+    const fn token_of(&self, config: &GroupConfig) -> u32 {
+        (self.common.config.boot_id.0 as u32) ^ config.epoch.to_bits() ^ config.group.0.rotate_left(16)
+    }
+
+    /// Set up the entries of a group's hops: to the parent's shard that is this node's, or, if this node is undivided,
+    /// to all of them.
+    fn set_up_hops(&mut self, config: &GroupConfig, tree: &TreeConfig, span: Span) {
+        let (own, token) = (self.common.config.shard, self.token_of(config));
+        let Some(parent) = &tree.parent else { return };
+        let shards = parent.data_addrs.len() as u16;
+        let of = |index: u16| if own.shards() > 1 { Some(own) } else { Shard::new(index, shards) };
+        for (index, hop) in (0..).zip(&mut self.storage.hops[span.range()]) {
+            let shard = of(index).unwrap_or(own);
+            *hop = Hop {
+                addr: parent.data_addrs[usize::from(shard.index())],
+                shard,
+                link: Uplink::new(config.timers.into(), token.rotate_left(index.into()) ^ 1 << 31),
+                window: config.window_max,
+                path: None,
+            };
+        }
+    }
+
+    fn new_group(&self, config: &GroupConfig, tree: &TreeConfig, spans: [Span; 4], now: Instant) -> Group {
+        let [children, slots, bytes, hops] = spans;
         let shard = self.common.config.shard;
-        // The token differs between boots and epochs, so that an old packet's token is not echoed.
-        let token = (self.common.config.boot_id.0 as u32) ^ config.epoch.to_bits() ^ config.group.0.rotate_left(16);
+        let token = self.token_of(config);
         let parent = tree.parent.as_ref().map(|parent| Parent {
-            addr: parent.data_addrs[usize::from(shard.index())],
             child: parent.child,
-            hop: Uplink::new(config.timers.into(), token ^ 1 << 31),
+            hops,
             window: config.window_max,
             stable: ChunkNo(0),
-            shared_results: SharedResults::new(config.parent_shared.is_some()),
-            path: None,
+            // Only one shard of the parent sends there.
+            shared_results: SharedResults::new(config.parent_shared.is_some() && hops.len == 1),
         });
         let shared = config.shared.and_then(|first| first.offset_by(shard.index())).map(|addr| {
             let key = config.secret.child_key(config.group, self.key_epoch(config), ChildIndex::ALL);
@@ -261,7 +292,7 @@ impl Node<'_> {
             token,
             congested: false,
             zero_copy: None,
-            view: View::new(tree, shard, now),
+            view: View::new(tree, now),
             operations: Operations::default(),
         }
     }

@@ -12,7 +12,7 @@ use sumac_hal::path_mtu::PathSearch;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
-use sumac_hal::uplink::{SharedResults, Uplink};
+use sumac_hal::uplink::{HopTimers, SharedResults, Uplink};
 use sumac_hal::wire::{NakReason, StragglerLimit};
 
 /// What a child of this node is.
@@ -166,17 +166,42 @@ impl Window {
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
 pub(crate) struct Parent {
-    pub(crate) addr: Addr,
     pub(crate) child: ChildIndex,
-    pub(crate) hop: Uplink,
-    /// The window that the parent granted last, in contributions.
+    /// The hops to the parent's shards that this node sends to: one, or, if this node is undivided, as many as the
+    /// parent has.
+    pub(crate) hops: Span,
+    /// The smallest window that a shard of the parent granted last, in contributions.
     pub(crate) window: u16,
     /// The last `stable` received from the root.
     pub(crate) stable: ChunkNo,
     /// Decides whether contributions ask for shared results.
     pub(crate) shared_results: SharedResults,
+}
+
+/// State of the hop to one shard of a group's parent. The board allocates the entries; the node owns their content.
+#[derive(Debug, Clone)]
+#[cfg_attr(feature = "snapshot", derive(PartialEq, Eq, Hash))]
+pub struct Hop {
+    /// Where the shard receives.
+    pub(crate) addr: Addr,
+    /// Which of the parent's shards it is. The local numbers of `link` are this shard's.
+    pub(crate) shard: Shard,
+    pub(crate) link: Uplink,
+    /// The window that the shard granted last, in contributions.
+    pub(crate) window: u16,
     /// The search for the longest packet, once the controller has asked for it.
     pub(crate) path: Option<PathSearch>,
+}
+
+impl Hop {
+    /// An unused entry.
+    pub const EMPTY: Self = Self {
+        addr: Addr::Emu(0),
+        shard: Shard::WHOLE,
+        link: Uplink::new(HopTimers::DEFAULT, 0),
+        window: 0,
+        path: None,
+    };
 }
 
 /// State of one aggregation group. The board allocates the entries; the node owns their content.
@@ -238,11 +263,15 @@ impl Group {
         !self.up.is_empty() || !self.down.is_empty() || !self.view.to_notify.is_empty()
     }
 
-    /// Return whether this node still expects answers from its parent: always, or, once the group has failed, while
-    /// chunks before the failure are unanswered.
-    pub(crate) fn waits_for_parent(&self, shard: Shard) -> bool {
-        let Some(parent) = &self.parent else { return false };
-        self.failed.is_none_or(|failure| parent.hop.answered_below() < shard.below(failure.from))
+    /// Return whether this node still expects answers on a hop to its parent: always, or, once the group has failed,
+    /// while chunks before the failure are unanswered.
+    pub(crate) fn waits_for(&self, hop: &Hop) -> bool {
+        self.failed.is_none_or(|failure| hop.link.answered_below() < hop.shard.below(failure.from))
+    }
+
+    /// Return the entries of its hops to the parent.
+    pub(crate) fn hops(&self) -> Span {
+        self.parent.as_ref().map_or(Span::default(), |parent| parent.hops)
     }
 
     /// Return the window to grant: the smaller of this node's and its parent's.

@@ -4,7 +4,7 @@
 //! [`Memory`] on bare metal, or of the heap. The const parameters of [`Memory`] are its capacities, so their total size
 //! is known at build time.
 
-use super::group::{Child, Group};
+use super::group::{Child, Group, Hop};
 use crate::slot::Slot;
 use sumac_hal::ctrl::TreeConfig;
 
@@ -17,6 +17,9 @@ pub struct Storage<'m> {
     pub trees: &'m mut [Option<TreeConfig>],
     /// Child entries of all groups.
     pub children: &'m mut [Child],
+    /// The hops of all groups to their parents. One for each group is enough where parents have as many shards as the
+    /// device; an undivided node below parents of several shards takes as many for each group.
+    pub hops: &'m mut [Hop],
     /// Slots of all groups.
     pub slots: &'m mut [Slot],
     /// Accumulators and staging of all slots.
@@ -29,6 +32,7 @@ pub struct Memory<const GROUPS: usize, const CHILDREN: usize, const SLOTS: usize
     groups: [Option<Group>; GROUPS],
     trees: [Option<TreeConfig>; GROUPS],
     children: [Child; CHILDREN],
+    hops: [Hop; GROUPS],
     slots: [Slot; SLOTS],
     bytes: [u8; BYTES],
 }
@@ -45,6 +49,7 @@ impl<const GROUPS: usize, const CHILDREN: usize, const SLOTS: usize, const BYTES
             groups: [const { None }; GROUPS],
             trees: [const { None }; GROUPS],
             children: [Child::EMPTY; CHILDREN],
+            hops: [const { Hop::EMPTY }; GROUPS],
             slots: [Slot::EMPTY; SLOTS],
             bytes: [0; BYTES],
         }
@@ -56,6 +61,7 @@ impl<const GROUPS: usize, const CHILDREN: usize, const SLOTS: usize, const BYTES
             groups: &mut self.groups,
             trees: &mut self.trees,
             children: &mut self.children,
+            hops: &mut self.hops,
             slots: &mut self.slots,
             bytes: &mut self.bytes,
         }

@@ -3,11 +3,12 @@
 //! One [`Node`] is one shard. It owns its tables, so two nodes need no lock. Its methods are in groups: see [`Node`].
 //!
 //! Where the rules of PROTOCOL are implemented: `receive.rs` (which group and link a packet is for), `child.rs`
-//! (contributions: sections 1 and 2), `loss.rs` (gaps, probes and answers sent again: section 3), `parent.rs` (answers,
-//! and the link to the parent), `straggler.rs` (ranks that do not arrive: section 10), `transmit.rs` (what is sent
-//! next: deficit round robin over groups), `operation.rs` (operations that Data names by signature), `control.rs`
-//! (groups, reserved whole or not at all), `path.rs` (the longest packet that a hop carries: section 12), `zero_copy/`
-//! (children whose data a DMA engine fetches: sections 5 to 7).
+//! (contributions: sections 1 and 2), `train.rs` (the same for consecutive ones, in the usual case), `loss.rs` (gaps,
+//! probes and answers sent again: section 3), `parent.rs` (answers, and the link to the parent), `straggler.rs` (ranks
+//! that do not arrive: section 10), `transmit.rs` (what is sent next: deficit round robin over groups), `operation.rs`
+//! (operations that Data names by signature), `control.rs` (groups, reserved whole or not at all), `path.rs` (the
+//! longest packet that a hop carries: section 12), `zero_copy/` (children whose data a DMA engine fetches: sections 5
+//! to 7).
 //!
 //! Invariants:
 //! - nothing that a peer writes is trusted: each field is checked before use, and invalid packets are dropped and
@@ -44,10 +45,11 @@ mod snapshot;
 mod straggler;
 #[cfg(test)]
 mod tests;
+mod train;
 mod transmit;
 mod zero_copy;
 
-pub use group::{Child, Group};
+pub use group::{Child, Group, Hop};
 pub use memory::{Memory, Storage};
 #[cfg(feature = "snapshot")]
 pub use snapshot::{NodeSnapshot, Phase};
@@ -63,7 +65,7 @@ use sumac_hal::ctrl::{Counters, DropReason, TreeConfig};
 use sumac_hal::ids::{BootId, ChunkNo, GroupId};
 use sumac_hal::op::{Collective, OpDesc};
 use sumac_hal::planted;
-use sumac_hal::port::Addr;
+use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::reduce::Kernel;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
@@ -146,6 +148,19 @@ impl Common {
         } else if repr.kind == Kind::Nak {
             self.counters.naks += 1;
         }
+    }
+
+    /// Count packets that have arrived with the same mark.
+    fn note_received(&mut self, packets: u64, len_bytes: u64, ecn: Ecn) {
+        self.counters.packets_in += packets;
+        self.counters.bytes_in += len_bytes;
+        self.counters.marked += if ecn.is_ce() { packets } else { 0 };
+    }
+
+    /// Count packets that are handed out.
+    fn note_sent(&mut self, packets: usize, len_bytes: usize) {
+        self.counters.packets_out += packets as u64;
+        self.counters.bytes_out += len_bytes as u64;
     }
 
     /// Queue an event. The oldest is dropped if the board does not collect them.
@@ -232,8 +247,7 @@ impl<'m> Node<'m> {
                     self.close_group(index);
                 }
             } else {
-                ctx.poll_parent(now);
-                ctx.poll_path(now);
+                ctx.poll_hops(now);
                 ctx.poll_stragglers(now);
                 ctx.note_output();
             }
@@ -244,14 +258,12 @@ impl<'m> Node<'m> {
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let groups = self.storage.groups[..self.groups_end].iter().flatten().filter(|group| !group.is_closing());
-        let shard = self.common.config.shard;
         groups
             .map(|group| {
-                let hop = group.parent.as_ref().filter(|_| group.waits_for_parent(shard));
-                let probe = hop.and_then(|parent| parent.hop.timeout());
-                let straggler = self.straggler_timeout(group);
-                let path = group.parent.as_ref().and_then(|parent| parent.path.as_ref()?.timeout());
-                [probe, straggler, path].into_iter().flatten().fold(group.lease_until, Instant::min)
+                let hops = self.storage.hops[group.hops().range()].iter();
+                let probes = hops.clone().filter(|hop| group.waits_for(hop)).filter_map(|hop| hop.link.timeout());
+                let paths = hops.filter_map(|hop| hop.path.as_ref()?.timeout());
+                probes.chain(paths).chain(self.straggler_timeout(group)).fold(group.lease_until, Instant::min)
             })
             .min()
     }
@@ -293,6 +305,7 @@ impl<'m> Node<'m> {
         Some(GroupCtx {
             refs,
             children: &mut self.storage.children[group.children.range()],
+            hops: &mut self.storage.hops[group.hops().range()],
             slots: &mut self.storage.slots[group.slots.range()],
             bytes: &mut self.storage.bytes[group.bytes.range()],
             group,

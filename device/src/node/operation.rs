@@ -48,8 +48,8 @@ impl Operations {
     }
 
     /// Return the operation with this signature, if it is known.
-    pub(super) fn find(&self, signature: u32) -> Option<Operation> {
-        self.known[self.position(signature)?]
+    pub(super) fn find(&self, signature: u32) -> Option<&Operation> {
+        self.known[self.position(signature)?].as_ref()
     }
 
     fn position(&self, signature: u32) -> Option<usize> {
@@ -79,7 +79,8 @@ impl GroupCtx<'_> {
         }
         let operations = &self.group.operations;
         let any = planted!(self.common, UnknownOperationCombined);
-        let known = operations.find(signature).or_else(|| operations.known[operations.latest].filter(|_| any))?;
+        let latest = || operations.known[operations.latest].as_ref().filter(|_| any);
+        let known = *operations.find(signature).or_else(latest)?;
         // A chunk before the first one that was described is no honest child's.
         let limit = known.limit.filter(|&(_, first)| is_from(repr.seq.0, first));
         Some(Operation { limit, ..known })

@@ -1,6 +1,7 @@
 //! A node's packets: to which group and link each belongs, and what becomes of those that belong to none.
 
 use super::Node;
+use super::train::Admitted;
 use core::time::Duration;
 use sumac_hal::ctrl::DropReason;
 use sumac_hal::planted;
@@ -11,20 +12,12 @@ use sumac_hal::wire::{Flags, HEADER_LEN, Kind, Lead, NakReason, Packet, Repr, Wi
 /// Maximum number of Naks per millisecond to packets of an unknown group or another epoch.
 const UNKNOWN_SENDER_NAKS_PER_MS: u8 = 16;
 
-/// What was found out of a child's Data, and holds for the packets that it leads.
-pub(super) struct Admitted {
-    /// The group's entry.
-    group: usize,
-    pub(super) child: usize,
-    pub(super) lead: Lead,
-}
-
 impl Node<'_> {
     /// Handle a packet that arrived at `now` from `from`. For one with a congestion mark, the group's window is cut as
     /// for a loss (PROTOCOL 3): here, or by the parent if the packet came from there.
     pub fn handle(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) {
         // Nothing follows.
-        let _ = self.handle_first(now, from, ecn, packet);
+        let _ = self.handle_first(now, from, ecn, packet, false);
     }
 
     /// Handle packets that arrived together from `from`, with the same mark, as if [`Node::handle`] got each in turn.
@@ -38,21 +31,22 @@ impl Node<'_> {
     ) {
         let mut packets = packets.into_iter().peekable();
         while let Some(packet) = packets.next() {
-            let Some(mut admitted) = self.handle_first(now, from, ecn, packet) else { continue };
+            let Some(mut admitted) = self.handle_first(now, from, ecn, packet, true) else { continue };
             let Some(mut ctx) = self.group_ctx(admitted.group) else { continue };
+            let (mut count, mut bytes) = (0, 0);
             while let Some(packet) = packets.next_if(|packet| admitted.lead.leads(packet)) {
-                ctx.handle_next(&mut admitted, ecn, packet, now);
+                (count, bytes) = (count + 1, bytes + packet.len() as u64);
+                ctx.handle_next(&mut admitted, packet, now);
             }
+            ctx.common.note_received(count, bytes, ecn);
         }
     }
 
     /// Handle a packet. Returns what packets behind it need not be checked for, if a child was admitted with it.
     #[inline]
-    fn handle_first(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8]) -> Option<Admitted> {
+    fn handle_first(&mut self, now: Instant, from: Addr, ecn: Ecn, packet: &[u8], in_train: bool) -> Option<Admitted> {
         let bytes = packet;
-        self.common.counters.packets_in += 1;
-        self.common.counters.bytes_in += packet.len() as u64;
-        self.common.counters.marked += u64::from(ecn.is_ce());
+        self.common.note_received(1, packet.len() as u64, ecn);
         let (packet, payload_crc) = match Packet::new_checked_with_crc(packet) {
             Ok(checked) => checked,
             Err(error) => {
@@ -80,14 +74,14 @@ impl Node<'_> {
             return None;
         }
         let mut child = None;
-        if ctx.is_parent(from, &repr) || ctx.is_shared(from, &repr) {
-            ctx.handle_parent(&repr, packet.payload(), payload_crc, now);
+        if let Some(hop) = ctx.hop_from(from, &repr) {
+            ctx.handle_parent(hop, &repr, packet.payload(), payload_crc, now);
         } else {
-            child = ctx.handle_child(from, &repr, packet.payload(), now);
+            child = ctx.handle_child(from, &repr, packet.payload(), now, in_train);
         }
         ctx.note_output();
-        let child = child.filter(|_| repr.kind == Kind::Data)?;
-        Some(Admitted { group: index, child, lead: Lead::new(bytes, &repr)? })
+        let (child, usual) = child.filter(|_| repr.kind == Kind::Data)?;
+        Some(Admitted { group: index, child, lead: Lead::new(bytes, &repr)?, usual })
     }
 
     /// Tell the sender of an upward packet why it was not accepted. Nothing in the packet is authenticated, so the

@@ -11,8 +11,8 @@ use super::{Node, NodeConfig};
 use crate::node::group::Window;
 use crate::node::memory::Storage;
 use crate::slot::{Slot, State};
+use core::iter::repeat;
 use sumac_hal::ids::GroupId;
-use sumac_hal::time::Instant;
 use sumac_hal::uplink::Uplink;
 
 /// The state of a slot.
@@ -59,10 +59,8 @@ impl Node<'_> {
             self.poll_destination().is_none() && self.zero_copy.is_none(),
             "something waits to be sent, or the node has zero-copy tables"
         );
+        self.storage.hops.iter_mut().for_each(|hop| hop.link.forget_time());
         for group in self.storage.groups.iter_mut().flatten() {
-            if let Some(parent) = &mut group.parent {
-                parent.hop.forget_time();
-            }
             group.lease_until = Uplink::RESUME_AT + group.lease();
             group.deficit = 0;
         }
@@ -73,18 +71,14 @@ impl Node<'_> {
 
     /// Forget outstanding probes: see [`Uplink::forget_probe`].
     pub fn forget_probes(&mut self) {
-        let parents = self.storage.groups.iter_mut().flatten().filter_map(|group| group.parent.as_mut());
-        parents.for_each(|parent| parent.hop.forget_probe());
+        self.storage.hops.iter_mut().for_each(|hop| hop.link.forget_probe());
     }
 
     /// Return whether the uplink of some group has a timer armed.
     pub fn is_armed(&self) -> bool {
         let groups = self.storage.groups[..self.groups_end].iter().flatten();
-        let armed = |at: Option<Instant>| at.is_some();
-        groups
-            .filter(|group| group.waits_for_parent(self.common.config.shard))
-            .filter_map(|group| group.parent.as_ref())
-            .any(|parent| armed(parent.hop.timeout()))
+        let mut hops = groups.flat_map(|group| self.storage.hops[group.hops().range()].iter().zip(repeat(group)));
+        hops.any(|(hop, group)| group.waits_for(hop) && hop.link.timeout().is_some())
     }
 
     /// Return the chunk in each slot of a group, by local number.
@@ -140,8 +134,10 @@ impl Node<'_> {
         group.window = Window::new(usize::from(window), window);
         group.window_local = self.common.config.shard.max_in_window(u64::from(window));
         group.slots.len = slots;
+        let hops = group.hops();
         if let Some(parent) = &mut group.parent {
             parent.window = window;
         }
+        self.storage.hops[hops.range()].iter_mut().for_each(|hop| hop.window = window);
     }
 }

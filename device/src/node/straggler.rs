@@ -96,8 +96,9 @@ pub(crate) struct View {
 }
 
 impl View {
-    pub(crate) fn new(tree: &TreeConfig, shard: Shard, now: Instant) -> Self {
-        let introduction = tree.parent.is_some() && !tree.ranks.is_empty() && shard.shards() == 1;
+    pub(crate) fn new(tree: &TreeConfig, now: Instant) -> Self {
+        let has_whole_parent = tree.parent.as_ref().is_some_and(|parent| parent.data_addrs.len() == 1);
+        let introduction = has_whole_parent && !tree.ranks.is_empty();
         Self {
             excluded: ChildSet::EMPTY,
             to_notify: ChildSet::EMPTY,
@@ -113,6 +114,11 @@ impl View {
 
     pub(crate) const fn number(&self) -> u16 {
         self.number
+    }
+
+    /// Return whether no child is excluded, and none may be about to be.
+    pub(super) fn has_everybody(&self) -> bool {
+        self.hold.is_none() && self.excluded.is_empty() && self.excluded_ranks.is_empty()
     }
 
     /// Return the ranks whose absence failed the group.
@@ -137,17 +143,21 @@ impl View {
     }
 }
 
+/// Where ranks can be excluded, the parent has one shard.
+const ONLY_HOP: usize = 0;
+
 /// How long a node introduces itself to a parent that does not reply.
 const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Return whether a group supports exclusion: its ranks are known and fit a mask, and the device has one shard.
-fn supports_exclusion(children: &[Child], shard: Shard) -> bool {
+/// Return whether a group supports exclusion: its ranks are known and fit a mask, and neither this device nor its
+/// parent has several shards.
+fn supports_exclusion(group: &Group, children: &[Child], shard: Shard) -> bool {
     let known = |child: &Child| match child.kind {
         ChildKind::Unknown => false,
         ChildKind::Rank(rank) => (rank.0 as usize) < RankMask::RANKS,
         ChildKind::Node => true,
     };
-    shard.shards() == 1 && children.iter().all(known)
+    shard.shards() == 1 && group.hops().len <= 1 && children.iter().all(known)
 }
 
 /// Return the children that have contributed to any chunk from `first` on and are not excluded.
@@ -164,7 +174,7 @@ fn limit_at(group: &Group, children: &[Child], slots: &[Slot], shard: Shard) -> 
     let slot = &slots[(first % slots.len() as u64) as usize];
     let waits =
         !group.view.is_decided(first) && slot.holds(first) && slot.state == State::Filling && slot.op_first == first;
-    let limit = slot.limit.filter(|_| waits && supports_exclusion(children, shard))?;
+    let limit = slot.limit.filter(|_| waits && supports_exclusion(group, children, shard))?;
     let all = arrived(children, &group.view.excluded, first).len() + group.view.excluded.len() == children.len();
     let at = slot.first_at? + Duration::from_micros(limit.us.into());
     let due = group.view.checked_at.map_or(at, |looked| at.max(looked + retry_interval(group)));
@@ -278,7 +288,7 @@ impl GroupCtx<'_> {
         if self.group.parent.is_some() {
             let header = self.up_header(Kind::Late, ChunkNo(hold.first), self.group.token);
             let repr = Repr { count: hold.arrived.len() as u16, ..set_operation(header, &hold) };
-            self.send_up_with(repr, Some(hold.missing));
+            self.send_up_with(ONLY_HOP, repr, Some(hold.missing));
         } else {
             self.decide(&hold, now);
         }
@@ -405,16 +415,17 @@ impl GroupCtx<'_> {
 
     /// Return the number of ranks in a result: the divisor of averages.
     pub(super) fn active_ranks(&self) -> u32 {
-        self.group.config.ranks.get().saturating_sub(self.group.view.excluded_ranks.len()).max(1)
+        let (ranks, excluded) = (self.group.config.ranks.get(), &self.group.view.excluded_ranks);
+        if excluded.is_empty() { ranks } else { ranks.saturating_sub(excluded.len()).max(1) }
     }
 
     /// Fail the group at the root if the operation of slot `index`, which is complete, needs an excluded rank. Returns
     /// true if it does.
     pub(super) fn fail_if_excluded_needed(&mut self, index: usize, now: Instant) -> bool {
-        let excluded_ranks = self.group.view.excluded_ranks;
-        if excluded_ranks.is_empty() || self.group.parent.is_some() {
+        if self.group.view.excluded_ranks.is_empty() || self.group.parent.is_some() {
             return false;
         }
+        let excluded_ranks = self.group.view.excluded_ranks;
         // Without data or a wanted result, the operation belongs to a host collective.
         let runs_here = self.is_wanted(index) || !self.with_data(index).is_empty();
         let fails = runs_here && needs_any_of(&self.slots[index].op, &excluded_ranks);

@@ -6,36 +6,42 @@
 //! transmission is shared: a child that missed it asks, and gets a copy of its own.
 
 use super::{GroupCtx, Node};
-use crate::node::group::{Child, Parent};
+use crate::node::group::{Child, Hop};
 use crate::sets::ChildSet;
 use crate::slot::{Slot, State};
 use core::ops::Range;
 use heapless::Vec;
 use sumac_hal::ctrl::SharedLink;
 use sumac_hal::driver::Transmit;
-use sumac_hal::ids::ChildIndex;
+use sumac_hal::ids::{ChildIndex, ChunkNo};
 use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Flags, Header, Kind, RankMask, Repr, payload_crc};
+use sumac_hal::wire::{ChunkFields, Flags, Kind, RankMask, Repr, SHORT_HEADER_LEN, Template, payload_crc};
 
 /// Bytes that a group may send before the next group's turn.
 const QUANTUM_BYTES: usize = 64 * 1024;
 
 /// Where the payload of a node's packet is; see [`Node::payload`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Payload {
-    /// At these offsets of the node's slot memory.
-    Slots(Range<usize>),
+    /// In the node's slot memory.
+    Slots {
+        /// The offset of its first byte.
+        start: usize,
+        /// Its length in bytes.
+        len: usize,
+    },
     /// Here: a rank mask.
     Mask([u8; RankMask::LEN_BYTES]),
 }
 
 impl Payload {
+    #[inline]
     fn len(&self) -> usize {
         match self {
-            Self::Slots(range) => range.len(),
+            Self::Slots { len, .. } => *len,
             Self::Mask(mask) => mask.len(),
         }
     }
@@ -72,9 +78,10 @@ impl Node<'_> {
         packets_max: usize,
         batch: &mut Vec<Transmit<Payload>, N>,
     ) {
-        let (packets_max, before) = (packets_max.min(N), batch.len());
+        let packets_max = packets_max.min(N);
         while batch.len() < packets_max {
             if let Some(reply) = self.next_reply() {
+                self.common.note_sent(1, reply.header.len() + reply.payload.len());
                 // The batch has room.
                 let _ = batch.push(reply);
                 continue;
@@ -84,17 +91,14 @@ impl Node<'_> {
                 break;
             }
         }
-        let sent = &batch[before..];
-        self.common.counters.packets_out += sent.len() as u64;
-        let lens = sent.iter().map(|out| out.header.len() + out.payload.len());
-        self.common.counters.bytes_out += lens.sum::<usize>() as u64;
     }
 
     /// Return the payload of a packet that [`Node::poll_transmit`] has returned since the last `handle`,
     /// `handle_timeout` or `control`.
+    #[inline]
     pub fn payload<'t>(&'t self, transmit: &'t Transmit<Payload>) -> &'t [u8] {
         match &transmit.payload {
-            Payload::Slots(range) => &self.storage.bytes[range.clone()],
+            Payload::Slots { start, len } => &self.storage.bytes[*start..][..*len],
             Payload::Mask(mask) => mask,
         }
     }
@@ -122,7 +126,10 @@ impl Node<'_> {
 
     /// Find the next group with output, in round-robin order.
     fn next_turn(&mut self) -> Option<usize> {
-        let groups = self.storage.groups.len();
+        let groups = self.groups_end;
+        if self.turn >= groups {
+            self.turn = 0;
+        }
         let mut waiting = false;
         // Each group is visited at most twice: once to end its turn, once to begin its next.
         for looked in 0..2 * groups {
@@ -167,8 +174,9 @@ impl GroupCtx<'_> {
     /// Return the destination of this group's next packet.
     pub(super) fn destination(&self) -> Option<Addr> {
         let oldest = self.oldest();
-        if self.group.up.first_from(oldest).is_some() {
-            return self.group.parent.as_ref().map(|parent| parent.addr);
+        if let Some(index) = self.group.up.first_from(oldest) {
+            let hop = self.hop_of(self.shard().global(self.slots[index].local));
+            return Some(self.hops.get(hop)?.addr);
         }
         if let Some(child) = self.group.view.to_notify.first() {
             return self.children[child].addr;
@@ -201,6 +209,7 @@ impl GroupCtx<'_> {
 
     /// Add answers, until the turn ends.
     fn fill_down<const N: usize>(&mut self, oldest: usize, filling: &mut Filling<'_, N>) -> Option<()> {
+        let mut template = None;
         while self.group.deficit > 0
             && filling.has_room()
             && let Some(index) = self.group.down.first_from(oldest)
@@ -210,38 +219,62 @@ impl GroupCtx<'_> {
                 self.push(out, filling);
                 continue;
             }
-            let child = self.take_pending(index)?;
-            let out = self.transmit_down(index, child)?;
             let slot = &self.slots[index];
-            let crc = slot.value_crc.filter(|_| slot.state == State::Answered && slot.has_result_for(child));
-            let (header, payload) = (out.header, out.payload.clone());
-            self.push(out, filling);
-            if let Some(crc) = crc {
-                self.fill_results(index, (&header, crc), &payload, filling)?;
+            let child = slot.pending.first()?;
+            if slot.state == State::Answered && slot.has_result_for(child) {
+                if template.is_none() {
+                    template = Template::new(&self.result_header());
+                }
+                self.fill_results(index, template.as_mut()?, filling);
+            } else {
+                self.take_pending(index);
+                let out = self.transmit_down(index, child)?;
+                self.push(out, filling);
             }
         }
         Some(())
     }
 
-    /// Add the Result of slot `index` for the next children, given that for the first one, until the turn ends.
-    fn fill_results<const N: usize>(
-        &mut self,
-        index: usize,
-        (header, payload_crc): (&Header, u32),
-        payload: &Payload,
-        filling: &mut Filling<'_, N>,
-    ) -> Option<()> {
-        while self.group.deficit > 0
-            && filling.has_room()
-            && let Some(child) = self.slots[index].pending.first()
-            && self.slots[index].has_result_for(child)
+    /// Return what the headers of this group's Results have in common.
+    fn result_header(&self) -> Repr {
+        Repr { flags: Flags::SHORT, ..self.down_header(Kind::Result, 0, ChunkNo(0), 0) }
+    }
+
+    /// Add the Result of slot `index` for the first children that it is due for, until the turn ends.
+    fn fill_results<const N: usize>(&mut self, index: usize, template: &mut Template, filling: &mut Filling<'_, N>) {
+        let (value, payload_crc) = self.sealed_value(index);
+        let (start, shard, stable) = (self.group.bytes.start, self.shard(), self.group.stable());
+        let slot = &mut self.slots[index];
+        template.set_chunk(&ChunkFields {
+            seq: shard.global(slot.local),
+            mark: stable,
+            signature: slot.signature,
+            attempt: slot.attempt as u8,
+            slowest: slot.slowest,
+            late_us: slot.late_us,
+        });
+        let payload = Payload::Slots { start: start + value.start, len: value.len() };
+        let len = SHORT_HEADER_LEN + value.len();
+        let sent_max = self.group.deficit.div_ceil(len).min(filling.packets_max - filling.batch.len());
+        let mut sent = 0;
+        while sent < sent_max
+            && let Some(child) = slot.pending.first()
+            && slot.want.contains(child)
         {
-            self.take_pending(index);
+            slot.pending.remove(child);
             let Child { addr, key, .. } = &self.children[child];
-            let header = header.to_child(ChildIndex(child as u16), *key, payload_crc)?;
-            self.push(Transmit { to: (*addr)?, header, payload: payload.clone() }, filling);
+            // A child that has contributed has an address.
+            let Some(to) = *addr else { continue };
+            template.set_child(ChildIndex(child as u16), *key);
+            // The batch has room.
+            let _ = filling.batch.push(Transmit { to, header: template.header(payload_crc), payload });
+            sent += 1;
         }
-        Some(())
+        self.group.deficit = self.group.deficit.saturating_sub(sent * len);
+        self.common.note_sent(sent, sent * len);
+        if slot.pending.is_empty() {
+            self.group.down.remove(index);
+        }
     }
 
     /// Take the next child that slot `index` is to answer.
@@ -258,11 +291,12 @@ impl GroupCtx<'_> {
     /// Add a packet, and subtract it from what the group may send in its turn. Its payload is a range of the group's
     /// bytes.
     fn push<const N: usize>(&mut self, mut out: Transmit<Payload>, filling: &mut Filling<'_, N>) {
-        self.group.deficit = self.group.deficit.saturating_sub(out.header.len() + out.payload.len());
+        let len = out.header.len() + out.payload.len();
+        self.group.deficit = self.group.deficit.saturating_sub(len);
+        self.common.note_sent(1, len);
         // Convert an offset in the group's bytes to one in the node's.
-        if let Payload::Slots(range) = &mut out.payload {
-            let start = self.group.bytes.start;
-            *range = start + range.start..start + range.end;
+        if let Payload::Slots { start, .. } = &mut out.payload {
+            *start += self.group.bytes.start;
         }
         // The batch has room.
         let _ = filling.batch.push(out);
@@ -296,22 +330,25 @@ impl GroupCtx<'_> {
             repr.count = self.run_up(index);
         }
         let chunk_len_bytes = self.group.config.chunk_len_bytes;
-        let Some(Parent { addr, hop, shared_results, .. }) = &mut self.group.parent else { return None };
+        let hop = self.hop_of(seq);
+        let Hop { addr, shard, link, .. } = self.hops.get_mut(hop)?;
+        let to = *addr;
         if repr.kind == Kind::Data {
             repr.payload_len_bytes = slot.value_len;
-            if !repr.choose_form(chunk_len_bytes, !hop.is_described(slot.signature)) {
-                hop.set_described(slot.signature);
+            if !repr.choose_form(chunk_len_bytes, !link.is_described(slot.signature)) {
+                link.set_described(slot.signature);
                 self.group.up.insert(index);
-                return Some(bare(*addr, &repr.operation()));
+                return Some(bare(to, &repr.operation()));
             }
         }
         if repr.kind != Kind::Nak {
-            hop.set_described(slot.signature);
+            link.set_described(slot.signature);
         }
-        (0..u64::from(repr.count)).for_each(|next| hop.on_sent(slot.local + next, now));
-        let listens = repr.flags.contains(Flags::WANT) && shared_results.is_requested();
-        repr.flags.set(Flags::SHARED, listens);
-        let to = *addr;
+        // A run does not cross a shard.
+        let first = shard.below(seq);
+        (0..u64::from(repr.count)).for_each(|next| link.on_sent(first + next, now));
+        let asks = self.group.parent.as_ref().is_some_and(|parent| parent.shared_results.is_requested());
+        repr.flags.set(Flags::SHARED, repr.flags.contains(Flags::WANT) && asks);
         Some(self.with_value(to, repr, index))
     }
 
@@ -360,6 +397,7 @@ impl GroupCtx<'_> {
         count as u16
     }
 
+    /// Return the answer of slot `index` to a child that gets no Result: a Done, or a Nak.
     fn transmit_down(&mut self, index: usize, child: usize) -> Option<Transmit<Payload>> {
         let slot = &self.slots[index];
         let to = self.children[child].addr?;
@@ -374,11 +412,11 @@ impl GroupCtx<'_> {
                 None => bare(to, &nak),
             });
         }
-        let kind = if slot.has_result_for(child) { Kind::Result } else { Kind::Done };
-        let count = if kind == Kind::Done { self.run_down(index, child) } else { 1 };
-        let header = Repr { count, ..self.down_header(kind, child, seq, token) };
-        let repr = describe(&self.slots[index], header);
-        Some(self.with_value(to, repr, index))
+        let count = self.run_down(index, child);
+        let mut repr = Repr { count, ..self.down_header(Kind::Done, child, seq, token) };
+        describe(&self.slots[index], &mut repr);
+        repr.set_op(&self.slots[index].op);
+        Some(bare(to, &repr))
     }
 
     /// Return the shared address if the answer of slot `index` can go there instead of to each child.
@@ -400,16 +438,13 @@ impl GroupCtx<'_> {
         slot.shared = ChildSet::EMPTY;
         self.group.down.remove(index);
         self.common.counters.answers_shared += 1;
-        let config = &self.group.config;
-        let header = Repr {
+        let mut repr = Repr {
             seq: self.shard().global(self.slots[index].local),
-            count: 1,
-            mark: self.group.stable(),
-            window: self.group.granted(),
-            view: self.group.view.number(),
-            ..Repr::new(Kind::Result, config.group, config.epoch, ChildIndex::ALL, link.key)
+            child: ChildIndex::ALL,
+            key: link.key,
+            ..self.result_header()
         };
-        let repr = describe(&self.slots[index], header);
+        describe(&self.slots[index], &mut repr);
         self.with_value(link.addr, repr, index)
     }
 
@@ -418,26 +453,25 @@ impl GroupCtx<'_> {
         if !matches!(repr.kind, Kind::Data | Kind::Result) {
             return bare(to, &repr);
         }
-        let payload = self.value(index);
-        let crc = self.slots[index].value_crc.unwrap_or_else(|| payload_crc(&self.bytes[payload.clone()]));
-        self.slots[index].value_crc = Some(crc);
-        repr.payload_len_bytes = self.slots[index].value_len;
-        Transmit { payload: Payload::Slots(payload), ..sealed(to, &repr, crc) }
+        let (value, crc) = self.sealed_value(index);
+        repr.payload_len_bytes = value.len() as u16;
+        let payload = Payload::Slots { start: value.start, len: value.len() };
+        Transmit { payload, ..sealed(to, &repr, crc) }
+    }
+
+    /// Return where the value of slot `index` is in the group's bytes, and its checksum, which is computed once.
+    #[inline]
+    fn sealed_value(&mut self, index: usize) -> (Range<usize>, u32) {
+        let value = self.value(index);
+        let crc = &mut self.slots[index].value_crc;
+        (value.clone(), *crc.get_or_insert_with(|| payload_crc(&self.bytes[value])))
     }
 }
 
-/// Write the slot's operation into the header of its answer.
-fn describe(slot: &Slot, header: Repr) -> Repr {
-    let mut repr = header;
+/// Write what the slot knows of the operation into the header of its answer.
+fn describe(slot: &Slot, repr: &mut Repr) {
     (repr.signature, repr.attempt) = (slot.signature, slot.attempt as u8);
     (repr.slowest, repr.late_us) = (slot.slowest, slot.late_us);
-    if repr.kind == Kind::Result {
-        // Whoever receives it knows what was asked for.
-        repr.flags |= Flags::SHORT;
-    } else {
-        repr.set_op(&slot.op);
-    }
-    repr
 }
 
 /// Return a packet without payload.
@@ -446,7 +480,7 @@ fn bare(to: Addr, repr: &Repr) -> Transmit<Payload> {
 }
 
 fn sealed(to: Addr, repr: &Repr, payload_crc: u32) -> Transmit<Payload> {
-    Transmit { to, header: repr.header(payload_crc), payload: Payload::Slots(0..0) }
+    Transmit { to, header: repr.header(payload_crc), payload: Payload::Slots { start: 0, len: 0 } }
 }
 
 /// Return a packet with a rank mask as payload.

@@ -54,7 +54,7 @@ pub enum Fault {
     /// The magic number is wrong.
     #[error(
         "{found:#010x} is not 0x13026642: not the start of an image. The file is damaged, or something (such as a \
-         bf.cfg) was appended, which no boot stage reads"
+         bf.cfg) was appended, which only an unsigned stream may have"
     )]
     Magic {
         /// The value found.
@@ -143,6 +143,15 @@ pub enum Fault {
     /// The same id and version occur twice.
     #[error("occurs twice; only the first would be used")]
     Duplicate,
+    /// Data follows the last image. Only noted, and only in unsigned streams.
+    #[error(
+        "{len_bytes} bytes follow the last image; no boot stage reads them, but a vendor's installer does (bf.cfg, root \
+         file system)"
+    )]
+    Tail {
+        /// The length of the data in bytes.
+        len_bytes: u64,
+    },
     /// An unknown id, which consumers skip. Only noted, because newer tools may define it.
     #[error("is not an id known to mlx-mkbfb; the boot stages skip it")]
     UnknownId,
@@ -168,6 +177,7 @@ impl Fault {
             Self::Truncated { .. } => "image_len",
             Self::Padding { .. } => "padding",
             Self::Crc { .. } => "image_crc",
+            Self::Tail { .. } => "end",
             Self::NextVersion { .. } => "next_img_ver",
             Self::Following { .. } => "following_images",
             Self::Order { .. } | Self::Duplicate | Self::UnknownId => "image_id",

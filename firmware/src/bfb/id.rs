@@ -4,8 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 use thiserror::Error;
 
-/// The highest version in a BFB of minor version 2: BlueField-3.
-pub const VERSION_MAX: u8 = 2;
+/// The highest known version. Images for a later card than BlueField-3 are listed, verified and copied, but no
+/// [`Generation`] takes them.
+pub const VERSION_MAX: u8 = 3;
 
 /// The kind of an image, as in the header's `image_id`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -26,6 +27,13 @@ impl ImageId {
     pub const IMAGE: Self = Self(62);
     /// Initial RAM file system of the kernel.
     pub const INITRAMFS: Self = Self(63);
+
+    /// Return whether it changes the card's firmware when the stream boots, rather than what the stream boots:
+    /// capsules of UEFI, firmware of the NIC, images for recovery.
+    pub const fn is_firmware_update(self) -> bool {
+        // nicfw, cfg-gi, dpu-gi, upgrade-image, capsule.
+        matches!(self.0, 41 | 48 | 49 | 51 | 52)
+    }
 
     /// Return its name in `mlx-mkbfb`, if it has one.
     pub fn name(self) -> Option<&'static str> {
@@ -62,7 +70,8 @@ impl fmt::Display for ImageId {
 pub struct ImageName {
     /// The kind of the image.
     pub id: ImageId,
-    /// The cards that it is for: 0 BlueField-1, or all if the id has no higher version; 1 BlueField-2; 2 BlueField-3.
+    /// The cards that it is for: 0 BlueField-1, or all if the id has no higher version; 1 BlueField-2; 2 BlueField-3;
+    /// 3 a later card.
     pub version: u8,
 }
 
@@ -103,7 +112,7 @@ impl FromStr for ImageName {
 pub enum ImageNameError {
     /// The name is unknown.
     #[error(
-        "{0:?} is not an image name; use NAME or NAME-v0 to NAME-v2, with NAME as in mlx-mkbfb's options, such as image or boot-args"
+        "{0:?} is not an image name; use NAME or NAME-v0 to NAME-v3, with NAME as in mlx-mkbfb's options, such as image or boot-args"
     )]
     Unknown(String),
     /// The version exceeds [`VERSION_MAX`].
@@ -149,10 +158,17 @@ impl Generation {
         Self::ALL.into_iter().find(|generation| generation.name() == name)
     }
 
-    /// Return whether it uses an image of this version, where `highest` is the highest version of the same id in the
-    /// stream. As in `mlxbf-bootctl`, an id that exists only in version 0 is for all cards.
+    /// Return whether an image of this version was made for it, where `highest` is the highest version of the same id
+    /// in the stream. As in `mlxbf-bootctl`, an id that exists only in version 0 is for all cards. It may use images of
+    /// lower versions, too: [`Generation::choose`].
     pub const fn takes(self, version: u8, highest: u8) -> bool {
         version == self.version() || highest == 0
+    }
+
+    /// Return which of an id's versions it uses: the highest up to its own, as the filter of `mlx-mkbfb` keeps. A
+    /// BlueField-2 thus boots with arguments of version 0, which BlueField-1 shares with it.
+    pub fn choose(self, versions: impl IntoIterator<Item = u8>) -> Option<u8> {
+        versions.into_iter().filter(|version| *version <= self.version()).max()
     }
 }
 

@@ -18,7 +18,8 @@
 //! Invariants:
 //! - [`scan`] reads every byte once, in order, into a buffer of fixed size, and uses no field before it is checked;
 //! - `next_img_ver`, `following_images`, the minor version and the order are redundant. [`Policy::Strict`] refuses a
-//!   file where they are wrong; [`Policy::Repairable`] notes it, because rewriting the images corrects them;
+//!   file where they are wrong; [`Policy::Repairable`] notes it, because rewriting the images corrects them, and
+//!   [`Policy::Vendor`] notes what vendors' tools write;
 //! - [`Builder`] writes only files that [`scan`] accepts as strict.
 
 mod error;

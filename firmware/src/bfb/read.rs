@@ -10,6 +10,8 @@ use std::io::{self, Read};
 const CHUNK_LEN_BYTES: usize = 64 << 10;
 /// The maximum number of images: 256 ids times 16 versions, each at most once. Bounds the memory of a scan.
 const IMAGES_MAX: usize = 4096;
+/// What an image begins with.
+const MAGIC: [u8; 4] = *b"Bf\x02\x13";
 
 /// An image in a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,12 +29,16 @@ impl Entry {
     }
 }
 
-/// How to treat wrong redundant fields.
+/// How to treat wrong redundant fields, and data behind the last image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
     /// They are errors.
     Strict,
-    /// They are noted: rewriting the images corrects them.
+    /// What vendors' tools write, and cards boot, is noted; the rest are errors. `mlx-mkbfb -f` writes the version of
+    /// the next image, whatever its id, into `next_img_ver`; older tools write older minor versions; installers read a
+    /// configuration (`bf.cfg`) and a file system behind the last image.
+    Vendor,
+    /// All that rewriting the images corrects is noted, and so is data behind the last image.
     Repairable,
 }
 
@@ -43,8 +49,10 @@ pub struct Report {
     pub entries: Vec<Entry>,
     /// Problems that were tolerated, each with offset and field.
     pub notes: Vec<BfbError>,
-    /// The length of the stream in bytes.
+    /// The length of the stream in bytes, with what follows its last image.
     pub len_bytes: u64,
+    /// The length of what follows the last image, in bytes. No boot stage reads it.
+    pub tail_len_bytes: u64,
 }
 
 impl Report {
@@ -58,7 +66,7 @@ impl Report {
         self.entries.iter().map(|entry| entry.header.name).filter(|name| name.id == id).map(|name| name.version).max()
     }
 
-    /// Return whether a card of this generation has an image of this id.
+    /// Return whether there is an image of this id that was made for cards of this generation.
     pub fn serves(&self, id: ImageId, generation: Generation) -> bool {
         self.highest(id).is_some_and(|highest| {
             self.entries
@@ -81,8 +89,23 @@ pub fn scan(
     mut take: impl FnMut(&Entry, &[u8]) -> io::Result<()>,
 ) -> Result<Report, BfbError> {
     let mut scanner = Scanner { input: Input { reader, offset: 0 }, buffer: vec![0; CHUNK_LEN_BYTES] };
-    let mut report = Report { entries: Vec::new(), notes: Vec::new(), len_bytes: 0 };
-    while let Some(entry) = scanner.header(report.entries.len())? {
+    let mut report = Report { entries: Vec::new(), notes: Vec::new(), len_bytes: 0, tail_len_bytes: 0 };
+    loop {
+        let entry = match scanner.header(report.entries.len())? {
+            Next::Image(entry) => entry,
+            Next::End => break,
+            Next::Other { error, len_bytes } => {
+                let (true, Some(last)) = (policy != Policy::Strict, last_of_all(&report.entries)) else {
+                    return Err(error);
+                };
+                report.tail_len_bytes = len_bytes + scanner.drain()?;
+                let index = report.entries.len() - 1;
+                let (image, fault) = (Some(last.header.name), Fault::Tail { len_bytes: report.tail_len_bytes });
+                let offset = scanner.input.offset - report.tail_len_bytes;
+                report.notes.push(BfbError::Damaged { offset, index, image, fault });
+                break;
+            }
+        };
         if report.entries.len() == IMAGES_MAX {
             return Err(damaged(&entry, IMAGES_MAX, Fault::TooMany { max: IMAGES_MAX }));
         }
@@ -96,12 +119,34 @@ pub fn scan(
     }
     for (index, fault) in faults_between(&report.entries) {
         let error = damaged(&report.entries[index], index, fault);
-        if fault != Fault::UnknownId && (policy == Policy::Strict || !fault.is_repairable()) {
+        let next_version = report.entries.get(index + 1).map(|next| next.header.name.version);
+        let is_tolerated = match (policy, fault) {
+            (_, Fault::UnknownId) | (Policy::Vendor, Fault::OldMinor { .. }) => true,
+            (Policy::Vendor, Fault::NextVersion { stored, .. }) => Some(stored) == next_version,
+            (Policy::Repairable, fault) => fault.is_repairable(),
+            _ => false,
+        };
+        if !is_tolerated {
             return Err(error);
         }
         report.notes.push(error);
     }
     Ok(report)
+}
+
+/// Return the last image if it announces no other one. Otherwise what follows is a damaged image.
+fn last_of_all(entries: &[Entry]) -> Option<&Entry> {
+    entries.last().filter(|entry| entry.header.following == 0 && entry.header.next_version == 0)
+}
+
+/// What follows an image.
+enum Next {
+    /// Another one.
+    Image(Entry),
+    /// Nothing.
+    End,
+    /// This many bytes so far that do not begin an image, and the error if they should have.
+    Other { error: BfbError, len_bytes: u64 },
 }
 
 struct Scanner<R> {
@@ -110,24 +155,37 @@ struct Scanner<R> {
 }
 
 impl<R: Read> Scanner<R> {
-    /// Read the next header; `None` at the end of the stream.
-    fn header(&mut self, index: usize) -> Result<Option<Entry>, BfbError> {
+    /// Read the next header, if there is one.
+    fn header(&mut self, index: usize) -> Result<Next, BfbError> {
         let offset = self.input.offset;
         let mut bytes = [0; HEADER_LEN_BYTES];
         let got = self.input.fill(&mut bytes)?;
         let fault = match got {
-            0 => return Ok(None),
+            0 => return Ok(Next::End),
             HEADER_LEN_BYTES => match Header::parse(&bytes) {
-                Ok(header) => return Ok(Some(Entry { offset, header })),
+                Ok(header) => return Ok(Next::Image(Entry { offset, header })),
                 Err(fault) => fault,
             },
             // The first four bytes distinguish appended data from a truncated header.
-            _ if got >= 4 && bytes[..4] != *b"Bf\x02\x13" => {
+            _ if got >= 4 && bytes[..4] != MAGIC => {
                 Fault::Magic { found: u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) }
             }
             _ => Fault::ShortHeader { have: got as u64 },
         };
-        Err(BfbError::Damaged { offset: offset + fault.field_offset(), index, image: None, fault })
+        let error = BfbError::Damaged { offset: offset + fault.field_offset(), index, image: None, fault };
+        let len = got.min(MAGIC.len());
+        if bytes[..len] == MAGIC[..len] { Err(error) } else { Ok(Next::Other { error, len_bytes: got as u64 }) }
+    }
+
+    /// Read to the end; return how many bytes were left.
+    fn drain(&mut self) -> Result<u64, BfbError> {
+        let mut len_bytes = 0;
+        loop {
+            match self.input.fill(&mut self.buffer)? {
+                0 => return Ok(len_bytes),
+                got => len_bytes += got as u64,
+            }
+        }
     }
 
     /// Read an image's data and padding, and verify the checksum.

@@ -80,6 +80,8 @@ fn damage_of_any_byte_is_detected() {
                 let mut bad = good.clone();
                 bad[offset] ^= change;
                 let found = read(&bad, Policy::Strict).is_err();
+                let noted = read(&bad, Policy::Vendor).map_or(true, |report| !report.notes.is_empty());
+                assert!(noted || !found, "vendors' tools do not write {offset} by {change:#x}");
                 assert_eq!(found, !hidden_by_the_format(&entries, offset as u64, change), "{offset} by {change:#x}");
             }
         }
@@ -124,7 +126,7 @@ fn each_fault_is_reported_with_its_offset() {
     assert_eq!(with(36, 0x31), (36, Fault::Minor { found: 3 }));
     assert_eq!(with(36, 0x11), (36, Fault::OldMinor { found: 1 }));
     assert_eq!(with(37, 0x01), (37, Fault::Reserved { found: 1 }));
-    assert_eq!(with(38, 0x33), (38, Fault::Version { found: 3 }));
+    assert_eq!(with(38, 0x34), (38, Fault::Version { found: 4 }));
     // ATF skips extra words of a longer header; mlx-mkbfb and we refuse it.
     assert_eq!(with(38, 0x42), (38, Fault::HeaderWords { found: 4 }));
     assert_eq!(with(5, 0x10), (5, Fault::NextVersion { stored: 1, expected: 2 }));
@@ -188,11 +190,83 @@ fn generation_takes_its_version_or_a_common_one() {
 }
 
 #[test]
+fn card_keeps_the_highest_version_up_to_its_own() {
+    let all = ["bl2-v1", "bl2-v2", "boot-args", "boot-args-v2", "image", "nicfw-v2", "nicfw-v3", "sys", "sys-v1"];
+    let kept = |generation| {
+        let mut builder = Builder::new();
+        for name in all {
+            builder.insert(name.parse().expect("a name"), Source::Bytes(Vec::new())).expect("has a place");
+        }
+        builder.keep_for(generation);
+        builder.images().map(|(name, _)| name.to_string()).collect::<Vec<_>>().join(" ")
+    };
+    let [one, two, three] = Generation::ALL;
+    assert_eq!(kept(one), "sys-v0 boot-args-v0 image-v0");
+    assert_eq!(kept(two), "bl2-v1 sys-v1 boot-args-v0 image-v0", "arguments of version 0 are also BlueField-2's");
+    assert_eq!(kept(three), "bl2-v2 sys-v1 boot-args-v2 nicfw-v2 image-v0");
+}
+
+/// `mlx-mkbfb -f` writes the version of the next image into `next_img_ver`, whatever its id is.
+#[test]
+fn filtered_stream_of_a_vendor_is_noted_and_other_faults_are_refused() {
+    let mut bytes = build(&[("bl2-v2", b"a"), ("boot-args-v2", b"b"), ("image", b"c")]);
+    bytes[5] |= 0x20;
+    assert_eq!(fault(&bytes), (5, Fault::NextVersion { stored: 2, expected: 0 }));
+    let report = read(&bytes, Policy::Vendor).expect("cards boot it");
+    assert_eq!((report.notes.len(), report.entries.len()), (1, 3));
+    for wrong in [0x10, 0x30, 0xf0] {
+        bytes[5] = bytes[5] & 0xf | wrong;
+        assert!(read(&bytes, Policy::Vendor).is_err(), "{wrong:#x} is not the version of the next image");
+    }
+    let golden = hex(GOLDEN_1);
+    let swapped = [&golden[32..], &golden[..32]].concat();
+    assert!(read(&swapped, Policy::Vendor).is_err(), "the boot stages would skip an image");
+}
+
+#[test]
+fn data_behind_the_last_image_is_noted_unless_it_may_be_a_damaged_image() {
+    let good = hex(GOLDEN_1);
+    let long = vec![b'x'; 200_000];
+    for tail in [&b"\n"[..], b"B", b"X=1\n", b"ubuntu_PASSWORD='x'\nUPDATE_ATF_UEFI=no\n", &long] {
+        let bytes = [&good[..], tail].concat();
+        assert!(read(&bytes, Policy::Strict).is_err());
+        for policy in [Policy::Vendor, Policy::Repairable] {
+            let found = read(&bytes, policy);
+            if tail == b"B" {
+                assert!(matches!(found, Err(BfbError::Damaged { fault: Fault::ShortHeader { have: 1 }, .. })));
+                continue;
+            }
+            let report = found.expect("installers read it");
+            assert_eq!((report.tail_len_bytes, report.len_bytes), (tail.len() as u64, bytes.len() as u64));
+            let note = report.notes[0].to_string();
+            let expected =
+                format!("offset {:#x} (end of image 1, initramfs-v0): {} bytes follow", good.len(), tail.len());
+            assert!(report.notes.len() == 1 && note.starts_with(&expected), "{note}");
+        }
+    }
+    // An image that the previous one announces is missing.
+    let mut damaged = good.clone();
+    damaged[32] ^= 1;
+    assert!(matches!(read(&damaged, Policy::Repairable), Err(BfbError::Damaged { offset: 32, .. })));
+    damaged[0] ^= 1;
+    assert!(matches!(read(&damaged, Policy::Repairable), Err(BfbError::Damaged { offset: 0, .. })));
+}
+
+#[test]
+fn image_for_a_later_card_is_read_but_no_card_takes_it() {
+    let bytes = build(&[("bl2-v2", b"a"), ("bl2-v3", b"b")]);
+    let report = read(&bytes, Policy::Strict).expect("no damage");
+    assert_eq!(report.entries[1].header.name.to_string(), "bl2-v3");
+    let takes = Generation::ALL.map(|card| report.serves(ImageId::BL2, card));
+    assert_eq!(takes, [false, false, true]);
+}
+
+#[test]
 fn image_names_parse_and_print() {
     let name = |text: &str| text.parse::<ImageName>();
     assert_eq!(name("boot-args-v2").map(|name| name.to_string()), Ok("boot-args-v2".into()));
     assert_eq!(name("image").map(|name| name.to_string()), Ok("image-v0".into()));
-    assert_eq!(name("boot-args-v3"), Err(ImageNameError::Version("boot-args-v3".into())));
+    assert_eq!(name("boot-args-v4"), Err(ImageNameError::Version("boot-args-v4".into())));
     assert_eq!(name("kernel"), Err(ImageNameError::Unknown("kernel".into())));
     assert_eq!(name("image-v"), Err(ImageNameError::Unknown("image-v".into())));
 }

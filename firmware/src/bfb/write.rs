@@ -163,14 +163,11 @@ impl Builder {
         self.images.len() < before
     }
 
-    /// Remove images that a card of this generation does not use.
+    /// Remove images that a card of this generation does not use: of each id, [one version](Generation::choose) stays.
     pub fn keep_for(&mut self, generation: Generation) {
-        let highest = self.images.values().fold([0_u8; 256], |mut highest, (name, _)| {
-            let highest_of_id = &mut highest[usize::from(name.id.0)];
-            *highest_of_id = name.version.max(*highest_of_id);
-            highest
-        });
-        self.images.retain(|_, (name, _)| generation.takes(name.version, highest[usize::from(name.id.0)]));
+        let names: Vec<_> = self.images.values().map(|(name, _)| *name).collect();
+        let versions = |id| names.iter().filter(move |name| name.id == id).map(|name| name.version);
+        self.images.retain(|_, (name, _)| generation.choose(versions(name.id)) == Some(name.version));
     }
 
     /// Return the images in the stream's order.

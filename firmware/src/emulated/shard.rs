@@ -11,14 +11,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Instant as Clock, SystemTime};
-use sumac_device::{BufferRef, Child, Event, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage, runtime};
+use sumac_device::{BufferRef, Child, Event, Hop, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage, runtime};
 use sumac_hal::ctrl::{DeviceCapabilities, GroupConfig, Refusal, Request, Response, ZeroCopyRefusal};
 use sumac_hal::hosted::HostedPort;
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::port::pcap::Pcap;
 use sumac_hal::port::trace::Tracer;
 use sumac_hal::port::{Addr, MulticastPort, Port, WaitPort};
-use sumac_hal::shard::Shard;
+use sumac_hal::shard::{MAX_SHARDS, Shard};
 use sumac_hal::time::Instant;
 use sumac_hal::udp::Waker;
 
@@ -154,6 +154,7 @@ struct Tables {
     groups: Vec<Option<sumac_device::Group>>,
     trees: Vec<Option<sumac_hal::ctrl::TreeConfig>>,
     children: Vec<Child>,
+    hops: Vec<Hop>,
     slots: Vec<Slot>,
     bytes: Vec<u8>,
     redo: Vec<RedoSlot>,
@@ -166,6 +167,7 @@ impl Tables {
             groups: (0..config.groups).map(|_| None).collect(),
             trees: (0..config.groups).map(|_| None).collect(),
             children: vec![Child::EMPTY; config.children as usize],
+            hops: vec![Hop::EMPTY; hops_per_group(config) * usize::from(config.groups)],
             slots: vec![Slot::EMPTY; config.slots as usize],
             bytes: vec![0; config.slot_memory_bytes],
             redo: vec![RedoSlot::EMPTY; if config.zero_copy.is_some() { config.slots as usize } else { 0 }],
@@ -178,6 +180,7 @@ impl Tables {
             groups: &mut self.groups,
             trees: &mut self.trees,
             children: &mut self.children,
+            hops: &mut self.hops,
             slots: &mut self.slots,
             bytes: &mut self.bytes,
         }
@@ -186,11 +189,17 @@ impl Tables {
     /// Create the node, with zero-copy storage if there are `functions`.
     fn node(&mut self, config: NodeConfig, functions: Option<&Functions>) -> Node<'_> {
         let Some(functions) = functions else { return Node::new(config, self.storage()) };
-        let Self { groups, trees, children, slots, bytes, redo, references } = self;
+        let Self { groups, trees, children, hops, slots, bytes, redo, references } = self;
         let (memory, capabilities) = functions.redo_memory();
         let references = ZeroCopyStorage { redo, buffers: references, memory, capabilities };
-        Node::with_zero_copy(config, Storage { groups, trees, children, slots, bytes }, references)
+        Node::with_zero_copy(config, Storage { groups, trees, children, hops, slots, bytes }, references)
     }
+}
+
+/// How many shards of a parent each group can have a hop to. The device of a host is undivided, whatever the devices
+/// above it are.
+fn hops_per_group(config: &BoardConfig) -> usize {
+    if config.ticket.is_some() && config.shards == 1 { MAX_SHARDS } else { 1 }
 }
 
 /// Buffer references of all groups: slots times children of each.

@@ -38,7 +38,9 @@ pub enum Refusal {
         generation: Generation,
     },
     /// The image is older than one that the card has had.
-    #[error("the image has epoch {epoch}, but the card has had epoch {had}: use --allow-rollback to go back")]
+    #[error(
+        "the image has epoch {epoch} (0 if it has no manifest), but the card has had epoch {had}: use --allow-rollback to go back"
+    )]
     Rollback {
         /// The image's epoch.
         epoch: u64,
@@ -110,12 +112,18 @@ pub enum Failure {
     #[error("the card has disappeared")]
     Gone,
     /// Neither success nor failure was seen in time.
-    #[error("not finished within {limit_s} s; the last stage was: {stage}", limit_s = limit.as_secs())]
+    #[error(
+        "not finished within {limit_s} s; the last stage was: {stage}{reported}",
+        limit_s = limit.as_secs(),
+        reported = error_line.as_ref().map_or_else(String::new, |line| format!("; the card had reported: {line}")),
+    )]
     TimeLimit {
         /// The limit for all stages.
         limit: Duration,
         /// The stage at that time.
         stage: Stage,
+        /// The last error in the boot log that did not end flashing.
+        error_line: Option<String>,
     },
     /// The boot log reports a failure.
     #[error("the boot log reports: {line}")]
@@ -187,7 +195,7 @@ impl Failure {
             Self::NotAttached => (
                 "not-attached",
                 11,
-                "stop rshim on the other side (the BMC over USB, or this host over PCIe), or take over the card with FORCE_CMD 1 in misc, and try again",
+                "stop rshim on the other side (the BMC over USB, or this host over PCIe), then restart it here, and try again",
             ),
             Self::NicMode => (
                 "nic-mode",
@@ -202,7 +210,7 @@ impl Failure {
             Self::DropMode => (
                 "drop-mode",
                 14,
-                "write DROP_MODE 0 to misc if no other side uses the card, or take it over with FORCE_CMD 1",
+                "write DROP_MODE 0 to misc if no other side uses the card, or take it over: write FORCE_CMD 1 to misc, which the driver accepts in drop mode only",
             ),
             Self::Busy => ("busy", 15, "find the process with `fuser -v` on the boot node, end it, and try again"),
             Self::OtherWriter => (
@@ -229,12 +237,12 @@ impl Failure {
                 LogKind::Panic => (
                     "log-panic",
                     21,
-                    "a boot stage stopped: one of its images is wrong or damaged. Flash a vendor's stream to recover the card",
+                    "a boot stage stopped: one of its images is wrong or damaged. Flash a vendor's stream to recover the card: sumac flash VENDOR.bfb --allow-unsigned --allow-rollback --until rebooting",
                 ),
                 LogKind::Exception => (
                     "log-exception",
                     22,
-                    "a boot stage was stopped by the processor: one of its images is wrong or damaged. Flash a vendor's stream to recover the card",
+                    "a boot stage was stopped by the processor: one of its images is wrong or damaged. Flash a vendor's stream to recover the card: sumac flash VENDOR.bfb --allow-unsigned --allow-rollback --until rebooting",
                 ),
                 LogKind::Assert => (
                     "log-assert",

@@ -30,13 +30,25 @@ impl Default for Limits {
     }
 }
 
+/// The length of what is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Length {
+    /// The images, in bytes.
+    pub images_bytes: u64,
+    /// What follows them, in bytes. No boot stage reads it, but the system that they boot may.
+    pub tail_bytes: u64,
+}
+
 /// What counts as success and as failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Goal {
     /// The boot log line that means success.
     pub until: Until,
-    /// Whether an `ERR` line of the boot log is only shown; worse lines always end flashing.
+    /// Whether an `ERR` line of a boot stage is only shown; worse lines always end flashing. Those of the card's Linux
+    /// (`ERR[MISC]`) never do.
     pub tolerates_errors: bool,
+    /// Whether the boot log stays after it was read. The card drops new lines once the log is full.
+    pub keeps_log: bool,
 }
 
 /// The boot log line that means success.
@@ -49,6 +61,8 @@ pub enum Until {
     LinuxUp,
     /// `Rebooting...`: a vendor's installer is done.
     Rebooting,
+    /// `In Enhanced NIC mode`: a card in NIC mode has taken a vendor's update.
+    NicMode,
 }
 
 impl Until {
@@ -57,6 +71,7 @@ impl Until {
             Self::Ready => kind == LogKind::Ready,
             Self::LinuxUp => matches!(kind, LogKind::Ready | LogKind::LinuxUp),
             Self::Rebooting => kind == LogKind::Rebooting,
+            Self::NicMode => kind == LogKind::NicMode,
         }
     }
 }

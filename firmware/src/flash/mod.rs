@@ -20,7 +20,7 @@ mod worker;
 pub use check::{RollbackPolicy, STREAM_MAX_BYTES, check, usable};
 pub use drive::{Image, Interrupter, Role, Workers};
 pub use failure::{Failure, Refusal, Stage};
-pub use messages::{Command, Event, Goal, Limits, Outcome, Progress, Restored, Until};
+pub use messages::{Command, Event, Goal, Length, Limits, Outcome, Progress, Restored, Until};
 pub use sealed::{SealError, SealedImage};
 pub use session::Session;
 pub use worker::{Contents, serve_boot, serve_misc};

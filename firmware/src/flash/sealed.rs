@@ -13,6 +13,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::process::Stdio;
 use thiserror::Error;
+use zeroize::Zeroizing;
 
 /// Why an image could not be copied and sealed.
 #[derive(Debug, Error)]
@@ -38,37 +39,23 @@ pub struct SealedImage {
 }
 
 impl SealedImage {
-    /// Copy a stream of at most [`STREAM_MAX_BYTES`], and `tail`, which follows it.
+    /// Copy a stream, and `tail`, which follows it, together of at most [`STREAM_MAX_BYTES`].
     ///
     /// # Errors
     /// [`SealError`].
-    pub fn copy(stream: impl Read, tail: &[u8]) -> Result<Self, SealError> {
+    pub fn copy(stream: impl Read, tail: impl Read) -> Result<Self, SealError> {
         Self::copy_within(stream, STREAM_MAX_BYTES, tail)
     }
 
-    fn copy_within(mut stream: impl Read, max_bytes: u64, tail: &[u8]) -> Result<Self, SealError> {
+    fn copy_within(stream: impl Read, max_bytes: u64, tail: impl Read) -> Result<Self, SealError> {
         let memory = |errno: rustix::io::Errno| SealError::Memory(errno.into());
         let file = memfd_create("sumac-image", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(memory)?;
         let mut file = File::from(file);
-        let mut buffer = vec![0; 1 << 20];
-        let mut len_bytes = 0;
-        loop {
-            let len = match stream.read(&mut buffer) {
-                Ok(0) => break,
-                Ok(len) => len,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(SealError::Read(error)),
-            };
-            len_bytes += len as u64;
-            if len_bytes > max_bytes {
-                return Err(SealError::TooLong);
-            }
-            io::Write::write_all(&mut file, &buffer[..len]).map_err(SealError::Memory)?;
-        }
-        io::Write::write_all(&mut file, tail).map_err(SealError::Memory)?;
+        let len_bytes = append(stream, max_bytes, &mut file)?;
+        let tail_len_bytes = append(tail, max_bytes - len_bytes, &mut file)?;
         let seals = SealFlags::WRITE | SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL;
         fcntl_add_seals(&file, seals).map_err(memory)?;
-        Ok(Self { file, len_bytes, tail_len_bytes: tail.len() as u64 })
+        Ok(Self { file, len_bytes, tail_len_bytes })
     }
 
     /// Return the stream's length in bytes.
@@ -97,6 +84,26 @@ impl SealedImage {
     }
 }
 
+/// Append at most `max_bytes`; return how many.
+fn append(mut from: impl Read, max_bytes: u64, file: &mut File) -> Result<u64, SealError> {
+    // A key may be in it.
+    let mut buffer = Zeroizing::new(vec![0; 1 << 20]);
+    let mut len_bytes = 0;
+    loop {
+        let len = match from.read(&mut buffer) {
+            Ok(0) => return Ok(len_bytes),
+            Ok(len) => len,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => return Err(SealError::Read(error)),
+        };
+        len_bytes += len as u64;
+        if len_bytes > max_bytes {
+            return Err(SealError::TooLong);
+        }
+        io::Write::write_all(file, &buffer[..len]).map_err(SealError::Memory)?;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -113,7 +120,7 @@ mod tests {
         let good: Vec<u8> = (0..100_000_u32).map(|at| at as u8).collect();
         std::fs::write(&path, &good).expect("written");
         let source = File::open(&path).expect("there");
-        let sealed = SealedImage::copy(&source, b"tail").expect("memory");
+        let sealed = SealedImage::copy(&source, &b"tail"[..]).expect("memory");
         let mut checked = Vec::new();
         sealed.reader().expect("it can be read").read_to_end(&mut checked).expect("it can be read");
         assert!(checked == good && sealed.len_bytes() == good.len() as u64);
@@ -128,7 +135,7 @@ mod tests {
 
     #[test]
     fn sealed_image_cannot_be_modified_through_its_descriptor() {
-        let sealed = SealedImage::copy(&b"checked"[..], b"").expect("memory");
+        let sealed = SealedImage::copy(&b"checked"[..], io::empty()).expect("memory");
         let again = std::fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", sealed.file.as_raw_fd()));
         let mut again = again.expect("the file's mode allows it");
         assert!(io::Write::write(&mut again, b"x").is_err() && again.set_len(0).is_err() && again.set_len(99).is_err());
@@ -142,9 +149,12 @@ mod tests {
         let mut read = 0;
         let endless = io::repeat(1).take(u64::MAX);
         let counted = Counted { inner: endless, read: &mut read };
-        assert!(matches!(SealedImage::copy_within(counted, 3 << 20, b""), Err(SealError::TooLong)));
+        assert!(matches!(SealedImage::copy_within(counted, 3 << 20, io::empty()), Err(SealError::TooLong)));
         assert!(read <= 4 << 20, "{read} bytes of an endless stream");
-        assert_eq!(SealedImage::copy_within(io::repeat(1).take(5), 5, b"tail").expect("it fits").len_bytes(), 5);
+        let sealed = SealedImage::copy_within(io::repeat(1).take(5), 9, &b"tail"[..]).expect("it fits");
+        assert_eq!((sealed.len_bytes(), sealed.tail_len_bytes()), (5, 4));
+        let long = SealedImage::copy_within(io::repeat(1).take(5), 8, &b"tail"[..]);
+        assert!(matches!(long, Err(SealError::TooLong)), "the limit is for both");
     }
 
     struct Counted<'a, R> {

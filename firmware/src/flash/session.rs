@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Invariants:
-//! - only a boot log line that appeared after the last byte was written counts as success. The log is read once at that
-//!   time, and those lines do not count;
+//! - only a boot log line that appeared after the last byte of the images was written counts as success. The log is
+//!   read once at that time, and those lines do not count. What follows the images must be written, too;
 //! - the first decisive line, event or time limit determines the outcome; later ones are only shown;
 //! - restoring has a time limit of its own, so that a driver that hangs cannot delay the end;
 //! - at most one command is in flight on each of the two nodes, `misc` and `boot`;
@@ -17,7 +17,7 @@
 //!   never reset, because it may be writing its own flash.
 
 use super::failure::{Failure, Stage};
-use super::messages::{Command, Event, Goal, Limits, Outcome, Progress, Restored};
+use super::messages::{Command, Event, Goal, Length, Limits, Outcome, Progress, Restored, Until};
 use crate::rshim::{LogKind, LogReader, Misc, Setting, kind_of};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -37,7 +37,14 @@ const CLOSED_POLLS: u32 = 10;
 pub struct Session {
     limits: Limits,
     goal: Goal,
+    /// The length of the images: the card boots once it has them.
+    images_len_bytes: u64,
+    /// The length of the images and of what follows them.
     len_bytes: u64,
+    /// The line that means success, if it came before the last byte of what follows the images.
+    reached: Option<String>,
+    /// The last error in the log that did not end flashing.
+    error_line: Option<String>,
     /// The settings in `misc` before.
     boot_mode_before: u32,
     display_level_before: u32,
@@ -87,14 +94,16 @@ enum Step {
 }
 
 impl Session {
-    /// Start flashing a stream of `len_bytes` bytes to a card with the settings `before`. The time limit counts from
-    /// `now`.
-    pub fn new(len_bytes: u64, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
-        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(true)];
+    /// Start flashing a stream of this length to a card with the settings `before`. The time limit counts from `now`.
+    pub fn new(length: Length, before: &Misc, goal: Goal, limits: Limits, now: Instant) -> Self {
+        let settings = [Setting::DisplayLevel(2), Setting::ClearOnRead(!goal.keeps_log)];
         Self {
             limits,
             goal,
-            len_bytes,
+            images_len_bytes: length.images_bytes,
+            len_bytes: length.images_bytes + length.tail_bytes,
+            reached: None,
+            error_line: None,
             // 0 was left behind by another tool; a card with it would wait for a stream for ever.
             boot_mode_before: before.boot_mode.filter(|mode| *mode != BOOT_MODE_RSHIM).unwrap_or(BOOT_MODE_EMMC),
             display_level_before: before.display_level.unwrap_or(0),
@@ -132,10 +141,15 @@ impl Session {
             Event::Wrote(bytes) => {
                 self.written_bytes += bytes;
                 self.shown.push_back(Progress::Written(self.written_bytes));
-                if self.written_bytes >= self.len_bytes && self.stage < Stage::Booting {
+                if self.written_bytes >= self.images_len_bytes && self.stage < Stage::Booting {
                     self.enter(Stage::Booting);
                     self.stale_readings = 1 + u32::from(self.is_misc_busy);
                     self.next_poll = now;
+                }
+                if self.written_bytes >= self.len_bytes
+                    && let Some(line) = self.reached.take()
+                {
+                    self.end(Ok(line), now);
                 }
             }
             Event::WriteFailed(errno) => self.end(Err(on_write(errno, self.stage)), now),
@@ -151,8 +165,8 @@ impl Session {
     pub fn handle_timeout(&mut self, now: Instant) {
         match &self.ending {
             None if now >= self.deadline => {
-                let (limit, stage) = (self.limits.total, self.stage);
-                self.end(Err(Failure::TimeLimit { limit, stage }), now);
+                let (limit, stage, error_line) = (self.limits.total, self.stage, self.error_line.take());
+                self.end(Err(Failure::TimeLimit { limit, stage, error_line }), now);
             }
             Some(ending) if now >= ending.deadline => {
                 let what =
@@ -327,14 +341,20 @@ impl Session {
             return;
         }
         match kind_of(&line) {
-            LogKind::NicMode => self.end(Err(Failure::NicMode), now),
-            LogKind::Error if self.goal.tolerates_errors => {}
+            LogKind::NicMode if self.goal.until != Until::NicMode => self.end(Err(Failure::NicMode), now),
+            LogKind::SystemError => self.error_line = Some(line),
+            LogKind::Error if self.goal.tolerates_errors => self.error_line = Some(line),
             kind @ (LogKind::Critical | LogKind::Error | LogKind::Assert | LogKind::Panic | LogKind::Exception) => {
                 self.end(Err(Failure::Log { kind, line }), now);
             }
             // A line from before the last byte cannot be about this stream.
             kind if self.stage == Stage::Booting && !is_stale && self.goal.until.is_reached_by(kind) => {
-                self.end(Ok(line), now);
+                if self.written_bytes >= self.len_bytes {
+                    self.end(Ok(line), now);
+                } else {
+                    // The system that is up reads what follows the images.
+                    self.reached = Some(line);
+                }
             }
             _ => {}
         }

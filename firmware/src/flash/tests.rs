@@ -1,12 +1,9 @@
 //! Sessions against a simulated card in virtual time: every failure, every stage that can hang, and what is restored.
 
 use super::*;
-use crate::bfb::{Builder, Generation, ImageName, Policy, Source};
-use crate::manifest::{self, Trust};
 use crate::rshim::{LogKind, Misc, Setting};
 use rustix::io::Errno;
 use std::collections::VecDeque;
-use std::io::Cursor;
 use std::time::Duration;
 use sumac_hal::time::Instant;
 
@@ -39,6 +36,8 @@ struct Card {
     notices_after: usize,
     /// The session's goal.
     tolerates_errors: bool,
+    /// The length of the images, if something follows them.
+    images_bytes: Option<u64>,
 }
 
 struct RunResult {
@@ -62,8 +61,10 @@ const LIMITS: Limits = Limits {
 
 fn run(card: Card, until: Until) -> RunResult {
     let before = Misc::parse(&format!("DISPLAY_LEVEL 1\nBOOT_MODE {}\nDEV_INFO BlueField-3(Rev 1)\n", card.boot_mode));
-    let goal = Goal { until, tolerates_errors: card.tolerates_errors };
-    let mut session = Session::new(LEN_BYTES, &before, goal, LIMITS, Instant::ZERO);
+    let goal = Goal { until, tolerates_errors: card.tolerates_errors, keeps_log: card.keeps_log && card.set.is_none() };
+    let length = Length { images_bytes: card.images_bytes.unwrap_or(LEN_BYTES), tail_bytes: 0 };
+    let length = Length { tail_bytes: LEN_BYTES - length.images_bytes, ..length };
+    let mut session = Session::new(length, &before, goal, LIMITS, Instant::ZERO);
     let mut now = Instant::ZERO;
     let mut answers: VecDeque<(Instant, Event)> = VecDeque::new();
     let mut signals: VecDeque<_> = card.signals_at.iter().map(|at| Instant::ZERO + *at).collect();
@@ -247,11 +248,65 @@ fn failure_line_ends_flashing_while_writing_and_while_booting() {
 
 #[test]
 fn tolerated_errors_do_not_end_flashing_but_worse_lines_do() {
-    let log = |worse: &'static str| vec![(0, "ERR[MISC]: a fan is loud"), (LEN_BYTES, worse), READY];
+    let log = |worse: &'static str| vec![(0, "ERR[UEFI]: a fan is loud"), (LEN_BYTES, worse), READY];
     let ran = run(Card { log: log("INFO[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
     assert_eq!(ran.outcome.result, Ok(READY.1.into()));
     let ran = run(Card { log: log("ASSERT[BL31]: x"), tolerates_errors: true, ..card() }, Until::Ready);
     assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Assert, .. }));
+}
+
+/// Installers go on after errors of optional parts; the line is named only if success never comes.
+#[test]
+fn errors_of_the_cards_linux_do_not_end_flashing() {
+    let error = "ERR[MISC]: no BMC firmware";
+    for until in [Until::Ready, Until::LinuxUp] {
+        let ran = run(Card { log: vec![(0, error), (LEN_BYTES, error), READY], ..card() }, until);
+        assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    }
+    let ran = run(Card { log: vec![(LEN_BYTES, error), LINUX_UP], ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    assert!(ran.failure().to_string().ends_with(&format!("the card had reported: {error}")), "{}", ran.failure());
+    let ran = run(Card { log: vec![(LEN_BYTES, "ERR[MISC]: CRITICAL ERROR: no disk")], ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::Log { kind: LogKind::Critical, .. }), "{:?}", ran.outcome);
+}
+
+#[test]
+fn kept_log_is_not_cleared_and_old_lines_do_not_count_twice() {
+    let old_log = vec!["INFO[MISC]: Linux up", READY.1];
+    let ran = run(Card { old_log: old_log.clone(), keeps_log: true, ..card() }, Until::Ready);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    let log = vec![(LEN_BYTES, "x"), READY];
+    let ran = run(Card { old_log, keeps_log: true, log, ..card() }, Until::Ready);
+    assert_eq!(ran.outcome.result, Ok(READY.1.into()));
+    assert!(!ran.settings.contains(&Setting::ClearOnRead(true)), "{:?}", ran.settings);
+}
+
+#[test]
+fn nic_mode_line_is_success_only_where_it_is_expected() {
+    let log = || vec![LINUX_UP, (LEN_BYTES, "INFO[MISC]: In Enhanced NIC mode")];
+    let ran = run(Card { log: log(), ..card() }, Until::NicMode);
+    assert_eq!(ran.outcome.result, Ok("INFO[MISC]: In Enhanced NIC mode".into()));
+    assert_eq!(*run(Card { log: log(), ..card() }, Until::Ready).failure(), Failure::NicMode);
+}
+
+/// The system in the images reads what follows them, and may be up before the last byte is written.
+#[test]
+fn success_before_the_tail_is_written_ends_flashing_after_its_last_byte() {
+    let images_bytes = Some(LEN_BYTES / 2);
+    for at in (LEN_BYTES / 2 + 20 * STEP_BYTES..=LEN_BYTES).step_by(10 * STEP_BYTES as usize) {
+        let ran = run(Card { images_bytes, log: vec![(at, LINUX_UP.1)], ..card() }, Until::LinuxUp);
+        assert_eq!((ran.outcome.result, ran.outcome.written_bytes), (Ok(LINUX_UP.1.into()), LEN_BYTES), "at {at}");
+        assert!(!ran.settings.contains(&Setting::Reset));
+    }
+    // Before the last byte of the images it is not about this stream.
+    let ran = run(Card { images_bytes, log: vec![(LEN_BYTES / 2 - STEP_BYTES, LINUX_UP.1)], ..card() }, Until::LinuxUp);
+    assert!(matches!(ran.failure(), Failure::TimeLimit { stage: Stage::Booting, .. }), "{:?}", ran.outcome);
+    // A tail that is not taken is no success, and the running system is not reset.
+    let write = Some((LEN_BYTES * 3 / 4, Errno::TIMEDOUT));
+    let log = vec![(LEN_BYTES * 5 / 8, LINUX_UP.1)];
+    let ran = run(Card { images_bytes, write, log, ..card() }, Until::LinuxUp);
+    assert_eq!(*ran.failure(), Failure::NotDraining);
+    assert!(!ran.settings.contains(&Setting::Reset));
 }
 
 #[test]
@@ -387,7 +442,7 @@ fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
         Failure::OtherWriter,
         Failure::NotDraining,
         Failure::Gone,
-        Failure::TimeLimit { limit, stage: Stage::Booting },
+        Failure::TimeLimit { limit, stage: Stage::Booting, error_line: None },
         log(LogKind::Error),
         log(LogKind::Panic),
         log(LogKind::Exception),
@@ -409,53 +464,4 @@ fn failures_have_unique_names_and_exit_statuses_listed_in_the_readme() {
             assert!(failure.exit_status() != other.exit_status() && failure.name() != other.name());
         }
     }
-}
-
-fn image(names: &[&str], len: usize) -> manifest::Checked {
-    let mut builder = Builder::new();
-    for name in names {
-        builder.insert(name.parse().expect("a name"), Source::Bytes(vec![1; len])).expect("fits");
-    }
-    let sealed = manifest::Manifest::of(&builder, "1", 5).and_then(|manifest| manifest.seal(None)).expect("sealed");
-    builder.insert(manifest::MANIFEST_IMAGE, Source::Bytes(sealed)).expect("fits");
-    let mut out = Cursor::new(Vec::new());
-    builder.write_to(&mut out).expect("memory takes it");
-    manifest::check(out.get_ref().as_slice(), Policy::Strict, Trust::AnySigner).expect("whole")
-}
-
-#[test]
-fn image_for_another_card_or_older_epoch_is_refused() {
-    let policy = RollbackPolicy { had_epoch: None, allow_rollback: false };
-    let card = |info: &str| Misc::parse(&format!("DEV_INFO        {info}\n"));
-    let for_three = image(&["bl2-v2", "image"], 10);
-    let checked = |misc: &Misc, policy| check(&for_three, misc, policy);
-    assert_eq!(checked(&card("BlueField-3(Rev 1)"), policy), Ok(Generation::BlueField3));
-    let generation = Generation::BlueField2;
-    assert_eq!(checked(&card("BlueField-2(Rev 1)"), policy), Err(Refusal::Generation { generation }));
-    for unknown in ["BlueField-4(Rev 0)", "ConnectX"] {
-        assert!(matches!(checked(&card(unknown), policy), Err(Refusal::UnknownCard { .. })));
-    }
-    let three = card("BlueField-3(Rev 1)");
-    let had = |had| RollbackPolicy { had_epoch: Some(had), allow_rollback: false };
-    assert!(checked(&three, had(5)).is_ok());
-    assert_eq!(checked(&three, had(6)), Err(Refusal::Rollback { epoch: 5, had: 6 }));
-    assert!(checked(&three, RollbackPolicy { had_epoch: Some(6), allow_rollback: true }).is_ok());
-    let mut long = image(&["bl2", "image"], 10);
-    long.report.len_bytes = STREAM_MAX_BYTES + 1;
-    assert!(matches!(check(&long, &three, policy), Err(Refusal::TooLong { .. })));
-    let mut other = image(&["bl2", "image"], 10);
-    other.manifest.as_mut().expect("is there").board = "toaster".into();
-    assert!(matches!(check(&other, &three, policy), Err(Refusal::Board { .. })));
-    let name: ImageName = "bl2-v2".parse().expect("a name");
-    assert!(for_three.report.find(name).is_some());
-}
-
-#[test]
-fn card_in_nic_secure_or_drop_mode_is_refused() {
-    let usable = |line: &str| usable(&Misc::parse(line));
-    assert_eq!(usable("BF_MODE         DPU mode\nDROP_MODE       0 (0:normal, 1:drop)\n"), Ok(()));
-    assert_eq!(usable(""), Ok(()));
-    assert_eq!(usable("BF_MODE         NIC mode\n"), Err(Failure::NicMode));
-    assert_eq!(usable("SECURE_NIC_MODE 1 (0:no, 1:yes)\n"), Err(Failure::SecureMode));
-    assert_eq!(usable("DROP_MODE       1 (0:normal, 1:drop)\n"), Err(Failure::DropMode));
 }

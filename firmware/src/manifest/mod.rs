@@ -159,11 +159,13 @@ pub enum ManifestError {
     Write(#[from] WriteError),
 }
 
-/// Read and check a whole stream, and compare it with its manifest.
+/// Read and check a whole stream, and compare it with its manifest. With [`Trust::Key`], the policy is
+/// [`Policy::Strict`] in any case, because no signature covers what the others tolerate.
 ///
 /// # Errors
 /// The first damage; with [`Trust::Key`], also a missing manifest or a missing signature by the key.
 pub fn check(stream: impl Read, policy: Policy, trust: Trust<'_>) -> Result<Checked, ManifestError> {
+    let policy = if matches!(trust, Trust::Key(_)) { Policy::Strict } else { policy };
     let mut whole = Hashing { inner: stream, digest: Sha256::new() };
     let mut digests: Vec<Sha256> = Vec::new();
     let mut sealed = Vec::new();

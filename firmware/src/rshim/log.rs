@@ -1,7 +1,8 @@
 //! The boot log: the meaning of lines, and detection of new ones.
 //!
-//! The log is a scratch buffer of 1 KiB on the card that every boot stage writes to, and it wraps: lines that are not
-//! read in time are lost. So a missing line proves nothing, and only lines that were read count.
+//! The log is a scratch buffer of 1 KiB on the card that every boot stage writes to. When it is full, the *newest* text
+//! is cut or dropped until the host reads and clears it (Linux, drivers/platform/mellanox/mlxbf-bootctl.c:
+//! `rsh_log_store`). So a missing line proves nothing, and only lines that were read count.
 
 /// The meaning of a boot log line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +22,8 @@ pub enum LogKind {
     Critical,
     /// A boot stage reports an error.
     Error,
+    /// The card's Linux reports an error, such as an installer that goes on without an optional part.
+    SystemError,
     /// A boot stage stopped at a failed assertion.
     Assert,
     /// A boot stage stopped.
@@ -41,6 +44,8 @@ pub fn kind_of(line: &str) -> LogKind {
         ("rebooting...", LogKind::Rebooting),
     ];
     let levels = [
+        // The driver gives no other module to what Linux writes.
+        ("err[misc]", LogKind::SystemError),
         ("err[", LogKind::Error),
         ("assert[", LogKind::Assert),
         ("assert(", LogKind::Assert),
@@ -105,7 +110,8 @@ mod tests {
             ("INFO[MISC]: rebooting soon", LogKind::Plain),
             ("INFO[MISC]: In Enhanced NIC mode", LogKind::NicMode),
             ("ERR[BL1]: PSC error -60", LogKind::Error),
-            ("ERR[MISC]: DPU is ready for nothing", LogKind::Error),
+            ("ERR[UEFI]: PXE error", LogKind::Error),
+            ("ERR[MISC]: DPU is ready for nothing", LogKind::SystemError),
             ("ASSERT[BL2]: ddr.c:12", LogKind::Assert),
             ("PANIC(BL31): PC = 0x0000000000001234", LogKind::Panic),
             ("Exception(BL2): syndrome = 0x96000010", LogKind::Exception),

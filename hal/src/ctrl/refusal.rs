@@ -68,8 +68,11 @@ pub enum Refusal {
         /// The maximum.
         limit: u32,
     },
-    /// The parent has a different number of shards.
-    #[error("the parent has {parent} shards and this device {own}; the numbers must be equal")]
+    /// The parent has a different number of shards, and this device is not undivided or lacks room for a hop to each.
+    #[error(
+        "the parent has {parent} shards and this device {own}; the numbers must be equal, or this device have one, and \
+         room for a hop to each of the parent's"
+    )]
     Shards {
         /// Shards of the parent: the number of its addresses.
         parent: u16,

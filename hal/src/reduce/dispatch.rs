@@ -45,6 +45,7 @@ macro_rules! dispatched {
 dispatched! {
     load(source: Dtype, acc: &mut [u8], src: &[u8]), "Set f32 accumulators to elements of a narrower float type.";
     combine(source: Dtype, op: ReduceOp, acc: &mut [u8], src: &[u8]), "Combine elements of type `source` into accumulators.";
+    sum_last(acc: &mut [u8], src: &[u8]), "Add the last contribution of f32, and finish.";
     finish(dtype: Dtype, op: ReduceOp, ranks: u32, acc: &mut [u8]), "Finish accumulators as wide as `dtype`, in place.";
     store(dtype: Dtype, op: ReduceOp, ranks: u32, dst: &mut [u8], acc: &[u8]), "Finish f32 accumulators as a narrower float type.";
     scale(dtype: Dtype, scale: Scale, dst: &mut [u8], src: &[u8]), "Multiply elements.";
@@ -161,6 +162,12 @@ pub(in crate::reduce) mod portable {
             ReduceOp::MinLoc => for_pair!(source, same(Min, acc, src)),
             ReduceOp::MaxLoc => for_pair!(source, same(Max, acc, src)),
         }
+    }
+
+    /// `acc = round(acc + src)`.
+    #[inline(always)]
+    pub(in crate::reduce) fn sum_last(acc: &mut [u8], src: &[u8]) {
+        loops::combine_last::<f32, f32, 4, 4, _>(Sum, acc, src);
     }
 
     /// `acc = round(epilogue(acc))`. Does nothing if that has no effect or `dtype` is narrower than its accumulator.

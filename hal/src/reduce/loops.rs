@@ -35,6 +35,19 @@ where
     }
 }
 
+/// `acc = round(acc op widen(src))`, for elements as wide as their accumulators.
+#[inline(always)]
+pub(super) fn combine_last<E, A, const NE: usize, const NA: usize, O>(_: O, acc: &mut [u8], src: &[u8])
+where
+    E: Element<A, NE>,
+    A: Accumulator<NA> + Element<A, NA>,
+    O: Operator<A>,
+{
+    for (a, s) in acc.as_chunks_mut::<NA>().0.iter_mut().zip(src.as_chunks::<NE>().0) {
+        *a = A::round(O::apply(A::from_le(*a), E::widen(*s)));
+    }
+}
+
 /// `dst = round(epilogue(acc))`.
 #[inline(always)]
 pub(super) fn store<E, A, const NE: usize, const NA: usize>(epilogue: impl Epilogue<A>, dst: &mut [u8], acc: &[u8])

@@ -78,7 +78,7 @@ use crate::op::{Dtype, ReduceOp};
 
 /// The arithmetic of one operator on elements of one type.
 ///
-/// A kernel is two bytes and `Copy`. Its methods panic if the lengths of slices do not match, like
+/// A kernel is four bytes and `Copy`. Its methods panic if the lengths of slices do not match, like
 /// [`slice::copy_from_slice`]. Check untrusted lengths with [`Kernel::count`] first.
 ///
 /// ```
@@ -95,6 +95,9 @@ use crate::op::{Dtype, ReduceOp};
 pub struct Kernel {
     dtype: Dtype,
     op: ReduceOp,
+    /// The size of an element, and of an accumulator, as a power of two.
+    element_log2: u8,
+    accumulator_log2: u8,
 }
 
 /// Why elements cannot be scaled ([`Kernel::scale`]).
@@ -127,7 +130,13 @@ impl Kernel {
     /// [`Kernel::unsupported_reason`].
     #[inline]
     pub const fn new(dtype: Dtype, op: ReduceOp) -> Option<Self> {
-        if Self::unsupported_reason(dtype, op).is_some() { None } else { Some(Self { dtype, op }) }
+        if Self::unsupported_reason(dtype, op).is_some() {
+            return None;
+        }
+        let values = if op.is_located() { 2 } else { 1 };
+        let element_log2 = (dtype.size_bytes() * values).trailing_zeros() as u8;
+        let accumulator_log2 = (dtype.accumulator().size_bytes() * values).trailing_zeros() as u8;
+        Some(Self { dtype, op, element_log2, accumulator_log2 })
     }
 
     /// Return why an element type and an operator are not supported together, for error messages; `None` if they are.
@@ -173,6 +182,7 @@ impl Kernel {
     }
 
     /// Return the size of an accumulator, and of an element of a partial result, in bytes.
+    #[inline]
     pub const fn accumulator_bytes(&self) -> usize {
         self.source_bytes(true)
     }
@@ -180,7 +190,12 @@ impl Kernel {
     /// Return the size of a source's element, in a partial result or a contribution, in bytes.
     #[inline]
     pub const fn source_bytes(&self, partial: bool) -> usize {
-        self.source(partial).size_bytes() * if self.op.is_located() { 2 } else { 1 }
+        1 << self.source_log2(partial)
+    }
+
+    #[inline]
+    const fn source_log2(&self, partial: bool) -> u8 {
+        if partial { self.accumulator_log2 } else { self.element_log2 }
     }
 
     /// Return whether the bits of a result depend on the order in which contributions are combined, because they round.
@@ -190,9 +205,10 @@ impl Kernel {
     }
 
     /// Return the number of elements in a source of `len_bytes` bytes, or `None` if it is not a whole number.
+    #[inline]
     pub const fn count(&self, len_bytes: usize, partial: bool) -> Option<usize> {
-        let size_bytes = self.source_bytes(partial);
-        if len_bytes.is_multiple_of(size_bytes) { Some(len_bytes / size_bytes) } else { None }
+        let log2 = self.source_log2(partial);
+        if len_bytes & ((1 << log2) - 1) == 0 { Some(len_bytes >> log2) } else { None }
     }
 
     /// Set the accumulators to the first contribution: `acc = src`, element by element.
@@ -202,6 +218,7 @@ impl Kernel {
     /// # Panics
     /// If `src` is not a whole number of elements, or `acc` does not hold exactly as many.
     #[track_caller]
+    #[inline]
     pub fn load(&self, acc: &mut [u8], src: &[u8], partial: bool) {
         self.check(acc.len(), src.len(), partial);
         let source = self.source(partial);
@@ -217,9 +234,27 @@ impl Kernel {
     /// # Panics
     /// As [`Kernel::load`].
     #[track_caller]
+    #[inline]
     pub fn combine(&self, acc: &mut [u8], src: &[u8], partial: bool) {
         self.check(acc.len(), src.len(), partial);
         dispatch::combine(self.source(partial), self.op, acc, src);
+    }
+
+    /// Add the last contribution and finish, in one pass: what [`Kernel::combine`] does, and then [`Kernel::finish`]
+    /// with the whole of `acc`. Returns false, and does nothing, where that takes two passes: it takes one for sums of
+    /// f32.
+    ///
+    /// # Panics
+    /// As [`Kernel::load`].
+    #[track_caller]
+    #[inline]
+    pub fn combine_last(&self, acc: &mut [u8], src: &[u8], partial: bool) -> bool {
+        let takes_one = self.dtype as u8 == Dtype::F32 as u8 && self.op as u8 == ReduceOp::Sum as u8;
+        if takes_one {
+            self.check(acc.len(), src.len(), partial);
+            dispatch::sum_last(acc, src);
+        }
+        takes_one
     }
 
     /// Convert the first `count` accumulators in `bytes` to results, in place, and return the length of the results.
@@ -303,18 +338,26 @@ impl Kernel {
     }
 
     #[track_caller]
+    #[inline]
     fn check(&self, acc_len_bytes: usize, other_len_bytes: usize, partial: bool) {
-        let acc_size_bytes = self.accumulator_bytes();
-        let fits = self.count(other_len_bytes, partial).is_some_and(|count| {
-            acc_len_bytes.is_multiple_of(acc_size_bytes) && acc_len_bytes / acc_size_bytes == count
-        });
-        assert!(
-            fits,
+        let (acc_log2, log2) = (self.accumulator_log2, self.source_log2(partial));
+        // Most elements are as long as their accumulators.
+        let is_whole = acc_len_bytes & ((1 << acc_log2) - 1) == 0;
+        let is_same = acc_len_bytes == other_len_bytes && acc_log2 == log2;
+        if !is_whole || !is_same && self.count(other_len_bytes, partial) != Some(acc_len_bytes >> acc_log2) {
+            self.mismatch(acc_len_bytes, other_len_bytes, partial);
+        }
+    }
+
+    #[cold]
+    #[track_caller]
+    fn mismatch(&self, acc_len_bytes: usize, other_len_bytes: usize, partial: bool) -> ! {
+        panic!(
             "{acc_len_bytes} bytes of {} accumulators and {other_len_bytes} bytes of {} are not equally many elements: \
              check untrusted lengths with Kernel::count",
             self.accumulator(),
             self.source(partial)
-        );
+        )
     }
 }
 

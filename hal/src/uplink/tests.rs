@@ -151,4 +151,41 @@ proptest! {
             }
         }
     }
+
+    /// Runs of answers, in order and not, taken at once where that is allowed.
+    #[test]
+    fn answers_taken_in_order_leave_the_state_of_answers_one_by_one(
+        runs in prop::collection::vec((0_u64..6, 0_u64..12, prop::bool::weighted(0.7)), 0..40),
+    ) {
+        let (mut one_by_one, mut at_once) = (Uplink::new(TIMERS, 1), Uplink::new(TIMERS, 1));
+        for (i, &(gap, len, is_in_order)) in runs.iter().enumerate() {
+            let now = at(100 * i as u64);
+            for up in [&mut one_by_one, &mut at_once] {
+                let sent_below = up.sent_below();
+                let end = (sent_below + 9).min(up.answered_below() + 200);
+                (sent_below..end).for_each(|n| up.on_sent(n, now));
+            }
+            let first = one_by_one.answered_below() + if is_in_order { 0 } else { gap };
+            let takes_at_once = at_once.is_in_order();
+            let mut taken = 0;
+            for local in first..first + len {
+                let fresh = one_by_one.on_answer(local, now);
+                while one_by_one.next_gap(16).is_some() {}
+                if takes_at_once && taken == local - first && at_once.take_in_order(local) {
+                    prop_assert!(fresh);
+                    taken += 1;
+                    continue;
+                }
+                if taken > 0 {
+                    at_once.note_answers(now);
+                }
+                prop_assert_eq!(at_once.on_answer(local, now), fresh);
+                while at_once.next_gap(16).is_some() {}
+            }
+            if taken > 0 {
+                at_once.note_answers(now);
+            }
+            prop_assert_eq!(&one_by_one, &at_once);
+        }
+    }
 }

@@ -35,6 +35,19 @@ impl Lead {
         packet.first_chunk().is_some_and(|header| shared(header) == self.shared)
     }
 
+    /// Return the header that was parsed last.
+    #[inline]
+    pub const fn repr(&self) -> &Repr {
+        &self.repr
+    }
+
+    /// Return the seq of a packet that the lead [`leads`](Lead::leads); it may be damaged.
+    #[inline]
+    pub fn seq_of(&self, packet: &[u8]) -> Option<ChunkNo> {
+        let header = packet.first_chunk::<SHORT_HEADER_LEN>()?;
+        Some(ChunkNo(u64::from_le_bytes(read(header, field::SEQ.start))))
+    }
+
     /// Parse a packet that the lead [`leads`](Lead::leads): return its header, its payload, and the payload's checksum.
     /// Flags that were added to the lead's header stay.
     ///

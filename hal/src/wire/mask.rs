@@ -30,6 +30,7 @@ impl RankMask {
     }
 
     /// Return whether the set is empty.
+    #[inline]
     pub fn is_empty(&self) -> bool {
         *self == Self::EMPTY
     }

@@ -49,6 +49,7 @@ mod header;
 mod lead;
 mod mask;
 mod packet;
+mod template;
 #[cfg(test)]
 mod tests;
 
@@ -57,6 +58,7 @@ pub use header::{Flags, Kind, NakReason, Repr, StragglerLimit, pack_op, unpack_o
 pub use lead::Lead;
 pub use mask::RankMask;
 pub use packet::{Header, Packet, WireError, payload_crc};
+pub use template::{ChunkFields, Template};
 
 #[cfg(test)]
 pub(crate) use packet::field_ranges;

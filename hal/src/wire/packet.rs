@@ -1,8 +1,7 @@
 //! [`Packet`]: a packet's fields, read and written in place.
 
 use super::{Flags, HEADER_LEN, MAGIC, SHORT_HEADER_LEN, VERSION, crc32c};
-use crate::crc::crc32c_array;
-use crate::ids::ChildIndex;
+use crate::crc::{ShortWords, crc32c_header, crc32c_packet};
 use core::ops::Deref;
 use thiserror::Error;
 
@@ -64,6 +63,7 @@ pub struct Header {
 impl Deref for Header {
     type Target = [u8];
 
+    #[inline]
     fn deref(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
     }
@@ -181,30 +181,31 @@ pub(super) const fn header_len(flags: u8) -> usize {
 }
 
 /// Return the packet's checksum: over the header before the checksum field, followed by the payload's checksum.
+#[inline]
 fn packet_crc(header: &[u8], payload_crc: u32) -> u32 {
-    if let Ok(short) = <&[u8; SHORT_HEADER_LEN]>::try_from(header) {
-        return packet_crc_of(short, payload_crc);
+    if let Some(short) = short_words(header) {
+        return crc32c_header(short, payload_crc);
     }
-    let mut full = [0; HEADER_LEN];
-    full.copy_from_slice(header);
-    packet_crc_of(&full, payload_crc)
+    let mut full = [[0; 8]; HEADER_LEN / 8];
+    full.as_flattened_mut().copy_from_slice(header);
+    crc32c_header(&full, payload_crc)
 }
 
-/// The same for a length that the compiler knows: the copy is a few moves.
-fn packet_crc_of<const LEN: usize>(header: &[u8; LEN], payload_crc: u32) -> u32 {
-    let mut bytes = *header;
-    bytes[LEN - size_of::<u32>()..].copy_from_slice(&payload_crc.to_le_bytes());
-    crc32c_array(&bytes)
+/// Return the words of a header in the short form.
+#[inline]
+fn short_words(header: &[u8]) -> Option<&ShortWords> {
+    header.as_chunks().0.try_into().ok()
 }
 
 /// Return header, payload and the payload's checksum of a packet with a short header, if it is intact. The caller has
 /// checked magic, version and form.
+#[inline]
 pub(super) fn check_short(packet: &[u8]) -> Result<(&[u8; SHORT_HEADER_LEN], &[u8], u32), WireError> {
     let truncated = WireError::Truncated { len: packet.len(), header_len: SHORT_HEADER_LEN };
-    let (header, payload) = packet.split_first_chunk().ok_or(truncated)?;
-    let payload_crc = payload_crc(payload);
+    let (header, payload) = packet.split_first_chunk::<SHORT_HEADER_LEN>().ok_or(truncated)?;
+    let words = short_words(header).ok_or(truncated)?;
+    let (computed, payload_crc) = crc32c_packet(words, payload);
     let found = u32::from_le_bytes([header[44], header[45], header[46], header[47]]);
-    let computed = packet_crc_of(header, payload_crc);
     if found != computed {
         return Err(WireError::Checksum { found, computed });
     }
@@ -293,18 +294,13 @@ impl Header {
         Self { bytes, len: len as u8 }
     }
 
-    /// Return the header of the same Result to another child, given the [`payload_crc`]; `None` if it is not in the
-    /// short form, where child and key are all that differs.
-    pub fn to_child(&self, child: ChildIndex, key: u64, payload_crc: u32) -> Option<Self> {
-        if usize::from(self.len) != SHORT_HEADER_LEN {
-            return None;
-        }
-        let mut header = *self;
-        let short: &mut [u8; SHORT_HEADER_LEN] = header.bytes.first_chunk_mut()?;
-        short[field::CHILD.start] = child.0 as u8;
-        short[field::KEY].copy_from_slice(&key.to_le_bytes());
-        let crc = packet_crc_of(short, payload_crc);
-        short[SHORT_HEADER_LEN - size_of::<u32>()..].copy_from_slice(&crc.to_le_bytes());
-        Some(header)
+    /// Return the header of these fields in the short form with its checksum.
+    #[inline]
+    pub(super) fn of_short(short: &[u8; SHORT_HEADER_LEN], payload_crc: u32) -> Self {
+        let mut bytes = [0; HEADER_LEN];
+        bytes[..SHORT_HEADER_LEN].copy_from_slice(short);
+        let crc = packet_crc(short, payload_crc);
+        bytes[SHORT_HEADER_LEN - size_of::<u32>()..SHORT_HEADER_LEN].copy_from_slice(&crc.to_le_bytes());
+        Self { bytes, len: SHORT_HEADER_LEN as u8 }
     }
 }

@@ -1,6 +1,7 @@
 //! The command line: subcommands and the texts of `--help`.
 
 use crate::board::{EmulateArgs, LogArgs};
+use crate::calibrate::{self, CalibrateArgs};
 use crate::card::CardArgs;
 use crate::chaos::ChaosArgs;
 use crate::collective::{AllGatherArgs, AllReduceArgs, BroadcastArgs, ReduceScatterArgs};
@@ -16,6 +17,7 @@ use crate::run::{BecomeArgs, RunArgs};
 use crate::selftest::SelftestArgs;
 use crate::server::{ControllerArgs, DeviceArgs};
 use crate::status::StatusArgs;
+use crate::topology::TopologyArgs;
 use clap::{ArgAction, Parser, Subcommand};
 
 /// In-network reduction: run, measure, plan and inspect
@@ -53,6 +55,11 @@ pub(crate) enum Command {
     /// place where that is measured.
     #[command(after_long_help = perf::HELP)]
     Perf(Box<PerfArgs>),
+    /// Measure a cluster and write the cost table by which `auto` selects
+    ///
+    /// Every algorithm takes turns at every size. Without a launcher, clusters of emulated devices are started here.
+    #[command(after_long_help = calibrate::HELP)]
+    Calibrate(CalibrateArgs),
     /// Reduce arrays from .npy or .safetensors files, one rank process per file
     ///
     /// All inputs are checked before anything starts: names, shapes and element types must be the same. Arrays in .npy
@@ -146,6 +153,11 @@ pub(crate) enum Command {
     /// Picks the root and the tree with the fewest levels and the least link sharing, within the limits of each node.
     #[command(after_long_help = PLAN_HELP)]
     Plan(PlanArgs),
+    /// Show, compare and generate fabrics
+    ///
+    /// A fabric is what `plan`, `controller` and `perf` take as --topology: raw output of ibnetdiscover, an ibsim .net
+    /// file, TOML, Slurm's topology.conf, or NetQ's topology graph in JSON. Its content tells the format.
+    Topology(TopologyArgs),
     /// Check this machine's capabilities
     ///
     /// Each line is ok, warn (works below its potential), missing (this machine has none), not built (this build of the
@@ -219,6 +231,8 @@ ENVIRONMENT
   SUMAC_KEY_FILE       the file with the key to connect to the controller with, for device, status and selftest;
                        `-` is stdin
   SUMAC_KEY            the key itself
+  SUMAC_OPERATOR_KEY_FILE
+                       the file with an operator's key, for status and selftest; beats SUMAC_KEY_FILE and SUMAC_KEY there
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
@@ -304,6 +318,12 @@ EXAMPLES
   sumac run -n 4 -- ./train --epochs 3
   sumac run -n 8 --devices 2 --label -- python3 train.py
   sumac run -n 4 -- sumac perf
+
+KEYS
+  The controller serves only who has a key. Ranks find theirs by SUMAC_KEY_FILE, and `sumac status` and `selftest` among them
+  that of an operator by SUMAC_OPERATOR_KEY_FILE: names of memory that this user alone can open, as long as the command runs.
+  Stderr names the controller and the `sumac status` that watches it from elsewhere. The ranks' key is good for the tenant that
+  SUMAC_TENANT names.
 
 EXIT STATUS
   0 all ranks returned 0; 1 a rank failed, which is named, or the controller or a device did; 2 invalid usage or
@@ -393,13 +413,15 @@ EXIT STATUS
 
 const PLAN_HELP: &str = "\
 EXAMPLES
-  sumac plan --topology fabric.ibnetdiscover --hosts 16
+  sumac plan --topology fabric.ibnetdiscover --hosts 16 --exclude '*-login-*'
+  sumac plan --topology topology.conf --hosts 'n[0-63]'
   sumac plan --topology fabric.toml --hosts n1,n2,n7 --json
   sumac plan --topology fabric.ibnetdiscover --hosts all --dot | dot -Tsvg > tree.svg
 
 JSON
-  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}]. The root is
-  level 0 and has a null parent. children are names of nodes and `rank N`.";
+  levels root max_children max_link_sharing nodes[{name,level,parent,children}] ranks[{rank,host,leaf}] selected[]
+  assumptions[]. The root is level 0 and has a null parent. children are names of nodes and `rank N`. selected says what
+  was taken of the fabric and what was left out, assumptions what its file does not say; both are sentences.";
 
 const FLASH_HELP: &str = "\
 EXAMPLES

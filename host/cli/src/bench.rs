@@ -5,7 +5,7 @@
 //! previous result.
 
 use crate::exit::Failure;
-use crate::job::{Case, Measured, Recovery, Report, now_ns, report};
+use crate::job::{Case, Measured, Recovery, Report, Turns, now_ns, report};
 use crate::stats;
 use crate::workload::{Check, MemoryKind, Placement, Placements, Workload};
 use anyhow::anyhow;
@@ -14,7 +14,7 @@ use std::io;
 use std::time::{Duration, Instant};
 use sumac::select::TreeTransport;
 use sumac::{Algo, CallOptions, Communicator, Outcome, Transport};
-use sumac_hal::op::OpDesc;
+use sumac_hal::op::{Collective, OpDesc};
 
 /// Return the transport to the tree, if there is one.
 ///
@@ -30,6 +30,37 @@ pub(crate) fn tree_transport(
         Some(why) if is_required && is_explicit => Err(Failure::Run(anyhow!("--transport {requested}: {why}"))),
         _ => Ok(explanation.transport),
     }
+}
+
+/// Measure cases of one operation in turns, and return a report for each. Results are checked before and after the
+/// first turn.
+pub(crate) fn measure_in_turns(
+    communicator: &Communicator,
+    memory: MemoryKind,
+    turns: &Turns,
+) -> Result<Vec<Report>, Failure> {
+    let mut bench = Bench {
+        communicator,
+        warmup: 1,
+        iterations: turns.iterations,
+        check: Check::Ends,
+        placements: Placements::InPlace,
+        announced: None,
+        memory,
+        iteration: 0,
+        workload: None,
+    };
+    let placement = |case: &Case| bench_placement(case.collective);
+    let mut reports =
+        turns.cases.iter().map(|case| bench.measure(case, placement(case))).collect::<Result<Vec<_>, _>>()?;
+    for _ in 1..turns.rounds {
+        for (case, report) in turns.cases.iter().zip(&mut reports) {
+            if let Report::Measured(measured) = report {
+                bench.repeat(case, measured)?;
+            }
+        }
+    }
+    Ok(reports)
 }
 
 /// The state that is kept from case to case.
@@ -49,7 +80,22 @@ pub(crate) struct Bench<'a> {
     pub(crate) workload: Option<(OpDesc, Workload)>,
 }
 
+/// Where buffers lie in a calibration: in place, as gradients are reduced, unless the collective has no such form.
+fn bench_placement(collective: Collective) -> Placement {
+    Placements::InPlace.of(collective).first().copied().unwrap_or(Placement::InPlace)
+}
+
 impl Bench<'_> {
+    /// Measure the case again whose operation was measured last, without checks.
+    fn repeat(&mut self, case: &Case, sum: &mut Measured) -> Result<(), Failure> {
+        let Some((desc, mut workload)) = self.workload.take() else { return Ok(()) };
+        let options = CallOptions { algo: Some(case.algo), ..CallOptions::default() };
+        workload.clear();
+        let outcome = (0..self.iterations).try_for_each(|_| self.timed(&mut workload, &options, Some(&mut *sum)));
+        self.workload = Some((desc, workload));
+        outcome.map_err(|error| failed(case, &error))
+    }
+
     /// Measure a case. The warm-up does not count.
     pub(crate) fn measure(&mut self, case: &Case, placement: Placement) -> Result<Report, Failure> {
         let desc = case.desc();

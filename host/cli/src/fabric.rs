@@ -1,50 +1,113 @@
-//! Fabric descriptions: files, or stdin for `-`.
+//! Fabric descriptions: files, or stdin for `-`, and the hosts that are taken of them.
 
+use crate::exit::Failure;
 use anyhow::{Context, ensure};
+use clap::Args;
 use std::io::{self, Read};
-use std::path::Path;
-use sumac::topo::Fabric;
-
-/// The longest description that is read from stdin, in bytes.
-const STDIN_MAX_BYTES: u64 = 64 << 20;
+use std::path::{Path, PathBuf};
+use sumac::topo::{FILE_MAX_BYTES, Fabric, Inside, Selection, Taken, Unit, Which};
 
 /// Read a fabric, and return the text as well if it came from stdin, which cannot be read twice.
 ///
-/// The name of a file tells its format; on stdin, the text does.
+/// The content tells the format. In a fabric without aggregation nodes, a device is assumed at each switch;
+/// [`Fabric::assumptions`] says so.
 ///
 /// # Errors
 /// A message that names the file or stdin, and the line of an error in the text.
 pub(crate) fn read(path: &Path) -> anyhow::Result<(Fabric, Option<String>)> {
     if path.as_os_str() != "-" {
-        return Ok((Fabric::read(path)?, None));
+        return Ok((Fabric::read(path)?.with_devices_assumed(), None));
     }
     let mut bytes = Vec::new();
-    let read = io::stdin().take(STDIN_MAX_BYTES + 1).read_to_end(&mut bytes);
+    let read = io::stdin().take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes);
     read.context("cannot read the fabric from stdin")?;
-    ensure!(bytes.len() as u64 <= STDIN_MAX_BYTES, "stdin: the fabric has more than {} MiB", STDIN_MAX_BYTES >> 20);
+    ensure!(bytes.len() as u64 <= FILE_MAX_BYTES, "stdin: the fabric has more than {} MiB", FILE_MAX_BYTES >> 20);
     // Node descriptions in dumps are arbitrary bytes from the devices.
     let text = String::from_utf8_lossy(&bytes).into_owned();
-    let fabric = if is_toml(&text) { Fabric::from_toml(&text) } else { Fabric::from_ibnetdiscover(&text) };
-    Ok((fabric.context("stdin")?, Some(text)))
+    let fabric = Fabric::from_text(&text).context("stdin")?;
+    Ok((fabric.with_devices_assumed(), Some(text)))
 }
 
-/// Tell TOML from a dump. A fabric in TOML is made of tables in arrays; no line of a dump looks like the head of one.
-fn is_toml(text: &str) -> bool {
-    text.lines().any(|line| line.trim_start().starts_with("[[")) || text.parse::<toml::Table>().is_ok()
+/// The fabric of a command that only reads it.
+#[derive(Debug, Args)]
+pub(crate) struct FabricArgs {
+    /// Fabric description, told by its content: raw output of ibnetdiscover, an ibsim .net file, TOML, Slurm's
+    /// topology.conf, or NetQ's topology graph in JSON; `-` reads it from stdin
+    #[arg(long, value_name = "FILE")]
+    topology: PathBuf,
+    /// What is inside servers: a topology of NCCL in XML (NCCL_TOPO_DUMP_FILE), for the servers that match, as in
+    /// `dgx-*=h100.xml`, or for the one whose adapters have its GUIDs; may be repeated
+    #[arg(long, value_name = "[SERVER=]FILE")]
+    inside: Vec<String>,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl FabricArgs {
+    /// Read the fabric, log its warnings, and join what is inside its servers.
+    ///
+    /// # Errors
+    /// Invalid input, with the file's name.
+    pub(crate) fn read(&self) -> Result<Fabric, Failure> {
+        let (mut fabric, _) = read(&self.topology).map_err(Failure::Input)?;
+        for warning in fabric.warnings() {
+            tracing::warn!("{}: {warning}", self.topology.display());
+        }
+        for given in &self.inside {
+            let (servers, file) = match given.split_once('=') {
+                Some((servers, file)) => (Some(servers), file),
+                None => (None, given.as_str()),
+            };
+            let inside = read_inside(Path::new(file)).map_err(Failure::Input)?;
+            let joined = fabric.join_inside(servers, &inside).with_context(|| format!("--inside {given}"));
+            let count = joined.map_err(Failure::Input)?.len();
+            let (gpus, adapters) = (inside.gpus.len(), inside.adapters.len());
+            note!("{file}: {gpus} GPUs and {adapters} adapters, inside {count} servers");
+        }
+        Ok(fabric)
+    }
+}
 
-    #[test]
-    fn format_is_told_from_the_text() {
-        let dump = include_str!("../../tests/fixtures/two-leaves.ibnetdiscover");
-        assert!(!is_toml(dump));
-        // The port lines of a dump begin with a bracket, too.
-        assert!(dump.lines().any(|line| line.starts_with('[')), "{dump}");
-        assert!(is_toml("# a fabric\n[[switch]]\nname = \"leaf0\"\n"));
-        assert!(is_toml("# with an error\n[[switch]]\nname = leaf0\n"), "its error is one in TOML");
-        assert!(is_toml("switch = [{ name = \"leaf0\" }]\n"));
+/// Read what is inside a server.
+fn read_inside(path: &Path) -> anyhow::Result<Inside> {
+    let context = || path.display().to_string();
+    let file = std::fs::File::open(path).with_context(context)?;
+    let mut text = String::new();
+    file.take(INSIDE_MAX_BYTES + 1).read_to_string(&mut text).with_context(context)?;
+    ensure!(text.len() as u64 <= INSIDE_MAX_BYTES, "{}: more than {} MiB", path.display(), INSIDE_MAX_BYTES >> 20);
+    Inside::from_nccl(&text).with_context(context)
+}
+
+/// The longest topology of a server in bytes.
+const INSIDE_MAX_BYTES: u64 = 16 << 20;
+
+/// The hosts of a tree.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(crate) struct HostArgs {
+    /// Hosts: the first N servers in natural name order, a list such as n1,n[4-7] of servers, adapters and GUIDs, or
+    /// `all`; a server is one rank, whatever its adapters
+    #[arg(long, value_name = "N|LIST", required_unless_present = "adapters")]
+    hosts: Option<Which>,
+    /// Hosts, by single adapters: each is a rank
+    #[arg(long, value_name = "N|LIST", conflicts_with = "hosts")]
+    adapters: Option<Which>,
+    /// Servers, adapters or GUIDs to leave out, as in `n[1-4]` or `*-login-*`; may be repeated
+    #[arg(long, value_name = "PATTERN")]
+    exclude: Vec<String>,
+}
+
+impl HostArgs {
+    /// Take the hosts.
+    ///
+    /// # Errors
+    /// Invalid input.
+    pub(crate) fn take(&self, fabric: &Fabric) -> Result<Taken, Failure> {
+        let (unit, which) = match (&self.hosts, &self.adapters) {
+            (_, Some(which)) => (Unit::Adapter, which),
+            (Some(which), None) => (Unit::Server, which),
+            // clap requires one of them.
+            (None, None) => (Unit::Server, &Which::All),
+        };
+        let selection = Selection { unit, which: which.clone(), exclude: self.exclude.clone() };
+        selection.resolve(fabric).map_err(Failure::input)
     }
 }

@@ -25,6 +25,7 @@ mod address;
 mod args;
 mod bench;
 mod board;
+mod calibrate;
 mod card;
 mod chaos;
 mod cluster;
@@ -55,6 +56,7 @@ mod server;
 mod size;
 mod stats;
 mod status;
+mod topology;
 mod worker;
 mod workload;
 
@@ -84,6 +86,7 @@ fn main() -> ExitCode {
     logging::init(cli.verbose);
     let outcome = match cli.command {
         Command::Perf(args) => perf::run(*args, cli.verbose),
+        Command::Calibrate(args) => calibrate::run(&args, cli.verbose),
         Command::AllReduce(args) => collective::all_reduce(&args, cli.verbose),
         Command::ReduceScatter(args) => collective::reduce_scatter(&args, cli.verbose),
         Command::AllGather(args) => collective::all_gather(&args, cli.verbose),
@@ -96,6 +99,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Key(args) => key::run(&args),
         Command::Plan(args) => plan::run(&args),
+        Command::Topology(args) => topology::run(&args),
         Command::Doctor(args) => doctor::run(&args, &Cli::command()),
         Command::Completions(args) => generate::completions(&Cli::command(), &args),
         Command::Man(args) => generate::man(&Cli::command(), &args),

@@ -1,22 +1,19 @@
 //! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
 
 use crate::exit::Failure;
-use crate::fabric;
+use crate::fabric::{FabricArgs, HostArgs};
 use clap::Args;
 use serde::Serialize;
 use std::io::{self, Write};
-use std::path::PathBuf;
 use sumac::plan::{self, Child, HostSelection, Limits, Plan};
 
 /// `sumac plan`.
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Fabric description: raw output of ibnetdiscover, an ibsim .net file, or TOML; `-` reads it from stdin
-    #[arg(long, value_name = "FILE")]
-    topology: PathBuf,
-    /// Hosts: the first N in natural name order, a comma-separated list of names or GUIDs, or `all`
-    #[arg(long, value_name = "N|LIST")]
-    hosts: HostSelection,
+    #[command(flatten)]
+    fabric: FabricArgs,
+    #[command(flatten)]
+    hosts: HostArgs,
     /// Maximum number of children of an aggregation node
     #[arg(long, value_name = "N", default_value_t = Limits::default().max_children)]
     max_children: usize,
@@ -30,19 +27,27 @@ pub(crate) struct PlanArgs {
 
 /// Plan the tree and print it.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
-    let (fabric, _) = fabric::read(&args.topology).map_err(Failure::Input)?;
-    for warning in fabric.warnings() {
-        tracing::warn!("{}: {warning}", args.topology.display());
-    }
+    let fabric = args.fabric.read()?;
+    let taken = args.hosts.take(&fabric)?;
+    // By name, which is unique: the order of the hosts is that of the ranks.
+    let hosts = HostSelection::Named(taken.hosts.iter().map(|host| fabric.host(*host).name.clone()).collect());
     let limits = Limits { max_children: args.max_children, ..Limits::default() };
-    let plan = plan::plan(&fabric, &args.hosts, &limits).map_err(Failure::input)?;
+    let plan = plan::plan(&fabric, &hosts, &limits).map_err(Failure::input)?;
+    let selected = taken.describe(&fabric);
+    let assumptions: Vec<String> = fabric.assumptions().iter().map(ToString::to_string).collect();
     let mut out = io::stdout().lock();
     if args.json {
-        serde_json::to_writer_pretty(&mut out, &PlanJson::new(&plan)).map_err(io::Error::from)?;
+        let json = PlanJson { selected, assumptions, ..PlanJson::new(&plan) };
+        serde_json::to_writer_pretty(&mut out, &json).map_err(io::Error::from)?;
         writeln!(out)?;
+    } else if args.dot {
+        // Comments of DOT, so that a drawing tells them too.
+        assumptions.iter().try_for_each(|assumed| writeln!(out, "// assumed: {assumed}"))?;
+        out.write_all(plan.to_dot().as_bytes())?;
     } else {
-        let text = if args.dot { plan.to_dot() } else { plan.to_text() };
-        out.write_all(text.as_bytes())?;
+        selected.iter().try_for_each(|line| writeln!(out, "{line}"))?;
+        assumptions.iter().try_for_each(|assumed| writeln!(out, "assumed: {assumed}"))?;
+        out.write_all(plan.to_text().as_bytes())?;
     }
     Ok(out.flush()?)
 }
@@ -56,6 +61,10 @@ struct PlanJson<'a> {
     max_link_sharing: usize,
     nodes: Vec<NodeJson<'a>>,
     ranks: Vec<RankJson<'a>>,
+    /// What was taken of the fabric and what was left out, a sentence each.
+    selected: Vec<String>,
+    /// What the fabric's source does not say, a sentence each.
+    assumptions: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -95,6 +104,8 @@ impl<'a> PlanJson<'a> {
             max_link_sharing: plan.max_link_sharing,
             nodes: plan.nodes.iter().map(node).collect(),
             ranks: plan.ranks.iter().map(rank).collect(),
+            selected: Vec::new(),
+            assumptions: Vec::new(),
         }
     }
 }

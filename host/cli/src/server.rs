@@ -41,10 +41,14 @@ pub(crate) struct ControllerArgs {
     /// Accept only peers with keys of this store, which `sumac key new` makes; it is read again when it changes
     #[arg(long, value_name = "FILE")]
     keys: Option<PathBuf>,
-    /// The fabric to plan on (an ibnetdiscover dump or TOML); `-` reads it from stdin. Without it, every device is a
+    /// The fabric to plan on (see `sumac topology --help`); `-` reads it from stdin. Without it, every device is a
     /// switch to which all hosts are connected
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
+    /// Cost table by which `auto` selects, as `sumac calibrate` writes it. Without it, constants of the emulator are
+    /// used for jobs on one host and those of data sheets for others
+    #[arg(long, value_name = "FILE")]
+    costs: Option<PathBuf>,
     /// Algorithms by size that override the cost table: a TOML file of `[[override]]` tables with the key `path` and
     /// the optional keys `collective`, `min_bytes` and `max_bytes`. The first match applies
     #[arg(long, value_name = "FILE")]
@@ -182,9 +186,8 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     config.keys_file = args.keys.clone();
     config.fabric =
         args.topology.as_deref().map(fabric::read).transpose().map_err(Failure::Input)?.map(|(fabric, _)| fabric);
-    if let Some(path) = &args.overrides {
-        config.table = read_overrides(config.table, path).map_err(Failure::Input)?;
-    } else if args.prefer_tree {
+    config.table = read_costs(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
+    if args.prefer_tree {
         config.table = config.table.with_overrides(TREE_OVERRIDE).map_err(Failure::input)?;
     }
     config.lease = Duration::from_secs(args.lease_s);
@@ -350,8 +353,10 @@ fn raise_descriptor_limit(connections: usize) {
 /// An upper bound of what a controller has open besides its connections.
 const OTHER_DESCRIPTORS: u64 = 64;
 
-/// Read an override file into a cost table.
-pub(crate) fn read_overrides(table: CostTable, path: &Path) -> anyhow::Result<CostTable> {
+/// Read the cost table and the overrides, as far as there are files.
+pub(crate) fn read_costs(costs: Option<&Path>, overrides: Option<&Path>) -> anyhow::Result<CostTable> {
+    let table = costs.map(crate::calibrate::read_table).transpose()?.unwrap_or_else(CostTable::emulated);
+    let Some(path) = overrides else { return Ok(table) };
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     table.with_overrides(&text).with_context(|| path.display().to_string())
 }

@@ -1,6 +1,6 @@
 //! `sumac rank` (hidden): one rank, which runs the job that its supervisor sends. [`crate::bench`] measures.
 
-use crate::bench::{Bench, tree_transport};
+use crate::bench::{Bench, measure_in_turns, tree_transport};
 use crate::collective;
 use crate::exit::Failure;
 use crate::job::{Explained, RankJob, Report, Work, report};
@@ -27,7 +27,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     // A job that only explains shows the refusal.
     let is_required = !matches!(job.work, Work::Explain { .. });
     let transport = tree_transport(job.transport, is_required, &communicator)?;
-    report(&Report::Joined { transport })?;
+    report(&Report::Joined { transport, facts: communicator.facts() })?;
     match &job.work {
         &Work::Perf { ref cases, warmup, iterations, memory, check, placements, announced } => {
             let mut bench = Bench {
@@ -45,6 +45,11 @@ pub(crate) fn run() -> Result<(), Failure> {
                 for &placement in placements.of(case.collective) {
                     report(&bench.measure(case, placement)?)?;
                 }
+            }
+        }
+        Work::InTurns { groups, memory } => {
+            for group in groups {
+                measure_in_turns(&communicator, *memory, group)?.iter().try_for_each(report)?;
             }
         }
         Work::Explain { cases } => {

@@ -279,7 +279,7 @@ fn plan_prints_the_documented_keys() {
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let plan: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
     let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>().join(" ");
-    assert_eq!(keys(&plan), "levels max_children max_link_sharing nodes ranks root");
+    assert_eq!(keys(&plan), "assumptions levels max_children max_link_sharing nodes ranks root selected");
     assert_eq!(keys(&plan["nodes"][0]), "children level name parent");
     assert_eq!(keys(&plan["ranks"][0]), "host leaf rank");
     assert_eq!((&plan["nodes"][0]["name"], plan["ranks"].as_array().map(Vec::len)), (&plan["root"], Some(2)));

@@ -19,7 +19,7 @@ fn subcommands() -> Vec<String> {
         let names = names.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
         names.map(|name| [args, &[name]].concat().join("-")).collect()
     };
-    let all = [of(&[]), of(&["image"]), of(&["card"])].concat();
+    let all = [of(&[]), of(&["image"]), of(&["card"]), of(&["topology"]), of(&["topology", "generate"])].concat();
     for known in ["perf", "status", "completions", "image-run", "card-list"] {
         assert!(all.iter().any(|name| name == known), "{all:?}");
     }
@@ -33,7 +33,9 @@ fn completions_of_every_shell_name_every_subcommand() {
         assert_eq!((exit_status(&output), stderr(&output)), (0, String::new()), "{shell}");
         let script = stdout(&output);
         for name in subcommands() {
-            let nested = ["image-", "card-"].iter().find_map(|prefix| name.strip_prefix(prefix));
+            let nested = ["image-", "card-", "topology-generate-", "topology-"]
+                .iter()
+                .find_map(|prefix| name.strip_prefix(prefix));
             assert!(script.contains(nested.unwrap_or(&name)), "{shell} does not complete {name}");
         }
         for hidden in ["rshim-worker", "rshim__worker"] {
@@ -51,7 +53,10 @@ fn bash_completes_subcommands() {
     let script = stdout(&sumac(&["completions", "bash"]));
     let ask =
         format!("{script}\nCOMP_WORDS=(sumac stat) COMP_CWORD=1; _sumac sumac stat sumac; echo \"${{COMPREPLY[@]}}\"");
-    let output = Command::new("bash").args(["-c", &ask]).stdin(Stdio::null()).output().expect("bash");
+    // In a file: the script is longer than an argument may be.
+    let dir = Dir::new("bash");
+    let file = dir.write("ask", ask.as_bytes());
+    let output = Command::new("bash").arg(&file).stdin(Stdio::null()).output().expect("bash");
     assert_eq!(stdout(&output).trim(), "status", "{}", stderr(&output));
 }
 

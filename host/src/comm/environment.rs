@@ -322,7 +322,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 37] = [
+const KNOWN: [&str; 38] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -340,6 +340,7 @@ const KNOWN: [&str; 37] = [
     "SUMAC_KEY_FILE",
     "SUMAC_LOCAL_RANK",
     "SUMAC_LOG",
+    "SUMAC_OPERATOR_KEY_FILE",
     "SUMAC_ORDER",
     "SUMAC_PORT",
     "SUMAC_RANK",

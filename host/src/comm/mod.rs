@@ -116,7 +116,7 @@ pub use split::SplitError;
 
 use crate::controller::proto::QueuePosition;
 use crate::engine::{Core, Notices, SharedCore, join};
-use crate::select::{Algo, Explanation};
+use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
 use std::time::Duration;
 use sumac_hal::op::OpDesc;
@@ -195,15 +195,29 @@ impl Communicator {
         Canceller { notices: Arc::clone(self.core.notices()) }
     }
 
+    /// Return what the costs of operations depend on.
+    pub fn facts(&self) -> JobFacts {
+        match self.lock() {
+            Ok(core) => core.facts(),
+            // This process was forked: it is no rank.
+            Err(_) => JobFacts { ranks: self.size(), ranks_per_host: 1, tree: None },
+        }
+    }
+
     /// Explain which path an operation would take, the cost of each candidate, and why others are ruled out. Runs
     /// nothing.
     pub fn explain(&self, desc: &OpDesc, algo: Algo) -> Explanation {
         match self.lock() {
             Ok(core) => core.explain(desc, &CallOptions { algo: Some(algo), ..CallOptions::default() }),
             // No path is available: this process was forked.
-            Err(_) => {
-                Explanation { requested: algo, candidates: Vec::new(), chosen: None, overridden: None, transport: None }
-            }
+            Err(_) => Explanation {
+                requested: algo,
+                candidates: Vec::new(),
+                chosen: None,
+                overridden: None,
+                transport: None,
+                origin: Origin::DataSheets,
+            },
         }
     }
 

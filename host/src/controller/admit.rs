@@ -3,7 +3,9 @@
 //! [`draft`] sends nothing: it plans with what the ledger has available. Its result is claimed in the ledger and then
 //! reserved on the devices with [`Placement::reservation`].
 
+mod alike;
 mod attach;
+mod facts;
 mod paths;
 mod request;
 mod size;
@@ -18,7 +20,6 @@ use super::proto::{JoinRequest, TreeMembership};
 use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
 use crate::plan::{Child, DeviceLimits, HostSelection, Limits, Plan, plan};
-use crate::select::TreeFacts;
 use crate::topo::Fabric;
 use crate::transport::local::HostGroups;
 use std::collections::BTreeMap;
@@ -45,6 +46,8 @@ pub(super) struct PlacedNode {
     children: u16,
     /// The children that use zero-copy.
     zero_copy: ChildMask,
+    /// The group's slots in each shard.
+    slots: u16,
     /// The group's slot memory in each shard, in bytes.
     memory_bytes: u64,
     /// The group's redo memory, in bytes.
@@ -55,6 +58,16 @@ impl PlacedNode {
     /// Whether the device receives packets over RDMA verbs.
     fn over_verbs(&self) -> bool {
         self.device.over_verbs()
+    }
+
+    /// The number of the device's shards.
+    fn shards(&self) -> u16 {
+        self.device.announce.data_addrs.len() as u16
+    }
+
+    /// How many slots the group needs in each shard for a window of so many chunks.
+    fn slots_for(&self, window: u64) -> u64 {
+        Shard::new(0, self.shards()).map_or(0, |shard| 2 * shard.max_in_window(window))
     }
 }
 
@@ -77,7 +90,6 @@ pub(super) struct Placement {
     /// How many ranks use RDMA.
     rdma_ranks: u32,
     window_max: u16,
-    slots: u16,
     chunk_len_bytes: u16,
     #[cfg(feature = "planted")]
     pub(super) bug: Option<sumac_hal::planted::Bug>,
@@ -240,29 +252,12 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         parent,
         children: children.len() as u16,
         zero_copy: ChildMask::EMPTY,
+        slots: 0,
         memory_bytes: 0,
         redo_memory_bytes: 0,
     });
     let nodes: Vec<_> = nodes.collect();
-    let shards = |node: &PlacedNode| node.device.announce.data_addrs.len();
-    if let Some(other) = nodes.iter().find(|node| shards(node) != shards(&nodes[0])) {
-        let (root, here) = (shards(&nodes[0]), shards(other));
-        return Err(format!(
-            "device {} has {here} shards, device {} has {root}; all devices of a tree need the same number",
-            other.device.name(),
-            nodes[0].device.name()
-        ));
-    }
-    let kind = |node: &PlacedNode| if node.over_verbs() { "over verbs" } else { "over UDP" };
-    if let Some(other) = nodes.iter().find(|node| node.over_verbs() != nodes[0].over_verbs()) {
-        return Err(format!(
-            "device {} receives {}, device {} {}; all devices of a tree must receive the same way",
-            other.device.name(),
-            kind(other),
-            nodes[0].device.name(),
-            kind(&nodes[0])
-        ));
-    }
+    alike::check(&nodes)?;
     Ok(Placement {
         group,
         tree,
@@ -275,7 +270,6 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         hosts: shape.hosts,
         rdma_ranks: 0,
         window_max: 0,
-        slots: 0,
         chunk_len_bytes: 0,
         #[cfg(feature = "planted")]
         bug: ids.bug,
@@ -312,10 +306,12 @@ impl Placement {
         Some(SharedLink { addr: node.shared?, key })
     }
 
-    /// The multicast address and key of the node's parent.
+    /// The multicast address and key of the node's parent. A node with fewer shards would get the results of the first
+    /// shard only.
     fn parent_shared(&self, node: &PlacedNode) -> Option<SharedLink> {
         let (parent, _) = node.parent?;
-        self.shared_link(&self.nodes[parent])
+        let parent = &self.nodes[parent];
+        self.shared_link(parent).filter(|_| parent.shards() == node.shards())
     }
 
     /// Choose chunk and window for what is available, and whether results are multicast.
@@ -346,22 +342,24 @@ impl Placement {
 
     /// The group's claim on each device.
     pub(super) fn claim(&self, tenant: &str) -> Claim {
-        Claim { group: self.group, tenant: tenant.to_owned(), needs: self.needs(u64::from(self.slots)) }
+        Claim { group: self.group, tenant: tenant.to_owned(), needs: self.needs(u64::from(self.window_max)) }
     }
 
     /// The minimum that the group needs: a window of one chunk.
     pub(super) fn minimum_needs(&self) -> Needs {
-        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
-        self.needs(shard.map_or(0, |shard| 2 * shard.max_in_window(1)))
+        self.needs(1)
     }
 
-    fn needs(&self, slots: u64) -> Needs {
-        let most = u64::from(self.slots).max(1);
-        let need = |node: &PlacedNode| Resources {
-            groups: 1,
-            slots,
-            memory_bytes: node.memory_bytes / most * slots,
-            redo_memory_bytes: node.redo_memory_bytes / most * slots,
+    /// What the group needs for a window of so many chunks.
+    fn needs(&self, window: u64) -> Needs {
+        let need = |node: &PlacedNode| {
+            let (slots, most) = (node.slots_for(window), u64::from(node.slots).max(1));
+            Resources {
+                groups: 1,
+                slots,
+                memory_bytes: node.memory_bytes / most * slots,
+                redo_memory_bytes: node.redo_memory_bytes / most * slots,
+            }
         };
         self.nodes.iter().map(|node| (node.device.key(), need(node))).collect()
     }
@@ -393,27 +391,12 @@ impl Placement {
             shared: node.shared,
             parent_shared: self.parent_shared(node),
             window_max: self.window_max,
-            slots: self.slots,
+            slots: node.slots,
             chunk_len_bytes: self.chunk_len_bytes,
             ranks: NonZeroU32::new(self.ranks.len() as u32).unwrap_or(NonZeroU32::MIN),
             lease_ms: u32::try_from(config.lease.as_millis()).unwrap_or(u32::MAX),
             timers: config.timers.into(),
             zero_copy: node.zero_copy,
-        }
-    }
-
-    /// The tree's properties that path selection uses.
-    pub(super) fn facts(&self) -> TreeFacts {
-        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
-        TreeFacts {
-            levels: self.levels,
-            max_children: self.max_children,
-            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
-            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
-            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
-            zero_copy_ranks: self.zero_copy_ranks(),
-            rdma_ranks: self.rdma_ranks,
-            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
         }
     }
 

@@ -97,10 +97,19 @@ pub(super) const fn is_standby(error: &ClientError) -> bool {
 /// Connect to one of the addresses. A controller that is too busy for a key exchange, or ends it, is tried again for a
 /// while.
 pub(super) fn connect(controller: &ControllerAddr, addr: SocketAddr, hello: &Hello) -> Result<Link, ClientError> {
+    connect_within(controller, addr, hello, CONNECT_TIMEOUT)
+}
+
+fn connect_within(
+    controller: &ControllerAddr,
+    addr: SocketAddr,
+    hello: &Hello,
+    limit: Duration,
+) -> Result<Link, ClientError> {
     let began = Instant::now();
     loop {
-        match connect_once(controller, addr, hello, CONNECT_TIMEOUT) {
-            Err(ClientError::Key { source, .. }) if is_busy(&source) && began.elapsed() < CONNECT_TIMEOUT => {
+        match connect_once(controller, addr, hello, limit) {
+            Err(ClientError::Key { source, .. }) if is_busy(&source) && began.elapsed() < limit => {
                 std::thread::sleep(BUSY_INTERVAL);
             }
             connected => return connected,
@@ -160,7 +169,7 @@ pub(super) fn report_to_peer(
     report: PeerReport,
     timeout: Duration,
 ) -> Result<PeerReport, ClientError> {
-    let (mut stream, mut reader) = connect_once(controller, controller.addr, &Hello::Client, timeout)?;
+    let (mut stream, mut reader) = connect_within(controller, controller.addr, &Hello::Client, timeout)?;
     stream.get_ref().set_read_timeout(Some(timeout)).map_err(StreamError::from)?;
     send(&mut stream, &ClientRequest::Peer(report))?;
     match reader.recv()? {

@@ -62,12 +62,6 @@ impl Device {
     pub(super) fn over_verbs(&self) -> bool {
         matches!(self.announce.data_addrs.first(), Some(Addr::Verbs(_)))
     }
-
-    /// Whether it can be above host devices in a tree: all its devices have equally many shards, and receive the same
-    /// way, and host devices have one shard and receive over UDP.
-    pub(super) fn accepts_host_devices(&self) -> bool {
-        self.announce.data_addrs.len() == 1 && !self.over_verbs()
-    }
 }
 
 /// The response to a request that was awaited.

@@ -41,6 +41,9 @@ pub struct Limits {
     pub connections: usize,
     /// Maximum number of key exchanges in progress. If exceeded, the oldest one is ended.
     pub handshakes: usize,
+    /// How many key exchanges a second may fail, once as many as may be in progress have failed. One address takes at
+    /// most half of either number. Connections beyond them are closed unread; peers with a key try again.
+    pub handshake_rate: u32,
     /// Maximum number of jobs, including sub-communicators.
     pub jobs: usize,
     /// Maximum number of connected devices.
@@ -69,6 +72,7 @@ impl Default for Limits {
         Self {
             connections: 20_000,
             handshakes: 1024,
+            handshake_rate: 2000,
             jobs: 4096,
             devices: 1024,
             peer_output_bytes: 4 << 20,

@@ -144,7 +144,7 @@ impl ControllerConfig {
             keys: None,
             keys_file: None,
             fabric: None,
-            table: CostTable::EMULATED,
+            table: CostTable::emulated(),
             window_bytes: 1 << 20,
             zero_copy_window_chunks: 32,
             chunk_max_bytes: 60 * 1024 - 16,

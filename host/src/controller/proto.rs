@@ -119,6 +119,8 @@ pub struct HostLead {
     pub device: String,
     /// Proves to the controller that it has asked this rank.
     pub proof: JobSecret,
+    /// Whether the device has to receive over RDMA verbs, as those above it do.
+    pub over_verbs: bool,
 }
 
 impl HostLead {

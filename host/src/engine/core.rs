@@ -16,7 +16,7 @@ use super::options::{CallOptions, Outstanding, Recoveries};
 use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
 use crate::exec::{ExecError, JobSecret};
-use crate::select::Explanation;
+use crate::select::{Explanation, JobFacts};
 use crate::transport::local::HostDevice;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
 use std::sync::Arc;
@@ -131,6 +131,11 @@ impl Core {
         let algo = options.algo.unwrap_or(self.data.config.algo);
         let found = self.data.selection.explain(desc, algo, self.notices().queue_position());
         self.data.policy(options).apply(desc, found)
+    }
+
+    /// Return what the costs of operations depend on.
+    pub(crate) fn facts(&self) -> JobFacts {
+        self.data.selection.context().facts()
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {

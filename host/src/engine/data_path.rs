@@ -322,7 +322,8 @@ impl DataPath {
 
     /// Return what applies to a call, beside its operation.
     pub(super) fn policy<'c>(&'c self, options: &'c CallOptions) -> Policy<'c> {
-        Policy::new(options, &self.config, &self.tree)
+        let shards = self.selection.context().tree.as_ref().map_or(1, |facts| facts.shards);
+        Policy::new(options, &self.config, (&self.tree, shards))
     }
 
     /// Return the algorithms that the path of a call is selected among.

@@ -22,6 +22,7 @@ use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
 use crate::transport::path::PathToProbe;
+use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,6 +53,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
+    let ranks_per_host = ranks_per_host(&membership.mesh);
     let secret = membership.secret;
     let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh)?);
     let channel = (may_recover && world > 1).then(|| {
@@ -64,6 +66,7 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
     channel.iter().for_each(|channel| notices.set_inbox(Arc::clone(channel.inbox())));
     let selection = SelectionContext {
         ranks: world,
+        ranks_per_host,
         order: config.order,
         tree: membership.tree.as_ref().map(|tree| tree.facts).map_err(Clone::clone),
         declared: Declared::new(membership.expression, world, config.order)
@@ -96,6 +99,13 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         ended: None,
     };
     Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded, host_device }))
+}
+
+/// Return the number of ranks on the busiest host, told by their addresses.
+fn ranks_per_host(mesh: &[SocketAddr]) -> u32 {
+    let mut hosts = BTreeMap::new();
+    mesh.iter().for_each(|addr| *hosts.entry(addr.ip()).or_insert(0_u32) += 1);
+    hosts.into_values().max().unwrap_or(1)
 }
 
 /// What the controller may ask of this rank while it joins.
@@ -159,6 +169,7 @@ fn start_host_device(config: &JoinConfig, host: HostLead) -> Result<HostDevice, 
     let device = HostDeviceConfig {
         key: config.key.clone(),
         udp: config.udp,
+        verbs: host.over_verbs.then(|| config.verbs.clone().unwrap_or_else(|| "auto".into())),
         ..HostDeviceConfig::new(host.device, ticket, controllers, config.bind)
     };
     starter.start(device).map_err(|error| error.to_string())

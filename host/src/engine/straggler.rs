@@ -47,16 +47,18 @@ pub(super) struct Policy<'c> {
     options: &'c CallOptions,
     config: &'c JoinConfig,
     tree: &'c TreeEnd,
+    /// The maximum number of shards of the tree's devices.
+    shards: u16,
 }
 
 impl<'c> Policy<'c> {
-    pub(super) fn new(options: &'c CallOptions, config: &'c JoinConfig, tree: &'c TreeEnd) -> Self {
-        Self { straggler: options.straggler.unwrap_or(config.straggler), options, config, tree }
+    pub(super) fn new(options: &'c CallOptions, config: &'c JoinConfig, (tree, shards): (&'c TreeEnd, u16)) -> Self {
+        Self { straggler: options.straggler.unwrap_or(config.straggler), options, config, tree, shards }
     }
 
     /// Return why the tree does not support a straggler limit, if it does not.
     fn partial_unsupported(&self) -> Option<Unsupported> {
-        if self.tree.shards() > 1 {
+        if self.shards > 1 {
             return Some(Unsupported::Shards);
         }
         (self.config.world as usize > RankMask::RANKS).then_some(Unsupported::Ranks)
@@ -138,12 +140,13 @@ fn rule_out(mut found: Explanation, of_tree: Option<Unsupported>) -> Explanation
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::select::Candidate;
+    use crate::select::{Candidate, Origin};
 
     fn found(requested: Algo) -> Explanation {
         let candidate = |path| Candidate { path, cost_s: Ok(1.0) };
         let candidates = [Path::Tree, Path::Ring].map(candidate).to_vec();
-        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, transport: None }
+        let origin = Origin::Emulator;
+        Explanation { requested, candidates, chosen: Some(Path::Ring), overridden: None, transport: None, origin }
     }
 
     #[test]

@@ -145,15 +145,6 @@ impl Tree {
         ChunkNo(self.recovery_source().ops().end())
     }
 
-    /// Return the number of shards of the leaf device; all devices of a tree have the same.
-    pub(super) fn shards(&self) -> usize {
-        match self {
-            Self::Packets(driver) => driver.endpoint().shards(),
-            // The leaf's shards are behind one queue; shards further up are not visible from here.
-            Self::ZeroCopy(_) => 1,
-        }
-    }
-
     /// Return a file descriptor that a host collective can poll beside its own sockets.
     pub(super) fn poll_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {

@@ -144,11 +144,6 @@ impl TreeEnd {
         self.tree.as_ref().is_none_or(Tree::has_room)
     }
 
-    /// Return the number of shards of the leaf device.
-    pub(super) fn shards(&self) -> usize {
-        self.tree.as_ref().map_or(1, Tree::shards)
-    }
-
     /// Return the first chunk whose result this rank does not have, and the one behind the last that it has posted.
     pub(super) fn chunks(&self) -> (u64, u64) {
         self.tree.as_ref().map_or((0, 0), |tree| (tree.have().0, tree.end().0))

@@ -11,7 +11,9 @@ use super::plan::{Pair, Plan, Prepared, Streams};
 use super::trace::{Kind, Timeline, Trace};
 use super::{Gpu, nccl};
 use crate::plan::Child;
-use crate::select::{Algo, Candidate, CostTable, Declared, Explanation, RuledOut, SelectionContext, explain_with};
+use crate::select::{
+    Algo, Candidate, Constants, CostTable, Declared, Explanation, RuledOut, SelectionContext, explain_with,
+};
 use prepare::Shape;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -37,7 +39,7 @@ pub struct GroupOptions {
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { order: Order::Arrival, table: CostTable::GPU, piece_bytes: 16 << 20, grace: Duration::from_secs(2) }
+        Self { order: Order::Arrival, table: CostTable::gpu(), piece_bytes: 16 << 20, grace: Duration::from_secs(2) }
     }
 }
 
@@ -95,6 +97,7 @@ impl<G: Gpu> Group<G> {
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
         let selection = SelectionContext {
             ranks,
+            ranks_per_host: 1,
             order: options.order,
             tree: Err("the ranks are on one GPU, which no device of the network sees".into()),
             table: contended_table(&options.table, ranks),
@@ -375,7 +378,9 @@ impl<G: Gpu> Drop for Group<G> {
 /// Return the cost constants of ranks that share one memory, whose traffic contends.
 pub(super) fn contended_table(table: &CostTable, ranks: u32) -> CostTable {
     let times = f64::from(ranks);
-    CostTable { beta_step_s: table.beta_step_s * times, gamma_s: table.gamma_s * times, ..table.clone() }
+    let Constants { beta_step_s, gamma_s, .. } = table.constants;
+    let constants = Constants { beta_step_s: beta_step_s * times, gamma_s: gamma_s * times, ..table.constants };
+    CostTable { constants, ..table.clone() }.sealed()
 }
 
 /// Waits for something that takes microseconds or seconds: spins, then yields, then sleeps.

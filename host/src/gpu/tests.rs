@@ -17,15 +17,13 @@ mod traces;
 /// Long enough for any machine; no test waits for it.
 const LONG: Duration = Duration::from_secs(60);
 const ROOM: usize = 1 << 24;
-const SMALL: GroupOptions = GroupOptions {
-    order: Order::Arrival,
-    table: crate::select::CostTable::GPU,
-    piece_bytes: 64,
-    grace: Duration::from_secs(20),
-};
+fn small() -> GroupOptions {
+    let table = crate::select::CostTable::gpu();
+    GroupOptions { order: Order::Arrival, table, piece_bytes: 64, grace: Duration::from_secs(20) }
+}
 
 fn group(seed: u64, ranks: u32) -> Group<FakeGpu> {
-    Group::new(FakeGpu::new(seed, ROOM), ranks, SMALL).expect("a group")
+    Group::new(FakeGpu::new(seed, ROOM), ranks, small()).expect("a group")
 }
 
 fn inputs(dtype: Dtype, op: ReduceOp, ranks: u32, count: usize) -> Vec<Vec<u8>> {
@@ -296,7 +294,7 @@ fn invalid_calls_are_refused_without_effect() {
     refused(&mut group, desc, Algo::Tree, &[half(0), half(40)], "on one GPU");
     let bits = OpDesc::all_reduce(Dtype::F32, ReduceOp::Band, 10);
     refused(&mut group, bits, Algo::Ring, &[half(0), half(40)], "bitwise operators take integers");
-    let full = Group::new(FakeGpu::new(1, 100), 2, SMALL).expect("a group");
+    let full = Group::new(FakeGpu::new(1, 100), 2, small()).expect("a group");
     assert_eq!(full.gpu().alloc(101).expect_err("full"), GpuError::OutOfMemory { len_bytes: 101 });
     assert_eq!(gpu.passes().0, 0);
     let work = group.start(&request(desc, Algo::Auto, &[half(0), half(40)]), &[]).expect("started");
@@ -315,7 +313,7 @@ fn cost_and_declared_order_select_the_algorithm() {
     let free = group(1, 8);
     assert_eq!(chosen(&free, 2), Some(Path::RecursiveDoubling), "few steps for small messages");
     assert_eq!(chosen(&free, 1 << 28), Some(Path::HalvingDoubling), "few bytes for large ones");
-    let ordered = GroupOptions { order: Order::TreeFold, ..SMALL };
+    let ordered = GroupOptions { order: Order::TreeFold, ..small() };
     let ordered = Group::new(FakeGpu::new(1, ROOM), 8, ordered).expect("a group");
     assert_eq!(chosen(&ordered, 1 << 28), Some(Path::Pairwise), "the only one of few bytes that keeps a fold");
     assert_eq!(ordered.explain(&OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 64), Algo::Ring).chosen, None);

@@ -4,30 +4,43 @@
 //! version is part of every operation's signature, and the same call yields the same choice on every rank. An
 //! impossible path has a reason ([`RuledOut`]), never a silent infinite cost.
 //!
-//! Costs in seconds for n bytes over N ranks, from the table's alpha (seconds per message), beta (seconds per byte
-//! moved through one process or by one engine) and gamma (seconds per byte combined):
+//! Costs in seconds for n bytes over N ranks, h of them on the busiest host, in a tree of L levels with chunks of m
+//! bytes, from the constants of [`Constants`], whose names are shortened here:
 //!
 //! | path | cost | source |
 //! |---|---|---|
-//! | tree | 2 L alpha + n (r beta + (i + o) beta_node + g gamma) | each of L levels up and down; a rank moves r n bytes; the node with most children, c, receives i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
-//! | tree, all ranks zero-copy | 2 alpha_zero_copy + n (i + o) beta_zero_copy and, if L > 1, a tree of L - 1 levels above | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets |
-//! | host collectives | see the table in [`crate::schedule`] | cited there |
+//! | tree | 2 L alpha_tree + (i + o) (k packet_node + n' beta_node) + r n (beta_tree + (h - 1) beta_tree_shared) + g n gamma | each of L levels up and down; a rank moves r n bytes; the node with most children, c, receives i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
+//! | tree, all ranks zero-copy | 2 alpha_zero_copy + (i + o) (k chunk_zero_copy + n beta_zero_copy) or, if L > 1, what a tree of L - 1 levels above takes for its bytes, whichever is longer, + 2 (L - 1) alpha_tree | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets, while other chunks pass the leaf |
+//! | host collectives | S (alpha_step + (h - 1) alpha_shared) + B (beta_step + (h - 1) beta_shared) + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`]; ranks of a host share its processors |
 //!
-//! where (r, i, o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast,
-//! (1 + 1/N, c, 1, c) for reduce-scatter and (1 + 1/N, 1, c, 0) for all-gather.
+//! where k = max(1, ceil(n / m)) chunks; n' = n + (L - 1) min(n, m), as the first chunk fills the pipeline; and (r, i,
+//! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
+//! reduce-scatter and (1 + 1/N, 1, c, 0) for all-gather.
+//!
+//! Measurements correct these costs where a [`Curve`] fits the job.
 //!
 //! If an order is declared and the operation's bits depend on it, a schedule is possible only if it evaluates exactly
 //! the declared expression, as determined by the schedule checker ([`Declared`]).
 
+mod curve;
 mod declared;
+mod file;
+mod fit;
+mod model;
+mod overrides;
 mod table;
 #[cfg(test)]
 mod tests;
 
+pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
-pub use table::{CostTable, Override, OverrideError};
+pub use file::CostFileError;
+pub use fit::{FitError, Fitted, Sample, fit, predict};
+pub use overrides::{Override, OverrideError};
+pub use table::{Constants, CostTable, Origin};
 
 use crate::schedule::{ALGORITHMS, Algorithm};
+use model::{Form, schedule_form, tree_form};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -129,6 +142,8 @@ impl FromStr for Algo {
 pub struct SelectionContext {
     /// The number of ranks in the communicator.
     pub ranks: u32,
+    /// How many of them are on the busiest host, told by their addresses.
+    pub ranks_per_host: u32,
     /// The declared reduction order.
     pub order: Order,
     /// The tree, or why there is none.
@@ -139,6 +154,17 @@ pub struct SelectionContext {
     pub declared: Declared,
 }
 
+/// The properties of a job that costs depend on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobFacts {
+    /// The number of ranks.
+    pub ranks: u32,
+    /// How many of them are on the busiest host.
+    pub ranks_per_host: u32,
+    /// The tree, if there is one.
+    pub tree: Option<TreeFacts>,
+}
+
 /// The properties of a tree that selection depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TreeFacts {
@@ -146,6 +172,8 @@ pub struct TreeFacts {
     pub levels: u32,
     /// The maximum number of children of a node.
     pub max_children: u32,
+    /// The maximum payload of a chunk, in bytes.
+    pub chunk_len_bytes: u32,
     /// Bit n: all nodes support element type number n.
     pub dtypes: u32,
     /// Bit n: all nodes support operator number n.
@@ -158,6 +186,8 @@ pub struct TreeFacts {
     pub rdma_ranks: u32,
     /// Whether packets use RDMA verbs.
     pub over_verbs: bool,
+    /// The maximum number of shards of a node.
+    pub shards: u16,
 }
 
 impl TreeFacts {
@@ -174,7 +204,7 @@ impl TreeFacts {
 }
 
 /// How the ranks of a job reach the leaves of their tree.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum TreeTransport {
     /// All ranks use UDP packets.
@@ -220,6 +250,12 @@ impl fmt::Display for TreeTransport {
 }
 
 impl SelectionContext {
+    /// What costs depend on.
+    pub fn facts(&self) -> JobFacts {
+        let Self { ranks, ranks_per_host, ref tree, .. } = *self;
+        JobFacts { ranks, ranks_per_host, tree: tree.as_ref().ok().copied() }
+    }
+
     /// How the ranks reach their tree, if there is one.
     pub fn tree_transport(&self) -> Option<TreeTransport> {
         self.tree.as_ref().ok().map(|tree| tree.transport(self.ranks))
@@ -292,6 +328,8 @@ pub struct Explanation {
     pub overridden: Option<Path>,
     /// How the ranks reach the tree, if there is one. The cost of zero-copy applies only if all ranks use it.
     pub transport: Option<TreeTransport>,
+    /// Where the costs come from.
+    pub origin: Origin,
 }
 
 impl Explanation {
@@ -317,7 +355,7 @@ impl Explanation {
 
 impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "requested {}", self.requested)?;
+        writeln!(f, "requested {}; costs: {}", self.requested, self.origin)?;
         if let Some(path) = self.overridden {
             writeln!(f, "overridden to {}", path.name())?;
         }
@@ -373,12 +411,12 @@ pub(crate) fn explain_with(
             .and_then(wanted)
             .or_else(|| possible.clone().min_by(|(_, a), (_, b)| a.total_cmp(b)).map(|(path, _)| path)),
     };
-    Explanation { requested, candidates, chosen, overridden, transport: selection.tree_transport() }
+    let (transport, origin) = (selection.tree_transport(), selection.table.origin.clone());
+    Explanation { requested, candidates, chosen, overridden, transport, origin }
 }
 
 /// The cost of the tree: a pipeline of chunks through its slowest part, at a rank or at a node.
 fn tree_cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOut> {
-    let table = &selection.table;
     if !desc.collective.is_offloadable() {
         return Err(RuledOut::Collective { path: Path::Tree.name(), collective: desc.collective });
     }
@@ -386,33 +424,13 @@ fn tree_cost(selection: &SelectionContext, desc: &OpDesc) -> Result<f64, RuledOu
     if !supports(tree, desc) {
         return Err(RuledOut::Unsupported(*desc));
     }
-    let (n, c) = (bytes(desc), f64::from(tree.max_children));
-    let block = 1.0 / f64::from(selection.ranks);
-    // As fractions of n: what the busiest rank moves, what a node receives, what it sends.
-    let (rank, taken, sent) = match desc.collective {
-        Collective::AllReduce => (2.0, c, c),
-        Collective::Reduce => (2.0, c, 1.0),
-        Collective::Broadcast => (1.0, 1.0, c),
-        Collective::ReduceScatter => (1.0 + block, c, 1.0),
-        Collective::AllGather => (1.0 + block, 1.0, c),
-        _ => (0.0, 0.0, 0.0),
-    };
-    let combined = if desc.collective.reduces() { taken } else { 0.0 };
-    let each = rank * table.beta_tree_s + (taken + sent) * table.beta_node_s + combined * table.gamma_s;
-    let packets_cost = |levels: u32| match levels {
-        0 => 0.0,
-        levels => 2.0 * f64::from(levels) * table.alpha_tree_s + n * each,
-    };
-    if !matches!(selection.tree_transport(), Some(TreeTransport::Shm | TreeTransport::Rdma)) {
-        return Ok(packets_cost(tree.levels));
-    }
-    let leaf = 2.0 * table.alpha_zero_copy_s + n * (taken + sent) * table.beta_zero_copy_s;
-    Ok(leaf + packets_cost(tree.levels.saturating_sub(1)))
+    let facts = selection.facts();
+    Ok(seconds_of(&selection.table, &facts, desc, Path::Tree, &tree_form(&facts, tree, desc)))
 }
 
 /// The cost of a schedule, by its own formula for elements of this operation's size.
 fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algorithm) -> Result<f64, RuledOut> {
-    let SelectionContext { ranks, order, table, .. } = selection;
+    let SelectionContext { order, table, .. } = selection;
     if depends_on_order(*order, desc) {
         selection.declared.check_evaluates(algorithm).map_err(|why| RuledOut::Order {
             path: algorithm.path().name(),
@@ -420,9 +438,15 @@ fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algori
             why,
         })?;
     }
-    let cost = algorithm.cost(*ranks, usize::try_from(desc.count).unwrap_or(usize::MAX));
-    let each = desc.element_bytes() as f64;
-    Ok(cost.seconds(table.alpha_step_s, table.beta_step_s * each, table.gamma_s * each))
+    let facts = selection.facts();
+    Ok(seconds_of(table, &facts, desc, algorithm.path(), &schedule_form(&facts, desc, algorithm)))
+}
+
+/// The time of an operation in seconds, corrected by what was measured of its kind.
+fn seconds_of(table: &CostTable, facts: &JobFacts, desc: &OpDesc, path: Path, form: &Form) -> f64 {
+    let kind = CurveKind::of(facts, desc, path);
+    let factor = kind.map_or(1.0, |kind| curve::correction(&table.curves, kind, facts.ranks, bytes(desc) as u64));
+    form.seconds(&table.constants) * factor
 }
 
 fn bytes(desc: &OpDesc) -> f64 {

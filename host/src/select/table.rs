@@ -1,227 +1,198 @@
-//! The constants of the cost model, and the operator's overrides.
+//! The cost table: the constants of the model, what measurements add to them, and where they come from.
 //!
-//! An override file is TOML. Sizes are those of the whole operation, inclusive, and optional:
-//!
-//! ```toml
-//! [[override]]
-//! collective = "all_reduce"
-//! max_bytes = 4096
-//! path = "tree"
-//!
-//! [[override]]
-//! min_bytes = 1048576
-//! path = "hd"
-//! ```
-//!
-//! For operations that request `auto`, the first matching entry applies. If its path is not possible, the explanation
-//! gives the reason and costs decide. The table's version depends on the overrides and is part of every signature, so
-//! ranks with different overrides are detected.
+//! Invariant: the version is a checksum of everything else in the table, so tables that select differently have
+//! different versions. It is part of every operation's signature (PROTOCOL 2): ranks with different tables are
+//! detected.
 
+use super::curve::Curve;
+use super::overrides::{Override, OverrideError, parse_overrides};
 use serde::{Deserialize, Serialize};
-use sumac_hal::op::{Collective, OpDesc, Path};
-use thiserror::Error;
+use std::fmt;
 
-/// The constants of the cost model.
+/// Number of constants.
+pub(super) const CONSTANTS: usize = Constants::NAMES.len();
+
+macro_rules! constants {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// The constants of the cost model, in seconds. [`super`] has the formulas.
+        #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
+        #[serde(deny_unknown_fields)]
+        pub struct Constants {
+            $($(#[$doc])* pub $name: f64,)*
+        }
+
+        impl Constants {
+            /// Their names, in the order of [`Constants::to_array`].
+            pub const NAMES: &'static [&'static str] = &[$(stringify!($name)),*];
+
+            /// The constants as an array.
+            pub const fn to_array(self) -> [f64; CONSTANTS] {
+                [$(self.$name),*]
+            }
+
+            /// The inverse of [`Constants::to_array`].
+            pub const fn from_array([$($name),*]: [f64; CONSTANTS]) -> Self {
+                Self { $($name),* }
+            }
+        }
+    };
+}
+
+constants! {
+    /// Per hop of the tree, one way.
+    alpha_tree_s,
+    /// Per packet that a node receives or sends.
+    packet_node_s,
+    /// Per byte that a rank sends and receives through the tree.
+    beta_tree_s,
+    /// Per byte that a rank moves through the tree, for each further rank on its host.
+    beta_tree_shared_s,
+    /// Per byte that a node receives and sends.
+    beta_node_s,
+    /// Per step of a schedule.
+    alpha_step_s,
+    /// Per step of a schedule, for each further rank on its host: they share its processors.
+    alpha_shared_s,
+    /// Per byte that a rank sends and receives in a schedule.
+    beta_step_s,
+    /// Per byte that a rank moves in a schedule, for each further rank on its host.
+    beta_shared_s,
+    /// Per byte combined.
+    gamma_s,
+    /// From a rank to its leaf with zero-copy, one way.
+    alpha_zero_copy_s,
+    /// Per chunk and child that a leaf's DMA engine serves.
+    chunk_zero_copy_s,
+    /// Per byte that a leaf's DMA engine reads or writes, including the combining on the way.
+    beta_zero_copy_s,
+}
+
+/// The constants of the cost model, with corrections and overrides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CostTable {
-    /// Changes with every change of the table; part of every signature.
+    /// A checksum of all the rest; part of every signature.
     pub version: u32,
-    /// Seconds per hop of the tree, one way.
-    pub alpha_tree_s: f64,
-    /// Seconds per step of a schedule.
-    pub alpha_step_s: f64,
-    /// Seconds per byte that a rank sends and receives through the tree.
-    pub beta_tree_s: f64,
-    /// Seconds per byte that a rank sends and receives in a schedule.
-    pub beta_step_s: f64,
-    /// Seconds per byte that a node receives and sends.
-    pub beta_node_s: f64,
-    /// Seconds per byte combined.
-    pub gamma_s: f64,
-    /// Seconds from a rank to its leaf with zero-copy, one way.
-    pub alpha_zero_copy_s: f64,
-    /// Seconds per byte that a leaf's DMA engine reads or writes, including the combining on the way.
-    pub beta_zero_copy_s: f64,
+    /// Where the constants come from.
+    pub origin: Origin,
+    /// The constants.
+    pub constants: Constants,
+    /// Measured times over predicted ones, by which predictions for similar jobs are corrected.
+    pub curves: Vec<Curve>,
     /// Overrides of the costs; the first match applies.
     pub overrides: Vec<Override>,
 }
 
+/// Where the constants of a cost table come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Origin {
+    /// Measured with emulated devices and ranks on one machine.
+    Emulator,
+    /// Data sheets; nothing was measured.
+    DataSheets,
+    /// Measured on the cluster by `sumac calibrate`.
+    Calibrated {
+        /// When, as RFC 3339 has it.
+        date: String,
+        /// The median error of its predictions, as a fraction of the measured time.
+        error: f64,
+    },
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Emulator => f.write_str("emulated devices on one machine, not calibrated"),
+            Self::DataSheets => f.write_str("data sheets, not calibrated"),
+            Self::Calibrated { date, error } => {
+                write!(f, "calibrated {date}, median error {:.0} %", error * 100.0)
+            }
+        }
+    }
+}
+
 impl CostTable {
-    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted by eye to medians
-    /// of `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
+    /// Create a table without corrections and overrides.
+    pub fn new(origin: Origin, constants: Constants) -> Self {
+        Self { version: 0, origin, constants, curves: Vec::new(), overrides: Vec::new() }.sealed()
+    }
+
+    /// For emulated devices on one machine, where ranks and devices take turns on its cores: fitted to medians of
+    /// `sumac perf` with 4 ranks, two levels, on 2 cores (AMD EPYC, Linux 6.18, 350 ns for a cache line there and
     /// back). 8 B took 80 us through the tree, 22 to 59 us a step by schedules (binomial 87, recursive doubling 118,
     /// halving-doubling 131, ring 185); 1 MiB 1.9 ms through the tree and 1.3 ms by halving-doubling; 16 MiB 26 ms, 26
-    /// ms by ring and 36 ms by halving-doubling. On one machine each device is one more process that copies every byte;
-    /// a network's own table has the device's line rate for `beta_node_s`.
-    ///
-    /// By reference, on the same machine: 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of which the engine moves
-    /// eight times as much: 26 ps a byte.
-    pub const EMULATED: Self = Self {
-        version: 3,
-        alpha_tree_s: 20e-6,
-        alpha_step_s: 50e-6,
-        beta_tree_s: 0.30e-9,
-        beta_step_s: 1.10e-9,
-        beta_node_s: 0.20e-9,
-        gamma_s: 0.02e-9,
-        alpha_zero_copy_s: 7e-6,
-        beta_zero_copy_s: 0.026e-9,
-        overrides: Vec::new(),
-    };
+    /// ms by ring and 36 ms by halving-doubling. With zero-copy 8 B took 14 us with 4 ranks, and 16 MiB 3.5 ms, of
+    /// which the engine moves eight times as much: 26 ps a byte.
+    pub fn emulated() -> Self {
+        Self::new(
+            Origin::Emulator,
+            Constants {
+                alpha_tree_s: 20e-6,
+                beta_tree_s: 0.30e-9,
+                beta_node_s: 0.20e-9,
+                alpha_step_s: 50e-6,
+                beta_step_s: 1.10e-9,
+                gamma_s: 0.02e-9,
+                alpha_zero_copy_s: 7e-6,
+                beta_zero_copy_s: 0.026e-9,
+                ..Constants::default()
+            },
+        )
+    }
+
+    /// For a network that nobody has calibrated: links of 100 Gbit/s in both directions at once, devices that combine
+    /// at the rate of their links, one in the path of each (a switch's, not a card's), and 12 us for a message
+    /// through two kernels.
+    pub fn data_sheets() -> Self {
+        Self::new(
+            Origin::DataSheets,
+            Constants {
+                alpha_tree_s: 12e-6,
+                beta_tree_s: 0.04e-9,
+                alpha_step_s: 12e-6,
+                beta_step_s: 0.08e-9,
+                gamma_s: 0.02e-9,
+                alpha_zero_copy_s: 7e-6,
+                beta_zero_copy_s: 0.026e-9,
+                ..Constants::default()
+            },
+        )
+    }
 
     /// For ranks on one GPU, none of it measured: 5 us for a kernel that waits for another stream's event, and the
     /// 3.35 TB/s of memory of NVIDIA's data sheet of the H100 SXM, at which a byte copied is read and written, and one
     /// combined is read once more. There is no tree. Ranks share the memory: [`crate::gpu::Group`] charges each
     /// with the bytes of all.
-    pub const GPU: Self = Self {
-        version: 1,
-        alpha_tree_s: 0.0,
-        alpha_step_s: 5e-6,
-        beta_tree_s: 0.0,
-        beta_step_s: 0.6e-12,
-        beta_node_s: 0.0,
-        gamma_s: 0.3e-12,
-        alpha_zero_copy_s: 0.0,
-        beta_zero_copy_s: 0.0,
-        overrides: Vec::new(),
-    };
-}
+    pub fn gpu() -> Self {
+        let constants =
+            Constants { alpha_step_s: 5e-6, beta_step_s: 0.6e-12, gamma_s: 0.3e-12, ..Constants::default() };
+        Self::new(Origin::DataSheets, constants)
+    }
 
-impl CostTable {
     /// Replace the overrides with those of an override file.
     ///
     /// # Errors
     /// [`OverrideError`] names the invalid entry.
     pub fn with_overrides(mut self, toml: &str) -> Result<Self, OverrideError> {
-        let file: File = toml::from_str(toml)?;
-        self.overrides = file.entries.iter().map(Entry::read).collect::<Result<_, _>>()?;
-        // Different entries get a different version; the top bit keeps it apart from versions assigned by hand.
-        self.version = sumac_hal::wire::crc32c(format!("{:?}", self.overrides).as_bytes()) | 1 << 31;
-        Ok(self)
+        self.overrides = parse_overrides(toml)?;
+        Ok(self.sealed())
     }
 
-    /// The path of the first entry that matches an operation.
-    pub(super) fn overridden(&self, desc: &OpDesc) -> Option<Path> {
-        let bytes = desc.count.saturating_mul(desc.element_bytes() as u64);
-        let fits = |entry: &&Override| {
-            entry.collective.is_none_or(|collective| collective == desc.collective)
-                && (entry.min_bytes..=entry.max_bytes).contains(&bytes)
-        };
-        self.overrides.iter().find(fits).map(|entry| entry.path)
-    }
-}
-
-/// An override: a size range and its path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Override {
-    /// The collective; `None` for all.
-    pub collective: Option<Collective>,
-    /// The minimum size in bytes.
-    pub min_bytes: u64,
-    /// The maximum size in bytes.
-    pub max_bytes: u64,
-    /// The path to select.
-    pub path: Path,
-}
-
-/// Why an override file is refused.
-#[derive(Debug, Error)]
-#[non_exhaustive]
-pub enum OverrideError {
-    /// Not TOML, or with other keys.
-    #[error("not an override file: {0}")]
-    Form(#[from] toml::de::Error),
-    /// An unknown name.
-    #[error("unknown {what} {name:?}; choose one of {known}")]
-    Name {
-        /// What the name is for.
-        what: &'static str,
-        /// The unknown name.
-        name: String,
-        /// The known names.
-        known: String,
-    },
-    /// The size range is empty.
-    #[error("empty size range: min_bytes {min_bytes} is larger than max_bytes {max_bytes}")]
-    Range {
-        /// The lower end.
-        min_bytes: u64,
-        /// The upper end.
-        max_bytes: u64,
-    },
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    #[serde(rename = "override", default)]
-    entries: Vec<Entry>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Entry {
-    collective: Option<String>,
-    min_bytes: Option<u64>,
-    max_bytes: Option<u64>,
-    path: String,
-}
-
-impl Entry {
-    fn read(&self) -> Result<Override, OverrideError> {
-        let unknown = |what, name: &str, all: Vec<&str>| {
-            Err(OverrideError::Name { what, name: name.to_owned(), known: all.join(", ") })
-        };
-        let collective = match &self.collective {
-            None => None,
-            Some(name) => match Collective::from_name(name) {
-                None => return unknown("collective", name, Collective::ALL.iter().map(|c| c.name()).collect()),
-                some => some,
-            },
-        };
-        let selectable = Path::ALL.iter().filter(|&&path| path != Path::Local && path != Path::PointToPoint);
-        let Some(&path) = selectable.clone().find(|path| path.name() == self.path) else {
-            return unknown("path", &self.path, selectable.map(|path| path.name()).collect());
-        };
-        let (min_bytes, max_bytes) = (self.min_bytes.unwrap_or(0), self.max_bytes.unwrap_or(u64::MAX));
-        if min_bytes > max_bytes {
-            return Err(OverrideError::Range { min_bytes, max_bytes });
+    /// The table for ranks on so many hosts: constants of the emulator say nothing about a network.
+    #[must_use]
+    pub fn for_hosts(&self, hosts: usize) -> Self {
+        if hosts < 2 || self.origin != Origin::Emulator {
+            return self.clone();
         }
-        Ok(Override { collective, min_bytes, max_bytes, path })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use sumac_hal::op::{Dtype, ReduceOp};
-
-    fn sum(count: u64) -> OpDesc {
-        OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, count)
+        Self { overrides: self.overrides.clone(), ..Self::data_sheets() }.sealed()
     }
 
-    #[test]
-    fn first_matching_override_applies() {
-        let toml = "[[override]]\nmax_bytes = 16\npath = \"tree\"\n\
-                    [[override]]\ncollective = \"all_reduce\"\nmin_bytes = 8\npath = \"ring\"\n";
-        let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
-        assert_eq!(table.overridden(&sum(4)), Some(Path::Tree));
-        assert_eq!(table.overridden(&sum(5)), Some(Path::Ring));
-        assert_eq!(table.overridden(&OpDesc::all_gather(Dtype::F32, 5)), None);
-        let other = CostTable::EMULATED.with_overrides("").expect("an empty file");
-        assert!(table.version != other.version && table.version != CostTable::EMULATED.version);
-    }
-
-    #[test]
-    fn malformed_override_is_refused_with_the_name() {
-        let error = |toml: &str| CostTable::EMULATED.with_overrides(toml).expect_err("refused").to_string();
-        let text = error("[[override]]\npath = \"treee\"");
-        assert!(text.contains("treee") && text.contains("host-tree") && !text.contains("local"), "{text}");
-        assert!(error("[[override]]\npath = \"tree\"\ncollective = \"sum\"").contains("all_to_all_v"));
-        assert!(
-            error("[[override]]\npath = \"tree\"\nmin_bytes = 9\nmax_bytes = 8")
-                .contains("min_bytes 9 is larger than max_bytes 8")
-        );
-        assert!(error("[[overide]]\npath = \"tree\"").contains("overide"));
+    /// Compute the version of a table that was changed.
+    #[must_use]
+    pub fn sealed(mut self) -> Self {
+        self.version = 0;
+        let bytes = postcard::to_allocvec(&self).unwrap_or_default();
+        self.version = sumac_hal::wire::crc32c(&bytes).max(1);
+        self
     }
 }

@@ -7,17 +7,19 @@ use sumac_hal::op::Dtype;
 const TREE: TreeFacts = TreeFacts {
     levels: 2,
     max_children: 2,
+    chunk_len_bytes: 100,
     dtypes: u32::MAX,
     ops: u32::MAX,
     collectives: u32::MAX,
     zero_copy_ranks: 0,
     rdma_ranks: 0,
     over_verbs: false,
+    shards: 1,
 };
 
 fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> SelectionContext {
     let declared = Declared::flat(ranks, order);
-    SelectionContext { ranks, order, tree, table: CostTable::EMULATED, declared }
+    SelectionContext { ranks, ranks_per_host: 1, order, tree, table: CostTable::emulated(), declared }
 }
 
 fn sum(count: u64) -> OpDesc {
@@ -31,29 +33,39 @@ fn cost(selection: &SelectionContext, desc: &OpDesc, path: Path) -> Result<f64, 
 }
 
 /// Constants chosen so that each term of a sum is recognisable.
-const ROUND: CostTable = CostTable {
-    version: 1,
-    alpha_tree_s: 1.0,
-    alpha_step_s: 1.0,
-    beta_tree_s: 100.0,
-    beta_step_s: 1.0,
-    beta_node_s: 1.0,
-    gamma_s: 0.0,
-    alpha_zero_copy_s: 0.25,
-    beta_zero_copy_s: 0.5,
-    overrides: Vec::new(),
-};
+fn round() -> CostTable {
+    let constants = Constants {
+        alpha_tree_s: 1.0,
+        packet_node_s: 1e4,
+        beta_tree_s: 100.0,
+        beta_tree_shared_s: 1e6,
+        beta_node_s: 1.0,
+        alpha_step_s: 1.0,
+        alpha_shared_s: 1e4,
+        beta_step_s: 1.0,
+        beta_shared_s: 1e6,
+        gamma_s: 0.0,
+        alpha_zero_copy_s: 0.25,
+        chunk_zero_copy_s: 1e5,
+        beta_zero_copy_s: 0.5,
+    };
+    CostTable::new(Origin::DataSheets, constants)
+}
+
+fn context(ranks: u32, tree: TreeFacts) -> SelectionContext {
+    SelectionContext { table: round(), ..selection(ranks, Order::Arrival, Ok(tree)) }
+}
 
 #[test]
 fn costs_follow_the_formulas() {
-    let at = |ranks, desc: OpDesc, path| {
-        cost(&SelectionContext { table: ROUND, ..selection(ranks, Order::Arrival, Ok(TREE)) }, &desc, path)
-    };
-    // 240 bytes.
-    assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 240.0 * (200.0 + 4.0)));
-    assert_eq!(at(4, OpDesc::broadcast(Dtype::F32, Rank(0), 60), Path::Tree), Ok(4.0 + 240.0 * (100.0 + 3.0)));
-    assert_eq!(at(4, OpDesc::all_gather(Dtype::F32, 60), Path::Tree), Ok(4.0 + 240.0 * (125.0 + 3.0)));
-    assert_eq!(at(4, OpDesc::barrier(), Path::Tree), Ok(4.0));
+    let at = |ranks, desc: OpDesc, path| cost(&context(ranks, TREE), &desc, path);
+    // 240 bytes in 3 chunks; of the first, 100 bytes fill the second level.
+    assert_eq!(at(4, sum(60), Path::Tree), Ok(4.0 + 4.0 * (3e4 + 340.0) + 240.0 * 200.0));
+    let broadcast = OpDesc::broadcast(Dtype::F32, Rank(0), 60);
+    assert_eq!(at(4, broadcast, Path::Tree), Ok(4.0 + 3.0 * (3e4 + 340.0) + 240.0 * 100.0));
+    let all_gather = OpDesc::all_gather(Dtype::F32, 60);
+    assert_eq!(at(4, all_gather, Path::Tree), Ok(4.0 + 3.0 * (3e4 + 340.0) + 240.0 * 125.0));
+    assert_eq!(at(4, OpDesc::barrier(), Path::Tree), Ok(4.0 + 4e4));
     assert_eq!(at(4, sum(60), Path::Ring), Ok(6.0 + 360.0));
     assert_eq!(at(4, sum(60), Path::HalvingDoubling), Ok(4.0 + 360.0));
     assert_eq!(at(6, sum(60), Path::HalvingDoubling), Ok(6.0 + 360.0 + 480.0));
@@ -61,17 +73,55 @@ fn costs_follow_the_formulas() {
 }
 
 #[test]
-fn zero_copy_tree_costs_the_engine_at_the_leaf_and_packets_above() {
-    let at = |levels, desc: OpDesc| {
+fn ranks_that_share_a_host_pay_for_its_processors() {
+    let shared = SelectionContext { ranks_per_host: 3, ..context(4, TREE) };
+    assert_eq!(cost(&shared, &sum(60), Path::Ring), Ok(6.0 + 360.0 + 2.0 * (6e4 + 360e6)));
+    let tree = cost(&context(4, TREE), &sum(60), Path::Tree).expect("possible");
+    assert_eq!(cost(&shared, &sum(60), Path::Tree), Ok(tree + 2.0 * 2.0 * 240.0 * 1e6));
+}
+
+#[test]
+fn zero_copy_tree_costs_the_leaf_or_what_is_above_it_whichever_is_slower() {
+    let at = |levels, table: &CostTable, desc: OpDesc| {
         let tree = TreeFacts { levels, zero_copy_ranks: 4, ..TREE };
-        cost(&SelectionContext { table: ROUND, ..selection(4, Order::Arrival, Ok(tree)) }, &desc, Path::Tree)
+        let context = SelectionContext { table: table.clone(), ..context(4, tree) };
+        cost(&context, &desc, Path::Tree)
     };
-    // 240 bytes, 2 children.
-    assert_eq!(at(1, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5));
-    assert_eq!(at(2, sum(60)), Ok(0.5 + 240.0 * 4.0 * 0.5 + 2.0 + 240.0 * (200.0 + 4.0)));
-    assert_eq!(at(1, OpDesc::broadcast(Dtype::F32, Rank(0), 60)), Ok(0.5 + 240.0 * 3.0 * 0.5));
-    assert_eq!(at(1, OpDesc::barrier()), Ok(0.5));
-    assert_eq!(at(3, OpDesc::barrier()), Ok(4.5));
+    // 240 bytes in 3 chunks, 2 children.
+    let leaf = 4.0 * (3e5 + 120.0);
+    assert_eq!(at(1, &round(), sum(60)), Ok(0.5 + leaf));
+    assert_eq!(at(2, &round(), sum(60)), Ok(0.5 + 2.0 + leaf), "the leaf is slower");
+    let constants = Constants { packet_node_s: 1e6, ..round().constants };
+    let slow_above = CostTable::new(Origin::DataSheets, constants);
+    assert_eq!(at(2, &slow_above, sum(60)), Ok(0.5 + 2.0 + 4.0 * (3e6 + 240.0) + 240.0 * 200.0));
+    assert_eq!(at(3, &round(), OpDesc::barrier()), Ok(4.5 + 4e5));
+}
+
+#[test]
+fn measured_curve_corrects_the_cost_of_its_kind() {
+    let kind = CurveKind {
+        collective: Collective::AllReduce,
+        path: Path::Ring,
+        tree: None,
+        placement: RankPlacement::PerHost(1),
+    };
+    let points = vec![Point { bytes: 240, factor: 0.5 }];
+    let table = CostTable { curves: vec![Curve { kind, ranks: 4, points }], ..round() };
+    let corrected = SelectionContext { table, ..context(4, TREE) };
+    assert_eq!(cost(&corrected, &sum(60), Path::Ring), Ok(183.0));
+    assert_eq!(cost(&corrected, &sum(60), Path::HalvingDoubling), Ok(364.0));
+}
+
+#[test]
+fn emulators_constants_are_not_used_between_hosts() {
+    let toml = "[[override]]\npath = \"tree\"\n";
+    let emulated = CostTable::emulated().with_overrides(toml).expect("an override file");
+    assert_eq!(emulated.for_hosts(1), emulated);
+    let network = emulated.for_hosts(2);
+    assert_eq!((&network.origin, &network.overrides), (&Origin::DataSheets, &emulated.overrides));
+    assert!(network.constants == CostTable::data_sheets().constants && network.version != emulated.version);
+    let calibrated = CostTable::new(Origin::Calibrated { date: String::new(), error: 0.0 }, emulated.constants);
+    assert_eq!(calibrated.for_hosts(2), calibrated);
 }
 
 #[test]
@@ -150,7 +200,7 @@ fn missing_capability_rules_out_the_tree() {
 #[test]
 fn overrides_beat_costs_but_not_the_caller() {
     let toml = "[[override]]\npath = \"ring\"\nmin_bytes = 32";
-    let table = CostTable::EMULATED.with_overrides(toml).expect("an override file");
+    let table = CostTable::emulated().with_overrides(toml).expect("an override file");
     let with = |order| SelectionContext { table: table.clone(), ..selection(4, order, Ok(TREE)) };
     let taken = |order, count, algo| explain(&with(order), &sum(count), algo).chosen;
     assert_eq!(taken(Order::Arrival, 8, Algo::Auto), Some(Path::Ring));

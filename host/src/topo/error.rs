@@ -3,6 +3,7 @@
 //! Invariant: every error in a text names the line (from 1), what was found and what was expected; a contradiction
 //! names both lines.
 
+use super::similar;
 use std::path::PathBuf;
 
 /// Why a fabric description is refused. Lines count from 1.
@@ -69,6 +70,33 @@ pub enum FabricError {
         /// What a switch looks like in the format.
         expected: &'static str,
     },
+    /// No reader knows the text.
+    #[error(
+        "line {line}: found {found}, expected a fabric: output of ibnetdiscover, an ibsim .net file, TOML with \
+         [[switch]], Slurm's topology.conf, or NetQ's JSON"
+    )]
+    UnknownFormat {
+        /// The first line that tells nothing.
+        line: usize,
+        /// That line.
+        found: String,
+    },
+    /// The text is of a known kind, but holds no fabric.
+    #[error("this is {kind}, which holds no fabric; use {instead}")]
+    Unfit {
+        /// What it is.
+        kind: &'static str,
+        /// What to use.
+        instead: String,
+    },
+    /// More nodes than a fabric may have.
+    #[error("line {line}: the lists name more than {limit} nodes; a fabric has at most that many")]
+    TooManyNodes {
+        /// The line.
+        line: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// A generator was given an invalid size.
     #[error("a fabric with {what} {value} cannot be built; expected {expected}")]
     Shape {
@@ -93,6 +121,14 @@ pub enum ReadError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// The file is too long.
+    #[error("{}: the file has more than {} MiB; a fabric has at most that", path.display(), limit_bytes >> 20)]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// The limit in bytes.
+        limit_bytes: u64,
+    },
     /// The file was read, but its text is not a fabric.
     #[error("{}: {source}", path.display())]
     Fabric {
@@ -103,10 +139,102 @@ pub enum ReadError {
     },
 }
 
+/// Why hosts cannot be selected.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SelectError {
+    /// The selection is empty.
+    #[error("no {unit} is selected; a tree needs at least one")]
+    Empty {
+        /// What is counted.
+        unit: super::Unit,
+    },
+    /// More are requested than there are.
+    #[error("{asked} {unit}s requested, but the fabric has {available}{}", left_out(*excluded))]
+    TooMany {
+        /// What is counted.
+        unit: super::Unit,
+        /// The requested number.
+        asked: usize,
+        /// The number that can be taken.
+        available: usize,
+        /// The number that the selection leaves out.
+        excluded: usize,
+    },
+    /// Nothing has this name or GUID.
+    #[error("no {unit} is named `{name}`{}", similar::hint(near))]
+    Unknown {
+        /// What is counted.
+        unit: super::Unit,
+        /// The requested name.
+        name: String,
+        /// Similar names, the nearest first.
+        near: Vec<String>,
+    },
+    /// Several adapters have this description.
+    #[error("{} hosts are named `{name}`; select one by its GUID: {}", guids.len(), similar::some_of(guids))]
+    Ambiguous {
+        /// The requested name.
+        name: String,
+        /// The GUIDs of those adapters.
+        guids: Vec<String>,
+    },
+    /// One is listed twice.
+    #[error("host `{name}` is listed twice; a host holds one rank")]
+    Duplicate {
+        /// Its name.
+        name: String,
+    },
+    /// A list of names is malformed.
+    #[error("`{list}` is not a list of hosts: {reason}")]
+    List {
+        /// The list.
+        list: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A pattern matches nothing, so it is probably misspelt.
+    #[error("nothing to exclude matches `{pattern}`")]
+    UselessPattern {
+        /// The pattern.
+        pattern: String,
+    },
+}
+
+fn left_out(excluded: usize) -> String {
+    if excluded == 0 { String::new() } else { format!(" besides {excluded} left out") }
+}
+
+/// Why the inside of a server cannot be joined to a fabric.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JoinError {
+    /// No server matches the pattern.
+    #[error("no server of the fabric matches `{pattern}`{}", similar::hint(near))]
+    NoServer {
+        /// The pattern.
+        pattern: String,
+        /// Similar names.
+        near: Vec<String>,
+    },
+    /// The topology names no adapter's GUID, so it does not say which server it is of.
+    #[error("the topology names no GUIDs of adapters; say which servers it is of, as in SERVER=FILE")]
+    NoGuids,
+    /// No adapter of the fabric has one of the GUIDs.
+    #[error(
+        "no adapter of the fabric has one of the topology's GUIDs ({}); say which servers it is of, as in SERVER=FILE",
+        similar::some_of(guids)
+    )]
+    UnknownGuids {
+        /// The GUIDs.
+        guids: Vec<String>,
+    },
+}
+
 /// An oddity in a fabric description that does not prevent its use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warning {
-    /// The line, from 1.
+    /// The line, from 1; 0 if it concerns no single line.
     pub line: usize,
     /// The description, one sentence.
     pub text: String,
@@ -114,6 +242,9 @@ pub struct Warning {
 
 impl std::fmt::Display for Warning {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "line {}: {}", self.line, self.text)
+        match self.line {
+            0 => f.write_str(&self.text),
+            line => write!(f, "line {line}: {}", self.text),
+        }
     }
 }

@@ -17,8 +17,9 @@
 //!
 //! Invariant: no input causes a panic; every error names the line.
 
-use super::build::{Builder, Kind, Record, is_aggregation_node};
-use super::{Fabric, FabricError, Rate};
+use super::build::{Builder, Kind, Node, Record, is_aggregation_node};
+use super::servers::Origin;
+use super::{Fabric, FabricError, Format, Rate};
 
 impl Fabric {
     /// Parse an `ibnetdiscover` dump or an ibsim `.net` file.
@@ -41,12 +42,13 @@ impl Fabric {
     pub fn from_ibnetdiscover(text: &str) -> Result<Self, FabricError> {
         let mut builder = Builder::default();
         let mut record: Option<Header> = None;
-        let mut is_aggregation_device = false;
+        let mut properties = Properties::default();
+        let mut format = Format::Ibsim;
         for (line, content) in (1..).zip(text.lines()) {
             let content = content.trim();
             if content.is_empty() {
                 record = None;
-                is_aggregation_device = false;
+                properties = Properties::default();
             } else if ["#", "Chassis", "Non-Chassis"].iter().any(|skipped| content.starts_with(skipped)) {
                 continue;
             } else if content.starts_with('[') {
@@ -56,13 +58,36 @@ impl Fabric {
                 };
                 port(&mut builder, header, content, line)?;
             } else if let Some((key, value)) = property(content) {
-                is_aggregation_device |= key == "devid" && value == AGGREGATION_DEVICE_ID;
+                // ibsim's files have none of these, nor comments behind a record.
+                format = Format::Ibnetdiscover;
+                match key {
+                    "devid" => properties.is_aggregation_device |= value == AGGREGATION_DEVICE_ID,
+                    "sysimgguid" => properties.system_image = system_image(value),
+                    _ => {}
+                }
             } else {
-                record = Some(header(&mut builder, content, line, is_aggregation_device)?);
+                if content.contains('#') {
+                    format = Format::Ibnetdiscover;
+                }
+                record = Some(header(&mut builder, content, line, &mut properties)?);
             }
         }
-        builder.finish("Switch 65 \"S-<guid>\" # \"name\"")
+        builder.finish(format, "Switch 65 \"S-<guid>\" # \"name\"")
     }
+}
+
+/// What stands before a record.
+#[derive(Default)]
+struct Properties {
+    is_aggregation_device: bool,
+    system_image: Option<Box<str>>,
+}
+
+/// A system image GUID, as [`bare_guid`] spells it. Zero is what devices without one report.
+fn system_image(value: &str) -> Option<Box<str>> {
+    let digits = value.trim().strip_prefix("0x")?;
+    let number = u64::from_str_radix(digits, 16).ok().filter(|number| *number != 0)?;
+    Some(format!("{number:016x}").into())
 }
 
 /// The PCI device id of Quantum aggregation nodes; identifies them if the description is missing.
@@ -70,7 +95,7 @@ const AGGREGATION_DEVICE_ID: &str = "0xcf09";
 
 /// The parts of a record that parsing its ports needs.
 struct Header {
-    id: String,
+    node: Node,
     ports: u16,
 }
 
@@ -84,7 +109,7 @@ fn header(
     builder: &mut Builder,
     content: &str,
     line: usize,
-    is_aggregation_device: bool,
+    properties: &mut Properties,
 ) -> Result<Header, FabricError> {
     let mut cursor = Cursor { rest: content, line };
     let kind = match cursor.word() {
@@ -97,13 +122,13 @@ fn header(
         }
     };
     let ports = cursor.number("the number of ports (1 to 65535)")?;
-    let id = cursor.quoted("the node's id in quotes")?.to_owned();
-    let comment = cursor.comment()?;
-    let description = described(comment);
-    let aggregates = is_aggregation_device || description.as_deref().is_some_and(is_aggregation_node);
+    let id = cursor.quoted("the node's id in quotes")?;
+    let description = described(cursor.comment()?);
+    let aggregates = properties.is_aggregation_device || description.is_some_and(is_aggregation_node);
     let kind = if kind == Kind::Host && aggregates { Kind::Aggregation } else { kind };
-    builder.record(Record { kind, id: id.clone(), description, line })?;
-    Ok(Header { id, ports })
+    let origin = Origin { system_image: properties.system_image.take(), server: None };
+    let node = builder.record(id, Record { kind, description: description.map(str::to_owned), origin, line })?;
+    Ok(Header { node, ports })
 }
 
 /// Parse a port's line and add its listing.
@@ -111,7 +136,7 @@ fn port(builder: &mut Builder, record: &Header, content: &str, line: usize) -> R
     let mut cursor = Cursor { rest: content, line };
     let number = cursor.port_number()?;
     if number > record.ports {
-        let expected = format!("a port of `{}`, which has {}", record.id, record.ports);
+        let expected = format!("a port of `{}`, which has {}", builder.id(record.node), record.ports);
         return Err(FabricError::Syntax { line, found: format!("port {number}"), expected });
     }
     cursor.skip_group('[', ']')?; // [ext 5]: the number printed on a chassis' front
@@ -131,14 +156,16 @@ fn port(builder: &mut Builder, record: &Header, content: &str, line: usize) -> R
     // The rate comes last. A description may contain a word that looks like one, so search only behind it.
     let after_description = comment.rsplit('"').next().unwrap_or_default();
     let rate = after_description.split_whitespace().find_map(Rate::from_width_and_speed);
-    builder.listing((&record.id, number), (to, to_number), rate, line, described(comment))
+    let to = builder.node(to);
+    builder.seen_as(to, described(comment));
+    builder.listing((record.node, number), (to, to_number), rate, line)
 }
 
 /// The quoted description in a comment, unless missing or blank. Quotes inside it are kept.
-fn described(comment: &str) -> Option<String> {
+fn described(comment: &str) -> Option<&str> {
     let (start, end) = (comment.find('"')?, comment.rfind('"')?);
     let text = comment.get(start + 1..end)?.trim();
-    (!text.is_empty()).then(|| text.to_owned())
+    (!text.is_empty()).then_some(text)
 }
 
 /// Quote text for a message, truncated to a readable length.
@@ -174,8 +201,8 @@ impl<'a> Cursor<'a> {
     }
 
     fn number(&mut self, expected: &str) -> Result<u16, FabricError> {
-        let error = self.expected(expected);
-        self.word().parse().ok().filter(|number| *number > 0).ok_or(error)
+        let before = Cursor { rest: self.rest, line: self.line };
+        self.word().parse().ok().filter(|number| *number > 0).ok_or_else(|| before.expected(expected))
     }
 
     fn quoted(&mut self, expected: &str) -> Result<&'a str, FabricError> {

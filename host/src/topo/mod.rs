@@ -1,35 +1,54 @@
 //! The fabric: switches, hosts, aggregation nodes and the cables between them.
 //!
-//! A [`Fabric`] is read from a raw `ibnetdiscover` dump ([`Fabric::from_ibnetdiscover`], which also takes ibsim's
-//! `.net` files), from a small TOML file ([`Fabric::from_toml`]), or generated ([`Fabric::leaf_spine`],
-//! [`Fabric::fat_tree`]).
+//! [`Fabric::read`] knows a file by its content ([`Format`]): a raw `ibnetdiscover` dump, an ibsim `.net` file, TOML, a
+//! Slurm `topology.conf`, or NetQ's topology graph in JSON. What a file does not say and a plan needs is an
+//! [`Assumption`]. [`generate`] makes fabrics of textbook shapes, and [`Fabric::to_toml`] and [`Fabric::to_ibsim`]
+//! write them.
 //!
-//! - A **host** here is one HCA: a server with eight HCAs is eight hosts, one rank each.
+//! - A **host** here is one HCA; a rank has one.
+//! - A **server** is a machine: the hosts that belong together ([`Fabric::servers`]). [`Selection`] counts servers.
 //! - An **aggregation node** is the processor beside a switch that combines contributions. A dump lists it as a
 //!   one-port channel adapter with that description; here it is a property of its switch.
 //! - A node's **name** is its description if that is unique in the fabric, else its GUID.
+//! - What is **inside** a server, GPUs and PCIe, comes from NCCL's topology files ([`Inside`]).
 //!
 //! Invariants: ids are indices in natural name order, so the first N hosts have ids 0..N whatever the order in the
 //! file; names are unique across hosts and switches; every link has at least one end at a switch; adjacency lists are
-//! sorted.
+//! sorted; every host belongs to exactly one server.
 
+mod assumption;
 mod build;
+mod diff;
 mod error;
-mod generate;
+pub mod generate;
+mod hostlist;
 mod ibnetdiscover;
+mod inside;
 mod natural;
+mod netq;
 mod rate;
+mod read;
+mod select;
+mod servers;
+pub(crate) mod similar;
+mod slurm;
 #[cfg(test)]
 pub(crate) mod tests;
 mod toml_file;
+mod write;
 
-pub use error::{FabricError, ReadError, Warning};
+pub use assumption::Assumption;
+pub use diff::Difference;
+pub use error::{FabricError, JoinError, ReadError, SelectError, Warning};
 pub use generate::LeafSpine;
+pub use inside::{Inside, InsideAdapter, InsideGpu, Locality, NvLink};
 pub use natural::natural_cmp;
 pub use rate::Rate;
+pub use read::{FILE_MAX_BYTES, Format};
+pub use select::{Selection, Taken, Unit, Which};
+pub use servers::{KnownBy, Server};
 
-use std::collections::BTreeSet;
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A switch, by its index in natural name order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -38,6 +57,10 @@ pub struct SwitchId(pub u32);
 /// A host (one HCA), by its index in natural name order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostId(pub u32);
+
+/// A server, by its index: those that go by a name in natural order, then the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ServerId(pub u32);
 
 /// A cable, by its index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -125,6 +148,16 @@ pub struct Host {
     pub description: Option<String>,
     /// Its cables, by port.
     pub uplinks: Vec<Uplink>,
+    /// The machine that it belongs to.
+    pub server: ServerId,
+}
+
+impl Host {
+    /// The adapter's own name behind the server's, as `HCA-1` in `node1 HCA-1`.
+    pub fn rail(&self) -> Option<&str> {
+        let (_, rail) = self.description.as_deref().unwrap_or(&self.name).split_once(char::is_whitespace)?;
+        Some(rail.trim())
+    }
 }
 
 /// A fabric. See the [module](self) for its invariants.
@@ -135,24 +168,19 @@ pub struct Fabric {
     links: Vec<Link>,
     /// Per switch: its neighbours and the cable to each, sorted.
     adjacent: Vec<Vec<(SwitchId, LinkId)>>,
+    servers: Vec<Server>,
+    /// The devices, by GUID.
+    by_guid: Vec<Device>,
+    /// Names of ports, where the source has others than numbers.
+    labels: BTreeMap<Port, Box<str>>,
+    insides: BTreeMap<ServerId, Inside>,
     warnings: Vec<Warning>,
+    /// Those that the reader made; [`Fabric::assumptions`] adds what follows from the fabric.
+    assumptions: Vec<Assumption>,
+    format: Format,
 }
 
 impl Fabric {
-    /// Read a fabric file: TOML if its name ends in `.toml`, else an `ibnetdiscover` dump or ibsim `.net` file.
-    ///
-    /// # Errors
-    /// [`ReadError`] names the file and, for an error in the text, the line.
-    pub fn read(path: impl AsRef<Path>) -> Result<Self, ReadError> {
-        let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| ReadError::Io { path: path.into(), source })?;
-        // Node descriptions are arbitrary bytes from the devices; invalid UTF-8 must not make the dump unreadable.
-        let text = String::from_utf8_lossy(&bytes);
-        let is_toml = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("toml"));
-        let fabric = if is_toml { Self::from_toml(&text) } else { Self::from_ibnetdiscover(&text) };
-        fabric.map_err(|source| ReadError::Fabric { path: path.into(), source })
-    }
-
     /// The switches; the index of each is its [`SwitchId`].
     pub fn switches(&self) -> &[Switch] {
         &self.switches
@@ -215,23 +243,84 @@ impl Fabric {
         (0..self.hosts.len() as u32).map(HostId)
     }
 
+    /// The servers; the index of each is its [`ServerId`].
+    pub fn servers(&self) -> &[Server] {
+        &self.servers
+    }
+
+    /// Return a server.
+    ///
+    /// # Panics
+    /// If the id is of another fabric and out of range here.
+    pub fn server(&self, id: ServerId) -> &Server {
+        &self.servers[id.0 as usize]
+    }
+
+    /// The ids of all servers.
+    pub fn server_ids(&self) -> impl Iterator<Item = ServerId> + use<> {
+        (0..self.servers.len() as u32).map(ServerId)
+    }
+
+    /// Find a server by name.
+    pub fn find_server(&self, name: &str) -> Option<ServerId> {
+        servers::find(&self.servers, name)
+    }
+
+    /// What is inside a server, if an NCCL topology was joined to it.
+    pub fn inside(&self, server: ServerId) -> Option<&Inside> {
+        self.insides.get(&server)
+    }
+
+    /// What the fabric was read from.
+    pub fn format(&self) -> Format {
+        self.format
+    }
+
+    /// The source's own name of a port, such as `swp1`; `None` where ports only have numbers.
+    pub fn port_name(&self, port: Port) -> Option<&str> {
+        self.labels.get(&port).map(AsRef::as_ref)
+    }
+
+    /// The name of a switch or host.
+    ///
+    /// # Panics
+    /// If the device is of another fabric and out of range here.
+    pub fn name(&self, device: Device) -> &str {
+        match device {
+            Device::Switch(switch) => &self.switch(switch).name,
+            Device::Host(host) => &self.host(host).name,
+        }
+    }
+
     /// Find a switch by name or GUID (with or without a `0x` or `S-` prefix).
     pub fn find_switch(&self, name: &str) -> Option<SwitchId> {
-        let guid = bare_guid(name);
-        let found = self
-            .switches
-            .iter()
-            .position(|s| s.name == name)
-            .or_else(|| self.switches.iter().position(|s| s.guid == guid));
-        found.map(|index| SwitchId(index as u32))
+        let named = self.switches.binary_search_by(|switch| natural_cmp(&switch.name, name)).ok();
+        named.map(|index| SwitchId(index as u32)).or_else(|| match self.find_guid(name)? {
+            Device::Switch(switch) => Some(switch),
+            Device::Host(_) => None,
+        })
     }
 
     /// Find a host by name or GUID (with or without a `0x` or `H-` prefix).
     pub fn find_host(&self, name: &str) -> Option<HostId> {
-        let guid = bare_guid(name);
-        let found =
-            self.hosts.iter().position(|h| h.name == name).or_else(|| self.hosts.iter().position(|h| h.guid == guid));
-        found.map(|index| HostId(index as u32))
+        let named = self.hosts.binary_search_by(|host| natural_cmp(&host.name, name)).ok();
+        named.map(|index| HostId(index as u32)).or_else(|| match self.find_guid(name)? {
+            Device::Host(host) => Some(host),
+            Device::Switch(_) => None,
+        })
+    }
+
+    fn find_guid(&self, guid: &str) -> Option<Device> {
+        let guid = bare_guid(guid);
+        let found = self.by_guid.binary_search_by(|device| self.guid(*device).cmp(&guid)).ok()?;
+        Some(self.by_guid[found])
+    }
+
+    fn guid(&self, device: Device) -> &str {
+        match device {
+            Device::Switch(switch) => &self.switch(switch).guid,
+            Device::Host(host) => &self.host(host).guid,
+        }
     }
 
     /// Add an aggregation node to every switch that has none, as if each had a DPU beside it.
@@ -247,15 +336,18 @@ impl Fabric {
     #[must_use]
     pub fn without_links(&self, failed: &BTreeSet<LinkId>) -> Self {
         let left = (0u32..).zip(&self.links).filter(|(id, _)| !failed.contains(&LinkId(*id))).map(|(_, link)| *link);
-        Self::assemble(self.switches.clone(), self.hosts.clone(), left.collect(), self.warnings.clone())
+        let mut fabric = self.clone();
+        fabric.links = left.collect();
+        fabric.derive();
+        fabric
     }
 
-    /// Assemble a fabric and derive adjacency and uplinks from the links.
-    fn assemble(switches: Vec<Switch>, mut hosts: Vec<Host>, mut links: Vec<Link>, warnings: Vec<Warning>) -> Self {
-        links.sort_by_key(|link| link.ends);
-        let mut adjacent = vec![Vec::new(); switches.len()];
-        hosts.iter_mut().for_each(|host| host.uplinks.clear());
-        for (id, link) in (0u32..).map(LinkId).zip(&links) {
+    /// Derive adjacency, uplinks and the index of GUIDs from the links and devices.
+    fn derive(&mut self) {
+        self.links.sort_by_key(|link| link.ends);
+        let mut adjacent = vec![Vec::new(); self.switches.len()];
+        self.hosts.iter_mut().for_each(|host| host.uplinks.clear());
+        for (id, link) in (0u32..).map(LinkId).zip(&self.links) {
             match link.ends.map(|end| end.device) {
                 [Device::Switch(a), Device::Switch(b)] => {
                     adjacent[a.0 as usize].push((b, id));
@@ -263,15 +355,19 @@ impl Fabric {
                 }
                 [Device::Switch(switch), Device::Host(host)] => {
                     let uplink = Uplink { port: link.ends[1].number, switch, link: id };
-                    hosts[host.0 as usize].uplinks.push(uplink);
+                    self.hosts[host.0 as usize].uplinks.push(uplink);
                 }
                 // `ends` is sorted, so a host comes second; cables between hosts are dropped by the builder.
                 [Device::Host(_), _] => {}
             }
         }
         adjacent.iter_mut().for_each(|list| list.sort());
-        hosts.iter_mut().for_each(|host| host.uplinks.sort_by_key(|uplink| uplink.port));
-        Self { switches, hosts, links, adjacent, warnings }
+        self.adjacent = adjacent;
+        self.hosts.iter_mut().for_each(|host| host.uplinks.sort_by_key(|uplink| uplink.port));
+        let mut by_guid: Vec<Device> =
+            self.switch_ids().map(Device::Switch).chain(self.host_ids().map(Device::Host)).collect();
+        by_guid.sort_by(|a, b| self.guid(*a).cmp(self.guid(*b)));
+        self.by_guid = by_guid;
     }
 }
 

@@ -1,22 +1,33 @@
 //! Tests the readers with fixtures, a real dump, malformed texts of every known kind, and a test-only writer.
 
+mod formats;
+mod inside;
+mod selections;
+mod shapes;
+
 use super::*;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use std::io::Write as _;
+use std::path::Path;
 
 const DUMP: &str = include_str!("../../tests/fixtures/two-leaves.ibnetdiscover");
 const TOML: &str = include_str!("../../tests/fixtures/two-leaves.toml");
 
 /// Read a shared input file; if it is missing, print that the test is skipped.
 pub(crate) fn shared_input(name: &str) -> Option<Fabric> {
+    shared_text(name).map(|text| Fabric::from_text(&text).unwrap_or_else(|error| panic!("{name}: {error}")))
+}
+
+/// Read the text of a shared input file; if it is missing, print that the test is skipped.
+pub(crate) fn shared_text(name: &str) -> Option<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../shared/inputs").join(name);
     if !path.exists() {
         // Not `eprintln!`, which the test harness hides.
         let _ = writeln!(std::io::stderr(), "SKIPPED: {} is not there", path.display());
         return None;
     }
-    Some(Fabric::read(&path).unwrap_or_else(|error| panic!("{error}")))
+    Some(std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}")))
 }
 
 fn names(fabric: &Fabric) -> Vec<&str> {

@@ -8,6 +8,7 @@
 //! [[host]]
 //! name = "n1"
 //! guid = "0xe09d730300156ff6"     # optional
+//! server = "n1"                   # the machine; default: the name up to its first blank
 //!
 //! [[link]]
 //! ends = ["n1", "leaf1"]          # or "leaf1:7" for port 7; else the first free port
@@ -18,9 +19,11 @@
 //! Names are unique across switches and hosts, and contain no colon unless a port follows it. Invariant: every error
 //! names the line.
 
-use super::build::{Builder, Kind};
-use super::{Fabric, FabricError, Rate, bare_guid};
+use super::build::{Builder, Kind, Node, Record};
+use super::servers::Origin;
+use super::{Fabric, FabricError, Format, Rate, bare_guid};
 use serde::Deserialize;
+use std::collections::HashMap;
 use std::ops::Range;
 use toml::Spanned;
 
@@ -40,46 +43,67 @@ impl Fabric {
     /// # Ok::<(), sumac::topo::FabricError>(())
     /// ```
     ///
-    /// A `[[switch]]` has a `name` and `aggregation` (default false: no device beside it). A `[[host]]` has a `name`
-    /// and, if known, a `guid`. A `[[link]]` has two `ends`, each a name or `name:port`, a `rate_gbits` if known and a
-    /// `count` of parallel cables (default 1).
+    /// A `[[switch]]` has a `name` and `aggregation` (default false: no device beside it). A `[[host]]` has a `name`,
+    /// if known a `guid`, and the `server` that it is in (default: its name up to the first blank). A `[[link]]` has
+    /// two `ends`, each a name or `name:port`, a `rate_gbits` if known and a `count` of parallel cables (default 1).
     ///
     /// # Errors
     /// [`FabricError`] names the line, what was found and what was expected.
     pub fn from_toml(text: &str) -> Result<Self, FabricError> {
         let file: File = toml::from_str(text).map_err(|error| FabricError::Syntax {
-            line: line_at(text, error.span().unwrap_or_default()),
+            line: Lines::new(text).at(error.span().unwrap_or_default().start),
             found: found_at(text, error.span().unwrap_or_default()),
             expected: format!("a fabric file ({})", error.message().trim().replace('\n', "; ")),
         })?;
+        let lines = Lines::new(text);
         let mut builder = Builder::default();
+        let mut nodes: HashMap<&str, Node> = HashMap::new();
         for switch in &file.switch {
-            let line = line_at(text, switch.name.span());
-            builder.named(Kind::Switch, valid_name(&switch.name, line)?, line)?;
+            let line = lines.at(switch.name.span().start);
+            let name = valid_name(&switch.name, line)?;
+            let node = builder.named(Kind::Switch, name, line)?;
+            nodes.insert(name, node);
             if switch.aggregation {
-                builder.equip(switch.name.as_ref());
+                builder.equip(node);
             }
         }
-        let mut ids = std::collections::HashMap::new();
         for host in &file.host {
-            let line = line_at(text, host.name.span());
+            let line = lines.at(host.name.span().start);
             let name = valid_name(&host.name, line)?;
-            if builder.kind(name).is_some() || ids.contains_key(name) {
+            if nodes.contains_key(name) {
                 let expected = "a name that no other switch or host has".into();
                 return Err(FabricError::Syntax { line, found: format!("`{name}` again"), expected });
             }
             let id = host.guid.as_deref().map_or(name.to_owned(), bare_guid);
-            builder.named(Kind::Host, &id, line)?;
-            builder.describe(&id, name);
-            ids.insert(name.to_owned(), id);
+            let origin = Origin { system_image: None, server: host.server.as_deref().map(Into::into) };
+            let record = Record { kind: Kind::Host, description: Some(name.into()), origin, line };
+            nodes.insert(name, builder.record(&id, record)?);
         }
         for link in &file.link {
-            let line = line_at(text, link.ends.span());
+            let line = lines.at(link.ends.span().start);
             let ends = link.ends.get_ref();
-            let ends = [resolve(&builder, &ids, &ends[0], line)?, resolve(&builder, &ids, &ends[1], line)?];
+            let ends = [resolve(&nodes, &ends[0], line)?, resolve(&nodes, &ends[1], line)?];
             add_cables(&mut builder, link, ends, line)?;
         }
-        builder.finish("[[switch]]")
+        builder.finish(Format::Toml, "[[switch]]")
+    }
+}
+
+/// Where the lines of a text begin.
+struct Lines(Vec<usize>);
+
+impl Lines {
+    fn new(text: &str) -> Self {
+        Self(
+            std::iter::once(0)
+                .chain(text.bytes().enumerate().filter(|(_, c)| *c == b'\n').map(|(at, _)| at + 1))
+                .collect(),
+        )
+    }
+
+    /// The line (from 1) of a byte.
+    fn at(&self, byte: usize) -> usize {
+        self.0.partition_point(|start| *start <= byte)
     }
 }
 
@@ -107,6 +131,7 @@ struct SwitchEntry {
 struct HostEntry {
     name: Spanned<String>,
     guid: Option<String>,
+    server: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -139,16 +164,11 @@ fn split_port(end: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// An end of a link: the node's id, and the port if given.
-type EndEntry = (String, Option<u16>);
+/// An end of a link: the node, and the port if given.
+type EndEntry = (Node, Option<u16>);
 
 /// Resolve the node of an end.
-fn resolve(
-    builder: &Builder,
-    ids: &std::collections::HashMap<String, String>,
-    end: &str,
-    line: usize,
-) -> Result<EndEntry, FabricError> {
+fn resolve(nodes: &HashMap<&str, Node>, end: &str, line: usize) -> Result<EndEntry, FabricError> {
     let (name, port) = split_port(end);
     let port = port.map(|digits| {
         digits.parse().ok().filter(|port| *port > 0).ok_or_else(|| FabricError::Syntax {
@@ -157,11 +177,8 @@ fn resolve(
             expected: "a port from 1 to 65535".into(),
         })
     });
-    let id = ids.get(name).map_or(name, String::as_str);
-    if builder.kind(id).is_none() {
-        return Err(FabricError::UnknownNode { line, id: name.into() });
-    }
-    Ok((id.to_owned(), port.transpose()?))
+    let node = *nodes.get(name).ok_or_else(|| FabricError::UnknownNode { line, id: name.into() })?;
+    Ok((node, port.transpose()?))
 }
 
 /// Add the parallel cables of an entry, each on the next free port unless given.
@@ -180,24 +197,20 @@ fn add_cables(builder: &mut Builder, link: &LinkEntry, ends: [EndEntry; 2], line
         return Err(refuse(format!("count = {}", link.count), expected));
     }
     if ends[0].0 == ends[1].0 {
-        return Err(refuse(format!("a link from `{}` to itself", ends[0].0), "two different ends"));
+        return Err(refuse(format!("a link from `{}` to itself", builder.id(ends[0].0)), "two different ends"));
     }
     for _ in 0..link.count {
-        let free = |builder: &Builder, (id, port): &EndEntry| match port {
-            Some(port) => Some(*port),
-            None => (1..=u16::MAX).find(|port| !builder.port_is_taken(id, *port)),
-        };
-        match (free(builder, &ends[0]), free(builder, &ends[1])) {
-            (Some(a), Some(b)) => builder.cable((&ends[0].0, a), (&ends[1].0, b), rate, line)?,
-            _ => return Err(refuse(format!("more cables at `{}`", ends[0].0), "at most 65535 at one node")),
+        let a = ends[0].1.or_else(|| builder.free_port(ends[0].0));
+        let b = ends[1].1.or_else(|| builder.free_port(ends[1].0));
+        match (a, b) {
+            (Some(a), Some(b)) => builder.cable((ends[0].0, a), (ends[1].0, b), rate, line)?,
+            _ => {
+                let found = format!("more cables at `{}`", builder.id(ends[0].0));
+                return Err(refuse(found, "at most 65535 at one node"));
+            }
         }
     }
     Ok(())
-}
-
-/// The line (from 1) that a span of bytes starts on.
-fn line_at(text: &str, span: Range<usize>) -> usize {
-    text.bytes().take(span.start).filter(|c| *c == b'\n').count() + 1
 }
 
 /// The text at a span, up to the end of its line.

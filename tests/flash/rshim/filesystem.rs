@@ -12,6 +12,8 @@ use std::time::{Duration, UNIX_EPOCH};
 const ROOT: u64 = 1;
 const BOOT: u64 = 2;
 const MISC: u64 = 3;
+/// The card's own side of the boot log.
+const RSH_LOG: u64 = 4;
 
 /// The folder.
 pub(super) struct Card {
@@ -44,6 +46,7 @@ impl Filesystem for Card {
         match name.to_str() {
             Some("boot") => reply.entry(&Duration::ZERO, &attributes(BOOT), Generation(0)),
             Some("misc") => reply.entry(&Duration::ZERO, &attributes(MISC), Generation(0)),
+            Some("rsh_log") => reply.entry(&Duration::ZERO, &attributes(RSH_LOG), Generation(0)),
             _ => reply.error(Errno::ENOENT),
         }
     }
@@ -127,6 +130,7 @@ impl Filesystem for Card {
         let taken = self.shared.enter().and_then(|mut state| {
             let taken = match inode {
                 INodeNo(BOOT) => state.write_boot(data),
+                INodeNo(RSH_LOG) => state.write_rsh_log(data),
                 _ => state.set(offset, data).map(|()| data.len() as u32),
             };
             self.shared.notify(state);

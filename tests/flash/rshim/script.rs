@@ -35,6 +35,8 @@ pub(crate) struct Script {
     pub(crate) hangs: Option<When>,
     /// `misc` refuses this key.
     pub(crate) refused_key: Option<&'static str>,
+    /// This many writes of the card's Linux to the boot log fail, because the host has locked it.
+    pub(crate) locked_writes: u32,
     /// The boot log.
     pub(crate) log: Vec<(When, String)>,
 }
@@ -56,6 +58,7 @@ impl Script {
             gone: None,
             hangs: None,
             refused_key: None,
+            locked_writes: 0,
             log: vec![
                 line(When::Written(1), "INFO[BL2]: start"),
                 line(When::Reading(2), "INFO[UEFI]: exit Boot Service"),

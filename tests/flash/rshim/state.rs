@@ -2,10 +2,9 @@
 
 use super::script::{Script, When};
 use fuser::Errno;
-use std::collections::VecDeque;
 
-/// The capacity of the boot log's buffer in words.
-const LOG_WORDS: usize = 128;
+/// The capacity of the boot log's buffer in words: its index has 7 bits.
+const LOG_WORDS: usize = 127;
 
 /// The recorded history of a card.
 #[derive(Debug, Clone, Default)]
@@ -33,7 +32,9 @@ pub(super) struct State {
     pub(super) seen: Seen,
     /// The number of reads of `misc` since a stream was complete.
     pub(super) readings_after: u32,
-    pub(super) log: VecDeque<String>,
+    pub(super) log: Vec<String>,
+    /// The words of the boot log in use.
+    pub(super) log_words: usize,
     /// Handles of `misc` that have returned their text.
     pub(super) read: Vec<u64>,
     pub(super) next_handle: u64,
@@ -60,16 +61,37 @@ impl State {
         let before = now == When::Before;
         for (when, line) in std::mem::take(&mut self.script.log) {
             match when {
-                When::Before => self.log.push_back(line),
-                when if !before && self.is_due(when) => self.log.push_back(line),
+                When::Before => self.append(&line),
+                when if !before && self.is_due(when) => self.append(&line),
                 when => self.script.log.push((when, line)),
             }
         }
-        // An entry has a header of one word.
-        let words = |line: &String| 1 + line.len().div_ceil(8);
-        while self.log.iter().map(words).sum::<usize>() > LOG_WORDS {
-            self.log.pop_front();
+    }
+
+    /// Append a line to the boot log, cut to the room that is left. Its level and module are in a header of one word.
+    fn append(&mut self, line: &str) {
+        let text = line.split_once("]: ").map_or(line, |(_, text)| text);
+        let left = LOG_WORDS.saturating_sub(self.log_words + 1);
+        let words = text.len().div_ceil(8).min(left);
+        if words > 0 {
+            self.log_words += 1 + words;
+            let end = line.len() - text.len() + text.len().min(words * 8);
+            self.log.push(line[..end].to_owned());
         }
+    }
+
+    /// Write to the boot log as the card's Linux does.
+    pub(super) fn write_rsh_log(&mut self, data: &[u8]) -> Result<u32, Errno> {
+        if self.script.locked_writes > 0 {
+            self.script.locked_writes -= 1;
+            return Err(Errno::ETIMEDOUT);
+        }
+        let text = std::str::from_utf8(data).map_err(|_| Errno::EINVAL)?.trim_end_matches('\n');
+        let level = ["INFO", "WARN", "ERR", "ASSERT"].into_iter().find(|level| text.starts_with(level));
+        let text = text.strip_prefix(level.unwrap_or("")).unwrap_or(text).trim_start();
+        self.append(&format!("{}[MISC]: {text}", level.unwrap_or("INFO")));
+        // What did not fit is no error.
+        Ok(data.len() as u32)
     }
 
     pub(super) fn open_boot(&mut self) -> Result<(), Errno> {
@@ -155,6 +177,7 @@ impl State {
             self.log.iter().for_each(|entry| text.push_str(&format!(" {entry}\n")));
             if self.seen.clear_on_read {
                 self.log.clear();
+                self.log_words = 0;
             }
         }
         text
@@ -171,6 +194,7 @@ impl State {
             "CLEAR_ON_READ" => self.seen.clear_on_read = value != 0,
             "BOOT_MODE" => self.seen.boot_mode = value & 3,
             "SW_RESET" => self.seen.resets += value,
+            "FORCE_CMD" if self.script.is_dropping => {}
             "BOOT_TIMEOUT" | "USB_TIMEOUT" | "BOOT_RESET_SKIP" => {}
             _ => return Err(Errno::EINVAL),
         }

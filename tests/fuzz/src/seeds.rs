@@ -199,7 +199,28 @@ ends = ["n2", "leaf1:7"]
 ends = ["leaf1", "spine"]
 count = 2
 "#;
-    vec![seed("fabrics", "toml", &[0], TOML.as_bytes()), seed("fabrics", "dump", &[1], DUMP.as_bytes())]
+    const SLURM: &str = "SwitchName=top Switches=leaf[0-1]\nSwitchName=leaf0 Nodes=n[08-11,20]\n\
+                         SwitchName=leaf1 \\\n Nodes=r[0-1]n[1-2]\n";
+    const BLOCKS: &str = "BlockName=b0 Nodes=n[0-3]\nBlockName=b1 Nodes=n[4-7]\nBlockSizes=4\n";
+    const NETQ: &str = r#"[{"links":[{"compounded_links":[
+        {"interfaces":[{"node":"a","interface":"swp1"},{"node":"h","interface":"ens1"}]},
+        {"interfaces":[{"node":"a","interface":"swp2"},{"node":"b","interface":"swp1"}]}]}],
+        "nodes":[{"compounded_nodes":[{"id":"a","name":"leaf","device_type":"switch","tier":1}]}]}]"#;
+    const NCCL: &str = r#"<system version="1"><cpu numaid="0"><pci busid="1" class="0x060400" link_speed="16 GT/s"
+        link_width="16"><pci busid="2" class="0x030200" link_speed="16 GT/s" link_width="16"><gpu dev="0" sm="80">
+        <nvlink target="3" count="12"/></gpu></pci><pci busid="4" class="0x020700"><nic><net name="mlx5_0"
+        speed="200000" guid="0x1"/></nic></pci></pci></cpu></system>"#;
+    [
+        ("toml", 0, TOML),
+        ("dump", 1, DUMP),
+        ("text", 2, DUMP),
+        ("slurm", 2, SLURM),
+        ("blocks", 2, BLOCKS),
+        ("netq", 2, NETQ),
+        ("nccl", 3, NCCL),
+    ]
+    .map(|(name, kind, text)| seed("fabrics", name, &[kind], text.as_bytes()))
+    .to_vec()
 }
 
 fn arrays() -> Vec<Seed> {

@@ -4,6 +4,7 @@
 use super::planted::Planted;
 use crate::oracle::weight;
 use std::io::{self, ErrorKind, Write};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use sumac::controller::ControllerConfig;
 use sumac::controller::limits::REPLY_LEN_MAX;
@@ -43,7 +44,7 @@ impl Controller {
 
     /// A peer dials and says hello. Returns `None` if it is refused.
     pub(super) fn dial(&mut self, hello: &Hello, now: Instant) -> Option<ConnId> {
-        let conn = self.connections.connect(now)?;
+        let conn = self.connections.connect(Ipv4Addr::LOCALHOST.into(), now)?;
         self.handle(conn, &encode_frames(hello).expect("short"), now);
         let is_refused = self.connections.poll_closed().inspect(|closed| assert_eq!(*closed, conn)).is_some();
         (!is_refused).then_some(conn)

@@ -234,6 +234,10 @@ marks! {
     HostDeviceMissing = "tenants: host device fails or is late",
     /// A host device contributes for the ranks of its host.
     HostContributed = "tenants: host contributes once",
+    /// A host device, which has one shard, contributes to a later shard of the device above it.
+    HostShards = "tenants: host contributes to several shards",
+    /// A shard of a device is silent for a while.
+    ShardMute = "tenants: shard silent",
     /// A host device ends, and its rank goes on.
     HostDeviceLost = "tenants: host device lost",
     /// A rank dies, and its host device with it.

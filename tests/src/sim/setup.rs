@@ -11,7 +11,7 @@ use crate::oracle::{input, weight};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac::transport::packets::{Endpoint, EndpointConfig, EndpointError, Progress};
-use sumac_device::{Child, Group, Node, NodeConfig, Slot, Storage};
+use sumac_device::{Child, Group, Hop, Node, NodeConfig, Slot, Storage};
 use sumac_hal::ctrl::{Order, Request, Response, TreeConfig};
 use sumac_hal::ids::{BootId, Epoch};
 use sumac_hal::shard::Shard;
@@ -94,6 +94,7 @@ pub(super) struct Tables {
     groups: Vec<Option<Group>>,
     trees: Vec<Option<TreeConfig>>,
     children: Vec<Child>,
+    hops: Vec<Hop>,
     slots: Vec<Slot>,
     bytes: Vec<u8>,
 }
@@ -124,6 +125,7 @@ impl Tables {
             groups: (0..groups).map(|_| None).collect(),
             trees: vec![None; wirings.len() + room * options.groups.len()],
             children: vec![Child::EMPTY; children.max(widest.unwrap_or(0))],
+            hops: vec![Hop::EMPTY; groups],
             slots: vec![Slot::EMPTY; room * groups * slots],
             bytes: vec![0; bytes],
         }
@@ -148,6 +150,7 @@ pub(super) fn boot<'m>(
         groups: &mut tables.groups,
         trees: &mut tables.trees,
         children: &mut tables.children,
+        hops: &mut tables.hops,
         slots: &mut tables.slots,
         bytes: &mut tables.bytes,
     };

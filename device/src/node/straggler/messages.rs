@@ -1,6 +1,6 @@
 //! Messages between nodes about missing ranks and exclusion decisions.
 
-use super::{Decision, supports_exclusion};
+use super::{Decision, ONLY_HOP, supports_exclusion};
 use crate::node::GroupCtx;
 use crate::node::group::{ChildKind, Failure};
 use sumac_hal::ctrl::DropReason;
@@ -32,7 +32,9 @@ impl GroupCtx<'_> {
         let request = repr.op_desc().zip(repr.limit()).filter(|(_, (_, distance))| *distance == 0);
         let near =
             (self.group.answered_below..self.group.answered_below + self.group.window_local).contains(&repr.seq.0);
-        let Some((op, (limit, _))) = request.filter(|_| near && supports_exclusion(self.children, self.shard())) else {
+        let Some((op, (limit, _))) =
+            request.filter(|_| near && supports_exclusion(self.group, self.children, self.shard()))
+        else {
             return self.common.drop_packet(DropReason::Unexpected);
         };
         if self.group.view.hold.is_none() && !missing.is_empty() {
@@ -82,7 +84,7 @@ impl GroupCtx<'_> {
     /// Request the next decision from the parent. Also serves as a node's introduction.
     pub(in crate::node) fn request_decision(&mut self) {
         let header = self.up_header(Kind::Late, ChunkNo(self.group.answered_below), self.group.token);
-        self.send_up(Repr { view: self.group.view.number + 1, ..header });
+        self.send_up(ONLY_HOP, Repr { view: self.group.view.number + 1, ..header });
     }
 
     /// Handle the parent's query for missing ranks, or its acknowledgement of a report.
@@ -102,7 +104,7 @@ impl GroupCtx<'_> {
             // A query from before the decision, delivered late.
             return self.common.drop_packet(DropReason::Stale);
         }
-        let can = supports_exclusion(self.children, self.shard());
+        let can = supports_exclusion(self.group, self.children, self.shard());
         if self.group.view.hold.is_none() && can {
             // Reports by itself if anybody is missing.
             self.start_hold(first, op, limit, now);
@@ -114,7 +116,7 @@ impl GroupCtx<'_> {
             let mut none = Repr { count: 1, ..header };
             none.set_op(&op);
             none.set_limit(limit, 0);
-            self.send_up_with(none, Some(RankMask::EMPTY));
+            self.send_up_with(ONLY_HOP, none, Some(RankMask::EMPTY));
         }
     }
 

@@ -10,6 +10,7 @@ mod fuzz;
 mod loss;
 mod model;
 mod operation;
+mod parent_shards;
 mod path;
 mod sets;
 mod shared;
@@ -17,7 +18,7 @@ mod straggler;
 mod train;
 
 use super::{Node, NodeConfig, Payload};
-use crate::node::group::Child;
+use crate::node::group::{Child, Hop};
 use crate::node::memory::Storage;
 use crate::slot::{Slot, State};
 use core::num::NonZeroU32;
@@ -60,6 +61,8 @@ pub(in crate::node) struct Setup {
     pub(in crate::node) order: Order,
     pub(in crate::node) has_parent: bool,
     pub(in crate::node) shard: Shard,
+    /// The number of the parent's shards; 0: as many as its own.
+    pub(in crate::node) parent_shards: u16,
     pub(in crate::node) chunk_len_bytes: u16,
     pub(in crate::node) groups: usize,
     pub(in crate::node) receive_buffer_bytes: usize,
@@ -78,6 +81,7 @@ impl Default for Setup {
             order: Order::Arrival,
             has_parent: false,
             shard: Shard::WHOLE,
+            parent_shards: 0,
             chunk_len_bytes: 64,
             groups: 1,
             receive_buffer_bytes: 1 << 20,
@@ -125,6 +129,11 @@ pub(in crate::node) fn child_addr(child: u16) -> Addr {
     Addr::Emu(u32::from(child))
 }
 
+/// The address of a shard of the parent, if that has several.
+pub(in crate::node) fn parent_shard(shard: u16) -> Addr {
+    Addr::Emu(9000 + u32::from(shard))
+}
+
 pub(in crate::node) fn group_id(group: usize) -> GroupId {
     GroupId(7 + group as u32)
 }
@@ -159,7 +168,10 @@ pub(in crate::node) fn group_config(setup: &Setup, group: usize) -> GroupConfig 
 }
 
 pub(in crate::node) fn tree_config(setup: &Setup) -> TreeConfig {
-    let addrs = (0..setup.shard.shards()).map(|_| PARENT).collect();
+    let addrs = match setup.parent_shards {
+        0 => (0..setup.shard.shards()).map(|_| PARENT).collect(),
+        shards => (0..shards).map(parent_shard).collect(),
+    };
     let parent = setup.has_parent.then_some(NodeParent { data_addrs: addrs, child: OWN_PLACE });
     TreeConfig { tree: TreeId(1), parent, children: setup.children, ranks: setup.ranks.iter().copied().collect() }
 }
@@ -184,6 +196,7 @@ pub(in crate::node) fn parts(setup: &Setup) -> (NodeConfig, Storage<'static>) {
         groups: Vec::leak((0..setup.groups).map(|_| None).collect()),
         trees: Vec::leak(vec![None; setup.groups]),
         children: Vec::leak(vec![Child::EMPTY; usize::from(setup.children) * setup.groups]),
+        hops: Vec::leak(vec![Hop::EMPTY; usize::from(setup.parent_shards.max(1)) * setup.groups]),
         slots: Vec::leak(vec![Slot::EMPTY; slots]),
         // What an earlier group has left.
         bytes: Vec::leak(vec![0xee; bytes]),

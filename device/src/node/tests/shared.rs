@@ -9,6 +9,7 @@ const SHARES: Setup = Setup {
     order: Order::Arrival,
     has_parent: false,
     shard: Shard::WHOLE,
+    parent_shards: 0,
     chunk_len_bytes: 64,
     groups: 1,
     ranks: &[],

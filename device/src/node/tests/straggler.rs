@@ -16,6 +16,7 @@ const LEAF: Setup = Setup {
     order: Order::TreeFold,
     has_parent: false,
     shard: Shard::WHOLE,
+    parent_shards: 0,
     chunk_len_bytes: 64,
     groups: 1,
     receive_buffer_bytes: 1 << 20,

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `name` | the device's name in the fabric | required |
 //! | `controller` | address and port of the controller | required |
-//! | `interface` | the interface of the data ports | the first hardware interface |
+//! | `interface` | the interface of the data ports, by its name or its port, for example `p0` | the only port |
 //! | `ip` | its address and prefix, for example `10.0.2.15/24` | its current address, else a link-local one |
 //! | `gateway` | the default gateway | none |
 //! | `listen` | UDP port of the first shard; the others use the following ports | 7100 |

@@ -21,7 +21,8 @@
 //! | [`log`] | the card's boot log, and the console |
 //! | [`init`] | start-up, as process 1 or as a service |
 //! | [`system`] | mounts, modules, devices, restarting |
-//! | [`network`] | interfaces, by netlink |
+//! | [`network`] | the interface of the data ports |
+//! | [`netlink`] | addresses and routes |
 //! | [`supervisor`] | the runtime's process |
 //! | [`runtime`] | the runtime itself |
 //!
@@ -40,6 +41,7 @@ compile_error!(
 pub mod config;
 pub mod init;
 pub mod log;
+pub mod netlink;
 pub mod network;
 pub mod runtime;
 pub mod store;

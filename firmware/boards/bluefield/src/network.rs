@@ -1,39 +1,25 @@
-//! Network interfaces and their addresses, through netlink (rtnetlink(7)).
+//! The network of the data ports: which interface is theirs, and its address.
 
 use crate::config::{Cidr, Config};
 use crate::log::Log;
+use crate::netlink::{ANSWER_BYTES, Netlink, open_socket};
 use crate::system::wait_readable;
-use netlink_packet_core::{
-    NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
-};
-use netlink_packet_route::address::{AddressAttribute, AddressMessage};
-use netlink_packet_route::link::{LinkFlags, LinkMessage};
-use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteHeader, RouteMessage, RouteProtocol, RouteScope, RouteType,
-};
-use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
-use rustix::net::netlink::SocketAddrNetlink;
-use rustix::net::{RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with};
+use rustix::net::{RecvFlags, recv};
 use std::fs;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::OwnedFd;
+use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use thiserror::Error;
 
-/// The network between a card and its host, over rshim, and the card's address there (the vendor's).
-const HOST_LINK: &str = "tmfifo_net0";
+/// The card's address on its link to the host, over rshim (the vendor's).
 const HOST_LINK_ADDRESS: Cidr = Cidr { ip: Ipv4Addr::new(192, 168, 100, 2), prefix_len: 30 };
 
-/// Name prefixes of interfaces that are not uplinks: the link to the host, and the management port.
-const NO_UPLINKS: [&str; 2] = ["tmfifo_net", "oob_net"];
+/// How long no interface has to change until the data ports' one is chosen by its kind.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// How long to wait for an interface to appear.
 const APPEAR_LIMIT: Duration = Duration::from_secs(30);
-
-/// The size of the receive buffer in bytes: dump messages of the kernel are shorter.
-const ANSWER_BYTES: usize = 64 << 10;
 
 /// Multicast group of interface changes (Linux, include/uapi/linux/rtnetlink.h: RTMGRP_LINK).
 const LINK_GROUP: u32 = 1;
@@ -52,6 +38,15 @@ pub enum NetworkError {
         /// The existing interfaces.
         found: String,
     },
+    /// Several interfaces may be meant.
+    #[error(
+        "several interfaces may carry the data ports: {candidates}. Name one with sumac.interface=, by its name or its \
+         port (such as p0)"
+    )]
+    Ambiguous {
+        /// The interfaces, with drivers and ports.
+        candidates: String,
+    },
     /// A netlink or system call failed.
     #[error("{what}: {source}")]
     System {
@@ -62,6 +57,21 @@ pub enum NetworkError {
     },
 }
 
+/// What an interface is, by its driver: without udev, names are only the order in which interfaces appeared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Not hardware, such as loopback.
+    Virtual,
+    /// The link to the card's host, over rshim.
+    HostLink,
+    /// The card's management port.
+    Management,
+    /// This side of a function that the host or a virtual machine has. What is sent here arrives there.
+    Representor,
+    /// Any other hardware, possibly emulated: an uplink, a sub-function, a NIC.
+    Port,
+}
+
 /// A network interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface {
@@ -69,17 +79,17 @@ pub struct Interface {
     pub name: String,
     /// Its index.
     pub index: u32,
-    /// Whether it is a hardware interface, possibly emulated.
-    pub is_hardware: bool,
+    /// What it is.
+    pub kind: Kind,
+    /// Its driver, if it has one.
+    pub driver: Option<String>,
+    /// The port of its card (`phys_port_name`), if the driver names it.
+    pub port: Option<String>,
     /// Its MAC address, if any.
     pub mac: Option<[u8; 6]>,
 }
 
 impl Interface {
-    fn is_uplink(&self) -> bool {
-        self.is_hardware && !NO_UPLINKS.iter().any(|prefix| self.name.starts_with(prefix))
-    }
-
     /// Return a link-local address (RFC 3927) derived from the MAC address, so that it is the same at each start.
     fn link_local(&self) -> Cidr {
         let [.., third, fourth] = self.mac.unwrap_or_default();
@@ -101,13 +111,39 @@ pub fn interfaces(folder: &Path) -> io::Result<Vec<Interface>> {
 
 fn interface(folder: &Path) -> Option<Interface> {
     let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
+    let driver = driver_of(&folder.join("device"));
+    // Reading fails for drivers that name no ports.
+    let port = read("phys_port_name").map(|text| text.trim().to_owned()).filter(|port| !port.is_empty());
     Some(Interface {
         name: folder.file_name()?.to_str()?.to_owned(),
         // An interface that has gone meanwhile has no index.
         index: read("ifindex")?.trim().parse().ok()?,
-        is_hardware: folder.join("device").exists(),
+        kind: kind(folder, driver.as_deref(), port.as_deref()),
+        driver,
+        port,
         mac: read("address").and_then(|text| parse_mac(text.trim())),
     })
+}
+
+/// Return what the interface at this folder is (Linux: drivers/platform/mellanox/mlxbf-tmfifo.c, drivers/net/ethernet/
+/// mellanox/mlxbf_gige and mlx5/core/en_rep.c).
+fn kind(folder: &Path, driver: Option<&str>, port: Option<&str>) -> Kind {
+    let Ok(device) = folder.join("device").canonicalize() else { return Kind::Virtual };
+    // The link to the host is a virtio device of the FIFO's driver.
+    let is_fifo = |device: &Path| driver_of(device).as_deref() == Some("mlxbf-tmfifo");
+    let is_uplink = |port: &str| port.strip_prefix('p').is_some_and(|digits| digits.parse::<u32>().is_ok());
+    match driver {
+        _ if device.ancestors().any(is_fifo) => Kind::HostLink,
+        Some("mlxbf_gige") => Kind::Management,
+        Some(driver) if driver.starts_with("mlx5_core") && !port.is_none_or(is_uplink) => Kind::Representor,
+        _ => Kind::Port,
+    }
+}
+
+/// Return the name of a device's driver.
+fn driver_of(device: &Path) -> Option<String> {
+    let driver = fs::read_link(device.join("driver")).ok()?;
+    Some(driver.file_name()?.to_str()?.to_owned())
 }
 
 fn parse_mac(text: &str) -> Option<[u8; 6]> {
@@ -115,12 +151,34 @@ fn parse_mac(text: &str) -> Option<[u8; 6]> {
     bytes?.try_into().ok()
 }
 
-/// Return the interface for the data ports: the named one, else the first uplink.
-fn choose<'a>(all: &'a [Interface], wanted: Option<&str>) -> Option<&'a Interface> {
-    all.iter().find(|interface| wanted.map_or_else(|| interface.is_uplink(), |wanted| interface.name == wanted))
+/// Return the interface for the data ports: the one with this name or port, else the only one of [`Kind::Port`].
+///
+/// # Errors
+/// There are several.
+fn choose<'a>(all: &'a [Interface], wanted: Option<&str>) -> Result<Option<&'a Interface>, NetworkError> {
+    let only = |found: Vec<&'a Interface>| match found[..] {
+        [] => Ok(None),
+        [one] => Ok(Some(one)),
+        _ => {
+            Err(NetworkError::Ambiguous { candidates: found.into_iter().map(describe).collect::<Vec<_>>().join(", ") })
+        }
+    };
+    match wanted {
+        None => only(all.iter().filter(|interface| interface.kind == Kind::Port).collect()),
+        Some(wanted) => match all.iter().find(|interface| interface.name == wanted) {
+            Some(named) => Ok(Some(named)),
+            None => only(all.iter().filter(|interface| interface.port.as_deref() == Some(wanted)).collect()),
+        },
+    }
 }
 
-/// Bring up loopback, the host's link and the uplinks, and assign the data ports' interface its address, which is
+/// Return an interface's name, and its driver and port where known.
+fn describe(interface: &Interface) -> String {
+    let parts: Vec<_> = [&interface.driver, &interface.port].into_iter().flatten().map(String::as_str).collect();
+    if parts.is_empty() { interface.name.clone() } else { format!("{} ({})", interface.name, parts.join(" ")) }
+}
+
+/// Bring up loopback, the host's link and the ports, and assign the data ports' interface its address, which is
 /// returned.
 ///
 /// # Errors
@@ -130,8 +188,8 @@ pub fn configure(config: &Config, log: &Log) -> Result<Cidr, NetworkError> {
     let wanted = config.interface.as_deref();
     let (all, data) = wait_for_interface(wanted)?;
     for interface in &all {
-        let is_host_link = interface.name == HOST_LINK;
-        if interface.name == "lo" || is_host_link || interface.is_uplink() || interface == &data {
+        let is_host_link = interface.kind == Kind::HostLink;
+        if interface.name == "lo" || is_host_link || interface.kind == Kind::Port || interface == &data {
             let up = netlink.set_up(interface.index);
             let up = up.and_then(|()| {
                 if is_host_link { netlink.add_address(interface.index, HOST_LINK_ADDRESS) } else { Ok(()) }
@@ -151,7 +209,7 @@ pub fn configure(config: &Config, log: &Log) -> Result<Cidr, NetworkError> {
     if let Some(gateway) = config.gateway {
         netlink.add_gateway(gateway).map_err(system(&format!("gateway {gateway}")))?;
     }
-    log.info(&format!("network: {} {ip}", data.name));
+    log.info(&format!("network: {} {ip}", describe(&data)));
     Ok(ip)
 }
 
@@ -164,7 +222,7 @@ pub fn existing_address(config: &Config) -> Result<Cidr, NetworkError> {
         return Ok(ip);
     }
     let all = interfaces(Path::new(SYS_CLASS_NET)).map_err(system(SYS_CLASS_NET))?;
-    let data = choose(&all, config.interface.as_deref()).ok_or_else(|| absent(&all, config.interface.as_deref()))?;
+    let data = choose(&all, config.interface.as_deref())?.ok_or_else(|| absent(&all, config.interface.as_deref()))?;
     let mut netlink = Netlink::open().map_err(system("netlink"))?;
     let own = netlink.addresses(data.index).map_err(system(&data.name))?;
     let none = || io::Error::other("it has no IPv4 address; name one with ip=");
@@ -177,206 +235,124 @@ fn system(what: &str) -> impl FnOnce(io::Error) -> NetworkError + use<> {
 }
 
 fn absent(all: &[Interface], wanted: Option<&str>) -> NetworkError {
-    let found: Vec<_> = all.iter().map(|interface| interface.name.as_str()).collect();
+    let found: Vec<_> = all.iter().map(describe).collect();
     let wanted = wanted.unwrap_or("of a NIC").to_owned();
     NetworkError::Absent { wanted, found: found.join(", ") }
 }
 
-/// Wait for the interface of the data ports; return all interfaces, and it.
+/// Wait for the interface of the data ports; return all interfaces, and it. One that is chosen by its kind may not be
+/// the only one for long, so that the interfaces have to settle.
 fn wait_for_interface(wanted: Option<&str>) -> Result<(Vec<Interface>, Interface), NetworkError> {
     let deadline = Instant::now() + APPEAR_LIMIT;
     // Subscribe before listing, so that no change is missed.
     let changes = open_socket(LINK_GROUP).map_err(system("netlink"))?;
+    let mut is_settled = wanted.is_some();
     loop {
         let all = interfaces(Path::new(SYS_CLASS_NET)).map_err(system(SYS_CLASS_NET))?;
-        if let Some(data) = choose(&all, wanted) {
-            let data = data.clone();
-            return Ok((all, data));
-        }
+        let data = choose(&all, wanted)?.cloned();
         let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(absent(&all, wanted));
-        }
-        wait_readable(&changes, left).map_err(system("netlink"))?;
+        let wait = match data {
+            Some(data) if is_settled || left.is_zero() => return Ok((all, data)),
+            None if left.is_zero() => return Err(absent(&all, wanted)),
+            Some(_) => left.min(SETTLE),
+            None => left,
+        };
+        wait_readable(&changes, wait).map_err(system("netlink"))?;
         let mut buffer = [0; ANSWER_BYTES];
-        while recv(&changes, &mut buffer[..], RecvFlags::DONTWAIT).is_ok() {}
-    }
-}
-
-fn open_socket(groups: u32) -> io::Result<OwnedFd> {
-    let family = rustix::net::AddressFamily::NETLINK;
-    // The protocol is NETLINK_ROUTE, which is 0, as is the default.
-    let socket = socket_with(family, SocketType::RAW, SocketFlags::CLOEXEC, None)?;
-    bind(&socket, &SocketAddrNetlink::new(0, groups))?;
-    Ok(socket)
-}
-
-/// A netlink socket.
-#[derive(Debug)]
-pub struct Netlink {
-    socket: OwnedFd,
-    sequence: u32,
-}
-
-impl Netlink {
-    /// Open the socket.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn open() -> io::Result<Self> {
-        Ok(Self { socket: open_socket(0)?, sequence: 0 })
-    }
-
-    /// Bring an interface up.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn set_up(&mut self, index: u32) -> io::Result<()> {
-        let mut link = LinkMessage::default();
-        link.header.index = index;
-        link.header.flags = LinkFlags::Up;
-        link.header.change_mask = LinkFlags::Up;
-        self.request(RouteNetlinkMessage::SetLink(link), NLM_F_ACK).map(drop)
-    }
-
-    /// Assign an address to an interface; not an error if it has the address.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn add_address(&mut self, index: u32, address: Cidr) -> io::Result<()> {
-        let mut message = AddressMessage::default();
-        message.header.family = AddressFamily::Inet;
-        message.header.prefix_len = address.prefix_len;
-        message.header.index = index;
-        let ip = IpAddr::V4(address.ip);
-        message.attributes = vec![AddressAttribute::Local(ip), AddressAttribute::Address(ip)];
-        self.add(RouteNetlinkMessage::NewAddress(message))
-    }
-
-    /// Add a default route through `gateway`; not an error if it exists.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn add_gateway(&mut self, gateway: Ipv4Addr) -> io::Result<()> {
-        let mut message = RouteMessage::default();
-        message.header = RouteHeader {
-            address_family: AddressFamily::Inet,
-            table: RouteHeader::RT_TABLE_MAIN,
-            protocol: RouteProtocol::Boot,
-            scope: RouteScope::Universe,
-            kind: RouteType::Unicast,
-            ..RouteHeader::default()
-        };
-        message.attributes = vec![RouteAttribute::Gateway(RouteAddress::Inet(gateway))];
-        self.add(RouteNetlinkMessage::NewRoute(message))
-    }
-
-    /// Return an interface's IPv4 addresses.
-    ///
-    /// # Errors
-    /// The kernel's error.
-    pub fn addresses(&mut self, index: u32) -> io::Result<Vec<Cidr>> {
-        let mut message = AddressMessage::default();
-        message.header.family = AddressFamily::Inet;
-        let replies = self.request(RouteNetlinkMessage::GetAddress(message), NLM_F_DUMP)?;
-        let address = |reply| match reply {
-            RouteNetlinkMessage::NewAddress(message) if message.header.index == index => {
-                let prefix_len = message.header.prefix_len;
-                // On a point-to-point link, `Address` is the peer's.
-                message.attributes.into_iter().find_map(|attribute| match attribute {
-                    AddressAttribute::Local(IpAddr::V4(ip)) => Some(Cidr { ip, prefix_len }),
-                    _ => None,
-                })
-            }
-            _ => None,
-        };
-        Ok(replies.into_iter().filter_map(address).collect())
-    }
-
-    fn add(&mut self, message: RouteNetlinkMessage) -> io::Result<()> {
-        match self.request(message, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-            reply => reply.map(drop),
+        let mut has_changed = false;
+        while recv(&changes, &mut buffer[..], RecvFlags::DONTWAIT).is_ok() {
+            has_changed = true;
         }
-    }
-
-    /// Send a request, and return all replies.
-    fn request(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<Vec<RouteNetlinkMessage>> {
-        self.sequence += 1;
-        let mut header = NetlinkHeader::default();
-        header.flags = NLM_F_REQUEST | flags;
-        header.sequence_number = self.sequence;
-        let mut message = NetlinkMessage::new(header, NetlinkPayload::from(message));
-        message.finalize();
-        let mut bytes = vec![0; message.buffer_len()];
-        message.serialize(&mut bytes);
-        // Without a destination it goes to the kernel.
-        send(&self.socket, &bytes, SendFlags::empty())?;
-        let (mut replies, mut buffer) = (Vec::new(), vec![0; ANSWER_BYTES]);
-        loop {
-            let (len, _) = recv(&self.socket, &mut buffer[..], RecvFlags::empty())?;
-            let mut rest = &buffer[..len];
-            while !rest.is_empty() {
-                let reply = NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
-                // Messages are aligned to four bytes.
-                let len = (reply.header.length as usize).max(1).next_multiple_of(4).min(rest.len());
-                rest = &rest[len..];
-                if reply.header.sequence_number != self.sequence {
-                    continue;
-                }
-                match reply.payload {
-                    NetlinkPayload::Done(_) => return Ok(replies),
-                    NetlinkPayload::Error(error) if error.code.is_none() => return Ok(replies),
-                    NetlinkPayload::Error(error) => return Err(error.to_io()),
-                    NetlinkPayload::InnerMessage(reply) => replies.push(reply),
-                    _ => {}
-                }
-            }
-        }
+        is_settled = wanted.is_some() || !has_changed;
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::symlink;
 
-    fn sys_class_net(all: &[(&str, u32, bool)]) -> tempfile::TempDir {
+    /// A folder like /sys. Each interface has a device with a driver, perhaps below another device with one.
+    fn sys(all: &[(&str, &[&str], Option<&str>)]) -> tempfile::TempDir {
         let sys = tempfile::tempdir().expect("a folder");
-        for (name, index, is_hardware) in all {
-            let folder = sys.path().join(name);
-            fs::create_dir_all(if *is_hardware { folder.join("device") } else { folder.clone() }).expect("made");
-            fs::write(folder.join("ifindex"), format!("{index}\n")).expect("written");
-            fs::write(folder.join("address"), format!("02:00:00:00:00:0{index}\n")).expect("written");
+        for (index, (name, drivers, port)) in all.iter().enumerate() {
+            let folder = sys.path().join("class/net").join(name);
+            fs::create_dir_all(&folder).expect("made");
+            fs::write(folder.join("ifindex"), format!("{}\n", index + 1)).expect("written");
+            fs::write(folder.join("address"), format!("02:00:00:00:00:0{}\n", index + 1)).expect("written");
+            if let Some(port) = port {
+                fs::write(folder.join("phys_port_name"), format!("{port}\n")).expect("written");
+            }
+            let mut device = sys.path().join("devices").join(name);
+            for driver in *drivers {
+                device.push(driver);
+                fs::create_dir_all(&device).expect("made");
+                symlink(Path::new("/sys/bus/any/drivers").join(driver), device.join("driver")).expect("made");
+            }
+            if !drivers.is_empty() {
+                symlink(&device, folder.join("device")).expect("made");
+            }
         }
         sys
     }
 
+    const FIFO: &[&str] = &["mlxbf-tmfifo", "virtio_net"];
+    const NIC: &[&str] = &["mlx5_core"];
+
+    fn all(sys: &tempfile::TempDir) -> Vec<Interface> {
+        interfaces(&sys.path().join("class/net")).expect("readable")
+    }
+
+    /// A BlueField-3 in DPU mode, with the kernel's names: the management port comes first.
     #[test]
-    fn data_interface_is_the_first_uplink_or_the_named_one() {
-        let names =
-            [("lo", 1, false), ("tmfifo_net0", 2, true), ("p1", 3, true), ("p0", 4, true), ("oob_net0", 5, true)];
-        let sys = sys_class_net(&names);
-        let all = interfaces(sys.path()).expect("readable");
-        let name = |wanted| choose(&all, wanted).map(|interface| interface.name.as_str());
-        assert_eq!((name(None), name(Some("oob_net0")), name(Some("p7"))), (Some("p0"), Some("oob_net0"), None));
-        let p0 = choose(&all, None).expect("an uplink");
-        assert_eq!((p0.index, p0.link_local().to_string()), (4, "169.254.1.4/16".into()));
-        let none = interfaces(sys_class_net(&names[..2]).path()).expect("readable");
-        assert_eq!(choose(&none, None), None);
-        let message = absent(&none, None).to_string();
-        assert!(message.contains("of a NIC") && message.contains("lo, tmfifo_net0"), "{message}");
+    fn interfaces_of_a_card_are_told_apart_by_driver_and_port() {
+        let sys = sys(&[
+            ("eth0", &["mlxbf_gige"], None),
+            ("eth1", FIFO, None),
+            ("eth2", NIC, Some("p0")),
+            ("eth3", NIC, Some("pf0hpf")),
+            ("eth4", NIC, Some("pf0vf0")),
+            ("eth5", NIC, Some("pf0sf0")),
+            ("lo", &[], None),
+        ]);
+        let all = all(&sys);
+        let kinds: Vec<_> = all.iter().map(|interface| interface.kind).collect();
+        let representor = Kind::Representor;
+        let expected =
+            [Kind::Management, Kind::HostLink, Kind::Port, representor, representor, representor, Kind::Virtual];
+        assert_eq!(kinds, expected);
+        let name = |wanted| choose(&all, wanted).expect("certain").map(|interface| interface.name.as_str());
+        assert_eq!((name(None), name(Some("eth0")), name(Some("p7"))), (Some("eth2"), Some("eth0"), None));
+        assert_eq!((name(Some("p0")), name(Some("pf0hpf"))), (Some("eth2"), Some("eth3")), "by port");
+        let data = choose(&all, None).expect("certain").expect("an uplink");
+        assert_eq!((data.index, data.link_local().to_string()), (3, "169.254.1.3/16".into()));
+        assert_eq!(describe(data), "eth2 (mlx5_core p0)");
     }
 
     #[test]
-    fn netlink_returns_the_address_of_loopback() {
-        let all = interfaces(Path::new(SYS_CLASS_NET)).expect("readable");
-        let lo = choose(&all, Some("lo")).expect("every machine has one");
-        let mut netlink = Netlink::open().expect("a socket");
-        let expected: Cidr = "127.0.0.1/8".parse().expect("an address");
-        assert!(netlink.addresses(lo.index).expect("a reply").contains(&expected));
-        // Errors are returned by their number: no interface has this index.
-        let error = netlink.set_up(i32::MAX as u32).expect_err("no such interface");
-        assert!(matches!(error.raw_os_error(), Some(1 | 19)), "not permitted, or no such device: {error}");
+    fn interface_is_required_where_several_may_be_meant() {
+        for second in [("eth3", NIC, Some("p1")), ("eth3", &["mlx5_core.sf"][..], None), ("eth3", &["igb"], None)] {
+            let sys = sys(&[("eth2", NIC, Some("p0")), second]);
+            let all = all(&sys);
+            let error = choose(&all, None).expect_err("not certain").to_string();
+            assert!(error.contains("sumac.interface=") && error.contains("eth2 (mlx5_core p0), eth3"), "{error}");
+            assert!(choose(&all, Some("eth2")).is_ok());
+        }
+        // The same port of two cards.
+        let sys = sys(&[("eth2", NIC, Some("p0")), ("eth3", NIC, Some("p0"))]);
+        assert!(choose(&all(&sys), Some("p0")).is_err());
+    }
+
+    #[test]
+    fn missing_interface_is_reported_with_those_that_exist() {
+        let sys = sys(&[("eth0", &["mlxbf_gige"], None), ("eth1", FIFO, None), ("lo", &[], None)]);
+        let all = all(&sys);
+        assert_eq!(choose(&all, None).expect("certain"), None);
+        let message = absent(&all, None).to_string();
+        assert!(
+            message.contains("of a NIC") && message.contains("eth0 (mlxbf_gige), eth1 (virtio_net), lo"),
+            "{message}"
+        );
     }
 
     #[test]

@@ -3,6 +3,9 @@
 //! A short run doubles the wait before the next one, up to a limit, so that a runtime that fails at once does not use
 //! up the machine; a long run resets it.
 //!
+//! The host waits for one line of the boot log, [`DPU_IS_READY`], which is lost if the log is full when it is written.
+//! It is therefore repeated, ever less often, while the runtime is serving.
+//!
 //! Orphaned processes become children of process 1, and are reaped here with all others.
 
 use crate::config::Settings;
@@ -26,6 +29,11 @@ const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 /// A run of this length resets the backoff.
 const LONG_RUN: Duration = Duration::from_secs(30);
+
+/// The first pause between two announcements that the card is ready; each next one is twice as long.
+const FIRST_ANNOUNCEMENT: Duration = Duration::from_secs(5);
+/// Announcements end after this time, which is the default time limit of `sumac flash`.
+const ANNOUNCEMENT_LIMIT: Duration = Duration::from_secs(1800);
 
 /// The maximum length of a status line of the runtime, in bytes.
 const LINE_MAX_BYTES: u64 = 4096;
@@ -52,13 +60,13 @@ impl Backoff {
 pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
     // By its path: the /proc link would name a file that may have been replaced meanwhile.
     let program = std::env::current_exe()?;
-    let (mut backoff, has_been_ready) = (Backoff::default(), Arc::new(AtomicBool::new(false)));
+    let (mut backoff, readiness) = (Backoff::default(), Arc::new(Readiness::default()));
     loop {
         let start = Instant::now();
         let mut command = Command::new(&program);
         command.arg(RUNTIME).stdin(Stdio::piped()).stdout(Stdio::piped());
         let end = match command.spawn() {
-            Ok(child) => watch(child, log, settings, &has_been_ready),
+            Ok(child) => watch(child, log, settings, &readiness),
             Err(error) => format!("could not be started: {error}"),
         };
         let wait = backoff.after(start.elapsed());
@@ -68,24 +76,55 @@ pub fn supervise(log: &Log, settings: &Settings) -> io::Result<Infallible> {
 }
 
 /// Serve a runtime until it has ended; return how.
-fn watch(mut child: Child, log: &Log, settings: &Settings, has_been_ready: &Arc<AtomicBool>) -> String {
+fn watch(mut child: Child, log: &Log, settings: &Settings, readiness: &Arc<Readiness>) -> String {
     if let Some(mut stdin) = child.stdin.take() {
         // If it has ended already, its end is noticed below.
         let _ = stdin.write_all(settings.to_secret_lines().as_bytes());
     }
     let reader = child.stdout.take().map(|stdout| {
-        let (log, has_been_ready) = (log.clone(), Arc::clone(has_been_ready));
-        std::thread::spawn(move || forward_status(stdout, &log, &has_been_ready))
+        let (log, readiness) = (log.clone(), Arc::clone(readiness));
+        std::thread::spawn(move || forward_status(stdout, &log, &readiness))
     });
     let end = reap_until(Pid::from_child(&child));
     if let Some(reader) = reader {
         // The reader ends with the pipe, so the last lines are logged before the end.
         let _ = reader.join();
     }
+    readiness.is_serving.store(false, Ordering::Relaxed);
     end
 }
 
-fn forward_status(from: impl io::Read, log: &Log, has_been_ready: &AtomicBool) {
+/// Whether the runtime is serving, and whether the host has been told.
+#[derive(Debug, Default)]
+pub struct Readiness {
+    /// The runtime is serving.
+    pub is_serving: AtomicBool,
+    /// Announcements have begun.
+    has_been_announced: AtomicBool,
+}
+
+/// Return the pauses between announcements that the card is ready.
+pub fn announcement_pauses() -> impl Iterator<Item = Duration> + Send {
+    let doubled = std::iter::successors(Some(FIRST_ANNOUNCEMENT), |pause| pause.checked_mul(2));
+    doubled.scan(Duration::ZERO, |total, pause| {
+        let is_within = *total < ANNOUNCEMENT_LIMIT;
+        *total += pause;
+        is_within.then_some(pause)
+    })
+}
+
+/// Write to the boot log that the card is ready, and again after each pause while the runtime is serving.
+pub fn announce(log: &Log, readiness: &Readiness, pauses: impl IntoIterator<Item = Duration>) {
+    log.info(DPU_IS_READY);
+    for pause in pauses {
+        std::thread::sleep(pause);
+        if readiness.is_serving.load(Ordering::Relaxed) {
+            log.info(DPU_IS_READY);
+        }
+    }
+}
+
+fn forward_status(from: impl io::Read, log: &Log, readiness: &Arc<Readiness>) {
     let mut from = BufReader::new(from);
     loop {
         let mut line = Vec::new();
@@ -95,8 +134,13 @@ fn forward_status(from: impl io::Read, log: &Log, has_been_ready: &AtomicBool) {
         }
         let line = String::from_utf8_lossy(&line);
         log.info(&format!("runtime {}", line.trim_end()));
-        if line.starts_with(SERVES) && !has_been_ready.swap(true, Ordering::Relaxed) {
-            log.info(DPU_IS_READY);
+        if line.starts_with(SERVES) {
+            readiness.is_serving.store(true, Ordering::Relaxed);
+            if !readiness.has_been_announced.swap(true, Ordering::Relaxed) {
+                let (log, readiness) = (log.clone(), Arc::clone(readiness));
+                // It ends with the last announcement, or with the process.
+                std::thread::spawn(move || announce(&log, &readiness, announcement_pauses()));
+            }
         }
     }
 }
@@ -124,6 +168,34 @@ fn describe(status: WaitStatus) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
+    #[test]
+    fn announcements_cover_the_time_limit_of_flashing_and_do_not_fill_the_log() {
+        let pauses: Vec<_> = announcement_pauses().collect();
+        assert!(pauses.iter().sum::<Duration>() >= ANNOUNCEMENT_LIMIT, "{pauses:?}");
+        // Each takes three of the log's 127 words, if nobody reads it.
+        assert!((1 + pauses.len()) * 3 < 127 / 3, "{} announcements", pauses.len());
+    }
+
+    #[test]
+    fn announcements_pause_while_the_runtime_does_not_serve() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("rsh_log");
+        let (log, readiness) = (Log::new([path.clone()]), Readiness::default());
+        let after = |is_serving: bool| {
+            fs::write(&path, "").expect("written");
+            readiness.is_serving.store(is_serving, Ordering::Relaxed);
+            let emptied = std::iter::once_with(|| {
+                fs::write(&path, "").expect("written");
+                Duration::ZERO
+            });
+            announce(&log, &readiness, emptied);
+            fs::read_to_string(&path).expect("readable")
+        };
+        assert_eq!(after(true), format!("INFO {DPU_IS_READY}"));
+        assert_eq!(after(false), "");
+    }
 
     #[test]
     fn short_runs_double_the_wait_and_a_long_run_resets_it() {

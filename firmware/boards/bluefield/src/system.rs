@@ -66,7 +66,8 @@ pub fn load_modules(log: &Log) -> usize {
     for path in modules.in_order(&REQUIRED_MODULES) {
         match load_module(&folder.join(path)) {
             Ok(()) => loaded += 1,
-            Err(error) => log.warn(&format!("module {path}: {error}")),
+            // The file's name, because the boot log has no room for its path.
+            Err(error) => log.warn(&format!("module {}: {error}", path.rsplit('/').next().unwrap_or(path))),
         }
     }
     loaded

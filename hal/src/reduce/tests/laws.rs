@@ -3,6 +3,7 @@
 use super::located::pairs;
 use super::values::{bytes_of, draw};
 use super::{Kernel, kernels, source};
+use crate::op::{Dtype, ReduceOp};
 use proptest::prelude::*;
 
 /// Draw a contribution of `len` elements, as bytes.
@@ -37,6 +38,32 @@ proptest! {
         let [a, b] = [(); 2].map(|()| contribution(&mut state, kernel, 400, partial));
         let (forwards, backwards) = (combined(kernel, &a, &b, partial), combined(kernel, &b, &a, partial));
         prop_assert_eq!(finished(kernel, forwards), finished(kernel, backwards), "{:?}", kernel);
+    }
+
+    #[test]
+    fn last_contribution_in_one_pass_is_that_in_two(
+        seed: u64,
+        kernel in prop::sample::select(kernels().collect::<Vec<_>>()),
+        len in 1_usize..70,
+        partial: bool,
+    ) {
+        let state = &mut seed.clone();
+        let (a, b) = (contribution(state, kernel, len, true), contribution(state, kernel, len, partial));
+        let (mut two, mut one) = (a.clone(), a.clone());
+        kernel.combine(&mut two, &b, partial);
+        if kernel.combine_last(&mut one, &b, partial) {
+            let expected = finished(kernel, two);
+            prop_assert_eq!(&one, &expected);
+            #[cfg(feature = "std")]
+            {
+                let mut narrow = a;
+                super::dispatch::avx2::sum_last(&mut narrow, &b);
+                prop_assert_eq!(narrow, expected);
+            }
+        } else {
+            prop_assert_eq!(one, a);
+            prop_assert!((kernel.dtype(), kernel.op()) != (Dtype::F32, ReduceOp::Sum));
+        }
     }
 
     #[test]

@@ -82,7 +82,15 @@ pub(crate) fn emulate(args: &EmulateArgs) -> Result<(), Failure> {
         return Err(Failure::Input(anyhow!("no program given")));
     };
     let error = Command::new(program).args(rest).exec();
-    Err(Failure::Input(anyhow!("cannot start {program}: {error}; on Debian, run `apt-get install qemu-system-arm`")))
+    Err(Failure::Input(anyhow!(
+        "cannot start {program}: {error}; on Debian, run `apt-get install {}`",
+        package(program)
+    )))
+}
+
+/// Return Debian's package with an emulator.
+fn package(program: &str) -> &'static str {
+    if program.contains("x86_64") { "qemu-system-x86" } else { "qemu-system-arm" }
 }
 
 /// Run a board until it ends or a signal arrives.
@@ -268,6 +276,13 @@ mod tests {
         }
         let error = with(&[&format!("{:640}=x", "#"), "watchdog_ms=5000"]).expect_err("too long");
         assert!(error.contains("the limit is 640"), "{error}");
+    }
+
+    #[test]
+    fn missing_emulator_is_named_with_its_own_package() {
+        let package = |board| package(&qemu(board, 7100, 1)[0]);
+        assert_eq!(package(BareBoard::QemuVirt), "qemu-system-arm");
+        assert_eq!(package(BareBoard::X86Microvm), "qemu-system-x86");
     }
 
     #[test]

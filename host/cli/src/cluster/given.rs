@@ -4,7 +4,7 @@ use super::{ClusterError, Limit, Supervisor};
 use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
-use sumac::controller::status;
+use sumac::controller::{ControllerAddr, status};
 use sumac_hal::port::Addr;
 use thiserror::Error;
 
@@ -75,13 +75,14 @@ impl Supervisor {
     /// register, and the end of a child.
     pub(super) fn wait_registered(
         &mut self,
-        controller: SocketAddr,
+        controller: &ControllerAddr,
         name: &str,
         addr: SocketAddr,
     ) -> Result<(), ClusterError> {
         let limit = Limit::new(REGISTER_LIMIT);
+        let mut is_waiting = false;
         loop {
-            let report = status(controller).map_err(|error| ClusterError::Controller(Box::new(error)))?;
+            let report = status(controller.clone()).map_err(|error| ClusterError::Controller(Box::new(error)))?;
             if let Some(device) = report.devices.iter().find(|device| device.name == name) {
                 let found = device.data_addrs.first().copied();
                 return match found {
@@ -91,7 +92,14 @@ impl Supervisor {
             }
             if limit.is_over() {
                 let names = report.devices.into_iter().map(|device| device.name).collect();
-                return Err(ClusterError::Absent { name: name.to_owned(), controller, limit: limit.length, names });
+                let (name, controller) = (name.to_owned(), controller.addr);
+                return Err(ClusterError::Absent { name, controller, limit: limit.length, names });
+            }
+            if !is_waiting {
+                is_waiting = true;
+                let wait_s = REGISTER_LIMIT.as_secs();
+                let what = format!("device {name} to register with the controller at {}", controller.addr);
+                self.bar.suspend(|| note!("waiting up to {wait_s} s for {what}"));
             }
             self.sleep(POLL_INTERVAL)?;
         }

@@ -1,16 +1,18 @@
 //! Keys of a cluster that this process starts, made for one run.
 //!
 //! Every user of a machine reaches its loopback, so the controller of a run serves only those who have a key. Devices
-//! and ranks get theirs through stdin. The controller's store and the key for `sumac status`, which are read by name,
-//! are in [`PrivateMemory`] of this process.
+//! and ranks of this binary get theirs through stdin. What is read by name is in [`PrivateMemory`] of this process: the
+//! controller's store, the key for `sumac status`, and that of ranks that are programs of the user.
 
 use super::ClusterError;
+use crate::exit::Failure;
 use crate::layout::Layout;
+use anyhow::anyhow;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use sumac::controller::ControllerAddr;
-use sumac::controller::keys::{KeyStore, Principal, PrivateMemory};
+use sumac::controller::keys::{KeyRecord, KeyStore, Principal, PrivateMemory};
 use sumac::controller::proto::DEFAULT_TENANT;
 use sumac_hal::ctrl::secure::Key;
 use zeroize::Zeroizing;
@@ -22,29 +24,59 @@ pub(crate) struct ClusterKeys {
     /// By index of the device.
     devices: Vec<Key>,
     rank: Key,
+    rank_file: PrivateMemory,
     operator: Key,
     operator_file: PrivateMemory,
 }
 
 impl ClusterKeys {
-    /// Make keys for the devices of a layout, the ranks, and an operator.
+    /// Make keys for the devices of a layout, ranks of the default tenant, and an operator.
     ///
     /// # Errors
     /// [`ClusterError::System`].
     pub(crate) fn new(layout: &Layout) -> Result<Self, ClusterError> {
-        Self::make(layout).map_err(|source| ClusterError::System { what: "make keys for the cluster".into(), source })
+        Self::for_tenant(layout, DEFAULT_TENANT)
     }
 
-    fn make(layout: &Layout) -> io::Result<Self> {
-        let mut store = KeyStore::default();
+    /// Make keys for the devices of a layout, ranks of a tenant, and an operator.
+    ///
+    /// # Errors
+    /// [`ClusterError::System`], also if the tenant's name is invalid.
+    pub(crate) fn for_tenant(layout: &Layout, tenant: &str) -> Result<Self, ClusterError> {
+        Self::make(layout, tenant, KeyStore::default())
+            .map_err(|source| ClusterError::System { what: "make keys for the cluster".into(), source })
+    }
+
+    /// Make such keys, and accept those that the store of this name has for existing devices, by their index.
+    ///
+    /// # Errors
+    /// [`Failure::Input`] if the store cannot be read or has no key for one of them, and those of [`Self::new`].
+    pub(crate) fn with_store(layout: &Layout, path: &Path, given: &[usize]) -> Result<Self, Failure> {
+        let store = KeyStore::read(path).map_err(Failure::input)?;
+        let names = || given.iter().map(|&index| &layout.devices[index]);
+        if let Some(name) = names().find(|name| {
+            let is_valid = |record: &KeyRecord| !record.is_revoked && !record.has_expired();
+            !store.records().any(|record| record.principal.may_register(name) && is_valid(record))
+        }) {
+            let path = path.display();
+            return Err(Failure::Input(anyhow!(
+                "{path} has no valid key for device {name}; make one with `sumac key new --keys {path} --device {name}`"
+            )));
+        }
+        let store = store.only(|record| names().any(|name| record.principal.may_register(name)));
+        let made = Self::make(layout, DEFAULT_TENANT, store);
+        Ok(made.map_err(|source| ClusterError::System { what: "make keys for the cluster".into(), source })?)
+    }
+
+    fn make(layout: &Layout, tenant: &str, mut store: KeyStore) -> io::Result<Self> {
         let mut add = |principal| store.add_random(principal).cloned().map_err(io::Error::other);
         let devices = layout.devices.iter().map(|name| add(Principal::Device { names: vec![name.clone()] }));
         let devices = devices.collect::<io::Result<_>>()?;
-        let rank = add(Principal::Tenant { name: DEFAULT_TENANT.into() })?;
+        let rank = add(Principal::Tenant { name: tenant.into() })?;
         let operator = add(Principal::Operator)?;
-        let operator_file = PrivateMemory::new(&text(&operator))?;
+        let (rank_file, operator_file) = (PrivateMemory::new(&text(&rank))?, PrivateMemory::new(&text(&operator))?);
         let store = PrivateMemory::new(&store.reveal())?;
-        Ok(Self { store, devices, rank, operator, operator_file })
+        Ok(Self { store, devices, rank, rank_file, operator, operator_file })
     }
 
     /// The file that the controller reads.
@@ -61,7 +93,17 @@ impl ClusterKeys {
     pub(crate) const fn rank(&self) -> &Key {
         &self.rank
     }
+
+    /// The variables by which programs find the keys of ranks and operator: names of files, which programs that this
+    /// user starts can open as long as this process runs, and no other ones.
+    pub(crate) fn variables(&self) -> [(&'static str, String); 2] {
+        let name = |file: &PrivateMemory| file.path().display().to_string();
+        [("SUMAC_KEY_FILE", name(&self.rank_file)), (OPERATOR_KEY_FILE, name(&self.operator_file))]
+    }
 }
+
+/// The variable that names a file with an operator's key, for `status` and `selftest` among the ranks of a run.
+pub(crate) const OPERATOR_KEY_FILE: &str = "SUMAC_OPERATOR_KEY_FILE";
 
 /// Return how to reach a controller with these keys, as an operator.
 pub(crate) fn controller_addr(addr: SocketAddr, keys: Option<&ClusterKeys>) -> ControllerAddr {

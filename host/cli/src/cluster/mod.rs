@@ -19,7 +19,7 @@ mod start;
 
 pub(crate) use bind::Parts;
 pub(crate) use given::{GivenDevice, places};
-pub(crate) use keys::{ClusterKeys, controller_addr, describe_controller};
+pub(crate) use keys::{ClusterKeys, OPERATOR_KEY_FILE, controller_addr, describe_controller};
 pub(crate) use process::{SUPERVISOR_VARIABLE, die_with_supervisor, is_supervised, supervised};
 pub(crate) use program::{Program, become_program};
 pub(crate) use start::{

@@ -33,6 +33,8 @@ pub(crate) struct Program<'a> {
     pub(crate) command: &'a [OsString],
     /// Variables beside those of this process.
     pub(crate) variables: Vec<(&'static str, String)>,
+    /// Variables of this process that it does not get.
+    pub(crate) hidden: &'static [&'static str],
     /// What precedes each of its lines.
     pub(crate) label: String,
     /// Dropped when all output has been passed on.
@@ -113,9 +115,12 @@ impl Supervisor {
 }
 
 fn spawn(id: ChildId, program: Program<'_>, events: &Sender<Event>) -> io::Result<Child> {
-    let Program { name, command, variables, label, output } = program;
+    let Program { name, command, variables, hidden, label, output } = program;
     let mut starter = supervised()?;
     starter.arg(BECOME).arg("--").args(command).envs(variables);
+    for variable in hidden {
+        starter.env_remove(variable);
+    }
     let mut process = starter.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let (stdout, stderr, pid) = (process.stdout.take(), process.stderr.take(), Pid::from_child(&process));
     let mut child = Child {

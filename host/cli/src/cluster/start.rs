@@ -1,7 +1,7 @@
 //! Start of a cluster: first the controller, then the devices. Each prints a line when it is ready.
 
 use super::bind::Parts;
-use super::{ChildId, ClusterError, ClusterKeys, Limit, Supervisor};
+use super::{ChildId, ClusterError, ClusterKeys, Limit, Supervisor, controller_addr};
 use crate::layout::{Layout, Source};
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -29,13 +29,16 @@ pub(crate) struct ClusterConfig<'a> {
     pub(crate) parts: Parts,
     /// What the controller prefers regardless of cost.
     pub(crate) preference: Preference<'a>,
+    /// The controller's cost table; `None`: its own.
+    pub(crate) costs: Option<&'a Path>,
     /// Additional options of devices, by index.
     pub(crate) device_options: Vec<(usize, Vec<String>)>,
     /// Where the controller listens; `None`: on any free port of loopback.
     pub(crate) listen: Option<SocketAddr>,
     /// Existing devices that take the place of emulated ones, with the addresses at which they receive packets.
     pub(crate) given: Vec<(usize, SocketAddr)>,
-    /// The keys of all parts; `None`: the controller serves everybody on this machine, as existing devices need it.
+    /// The keys of all parts; `None`: the controller serves everybody on this machine, for existing devices without
+    /// keys.
     pub(crate) keys: Option<Arc<ClusterKeys>>,
 }
 
@@ -56,6 +59,7 @@ impl<'a> ClusterConfig<'a> {
             shards: 1,
             parts: Parts::anywhere(),
             preference: Preference::Cost,
+            costs: None,
             device_options: Vec::new(),
             listen: None,
             given: Vec::new(),
@@ -106,7 +110,8 @@ pub(crate) fn start(supervisor: &mut Supervisor, config: &ClusterConfig<'_>) -> 
         }
     }
     for &(index, at) in &config.given {
-        supervisor.wait_registered(addr, &config.layout.devices[index], at)?;
+        let controller = controller_addr(addr, config.keys.as_deref());
+        supervisor.wait_registered(&controller, &config.layout.devices[index], at)?;
     }
     Ok(Started { addr, controller, devices })
 }
@@ -152,10 +157,11 @@ pub(crate) fn spawn_controller(
         Preference::File(path) => Some(format!("--overrides={}", path.display())),
         Preference::Tree => Some("--prefer-tree".into()),
     };
+    let costs = config.costs.map(|path| format!("--costs={}", path.display()));
     let keys = config.keys.as_ref().map(|keys| format!("--keys={}", keys.store_path().display()));
     // The controller looks for changes of the store as long as it runs.
     supervisor.keys = config.keys.clone();
-    let args: Vec<String> = own.into_iter().chain(preference).chain(keys).collect();
+    let args: Vec<String> = own.into_iter().chain(preference).chain(costs).chain(keys).collect();
     supervisor.spawn("the controller", &args, stdin)
 }
 

@@ -1,8 +1,10 @@
 //! A record of each card's last image, kept on the host to detect rollbacks.
 //!
-//! There is one small file per card, named after its DEV_NAME. A card has no storage for this that a host which pushes
-//! boot streams could not modify. The record therefore protects against mistakes on this host, not against its owner.
+//! There is one small file per card, named by its serial number or its slot ([`Identity`]). A card has no storage for
+//! this that a host which pushes boot streams could not modify. The record therefore protects against mistakes on this
+//! host, not against its owner.
 
+use super::identity::Identity;
 use crate::exit::Failure;
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
@@ -20,19 +22,27 @@ pub(super) struct Record {
     pub(super) epoch: u64,
     /// SHA-256 of the last image.
     pub(super) sha256: String,
+    /// What a card that is known by its slot must have in common with the one of the record.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) token: Option<String>,
 }
 
 impl Record {
-    /// Read the record of a card, if there is one.
-    pub(super) fn read(folder: &Path, card: &str) -> Result<Option<Self>, Failure> {
-        let path = file(folder, card);
+    /// Read the record of a card, if there is one. Another card in its slot has none.
+    pub(super) fn read(folder: &Path, card: &Identity) -> Result<Option<Self>, Failure> {
+        let path = file(folder, &card.record());
         let text = match fs::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             text => text.with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)?,
         };
-        let record = serde_json::from_slice(&text);
+        let record = serde_json::from_slice::<Self>(&text);
         let why = || format!("{} is damaged; remove it to accept any epoch", path.display());
-        record.with_context(why).map(Some).map_err(Failure::Input)
+        let record = record.with_context(why).map_err(Failure::Input)?;
+        if record.token.as_deref() != card.token() {
+            note!("note: {} is ignored: another card may be in the slot since then", path.display());
+            return Ok(None);
+        }
+        Ok(Some(record))
     }
 
     /// Check that records can be written to a folder.
@@ -46,8 +56,8 @@ impl Record {
     }
 
     /// Write the record atomically.
-    pub(super) fn write(&self, folder: &Path, card: &str) -> Result<(), Failure> {
-        let path = file(folder, card);
+    pub(super) fn write(&self, folder: &Path, card: &Identity) -> Result<(), Failure> {
+        let path = file(folder, &card.record());
         let write = || -> io::Result<()> {
             let mut file = tempfile::NamedTempFile::new_in(folder)?;
             file.write_all(&serde_json::to_vec(self)?)?;
@@ -75,18 +85,40 @@ fn file(folder: &Path, card: &str) -> PathBuf {
 mod tests {
     use super::*;
 
+    fn in_slot(token: &str) -> Identity {
+        Identity::Slot { name: "pcie-0000:04:00.2".into(), token: token.into() }
+    }
+
+    fn record(card: &Identity) -> Record {
+        Record { version: Some("1".into()), epoch: 7, sha256: "00".into(), token: card.token().map(str::to_owned) }
+    }
+
     #[test]
     fn records_are_read_back_and_damage_is_an_error() {
         let folder = tempfile::tempdir().expect("a folder");
-        let (root, card) = (folder.path().join("a/b"), "pcie-0000:04:00.2");
-        assert_eq!(Record::read(&root, card).expect("new"), None);
-        Record::probe(&root).expect("can be kept");
-        let record = Record { version: Some("1".into()), epoch: 7, sha256: "00".into() };
-        record.write(&root, card).expect("written");
-        assert_eq!(Record::read(&root, card).expect("kept"), Some(record));
-        assert_eq!(Record::read(&root, "../x").expect("another card"), None);
-        fs::write(root.join("pcie-0000:04:00.2.json"), "{}").expect("written");
-        assert!(matches!(Record::read(&root, card), Err(Failure::Input(_))));
+        let root = folder.path().join("a/b");
+        for card in [in_slot("x"), Identity::Serial("MT1".into())] {
+            assert_eq!(Record::read(&root, &card).expect("new"), None);
+            Record::probe(&root).expect("can be kept");
+            record(&card).write(&root, &card).expect("written");
+            assert_eq!(Record::read(&root, &card).expect("kept"), Some(record(&card)));
+        }
+        assert_eq!(Record::read(&root, &Identity::Serial("../x".into())).expect("another card"), None);
+        fs::write(root.join("serial-MT1.json"), "{}").expect("written");
+        assert!(matches!(Record::read(&root, &Identity::Serial("MT1".into())), Err(Failure::Input(_))));
         assert_eq!(file(Path::new("r"), "../x/y"), Path::new("r/..%2f%x%2f%y.json"));
+    }
+
+    #[test]
+    fn another_card_in_the_slot_inherits_no_record() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let root = folder.path();
+        record(&in_slot("first")).write(root, &in_slot("first")).expect("written");
+        assert_eq!(Record::read(root, &in_slot("second")).expect("readable"), None);
+        assert_eq!(Record::read(root, &Identity::Serial("MT1".into())).expect("readable"), None);
+        // A record of an earlier release, by slot alone.
+        let old = r#"{"version":"1","epoch":7,"sha256":"00"}"#;
+        fs::write(root.join("pcie-0000:04:00.2.json"), old).expect("written");
+        assert_eq!(Record::read(root, &in_slot("first")).expect("readable"), None);
     }
 }

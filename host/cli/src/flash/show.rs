@@ -1,5 +1,6 @@
 //! Output of `sumac flash` and `sumac card list`: lines and a progress bar on stderr, or one JSON object on stdout.
 
+use super::identity::Identity;
 use super::record::Record;
 use crate::exit::{Failure as Exit, is_quiet};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -93,10 +94,14 @@ impl Display {
     }
 
     /// Show the card's state and record.
-    pub(super) fn card(&self, card: &Card, had: Option<&Record>) {
+    pub(super) fn card(&self, card: &Card, identity: &Identity, had: Option<&Record>) {
         note!("{}", card.line());
+        match identity {
+            Identity::Serial(serial) => note!("serial number {serial}"),
+            Identity::Slot { .. } => note!("no serial number can be read: its record ends with this start of the host"),
+        }
         match had {
-            Some(Record { version, epoch, sha256 }) => {
+            Some(Record { version, epoch, sha256, .. }) => {
                 let version = version.as_deref().unwrap_or("without a manifest");
                 note!(
                     "last flashed from here: {version}, epoch {epoch}, sha256 {}",

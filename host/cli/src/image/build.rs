@@ -9,9 +9,9 @@ use clap::Args;
 use ed25519_dalek::SigningKey;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use sumac_firmware::bfb::{ImageId, Source};
+use sumac_firmware::bfb::{Entry, ImageId, Source};
 use sumac_firmware::manifest::files::{self, FilesError};
-use sumac_firmware::recipe::Recipe;
+use sumac_firmware::recipe::{self, Recipe};
 
 /// The alignment of archives in an initramfs, in bytes.
 const ARCHIVE_ALIGNMENT: u64 = 4;
@@ -22,7 +22,7 @@ pub(super) struct BuildArgs {
     /// Kind of card
     #[arg(long, value_enum, default_value_t = BoardName::Bluefield)]
     board: BoardName,
-    /// Kernel (`image`): an arm64 Image or another UEFI application
+    /// Kernel (`image`): an uncompressed arm64 Image with EFI stub, or another UEFI application for arm64
     #[arg(long, value_name = "FILE", required_if_eq("board", "bluefield"))]
     kernel: Option<PathBuf>,
     /// Initramfs, compressed or not
@@ -31,6 +31,9 @@ pub(super) struct BuildArgs {
     /// Boot stream with the vendor's boot loaders, such as /lib/firmware/mellanox/boot/default.bfb
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
+    /// Keep the firmware updates of --base, such as a capsule, which the card installs when it boots the stream
+    #[arg(long, requires = "base")]
+    keep_firmware: bool,
     /// File to append to the initramfs, with a manifest, as in /usr/bin/sumac=sumac; may be repeated
     #[arg(long, value_name = "PATH=FILE", value_parser = parse_pair)]
     agent: Vec<(String, String)>,
@@ -81,7 +84,7 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
     let outputs = Outputs::new()?;
     let mut stream = StreamBuilder::default();
     if let Some(base) = &args.base {
-        stream.take(base, &[ImageId::INFO], output, &outputs)?;
+        take_base(&mut stream, base, args.keep_firmware, output, &outputs)?;
     }
     let file = |path: &Path| {
         Source::file(path).with_context(|| format!("cannot read {}", path.display())).map_err(Failure::Input)
@@ -94,7 +97,9 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
         let padding = Source::Bytes(vec![0; padding as usize]);
         initramfs = Source::Chain(vec![initramfs, padding, stream.spool(archive)?]);
     }
-    let mut recipe = Recipe::new(file(kernel)?, initramfs);
+    let source = file(kernel)?;
+    recipe::check_kernel(&source).map_err(|error| Failure::Input(anyhow!("--kernel {} {error}", kernel.display())))?;
+    let mut recipe = Recipe::new(source, initramfs);
     recipe.more_args.clone_from(&args.append);
     recipe.put_into(&mut stream.builder).map_err(Failure::input)?;
     stream.add_manifest(version, args.manifest.epoch, key.as_ref())?;
@@ -104,6 +109,32 @@ fn stream(args: &BuildArgs, kernel: &Path, initramfs: &Path, output: &Path) -> R
     writeln!(io::stdout(), "{}: {count} images, version {version}, {signed}", output.display())?;
     if args.base.is_none() {
         note!("note: without --base, the stream contains no boot loader; a card needs one of its own to boot it");
+    }
+    Ok(())
+}
+
+/// Take the images of a base; firmware updates only if they are to be kept.
+fn take_base(
+    stream: &mut StreamBuilder,
+    base: &Path,
+    keeps_firmware: bool,
+    output: &Path,
+    outputs: &Outputs,
+) -> Result<(), Failure> {
+    let report = stream.take(base, &[ImageId::INFO], output, outputs)?;
+    let is_firmware = |entry: &&Entry| entry.header.name.id.is_firmware_update();
+    let firmware: Vec<_> = report.entries.iter().filter(is_firmware).map(|entry| entry.header).collect();
+    let names: Vec<_> = firmware.iter().map(|header| format!("{} ({} bytes)", header.name, header.len_bytes)).collect();
+    if keeps_firmware {
+        match names.is_empty() {
+            true => note!("note: {} has no firmware updates", base.display()),
+            false => note!("note: the card will install firmware of {}: {}", base.display(), names.join(", ")),
+        }
+    } else if !names.is_empty() {
+        note!("note: left out firmware of {}: {}; --keep-firmware keeps it", base.display(), names.join(", "));
+        for header in firmware {
+            stream.builder.remove(header.name.id);
+        }
     }
     Ok(())
 }

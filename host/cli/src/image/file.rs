@@ -55,7 +55,7 @@ impl ImageFile {
 
     /// Copy the stream into sealed memory, so that the checked bytes cannot change before they are used, with what
     /// follows it.
-    pub(crate) fn seal(&self, tail: &[u8]) -> Result<SealedImage, Failure> {
+    pub(crate) fn seal(&self, tail: impl Read) -> Result<SealedImage, Failure> {
         SealedImage::copy(self.stream()?, tail).map_err(|error| self.failure(error))
     }
 }

@@ -38,6 +38,8 @@ enum ImageCommand {
     /// Verify every byte of a boot stream, and its signed manifest
     ///
     /// Stricter than the boot stages: the order of the images and the references between headers must be right, too.
+    /// Without --key, what vendors' tools write is noted: the references of streams that `mlx-mkbfb` has filtered, and
+    /// data behind the last image.
     Verify(show::VerifyArgs),
     /// Build a boot stream from a kernel and a file system, or the image of a board without an operating system
     ///

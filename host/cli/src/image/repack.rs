@@ -10,7 +10,7 @@ use ed25519_dalek::SigningKey;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use sumac_firmware::bfb::{Builder, Generation, ImageId, ImageName, Policy, Source, WriteError, scan};
+use sumac_firmware::bfb::{Builder, Generation, ImageId, ImageName, Policy, Report, Source, WriteError, scan};
 use sumac_firmware::emmc;
 use sumac_firmware::manifest::envelope::ENVELOPE_MAX_BYTES;
 use sumac_firmware::manifest::{self, MANIFEST_IMAGE, Manifest, ManifestError, Trust, envelope};
@@ -30,7 +30,7 @@ pub(super) struct RepackArgs {
     /// Drop all versions of an image, as in boot-timeout or id99; may be repeated
     #[arg(long, value_name = "NAME", value_parser = parse_id)]
     drop: Vec<ImageId>,
-    /// Keep only images for this card
+    /// Keep only images that this card uses: of each the highest version up to its own, as `mlx-mkbfb --filter` does
     #[arg(long = "for", value_name = "CARD", value_parser = parse_generation)]
     card: Option<Generation>,
     #[command(flatten)]
@@ -129,14 +129,14 @@ pub(super) struct StreamBuilder {
 }
 
 impl StreamBuilder {
-    /// Add all images of a stream except the dropped ones.
+    /// Add all images of a stream except the dropped ones; return its contents.
     pub(super) fn take(
         &mut self,
         path: &Path,
         drop: &[ImageId],
         beside: &Path,
         outputs: &Outputs,
-    ) -> Result<(), Failure> {
+    ) -> Result<Report, Failure> {
         let file = ImageFile::open(path)?;
         let mut source = path.to_owned();
         let report = if file.is_emmc {
@@ -153,7 +153,11 @@ impl StreamBuilder {
         for note in &report.notes {
             note!("note: {}: {note}", path.display());
         }
-        self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))
+        if report.tail_len_bytes > 0 {
+            note!("note: {}: only the images are taken, not what follows them", path.display());
+        }
+        self.builder.insert_stream(&source, &report, drop).map_err(|error| file.failure(error))?;
+        Ok(report)
     }
 
     /// Keep a temporary file and return it as a source.

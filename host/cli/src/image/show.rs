@@ -125,7 +125,8 @@ pub(super) fn verify(args: &VerifyArgs) -> Result<(), Failure> {
     let key = args.key.as_deref().map(read_public_key).transpose()?;
     let file = ImageFile::open(&args.file)?;
     let trust = key.as_ref().map_or(Trust::AnySigner, Trust::Key);
-    let checked = manifest::check(file.stream()?, Policy::Strict, trust).map_err(|error| file.failure(error))?;
+    // With a key, the policy is strict.
+    let checked = manifest::check(file.stream()?, Policy::Vendor, trust).map_err(|error| file.failure(error))?;
     let manifest = match (&checked.manifest, &key) {
         (Some(manifest), Some(key)) => {
             format!("version {}, epoch {}, signed by {}", manifest.version, manifest.epoch, envelope::key_id(key))

@@ -21,6 +21,8 @@ pub(crate) struct Explained {
     transport: Option<String>,
     /// Every path that the collective has.
     candidates: Vec<Candidate>,
+    /// Where their costs come from.
+    costs: String,
 }
 
 /// A path that was considered.
@@ -48,6 +50,7 @@ impl Explained {
             chosen: explanation.chosen.map(|path| path.name().into()),
             transport: explanation.transport.map(|transport| transport.name().into()),
             candidates: candidates.collect(),
+            costs: explanation.origin.to_string(),
         }
     }
 
@@ -61,7 +64,7 @@ impl Explained {
         if let Some(path) = &self.overridden {
             write!(out, ", overridden to {path}")?;
         }
-        writeln!(out)?;
+        writeln!(out, "; costs: {}", self.costs)?;
         for Candidate { path, cost_us, ruled_out } in &self.candidates {
             let mark = if self.chosen.as_ref() == Some(path) { '*' } else { ' ' };
             match (cost_us, ruled_out) {
@@ -84,6 +87,7 @@ impl Explained {
 mod tests {
     use super::*;
     use crate::options::Algo;
+    use sumac::select::Origin;
     use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
     #[test]
@@ -100,13 +104,17 @@ mod tests {
             chosen: Some(Path::Ring),
             overridden: Some(Path::Tree),
             transport: None,
+            origin: Origin::DataSheets,
         };
         let explained = Explained::new(&case, &explanation);
         let mut text = Vec::new();
         explained.write(&mut text, false).expect("memory");
         let text = String::from_utf8(text).expect("text");
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines[0], "all_reduce f32 sum x 2, requested auto, overridden to tree");
+        assert_eq!(
+            lines[0],
+            "all_reduce f32 sum x 2, requested auto, overridden to tree; costs: data sheets, not calibrated"
+        );
         assert!(lines[1].contains("ruled out: there is no tree: no device is connected"), "{text}");
         assert!(lines[2].starts_with("  * ring") && lines[2].ends_with("2.5 us"), "{text}");
         let mut json = Vec::new();
@@ -124,6 +132,7 @@ mod tests {
             chosen: None,
             transport: Some("shm".into()),
             candidates: vec![candidate(Path::Tree), candidate(Path::Dissemination)],
+            costs: String::new(),
         };
         let mut text = Vec::new();
         explained.write(&mut text, false).expect("memory");

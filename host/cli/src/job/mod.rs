@@ -19,7 +19,7 @@ use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use sumac::Transport;
-use sumac::select::TreeTransport;
+use sumac::select::{JobFacts, TreeTransport};
 use sumac_hal::ctrl::Order;
 use sumac_hal::ctrl::secure::Key;
 use sumac_hal::ids::Rank;
@@ -92,6 +92,13 @@ pub(crate) enum Work {
         /// stdin; `None`: no such iteration.
         announced: Option<u32>,
     },
+    /// Measure algorithms in turns: a report for each case, group by group.
+    InTurns {
+        /// The groups, in order.
+        groups: Vec<Turns>,
+        /// The memory of the buffers.
+        memory: MemoryKind,
+    },
     /// Report which path would be selected, and why.
     Explain {
         /// The cases to explain, in order.
@@ -99,6 +106,17 @@ pub(crate) enum Work {
     },
     /// Run a collective on the tensors of files.
     Files(FileWork),
+}
+
+/// Cases of one operation that take turns.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Turns {
+    /// The operation, by each algorithm.
+    pub(crate) cases: Vec<Case>,
+    /// How often each has its turn.
+    pub(crate) rounds: u32,
+    /// Measured iterations of a turn.
+    pub(crate) iterations: u32,
 }
 
 /// A rank's part of a collective on files.
@@ -178,6 +196,8 @@ pub(crate) enum Report {
     Joined {
         /// The transport to the tree, if there is one; the same on all ranks.
         transport: Option<TreeTransport>,
+        /// What the costs of the job depend on; the same on all ranks.
+        facts: JobFacts,
     },
     /// The selection for the next case.
     Explained(Explained),

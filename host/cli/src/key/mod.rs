@@ -8,8 +8,9 @@ pub(crate) use manage::{KeyArgs, run};
 
 use crate::cluster;
 use crate::exit::Failure;
+use anyhow::anyhow;
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use sumac::comm::environment::key_from_env;
 use sumac::controller::keys::read_key;
 use sumac_hal::ctrl::secure::Key;
@@ -34,6 +35,22 @@ impl KeyOption {
             Some(path) => read_key(path).map(Some).map_err(Failure::input),
             None if cluster::is_supervised() => Ok(None),
             None => key_from_env().map_err(Failure::input),
+        }
+    }
+
+    /// Read the key of a command for operators, which `sumac run` names in a variable of its own, since its ranks have
+    /// another key.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub(crate) fn read_operator(&self) -> Result<Option<Key>, Failure> {
+        let named = std::env::var_os(cluster::OPERATOR_KEY_FILE).filter(|_| self.key_file.is_none());
+        match named {
+            Some(path) if !cluster::is_supervised() => {
+                let why = |error| anyhow!("environment variable {}: {error}", cluster::OPERATOR_KEY_FILE);
+                read_key(Path::new(&path)).map(Some).map_err(|error| Failure::Input(why(error)))
+            }
+            _ => self.read(),
         }
     }
 }

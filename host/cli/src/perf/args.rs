@@ -119,18 +119,24 @@ pub(crate) struct PerfArgs {
     /// ranks, as a switch sits next to its hosts. This matters where processors are far apart, on two dies or sockets.
     #[arg(long)]
     pub(super) no_bind: bool,
-    /// Plan the tree on this fabric (an ibnetdiscover dump or TOML; `-` reads it from stdin) and build it from emulated
-    /// devices
+    /// Plan the tree on this fabric (`sumac topology --help` lists the formats; `-` reads it from stdin) and build it
+    /// from emulated devices
     #[arg(long, value_name = "FILE")]
     pub(super) topology: Option<PathBuf>,
     /// Use an existing device, a board or another machine, instead of an emulated one; may be repeated
     ///
     /// The address is the one at which its first shard receives packets. The device must register with the controller
-    /// that this run starts (--listen), under the name of the tree node that it replaces: `leaf0`, or NAME where there
-    /// are several. Ranks send it packets.
+    /// that this run starts (--listen) within 120 s, under the name of the tree node that it replaces: `leaf0`, or NAME
+    /// where there are several. Ranks send it packets. It needs no key unless --keys is given.
     #[arg(long = "device", value_name = "[NAME=]IP:PORT", conflicts_with_all = ["fault", "chaos"])]
     pub(super) devices: Vec<GivenDevice>,
-    /// Where this run's controller listens for --device; loopback only, because it uses no keys
+    /// Store with the keys of these devices, made by `sumac key new --keys FILE --device NAME`
+    ///
+    /// All others get keys for this run, as without --device. Without a store the controller uses no keys, because it
+    /// knows none of these devices: while it runs, every user of this machine can use it.
+    #[arg(long, value_name = "FILE", requires = "devices")]
+    pub(super) keys: Option<PathBuf>,
+    /// Where this run's controller listens for --device; without --keys loopback only
     #[arg(long, value_name = "ADDRESS", requires = "devices",
           default_value_t = SocketAddr::from((Ipv4Addr::LOCALHOST, DEFAULT_PORT)))]
     pub(super) listen: SocketAddr,
@@ -143,12 +149,15 @@ pub(crate) struct PerfArgs {
     /// Algorithms by size that override the cost table for `--algo auto` (see `sumac controller --help`)
     #[arg(long, value_name = "FILE")]
     pub(super) overrides: Option<PathBuf>,
+    /// Cost table for `--algo auto`, as `sumac calibrate` writes it
+    #[arg(long, value_name = "FILE")]
+    pub(super) costs: Option<PathBuf>,
     /// Inject a fault into the running cluster in the middle of an operation of each row
     ///
     /// Each row then runs as a job of its own, and processes that a fault killed are restarted before the next row.
     /// `tree` and `auto` use the tree while there is one; so do the barriers of every row. A line on stderr reports
     /// when the fault was injected and how long detection and recovery took.
-    #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides"])]
+    #[arg(long, value_name = "KIND", conflicts_with_all = ["explain", "overrides", "costs"])]
     pub(super) fault: Option<Fault>,
     /// Put `sumac chaos` with these options in front of each device, as in "--loss 5% --reorder 1%"
     ///

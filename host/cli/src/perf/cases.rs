@@ -43,7 +43,9 @@ impl PerfArgs {
             }
         }
         let auto = cases.iter().any(|case| case.algo == Algo::Auto);
-        ensure!(auto || self.overrides.is_none(), "--overrides needs --algo auto, for which it selects the algorithm");
+        for (option, is_given) in [("--overrides", self.overrides.is_some()), ("--costs", self.costs.is_some())] {
+            ensure!(auto || !is_given, "{option} needs --algo auto, for which it selects the algorithm");
+        }
         Ok(cases)
     }
 
@@ -343,6 +345,7 @@ mod tests {
             ("--collective barrier -e 8", "no size"),
             ("--collective barrier --memory plain", "no buffers"),
             ("--overrides file.toml", "--algo auto"),
+            ("--costs file.toml", "--algo auto"),
             ("--algo bruck", "all_reduce has auto, tree, ring"),
             ("--collective all_to_all --buffers in-place", "out of place only"),
         ] {

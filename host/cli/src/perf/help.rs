@@ -48,8 +48,8 @@ JSON AND CSV
   collectives that do not reduce, root for those without one; dtype and in_place are also null for a barrier. path is
   the algorithm that ran, and mixed if ranks or placements differ. transport is how ranks reach the tree: shm, udp,
   verbs, rdma or mixed; on other paths it is host. command repeats the run.
-  With --explain: operation requested overridden chosen transport candidates[{path cost_us ruled_out}]; transport is
-  null where there is no tree.
+  With --explain: operation requested overridden chosen transport candidates[{path cost_us ruled_out}] costs;
+  transport is null where there is no tree, and costs is where the costs come from.
 
 PROGRESS
   Stderr names the controller of the run, to watch it with `sumac status`; the table names it above its header. If

@@ -74,6 +74,7 @@ impl PerfArgs {
             ("--topology", self.topology.is_some()),
             ("--device", !self.devices.is_empty()),
             ("--overrides", self.overrides.is_some()),
+            ("--costs", self.costs.is_some()),
             ("--fault", self.fault.is_some()),
             ("--chaos", self.chaos.is_some()),
         ];

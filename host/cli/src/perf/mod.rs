@@ -21,6 +21,7 @@ mod table;
 
 pub(crate) use args::PerfArgs;
 pub(crate) use help::HELP;
+pub(crate) use names::collective_parser;
 
 use crate::cluster::{
     self, ChildId, ClusterConfig, ClusterError, ClusterKeys, Limit, Parts, Preference, Supervisor, describe_controller,
@@ -70,10 +71,8 @@ pub(crate) fn run(mut args: PerfArgs, verbose: u8) -> Result<(), Failure> {
 /// Start a cluster and measure on it.
 fn supervise(args: &PerfArgs, verbose: u8) -> Result<(), Failure> {
     let cases = args.cases().map_err(Failure::Input)?;
-    if let Some(path) = &args.overrides {
-        // The controller reads it again; an invalid file is to be rejected before anything starts.
-        crate::server::read_overrides(sumac::select::CostTable::EMULATED, path).map_err(Failure::Input)?;
-    }
+    // The controller reads them again; an invalid file is to be rejected before anything starts.
+    crate::server::read_costs(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
     let layout = match &args.topology {
         Some(path) => Layout::from_file(path, args.world()),
         None => Layout::generated(args.levels, args.world()),
@@ -113,9 +112,9 @@ fn measure(
         .chain(args.verbs.of_devices(args.transport, layout.devices.len()))
         .chain(capture.iter().flat_map(Capture::device_options))
         .collect();
-    // Existing devices have no keys.
-    let keys = given.is_empty().then(|| ClusterKeys::new(layout)).transpose()?.map(Arc::new);
-    let config = ClusterConfig { preference, device_options, listen, given, keys, ..config(args, layout) };
+    let keys = keys(args, layout, &given)?.map(Arc::new);
+    let costs = args.costs.as_deref();
+    let config = ClusterConfig { preference, costs, device_options, listen, given, keys, ..config(args, layout) };
     let mut output = Output::new(args, layout, cases, round_trip_ns, bar)?;
     if let Some(fault) = args.fault {
         fault::measure(args, (fault, &links), cases, config, supervisor, &mut output)?;
@@ -141,6 +140,19 @@ fn measure(
     }
     print_link_counters(args, layout, &links, &output);
     output.finish()
+}
+
+/// Return the keys of the cluster: none if there are existing devices, and none of theirs are known.
+fn keys(args: &PerfArgs, layout: &Layout, given: &[(usize, SocketAddr)]) -> Result<Option<ClusterKeys>, Failure> {
+    let Some(store) = &args.keys else {
+        return Ok(given.is_empty().then(|| ClusterKeys::new(layout)).transpose()?);
+    };
+    if args.listen.ip().is_unspecified() {
+        let listen = args.listen;
+        return Err(Failure::Input(anyhow!("--listen {listen}: name the address of this host that the devices reach")));
+    }
+    let given: Vec<_> = given.iter().map(|(index, _)| *index).collect();
+    ClusterKeys::with_store(layout, store, &given).map(Some)
 }
 
 /// Measure all cases on ranks that have been started, or explain them, and wait until the ranks have ended.
@@ -193,7 +205,7 @@ fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
 fn joined(reports: &mut Reports, supervisor: &mut Supervisor) -> Result<Option<TreeTransport>, Failure> {
     let mut common = None;
     for report in reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "join")? {
-        let Report::Joined { transport } = report else {
+        let Report::Joined { transport, .. } = report else {
             return Err(Failure::Run(anyhow!("unexpected report of a rank that has not joined: {report:?}")));
         };
         common = transport;

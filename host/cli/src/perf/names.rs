@@ -49,7 +49,7 @@ pub(super) enum Choice<T> {
 }
 
 /// Parse the name of a collective.
-pub(super) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
+pub(crate) fn collective_parser() -> impl TypedValueParser<Value = Collective> {
     // All-to-all-v needs counts per rank, for which there is no option.
     let served = Collective::ALL.iter().filter(|&&collective| collective != Collective::AllToAllV);
     parser(served.map(|&collective| (collective.name(), collective)))

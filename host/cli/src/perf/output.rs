@@ -176,6 +176,7 @@ impl<'a> Output<'a> {
         let devices = match self.args.launched {
             Some(_) if *emulated_devices == 0 => devices.to_string(),
             Some(_) => format!("{devices} ({emulated_devices} on hosts of ranks, where they combine first)"),
+            None if *emulated_devices == 0 => format!("{devices} (existing)"),
             None if emulated_devices == devices => format!("{devices} (emulated)"),
             None => format!("{devices} ({emulated_devices} emulated)"),
         };

@@ -4,13 +4,18 @@
 //! asked to end (SIGTERM), and killed with its process group after [`GRACE`]; then controller and devices; then every
 //! process that has left its group and become a child of this one ([`leftovers`]). If the command itself is killed,
 //! [`guard`] kills the groups.
+//!
+//! The controller serves only those who have a key ([`ClusterKeys`]). The programs, which may close what they inherit
+//! and start others, find theirs by name: in memory of this process, which is gone with it.
 
 mod guard;
 mod leftovers;
 
 pub(crate) use guard::watch;
 
-use crate::cluster::{self, ChildId, ClusterConfig, ClusterError, Limit, Program, Supervisor};
+use crate::cluster::{
+    self, ChildId, ClusterConfig, ClusterError, ClusterKeys, Limit, Program, Supervisor, describe_controller,
+};
 use crate::exit::Failure;
 use crate::layout::Layout;
 use anyhow::{Context, anyhow, ensure};
@@ -19,10 +24,15 @@ use guard::Guard;
 use indicatif::ProgressBar;
 use rustix::process::Signal;
 use std::ffi::{OsStr, OsString};
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
+use sumac::comm::environment::file_settings;
+use sumac::config_file::{ConfigFile, ConfigFileError};
+use sumac::controller::proto::{DEFAULT_TENANT, check_tenant};
 
 /// How long a program may take to end after SIGTERM.
 const GRACE: Duration = Duration::from_secs(5);
@@ -43,7 +53,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     devices: u8,
-    /// Plan the tree on this fabric (an ibnetdiscover dump or TOML) and build it from emulated devices
+    /// Plan the tree on this fabric (see `sumac topology --help`) and build it from emulated devices
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Begin each line of output with the rank, as in `2: `
@@ -76,11 +86,12 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> Result<(), Failure> {
         None => Layout::generated(args.devices, args.ranks),
     };
     let layout = layout.map_err(Failure::Input)?;
+    let keys = Arc::new(ClusterKeys::for_tenant(&layout, &tenant()?)?);
     leftovers::adopt();
     let supervisor = Supervisor::new(ProgressBar::hidden(), verbose)?;
     let guard = Guard::start().context("cannot start the guard process").map_err(Failure::Run)?;
     let mut ranks = Ranks { supervisor, guard, ids: Vec::new() };
-    let outcome = ranks.run(args, &layout);
+    let outcome = ranks.run(args, &layout, &keys);
     let Ranks { supervisor, guard, ids } = ranks;
     let groups: Vec<u32> = ids.into_iter().map(|id| supervisor.pid(id)).collect();
     drop(supervisor);
@@ -94,6 +105,9 @@ pub(crate) fn run(args: &RunArgs, verbose: u8) -> Result<(), Failure> {
     })
 }
 
+/// The variable that names a job's tenant.
+const TENANT: &str = "SUMAC_TENANT";
+
 /// The beginning of a rank's name.
 const RANK: &str = "rank ";
 
@@ -106,11 +120,12 @@ struct Ranks {
 
 impl Ranks {
     /// Start everything, and wait until all ranks have succeeded or one has failed. Then end all ranks.
-    fn run(&mut self, args: &RunArgs, layout: &Layout) -> Result<(), ClusterError> {
-        let controller = cluster::start(&mut self.supervisor, &ClusterConfig::without_keys(layout))?.addr;
-        note!("# controller {controller}  watch with: sumac status --watch --controller {controller}");
+    fn run(&mut self, args: &RunArgs, layout: &Layout, keys: &Arc<ClusterKeys>) -> Result<(), ClusterError> {
+        let config = ClusterConfig { keys: Some(Arc::clone(keys)), ..ClusterConfig::without_keys(layout) };
+        let controller = cluster::start(&mut self.supervisor, &config)?.addr;
+        note!("# {}", describe_controller(controller, Some(keys)));
         let (output, all_output) = channel();
-        let outcome = self.start(args, layout, &controller.to_string(), output).and_then(|()| self.wait());
+        let outcome = self.start(args, layout, (controller, keys), output).and_then(|()| self.wait());
         if outcome.is_err() {
             self.end();
         }
@@ -138,16 +153,16 @@ impl Ranks {
         &mut self,
         args: &RunArgs,
         layout: &Layout,
-        controller: &str,
+        (controller, keys): (SocketAddr, &ClusterKeys),
         output: Sender<()>,
     ) -> Result<(), ClusterError> {
         let job = std::env::var("SUMAC_JOB").ok().filter(|job| !job.is_empty());
         let job = job.unwrap_or_else(|| format!("run-{}", std::process::id()));
-        let world = args.ranks.to_string();
+        let (controller, world) = (controller.to_string(), args.ranks.to_string());
         for (rank, host) in layout.hosts.iter().enumerate() {
             let number = rank.to_string();
             let variables = [
-                ("SUMAC_CONTROLLER", controller),
+                ("SUMAC_CONTROLLER", &controller),
                 ("SUMAC_JOB", &job),
                 ("SUMAC_HOST", host),
                 ("SUMAC_RANK", &number),
@@ -161,7 +176,13 @@ impl Ranks {
             let id = self.supervisor.spawn_program(Program {
                 name: format!("{RANK}{rank}"),
                 command: &args.command,
-                variables: variables.map(|(name, value)| (name, value.to_owned())).into(),
+                variables: variables
+                    .map(|(name, value)| (name, value.to_owned()))
+                    .into_iter()
+                    .chain(keys.variables())
+                    .collect(),
+                // It would contradict the file.
+                hidden: &["SUMAC_KEY"],
                 label: if args.label { format!("{rank}: ") } else { String::new() },
                 output: output.clone(),
             })?;
@@ -184,6 +205,22 @@ impl Ranks {
         }
         self.ids.iter().for_each(|&id| self.supervisor.signal_group(id, Signal::KILL));
     }
+}
+
+/// Return the tenant as which ranks join unless their program decides otherwise.
+fn tenant() -> Result<String, Failure> {
+    let in_file = || {
+        let Some(file) = ConfigFile::from_env()? else { return Ok(None) };
+        let settings = file_settings(&file)?;
+        Ok(settings.into_iter().find(|setting| setting.variable == TENANT).map(|setting| setting.value))
+    };
+    let named = match std::env::var(TENANT) {
+        Ok(named) => Some(named),
+        Err(_) => in_file().map_err(|error: ConfigFileError| Failure::input(error))?,
+    };
+    let named = named.unwrap_or_else(|| DEFAULT_TENANT.to_owned());
+    check_tenant(&named).map_err(|why| Failure::Input(anyhow!("{TENANT}: {why}")))?;
+    Ok(named)
 }
 
 /// Check that a program can be found before anything starts.

@@ -13,7 +13,7 @@ use crate::ranks::{gather, joining, sum};
 use anyhow::anyhow;
 use std::io;
 use std::time::Duration;
-use sumac::controller::derived_name;
+use sumac::controller::{ControllerAddr, derived_name};
 use sumac::{Communicator, JoinConfig};
 
 /// How long a link may take to join its job and to leave it.
@@ -32,12 +32,15 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
     if let Some(controller) = args.controller.named()? {
         (config.controller, config.controller_alternatives) = (controller.addr, controller.alternatives);
     }
+    // The ranks meet by their own key; jobs on chosen devices take an operator's.
+    let operator = args.key.read_operator()?;
     if config.key.is_none() {
-        config.key = args.key.read()?;
+        config.key.clone_from(&operator);
     }
     // Where the ranks meet, they need no device of their host.
     config.hierarchical = false;
-    let devices = args.devices_of(&config.controller_addr())?;
+    let controller = ControllerAddr { key: operator, ..config.controller_addr() };
+    let devices = args.devices_of(&controller)?;
     config.join_timeout = turn_limit(args, devices.len());
     let mut bad = 0;
     let mut output = Printed { rows: Vec::new(), json: args.json, failure: None };
@@ -45,7 +48,7 @@ pub(super) fn run(args: &SelftestArgs) -> Result<(), Failure> {
         output.failure = table::write_head(&mut io::stdout()).err();
     }
     for turn in 0..config.world {
-        let own = if turn == config.rank { test(args, &config, &devices) } else { Ok(Vec::new()) };
+        let own = if turn == config.rank { test(args, &config, &controller, &devices) } else { Ok(Vec::new()) };
         let job = derived_name(&config.job, &format!("~selftest-{turn}"));
         let communicator = Communicator::join(JoinConfig { job, ..config.clone() }).map_err(joining)?;
         for rows in gather(&communicator, &own)?.into_iter().flatten() {
@@ -76,9 +79,14 @@ fn turn_limit(args: &SelftestArgs, devices: usize) -> Duration {
 }
 
 /// Test this rank's links, or return why it cannot.
-fn test(args: &SelftestArgs, config: &JoinConfig, devices: &[String]) -> Result<Vec<Row>, String> {
+fn test(
+    args: &SelftestArgs,
+    config: &JoinConfig,
+    controller: &ControllerAddr,
+    devices: &[String],
+) -> Result<Vec<Row>, String> {
     let name = derived_name(&config.job, &format!("~probe-{}", config.rank));
-    let mut tester = Tester::new(args, config.controller_addr(), name);
+    let mut tester = Tester::new(args, controller.clone(), name);
     tester.is_silent = true;
     tester.test_all(devices, config.rank == 0).map_err(|failure| match failure {
         Failure::Input(error) | Failure::Run(error) => format!("{error:#}"),

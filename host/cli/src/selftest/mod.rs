@@ -77,7 +77,7 @@ pub(crate) struct SelftestArgs {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=2),
           conflicts_with = "topology")]
     levels: u8,
-    /// Plan the tree to start on this fabric (an ibnetdiscover dump or TOML; `-` reads it from stdin)
+    /// Plan the tree to start on this fabric (`sumac topology --help` lists the formats; `-` reads it from stdin)
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
     /// Tenant to which the tests are accounted
@@ -108,7 +108,7 @@ pub(crate) fn run(args: &SelftestArgs, verbose: u8) -> Result<(), Failure> {
     let ranks = args.ranks.unwrap_or(RANKS_DEFAULT);
     let mut supervisor = None;
     let controller = match args.controller.named()? {
-        Some(named) => ControllerAddr { key: args.key.read()?, ..named },
+        Some(named) => ControllerAddr { key: args.key.read_operator()?, ..named },
         None => {
             let layout = match &args.topology {
                 Some(path) => Layout::from_file(path, ranks),

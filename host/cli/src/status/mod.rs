@@ -31,7 +31,7 @@ pub(crate) struct StatusArgs {
 
 /// Query the controller and print its report.
 pub(crate) fn run(args: &StatusArgs) -> Result<(), Failure> {
-    let controller = ControllerAddr { key: args.key.read()?, ..args.controller.or_default()? };
+    let controller = ControllerAddr { key: args.key.read_operator()?, ..args.controller.or_default()? };
     if let Some(interval) = args.watch {
         return watch::run(controller, interval, args.json);
     }

@@ -181,7 +181,8 @@ pub(super) mod tests {
 
     #[test]
     fn each_known_variable_is_of_the_file_of_the_process_or_of_the_command() {
-        let command = ["SUMAC_CARDS", "SUMAC_CONFIG", "SUMAC_KEY", "SUMAC_SSH", "SUMAC_SUPERVISOR"];
+        let command =
+            ["SUMAC_CARDS", "SUMAC_CONFIG", "SUMAC_KEY", "SUMAC_OPERATOR_KEY_FILE", "SUMAC_SSH", "SUMAC_SUPERVISOR"];
         let mut all = [&RANK_VARIABLES[..], &PROCESS_VARIABLES, &command].concat();
         all.sort_unstable();
         assert_eq!(all, KNOWN);

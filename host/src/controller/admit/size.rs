@@ -4,7 +4,6 @@ use super::{PlacedNode, Placement, PlacementRequest};
 use crate::controller::resources::{Available, ResourceLedger};
 use crate::controller::{ControllerConfig, WINDOW_MIN};
 use sumac_hal::ctrl::Order;
-use sumac_hal::shard::Shard;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::{PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
 
@@ -56,17 +55,17 @@ impl Placement {
         let requests = request.requests;
         let available = |node: &PlacedNode| ledger.available(request.tenant, &node.device.key());
         let mut chunk = self.chunk_len(config, request)?;
-        let shard = Shard::new(0, self.nodes[0].device.announce.data_addrs.len() as u16);
-        let shard = shard.ok_or_else(|| format!("device {} announces no shard", self.nodes[0].device.name()))?;
-        let slots = |window: u64| 2 * shard.max_in_window(window);
+        if let Some(node) = self.nodes.iter().find(|node| node.shards() == 0) {
+            return Err(format!("device {} announces no shard", node.device.name()));
+        }
         let order = requests[0].order;
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];
             let (available, slot) = (available(node), SlotCost::on(node, order, chunk));
-            let need = slots(1) * slot.redo_memory_bytes;
-            let most = available
-                .redo_memory_bytes
-                .min(available.quota_memory_bytes.saturating_sub(slots(1) * slot.memory_bytes));
+            let least = node.slots_for(1);
+            let need = least * slot.redo_memory_bytes;
+            let most =
+                available.redo_memory_bytes.min(available.quota_memory_bytes.saturating_sub(least * slot.memory_bytes));
             if need > most {
                 let why = format!(
                     "the device has {most} bytes of redo memory free; a window of one chunk of {chunk} bytes needs \
@@ -85,7 +84,7 @@ impl Placement {
         };
         for node in &self.nodes {
             let (available, slot) = (available(node), SlotCost::on(node, order, chunk));
-            while window > 0 && !slot.fits(slots(window), &available) {
+            while window > 0 && !slot.fits(node.slots_for(window), &available) {
                 window /= 2;
             }
             if window == 0 || available.groups == 0 {
@@ -100,12 +99,13 @@ impl Placement {
             }
         }
         self.window_max = window as u16;
-        self.slots = slots(window) as u16;
         self.chunk_len_bytes = chunk as u16;
         for node in &mut self.nodes {
             let slot = SlotCost::on(node, order, chunk);
-            node.memory_bytes = u64::from(self.slots) * slot.memory_bytes;
-            node.redo_memory_bytes = u64::from(self.slots) * slot.redo_memory_bytes;
+            let slots = node.slots_for(window);
+            node.slots = slots as u16;
+            node.memory_bytes = slots * slot.memory_bytes;
+            node.redo_memory_bytes = slots * slot.redo_memory_bytes;
         }
         Ok(())
     }

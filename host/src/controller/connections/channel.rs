@@ -14,10 +14,11 @@ use crate::controller::output::ConnId;
 use std::sync::Arc;
 use sumac_hal::ctrl::FrameBuffer;
 use sumac_hal::ctrl::secure::{
-    HELLO_LEN, Key, KeyId, KeyRefusal, MESSAGE_LEN, Opener, RECORD_LEN_MAX, Responder, is_hello, key_id, record_len,
-    refusal_to_hello, refusal_to_message,
+    HELLO_LEN, Key, KeyId, KeyRefusal, MESSAGE_LEN, NONCE_LEN, Opener, RECORD_LEN_MAX, Responder, is_hello, key_id,
+    record_len, refusal_to_hello, refusal_to_message,
 };
 use sumac_hal::time::Instant;
+use zeroize::Zeroizing;
 
 /// What key exchanges need.
 #[derive(Debug)]
@@ -157,10 +158,14 @@ impl Channel {
                 return self.refuse(refusal_to_hello(refusal).to_vec(), outbox);
             }
         };
+        // Drawn at once, as this may happen thousands of times a second.
+        let random = Zeroizing::new(exchange.entropy.bytes::<{ NONCE_LEN + 32 }>([id.0, 1]));
+        let (mut nonce, mut secret) = ([0; NONCE_LEN], [0; 32]);
+        nonce.copy_from_slice(&random[..NONCE_LEN]);
+        secret.copy_from_slice(&random[NONCE_LEN..]);
         // Made for known keys, too, so that the time does not tell them from others.
-        let decoy = Key::new(key, exchange.entropy.bytes([id.0, 3]));
+        let decoy = Key::new(key, secret);
         let key = keys.get(key).map_or(decoy, |record| record.key.clone());
-        let nonce = exchange.entropy.bytes([id.0, 1]);
         let (responder, challenge) = Responder::new(hello, &key, &nonce);
         self.stage = Stage::Message { responder: Box::new(responder), key };
         outbox.put(&[Frames::new(challenge.to_vec())]);

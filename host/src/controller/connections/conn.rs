@@ -1,6 +1,7 @@
 //! One connection: its handshake, its messages, and its deadlines.
 
 use super::channel::{Channel, KeyExchange};
+use super::pace::Source;
 use crate::controller::limits::{Limits, REQUEST_LEN_MAX};
 use crate::controller::machine::Machine;
 use crate::controller::outbox::Outbox;
@@ -88,6 +89,8 @@ pub(super) struct Conn {
     pub(super) outbox: Outbox,
     pub(super) peer: Peer,
     pub(super) channel: Channel,
+    /// The address that has paid for its key exchange, until the peer has proved that it has a key.
+    pub(super) paid_by: Option<Source>,
     /// When it connected or last completed a message.
     active_at: Instant,
     /// Since when it has read nothing although output is queued.
@@ -103,6 +106,7 @@ impl Conn {
             outbox: Outbox::new(output_len_max, output_bytes),
             peer: Peer::Unknown,
             channel: Channel::new(),
+            paid_by: None,
             active_at: now,
             blocked_since: None,
             #[cfg(feature = "planted")]

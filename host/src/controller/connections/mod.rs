@@ -5,13 +5,14 @@
 //! the machine is unlocked.
 //!
 //! A peer that sends no handshake, leaves a message incomplete, does not read or sends malformed data is disconnected.
-//! [`Limits`] bounds what each peer and all peers together may hold.
+//! [`Limits`] bounds what each peer and all peers together may hold, and how many key exchanges begin ([`pace`]).
 //!
 //! When a connection ends, for whatever reason, its membership or device ends with it. Connections that end together
 //! are all closed before anyone is notified, so that lost ranks are not notified of each other.
 
 mod channel;
 mod conn;
+mod pace;
 pub(super) mod serve;
 
 pub use conn::CloseReason;
@@ -25,8 +26,10 @@ use super::output::{ConnId, Output};
 use super::proto::{ClientReply, JoinRefusal};
 use channel::KeyExchange;
 use conn::{Conn, Peer};
+use pace::Budget;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -45,6 +48,7 @@ pub(super) const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 pub struct Connections {
     limits: Limits,
     exchange: KeyExchange,
+    budget: Budget,
     conns: BTreeMap<ConnId, Conn>,
     /// The connections whose peers are not known yet.
     opening: BTreeSet<ConnId>,
@@ -69,6 +73,7 @@ impl Connections {
     /// Create an empty set of connections without keys, which are numbered from `first` on.
     pub fn new(limits: Limits, first: ConnId, now: Instant) -> Self {
         Self {
+            budget: Budget::new(limits.handshake_rate, limits.handshakes),
             limits,
             exchange: KeyExchange { keys: None, entropy: Entropy::System, began_ms: 0 },
             conns: BTreeMap::new(),
@@ -106,8 +111,13 @@ impl Connections {
         self.bug = Some(bug);
     }
 
-    /// A peer connects. Returns its number, or `None` if there is no room even to refuse it: then close its socket.
-    pub fn connect(&mut self, now: Instant) -> Option<ConnId> {
+    /// A peer connects from this address. Returns its number, or `None` if there is no room even to refuse it: then
+    /// close its socket.
+    pub fn connect(&mut self, from: IpAddr, now: Instant) -> Option<ConnId> {
+        let paid_by = self.exchange.keys.is_some().then(|| from.into());
+        if paid_by.is_some_and(|source| !self.budget.take(source, now)) {
+            return None;
+        }
         let limit = self.limits.connections;
         let is_one_too_many = self.conns.len() - self.turned_away >= limit;
         if is_one_too_many && self.turned_away >= TURNED_AWAY_MAX {
@@ -116,6 +126,7 @@ impl Connections {
         let id = ConnId(self.next);
         self.next += 1;
         let mut conn = Conn::new(self.limits.peer_output_bytes, Arc::clone(&self.output_bytes), now);
+        conn.paid_by = paid_by;
         #[cfg(feature = "planted")]
         conn.plant(self.bug);
         if is_one_too_many {
@@ -170,6 +181,11 @@ impl Connections {
         if self.opening.contains(&id) {
             // The exchange may have answered.
             self.unflushed.insert(id);
+            if conn.channel.grant().is_some()
+                && let Some(source) = conn.paid_by.take()
+            {
+                self.budget.give_back(source);
+            }
         }
         if let Err(why) = received {
             self.end(id, &why);
@@ -249,6 +265,16 @@ impl Connections {
             }
             self.unflushed.insert(id);
         }
+    }
+
+    /// Whether a connection has not ended.
+    pub fn is_open(&self, id: ConnId) -> bool {
+        self.conns.contains_key(&id)
+    }
+
+    /// Whether a connection's peer is not known yet.
+    pub fn is_opening(&self, id: ConnId) -> bool {
+        self.opening.contains(&id)
     }
 
     /// The next connection with new output, to be flushed.

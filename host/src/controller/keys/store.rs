@@ -188,6 +188,12 @@ impl KeyStore {
         Ok(Self { records: BTreeMap::from([(id, record)]) })
     }
 
+    /// Return a store of those keys that are wanted, valid or not.
+    pub fn only(&self, is_wanted: impl Fn(&KeyRecord) -> bool) -> Self {
+        let wanted = self.records.iter().filter(|(_, record)| is_wanted(record));
+        Self { records: wanted.map(|(id, record)| (*id, record.clone())).collect() }
+    }
+
     /// Revoke a key.
     ///
     /// # Errors

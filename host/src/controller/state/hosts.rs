@@ -1,5 +1,6 @@
 //! Host devices: where ranks of a job share a host without a device, the lowest of them runs one for all of them
-//! ([`crate::transport::local`]).
+//! ([`crate::transport::local`]). Where all devices receive over verbs, so do host devices; a host with a single rank
+//! then has one, too, for its rank sends over UDP.
 //!
 //! ```text
 //!   last rank joins -- LeadHost to the lowest rank of each such host --> the devices register, by their tickets
@@ -25,6 +26,7 @@ use crate::controller::proto::{ClientReply, HostLead, JoinRequest};
 use crate::controller::resources::HOST_DEVICE_MARK;
 use crate::secret::JobSecret;
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use sumac_hal::ctrl::{Announce, JobTicket, Name, Rejection};
@@ -35,7 +37,7 @@ use sumac_hal::time::Instant;
 /// How long a job waits for its host devices before it is planned without those that are missing.
 const HOST_DEVICE_LIMIT: Duration = Duration::from_secs(5);
 
-/// A host with several ranks of a job, and no device of its own.
+/// A host with ranks of a job, and no device of its own.
 #[derive(Debug)]
 pub(super) struct JobHost {
     /// In order. The lowest one is the leader.
@@ -55,8 +57,8 @@ impl JobHost {
 }
 
 impl Job {
-    /// The hosts with several ranks that may share memory with a device of the first one.
-    fn shared_hosts(&self) -> Vec<JobHost> {
+    /// The hosts with so many ranks, at least, that may share memory with a device of the first one.
+    fn shared_hosts(&self, ranks_min: usize) -> Vec<JobHost> {
         let may_share = |member: &&super::Member| member.pinned.is_empty() && member.request.terms.hierarchical;
         let mut hosts: BTreeMap<_, Vec<&JoinRequest>> = BTreeMap::new();
         for member in self.members.values().filter(may_share) {
@@ -65,7 +67,7 @@ impl Job {
                 hosts.entry((machine, request.device_users.own, &request.host)).or_default().push(request);
             }
         }
-        let hosts = hosts.into_values().filter(|ranks| ranks.len() > 1);
+        let hosts = hosts.into_values().filter(|ranks| ranks.len() >= ranks_min);
         let mut hosts: Vec<_> = hosts
             .map(|ranks| JobHost {
                 ranks: ranks.iter().map(|request| request.rank).collect(),
@@ -83,7 +85,13 @@ impl Job {
         let Some(request) = self.members.get(&rank).map(|member| &member.request) else { return false };
         let shares_memory =
             device.announce.attach.as_ref().is_some_and(|at| Some(&at.machine) == request.machine.as_ref());
-        let is_here = |addr: &Addr| matches!(addr, Addr::Udp(addr) if addr.ip() == request.mesh_addr.ip());
+        let own = request.mesh_addr.ip().to_canonical();
+        let is_here = |addr: &Addr| match addr {
+            Addr::Udp(addr) => addr.ip().to_canonical() == own,
+            // With RoCE, it is that of an interface.
+            Addr::Verbs(addr) => IpAddr::from(addr.gid).to_canonical() == own,
+            _ => false,
+        };
         shares_memory || device.announce.data_addrs.iter().any(is_here)
     }
 
@@ -115,7 +123,8 @@ impl Job {
 impl State {
     /// All ranks have joined: start the job, after its host devices if it has any.
     pub(super) fn start_job(&mut self, name: &str) {
-        let hosts = self.jobs.get(name).map_or_else(Vec::new, |job| self.hosts_without_device(name, job));
+        let over_verbs = self.devices.values().all(|device| device.over_verbs());
+        let hosts = self.jobs.get(name).map_or_else(Vec::new, |job| self.hosts_without_device(job, over_verbs));
         let Some(job) = self.jobs.get_mut(name) else { return };
         job.hosts = hosts;
         job.hosts_until = Some(self.now + HOST_DEVICE_LIMIT).filter(|_| !job.hosts.is_empty());
@@ -123,23 +132,19 @@ impl State {
             let (leader, proof) = (host.leader(), job.proof(host.leader()));
             if let Some(member) = job.members.get(&leader) {
                 let device = host_device_name(name, leader, &job.secret);
-                self.output.send(member.client, &ClientReply::LeadHost(HostLead { device, proof }));
+                self.output.send(member.client, &ClientReply::LeadHost(HostLead { device, proof, over_verbs }));
             }
         }
         self.start_with_hosts(name);
     }
 
-    /// The shared hosts that have no device, if a device can be above theirs.
-    fn hosts_without_device(&self, name: &str, job: &Job) -> Vec<JobHost> {
-        let mut hosts = job.shared_hosts();
-        hosts.retain(|host| !self.devices.values().any(|device| job.is_near(host.leader(), device)));
-        if !hosts.is_empty() && !self.devices.values().any(|device| device.accepts_host_devices()) {
-            if !self.devices.is_empty() {
-                let why = "every device has several shards, or receives over verbs";
-                tracing::info!(job = name, why, "no host devices; the ranks of a host contribute one by one");
-            }
-            hosts.clear();
+    /// The shared hosts that have no device, if there is one that can be above theirs.
+    fn hosts_without_device(&self, job: &Job, over_verbs: bool) -> Vec<JobHost> {
+        if self.devices.is_empty() {
+            return Vec::new();
         }
+        let mut hosts = job.shared_hosts(if over_verbs { 1 } else { 2 });
+        hosts.retain(|host| !self.devices.values().any(|device| job.is_near(host.leader(), device)));
         hosts
     }
 
@@ -265,7 +270,7 @@ impl State {
 
     /// A job has come back to this controller: its host devices may, too.
     pub(super) fn expect_hosts(job: &mut Job) {
-        job.hosts = job.shared_hosts();
+        job.hosts = job.shared_hosts(1);
     }
 
     /// A connected device, or a connected host device.

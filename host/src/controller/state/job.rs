@@ -169,7 +169,8 @@ impl Job {
         let mesh: Vec<_> = self.members.values().map(|member| member.request.mesh_addr).collect();
         let recovery_mesh: Vec<_> = self.members.values().map(|member| member.request.recovery_addr).collect();
         let expression = self.expression_of(placed);
-        let (secret, table) = (self.secret.clone(), config.table.clone());
+        let hosts: BTreeSet<_> = mesh.iter().map(|addr| addr.ip()).collect();
+        let (secret, table) = (self.secret.clone(), config.table.for_hosts(hosts.len()));
         let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table });
         for (rank, member) in &self.members {
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);

@@ -28,7 +28,8 @@ impl SharedFields {
     }
 
     fn without_ranks(&self) -> Self {
-        let (secret, table) = (self.secret.clone(), self.table.clone());
+        let secret = self.secret.clone();
+        let table = CostTable { curves: Vec::new(), overrides: Vec::new(), ..self.table.clone() };
         Self { mesh: Vec::new(), recovery_mesh: Vec::new(), secret, expression: Vec::new(), table }
     }
 }
@@ -94,7 +95,7 @@ mod tests {
                 mesh,
                 secret: JobSecret::new([7; 32]),
                 expression,
-                table: CostTable::EMULATED,
+                table: CostTable::emulated(),
             };
             let messages = MembershipMessages::new(tail.clone());
             assert_eq!(matches!(messages, MembershipMessages::Split { .. }), ranks == 5000);

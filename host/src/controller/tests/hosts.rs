@@ -4,7 +4,9 @@ use super::super::proto::{ClientReply, ClientRequest, HostLead};
 use super::replan::{Raw, SOON, no_tree_reason, replan, request, tree_of};
 use super::*;
 use crate::plan::Child;
+use std::net::Ipv4Addr;
 use sumac_hal::ctrl::{JobTicket, Rejection};
+use sumac_hal::port::VerbsAddr;
 
 /// The ranks of each host, and the machine that they name.
 type Hosts<'h> = &'h [(&'h str, &'h [u32])];
@@ -125,22 +127,145 @@ fn rank_whose_host_has_a_device_or_that_declines_is_not_asked() {
     assert_eq!(tree_of(&ranks[0].joined()).leaf, "leaf0");
 }
 
+/// Host devices have one shard. What they take of a device is theirs: slots for the whole window.
+#[test]
+fn hosts_contribute_once_to_a_device_of_several_shards() {
+    let controller = controller();
+    let leaf = Device::serve(&controller, announce("leaf0", 3, None), |_| Reply::Done);
+    let mut ranks = join_on(&controller, TWO_HOSTS);
+    let (shown, parents) = std::sync::mpsc::channel();
+    let devices = [0, 2].map(|rank: u32| {
+        let (hello, announce) = hello_of(&asked(&mut ranks[rank as usize]), "job", rank, ["a", "b"][rank as usize / 2]);
+        let shown = shown.clone();
+        Device::serve_as(&controller, &hello, announce, move |request| {
+            if let Request::InstallTree(tree) = request {
+                let _ = shown.send(tree.parent.as_ref().map(|parent| parent.data_addrs.len()));
+            }
+            Reply::Done
+        })
+    });
+    let memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
+    for (rank, membership) in (0..).zip(&memberships) {
+        let tree = tree_of(membership);
+        assert_eq!((&tree.leaf, tree.parents.len()), (&format!("job#host{}", rank / 2 * 2), 1));
+        assert_eq!((tree.facts.levels, tree.facts.zero_copy_ranks, tree.facts.shards), (2, 4, 3));
+    }
+    let window = u64::from(tree_of(&memberships[0]).window_max);
+    let shard = sumac_hal::shard::Shard::new(0, 3).expect("in range");
+    assert!(window > 48, "over all shards: {window}");
+    assert_eq!(u64::from(leaf.group().slots), 2 * shard.max_in_window(window));
+    for device in &devices {
+        let group = device.group();
+        assert_eq!((u64::from(group.slots), group.parent_shared), (2 * window, None));
+        assert_eq!(parents.recv_timeout(TEST_TIMEOUT), Ok(Some(3)));
+    }
+}
+
+#[test]
+fn devices_of_a_tree_have_equally_many_shards_but_host_devices() {
+    // A host device with two shards fits no other number.
+    for (shards, leaf_of_first) in [(1, "leaf0"), (2, "job#host0"), (3, "leaf0")] {
+        let controller = controller();
+        let _leaf = Device::serve(&controller, announce("leaf0", shards, None), |_| Reply::Done);
+        let mut ranks = join_on(&controller, &[("a", &[0, 1, 2, 3])]);
+        let host = asked(&mut ranks[0]);
+        let (Hello::HostDevice { ticket, .. }, _) = hello_of(&host, "job", 0, "a") else { panic!("of a host") };
+        let two = announce(&host.device, 2, None);
+        let hello = Hello::HostDevice { announce: two.clone(), ticket };
+        let _device = Device::serve_as(&controller, &hello, two, |_| Reply::Done);
+        let membership = ranks[0].joined();
+        assert_eq!(tree_of(&membership).leaf, leaf_of_first, "{shards}");
+    }
+    // Another device may not be undivided below one of several shards.
+    let controller = controller();
+    let _top = Device::serve(&controller, announce("top", 2, None), |_| Reply::Done);
+    let _below = Device::serve(&controller, announce("below", 1, None), |_| Reply::Done);
+    let mut pinned = Raw::join_with(&controller, request(0, 1), &["top", "below"]);
+    let membership = pinned.joined();
+    let why = no_tree_reason(&membership);
+    assert!(why.contains("device below has 1 shards, device top above it has 2"), "{why}");
+}
+
+/// A host device that receives over verbs, as the devices above it do.
+fn verbs_device(controller: &Controller, host: &HostLead, rank: u32, machine: &str) -> Device {
+    let (Hello::HostDevice { ticket, .. }, announce) = hello_of(host, "job", rank, machine) else {
+        panic!("of a host")
+    };
+    let at = Addr::Verbs(VerbsAddr { gid: [rank as u8; 16], lid: 0, qpn: 17 });
+    let announce = Announce { data_addrs: [at].into_iter().collect(), ..announce };
+    Device::serve_as(controller, &Hello::HostDevice { announce: announce.clone(), ticket }, announce, |_| Reply::Done)
+}
+
+fn leaf_over_verbs(controller: &Controller, name: &str, gid: [u8; 16]) -> Device {
+    let at = |qpn| Addr::Verbs(VerbsAddr { gid, lid: 0, qpn });
+    Device::serve(
+        controller,
+        Announce { data_addrs: [at(1), at(2)].into_iter().collect(), ..announce(name, 2, None) },
+        |_| Reply::Done,
+    )
+}
+
+/// A host with one rank has a host device, too: the rank sends over UDP.
+#[test]
+fn hosts_contribute_over_verbs_where_all_devices_do() {
+    let controller = controller();
+    let _leaf = leaf_over_verbs(&controller, "leaf0", [7; 16]);
+    let mut ranks = join_on(&controller, &[("a", &[0, 1, 2]), ("b", &[3])]);
+    let _devices = [(0, "a"), (3, "b")].map(|(rank, machine)| {
+        let host = asked(&mut ranks[rank as usize]);
+        assert!(host.over_verbs);
+        verbs_device(&controller, &host, rank, machine)
+    });
+    let memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
+    let leaves: Vec<_> = memberships.iter().map(|membership| tree_of(membership).leaf.as_str()).collect();
+    assert_eq!(leaves, ["job#host0", "job#host0", "job#host0", "job#host3"]);
+    let facts = tree_of(&memberships[0]).facts;
+    assert_eq!((facts.over_verbs, facts.zero_copy_ranks, facts.levels), (true, 4, 2));
+    assert_eq!(memberships[0].expression, [vec![Child::Node(1), Child::Node(2)], ranks_of(&[0, 1, 2]), ranks_of(&[3])]);
+}
+
+#[test]
+fn host_device_that_receives_the_other_way_is_not_used() {
+    let controller = controller();
+    let _leaf = leaf_over_verbs(&controller, "leaf0", [7; 16]);
+    let mut ranks = join_on(&controller, &[("a", &[0, 1, 2, 3])]);
+    let host = asked(&mut ranks[0]);
+    let _device = host_device(&controller, &host, 0, "a");
+    let membership = ranks[0].joined();
+    let why = no_tree_reason(&membership);
+    assert!(
+        why.contains("sends over UDP, but its leaf device leaf0 receives over verbs; use transport `verbs`"),
+        "{why}"
+    );
+    drop(ranks);
+    // A device that receives over UDP is enough, for one of verbs may be out of reach.
+    let controller = super::controller();
+    let _devices = [leaf_over_verbs(&controller, "leaf0", [7; 16]), Device::start(&controller, "leaf1", None, None)];
+    let mut ranks = join_on(&controller, TWO_HOSTS);
+    let hosts = [0, 2].map(|rank: usize| asked(&mut ranks[rank]));
+    assert!(hosts.iter().all(|host| !host.over_verbs));
+    let _host_devices = [0, 1].map(|host| host_device(&controller, &hosts[host], 2 * host as u32, ["a", "b"][host]));
+    for rank in &mut ranks {
+        assert_eq!(rank.joined().expression[0], [Child::Node(1), Child::Node(2)]);
+    }
+}
+
+/// The GID of a RoCE port is the address of its interface.
+#[test]
+fn rank_whose_host_has_a_device_over_verbs_is_not_asked() {
+    let controller = controller();
+    let gid = Ipv4Addr::new(10, 0, 0, b'a').to_ipv6_mapped().octets();
+    let _leaf = leaf_over_verbs(&controller, "leaf0", gid);
+    let mut ranks = join_on(&controller, &[("a", &[0, 1, 2, 3])]);
+    let membership = ranks[0].joined();
+    assert!(no_tree_reason(&membership).contains("receives over verbs"));
+}
+
 #[test]
 fn no_rank_is_asked_where_no_device_can_be_above_a_host_device() {
-    for several_shards in [true, false] {
-        let controller = controller();
-        let shards = if several_shards { 2 } else { 1 };
-        let _leaf = Device::serve(&controller, announce("leaf0", shards, None), |_| Reply::Done);
-        let mut ranks = join_on(&controller, TWO_HOSTS);
-        if several_shards {
-            let memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
-            assert!(memberships.iter().all(|membership| tree_of(membership).leaf == "leaf0"));
-        } else {
-            for rank in [0, 2] {
-                asked(&mut ranks[rank]);
-            }
-        }
-    }
+    let controller = controller();
+    let mut ranks = join_on(&controller, TWO_HOSTS);
+    assert_eq!(no_tree_reason(&ranks[0].joined()), "no device is connected to the controller");
 }
 
 #[test]

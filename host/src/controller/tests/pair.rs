@@ -292,7 +292,7 @@ fn rank_resumes_at_no_controller_of_a_lower_term() {
         recovery_mesh: vec![addrs[0]],
         secret: JobSecret::new([7; 32]),
         expression: Vec::new(),
-        table: CostTable::EMULATED,
+        table: CostTable::emulated(),
     };
     send(&mut stream, &ClientReply::Joined(Box::new(membership))).expect("it listens");
     let (session, _) = joins.join().expect("no panic").expect("joined");

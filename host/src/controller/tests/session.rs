@@ -79,7 +79,7 @@ fn scripted_with(path: Option<PathToProbe>, answers: Vec<ClientReply>) -> (Socke
 }
 
 fn membership_without_tree(secret: u8) -> Membership {
-    let table = crate::select::CostTable::EMULATED;
+    let table = crate::select::CostTable::emulated();
     Membership {
         tree: Err("none".into()),
         queue: None,

@@ -12,7 +12,7 @@ use crate::gpu::staged::Staging;
 use crate::gpu::trace::{Kind, Timeline, Trace};
 use crate::gpu::{GpuCanceller, GpuError, Part};
 use crate::plan::Child;
-use crate::select::{Algo, CostTable, Declared, SelectionContext};
+use crate::select::{Algo, Constants, CostTable, Declared, Origin, SelectionContext};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -40,7 +40,8 @@ impl Default for PeerOptions {
     fn default() -> Self {
         // 5 us as on one GPU; NVLink 4's 450 GB/s for each direction, by NVIDIA's data sheet of the H100 SXM. Not
         // measured.
-        let table = CostTable { beta_step_s: 1.0 / 450e9, ..CostTable::GPU };
+        let constants = Constants { beta_step_s: 1.0 / 450e9, ..CostTable::gpu().constants };
+        let table = CostTable::new(Origin::DataSheets, constants);
         let group = GroupOptions { table, ..GroupOptions::default() };
         Self { group, chunk_bytes: 4 << 20, direct: true, network_first: false, nccl: true }
     }
@@ -155,6 +156,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             .map_err(|error| GpuError::Invalid(format!("a group of {ranks} ranks: {error}")))?;
         let selection = SelectionContext {
             ranks,
+            ranks_per_host: 1,
             order: options.group.order,
             tree: Err("transfers between GPUs do not pass through the network".into()),
             table: contended_table(&options.group.table, ranks_on_busiest_gpu(&facts)),

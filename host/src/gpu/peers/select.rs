@@ -7,7 +7,7 @@
 use super::join::NetworkCost;
 use super::{PeerOptions, WhyStaged};
 use crate::gpu::nccl::why_not;
-use crate::select::{Algo, Candidate, CostTable, Explanation, RuledOut, SelectionContext, explain_with};
+use crate::select::{Algo, Candidate, Constants, Explanation, RuledOut, SelectionContext, explain_with};
 use std::fmt;
 use sumac_hal::op::{Collective, OpDesc, Path};
 
@@ -124,7 +124,7 @@ impl PeerSelection<'_> {
         if let Some(why) = self.no_nccl {
             return Err(RuledOut::Nccl(why.to_owned()));
         }
-        let CostTable { beta_step_s, .. } = self.selection.table;
+        let Constants { beta_step_s, .. } = self.selection.table.constants;
         let ranks = f64::from(self.selection.ranks);
         let steps = 2.0 * (ranks - 1.0);
         Ok(NCCL_ALPHA_S.0 + steps * NCCL_ALPHA_S.1 + steps / ranks * bytes(desc) * beta_step_s)

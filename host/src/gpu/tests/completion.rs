@@ -1,6 +1,6 @@
 //! Completion of operations, and release of their memory.
 
-use super::{ROOM, SMALL, group, in_place, inputs, long_deadline, request, results};
+use super::{ROOM, group, in_place, inputs, long_deadline, request, results, small};
 use crate::exec::tests::expected;
 use crate::gpu::{FakeGpu, Gpu, GpuError, Group, GroupOptions};
 use crate::select::Algo;
@@ -57,7 +57,7 @@ fn stopped_operation_ends_and_the_group_stays_usable() {
 #[test]
 fn unstoppable_operation_keeps_its_memory() {
     // The wait for what never completes is over.
-    let options = GroupOptions { grace: Duration::from_millis(50), ..SMALL };
+    let options = GroupOptions { grace: Duration::from_millis(50), ..small() };
     let mut group = Group::new(FakeGpu::new(7, ROOM), 2, options).expect("a group");
     let gpu = group.gpu().clone();
     let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 10);

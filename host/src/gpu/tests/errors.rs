@@ -1,6 +1,6 @@
 //! Each failure of a GPU has its own error, and no result is returned.
 
-use super::{ROOM, SMALL, group, in_place, inputs, long_deadline, request};
+use super::{ROOM, group, in_place, inputs, long_deadline, request, small};
 use crate::gpu::nccl::why_not;
 use crate::gpu::{FakeGpu, FakeMemory, Gpu, GpuBuffers, GpuError, Group, Part, Unavailable};
 use crate::select::Algo;
@@ -12,7 +12,7 @@ const SUM: OpDesc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 10);
 #[test]
 fn no_room_for_partial_values_fails_before_enqueueing() {
     // Two buffers fit; the accumulators of a bf16 sum do not.
-    let mut group = Group::new(FakeGpu::new(1, 100), 2, SMALL).expect("a group");
+    let mut group = Group::new(FakeGpu::new(1, 100), 2, small()).expect("a group");
     let gpu = group.gpu().clone();
     let buffers = in_place(&gpu, &inputs(Dtype::Bf16, ReduceOp::Sum, 2, 20));
     let desc = OpDesc::all_reduce(Dtype::Bf16, ReduceOp::Sum, 20);

@@ -24,7 +24,7 @@ const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
 impl HostDevices for EmulatedHostDevices {
     fn start(&self, config: HostDeviceConfig) -> Result<HostDevice, Box<dyn Error + Send + Sync>> {
-        let HostDeviceConfig { name, ticket, controllers, key, bind, udp, .. } = config;
+        let HostDeviceConfig { name, ticket, controllers, key, bind, udp, verbs } = config;
         let (controller, others) = controllers.split_first().ok_or("the controller has no address")?;
         let receive_buffer_bytes = udp.receive_buffer_bytes.max(RECEIVE_BUFFER_BYTES);
         let board = Board::start(BoardConfig {
@@ -32,6 +32,7 @@ impl HostDevices for EmulatedHostDevices {
             key,
             bind,
             udp: UdpConfig { receive_buffer_bytes, ..udp },
+            verbs,
             groups: GROUPS,
             slots: SLOTS,
             slot_memory_bytes: SLOT_MEMORY_BYTES,

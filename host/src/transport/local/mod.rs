@@ -14,6 +14,9 @@
 //! alone and disconnects it with the job. If its rank dies, so does the device, and the job goes on or ends as after
 //! any loss of a rank.
 //!
+//! It has one shard, because zero-copy needs that, and a hop to each shard of the device above it. Towards that device
+//! it uses UDP or RDMA verbs, as the other devices of the tree do.
+//!
 //! This crate knows no device but in `emulated`, behind the feature `host-devices`: there an emulated one is started. A
 //! program may start devices of another kind ([`HostDevices`]).
 
@@ -48,12 +51,15 @@ pub struct HostDeviceConfig {
     pub bind: IpAddr,
     /// Options of the data port: those of the rank.
     pub udp: UdpConfig,
+    /// The RDMA port that it receives packets on, as `DEVICE[:PORT[:GID-INDEX]]` or `auto`, if the devices above it
+    /// receive over verbs; `None`: UDP.
+    pub verbs: Option<String>,
 }
 
 impl HostDeviceConfig {
     /// Configure a device without a key and with default options of its data port.
     pub fn new(name: String, ticket: JobTicket, controllers: Vec<SocketAddr>, bind: IpAddr) -> Self {
-        Self { name, ticket, controllers, key: None, bind, udp: UdpConfig::default() }
+        Self { name, ticket, controllers, key: None, bind, udp: UdpConfig::default(), verbs: None }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::{Buffers, Endpoint};
 use std::time::{Duration, Instant as Clock};
-use sumac_hal::driver::{self, PacketCore, PacketSource, Transmit};
+use sumac_hal::driver::{self, Batch, PacketCore, PacketSource, Transmit};
 use sumac_hal::port::{Addr, Ecn, Port, Train, WaitPort};
 use sumac_hal::time::Instant;
 
@@ -97,6 +97,10 @@ impl<'s, B: Buffers> PacketSource for EndpointSource<'s, B> {
 
     fn poll_transmit(&mut self, now: Instant) -> Option<Transmit<&'s [u8]>> {
         self.endpoint.poll_transmit(now, self.buffers)
+    }
+
+    fn poll_batch(&mut self, now: Instant, packets_max: usize, batch: &mut Batch<&'s [u8]>) {
+        self.endpoint.poll_batch(now, self.buffers, packets_max, batch);
     }
 
     fn payload<'t>(&'t self, transmit: &'t Transmit<&'s [u8]>) -> &'t [u8] {

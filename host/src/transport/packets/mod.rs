@@ -22,6 +22,7 @@ mod receive;
 mod snapshot;
 #[cfg(test)]
 mod tests;
+mod train;
 mod transmit;
 
 pub use completion::{CompletionInfo, Slowest};

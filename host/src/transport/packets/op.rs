@@ -131,6 +131,11 @@ impl Op {
         self.end
     }
 
+    /// Return how many of its chunks have not landed.
+    pub(super) const fn missing(&self) -> u64 {
+        self.end - self.first - self.landed
+    }
+
     /// Return whether it moves elements through the tree.
     pub(crate) fn moves(&self) -> bool {
         self.element_bytes().is_some()
@@ -166,7 +171,7 @@ impl Op {
         let Some(element) = self.element_bytes() else { return Part::default() };
         let RankInfo { rank, ranks } = self.rank_info;
         let (owner, chunk) = self.chunk(seq - self.first);
-        let own = Span::of_blocks(self.desc.count as usize, ranks, rank, rank + 1);
+        let own = || Span::of_blocks(self.desc.count as usize, ranks, rank, rank + 1);
         let bytes = |span: Span| span.start * element..span.end() * element;
         let is_root = self.desc.root.0 == rank;
         let whole = |wanted: bool| {
@@ -180,10 +185,11 @@ impl Op {
             Collective::Broadcast => Part { input: is_root.then(|| bytes(chunk)), landing: whole(!is_root) },
             Collective::AllGather => {
                 let mine = owner == Some(rank);
-                let input = Span { start: chunk.start.wrapping_sub(own.start), len: chunk.len };
+                let input = Span { start: chunk.start.wrapping_sub(own().start), len: chunk.len };
                 Part { input: mine.then(|| bytes(input)), landing: whole(!mine) }
             }
             Collective::ReduceScatter => {
+                let own = own();
                 let (start, end) = (chunk.start.max(own.start), chunk.end().min(own.end()));
                 let landing = (start < end).then(|| Landing {
                     result_len: chunk.len * element,

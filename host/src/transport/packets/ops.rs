@@ -150,6 +150,15 @@ impl Ops {
         self.retire();
     }
 
+    /// Record that `count` chunks from `seq` on have landed, which do not complete their operation.
+    pub(super) fn landed_in_order(&mut self, seq: u64, count: u64) {
+        let index = self.queue.partition_point(|op| op.end <= seq);
+        if let Some(op) = self.queue.get_mut(index) {
+            op.landed += count;
+            assert!(op.landed < op.end - op.first, "the last chunk completes the operation");
+        }
+    }
+
     /// Complete finished operations in order of posting.
     fn retire(&mut self) {
         while let Some(mut op) = self.queue.pop_front_if(|op| op.landed == op.end - op.first) {

@@ -21,32 +21,8 @@ impl Endpoint {
         self.note_packet(taken, ecn);
     }
 
-    /// Handle packets that arrived together from `from`, with the same mark, as if [`Endpoint::handle`] got each in
-    /// turn. Consecutive results of one operation are admitted once: link, group and epoch are those of the first.
-    pub fn handle_train<'p>(
-        &mut self,
-        now: Instant,
-        from: Addr,
-        ecn: Ecn,
-        packets: impl IntoIterator<Item = &'p [u8]>,
-        buffers: &mut impl Buffers,
-    ) {
-        let mut lead: Option<Lead> = None;
-        for packet in packets {
-            if self.failed.is_some() {
-                return;
-            }
-            let taken = match lead.as_mut().filter(|lead| lead.leads(packet)).map(|lead| lead.parse(packet)) {
-                Some(Ok((repr, payload, _))) => self.take(from, repr, payload, buffers, now),
-                // Also a damaged packet, which is dropped there.
-                _ => self.accept(from, packet, buffers, now, &mut lead),
-            };
-            self.note_packet(taken, ecn);
-        }
-    }
-
     /// Record what became of a packet.
-    fn note_packet(&mut self, taken: Option<()>, ecn: Ecn) {
+    pub(super) fn note_packet(&mut self, taken: Option<()>, ecn: Ecn) {
         self.stats.packets_in += 1;
         self.stats.marked += u64::from(ecn.is_ce());
         match taken {
@@ -57,7 +33,7 @@ impl Endpoint {
     }
 
     /// Returns `None` if the packet is to be dropped. Sets `lead` to a Result that belongs to this rank's link.
-    fn accept(
+    pub(super) fn accept(
         &mut self,
         from: Addr,
         bytes: &[u8],
@@ -88,7 +64,7 @@ impl Endpoint {
 
     /// Take a packet of this rank's link; `None` if it is to be dropped.
     #[inline]
-    fn take(
+    pub(super) fn take(
         &mut self,
         from: Addr,
         repr: &Repr,
@@ -124,7 +100,7 @@ impl Endpoint {
 
     /// Retain what other ranks may still lack of completed operations (PROTOCOL 5), since their buffers return to the
     /// caller.
-    fn retain_completed(&mut self, buffers: &mut impl Buffers) {
+    pub(super) fn retain_completed(&mut self, buffers: &mut impl Buffers) {
         let stable = self.stable.0;
         if planted!(self, NoRetention) {
             return;

@@ -74,13 +74,13 @@ impl Endpoint {
     }
 
     /// Return the next sequence number to send for the first time, if the window allows it.
-    fn next_in_window(&self) -> Option<u64> {
+    pub(super) fn next_in_window(&self) -> Option<u64> {
         let limit = self.end().min(self.window_end());
         (self.next < limit).then_some(self.next)
     }
 
     /// Return the sequence number before which contributions may be sent.
-    fn window_end(&self) -> u64 {
+    pub(super) fn window_end(&self) -> u64 {
         let have = self.have().0;
         if planted!(self, CountedWindow) {
             let answered = (have..self.next).filter(|&seq| RecoverySource::is_answered(self, seq)).count();

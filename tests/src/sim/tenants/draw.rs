@@ -31,6 +31,10 @@ pub struct Tenancy {
     pub lease: Duration,
     /// Payload limit, in bytes.
     pub chunk_len_bytes: u16,
+    /// Maximum window, in chunks.
+    pub window_chunks: u16,
+    /// Shards of each device; one each if empty.
+    pub shards: Vec<u16>,
     /// The jobs, by arrival.
     pub jobs: Vec<JobPlan>,
     /// Incidents, and when they happen.
@@ -107,6 +111,8 @@ pub enum Incident {
     Die(usize, Duration),
     /// A device does not reply to its controller for a while, but serves packets.
     Stall(usize, Duration),
+    /// A shard of a device neither receives nor sends packets for a while.
+    Mute(usize, usize, Duration),
     /// A device refuses the next groups.
     Refuse(usize, u32),
     /// A device's connection to the controller ends.
@@ -157,6 +163,7 @@ impl Incident {
         match self {
             Self::Die(_, len)
             | Self::Stall(_, len)
+            | Self::Mute(_, _, len)
             | Self::Controller(len)
             | Self::Succeed(len)
             | Self::Block(_, _, len, _) => *len,
@@ -197,6 +204,8 @@ impl Tenancy {
             quotas,
             lease: Duration::from_millis(draw.one_of(&[1_000, 2_000, 9_000])),
             chunk_len_bytes,
+            window_chunks: 8,
+            shards: Vec::new(),
             jobs,
             incidents,
             strike: draw_strike(&mut Draw::new(weight(&[seed, STRIKES]))),
@@ -245,7 +254,7 @@ impl Tenancy {
         let tenants = (0..).zip(&self.quotas).map(|(index, quota)| (Self::tenant(index), *quota)).collect();
         ControllerConfig {
             fabric: self.fabric.as_ref().map(|text| Fabric::from_toml(text).expect("a fabric")),
-            window_bytes: 8 * u32::from(self.chunk_len_bytes),
+            window_bytes: u32::from(self.window_chunks) * u32::from(self.chunk_len_bytes),
             chunk_max_bytes: self.chunk_len_bytes,
             multicast_results: false,
             lease: self.lease,

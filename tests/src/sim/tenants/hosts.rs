@@ -6,7 +6,8 @@
 //!
 //! Drawn: which ranks share a machine, host by host or round-robin, and how many; host devices that fail to start,
 //! start late or never; that lose their connection, end before their ranks do, or go on after them; ranks that die with
-//! their host device.
+//! their host device; devices with several shards, all with as many or one with another number, and shards that are
+//! silent.
 //!
 //! Oracles: only the lowest rank of several is asked for a device; in a tree with a host device, no rank of that host
 //! contributes elsewhere; a host device is in trees, claims and quotas of its job only, and only ranks of its host
@@ -97,12 +98,14 @@ impl Tenancy {
         let mut plan = Self { shares_hosts: true, ..Self::draw(seed) };
         let mut draw = Draw::new(weight(&[seed, 0x686f_7374]));
         let by_ranks = draw.one_of(&[0, 0, 350]);
+        plan.draw_shards();
+        let most = u64::from(plan.window_chunks) - 2;
         for (index, job) in plan.jobs.iter_mut().enumerate().filter(|(_, job)| job.world < 20) {
             if draw.chance(800) {
                 share_hosts(&mut draw, job);
                 // Of these jobs, no two are alike.
                 job.kind = KINDS_FROM + index;
-                let chunks = (20 / job.world as u64).clamp(1, 6);
+                let chunks = (20 / job.world as u64).clamp(1, 6).max(most / 3).min(most);
                 let rounds = 1 + draw.below(4) + if draw.chance(300) { 12 } else { 0 };
                 job.ops =
                     (0..rounds).flat_map(|_| draw_ops(&mut draw, job.world, plan.chunk_len_bytes, chunks)).collect();
@@ -111,6 +114,34 @@ impl Tenancy {
         }
         plan.draw_losses(&mut draw);
         plan
+    }
+
+    /// Draw the shards of devices: one in half of the runs, and as many on all of them in most of the others. Host
+    /// devices have one.
+    fn draw_shards(&mut self) {
+        let mut draw = Draw::new(weight(&[self.seed, 0x7368_6172]));
+        let count = draw.one_of(&[1, 1, 2, 3]);
+        self.shards = vec![count; self.capacities.len()];
+        if count > 1 {
+            self.window_chunks = draw.one_of(&[8, 40, 80]);
+            let odd = draw.below(8 * self.shards.len() as u64) as usize;
+            self.shards.get_mut(odd).into_iter().for_each(|shards| *shards += 1);
+            for _ in 0..draw.one_of(&[0, 0, 1, 3]) {
+                let device = draw.below(self.shards.len() as u64) as usize;
+                let shard = draw.below(self.shards[device].into()) as usize;
+                let job = draw.below(self.jobs.len() as u64) as usize;
+                let scale = draw.one_of(&[30_000, 500_000, 6_000_000]);
+                let at = self.jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(scale));
+                let len = Duration::from_millis(draw.one_of(&[3, 200, 4_000, 7_000]));
+                self.incidents.push((at, Incident::Mute(device, shard, len)));
+            }
+            self.incidents.sort_by_key(|(at, _)| *at);
+        }
+    }
+
+    /// The number of shards of a device of the plan, or of a host device.
+    pub(super) fn shards_of(&self, device: usize) -> u16 {
+        self.shards.get(device).copied().unwrap_or(1)
     }
 
     /// Losses of host devices, and of the controller that they come back to: each kind is off in most runs.
@@ -263,7 +294,7 @@ impl World<'_, '_> {
     /// A host device ends, and its rank goes on.
     pub(super) fn lose_host_device(&mut self, at: (usize, usize)) {
         let Some(device) = self.hosts.led_by(at).map(|host| self.device_of(host)) else { return };
-        if self.devices[device].node.is_some() {
+        if self.devices[device].is_on() {
             self.report.seen.note(Mark::HostDeviceLost);
             self.turn_off(device);
         }
@@ -272,7 +303,7 @@ impl World<'_, '_> {
     /// A rank ends. Returns whether it keeps its connection until the other ranks of its host have left.
     pub(super) fn end_leader(&mut self, at: (usize, usize), (end, leaves): (End, bool)) -> bool {
         let Some(device) = self.hosts.led_by(at).map(|host| self.device_of(host)) else { return false };
-        if self.devices[device].node.is_none() {
+        if !self.devices[device].is_on() {
             return false;
         }
         if end == End::Killed {
@@ -337,7 +368,7 @@ impl World<'_, '_> {
         if self.hosts.all.is_empty() {
             return Ok(());
         }
-        let (from, to) = (owner(delivery.from).0, owner(delivery.to).0);
+        let (from, (to, shard)) = (owner(delivery.from).0, owner(delivery.to));
         let group = Packet::new_checked(&delivery.bytes).ok().and_then(|packet| Repr::parse(&packet).ok());
         let Some(Repr { group, .. }) = group.filter(|repr| repr.kind == Kind::Data) else { return Ok(()) };
         let Actor::Device(to) = to else { return Ok(()) };
@@ -359,6 +390,9 @@ impl World<'_, '_> {
         let by_device = matches!(from, Actor::Device(_));
         if by_device && !seen[1] {
             self.report.seen.note(Mark::HostContributed);
+        }
+        if by_device && shard > 0 {
+            self.report.seen.note(Mark::HostShards);
         }
         seen[usize::from(by_device)] = true;
         if *seen == [true; 2] {
@@ -395,8 +429,7 @@ impl World<'_, '_> {
     pub(super) fn check_no_host_device(&self) -> Result<(), Violation> {
         for host in 0..self.hosts.all.len() {
             let device = &self.devices[self.device_of(host)];
-            let stats = device.node.as_ref().map(|node| node.stats());
-            let held = stats.map(|stats| (stats.groups, stats.slots_used, stats.slot_memory_used_bytes));
+            let held = device.in_use();
             if device.conn.is_some() || held.is_some_and(|held| held != (0, 0, 0)) {
                 let Host { job, ranks, .. } = &self.hosts.all[host];
                 let what = format!(

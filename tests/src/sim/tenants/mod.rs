@@ -51,6 +51,7 @@ pub use report::TenantReport;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use sumac_hal::emu::NthPacket;
+use sumac_hal::shard::MAX_SHARDS;
 pub use takeover::Takeover;
 use world::World;
 
@@ -75,13 +76,14 @@ pub fn run_tenants(plan: &Tenancy) -> Result<TenantReport, TenantViolation> {
 /// Run a simulation to its end, and return its link faults too.
 pub fn record_tenants(plan: &Tenancy) -> (Result<TenantReport, TenantViolation>, Vec<NthPacket>) {
     let incarnations = 2 + plan.incidents.iter().filter(|(_, incident)| matches!(incident, Incident::Die(..))).count();
-    let mut tables: Vec<Tables> =
-        plan.capacities.iter().flat_map(|capacity| (0..incarnations).map(|_| Tables::new(capacity))).collect();
+    let count = |device: usize| incarnations * usize::from(plan.shards_of(device));
+    let of_device = |device: usize| (0..count(device)).map(move |_| Tables::new(plan.capacity(device), 1));
+    let mut tables: Vec<Tables> = (0..plan.capacities.len()).flat_map(of_device).collect();
     let hosts = plan.shared_hosts();
-    tables.extend(hosts.iter().map(|_| Tables::new(&HOST_CAPACITY)));
+    tables.extend(hosts.iter().map(|_| Tables::new(&HOST_CAPACITY, MAX_SHARDS)));
     let mut borrowed = tables.iter_mut();
     let mut devices: Vec<Device<'_>> = (0..plan.capacities.len())
-        .map(|index| Device::new(plan, index, borrowed.by_ref().take(incarnations).collect()))
+        .map(|index| Device::new(plan, index, borrowed.by_ref().take(count(index)).collect()))
         .collect();
     devices.extend(borrowed.map(|tables| Device::off(String::new(), vec![tables])));
     let mut world = World::new(plan, devices);
@@ -199,6 +201,7 @@ impl fmt::Display for Code {
         match self.0 {
             Incident::Die(device, len) => write!(f, "Die({device}, {})", ns(len)),
             Incident::Stall(device, len) => write!(f, "Stall({device}, {})", ns(len)),
+            Incident::Mute(device, shard, len) => write!(f, "Mute({device}, {shard}, {})", ns(len)),
             Incident::Block(job, rank, len, asks) => write!(f, "Block({job}, {rank}, {}, {asks})", ns(len)),
             Incident::Succeed(len) => write!(f, "Succeed({})", ns(len)),
             Incident::Controller(len) => write!(f, "Controller({})", ns(len)),

@@ -3,6 +3,7 @@
 //! Resources held are derived from requests to devices and their replies; limits are those that were drawn.
 
 use super::TenantViolation as Violation;
+use super::device::ShardOf;
 use super::draw::Tenancy;
 use super::job::{End, Member, Phase};
 use super::world::World;
@@ -93,7 +94,8 @@ impl World<'_, '_> {
             self.check_kept(&booked)?;
             self.check_places(&report)?;
             let waits = report.jobs.iter().any(|job| job.queue.is_some());
-            let is_whole = |device: &super::device::Device<'_>| device.conn.is_some() && device.held.is_empty();
+            let is_whole =
+                |device: &super::device::Device<'_>| device.conn.is_some() && device.groups_held().next().is_none();
             let common = &self.devices[..self.plan.capacities.len()];
             let is_idle = waits && booked.is_empty() && self.is_healed() && common.iter().all(is_whole);
             self.watch.idle_since = is_idle.then(|| self.watch.idle_since.unwrap_or(self.now));
@@ -129,7 +131,7 @@ impl World<'_, '_> {
             if device.boot_id() != entry.boot_id {
                 continue;
             }
-            let held = device.held.get(&entry.group).map_or([0; 2], |held| [held.slots, held.bytes]);
+            let held = device.held(entry.group);
             for tenant in [entry.tenant.as_str(), ""] {
                 let sums = slots.entry((tenant, index)).or_default();
                 let parts = [entry.slots, entry.memory_bytes, held[0], held[1]];
@@ -238,7 +240,7 @@ impl World<'_, '_> {
         for (index, device) in self.devices.iter().enumerate().filter(|(_, device)| !device.disturbed) {
             let is_booked =
                 |group: &GroupId| booked.iter().any(|entry| entry.group == *group && entry.boot_id == device.boot_id());
-            if let Some(group) = device.held.keys().find(|group| !is_booked(group)) {
+            if let Some(group) = device.groups_held().find(|group| !is_booked(group)) {
                 return Err(violation(
                     "kept on one node",
                     format!("device {index} holds {group}, which is not in the ledger"),
@@ -278,19 +280,20 @@ impl World<'_, '_> {
     /// Check the resources that a device reports.
     pub(super) fn check_held(&mut self, index: usize) -> Result<(), Violation> {
         let device = &self.devices[index];
-        let Some(node) = &device.node else { return Ok(()) };
-        let (stats, capacity) = (node.stats(), self.plan.capacity(index));
-        let (slots, bytes) = device.held.values().fold((0, 0), |sum, held| (sum.0 + held.slots, sum.1 + held.bytes));
-        let found = [u64::from(stats.groups), u64::from(stats.slots_used), stats.slot_memory_used_bytes];
-        if found != [device.held.len() as u64, slots, bytes]
-            || slots > capacity.slots as u64
-            || bytes > capacity.bytes as u64
-        {
-            let what =
-                format!("device {index} has {found:?} of groups, slots, bytes; {:?} were asked for", device.held);
-            return Err(violation("conservation on a device", what));
+        let capacity = self.plan.capacity(index);
+        for ShardOf { node, held, .. } in &device.shards {
+            let stats = node.stats();
+            let (slots, bytes) = held.values().fold((0, 0), |sum, held| (sum.0 + held.slots, sum.1 + held.bytes));
+            let found = [u64::from(stats.groups), u64::from(stats.slots_used), stats.slot_memory_used_bytes];
+            if found != [held.len() as u64, slots, bytes]
+                || slots > capacity.slots as u64
+                || bytes > capacity.bytes as u64
+            {
+                let what = format!("device {index} has {found:?} of groups, slots, bytes; {held:?} were asked for");
+                return Err(violation("conservation on a device", what));
+            }
         }
-        device.held.keys().for_each(|group| _ = self.watch.created.insert((*group, index)));
+        device.groups_held().for_each(|group| _ = self.watch.created.insert((*group, index)));
         Ok(())
     }
 
@@ -344,9 +347,7 @@ impl World<'_, '_> {
         }
         self.check_no_host_device()?;
         for (index, device) in self.devices.iter().enumerate().take(self.plan.capacities.len()) {
-            let stats = device.node.as_ref().map(|node| node.stats());
-            let Some(stats) = stats else { return left("a device that is off", &index) };
-            let held = (stats.groups, stats.slots_used, stats.slot_memory_used_bytes);
+            let Some(held) = device.in_use() else { return left("a device that is off", &index) };
             if held != (0, 0, 0) {
                 return left("groups, slots and bytes on a device", &(index, held));
             }

@@ -184,7 +184,7 @@ impl World<'_, '_> {
     /// A device dials, if it is up and not connected.
     pub(super) fn dial_device(&mut self, device: usize) {
         let now = self.now;
-        if self.devices[device].node.is_none() || self.devices[device].conn.is_some() {
+        if !self.devices[device].is_on() || self.devices[device].conn.is_some() {
             return;
         }
         let Some(hello) = self.hello(device) else { return };

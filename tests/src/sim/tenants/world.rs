@@ -2,7 +2,7 @@
 //! components touched by an event are polled afterwards, in a fixed order.
 
 use super::TenantViolation as Violation;
-use super::device::Device;
+use super::device::{Device, ShardOf};
 use super::draw::{Incident, Step, Tenancy};
 use super::hosts::Hosts;
 use super::job::{Job, Phase};
@@ -21,6 +21,7 @@ use sumac::controller::machine::ConnId;
 use sumac::controller::machine::Machine;
 use sumac_hal::emu::{Fabric, NthPacket, RandomFaults, Script};
 use sumac_hal::port::Addr;
+use sumac_hal::shard::MAX_SHARDS;
 use sumac_hal::time::Instant;
 
 /// A sender of packets: a device, or a rank of a job.
@@ -99,9 +100,9 @@ pub(super) struct World<'t, 'm> {
     pub(super) report: TenantReport,
 }
 
-/// Return the address of a device.
-pub(super) fn device_addr(device: usize) -> Addr {
-    Addr::Emu(device as u32)
+/// Return the address of a shard of a device. That of the first one is the number of the device.
+pub(super) fn shard_addr(device: usize, shard: usize) -> Addr {
+    Addr::Emu(if shard == 0 { device as u32 } else { SHARDS_FROM + (device * MAX_SHARDS + shard) as u32 })
 }
 
 /// Return the address of a rank in one of its views.
@@ -109,11 +110,14 @@ pub(super) fn rank_addr(job: usize, rank: usize, view: u32) -> Addr {
     Addr::Emu(RANKS_FROM + ((job * 256 + rank) as u32) * VIEWS + view % VIEWS)
 }
 
-/// Return the owner of an address, and the view.
+/// Return the owner of an address, and the view or the shard.
 pub(super) fn owner(addr: Addr) -> (Actor, u32) {
     let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
-    match n.checked_sub(RANKS_FROM) {
-        Some(n) => (Actor::Rank((n / VIEWS / 256) as usize, (n / VIEWS % 256) as usize), n % VIEWS),
+    if let Some(n) = n.checked_sub(RANKS_FROM) {
+        return (Actor::Rank((n / VIEWS / 256) as usize, (n / VIEWS % 256) as usize), n % VIEWS);
+    }
+    match n.checked_sub(SHARDS_FROM) {
+        Some(n) => (Actor::Device(n as usize / MAX_SHARDS), n % MAX_SHARDS as u32),
         None => (Actor::Device(n as usize), 0),
     }
 }
@@ -289,6 +293,7 @@ impl<'t, 'm> World<'t, 'm> {
                 self.report.seen.note(Mark::DeviceStalls);
                 self.schedule(self.now + len, Alarm::Answer(device));
             }
+            Incident::Mute(device, shard, len) => self.mute_shard((device, shard), len),
             Incident::Refuse(device, count) => self.devices[device].refuses += count,
             Incident::CutDevice(device) => {
                 if let Some(conn) = self.devices[device].conn {
@@ -316,7 +321,7 @@ impl<'t, 'm> World<'t, 'm> {
             let Some(delivery) = self.fabric.poll_delivery(self.now) else { return Ok(()) };
             self.check_contribution(&delivery)?;
             match owner(delivery.to) {
-                (Actor::Device(device), _) => self.deliver_to_device(device, &delivery),
+                (Actor::Device(device), shard) => self.deliver_to_device((device, shard as usize), &delivery),
                 (Actor::Rank(job, rank), view) => self.deliver_to_rank((job, rank), view, &delivery)?,
             }
         }
@@ -330,9 +335,7 @@ impl<'t, 'm> World<'t, 'm> {
             match actor {
                 Actor::Device(device) => {
                     let now = self.device_time(device);
-                    if let Some(node) = &mut self.devices[device].node {
-                        node.handle_timeout(now);
-                    }
+                    self.devices[device].shards.iter_mut().for_each(|shard| shard.node.handle_timeout(now));
                 }
                 Actor::Rank(job, rank) => {
                     let now = self.rank_time((job, rank));
@@ -364,13 +367,15 @@ impl<'t, 'm> World<'t, 'm> {
 
     fn poll_device(&mut self, device: usize) -> Result<Option<Instant>, Violation> {
         let now = self.device_time(device);
-        let from = device_addr(device);
-        let Some(node) = &mut self.devices[device].node else { return Ok(None) };
-        while let Some(sent) = node.poll_transmit(now) {
-            let bytes = sent.write(node.payload(&sent), &mut self.buffer);
-            self.fabric.send(self.now, from, sent.to, bytes);
+        for (index, ShardOf { node, mute_until, .. }) in self.devices[device].shards.iter_mut().enumerate() {
+            while let Some(sent) = node.poll_transmit(now) {
+                let bytes = sent.write(node.payload(&sent), &mut self.buffer);
+                if *mute_until <= self.now {
+                    self.fabric.send(self.now, shard_addr(device, index), sent.to, bytes);
+                }
+            }
         }
-        let wake_at = node.poll_timeout();
+        let wake_at = self.devices[device].shards.iter().filter_map(|shard| shard.node.poll_timeout()).min();
         self.note_events(device)?;
         Ok(wake_at.map(|at| Clock::draw(self.plan.seed, ClockOwner::Device(device)).when(at)))
     }
@@ -416,6 +421,9 @@ impl<'t, 'm> World<'t, 'm> {
 }
 
 const RANKS_FROM: u32 = 1 << 16;
+
+/// The addresses of the shards behind the first.
+const SHARDS_FROM: u32 = 1 << 12;
 
 /// Addresses per rank: one per view.
 const VIEWS: u32 = 64;

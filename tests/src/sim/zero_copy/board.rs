@@ -9,7 +9,7 @@ use crate::sim::options::Options;
 use crate::sim::wiring::{Wiring, group_id, slots_per_shard};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use sumac_device::{BufferRef, Child, Group, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage};
+use sumac_device::{BufferRef, Child, Group, Hop, Node, NodeConfig, RedoSlot, Slot, Storage, ZeroCopyStorage};
 use sumac_hal::ctrl::{ChildMask, GroupConfig, Request, Response, TreeConfig};
 use sumac_hal::dma::{Address, Completion, DmaMemory, Engine, RegionKey, RegionTable, Span, Status, Tag};
 use sumac_hal::emu::dma::HeapMemory;
@@ -37,6 +37,7 @@ pub(super) struct Tables {
     groups: Vec<Option<Group>>,
     trees: Vec<Option<TreeConfig>>,
     children: Vec<Child>,
+    hops: Vec<Hop>,
     slots: Vec<Slot>,
     bytes: Vec<u8>,
     redo: Vec<RedoSlot>,
@@ -57,6 +58,7 @@ impl Tables {
             groups: (0..ROOM).map(|_| None).collect(),
             trees: vec![None; TREES],
             children: vec![Child::EMPTY; ROOM * usize::from(children)],
+            hops: (0..ROOM).map(|_| Hop::EMPTY).collect(),
             slots: vec![Slot::EMPTY; ROOM * slots],
             bytes: vec![0; ROOM * slots * stages * usize::from(options.chunk_len_bytes)],
             redo: vec![RedoSlot::EMPTY; ROOM * slots],
@@ -149,10 +151,10 @@ impl<'m> Board<'m> {
             max_packet_len_bytes: 65_507,
             receive_buffer_bytes: options.link.receive_queue_bytes.unwrap_or(1 << 20),
         };
-        let Tables { groups, trees, children, slots, bytes, redo: redo_slots, buffers } = tables;
+        let Tables { groups, trees, children, hops, slots, bytes, redo: redo_slots, buffers } = tables;
         let memory = Span { address: Address { region: REDO, offset_bytes: 0 }, len_bytes: redo.len_bytes() as u64 };
         let buffers = ZeroCopyStorage { redo: redo_slots, buffers, memory, capabilities: *engine.capabilities() };
-        let storage = Storage { groups, trees, children, slots, bytes };
+        let storage = Storage { groups, trees, children, hops, slots, bytes };
         Self {
             node: options.planted.node(Node::with_zero_copy(config, storage, buffers)),
             engine,

@@ -20,6 +20,7 @@ const THREE: Setup = Setup {
     order: Order::TreeFold,
     has_parent: false,
     shard: sumac_hal::shard::Shard::WHOLE,
+    parent_shards: 0,
     chunk_len_bytes: 64,
     groups: 1,
     ranks: &[4, 5, 6],

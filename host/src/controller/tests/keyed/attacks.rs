@@ -1,8 +1,10 @@
 //! Attacks on connections with keys: strangers, recordings, changed bytes, squatters, floods.
 
 use super::*;
+use rustix::net::{AddressFamily, SocketType};
 use std::io::ErrorKind;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use sumac_hal::ctrl::StreamError;
 use sumac_hal::ctrl::secure::{HELLO_LEN, RECORD_OVERHEAD_LEN};
@@ -156,7 +158,8 @@ fn squatter_of_an_address_learns_nothing() {
 #[test]
 fn flood_of_half_handshakes_evicts_its_own_and_lets_ranks_in() {
     let keys = Keys::new();
-    let limits = Limits { handshakes: 16, connections: 64, ..Limits::default() };
+    // So many may fail that only their number at a time counts.
+    let limits = Limits { handshakes: 16, handshake_rate: 1_000_000, connections: 64, ..Limits::default() };
     let controller = Controller::start(ControllerConfig { limits, ..keys.config() }).expect("a port");
     let (_job, _) = join_one(&controller, &keys.ml, "ml", "runs").expect("its own job");
     let mut hello = Vec::from(*b"Sk\x01\0");
@@ -189,4 +192,79 @@ fn flood_of_half_handshakes_evicts_its_own_and_lets_ranks_in() {
         }
     });
     assert!(open.count() <= 16 + 1, "one may be on its way out");
+}
+
+/// Connect from an address of this host, and send a hello for a key and a message that proves nothing. Returns whether
+/// the controller has answered.
+fn is_answered(from: [u8; 4], controller: &Controller, key: &Key) -> bool {
+    let stream = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    rustix::net::bind(&stream, &SocketAddr::from((from, 0))).expect("an address of loopback");
+    rustix::net::connect(&stream, &controller.local_addr()).expect("a controller");
+    let mut stream = TcpStream::from(stream);
+    stream.set_read_timeout(Some(SOON)).expect("a socket");
+    let mut flood = Vec::from(*b"Sk\x01\0");
+    flood.extend(key.id().0.to_le_bytes());
+    flood.extend([0; MESSAGE_LEN]);
+    // It may be closed before.
+    let _ = stream.write_all(&flood);
+    stream.read_exact(&mut [0; CHALLENGE_LEN]).is_ok()
+}
+
+/// A controller with a budget of `burst` failed exchanges, and one more an hour.
+fn controller_with_budget(keys: &Keys, burst: usize) -> Controller {
+    let limits = Limits { handshakes: burst, handshake_rate: 0, ..Limits::default() };
+    Controller::start(ControllerConfig { limits, ..keys.config() }).expect("a port")
+}
+
+#[test]
+fn flood_from_one_address_leaves_half_of_the_budget_to_others() {
+    let keys = Keys::new();
+    let controller = controller_with_budget(&keys, 16);
+    let answered = |from, count| (0..count).filter(|_| is_answered(from, &controller, &keys.ml)).count();
+    assert_eq!(answered([127, 0, 0, 2], 100), 8);
+    // At once, and each by its first attempt.
+    for _ in 0..20 {
+        dial(&controller, Some(&keys.ml));
+    }
+    assert_eq!((answered([127, 0, 0, 3], 6), answered([127, 0, 0, 2], 10)), (6, 0));
+    // Two are left for all addresses.
+    assert_eq!((answered([127, 0, 0, 4], 10), answered([127, 0, 0, 5], 10)), (2, 0));
+}
+
+#[test]
+fn exchanges_of_peers_with_a_key_are_not_limited() {
+    let keys = Keys::new();
+    let controller = controller_with_budget(&keys, 8);
+    assert!(!(0..100).all(|_| is_answered([127, 0, 0, 2], &controller, &keys.ml)));
+    let held: Vec<_> = (0..100).map(|_| dial(&controller, Some(&keys.ml))).collect();
+    let report = status(at(&controller, &keys.operator)).expect("a report");
+    assert!(held.len() == 100 && report.jobs.is_empty());
+}
+
+#[test]
+fn ranks_join_during_a_flood_from_their_own_address() {
+    let keys = Keys::new();
+    let limits = Limits { handshakes: 16, handshake_rate: 100, ..Limits::default() };
+    let controller = Controller::start(ControllerConfig { limits, ..keys.config() }).expect("a port");
+    let is_over = AtomicBool::new(false);
+    let began = Instant::now();
+    let (answered, closed) = thread::scope(|scope| {
+        let flood = scope.spawn(|| {
+            let (mut answered, mut closed) = (0, 0);
+            while (!is_over.load(Ordering::Acquire) || closed == 0) && began.elapsed() < TEST_TIMEOUT {
+                *if is_answered([127, 0, 0, 1], &controller, &keys.ml) { &mut answered } else { &mut closed } += 1;
+                // A few times what may fail, so that a rank needs a few attempts.
+                thread::sleep(Duration::from_millis(5));
+            }
+            (answered, closed)
+        });
+        let join = |nth| join_one(&controller, &keys.ml, "ml", &format!("job{nth}")).map(drop);
+        let joined: Vec<_> = (0..5).map(join).collect();
+        is_over.store(true, Ordering::Release);
+        let counts = flood.join().expect("no panic");
+        joined.into_iter().for_each(|joined| joined.expect("during the flood"));
+        counts
+    });
+    let most = 8 + began.elapsed().as_millis() as usize * 50 / 1000 + 1;
+    assert!(answered <= most && closed > 0, "{answered} of at most {most} answered, {closed} closed");
 }

@@ -34,7 +34,7 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
                 recovery_mesh: recovery_mesh.clone(),
                 secret: crate::secret::JobSecret::new([1; 32]),
                 expression: vec![(0..ranks).map(|rank| Child::Rank(Rank(rank))).collect()],
-                table: CostTable::EMULATED,
+                table: CostTable::emulated(),
             };
             send(stream, &ClientReply::Joined(Box::new(membership))).expect("a rank");
         }
@@ -56,12 +56,14 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
     let facts = TreeFacts {
         levels: 1,
         max_children: 8,
+        chunk_len_bytes: 1024,
         dtypes: u32::MAX,
         ops: u32::MAX,
         collectives: u32::MAX,
         zero_copy_ranks: 2,
         rdma_ranks: 0,
         over_verbs: false,
+        shards: 1,
     };
     TreeMembership {
         group: GROUP,

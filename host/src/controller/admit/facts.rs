@@ -1,0 +1,23 @@
+//! What path selection needs to know of a tree.
+
+use super::{PlacedNode, Placement};
+use crate::select::TreeFacts;
+
+impl Placement {
+    /// The tree's properties that path selection uses.
+    pub(in crate::controller) fn facts(&self) -> TreeFacts {
+        let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
+        TreeFacts {
+            levels: self.levels,
+            max_children: self.max_children,
+            chunk_len_bytes: self.chunk_len_bytes.into(),
+            dtypes: all.clone().fold(u32::MAX, |mask, device| mask & device.dtypes),
+            ops: all.clone().fold(u32::MAX, |mask, device| mask & device.ops),
+            collectives: all.fold(u32::MAX, |mask, device| mask & device.collectives),
+            zero_copy_ranks: self.zero_copy_ranks(),
+            rdma_ranks: self.rdma_ranks,
+            over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
+            shards: self.nodes.iter().map(PlacedNode::shards).max().unwrap_or(1),
+        }
+    }
+}
