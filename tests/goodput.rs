@@ -28,6 +28,7 @@ fn measure(children: usize, loss: u16) -> Report {
         bandwidth_bytes_per_s: Some(12_500_000_000),
         receive_queue_bytes: Some(1 << 20),
         mark_queue_bytes: None,
+        max_packet_len_bytes: None,
     };
     all_reduce((tree, children), CHUNKS, 32, link, loss)
 }
@@ -71,6 +72,7 @@ fn on_two_levels(children: usize, chunks: u64, loss: u16) -> (u16, Report) {
         bandwidth_bytes_per_s: Some(62_500_000),
         receive_queue_bytes: Some(8 << 20),
         mark_queue_bytes: None,
+        max_packet_len_bytes: None,
     };
     let packet_ns = u64::from(CHUNK_LEN_BYTES + SHORT_HEADER_LEN as u16) * 1_000_000_000 / 62_500_000;
     let chunk_ns = packet_ns * (children as u64 + 1);

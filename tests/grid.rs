@@ -63,6 +63,7 @@ fn every_collective_type_and_operator_gives_exact_results() {
                     bandwidth_bytes_per_s: None,
                     receive_queue_bytes: None,
                     mark_queue_bytes: None,
+                    max_packet_len_bytes: None,
                 },
                 sharing: if index % 2 == 0 { Sharing::All } else { Sharing::Off },
                 spares: 0,

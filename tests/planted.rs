@@ -33,6 +33,7 @@ fn kinds(bug: Bug) -> &'static [ScenarioKind] {
         Bug::LateAnswerAccepted => &[ScenarioKind::Severing],
         // Other kinds of cluster have no controller.
         Bug::SameEpoch => &[ScenarioKind::Recovery],
+        _ if Bug::OF_PATHS.contains(&bug) => &[ScenarioKind::Paths],
         _ if Bug::ZERO_COPY.contains(&bug) => &[ScenarioKind::ZeroCopy],
         _ => &KINDS,
     }
@@ -189,7 +190,7 @@ fn planted_bugs_are_found() {
             None => println!("{name:20}     -  not found in {limit} seeds"),
         }
     }
-    let alone = [[ScenarioKind::Recovery], [ScenarioKind::ZeroCopy], [ScenarioKind::Severing]];
+    let alone = [[ScenarioKind::Recovery], [ScenarioKind::ZeroCopy], [ScenarioKind::Severing], [ScenarioKind::Paths]];
     for kinds in alone.iter().map(|kind| &kind[..]).chain([&KINDS[..], &[]]) {
         let seeds = bugs.iter().zip(&found).filter(|(bug, _)| self::kinds(**bug) == kinds);
         let most = seeds.filter_map(|(_, found)| Some(found.as_ref()?.seed + 1)).max().unwrap_or(0);

@@ -12,7 +12,7 @@ use sumac_tests::sim::{
     run_tenants, shrink, shrink_tenants,
 };
 
-const KINDS: [ScenarioKind; 9] = [
+const KINDS: [ScenarioKind; 10] = [
     ScenarioKind::Calm,
     ScenarioKind::Mismatch,
     ScenarioKind::Death,
@@ -22,6 +22,7 @@ const KINDS: [ScenarioKind; 9] = [
     ScenarioKind::Ranks,
     ScenarioKind::ZeroCopy,
     ScenarioKind::Severing,
+    ScenarioKind::Paths,
 ];
 
 /// The number of scenarios beside [`KINDS`]: late ranks, and tenants that call one operation after the other, start
@@ -56,6 +57,7 @@ const fn test_name(kind: ScenarioKind) -> &'static str {
         ScenarioKind::Ranks => "survivors_agree_on_failed_ranks",
         ScenarioKind::ZeroCopy => "zero_copy_gives_exact_results",
         ScenarioKind::Severing => "device_that_goes_on_changes_no_severed_memory",
+        ScenarioKind::Paths => "packets_fit_paths_that_change",
     }
 }
 
@@ -213,6 +215,12 @@ fn device_loss_is_recovered() {
     swarm(ScenarioKind::Recovery, 100, &[&LOSSY[..], &ends].concat());
 }
 
+#[test]
+fn packets_fit_paths_that_change() {
+    let ends = ["ends: complete", "view changes", "recovered operations", "attacks", "drop: bad-key"];
+    swarm(ScenarioKind::Paths, 100, &[&LOSSY[..], &ends].concat());
+}
+
 /// Ranks are late for operations with a straggler limit: the others complete without them, or all ranks get an error
 /// that names them.
 #[test]
@@ -330,7 +338,7 @@ fn device_that_goes_on_changes_no_severed_memory() {
 /// has a test of its own beside the code.
 #[test]
 fn previously_failing_seeds_pass() {
-    use ScenarioKind::{Death, Hostile, Mismatch, Ranks, Restart, ZeroCopy};
+    use ScenarioKind::{Death, Hostile, Mismatch, Paths, Ranks, Restart, ZeroCopy};
     // Equal operations that began at different seqs were combined: `OpDesc::tree_signature`.
     let torn = [(Mismatch, 1649), (Mismatch, 1758)];
     // The refusal of a later chunk replaced that of an earlier one.
@@ -363,8 +371,15 @@ fn previously_failing_seeds_pass() {
     let held = [(Restart, 1_795_380_982_008_740)];
     // A limit was taken from the description of a later operation: `GroupCtx::operation_of`.
     let described = [374, 392].map(|seed| (Hostile, seed));
+    // While ranks still probed and devices no longer did, the controller was busy asking nobody: `TreeProbes::ask_at`.
+    let busy = [(Paths, 0), (Paths, 2)];
+    // Answers about the path to a shard of the leaf but the first were dropped: `Endpoint::poll_path`. Short payloads
+    // under full headers did not fit a path that the shortest chunk fitted: `wire::packet_len_max`.
+    let narrow = [(Paths, 35), (Paths, 26)];
     let early = torn.into_iter().chain(replaced).chain(crowded).chain(passed);
-    for (kind, seed) in early.chain(fetched).chain(doubled).chain(outdated).chain(held).chain(described) {
+    for (kind, seed) in
+        early.chain(fetched).chain(doubled).chain(outdated).chain(held).chain(described).chain(busy).chain(narrow)
+    {
         run(&Options::draw(seed, kind)).unwrap_or_else(|violation| panic!("{kind:?} SEED={seed}: {violation}"));
     }
 }

@@ -202,6 +202,11 @@ impl PathSearch {
         self.due = None;
     }
 
+    /// Return the latest token: the first one of the next search with the same peer, so that no reply counts twice.
+    pub const fn last_token(&self) -> u32 {
+        self.tokens.1
+    }
+
     /// Return when to call [`PathSearch::poll`] next; `None` once the search has ended.
     pub const fn timeout(&self) -> Option<Instant> {
         self.due

@@ -115,6 +115,16 @@ pub enum Bug {
     /// Node and controller: allocate as many redo slots as the window is long, and reuse one before all children are
     /// answered.
     RedoReusedEarly,
+    /// All: take any answer to a probe about a path for one of the longest length.
+    ShortAnswerAccepted,
+    /// Rank: accepts answers to probes about its path with any key.
+    PathKeyUnchecked,
+    /// Both: keep a group whose packets the path no longer carries.
+    NarrowingUnreported,
+    /// Node: answers a probe about the path by a packet as long as its longest one.
+    PathAnswerAmplified,
+    /// Controller: publishes a tree with packets that a path does not carry.
+    NarrowTreePublished,
     /// Rank (the simulator's zero-copy rank): treats a running device as fenced at once.
     FenceSkipped,
     /// Rank (the simulator's zero-copy rank): accepts answers that a device gives while its memory is being severed.
@@ -124,7 +134,7 @@ pub enum Bug {
 #[cfg(feature = "planted")]
 impl Bug {
     /// Every bug.
-    pub const ALL: [Self; 54] = [
+    pub const ALL: [Self; 59] = [
         Self::OffByOneSeq,
         Self::VersionBit,
         Self::EpochUnchecked,
@@ -179,6 +189,20 @@ impl Bug {
         Self::EndedScheduleRun,
         Self::StalledPeerKept,
         Self::OutputUnbounded,
+        Self::ShortAnswerAccepted,
+        Self::PathKeyUnchecked,
+        Self::NarrowingUnreported,
+        Self::PathAnswerAmplified,
+        Self::NarrowTreePublished,
+    ];
+
+    /// The bugs that only paths of different widths can reveal.
+    pub const OF_PATHS: [Self; 5] = [
+        Self::ShortAnswerAccepted,
+        Self::PathKeyUnchecked,
+        Self::NarrowingUnreported,
+        Self::PathAnswerAmplified,
+        Self::NarrowTreePublished,
     ];
 
     /// The bugs that only zero-copy children can reveal.

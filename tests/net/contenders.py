@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 
-from namespaces import SUBNET, on
+from namespaces import on
 
 PEERS = pathlib.Path(__file__).resolve().parents[1] / "peers"
 sys.path.insert(0, str(PEERS))
@@ -108,7 +108,7 @@ def gloo(algorithm, setting, size, iterations):
 def openmpi(algorithm, setting, size, iterations):
     agent = write_agent(setting.folder, setting.network.addresses)
     slots = ",".join(f"{setting.network.addresses[host]}:1" for host in setting.hosts)
-    subnet = f"{SUBNET}.0/24"
+    subnet = setting.network.family.near
     settings = ["plm_rsh_agent", agent, "plm_rsh_no_tree_spawn", "1", "oob_tcp_if_include", subnet]
     settings += ["pml", "ob1", "btl", "tcp,self", "btl_tcp_if_include", subnet, "mpi_yield_when_idle", "1"]
     settings += OPENMPI_RING if algorithm == "ring" else []

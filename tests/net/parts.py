@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 
-from namespaces import LIMIT, on, wait_for
+from namespaces import LIMIT, on, wait_for, with_port
 
 TENANT = "ml"
 # A device that gets nothing for this long gets nothing.
@@ -18,7 +18,7 @@ DATA_PORT, RELAY_PORT = 7100, 7200
 
 def behind_relay(network, name):
     """Return the options of a device that is reached through `Parts.start_relay` only."""
-    return ["--data-port", str(DATA_PORT), "--advertise", f"{network.addresses[name]}:{RELAY_PORT}"]
+    return ["--data-port", str(DATA_PORT), "--advertise", with_port(network.addresses[name], RELAY_PORT)]
 
 
 def read(path):
@@ -64,7 +64,7 @@ class Parts:
         return process
 
     def start_controller(self, options):
-        listen = ["--listen", f"{self.controller}:7847", "--prefer-tree", *options]
+        listen = ["--listen", with_port(self.controller, 7847), "--prefer-tree", *options]
         variables = {**os.environ, "SUMAC_LOG": "warn,sumac::controller::state=info"}
         self.start("controller", ["controller", "--keys", self.keys, *listen], env=variables)
         # It answers before devices look for it.
@@ -81,7 +81,7 @@ class Parts:
         path, output = (os.path.join(self.folder, f"relay.{suffix}") for suffix in ("toml", "output"))
         with open(path, "w", encoding="utf-8") as file:
             file.write(f"[[rule]]\ndirection = '{direction}'\n{rules}\n")
-        listen, to = (f"{self.network.addresses[name]}:{port}" for port in (RELAY_PORT, DATA_PORT))
+        listen, to = (with_port(self.network.addresses[name], port) for port in (RELAY_PORT, DATA_PORT))
         with open(output, "w", encoding="utf-8") as stdout:
             arguments = ["chaos", "--listen", listen, "--to", to, "--rules", path, "--json"]
             relay = self.start(name, arguments, stdout=stdout)
@@ -207,3 +207,22 @@ class Job:
         for rank in self.ranks:
             rank.kill()
             rank.wait()
+
+
+def hosts_of(parts):
+    """Return the hosts of the ranks."""
+    return [host for host in parts.network.addresses if host.startswith("rank")]
+
+
+def start_long_job(parts, *options):
+    return start_long_job_of(parts, hosts_of(parts), *options)
+
+
+def start_long_job_of(parts, hosts, *options):
+    """Start a job that lasts longer than a case, and has a tree."""
+    # A row for each of many sizes, so that the case can follow it.
+    sizes = ["-b", "64K", "-e", "128K", "-i", "4", "-w", "0", "-n", "2", "--buffers", "in-place", "--algo", "auto"]
+    job = parts.start_job(hosts, [*sizes, *options])
+    parts.devices_of_the_job()
+    job.wait_for_row("a row by the tree", lambda row: row["path"] == "tree")
+    return job

@@ -1,7 +1,7 @@
 //! Control requests: trees and groups, reserved whole or not at all (PROTOCOL 10).
 
 use super::View;
-use super::operation::{Operations, SHORT_PAYLOAD_MIN_BYTES};
+use super::operation::Operations;
 use super::{Node, tree_is_valid};
 use crate::node::group::{Child, ChildKind, Group, Hop, Parent, Window};
 use crate::node::memory::{Span, first_fit};
@@ -15,7 +15,7 @@ use sumac_hal::planted;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{HEADER_LEN, MAX_CHILDREN, RankMask, SHORT_HEADER_LEN};
+use sumac_hal::wire::{MAX_CHILDREN, PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
 
 /// The smallest chunk: a few elements of the widest type.
 const CHUNK_MIN_BYTES: u16 = 64;
@@ -215,7 +215,7 @@ impl Node<'_> {
         }
         let chunk_len_bytes = config.chunk_len_bytes;
         let longest = self.common.config.max_packet_len_bytes;
-        let has_room = longest >= HEADER_LEN + RankMask::LEN_BYTES.max(SHORT_PAYLOAD_MIN_BYTES);
+        let has_room = longest >= PACKET_LIMIT_MIN;
         let limit = if has_room { longest - SHORT_HEADER_LEN } else { 0 };
         if chunk_len_bytes < CHUNK_MIN_BYTES
             || !chunk_len_bytes.is_multiple_of(16)

@@ -9,20 +9,20 @@ use super::{GroupCtx, Hop, Node};
 use crate::node::group::Failure;
 use sumac_hal::ctrl::{DropReason, Refusal};
 use sumac_hal::driver::Transmit;
-use sumac_hal::ids::{ChunkNo, GroupId};
+use sumac_hal::ids::GroupId;
 use sumac_hal::path_mtu::PathSearch;
+use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, SHORT_HEADER_LEN, payload_crc};
+use sumac_hal::wire::{HEADER_LEN, Kind, NakReason, Repr, packet_len_max, payload_crc};
 
 impl Node<'_> {
     /// Return the longest packet that the paths to the shards of the group's parent carry, in bytes; `None` while it is
-    /// not known.
-    /// The first call begins the search. At the root, which has no parent, it is what the group needs.
+    /// not known. The first call begins the search. At the root, which has no parent, it is what the group needs.
     pub(super) fn probe_path(&mut self, id: GroupId, now: Instant) -> Result<Option<u32>, Refusal> {
         let index = self.find(id).ok_or(Refusal::NoGroup(id))?;
         let Some(group) = &self.storage.groups[index] else { return Err(Refusal::NoGroup(id)) };
-        let longest = usize::from(group.config.chunk_len_bytes) + SHORT_HEADER_LEN;
+        let longest = packet_len_max(group.config.chunk_len_bytes);
         let mut narrowest = Some(longest);
         for (index, hop) in (0..).zip(&mut self.storage.hops[group.hops().range()]) {
             // The token differs from those of contributions, and from those of probes about seqs.
@@ -54,13 +54,18 @@ impl GroupCtx<'_> {
             return self.common.drop_packet(DropReason::BadShape);
         }
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
-        self.common.reply(to, Repr { count: 0, payload_len_bytes: repr.payload_len_bytes, ..status });
+        let is_amplified = planted!(self.common, PathAnswerAmplified);
+        let longest = (packet_len_max(self.group.config.chunk_len_bytes) - HEADER_LEN) as u16;
+        let payload_len_bytes = if is_amplified { longest } else { repr.payload_len_bytes };
+        self.common.reply(to, Repr { count: 0, payload_len_bytes, ..status });
     }
 
     /// Handle the parent's answer to a probe about the path.
     pub(super) fn on_path_status(&mut self, hop: usize, repr: &Repr, now: Instant) {
         let search = self.hops[hop].path.as_mut();
-        if !search.is_some_and(|search| search.on_reply(repr.token, repr.packet_len(), now)) {
+        let longest = packet_len_max(self.group.config.chunk_len_bytes);
+        let len = if planted!(self.common, ShortAnswerAccepted) { longest } else { repr.packet_len() };
+        if !search.is_some_and(|search| search.on_reply(repr.token, len, now)) {
             return self.common.drop_packet(DropReason::Unexpected);
         }
         self.poll_path(hop, now);
@@ -68,11 +73,13 @@ impl GroupCtx<'_> {
 
     /// Send the probes about the path of a hop to the parent that are due.
     pub(super) fn poll_path(&mut self, hop: usize, now: Instant) {
-        while let Some(path) = &mut self.hops[hop].path {
+        while let Hop { path: Some(path), shard, .. } = &mut self.hops[hop] {
+            // The answer names a seq of its shard, as every packet does.
+            let first = shard.global(0);
             let Some(probe) = path.poll(now) else { return self.check_path(hop, now) };
             self.common.counters.probes_out += 1;
             let payload_len_bytes = (probe.len_bytes - HEADER_LEN) as u16;
-            let header = self.up_header(Kind::Probe, ChunkNo(0), probe.token);
+            let header = self.up_header(Kind::Probe, first, probe.token);
             self.send_up(hop, Repr { count: 0, payload_len_bytes, ..header });
         }
     }
@@ -80,6 +87,9 @@ impl GroupCtx<'_> {
     /// Fail the group if the path to the parent has become too narrow for its packets.
     fn check_path(&mut self, hop: usize, now: Instant) {
         let Hop { path: Some(path), link, shard, .. } = &self.hops[hop] else { return };
+        if planted!(self.common, NarrowingUnreported) {
+            return;
+        }
         if path.is_narrow() && link.in_flight() && self.group.failed.is_none() {
             let from = shard.global(link.answered_below());
             self.fail(Failure { from, reason: NakReason::PathLost, ops: None }, now);

@@ -1,8 +1,8 @@
 //! The fabric: emulated links in virtual time, and the packets in flight on them.
 //!
 //! A packet leaves when its sender's link is free, which it occupies for `len / bandwidth`. It travels for the path's
-//! latency. Then it queues for its receiver's link, which it occupies for as long, or is dropped if that queue is full
-//! (incast). The delay of a rule is added to the latency.
+//! latency, or is dropped if it is longer than the path carries. Then it queues for its receiver's link, which it
+//! occupies for as long, or is dropped if that queue is full (incast). The delay of a rule is added to the latency.
 //!
 //! Invariants:
 //! - `sent + duplicated == delivered + dropped + in_flight` after every call;
@@ -30,6 +30,9 @@ pub struct LinkConfig {
     pub receive_queue_bytes: Option<usize>,
     /// The queue length in bytes above which packets are marked for congestion (ECN-CE); `None` to never mark.
     pub mark_queue_bytes: Option<usize>,
+    /// The longest packet that the path carries, in bytes; `None` if unlimited. Longer ones are lost on their way, and
+    /// nobody is told.
+    pub max_packet_len_bytes: Option<usize>,
 }
 
 impl Default for LinkConfig {
@@ -40,6 +43,7 @@ impl Default for LinkConfig {
             bandwidth_bytes_per_s: None,
             receive_queue_bytes: None,
             mark_queue_bytes: None,
+            max_packet_len_bytes: None,
         }
     }
 }
@@ -84,6 +88,8 @@ pub struct Counters {
     pub dropped_by_rule: u64,
     /// Packets and duplicates dropped because the receiver's queue was full.
     pub dropped_by_queue: u64,
+    /// Packets dropped because they are longer than their path carries.
+    pub dropped_by_length: u64,
     /// Packets damaged by rules.
     pub corrupted: u64,
     /// Packets delayed by rules.
@@ -207,6 +213,11 @@ impl Fabric {
         let node = self.nodes.entry(from).or_default();
         node.sending_until = node.sending_until.max(now) + link.time_for(bytes.len());
         let arrival = node.sending_until + link.latency;
+        if link.max_packet_len_bytes.is_some_and(|longest| bytes.len() > longest) {
+            self.counters.dropped_by_length += 1;
+            self.log.note("dropped by length", now, from, to, bytes);
+            return;
+        }
         let mut bytes = bytes.to_vec();
         let mut delay = Duration::ZERO;
         match verdict {

@@ -19,6 +19,7 @@ fn slow() -> LinkConfig {
         bandwidth_bytes_per_s: Some(1_000_000),
         receive_queue_bytes: Some(250),
         mark_queue_bytes: None,
+        max_packet_len_bytes: None,
     }
 }
 
@@ -67,6 +68,22 @@ fn packet_is_not_delivered_before_its_arrival() {
     assert_eq!(fabric.poll_delivery(us(209)), None);
     assert_eq!(fabric.in_flight(), 1);
     assert!(fabric.poll_delivery(us(210)).is_some());
+}
+
+#[test]
+fn packet_longer_than_its_path_carries_is_lost_in_that_direction_only() {
+    let mut fabric = Fabric::new(1, LinkConfig::default());
+    fabric.set_link(A, B, LinkConfig { max_packet_len_bytes: Some(100), ..LinkConfig::default() });
+    for (from, to, len) in [(A, B, 100), (A, B, 101), (B, A, 101)] {
+        fabric.send(us(0), from, to, &vec![0; len]);
+    }
+    let arrived: Vec<_> =
+        std::iter::from_fn(|| fabric.poll_delivery(us(10))).map(|got| (got.to, got.bytes.len())).collect();
+    assert_eq!(arrived, [(B, 100), (A, 101)]);
+    assert_eq!((fabric.counters().dropped_by_length, fabric.in_flight()), (1, 0));
+    fabric.set_link(A, B, LinkConfig::default());
+    fabric.send(us(20), A, B, &[0; 101]);
+    assert!(fabric.poll_delivery(us(30)).is_some(), "it has become wider");
 }
 
 #[test]
@@ -207,7 +224,7 @@ fn random_faults_have_the_requested_probabilities() {
 
 /// Run a few hundred packets between four ports with faults.
 fn swarm(seed: u64, faults: impl Rule + 'static, queue: Option<usize>) -> Fabric {
-    let link = LinkConfig { receive_queue_bytes: queue, ..slow() };
+    let link = LinkConfig { receive_queue_bytes: queue, max_packet_len_bytes: Some(90), ..slow() };
     let mut fabric = Fabric::new(seed, link);
     fabric.record_faults();
     fabric.add_rule(faults);
@@ -218,7 +235,7 @@ fn swarm(seed: u64, faults: impl Rule + 'static, queue: Option<usize>) -> Fabric
         fabric.send(now, from, to, &vec![i as u8; 1 + rng.below(100) as usize]);
         while fabric.poll_delivery(now).is_some() {}
         let counters = fabric.counters();
-        let dropped = counters.dropped_by_rule + counters.dropped_by_queue;
+        let dropped = counters.dropped_by_rule + counters.dropped_by_queue + counters.dropped_by_length;
         assert_eq!(counters.sent + counters.duplicated, counters.delivered + dropped + fabric.in_flight());
     }
     fabric

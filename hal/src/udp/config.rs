@@ -29,11 +29,11 @@ pub enum Offload {
 /// Configuration of a [`UdpPort`](super::UdpPort).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UdpConfig {
-    /// The longest packet in bytes; `None`: what fits the MTU towards `peer`. Packets are never fragmented: those that
-    /// the interface or a link on their way does not carry are lost.
+    /// The longest packet in bytes; `None`: what fits the MTU of the interface towards `peer`. Packets are never
+    /// fragmented: those that the interface or a link on their way does not carry are lost.
     pub max_packet_len_bytes: Option<usize>,
-    /// A peer that determines the route whose MTU is used. `None`: the MTU of the interface that has the port's
-    /// address, or Ethernet's if the system does not tell.
+    /// A peer that determines the interface whose MTU is used. `None`: the interface that has the port's address.
+    /// Ethernet's MTU if the system does not tell.
     pub peer: Option<SocketAddr>,
     /// How many bytes of packets the kernel buffers until they are received. The kernel may grant less
     /// (`net.core.rmem_max`, unless the process has `CAP_NET_ADMIN`): the capabilities report what it granted.
@@ -172,11 +172,16 @@ impl UdpConfig {
     }
 }
 
-/// Return the maximum payload of a datagram from `local` to `peer` that needs no fragmentation.
+/// Return the maximum payload of a datagram that the interface towards `peer` sends without fragmentation. What ICMP
+/// messages say about the route does not matter: they can be forged.
 fn datagram_len_towards(local: SocketAddr, peer: SocketAddr) -> io::Result<usize> {
     let socket = UdpSocket::bind((local.ip(), 0))?;
     // Connecting a UDP socket only looks up the route.
     socket.connect((peer.ip(), peer.port().max(1)))?;
+    if let Some(len) = interface_datagram_len(socket.local_addr()?.ip()) {
+        return Ok(len);
+    }
+    // No interface has the address, as in most of 127.0.0.0/8.
     let mtu = match peer {
         SocketAddr::V4(_) => rustix::net::sockopt::ip_mtu(&socket)?,
         SocketAddr::V6(_) => rustix::net::sockopt::ipv6_mtu(&socket)?,

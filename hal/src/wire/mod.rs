@@ -73,6 +73,17 @@ pub const HEADER_LEN: usize = 88;
 /// as long as what remains of the longest packet.
 pub const SHORT_HEADER_LEN: usize = 48;
 
+/// Return the length of the longest packet of a group with this chunk, in bytes: one with a whole chunk, or with a full
+/// header and the most that is sent under it for being too little for the short one, or a rank mask.
+pub const fn packet_len_max(chunk_len_bytes: u16) -> usize {
+    let (whole, least) = (SHORT_HEADER_LEN + chunk_len_bytes as usize, PACKET_LIMIT_MIN);
+    if whole > least { whole } else { least }
+}
+
+/// The least limit of packets with which there are groups, in bytes, whatever their chunk.
+pub const PACKET_LIMIT_MIN: usize = HEADER_LEN + (HEADER_LEN - SHORT_HEADER_LEN);
+const _: () = assert!(HEADER_LEN - SHORT_HEADER_LEN >= RankMask::LEN_BYTES && PACKET_LIMIT_MIN.is_multiple_of(16));
+
 /// The first byte of every packet.
 pub const MAGIC: u8 = 0xc5;
 

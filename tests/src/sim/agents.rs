@@ -10,6 +10,7 @@ use super::coverage::Mark;
 use super::incident::Alarm;
 use super::loss::Point;
 use super::messages::Message;
+use super::paths::Host;
 use super::places::switch;
 use super::setup::boot_id;
 use super::wiring::node_addr;
@@ -42,7 +43,7 @@ impl Cluster<'_, '_> {
             name: Name::try_from(switch(index).as_str()).expect("short"),
             boot_id: boot_id(self.options, index, device.incarnation),
             capabilities: device.shards[0].capabilities(),
-            data_addrs: (0..self.options.shards).map(|shard| node_addr(index, shard)).collect(),
+            data_addrs: (0..self.options.shards).map(|shard| self.options.address(node_addr(index, shard))).collect(),
             attach: None,
         }
     }
@@ -106,6 +107,10 @@ impl Cluster<'_, '_> {
             shards.iter_mut().for_each(|node| _ = node.control(&undo, now));
         }
         self.touch_device(index);
+        if let (Request::ProbePath(group), Response::Path { max_packet_len_bytes: Some(_) }) = (&request, &response) {
+            self.seen.note(Mark::PathKnownBelow);
+            self.paths.note_known(*group, Host::Device(index), self.now);
+        }
         match (&request, &response, tree) {
             (Request::CreateGroup(_), Response::Done, Some(tree)) => {
                 self.seen.note(Mark::GroupCreated);

@@ -12,6 +12,7 @@ use sumac::transport::packets::EndpointConfig;
 use sumac_hal::ctrl::{GroupConfig, Request, SharedLink, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
 use sumac_hal::key::GroupSecret;
+use sumac_hal::time::Instant;
 
 /// A tree that the controller has requested from devices.
 pub(super) struct Assignment {
@@ -21,6 +22,9 @@ pub(super) struct Assignment {
     pub(super) id: GroupId,
     epoch: Epoch,
     pub(super) window: u16,
+    pub(super) chunk_len_bytes: u16,
+    /// When devices were asked for it.
+    pub(super) since: Instant,
     /// By device: its node, and the secret of the group there.
     nodes: BTreeMap<usize, (usize, GroupSecret)>,
     /// The devices that have created the group.
@@ -31,7 +35,7 @@ pub(super) struct Assignment {
 
 impl Assignment {
     /// Return the tree that consists of these nodes; `None` if one is missing.
-    fn new(group: usize, ranks: usize, nodes: &[(usize, TreeConfig, GroupConfig)]) -> Option<Self> {
+    fn new((group, ranks): (usize, usize), nodes: &[(usize, TreeConfig, GroupConfig)], since: Instant) -> Option<Self> {
         let (_, _, first) = nodes.first()?;
         let wiring = Wiring::reserved(first.tree, ranks, nodes.iter().map(|(device, tree, _)| (*device, tree)))?;
         let nodes = nodes.iter().enumerate().map(|(node, (device, _, config))| (*device, (node, config.secret)));
@@ -41,6 +45,8 @@ impl Assignment {
             id: first.group,
             epoch: first.epoch,
             window: first.window_max,
+            chunk_len_bytes: first.chunk_len_bytes,
+            since,
             nodes: nodes.collect(),
             reserved: BTreeSet::new(),
             is_assigned: false,
@@ -62,11 +68,11 @@ impl Assignment {
     /// Add the shared addresses to what a device creates.
     pub(super) fn share(&self, options: &Options, device: usize, config: &mut GroupConfig) {
         let Some((node, _)) = self.nodes.get(&device).filter(|_| options.sharing != Sharing::Off) else { return };
-        config.shared = Some(shared_addr(device, self.group));
+        config.shared = Some(options.address(shared_addr(device, self.group)));
         config.parent_shared = self.wiring.nodes[*node].parent.and_then(|(parent, child)| {
             let parent = self.wiring.nodes[parent].device;
             let key = self.shared_key(options, (parent, child))?;
-            Some(SharedLink { addr: shared_addr(parent, self.group), key })
+            Some(SharedLink { addr: options.address(shared_addr(parent, self.group)), key })
         });
     }
 
@@ -102,7 +108,7 @@ impl Cluster<'_, '_> {
         }
         for (id, nodes) in found {
             let group = self.group_of_claim(id);
-            let assignment = group.and_then(|group| Assignment::new(group, self.options.ranks, &nodes));
+            let assignment = group.and_then(|group| Assignment::new((group, self.options.ranks), &nodes, self.now));
             self.assignments.extend(assignment);
         }
     }

@@ -29,6 +29,11 @@ impl Attacker {
         self.sent
     }
 
+    /// Count packets that others have forged.
+    pub(super) fn count(&mut self, packets: u64) {
+        self.sent += packets;
+    }
+
     pub(super) fn record_packet(&mut self, delivery: Delivery) {
         if self.seen.len() == MEMORY_PACKETS {
             self.seen.pop_front();
@@ -185,11 +190,11 @@ impl Cluster<'_, '_> {
 }
 
 /// A wrong key that does not become valid by being corrupted again, as forged packets are also overheard.
-fn wrong_key(key: u64, draw: &mut Draw) -> u64 {
+pub(super) fn wrong_key(key: u64, draw: &mut Draw) -> u64 {
     key.wrapping_add(1 + draw.below(1 << 32))
 }
 
-fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
+pub(super) fn sealed(repr: Repr, payload: &[u8]) -> Vec<u8> {
     let repr = Repr { payload_len_bytes: payload.len() as u16, ..repr };
     let mut bytes = vec![0; repr.packet_len()];
     bytes[repr.header_len()..].copy_from_slice(payload);

@@ -217,7 +217,7 @@ impl Cluster<'_, '_> {
         equal("packets shared", counters.answers_shared, self.shared_sent)?;
         equal("packets sent", counters.packets_out + sent - self.shared_sent + self.shared_copies, links.sent)?;
         equal("packets delivered", counters.packets_in + taken, links.delivered)?;
-        let fates = links.delivered + links.dropped_by_rule + links.dropped_by_queue;
+        let fates = links.delivered + links.dropped_by_rule + links.dropped_by_queue + links.dropped_by_length;
         equal("fates of packets", fates, links.sent + links.duplicated)
     }
 
@@ -231,10 +231,13 @@ impl Cluster<'_, '_> {
         let limit = links * IN_FLIGHT_PER_WINDOW * u64::from(window.max(8)) + self.attacker.sent();
         within("packets in flight", self.in_flight_most, limit)?;
         // Waiting components probe with backoff; lost packets are resent and requested.
-        let chunks: u64 = (0..self.options.groups.len()).filter_map(|group| ends(self.options, group, 0).last()).sum();
+        let least = self.assignments.iter().map(|assignment| assignment.chunk_len_bytes);
+        let least = least.fold(self.options.chunk_len_bytes, u16::min);
+        let of_group = |group| ends(self.options, (group, 0), least).last();
+        let chunks: u64 = (0..self.options.groups.len()).filter_map(of_group).sum();
         let ranks = self.options.ranks as u64;
         let each = |group| {
-            let chunks = ends(self.options, group, 0).last().unwrap_or(0);
+            let chunks = of_group(group).unwrap_or(0);
             // To and from the controller; reports, votes and host collectives; contributions and results.
             MESSAGES_PER_PAIR * ranks * ranks + 2 * ranks * chunks
         };
@@ -244,7 +247,8 @@ impl Cluster<'_, '_> {
         let asked = (self.now - Instant::ZERO).as_millis() as u64 / 25;
         let incarnations = self.incarnation + 1 + self.view_changes;
         let limit = links * (PACKETS_PER_CHUNK * chunks + PACKETS_PER_PROBE * (asked + 16)) * incarnations;
-        within("packets sent", self.fabric.counters().sent, limit + 4 * self.attacker.sent())
+        let of_paths = 2 * self.paths.probes_sent();
+        within("packets sent", self.fabric.counters().sent, limit + of_paths + 4 * self.attacker.sent())
     }
 
     /// No component sends packets that violate the protocol: only an attacker does.
@@ -256,7 +260,11 @@ impl Cluster<'_, '_> {
         self.devices.iter().flat_map(|device| &device.shards).for_each(|node| counters.merge(node.counters()));
         // A node refuses a chunk as soon as two children disagree, while another may lack one from a window earlier.
         let early = matches!(self.options.scenario, Scenario::Mismatch { .. });
-        let rude = ATTACKER_ONLY.iter().filter(|(reason, _)| !(early && *reason == DropReason::OverWindow));
+        let is_forged = self.options.has_stranger();
+        let rude = ATTACKER_ONLY.iter().filter(|(reason, _)| {
+            !(early && *reason == DropReason::OverWindow
+                || is_forged && matches!(reason, DropReason::BadKey | DropReason::BadChild))
+        });
         rude.into_iter().try_for_each(|&(reason, what)| equal(what, counters.dropped(reason), 0))
     }
 
@@ -275,8 +283,9 @@ impl Cluster<'_, '_> {
         let mut kept = 0;
         for (rank, members) in self.members.iter().enumerate() {
             for (group, member) in members.iter().enumerate() {
-                let before = before(self.options, group, rank, member.first);
-                let ends = ends(self.options, group, rank).skip(member.first).map(|end| end - before);
+                let (of, chunk) = ((group, rank), member.chunk_len_bytes);
+                let before = before(self.options, of, chunk, member.first);
+                let ends = ends(self.options, of, chunk).skip(member.first).map(|end| end - before);
                 let ends = ends.take_while(|&end| end <= member.endpoint.stable().0);
                 kept += ends.filter(|end| member.endpoint.kept(ChunkNo(end - 1)).is_some()).count() as u64;
             }
@@ -307,11 +316,12 @@ impl Cluster<'_, '_> {
 pub(super) fn check_queues(options: &Options, member: &Member) -> Result<(), Violation> {
     let progress = member.endpoint.progress();
     let window = u64::from(member.window);
-    // One request per gap at a time, and one probe per shard.
-    within("headers to be sent by a rank", progress.replies as u64, 2 * window + u64::from(options.shards))?;
+    // One request per gap at a time, and one probe per shard; and two about its path.
+    let probes = if options.has_paths() { 3 } else { 1 } * u64::from(options.shards);
+    within("headers to be sent by a rank", progress.replies as u64, 2 * window + probes)?;
     within("chunks to be sent again by a rank", progress.again as u64, window)?;
     // Sent chunks are less than a window ahead of what all have; operations are released as a whole.
-    let kept = 2 * window * u64::from(options.chunk_len_bytes);
+    let kept = 2 * window * u64::from(member.chunk_len_bytes);
     within("bytes kept by a rank", progress.kept_bytes as u64, kept)
 }
 
@@ -331,8 +341,9 @@ pub(super) fn check_return(
     if desc.collective != Collective::AllReduce || desc.count == 0 {
         return Ok(());
     }
-    let first = before(options, group, rank, op) - before(options, group, rank, member.first);
-    for (chunk, elements) in chunks(&desc, options.ranks, options.chunk_len_bytes).iter().enumerate() {
+    let (of, chunk_len) = ((group, rank), member.chunk_len_bytes);
+    let first = before(options, of, chunk_len, op) - before(options, of, chunk_len, member.first);
+    for (chunk, elements) in chunks(&desc, options.ranks, chunk_len).iter().enumerate() {
         let seq = ChunkNo(first + chunk as u64);
         let result = member.memory.ops[op].result(elements, desc.element_bytes());
         if seq >= member.endpoint.stable() && member.endpoint.kept(seq).as_deref() != Some(result) {
@@ -342,14 +353,14 @@ pub(super) fn check_return(
     Ok(())
 }
 
-/// Return the seqs of a rank's operations before operation `op`.
-fn before(options: &Options, group: usize, rank: usize, op: usize) -> u64 {
-    op.checked_sub(1).and_then(|last| ends(options, group, rank).nth(last)).unwrap_or(0)
+/// Return the seqs of the operations of a rank in a group before operation `op`, with chunks of this length.
+fn before(options: &Options, of: (usize, usize), chunk_len: u16, op: usize) -> u64 {
+    op.checked_sub(1).and_then(|last| ends(options, of, chunk_len).nth(last)).unwrap_or(0)
 }
 
 /// Return the seq after each of a rank's operations, in order; one without elements is one chunk.
-fn ends(options: &Options, group: usize, rank: usize) -> impl Iterator<Item = u64> {
-    let count = move |op| chunks(&options.call(group, rank, op), options.ranks, options.chunk_len_bytes).len().max(1);
+fn ends(options: &Options, (group, rank): (usize, usize), chunk_len: u16) -> impl Iterator<Item = u64> {
+    let count = move |op| chunks(&options.call(group, rank, op), options.ranks, chunk_len).len().max(1);
     (0..options.groups[group].ops.len()).scan(0, move |end, op| {
         *end += count(op) as u64;
         Some(*end)

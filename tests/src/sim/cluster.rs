@@ -14,6 +14,7 @@ use super::incident::Alarm;
 use super::loss::{Pending, Point};
 use super::messages::Message;
 use super::options::{Draw, Options};
+use super::paths::Paths;
 use super::report::{Report, Violation};
 use super::route::Route;
 use super::scenario::Scenario;
@@ -41,8 +42,19 @@ pub(super) type Posts = BTreeMap<(Instant, u64), (usize, usize, usize)>;
 /// A sender of packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Actor {
-    Node { device: usize, shard: usize },
-    Rank { rank: usize, group: usize },
+    Node {
+        device: usize,
+        shard: usize,
+    },
+    Rank {
+        rank: usize,
+        group: usize,
+    },
+    /// A rank that probes its path.
+    Prober {
+        rank: usize,
+        group: usize,
+    },
 }
 
 /// A device, and the memory of its next incarnation.
@@ -79,7 +91,7 @@ pub(super) struct Cluster<'o, 'm> {
     pub(super) touched: BTreeSet<Actor>,
     timers: BTreeSet<(Instant, Actor)>,
     timer_of: BTreeMap<Actor, Instant>,
-    buffer: Vec<u8>,
+    pub(super) buffer: Vec<u8>,
     pub(super) ended_at: Instant,
     pub(super) in_flight_most: u64,
     /// Packets to shared addresses, and what became of them.
@@ -114,6 +126,7 @@ pub(super) struct Cluster<'o, 'm> {
     /// Oracle state of the attempts to change each group's views.
     pub(super) attempts: BTreeMap<(usize, u32, Attempt), AttemptRecord>,
     pub(super) outcomes: BTreeMap<(usize, u32), Outcome>,
+    pub(super) paths: Paths,
 }
 
 /// Run a cluster to its end.
@@ -206,6 +219,7 @@ fn set_up<R>(options: &Options, work: impl FnOnce(&mut Cluster<'_, '_>) -> R) ->
         deaths: Deaths::default(),
         attempts: BTreeMap::new(),
         outcomes: BTreeMap::new(),
+        paths: Paths::default(),
     };
     Ok(work(&mut cluster))
 }
@@ -229,6 +243,9 @@ impl Cluster<'_, '_> {
 
     /// Assign the first trees, start all ranks' calls, and let faults begin.
     fn start(&mut self) -> Result<(), Violation> {
+        if let Scenario::Paths { limits, .. } = &self.options.scenario {
+            self.narrow_paths(limits);
+        }
         if self.options.recovers() {
             self.join_all()?;
         }
@@ -378,6 +395,7 @@ impl Cluster<'_, '_> {
             left -= train.len();
             train.iter().for_each(|delivery| self.note_packet(delivery));
             let packets = train.iter().map(|delivery| &delivery.bytes[..]);
+            let from = self.options.address(from);
             match owner(to) {
                 Owner::Node { device, shard } => {
                     if self.devices[device].alive {
@@ -399,7 +417,9 @@ impl Cluster<'_, '_> {
                     let now = self.rank_time(rank);
                     // The attacker's own group has no members.
                     let is_dead = self.deaths.is_dead(rank);
-                    if let Some(member) = self.members[rank].get_mut(group).filter(|_| !is_dead) {
+                    train.iter().for_each(|delivery| self.deliver_to_prober((rank, group), from, &delivery.bytes));
+                    let members = self.members.get_mut(rank);
+                    if let Some(member) = members.and_then(|all| all.get_mut(group)).filter(|_| !is_dead) {
                         let Member { endpoint, memory, .. } = member;
                         if let [delivery] = &train[..] {
                             endpoint.handle(now, from, ecn, &delivery.bytes, memory);
@@ -446,6 +466,8 @@ impl Cluster<'_, '_> {
                     let now = self.rank_time(rank);
                     self.members[rank][group].endpoint.handle_timeout(now);
                 }
+                // Its time is looked at when it is polled.
+                Actor::Prober { .. } => {}
             }
             self.touched.insert(actor);
         }

@@ -61,10 +61,13 @@ impl Controller {
     }
 
     /// Handle what is due. Returns whether anything was.
+    ///
+    /// # Panics
+    /// If there is no end to it: something stays due.
     pub(super) fn work(&mut self, now: Instant) -> bool {
         let mut has_worked = false;
         self.connections.handle_timeout(now);
-        loop {
+        for _ in 0..TURNS_MAX {
             let (has_ended, is_due) = (self.connections.has_ended(), self.machine.poll_timeout() <= now);
             if has_ended || is_due {
                 self.connections.settle(&mut self.machine, now);
@@ -77,6 +80,7 @@ impl Controller {
             }
             has_worked = true;
         }
+        panic!("the controller has something to do {TURNS_MAX} times at {now:?}");
     }
 
     /// Return a connection's output, unless its peer does not read, and whether some is left.
@@ -121,6 +125,9 @@ impl Write for Reader {
         Ok(())
     }
 }
+
+/// More than a controller of hundreds of ranks has to do at one moment.
+const TURNS_MAX: u32 = 100_000;
 
 /// Connections of a controller are numbered from its incarnation in the high bits.
 const CONN_BITS: u32 = 32;

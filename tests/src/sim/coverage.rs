@@ -128,6 +128,18 @@ marks! {
     LossLink = "loss: link",
     /// The controller stops.
     LossController = "loss: controller",
+    /// Paths become narrower or wider.
+    PathChanged = "loss: path changes",
+    /// The path of a rank carries the packets of a reserved tree.
+    PathKnown = "path: wide enough for a reserved tree",
+    /// A device has probed its path.
+    PathKnownBelow = "path: known to a device",
+    /// A rank does not find out about its path.
+    PathUnknown = "path: leaf is silent",
+    /// It does not, and the tree is given up.
+    PathTooNarrow = "path: too narrow for a reserved tree",
+    /// A rank finds that its path has become narrower.
+    PathNarrowed = "endpoint: failed, path narrow",
     /// A loss during a recovery.
     LossInRecovery = "loss: during a recovery",
     /// A rank freezes because its own endpoint has failed.

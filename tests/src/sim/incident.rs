@@ -53,7 +53,9 @@ impl Cluster<'_, '_> {
     pub(super) fn schedule_scenario(&mut self) {
         let zero = Instant::ZERO;
         match self.options.scenario {
-            Scenario::Recovery { ref losses } | Scenario::Ranks { ref losses } => self.schedule_losses(losses),
+            Scenario::Recovery { ref losses } | Scenario::Ranks { ref losses } | Scenario::Paths { ref losses, .. } => {
+                self.schedule_losses(losses);
+            }
             // Zero-copy clusters have a driver of their own.
             Scenario::Calm | Scenario::Mismatch { .. } | Scenario::ZeroCopy(_) => {}
             Scenario::Hostile => self.schedule(zero, Alarm::Attack),

@@ -6,6 +6,7 @@ use super::deaths::Victim;
 use super::faults::moment;
 use super::incident::Alarm;
 use super::options::{Draw, Options};
+use super::paths::PathLimit;
 use super::wiring::{node_addr, rank_addr};
 use std::time::Duration;
 use sumac_hal::emu::Partition;
@@ -33,6 +34,8 @@ pub enum LossKind {
     Controller(Duration),
     /// The controller is gone for good.
     NoController,
+    /// Paths become narrower, or wider.
+    Path(PathLimit),
     /// A rank dies.
     Kill(Victim),
     /// A partition: ranks on two sides cannot reach each other.
@@ -123,6 +126,11 @@ impl Loss {
             },
             _ => LossKind::Controller(Duration::from_millis(draw.one_of(&[5, 500, 4_000, 20_000]))),
         };
+        Self { kind, when: Self::draw_moment(draw, options, is_first) }
+    }
+
+    /// Draw when a loss happens: the first during operations, the others at any time.
+    pub(super) fn draw_moment(draw: &mut Draw, options: &Options, is_first: bool) -> Moment {
         let of_operations = [Point::Completed, Point::Sent];
         let point = if is_first { draw.one_of(&of_operations) } else { draw.one_of(&Point::OF_RECOVERY) };
         let most = match point {
@@ -132,11 +140,10 @@ impl Loss {
             Point::Reserved => 6,
             _ => 2 * options.ranks as u64,
         };
-        let when = match draw.chance(300) {
+        match draw.chance(300) {
             true => Moment::At(moment(draw)),
             false => Moment::After(point, 1 + draw.below(most)),
-        };
-        Self { kind, when }
+        }
     }
 }
 
@@ -207,6 +214,10 @@ impl Cluster<'_, '_> {
             LossKind::NoController => {
                 self.seen.note(Mark::ControllerGone);
                 self.stop_controller(None);
+            }
+            LossKind::Path(limit) => {
+                self.seen.note(Mark::PathChanged);
+                self.limit_paths(&limit);
             }
             LossKind::Kill(who) => self.kill(who),
             LossKind::Split { salt, share, len } => {

@@ -22,6 +22,9 @@
 //! controller's requests, and ranks have a session for each group. Losses strike right after single steps of all of
 //! them; connections end, the controller restarts, or is gone, and a dead device may just not reply.
 //!
+//! [Paths](ScenarioKind::Paths) that carry shorter packets than others are found by the probes of ranks and devices, as
+//! the controller asks, and by hops that stall once a path has become narrower. Elsewhere packets of any length arrive.
+//!
 //! [Tenants](Tenancy) have a simulator of their own: up to 14 jobs with rank sets of their own on 1 to 64 devices, with
 //! the controller's own decisions but without its threads and sockets: resource ledger, quotas, queue, leases,
 //! placement, migration offers. Their ranks migrate and vote as communicators do. They call one operation after the
@@ -53,6 +56,7 @@ mod memory;
 mod messages;
 mod observe;
 mod options;
+mod paths;
 mod places;
 mod planted;
 mod ranks;
@@ -76,6 +80,7 @@ pub use deaths::Victim;
 pub use faults::{Faults, Spell};
 pub use loss::{Loss, LossKind, Moment, Point};
 pub use options::{Draw, GroupOptions, Options, Sharing};
+pub use paths::{Host, PathEnds, PathLimit};
 pub use planted::Planted;
 pub use report::{Extents, Report, Violation};
 pub use scenario::{Scenario, ScenarioKind};

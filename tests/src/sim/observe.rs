@@ -92,6 +92,9 @@ impl Cluster<'_, '_> {
             // Forged: no such sender.
             _ => return,
         };
+        if is_up && repr.kind == Kind::Probe && repr.count == 0 && Packet::new_checked(bytes).is_ok() {
+            self.paths.note_probe(delivery.to, delivery.from, bytes.len());
+        }
         self.seen.packet(&repr, is_up);
     }
 

@@ -1,15 +1,17 @@
 //! What a seed draws: the cluster, its operations and its faults.
 
 use super::faults::Faults;
+use super::paths::is_calm;
 use super::planted::Planted;
 use super::scenario::{Scenario, ScenarioKind};
-use super::wiring::count_nodes;
+use super::wiring::{count_nodes, on_network};
 use crate::oracle::{Shape, weight};
 use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::emu::LinkConfig;
 use sumac_hal::ids::Rank;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
+use sumac_hal::port::Addr;
 use sumac_hal::reduce::Kernel;
 
 /// The random draws of one seed, in a fixed order.
@@ -139,6 +141,9 @@ impl Options {
         let ranks = draw_ranks(&mut draw).max(least);
         let trees = (0..1 + draw.below(2)).map(|_| draw_tree(&mut draw, ranks)).collect::<Vec<_>>();
         let chunk_len_bytes = 16 * (4 + draw.below(12) as u16);
+        // Longer ones leave room for narrow paths.
+        let times = Draw::new(weight(&[seed, kind as u64, 4])).one_of(&[1, 2, 4]);
+        let chunk_len_bytes = if kind == ScenarioKind::Paths { times * chunk_len_bytes } else { chunk_len_bytes };
         // Large clusters have few operations, so that every seed costs about the same.
         let most_chunks = (400 / ranks as u64).clamp(2, 40);
         let groups = (0..1 + draw.below(3))
@@ -167,7 +172,10 @@ impl Options {
                 Sharing::Some,
                 Sharing::Deaf,
             ]),
-            spares: if matches!(kind, ScenarioKind::Recovery | ScenarioKind::Ranks) { draw_spares(seed) } else { 0 },
+            spares: match kind {
+                ScenarioKind::Recovery | ScenarioKind::Ranks | ScenarioKind::Paths => draw_spares(seed),
+                _ => 0,
+            },
             faults,
             skew_max,
             scenario: Scenario::Calm,
@@ -178,6 +186,9 @@ impl Options {
         options.link.mark_queue_bytes = options.link.receive_queue_bytes.filter(|_| marks).map(|queue| queue / 2);
         let mut spells = Draw::new(weight(&[seed, kind as u64, 3]));
         options.faults.spells = Faults::draw_spells(&mut spells, ranks, options.trees.len());
+        if kind == ScenarioKind::Paths && is_calm(seed) {
+            options.faults = Faults::default();
+        }
         options.scenario = Scenario::draw(kind, &mut draw, &options);
         options
     }
@@ -189,7 +200,22 @@ impl Options {
 
     /// Return whether ranks recover from lost trees.
     pub(super) fn recovers(&self) -> bool {
-        matches!(self.scenario, Scenario::Recovery { .. } | Scenario::Ranks { .. })
+        matches!(self.scenario, Scenario::Recovery { .. } | Scenario::Ranks { .. } | Scenario::Paths { .. })
+    }
+
+    /// Return whether paths carry packets of different lengths, so that components know addresses that they probe.
+    pub(super) fn has_paths(&self) -> bool {
+        matches!(self.scenario, Scenario::Paths { .. })
+    }
+
+    /// Return the address by which components know a port.
+    pub(super) fn address(&self, addr: Addr) -> Addr {
+        if self.has_paths() { on_network(addr) } else { addr }
+    }
+
+    /// Return whether a stranger forges packets about paths.
+    pub(super) fn has_stranger(&self) -> bool {
+        self.has_paths() && weight(&[self.seed, 0x7374_7261]).is_multiple_of(4)
     }
 
     /// Return whether ranks die and the survivors agree on that.
@@ -303,5 +329,6 @@ pub(super) fn draw_link(draw: &mut Draw) -> LinkConfig {
         bandwidth_bytes_per_s: narrow.then_some(1_000_000_000),
         receive_queue_bytes: narrow.then_some(4096 << draw.below(5)),
         mark_queue_bytes: None,
+        max_packet_len_bytes: None,
     }
 }

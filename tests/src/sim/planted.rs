@@ -3,6 +3,7 @@
 use super::controller::Controller;
 use sumac::harness::{Calls, Operations};
 use sumac::transport::packets::Endpoint;
+use sumac::transport::path::PathProber;
 use sumac_device::Node;
 use sumac_hal::ids::Epoch;
 use sumac_hal::planted;
@@ -40,6 +41,15 @@ impl Planted {
             endpoint
         });
         endpoint
+    }
+
+    pub(super) fn prober(self, prober: PathProber) -> PathProber {
+        #[cfg(feature = "planted")]
+        let prober = self.bug.into_iter().fold(prober, |mut prober, bug| {
+            prober.plant(bug);
+            prober
+        });
+        prober
     }
 
     pub(super) fn controller(self, controller: Controller) -> Controller {

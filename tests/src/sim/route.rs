@@ -39,7 +39,7 @@ impl Cluster<'_, '_> {
         let (_, membership) = membership.filter(|(tree, _)| *tree == Some(found)).expect("it was told of this tree");
         let config = self.endpoint_on((rank, group), found, membership, self.members[rank][group].view);
         let member = &mut self.members[rank][group];
-        member.window = config.window_max;
+        (member.window, member.chunk_len_bytes) = (config.window_max, config.chunk_len_bytes);
         member.endpoint = self.options.planted.endpoint(Endpoint::new(config));
         member.progress = member.endpoint.progress();
         for op in member.first..member.called {

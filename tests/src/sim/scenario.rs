@@ -4,6 +4,7 @@ use super::deaths::draw_deaths;
 use super::faults::moment;
 use super::loss::Loss;
 use super::options::{Draw, Options, draw_op};
+use super::paths::{PathLimit, draw_paths};
 use super::zero_copy::ZeroCopy;
 use crate::oracle::weight;
 use std::time::Duration;
@@ -36,6 +37,9 @@ pub enum ScenarioKind {
     /// Zero-copy ranks whose leaf device stalls, so that they sever their memory from it, and goes on meanwhile: every
     /// rank gets every result, or the error that says that its output is unknown.
     Severing,
+    /// Paths that carry shorter packets than others, and become narrower or wider: every rank gets every result, by
+    /// trees whose packets fit.
+    Paths,
 }
 
 /// A scenario with its parameters.
@@ -82,6 +86,13 @@ pub enum Scenario {
     },
     /// Zero-copy ranks.
     ZeroCopy(ZeroCopy),
+    /// Paths of different widths.
+    Paths {
+        /// Those that are narrow from the start.
+        limits: Vec<PathLimit>,
+        /// What changes or is lost, and when.
+        losses: Vec<Loss>,
+    },
 }
 
 impl Scenario {
@@ -97,6 +108,7 @@ impl Scenario {
             Self::Ranks { .. } => ScenarioKind::Ranks,
             Self::ZeroCopy(by) if by.severs => ScenarioKind::Severing,
             Self::ZeroCopy(_) => ScenarioKind::ZeroCopy,
+            Self::Paths { .. } => ScenarioKind::Paths,
         }
     }
 
@@ -113,6 +125,10 @@ impl Scenario {
             ScenarioKind::Calm => Self::Calm,
             ScenarioKind::Hostile => Self::Hostile,
             ScenarioKind::Recovery => Self::Recovery { losses: Loss::draw_all(draw, options, options.devices()) },
+            ScenarioKind::Paths => {
+                let (limits, losses) = draw_paths(options);
+                Self::Paths { limits, losses }
+            }
             ScenarioKind::Ranks => Self::Ranks { losses: draw_deaths(draw, options) },
             ScenarioKind::ZeroCopy | ScenarioKind::Severing => unreachable!("its clusters are drawn otherwise"),
             ScenarioKind::Mismatch => draw_mismatch(draw, options),

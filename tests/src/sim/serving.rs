@@ -182,6 +182,9 @@ impl Cluster<'_, '_> {
         let Some(tree) = self.tree_of(place.group) else {
             return wrong(format!("{} is assigned, and no device was asked for it", place.group));
         };
+        if !self.assignments[tree].is_assigned && self.options.has_paths() {
+            self.check_paths(tree)?;
+        }
         let assignment = &mut self.assignments[tree];
         assignment.is_assigned = true;
         let missing = assignment.wiring.nodes.iter().find(|node| !assignment.reserved.contains(&node.device));

@@ -7,10 +7,12 @@ use super::controller::Peer;
 use super::coverage::Mark;
 use super::incident::Alarm;
 use super::messages::Message;
+use super::paths::RankProbes;
 use super::places::host;
 use super::reduce::shape_of;
 use super::report::Violation;
 use super::serving::tenant;
+use super::wiring::rank_addr;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 use sumac::controller::machine::ConnId;
@@ -22,6 +24,7 @@ use sumac::harness::Attempt;
 use sumac::plan::Child;
 use sumac_hal::ctrl::Hello;
 use sumac_hal::ids::Rank;
+use sumac_hal::port::Addr;
 use sumac_hal::shm::DeviceUsers;
 use sumac_hal::time::Instant;
 
@@ -45,6 +48,14 @@ pub(super) struct Session {
     given_up: Option<u32>,
     /// Its last membership, and the tree of it.
     pub(super) membership: Option<(Option<usize>, Box<Membership>)>,
+    pub(super) probes: RankProbes,
+}
+
+impl Session {
+    /// Return whether the rank waits for a tree, and does what the controller asks meanwhile.
+    pub(super) fn waits_for_tree(&self) -> bool {
+        self.membership.is_none() || self.asked.is_some()
+    }
 }
 
 impl Cluster<'_, '_> {
@@ -79,7 +90,10 @@ impl Cluster<'_, '_> {
     }
 
     fn request(&self, (rank, group): (usize, usize)) -> JoinRequest {
-        let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
+        let addr = match self.options.address(rank_addr(rank, group)) {
+            Addr::Udp(addr) => addr,
+            _ => SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
+        };
         JoinRequest {
             job: tenant(group),
             rank: Rank(rank as u32),
@@ -138,7 +152,12 @@ impl Cluster<'_, '_> {
     /// Report that the tree is lost.
     pub(super) fn suspect(&mut self, at: (usize, usize)) {
         let view = self.session(at).view;
-        self.ask_controller(at, ClientRequest::Suspect { view });
+        let is_narrow = self.members[at.0][at.1].endpoint.is_path_narrow();
+        if is_narrow {
+            self.seen.note(Mark::PathNarrowed);
+        }
+        let lost = if is_narrow { ClientRequest::PathNarrowed { view } } else { ClientRequest::Suspect { view } };
+        self.ask_controller(at, lost);
     }
 
     /// Ask for another tree at the end of an attempt. The reply, or its limit, [finishes](Self::finish_trial) it.
@@ -176,6 +195,10 @@ impl Cluster<'_, '_> {
                 Ok(())
             }
             _ if session.is_resuming => Ok(()),
+            ClientReply::ProbePath(path) => {
+                self.on_probe_path(at, *path);
+                Ok(())
+            }
             ClientReply::RankLost(of) => self.learn_death(at, of.0 as usize, true),
             ClientReply::TreeLost { view } if view >= session.view => self.on_tree_lost(at),
             ClientReply::Replanned { view, membership } => self.on_replanned(at, view, membership),
@@ -243,6 +266,7 @@ impl Cluster<'_, '_> {
     /// A rank has died: its connections end.
     pub(super) fn close_sessions(&mut self, rank: usize) {
         for group in 0..self.options.groups.len() {
+            self.session((rank, group)).probes = RankProbes::default();
             if let Some(conn) = self.session((rank, group)).conn.take() {
                 self.control.conns.remove(&conn);
                 self.send_message(Message::Gone(conn));
@@ -258,6 +282,7 @@ impl Cluster<'_, '_> {
         }
         let session = self.session(at);
         (session.conn, session.is_resuming) = (None, false);
+        session.probes = RankProbes::default();
         let redials_at = self.now + Duration::from_nanos(self.message_draw.below(500_000_000));
         self.schedule(redials_at, Alarm::Dial { rank, group });
         if self.members.is_empty() {

@@ -35,6 +35,8 @@ pub(super) struct Member {
     pub(super) route: Route,
     /// Maximum window of its endpoint.
     pub(super) window: u16,
+    /// The chunk of its endpoint, in bytes.
+    pub(super) chunk_len_bytes: u16,
     /// Ranks that have entered each host collective.
     pub(super) entered: BTreeMap<usize, BTreeSet<usize>>,
     /// Operations below have been announced by this rank.
@@ -53,6 +55,7 @@ impl Member {
         let ops = 0..options.groups[group].ops.len();
         Self {
             window: config.window_max,
+            chunk_len_bytes: config.chunk_len_bytes,
             endpoint: options.planted.endpoint(Endpoint::new(config)),
             memory: Memory {
                 first: 0,

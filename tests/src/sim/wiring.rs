@@ -4,6 +4,7 @@
 
 use super::options::{Draw, Options, Sharing};
 use crate::oracle::{Shape, weight};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU32;
 use sumac::transport::packets::EndpointConfig;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, SharedLink, TreeConfig};
@@ -254,6 +255,18 @@ pub(super) fn rank_addr(rank: usize, group: usize) -> Addr {
     Addr::Emu(RANKS_FROM + rank as u32 * 16 + group as u32)
 }
 
+/// Return the address by which components know a port where paths are probed: a host's ports have its IP address.
+pub(super) fn on_network(addr: Addr) -> Addr {
+    let Addr::Emu(n) = addr else { return addr };
+    Addr::Udp((Ipv4Addr::from_bits(NETWORK + (n >> 4)), PORTS_FROM + (n & 15) as u16).into())
+}
+
+/// Return the address of a port in the fabric, whatever it is known by.
+pub(super) fn emulated(addr: Addr) -> Addr {
+    let Addr::Udp(SocketAddr::V4(known)) = addr else { return addr };
+    Addr::Emu(((known.ip().to_bits() - NETWORK) << 4) + u32::from(known.port() - PORTS_FROM))
+}
+
 /// The shared address of a device's first shard in a group.
 pub(super) fn shared_addr(device: usize, group: usize) -> Addr {
     Addr::Emu(SHARED_FROM + (device as u32 * 16 + group as u32) * MAX_SHARDS as u32)
@@ -264,7 +277,7 @@ pub(super) type Sharer = (usize, usize, u16);
 
 /// Return the owner of a shared address.
 pub(super) fn sharer(addr: Addr) -> Option<Sharer> {
-    let Addr::Emu(n) = addr else { return None };
+    let Addr::Emu(n) = emulated(addr) else { return None };
     let n = n.checked_sub(SHARED_FROM).filter(|_| addr != ATTACKER)? as usize;
     Some((n / MAX_SHARDS / 16, n / MAX_SHARDS % 16, (n % MAX_SHARDS) as u16))
 }
@@ -281,7 +294,8 @@ pub(super) enum Owner {
 }
 
 pub(super) fn owner(addr: Addr) -> Owner {
-    let Addr::Emu(n) = addr else { panic!("the simulator has emulated addresses only") };
+    let addr = emulated(addr);
+    let Addr::Emu(n) = addr else { panic!("{addr} is no address of the simulator") };
     let parts = |n: u32| (n as usize / 16, n as usize % 16);
     if addr == ATTACKER {
         return Owner::Attacker;
@@ -310,6 +324,9 @@ pub(super) const TIMERS: HopTimers = HopTimers::DEFAULT;
 pub(super) const ATTACKER: Addr = Addr::Emu(u32::MAX);
 /// The lease of every group.
 pub(super) const LEASE_MS: u32 = 3_600_000;
+/// 10.0.0.0, and the first UDP port.
+const NETWORK: u32 = 10 << 24;
+const PORTS_FROM: u16 = 7000;
 const RANKS_FROM: u32 = 1 << 20;
 const SHARED_FROM: u32 = 1 << 24;
 

@@ -11,7 +11,7 @@ use sumac_hal::ids::Rank;
 use sumac_hal::path_mtu::needs_probes;
 use sumac_hal::port::Addr;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::SHORT_HEADER_LEN;
+use sumac_hal::wire::packet_len_max;
 
 /// How long a narrow path counts as such: RFC 8899's timer for probing a larger size again.
 const VALIDITY: Duration = Duration::from_secs(600);
@@ -58,7 +58,7 @@ impl NarrowPaths {
 impl Placement {
     /// The longest packet that the group sends, in bytes.
     pub(in crate::controller) fn packet_len_bytes(&self) -> u32 {
-        u32::from(self.chunk_len_bytes) + SHORT_HEADER_LEN as u32
+        packet_len_max(self.chunk_len_bytes) as u32
     }
 
     /// The path of a rank to its leaf, if packets travel on it.

@@ -5,7 +5,7 @@ use crate::controller::resources::{Available, ResourceLedger};
 use crate::controller::{ControllerConfig, WINDOW_MIN};
 use sumac_hal::ctrl::Order;
 use sumac_hal::uplink::MAX_WINDOW;
-use sumac_hal::wire::SHORT_HEADER_LEN;
+use sumac_hal::wire::{PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
 
 /// The memory that one slot of a group takes on a device, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -119,7 +119,7 @@ impl Placement {
         let most = if on_one_device { config.zero_copy_chunk_max_bytes } else { config.chunk_max_bytes };
         let multiple = if self.zero_copy_ranks() > 0 { 64 } else { 16 };
         let chunk = longest.saturating_sub(SHORT_HEADER_LEN as u32).min(u32::from(most)) / multiple * multiple;
-        if chunk < 64 {
+        if chunk < 64 || longest < PACKET_LIMIT_MIN as u32 {
             return Err(format!("the shortest packet limit in the tree, {longest} bytes, is too short for a chunk"));
         }
         Ok(chunk)

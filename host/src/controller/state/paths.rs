@@ -24,6 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use sumac_hal::ctrl::{Request, Response};
 use sumac_hal::ids::{GroupId, Rank};
+use sumac_hal::planted;
 use sumac_hal::time::Instant;
 
 /// How long a tree waits for its paths. Ranks search for 2 s at most.
@@ -123,7 +124,8 @@ impl State {
             let hop = probes.draft.placement.hop_of_node(node);
             probes.record(hop, found);
         }
-        probes.ask_at = Some(self.now + ASK_INTERVAL);
+        // A time to ask that nobody is asked at would stay due.
+        probes.ask_at = (!probes.nodes.is_empty()).then_some(self.now + ASK_INTERVAL);
         self.finish_path_probes_of(config, group);
     }
 
@@ -187,9 +189,9 @@ impl State {
             tracing::warn!(job = name, %group, silent, "not all paths of the tree could be probed; packets may be too long");
         }
         let has_devices = self.has_devices(&draft.placement);
-        let now = self.now;
+        let (now, fits) = (self.now, narrow.is_empty() || planted!(self, NarrowTreePublished));
         let Some(job) = self.jobs.get_mut(&name) else { return };
-        if narrow.is_empty() && has_devices {
+        if fits && has_devices {
             job.narrow_trees = 0;
             return self.publish_reserved(config, draft);
         }

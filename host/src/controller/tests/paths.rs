@@ -167,12 +167,15 @@ fn job_whose_paths_keep_getting_narrower_runs_without_a_tree() {
 
 #[test]
 fn path_too_narrow_for_any_chunk_is_the_reason_for_no_tree() {
-    let controller = controller();
-    let _device = far_device(&controller);
-    let mut rank = join_all(&controller, 1, &[]).remove(0);
-    probe(&mut rank, 80);
-    let reason = rank.joined().tree.expect_err("no tree");
-    assert!(reason.contains("80 bytes, is too short for a chunk"), "{reason}");
+    // A chunk of 64 bytes would fit 112, and packets with a full header would not.
+    for carries in [80, 112, 127] {
+        let controller = controller();
+        let _device = far_device(&controller);
+        let mut rank = join_all(&controller, 1, &[]).remove(0);
+        probe(&mut rank, carries);
+        let reason = rank.joined().tree.expect_err("no tree");
+        assert!(reason.contains(&format!("{carries} bytes, is too short for a chunk")), "{reason}");
+    }
 }
 
 #[test]

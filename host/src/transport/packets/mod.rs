@@ -45,7 +45,7 @@ use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::time::Instant;
 use sumac_hal::uplink::{HopTimers, MAX_WINDOW, SharedResults, Uplink};
-use sumac_hal::wire::{HEADER_LEN, Kind, RankMask, Repr, SHORT_HEADER_LEN, StragglerLimit};
+use sumac_hal::wire::{HEADER_LEN, Kind, RankMask, Repr, StragglerLimit, packet_len_max};
 
 /// Parameters of a rank in a group.
 #[derive(Debug, Clone)]
@@ -241,7 +241,7 @@ impl Endpoint {
     fn watch_path(&mut self, index: usize, now: Instant) {
         let config = &self.config;
         if self.hops[index].is_stalled() && needs_probes(&config.parents[index]) {
-            let longest = usize::from(config.chunk_len_bytes) + SHORT_HEADER_LEN;
+            let longest = packet_len_max(config.chunk_len_bytes);
             let salt = config.salt.rotate_left(16 + index as u32);
             self.paths[index].get_or_insert_with(|| PathSearch::new(longest, salt, now)).search_again(now);
         }
@@ -252,13 +252,15 @@ impl Endpoint {
         let Some(path) = &mut self.paths[index] else { return ControlFlow::Continue(()) };
         let mut due = Vec::new();
         due.extend(std::iter::from_fn(|| path.poll(now)));
-        if path.is_narrow() {
+        if path.is_narrow() && !planted!(self, NarrowingUnreported) {
             self.is_path_narrow = true;
             self.fail(EndpointError::PathLost);
             return ControlFlow::Break(());
         }
+        // The answer names a seq of its shard, as every packet does.
+        let first = self.shard(index).global(0);
         for probe in due {
-            let header = self.header(Kind::Probe, ChunkNo(0), probe.token);
+            let header = self.header(Kind::Probe, first, probe.token);
             let payload_len_bytes = (probe.len_bytes - HEADER_LEN) as u16;
             self.stats.probes += 1;
             self.replies.push_back((self.config.parents[index], Repr { count: 0, payload_len_bytes, ..header }));
@@ -267,7 +269,7 @@ impl Endpoint {
     }
 
     /// Return whether the group has failed because its packets are longer than the path carries.
-    pub(crate) const fn is_path_narrow(&self) -> bool {
+    pub const fn is_path_narrow(&self) -> bool {
         self.is_path_narrow
     }
 

@@ -7,7 +7,7 @@ use sumac_hal::planted;
 use sumac_hal::port::{Addr, Ecn};
 use sumac_hal::shard::RUN;
 use sumac_hal::time::Instant;
-use sumac_hal::wire::{Kind, Lead, NakReason, Packet, RankMask, Repr, WireError, unpack_op};
+use sumac_hal::wire::{Kind, Lead, NakReason, Packet, RankMask, Repr, WireError, packet_len_max, unpack_op};
 
 impl Endpoint {
     /// Handle a packet that arrived at `now` from `from`; results go to `buffers`. If it has a congestion mark, the
@@ -197,7 +197,9 @@ impl Endpoint {
 
     fn on_status(&mut self, index: usize, repr: &Repr, now: Instant) -> Option<()> {
         if repr.count == 0 {
-            let is_of_path = self.paths[index].as_mut()?.on_reply(repr.token, repr.packet_len(), now);
+            let longest = packet_len_max(self.config.chunk_len_bytes);
+            let len = if planted!(self, ShortAnswerAccepted) { longest } else { repr.packet_len() };
+            let is_of_path = self.paths[index].as_mut()?.on_reply(repr.token, len, now);
             return is_of_path.then_some(());
         }
         let shard = self.shard(index);

@@ -7,7 +7,7 @@ use crate::sim::coverage::Mark;
 use crate::sim::loss::Point;
 use crate::sim::report::Violation;
 use crate::sim::route::{Route, is_loss_of_tree};
-use crate::sim::wiring::{node_addr, rank_addr, sharer};
+use crate::sim::wiring::{emulated, node_addr, rank_addr, sharer};
 use sumac::transport::packets::Event;
 use sumac_hal::time::Instant;
 
@@ -16,8 +16,9 @@ impl Cluster<'_, '_> {
     pub(super) fn poll_touched(&mut self) -> Result<(), Violation> {
         for actor in std::mem::take(&mut self.touched) {
             let wake_at = match actor {
-                Actor::Node { device, shard } => self.poll_node(device, shard),
+                Actor::Node { device, shard } => self.poll_node(device, shard)?,
                 Actor::Rank { rank, group } => self.poll_rank(rank, group)?,
+                Actor::Prober { rank, group } => self.poll_prober(rank, group)?,
             };
             if let Some(at) = self.timer_of.remove(&actor) {
                 self.timers.remove(&(at, actor));
@@ -30,7 +31,7 @@ impl Cluster<'_, '_> {
         Ok(())
     }
 
-    fn poll_node(&mut self, device: usize, shard: usize) -> Option<Instant> {
+    fn poll_node(&mut self, device: usize, shard: usize) -> Result<Option<Instant>, Violation> {
         let now = self.device_time(device);
         let from = node_addr(device, shard as u16);
         // A port with a busy link accepts nothing more until the link is free.
@@ -47,12 +48,17 @@ impl Cluster<'_, '_> {
                 self.shared_sent += 1;
                 self.shared_copies += listeners.len() as u64;
             } else {
-                self.fabric.send(self.now, from, sent.to, bytes);
+                let to = emulated(sent.to);
+                self.fabric.send(self.now, from, to, bytes);
+                if self.options.has_paths() {
+                    let sent = bytes.to_vec();
+                    self.watch_sent(from, to, &sent)?;
+                }
             }
             self.reach(Point::Sent, Some(device));
         }
         if !self.devices[device].alive {
-            return None;
+            return Ok(None);
         }
         let node = &mut self.devices[device].shards[shard];
         while let Some(event) = node.poll_event() {
@@ -62,7 +68,7 @@ impl Cluster<'_, '_> {
         let busy = Some(self.fabric.ready_at(from)).filter(|&at| at > self.now && node.poll_destination().is_some());
         let wake_at = node.poll_timeout().map(|at| clock.when(at)).into_iter().chain(busy).min();
         self.observe_slots(device, shard);
-        wake_at
+        Ok(wake_at)
     }
 
     fn poll_rank(&mut self, rank: usize, group: usize) -> Result<Option<Instant>, Violation> {
@@ -73,10 +79,19 @@ impl Cluster<'_, '_> {
         check_queues(self.options, &self.members[rank][group])?;
         let member = &mut self.members[rank][group];
         let from = rank_addr(rank, group);
+        let mut probes = Vec::new();
         while self.fabric.ready_at(from) <= self.now
             && let Some(sent) = member.endpoint.poll_transmit(now, &member.memory)
         {
-            self.fabric.send(self.now, from, sent.to, sent.write(sent.payload, &mut self.buffer));
+            let to = emulated(sent.to);
+            let bytes = sent.write(sent.payload, &mut self.buffer);
+            self.fabric.send(self.now, from, to, bytes);
+            if self.options.has_paths() {
+                probes.push((to, bytes.to_vec()));
+            }
+        }
+        for (to, bytes) in probes {
+            self.watch_sent(from, to, &bytes)?;
         }
         if self.collect(rank, group)? {
             self.check_stable(group, rank)?;

@@ -215,6 +215,7 @@ impl Tenancy {
                 bandwidth_bytes_per_s: None,
                 receive_queue_bytes: None,
                 mark_queue_bytes: None,
+                max_packet_len_bytes: None,
             },
             message_delay_max: Duration::from_micros(draw.one_of(&[50, 2_000, 300_000])),
             takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
