@@ -42,9 +42,8 @@ impl Layout {
             .with_context(|| format!("{}: no tree for {ranks} ranks", path.display()))
     }
 
-    /// Plan a tree for `ranks` ranks on a generated fabric: one switch, or two leaves and a spine, each with an
-    /// aggregation node. With two leaves the planner picks one of them as the root: the tree has as many levels as with
-    /// the spine as the root, and one node less.
+    /// Plan a tree for `ranks` ranks on a generated fabric: one switch, or two leaves and a spine. The spine has no
+    /// aggregation node: one of the leaves is the root, and there is one process less on this machine.
     pub(crate) fn generated(levels: u8, ranks: u32) -> anyhow::Result<Self> {
         let leaves = if levels > 1 && ranks > 1 { 2 } else { 1 };
         let leaf_of = |rank| u64::from(rank) * leaves / u64::from(ranks.max(1));
@@ -72,9 +71,11 @@ fn toml(leaves: u64, ranks: u32, leaf_of: impl Fn(u32) -> u64) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{line}");
     };
-    let switches = (0..leaves).map(|leaf| format!("leaf{leaf}")).chain((leaves > 1).then(|| "spine0".into()));
-    for name in switches {
-        add(format_args!("[[switch]]\nname = \"{name}\"\naggregation = true"));
+    for leaf in 0..leaves {
+        add(format_args!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true"));
+    }
+    if leaves > 1 {
+        add(format_args!("[[switch]]\nname = \"spine0\""));
     }
     for rank in 0..ranks {
         let leaf = leaf_of(rank);

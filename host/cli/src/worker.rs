@@ -27,7 +27,7 @@ pub(crate) fn run() -> Result<(), Failure> {
     // A job that only explains shows the refusal.
     let is_required = !matches!(job.work, Work::Explain { .. });
     let transport = tree_transport(job.transport, is_required, &communicator)?;
-    report(&Report::Joined { transport, facts: communicator.facts() })?;
+    report(&Report::Joined { transport })?;
     match &job.work {
         &Work::Perf { ref cases, warmup, iterations, memory, check, placements, announced } => {
             let mut bench = Bench {
@@ -48,6 +48,7 @@ pub(crate) fn run() -> Result<(), Failure> {
             }
         }
         Work::InTurns { groups, memory } => {
+            report(&Report::Facts(communicator.facts()))?;
             for group in groups {
                 measure_in_turns(&communicator, *memory, group)?.iter().try_for_each(report)?;
             }

@@ -70,9 +70,10 @@ fn measure_cluster(
         children.push(config.parts.within(leaf, || spawn_rank(&mut supervisor, &job))?);
     }
     let mut reports = Reports::new(children.clone());
-    let joined = reports.next_of_each(&mut supervisor, Limit::new(JOIN_LIMIT), "join")?.into_iter().next();
-    let Some(Report::Joined { facts, .. }) = joined else {
-        return Err(Failure::Run(anyhow!("unexpected report of a rank that has not joined: {joined:?}")));
+    reports.next_of_each(&mut supervisor, Limit::new(JOIN_LIMIT), "join")?;
+    let joined = reports.next_of_each(&mut supervisor, Limit::new(JOIN_LIMIT), "describe the job")?.into_iter().next();
+    let Some(Report::Facts(facts)) = joined else {
+        return Err(Failure::Run(anyhow!("unexpected report of a rank that has joined: {joined:?}")));
     };
     let mut cells: Vec<Vec<Cell>> = Vec::new();
     for group in groups {

@@ -196,9 +196,9 @@ pub(crate) enum Report {
     Joined {
         /// The transport to the tree, if there is one; the same on all ranks.
         transport: Option<TreeTransport>,
-        /// What the costs of the job depend on; the same on all ranks.
-        facts: JobFacts,
     },
+    /// What the costs of the job depend on, before measurements in turns; the same on all ranks.
+    Facts(JobFacts),
     /// The selection for the next case.
     Explained(Explained),
     /// The announced iteration of the next case begins now; all ranks are ready for it.

@@ -205,7 +205,7 @@ fn config<'a>(args: &PerfArgs, layout: &'a Layout) -> ClusterConfig<'a> {
 fn joined(reports: &mut Reports, supervisor: &mut Supervisor) -> Result<Option<TreeTransport>, Failure> {
     let mut common = None;
     for report in reports.next_of_each(supervisor, Limit::new(JOIN_LIMIT), "join")? {
-        let Report::Joined { transport, .. } = report else {
+        let Report::Joined { transport } = report else {
             return Err(Failure::Run(anyhow!("unexpected report of a rank that has not joined: {report:?}")));
         };
         common = transport;
