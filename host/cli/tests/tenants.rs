@@ -179,10 +179,9 @@ fn orphaned_group_lives_while_used_and_then_expires() {
     let queued = join(&address, "next", "default");
     let (path, fallback, _) = add(&queued);
     let why = fallback.expect("the tree was wanted");
-    assert!(
-        path != Path::Tree && why.contains("leaf0: refused: not enough free slots: the group needs 2 contiguous"),
-        "{why}"
-    );
+    // The device refuses, or has reported its slots before.
+    let reasons = ["leaf0: refused: not enough free slots: the group needs 2 contiguous", "has 0 free slots"];
+    assert!(path != Path::Tree && reasons.iter().any(|reason| why.contains(reason)), "{why}");
     assert!(why.ends_with("in the queue for a tree"), "{why}");
     drop(orphan);
     wait_for("the slots are not assigned to the next job", || add(&queued).0 == Path::Tree);

@@ -59,7 +59,8 @@ fn file_without_cables_is_planned_with_its_assumptions() {
     );
     let plan = printed(&["plan", "--topology", &file, "--hosts", "all"]);
     let assumed: Vec<&str> = plan.lines().filter(|line| line.starts_with("assumed: ")).collect();
-    assert_eq!(assumed.len(), 3, "{plan}");
+    // And further ones, of costs and routes.
+    assert!(assumed.len() > 3, "{plan}");
     assert!(assumed[0].contains("names no cables") && assumed[2].contains("rates of 10 of 10"), "{plan}");
     let dot = printed(&["plan", "--topology", &file, "--hosts", "all", "--dot"]);
     assert!(dot.starts_with("// assumed: ") && dot.contains("\ndigraph "), "{dot}");

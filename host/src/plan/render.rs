@@ -142,7 +142,7 @@ fn cable(fabric: &Fabric, link: LinkId) -> String {
 /// A size in the largest unit that divides it.
 fn bytes(size: u64) -> String {
     let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    let fits = units.iter().find(|(unit, _)| size >= *unit && size % unit == 0);
+    let fits = units.iter().find(|(unit, _)| size >= *unit && size.is_multiple_of(*unit));
     fits.map_or(format!("{size} B"), |(unit, name)| format!("{} {name}", size / unit))
 }
 

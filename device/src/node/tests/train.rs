@@ -139,7 +139,7 @@ fn packets(rig: &mut Rig, train: &Train, next: &mut u64, sends_again: bool) -> V
         }
         let is_lost = matches!(fault, Fault::Damaged(_) | Fault::Cut(_) | Fault::Epoch | Fault::Group | Fault::Key);
         let is_other = matches!(fault, Fault::Again | Fault::Gap | Fault::Far | Fault::Probe);
-        if !is_other && !(is_lost && sends_again) {
+        if !(is_other || is_lost && sends_again) {
             *next += 1;
         }
         repr.payload_len_bytes = payload.len() as u16;
