@@ -109,7 +109,7 @@ fn leaf_forwards_completed_sum_without_waiting_for_its_timer() {
     let cluster = Cluster::start_with(2, 2, 1, ControllerConfig { timers, ..ControllerConfig::new() });
     let node = |children: &[Shape]| Shape::Node(children.to_vec());
     let [zero, one, two, three] = [0, 1, 2, 3].map(Shape::Rank);
-    assert_eq!(shape(&cluster, 4, Order::Arrival), node(&[zero, one, node(&[two, three])]));
+    assert_eq!(shape(&cluster, 4, Order::Arrival), node(&[node(&[zero, one]), node(&[two, three])]));
     // Each leaf has one zero-copy rank, which contributes first, and one that sends packets.
     let is_first = |rank: u32| rank.is_multiple_of(2);
     let attach = |config: &mut JoinConfig| {
@@ -125,9 +125,9 @@ fn leaf_forwards_completed_sum_without_waiting_for_its_timer() {
         let times = (0..5).map(|round| {
             let start = || comm.start_broadcast(vec![comm.rank(); 4], 1).expect("started");
             let started = is_first(comm.rank()).then(start);
-            // Each previous round had five contributions (four ranks, one leaf); this one has those of two ranks so
+            // Each previous round had six contributions (four ranks, two leaves); this one has those of two ranks so
             // far.
-            while taken() < begin + 5 * round + 2 {
+            while taken() < begin + 6 * round + 2 {
                 thread::yield_now();
             }
             all.wait();

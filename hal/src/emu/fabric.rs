@@ -198,22 +198,26 @@ impl Fabric {
 
     /// Send a packet at `now`, which must not be earlier than in previous calls.
     pub fn send(&mut self, now: Instant, from: Addr, to: Addr, bytes: &[u8]) {
+        let link = self.link(from, to);
         let nth = self.paths.entry((from, to)).or_default();
         *nth += 1;
-        let frame = Frame::new(self.counters.sent, *nth, now, (from, to), bytes);
-        self.counters.sent += 1;
-        let verdict = decide(self.rules.iter_mut().map(|(_, rule)| &mut **rule), &frame, &mut self.rng);
         let nth = *nth;
+        let frame = Frame::new(self.counters.sent, nth, now, (from, to), bytes);
+        self.counters.sent += 1;
+        let is_too_long = link.max_packet_len_bytes.is_some_and(|longest| bytes.len() > longest);
+        // Faults are those of packets that the path carries.
+        let verdict = match is_too_long {
+            true => Verdict::Pass,
+            false => decide(self.rules.iter_mut().map(|(_, rule)| &mut **rule), &frame, &mut self.rng),
+        };
         if let Some(faults) = self.faults.as_mut().filter(|_| verdict != Verdict::Pass) {
             faults.push(NthPacket { from, to, nth, verdict });
         }
         self.log.note("sent", now, from, to, bytes);
-
-        let link = self.link(from, to);
         let node = self.nodes.entry(from).or_default();
         node.sending_until = node.sending_until.max(now) + link.time_for(bytes.len());
         let arrival = node.sending_until + link.latency;
-        if link.max_packet_len_bytes.is_some_and(|longest| bytes.len() > longest) {
+        if is_too_long {
             self.counters.dropped_by_length += 1;
             self.log.note("dropped by length", now, from, to, bytes);
             return;

@@ -139,9 +139,9 @@ impl Routing {
 /// The distances of switches to a target, in cables.
 #[derive(Debug)]
 pub(super) struct Distances {
-    /// Along any route.
+    /// By any route.
     any: Vec<u16>,
-    /// Along routes that do not go up, for the rest of a route that went down.
+    /// By routes that do not go up: what is left of one that has gone down.
     down: Vec<u16>,
 }
 

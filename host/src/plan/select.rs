@@ -4,7 +4,7 @@
 
 use super::PlanError;
 pub(super) use crate::topo::similar::{hint, some_of};
-use crate::topo::{Fabric, HostId, similar};
+use crate::topo::{Fabric, HostId, Which, similar};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::str::FromStr;
@@ -25,13 +25,11 @@ impl FromStr for HostSelection {
 
     /// Parse `all`, a number, or a comma-separated list of names and GUIDs. A number of 16 digits is a GUID.
     fn from_str(text: &str) -> Result<Self, Infallible> {
-        let text = text.trim();
-        let is_number = !text.is_empty() && text.len() < 16 && text.bytes().all(|c| c.is_ascii_digit());
-        Ok(match text.parse() {
-            Ok(count) if is_number => Self::First(count),
-            _ if text == "all" => Self::All,
-            _ => Self::Named(
-                text.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect(),
+        Ok(match text.parse()? {
+            Which::All => Self::All,
+            Which::First(count) => Self::First(count),
+            Which::List(names) => Self::Named(
+                names.split(',').map(|name| name.trim().to_owned()).filter(|name| !name.is_empty()).collect(),
             ),
         })
     }
