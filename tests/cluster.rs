@@ -290,7 +290,8 @@ fn stop_a_device(attach: fn(&mut JoinConfig)) {
     }
 }
 
-/// Return the counters of root and leaves after four ranks on two leaves have added 586 chunks, more than fit in flight.
+/// Return the counters of root and leaves after four ranks on two leaves have added 586 chunks, more than fit in
+/// flight.
 fn multicast_counters(offered: bool, shards: u16) -> Vec<Counters> {
     let config = ControllerConfig { multicast_results: offered, chunk_max_bytes: 4096, ..ControllerConfig::new() };
     let cluster = Cluster::start_with(2, 2, shards, config);
