@@ -162,9 +162,9 @@ impl Partial<'_, '_> {
     }
 
     fn complete(&self, found: &mut Found) {
-        // A node that only forwards is left out in another tree.
-        let forwards = |(node, children): (&u32, &usize)| *children < 2 && !self.places.leaves.contains_key(node);
-        if self.counts.iter().any(forwards) {
+        // Another tree leaves out a root that only forwards. Other nodes that do may be worth it: they end the edge, so
+        // that its way avoids a slow cable of the shortest route.
+        if self.counts[&self.root] < 2 && !self.places.leaves.contains_key(&self.root) {
             return;
         }
         let draft = Draft { root: self.root, parents: self.parents.clone(), places: Rc::clone(self.places) };
