@@ -221,6 +221,12 @@ impl Cluster<'_, '_> {
         equal("fates of packets", fates, links.sent + links.duplicated)
     }
 
+    /// Trees are bounded by faults: a job whose trees fail again and again is not one that recovers.
+    pub(super) fn check_trees(&self) -> Result<(), Violation> {
+        let limit = TREES_PER_GROUP * self.options.groups.len() as u64;
+        within("trees planned", self.assignments.len() as u64, limit)
+    }
+
     /// Traffic in flight is bounded by windows and probes, however long a run takes.
     fn check_limits(&self) -> Result<(), Violation> {
         let links = |wiring: &Wiring| wiring.nodes.iter().map(|node| u64::from(node.children)).sum::<u64>();
@@ -394,6 +400,9 @@ const MESSAGES_PER_PAIR: u64 = 8;
 
 /// Between the controller and a device, for each group: a reservation, a release, and their responses.
 const MESSAGES_PER_NODE: u64 = 12;
+
+/// A fault takes one tree, and an attempt to recover another. A few times what seeded runs take.
+const TREES_PER_GROUP: u64 = 32;
 
 /// Probe and Status.
 const PACKETS_PER_PROBE: u64 = 4;

@@ -314,8 +314,8 @@ impl Cluster<'_, '_> {
     /// Run until every rank has an end and the cluster is quiet.
     fn drive(&mut self) -> Result<(), Violation> {
         // Ranks with all results may recover once more.
-        while self.waiting() > 0 {
-            while self.waiting() > 0 {
+        while self.is_waiting() {
+            while self.is_waiting() {
                 let Some(next) = self.next_event().filter(|&at| at - Instant::ZERO < TIME_LIMIT) else {
                     return Err(self.hang());
                 };

@@ -26,8 +26,13 @@ impl Cluster<'_, '_> {
         Clock::draw(self.options.seed, ClockOwner::Rank(rank)).when(local)
     }
 
+    /// Return whether a rank has no end. Looked at before each event, so it stops at the first.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.pending_restarts > 0 || self.open().next().is_some()
+    }
+
     /// Count ranks without an end, once per group. A pending restart makes every rank wait.
-    pub(super) fn waiting(&self) -> usize {
+    fn waiting(&self) -> usize {
         self.open().count() + self.pending_restarts
     }
 

@@ -144,6 +144,7 @@ impl Cluster<'_, '_> {
         }
         let closed: Vec<ConnId> = std::iter::from_fn(|| controller.connections.poll_closed()).collect();
         self.record_assignments(requests.iter().map(|(device, _, request)| (*device, &request.message)));
+        self.check_trees()?;
         for (_, conn, request) in requests {
             self.note_rollback(&request.message);
             self.send_message(Message::ToDevice(conn, Box::new(request)));
