@@ -1,0 +1,96 @@
+//! Several trees.
+
+use super::*;
+use crate::topo::generate::{self, Rails};
+
+/// Plan trees, verify each alone, and return them.
+fn planned_trees(fabric: &Fabric, hosts: &HostSelection, limits: &Limits, max_trees: usize) -> Trees {
+    let trees = Planner::new(fabric).plan_trees(hosts, limits, max_trees).unwrap_or_else(|error| panic!("{error}"));
+    for tree in &trees.trees {
+        verify(fabric, &tree.plan, limits).unwrap_or_else(|error| panic!("{error}\n{}", tree.plan.to_text()));
+    }
+    let shares: f64 = trees.trees.iter().map(|tree| tree.share).sum();
+    assert!((shares - 1.0).abs() < 1e-9, "shares add up to {shares}");
+    trees
+}
+
+/// All servers, each with all its adapters.
+fn all_rails(fabric: &Fabric) -> HostSelection {
+    HostSelection::Rails(fabric.servers().iter().map(|server| server.adapters.clone()).collect())
+}
+
+#[test]
+fn one_tree_suffices_where_hosts_have_one_cable_and_switches_aggregate() {
+    for fabric in [leaf_spine(4, 2, 8, 1), Fabric::fat_tree(4, Rate::from_gbits(400.0)).expect("a possible shape")] {
+        let trees = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 8);
+        assert_eq!((trees.trees.len(), trees.gbits, trees.limited_by), (1, 400.0, TreesLimit::Bound));
+        let single = planned(&fabric, HostSelection::All, &Limits::default());
+        assert_eq!(trees.times, single.prediction.times);
+        assert_eq!(trees.trees[0].plan, single);
+    }
+}
+
+#[test]
+fn servers_with_rails_get_one_tree_a_rail() {
+    let rate = Rate::from_gbits(400.0);
+    let shape = Rails { servers: 64, rails: 8, servers_per_leaf: 16, spines: 4, rate };
+    let fabric = generate::rails(shape).expect("a possible shape");
+    let trees = planned_trees(&fabric, &all_rails(&fabric), &Limits::default(), 16);
+    assert_eq!(trees.trees.len(), 8);
+    assert!(trees.gbits >= 0.95 * trees.bound.gbits && trees.bound.gbits == 3200.0, "{} Gbit/s", trees.gbits);
+    let hosts: BTreeSet<HostId> =
+        trees.trees.iter().flat_map(|tree| tree.plan.ranks.iter().map(|rank| rank.host)).collect();
+    assert_eq!(hosts.len(), 64 * 8, "each adapter has a rank in one tree");
+    let single = planned(&fabric, all_rails(&fabric), &Limits::default());
+    let (one, eight) = (single.prediction.times[1].1, trees.times[1].1);
+    assert!(eight < one / 6.0, "{eight} s, and {one} s with one tree");
+    assert_eq!(trees.times[0], single.prediction.times[0], "a small message is not divided");
+    let some = planned_trees(&fabric, &all_rails(&fabric), &Limits::default(), 3);
+    assert_eq!((some.trees.len(), some.limited_by), (3, TreesLimit::Count));
+}
+
+#[test]
+fn slow_cables_between_switches_are_used_by_a_tree_each() {
+    let mut toml = String::new();
+    for leaf in 0..3 {
+        toml += &format!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true\n");
+    }
+    for spine in 0..4 {
+        toml += &format!("[[switch]]\nname = \"spine{spine}\"\naggregation = true\n");
+        for leaf in 0..3 {
+            toml += &format!("[[link]]\nends = [\"leaf{leaf}\", \"spine{spine}\"]\nrate_gbits = 100\n");
+        }
+    }
+    for host in 0..6 {
+        toml += &format!("[[host]]\nname = \"h{host}\"\n");
+        toml += &format!("[[link]]\nends = [\"h{host}\", \"leaf{}\"]\nrate_gbits = 400\n", host / 2);
+    }
+    let fabric = Fabric::from_toml(&toml).expect("valid");
+    let trees = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 8);
+    assert_eq!((trees.trees.len(), trees.gbits, trees.limited_by), (4, 400.0, TreesLimit::Bound));
+    let roots: BTreeSet<&str> = trees.trees.iter().map(|tree| tree.plan.root().name.as_str()).collect();
+    assert_eq!(roots.len(), 4, "{roots:?}");
+}
+
+#[test]
+fn trees_stop_where_devices_have_no_slots_left() {
+    let rate = Rate::from_gbits(400.0);
+    let shape = Rails { servers: 4, rails: 4, servers_per_leaf: 4, spines: 0, rate };
+    let fabric = generate::rails(shape).expect("a possible shape");
+    let device = DeviceLimits { max_children: 8, slots_free: 8, port: None };
+    let of = |slots| fabric.switch_ids().map(move |id| (id, DeviceLimits { slots_free: slots, ..device })).collect();
+    let limits = |slots, needed| Limits { devices: Some(of(slots)), slots_needed: needed, ..Limits::default() };
+    assert_eq!(planned_trees(&fabric, &all_rails(&fabric), &limits(8, 8), 8).trees.len(), 4);
+    let wide = Fabric::from_toml(
+        "[[switch]]\nname = \"s\"\naggregation = true\n[[host]]\nname = \"a\"\n[[host]]\nname = \"b\"\n\
+         [[link]]\nends = [\"a\", \"s\"]\n[[link]]\nends = [\"a\", \"s\"]\n\
+         [[link]]\nends = [\"b\", \"s\"]\n[[link]]\nends = [\"b\", \"s\"]\n",
+    );
+    let wide = wide.expect("valid");
+    let limits = |slots| {
+        let device = DeviceLimits { max_children: 8, slots_free: slots, port: None };
+        Limits { devices: Some([(SwitchId(0), device)].into()), slots_needed: 8, ..Limits::default() }
+    };
+    assert_eq!(planned_trees(&wide, &HostSelection::All, &limits(16), 8).gbits, 200.0);
+    assert_eq!(planned_trees(&wide, &HostSelection::All, &limits(15), 8).gbits, 100.0);
+}
