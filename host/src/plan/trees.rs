@@ -4,6 +4,9 @@
 //! kept only if the predicted time falls by [`GAIN_MIN`]. So there is one tree where it has the rate of the hosts'
 //! cables, one a rail where servers have rails, and one a device where the devices' ports are what limits.
 //!
+//! In a network without tiers, the best single tree may leave no other. There, disjoint spanning trees are packed, and
+//! taken if they are faster.
+//!
 //! ```text
 //!   of each cable:        sum over trees of (edges of the tree + edges of other jobs) rate of the tree <= its rate
 //!   of each device port:  sum over trees of children rate of the tree <= its rate
@@ -16,10 +19,11 @@
 use super::cost::{Bottleneck, Pricing, SATURATED_S, Size, gbits};
 use super::evaluate::Evaluation;
 use super::index::{FabricIndex, byte_times};
+use super::search::disjoint::{self, Cable, Shape};
 use super::select::Ranks;
 use super::{Limits, Plan, PlanError, RateBound, bound, search};
 use crate::topo::{Fabric, HostId, LinkId, Rate};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A tree, and its share of each message.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,7 +39,7 @@ pub struct PlannedTree {
 /// Trees of the same ranks. See [`Planner::plan_trees`](super::Planner::plan_trees).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trees {
-    /// The trees, at least one; the first is the best single one.
+    /// The trees, at least one; the first takes the messages that are not divided.
     pub trees: Vec<PlannedTree>,
     /// The rate of all trees together in Gbit/s.
     pub gbits: f64,
@@ -98,10 +102,17 @@ pub(super) fn find(
     let rate = plan.prediction.byte_s.recip();
     let mut found = Set { fabric, limits, trees: Vec::new(), rest: Rest::new(fabric, limits) };
     found.push(Rated { plan, rate });
-    while found.trees.len() < max_trees && found.add_tree(index, ranks) {}
+    while found.trees.len() < max_trees && found.add_tree(index, ranks, None) {}
     let adapters: Vec<&[HostId]> = ranks.iter().collect();
-    let reached = gbits(found.rate().recip());
-    let bound = bound::rate_bound(fabric, index, (&adapters, reached), &limits.pricing);
+    let bound = |reached: f64| bound::rate_bound(fabric, index, (&adapters, gbits(reached.recip())), &limits.pricing);
+    let mut least = bound(found.rate());
+    if max_trees > 1 && gbits(found.rate().recip()) < least.gbits * (1.0 - GAIN_MIN) {
+        if let Some(packed) = found.packed(index, ranks, least.gbits, max_trees).filter(|set| set.is_faster(&found)) {
+            found = packed;
+            least = bound(found.rate());
+        }
+    }
+    let (bound, reached) = (least, gbits(found.rate().recip()));
     let limited_by = if reached >= bound.gbits * (1.0 - TOLERANCE) {
         TreesLimit::Bound
     } else if found.trees.len() == max_trees && max_trees > 1 {
@@ -126,22 +137,52 @@ impl Set<'_> {
     }
 
     /// Plan another tree on what these leave, and keep it if it pays.
-    fn add_tree(&mut self, index: &FabricIndex, ranks: &Ranks) -> bool {
+    fn add_tree(&mut self, index: &FabricIndex, ranks: &Ranks, shape: Option<&Shape>) -> bool {
         let rest = self.rest.limits(self.limits);
         let byte_s = self.rest.byte_times();
         let job = (ranks, self.limits);
-        let Ok((plan, busiest_s)) = search::find_further(self.fabric, index, job, (&rest, &byte_s)) else {
+        let Ok((plan, busiest_s)) = search::find_further(self.fabric, index, job, (&rest, &byte_s), shape) else {
             return false;
         };
         let window_s = plan.prediction.round_trip_s / f64::from(self.limits.pricing.costs.window_bytes);
         let rate = busiest_s.max(window_s).recip();
-        let before = self.seconds(self.large());
+        let before = if self.trees.is_empty() { f64::INFINITY } else { self.seconds(self.large()) };
         self.trees.push(Rated { plan, rate });
         let is_faster = self.seconds(self.large()) < before * (1.0 - GAIN_MIN);
         if let Some(last) = self.trees.pop().filter(|_| is_faster) {
             self.push(last);
         }
         is_faster
+    }
+
+    /// Trees that share no cable between the leaves, as many as may raise the rate up to `most_gbits`.
+    fn packed(&self, index: &FabricIndex, ranks: &Ranks, most_gbits: f64, max_trees: usize) -> Option<Self> {
+        let ranked = self.trees[0].plan.ranks.iter().map(|rank| self.trees[0].plan.nodes[rank.leaf].switch.0);
+        let leaves: BTreeSet<u32> = ranked.collect();
+        let mut cables = Vec::new();
+        for leaf in &leaves {
+            for hop in index.hops(*leaf).iter().filter(|hop| hop.to > *leaf && leaves.contains(&hop.to)) {
+                let ends = [*leaf, hop.to];
+                cables.extend(index.cables(hop).iter().map(|link| Cable { link: *link, ends }));
+            }
+        }
+        let (fabric, limits) = (self.fabric, self.limits);
+        let idle = Rest::new(fabric, limits);
+        let slowest_s = cables.iter().map(|cable| idle.byte_s[cable.link.0 as usize]).fold(0.0, f64::max);
+        let useful = (most_gbits / gbits(slowest_s)).ceil() as usize;
+        let leaves: Vec<u32> = leaves.into_iter().collect();
+        let all = cables.len().checked_div(leaves.len() - 1)?;
+        let counts = (2..=max_trees.min(useful).min(all)).rev();
+        let mut shapes = counts.filter_map(|count| disjoint::spanning_trees(&leaves, &cables, count));
+        let mut set = Set { fabric, limits, trees: Vec::new(), rest: idle };
+        shapes.next()?.iter().all(|shape| set.add_tree(index, ranks, Some(shape))).then_some(set)
+    }
+
+    /// Whether these trees are faster than others, by the product of the times for the sizes that count.
+    fn is_faster(&self, other: &Self) -> bool {
+        let product = |set: &Self| self.limits.pricing.size.bytes().map(|bytes| set.seconds(bytes)).iter().product();
+        let (this, other): (f64, f64) = (product(self), product(other));
+        this < other * (1.0 - GAIN_MIN)
     }
 
     fn push(&mut self, tree: Rated) {

@@ -14,6 +14,7 @@
 
 mod attach;
 mod build;
+pub(super) mod disjoint;
 mod draft;
 mod exact;
 mod roots;
@@ -27,6 +28,7 @@ use super::select::Ranks;
 use super::{Limits, Plan, PlanError, Refusal};
 use crate::topo::{Fabric, LinkId, SwitchId};
 use attach::Entry;
+use disjoint::Shape;
 use draft::{Draft, Price};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -44,15 +46,23 @@ pub(super) fn find_best(
 }
 
 /// Find the best tree on what other trees of the same ranks leave: `rest` are the limits and the seconds per byte of
-/// each cable. Return it as it would be alone, within `limits`, and the seconds per byte of its busiest cable or port
+/// each cable. With a shape, it is the tree of that shape. Return it as it would be alone, within `limits`, and the seconds per byte of its busiest cable or port
 /// beside the others.
 pub(super) fn find_further(
     fabric: &Fabric,
     index: &FabricIndex,
     (ranks, limits): (&Ranks, &Limits),
     (rest, byte_s): (&Limits, &[f64]),
+    shape: Option<&Shape>,
 ) -> Result<(Plan, f64), PlanError> {
-    let (mut search, mut best, _) = find(fabric, index, (ranks, rest), byte_s)?;
+    let (mut search, mut best) = match shape {
+        None => find(fabric, index, (ranks, rest), byte_s).map(|(search, best, _)| (search, best))?,
+        Some(shape) => {
+            let search = Search::new(fabric, index, (ranks, rest), (Routing::Shortest, byte_s.to_vec()))?;
+            let best = search.shaped(shape)?;
+            (search, best)
+        }
+    };
     let busiest_s = best.price.busiest_s;
     search.limits = limits;
     search.nodes = usable_nodes(fabric, limits)?;
@@ -211,6 +221,19 @@ impl<'a> Search<'a> {
             Some(best) => Ok((best, found.is_exact)),
             None => Err(found.error.unwrap_or_else(|| self.disconnected())),
         }
+    }
+
+    /// The tree of a shape, whose leaves must be those of the ranks.
+    fn shaped(&self, shape: &Shape) -> Result<Candidate, PlanError> {
+        let mut load = Load::new(&self.limits.pricing, &self.byte_s);
+        let spans = |places: &draft::Places| {
+            places.leaves.keys().all(|leaf| *leaf == shape.root || shape.parents.contains_key(leaf))
+        };
+        let places = self.attachments(&mut load).into_iter().find(spans).ok_or_else(|| self.disconnected())?;
+        let parents = shape.parents.iter().map(|(node, (parent, link))| (*node, (*parent, vec![*link]))).collect();
+        let mut found = Found::default();
+        self.consider(Draft { root: shape.root, parents, places: Rc::new(places) }, &mut load, &mut found);
+        self.choose(found.candidates).ok_or_else(|| found.error.unwrap_or_else(|| self.disconnected()))
     }
 
     /// Price a draft, and keep it if none is better.

@@ -94,3 +94,26 @@ fn trees_stop_where_devices_have_no_slots_left() {
     assert_eq!(planned_trees(&wide, &HostSelection::All, &limits(16), 8).gbits, 200.0);
     assert_eq!(planned_trees(&wide, &HostSelection::All, &limits(15), 8).gbits, 100.0);
 }
+
+#[test]
+fn torus_has_two_trees_that_share_no_cable() {
+    let size = 8;
+    let at = |x: usize, y: usize| format!("s{}-{}", x % size, y % size);
+    let mut toml = String::new();
+    for (x, y) in (0..size).flat_map(|x| (0..size).map(move |y| (x, y))) {
+        toml += &format!("[[switch]]\nname = \"{}\"\naggregation = true\n[[host]]\nname = \"h{x}-{y}\"\n", at(x, y));
+        // A host has the rate of two cables of its switch.
+        toml += &format!("[[link]]\nends = [\"h{x}-{y}\", \"{}\"]\nrate_gbits = 400\n", at(x, y));
+        for next in [at(x + 1, y), at(x, y + 1)] {
+            toml += &format!("[[link]]\nends = [\"{}\", \"{next}\"]\nrate_gbits = 200\n", at(x, y));
+        }
+    }
+    let fabric = Fabric::from_toml(&toml).expect("valid");
+    let single = planned(&fabric, HostSelection::All, &Limits::default());
+    let trees = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 8);
+    let factor = trees.gbits / single.prediction.gbits();
+    assert!(trees.trees.len() == 2 && factor >= 1.95, "{} trees, {factor} times one", trees.trees.len());
+    assert_eq!(trees.bound.gbits, 400.0);
+    let one = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 1);
+    assert_eq!((one.trees.len(), one.trees[0].plan == single), (1, true));
+}
