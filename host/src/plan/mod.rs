@@ -18,7 +18,10 @@
 //!
 //! A node with more children than its limit is split: runs of children move to further aggregation nodes nearby.
 //!
-//! [`verify()`] checks a plan independently of the planner's code.
+//! Several trees carry a share of each message each, where one alone does not have the rate of the hosts' cables
+//! ([`Planner::plan_trees`]).
+//!
+//! [`verify()`] and [`verify_trees()`] check plans independently of the planner's code.
 
 mod aligned;
 mod bound;
@@ -46,7 +49,7 @@ pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
 pub use select::HostSelection;
 pub use trees::{PlannedTree, Trees, TreesLimit};
-pub use verify::{Violation, verify};
+pub use verify::{Violation, verify, verify_trees};
 
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use index::FabricIndex;

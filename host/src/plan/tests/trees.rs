@@ -6,11 +6,7 @@ use crate::topo::generate::{self, Rails};
 /// Plan trees, verify each alone, and return them.
 fn planned_trees(fabric: &Fabric, hosts: &HostSelection, limits: &Limits, max_trees: usize) -> Trees {
     let trees = Planner::new(fabric).plan_trees(hosts, limits, max_trees).unwrap_or_else(|error| panic!("{error}"));
-    for tree in &trees.trees {
-        verify(fabric, &tree.plan, limits).unwrap_or_else(|error| panic!("{error}\n{}", tree.plan.to_text()));
-    }
-    let shares: f64 = trees.trees.iter().map(|tree| tree.share).sum();
-    assert!((shares - 1.0).abs() < 1e-9, "shares add up to {shares}");
+    verify_trees(fabric, &trees, limits).unwrap_or_else(|error| panic!("{error}"));
     trees
 }
 
@@ -116,4 +112,51 @@ fn torus_has_two_trees_that_share_no_cable() {
     assert_eq!(trees.bound.gbits, 400.0);
     let one = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 1);
     assert_eq!((one.trees.len(), one.trees[0].plan == single), (1, true));
+}
+
+#[test]
+fn verifier_detects_every_kind_of_fault_of_trees() {
+    let shape = Rails { servers: 4, rails: 2, servers_per_leaf: 2, spines: 2, rate: Rate::from_gbits(100.0) };
+    let fabric = generate::rails(shape).expect("a possible shape");
+    let device = DeviceLimits { max_children: 8, slots_free: 8, port: Rate::from_gbits(500.0) };
+    let devices = Some(fabric.switch_ids().map(|id| (id, device)).collect());
+    let limits = Limits { devices, slots_needed: 5, ..Limits::default() };
+    let good = planned_trees(&fabric, &all_rails(&fabric), &limits, 4);
+    assert_eq!(good.trees.len(), 2);
+    let fault = |spoil: fn(&mut Trees)| {
+        let mut trees = good.clone();
+        spoil(&mut trees);
+        let violation = verify_trees(&fabric, &trees, &limits).expect_err("spoilt");
+        format!("{violation:?}").split([' ', '{']).next().unwrap_or_default().to_owned()
+    };
+    assert_eq!(fault(|trees| trees.trees.clear()), "Empty");
+    assert_eq!(fault(|trees| trees.trees[1].plan.levels = 5), "Tree");
+    assert_eq!(fault(|trees| trees.trees[1].plan = trees.trees[0].plan.clone()), "Overbooked");
+    assert_eq!(fault(|trees| trees.trees[1].gbits *= 1.1), "Overbooked");
+    assert_eq!(fault(|trees| trees.gbits *= 1.1), "Predicted");
+    assert_eq!(fault(|trees| (trees.trees[0].share, trees.trees[1].share) = (0.4, 0.6)), "Predicted");
+    assert_eq!(fault(|trees| trees.times[1].1 *= 0.99), "Predicted");
+    assert_eq!(fault(|trees| trees.times[0].1 *= 0.99), "Predicted");
+    assert_eq!(fault(|trees| trees.bound.gbits *= 0.9), "Predicted");
+    let HostSelection::Rails(mut servers) = all_rails(&fabric) else { panic!("rails") };
+    servers.swap(1, 3);
+    let other = planned_trees(&fabric, &HostSelection::Rails(servers), &limits, 1);
+    let mut mixed = good.clone();
+    mixed.trees[1].plan = other.trees[0].plan.clone();
+    assert_eq!(verify_trees(&fabric, &mixed, &limits), Err(Violation::OtherRank { tree: 1, rank: 1 }));
+    // Both trees on one device: it has the slots of one.
+    let twice = Fabric::leaf_spine(LeafSpine { leaves: 1, spines: 0, hosts_per_leaf: 3, cables: 1, rate: None });
+    let twice = twice.expect("a possible shape");
+    let few = Limits { devices: Some([(SwitchId(0), DeviceLimits { port: None, ..device })].into()), ..limits.clone() };
+    let mut half = planned_trees(&twice, &HostSelection::All, &few, 1);
+    (half.trees[0].gbits, half.trees[0].share) = (50.0, 0.5);
+    half.trees.push(half.trees[0].clone());
+    let violation = verify_trees(&twice, &half, &few).expect_err("too few slots");
+    assert!(matches!(violation, Violation::Overbooked { unit: "slots", .. }), "{violation}");
+    let slow = DeviceLimits { port: Rate::from_gbits(120.0), slots_free: 16, ..device };
+    let slow = Limits { devices: Some([(SwitchId(0), slow)].into()), ..limits.clone() };
+    let mut trees = planned_trees(&twice, &HostSelection::All, &slow, 1);
+    trees.trees[0].gbits *= 1.01;
+    let violation = verify_trees(&twice, &trees, &slow).expect_err("too fast for the port");
+    assert!(matches!(&violation, Violation::Overbooked { resource, .. } if resource == "leaf0"), "{violation}");
 }
