@@ -1,7 +1,7 @@
 //! The predicted time of a finished tree for any size: the formula at the head of `cost`.
 
 use super::cost::{byte_s, first_chunk, seconds};
-use super::trees::edges;
+use super::rates::edges;
 use super::{Limits, Plan};
 use crate::topo::{Fabric, LinkId};
 use std::collections::BTreeMap;

@@ -31,6 +31,7 @@ mod evaluate;
 mod index;
 mod limits;
 mod moves;
+mod rates;
 mod render;
 mod ring;
 mod route;

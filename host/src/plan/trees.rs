@@ -1,7 +1,9 @@
 //! Several trees for one communicator: each carries a contiguous share of a message, in proportion to its rate.
 //!
-//! The first tree is the best single one. Each further tree is planned on the rates that the earlier ones leave, and
-//! kept only if the predicted time falls by [`GAIN_MIN`]. So there is one tree where it has the rate of the hosts'
+//! The first tree is the best single one. Each further tree is planned on the rates that the earlier ones leave, or
+//! else as one of equals beside them, and kept only if the predicted time falls by [`GAIN_MIN`]. The trees' rates are
+//! those of taking turns, each as fast as the earlier ones allow, or of rising together until a cable or port is full,
+//! whichever is faster. So there is one tree where it has the rate of the hosts'
 //! cables, one a rail where servers have rails, and one a device where the devices' ports are what limits.
 //!
 //! In a network without tiers, the best single tree may leave no other. There, disjoint spanning trees are packed, and
@@ -16,14 +18,15 @@
 //!
 //! A message of at most one chunk is not divided: it takes the first tree.
 
-use super::cost::{Bottleneck, Pricing, SATURATED_S, Size, gbits};
+use super::cost::{Bottleneck, gbits};
 use super::evaluate::Evaluation;
-use super::index::{FabricIndex, byte_times};
-use super::search::disjoint::{self, Cable, Shape};
+use super::index::FabricIndex;
+use super::rates::{Capacities, Usage, edges};
+use super::search::disjoint::{self, Cable};
 use super::select::Ranks;
 use super::{Limits, Plan, PlanError, RateBound, bound, search};
-use crate::topo::{Fabric, HostId, LinkId, Rate};
-use std::collections::{BTreeMap, BTreeSet};
+use crate::topo::{Fabric, HostId, LinkId};
+use std::collections::BTreeSet;
 
 /// A tree, and its share of each message.
 #[derive(Debug, Clone, PartialEq)]
@@ -87,6 +90,7 @@ const TREES_MAX: usize = 256;
 /// A tree with its rate in bytes per second.
 struct Rated {
     plan: Plan,
+    usage: Usage,
     rate: f64,
 }
 
@@ -99,36 +103,36 @@ pub(super) fn find(
 ) -> Result<Trees, PlanError> {
     let plan = search::find_best(fabric, index, ranks, limits)?;
     let max_trees = max_trees.clamp(1, TREES_MAX);
-    let rate = plan.prediction.byte_s.recip();
-    let mut found = Set { fabric, limits, trees: Vec::new(), rest: Rest::new(fabric, limits) };
-    found.push(Rated { plan, rate });
-    while found.trees.len() < max_trees && found.add_tree(index, ranks, None) {}
+    let mut found = Set { fabric, limits, capacities: Capacities::new(fabric, limits), trees: Vec::new() };
+    found.try_plan(plan);
     let adapters: Vec<&[HostId]> = ranks.iter().collect();
-    let bound = |reached: f64| bound::rate_bound(fabric, index, (&adapters, gbits(reached.recip())), &limits.pricing);
-    let mut least = bound(found.rate());
-    if max_trees > 1 && gbits(found.rate().recip()) < least.gbits * (1.0 - GAIN_MIN) {
-        if let Some(packed) = found.packed(index, ranks, least.gbits, max_trees).filter(|set| set.is_faster(&found)) {
-            found = packed;
-            least = bound(found.rate());
-        }
+    let bound = |reached: f64| bound::rate_bound(fabric, index, (&adapters, reached), &limits.pricing);
+    let mut least = bound(found.gbits());
+    let is_slower = |set: &Set<'_>, least: &RateBound| set.gbits() < least.gbits * (1.0 - GAIN_MIN);
+    while found.trees.len() < max_trees && is_slower(&found, &least) && found.add_tree(index, ranks) {}
+    if max_trees > 1 && is_slower(&found, &least) {
+        let packed = found.packed(index, ranks, least.gbits, max_trees).filter(|set| set.is_faster(&found));
+        found = packed.unwrap_or(found);
     }
-    let (bound, reached) = (least, gbits(found.rate().recip()));
-    let limited_by = if reached >= bound.gbits * (1.0 - TOLERANCE) {
+    if found.trees.len() > 1 {
+        least = bound(found.gbits());
+    }
+    let limited_by = if found.gbits() >= least.gbits * (1.0 - TOLERANCE) {
         TreesLimit::Bound
     } else if found.trees.len() == max_trees && max_trees > 1 {
         TreesLimit::Count
     } else {
         found.limit()
     };
-    Ok(found.finish(bound, limited_by))
+    Ok(found.finish(least, limited_by))
 }
 
 /// The trees so far.
 struct Set<'a> {
     fabric: &'a Fabric,
     limits: &'a Limits,
+    capacities: Capacities<'a>,
     trees: Vec<Rated>,
-    rest: Rest,
 }
 
 impl Set<'_> {
@@ -136,23 +140,48 @@ impl Set<'_> {
         self.trees.iter().map(|tree| tree.rate).sum()
     }
 
-    /// Plan another tree on what these leave, and keep it if it pays.
-    fn add_tree(&mut self, index: &FabricIndex, ranks: &Ranks, shape: Option<&Shape>) -> bool {
-        let rest = self.rest.limits(self.limits);
-        let byte_s = self.rest.byte_times();
+    fn gbits(&self) -> f64 {
+        gbits(self.rate().recip())
+    }
+
+    /// Plan another tree on what these leave, or else beside them, and keep it if it pays.
+    fn add_tree(&mut self, index: &FabricIndex, ranks: &Ranks) -> bool {
         let job = (ranks, self.limits);
-        let Ok((plan, busiest_s)) = search::find_further(self.fabric, index, job, (&rest, &byte_s), shape) else {
-            return false;
-        };
-        let window_s = plan.prediction.round_trip_s / f64::from(self.limits.pricing.costs.window_bytes);
-        let rate = busiest_s.max(window_s).recip();
-        let before = if self.trees.is_empty() { f64::INFINITY } else { self.seconds(self.large()) };
-        self.trees.push(Rated { plan, rate });
-        let is_faster = self.seconds(self.large()) < before * (1.0 - GAIN_MIN);
-        if let Some(last) = self.trees.pop().filter(|_| is_faster) {
-            self.push(last);
+        let (rest, byte_s) = self.capacities.rest(&self.rated());
+        let found = search::find_further(self.fabric, index, job, (&rest, &byte_s), None);
+        if found.is_ok_and(|plan| self.try_plan(plan)) {
+            return true;
+        }
+        let beside = self.capacities.beside(&self.rated());
+        let found = search::find_further(self.fabric, index, job, (&beside, self.capacities.byte_s()), None);
+        found.is_ok_and(|plan| self.try_plan(plan))
+    }
+
+    fn rated(&self) -> Vec<(&Plan, &Usage, f64)> {
+        self.trees.iter().map(|tree| (&tree.plan, &tree.usage, tree.rate)).collect()
+    }
+
+    /// Add a tree, and keep it if it pays.
+    fn try_plan(&mut self, plan: Plan) -> bool {
+        let large = self.limits.pricing.size.bytes()[1];
+        let before = if self.trees.is_empty() { f64::INFINITY } else { self.seconds(large) };
+        let usage = Usage::of(&plan, self.limits);
+        let rates = self.trees.iter().map(|tree| tree.rate).collect();
+        self.trees.push(Rated { plan, usage, rate: 0.0 });
+        let usages: Vec<&Usage> = self.trees.iter().map(|tree| &tree.usage).collect();
+        let new = self.capacities.rates(&usages);
+        let has_rates = new.iter().all(|rate| *rate > 0.0);
+        self.set_rates(new);
+        let is_faster = has_rates && self.seconds(large) < before * (1.0 - GAIN_MIN);
+        if !is_faster {
+            self.trees.pop();
+            self.set_rates(rates);
         }
         is_faster
+    }
+
+    fn set_rates(&mut self, rates: Vec<f64>) {
+        self.trees.iter_mut().zip(rates).for_each(|(tree, rate)| tree.rate = rate);
     }
 
     /// Trees that share no cable between the leaves, as many as may raise the rate up to `most_gbits`.
@@ -167,15 +196,21 @@ impl Set<'_> {
             }
         }
         let (fabric, limits) = (self.fabric, self.limits);
-        let idle = Rest::new(fabric, limits);
-        let slowest_s = cables.iter().map(|cable| idle.byte_s[cable.link.0 as usize]).fold(0.0, f64::max);
+        let slowest_s = cables.iter().map(|cable| self.capacities.byte_s()[cable.link.0 as usize]).fold(0.0, f64::max);
         let useful = (most_gbits / gbits(slowest_s)).ceil() as usize;
         let leaves: Vec<u32> = leaves.into_iter().collect();
         let all = cables.len().checked_div(leaves.len() - 1)?;
         let counts = (2..=max_trees.min(useful).min(all)).rev();
         let mut shapes = counts.filter_map(|count| disjoint::spanning_trees(&leaves, &cables, count));
-        let mut set = Set { fabric, limits, trees: Vec::new(), rest: idle };
-        shapes.next()?.iter().all(|shape| set.add_tree(index, ranks, Some(shape))).then_some(set)
+        let mut set = Set { fabric, limits, capacities: Capacities::new(fabric, limits), trees: Vec::new() };
+        for shape in shapes.next()? {
+            let (rest, byte_s) = set.capacities.rest(&set.rated());
+            let plan = search::find_further(fabric, index, (ranks, limits), (&rest, &byte_s), Some(&shape)).ok()?;
+            if !set.try_plan(plan) {
+                return None;
+            }
+        }
+        Some(set)
     }
 
     /// Whether these trees are faster than others, by the product of the times for the sizes that count.
@@ -183,16 +218,6 @@ impl Set<'_> {
         let product = |set: &Self| self.limits.pricing.size.bytes().map(|bytes| set.seconds(bytes)).iter().product();
         let (this, other): (f64, f64) = (product(self), product(other));
         this < other * (1.0 - GAIN_MIN)
-    }
-
-    fn push(&mut self, tree: Rated) {
-        self.rest.take(&tree, self.limits);
-        self.trees.push(tree);
-    }
-
-    /// The size that decides whether another tree pays.
-    fn large(&self) -> u64 {
-        self.limits.pricing.size.bytes()[1]
     }
 
     /// The predicted time of a message.
@@ -225,79 +250,9 @@ impl Set<'_> {
         let mut sizes = self.limits.pricing.size.bytes().to_vec();
         sizes.dedup();
         let times = sizes.into_iter().map(|bytes| (bytes, self.seconds(bytes))).collect();
-        let all = self.rate();
-        let planned = |Rated { plan, rate }| PlannedTree { plan, share: rate / all, gbits: gbits(f64::recip(rate)) };
-        Trees {
-            trees: self.trees.into_iter().map(planned).collect(),
-            gbits: gbits(all.recip()),
-            times,
-            bound,
-            limited_by,
-        }
-    }
-}
-
-/// The edges of a tree on each cable.
-pub(super) fn edges(plan: &Plan) -> BTreeMap<LinkId, u32> {
-    let mut edges = BTreeMap::new();
-    let paths = plan.nodes.iter().map(|node| &node.path).chain(plan.ranks.iter().map(|rank| &rank.path));
-    paths.flatten().for_each(|link| *edges.entry(*link).or_default() += 1);
-    edges
-}
-
-/// What trees leave of the cables and devices.
-struct Rest {
-    /// Per cable: its seconds per byte.
-    byte_s: Vec<f64>,
-    /// Per cable: the bytes per second that are taken.
-    taken: Vec<f64>,
-    /// Per switch: the Gbit/s that are taken of its device's port, and the groups on it.
-    devices: BTreeMap<u32, (f64, u32)>,
-}
-
-impl Rest {
-    fn new(fabric: &Fabric, limits: &Limits) -> Self {
-        let byte_s = byte_times(fabric, &limits.pricing.costs);
-        Self { taken: vec![0.0; byte_s.len()], byte_s, devices: BTreeMap::new() }
-    }
-
-    fn take(&mut self, tree: &Rated, limits: &Limits) {
-        for (link, edges) in edges(&tree.plan) {
-            self.taken[link.0 as usize] += f64::from(edges + limits.pricing.others(link)) * tree.rate;
-        }
-        for node in &tree.plan.nodes {
-            let (port, groups) = self.devices.entry(node.switch.0).or_default();
-            *port += node.children.len() as f64 * gbits(tree.rate.recip());
-            *groups += 1;
-        }
-    }
-
-    /// The seconds per byte of each cable.
-    fn byte_times(&self) -> Vec<f64> {
-        let left = |(byte_s, taken): (&f64, &f64)| {
-            let rate = byte_s.recip();
-            if *taken >= rate * (1.0 - TOLERANCE) { SATURATED_S } else { (rate - taken).recip() }
-        };
-        self.byte_s.iter().zip(&self.taken).map(left).collect()
-    }
-
-    /// The limits of a further tree, for a large message: trees divide no small one.
-    fn limits(&self, limits: &Limits) -> Limits {
-        let size = match limits.pricing.size {
-            Size::Any => Size::Bytes(Size::LARGE),
-            bytes @ Size::Bytes(_) => bytes,
-        };
-        let mut rest = Limits { pricing: Pricing { size, ..limits.pricing.clone() }, ..limits.clone() };
-        let Some(devices) = &mut rest.devices else { return rest };
-        devices.retain(|switch, device| {
-            let Some((taken, groups)) = self.devices.get(&switch.0) else { return true };
-            device.slots_free = device.slots_free.saturating_sub(groups.saturating_mul(limits.slots_needed));
-            let Some(port) = device.port else { return true };
-            let left = port.gbits() - taken;
-            // Rounded down, so that ports are never overbooked.
-            device.port = Rate::from_gbits((left * 1000.0).floor() / 1000.0);
-            left > port.gbits() * TOLERANCE && device.port.is_some()
-        });
-        rest
+        let (all, total) = (self.rate(), self.gbits());
+        let planned =
+            |Rated { plan, rate, .. }| PlannedTree { plan, share: rate / all, gbits: gbits(f64::recip(rate)) };
+        Trees { trees: self.trees.into_iter().map(planned).collect(), gbits: total, times, bound, limited_by }
     }
 }

@@ -96,7 +96,9 @@ impl Search<'_> {
         let rank_s = |entries: &Vec<super::Entry>| least_byte_s(&mut entries.iter().map(|entry| entry.uplink.link));
         let slowest_rank_s = self.entries.iter().map(rank_s).fold(0.0, f64::max);
         // Only where cables determine the leaves is it known which switches an edge has to leave.
-        let is_given = self.entries.iter().all(|entries| entries.iter().all(|entry| entry.leaf == entries[0].leaf));
+        let is_plain = |leaf: u32| !self.fabric.switch(SwitchId(leaf)).is_device;
+        let is_one = |entries: &Vec<super::Entry>| entries.iter().all(|entry| entry.leaf == entries[0].leaf);
+        let is_given = self.entries.iter().all(|entries| is_one(entries) && is_plain(entries[0].leaf));
         let edges = if is_given && leaves.len() > 1 { leaves.len() } else { 0 };
         let out_s = |switch: &u32| {
             least_byte_s(&mut self.index.hops(*switch).iter().flat_map(|hop| self.index.cables(hop)).copied())

@@ -21,7 +21,7 @@ mod roots;
 mod shapes;
 mod split;
 
-use super::cost::{FabricCosts, NodeLimits};
+use super::cost::{FabricCosts, NodeLimits, SATURATED_S};
 use super::index::{Distances, FabricIndex, Routing, byte_times};
 use super::route::{Load, route};
 use super::select::Ranks;
@@ -46,15 +46,14 @@ pub(super) fn find_best(
 }
 
 /// Find the best tree on what other trees of the same ranks leave: `rest` are the limits and the seconds per byte of
-/// each cable. With a shape, it is the tree of that shape. Return it as it would be alone, within `limits`, and the seconds per byte of its busiest cable or port
-/// beside the others.
+/// each cable. With a shape, it is the tree of that shape. Return it as it would be alone, within `limits`.
 pub(super) fn find_further(
     fabric: &Fabric,
     index: &FabricIndex,
     (ranks, limits): (&Ranks, &Limits),
     (rest, byte_s): (&Limits, &[f64]),
     shape: Option<&Shape>,
-) -> Result<(Plan, f64), PlanError> {
+) -> Result<Plan, PlanError> {
     let (mut search, mut best) = match shape {
         None => find(fabric, index, (ranks, rest), byte_s).map(|(search, best, _)| (search, best))?,
         Some(shape) => {
@@ -63,7 +62,6 @@ pub(super) fn find_further(
             (search, best)
         }
     };
-    let busiest_s = best.price.busiest_s;
     search.limits = limits;
     search.nodes = usable_nodes(fabric, limits)?;
     search.byte_s = byte_times(fabric, &limits.pricing.costs);
@@ -71,7 +69,7 @@ pub(super) fn find_further(
     Rc::make_mut(&mut best.draft.places).count(&search);
     let mut load = Load::new(&limits.pricing, &search.byte_s);
     best.price = best.draft.price(&search, &mut load);
-    Ok((search.finish(best, false, &mut load), busiest_s))
+    Ok(search.finish(best, false, &mut load))
 }
 
 fn find<'a>(
@@ -155,12 +153,23 @@ impl<'a> Search<'a> {
             distances: RefCell::default(),
             all_distances: RefCell::default(),
         };
+        search.leave_out_full_devices();
         search.entries = search.find_entry_points()?;
         let entries = search.entries.iter().flatten();
         search.sources = entries.flat_map(|entry| [entry.leaf, entry.uplink.switch.0]).collect();
         search.sources.sort_unstable();
         search.sources.dedup();
         Ok(search)
+    }
+
+    /// Devices behind ports whose cables are full cannot be nodes.
+    fn leave_out_full_devices(&mut self) {
+        for device in self.fabric.switch_ids().filter(|switch| self.fabric.switch(*switch).is_device) {
+            let mut cables = self.fabric.adjacent(device).iter();
+            if cables.all(|(_, link)| self.byte_s[link.0 as usize] >= SATURATED_S) {
+                self.nodes[device.0 as usize].children_max = 0;
+            }
+        }
     }
 
     fn costs(&self) -> &FabricCosts {
@@ -238,6 +247,7 @@ impl<'a> Search<'a> {
 
     /// Price a draft, and keep it if none is better.
     fn consider(&self, mut draft: Draft, load: &mut Load<'_>, found: &mut Found) {
+        draft.skip_single_ranks(self);
         draft.reroute(self, load);
         let draft = match self.split(draft, load) {
             Ok(draft) => draft,

@@ -1,6 +1,7 @@
 //! Several trees.
 
 use super::*;
+use crate::topo::DevicePlace;
 use crate::topo::generate::{self, Rails};
 
 /// Plan trees, verify each alone, and return them.
@@ -159,4 +160,49 @@ fn verifier_detects_every_kind_of_fault_of_trees() {
     trees.trees[0].gbits *= 1.01;
     let violation = verify_trees(&twice, &trees, &slow).expect_err("too fast for the port");
     assert!(matches!(&violation, Violation::Overbooked { resource, .. } if resource == "leaf0"), "{violation}");
+}
+
+/// 32 hosts below one leaf, with devices in the given places.
+fn leaf_with_devices(places: impl Fn(&Fabric) -> Vec<DevicePlace>) -> Fabric {
+    let shape = LeafSpine { leaves: 1, spines: 0, hosts_per_leaf: 32, cables: 1, rate: Rate::from_gbits(100.0) };
+    let fabric = Fabric::leaf_spine(shape).expect("a possible shape");
+    fabric.with_devices(&places(&fabric)).expect("free places")
+}
+
+#[test]
+fn devices_on_own_ports_of_a_leaf_have_the_rate_of_a_link_together() {
+    let beside = |count| leaf_with_devices(|_| vec![DevicePlace::Port(SwitchId(0), None); count]);
+    let one = planned_trees(&beside(1), &HostSelection::All, &Limits::default(), 64);
+    assert!((one.gbits - 100.0 / 32.0).abs() < 1e-6, "{} Gbit/s through one port", one.gbits);
+    assert!(matches!(one.limited_by, TreesLimit::Cable { edges: 32, .. }), "{:?}", one.limited_by);
+    let eight = planned_trees(&beside(8), &HostSelection::All, &Limits::default(), 64);
+    assert!((eight.gbits - 25.0).abs() < 1e-6, "{} Gbit/s through eight ports", eight.gbits);
+    let all = planned_trees(&beside(32), &HostSelection::All, &Limits::default(), 64);
+    assert!(all.gbits >= 90.0, "{} Gbit/s through 32 ports", all.gbits);
+    let roots: BTreeSet<SwitchId> = all.trees.iter().map(|tree| tree.plan.root().switch).collect();
+    assert!(roots.len() == all.trees.len() && all.trees.iter().all(|tree| tree.plan.levels == 1));
+}
+
+#[test]
+fn devices_at_the_hosts_ports_have_half_the_rate_of_a_link_together() {
+    let fabric = leaf_with_devices(|fabric| fabric.host_ids().map(DevicePlace::Host).collect());
+    let one = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 1);
+    assert!((one.gbits - 100.0 / 31.0).abs() < 1e-6, "{} Gbit/s through one port", one.gbits);
+    let all = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 64);
+    assert!(all.gbits >= 45.0 && all.gbits <= 100.0 * 32.0 / 62.0 + 1e-6, "{} Gbit/s", all.gbits);
+    // What limits it is the cables of the hosts, which carry their own bytes and those of their devices.
+    let TreesLimit::Cable { link, edges } = all.limited_by else { panic!("{:?}", all.limited_by) };
+    let names = fabric.link(link).ends.map(|end| fabric.name(end.device).to_owned());
+    assert!(edges > 50 && names.iter().any(|name| name.ends_with("/dpu")), "{edges} edges from {names:?}");
+    assert_eq!(all.trees[0].plan.levels, 1, "a host's own device does not only forward");
+}
+
+#[test]
+fn device_at_a_port_is_no_way_between_switches() {
+    let fabric = leaf_spine(2, 1, 2, 1);
+    let leaf = fabric.find_switch("leaf0").expect("a leaf");
+    let fabric = fabric.with_devices(&[DevicePlace::Port(leaf, None)]).expect("a free place");
+    let plan = planned(&fabric, HostSelection::All, &Limits::default());
+    assert_eq!((plan.root().name.as_str(), plan.levels, plan.routing), ("leaf0/device0", 1, Routing::UpDown));
+    assert_eq!(plan.ranks.iter().map(|rank| rank.path.len()).collect::<Vec<_>>(), [2, 2, 4, 4]);
 }

@@ -121,27 +121,35 @@ pub(super) fn same(what: &'static str, stated: f64, actual: f64) -> Result<(), V
     if is_same { Ok(()) } else { Err(Violation::Predicted { what, stated, actual }) }
 }
 
-/// Each switch's distance to the nearest switch with a host, by relaxation.
+/// Each switch's distance to the nearest switch with a host, by relaxation, from 1; 0 for a device behind a port, which
+/// is no switch.
 pub(super) fn tiers(fabric: &Fabric) -> Vec<u32> {
+    let is_device = |at: u32| fabric.switches()[at as usize].is_device;
+    // The switches that a cable of a host leads to, itself or through the host's device.
     let mut tiers = vec![u32::MAX; fabric.switches().len()];
-    let cabled = fabric.links().iter().filter_map(|link| match link.ends.map(|end| end.device) {
-        [Device::Switch(switch), Device::Host(_)] => Some(switch),
-        _ => None,
-    });
-    cabled.for_each(|switch| tiers[switch.0 as usize] = 0);
+    let mut has_host = vec![false; tiers.len()];
+    let mut between = Vec::new();
+    for link in fabric.links() {
+        match link.ends.map(|end| end.device) {
+            [Device::Switch(switch), Device::Host(_)] => has_host[switch.0 as usize] = true,
+            [Device::Switch(a), Device::Switch(b)] => between.extend([(a.0, b.0), (b.0, a.0)]),
+            _ => {}
+        }
+    }
+    (0u32..).zip(&mut tiers).filter(|(at, _)| has_host[*at as usize]).for_each(|(_, tier)| *tier = 1);
+    for (_, to) in between.iter().filter(|(from, _)| is_device(*from) && has_host[*from as usize]) {
+        tiers[*to as usize] = 1;
+    }
     let mut changed = true;
     while std::mem::take(&mut changed) {
-        for link in fabric.links() {
-            if let [Device::Switch(a), Device::Switch(b)] = link.ends.map(|end| end.device) {
-                for (from, to) in [(a, b), (b, a)] {
-                    let through = tiers[from.0 as usize].saturating_add(1);
-                    if through < tiers[to.0 as usize] {
-                        tiers[to.0 as usize] = through;
-                        changed = true;
-                    }
-                }
+        for (from, to) in between.iter().filter(|(from, to)| !is_device(*from) && !is_device(*to)) {
+            let through = tiers[*from as usize].saturating_add(1);
+            if through < tiers[*to as usize] {
+                tiers[*to as usize] = through;
+                changed = true;
             }
         }
     }
+    (0u32..).zip(&mut tiers).filter(|(at, _)| is_device(*at)).for_each(|(_, tier)| *tier = 0);
     tiers
 }
