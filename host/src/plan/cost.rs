@@ -131,6 +131,9 @@ pub(super) fn gbits(byte_s: f64) -> f64 {
     8e-9 / byte_s
 }
 
+/// The seconds per byte of a cable that other trees of the same ranks have filled: much more than of any rate.
+pub(super) const SATURATED_S: f64 = 1e6;
+
 /// The seconds that a byte takes at a rate.
 pub(super) fn byte_s(rate: Option<Rate>, costs: &FabricCosts) -> f64 {
     8e-9 / rate.map_or(costs.assumed_gbits, Rate::gbits)

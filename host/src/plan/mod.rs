@@ -18,15 +18,20 @@
 //!
 //! A node with more children than its limit is split: runs of children move to further aggregation nodes nearby.
 //!
-//! [`verify()`] checks a plan independently of the planner's code.
+//! Several trees carry a share of each message each, where one alone does not have the rate of the hosts' cables
+//! ([`Planner::plan_trees`]).
+//!
+//! [`verify()`] and [`verify_trees()`] check plans independently of the planner's code.
 
 mod aligned;
 mod bound;
 mod cost;
 mod error;
+mod evaluate;
 mod index;
 mod limits;
 mod moves;
+mod rates;
 mod render;
 mod ring;
 mod route;
@@ -34,6 +39,7 @@ mod search;
 mod select;
 #[cfg(test)]
 mod tests;
+mod trees;
 mod verify;
 
 pub use bound::{BoundKind, RateBound};
@@ -43,7 +49,8 @@ pub use index::Routing;
 pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
 pub use select::HostSelection;
-pub use verify::{Violation, verify};
+pub use trees::{PlannedTree, Trees, TreesLimit};
+pub use verify::{Violation, verify, verify_trees};
 
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use index::FabricIndex;
@@ -159,13 +166,43 @@ impl<'f> Planner<'f> {
     /// # Errors
     /// [`PlanError`] names the first condition that failed.
     pub fn plan(&self, hosts: &HostSelection, limits: &Limits) -> Result<Plan, PlanError> {
-        let hosts = hosts.resolve_with(self.fabric, &|name| self.index.find_host(self.fabric, name))?;
-        search::find_best(self.fabric, &self.index, &hosts, limits)
+        search::find_best(self.fabric, &self.index, &self.resolve(hosts)?, limits)
+    }
+
+    /// Plan up to `max_trees` trees that carry a share of each message each, where that takes less time than one. With
+    /// [`HostSelection::Rails`], trees use all adapters of a server.
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed: without a single tree there are no several.
+    ///
+    /// ```
+    /// use sumac::plan::{HostSelection, Limits, Planner};
+    /// use sumac::topo::{Rate, generate};
+    /// let rate = Rate::from_gbits(400.0);
+    /// let rails = generate::Rails { servers: 16, rails: 4, servers_per_leaf: 8, spines: 2, rate };
+    /// let fabric = generate::rails(rails)?;
+    /// let servers = fabric.servers().iter().map(|server| server.adapters.clone()).collect();
+    /// let trees = Planner::new(&fabric).plan_trees(&HostSelection::Rails(servers), &Limits::default(), 8)?;
+    /// assert_eq!((trees.trees.len(), trees.gbits), (4, 1600.0));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn plan_trees(&self, hosts: &HostSelection, limits: &Limits, max_trees: usize) -> Result<Trees, PlanError> {
+        trees::find(self.fabric, &self.index, (&self.resolve(hosts)?, limits), max_trees)
+    }
+
+    fn resolve(&self, hosts: &HostSelection) -> Result<select::Ranks, PlanError> {
+        hosts.resolve_with(self.fabric, &|name| self.index.find_host(self.fabric, name))
+    }
+
+    /// The predicted seconds of a message through a plan that was made within these limits.
+    pub fn seconds(&self, plan: &Plan, bytes: u64, limits: &Limits) -> f64 {
+        evaluate::Evaluation::new(self.fabric, plan, limits).seconds(bytes)
     }
 
     /// The rate that no plan for these ranks can beat on an idle fabric.
     pub fn rate_bound(&self, plan: &Plan, pricing: &Pricing) -> RateBound {
-        bound::rate_bound(self.fabric, &self.index, plan, pricing)
+        let ranks: Vec<&[HostId]> = plan.ranks.iter().map(|rank| std::slice::from_ref(&rank.host)).collect();
+        bound::rate_bound(self.fabric, &self.index, (&ranks, plan.prediction.gbits()), pricing)
     }
 
     /// Render what limits a plan's rate, beside a bound that no plan beats, and what is assumed: lines of text, each

@@ -6,6 +6,9 @@
 //! plan's stated figures, rate and predicted times are correct.
 
 mod price;
+mod trees;
+
+pub use trees::verify_trees;
 
 use super::{Child, Limits, Plan, Refusal, Routing};
 use crate::topo::{Device, Fabric, LinkId};
@@ -98,6 +101,34 @@ pub enum Violation {
         stated: f64,
         /// The actual value.
         actual: f64,
+    },
+    /// A tree has other ranks than the first one.
+    #[error("tree {tree} has another rank {rank} than the first tree")]
+    OtherRank {
+        /// The tree's index.
+        tree: usize,
+        /// The rank.
+        rank: usize,
+    },
+    /// Trees together exceed the rate of a cable or port, or the slots of a device.
+    #[error("the trees take {taken} of `{resource}`, which has {limit} {unit}")]
+    Overbooked {
+        /// The cable's ends or the device's switch.
+        resource: String,
+        /// What the trees take.
+        taken: f64,
+        /// What there is.
+        limit: f64,
+        /// Of what: `Gbit/s` or `slots`.
+        unit: &'static str,
+    },
+    /// A tree in a set of trees is wrong.
+    #[error("tree {tree}: {violation}")]
+    Tree {
+        /// The tree's index.
+        tree: usize,
+        /// What is wrong with it.
+        violation: Box<Violation>,
     },
     /// A figure that the plan states is wrong.
     #[error("the plan states {what} {stated}, but it is {actual}")]

@@ -4,7 +4,7 @@ use super::Search;
 use crate::plan::cost::{Bottleneck, first_chunk, seconds};
 use crate::plan::route::Load;
 use crate::topo::{LinkId, Uplink};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Where each rank enters a tree.
@@ -214,6 +214,29 @@ impl Draft {
         });
         let first = (Busiest::Cable(LinkId(0), 0), 0.0);
         cables.chain(ports).fold(first, |most, other| if other.1 > most.1 { other } else { most })
+    }
+
+    /// Where a host's own device would only forward what the host sends, the host enters at the next node.
+    pub(super) fn skip_single_ranks(&mut self, search: &Search<'_>) {
+        let is_own = |node: u32| search.fabric.switch(crate::topo::SwitchId(node)).is_device;
+        let has_below: BTreeSet<u32> = self.parents.values().map(|(parent, _)| *parent).collect();
+        let single = |(node, leaf): (&u32, &Leaf)| {
+            let forwards = leaf.ranks == 1 && is_own(*node) && !has_below.contains(node);
+            let fits = forwards && !self.places.routes.contains_key(&leaf.lowest);
+            fits.then_some((*node, leaf.lowest))
+        };
+        let singles: Vec<(u32, u32)> = self.places.leaves.iter().filter_map(single).collect();
+        let moves: Vec<_> =
+            singles.into_iter().filter_map(|(node, rank)| Some((rank, self.parents.remove(&node)?))).collect();
+        if moves.is_empty() {
+            return;
+        }
+        let places = Rc::make_mut(&mut self.places);
+        for (rank, (parent, route)) in moves {
+            places.ranks[rank as usize].1 = parent;
+            places.routes.insert(rank, route);
+        }
+        places.count(search);
     }
 
     /// Route the edges on the busiest cable anew while that helps.

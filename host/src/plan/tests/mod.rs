@@ -1,6 +1,7 @@
 //! Plans on generated fabrics and on a real one, against the verifier and against the optimum by brute force.
 
 mod brute;
+mod trees;
 
 use super::*;
 use crate::topo::tests::shared_input;
