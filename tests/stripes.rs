@@ -241,3 +241,36 @@ fn zero_copy_ranks_take_one_tree_and_tell_why() {
         },
     );
 }
+
+/// Eight hosts and eight devices below one leaf, each behind a port of the hosts' rate. Each device takes in eight
+/// contributions, so eight trees have eight times the rate of one, and the controller plans them unasked.
+#[test]
+fn devices_behind_ports_of_their_own_get_a_tree_each_unasked() {
+    let star = sumac::topo::generate::star(8, sumac::topo::Rate::from_gbits(100.0)).expect("a star");
+    let places = star.read_devices("[[device]]\nswitch = \"*\"\nport_gbits = 100\ncount = 8\n").expect("places");
+    let cluster = Cluster::on(star.with_devices(&places).expect("a fabric"), by_tree());
+    cluster.run("unasked", 8, over_udp, |comm| {
+        let trees = comm.trees();
+        assert_eq!(trees.shares, [125; 8], "{trees:?}");
+        assert_eq!(checked_sum(&comm, LARGE, 0).trees, 8);
+        comm.leave();
+    });
+    // Four of them, as requested; the plan says so.
+    cluster.run("asked", 8, over_trees(4), |comm| {
+        assert_eq!(checked_sum(&comm, LARGE, 0).trees, 4);
+        comm.leave();
+    });
+}
+
+/// Where one tree has the rate of the hosts' cables, there is one, whatever is requested, with the reason.
+#[test]
+fn further_trees_that_are_not_faster_are_not_planned() {
+    let cluster = Cluster::start(2, 2);
+    cluster.run("enough", 4, over_trees(3), |comm| {
+        let trees = comm.trees();
+        assert_eq!(trees.shares.len(), 1);
+        let why = trees.reason.expect("fewer than requested");
+        assert_eq!(why, "1 of 3 trees: these have the rate of the hosts' cables");
+        comm.leave();
+    });
+}

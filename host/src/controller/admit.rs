@@ -13,6 +13,7 @@ mod tree;
 
 pub(super) use paths::{Hop, NarrowPaths};
 pub(super) use request::{HostBlock, PlacementRequest};
+pub(super) use tree::{TreeSketch, sketch_trees};
 
 use super::ControllerConfig;
 use super::device::Device;

@@ -28,7 +28,7 @@ pub(super) struct JobSnapshot {
     pub(super) pinned: Vec<String>,
     lost_devices: Vec<Arc<Device>>,
     declined_devices: Vec<Arc<Device>>,
-    expression: Option<Tree>,
+    pub(super) expression: Option<Tree>,
     /// The hosts with a device of the job's own.
     pub(super) hosts: Vec<HostBlock>,
     pub(super) narrow: NarrowPaths,
@@ -81,9 +81,8 @@ impl Plan {
         if let (Goal::PlaceJob { .. }, Err(none)) = (&self.goal, &mut found) {
             none.wait_running = self.wait_running(config, none.wait.clone());
         }
-        if let (Goal::PlaceJob { .. } | Goal::Serve(_), Ok(placement)) = (&self.goal, &mut found) {
-            placement.trees = self.plan_trees(config, placement);
-        }
+        let is_for_job = matches!(self.goal, Goal::PlaceJob { .. } | Goal::Serve(_));
+        let found = if is_for_job { found.map(|first| self.plan_trees(config, first)) } else { found };
         PlanResult { plan: self, found }
     }
 

@@ -1,12 +1,12 @@
 //! Jobs on several trees: how many trees a job gets, and which devices are whose.
 //!
 //! Every tree but a job's own belongs to a stripe, which is a job too ([`StripeOf`]). The trees are planned together
-//! when the job starts, each on devices of its own, and the plan is part of the job's membership. A stripe that joins
-//! is then placed on the devices that were planned for it, or on others that no tree of the job uses if these have
-//! been lost.
+//! when the job starts: on a fabric as many as raise the predicted rate, and without one each on devices of its own.
+//! The plan is part of the job's membership. A stripe that joins is placed on the devices that were planned for it. If
+//! they are lost, it may use any that no other tree of the job has.
 //!
 //! Invariants:
-//! - trees of one job share no device;
+//! - trees of one job share no device, except where they were planned so;
 //! - a stripe evaluates the expression that its job has declared, so the bits do not depend on the number of trees;
 //! - stripes exist for a running job of the same tenant only, and at most as many as were planned. So a tenant's quota
 //!   of groups, which does not count them, bounds them too.
@@ -15,10 +15,12 @@ use super::State;
 use super::job::Job;
 use super::plan::Plan;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Placement, PlacementRequest};
+use crate::controller::admit::{Devices, Placement, PlacementRequest, TreeSketch, sketch_trees};
 use crate::controller::limits::TREES_MAX;
 use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, StripeStatus, Striping, stripe_name};
+use crate::plan::TreesLimit;
 use crate::schedule::tree::Tree;
+use crate::topo::Fabric;
 use std::collections::BTreeSet;
 use sumac_hal::ctrl::Order;
 
@@ -33,18 +35,21 @@ pub(in crate::controller) struct PlannedTrees {
 /// What the plan of a tree has to know of the job's other trees.
 #[derive(Debug, Clone, Default)]
 pub(super) struct SiblingTrees {
-    /// How many trees to plan, if the job is about to start.
-    wanted: u8,
-    /// The devices that were planned for this tree; empty if it may use any.
+    /// How many trees are requested, if the job is about to start; 0: as many as are faster.
+    wanted: Option<u8>,
+    /// Whether the tree is to be on the devices that were planned for it, and on no others.
+    is_first_view: bool,
+    /// The devices that were planned for this tree.
     planned: BTreeSet<String>,
     /// The devices of the other trees.
-    pub(super) taken: BTreeSet<String>,
+    taken: BTreeSet<String>,
 }
 
 impl SiblingTrees {
     /// Whether the tree may use a device.
     pub(super) fn allow(&self, device: &str) -> bool {
-        !self.taken.contains(device) && (self.planned.is_empty() || self.planned.contains(device))
+        self.planned.contains(device)
+            || !(self.is_first_view && !self.planned.is_empty() || self.taken.contains(device))
     }
 }
 
@@ -85,8 +90,8 @@ impl State {
         let is_new = job.placement.is_none();
         let (main, own) = job.stripe_of().map_or((name, 0), |stripe| (&stripe.job, stripe.index));
         if is_new && own == 0 {
-            let wanted = job.first().map_or(0, |member| member.request.terms.trees).min(TREES_MAX);
-            return SiblingTrees { wanted, ..SiblingTrees::default() };
+            let wanted = job.first().map(|member| member.request.terms.trees.min(TREES_MAX));
+            return SiblingTrees { wanted: wanted.filter(|_| job.world > 1), ..SiblingTrees::default() };
         }
         let mut taken = BTreeSet::new();
         for index in (0..TREES_MAX).filter(|&index| index != own) {
@@ -97,10 +102,9 @@ impl State {
             let groups = groups.chain(sibling.offer_claim.map(|(group, _)| group));
             taken.extend(groups.flat_map(|group| self.ledger.devices_of(group)).map(|device| device.name.clone()));
         }
-        // Later views may use any device that the other trees leave.
-        let first = self.jobs.get(main).filter(|_| is_new);
-        let planned = first.and_then(|job| job.trees.devices.get(usize::from(own)));
-        SiblingTrees { wanted: 0, planned: planned.cloned().unwrap_or_default(), taken }
+        let planned = self.jobs.get(main).and_then(|job| job.trees.devices.get(usize::from(own)));
+        let planned = planned.cloned().unwrap_or_default();
+        SiblingTrees { wanted: None, is_first_view: is_new, planned, taken }
     }
 }
 
@@ -125,61 +129,148 @@ impl State {
 }
 
 impl Plan {
-    /// Plan the further trees of a job that is about to start with `first`: each on devices that the others leave.
-    pub(super) fn plan_trees(&self, config: &ControllerConfig, first: &Placement) -> PlannedTrees {
-        let wanted = self.job.siblings.wanted;
-        let single = |reason: Option<String>| PlannedTrees {
-            striping: Striping { shares: Vec::new(), reason },
-            devices: Vec::new(),
-        };
-        if wanted < 2 {
-            return single(None);
+    /// Plan the further trees of a job that is about to start with `first`. Returns its first tree, with the plan; it is
+    /// another one if that leaves more to the others.
+    pub(super) fn plan_trees(&self, config: &ControllerConfig, mut first: Placement) -> Placement {
+        let Some(wanted) = self.job.siblings.wanted.filter(|&wanted| wanted != 1) else { return first };
+        if let Some(why) = self.needs_one_tree(&first) {
+            first.trees.striping.reason = Some(why).filter(|_| wanted > 1);
+            return first;
         }
-        if let Some(why) = self.needs_one_tree(first) {
-            return single(Some(why));
-        }
-        let requests = self.requests();
-        let order = requests.first().map_or(Order::Arrival, |request| request.order);
-        let expression = match order {
-            Order::Arrival => None,
-            _ => Tree::new(first.expression(), requests.len() as u32, order).ok(),
+        let planned = match &config.fabric {
+            Some(fabric) => self.trees_on_fabric(config, fabric, first, wanted),
+            None => self.trees_on_any_devices(config, first, wanted),
         };
-        let ledger = self.ledger.without_group_quota(self.tenant());
-        let (mut devices, reason) = match self.eligible_devices() {
-            Ok((devices, _)) => (devices, None),
-            Err(why) => return single(Some(why)),
+        planned.unwrap_or_else(|(mut first, why)| {
+            first.trees = PlannedTrees::default();
+            first.trees.striping.reason = Some(why).filter(|_| wanted > 1);
+            first
+        })
+    }
+
+    /// Plan the trees on the fabric: as many as raise the predicted rate.
+    fn trees_on_fabric(
+        &self,
+        config: &ControllerConfig,
+        fabric: &Fabric,
+        first: Placement,
+        wanted: u8,
+    ) -> Result<Placement, (Placement, String)> {
+        let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
+        let request = self.request_for_trees(&requests);
+        let devices = match self.free_devices() {
+            Ok(devices) => devices,
+            Err(why) => return Err((first, why)),
         };
-        let names = |placement: &Placement| -> BTreeSet<String> {
-            placement.nodes.iter().map(|node| node.device.name().to_owned()).collect()
+        let most = if wanted == 0 { TREES_MAX } else { wanted };
+        let sketched = sketch_trees((config, &self.index.planner(fabric)), &devices, &ledger, request, most);
+        let (sketches, limit) = match sketched {
+            Ok(sketched) => sketched,
+            Err(why) => return Err((first, why)),
         };
-        let mut planned =
-            PlannedTrees { striping: Striping { shares: vec![SHARE], reason }, devices: vec![names(first)] };
-        let request = PlacementRequest {
-            tenant: self.tenant(),
-            requests: &requests,
-            pinned: &[],
-            hosts: &[],
-            narrow: &self.job.narrow,
+        let mut reason = (sketches.len() < usize::from(wanted))
+            .then(|| format!("{} of {wanted} trees: {}", sketches.len(), describe_limit(limit)));
+        let mut trees = sketches.into_iter();
+        let Some(own) = trees.next().filter(|_| trees.len() > 0) else {
+            return Err((first, reason.unwrap_or_default()));
         };
-        while planned.devices.len() < usize::from(wanted) {
-            if let Some(used) = planned.devices.last() {
-                devices.retain(|name, device| !used.contains(name) && !used.contains(device.name()));
-            }
-            devices.retain(|_, device| !self.reservations.devices.contains_key(&device.key()));
-            let drafted = self.draft_exactly_on(config, &devices, &ledger, request);
-            match drafted.and_then(|placement| check_expression(expression.as_ref(), order, placement)) {
-                Ok(placement) => {
-                    planned.striping.shares.push(SHARE);
-                    planned.devices.push(names(&placement));
-                }
+        let on = |sketch: &TreeSketch| {
+            let mut devices = devices.clone();
+            devices.retain(|name, _| sketch.devices.contains(name));
+            self.draft_exactly_on(config, &devices, &ledger, request)
+        };
+        let mut first = match self.draft_in_order(on(&own), self.job.expression.as_ref()) {
+            Ok(first) => first,
+            // The job's declared order is that of the first tree, which it keeps.
+            Err(why) => return Err((first, why)),
+        };
+        let expression = self.expression_of(&first);
+        let mut planned = PlannedTrees::of(own);
+        for sketch in trees {
+            match self.draft_in_order(on(&sketch), expression.as_ref()) {
+                Ok(_) => planned.push(sketch),
                 Err(why) => {
-                    let trees = planned.devices.len();
-                    planned.striping.reason = Some(format!("{trees} of {wanted} trees: {why}"));
+                    reason = Some(format!("{} trees: {why}", planned.devices.len()));
                     break;
                 }
             }
         }
-        planned
+        planned.striping.reason = reason.filter(|_| wanted > 0);
+        first.trees = planned;
+        Ok(first)
+    }
+
+    /// Plan the trees without a fabric: as many as requested, each on devices that the others leave.
+    fn trees_on_any_devices(
+        &self,
+        config: &ControllerConfig,
+        mut first: Placement,
+        wanted: u8,
+    ) -> Result<Placement, (Placement, String)> {
+        let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
+        let request = self.request_for_trees(&requests);
+        let mut devices = match self.free_devices() {
+            Ok(devices) => devices,
+            Err(why) => return Err((first, why)),
+        };
+        let expression = self.expression_of(&first);
+        let sketch = |placement: &Placement| TreeSketch {
+            devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
+            share: SHARE,
+        };
+        let mut planned = PlannedTrees::of(sketch(&first));
+        while planned.devices.len() < usize::from(wanted) {
+            if let Some(used) = planned.devices.last() {
+                devices.retain(|name, _| !used.contains(name));
+            }
+            let drafted = self.draft_exactly_on(config, &devices, &ledger, request);
+            match self.draft_in_order(drafted, expression.as_ref()) {
+                Ok(placement) => planned.push(sketch(&placement)),
+                Err(why) => {
+                    planned.striping.reason = Some(format!("{} of {wanted} trees: {why}", planned.devices.len()));
+                    break;
+                }
+            }
+        }
+        first.trees = planned;
+        Ok(first)
+    }
+
+    /// The devices that a further tree may use now.
+    fn free_devices(&self) -> Result<Devices, String> {
+        let (mut devices, _) = self.eligible_devices()?;
+        devices.retain(|_, device| !self.reservations.devices.contains_key(&device.key()));
+        Ok(devices)
+    }
+
+    fn request_for_trees<'r>(&'r self, requests: &'r [&'r JoinRequest]) -> PlacementRequest<'r> {
+        let (tenant, narrow) = (self.tenant(), &self.job.narrow);
+        PlacementRequest { tenant, requests, pinned: &[], hosts: &[], narrow }
+    }
+
+    /// The expression that further trees have to evaluate, if the job has declared an order.
+    fn expression_of(&self, first: &Placement) -> Option<Tree> {
+        let order = self.order();
+        (order != Order::Arrival).then(|| Tree::new(first.expression(), first.ranks_len(), order).ok()).flatten()
+    }
+
+    fn order(&self) -> Order {
+        self.requests().first().map_or(Order::Arrival, |request| request.order)
+    }
+
+    /// Accept a draft only if it evaluates the expression, if there is one.
+    fn draft_in_order(
+        &self,
+        drafted: Result<Placement, String>,
+        expression: Option<&Tree>,
+    ) -> Result<Placement, String> {
+        let placement = drafted?;
+        let Some(declared) = expression else { return Ok(placement) };
+        if Tree::new(placement.expression(), placement.ranks_len(), self.order()).is_ok_and(|tree| tree == *declared) {
+            return Ok(placement);
+        }
+        let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
+        Err(format!("a tree on {} would reduce in a different order than the first one", devices.join(", ")))
     }
 
     /// Why the job cannot have several trees.
@@ -203,13 +294,24 @@ impl Plan {
 /// The share of each of several equal trees.
 const SHARE: u16 = 1;
 
-/// Accept a placement only if it evaluates the expression, if there is one.
-fn check_expression(expression: Option<&Tree>, order: Order, placement: Placement) -> Result<Placement, String> {
-    let Some(declared) = expression else { return Ok(placement) };
-    let ranks = placement.ranks_len();
-    if Tree::new(placement.expression(), ranks, order).is_ok_and(|tree| tree == *declared) {
-        return Ok(placement);
+impl PlannedTrees {
+    fn of(first: TreeSketch) -> Self {
+        let mut planned = Self::default();
+        planned.push(first);
+        planned
     }
-    let devices: Vec<&str> = placement.nodes.iter().map(|node| node.device.name()).collect();
-    Err(format!("a tree on {} would reduce in a different order than the first one", devices.join(", ")))
+
+    fn push(&mut self, tree: TreeSketch) {
+        self.striping.shares.push(tree.share);
+        self.devices.push(tree.devices);
+    }
+}
+
+fn describe_limit(limit: TreesLimit) -> String {
+    match limit {
+        TreesLimit::Cable { edges, .. } => format!("more are not faster on a cable that {edges} edges share"),
+        TreesLimit::Port { children, .. } => format!("more are not faster at a device's port with {children} children"),
+        TreesLimit::Window => "more are not faster by much, because the window limits each".into(),
+        _ => "these have the rate of the hosts' cables".into(),
+    }
 }
