@@ -1,8 +1,8 @@
 //! A communicator on several trees.
 //!
 //! Each further tree belongs to a **stripe**: a job of the same ranks with its own group, epochs, connections and
-//! recovery ([`Core`]). A large operation is divided into contiguous shares ([`super::shares`]), one a tree, which run at
-//! the same time, each on a thread of its own. Everything else takes the communicator's own tree.
+//! recovery ([`Core`]). A large operation is divided into contiguous shares ([`super::shares`]), one a tree, which run
+//! at the same time, each on a thread of its own. Everything else takes the communicator's own tree.
 //!
 //! ```text
 //!   all-reduce of 4 MiB                        a tree dies: its stripe alone changes its view,

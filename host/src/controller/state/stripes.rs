@@ -129,8 +129,8 @@ impl State {
 }
 
 impl Plan {
-    /// Plan the further trees of a job that is about to start with `first`. Returns its first tree, with the plan; it is
-    /// another one if that leaves more to the others.
+    /// Plan the further trees of a job that is about to start with `first`. Returns its first tree, with the plan. It
+    /// is another one if that leaves more to the others.
     pub(super) fn plan_trees(&self, config: &ControllerConfig, mut first: Placement) -> Placement {
         let Some(wanted) = self.job.siblings.wanted.filter(|&wanted| wanted != 1) else { return first };
         if let Some(why) = self.needs_one_tree(&first) {
