@@ -298,7 +298,7 @@ impl Placement {
     }
 
     /// Choose chunk and window for what is available, and whether results are multicast.
-    fn choose_sizes(
+    pub(super) fn choose_sizes(
         &mut self,
         config: &ControllerConfig,
         ledger: &ResourceLedger,

@@ -119,6 +119,7 @@ impl Plan {
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
+            trees: job.siblings.trees,
         };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
@@ -185,6 +186,7 @@ impl Plan {
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
+            trees: job.siblings.trees,
         };
         if let Some(other) = self.reservations.tenants.get(request.tenant) {
             return Err(format!("resources are reserved for job {other:?} of the same tenant"));

@@ -39,6 +39,8 @@ pub(super) struct SiblingTrees {
     wanted: Option<u8>,
     /// Whether the tree is to be on the devices that were planned for it, and on no others.
     is_first_view: bool,
+    /// How many trees the job has.
+    pub(super) trees: usize,
     /// The devices that were planned for this tree.
     planned: BTreeSet<String>,
     /// The devices of the other trees.
@@ -102,9 +104,9 @@ impl State {
             let groups = groups.chain(sibling.offer_claim.map(|(group, _)| group));
             taken.extend(groups.flat_map(|group| self.ledger.devices_of(group)).map(|device| device.name.clone()));
         }
-        let planned = self.jobs.get(main).and_then(|job| job.trees.devices.get(usize::from(own)));
-        let planned = planned.cloned().unwrap_or_default();
-        SiblingTrees { wanted: None, is_first_view: is_new, planned, taken }
+        let all = self.jobs.get(main).map(|job| &job.trees.devices);
+        let planned = all.and_then(|trees| trees.get(usize::from(own))).cloned().unwrap_or_default();
+        SiblingTrees { wanted: None, is_first_view: is_new, trees: all.map_or(1, Vec::len), planned, taken }
     }
 }
 
@@ -157,7 +159,7 @@ impl Plan {
         wanted: u8,
     ) -> Result<Placement, (Placement, String)> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
-        let request = self.request_for_trees(&requests);
+        let request = self.request_for_trees(&requests, 1);
         let devices = match self.free_devices() {
             Ok(devices) => devices,
             Err(why) => return Err((first, why)),
@@ -174,6 +176,7 @@ impl Plan {
         let Some(own) = trees.next().filter(|_| trees.len() > 0) else {
             return Err((first, reason.unwrap_or_default()));
         };
+        let request = PlacementRequest { trees: 1 + trees.len(), ..request };
         let on = |sketch: &TreeSketch| {
             let mut devices = devices.clone();
             devices.retain(|name, _| sketch.devices.contains(name));
@@ -208,7 +211,7 @@ impl Plan {
         wanted: u8,
     ) -> Result<Placement, (Placement, String)> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
-        let request = self.request_for_trees(&requests);
+        let request = self.request_for_trees(&requests, usize::from(wanted));
         let mut devices = match self.free_devices() {
             Ok(devices) => devices,
             Err(why) => return Err((first, why)),
@@ -232,6 +235,10 @@ impl Plan {
                 }
             }
         }
+        let resized = PlacementRequest { trees: planned.devices.len(), ..request };
+        if let Err(why) = first.choose_sizes(config, &self.ledger, resized) {
+            return Err((first, why));
+        }
         first.trees = planned;
         Ok(first)
     }
@@ -243,9 +250,9 @@ impl Plan {
         Ok(devices)
     }
 
-    fn request_for_trees<'r>(&'r self, requests: &'r [&'r JoinRequest]) -> PlacementRequest<'r> {
+    fn request_for_trees<'r>(&'r self, requests: &'r [&'r JoinRequest], trees: usize) -> PlacementRequest<'r> {
         let (tenant, narrow) = (self.tenant(), &self.job.narrow);
-        PlacementRequest { tenant, requests, pinned: &[], hosts: &[], narrow }
+        PlacementRequest { tenant, requests, pinned: &[], hosts: &[], narrow, trees }
     }
 
     /// The expression that further trees have to evaluate, if the job has declared an order.
