@@ -28,11 +28,13 @@ mod bound;
 mod cost;
 mod error;
 mod evaluate;
+mod explain;
 mod index;
 mod limits;
 mod moves;
 mod rates;
 mod render;
+mod report;
 mod ring;
 mod route;
 mod search;
@@ -45,9 +47,11 @@ mod verify;
 pub use bound::{BoundKind, RateBound};
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
 pub use error::PlanError;
+pub use explain::{Crossing, Explanation, OtherRoot, SizeTime, Way};
 pub use index::Routing;
 pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
+pub use report::Report;
 pub use select::HostSelection;
 pub use trees::{PlannedTree, Trees, TreesLimit};
 pub use verify::{Violation, verify, verify_trees};
@@ -211,10 +215,29 @@ impl<'f> Planner<'f> {
         plan.rate_text(self.fabric, bound, costs)
     }
 
+    /// Render trees for a terminal: what they reach together, and each tree. Lines of text, each ending in a newline.
+    pub fn trees_text(&self, trees: &Trees, costs: &FabricCosts) -> String {
+        trees.to_text(self.fabric, costs)
+    }
+
+    /// Trees for programs: the one JSON form of the library and the command.
+    pub fn report<'a>(&'a self, trees: &'a Trees) -> Report<'a> {
+        Report::new(self.fabric, trees)
+    }
+
+    /// Explain trees that were planned for these hosts within these limits: what other ways would take, and why other
+    /// roots lost.
+    ///
+    /// # Errors
+    /// [`PlanError`], as for the plan.
+    pub fn explain(&self, hosts: &HostSelection, limits: &Limits, trees: &Trees) -> Result<Explanation, PlanError> {
+        explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), trees)
+    }
+
     /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if
     /// two of them are not connected.
     pub fn ring_seconds(&self, plan: &Plan, bytes: u64, pricing: &Pricing) -> Option<f64> {
-        ring::seconds(self.fabric, &self.index, plan, bytes, pricing)
+        Some(ring::ring(self.fabric, &self.index, plan, pricing)?.seconds(bytes, pricing))
     }
 }
 

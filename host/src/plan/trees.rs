@@ -135,6 +135,20 @@ struct Set<'a> {
     trees: Vec<Rated>,
 }
 
+impl Trees {
+    /// The predicted time of a message within the limits of the plan.
+    pub(super) fn seconds(&self, fabric: &Fabric, limits: &Limits, bytes: u64) -> f64 {
+        if self.trees.len() == 1 || bytes <= u64::from(limits.pricing.costs.chunk_bytes) {
+            return Evaluation::new(fabric, &self.trees[0].plan, limits).seconds(bytes);
+        }
+        let one = |tree: &PlannedTree| {
+            let share = (bytes as f64 * tree.share).ceil() as u64;
+            Evaluation::new(fabric, &tree.plan, limits).seconds_at(share, 8e-9 / tree.gbits)
+        };
+        self.trees.iter().map(one).fold(0.0, f64::max)
+    }
+}
+
 impl Set<'_> {
     fn rate(&self) -> f64 {
         self.trees.iter().map(|tree| tree.rate).sum()

@@ -1,6 +1,8 @@
 //! Plans on generated fabrics and on a real one, against the verifier and against the optimum by brute force.
 
 mod brute;
+mod explain;
+mod routes;
 mod trees;
 
 use super::*;
@@ -43,7 +45,9 @@ fn real_superpod_plans_for_2_16_64_and_all_hosts() {
     let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
     for count in [2, 16, 64, 542] {
         let plan = planned(&fabric, HostSelection::First(count), &Limits::default());
-        assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 1, true), "{count} hosts");
+        assert_eq!((plan.levels, plan.max_link_sharing), (2, 1), "{count} hosts");
+        // The bound has a root with two children, and more leaves need more.
+        assert!(plan.gap < 0.05, "{count} hosts: within {} of the bound", plan.gap);
         assert_eq!(plan.ranks.len(), count);
         for rank in &plan.ranks {
             let leaf = plan.nodes[rank.leaf].switch;
