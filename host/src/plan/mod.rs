@@ -173,6 +173,32 @@ impl<'f> Planner<'f> {
         search::find_best(self.fabric, &self.index, &self.resolve(hosts)?, limits)
     }
 
+    /// Plan anew after a failure. Children stay with the nodes that they had in the earlier plan, by name, if the tree
+    /// then takes at most `1 + slack` times as long as the best one (in the geometric mean over the sizes); otherwise
+    /// this is [`Planner::plan`].
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed.
+    pub fn replan(
+        &self,
+        hosts: &HostSelection,
+        limits: &Limits,
+        earlier: &Plan,
+        slack: f64,
+    ) -> Result<Plan, PlanError> {
+        let ranks = self.resolve(hosts)?;
+        search::repair::find_near(self.fabric, &self.index, (&ranks, limits), (earlier, slack))
+    }
+
+    /// A plan that was made for these hosts within these limits, as the only one of several trees: with its rate beside
+    /// the bound.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the hosts are not known.
+    pub fn single(&self, hosts: &HostSelection, limits: &Limits, plan: Plan) -> Result<Trees, PlanError> {
+        Ok(trees::alone(self.fabric, &self.index, (&self.resolve(hosts)?, limits), plan))
+    }
+
     /// Plan up to `max_trees` trees that carry a share of each message each, where that takes less time than one. With
     /// [`HostSelection::Rails`], trees use all adapters of a server.
     ///

@@ -127,6 +127,17 @@ pub(super) fn find(
     Ok(found.finish(least, limited_by))
 }
 
+/// One planned tree, as trees.
+pub(super) fn alone(fabric: &Fabric, index: &FabricIndex, (ranks, limits): (&Ranks, &Limits), plan: Plan) -> Trees {
+    let mut found = Set { fabric, limits, capacities: Capacities::new(fabric, limits), trees: Vec::new() };
+    found.try_plan(plan);
+    let adapters: Vec<&[HostId]> = ranks.iter().collect();
+    let bound = bound::rate_bound(fabric, index, (&adapters, found.gbits()), &limits.pricing);
+    let is_met = found.gbits() >= bound.gbits * (1.0 - TOLERANCE);
+    let limited_by = if is_met { TreesLimit::Bound } else { found.limit() };
+    found.finish(bound, limited_by)
+}
+
 /// The trees so far.
 struct Set<'a> {
     fabric: &'a Fabric,

@@ -17,6 +17,7 @@ mod build;
 pub(super) mod disjoint;
 mod draft;
 mod exact;
+pub(super) mod repair;
 mod roots;
 mod shapes;
 mod split;

@@ -2,6 +2,7 @@
 
 mod brute;
 mod explain;
+mod replan;
 mod routes;
 mod trees;
 
