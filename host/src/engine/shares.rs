@@ -196,7 +196,7 @@ mod tests {
         let shares = [Share { tree: 0, elements: 0..10 }, Share { tree: 3, elements: 10..30 }];
         let combine = |second| combine_outputs(shares.iter().zip([None, second]));
         let some = |runs: &[Range<u64>]| Some(OutputState::Elements(runs.to_vec()));
-        assert_eq!(Some(combine(None)), some(&[0..30]));
+        assert_eq!(Some(combine(None)), some(std::slice::from_ref(&(0..30))));
         assert_eq!(Some(combine(some(&[2..4, 6..20]))), some(&[0..10, 12..14, 16..30]));
         assert_eq!(combine(Some(OutputState::Unspecified)), OutputState::Unspecified);
     }

@@ -136,13 +136,16 @@ pub enum Routing {
     UpDown,
     /// All shortest routes, for fabrics in which up*/down* routes do not suffice.
     Shortest,
+    /// Those of the fabric's forwarding tables, on the way up.
+    Tables,
 }
 
 impl Routing {
     pub(super) const fn turn(self, turn: Turn) -> Turn {
         match self {
             Self::UpDown => turn,
-            Self::Shortest => Turn::Flat,
+            // Trees are drafted over all routes, and laid over those of the tables then.
+            Self::Shortest | Self::Tables => Turn::Flat,
         }
     }
 }

@@ -28,11 +28,13 @@ mod bound;
 mod cost;
 mod error;
 mod evaluate;
+mod explain;
 mod index;
 mod limits;
 mod moves;
 mod rates;
 mod render;
+mod report;
 mod ring;
 mod route;
 mod search;
@@ -45,9 +47,11 @@ mod verify;
 pub use bound::{BoundKind, RateBound};
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
 pub use error::PlanError;
+pub use explain::{Crossing, Explanation, OtherRoot, SizeTime, Way};
 pub use index::Routing;
 pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
+pub use report::Report;
 pub use select::HostSelection;
 pub use trees::{PlannedTree, Trees, TreesLimit};
 pub use verify::{Violation, verify, verify_trees};
@@ -169,6 +173,32 @@ impl<'f> Planner<'f> {
         search::find_best(self.fabric, &self.index, &self.resolve(hosts)?, limits)
     }
 
+    /// Plan anew after a failure. Children stay with the nodes that they had in the earlier plan, by name, if the tree
+    /// then takes at most `1 + slack` times as long as the best one (in the geometric mean over the sizes); otherwise
+    /// this is [`Planner::plan`].
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed.
+    pub fn replan(
+        &self,
+        hosts: &HostSelection,
+        limits: &Limits,
+        earlier: &Plan,
+        slack: f64,
+    ) -> Result<Plan, PlanError> {
+        let ranks = self.resolve(hosts)?;
+        search::repair::find_near(self.fabric, &self.index, (&ranks, limits), (earlier, slack))
+    }
+
+    /// A plan that was made for these hosts within these limits, as the only one of several trees: with its rate beside
+    /// the bound.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the hosts are not known.
+    pub fn single(&self, hosts: &HostSelection, limits: &Limits, plan: Plan) -> Result<Trees, PlanError> {
+        Ok(trees::alone(self.fabric, &self.index, (&self.resolve(hosts)?, limits), plan))
+    }
+
     /// Plan up to `max_trees` trees that carry a share of each message each, where that takes less time than one. With
     /// [`HostSelection::Rails`], trees use all adapters of a server.
     ///
@@ -211,10 +241,29 @@ impl<'f> Planner<'f> {
         plan.rate_text(self.fabric, bound, costs)
     }
 
+    /// Render trees for a terminal: what they reach together, and each tree. Lines of text, each ending in a newline.
+    pub fn trees_text(&self, trees: &Trees, costs: &FabricCosts) -> String {
+        trees.to_text(self.fabric, costs)
+    }
+
+    /// Trees for programs: the one JSON form of the library and the command.
+    pub fn report<'a>(&'a self, trees: &'a Trees) -> Report<'a> {
+        Report::new(self.fabric, trees)
+    }
+
+    /// Explain trees that were planned for these hosts within these limits: what other ways would take, and why other
+    /// roots lost.
+    ///
+    /// # Errors
+    /// [`PlanError`], as for the plan.
+    pub fn explain(&self, hosts: &HostSelection, limits: &Limits, trees: &Trees) -> Result<Explanation, PlanError> {
+        explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), trees)
+    }
+
     /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if
     /// two of them are not connected.
     pub fn ring_seconds(&self, plan: &Plan, bytes: u64, pricing: &Pricing) -> Option<f64> {
-        ring::seconds(self.fabric, &self.index, plan, bytes, pricing)
+        Some(ring::ring(self.fabric, &self.index, plan, pricing)?.seconds(bytes, pricing))
     }
 }
 

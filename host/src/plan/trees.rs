@@ -127,12 +127,37 @@ pub(super) fn find(
     Ok(found.finish(least, limited_by))
 }
 
+/// One planned tree, as trees.
+pub(super) fn alone(fabric: &Fabric, index: &FabricIndex, (ranks, limits): (&Ranks, &Limits), plan: Plan) -> Trees {
+    let mut found = Set { fabric, limits, capacities: Capacities::new(fabric, limits), trees: Vec::new() };
+    found.try_plan(plan);
+    let adapters: Vec<&[HostId]> = ranks.iter().collect();
+    let bound = bound::rate_bound(fabric, index, (&adapters, found.gbits()), &limits.pricing);
+    let is_met = found.gbits() >= bound.gbits * (1.0 - TOLERANCE);
+    let limited_by = if is_met { TreesLimit::Bound } else { found.limit() };
+    found.finish(bound, limited_by)
+}
+
 /// The trees so far.
 struct Set<'a> {
     fabric: &'a Fabric,
     limits: &'a Limits,
     capacities: Capacities<'a>,
     trees: Vec<Rated>,
+}
+
+impl Trees {
+    /// The predicted time of a message within the limits of the plan.
+    pub(super) fn seconds(&self, fabric: &Fabric, limits: &Limits, bytes: u64) -> f64 {
+        if self.trees.len() == 1 || bytes <= u64::from(limits.pricing.costs.chunk_bytes) {
+            return Evaluation::new(fabric, &self.trees[0].plan, limits).seconds(bytes);
+        }
+        let one = |tree: &PlannedTree| {
+            let share = (bytes as f64 * tree.share).ceil() as u64;
+            Evaluation::new(fabric, &tree.plan, limits).seconds_at(share, 8e-9 / tree.gbits)
+        };
+        self.trees.iter().map(one).fold(0.0, f64::max)
+    }
 }
 
 impl Set<'_> {

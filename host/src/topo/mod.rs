@@ -30,6 +30,7 @@ mod natural;
 mod netq;
 mod rate;
 mod read;
+pub(crate) mod routes;
 mod select;
 mod servers;
 pub(crate) mod similar;
@@ -48,6 +49,7 @@ pub use inside::{Inside, InsideAdapter, InsideGpu, Locality, NvLink};
 pub use natural::natural_cmp;
 pub use rate::Rate;
 pub use read::{FILE_MAX_BYTES, Format};
+pub use routes::{Routes, RoutesError};
 pub use select::{Selection, Taken, Unit, Which};
 pub use servers::{KnownBy, Server};
 

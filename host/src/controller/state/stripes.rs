@@ -143,7 +143,8 @@ impl Plan {
             Some(fabric) => self.trees_on_fabric(config, fabric, first, wanted),
             None => self.trees_on_any_devices(config, first, wanted),
         };
-        planned.unwrap_or_else(|(mut first, why)| {
+        planned.unwrap_or_else(|single| {
+            let (mut first, why) = *single;
             first.trees = PlannedTrees::default();
             first.trees.striping.reason = Some(why).filter(|_| wanted > 1);
             first
@@ -157,24 +158,24 @@ impl Plan {
         fabric: &Fabric,
         first: Placement,
         wanted: u8,
-    ) -> Result<Placement, (Placement, String)> {
+    ) -> Result<Placement, Box<(Placement, String)>> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
         let request = self.request_for_trees(&requests, 1);
         let devices = match self.free_devices() {
             Ok(devices) => devices,
-            Err(why) => return Err((first, why)),
+            Err(why) => return Err(Box::new((first, why))),
         };
         let most = if wanted == 0 { TREES_MAX } else { wanted };
         let sketched = sketch_trees((config, &self.index.planner(fabric)), &devices, &ledger, request, most);
         let (sketches, limit) = match sketched {
             Ok(sketched) => sketched,
-            Err(why) => return Err((first, why)),
+            Err(why) => return Err(Box::new((first, why))),
         };
         let mut reason = (sketches.len() < usize::from(wanted))
             .then(|| format!("{} of {wanted} trees: {}", sketches.len(), describe_limit(limit)));
         let mut trees = sketches.into_iter();
         let Some(own) = trees.next().filter(|_| trees.len() > 0) else {
-            return Err((first, reason.unwrap_or_default()));
+            return Err(Box::new((first, reason.unwrap_or_default())));
         };
         let request = PlacementRequest { trees: 1 + trees.len(), ..request };
         let on = |sketch: &TreeSketch| {
@@ -185,7 +186,7 @@ impl Plan {
         let mut first = match self.draft_in_order(on(&own), self.job.expression.as_ref()) {
             Ok(first) => first,
             // The job's declared order is that of the first tree, which it keeps.
-            Err(why) => return Err((first, why)),
+            Err(why) => return Err(Box::new((first, why))),
         };
         let expression = self.expression_of(&first);
         let mut planned = PlannedTrees::of(own);
@@ -209,12 +210,12 @@ impl Plan {
         config: &ControllerConfig,
         mut first: Placement,
         wanted: u8,
-    ) -> Result<Placement, (Placement, String)> {
+    ) -> Result<Placement, Box<(Placement, String)>> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
         let request = self.request_for_trees(&requests, usize::from(wanted));
         let mut devices = match self.free_devices() {
             Ok(devices) => devices,
-            Err(why) => return Err((first, why)),
+            Err(why) => return Err(Box::new((first, why))),
         };
         let expression = self.expression_of(&first);
         let sketch = |placement: &Placement| TreeSketch {
@@ -237,7 +238,7 @@ impl Plan {
         }
         let resized = PlacementRequest { trees: planned.devices.len(), ..request };
         if let Err(why) = first.choose_sizes(config, &self.ledger, resized) {
-            return Err((first, why));
+            return Err(Box::new((first, why)));
         }
         first.trees = planned;
         Ok(first)

@@ -17,6 +17,7 @@ mod build;
 pub(super) mod disjoint;
 mod draft;
 mod exact;
+pub(super) mod repair;
 mod roots;
 mod shapes;
 mod split;
@@ -31,7 +32,7 @@ use attach::Entry;
 use disjoint::Shape;
 use draft::{Draft, Price};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
 /// Find the best tree for the ranks.
@@ -41,8 +42,8 @@ pub(super) fn find_best(
     ranks: &Ranks,
     limits: &Limits,
 ) -> Result<Plan, PlanError> {
-    let (search, best, is_exact) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
-    Ok(search.finish(best, is_exact, &mut Load::new(&limits.pricing, &search.byte_s)))
+    let (search, best, outcome) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
+    Ok(search.finish(best, outcome.is_exact, &mut Load::new(&limits.pricing, &search.byte_s)))
 }
 
 /// Find the best tree on what other trees of the same ranks leave: `rest` are the limits and the seconds per byte of
@@ -57,7 +58,8 @@ pub(super) fn find_further(
     let (mut search, mut best) = match shape {
         None => find(fabric, index, (ranks, rest), byte_s).map(|(search, best, _)| (search, best))?,
         Some(shape) => {
-            let search = Search::new(fabric, index, (ranks, rest), (Routing::Shortest, byte_s.to_vec()))?;
+            let routing = if rest.pricing.routes.is_some() { Routing::Tables } else { Routing::Shortest };
+            let search = Search::new(fabric, index, (ranks, rest), (routing, byte_s.to_vec()))?;
             let best = search.shaped(shape)?;
             (search, best)
         }
@@ -77,17 +79,59 @@ fn find<'a>(
     index: &'a FabricIndex,
     job: (&'a Ranks, &'a Limits),
     byte_s: &[f64],
-) -> Result<(Search<'a>, Candidate, bool), PlanError> {
+) -> Result<(Search<'a>, Candidate, Outcome), PlanError> {
     let run = |routing| {
         let search = Search::new(fabric, index, job, (routing, byte_s.to_vec()))?;
-        let (best, is_exact) = search.run()?;
-        Ok((search, best, is_exact))
+        let (best, outcome) = search.run()?;
+        Ok((search, best, outcome))
     };
+    if job.1.pricing.routes.is_some() {
+        return run(Routing::Tables);
+    }
     match run(Routing::UpDown) {
         // Routes that go down and up again are better than none.
         Err(PlanError::Disconnected { .. } | PlanError::Isolated { .. }) => run(Routing::Shortest),
         found => found,
     }
+}
+
+/// A root that was considered, and its best tree.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RunnerUp {
+    pub(super) root: SwitchId,
+    /// `None` if a lower bound ruled it out before a tree was built.
+    pub(super) best: Option<RootBest>,
+}
+
+/// The best tree of a root.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RootBest {
+    pub(super) times: [f64; 2],
+    pub(super) levels: usize,
+    /// The busiest cable and the edges on it, if a cable is the bottleneck.
+    pub(super) busiest: Option<(LinkId, u32)>,
+}
+
+/// All roots that the search considers, the fastest first.
+pub(super) fn runners_up(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    ranks: &Ranks,
+    limits: &Limits,
+) -> Result<Vec<RunnerUp>, PlanError> {
+    let (.., outcome) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
+    let product = |one: &RunnerUp| one.best.as_ref().map_or(f64::INFINITY, |best| best.times[0] * best.times[1]);
+    let all = outcome.roots.into_iter().map(|(root, best)| RunnerUp { root: SwitchId(root), best });
+    let mut all: Vec<RunnerUp> = all.collect();
+    all.sort_by(|a, b| product(a).total_cmp(&product(b)).then(a.root.cmp(&b.root)));
+    Ok(all)
+}
+
+/// What a search yields beside its best tree.
+struct Outcome {
+    /// Whether all trees were compared.
+    is_exact: bool,
+    roots: BTreeMap<u32, Option<RootBest>>,
 }
 
 /// The limits of each switch's node; those without children cannot be one.
@@ -217,17 +261,19 @@ impl<'a> Search<'a> {
         route(self.index, self.routing, &distances, from, load)
     }
 
-    /// The best tree, and whether all were compared.
-    fn run(&self) -> Result<(Candidate, bool), PlanError> {
+    /// The best tree, and what else was found.
+    fn run(&self) -> Result<(Candidate, Outcome), PlanError> {
         let mut load = Load::new(&self.limits.pricing, &self.byte_s);
         let mut found = Found::default();
         for places in self.attachments(&mut load) {
             let places = Rc::new(places);
             self.try_roots(&places, &mut load, &mut found);
-            self.try_all(&places, &mut load, &mut found);
+            if self.routing != Routing::Tables {
+                self.try_all(&places, &mut load, &mut found);
+            }
         }
         match self.choose(found.candidates) {
-            Some(best) => Ok((best, found.is_exact)),
+            Some(best) => Ok((best, Outcome { is_exact: found.is_exact, roots: found.roots })),
             None => Err(found.error.unwrap_or_else(|| self.disconnected())),
         }
     }
@@ -248,8 +294,14 @@ impl<'a> Search<'a> {
     /// Price a draft, and keep it if none is better.
     fn consider(&self, mut draft: Draft, load: &mut Load<'_>, found: &mut Found) {
         draft.skip_single_ranks(self);
-        draft.reroute(self, load);
-        let draft = match self.split(draft, load) {
+        if self.routing != Routing::Tables {
+            draft.reroute(self, load);
+        }
+        let split = self.split(draft, load).and_then(|draft| match &self.limits.pricing.routes {
+            Some(routes) => draft.follow(self, routes).ok_or_else(|| self.disconnected()),
+            None => Ok(draft),
+        });
+        let draft = match split {
             Ok(draft) => draft,
             Err(error) => {
                 found.error.get_or_insert(error);
@@ -291,10 +343,25 @@ struct Found {
     error: Option<PlanError>,
     /// Whether all trees were compared.
     is_exact: bool,
+    /// The best tree of each root; `None` for one that a lower bound ruled out.
+    roots: BTreeMap<u32, Option<RootBest>>,
 }
 
 impl Found {
+    fn note(&mut self, new: &Candidate) {
+        let product = |times: [f64; 2]| times[0] * times[1];
+        let entry = self.roots.entry(new.draft.root).or_default();
+        if entry.as_ref().is_none_or(|best| product(new.price.times) < product(best.times)) {
+            let busiest = match new.price.bottleneck {
+                draft::Busiest::Cable(link, edges) => Some((link, edges)),
+                draft::Busiest::Port(..) => None,
+            };
+            *entry = Some(RootBest { times: new.price.times, levels: new.draft.levels(), busiest });
+        }
+    }
+
     fn add(&mut self, new: Candidate) {
+        self.note(&new);
         let product = new.price.times[0] * new.price.times[1];
         let best = self.best();
         if product < best * (1.0 - EQUAL) {
