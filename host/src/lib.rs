@@ -168,7 +168,7 @@ pub mod harness {
 pub use comm::{
     BUCKET_BYTES, Buffer, Buffers, CallOptions, Canceller, Cart, Communicator, CreationError, Element, Error, Handle,
     JoinConfig, JoinError, MessageHandle, Outcome, OwnedBuffer, ShrinkError, Slowest, SplitError, StartError,
-    Straggler, Transfer, WaitError,
+    Straggler, Transfer, Trees, WaitError,
 };
 #[expect(deprecated, reason = "the old name works for one more release")]
 pub use controller::proto::Attach;

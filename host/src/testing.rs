@@ -252,8 +252,11 @@ impl LocalCluster {
     /// Return the numbers of the devices that trees of running jobs use, in ascending order.
     pub fn devices_in_use(&self) -> Vec<usize> {
         let jobs = status(self.operator_addr()).map(|report| report.jobs).unwrap_or_default();
-        let used: Vec<String> =
-            jobs.into_iter().filter_map(|job| job.tree?.ok()).flat_map(|tree| tree.devices).collect();
+        let trees = jobs.into_iter().flat_map(|job| {
+            let further = job.stripes.into_iter().filter_map(|stripe| stripe.tree.ok());
+            job.tree.and_then(Result::ok).into_iter().chain(further)
+        });
+        let used: Vec<String> = trees.flat_map(|tree| tree.devices).collect();
         (0..self.names.len()).filter(|&device| used.contains(&self.names[device])).collect()
     }
 

@@ -73,8 +73,18 @@ impl Cluster {
     ) -> Self {
         let spines = usize::from(leaves > 1);
         let fabric = Fabric::leaf_spine(LeafSpine { leaves, spines, hosts_per_leaf: hosts, cables: 1, rate: None });
-        let fabric = fabric.expect("a valid shape");
-        let names: Vec<String> = fabric.switches().iter().map(|switch| switch.name.clone()).collect();
+        Self::start_on(fabric.expect("a valid shape"), config, configure)
+    }
+
+    #[allow(dead_code)]
+    /// Start a fabric with a device at each place that it has for one.
+    pub(crate) fn on(fabric: Fabric, config: ControllerConfig) -> Self {
+        Self::start_on(fabric, config, |_| {})
+    }
+
+    fn start_on(fabric: Fabric, config: ControllerConfig, configure: impl Fn(&mut BoardConfig)) -> Self {
+        let places = fabric.switches().iter().filter(|switch| switch.aggregation.is_some());
+        let names: Vec<String> = places.map(|switch| switch.name.clone()).collect();
         let config = ControllerConfig { fabric: Some(fabric), ..config };
         let controller = Controller::start(config).expect("a controller on loopback");
         let boards = names.into_iter().map(|name| board(name, controller.local_addr(), &configure)).collect();

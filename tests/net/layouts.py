@@ -116,6 +116,24 @@ def narrow(build):
     return narrow_router
 
 
+def behind_ports(count):
+    """Eight ranks, and so many devices, each behind a port of its own."""
+
+    def devices_behind_ports(folder, sumac, network):
+        hosts = [f"rank{number}" for number in range(8)]
+        devices = [f"dpu{number}" for number in range(count)]
+        network.add_switch("switch")
+        network.add_host("controller", 1)
+        for number, host in enumerate([*hosts, *devices]):
+            network.add_host(host, 10 + number)
+        fabric = namespaces.write_ports(os.path.join(folder, "fabric.toml"), hosts, devices)
+        options = ["--lease", str(LEASE_S), "--topology", fabric]
+        return Parts(sumac, folder, network, {device: [] for device in devices}, options, {"SUMAC_HOST": "{host}"})
+
+    devices_behind_ports.__name__ = f"{count}_devices_behind_ports"
+    return devices_behind_ports
+
+
 def shared_hosts(folder, sumac, network):
     """Two hosts for ranks, and one device, elsewhere."""
     add_hosts(network, {"controller": 1, "leaf": 2})

@@ -138,6 +138,16 @@ class Parts:
 
         return wait_for("a tree of the job", devices)
 
+    def trees_of_the_job(self):
+        """Return the group and the view of each tree of the job, by the first of its devices."""
+
+        def trees():
+            jobs = [job for job in (self.status() or {"jobs": []})["jobs"] if job.get("tree")]
+            found = [tree for job in jobs for tree in (job, *job["stripes"]) if "Ok" in tree["tree"]]
+            return {tree["tree"]["Ok"]["devices"][0]: (tree["tree"]["Ok"]["group"], tree["view"]) for tree in found}
+
+        return wait_for("a tree of the job", trees)
+
     def packet_lens(self):
         """Return how long the packets of each tree until now are, in bytes."""
         log = read(os.path.join(self.folder, "controller.log"))

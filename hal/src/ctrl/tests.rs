@@ -43,9 +43,9 @@ fn frame<M: Serialize>(message: &M) -> Vec<u8> {
     encode(message, &mut [0; 1024]).unwrap().to_vec()
 }
 
-/// Version 14, byte for byte. Any change requires a new version.
+/// Version 15, byte for byte. Any change requires a new version.
 #[test]
-fn version_14_encodes_to_golden_bytes() {
+fn version_15_encodes_to_golden_bytes() {
     let install = frame(&Envelope { id: 1, message: Request::InstallTree(tree()) });
     let create = frame(&Envelope { id: 2, message: Request::CreateGroup(group()) });
     let refused = frame(&Envelope { id: 2, message: Response::Refused(Refusal::NoSlots { need: 64 }) });
@@ -61,14 +61,14 @@ fn version_14_encodes_to_golden_bytes() {
     assert_eq!([probe, path].map(|bytes| hex(&bytes)), [GOLDEN_PROBE, GOLDEN_PATH]);
 }
 
-const GOLDEN_INSTALL: &str = "53630e00180000007cdd17f4010105010200007f000001b725010703c80102ac02ffff03";
-const GOLDEN_CREATE: &str = "53630e005000000012a895b70203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
-const GOLDEN_REFUSED: &str = "53630e0004000000a8b74e9102020740";
-const GOLDEN_REJECTED: &str = "53630e000d0000001316f2310308000100007f000001b72501";
-const GOLDEN_PROBE: &str = "53630e0004000000b0f533e6040aac02";
-const GOLDEN_PATH: &str = "53630e0005000000b51e5014040401c00b";
+const GOLDEN_INSTALL: &str = "53630f0018000000d9a6413f010105010200007f000001b725010703c80102ac02ffff03";
+const GOLDEN_CREATE: &str = "53630f0050000000b7d3c37c0203b424050102020909090909090909090909090909090988ef99abc5e88c9111010000efff0102a09c01010108aab3022040e00ad804b0ea01d00fa08d06c096b10209010080808080808080808001";
+const GOLDEN_REFUSED: &str = "53630f00040000000dcc185a02020740";
+const GOLDEN_REJECTED: &str = "53630f000d000000b66da4fa0308000100007f000001b72501";
+const GOLDEN_PROBE: &str = "53630f0004000000b0f533e6040aac02";
+const GOLDEN_PATH: &str = "53630f0005000000b51e5014040401c00b";
 const GOLDEN_TICKET: &str =
-    "53630e0024000000f2130080016aac020505050505050505050505050505050505050505050505050505050505050505";
+    "53630f00240000005768564b016aac020505050505050505050505050505050505050505050505050505050505050505";
 
 #[test]
 fn announce_and_stats_round_trip() {

@@ -114,6 +114,7 @@ impl Bench<'_> {
             times_ns: Vec::with_capacity(self.iterations as usize),
             wrong: 0,
             path: None,
+            trees: None,
             fallback: None,
             wire_bytes: 0,
             cpu_ns: 0,
@@ -258,6 +259,7 @@ fn nanos(time: Duration) -> u64 {
 
 fn add(sum: &mut Measured, outcome: Outcome) {
     sum.path = Some(outcome.path);
+    sum.trees = sum.trees.into_iter().chain([outcome.trees]).min();
     sum.fallback = sum.fallback.take().or(outcome.fallback);
     sum.wire_bytes += outcome.wire_bytes;
     sum.retransmits += outcome.retransmits;

@@ -68,16 +68,24 @@ impl FabricArgs {
 
 /// Read what is inside a server.
 fn read_inside(path: &Path) -> anyhow::Result<Inside> {
+    Inside::from_nccl(&read_text(path)?).with_context(|| path.display().to_string())
+}
+
+/// Read a text file of limited length.
+///
+/// # Errors
+/// A message that names the file.
+pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
     let context = || path.display().to_string();
     let file = std::fs::File::open(path).with_context(context)?;
     let mut text = String::new();
-    file.take(INSIDE_MAX_BYTES + 1).read_to_string(&mut text).with_context(context)?;
-    ensure!(text.len() as u64 <= INSIDE_MAX_BYTES, "{}: more than {} MiB", path.display(), INSIDE_MAX_BYTES >> 20);
-    Inside::from_nccl(&text).with_context(context)
+    file.take(TEXT_MAX_BYTES + 1).read_to_string(&mut text).with_context(context)?;
+    ensure!(text.len() as u64 <= TEXT_MAX_BYTES, "{}: more than {} MiB", path.display(), TEXT_MAX_BYTES >> 20);
+    Ok(text)
 }
 
-/// The longest topology of a server in bytes.
-const INSIDE_MAX_BYTES: u64 = 16 << 20;
+/// The longest file beside a fabric's, in bytes.
+const TEXT_MAX_BYTES: u64 = 16 << 20;
 
 /// The hosts of a tree.
 #[derive(Debug, Args)]

@@ -1,16 +1,18 @@
 //! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
 
 use crate::exit::Failure;
-use crate::fabric::{FabricArgs, HostArgs};
+use crate::fabric::{FabricArgs, HostArgs, read_text};
 use crate::size::SizeBytes;
-use anyhow::anyhow;
+use anyhow::{Context, anyhow};
 use clap::Args;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::{self, Write};
-use sumac::plan::{HostSelection, Limits, Plan, Planner, Pricing, Size};
-use sumac::topo::{Device, Fabric, LinkId};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use sumac::plan::{Explanation, HostSelection, Limits, Planner, Pricing, Report, Size, Trees};
+use sumac::topo::{Device, DevicePlace, Fabric, HostId, LinkId, Taken};
 
 /// `sumac plan`.
 #[derive(Debug, Args)]
@@ -25,10 +27,27 @@ pub(crate) struct PlanArgs {
     /// Plan for messages of this size, such as 64K; default: for 8 B and for 16 MiB, and the tree that serves both best
     #[arg(long, value_name = "BYTES")]
     size: Option<SizeBytes>,
-    /// Plan without this switch, host, or cable (one of its ends, as SWITCH:PORT), and list what moves; repeatable
+    /// Plan up to N trees that carry a share of each message each, where that is faster than one; a server's adapters
+    /// are all used
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=256))]
+    trees: u16,
+    /// Where devices are: `switches` for one in each switch, `hosts` for a DPU at the port of each selected host, or a
+    /// TOML file that lists them; default: as the fabric's file says
+    #[arg(long, value_name = "FILE|switches|hosts")]
+    devices: Option<String>,
+    /// The fabric's forwarding tables, as `dump_lfts` prints them: edges are counted on the cables that they take;
+    /// default: shortest up*/down* routes
+    #[arg(long, value_name = "FILE")]
+    routes: Option<PathBuf>,
+    /// Plan without this switch, host, or cable (one of its ends, as SWITCH:PORT), and list what moves; repeatable. A
+    /// tree in which fewer children move may take a quarter longer than the best one
     #[arg(long, value_name = "LINK|SWITCH|HOST")]
     without: Vec<String>,
-    /// Print the tree in DOT format, for Graphviz
+    /// Print what each way would take from 8 B to 1 GiB on this fabric, for these hosts and this order of ranks, and why
+    /// other roots lost
+    #[arg(long, conflicts_with_all = ["dot", "without"])]
+    explain: bool,
+    /// Print the tree in DOT format, for Graphviz; several trees are as many graphs
     #[arg(long, conflicts_with = "json")]
     dot: bool,
     /// Print the tree as JSON
@@ -38,20 +57,52 @@ pub(crate) struct PlanArgs {
 
 /// Plan the tree and print it.
 pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
-    let fabric = args.fabric.read()?;
+    let mut fabric = args.fabric.read()?;
     let taken = args.hosts.take(&fabric)?;
+    if let Some(devices) = &args.devices {
+        let places = places(&fabric, devices, &taken)?;
+        // Hosts keep their ids.
+        fabric = fabric.with_devices(&places).map_err(Failure::input)?;
+    }
+    let hosts = if args.trees > 1 {
+        HostSelection::Rails(taken.rails.clone())
+    } else {
+        // By name, which is unique: the order of the hosts is that of the ranks.
+        HostSelection::Named(taken.hosts.iter().map(|host| fabric.host(*host).name.clone()).collect())
+    };
+    let mut selected = taken.describe(&fabric);
+    if args.trees > 1 {
+        // Trees use all adapters.
+        selected.retain(|line| !line.starts_with("each host is one rank"));
+    }
     let request = Request {
         args,
         fabric: &fabric,
-        // By name, which is unique: the order of the hosts is that of the ranks.
-        hosts: HostSelection::Named(taken.hosts.iter().map(|host| fabric.host(*host).name.clone()).collect()),
-        selected: taken.describe(&fabric),
+        hosts,
+        selected,
         assumptions: fabric.assumptions().iter().map(ToString::to_string).collect(),
+        tables: match &args.routes {
+            Some(file) => Some((file, read_text(file).context("--routes").map_err(Failure::Input)?)),
+            None => None,
+        },
     };
     let text = if args.without.is_empty() { request.plan()? } else { request.plan_without()? };
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
+}
+
+/// The places of devices that an option names.
+fn places(fabric: &Fabric, devices: &str, taken: &Taken) -> Result<Vec<DevicePlace>, Failure> {
+    Ok(match devices {
+        "switches" => fabric.switch_ids().map(DevicePlace::Switch).collect(),
+        "hosts" => taken.rails.iter().flatten().copied().map(DevicePlace::Host).collect(),
+        file => {
+            let context = || format!("--devices {file}");
+            let text = read_text(Path::new(file)).with_context(context).map_err(Failure::Input)?;
+            fabric.read_devices(&text).with_context(context).map_err(Failure::Input)?
+        }
+    })
 }
 
 /// What is planned, and what is printed with every plan.
@@ -63,20 +114,23 @@ struct Request<'a> {
     selected: Vec<String>,
     /// What the fabric's source does not say, a sentence each.
     assumptions: Vec<String>,
+    /// The file with the forwarding tables, and its text.
+    tables: Option<(&'a Path, String)>,
 }
 
 /// The JSON form: the library's, and what was taken and assumed.
 #[derive(Debug, Serialize)]
 struct PlanJson<'a> {
     #[serde(flatten)]
-    plan: &'a Plan,
+    report: Report<'a>,
     selected: &'a [String],
     assumptions: &'a [String],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    explanation: Option<&'a Explanation>,
 }
 
-fn limits(args: &PlanArgs, size: Size) -> Limits {
-    Limits { max_children: args.max_children, pricing: Pricing { size, ..Pricing::default() }, ..Limits::default() }
-}
+/// By which part a tree may be slower than the best one, so that fewer children move.
+const REPLAN_SLACK: f64 = 0.25;
 
 /// The size that the tree is for.
 fn size(args: &PlanArgs) -> Size {
@@ -84,22 +138,51 @@ fn size(args: &PlanArgs) -> Size {
 }
 
 impl Request<'_> {
+    /// The limits and the pricing on a fabric.
+    fn limits(&self, fabric: &Fabric, size: Size) -> Result<Limits, Failure> {
+        let routes = match &self.tables {
+            Some((file, text)) => {
+                let routes = fabric.read_routes(text).with_context(|| format!("--routes {}", file.display()));
+                Some(Arc::new(routes.map_err(Failure::Input)?))
+            }
+            None => None,
+        };
+        let pricing = Pricing { size, routes, ..Pricing::default() };
+        Ok(Limits { max_children: self.args.max_children, pricing, ..Limits::default() })
+    }
+
     fn plan(&self) -> Result<String, Failure> {
         let planner = Planner::new(self.fabric);
-        let plan_for = |size| planner.plan(&self.hosts, &limits(self.args, size)).map_err(Failure::input);
-        let plan = plan_for(size(self.args))?;
-        if let Some(text) = self.machine_readable(&plan)? {
+        let plan_for = |size| {
+            let max = usize::from(self.args.trees);
+            planner.plan_trees(&self.hosts, &self.limits(self.fabric, size)?, max).map_err(Failure::input)
+        };
+        let trees = plan_for(size(self.args))?;
+        let explanation = match self.args.explain {
+            true => {
+                let limits = self.limits(self.fabric, size(self.args))?;
+                Some(planner.explain(&self.hosts, &limits, &trees).map_err(Failure::input)?)
+            }
+            false => None,
+        };
+        if let Some(text) = self.machine_readable(&planner, &trees, explanation.as_ref())? {
             return Ok(text);
         }
-        let mut text = self.describe(&planner, &plan);
-        if self.args.size.is_none() {
+        let pricing = self.limits(self.fabric, size(self.args))?.pricing;
+        let mut text = self.describe(&planner, &trees, &pricing);
+        // Of several trees, the first is for small messages and all are for large ones.
+        if self.args.size.is_none() && trees.trees.len() == 1 {
+            let plan = &trees.trees[0].plan;
             for bytes in [Size::SMALL, Size::LARGE] {
                 let best = plan_for(Size::Bytes(bytes))?;
-                if !best.moves_from(&plan).is_empty() {
-                    let best = describe(&planner, &best);
+                if !best.trees[0].plan.moves_from(plan).is_empty() {
+                    let best = describe(&planner, &best, &pricing);
                     let _ = writeln!(text, "\nanother tree is faster for {bytes} B:\n{}", best.trim_end());
                 }
             }
+        }
+        if let Some(explanation) = explanation {
+            let _ = write!(text, "\n{}", explanation.to_text());
         }
         Ok(text)
     }
@@ -116,18 +199,35 @@ impl Request<'_> {
             links.extend(found.0);
             hosts.extend(found.1);
         }
-        let limits = limits(self.args, size(self.args));
+        let limits = self.limits(self.fabric, size(self.args))?;
+        let max = usize::from(self.args.trees);
         let whole = Planner::new(self.fabric).plan(&self.hosts, &limits).map_err(Failure::input)?;
-        let names = whole.ranks.iter().map(|rank| &rank.name).filter(|name| !hosts.contains(*name));
-        let selection = HostSelection::Named(names.cloned().collect());
+        let selection = match &self.hosts {
+            HostSelection::Rails(servers) => {
+                let is_left = |host: &HostId| !hosts.contains(&self.fabric.host(*host).name);
+                let left = servers.iter().map(|rails| rails.iter().copied().filter(is_left).collect::<Vec<_>>());
+                HostSelection::Rails(left.filter(|rails| !rails.is_empty()).collect())
+            }
+            _ => {
+                let names = whole.ranks.iter().map(|rank| &rank.name).filter(|name| !hosts.contains(*name));
+                HostSelection::Named(names.cloned().collect())
+            }
+        };
         let rest = self.fabric.without_links(&links);
         let planner = Planner::new(&rest);
-        let plan = planner.plan(&selection, &limits).map_err(Failure::input)?;
-        if let Some(text) = self.machine_readable(&plan)? {
+        // Tables that name failed cables have no route over them.
+        let limits = self.limits(&rest, size(self.args))?;
+        let trees = if max == 1 {
+            let plan = planner.replan(&selection, &limits, &whole, REPLAN_SLACK).map_err(Failure::input)?;
+            planner.single(&selection, &limits, plan).map_err(Failure::input)?
+        } else {
+            planner.plan_trees(&selection, &limits, max).map_err(Failure::input)?
+        };
+        if let Some(text) = self.machine_readable(&planner, &trees, None)? {
             return Ok(text);
         }
-        let moves = plan.moves_from(&whole);
-        let mut text = self.describe(&planner, &plan);
+        let moves = trees.trees[0].plan.moves_from(&whole);
+        let mut text = self.describe(&planner, &trees, &limits.pricing);
         let colon = if moves.is_empty() { "" } else { ":" };
         let _ = writeln!(text, "{} of {} children move{colon}", moves.len(), whole.children());
         for child in &moves {
@@ -137,33 +237,41 @@ impl Request<'_> {
     }
 
     /// The plan for programs, if that is wanted.
-    fn machine_readable(&self, plan: &Plan) -> Result<Option<String>, Failure> {
+    fn machine_readable(
+        &self,
+        planner: &Planner<'_>,
+        trees: &Trees,
+        explanation: Option<&Explanation>,
+    ) -> Result<Option<String>, Failure> {
         let Self { args, selected, assumptions, .. } = self;
         if args.json {
-            let json = PlanJson { plan, selected, assumptions };
+            let json = PlanJson { report: planner.report(trees), selected, assumptions, explanation };
             return Ok(Some(serde_json::to_string_pretty(&json).map_err(io::Error::from)? + "\n"));
         }
         // Comments of DOT, so that a drawing tells them too.
         let assumed: String = assumptions.iter().map(|assumed| format!("// assumed: {assumed}\n")).collect();
-        Ok(args.dot.then(|| assumed + &plan.to_dot()))
+        let drawn = |tree: &sumac::plan::PlannedTree| tree.plan.to_dot();
+        Ok(args.dot.then(|| assumed + &trees.trees.iter().map(drawn).collect::<String>()))
     }
 
     /// What was taken and assumed, and the plan.
-    fn describe(&self, planner: &Planner<'_>, plan: &Plan) -> String {
+    fn describe(&self, planner: &Planner<'_>, trees: &Trees, pricing: &Pricing) -> String {
         let mut text = String::new();
         self.selected.iter().for_each(|line| text += &format!("{line}\n"));
         self.assumptions.iter().for_each(|assumed| text += &format!("assumed: {assumed}\n"));
-        text + &describe(planner, plan)
+        text + &describe(planner, trees, pricing)
     }
 }
 
-/// A plan with its rate and the times of a ring beside it.
-fn describe(planner: &Planner<'_>, plan: &Plan) -> String {
-    let pricing = Pricing::default();
-    let bound = planner.rate_bound(plan, &pricing);
-    let mut text = plan.to_text() + &planner.rate_text(plan, &bound, &pricing.costs);
-    let ring = plan.prediction.times.iter().filter_map(|(bytes, tree_s)| {
-        let ring_s = planner.ring_seconds(plan, *bytes, &pricing)?;
+/// Trees with their rate and the times of a ring beside them.
+fn describe(planner: &Planner<'_>, trees: &Trees, pricing: &Pricing) -> String {
+    let (plan, times) = (&trees.trees[0].plan, &trees.times);
+    let mut text = match trees.trees.len() {
+        1 => plan.to_text() + &planner.rate_text(plan, &trees.bound, &pricing.costs),
+        _ => planner.trees_text(trees, &pricing.costs),
+    };
+    let ring = times.iter().filter_map(|(bytes, tree_s)| {
+        let ring_s = planner.ring_seconds(plan, *bytes, pricing)?;
         Some(format!("{bytes} B {:.2} us, {:.2} times the tree", ring_s * 1e6, ring_s / tree_s))
     });
     let ring: Vec<String> = ring.collect();

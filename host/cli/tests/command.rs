@@ -279,9 +279,14 @@ fn plan_prints_the_documented_keys() {
     assert_eq!(exit_status(&output), 0, "{}", stderr(&output));
     let plan: Value = serde_json::from_str(&stdout(&output)).expect("JSON");
     let keys = |value: &Value| value.as_object().expect("an object").keys().cloned().collect::<Vec<_>>().join(" ");
-    let known =
-        "aligned assumptions gap gbits levels max_children max_link_sharing nodes optimal ranks root selected times";
+    let known = "aligned assumptions further_trees gap gbits levels max_children max_link_sharing nodes optimal paths \
+                 ranks rate root routes selected share times tree_gbits unrated_cables";
     assert_eq!(keys(&plan), known);
+    assert_eq!(keys(&plan["rate"]), "bound bound_at bound_gbits gbits limited_by");
+    assert_eq!(keys(&plan["paths"][0]), "cables child node");
+    let ends = plan["paths"][0]["cables"][0]["ends"].as_array().expect("ends").clone();
+    let port = |end: &Value| end.as_str().and_then(|end| end.rsplit_once(':')?.1.parse::<u16>().ok());
+    assert!(ends.len() == 2 && ends.iter().all(|end| port(end).is_some()), "{ends:?}");
     assert_eq!(keys(&plan["nodes"][0]), "children guid level name parent");
     assert_eq!(keys(&plan["ranks"][0]), "guid host leaf rank");
     assert_eq!((&plan["nodes"][0]["name"], plan["ranks"].as_array().map(Vec::len)), (&plan["root"], Some(2)));

@@ -41,6 +41,24 @@ fn generated_fabric_is_shown_planned_and_compared() {
     assert_eq!(plan["ranks"].as_array().map(Vec::len), Some(8));
     assert_eq!(plan["selected"][0], "8 adapters: n0 rail0, n1 rail0, …, n7 rail0");
     assert_eq!(plan["assumptions"], Value::Array(Vec::new()));
+    let trees = ["plan", "--topology", &file, "--hosts", "all", "--trees", "8"];
+    let text = printed(&trees);
+    assert!(text.contains("\n2 trees: rate 800.0 of 800.0 Gbit/s (min-cut bound"), "{text}");
+    assert!(text.contains("\ntree 1: 50.0 % of a message, 400.0 Gbit/s"), "{text}");
+    let json: Value = serde_json::from_str(&printed(&[&trees[..], &["--json"]].concat())).expect("JSON");
+    assert_eq!(json["rate"]["gbits"], 800.0);
+    let explained = printed(&[&trees[..], &["--explain"]].concat());
+    for line in ["ways, in the order of ranks:", "fastest: ", "  halving-doubling", "    1 GiB", "root "] {
+        assert!(explained.lines().any(|explained| explained.starts_with(line)), "{line} not in\n{explained}");
+    }
+    let explained: Value =
+        serde_json::from_str(&printed(&[&trees[..], &["--explain", "--json"]].concat())).expect("JSON");
+    assert_eq!(explained["explanation"]["ways"][1]["name"], "2 trees");
+    assert_eq!(explained["rate"], json["rate"]);
+    assert_eq!((&json["share"], &json["further_trees"][0]["share"]), (&0.5.into(), &0.5.into()));
+    let ends = |tree: &Value| tree["paths"][0]["cables"][0]["ends"].clone();
+    assert_eq!(ends(&json), serde_json::json!(["leaf0-0:1", "n0 rail0:1"]));
+    assert_eq!(ends(&json["further_trees"][0]), serde_json::json!(["leaf1-0:1", "n0 rail1:1"]));
     assert_eq!(printed(&["topology", "diff", &file, &file]), "");
     let cut = toml.trim_end().rsplit_once("[[link]]").expect("cables").0;
     let cut = dir.write("cut.toml", cut.as_bytes());
@@ -48,6 +66,75 @@ fn generated_fabric_is_shown_planned_and_compared() {
     assert!(difference.starts_with("- cable ") && difference.lines().count() == 1, "{difference}");
     let net = printed(&["topology", "generate", "torus", "3x3", "--format", "ibsim"]);
     assert_eq!(net.lines().filter(|line| line.starts_with("Switch ")).count(), 9, "{net}");
+}
+
+#[test]
+fn devices_are_planned_where_they_are_said_to_be() {
+    let dir = Dir::new("placed");
+    let shape = ["leaf-spine", "--leaves", "2", "--spines", "2", "--hosts", "4", "--rate", "100"];
+    let file = dir.write("fabric.toml", printed(&[&["topology", "generate"], &shape[..]].concat()).as_bytes());
+    let plan = |args: &[&str]| printed(&[&["plan", "--topology", &file, "--hosts", "4"], args].concat());
+    assert!(plan(&[]).contains("rate: 100.0 of 100.0 Gbit/s"), "a device in the switch takes in all ports");
+    let text = plan(&["--devices", "switches"]);
+    assert!(text.contains("leaf0  4 children"), "{text}");
+    let text = plan(&["--devices", "hosts"]);
+    assert!(text.contains("rate: 33.3 of 100.0 Gbit/s") && text.contains("limited by 3 edges on the cable"), "{text}");
+    let text = plan(&["--devices", "hosts", "--trees", "8"]);
+    assert!(text.contains("4 trees: rate 66.7 of 100.0 Gbit/s") && text.contains("h3/dpu  4 children"), "{text}");
+    let devices = dir.write("devices.toml", b"[[device]]\nswitch = \"leaf*\"\nport_gbits = 200\n");
+    let text = plan(&["--devices", &devices]);
+    assert!(text.contains("rate: 50.0 of 100.0 Gbit/s") && text.contains("leaf0/device0  4 children"), "{text}");
+    let wrong = dir.write("wrong.toml", b"[[device]]\nswitch = \"leef0\"\n");
+    for (given, told) in [(wrong.as_str(), "did you mean `leaf0`"), ("nowhere.toml", "nowhere.toml")] {
+        let output = sumac(&["plan", "--topology", &file, "--hosts", "4", "--devices", given]);
+        assert_eq!(exit_status(&output), 2, "{given}");
+        assert!(stderr(&output).contains(told), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn plan_says_which_routes_it_follows() {
+    let dir = Dir::new("routed");
+    let mut net = String::new();
+    for leaf in 0..2 {
+        net +=
+            &format!("switchguid=0x20000{leaf}(20000{leaf})\nSwitch 4 \"S-000000000020000{leaf}\" # \"leaf{leaf}\"\n");
+        net += &format!("[1] \"H-000000000010000{leaf}\"[1](10000{leaf}) # \"n{leaf}\" lid {} 4xSDR\n", leaf + 1);
+        for cable in 2..4 {
+            net +=
+                &format!("[{cable}] \"S-000000000020000{}\"[{cable}] # \"leaf{}\" lid 9 4xSDR\n", 1 - leaf, 1 - leaf);
+        }
+        net += &format!("\ncaguid=0x10000{leaf}\nCa 1 \"H-000000000010000{leaf}\" # \"n{leaf}\"\n");
+        net += &format!("[1](10000{leaf}) \"S-000000000020000{leaf}\"[1] # lid 1 lmc 0 \"leaf{leaf}\" lid 9 4xSDR\n\n");
+    }
+    let fabric = dir.write("net.ibnetdiscover", net.as_bytes());
+    let mut tables = String::new();
+    for leaf in 0..2 {
+        tables += &format!("Unicast lids [0x0-0x2] of switch Lid 9 guid 0x000000000020000{leaf} (leaf{leaf}):\n");
+        tables += "  Lid  Out   Destination\n       Port     Info\n";
+        for host in 0..2 {
+            let port = if host == leaf { 1 } else { 3 };
+            tables += &format!(
+                "0x000{} 00{port} : (Channel Adapter portguid 0x000000000010000{host}: 'n{host}')\n",
+                host + 1
+            );
+        }
+    }
+    let tables = dir.write("net.lfts", tables.as_bytes());
+    let plan = ["plan", "--topology", &fabric, "--hosts", "all"];
+    let text = printed(&plan);
+    assert!(text.contains("assumed: ") && text.contains("shortest up*/down* routes"), "{text}");
+    let text = printed(&[&plan[..], &["--routes", &tables]].concat());
+    assert!(text.contains("the routes of the given forwarding tables, on the way up"), "{text}");
+    let json = printed(&[&plan[..], &["--routes", &tables, "--json"]].concat());
+    let json: Value = serde_json::from_str(&json).expect("JSON");
+    let paths = json["paths"].as_array().expect("paths");
+    // The tables take the second of two parallel cables, the assumed route the first.
+    let over = |port: &str| paths.iter().any(|path| path["cables"].to_string().contains(&format!("\"leaf0:{port}\"")));
+    assert!(over("3") && !over("2"), "{json:#}");
+    let output = sumac(&[&plan[..], &["--routes", &fabric]].concat());
+    assert_eq!(exit_status(&output), 2);
+    assert!(stderr(&output).contains("--routes") && stderr(&output).contains("have no table"), "{}", stderr(&output));
 }
 
 #[test]

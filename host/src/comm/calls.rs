@@ -23,7 +23,7 @@ impl Communicator {
         options: &CallOptions,
     ) -> Result<Outcome, Error> {
         check(desc)?;
-        self.lock()?.run(*desc, &mut buffers.into(), options)
+        self.stripes.run(&mut *self.lock()?, *desc, &mut buffers.into(), options)
     }
 
     /// All-reduce in place: combine `buffer` elementwise over all ranks; every rank gets the result.

@@ -97,6 +97,7 @@ impl JoinConfig {
     /// | `verbs` | `SUMAC_VERBS` | `DEVICE[:PORT[:GID-INDEX]]` |
     /// | `recover` | `SUMAC_RECOVER` | `1` or `0` |
     /// | `hierarchical` | `SUMAC_HIERARCHICAL` | `1` or `0` |
+    /// | `trees` | `SUMAC_TREES` | a number, 0 to 255 |
     /// | `tenant` | `SUMAC_TENANT` | default `default` |
     /// | `wait_for_tree` | `SUMAC_WAIT_FOR_TREE` | seconds |
     /// | `straggler` | `SUMAC_STRAGGLER` | `wait`, `deadline:SECONDS` or `partial:SECONDS` |
@@ -240,6 +241,7 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         set(&mut config.recover, switch("SUMAC_REPAIR")?);
         set(&mut config.recover, switch("SUMAC_RECOVER")?);
         set(&mut config.hierarchical, switch("SUMAC_HIERARCHICAL")?);
+        set(&mut config.trees, self.parsed("SUMAC_TREES", "a number of trees")?);
         if let Some(value) = (self.0)("SUMAC_STRAGGLER") {
             config.straggler = straggler(&value).ok_or_else(|| {
                 invalid("SUMAC_STRAGGLER", format!("{value:?} is not wait, deadline:SECONDS or partial:SECONDS"))
@@ -322,7 +324,7 @@ fn warning(name: &str) -> Option<Warning> {
 const TESTS: &str = "SUMAC_TEST_";
 
 /// All variables that something reads: [`JoinConfig::from_env`], devices, and the `sumac` command.
-const KNOWN: [&str; 38] = [
+const KNOWN: [&str; 39] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CARDS",
@@ -351,6 +353,7 @@ const KNOWN: [&str; 38] = [
     "SUMAC_TENANT",
     "SUMAC_TRAFFIC_CLASS",
     "SUMAC_TRANSPORT",
+    "SUMAC_TREES",
     "SUMAC_UDP_GRO",
     "SUMAC_UDP_GSO",
     "SUMAC_UDP_MAX_PACKET",

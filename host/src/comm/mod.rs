@@ -100,7 +100,7 @@ mod start;
 
 pub use crate::engine::{
     CallOptions, ControllerState, CreationError, DEFAULT_PORT, Departure, Element, Error, JoinConfig, JoinError,
-    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler, WaitError,
+    Outcome, OutputState, Outstanding, Recoveries, StartError, Straggler, Trees, WaitError,
 };
 pub use crate::exec::Buffers;
 pub use crate::transport::memory::{Buffer, Transfer};
@@ -115,10 +115,10 @@ pub use shrink::ShrinkError;
 pub use split::SplitError;
 
 use crate::controller::proto::QueuePosition;
-use crate::engine::{Core, Notices, SharedCore, join};
+use crate::engine::{Core, Notices, SharedCore, Stripes, join_as};
 use crate::select::{Algo, Explanation, JobFacts, Origin};
 use std::sync::{Arc, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use sumac_hal::op::OpDesc;
 
 /// The old name of [`Recoveries`].
@@ -135,6 +135,7 @@ pub type Repairs = Recoveries;
 #[derive(Debug)]
 pub struct Communicator {
     core: SharedCore,
+    stripes: Stripes,
     rank: u32,
     size: u32,
     buckets: bucket::BucketPool,
@@ -147,8 +148,10 @@ impl Communicator {
     /// [`JoinError`] if the controller cannot be reached, the job cannot be joined or ports cannot be opened.
     pub fn join(config: JoinConfig) -> Result<Self, JoinError> {
         let (rank, size) = (config.rank, config.world);
-        let core = SharedCore::new(join(config)?);
-        Ok(Self { core, rank, size, buckets: bucket::BucketPool::default() })
+        let (core, striping) = join_as(config, None)?;
+        let core = SharedCore::new(core);
+        let stripes = Stripes::join(&core, striping)?;
+        Ok(Self { core, stripes, rank, size, buckets: bucket::BucketPool::default() })
     }
 
     /// Return this rank.
@@ -181,7 +184,13 @@ impl Communicator {
 
     /// Return the recoveries so far, within calls ([`Outcome::recovered`]) and between them.
     pub fn recoveries(&self) -> Recoveries {
-        self.lock().map_or_else(|_| Recoveries::default(), |core| core.recoveries())
+        let own = self.lock().map(|core| core.recoveries());
+        own.map_or_else(|_| Recoveries::default(), |own| self.stripes.recoveries(own))
+    }
+
+    /// Return the trees that large operations are spread over ([`JoinConfig::trees`]), and why there are no more.
+    pub fn trees(&self) -> Trees {
+        self.stripes.trees()
     }
 
     /// The old name of [`Communicator::recoveries`].
@@ -192,7 +201,7 @@ impl Communicator {
 
     /// Return a [`Canceller`], which ends this communicator from another thread, also while a call blocks.
     pub fn canceller(&self) -> Canceller {
-        Canceller { notices: Arc::clone(self.core.notices()) }
+        Canceller { notices: std::iter::once(self.core.notices()).chain(self.stripes.notices()).cloned().collect() }
     }
 
     /// Return what the costs of operations depend on.
@@ -252,7 +261,11 @@ impl Communicator {
     /// Leave the job as [`Communicator::leave`] does, but wait for other ranks for at most `limit`. Returns whether
     /// they may still need this rank.
     pub fn leave_within(self, limit: Duration) -> Departure {
-        self.lock().map_or_else(Departure::Failed, |mut core| core.leave(limit))
+        let until = Instant::now() + limit;
+        let stripes = self.stripes.leave(limit);
+        let left = until.saturating_duration_since(Instant::now());
+        let own = self.lock().map_or_else(Departure::Failed, |mut core| core.leave(left));
+        if own == Departure::Clean { stripes } else { own }
     }
 
     /// Return the started operations and messages that the communicator holds; none in a forked process.
@@ -272,14 +285,14 @@ impl Communicator {
 /// new.
 #[derive(Debug, Clone)]
 pub struct Canceller {
-    notices: Arc<Notices>,
+    notices: Vec<Arc<Notices>>,
 }
 
 impl Canceller {
     /// End the communicator.
     pub fn cancel(&self) {
-        if !self.notices.is_forked() {
-            self.notices.cancel();
+        for notices in self.notices.iter().filter(|notices| !notices.is_forked()) {
+            notices.cancel();
         }
     }
 }

@@ -13,6 +13,7 @@ mod tree;
 
 pub(super) use paths::{Hop, NarrowPaths};
 pub(super) use request::{HostBlock, PlacementRequest};
+pub(super) use tree::{TreeSketch, sketch_trees};
 
 use super::ControllerConfig;
 use super::device::Device;
@@ -20,6 +21,7 @@ use super::entropy::Entropy;
 use super::proto::{JoinRequest, TreeMembership};
 use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
+use super::state::PlannedTrees;
 use crate::plan::{Child, KeptIndex, Planner};
 use crate::topo::LinkId;
 use std::collections::BTreeMap;
@@ -94,6 +96,10 @@ pub(super) struct Placement {
     rdma_ranks: u32,
     window_max: u16,
     chunk_len_bytes: u16,
+    /// A further tree of another job.
+    is_stripe: bool,
+    /// The trees that were planned with it, if it is the first tree of a job that starts.
+    pub(super) trees: PlannedTrees,
     #[cfg(feature = "planted")]
     pub(super) bug: Option<sumac_hal::planted::Bug>,
 }
@@ -185,6 +191,7 @@ fn build_placement(
     ids: GroupIds,
 ) -> Result<Placement, String> {
     let mut placement = place(shape, ids)?;
+    placement.is_stripe = request.requests.first().is_some_and(|request| request.terms.stripe.is_some());
     placement.attach(request.requests)?;
     placement.choose_sizes(config, ledger, request)?;
     Ok(placement)
@@ -245,6 +252,8 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         rdma_ranks: 0,
         window_max: 0,
         chunk_len_bytes: 0,
+        is_stripe: false,
+        trees: PlannedTrees::default(),
         #[cfg(feature = "planted")]
         bug: ids.bug,
     })
@@ -289,7 +298,7 @@ impl Placement {
     }
 
     /// Choose chunk and window for what is available, and whether results are multicast.
-    fn choose_sizes(
+    pub(super) fn choose_sizes(
         &mut self,
         config: &ControllerConfig,
         ledger: &ResourceLedger,
@@ -317,7 +326,7 @@ impl Placement {
     /// The group's claim on each device.
     pub(super) fn claim(&self, tenant: &str) -> Claim {
         let (needs, cables) = (self.needs(u64::from(self.window_max)), Arc::clone(&self.cables));
-        Claim { group: self.group, tenant: tenant.to_owned(), needs, cables }
+        Claim { group: self.group, tenant: tenant.to_owned(), is_stripe: self.is_stripe, needs, cables }
     }
 
     /// The minimum that the group needs: a window of one chunk.
@@ -405,6 +414,11 @@ impl Placement {
             attach: attach.cloned(),
             packets_reason: self.packets_reasons.get(&rank).cloned(),
         }
+    }
+
+    /// The number of ranks.
+    pub(super) fn ranks_len(&self) -> u32 {
+        self.ranks.len() as u32
     }
 
     /// Each node's children in order, root first: the expression that the group evaluates.

@@ -6,6 +6,7 @@
 //! | ranks of a job | [`RANKS_MAX`] | [`JoinRefusal::TooManyRanks`](super::proto::JoinRefusal::TooManyRanks) |
 //! | a name | [`NAME_LEN_MAX`] characters of a [`NameKind`] ([`check_name`]) | [`JoinRefusal::Name`](super::proto::JoinRefusal::Name); a device is disconnected |
 //! | pinned devices of a job | [`PINNED_MAX`] | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit) |
+//! | trees of a job | [`TREES_MAX`] | fewer trees |
 //! | memberships of a connection | 1 | [`JoinRefusal::AlreadyJoined`](super::proto::JoinRefusal::AlreadyJoined) |
 //! | a reason in a request | [`REASON_CHARS_MAX`] characters | truncated; control characters are replaced |
 //! | a request | [`REQUEST_LEN_MAX`] | disconnected |
@@ -23,6 +24,9 @@ pub const NAME_LEN_MAX: usize = 64;
 
 /// The maximum number of pinned devices of a job: the levels of its tree.
 pub const PINNED_MAX: usize = 16;
+
+/// The maximum number of trees that a job's operations are spread over.
+pub const TREES_MAX: u8 = 16;
 
 /// How much is kept of a reason that a peer gives, in characters.
 pub const REASON_CHARS_MAX: usize = 300;

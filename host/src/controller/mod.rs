@@ -61,7 +61,7 @@ mod state;
 mod tests;
 
 pub use address::{AddressError, first_reachable, resolve, resolve_all};
-pub use limits::{Limits, derived_name};
+pub use limits::{Limits, TREES_MAX, derived_name};
 pub use pair::PairConfig;
 pub use resources::{Quota, Quotas, is_host_device};
 pub use session::{ClientError, ControllerAddr, Notice, Session, WhileJoining, status};

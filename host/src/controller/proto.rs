@@ -4,13 +4,15 @@
 
 mod refusal;
 mod status;
+mod stripes;
 mod terms;
 
 pub use refusal::JoinRefusal;
 pub use status::{
     DeviceStatus, FabricStatus, JobStatus, JobTree, PairRole, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus,
-    StatusReport, TenantStatus,
+    StatusReport, StripeStatus, TenantStatus,
 };
+pub use stripes::{StripeOf, Striping, stripe_name};
 pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
 
 /// The old name of [`Transport`].
@@ -306,6 +308,8 @@ pub struct Membership {
     pub tree: Result<TreeMembership, String>,
     /// The job's position in the queue, if it waits for resources that other jobs hold.
     pub queue: Option<QueuePosition>,
+    /// The trees that were planned when the job started.
+    pub striping: Striping,
     /// Where each rank accepts connections for host collectives, in order of rank.
     pub mesh: Vec<SocketAddr>,
     /// Where each rank accepts connections for recovery, in order of rank.

@@ -17,7 +17,7 @@ use thiserror::Error;
 /// A tenant's quota. `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Quota {
-    /// Groups: jobs with a tree, including sub-communicators.
+    /// Groups: jobs with a tree, including sub-communicators. A communicator on several trees counts once.
     pub groups: Option<u64>,
     /// Slots per shard of a device.
     pub slots: Option<u64>,
@@ -96,6 +96,8 @@ pub(super) type Needs = Vec<(DeviceKey, Resources)>;
 pub(super) struct Claim {
     pub(super) group: GroupId,
     pub(super) tenant: String,
+    /// A further tree of a communicator: the first one counts against the quota of groups for all of them.
+    pub(super) is_stripe: bool,
     pub(super) needs: Needs,
     /// The cables of its tree's edges, once for each edge.
     pub(super) cables: Arc<[LinkId]>,
@@ -228,7 +230,7 @@ impl ResourceLedger {
     /// Claim resources for a group on all its devices, or on none.
     pub(super) fn claim(&mut self, claim: Claim) -> Result<(), Shortage> {
         debug_assert!(!self.claims.contains_key(&claim.group), "{} is claimed twice", claim.group);
-        let checked = self.check(&claim.tenant, &claim.needs);
+        let checked = self.check_claim(&claim);
         if checked.is_ok() || planted!(self, QuotaAfterBooking) {
             self.claims.insert(claim.group, claim);
         }
@@ -252,13 +254,33 @@ impl ResourceLedger {
         was_held
     }
 
+    /// A copy in which a tenant has no quota of groups, to plan further trees of its communicators.
+    pub(super) fn without_group_quota(&self, tenant: &str) -> Self {
+        let mut ledger = self.clone();
+        let quota = Quota { groups: None, ..self.quotas.of(tenant) };
+        ledger.quotas.tenants.insert(tenant.to_owned(), quota);
+        ledger
+    }
+
     /// Check whether a claim would succeed. Returns the first shortage.
+    pub(super) fn check_claim(&self, claim: &Claim) -> Result<(), Shortage> {
+        match claim.is_stripe {
+            true => self.check_devices(&claim.tenant, &claim.needs),
+            false => self.check(&claim.tenant, &claim.needs),
+        }
+    }
+
+    /// Check whether a claim of a communicator's only or first tree would succeed. Returns the first shortage.
     pub(super) fn check(&self, tenant: &str, needs: &[(DeviceKey, Resources)]) -> Result<(), Shortage> {
-        let quota = self.quotas.of(tenant);
-        let (used, limit) = (self.groups_of(tenant), quota.groups.unwrap_or(u64::MAX));
+        let (used, limit) = (self.groups_of(tenant), self.quotas.of(tenant).groups.unwrap_or(u64::MAX));
         if used >= limit {
             return Err(Shortage::Groups { tenant: tenant.to_owned(), used, limit, need: 1 });
         }
+        self.check_devices(tenant, needs)
+    }
+
+    fn check_devices(&self, tenant: &str, needs: &[(DeviceKey, Resources)]) -> Result<(), Shortage> {
+        let quota = self.quotas.of(tenant);
         needs.iter().try_for_each(|(device, need)| self.check_on(tenant, &quota.on(device), device, *need))
     }
 
@@ -345,7 +367,7 @@ impl ResourceLedger {
     }
 
     fn groups_of(&self, tenant: &str) -> u64 {
-        self.claims.values().filter(|claim| claim.tenant == tenant).count() as u64
+        self.claims.values().filter(|claim| claim.tenant == tenant && !claim.is_stripe).count() as u64
     }
 
     /// The tenants that hold something or have a quota, with repetitions.
@@ -390,6 +412,11 @@ impl ResourceLedger {
             part(held.redo_memory_bytes, all.redo_memory_bytes),
         ];
         parts.into_iter().max().unwrap_or(0)
+    }
+
+    /// The devices that a group holds something on.
+    pub(super) fn devices_of(&self, group: GroupId) -> impl Iterator<Item = &DeviceKey> {
+        self.claims.get(&group).into_iter().flat_map(|claim| &claim.needs).map(|(device, _)| device)
     }
 
     /// All claims.

@@ -25,6 +25,7 @@ mod reporting;
 mod requests;
 mod reservation;
 mod resume;
+mod stripes;
 mod wait;
 
 #[cfg(test)]
@@ -34,6 +35,7 @@ pub(super) use reconnect::RECONNECT_GRACE;
 pub use reporting::{EncodedReport, ReportJob};
 #[cfg(test)]
 pub(super) use reservation::ReservationFailure;
+pub(super) use stripes::PlannedTrees;
 
 use super::ControllerConfig;
 use super::admit::Devices;
@@ -291,6 +293,10 @@ impl State {
     ) -> Result<(String, Rank), JoinRefusal> {
         check_request(&request, &pinned)?;
         let (name, rank, world) = (request.job.clone(), request.rank, request.world);
+        let expression = match &request.terms.stripe {
+            Some(stripe) => self.check_stripe(&request, stripe)?,
+            None => None,
+        };
         if !self.jobs.contains_key(&name) {
             self.check_jobs(config)?;
         }
@@ -298,7 +304,7 @@ impl State {
         if self.resuming.keys().any(|(other, _)| *other == name) {
             return Err(JoinRefusal::Running { job: name });
         }
-        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job::new(world, secret));
+        let job = self.jobs.entry(name.clone()).or_insert_with(|| Job { expression, ..Job::new(world, secret) });
         if job.placement.is_some() || job.members.len() == job.world as usize {
             return Err(JoinRefusal::Running { job: name });
         }

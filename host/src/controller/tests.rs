@@ -13,6 +13,7 @@ mod replan;
 mod reports;
 mod resume;
 mod session;
+mod stripes;
 mod unlocked;
 mod versions;
 

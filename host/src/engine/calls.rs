@@ -158,6 +158,15 @@ impl Core {
         Ok(())
     }
 
+    /// Wait until an operation may be posted, before other trees get their shares of it.
+    ///
+    /// # Errors
+    /// As those of [`Core::make_room`].
+    pub(super) fn reserve_room(&mut self, desc: &OpDesc, options: &CallOptions) -> Result<(), Error> {
+        let (deadline, begun) = (self.deadline(options), self.data.snapshot());
+        self.make_room(deadline).map_err(|error| self.end(error, desc, begun))
+    }
+
     /// Exchange blocks of any length. Counts differ between ranks, so only collective and type are compared; the
     /// executor detects lengths that do not match.
     pub(crate) fn all_to_all_v(

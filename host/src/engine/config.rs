@@ -86,6 +86,13 @@ pub struct JoinConfig {
     /// contribution a host goes up. Takes effect on hosts of which all ranks have it, and have
     /// [`host_devices`](Self::host_devices). Must be the same on all ranks. Default true.
     pub hierarchical: bool,
+    /// The maximum number of trees to spread large operations over; at most
+    /// [`TREES_MAX`](crate::controller::TREES_MAX).
+    /// Several trees raise the rate where the ports of devices limit it, as where devices are DPUs. With a fabric, the
+    /// controller plans only as many as are faster; without one, as many as there are devices. 0 means as many as are
+    /// faster with a fabric, and one without. [`Communicator::trees`](crate::Communicator::trees) tells how many
+    /// there are. Must be the same on all ranks. Default 0.
+    pub trees: u8,
     /// What starts the device on which these ranks combine, should this rank be the lowest of its host. Default: an
     /// emulated device in threads of this process; `None` without the feature `host-devices`.
     pub host_devices: Option<Arc<dyn HostDevices>>,
@@ -128,6 +135,7 @@ impl JoinConfig {
             wait_for_tree: Duration::ZERO,
             straggler: Straggler::Wait,
             hierarchical: true,
+            trees: 0,
             host_devices: default_host_devices(),
         }
     }

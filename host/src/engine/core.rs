@@ -16,13 +16,14 @@ use super::options::{CallOptions, Outstanding, Recoveries};
 use super::tree::Tree;
 use crate::controller::{ClientError, Controller, Session};
 use crate::exec::{ExecError, JobSecret};
-use crate::select::{Explanation, JobFacts};
+use crate::schedule::Place;
+use crate::select::{Explanation, JobFacts, SelectionContext};
 use crate::transport::local::HostDevice;
 use crate::transport::memory::{Buffer as RegisteredBuffer, RegisterError};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use sumac_hal::ids::Rank;
-use sumac_hal::op::OpDesc;
+use sumac_hal::op::{Collective, OpDesc};
 
 /// A communicator: its data path, and its membership in the job.
 pub(crate) struct Core {
@@ -136,6 +137,30 @@ impl Core {
     /// Return what the costs of operations depend on.
     pub(crate) fn facts(&self) -> JobFacts {
         self.data.selection.context().facts()
+    }
+
+    /// Return what operations are selected by.
+    pub(super) fn selection_context(&self) -> SelectionContext {
+        self.data.selection.context().clone()
+    }
+
+    /// Return this rank's place among the ranks.
+    pub(super) const fn place(&self) -> Place {
+        self.data.place
+    }
+
+    /// Return how many calls have begun: the number of the next one.
+    pub(super) fn calls_begun(&self) -> u64 {
+        self.notices().migration.begun()
+    }
+
+    /// Return whether this rank receives results of an operation of which all elements go the same way.
+    pub(super) fn receives(&self, desc: &OpDesc) -> bool {
+        match desc.collective {
+            Collective::Reduce => self.data.place.rank() == desc.root,
+            Collective::Broadcast => self.data.place.rank() != desc.root,
+            _ => true,
+        }
     }
 
     pub(super) fn deadline(&self, options: &CallOptions) -> Deadline {

@@ -359,6 +359,7 @@ impl DataPath {
         let now = self.snapshot();
         Outcome {
             path: chosen.path,
+            trees: u32::from(chosen.path == Path::Tree),
             transfer,
             fallback: chosen.fallback.clone(),
             wire_bytes: now.wire_bytes - begun.wire_bytes,

@@ -373,6 +373,18 @@ impl Error {
         matches!(self, Self::RanksFailed { .. } | Self::Partitioned { .. } | Self::OutcomeUnknown { .. })
     }
 
+    /// Return what the error says of the output.
+    pub(super) fn output(&self) -> OutputState {
+        match self {
+            Self::RanksFailed { output, .. }
+            | Self::Partitioned { output, .. }
+            | Self::OutcomeUnknown { output, .. } => output.clone(),
+            Self::Ended(_) => OutputState::Elements(Vec::new()),
+            error if error.is_rejection() => OutputState::Elements(Vec::new()),
+            _ => OutputState::Unspecified,
+        }
+    }
+
     /// Return the error with this description of the output, if it has one.
     pub(super) fn with_output(mut self, state: OutputState) -> Self {
         if let Self::RanksFailed { output, .. }

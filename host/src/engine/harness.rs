@@ -288,6 +288,7 @@ fn counters() -> CounterSnapshot {
 
 fn outcome(path: Path) -> Outcome {
     Outcome {
+        trees: u32::from(path == Path::Tree),
         path,
         transfer: None,
         fallback: None,

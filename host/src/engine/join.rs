@@ -12,7 +12,9 @@ use super::selection::Selection;
 use super::tree::{Tree, attach_params};
 use super::tree_end::TreeEnd;
 use super::watch::Watch;
-use crate::controller::proto::{ClientRequest, HostLead, JoinRequest, Terms, Transport, TreeMembership};
+use crate::controller::proto::{
+    ClientRequest, HostLead, JoinRequest, StripeOf, Striping, Terms, Transport, TreeMembership,
+};
 use crate::controller::{Notice, Session, WhileJoining};
 use crate::exec::Mesh;
 use crate::schedule::Place;
@@ -32,15 +34,17 @@ use sumac_hal::ids::Rank;
 use sumac_hal::port::{Addr, MulticastPort, Port};
 use sumac_hal::shm::{DEVICE_USER_VARIABLE, DeviceUsers};
 
-/// Join a job: connect to the controller, the other ranks and the leaf device.
-pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
+/// Join a job, as a further tree of another job if `stripe` says so: connect to the controller, the other ranks and the
+/// leaf device. Returns also the trees that the controller has planned.
+pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Result<(Core, Striping), JoinError> {
     let embedded = embedded::prepare(&mut config)?;
     config.choose_addresses()?;
     let (listener, mesh_addr) = listen(&config)?;
     let (recovery_listener, recovery_addr) = listen(&config)?;
     let mut port = config.open_port()?;
     let (rank, world) = (Rank(config.rank), config.world);
-    let request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
+    let mut request = join_request(&config, (mesh_addr, recovery_addr), &port)?;
+    request.terms.stripe = stripe;
     let notices = Arc::new(super::notices::Notices::new(port.waker()));
     let watch = Arc::clone(&notices);
     let may_recover = config.recover;
@@ -98,7 +102,8 @@ pub(crate) fn join(mut config: JoinConfig) -> Result<Core, JoinError> {
         inbox: channel.as_ref().map(|channel| Arc::clone(channel.inbox())),
         ended: None,
     };
-    Ok(Core::new(data, Members { session: Some(session), channel, secret, ranks_here, embedded, host_device }))
+    let members = Members { session: Some(session), channel, secret, ranks_here, embedded, host_device };
+    Ok((Core::new(data, members), membership.striping))
 }
 
 /// Return the number of ranks on the busiest host, told by their addresses.
@@ -156,6 +161,8 @@ fn join_request(
             wait_ms: u32::try_from(config.wait_for_tree.as_millis()).unwrap_or(u32::MAX),
             accepts_migration: config.recover,
             hierarchical: config.hierarchical && config.host_devices.is_some(),
+            trees: config.trees,
+            stripe: None,
         },
     })
 }

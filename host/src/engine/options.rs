@@ -27,6 +27,8 @@ pub struct CallOptions {
 pub struct Outcome {
     /// The path taken.
     pub path: Path,
+    /// How many trees the operation was spread over; 0 if it took none.
+    pub trees: u32,
     /// How the payload moved between this rank and its leaf device; `None` for host collectives.
     pub transfer: Option<Transfer>,
     /// Why the operation did not use the tree, if the algorithm was left open.

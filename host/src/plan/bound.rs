@@ -5,10 +5,10 @@
 //! rank and each of the others. Flows are found by Dinic's algorithm. For many hosts, only cuts around one host, one
 //! leaf and one pod are compared, and the plan says so.
 
+use super::Pricing;
 use super::cost::gbits;
 use super::index::{FabricIndex, Turn};
-use super::{Plan, Pricing};
-use crate::topo::{Fabric, SwitchId};
+use crate::topo::{Fabric, HostId, SwitchId, Uplink};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 /// A rate that no plan can beat on idle cables.
@@ -31,14 +31,19 @@ pub enum BoundKind {
     Cuts,
 }
 
-/// Bound the rate of any plan for these ranks.
-pub(super) fn rate_bound(fabric: &Fabric, index: &FabricIndex, plan: &Plan, pricing: &Pricing) -> RateBound {
+/// Bound the rate of any plan for these ranks, each with its adapters, of which one has the rate `reached`.
+pub(super) fn rate_bound(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    (ranks, reached): (&[&[HostId]], f64),
+    pricing: &Pricing,
+) -> RateBound {
     let byte_s = super::index::byte_times(fabric, &pricing.costs);
-    let job = Job { fabric, index, plan, byte_s };
+    let job = Job { fabric, index, ranks, byte_s };
     let (mut least, mut at) = job.cuts();
-    let is_met = plan.prediction.gbits() >= least * (1.0 - TOLERANCE);
+    let is_met = reached >= least * (1.0 - TOLERANCE);
     // A rate that some tree has is not above the smallest cut.
-    let is_exact = is_met || plan.ranks.len() <= EXACT_HOSTS_MAX;
+    let is_exact = is_met || ranks.len() <= EXACT_HOSTS_MAX;
     if is_exact && !is_met {
         for (flow, name) in job.flows(least) {
             if flow < least {
@@ -57,13 +62,25 @@ const TOLERANCE: f64 = 1e-9;
 struct Job<'a> {
     fabric: &'a Fabric,
     index: &'a FabricIndex,
-    plan: &'a Plan,
+    /// The adapters of each rank.
+    ranks: &'a [&'a [HostId]],
     byte_s: Vec<f64>,
 }
 
-impl Job<'_> {
+impl<'a> Job<'a> {
     fn gbits(&self, link: crate::topo::LinkId) -> f64 {
         gbits(self.byte_s[link.0 as usize])
+    }
+
+    fn uplinks(&self, adapters: &'a [HostId]) -> impl Iterator<Item = &'a Uplink> + use<'a> {
+        let fabric = self.fabric;
+        adapters.iter().flat_map(move |host| &fabric.host(*host).uplinks)
+    }
+
+    /// What a rank goes by: its server, if it has several adapters.
+    fn name(&self, adapters: &[HostId]) -> &'a str {
+        let host = self.fabric.host(adapters[0]);
+        if adapters.len() == 1 { &host.name } else { &self.fabric.server(host.server).name }
     }
 
     /// The smallest cut around one host, the hosts of one leaf, or of one pod, and what it cuts off.
@@ -76,19 +93,19 @@ impl Job<'_> {
         };
         let mut at: BTreeMap<u32, usize> = BTreeMap::new();
         let mut foreign: HashMap<u32, f64> = HashMap::new();
-        for rank in &self.plan.ranks {
-            let host = self.fabric.host(rank.host);
-            consider(host.uplinks.iter().map(|uplink| self.gbits(uplink.link)).sum(), &host.name);
-            let switches: BTreeSet<u32> = host.uplinks.iter().map(|uplink| uplink.switch.0).collect();
+        for adapters in self.ranks {
+            let uplinks = || self.uplinks(adapters);
+            consider(uplinks().map(|uplink| self.gbits(uplink.link)).sum(), self.name(adapters));
+            let switches: BTreeSet<u32> = uplinks().map(|uplink| uplink.switch.0).collect();
             match (switches.len(), switches.first()) {
                 (1, Some(only)) => *at.entry(*only).or_default() += 1,
                 // A host with several switches carries what leaves one of them over to the others.
-                _ => host.uplinks.iter().for_each(|uplink| {
+                _ => uplinks().for_each(|uplink| {
                     *foreign.entry(uplink.switch.0).or_default() += self.gbits(uplink.link);
                 }),
             }
         }
-        let ranks = self.plan.ranks.len();
+        let ranks = self.ranks.len();
         for (switch, own) in &at {
             if *own < ranks {
                 let cut = self.leaving(*switch, &BTreeSet::from([*switch])) + foreign.get(switch).unwrap_or(&0.0);
@@ -149,15 +166,14 @@ impl Job<'_> {
             }
         }
         let mut names = Vec::new();
-        for rank in &self.plan.ranks {
-            let host = self.fabric.host(rank.host);
-            let switches: BTreeSet<u32> = host.uplinks.iter().map(|uplink| uplink.switch.0).collect();
+        for adapters in self.ranks {
+            let switches: BTreeSet<u32> = self.uplinks(adapters).map(|uplink| uplink.switch.0).collect();
             let vertex = match (switches.len(), switches.first()) {
                 // The cut around a host with one cable was considered; all others cut off its switch.
                 (1, Some(only)) => *only as usize,
                 _ => {
                     let vertex = network.vertex();
-                    for uplink in &host.uplinks {
+                    for uplink in self.uplinks(adapters) {
                         network.edge(vertex, uplink.switch.0 as usize, self.gbits(uplink.link));
                     }
                     vertex
@@ -165,7 +181,7 @@ impl Job<'_> {
             };
             if !vertices.contains(&vertex) {
                 vertices.push(vertex);
-                names.push(host.name.clone());
+                names.push(self.name(adapters).to_owned());
             }
         }
         let Some((first, others)) = vertices.split_first() else { return Vec::new() };

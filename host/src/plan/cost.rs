@@ -16,7 +16,7 @@
 //! [`FabricCosts::DATA_SHEET`] is not calibrated: it holds for no fabric in particular, but ranks the trees of one.
 
 use super::Refusal;
-use crate::topo::{Fabric, LinkId, Rate};
+use crate::topo::{Fabric, LinkId, Rate, Routes};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -97,6 +97,8 @@ pub struct Pricing {
     pub size: Size,
     /// How many edges of other trees each cable carries, by [`LinkId`]; `None` if there are none.
     pub load: Option<Arc<[u32]>>,
+    /// The fabric's forwarding tables; without them, routes are assumed.
+    pub routes: Option<Arc<Routes>>,
 }
 
 impl Pricing {
@@ -130,6 +132,9 @@ impl Prediction {
 pub(super) fn gbits(byte_s: f64) -> f64 {
     8e-9 / byte_s
 }
+
+/// The seconds per byte of a cable that other trees of the same ranks have filled: much more than of any rate.
+pub(super) const SATURATED_S: f64 = 1e6;
 
 /// The seconds that a byte takes at a rate.
 pub(super) fn byte_s(rate: Option<Rate>, costs: &FabricCosts) -> f64 {

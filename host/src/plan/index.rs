@@ -1,6 +1,7 @@
 //! What planning needs of a fabric whatever the job: adjacency, tiers, rates and names. Built once and kept.
 //!
-//! A switch's **tier** is its distance to the nearest switch with a host. A move to a higher tier is up. Routes are the
+//! A switch's **tier** is its distance to the nearest switch with a host. Devices behind ports are below all switches,
+//! as hosts are. A move to a higher tier is up. Routes are the
 //! shortest ones that never go up again after they went down, as up*/down* routing lays them; a node ends a route, so a
 //! tree may well go down to a node and up from it.
 
@@ -98,13 +99,23 @@ impl FabricIndex {
     }
 }
 
-/// Each switch's distance to the nearest switch with a host.
+/// Each switch's distance to the nearest switch with a host, from 1; 0 for a device behind a port.
 fn tiers(fabric: &Fabric) -> Vec<u32> {
     let mut tiers = vec![u32::MAX; fabric.switches().len()];
     let mut queue = VecDeque::new();
+    let mut start = |tiers: &mut Vec<u32>, switch: SwitchId| {
+        if std::mem::replace(&mut tiers[switch.0 as usize], 1) != 1 {
+            queue.push_back(switch);
+        }
+    };
+    let is_device = |switch: SwitchId| fabric.switch(switch).is_device;
+    fabric.switch_ids().filter(|switch| is_device(*switch)).for_each(|switch| tiers[switch.0 as usize] = 0);
     for uplink in fabric.hosts().iter().flat_map(|host| &host.uplinks) {
-        if std::mem::replace(&mut tiers[uplink.switch.0 as usize], 0) != 0 {
-            queue.push_back(uplink.switch);
+        if is_device(uplink.switch) {
+            let behind = fabric.adjacent(uplink.switch).iter().filter(|(next, _)| !is_device(*next));
+            behind.for_each(|(next, _)| start(&mut tiers, *next));
+        } else {
+            start(&mut tiers, uplink.switch);
         }
     }
     while let Some(at) = queue.pop_front() {
@@ -125,13 +136,16 @@ pub enum Routing {
     UpDown,
     /// All shortest routes, for fabrics in which up*/down* routes do not suffice.
     Shortest,
+    /// Those of the fabric's forwarding tables, on the way up.
+    Tables,
 }
 
 impl Routing {
     pub(super) const fn turn(self, turn: Turn) -> Turn {
         match self {
             Self::UpDown => turn,
-            Self::Shortest => Turn::Flat,
+            // Trees are drafted over all routes, and laid over those of the tables then.
+            Self::Shortest | Self::Tables => Turn::Flat,
         }
     }
 }

@@ -18,32 +18,43 @@
 //!
 //! A node with more children than its limit is split: runs of children move to further aggregation nodes nearby.
 //!
-//! [`verify()`] checks a plan independently of the planner's code.
+//! Several trees carry a share of each message each, where one alone does not have the rate of the hosts' cables
+//! ([`Planner::plan_trees`]).
+//!
+//! [`verify()`] and [`verify_trees()`] check plans independently of the planner's code.
 
 mod aligned;
 mod bound;
 mod cost;
 mod error;
+mod evaluate;
+mod explain;
 mod index;
 mod limits;
 mod moves;
+mod rates;
 mod render;
+mod report;
 mod ring;
 mod route;
 mod search;
 mod select;
 #[cfg(test)]
 mod tests;
+mod trees;
 mod verify;
 
 pub use bound::{BoundKind, RateBound};
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
 pub use error::PlanError;
+pub use explain::{Crossing, Explanation, OtherRoot, SizeTime, Way};
 pub use index::Routing;
 pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
+pub use report::Report;
 pub use select::HostSelection;
-pub use verify::{Violation, verify};
+pub use trees::{PlannedTree, Trees, TreesLimit};
+pub use verify::{Violation, verify, verify_trees};
 
 use crate::topo::{Fabric, HostId, LinkId, SwitchId};
 use index::FabricIndex;
@@ -159,13 +170,69 @@ impl<'f> Planner<'f> {
     /// # Errors
     /// [`PlanError`] names the first condition that failed.
     pub fn plan(&self, hosts: &HostSelection, limits: &Limits) -> Result<Plan, PlanError> {
-        let hosts = hosts.resolve_with(self.fabric, &|name| self.index.find_host(self.fabric, name))?;
-        search::find_best(self.fabric, &self.index, &hosts, limits)
+        search::find_best(self.fabric, &self.index, &self.resolve(hosts)?, limits)
+    }
+
+    /// Plan anew after a failure. Children stay with the nodes that they had in the earlier plan, by name, if the tree
+    /// then takes at most `1 + slack` times as long as the best one (in the geometric mean over the sizes); otherwise
+    /// this is [`Planner::plan`].
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed.
+    pub fn replan(
+        &self,
+        hosts: &HostSelection,
+        limits: &Limits,
+        earlier: &Plan,
+        slack: f64,
+    ) -> Result<Plan, PlanError> {
+        let ranks = self.resolve(hosts)?;
+        search::repair::find_near(self.fabric, &self.index, (&ranks, limits), (earlier, slack))
+    }
+
+    /// A plan that was made for these hosts within these limits, as the only one of several trees: with its rate beside
+    /// the bound.
+    ///
+    /// # Errors
+    /// [`PlanError`] if the hosts are not known.
+    pub fn single(&self, hosts: &HostSelection, limits: &Limits, plan: Plan) -> Result<Trees, PlanError> {
+        Ok(trees::alone(self.fabric, &self.index, (&self.resolve(hosts)?, limits), plan))
+    }
+
+    /// Plan up to `max_trees` trees that carry a share of each message each, where that takes less time than one. With
+    /// [`HostSelection::Rails`], trees use all adapters of a server.
+    ///
+    /// # Errors
+    /// [`PlanError`] names the first condition that failed: without a single tree there are no several.
+    ///
+    /// ```
+    /// use sumac::plan::{HostSelection, Limits, Planner};
+    /// use sumac::topo::{Rate, generate};
+    /// let rate = Rate::from_gbits(400.0);
+    /// let rails = generate::Rails { servers: 16, rails: 4, servers_per_leaf: 8, spines: 2, rate };
+    /// let fabric = generate::rails(rails)?;
+    /// let servers = fabric.servers().iter().map(|server| server.adapters.clone()).collect();
+    /// let trees = Planner::new(&fabric).plan_trees(&HostSelection::Rails(servers), &Limits::default(), 8)?;
+    /// assert_eq!((trees.trees.len(), trees.gbits), (4, 1600.0));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn plan_trees(&self, hosts: &HostSelection, limits: &Limits, max_trees: usize) -> Result<Trees, PlanError> {
+        trees::find(self.fabric, &self.index, (&self.resolve(hosts)?, limits), max_trees)
+    }
+
+    fn resolve(&self, hosts: &HostSelection) -> Result<select::Ranks, PlanError> {
+        hosts.resolve_with(self.fabric, &|name| self.index.find_host(self.fabric, name))
+    }
+
+    /// The predicted seconds of a message through a plan that was made within these limits.
+    pub fn seconds(&self, plan: &Plan, bytes: u64, limits: &Limits) -> f64 {
+        evaluate::Evaluation::new(self.fabric, plan, limits).seconds(bytes)
     }
 
     /// The rate that no plan for these ranks can beat on an idle fabric.
     pub fn rate_bound(&self, plan: &Plan, pricing: &Pricing) -> RateBound {
-        bound::rate_bound(self.fabric, &self.index, plan, pricing)
+        let ranks: Vec<&[HostId]> = plan.ranks.iter().map(|rank| std::slice::from_ref(&rank.host)).collect();
+        bound::rate_bound(self.fabric, &self.index, (&ranks, plan.prediction.gbits()), pricing)
     }
 
     /// Render what limits a plan's rate, beside a bound that no plan beats, and what is assumed: lines of text, each
@@ -174,10 +241,29 @@ impl<'f> Planner<'f> {
         plan.rate_text(self.fabric, bound, costs)
     }
 
+    /// Render trees for a terminal: what they reach together, and each tree. Lines of text, each ending in a newline.
+    pub fn trees_text(&self, trees: &Trees, costs: &FabricCosts) -> String {
+        trees.to_text(self.fabric, costs)
+    }
+
+    /// Trees for programs: the one JSON form of the library and the command.
+    pub fn report<'a>(&'a self, trees: &'a Trees) -> Report<'a> {
+        Report::new(self.fabric, trees)
+    }
+
+    /// Explain trees that were planned for these hosts within these limits: what other ways would take, and why other
+    /// roots lost.
+    ///
+    /// # Errors
+    /// [`PlanError`], as for the plan.
+    pub fn explain(&self, hosts: &HostSelection, limits: &Limits, trees: &Trees) -> Result<Explanation, PlanError> {
+        explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), trees)
+    }
+
     /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if
     /// two of them are not connected.
     pub fn ring_seconds(&self, plan: &Plan, bytes: u64, pricing: &Pricing) -> Option<f64> {
-        ring::seconds(self.fabric, &self.index, plan, bytes, pricing)
+        Some(ring::ring(self.fabric, &self.index, plan, pricing)?.seconds(bytes, pricing))
     }
 }
 

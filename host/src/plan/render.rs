@@ -2,7 +2,7 @@
 //!
 //! The text tree stays readable for hundreds of hosts: ranks are folded into ranges if they would not fit on a screen.
 
-use super::{Bottleneck, BoundKind, Child, FabricCosts, Plan, PlanNode, RateBound, Routing};
+use super::{Bottleneck, BoundKind, Child, FabricCosts, Plan, PlanNode, RateBound};
 use crate::topo::{Device, Fabric, LinkId};
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 use std::fmt::Write as _;
@@ -76,11 +76,13 @@ impl Plan {
         };
         let (rate, most) = (self.prediction.gbits(), bound.gbits);
         let mut text = format!("rate: {rate:.1} of {most:.1} Gbit/s ({kind}, at {}); limited by {limit}\n", bound.at);
-        let routes = match self.routing {
-            Routing::UpDown => "shortest up*/down* routes",
-            Routing::Shortest => "shortest routes, since up*/down* routes do not connect all nodes",
-        };
-        let _ = write!(text, "assumed: {routes}");
+        text += &self.assumed_text(costs);
+        text
+    }
+
+    /// What the prediction assumes, as a line.
+    pub(super) fn assumed_text(&self, costs: &FabricCosts) -> String {
+        let mut text = format!("assumed: {}", self.routing.name());
         if !costs.calibrated {
             text.push_str("; times of data sheets, not calibrated");
         }
@@ -123,12 +125,12 @@ impl Plan {
 /// Maximum number of ranks that the text tree lists one by one.
 const LISTED_RANKS_MAX: usize = 24;
 
-fn plural(count: usize, word: &'static str) -> String {
+pub(super) fn plural(count: usize, word: &'static str) -> String {
     if count == 1 { word.into() } else { format!("{word}s") }
 }
 
 /// A cable by its ends.
-fn cable(fabric: &Fabric, link: LinkId) -> String {
+pub(super) fn cable(fabric: &Fabric, link: LinkId) -> String {
     let end = |port: crate::topo::Port| {
         let name = match port.device {
             Device::Switch(switch) => &fabric.switch(switch).name,
@@ -140,14 +142,14 @@ fn cable(fabric: &Fabric, link: LinkId) -> String {
 }
 
 /// A size in the largest unit that divides it.
-fn bytes(size: u64) -> String {
+pub(super) fn bytes(size: u64) -> String {
     let units = [(1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     let fits = units.iter().find(|(unit, _)| size >= *unit && size.is_multiple_of(*unit));
     fits.map_or(format!("{size} B"), |(unit, name)| format!("{} {name}", size / unit))
 }
 
 /// A time in the unit that reads best.
-fn seconds(time: f64) -> String {
+pub(super) fn seconds(time: f64) -> String {
     match time {
         ..1e-3 => format!("{:.2} us", time * 1e6),
         ..1.0 => format!("{:.2} ms", time * 1e3),
@@ -155,7 +157,7 @@ fn seconds(time: f64) -> String {
     }
 }
 
-fn children_of(count: usize) -> &'static str {
+pub(super) fn children_of(count: usize) -> &'static str {
     if count == 1 { "child" } else { "children" }
 }
 

@@ -6,6 +6,9 @@
 //! plan's stated figures, rate and predicted times are correct.
 
 mod price;
+mod trees;
+
+pub use trees::verify_trees;
 
 use super::{Child, Limits, Plan, Refusal, Routing};
 use crate::topo::{Device, Fabric, LinkId};
@@ -89,6 +92,12 @@ pub enum Violation {
         /// The child.
         child: Child,
     },
+    /// An edge takes another route than the forwarding tables.
+    #[error("the path of {child:?} is not that of the forwarding tables")]
+    OtherRoute {
+        /// The child.
+        child: Child,
+    },
     /// A predicted figure is wrong.
     #[error("the plan predicts {what} {stated}, but it is {actual}")]
     Predicted {
@@ -98,6 +107,34 @@ pub enum Violation {
         stated: f64,
         /// The actual value.
         actual: f64,
+    },
+    /// A tree has other ranks than the first one.
+    #[error("tree {tree} has another rank {rank} than the first tree")]
+    OtherRank {
+        /// The tree's index.
+        tree: usize,
+        /// The rank.
+        rank: usize,
+    },
+    /// Trees together exceed the rate of a cable or port, or the slots of a device.
+    #[error("the trees take {taken} of `{resource}`, which has {limit} {unit}")]
+    Overbooked {
+        /// The cable's ends or the device's switch.
+        resource: String,
+        /// What the trees take.
+        taken: f64,
+        /// What there is.
+        limit: f64,
+        /// Of what: `Gbit/s` or `slots`.
+        unit: &'static str,
+    },
+    /// A tree in a set of trees is wrong.
+    #[error("tree {tree}: {violation}")]
+    Tree {
+        /// The tree's index.
+        tree: usize,
+        /// What is wrong with it.
+        violation: Box<Violation>,
     },
     /// A figure that the plan states is wrong.
     #[error("the plan states {what} {stated}, but it is {actual}")]
@@ -124,6 +161,7 @@ pub fn verify(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Viola
     check_children(plan)?;
     check_nodes(fabric, plan, limits)?;
     let edges = check_paths(fabric, plan)?;
+    check_routes(fabric, plan, limits)?;
     let sharing = edges.values().max().copied().unwrap_or(0);
     let levels = plan.nodes.iter().map(|node| node.level + 1).max().unwrap_or(0);
     let children = plan.nodes.iter().map(|node| node.children.len()).max().unwrap_or(0);
@@ -248,6 +286,40 @@ fn check_paths(fabric: &Fabric, plan: &Plan) -> Result<HashMap<LinkId, usize>, V
         }
     }
     Ok(edges)
+}
+
+/// Every edge follows the forwarding tables from switch to switch, if there are any.
+fn check_routes(fabric: &Fabric, plan: &Plan, limits: &Limits) -> Result<(), Violation> {
+    let Some(tables) = &limits.pricing.routes else { return Ok(()) };
+    let is_switch = |device: Device| match device {
+        Device::Switch(switch) => Some(switch).filter(|switch| !fabric.switch(*switch).is_device),
+        Device::Host(_) => None,
+    };
+    let with_hosts: BTreeSet<_> = fabric.hosts().iter().flat_map(|host| &host.uplinks).map(|up| up.switch).collect();
+    let nodes =
+        plan.nodes.iter().enumerate().filter_map(|(index, node)| {
+            Some((Child::Node(index), Device::Switch(node.switch), &node.path, node.parent?))
+        });
+    let ranks = plan.ranks.iter().map(|rank| (Child::Rank(rank.rank), Device::Host(rank.host), &rank.path, rank.leaf));
+    for (child, start, path, parent) in nodes.chain(ranks) {
+        let mut to = plan.nodes[parent].switch;
+        if fabric.switch(to).is_device && !with_hosts.contains(&to) {
+            // A device beside a switch has no address in the tables.
+            to = fabric.adjacent(to)[0].0;
+        }
+        let mut at = start;
+        for link in path {
+            let next = fabric.link(*link).across(at).unwrap_or(at);
+            // Of cables to devices there is no choice.
+            if let (Some(switch), Some(_)) = (is_switch(at), is_switch(next))
+                && tables.next(switch, Device::Switch(to)) != Some(*link)
+            {
+                return Err(Violation::OtherRoute { child });
+            }
+            at = next;
+        }
+    }
+    Ok(())
 }
 
 /// A hash of the expression that a node evaluates.

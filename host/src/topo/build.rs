@@ -369,7 +369,7 @@ impl Builder {
             let description = record.description.clone();
             devices[node.0 as usize] = match record.kind {
                 Kind::Switch => {
-                    switches.push(Switch { name, guid, description, aggregation: None });
+                    switches.push(Switch { name, guid, description, aggregation: None, is_device: false });
                     Some(Device::Switch(SwitchId(switches.len() as u32 - 1)))
                 }
                 Kind::Host => {

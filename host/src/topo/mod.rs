@@ -8,7 +8,8 @@
 //! - A **host** here is one HCA; a rank has one.
 //! - A **server** is a machine: the hosts that belong together ([`Fabric::servers`]). [`Selection`] counts servers.
 //! - An **aggregation node** is the processor beside a switch that combines contributions. A dump lists it as a
-//!   one-port channel adapter with that description; here it is a property of its switch.
+//!   one-port channel adapter with that description; here it is a property of its switch. Devices may also be placed
+//!   behind ports ([`Fabric::with_devices`]).
 //! - A node's **name** is its description if that is unique in the fabric, else its GUID.
 //! - What is **inside** a server, GPUs and PCIe, comes from NCCL's topology files ([`Inside`]).
 //!
@@ -18,6 +19,7 @@
 
 mod assumption;
 mod build;
+mod devices;
 mod diff;
 mod error;
 pub mod generate;
@@ -28,6 +30,7 @@ mod natural;
 mod netq;
 mod rate;
 mod read;
+pub(crate) mod routes;
 mod select;
 mod servers;
 pub(crate) mod similar;
@@ -38,6 +41,7 @@ mod toml_file;
 mod write;
 
 pub use assumption::Assumption;
+pub use devices::{DeviceError, DevicePlace};
 pub use diff::Difference;
 pub use error::{FabricError, JoinError, ReadError, SelectError, Warning};
 pub use generate::LeafSpine;
@@ -45,6 +49,7 @@ pub use inside::{Inside, InsideAdapter, InsideGpu, Locality, NvLink};
 pub use natural::natural_cmp;
 pub use rate::Rate;
 pub use read::{FILE_MAX_BYTES, Format};
+pub use routes::{Routes, RoutesError};
 pub use select::{Selection, Taken, Unit, Which};
 pub use servers::{KnownBy, Server};
 
@@ -124,6 +129,9 @@ pub struct Switch {
     pub description: Option<String>,
     /// The aggregation node beside it, if there is one.
     pub aggregation: Option<AggregationNode>,
+    /// Whether it is no switch but a device behind a port ([`Fabric::with_devices`]): it forwards nothing but what its
+    /// host sends and receives.
+    pub is_device: bool,
 }
 
 /// A cable from a host to a switch.

@@ -356,7 +356,7 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
         transport: Transport::ALL[usize::from(cursor.byte()) % Transport::ALL.len()],
         machine: (bits & 0x40 != 0).then(|| Name::try_from("m0").expect("short")),
         device_users: DeviceUsers { own: 0, named: None },
-        terms: Terms { tenant: String::new(), wait_ms: 0, accepts_migration: false, hierarchical: false },
+        terms: Terms::default(),
     };
     let whose = cursor.byte();
     request.device_users =
@@ -366,6 +366,7 @@ fn join(cursor: &mut Cursor<'_>) -> JoinRequest {
         wait_ms: if bits & 0x80 != 0 { cursor.u32() } else { 0 },
         accepts_migration: cursor.byte() & 1 != 0,
         hierarchical: whose & 1 != 0,
+        ..Terms::default()
     };
     request
 }

@@ -106,7 +106,7 @@ impl Cluster<'_, '_> {
             transport: Transport::Udp,
             machine: None,
             device_users: DeviceUsers::own(),
-            terms: Terms { tenant: tenant(group), wait_ms: 0, accepts_migration: false, hierarchical: false },
+            terms: Terms { tenant: tenant(group), wait_ms: 0, ..Terms::default() },
         }
     }
 

@@ -64,6 +64,7 @@ fn measure_cluster(
             order: None,
             transport,
             verbs: None,
+            trees: 1,
             deadline_ms: args.timeout_s.saturating_mul(1000),
             work: Work::InTurns { groups: groups.to_vec(), memory: MemoryKind::Registered },
         };

@@ -194,6 +194,7 @@ impl Job<'_> {
                 order: run.order.map(Into::into),
                 transport: run.transport,
                 verbs: run.verbs.in_turn(rank as usize),
+                trees: 0,
                 deadline_ms: run.timeout_s.saturating_mul(1000),
                 work,
             };

@@ -48,6 +48,9 @@ pub(crate) struct RankJob {
     /// The RDMA port for the transports that use one; `None`: the first that is active.
     #[serde(default)]
     pub(crate) verbs: Option<String>,
+    /// The maximum number of trees; 0: as many as are faster.
+    #[serde(default)]
+    pub(crate) trees: u8,
     /// The deadline of an operation, in milliseconds.
     pub(crate) deadline_ms: u64,
     /// Its work after joining.
@@ -237,6 +240,8 @@ pub(crate) struct Measured {
     pub(crate) wrong: u64,
     /// The path of the operations; `None` before the first.
     pub(crate) path: Option<Path>,
+    /// The least number of trees that an operation was spread over; `None` before the first.
+    pub(crate) trees: Option<u32>,
     /// Why they fell back to another path, if they did.
     pub(crate) fallback: Option<String>,
     /// Bytes sent, over all measured iterations.

@@ -12,6 +12,7 @@ use clap::Args;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use sumac::comm::DEFAULT_PORT;
+use sumac::controller::TREES_MAX;
 use sumac_hal::op::{Collective, Dtype, ReduceOp};
 
 /// The most ranks, each of which is a process on this machine.
@@ -95,6 +96,10 @@ pub(crate) struct PerfArgs {
     pub(super) transport: Transport,
     #[command(flatten)]
     pub(super) verbs: Links,
+    /// Most trees to spread large operations over, by packets; 0 for as many as are faster [default: SUMAC_TREES, or
+    /// 0]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=i64::from(TREES_MAX)))]
+    pub(super) trees: Option<u8>,
     /// Memory of the ranks' buffers [default: registered]
     #[arg(long, value_name = "KIND")]
     pub(super) memory: Option<MemoryKind>,

@@ -37,7 +37,7 @@ JSON AND CSV
   Figures: collective dtype op ranks size_bytes count algo path transport time_us p99_us algbw_gbytes_s busbw_gbytes_s
   wrong wire_bytes cpu_us retransmits repaired repair_bytes slowest_rank late_us root in_place rank_min_us rank_avg_us
   rank_max_us out_of_place_time_us out_of_place_p99_us out_of_place_algbw_gbytes_s out_of_place_busbw_gbytes_s
-  out_of_place_wrong.
+  out_of_place_wrong trees.
   Conditions: iterations warmup_iterations check buffers memory order requested_transport levels devices
   emulated_devices shards bind cores version command.
   Figures are in place where in_place is true, else out of place; those that begin with out_of_place are null unless
@@ -47,7 +47,8 @@ JSON AND CSV
   recovery. wrong and retransmits are sums over ranks and iterations, in place and out of place. op is null for
   collectives that do not reduce, root for those without one; dtype and in_place are also null for a barrier. path is
   the algorithm that ran, and mixed if ranks or placements differ. transport is how ranks reach the tree: shm, udp,
-  verbs, rdma or mixed; on other paths it is host. command repeats the run.
+  verbs, rdma or mixed; on other paths it is host. trees is how many trees each operation was spread over at least.
+  command repeats the run.
   With --explain: operation requested overridden chosen transport candidates[{path cost_us ruled_out}] costs;
   transport is null where there is no tree, and costs is where the costs come from.
 

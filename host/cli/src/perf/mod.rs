@@ -280,6 +280,7 @@ fn start_ranks(
                 order: args.order.map(Into::into),
                 transport: args.transport(),
                 verbs: args.verbs.in_turn(rank as usize),
+                trees: args.trees.unwrap_or(0),
                 deadline_ms: args.timeout_s.saturating_mul(1000),
                 work: work.clone(),
             };

@@ -91,6 +91,8 @@ pub(super) struct Row {
     pub(super) out_of_place_busbw_gbytes_s: Option<f64>,
     /// The share of `wrong` that is out of place.
     pub(super) out_of_place_wrong: Option<u64>,
+    /// The least number of trees that an operation was spread over; 0 if it took none.
+    pub(super) trees: u32,
     /// What repeats the row.
     #[serde(flatten)]
     pub(super) conditions: Conditions,
@@ -260,6 +262,7 @@ impl Row {
             out_of_place_algbw_gbytes_s: out_of_place.map(|figures| figures.algbw),
             out_of_place_busbw_gbytes_s: out_of_place.map(|figures| figures.busbw),
             out_of_place_wrong: out_of_place.map(|figures| figures.wrong),
+            trees: all().filter_map(|rank| rank.trees).min().unwrap_or(0),
             conditions: conditions.clone(),
         }
     }
@@ -326,6 +329,7 @@ pub(super) mod tests {
             times_ns: times_ns.to_vec(),
             wrong: 0,
             path: Some(path),
+            trees: Some(u32::from(path == Path::Tree)),
             fallback: None,
             wire_bytes: 3000,
             cpu_ns: 9000,
@@ -395,7 +399,7 @@ pub(super) mod tests {
              \"slowest_rank\":1,\"late_us\":90,\"root\":null,\"in_place\":true,\"rank_min_us\":131.072,\
              \"rank_avg_us\":229.376,\"rank_max_us\":262.144,\"out_of_place_time_us\":524.288,\
              \"out_of_place_p99_us\":524.288,\"out_of_place_algbw_gbytes_s\":2.0,\
-             \"out_of_place_busbw_gbytes_s\":3.0,\"out_of_place_wrong\":1,\"iterations\":3,";
+             \"out_of_place_busbw_gbytes_s\":3.0,\"out_of_place_wrong\":1,\"trees\":1,\"iterations\":3,";
         assert_eq!(&json[..known.len()], known);
         assert_eq!(found.in_place().map(|figures| (figures.busbw, figures.wrong)), Some((6.0, 2)));
         assert_eq!(found.out_of_place().map(|figures| (figures.busbw, figures.wrong)), Some((3.0, 1)));

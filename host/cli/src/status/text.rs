@@ -5,7 +5,8 @@ use super::rates::{DeviceRates, Rates};
 use std::fmt;
 use std::io::{self, Write};
 use sumac::controller::proto::{
-    DeviceStatus, JobStatus, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport, TenantStatus,
+    DeviceStatus, JobStatus, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus, StatusReport, StripeStatus,
+    TenantStatus,
 };
 use sumac_hal::ctrl::{AttachPoint, Counters, DropReason, StackUsage};
 
@@ -166,7 +167,25 @@ fn write_job(out: &mut impl Write, job: &JobStatus) -> io::Result<()> {
     let path = path(job).map(|path| format!("  path {path}")).unwrap_or_default();
     let missing = describe_missing(job);
     let (name, tenant, joined, world) = (Escaped(&job.name), Escaped(&job.tenant), job.joined, job.world);
-    writeln!(out, "  {name}  {state}{path}  tenant {tenant}  ranks {joined}/{world}{missing}{view}{tree}{queue}")
+    let trees = if job.stripes.is_empty() { String::new() } else { format!("  {} trees", job.trees()) };
+    writeln!(
+        out,
+        "  {name}  {state}{path}  tenant {tenant}  ranks {joined}/{world}{missing}{view}{trees}{tree}{queue}"
+    )?;
+    job.stripes.iter().try_for_each(|stripe| write_stripe(out, stripe))
+}
+
+/// Describe a further tree of a job.
+fn write_stripe(out: &mut impl Write, stripe: &StripeStatus) -> io::Result<()> {
+    let number = stripe.index + 1;
+    let view = if stripe.view > 0 { format!("  view {}", stripe.view) } else { String::new() };
+    match &stripe.tree {
+        Ok(tree) => {
+            let (group, levels, devices) = (tree.group, tree.levels, tree.devices.join(" "));
+            writeln!(out, "    tree {number}{view}  {group}, {levels} levels: {}", Escaped(&devices))
+        }
+        Err(why) => writeln!(out, "    tree {number}{view}  no tree: {}", Escaped(why)),
+    }
 }
 
 /// Name the ranks that are not connected.
@@ -239,7 +258,24 @@ pub(super) mod tests {
             tree: None,
             queue: None,
             is_offered: false,
+            stripes: Vec::new(),
         }
+    }
+
+    #[test]
+    fn further_trees_have_lines_of_their_own() {
+        let tree = |device: &str| JobTree {
+            group: GroupId(7),
+            levels: 1,
+            devices: vec![device.into()],
+            zero_copy_ranks: 0,
+            transport: "udp".into(),
+        };
+        let stripe = |index, tree| StripeStatus { index, share: 1, view: 0, tree };
+        let stripes = vec![stripe(1, Ok(tree("dpu1"))), StripeStatus { view: 2, ..stripe(2, Err("lost".into())) }];
+        let text = written(&JobStatus { tree: Some(Ok(tree("dpu0"))), stripes, ..job() });
+        assert!(text.contains("ranks 4/4  2 trees  group 7, 1 levels: dpu0"), "{text}");
+        assert!(text.ends_with("\n    tree 2  group 7, 1 levels: dpu1\n    tree 3  view 2  no tree: lost\n"), "{text}");
     }
 
     #[test]

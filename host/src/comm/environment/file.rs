@@ -79,7 +79,7 @@ pub(super) fn read_with(
 }
 
 /// Variables that a key of `[rank]` in a configuration file stands for.
-const RANK_VARIABLES: [&str; 25] = [
+const RANK_VARIABLES: [&str; 26] = [
     "SUMAC_ALGO",
     "SUMAC_BIND",
     "SUMAC_CONTROLLER",
@@ -96,6 +96,7 @@ const RANK_VARIABLES: [&str; 25] = [
     "SUMAC_TENANT",
     "SUMAC_TRAFFIC_CLASS",
     "SUMAC_TRANSPORT",
+    "SUMAC_TREES",
     "SUMAC_UDP_GRO",
     "SUMAC_UDP_GSO",
     "SUMAC_UDP_MAX_PACKET",

@@ -38,6 +38,7 @@ fn each_variable_sets_its_field() {
         ("SUMAC_TENANT", "team-a"),
         ("SUMAC_WAIT_FOR_TREE", "90"),
         ("SUMAC_STRAGGLER", "partial:1.5"),
+        ("SUMAC_TREES", "8"),
         ("SUMAC_UDP_MAX_PACKET", "8192"),
         ("SUMAC_UDP_PEER", "10.0.0.1:7000"),
         ("SUMAC_UDP_RECEIVE_BUFFER", "65536"),
@@ -62,6 +63,7 @@ fn each_variable_sets_its_field() {
     (expected.recover, expected.tenant) = (false, "team-a".into());
     (expected.wait_for_tree, expected.straggler) =
         (Duration::from_secs(90), Straggler::Partial(Duration::from_millis(1500)));
+    expected.trees = 8;
     expected.udp.max_packet_len_bytes = Some(8192);
     expected.udp.peer = Some("10.0.0.1:7000".parse().expect("an address"));
     (expected.udp.receive_buffer_bytes, expected.udp.send_buffer_bytes) = (65_536, 32_768);
@@ -128,6 +130,7 @@ fn invalid_value_error_names_variable_value_and_choices() {
         ("SUMAC_ALGO", "star", "tree"),
         ("SUMAC_RECOVER", "maybe", "1, 0"),
         ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
+        ("SUMAC_TREES", "many", "number of trees"),
         ("SUMAC_BIND", "eth0.invalid", "IP address"),
         ("SUMAC_IFNAME", "^", "names no interface"),
         ("SUMAC_UDP_GSO", "on", "auto, off"),

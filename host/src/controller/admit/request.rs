@@ -19,6 +19,8 @@ pub(in crate::controller) struct PlacementRequest<'j> {
     pub(in crate::controller) hosts: &'j [HostBlock],
     /// The paths that carry shorter packets than their ends.
     pub(in crate::controller) narrow: &'j NarrowPaths,
+    /// The number of the job's trees. A rank's port takes the windows of all of them, so they share what one has.
+    pub(in crate::controller) trees: usize,
 }
 
 /// The ranks of a job that share a host, and the device that they combine on.

@@ -80,7 +80,10 @@ impl Placement {
         // Zero-copy on one device needs few slots, which stay in its caches; packets must fill a network.
         let mut window = match self.all_zero_copy() && self.nodes.len() == 1 {
             true => u64::from(config.zero_copy_window_chunks).clamp(1, MAX_WINDOW),
-            false => u64::from(config.window_bytes / chunk).clamp(u64::from(WINDOW_MIN), MAX_WINDOW),
+            false => {
+                let bytes = u64::from(config.window_bytes) / request.trees.max(1) as u64;
+                (bytes / u64::from(chunk)).clamp(u64::from(WINDOW_MIN), MAX_WINDOW)
+            }
         };
         for node in &self.nodes {
             let (available, slot) = (available(node), SlotCost::on(node, order, chunk));

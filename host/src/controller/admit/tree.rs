@@ -3,9 +3,12 @@
 use super::{Devices, PlacementRequest, children_max, shard_of};
 use crate::controller::ControllerConfig;
 use crate::controller::resources::ResourceLedger;
-use crate::plan::{DeviceLimits, FabricCosts, HostSelection, Limits, Plan, Planner, Pricing, Size};
+use crate::plan::{
+    DeviceLimits, FabricCosts, HostSelection, Limits, Plan, PlannedTree, Planner, Pricing, Size, TreesLimit,
+};
 use crate::topo::Fabric;
 use crate::transport::local::HostGroups;
+use std::collections::BTreeSet;
 
 /// Build a fabric of one switch that connects all hosts.
 pub(super) fn flat_fabric(switch: &str, hosts: usize) -> Result<Fabric, String> {
@@ -24,6 +27,43 @@ pub(super) fn plan_tree(
     ledger: &ResourceLedger,
     (request, groups): (PlacementRequest<'_>, &HostGroups),
 ) -> Result<Plan, String> {
+    let (hosts, limits) = planning_task((config, planner), devices, ledger, (request, groups))?;
+    planner.plan(&hosts, &limits).map_err(|error| error.to_string())
+}
+
+/// A tree to be: its devices, and its share of each message in thousandths.
+#[derive(Debug)]
+pub(in crate::controller) struct TreeSketch {
+    pub(in crate::controller) devices: BTreeSet<String>,
+    pub(in crate::controller) share: u16,
+}
+
+/// Plan up to `max_trees` trees on the fabric, where they are faster than one. Returns also what keeps them from a
+/// higher rate.
+pub(in crate::controller) fn sketch_trees(
+    (config, planner): (&ControllerConfig, &Planner<'_>),
+    devices: &Devices,
+    ledger: &ResourceLedger,
+    request: PlacementRequest<'_>,
+    max_trees: u8,
+) -> Result<(Vec<TreeSketch>, TreesLimit), String> {
+    let (hosts, limits) = planning_task((config, planner), devices, ledger, (request, &request.groups()))?;
+    let planned = planner.plan_trees(&hosts, &limits, max_trees.into()).map_err(|error| error.to_string())?;
+    let sketch = |tree: &PlannedTree| {
+        let named = tree.plan.nodes.iter().flat_map(|node| [&node.name, &node.guid]);
+        let devices = named.filter(|name| devices.contains_key(*name)).cloned().collect();
+        TreeSketch { devices, share: (tree.share * 1000.0).round().clamp(1.0, 1000.0) as u16 }
+    };
+    Ok((planned.trees.iter().map(sketch).collect(), planned.limited_by))
+}
+
+/// The hosts of a job, and the limits of its plan.
+fn planning_task(
+    (config, planner): (&ControllerConfig, &Planner<'_>),
+    devices: &Devices,
+    ledger: &ResourceLedger,
+    (request, groups): (PlacementRequest<'_>, &HostGroups),
+) -> Result<(HostSelection, Limits), String> {
     let available = ledger.available_everywhere(request.tenant);
     let limits = devices.values().filter_map(|device| {
         let left = available(&device.key());
@@ -41,11 +81,10 @@ pub(super) fn plan_tree(
         // The minimum window. The actual one is sized later, to what is available.
         slots_needed: 2 * u32::from(shard_of(devices)?.max_in_window(1) as u16),
         devices: Some(limits.collect()),
-        pricing: Pricing { costs, size: Size::Any, load: ledger.load_of_cables() },
+        pricing: Pricing { costs, size: Size::Any, load: ledger.load_of_cables(), routes: None },
         ..Limits::default()
     };
     let names: Option<Vec<String>> =
         groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
-    let hosts = names.map_or(HostSelection::First(groups.len()), HostSelection::Named);
-    planner.plan(&hosts, &limits).map_err(|error| error.to_string())
+    Ok((names.map_or(HostSelection::First(groups.len()), HostSelection::Named), limits))
 }

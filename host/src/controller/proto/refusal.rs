@@ -157,4 +157,12 @@ pub enum JoinRefusal {
         /// The side of both: "first" or "second".
         side: String,
     },
+    /// A further tree of a job cannot be joined.
+    #[error("{job:?} cannot be joined as a tree of another job: {why}")]
+    Stripe {
+        /// The name of the tree.
+        job: String,
+        /// The reason.
+        why: String,
+    },
 }

@@ -184,6 +184,29 @@ pub struct JobStatus {
     pub queue: Option<QueuePosition>,
     /// Whether a tree is on offer to the job, or being reserved for it.
     pub is_offered: bool,
+    /// The further trees that its operations are spread over.
+    pub stripes: Vec<StripeStatus>,
+}
+
+/// A further tree of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StripeStatus {
+    /// The tree's number. The job's own tree has 0.
+    pub index: u8,
+    /// Its relative rate.
+    pub share: u16,
+    /// Its view: how often it was placed anew.
+    pub view: u32,
+    /// The tree, or why there is none.
+    pub tree: Result<JobTree, String>,
+}
+
+impl JobStatus {
+    /// How many trees the job's operations are spread over.
+    pub fn trees(&self) -> u32 {
+        let further = self.stripes.iter().filter(|stripe| stripe.tree.is_ok()).count();
+        further as u32 + u32::from(matches!(self.tree, Some(Ok(_))))
+    }
 }
 
 /// A job's tree.

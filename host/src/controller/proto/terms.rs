@@ -1,5 +1,6 @@
 //! A job's tenant and admission terms, and the transports to its devices.
 
+use super::StripeOf;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -16,12 +17,23 @@ pub struct Terms {
     pub accepts_migration: bool,
     /// Whether this rank can run a device for the ranks on its host, and combines there first.
     pub hierarchical: bool,
+    /// The maximum number of trees to spread operations over; 0: as many as raise the predicted rate.
+    pub trees: u8,
+    /// The job of which this one is a further tree, if it is one.
+    pub stripe: Option<StripeOf>,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], no wait, no migration, no host device.
+    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster.
     fn default() -> Self {
-        Self { tenant: DEFAULT_TENANT.to_owned(), wait_ms: 0, accepts_migration: false, hierarchical: false }
+        Self {
+            tenant: DEFAULT_TENANT.to_owned(),
+            wait_ms: 0,
+            accepts_migration: false,
+            hierarchical: false,
+            trees: 0,
+            stripe: None,
+        }
     }
 }
 

@@ -40,7 +40,13 @@ impl Model {
     fn claim(&self, job: &str) -> Claim {
         let (tenant, needs) = self.needs_of[job].clone();
         // Job names are numbers.
-        Claim { group: GroupId(job.parse().expect("a number")), tenant, needs, cables: Arc::default() }
+        Claim {
+            group: GroupId(job.parse().expect("a number")),
+            tenant,
+            is_stripe: false,
+            needs,
+            cables: Arc::default(),
+        }
     }
 
     fn fits(claim: &Claim, ledger: &ResourceLedger, reservations: &Reservations) -> Result<(), BlockedOn> {
@@ -106,7 +112,13 @@ impl Model {
         while let Some(candidate) = self.queue.candidate(&self.ledger) {
             let job = candidate.job.clone();
             let (tenant, needs) = self.needs_of[&job].clone();
-            let claim = Claim { group: GroupId(job.parse().expect("a number")), tenant, needs, cables: Arc::default() };
+            let claim = Claim {
+                group: GroupId(job.parse().expect("a number")),
+                tenant,
+                is_stripe: false,
+                needs,
+                cables: Arc::default(),
+            };
             let fits = Self::fits(&claim, &self.ledger, &self.queue.reservations(&job)).is_ok();
             if self.queue.try_serve(&mut self.ledger, &candidate, fits.then_some(claim)) {
                 served.push(job);

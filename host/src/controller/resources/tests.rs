@@ -24,7 +24,7 @@ fn ledger(quotas: Quotas) -> ResourceLedger {
 
 fn claim(group: u32, tenant: &str, devices: &[&str], slots: u64) -> Claim {
     let needs = devices.iter().map(|name| (device(name), need(slots))).collect();
-    Claim { group: GroupId(group), tenant: tenant.into(), needs, cables: Arc::default() }
+    Claim { group: GroupId(group), tenant: tenant.into(), is_stripe: false, needs, cables: Arc::default() }
 }
 
 fn quota(groups: u64, slots: u64, memory_bytes: u64) -> Quota {
@@ -140,16 +140,14 @@ fn dominant_share_is_the_largest_fraction_of_any_resource() {
 
 #[derive(Debug, Clone)]
 enum DraftStep {
-    Claim { tenant: usize, devices: [bool; 3], slots: u64 },
+    Claim { tenant: usize, is_stripe: bool, devices: [bool; 3], slots: u64 },
     Free(usize),
 }
 
 fn steps() -> impl Strategy<Value = Vec<DraftStep>> {
-    let claim = (0..3_usize, any::<[bool; 3]>(), 1..40_u64).prop_map(|(tenant, devices, slots)| DraftStep::Claim {
-        tenant,
-        devices,
-        slots,
-    });
+    let claim = (0..3_usize, any::<bool>(), any::<[bool; 3]>(), 1..40_u64);
+    let claim =
+        claim.prop_map(|(tenant, is_stripe, devices, slots)| DraftStep::Claim { tenant, is_stripe, devices, slots });
     prop::collection::vec(prop_oneof![3 => claim, 1 => any::<usize>().prop_map(DraftStep::Free)], 1..80)
 }
 
@@ -176,7 +174,7 @@ fn is_within(active: &[Claim], quotas: &Quotas) -> bool {
     };
     let allowed = |tenant: &&str| {
         let quota = quotas.of(tenant);
-        let groups = active.iter().filter(|claim| claim.tenant == **tenant).count() as u64;
+        let groups = active.iter().filter(|claim| claim.tenant == **tenant && !claim.is_stripe).count() as u64;
         let on = DEVICES.map(|name| sum(active, Some(tenant), name));
         groups <= quota.groups.unwrap_or(u64::MAX)
             && on.iter().all(|held| held.slots <= quota.slots.unwrap_or(u64::MAX))
@@ -200,9 +198,10 @@ proptest! {
         let mut active: Vec<Claim> = Vec::new();
         for (group, step) in (0..).zip(steps) {
             match step {
-                DraftStep::Claim { tenant, devices, slots } => {
+                DraftStep::Claim { tenant, is_stripe, devices, slots } => {
                     let on: Vec<&str> = DEVICES.into_iter().zip(devices).filter(|(_, on)| *on).map(|(name, _)| name).collect();
-                    let claim = claim(group, TENANTS[tenant], &on, slots);
+                    let claim = Claim { is_stripe, ..claim(group, TENANTS[tenant], &on, slots) };
+                    // A stripe takes no group of its tenant's quota, whether or not that is exhausted.
                     active.push(claim.clone());
                     let fits = is_within(&active, &quotas);
                     prop_assert_eq!(ledger.claim(claim).is_ok(), fits);

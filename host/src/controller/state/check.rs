@@ -47,6 +47,10 @@ pub(super) fn agree(
         let ms = |request: &JoinRequest| format!("{} ms", request.terms.wait_ms);
         return Err(disagree("the wait for a tree", ms(request), ms(first)));
     }
+    if (request.terms.trees, &request.terms.stripe) != (first.terms.trees, &first.terms.stripe) {
+        let trees = |request: &JoinRequest| format!("{} at most", request.terms.trees.max(1));
+        return Err(disagree("the number of trees", trees(request), trees(first)));
+    }
     if request.order != first.order {
         return Err(disagree("the order", format!("{:?}", request.order), format!("{:?}", first.order)));
     }

@@ -3,6 +3,7 @@
 use super::hosts::JobHost;
 use super::lost_devices::LostDevices;
 use super::membership::{MembershipMessages, SharedFields};
+use super::stripes::PlannedTrees;
 use crate::controller::ControllerConfig;
 use crate::controller::admit::{NarrowPaths, Placement};
 use crate::controller::device::Device;
@@ -83,6 +84,8 @@ pub(super) struct Job {
     /// The hosts whose ranks combine before they contribute, and until when the job waits for their devices.
     pub(super) hosts: Vec<JobHost>,
     pub(super) hosts_until: Option<Instant>,
+    /// The trees that were planned when it started.
+    pub(super) trees: PlannedTrees,
     /// Its paths that carry shorter packets than their ends, and how many trees in a row were given up for that.
     pub(super) narrow: NarrowPaths,
     pub(super) narrow_trees: u32,
@@ -121,6 +124,7 @@ impl Job {
             expression: None,
             hosts: Vec::new(),
             hosts_until: None,
+            trees: PlannedTrees::default(),
             narrow: NarrowPaths::default(),
             narrow_trees: 0,
             reported_position: None,
@@ -172,9 +176,10 @@ impl Job {
         let hosts: BTreeSet<_> = mesh.iter().map(|addr| addr.ip()).collect();
         let (secret, table) = (self.secret.clone(), config.table.for_hosts(hosts.len()));
         let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table });
+        let striping = &self.trees.striping;
         for (rank, member) in &self.members {
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);
-            messages.send((output, member.client), (tree, queue), &reply);
+            messages.send((output, member.client), (tree, queue, striping.clone()), &reply);
         }
     }
 

@@ -3,7 +3,7 @@
 
 use crate::controller::outbox::Frames;
 use crate::controller::output::{ConnId, Outputs};
-use crate::controller::proto::{ClientReply, Membership, QueuePosition, TreeMembership};
+use crate::controller::proto::{ClientReply, Membership, QueuePosition, Striping, TreeMembership};
 use crate::plan::Child;
 use crate::secret::JobSecret;
 use crate::select::CostTable;
@@ -22,9 +22,9 @@ pub(super) struct SharedFields {
 }
 
 impl SharedFields {
-    fn with(&self, (tree, queue): RankFields) -> Box<Membership> {
+    fn with(&self, (tree, queue, striping): RankFields) -> Box<Membership> {
         let Self { mesh, recovery_mesh, secret, expression, table } = self.clone();
-        Box::new(Membership { tree, queue, mesh, recovery_mesh, secret, expression, table })
+        Box::new(Membership { tree, queue, striping, mesh, recovery_mesh, secret, expression, table })
     }
 
     fn without_ranks(&self) -> Self {
@@ -35,7 +35,7 @@ impl SharedFields {
 }
 
 /// The fields of a [`Membership`] that differ by rank.
-type RankFields = (Result<TreeMembership, String>, Option<QueuePosition>);
+type RankFields = (Result<TreeMembership, String>, Option<QueuePosition>, Striping);
 
 /// The messages to all ranks, prepared for sending.
 pub(super) enum MembershipMessages {
@@ -99,7 +99,8 @@ mod tests {
             };
             let messages = MembershipMessages::new(tail.clone());
             assert_eq!(matches!(messages, MembershipMessages::Split { .. }), ranks == 5000);
-            let head: RankFields = (Err("no tree".into()), Some(QueuePosition { position: 2, of: 3 }));
+            let striping = Striping { shares: vec![2, 1], reason: Some("no third device".into()) };
+            let head: RankFields = (Err("no tree".into()), Some(QueuePosition { position: 2, of: 3 }), striping);
             for view in [None, Some(9)] {
                 let reply = |membership| match view {
                     Some(view) => ClientReply::Replanned { view, membership },

@@ -161,6 +161,12 @@ impl State {
         let Some(job) = self.jobs.get_mut(name) else { return };
         (job.placing, job.join_waits_until) = (None, None);
         let is_new = job.placement.is_none();
+        let mut placed = placed;
+        if let Ok(placement) = &mut placed
+            && is_new
+        {
+            job.trees = std::mem::take(&mut placement.trees);
+        }
         job.placement = Some(placed.map_err(|why| why.chars().take(REASON_STORED_CHARS_MAX).collect()));
         if is_new {
             job.declare();

@@ -3,6 +3,7 @@
 use super::job::Job;
 use super::placement::{NoTree, Wait};
 use super::planning::PlaceJob;
+use super::stripes::SiblingTrees;
 use crate::controller::ControllerConfig;
 use crate::controller::admit::{Devices, GroupIds, HostBlock, NarrowPaths, Placement, PlacementRequest, draft};
 use crate::controller::device::Device;
@@ -24,13 +25,15 @@ pub(super) struct JobSnapshot {
     pub(super) secret: JobSecret,
     world: u32,
     requests: Vec<Arc<JoinRequest>>,
-    pinned: Vec<String>,
+    pub(super) pinned: Vec<String>,
     lost_devices: Vec<Arc<Device>>,
     declined_devices: Vec<Arc<Device>>,
-    expression: Option<Tree>,
+    pub(super) expression: Option<Tree>,
     /// The hosts with a device of the job's own.
     pub(super) hosts: Vec<HostBlock>,
-    narrow: NarrowPaths,
+    pub(super) narrow: NarrowPaths,
+    /// The job's other trees.
+    pub(super) siblings: SiblingTrees,
 }
 
 /// A plan to be made, with a snapshot of all that it depends on.
@@ -78,6 +81,8 @@ impl Plan {
         if let (Goal::PlaceJob { .. }, Err(none)) = (&self.goal, &mut found) {
             none.wait_running = self.wait_running(config, none.wait.clone());
         }
+        let is_for_job = matches!(self.goal, Goal::PlaceJob { .. } | Goal::Serve(_));
+        let found = if is_for_job { found.map(|first| self.plan_trees(config, first)) } else { found };
         PlanResult { plan: self, found }
     }
 
@@ -96,12 +101,12 @@ impl Plan {
         }
     }
 
-    fn requests(&self) -> Vec<&JoinRequest> {
+    pub(super) fn requests(&self) -> Vec<&JoinRequest> {
         self.job.requests.iter().map(Arc::as_ref).collect()
     }
 
-    fn tenant(&self) -> &str {
-        self.job.requests.first().map_or("", |request| &request.terms.tenant)
+    pub(super) fn tenant(&self) -> &str {
+        self.job.tenant()
     }
 
     /// Draft a tree for the job, or find out why there is none and what it could wait for.
@@ -114,6 +119,7 @@ impl Plan {
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
+            trees: job.siblings.trees,
         };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
@@ -180,6 +186,7 @@ impl Plan {
             pinned: &job.pinned,
             hosts: &job.hosts,
             narrow: &job.narrow,
+            trees: job.siblings.trees,
         };
         if let Some(other) = self.reservations.tenants.get(request.tenant) {
             return Err(format!("resources are reserved for job {other:?} of the same tenant"));
@@ -200,7 +207,7 @@ impl Plan {
 
     /// The devices that the job may be placed on, and a clause that names the excluded ones. Fails with the reason if a
     /// pinned device is excluded.
-    fn eligible_devices(&self) -> Result<(Devices, String), String> {
+    pub(super) fn eligible_devices(&self) -> Result<(Devices, String), String> {
         let pinned = &self.job.pinned;
         let mut left_out = String::new();
         let mut leave_out = |devices: Devices, why: [&str; 2], is_out: &dyn Fn(&Arc<Device>) -> bool| {
@@ -226,7 +233,21 @@ impl Plan {
         let devices = leave_out(devices, crash_loop, &|device| self.backed_off.contains(device.name()))?;
         let declined = ["attach failed", "a rank could not attach to it"];
         let devices = leave_out(devices, declined, &|device| is_among(&self.job.declined_devices, device))?;
+        let siblings = &self.job.siblings;
+        let other = ["of other trees of the job", "it is not planned for this tree of the job"];
+        let devices = leave_out(devices, other, &|device| !siblings.allow(device.name()))?;
         Ok((devices, left_out))
+    }
+
+    /// Draft a tree on these devices, one contribution a rank, whatever the job has declared.
+    pub(super) fn draft_exactly_on(
+        &self,
+        config: &ControllerConfig,
+        devices: &Devices,
+        ledger: &ResourceLedger,
+        request: PlacementRequest<'_>,
+    ) -> Result<Placement, String> {
+        draft((config, &self.index), devices, ledger, request, self.ids)
     }
 }
 
@@ -242,7 +263,17 @@ impl JobSnapshot {
             expression: job.expression.clone(),
             hosts: job.host_blocks(),
             narrow: job.narrow.clone(),
+            siblings: SiblingTrees::default(),
         }
+    }
+
+    pub(super) fn tenant(&self) -> &str {
+        self.requests.first().map_or("", |request| &request.terms.tenant)
+    }
+
+    /// Whether the job is a further tree of another one.
+    pub(super) fn is_stripe(&self) -> bool {
+        self.requests.first().is_some_and(|request| request.terms.stripe.is_some())
     }
 
     /// Accept a placement only if it evaluates the job's declared expression.

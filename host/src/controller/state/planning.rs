@@ -24,6 +24,7 @@ use crate::controller::ControllerConfig;
 use crate::controller::admit::{GroupIds, Placement};
 use crate::controller::device::Device;
 use crate::controller::queue::{BlockedOn, Candidate, EntryStatus, Reservations};
+use crate::controller::resources::ResourceLedger;
 use crate::plan::KeptIndex;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -177,7 +178,12 @@ impl State {
 
     fn plan(&self, goal: Goal, mut job: JobSnapshot, reservations: Reservations, ids: GroupIds) -> Plan {
         job.hosts.retain(|host| self.links.is_responsive(&host.device));
-        let (devices, ledger) = (self.devices.clone(), self.ledger.clone());
+        job.siblings = self.sibling_trees(match &goal {
+            Goal::PlaceJob { task, .. } => &task.name,
+            Goal::Enqueue { name, .. } => name,
+            Goal::Serve(candidate) => &candidate.job,
+        });
+        let (devices, ledger) = (self.devices.clone(), self.ledger_for(&job));
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
         let names_of = |is_one: &dyn Fn(&Device) -> bool| {
             let all = self.devices.values().filter(|device| is_one(device));
@@ -199,6 +205,11 @@ impl State {
             overdue,
             ids,
         }
+    }
+
+    /// The ledger that a job is planned with. Only a job's first tree counts against the quota of groups.
+    fn ledger_for(&self, job: &JobSnapshot) -> ResourceLedger {
+        if job.is_stripe() { self.ledger.without_group_quota(job.tenant()) } else { self.ledger.clone() }
     }
 
     /// Apply the result of a plan, if it is still valid.
@@ -243,7 +254,7 @@ impl State {
     /// Whether the devices of a placement are still connected and have the resources.
     fn can_claim(&self, name: &str, placement: &Placement) -> bool {
         let tenant = self.jobs.get(name).map_or("", Job::tenant);
-        self.has_devices(placement) && self.ledger.check(tenant, &placement.claim(tenant).needs).is_ok()
+        self.has_devices(placement) && self.ledger.check_claim(&placement.claim(tenant)).is_ok()
     }
 
     pub(super) fn has_devices(&self, placement: &Placement) -> bool {

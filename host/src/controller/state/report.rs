@@ -82,7 +82,9 @@ impl State {
         let resuming = self.resuming.iter().map(|((name, _), resuming)| (name, &resuming.job));
         let positions = self.queue.positions(&self.ledger);
         let report = |(name, job): (&String, &Job)| self.report_job(name, job, positions.get(name).copied());
-        let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).map(report).collect();
+        // Further trees are shown with their jobs.
+        let is_alone = |(_, job): &(&String, &Job)| !self.has_job_of_stripe(job);
+        let mut jobs: Vec<_> = self.jobs.iter().chain(resuming).filter(is_alone).map(report).collect();
         jobs.sort_by(|one, other| one.name.cmp(&other.name));
         let report = StatusReport {
             fabric: fabric.map(|fabric| FabricStatus {
@@ -132,12 +134,13 @@ impl State {
             tree: job.placement.as_ref().map(|placed| self.report_tree(job, placed)),
             queue,
             is_offered: status.is_some_and(|status| status != EntryStatus::Waiting) || job.placing.is_some(),
+            stripes: self.report_stripes(name),
         }
     }
 
     /// Describe a job's tree. A lost tree counts as none even before its ranks request another one, and so does a tree
     /// with a disconnected device even before its ranks have noticed.
-    fn report_tree(&self, job: &Job, placed: &Result<Placement, String>) -> Result<JobTree, String> {
+    pub(super) fn report_tree(&self, job: &Job, placed: &Result<Placement, String>) -> Result<JobTree, String> {
         let placement = placed.as_ref().map_err(Clone::clone)?;
         let mut devices = placement.nodes.iter().map(|node| &node.device);
         if let Some(gone) = devices.find(|device| self.session(&device.key()).is_none()) {

@@ -288,6 +288,7 @@ fn rank_resumes_at_no_controller_of_a_lower_term() {
     let membership = Membership {
         tree: Err("no device".into()),
         queue: None,
+        striping: Default::default(),
         mesh: vec![addrs[0]],
         recovery_mesh: vec![addrs[0]],
         secret: JobSecret::new([7; 32]),

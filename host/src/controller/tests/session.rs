@@ -83,6 +83,7 @@ fn membership_without_tree(secret: u8) -> Membership {
     Membership {
         tree: Err("none".into()),
         queue: None,
+        striping: Default::default(),
         mesh: Vec::new(),
         recovery_mesh: Vec::new(),
         secret: JobSecret::new([secret; 32]),

@@ -3,6 +3,7 @@
 use super::Search;
 use super::draft::Places;
 use crate::plan::PlanError;
+use crate::plan::cost::SATURATED_S;
 use crate::plan::index::Distances;
 use crate::plan::route::{Load, route};
 use crate::topo::Uplink;
@@ -19,11 +20,14 @@ impl Search<'_> {
     /// Find the nearest usable switches of each host.
     pub(super) fn find_entry_points(&self) -> Result<Vec<Vec<Entry>>, PlanError> {
         let mut nearest: BTreeMap<u32, (u16, Vec<u32>)> = BTreeMap::new();
-        let mut all = Vec::with_capacity(self.hosts.len());
-        for host in self.hosts {
-            let host = self.fabric.host(*host);
-            let mut entries: Vec<(u16, Entry)> = Vec::with_capacity(host.uplinks.len());
-            for uplink in &host.uplinks {
+        let mut all = Vec::with_capacity(self.ranks.len());
+        for adapters in self.ranks.iter() {
+            let uplinks = || adapters.iter().flat_map(|host| &self.fabric.host(*host).uplinks);
+            let is_free = |uplink: &&Uplink| self.byte_s[uplink.link.0 as usize] < SATURATED_S;
+            // A full cable is only used for want of another.
+            let has_free = uplinks().any(|uplink| is_free(&uplink));
+            let mut entries: Vec<(u16, Entry)> = Vec::new();
+            for uplink in uplinks().filter(|uplink| !has_free || is_free(uplink)) {
                 let switch = uplink.switch.0;
                 let (distance, leaves) = nearest.entry(switch).or_insert_with(|| self.nearest_to(switch));
                 entries.extend(leaves.iter().map(|&leaf| (*distance, Entry { uplink: *uplink, leaf })));
@@ -31,7 +35,7 @@ impl Search<'_> {
             let least = entries.iter().map(|(distance, _)| *distance).min();
             entries.retain(|(distance, _)| Some(*distance) == least);
             if entries.is_empty() {
-                return Err(PlanError::Isolated { host: host.name.clone() });
+                return Err(PlanError::Isolated { host: self.fabric.host(adapters[0]).name.clone() });
             }
             all.push(entries.into_iter().map(|(_, entry)| entry).collect());
         }

@@ -13,11 +13,11 @@ use sumac_hal::ids::Rank;
 impl Search<'_> {
     /// Whether the tree evaluates the pairing of all ranks, see [`Plan::aligned`].
     pub(super) fn is_aligned(&self, draft: &Draft) -> bool {
-        if !self.hosts.len().is_power_of_two() {
+        if !self.ranks.len().is_power_of_two() {
             return false;
         }
         let children = draft.children();
-        aligned::is_aligned(self.hosts.len(), draft.root as usize, &|node| below(&children, node))
+        aligned::is_aligned(self.ranks.len(), draft.root as usize, &|node| below(&children, node))
     }
 
     /// Make the plan of the chosen tree.
@@ -38,9 +38,9 @@ impl Search<'_> {
             routing: self.routing,
             unrated,
             nodes: vec![self.new_node(draft.root, 0, None, Vec::new())],
-            ranks: Vec::with_capacity(self.hosts.len()),
+            ranks: Vec::with_capacity(self.ranks.len()),
         };
-        let mut leaf_of = vec![0; self.hosts.len()];
+        let mut leaf_of = vec![0; self.ranks.len()];
         let mut numbers = HashMap::from([(draft.root, 0)]);
         let mut index = 0;
         while index < plan.nodes.len() {
@@ -96,7 +96,9 @@ impl Search<'_> {
         let rank_s = |entries: &Vec<super::Entry>| least_byte_s(&mut entries.iter().map(|entry| entry.uplink.link));
         let slowest_rank_s = self.entries.iter().map(rank_s).fold(0.0, f64::max);
         // Only where cables determine the leaves is it known which switches an edge has to leave.
-        let is_given = self.entries.iter().all(|entries| entries.iter().all(|entry| entry.leaf == entries[0].leaf));
+        let is_plain = |leaf: u32| !self.fabric.switch(SwitchId(leaf)).is_device;
+        let is_one = |entries: &Vec<super::Entry>| entries.iter().all(|entry| entry.leaf == entries[0].leaf);
+        let is_given = self.entries.iter().all(|entries| is_one(entries) && is_plain(entries[0].leaf));
         let edges = if is_given && leaves.len() > 1 { leaves.len() } else { 0 };
         let out_s = |switch: &u32| {
             least_byte_s(&mut self.index.hops(*switch).iter().flat_map(|hop| self.index.cables(hop)).copied())
@@ -124,7 +126,9 @@ impl Search<'_> {
     }
 
     fn new_rank(&self, rank: u32, leaf: usize, path: Vec<LinkId>) -> PlanRank {
-        let id: HostId = self.hosts[rank as usize];
+        let has_cable = |host: &&HostId| self.fabric.host(**host).uplinks.iter().any(|uplink| uplink.link == path[0]);
+        let adapters = self.ranks.adapters(rank as usize);
+        let id: HostId = adapters.iter().find(has_cable).copied().unwrap_or(adapters[0]);
         let host = self.fabric.host(id);
         PlanRank { rank: Rank(rank), host: id, name: host.name.clone(), guid: host.guid.clone(), leaf, path }
     }

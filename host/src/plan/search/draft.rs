@@ -3,8 +3,8 @@
 use super::Search;
 use crate::plan::cost::{Bottleneck, first_chunk, seconds};
 use crate::plan::route::Load;
-use crate::topo::{LinkId, Uplink};
-use std::collections::BTreeMap;
+use crate::topo::{LinkId, Routes, SwitchId, Uplink};
+use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 
 /// Where each rank enters a tree.
@@ -150,6 +150,16 @@ impl Draft {
         lowest
     }
 
+    /// The number of levels.
+    pub(super) fn levels(&self) -> usize {
+        let mut deepest = 0;
+        for node in self.parents.keys() {
+            let above = std::iter::successors(Some(node), |at| self.parents.get(at).map(|(parent, _)| parent));
+            deepest = deepest.max(above.count());
+        }
+        deepest.max(1)
+    }
+
     /// The nodes, each before its parent.
     fn upwards(&self) -> Vec<u32> {
         let mut below: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
@@ -214,6 +224,45 @@ impl Draft {
         });
         let first = (Busiest::Cable(LinkId(0), 0), 0.0);
         cables.chain(ports).fold(first, |most, other| if other.1 > most.1 { other } else { most })
+    }
+
+    /// Where a host's own device would only forward what the host sends, the host enters at the next node.
+    pub(super) fn skip_single_ranks(&mut self, search: &Search<'_>) {
+        let is_own = |node: u32| search.fabric.switch(SwitchId(node)).is_device;
+        let has_below: BTreeSet<u32> = self.parents.values().map(|(parent, _)| *parent).collect();
+        let single = |(node, leaf): (&u32, &Leaf)| {
+            let forwards = leaf.ranks == 1 && is_own(*node) && !has_below.contains(node);
+            let fits = forwards && !self.places.routes.contains_key(&leaf.lowest);
+            fits.then_some((*node, leaf.lowest))
+        };
+        let singles: Vec<(u32, u32)> = self.places.leaves.iter().filter_map(single).collect();
+        let moves: Vec<_> =
+            singles.into_iter().filter_map(|(node, rank)| Some((rank, self.parents.remove(&node)?))).collect();
+        if moves.is_empty() {
+            return;
+        }
+        let places = Rc::make_mut(&mut self.places);
+        for (rank, (parent, route)) in moves {
+            places.ranks[rank as usize].1 = parent;
+            places.routes.insert(rank, route);
+        }
+        places.count(search);
+    }
+
+    /// Lay all edges over the fabric's forwarding tables; `None` if they lack a route.
+    pub(super) fn follow(mut self, search: &Search<'_>, routes: &Routes) -> Option<Self> {
+        let route = |from: u32, to: u32| routes.route(search.fabric, SwitchId(from), SwitchId(to));
+        for (node, (parent, cables)) in &mut self.parents {
+            *cables = route(*node, *parent)?;
+        }
+        if !self.places.routes.is_empty() {
+            let places = Rc::make_mut(&mut self.places);
+            for (rank, cables) in &mut places.routes {
+                let (uplink, leaf) = places.ranks[*rank as usize];
+                *cables = route(uplink.switch.0, leaf)?;
+            }
+        }
+        Some(self)
     }
 
     /// Route the edges on the busiest cable anew while that helps.

@@ -7,7 +7,7 @@ use super::draft::{Draft, Places};
 use super::{Candidate, Found, Search};
 use crate::plan::cost::{first_chunk, seconds};
 use crate::plan::route::Load;
-use crate::topo::LinkId;
+use crate::topo::{LinkId, SwitchId};
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
@@ -29,6 +29,9 @@ impl Search<'_> {
         let usable: Vec<u32> = (0..self.nodes.len() as u32).filter(|switch| self.is_usable(*switch)).collect();
         // Where a leaf has too many ranks, some enter elsewhere.
         let fits = places.leaves.iter().all(|(switch, leaf)| leaf.ranks <= self.node(*switch).children_max);
+        // A host's own device that would only forward is left out of other trees.
+        let is_plain = |leaf: &u32| !self.fabric.switch(SwitchId(*leaf)).is_device;
+        let fits = fits && places.leaves.keys().all(is_plain);
         let is_given = fits && places.routes.is_empty() && self.entries.iter().all(|entries| entries.len() == 1);
         if !is_given || places.leaves.len() == 1 {
             found.is_exact = is_given;

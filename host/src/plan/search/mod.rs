@@ -14,37 +14,139 @@
 
 mod attach;
 mod build;
+pub(super) mod disjoint;
 mod draft;
 mod exact;
+pub(super) mod repair;
 mod roots;
 mod shapes;
 mod split;
 
-use super::cost::{FabricCosts, NodeLimits};
+use super::cost::{FabricCosts, NodeLimits, SATURATED_S};
 use super::index::{Distances, FabricIndex, Routing, byte_times};
 use super::route::{Load, route};
+use super::select::Ranks;
 use super::{Limits, Plan, PlanError, Refusal};
-use crate::topo::{Fabric, HostId, LinkId, SwitchId};
+use crate::topo::{Fabric, LinkId, SwitchId};
 use attach::Entry;
+use disjoint::Shape;
 use draft::{Draft, Price};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-/// Find the best tree for the hosts; rank i is at `hosts[i]`.
+/// Find the best tree for the ranks.
 pub(super) fn find_best(
     fabric: &Fabric,
     index: &FabricIndex,
-    hosts: &[HostId],
+    ranks: &Ranks,
     limits: &Limits,
 ) -> Result<Plan, PlanError> {
-    match Search::new(fabric, index, (hosts, limits), Routing::UpDown).and_then(|search| search.run()) {
-        // Routes that go down and up again are better than none.
-        Err(PlanError::Disconnected { .. } | PlanError::Isolated { .. }) => {
-            Search::new(fabric, index, (hosts, limits), Routing::Shortest)?.run()
+    let (search, best, outcome) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
+    Ok(search.finish(best, outcome.is_exact, &mut Load::new(&limits.pricing, &search.byte_s)))
+}
+
+/// Find the best tree on what other trees of the same ranks leave: `rest` are the limits and the seconds per byte of
+/// each cable. With a shape, it is the tree of that shape. Return it as it would be alone, within `limits`.
+pub(super) fn find_further(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    (ranks, limits): (&Ranks, &Limits),
+    (rest, byte_s): (&Limits, &[f64]),
+    shape: Option<&Shape>,
+) -> Result<Plan, PlanError> {
+    let (mut search, mut best) = match shape {
+        None => find(fabric, index, (ranks, rest), byte_s).map(|(search, best, _)| (search, best))?,
+        Some(shape) => {
+            let routing = if rest.pricing.routes.is_some() { Routing::Tables } else { Routing::Shortest };
+            let search = Search::new(fabric, index, (ranks, rest), (routing, byte_s.to_vec()))?;
+            let best = search.shaped(shape)?;
+            (search, best)
         }
+    };
+    search.limits = limits;
+    search.nodes = usable_nodes(fabric, limits)?;
+    search.byte_s = byte_times(fabric, &limits.pricing.costs);
+    search.entries = search.find_entry_points()?;
+    Rc::make_mut(&mut best.draft.places).count(&search);
+    let mut load = Load::new(&limits.pricing, &search.byte_s);
+    best.price = best.draft.price(&search, &mut load);
+    Ok(search.finish(best, false, &mut load))
+}
+
+fn find<'a>(
+    fabric: &'a Fabric,
+    index: &'a FabricIndex,
+    job: (&'a Ranks, &'a Limits),
+    byte_s: &[f64],
+) -> Result<(Search<'a>, Candidate, Outcome), PlanError> {
+    let run = |routing| {
+        let search = Search::new(fabric, index, job, (routing, byte_s.to_vec()))?;
+        let (best, outcome) = search.run()?;
+        Ok((search, best, outcome))
+    };
+    if job.1.pricing.routes.is_some() {
+        return run(Routing::Tables);
+    }
+    match run(Routing::UpDown) {
+        // Routes that go down and up again are better than none.
+        Err(PlanError::Disconnected { .. } | PlanError::Isolated { .. }) => run(Routing::Shortest),
         found => found,
     }
+}
+
+/// A root that was considered, and its best tree.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RunnerUp {
+    pub(super) root: SwitchId,
+    /// `None` if a lower bound ruled it out before a tree was built.
+    pub(super) best: Option<RootBest>,
+}
+
+/// The best tree of a root.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct RootBest {
+    pub(super) times: [f64; 2],
+    pub(super) levels: usize,
+    /// The busiest cable and the edges on it, if a cable is the bottleneck.
+    pub(super) busiest: Option<(LinkId, u32)>,
+}
+
+/// All roots that the search considers, the fastest first.
+pub(super) fn runners_up(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    ranks: &Ranks,
+    limits: &Limits,
+) -> Result<Vec<RunnerUp>, PlanError> {
+    let (.., outcome) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
+    let product = |one: &RunnerUp| one.best.as_ref().map_or(f64::INFINITY, |best| best.times[0] * best.times[1]);
+    let all = outcome.roots.into_iter().map(|(root, best)| RunnerUp { root: SwitchId(root), best });
+    let mut all: Vec<RunnerUp> = all.collect();
+    all.sort_by(|a, b| product(a).total_cmp(&product(b)).then(a.root.cmp(&b.root)));
+    Ok(all)
+}
+
+/// What a search yields beside its best tree.
+struct Outcome {
+    /// Whether all trees were compared.
+    is_exact: bool,
+    roots: BTreeMap<u32, Option<RootBest>>,
+}
+
+/// The limits of each switch's node; those without children cannot be one.
+fn usable_nodes(fabric: &Fabric, limits: &Limits) -> Result<Vec<NodeLimits>, PlanError> {
+    let usable = NodeLimits::of(fabric, limits);
+    if usable.iter().all(Result::is_err) {
+        // Prefer the reason of a switch that has an aggregation node.
+        let refused = fabric.switch_ids().zip(&usable).filter_map(|(switch, usable)| Some((switch, usable.err()?)));
+        let first = refused.min_by_key(|(_, reason)| *reason == Refusal::NoAggregationNode);
+        let (switch, reason) = first.unwrap_or((SwitchId(0), Refusal::NoAggregationNode));
+        let first = fabric.switches().get(switch.0 as usize).map(|switch| switch.name.clone()).unwrap_or_default();
+        return Err(PlanError::NoUsableNode { switches: usable.len(), first, reason });
+    }
+    let none = NodeLimits { children_max: 0, port_byte_s: 0.0 };
+    Ok(usable.into_iter().map(|usable| usable.unwrap_or(none)).collect())
 }
 
 /// A search for one job.
@@ -52,11 +154,11 @@ pub(super) struct Search<'a> {
     fabric: &'a Fabric,
     index: &'a FabricIndex,
     routing: Routing,
-    hosts: &'a [HostId],
+    ranks: &'a Ranks,
     limits: &'a Limits,
     /// Per switch; without children if it cannot be a node.
     nodes: Vec<NodeLimits>,
-    /// Per cable: its seconds per byte, idle.
+    /// Per cable: its seconds per byte, without the edges of this tree and those of `Pricing::load`.
     byte_s: Vec<f64>,
     /// Per rank: its possible entry points.
     entries: Vec<Vec<Entry>>,
@@ -76,41 +178,42 @@ impl<'a> Search<'a> {
     fn new(
         fabric: &'a Fabric,
         index: &'a FabricIndex,
-        (hosts, limits): (&'a [HostId], &'a Limits),
-        routing: Routing,
+        (ranks, limits): (&'a Ranks, &'a Limits),
+        (routing, byte_s): (Routing, Vec<f64>),
     ) -> Result<Self, PlanError> {
         if limits.max_children < 2 {
             return Err(PlanError::ChildLimitTooSmall { max_children: limits.max_children });
         }
-        let usable = NodeLimits::of(fabric, limits);
-        if usable.iter().all(Result::is_err) {
-            // Prefer the reason of a switch that has an aggregation node.
-            let refused = fabric.switch_ids().zip(&usable).filter_map(|(switch, usable)| Some((switch, usable.err()?)));
-            let first = refused.min_by_key(|(_, reason)| *reason == Refusal::NoAggregationNode);
-            let (switch, reason) = first.unwrap_or((SwitchId(0), Refusal::NoAggregationNode));
-            let first = fabric.switches().get(switch.0 as usize).map(|switch| switch.name.clone()).unwrap_or_default();
-            return Err(PlanError::NoUsableNode { switches: usable.len(), first, reason });
-        }
-        let none = NodeLimits { children_max: 0, port_byte_s: 0.0 };
         let mut search = Self {
             fabric,
             index,
             routing,
-            hosts,
+            ranks,
             limits,
-            nodes: usable.into_iter().map(|usable| usable.unwrap_or(none)).collect(),
-            byte_s: byte_times(fabric, &limits.pricing.costs),
+            nodes: usable_nodes(fabric, limits)?,
+            byte_s,
             entries: Vec::new(),
             sources: Vec::new(),
             distances: RefCell::default(),
             all_distances: RefCell::default(),
         };
+        search.leave_out_full_devices();
         search.entries = search.find_entry_points()?;
         let entries = search.entries.iter().flatten();
         search.sources = entries.flat_map(|entry| [entry.leaf, entry.uplink.switch.0]).collect();
         search.sources.sort_unstable();
         search.sources.dedup();
         Ok(search)
+    }
+
+    /// Devices behind ports whose cables are full cannot be nodes.
+    fn leave_out_full_devices(&mut self) {
+        for device in self.fabric.switch_ids().filter(|switch| self.fabric.switch(*switch).is_device) {
+            let mut cables = self.fabric.adjacent(device).iter();
+            if cables.all(|(_, link)| self.byte_s[link.0 as usize] >= SATURATED_S) {
+                self.nodes[device.0 as usize].children_max = 0;
+            }
+        }
     }
 
     fn costs(&self) -> &FabricCosts {
@@ -158,24 +261,47 @@ impl<'a> Search<'a> {
         route(self.index, self.routing, &distances, from, load)
     }
 
-    fn run(&self) -> Result<Plan, PlanError> {
+    /// The best tree, and what else was found.
+    fn run(&self) -> Result<(Candidate, Outcome), PlanError> {
         let mut load = Load::new(&self.limits.pricing, &self.byte_s);
         let mut found = Found::default();
         for places in self.attachments(&mut load) {
             let places = Rc::new(places);
             self.try_roots(&places, &mut load, &mut found);
-            self.try_all(&places, &mut load, &mut found);
+            if self.routing != Routing::Tables {
+                self.try_all(&places, &mut load, &mut found);
+            }
         }
         match self.choose(found.candidates) {
-            Some(best) => Ok(self.finish(best, found.is_exact, &mut load)),
+            Some(best) => Ok((best, Outcome { is_exact: found.is_exact, roots: found.roots })),
             None => Err(found.error.unwrap_or_else(|| self.disconnected())),
         }
     }
 
+    /// The tree of a shape, whose leaves must be those of the ranks.
+    fn shaped(&self, shape: &Shape) -> Result<Candidate, PlanError> {
+        let mut load = Load::new(&self.limits.pricing, &self.byte_s);
+        let spans = |places: &draft::Places| {
+            places.leaves.keys().all(|leaf| *leaf == shape.root || shape.parents.contains_key(leaf))
+        };
+        let places = self.attachments(&mut load).into_iter().find(spans).ok_or_else(|| self.disconnected())?;
+        let parents = shape.parents.iter().map(|(node, (parent, link))| (*node, (*parent, vec![*link]))).collect();
+        let mut found = Found::default();
+        self.consider(Draft { root: shape.root, parents, places: Rc::new(places) }, &mut load, &mut found);
+        self.choose(found.candidates).ok_or_else(|| found.error.unwrap_or_else(|| self.disconnected()))
+    }
+
     /// Price a draft, and keep it if none is better.
     fn consider(&self, mut draft: Draft, load: &mut Load<'_>, found: &mut Found) {
-        draft.reroute(self, load);
-        let draft = match self.split(draft, load) {
+        draft.skip_single_ranks(self);
+        if self.routing != Routing::Tables {
+            draft.reroute(self, load);
+        }
+        let split = self.split(draft, load).and_then(|draft| match &self.limits.pricing.routes {
+            Some(routes) => draft.follow(self, routes).ok_or_else(|| self.disconnected()),
+            None => Ok(draft),
+        });
+        let draft = match split {
             Ok(draft) => draft,
             Err(error) => {
                 found.error.get_or_insert(error);
@@ -198,7 +324,7 @@ impl<'a> Search<'a> {
 
     /// Name two hosts that cannot be joined.
     fn disconnected(&self) -> PlanError {
-        let name = |rank: usize| self.fabric.host(self.hosts[rank]).name.clone();
+        let name = |rank: usize| self.fabric.host(self.ranks.adapters(rank)[0]).name.clone();
         let distances = self.all_distances(self.entries[0][0].leaf);
         let reached = |entries: &Vec<Entry>| entries.iter().any(|entry| distances.reaches(entry.leaf));
         let other = self.entries.iter().position(|entries| !reached(entries)).unwrap_or(self.entries.len() - 1);
@@ -217,10 +343,25 @@ struct Found {
     error: Option<PlanError>,
     /// Whether all trees were compared.
     is_exact: bool,
+    /// The best tree of each root; `None` for one that a lower bound ruled out.
+    roots: BTreeMap<u32, Option<RootBest>>,
 }
 
 impl Found {
+    fn note(&mut self, new: &Candidate) {
+        let product = |times: [f64; 2]| times[0] * times[1];
+        let entry = self.roots.entry(new.draft.root).or_default();
+        if entry.as_ref().is_none_or(|best| product(new.price.times) < product(best.times)) {
+            let busiest = match new.price.bottleneck {
+                draft::Busiest::Cable(link, edges) => Some((link, edges)),
+                draft::Busiest::Port(..) => None,
+            };
+            *entry = Some(RootBest { times: new.price.times, levels: new.draft.levels(), busiest });
+        }
+    }
+
     fn add(&mut self, new: Candidate) {
+        self.note(&new);
         let product = new.price.times[0] * new.price.times[1];
         let best = self.best();
         if product < best * (1.0 - EQUAL) {

@@ -49,6 +49,7 @@ impl Search<'_> {
         let roots_max = (EDGES_MAX / leaves.len()).clamp(ROOTS_MIN, ROOTS_MAX);
         for root in self.roots(&leaves, load).into_iter().take(roots_max) {
             if !self.may_improve(root, found) {
+                found.roots.entry(root.switch).or_default();
                 continue;
             }
             self.try_shapes(root.switch, &stages[..1], (places, load), found);

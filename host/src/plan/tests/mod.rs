@@ -1,6 +1,10 @@
 //! Plans on generated fabrics and on a real one, against the verifier and against the optimum by brute force.
 
 mod brute;
+mod explain;
+mod replan;
+mod routes;
+mod trees;
 
 use super::*;
 use crate::topo::tests::shared_input;
@@ -42,7 +46,9 @@ fn real_superpod_plans_for_2_16_64_and_all_hosts() {
     let Some(fabric) = shared_input("ndr-superpod.ibnetdiscover") else { return };
     for count in [2, 16, 64, 542] {
         let plan = planned(&fabric, HostSelection::First(count), &Limits::default());
-        assert_eq!((plan.levels, plan.max_link_sharing, plan.optimal), (2, 1, true), "{count} hosts");
+        assert_eq!((plan.levels, plan.max_link_sharing), (2, 1), "{count} hosts");
+        // The bound has a root with two children, and more leaves need more.
+        assert!(plan.gap < 0.05, "{count} hosts: within {} of the bound", plan.gap);
         assert_eq!(plan.ranks.len(), count);
         for rank in &plan.ranks {
             let leaf = plan.nodes[rank.leaf].switch;
@@ -408,18 +414,21 @@ fn any_hosts(fabric: &Fabric, seed: &[usize]) -> HostSelection {
     HostSelection::Named(names)
 }
 
-/// A small fabric without rule: switches in a random graph, one host at some of them, no device at some others.
+/// A small fabric without rule: up to 6 switches in a random graph with cables of several rates, up to 5 hosts anywhere,
+/// no device at some of the other switches.
 fn any_small_fabric() -> impl Strategy<Value = Fabric> {
     let edges = proptest::collection::vec((0usize..6, 0usize..6, 0usize..4), 4..9);
-    (edges, 1usize..5, proptest::collection::vec(any::<bool>(), 6)).prop_map(|(edges, hosts, devices)| {
+    let hosts = proptest::collection::vec((0usize..6, 0usize..3), 1..6);
+    (edges, hosts, proptest::collection::vec(any::<bool>(), 6)).prop_map(|(edges, hosts, devices)| {
         let mut toml = String::new();
         for (switch, device) in devices.iter().enumerate() {
-            let aggregation = switch < hosts || *device;
+            let aggregation = *device || hosts.iter().any(|(at, _)| *at == switch);
             toml += &format!("[[switch]]\nname = \"s{switch}\"\naggregation = {aggregation}\n");
         }
-        for host in 0..hosts {
+        for (host, (at, rate)) in hosts.into_iter().enumerate() {
+            let rate = [100.0, 100.0, 25.0][rate];
             toml += &format!(
-                "[[host]]\nname = \"h{host}\"\n[[link]]\nends = [\"h{host}\", \"s{host}\"]\nrate_gbits = 100\n"
+                "[[host]]\nname = \"h{host}\"\n[[link]]\nends = [\"h{host}\", \"s{at}\"]\nrate_gbits = {rate}\n"
             );
         }
         for (a, b, rate) in edges.into_iter().filter(|(a, b, _)| a != b) {
@@ -495,5 +504,12 @@ proptest! {
     #[test]
     fn plans_claimed_optimal_match_brute_force(fabric in any_small_fabric()) {
         compare_with_brute_force(&fabric, &HostSelection::All)?;
+        // Several trees are feasible together, and no slower than one.
+        let limits = sized(Size::LARGE);
+        if let Ok(trees) = Planner::new(&fabric).plan_trees(&HostSelection::All, &limits, 4) {
+            prop_assert_eq!(verify_trees(&fabric, &trees, &limits), Ok(()));
+            let one = trees.trees[0].plan.prediction.times[0].1;
+            prop_assert!(trees.times[0].1 <= one * (1.0 + 1e-9), "{} s, and {one} s alone", trees.times[0].1);
+        }
     }
 }

@@ -36,6 +36,7 @@ impl World<'_, '_> {
                 wait_ms: plan.wait_ms,
                 accepts_migration: plan.moves,
                 hierarchical: !plan.machines.is_empty(),
+                ..Terms::default()
             },
         }
     }

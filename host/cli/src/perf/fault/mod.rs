@@ -355,6 +355,7 @@ mod tests {
             times_ns: times_ns.into(),
             wrong: 0,
             path,
+            trees: None,
             fallback,
             wire_bytes,
             cpu_ns,

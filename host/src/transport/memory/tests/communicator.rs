@@ -30,6 +30,7 @@ fn controller(ranks: u32, socket: String) -> SocketAddr {
             let membership = Membership {
                 tree: Ok(tree(request.rank, &socket)),
                 queue: None,
+                striping: Default::default(),
                 mesh: mesh.clone(),
                 recovery_mesh: recovery_mesh.clone(),
                 secret: crate::secret::JobSecret::new([1; 32]),

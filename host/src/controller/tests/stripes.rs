@@ -1,0 +1,88 @@
+//! Jobs on several trees, on raw connections.
+
+use super::super::proto::{ClientReply, JoinRefusal, StripeOf, stripe_name};
+use super::replan::{Raw, disconnect_device, no_tree_reason, replan, request, tree_of};
+use super::*;
+
+fn with_group_quota(groups: u64) -> Controller {
+    let quotas = Quotas { other: Quota { groups: Some(groups), ..Quota::default() }, ..Quotas::default() };
+    Controller::start(ControllerConfig { quotas, ..ControllerConfig::new() }).expect("a port")
+}
+
+fn job_request(rank: u32, trees: u8) -> JoinRequest {
+    let terms = Terms { trees, ..request(rank, 2).terms };
+    JoinRequest { terms, ..request(rank, 2) }
+}
+
+fn stripe_request(rank: u32, index: u8) -> JoinRequest {
+    let stripe = Some(StripeOf { job: "job".into(), index });
+    let terms = Terms { stripe, ..request(rank, 2).terms };
+    JoinRequest { job: stripe_name("job", index), terms, ..request(rank, 2) }
+}
+
+/// Join all ranks of a job or of a stripe.
+fn join_both(controller: &Controller, request: impl Fn(u32) -> JoinRequest) -> (Vec<Raw>, Membership) {
+    let mut ranks: Vec<_> = (0..2).map(|rank| Raw::join_with(controller, request(rank), &[])).collect();
+    let mut memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
+    (ranks, memberships.swap_remove(0))
+}
+
+fn refusal(controller: &Controller, request: JoinRequest) -> String {
+    let reply = Raw::join_with(controller, request, &[]).recv();
+    let ClientReply::Refused(JoinRefusal::Stripe { why, .. }) = reply else { panic!("refused: {reply:?}") };
+    why
+}
+
+#[test]
+fn planned_stripes_get_the_devices_that_are_left_within_a_quota_of_one_group() {
+    let controller = with_group_quota(1);
+    let _devices: Vec<_> = ["a", "b", "c"].map(|name| Device::start(&controller, name, None, None)).into();
+    let (_ranks, first) = join_both(&controller, |rank| job_request(rank, 3));
+    assert_eq!((tree_of(&first).leaf.as_str(), &first.striping.shares[..]), ("a", &[1, 1, 1][..]));
+    let (_second, second) = join_both(&controller, |rank| stripe_request(rank, 1));
+    let (_third, third) = join_both(&controller, |rank| stripe_request(rank, 2));
+    assert_eq!((tree_of(&second).leaf.as_str(), tree_of(&third).leaf.as_str()), ("b", "c"));
+    let report = status(controller.local_addr()).expect("a report");
+    assert_eq!(report.tenants[0].groups, 1, "three trees are one group");
+    let shown: Vec<_> = report.jobs.iter().map(|job| (job.name.as_str(), job.trees(), job.stripes.len())).collect();
+    assert_eq!(shown, [("job", 3, 2)]);
+    // Another job of the tenant is beyond its quota, stripes or not.
+    let other = |rank| JoinRequest { job: "other".into(), ..job_request(rank, 1) };
+    let (_other, without) = join_both(&controller, other);
+    assert!(no_tree_reason(&without).contains("holds 1 of 1 groups"), "{:?}", without.tree);
+}
+
+#[test]
+fn stripe_that_was_not_planned_or_of_another_job_is_refused() {
+    let controller = controller();
+    let _devices: Vec<_> = ["a", "b"].map(|name| Device::start(&controller, name, None, None)).into();
+    assert_eq!(refusal(&controller, stripe_request(0, 1)), "job \"job\" is not running");
+    let (_ranks, first) = join_both(&controller, |rank| job_request(rank, 4));
+    let why = first.striping.reason.expect("there are two devices");
+    assert!(first.striping.shares == [1, 1] && why.starts_with("2 of 4 trees: "), "{why}");
+    assert_eq!(refusal(&controller, stripe_request(0, 2)), "job \"job\" has 2 trees");
+    assert_eq!(refusal(&controller, stripe_request(0, 0)), "job \"job\" has 2 trees");
+    let named = JoinRequest { job: "mine".into(), ..stripe_request(0, 1) };
+    assert_eq!(refusal(&controller, named), "tree 1 of job \"job\" has another name");
+    let mut other = stripe_request(0, 1);
+    other.terms.tenant = "other".into();
+    assert_eq!(refusal(&controller, other), "job \"job\" has another tenant or number of ranks");
+    let unordered = JoinRequest { order: Order::Arrival, ..stripe_request(0, 1) };
+    assert_eq!(refusal(&controller, unordered), "job \"job\" has declared another order");
+}
+
+/// A stripe whose device is lost never takes that of another tree, and takes a spare one.
+#[test]
+fn lost_tree_is_replaced_on_a_device_that_no_other_tree_has() {
+    let controller = controller();
+    let mut devices: Vec<_> = ["a", "b"].map(|name| Device::start(&controller, name, None, None)).into();
+    let (_ranks, _) = join_both(&controller, |rank| job_request(rank, 2));
+    let (mut stripe, placed) = join_both(&controller, |rank| stripe_request(rank, 1));
+    assert_eq!(tree_of(&placed).leaf, "b");
+    disconnect_device(devices.remove(1), &controller);
+    let without = replan(&mut stripe, 0);
+    assert!(no_tree_reason(&without[0]).contains("of other trees of the job): a"), "{:?}", without[0].tree);
+    let _spare = Device::start(&controller, "c", None, None);
+    let with = replan(&mut stripe, 1);
+    assert_eq!(tree_of(&with[0]).leaf, "c");
+}
