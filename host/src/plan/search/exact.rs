@@ -165,9 +165,9 @@ impl Partial<'_, '_> {
     }
 
     fn complete(&self, found: &mut Found) {
-        // A node that only forwards is left out in another tree.
-        let forwards = |(node, children): (&u32, &usize)| *children < 2 && !self.places.leaves.contains_key(node);
-        if self.counts.iter().any(forwards) {
+        // A root that only forwards is left out in another tree. Another node may be the way around a slow cable.
+        let children = self.counts.get(&self.root).copied().unwrap_or(0);
+        if children < 2 && !self.places.leaves.contains_key(&self.root) {
             return;
         }
         let draft = Draft { root: self.root, parents: self.parents.clone(), places: Rc::clone(self.places) };
