@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// A small fabric without rule: up to 6 switches in a random graph with cables of several rates, up to 5 hosts anywhere,
-/// no device at some of the other switches.
+/// A small fabric without rule: up to 6 switches in a random graph with cables of several rates, up to 5 hosts
+/// anywhere, no device at some of the other switches.
 fn any_small_fabric() -> impl Strategy<Value = Fabric> {
     let edges = proptest::collection::vec((0usize..6, 0usize..6, 0usize..4), 4..9);
     let hosts = proptest::collection::vec((0usize..6, 0usize..3), 1..6);
