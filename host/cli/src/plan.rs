@@ -43,7 +43,7 @@ pub(crate) struct PlanArgs {
     /// tree in which fewer children move may take a quarter longer than the best one
     #[arg(long, value_name = "LINK|SWITCH|HOST")]
     without: Vec<String>,
-    /// Print what each way would take from 8 B to 1 GiB on this fabric, for these hosts and this order of ranks, and why
+    /// Print what each way would take from 8 B to 1 GiB on this fabric, for these hosts in this order, and why
     /// other roots lost
     #[arg(long, conflicts_with_all = ["dot", "without"])]
     explain: bool,

@@ -48,12 +48,12 @@ fn generated_fabric_is_shown_planned_and_compared() {
     let json: Value = serde_json::from_str(&printed(&[&trees[..], &["--json"]].concat())).expect("JSON");
     assert_eq!(json["rate"]["gbits"], 800.0);
     let explained = printed(&[&trees[..], &["--explain"]].concat());
-    for line in ["ways, in the order of ranks:", "fastest: ", "  halving-doubling", "    1 GiB", "root "] {
+    for line in ["algorithms, in the order of ranks:", "fastest: ", "  halving-doubling", "    1 GiB", "root "] {
         assert!(explained.lines().any(|explained| explained.starts_with(line)), "{line} not in\n{explained}");
     }
     let explained: Value =
         serde_json::from_str(&printed(&[&trees[..], &["--explain", "--json"]].concat())).expect("JSON");
-    assert_eq!(explained["explanation"]["ways"][1]["name"], "2 trees");
+    assert_eq!(explained["explanation"]["algorithms"][1]["name"], "2 trees");
     assert_eq!(explained["rate"], json["rate"]);
     assert_eq!((&json["share"], &json["further_trees"][0]["share"]), (&0.5.into(), &0.5.into()));
     let ends = |tree: &Value| tree["paths"][0]["cables"][0]["ends"].clone();

@@ -12,8 +12,8 @@ use std::fmt::Write as _;
 /// What each way would take, and why other roots lost.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Explanation {
-    /// The ways, the planned trees first.
-    pub ways: Vec<Way>,
+    /// The algorithms, the planned trees first.
+    pub algorithms: Vec<Algorithm>,
     /// Which way is the fastest from which size on.
     pub crossings: Vec<Crossing>,
     /// Other roots, the fastest first.
@@ -22,7 +22,7 @@ pub struct Explanation {
 
 /// A way to run an all-reduce.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Way {
+pub struct Algorithm {
     /// Its name.
     pub name: String,
     /// Messages one after the other.
@@ -48,7 +48,7 @@ pub struct Crossing {
     /// The first power of two, in bytes.
     pub from_bytes: u64,
     /// The name of the way.
-    pub way: String,
+    pub algorithm: String,
 }
 
 /// A root that lost.
@@ -90,7 +90,7 @@ pub(super) fn explain(
         }
         Bottleneck::Window => "a rank's window".into(),
     };
-    let mut ways = vec![Way {
+    let mut algorithms = vec![Algorithm {
         name: "tree".into(),
         steps: 2 * plan.levels as u64,
         limit,
@@ -98,7 +98,7 @@ pub(super) fn explain(
     }];
     if trees.trees.len() > 1 {
         let levels = trees.trees.iter().map(|tree| tree.plan.levels).max().unwrap_or(0);
-        ways.push(Way {
+        algorithms.push(Algorithm {
             name: format!("{} trees", trees.trees.len()),
             steps: 2 * levels as u64,
             limit: trees.limit_text(fabric),
@@ -110,21 +110,21 @@ pub(super) fn explain(
             format!("{count} {} on the cable {}", plural(count as usize, "message"), cable(fabric, link))
         });
         let times = times(&|bytes| algorithm.seconds(bytes, pricing));
-        ways.push(Way { name: algorithm.name.into(), steps: algorithm.steps(), limit, times });
+        algorithms.push(Algorithm { name: algorithm.name.into(), steps: algorithm.steps(), limit, times });
     }
     let mut crossings: Vec<Crossing> = Vec::new();
-    for nth in 0..ways[0].times.len() {
-        let best = ways.iter().min_by(|a, b| a.times[nth].seconds.total_cmp(&b.times[nth].seconds));
+    for nth in 0..algorithms[0].times.len() {
+        let best = algorithms.iter().min_by(|a, b| a.times[nth].seconds.total_cmp(&b.times[nth].seconds));
         let Some(best) = best else { continue };
-        if crossings.last().is_none_or(|last| last.way != best.name) {
-            crossings.push(Crossing { from_bytes: best.times[nth].bytes, way: best.name.clone() });
+        if crossings.last().is_none_or(|last| last.algorithm != best.name) {
+            crossings.push(Crossing { from_bytes: best.times[nth].bytes, algorithm: best.name.clone() });
         }
     }
     let own = plan.prediction.times.clone();
     let others = runners_up(fabric, index, ranks, limits)?;
     let others = others.into_iter().filter(|other| other.root != plan.root().switch).take(ROOTS_MAX);
     let roots = others.map(|other| other_root(fabric, &own, plan.levels, &other)).collect();
-    Ok(Explanation { ways, crossings, roots })
+    Ok(Explanation { algorithms, crossings, roots })
 }
 
 fn other_root(fabric: &Fabric, own: &[(u64, f64)], levels: usize, other: &RunnerUp) -> OtherRoot {
@@ -155,25 +155,25 @@ fn other_root(fabric: &Fabric, own: &[(u64, f64)], levels: usize, other: &Runner
 impl Explanation {
     /// Render it as lines of text, each ending in a newline.
     pub fn to_text(&self) -> String {
-        let mut text = String::from("ways, in the order of ranks:\n");
-        for way in &self.ways {
+        let mut text = String::from("algorithms, in the order of ranks:\n");
+        for way in &self.algorithms {
             let _ = writeln!(text, "  {:<19} {:>6} steps; {}", way.name, way.steps, way.limit);
         }
         let _ = write!(text, "{:>9}", "size");
-        for way in &self.ways {
+        for way in &self.algorithms {
             let _ = write!(text, " {:>19}", way.name);
         }
         text.push_str("  fastest\n");
-        for nth in (0..self.ways[0].times.len()).step_by(LINE_EVERY) {
-            let size = self.ways[0].times[nth].bytes;
+        for nth in (0..self.algorithms[0].times.len()).step_by(LINE_EVERY) {
+            let size = self.algorithms[0].times[nth].bytes;
             let _ = write!(text, "{:>9}", bytes(size));
-            for way in &self.ways {
+            for way in &self.algorithms {
                 let _ = write!(text, " {:>19}", seconds(way.times[nth].seconds));
             }
             let best = self.crossings.iter().rev().find(|crossing| crossing.from_bytes <= size);
-            let _ = writeln!(text, "  {}", best.map_or("", |best| best.way.as_str()));
+            let _ = writeln!(text, "  {}", best.map_or("", |best| best.algorithm.as_str()));
         }
-        let crossings = self.crossings.iter().map(|one| format!("{} from {}", one.way, bytes(one.from_bytes)));
+        let crossings = self.crossings.iter().map(|one| format!("{} from {}", one.algorithm, bytes(one.from_bytes)));
         let _ = writeln!(text, "fastest: {}", crossings.collect::<Vec<_>>().join(", "));
         for other in &self.roots {
             let factor = other.factor.map_or("slower".into(), |factor| format!("{factor:.2} times the time"));

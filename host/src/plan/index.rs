@@ -34,6 +34,8 @@ pub(crate) struct FabricIndex {
     hops: Vec<Hop>,
     /// The cables of each hop, together.
     cables: Vec<LinkId>,
+    /// Per switch: whether a hop does not go down.
+    rises: Vec<bool>,
     switches: HashMap<String, SwitchId>,
     hosts: HashMap<String, HostId>,
     /// The number of cables without a rate.
@@ -47,6 +49,7 @@ impl FabricIndex {
     pub(crate) fn new(fabric: &Fabric) -> Self {
         let tiers = tiers(fabric);
         let (mut starts, mut hops, mut cables) = (vec![0], Vec::<Hop>::new(), Vec::new());
+        let mut rises = Vec::with_capacity(tiers.len());
         for at in fabric.switch_ids() {
             let start = hops.len();
             // Sorted, so parallel cables are adjacent.
@@ -64,6 +67,7 @@ impl FabricIndex {
                 }
                 cables.push(link);
             }
+            rises.push(hops[start..].iter().any(|hop| hop.turn != Turn::Down));
             starts.push(hops.len() as u32);
         }
         let mut switches = HashMap::with_capacity(2 * fabric.switches().len());
@@ -74,12 +78,17 @@ impl FabricIndex {
         hosts.extend(fabric.host_ids().map(|id| (fabric.host(id).guid.clone(), id)));
         hosts.extend(fabric.host_ids().map(|id| (fabric.host(id).name.clone(), id)));
         let unrated = fabric.links().iter().filter(|link| link.rate.is_none()).count();
-        Self { starts, hops, cables, switches, hosts, unrated }
+        Self { starts, hops, cables, rises, switches, hosts, unrated }
     }
 
     /// The neighbours of a switch.
     pub(super) fn hops(&self, at: u32) -> &[Hop] {
         &self.hops[self.starts[at as usize] as usize..self.starts[at as usize + 1] as usize]
+    }
+
+    /// Whether a route can go on from a switch without going down.
+    pub(super) fn rises(&self, at: u32, routing: Routing) -> bool {
+        routing != Routing::UpDown || self.rises[at as usize]
     }
 
     /// The parallel cables of a hop.

@@ -47,7 +47,7 @@ mod verify;
 pub use bound::{BoundKind, RateBound};
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
 pub use error::PlanError;
-pub use explain::{Crossing, Explanation, OtherRoot, SizeTime, Way};
+pub use explain::{Algorithm, Crossing, Explanation, OtherRoot, SizeTime};
 pub use index::Routing;
 pub use limits::{DeviceLimits, Limits, Refusal};
 pub use moves::Move;
@@ -251,8 +251,8 @@ impl<'f> Planner<'f> {
         Report::new(self.fabric, trees)
     }
 
-    /// Explain trees that were planned for these hosts within these limits: what other ways would take, and why other
-    /// roots lost.
+    /// Explain trees that were planned for these hosts within these limits: what other algorithms would take, and why
+    /// other roots lost.
     ///
     /// # Errors
     /// [`PlanError`], as for the plan.
@@ -273,7 +273,7 @@ impl<'f> Planner<'f> {
 pub(crate) struct KeptIndex(Arc<OnceLock<Arc<FabricIndex>>>);
 
 impl KeptIndex {
-    /// A planner for the fabric, which must always be the same one.
+    /// A planner for the fabric, which must alalgorithms be the same one.
     pub(crate) fn planner<'f>(&self, fabric: &'f Fabric) -> Planner<'f> {
         let index = self.0.get_or_init(|| Arc::new(FabricIndex::new(fabric)));
         Planner { fabric, index: Arc::clone(index) }

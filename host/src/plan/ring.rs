@@ -78,7 +78,7 @@ pub(super) fn algorithms(
 ) -> Option<Vec<HostAlgorithm>> {
     let mut all = vec![ring(fabric, index, plan, pricing)?];
     let ranks = plan.ranks.len();
-    if ranks < 2 || ranks > PARTNERS_MAX {
+    if !(2..=PARTNERS_MAX).contains(&ranks) {
         return Some(all);
     }
     let within = 1_usize << ranks.ilog2();

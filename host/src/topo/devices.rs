@@ -83,9 +83,9 @@ struct Entry {
 }
 
 impl Fabric {
-    /// Read places from TOML: entries `[[device]]` with a `switch` (a name, a GUID, or a pattern in which `*` stands for
-    /// any text), or a `host`. With `port_gbits`, the switch's devices are beside it on ports of that rate, `count` of
-    /// them (default 1).
+    /// Read places from TOML: entries `[[device]]` with a `switch` (a name, a GUID, or a pattern in which `*` stands
+    /// for any text), or a `host`. With `port_gbits`, the switch's devices are beside it on ports of that rate, `count`
+    /// of them (default 1).
     ///
     /// # Errors
     /// [`DeviceError`].

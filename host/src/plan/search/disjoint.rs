@@ -9,6 +9,7 @@
 //! Invariants: no cable is in two trees; a tree has no cycle; the result depends on the input alone.
 
 use crate::topo::LinkId;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 
 /// A tree whose edges are single cables.
@@ -129,8 +130,8 @@ impl Packing {
                     }
                 };
                 for other in cycle {
-                    if !wanted_by.contains_key(&other) {
-                        wanted_by.insert(other, Some(edge));
+                    if let Entry::Vacant(free) = wanted_by.entry(other) {
+                        free.insert(Some(edge));
                         open.push_back(other);
                     }
                 }

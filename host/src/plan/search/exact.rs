@@ -165,9 +165,9 @@ impl Partial<'_, '_> {
     }
 
     fn complete(&self, found: &mut Found) {
-        // Another tree leaves out a root that only forwards. Other nodes that do may be worth it: they end the edge, so
-        // that its way avoids a slow cable of the shortest route.
-        if self.counts[&self.root] < 2 && !self.places.leaves.contains_key(&self.root) {
+        // A root that only forwards is left out in another tree. Another node may be the way around a slow cable.
+        let children = self.counts.get(&self.root).copied().unwrap_or(0);
+        if children < 2 && !self.places.leaves.contains_key(&self.root) {
             return;
         }
         let draft = Draft { root: self.root, parents: self.parents.clone(), places: Rc::clone(self.places) };

@@ -91,6 +91,8 @@ fn find<'a>(
     match run(Routing::UpDown) {
         // Routes that go down and up again are better than none.
         Err(PlanError::Disconnected { .. } | PlanError::Isolated { .. }) => run(Routing::Shortest),
+        // Nodes above the leaves reach each other only so, to share the children of one.
+        Err(error @ PlanError::ChildLimit { .. }) => run(Routing::Shortest).map_err(|_| error),
         found => found,
     }
 }

@@ -105,7 +105,8 @@ impl Search<'_> {
     /// The switches one move up from a layer, each with the slowest cable of the best way there.
     fn next_layer(&self, layer: &[u32], (nth, distance): (u32, u16), seen: &mut [Seen], load: &Load<'_>) -> Vec<u32> {
         let mut next = Vec::new();
-        for &at in layer {
+        // Most switches that are reached are at the top, and have many hops down.
+        for &at in layer.iter().filter(|at| self.index.rises(**at, self.routing)) {
             let slowest_s = seen[at as usize].slowest_s;
             for hop in self.index.hops(at).iter().filter(|hop| self.routing.turn(hop.turn) != Turn::Down) {
                 let there = &mut seen[hop.to as usize];
