@@ -28,6 +28,7 @@ use super::notices::Notices;
 use super::options::{CallOptions, Outcome, Recoveries, Straggler};
 use super::shared::SharedCore;
 use super::shares::{Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible};
+use crate::controller::TREES_MAX;
 use crate::controller::proto::{StripeOf, Striping, stripe_name};
 use crate::exec::Buffers;
 use crate::select::{Algo, SelectionContext, explain};
@@ -127,7 +128,7 @@ impl Stripes {
         let own = ShareWeight { weight: own.into(), chunk_len_bytes: chunk_of(&context) };
         let mut reason = striping.reason;
         let mut joined: Vec<Result<Stripe, String>> = Vec::new();
-        for (index, &share) in (1_u8..).zip(shares.iter().skip(1)) {
+        for (index, &share) in (1..TREES_MAX).zip(shares.iter().skip(1)) {
             joined.push(join_stripe(&config, index).map(|core| {
                 let chunk_len_bytes = chunk_of(&core.selection_context());
                 Stripe { core: SharedCore::new(core), share: share.max(1), chunk_len_bytes }
