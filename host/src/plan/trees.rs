@@ -46,7 +46,8 @@ pub struct Trees {
     pub trees: Vec<PlannedTree>,
     /// The rate of all trees together in Gbit/s.
     pub gbits: f64,
-    /// Pairs of a message's size in bytes and the seconds that it takes, for the sizes of [`Pricing::size`](super::Pricing::size).
+    /// Pairs of a message's size in bytes and the seconds that it takes, for the sizes of
+    /// [`Pricing::size`](super::Pricing::size).
     pub times: Vec<(u64, f64)>,
     /// The rate that no plan can beat on idle cables, however many trees it has.
     pub bound: RateBound,
