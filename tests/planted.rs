@@ -134,7 +134,7 @@ fn on_all_cores<R: Send>(count: usize, work: impl Fn(usize) -> R + Sync) -> Vec<
 }
 
 /// Bugs that concern many jobs, calls beside the tree, or handles are found within few seeds, each by the matching
-/// oracle.
+/// oracle. Of a rank's wrong announcement, others see the wrong operation, or wait for it: both oracles find it.
 #[test]
 fn planted_bugs_of_tenants_are_found() {
     let oracles = [
@@ -159,10 +159,19 @@ fn planted_bugs_of_tenants_are_found() {
         (Bug::OutputUnbounded, "output limit"),
     ];
     for (bug, oracle) in oracles {
-        // Few jobs move, and fewer get different answers there.
-        let limit = if bug == Bug::LoneMigration { 1_000 } else { 300 };
-        let found = look_for(bug, limit).unwrap_or_else(|| panic!("{bug:?} is not found"));
-        assert_eq!(found.oracle, oracle, "{bug:?} at seed {}", found.seed);
+        // Few jobs move, and fewer get different answers there; few ranks are in a host collective while the view
+        // changes.
+        let is_rare = matches!(bug, Bug::LoneMigration | Bug::EarlierPathForgotten);
+        let limit = if is_rare { 1_000 } else { 300 };
+        let violations = (0..limit).filter_map(|seed| Some((seed, run_tenants(&tenancy(bug, seed)).err()?)));
+        let is_acceptable = |found: &str| found == oracle || bug == Bug::EarlierPathForgotten && found == "hang";
+        let found = violations
+            .map(|(seed, violation)| {
+                assert!(is_acceptable(violation.oracle), "{bug:?} at seed {seed}: {violation}");
+                violation.oracle
+            })
+            .find(|found| *found == oracle);
+        assert!(found.is_some(), "{oracle} does not find {bug:?} in {limit} seeds");
     }
 }
 
