@@ -96,8 +96,8 @@ pub(super) struct Placement {
     rdma_ranks: u32,
     window_max: u16,
     chunk_len_bytes: u16,
-    /// A further tree of another job.
-    is_stripe: bool,
+    /// The job whose communicator it serves.
+    communicator: String,
     /// The trees that were planned with it, if it is the first tree of a job that starts.
     pub(super) trees: PlannedTrees,
     #[cfg(feature = "planted")]
@@ -191,7 +191,7 @@ fn build_placement(
     ids: GroupIds,
 ) -> Result<Placement, String> {
     let mut placement = place(shape, ids)?;
-    placement.is_stripe = request.requests.first().is_some_and(|request| request.terms.stripe.is_some());
+    placement.communicator = request.requests.first().map_or_else(String::new, |request| request.communicator().into());
     placement.attach(request.requests)?;
     placement.choose_sizes(config, ledger, request)?;
     Ok(placement)
@@ -252,7 +252,7 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         rdma_ranks: 0,
         window_max: 0,
         chunk_len_bytes: 0,
-        is_stripe: false,
+        communicator: String::new(),
         trees: PlannedTrees::default(),
         #[cfg(feature = "planted")]
         bug: ids.bug,
@@ -326,7 +326,8 @@ impl Placement {
     /// The group's claim on each device.
     pub(super) fn claim(&self, tenant: &str) -> Claim {
         let (needs, cables) = (self.needs(u64::from(self.window_max)), Arc::clone(&self.cables));
-        Claim { group: self.group, tenant: tenant.to_owned(), is_stripe: self.is_stripe, needs, cables }
+        let (tenant, communicator) = (tenant.to_owned(), self.communicator.clone());
+        Claim { group: self.group, tenant, communicator, needs, cables }
     }
 
     /// The minimum that the group needs: a window of one chunk.

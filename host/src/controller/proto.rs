@@ -210,6 +210,13 @@ pub struct JoinRequest {
     pub terms: Terms,
 }
 
+impl JoinRequest {
+    /// The job whose communicator this one serves: itself, or that of which it is a stripe.
+    pub(super) fn communicator(&self) -> &str {
+        self.terms.stripe.as_ref().map_or(&self.job, |stripe| &stripe.job)
+    }
+}
+
 /// A job's position in the queue for a tree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuePosition {

@@ -44,6 +44,8 @@ pub(super) enum EntryStatus {
 #[derive(Debug, Clone)]
 pub(super) struct QueueEntry {
     pub(super) tenant: String,
+    /// The job whose communicator it serves.
+    pub(super) communicator: String,
     /// Its place in the order of arrival.
     pub(super) ticket: u64,
     pub(super) skips: u32,
@@ -219,6 +221,7 @@ impl Queue {
         let waits = |entry: &&mut QueueEntry| entry.ticket == candidate.ticket && entry.status == EntryStatus::Waiting;
         let Some(entry) = self.waiting.get_mut(&candidate.job).filter(waits) else { return false };
         let Some(claim) = claim.filter(|claim| ledger.claim(claim.clone()).is_ok()) else {
+            let ledger = ledger.for_communicator(&entry.tenant, &entry.communicator);
             let is_quota = ledger.check(&entry.tenant, &entry.wanted).is_err_and(|short| short.is_quota());
             entry.blocked_on = if is_quota { BlockedOn::Quota } else { BlockedOn::Devices };
             entry.tried_version = Some(candidate.version);

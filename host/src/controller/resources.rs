@@ -4,11 +4,11 @@
 //! resources count as taken while they are being reserved, and nothing waits for a device while the ledger is locked. A
 //! group never grows: it holds its claim unchanged until it is freed (PROTOCOL 10).
 //!
-//! Invariants: on no device do claims exceed its capacity; no tenant holds more groups than its quota, nor more slots
-//! or memory on any device but its own host devices.
+//! Invariants: on no device do claims exceed its capacity; no tenant has more communicators with a tree than its quota
+//! of groups allows, nor more slots or memory on any device but its own host devices.
 
 use crate::topo::LinkId;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use sumac_hal::ids::{BootId, GroupId};
 use sumac_hal::planted;
@@ -96,8 +96,8 @@ pub(super) type Needs = Vec<(DeviceKey, Resources)>;
 pub(super) struct Claim {
     pub(super) group: GroupId,
     pub(super) tenant: String,
-    /// A further tree of a communicator: the first one counts against the quota of groups for all of them.
-    pub(super) is_stripe: bool,
+    /// The job whose communicator uses the group. All trees of a communicator count once in the quota of groups.
+    pub(super) communicator: String,
     pub(super) needs: Needs,
     /// The cables of its tree's edges, once for each edge.
     pub(super) cables: Arc<[LinkId]>,
@@ -254,6 +254,12 @@ impl ResourceLedger {
         was_held
     }
 
+    /// The ledger to plan a tree of a communicator with: without the quota of groups if the communicator is counted in
+    /// it already.
+    pub(super) fn for_communicator(&self, tenant: &str, communicator: &str) -> Self {
+        if self.counts(tenant, communicator) { self.without_group_quota(tenant) } else { self.clone() }
+    }
+
     /// A copy in which a tenant has no quota of groups, to plan further trees of its communicators.
     pub(super) fn without_group_quota(&self, tenant: &str) -> Self {
         let mut ledger = self.clone();
@@ -264,13 +270,13 @@ impl ResourceLedger {
 
     /// Check whether a claim would succeed. Returns the first shortage.
     pub(super) fn check_claim(&self, claim: &Claim) -> Result<(), Shortage> {
-        match claim.is_stripe {
+        match self.counts(&claim.tenant, &claim.communicator) {
             true => self.check_devices(&claim.tenant, &claim.needs),
             false => self.check(&claim.tenant, &claim.needs),
         }
     }
 
-    /// Check whether a claim of a communicator's only or first tree would succeed. Returns the first shortage.
+    /// Check whether a claim of a communicator without any tree would succeed. Returns the first shortage.
     pub(super) fn check(&self, tenant: &str, needs: &[(DeviceKey, Resources)]) -> Result<(), Shortage> {
         let (used, limit) = (self.groups_of(tenant), self.quotas.of(tenant).groups.unwrap_or(u64::MAX));
         if used >= limit {
@@ -366,8 +372,15 @@ impl ResourceLedger {
         needs.fold(Resources::default(), |sum, (_, need)| sum.add(*need))
     }
 
+    /// How many communicators of a tenant have a tree.
     fn groups_of(&self, tenant: &str) -> u64 {
-        self.claims.values().filter(|claim| claim.tenant == tenant && !claim.is_stripe).count() as u64
+        let claims = self.claims.values().filter(|claim| claim.tenant == tenant);
+        claims.map(|claim| &claim.communicator).collect::<BTreeSet<_>>().len() as u64
+    }
+
+    /// Whether a communicator of a tenant has a tree.
+    fn counts(&self, tenant: &str, communicator: &str) -> bool {
+        self.claims.values().any(|claim| claim.tenant == tenant && claim.communicator == communicator)
     }
 
     /// The tenants that hold something or have a quota, with repetitions.

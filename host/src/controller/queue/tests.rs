@@ -43,7 +43,7 @@ impl Model {
         Claim {
             group: GroupId(job.parse().expect("a number")),
             tenant,
-            is_stripe: false,
+            communicator: job.to_owned(),
             needs,
             cables: Arc::default(),
         }
@@ -82,7 +82,17 @@ impl Model {
                 let refused_version = None;
                 self.queue.enter(
                     &job,
-                    QueueEntry { tenant, ticket, skips: 0, blocked_on, wanted, status, tried_version, refused_version },
+                    QueueEntry {
+                        tenant,
+                        communicator: job.clone(),
+                        ticket,
+                        skips: 0,
+                        blocked_on,
+                        wanted,
+                        status,
+                        tried_version,
+                        refused_version,
+                    },
                 );
                 self.skipped.insert(job, 0);
             }
@@ -115,7 +125,7 @@ impl Model {
             let claim = Claim {
                 group: GroupId(job.parse().expect("a number")),
                 tenant,
-                is_stripe: false,
+                communicator: job.clone(),
                 needs,
                 cables: Arc::default(),
             };

@@ -24,7 +24,9 @@ fn ledger(quotas: Quotas) -> ResourceLedger {
 
 fn claim(group: u32, tenant: &str, devices: &[&str], slots: u64) -> Claim {
     let needs = devices.iter().map(|name| (device(name), need(slots))).collect();
-    Claim { group: GroupId(group), tenant: tenant.into(), is_stripe: false, needs, cables: Arc::default() }
+    // Each in a communicator of its own.
+    let communicator = format!("job{group}");
+    Claim { group: GroupId(group), tenant: tenant.into(), communicator, needs, cables: Arc::default() }
 }
 
 fn quota(groups: u64, slots: u64, memory_bytes: u64) -> Quota {
@@ -58,6 +60,29 @@ fn shortage_names_tenant_limit_and_usage() {
     assert!(ledger.without_claims().check("x", &claim(9, "x", &["a"], 30).needs).is_ok());
     let gone = short(&ledger, "y", &["nowhere"], 1).1;
     assert!(gone.contains("device nowhere"), "{gone}");
+}
+
+/// The trees of one communicator count once, whichever of them are left; other tenants may use the same name.
+#[test]
+fn communicator_counts_once_until_its_last_tree_is_freed() {
+    let quotas = Quotas { other: Quota { groups: Some(1), ..Quota::default() }, tenants: BTreeMap::new() };
+    let mut ledger = ledger(quotas);
+    let of = |communicator: &str, tenant, group, device| {
+        let claim = claim(group, tenant, &[device], 1);
+        Claim { communicator: communicator.into(), ..claim }
+    };
+    ledger.claim(of("job", "x", 1, "a")).expect("the first");
+    ledger.claim(of("job", "x", 2, "b")).expect("a further tree");
+    ledger.claim(of("job", "y", 3, "c")).expect("of another tenant");
+    ledger.free(GroupId(1));
+    let other = of("other", "x", 4, "a");
+    let refused = ledger.claim(other.clone()).map_err(|short| short.to_string());
+    assert_eq!(refused, Err("quota exceeded: tenant x holds 1 of 1 groups and needs 1 more".into()));
+    assert_eq!(ledger.for_communicator("x", "other").available("x", &device("a")).groups, 0);
+    assert_eq!(ledger.for_communicator("x", "job").available("x", &device("a")).groups, 5);
+    ledger.claim(of("job", "x", 5, "a")).expect("the first tree again");
+    (ledger.free(GroupId(2)), ledger.free(GroupId(5)));
+    ledger.claim(other).expect("nothing is held");
 }
 
 #[test]
@@ -140,14 +165,18 @@ fn dominant_share_is_the_largest_fraction_of_any_resource() {
 
 #[derive(Debug, Clone)]
 enum DraftStep {
-    Claim { tenant: usize, is_stripe: bool, devices: [bool; 3], slots: u64 },
+    Claim { tenant: usize, communicator: u8, devices: [bool; 3], slots: u64 },
     Free(usize),
 }
 
 fn steps() -> impl Strategy<Value = Vec<DraftStep>> {
-    let claim = (0..3_usize, any::<bool>(), any::<[bool; 3]>(), 1..40_u64);
-    let claim =
-        claim.prop_map(|(tenant, is_stripe, devices, slots)| DraftStep::Claim { tenant, is_stripe, devices, slots });
+    let claim = (0..3_usize, 0..6_u8, any::<[bool; 3]>(), 1..40_u64);
+    let claim = claim.prop_map(|(tenant, communicator, devices, slots)| DraftStep::Claim {
+        tenant,
+        communicator,
+        devices,
+        slots,
+    });
     prop::collection::vec(prop_oneof![3 => claim, 1 => any::<usize>().prop_map(DraftStep::Free)], 1..80)
 }
 
@@ -174,7 +203,11 @@ fn is_within(active: &[Claim], quotas: &Quotas) -> bool {
     };
     let allowed = |tenant: &&str| {
         let quota = quotas.of(tenant);
-        let groups = active.iter().filter(|claim| claim.tenant == **tenant && !claim.is_stripe).count() as u64;
+        let mut names: Vec<&str> =
+            active.iter().filter(|claim| claim.tenant == **tenant).map(|claim| &claim.communicator[..]).collect();
+        names.sort_unstable();
+        names.dedup();
+        let groups = names.len() as u64;
         let on = DEVICES.map(|name| sum(active, Some(tenant), name));
         groups <= quota.groups.unwrap_or(u64::MAX)
             && on.iter().all(|held| held.slots <= quota.slots.unwrap_or(u64::MAX))
@@ -198,10 +231,11 @@ proptest! {
         let mut active: Vec<Claim> = Vec::new();
         for (group, step) in (0..).zip(steps) {
             match step {
-                DraftStep::Claim { tenant, is_stripe, devices, slots } => {
+                DraftStep::Claim { tenant, communicator, devices, slots } => {
                     let on: Vec<&str> = DEVICES.into_iter().zip(devices).filter(|(_, on)| *on).map(|(name, _)| name).collect();
-                    let claim = Claim { is_stripe, ..claim(group, TENANTS[tenant], &on, slots) };
-                    // A stripe takes no group of its tenant's quota, whether or not that is exhausted.
+                    let communicator = format!("job{communicator}");
+                    let claim = Claim { communicator, ..claim(group, TENANTS[tenant], &on, slots) };
+                    // A further tree takes no group of its tenant's quota, whether or not that is exhausted.
                     active.push(claim.clone());
                     let fits = is_within(&active, &quotas);
                     prop_assert_eq!(ledger.claim(claim).is_ok(), fits);

@@ -1,8 +1,8 @@
 //! Checks of requests to join, before they determine an allocation or are displayed.
 
 use super::job::Member;
-use crate::controller::limits::{NameKind, PINNED_MAX, RANKS_MAX, check_name};
-use crate::controller::proto::{JoinRefusal, JoinRequest, check_tenant};
+use crate::controller::limits::{NameKind, PINNED_MAX, RANKS_MAX, TREES_MAX, check_name};
+use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, check_tenant, stripe_name};
 
 /// Check a rank's request before it determines an allocation or is displayed.
 pub(super) fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<(), JoinRefusal> {
@@ -18,9 +18,25 @@ pub(super) fn check_request(request: &JoinRequest, pinned: &[String]) -> Result<
     if pinned.len() > PINNED_MAX {
         return Err(JoinRefusal::Limit { what: "pinned devices per job".into(), limit: PINNED_MAX as u64 });
     }
+    if let Some(stripe) = &request.terms.stripe {
+        check_stripe_name(&request.job, stripe)?;
+    }
     pinned.iter().try_for_each(|device| check_name(NameKind::Fabric, "device", device))?;
     request.host.iter().try_for_each(|host| check_name(NameKind::Fabric, "host", host))?;
     Ok(request.machine.iter().try_for_each(|machine| check_name(NameKind::Fabric, "machine", machine))?)
+}
+
+/// Check that a stripe has the name that follows from its job's. So no job has more stripes than [`TREES_MAX`].
+fn check_stripe_name(name: &str, stripe: &StripeOf) -> Result<(), JoinRefusal> {
+    check_name(NameKind::Job, "job", &stripe.job)?;
+    let refuse = |why: String| Err(JoinRefusal::Stripe { job: name.to_owned(), why });
+    if !(1..TREES_MAX).contains(&stripe.index) {
+        return refuse(format!("further trees have numbers from 1 to {}, not {}", TREES_MAX - 1, stripe.index));
+    }
+    if name != stripe_name(&stripe.job, stripe.index) {
+        return refuse(format!("tree {} of job {:?} has another name", stripe.index, stripe.job));
+    }
+    Ok(())
 }
 
 /// Check that a rank agrees with one that joined before on the job's parameters.

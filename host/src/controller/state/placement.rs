@@ -134,12 +134,14 @@ impl State {
     /// Queue a job that has no tree. `tried` is the ledger's version that was tried, if any.
     pub(super) fn insert_in_queue(&mut self, name: &str, (blocked_on, wanted): Wait, tried: Option<u64>) {
         let Some(job) = self.jobs.get(name) else { return };
+        let communicator = job.first().map_or(name, |member| member.request.communicator()).to_owned();
         let (tenant, ticket) = (job.tenant().to_owned(), self.queue.ticket());
         let status = EntryStatus::Waiting;
         self.queue.enter(
             name,
             QueueEntry {
                 tenant,
+                communicator,
                 ticket,
                 skips: 0,
                 blocked_on,

@@ -271,9 +271,9 @@ impl JobSnapshot {
         self.requests.first().map_or("", |request| &request.terms.tenant)
     }
 
-    /// Whether the job is a further tree of another one.
-    pub(super) fn is_stripe(&self) -> bool {
-        self.requests.first().is_some_and(|request| request.terms.stripe.is_some())
+    /// The job whose communicator it serves.
+    pub(super) fn communicator(&self) -> &str {
+        self.requests.first().map_or("", |request| request.communicator())
     }
 
     /// Accept a placement only if it evaluates the job's declared expression.

@@ -24,7 +24,6 @@ use crate::controller::ControllerConfig;
 use crate::controller::admit::{GroupIds, Placement};
 use crate::controller::device::Device;
 use crate::controller::queue::{BlockedOn, Candidate, EntryStatus, Reservations};
-use crate::controller::resources::ResourceLedger;
 use crate::plan::KeptIndex;
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -183,7 +182,7 @@ impl State {
             Goal::Enqueue { name, .. } => name,
             Goal::Serve(candidate) => &candidate.job,
         });
-        let (devices, ledger) = (self.devices.clone(), self.ledger_for(&job));
+        let (devices, ledger) = (self.devices.clone(), self.ledger.for_communicator(job.tenant(), job.communicator()));
         let (devices_version, backed_off) = (self.planning.devices_version, self.crash_loops.backed_off());
         let names_of = |is_one: &dyn Fn(&Device) -> bool| {
             let all = self.devices.values().filter(|device| is_one(device));
@@ -205,11 +204,6 @@ impl State {
             overdue,
             ids,
         }
-    }
-
-    /// The ledger that a job is planned with. Only a job's first tree counts against the quota of groups.
-    fn ledger_for(&self, job: &JobSnapshot) -> ResourceLedger {
-        if job.is_stripe() { self.ledger.without_group_quota(job.tenant()) } else { self.ledger.clone() }
     }
 
     /// Apply the result of a plan, if it is still valid.

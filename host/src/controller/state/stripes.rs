@@ -8,8 +8,8 @@
 //! Invariants:
 //! - trees of one job share no device, except where they were planned so;
 //! - a stripe evaluates the expression that its job has declared, so the bits do not depend on the number of trees;
-//! - stripes exist for a running job of the same tenant only, and at most as many as were planned. So a tenant's quota
-//!   of groups, which does not count them, bounds them too.
+//! - ranks join stripes of a running job of the same tenant only, and at most as many as were planned;
+//! - a job and its stripes count once in the quota of groups, whichever of them are left.
 
 use super::State;
 use super::job::Job;
@@ -66,15 +66,12 @@ impl State {
     /// Check that a rank may join a stripe. Returns the expression that the stripe has to evaluate.
     pub(super) fn check_stripe(&self, request: &JoinRequest, stripe: &StripeOf) -> Result<Option<Tree>, JoinRefusal> {
         let refuse = |why: String| JoinRefusal::Stripe { job: request.job.clone(), why };
-        if request.job != stripe_name(&stripe.job, stripe.index) {
-            return Err(refuse(format!("tree {} of job {:?} has another name", stripe.index, stripe.job)));
-        }
         let Some(job) = self.jobs.get(&stripe.job).filter(|job| job.placement.is_some() && !job.members.is_empty())
         else {
             return Err(refuse(format!("job {:?} is not running", stripe.job)));
         };
         let trees = job.trees.striping.shares.len();
-        if stripe.index == 0 || usize::from(stripe.index) >= trees {
+        if usize::from(stripe.index) >= trees {
             return Err(refuse(format!("job {:?} has {} trees", stripe.job, trees.max(1))));
         }
         if job.tenant() != request.terms.tenant || job.world != request.world {
@@ -97,8 +94,8 @@ impl State {
         }
         let mut taken = BTreeSet::new();
         for index in (0..TREES_MAX).filter(|&index| index != own) {
-            let sibling = if index == 0 { main.to_owned() } else { stripe_name(main, index) };
-            let Some(sibling) = self.jobs.get(&sibling) else { continue };
+            let sibling = if index == 0 { self.jobs.get(main) } else { self.stripe((main, job), index) };
+            let Some(sibling) = sibling.filter(|sibling| sibling.tenant() == job.tenant()) else { continue };
             let placed = sibling.placement.as_ref().and_then(|placed| placed.as_ref().ok());
             let groups = placed.map(|placed| placed.group).into_iter().chain(sibling.placing);
             let groups = groups.chain(sibling.offer_claim.map(|(group, _)| group));
@@ -114,16 +111,26 @@ impl State {
     /// Whether a job is a further tree of one that is known.
     pub(super) fn has_job_of_stripe(&self, job: &Job) -> bool {
         let Some(stripe) = job.stripe_of() else { return false };
-        self.jobs.contains_key(&stripe.job) || self.resuming.keys().any(|(name, _)| *name == stripe.job)
+        let resuming = self.resuming.iter().filter(|((name, _), _)| *name == stripe.job);
+        let mut named = self.jobs.get(&stripe.job).into_iter().chain(resuming.map(|(_, resuming)| &resuming.job));
+        named.any(|main| main.tenant() == job.tenant())
+    }
+
+    /// A further tree of a job, if it has joined. Ranks that resume may name any job; that of another tenant is not
+    /// meant.
+    fn stripe(&self, (name, main): (&str, &Job), index: u8) -> Option<&Job> {
+        let job = self.jobs.get(&stripe_name(name, index))?;
+        let is_of = |stripe: &&StripeOf| stripe.job == name && job.tenant() == main.tenant();
+        job.stripe_of().filter(is_of).map(|_| job)
     }
 
     /// Report the further trees of a job that have joined.
     pub(super) fn report_stripes(&self, name: &str) -> Vec<StripeStatus> {
-        let shares = self.jobs.get(name).map(|job| &job.trees.striping.shares);
+        let Some(main) = self.jobs.get(name) else { return Vec::new() };
         let of = |index: u8| {
-            let job = self.jobs.get(&stripe_name(name, index))?;
-            let placed = job.stripe_of().filter(|stripe| stripe.job == name).and(job.placement.as_ref())?;
-            let share = shares.and_then(|shares| shares.get(usize::from(index))).copied().unwrap_or(SHARE);
+            let job = self.stripe((name, main), index)?;
+            let placed = job.placement.as_ref()?;
+            let share = main.trees.striping.shares.get(usize::from(index)).copied().unwrap_or(SHARE);
             Some(StripeStatus { index, share, view: job.view, tree: self.report_tree(job, placed) })
         };
         (1..TREES_MAX).filter_map(of).collect()

@@ -39,7 +39,7 @@ fn place(position: u32, of: u32) -> Option<QueuePosition> {
     Some(QueuePosition { position, of })
 }
 
-fn leave_job(mut rank: Raw) {
+pub(super) fn leave_job(mut rank: Raw) {
     rank.send(ClientRequest::Leave);
     while rank.recv() != ClientReply::Left {}
 }

@@ -1,8 +1,10 @@
 //! Jobs on several trees, on raw connections.
 
-use super::super::proto::{ClientReply, JoinRefusal, StripeOf, stripe_name};
+use super::super::proto::{ClientReply, ClientRequest, JoinRefusal, ResumeRequest, StripeOf, stripe_name};
+use super::quotas::leave_job;
 use super::replan::{Raw, disconnect_device, no_tree_reason, replan, request, tree_of};
 use super::*;
+use crate::secret::JobSecret;
 
 fn with_group_quota(groups: u64) -> Controller {
     let quotas = Quotas { other: Quota { groups: Some(groups), ..Quota::default() }, ..Quotas::default() };
@@ -25,6 +27,14 @@ fn join_both(controller: &Controller, request: impl Fn(u32) -> JoinRequest) -> (
     let mut ranks: Vec<_> = (0..2).map(|rank| Raw::join_with(controller, request(rank), &[])).collect();
     let mut memberships: Vec<_> = ranks.iter_mut().map(Raw::joined).collect();
     (ranks, memberships.swap_remove(0))
+}
+
+/// Leave a job with all ranks, and wait until the controller has ended it.
+fn leave(controller: &Controller, name: &str, ranks: Vec<Raw>) {
+    ranks.into_iter().for_each(leave_job);
+    while status(controller.local_addr()).expect("a report").jobs.iter().any(|job| job.name == name) {
+        std::thread::yield_now();
+    }
 }
 
 fn refusal(controller: &Controller, request: JoinRequest) -> String {
@@ -61,14 +71,40 @@ fn stripe_that_was_not_planned_or_of_another_job_is_refused() {
     let why = first.striping.reason.expect("there are two devices");
     assert!(first.striping.shares == [1, 1] && why.starts_with("2 of 4 trees: "), "{why}");
     assert_eq!(refusal(&controller, stripe_request(0, 2)), "job \"job\" has 2 trees");
-    assert_eq!(refusal(&controller, stripe_request(0, 0)), "job \"job\" has 2 trees");
+    assert_eq!(refusal(&controller, stripe_request(0, 0)), "further trees have numbers from 1 to 15, not 0");
+    assert_eq!(refusal(&controller, stripe_request(0, 16)), "further trees have numbers from 1 to 15, not 16");
     let named = JoinRequest { job: "mine".into(), ..stripe_request(0, 1) };
-    assert_eq!(refusal(&controller, named), "tree 1 of job \"job\" has another name");
+    assert_eq!(refusal(&controller, named.clone()), "tree 1 of job \"job\" has another name");
+    // Nor can ranks resume more stripes than jobs have.
+    let expression = vec![vec![]];
+    let (devices, secret) = (Vec::new(), JobSecret::new([7; 32]));
+    let resumption = ResumeRequest { request: named, devices, view: 3, shrink_count: 0, secret, expression };
+    let mut resumes = Raw::dial(&controller);
+    resumes.send(ClientRequest::Resume(Box::new(resumption)));
+    let reply = resumes.recv();
+    assert!(matches!(reply, ClientReply::Refused(JoinRefusal::Stripe { .. })), "{reply:?}");
     let mut other = stripe_request(0, 1);
     other.terms.tenant = "other".into();
     assert_eq!(refusal(&controller, other), "job \"job\" has another tenant or number of ranks");
     let unordered = JoinRequest { order: Order::Arrival, ..stripe_request(0, 1) };
     assert_eq!(refusal(&controller, unordered), "job \"job\" has declared another order");
+}
+
+/// Stripes hold their job's group of the quota for as long as any of them has a tree.
+#[test]
+fn stripe_that_outlives_its_job_counts_against_the_quota() {
+    let controller = with_group_quota(1);
+    let _devices: Vec<_> = ["a", "b", "c"].map(|name| Device::start(&controller, name, None, None)).into();
+    let (ranks, _) = join_both(&controller, |rank| job_request(rank, 2));
+    let (stripe, _) = join_both(&controller, |rank| stripe_request(rank, 1));
+    leave(&controller, "job", ranks);
+    let other = |name: &'static str| move |rank| JoinRequest { job: name.into(), ..job_request(rank, 1) };
+    let (without, refused) = join_both(&controller, other("second"));
+    assert!(no_tree_reason(&refused).contains("holds 1 of 1 groups"), "{:?}", refused.tree);
+    leave(&controller, "second", without);
+    leave(&controller, "job/tree1", stripe);
+    let (_third, placed) = join_both(&controller, other("third"));
+    tree_of(&placed);
 }
 
 /// A stripe whose device is lost never takes that of another tree, and takes a spare one.
