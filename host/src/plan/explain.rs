@@ -1,10 +1,10 @@
 //! Why this plan: what each way of an all-reduce would take on this fabric, hosts and order of ranks, and why other
 //! roots lost.
 
-use super::render::{bytes, cable, children_of, plural, seconds};
+use super::render::{bytes, cable, plural, seconds};
 use super::search::{RunnerUp, runners_up};
 use super::select::Ranks;
-use super::{Bottleneck, Limits, PlanError, Trees, evaluate, index::FabricIndex, ring};
+use super::{Limits, PlanError, Trees, evaluate, index::FabricIndex, ring};
 use crate::topo::Fabric;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -81,15 +81,7 @@ pub(super) fn explain(
         sizes.map(|bytes| SizeTime { bytes, seconds: time(bytes) }).collect::<Vec<_>>()
     };
     let tree = evaluate::Evaluation::new(fabric, plan, limits);
-    let limit = match plan.prediction.bottleneck {
-        Bottleneck::Cable { link, edges } => {
-            format!("{edges} {} on the cable {}", plural(edges as usize, "edge"), cable(fabric, link))
-        }
-        Bottleneck::Port { node, children } => {
-            format!("{children} {} at the port of {}", children_of(children), plan.nodes[node].name)
-        }
-        Bottleneck::Window => "a rank's window".into(),
-    };
+    let limit = plan.bottleneck_text(fabric, plan.prediction.bottleneck);
     let mut algorithms = vec![Algorithm {
         name: "tree".into(),
         steps: 2 * plan.levels as u64,

@@ -59,13 +59,9 @@ impl Plan {
         }
     }
 
-    /// See [`super::Planner::rate_text`].
-    pub(super) fn rate_text(&self, fabric: &Fabric, bound: &RateBound, costs: &FabricCosts) -> String {
-        let kind = match bound.kind {
-            BoundKind::MinCut => "min-cut bound",
-            BoundKind::Cuts => "bound by cuts around hosts, leaves and pods",
-        };
-        let limit = match self.prediction.bottleneck {
+    /// Describe what limits a rate.
+    pub(super) fn bottleneck_text(&self, fabric: &Fabric, bottleneck: Bottleneck) -> String {
+        match bottleneck {
             Bottleneck::Cable { link, edges } => {
                 format!("{edges} {} on the cable {}", plural(edges as usize, "edge"), cable(fabric, link))
             }
@@ -73,7 +69,16 @@ impl Plan {
                 format!("{children} {} at the port of {}", children_of(children), self.nodes[node].name)
             }
             Bottleneck::Window => "a rank's window".into(),
+        }
+    }
+
+    /// See [`super::Planner::rate_text`].
+    pub(super) fn rate_text(&self, fabric: &Fabric, bound: &RateBound, costs: &FabricCosts) -> String {
+        let kind = match bound.kind {
+            BoundKind::MinCut => "min-cut bound",
+            BoundKind::Cuts => "bound by cuts around hosts, leaves and pods",
         };
+        let limit = self.bottleneck_text(fabric, self.prediction.bottleneck);
         let (rate, most) = (self.prediction.gbits(), bound.gbits);
         let mut text = format!("rate: {rate:.1} of {most:.1} Gbit/s ({kind}, at {}); limited by {limit}\n", bound.at);
         text += &self.assumed_text(costs);

@@ -2,7 +2,7 @@
 //!
 //! [`Report`] is the one JSON form: that of [`Plan`] for the first tree, with what follows from the fabric beside it.
 
-use super::render::{bytes, cable, children_of, plural, seconds};
+use super::render::{bytes, plural, seconds};
 use super::{BoundKind, FabricCosts, Plan, Routing, Trees, TreesLimit};
 use crate::topo::{Fabric, LinkId, Port};
 use serde::Serialize;
@@ -162,14 +162,7 @@ impl Trees {
         match self.limited_by {
             TreesLimit::Bound => "the bound".into(),
             TreesLimit::Count => format!("the number of trees, {}", self.trees.len()),
-            TreesLimit::Cable { link, edges } => {
-                format!("{edges} {} on the cable {}", plural(edges as usize, "edge"), cable(fabric, link))
-            }
-            TreesLimit::Port { node, children } => {
-                let name = &self.trees[0].plan.nodes[node].name;
-                format!("{children} {} at the port of {name}", children_of(children))
-            }
-            TreesLimit::Window => "a rank's window".into(),
+            TreesLimit::Bottleneck(bottleneck) => self.trees[0].plan.bottleneck_text(fabric, bottleneck),
         }
     }
 }

@@ -25,7 +25,7 @@ use super::rates::{Capacities, Usage, edges};
 use super::search::disjoint::{self, Cable};
 use super::select::Ranks;
 use super::{Limits, Plan, PlanError, RateBound, bound, search};
-use crate::topo::{Fabric, HostId, LinkId};
+use crate::topo::{Fabric, HostId};
 use std::collections::BTreeSet;
 
 /// A tree, and its share of each message.
@@ -63,22 +63,8 @@ pub enum TreesLimit {
     Bound,
     /// The number of trees that were allowed.
     Count,
-    /// A cable of the first tree that the trees fill, with the edges of all of them and of other jobs on it.
-    Cable {
-        /// The cable.
-        link: LinkId,
-        /// The edges.
-        edges: u32,
-    },
-    /// The port of a device of the first tree, which all its children's bytes pass.
-    Port {
-        /// The node's index in the first tree.
-        node: usize,
-        /// The children.
-        children: usize,
-    },
-    /// The window of a rank.
-    Window,
+    /// What limits the first tree; on a cable with the edges of all trees and of other jobs.
+    Bottleneck(Bottleneck),
 }
 
 /// By which fraction a further tree shortens the predicted time at least.
@@ -261,15 +247,14 @@ impl Set<'_> {
 
     /// What limits the first tree, with the edges of all.
     fn limit(&self) -> TreesLimit {
-        match self.trees[0].plan.prediction.bottleneck {
+        TreesLimit::Bottleneck(match self.trees[0].plan.prediction.bottleneck {
             Bottleneck::Cable { link, .. } => {
                 let on_cable = |tree: &Rated| edges(&tree.plan).get(&link).copied().unwrap_or(0);
                 let own: u32 = self.trees.iter().map(on_cable).sum();
-                TreesLimit::Cable { link, edges: own + self.limits.pricing.others(link) }
+                Bottleneck::Cable { link, edges: own + self.limits.pricing.others(link) }
             }
-            Bottleneck::Port { node, children } => TreesLimit::Port { node, children },
-            Bottleneck::Window => TreesLimit::Window,
-        }
+            port_or_window => port_or_window,
+        })
     }
 
     fn finish(self, bound: RateBound, limited_by: TreesLimit) -> Trees {

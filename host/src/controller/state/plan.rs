@@ -164,7 +164,7 @@ impl Plan {
         request: PlacementRequest<'_>,
     ) -> Result<Placement, String> {
         let drafted = |hosts| {
-            draft((config, &self.index), devices, ledger, PlacementRequest { hosts, ..request }, self.ids)
+            self.draft_exactly_on(config, devices, ledger, PlacementRequest { hosts, ..request })
                 .and_then(|placement| self.job.check_order(placement))
         };
         match drafted(request.hosts) {

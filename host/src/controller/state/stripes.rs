@@ -18,7 +18,7 @@ use crate::controller::ControllerConfig;
 use crate::controller::admit::{Devices, Placement, PlacementRequest, TreeSketch, sketch_trees};
 use crate::controller::limits::TREES_MAX;
 use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, StripeStatus, Striping, stripe_name};
-use crate::plan::TreesLimit;
+use crate::plan::{Bottleneck, TreesLimit};
 use crate::schedule::tree::Tree;
 use crate::topo::Fabric;
 use std::collections::BTreeSet;
@@ -323,10 +323,10 @@ impl PlannedTrees {
 }
 
 fn describe_limit(limit: TreesLimit) -> String {
-    match limit {
-        TreesLimit::Cable { edges, .. } => format!("more are not faster on a cable that {edges} edges share"),
-        TreesLimit::Port { children, .. } => format!("more are not faster at a device's port with {children} children"),
-        TreesLimit::Window => "more are not faster by much, because the window limits each".into(),
-        _ => "these have the rate of the hosts' cables".into(),
+    let TreesLimit::Bottleneck(bottleneck) = limit else { return "these have the rate of the hosts' cables".into() };
+    match bottleneck {
+        Bottleneck::Cable { edges, .. } => format!("more are not faster on a cable that {edges} edges share"),
+        Bottleneck::Port { children, .. } => format!("more are not faster at a device's port with {children} children"),
+        Bottleneck::Window => "more are not faster by much, because the window limits each".into(),
     }
 }

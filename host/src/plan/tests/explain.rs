@@ -61,18 +61,7 @@ fn crossing_is_where_another_way_becomes_faster() {
 
 #[test]
 fn other_roots_are_told_with_the_reason_why_they_lost() {
-    let mut toml = String::new();
-    for (spine, gbits) in [(0, 2.5), (1, 400.0)] {
-        toml += &format!("[[switch]]\nname = \"spine{spine}\"\naggregation = true\n");
-        for leaf in 0..4 {
-            toml += &format!("[[link]]\nends = [\"leaf{leaf}\", \"spine{spine}\"]\nrate_gbits = {gbits}\n");
-        }
-    }
-    for leaf in 0..4 {
-        toml += &format!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true\n[[host]]\nname = \"h{leaf}\"\n");
-        toml += &format!("[[link]]\nends = [\"h{leaf}\", \"leaf{leaf}\"]\nrate_gbits = 400\n");
-    }
-    let fabric = Fabric::from_toml(&toml).expect("valid");
+    let fabric = slow_and_fast_spine();
     let (trees, explanation) = explained(&fabric, &Limits::default());
     assert_eq!(trees.trees[0].plan.root().name, "spine1");
     let slow = explanation.roots.iter().find(|other| other.root == "spine0").expect("it was considered");

@@ -19,6 +19,22 @@ fn leaf_spine(leaves: usize, spines: usize, hosts_per_leaf: usize, cables: usize
 }
 
 /// Limits with trees chosen for one size.
+/// Four leaves with a host each, below `spine0` at 2.5 Gbit/s and `spine1` at 400.
+fn slow_and_fast_spine() -> Fabric {
+    let mut toml = String::new();
+    for (spine, gbits) in [(0, 2.5), (1, 400.0)] {
+        toml += &format!("[[switch]]\nname = \"spine{spine}\"\naggregation = true\n");
+        for leaf in 0..4 {
+            toml += &format!("[[link]]\nends = [\"leaf{leaf}\", \"spine{spine}\"]\nrate_gbits = {gbits}\n");
+        }
+    }
+    for leaf in 0..4 {
+        toml += &format!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true\n[[host]]\nname = \"h{leaf}\"\n");
+        toml += &format!("[[link]]\nends = [\"h{leaf}\", \"leaf{leaf}\"]\nrate_gbits = 400\n");
+    }
+    Fabric::from_toml(&toml).expect("valid")
+}
+
 fn sized(bytes: u64) -> Limits {
     Limits { pricing: Pricing { size: Size::Bytes(bytes), ..Pricing::default() }, ..Limits::default() }
 }
@@ -123,18 +139,7 @@ fn large_messages_get_more_levels_than_small_ones_where_edges_would_share_cables
 
 #[test]
 fn root_is_reached_over_fast_cables() {
-    let mut toml = String::new();
-    for (spine, gbits) in [(0, 2.5), (1, 400.0)] {
-        toml += &format!("[[switch]]\nname = \"spine{spine}\"\naggregation = true\n");
-        for leaf in 0..4 {
-            toml += &format!("[[link]]\nends = [\"leaf{leaf}\", \"spine{spine}\"]\nrate_gbits = {gbits}\n");
-        }
-    }
-    for leaf in 0..4 {
-        toml += &format!("[[switch]]\nname = \"leaf{leaf}\"\naggregation = true\n[[host]]\nname = \"h{leaf}\"\n");
-        toml += &format!("[[link]]\nends = [\"h{leaf}\", \"leaf{leaf}\"]\nrate_gbits = 400\n");
-    }
-    let fabric = Fabric::from_toml(&toml).expect("valid");
+    let fabric = slow_and_fast_spine();
     for limits in [Limits::default(), sized(Size::SMALL), sized(Size::LARGE)] {
         let plan = planned(&fabric, HostSelection::All, &limits);
         assert_eq!((plan.root().name.as_str(), plan.prediction.gbits()), ("spine1", 400.0));

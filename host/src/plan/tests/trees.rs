@@ -174,7 +174,11 @@ fn devices_on_own_ports_of_a_leaf_have_the_rate_of_a_link_together() {
     let beside = |count| leaf_with_devices(|_| vec![DevicePlace::Port(SwitchId(0), None); count]);
     let one = planned_trees(&beside(1), &HostSelection::All, &Limits::default(), 64);
     assert!((one.gbits - 100.0 / 32.0).abs() < 1e-6, "{} Gbit/s through one port", one.gbits);
-    assert!(matches!(one.limited_by, TreesLimit::Cable { edges: 32, .. }), "{:?}", one.limited_by);
+    assert!(
+        matches!(one.limited_by, TreesLimit::Bottleneck(Bottleneck::Cable { edges: 32, .. })),
+        "{:?}",
+        one.limited_by
+    );
     let eight = planned_trees(&beside(8), &HostSelection::All, &Limits::default(), 64);
     assert!((eight.gbits - 25.0).abs() < 1e-6, "{} Gbit/s through eight ports", eight.gbits);
     let all = planned_trees(&beside(32), &HostSelection::All, &Limits::default(), 64);
@@ -191,7 +195,9 @@ fn devices_at_the_hosts_ports_have_half_the_rate_of_a_link_together() {
     let all = planned_trees(&fabric, &HostSelection::All, &Limits::default(), 64);
     assert!(all.gbits >= 45.0 && all.gbits <= 100.0 * 32.0 / 62.0 + 1e-6, "{} Gbit/s", all.gbits);
     // What limits it is the cables of the hosts, which carry their own bytes and those of their devices.
-    let TreesLimit::Cable { link, edges } = all.limited_by else { panic!("{:?}", all.limited_by) };
+    let TreesLimit::Bottleneck(Bottleneck::Cable { link, edges }) = all.limited_by else {
+        panic!("{:?}", all.limited_by)
+    };
     let names = fabric.link(link).ends.map(|end| fabric.name(end.device).to_owned());
     assert!(edges > 50 && names.iter().any(|name| name.ends_with("/dpu")), "{edges} edges from {names:?}");
     assert_eq!(all.trees[0].plan.levels, 1, "a host's own device does not only forward");
