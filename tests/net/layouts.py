@@ -116,7 +116,7 @@ def narrow(build):
     return narrow_router
 
 
-def behind_ports(count):
+def behind_ports(count, prefer_tree=True):
     """Eight ranks, and so many devices, each behind a port of its own."""
 
     def devices_behind_ports(folder, sumac, network):
@@ -128,7 +128,8 @@ def behind_ports(count):
             network.add_host(host, 10 + number)
         fabric = namespaces.write_ports(os.path.join(folder, "fabric.toml"), hosts, devices)
         options = ["--lease", str(LEASE_S), "--topology", fabric]
-        return Parts(sumac, folder, network, {device: [] for device in devices}, options, {"SUMAC_HOST": "{host}"})
+        variables = {"SUMAC_HOST": "{host}"}
+        return Parts(sumac, folder, network, {device: [] for device in devices}, options, variables, prefer_tree)
 
     devices_behind_ports.__name__ = f"{count}_devices_behind_ports"
     return devices_behind_ports

@@ -123,12 +123,12 @@ def write_fabric(path, leaves, spine):
     return path
 
 
-def write_ports(path, hosts, devices):
+def write_ports(path, hosts, devices, rate_mbit=1000):
     """Describe hosts and devices behind equal ports of one switch, which is no device. Returns the path."""
     lines = ['[[switch]]\nname = "switch"\n']
     lines += [f'[[switch]]\nname = "{device}"\naggregation = true\n' for device in devices]
     lines += [f'[[host]]\nname = "{host}"\n' for host in hosts]
-    lines += [f'[[link]]\nends = ["{end}", "switch"]\nrate_gbits = 1\n' for end in [*hosts, *devices]]
+    lines += [f'[[link]]\nends = ["{end}", "switch"]\nrate_gbits = {rate_mbit / 1000}\n' for end in [*hosts, *devices]]
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n".join(lines))
     return path

@@ -30,10 +30,10 @@ class Parts:
     """A controller on the host `controller`, devices on hosts with their names, and the keys of all parts.
 
     `devices` are the options of each device, `options` those of the controller, `variables` those of all ranks, in
-    which `{host}` stands for the host.
+    which `{host}` stands for the host. Jobs take the tree by default, or what costs least.
     """
 
-    def __init__(self, sumac, folder, network, devices, options=(), variables=None):
+    def __init__(self, sumac, folder, network, devices, options=(), variables=None, prefer_tree=True):
         self.sumac, self.folder, self.network, self.options_of = sumac, folder, network, devices
         self.variables = variables or {}
         self.processes, self.jobs = [], 0
@@ -43,7 +43,7 @@ class Parts:
         for name, *whose in [*principals, (TENANT, "--tenant", TENANT), ("operator", "--operator")]:
             run = [sumac, "key", "new", "--keys", self.keys, *whose, "--output", self.key(name)]
             subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
-        self.start_controller(options)
+        self.start_controller(["--prefer-tree", *options] if prefer_tree else options)
         for name in devices:
             self.start_device(name)
 
@@ -64,7 +64,7 @@ class Parts:
         return process
 
     def start_controller(self, options):
-        listen = ["--listen", with_port(self.controller, 7847), "--prefer-tree", *options]
+        listen = ["--listen", with_port(self.controller, 7847), *options]
         variables = {**os.environ, "SUMAC_LOG": "warn,sumac::controller::state=info"}
         self.start("controller", ["controller", "--keys", self.keys, *listen], env=variables)
         # It answers before devices look for it.

@@ -23,6 +23,7 @@ use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
 use super::state::PlannedTrees;
 use crate::plan::{Child, KeptIndex, Planner};
+use crate::select::LinkFacts;
 use crate::topo::LinkId;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -35,7 +36,7 @@ use sumac_hal::planted;
 use sumac_hal::port::Addr;
 use sumac_hal::shard::Shard;
 use sumac_hal::wire::{MAX_CHILDREN, SHORT_HEADER_LEN};
-use tree::{flat_fabric, plan_tree};
+use tree::{flat_fabric, link_facts, plan_tree};
 
 /// One node of a placed tree.
 #[derive(Debug)]
@@ -92,6 +93,8 @@ pub(super) struct Placement {
     hosts: Option<Vec<String>>,
     /// The cables of the tree's edges, if there is a fabric; once for each edge.
     cables: Arc<[LinkId]>,
+    /// What the rates of cables allow, if all are known.
+    links: Option<LinkFacts>,
     /// How many ranks use RDMA.
     rdma_ranks: u32,
     window_max: u16,
@@ -170,7 +173,7 @@ fn plan_and_build(
     ids: GroupIds,
 ) -> Result<Placement, String> {
     let groups = request.groups();
-    let plan = plan_tree((config, planner), devices, ledger, (request, &groups))?;
+    let (plan, limits) = plan_tree((config, planner), devices, ledger, (request, &groups))?;
     let host = |group: usize| plan.ranks[group].name.clone();
     let hosts = config.fabric.as_ref().map(|_| groups.group_of_ranks().into_iter().map(host).collect());
     let shape = TreeShape::planned(&plan, devices)?.expand(&groups, request.hosts);
@@ -178,6 +181,7 @@ fn plan_and_build(
     if config.fabric.is_some() {
         let nodes = plan.nodes.iter().flat_map(|node| &node.path);
         placement.cables = nodes.chain(plan.ranks.iter().flat_map(|rank| &rank.path)).copied().collect();
+        placement.links = link_facts(planner, ledger, (request, &groups), (&plan, limits));
     }
     Ok(placement)
 }
@@ -249,6 +253,7 @@ fn place(shape: TreeShape, ids: GroupIds) -> Result<Placement, String> {
         packets_reasons: BTreeMap::new(),
         hosts: shape.hosts,
         cables: Arc::default(),
+        links: None,
         rdma_ranks: 0,
         window_max: 0,
         chunk_len_bytes: 0,

@@ -359,7 +359,16 @@ impl ResourceLedger {
 
     /// How many edges of all trees each cable carries, by its id; `None` if there are none.
     pub(super) fn load_of_cables(&self) -> Option<Arc<[u32]>> {
-        let cables = || self.claims.values().flat_map(|claim| claim.cables.iter());
+        self.load_by(|_| true)
+    }
+
+    /// As [`ResourceLedger::load_of_cables`], without the trees of a communicator.
+    pub(super) fn load_by_others(&self, tenant: &str, communicator: &str) -> Option<Arc<[u32]>> {
+        self.load_by(|claim| claim.tenant != tenant || claim.communicator != communicator)
+    }
+
+    fn load_by(&self, counts: impl Fn(&Claim) -> bool) -> Option<Arc<[u32]>> {
+        let cables = || self.claims.values().filter(|claim| counts(claim)).flat_map(|claim| claim.cables.iter());
         let mut load = vec![0; cables().map(|link| link.0 as usize + 1).max()?];
         cables().for_each(|link| load[link.0 as usize] += 1);
         Some(load.into())

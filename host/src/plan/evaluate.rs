@@ -59,9 +59,14 @@ impl<'a> Evaluation<'a> {
         seconds(bytes, self.way_s(bytes), byte_s, &self.limits.pricing.costs)
     }
 
+    /// The seconds per byte of a message over the busiest cable or port.
+    pub(super) fn busiest_byte_s(&self) -> f64 {
+        let ports = self.plan.nodes.iter().zip(&self.ports).map(|(node, port)| node.children.len() as f64 * port);
+        self.cables.values().copied().chain(ports).fold(0.0, f64::max)
+    }
+
     /// The time of a message if the tree is alone.
     pub(super) fn seconds(&self, bytes: u64) -> f64 {
-        let ports = self.plan.nodes.iter().zip(&self.ports).map(|(node, port)| node.children.len() as f64 * port);
-        self.seconds_at(bytes, self.cables.values().copied().chain(ports).fold(0.0, f64::max))
+        self.seconds_at(bytes, self.busiest_byte_s())
     }
 }

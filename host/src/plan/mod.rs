@@ -25,6 +25,7 @@
 
 mod aligned;
 mod bound;
+mod cable_times;
 mod cost;
 mod error;
 mod evaluate;
@@ -45,6 +46,7 @@ mod trees;
 mod verify;
 
 pub use bound::{BoundKind, RateBound};
+pub(crate) use cable_times::CableTimes;
 pub use cost::{Bottleneck, FabricCosts, Prediction, Pricing, Size};
 pub use error::PlanError;
 pub use explain::{Algorithm, Crossing, Explanation, OtherRoot, SizeTime};
@@ -260,6 +262,12 @@ impl<'f> Planner<'f> {
         explain::explain(self.fabric, &self.index, (&self.resolve(hosts)?, limits), trees)
     }
 
+    /// How long bytes take over the cables of a plan that was made within these limits, by each algorithm. `places` has
+    /// each rank's adapter: that of a rank of the plan, by its index. `None` if the rate of a cable is not known.
+    pub(crate) fn cable_times(&self, plan: &Plan, limits: &Limits, places: &[usize]) -> Option<CableTimes> {
+        CableTimes::new(self.fabric, &self.index, (plan, places), limits)
+    }
+
     /// The predicted seconds of a ring over the hosts, in the order of ranks, for a message of so many bytes. `None` if
     /// two of them are not connected.
     pub fn ring_seconds(&self, plan: &Plan, bytes: u64, pricing: &Pricing) -> Option<f64> {
@@ -273,7 +281,7 @@ impl<'f> Planner<'f> {
 pub(crate) struct KeptIndex(Arc<OnceLock<Arc<FabricIndex>>>);
 
 impl KeptIndex {
-    /// A planner for the fabric, which must alalgorithms be the same one.
+    /// A planner for the fabric, which must always be the same one.
     pub(crate) fn planner<'f>(&self, fabric: &'f Fabric) -> Planner<'f> {
         let index = self.0.get_or_init(|| Arc::new(FabricIndex::new(fabric)));
         Planner { fabric, index: Arc::clone(index) }

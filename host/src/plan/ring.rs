@@ -57,6 +57,14 @@ impl HostAlgorithm {
         self.steps.iter().max_by(|a, b| weight(a).total_cmp(&weight(b))).map(|steps| steps.round.busiest)
     }
 
+    /// The seconds that a byte which a rank sends takes over the busiest cable, averaged over all steps.
+    pub(super) fn byte_s(&self) -> f64 {
+        let sent = |steps: &Steps| steps.count * steps.part;
+        let all: f64 = self.steps.iter().map(sent).sum();
+        let taken: f64 = self.steps.iter().map(|steps| sent(steps) * steps.round.busiest_s).sum();
+        if all > 0.0 { taken / all } else { 0.0 }
+    }
+
     /// The predicted seconds of a message.
     pub(super) fn seconds(&self, bytes: u64, pricing: &Pricing) -> f64 {
         let costs = &pricing.costs;
@@ -76,13 +84,24 @@ pub(super) fn algorithms(
     plan: &Plan,
     pricing: &Pricing,
 ) -> Option<Vec<HostAlgorithm>> {
-    let mut all = vec![ring(fabric, index, plan, pricing)?];
-    let ranks = plan.ranks.len();
+    let places: Vec<usize> = (0..plan.ranks.len()).collect();
+    algorithms_at(fabric, index, (plan, &places), pricing)
+}
+
+/// As [`algorithms`], for ranks that may share hosts: each has the adapter of a rank of the plan, by its index.
+pub(super) fn algorithms_at(
+    fabric: &Fabric,
+    index: &FabricIndex,
+    (plan, places): (&Plan, &[usize]),
+    pricing: &Pricing,
+) -> Option<Vec<HostAlgorithm>> {
+    let mut job = Job::new(fabric, index, (plan, places), pricing);
+    let mut all = vec![ring_of(&mut job)?];
+    let ranks = places.len();
     if !(2..=PARTNERS_MAX).contains(&ranks) {
         return Some(all);
     }
     let within = 1_usize << ranks.ilog2();
-    let mut job = Job::new(fabric, index, plan, pricing);
     let beyond = || (within..ranks).map(|rank| (rank, rank - within));
     let mut fold = Vec::new();
     if ranks > within {
@@ -104,11 +123,16 @@ pub(super) fn algorithms(
 
 /// The ring over the ranks in their order.
 pub(super) fn ring(fabric: &Fabric, index: &FabricIndex, plan: &Plan, pricing: &Pricing) -> Option<HostAlgorithm> {
-    let ranks = plan.ranks.len();
+    let places: Vec<usize> = (0..plan.ranks.len()).collect();
+    ring_of(&mut Job::new(fabric, index, (plan, &places), pricing))
+}
+
+fn ring_of(job: &mut Job<'_>) -> Option<HostAlgorithm> {
+    let ranks = job.places.len();
     let mut steps = Vec::new();
     if ranks > 1 {
         let next = (0..ranks).map(|rank| (rank, (rank + 1) % ranks));
-        let round = Job::new(fabric, index, plan, pricing).round(next)?;
+        let round = job.round(next)?;
         steps.push(Steps { count: 2.0 * (ranks - 1) as f64, part: 1.0 / ranks as f64, round });
     }
     Some(HostAlgorithm { name: "ring", steps })
@@ -118,22 +142,31 @@ struct Job<'a> {
     fabric: &'a Fabric,
     index: &'a FabricIndex,
     plan: &'a Plan,
+    /// Of each rank: the rank of the plan whose adapter it has.
+    places: &'a [usize],
     pricing: &'a Pricing,
     byte_s: Vec<f64>,
 }
 
 impl<'a> Job<'a> {
-    fn new(fabric: &'a Fabric, index: &'a FabricIndex, plan: &'a Plan, pricing: &'a Pricing) -> Self {
-        Self { fabric, index, plan, pricing, byte_s: byte_times(fabric, &pricing.costs) }
+    fn new(
+        fabric: &'a Fabric,
+        index: &'a FabricIndex,
+        (plan, places): (&'a Plan, &'a [usize]),
+        pricing: &'a Pricing,
+    ) -> Self {
+        Self { fabric, index, plan, places, pricing, byte_s: byte_times(fabric, &pricing.costs) }
     }
 
-    /// What a step of these messages costs; `None` if two ranks are not connected.
+    /// What a step of these messages costs on cables, which those between ranks of one adapter do not cross; `None` if
+    /// two ranks are not connected.
     fn round(&mut self, pairs: impl Iterator<Item = (usize, usize)>) -> Option<Round> {
         let mut load = Load::new(self.pricing, &self.byte_s);
         let mut messages: HashMap<(LinkId, Device), u32> = HashMap::new();
         let mut longest = 0;
-        for (from, to) in pairs {
-            let (from, to) = (&self.plan.ranks[from], &self.plan.ranks[to]);
+        let (plan, places) = (self.plan, self.places);
+        let ends = pairs.map(|(from, to)| (&plan.ranks[places[from]], &plan.ranks[places[to]]));
+        for (from, to) in ends.filter(|(from, to)| from.host != to.host) {
             let between = self.between((from, to), &mut load)?;
             let cables = std::iter::once(from.path[0]).chain(between).chain([to.path[0]]);
             let mut at = Device::Host(from.host);

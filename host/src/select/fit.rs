@@ -116,29 +116,29 @@ fn solve(samples: &[Sample], forms: &[Form], base: &Terms) -> Terms {
     let mut constants = *base;
     for _ in 0..ROUNDS {
         // Each sample's terms over its time: the model's time is to be 1.
-        let rows: Vec<Terms> = forms
-            .iter()
-            .zip(samples)
-            .map(|(form, sample)| form.linear_at(&constants).map(|often| often / sample.seconds))
-            .collect();
+        let row = |(form, sample): (&Form, &Sample)| {
+            let (terms, rest_s) = form.linear_at(&constants);
+            (terms.map(|often| often / sample.seconds), 1.0 - rest_s / sample.seconds)
+        };
+        let rows: Vec<(Terms, f64)> = forms.iter().zip(samples).map(row).collect();
         constants = least_squares(&rows, base);
     }
     constants
 }
 
-/// Minimise the squares of `row . x - 1`, with x >= 0.
-fn least_squares(rows: &[Terms], base: &Terms) -> Terms {
+/// Minimise the squares of `row . x - target`, with x >= 0.
+fn least_squares(rows: &[(Terms, f64)], base: &Terms) -> Terms {
     // Scale the unknowns by what one of each contributes, as they differ by nine orders of magnitude.
     let scale: Terms = std::array::from_fn(|at| {
-        let norm = rows.iter().map(|row| row[at] * row[at]).sum::<f64>().sqrt();
+        let norm = rows.iter().map(|(row, _)| row[at] * row[at]).sum::<f64>().sqrt();
         if norm > 0.0 { 1.0 / norm } else { 0.0 }
     });
     let mut matrix = [[0.0; CONSTANTS]; CONSTANTS];
     let mut right = [0.0; CONSTANTS];
-    for row in rows {
+    for (row, target) in rows {
         let scaled: Terms = std::array::from_fn(|at| row[at] * scale[at]);
         for (at, line) in matrix.iter_mut().enumerate() {
-            right[at] += scaled[at];
+            right[at] += scaled[at] * target;
             line.iter_mut().zip(&scaled).for_each(|(cell, other)| *cell += scaled[at] * other);
         }
     }
@@ -237,6 +237,7 @@ mod tests {
             rdma_ranks: 0,
             over_verbs: false,
             shards: 1,
+            links: None,
         };
         JobFacts { ranks, ranks_per_host: ranks, tree: Some(tree) }
     }

@@ -17,6 +17,9 @@
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
 //! reduce-scatter and (1 + 1/N, 1, c, 0) for all-gather.
 //!
+//! Where the rates of a fabric's cables are known ([`LinkFacts`]), what is moved takes at least as long as the bytes take
+//! over the busiest cable: n in the tree, B by a schedule. Data sheets' costs per byte of links are then left out.
+//!
 //! Measurements correct these costs where a [`Curve`] fits the job.
 //!
 //! If an order is declared and the operation's bits depend on it, a schedule is possible only if it evaluates exactly
@@ -26,6 +29,7 @@ mod curve;
 mod declared;
 mod file;
 mod fit;
+mod links;
 mod model;
 mod overrides;
 mod table;
@@ -36,6 +40,7 @@ pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
 pub use file::CostFileError;
 pub use fit::{FitError, Fitted, Sample, fit, predict};
+pub use links::LinkFacts;
 pub use overrides::{Override, OverrideError};
 pub use table::{Constants, CostTable, Origin};
 
@@ -188,6 +193,8 @@ pub struct TreeFacts {
     pub over_verbs: bool,
     /// The maximum number of shards of a node.
     pub shards: u16,
+    /// The rates of cables, if there is a fabric whose rates are all known.
+    pub links: Option<LinkFacts>,
 }
 
 impl TreeFacts {
@@ -446,7 +453,7 @@ fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algori
 fn seconds_of(table: &CostTable, facts: &JobFacts, desc: &OpDesc, path: Path, form: &Form) -> f64 {
     let kind = CurveKind::of(facts, desc, path);
     let factor = kind.map_or(1.0, |kind| curve::correction(&table.curves, kind, facts.ranks, bytes(desc) as u64));
-    form.seconds(&table.constants) * factor
+    form.seconds(&table.constants_for(facts)) * factor
 }
 
 fn bytes(desc: &OpDesc) -> f64 {

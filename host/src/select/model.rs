@@ -8,25 +8,31 @@ use sumac_hal::op::{Collective, OpDesc};
 /// How often each constant is paid, in the order of [`Constants::to_array`].
 pub(super) type Terms = [f64; CONSTANTS];
 
-/// A predicted time: `sum`, and the slower of two that overlap.
+/// A predicted time: `sum`, and the slowest of what overlaps.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Form {
     sum: Terms,
     either: [Terms; 2],
+    /// Seconds that the bytes take over the busiest cable; 0 if that is not known.
+    links_s: f64,
 }
 
 impl Form {
-    /// The terms that decide with these constants.
-    pub(super) fn linear_at(&self, constants: &Terms) -> Terms {
+    /// The terms that decide with these constants, and the seconds that do not depend on them.
+    pub(super) fn linear_at(&self, constants: &Terms) -> (Terms, f64) {
         let [a, b] = &self.either;
         let slower = if dot(a, constants) >= dot(b, constants) { a } else { b };
-        std::array::from_fn(|at| self.sum[at] + slower[at])
+        if self.links_s > dot(slower, constants) {
+            return (self.sum, self.links_s);
+        }
+        (std::array::from_fn(|at| self.sum[at] + slower[at]), 0.0)
     }
 
     /// The time in seconds.
     pub(super) fn seconds(&self, constants: &Constants) -> f64 {
         let constants = constants.to_array();
-        dot(&self.linear_at(&constants), &constants)
+        let (terms, rest_s) = self.linear_at(&constants);
+        dot(&terms, &constants) + rest_s
     }
 }
 
@@ -80,9 +86,11 @@ pub(super) fn tree_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Fo
         };
         (latency.to_array(), moved.to_array())
     };
+    let links = tree.links.filter(|_| tree.crosses_cables(facts.ranks));
+    let links_s = links.map_or(0.0, |links| links.tree_byte_s() * n);
     if !matches!(tree.transport(facts.ranks), TreeTransport::Shm | TreeTransport::Rdma) {
         let (latency, moved) = packets(tree.levels, facts.ranks_per_host);
-        return Form { sum: latency, either: [moved, [0.0; CONSTANTS]] };
+        return Form { sum: latency, either: [moved, [0.0; CONSTANTS]], links_s };
     }
     let (above, moved_above) = match tree.levels {
         0 | 1 => ([0.0; CONSTANTS], [0.0; CONSTANTS]),
@@ -91,7 +99,7 @@ pub(super) fn tree_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Fo
     let leaf = Constants { alpha_zero_copy_s: 2.0, ..Constants::default() }.to_array();
     let moved = Constants { chunk_zero_copy_s: served * chunks, beta_zero_copy_s: served * n, ..Constants::default() };
     // Chunks pass the leaf while others are above it.
-    Form { sum: std::array::from_fn(|at| leaf[at] + above[at]), either: [moved.to_array(), moved_above] }
+    Form { sum: std::array::from_fn(|at| leaf[at] + above[at]), either: [moved.to_array(), moved_above], links_s }
 }
 
 /// The time of an operation by a schedule, by its own formula for elements of this operation's size.
@@ -99,13 +107,14 @@ pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorit
     let cost = algorithm.cost(facts.ranks, usize::try_from(desc.count).unwrap_or(usize::MAX));
     let each = desc.element_bytes() as f64;
     let others = f64::from(facts.ranks_per_host.saturating_sub(1));
-    let terms = Constants {
-        alpha_step_s: cost.steps,
-        alpha_shared_s: cost.steps * others,
-        beta_step_s: cost.path_elements * each,
-        beta_shared_s: cost.path_elements * each * others,
+    let sent = cost.path_elements * each;
+    let latency = Constants { alpha_step_s: cost.steps, alpha_shared_s: cost.steps * others, ..Constants::default() };
+    let moved = Constants {
+        beta_step_s: sent,
+        beta_shared_s: sent * others,
         gamma_s: cost.reduced_elements * each,
         ..Constants::default()
     };
-    Form { sum: terms.to_array(), either: [[0.0; CONSTANTS]; 2] }
+    let links_s = facts.links().map_or(0.0, |links| links.schedule_byte_s(algorithm.path()) * sent);
+    Form { sum: latency.to_array(), either: [moved.to_array(), [0.0; CONSTANTS]], links_s }
 }

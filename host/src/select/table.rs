@@ -4,6 +4,7 @@
 //! different versions. It is part of every operation's signature (PROTOCOL 2): ranks with different tables are
 //! detected.
 
+use super::JobFacts;
 use super::curve::Curve;
 use super::overrides::{Override, OverrideError, parse_overrides};
 use serde::{Deserialize, Serialize};
@@ -185,6 +186,14 @@ impl CostTable {
             return self.clone();
         }
         Self { overrides: self.overrides.clone(), ..Self::data_sheets() }.sealed()
+    }
+
+    /// The constants for a job. Where the rates of its cables are known, they replace the links of data sheets.
+    pub(super) fn constants_for(&self, facts: &JobFacts) -> Constants {
+        match (&self.origin, facts.links()) {
+            (Origin::DataSheets, Some(_)) => Constants { beta_tree_s: 0.0, beta_step_s: 0.0, ..self.constants },
+            _ => self.constants,
+        }
     }
 
     /// Compute the version of a table that was changed.

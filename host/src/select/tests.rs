@@ -15,6 +15,7 @@ const TREE: TreeFacts = TreeFacts {
     rdma_ranks: 0,
     over_verbs: false,
     shards: 1,
+    links: None,
 };
 
 fn selection(ranks: u32, order: Order, tree: Result<TreeFacts, String>) -> SelectionContext {
@@ -95,6 +96,47 @@ fn zero_copy_tree_costs_the_leaf_or_what_is_above_it_whichever_is_slower() {
     let slow_above = CostTable::new(Origin::DataSheets, constants);
     assert_eq!(at(2, &slow_above, sum(60)), Ok(0.5 + 2.0 + 4.0 * (3e6 + 240.0) + 240.0 * 200.0));
     assert_eq!(at(3, &round(), OpDesc::barrier()), Ok(4.5 + 4e5));
+}
+
+/// Known rates of cables replace the links of data sheets, and are the least that measured links can take.
+#[test]
+fn operation_takes_no_less_time_than_its_busiest_cable() {
+    let of_data_sheets = |tree| {
+        let context = SelectionContext { table: CostTable::data_sheets(), ..context(4, tree) };
+        [Path::Tree, Path::Ring, Path::HalvingDoubling, Path::Binomial].map(|path| cost(&context, &sum(1 << 20), path))
+    };
+    let links = LinkFacts {
+        tree_byte_ps: 8_000,
+        ring_byte_ps: 1_000,
+        halving_doubling_byte_ps: 2_000,
+        doubling_byte_ps: 3_000,
+    };
+    let n = f64::from(4 << 20);
+    let near = |found: Result<f64, RuledOut>, expected: f64| {
+        let found = found.expect("possible");
+        assert!((found / expected - 1.0).abs() < 1e-9, "{found} where {expected} is expected");
+    };
+    let [tree, ring, halving, binomial] = of_data_sheets(TreeFacts { links: Some(links), ..TREE });
+    near(tree, 4.0 * 12e-6 + n * 8e-9);
+    near(ring, 6.0 * 12e-6 + 1.5 * n * 1e-9);
+    near(halving, 4.0 * 12e-6 + 1.5 * n * 2e-9);
+    near(binomial, 4.0 * 12e-6 + 4.0 * n * 3e-9);
+    // Of cables that are faster than the data sheets', only combining is left.
+    let fast = LinkFacts { tree_byte_ps: 1, ring_byte_ps: 1, halving_doubling_byte_ps: 1, doubling_byte_ps: 1 };
+    let [tree, ring, ..] = of_data_sheets(TreeFacts { links: Some(fast), ..TREE });
+    near(tree, 4.0 * 12e-6 + 2.0 * n * 0.02e-9);
+    near(ring, 6.0 * 12e-6 + 0.75 * n * 0.02e-9);
+    // Measured constants stay, where cables are not slower.
+    let calibrated = |links| {
+        let table = CostTable::new(Origin::Calibrated { date: String::new(), error: 0.0 }, round().constants);
+        cost(&SelectionContext { table, ..context(4, TreeFacts { links, ..TREE }) }, &sum(60), Path::Ring)
+    };
+    assert_eq!(calibrated(Some(links)), calibrated(None));
+    let slow = LinkFacts { ring_byte_ps: 2_000_000_000_000, ..links };
+    assert_eq!(calibrated(Some(slow)), Ok(6.0 + 2.0 * 360.0));
+    // Ranks that share memory with their only device send nothing over cables.
+    let here = TreeFacts { levels: 1, zero_copy_ranks: 4, links: Some(links), ..TREE };
+    assert_eq!(of_data_sheets(here)[0], of_data_sheets(TreeFacts { links: None, ..here })[0]);
 }
 
 #[test]

@@ -18,6 +18,7 @@ impl Placement {
             rdma_ranks: self.rdma_ranks,
             over_verbs: self.nodes.iter().any(PlacedNode::over_verbs),
             shards: self.nodes.iter().map(PlacedNode::shards).max().unwrap_or(1),
+            links: self.links,
         }
     }
 }

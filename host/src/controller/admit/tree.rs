@@ -6,6 +6,7 @@ use crate::controller::resources::ResourceLedger;
 use crate::plan::{
     DeviceLimits, FabricCosts, HostSelection, Limits, Plan, PlannedTree, Planner, Pricing, Size, TreesLimit,
 };
+use crate::select::LinkFacts;
 use crate::topo::Fabric;
 use crate::transport::local::HostGroups;
 use std::collections::BTreeSet;
@@ -20,15 +21,37 @@ pub(super) fn flat_fabric(switch: &str, hosts: usize) -> Result<Fabric, String> 
     Fabric::from_toml(&text).map_err(|error| format!("cannot use device {switch:?} as a one-level fabric: {error}"))
 }
 
-/// Plan a tree with what the ledger has available, on cables that carry the edges of all other trees.
+/// Plan a tree with what the ledger has available, on cables that carry the edges of all other trees. Returns also the
+/// limits of the plan.
 pub(super) fn plan_tree(
     (config, planner): (&ControllerConfig, &Planner<'_>),
     devices: &Devices,
     ledger: &ResourceLedger,
     (request, groups): (PlacementRequest<'_>, &HostGroups),
-) -> Result<Plan, String> {
+) -> Result<(Plan, Limits), String> {
     let (hosts, limits) = planning_task((config, planner), devices, ledger, (request, groups))?;
-    planner.plan(&hosts, &limits).map_err(|error| error.to_string())
+    let plan = planner.plan(&hosts, &limits).map_err(|error| error.to_string())?;
+    Ok((plan, limits))
+}
+
+/// What the rates of cables allow the tree and the host algorithms, if all are known. Further trees of the communicator
+/// do not count: each takes a share of the bytes.
+pub(super) fn link_facts(
+    planner: &Planner<'_>,
+    ledger: &ResourceLedger,
+    (request, groups): (PlacementRequest<'_>, &HostGroups),
+    (plan, limits): (&Plan, Limits),
+) -> Option<LinkFacts> {
+    let communicator = request.requests.first()?.communicator();
+    let pricing = Pricing { load: ledger.load_by_others(request.tenant, communicator), ..limits.pricing };
+    let times = planner.cable_times(plan, &Limits { pricing, ..limits }, &groups.group_of_ranks())?;
+    let ps = |byte_s: f64| (byte_s * 1e12).round() as u64;
+    Some(LinkFacts {
+        tree_byte_ps: ps(times.tree_s),
+        ring_byte_ps: ps(times.ring_s),
+        halving_doubling_byte_ps: ps(times.halving_doubling_s),
+        doubling_byte_ps: ps(times.doubling_s),
+    })
 }
 
 /// A tree to be: its devices, and its share of each message in thousandths.

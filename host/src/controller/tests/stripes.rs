@@ -5,6 +5,7 @@ use super::quotas::leave_job;
 use super::replan::{Raw, disconnect_device, no_tree_reason, replan, request, tree_of};
 use super::*;
 use crate::secret::JobSecret;
+use crate::select::LinkFacts;
 
 fn with_group_quota(groups: u64) -> Controller {
     let quotas = Quotas { other: Quota { groups: Some(groups), ..Quota::default() }, ..Quotas::default() };
@@ -88,6 +89,34 @@ fn stripe_that_was_not_planned_or_of_another_job_is_refused() {
     assert_eq!(refusal(&controller, other), "job \"job\" has another tenant or number of ranks");
     let unordered = JoinRequest { order: Order::Arrival, ..stripe_request(0, 1) };
     assert_eq!(refusal(&controller, unordered), "job \"job\" has declared another order");
+}
+
+/// Ranks learn what the cables of their tree allow, and so choose it only if its share of the bytes is small enough.
+#[test]
+fn membership_tells_what_cables_allow_the_tree_of_each_share() {
+    let mut toml = String::from("[[switch]]\nname = \"switch\"\n");
+    for device in ["a", "b"] {
+        toml += &format!("[[switch]]\nname = {device:?}\naggregation = true\n");
+    }
+    toml += "[[host]]\nname = \"h0\"\n[[host]]\nname = \"h1\"\n";
+    for end in ["a", "b", "h0", "h1"] {
+        toml += &format!("[[link]]\nends = [{end:?}, \"switch\"]\nrate_gbits = 8\n");
+    }
+    let fabric = Some(crate::topo::Fabric::from_toml(&toml).expect("valid"));
+    let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
+    let _devices: Vec<_> = ["a", "b"].map(|name| Device::start(&controller, name, None, None)).into();
+    let at = |request: JoinRequest| JoinRequest { host: Some(format!("h{}", request.rank.0)), ..request };
+    let (_ranks, first) = join_both(&controller, |rank| at(job_request(rank, 2)));
+    // A nanosecond a byte; both ranks' bytes pass the device's port.
+    let one = LinkFacts {
+        tree_byte_ps: 2_000,
+        ring_byte_ps: 1_000,
+        halving_doubling_byte_ps: 1_000,
+        doubling_byte_ps: 1_000,
+    };
+    assert_eq!((first.striping.shares.len(), tree_of(&first).facts.links), (2, Some(one)));
+    let (_stripe, second) = join_both(&controller, |rank| at(stripe_request(rank, 1)));
+    assert_eq!(tree_of(&second).facts.links, Some(one), "the first tree takes other bytes");
 }
 
 /// Stripes hold their job's group of the quota for as long as any of them has a tree.

@@ -187,6 +187,42 @@ fn devices_on_own_ports_of_a_leaf_have_the_rate_of_a_link_together() {
     assert!(roots.len() == all.trees.len() && all.trees.iter().all(|tree| tree.plan.levels == 1));
 }
 
+/// What the choice between the tree and host algorithms needs to know of cables.
+#[test]
+fn cable_times_count_what_shares_the_busiest_cable() {
+    let fabric = leaf_with_devices(|_| vec![DevicePlace::Port(SwitchId(0), None)]);
+    let planner = Planner::new(&fabric);
+    let limits = Limits::default();
+    let plan = planner.plan(&HostSelection::First(8), &limits).expect("a tree");
+    let in_bytes = |places: &[usize]| {
+        let times = planner.cable_times(&plan, &limits, places).expect("all rates are known");
+        let of_link = 8e-9 / 100.0;
+        [times.tree_s, times.ring_s, times.halving_doubling_s, times.doubling_s]
+            .map(|time| (time / of_link * 1e6).round() / 1e6)
+    };
+    let each: Vec<usize> = (0..8).collect();
+    assert_eq!(in_bytes(&each), [8.0, 1.0, 1.0, 1.0], "all children share the device's port");
+    // Two ranks a host: placed in turns, both send to other hosts at once.
+    assert_eq!(in_bytes(&[each.clone(), each.clone()].concat())[1], 2.0);
+    let blocks: Vec<usize> = (0..16).map(|rank| rank / 2).collect();
+    let [_, ring, halving, doubling] = in_bytes(&blocks);
+    assert_eq!(ring, 1.0);
+    // Half of halving-doubling's bytes stay within hosts; the others, of eight ranks, cross in twos.
+    assert!((halving - 2.0 * (0.25 + 0.125 + 0.0625) / 0.9375).abs() < 1e-6, "{halving}");
+    assert_eq!(doubling, 1.5);
+    let many: Vec<usize> = (0..80).map(|rank| rank / 10).collect();
+    assert_eq!(in_bytes(&many)[1..], [10.0; 3]);
+    let others =
+        Limits { pricing: Pricing { load: Some(vec![1; 64].into()), ..Pricing::default() }, ..Limits::default() };
+    let loaded = planner.cable_times(&plan, &others, &each).expect("all rates are known");
+    assert!((loaded.ring_s / (8e-9 / 100.0) - 2.0).abs() < 1e-6);
+    let unrated = LeafSpine { leaves: 1, spines: 0, hosts_per_leaf: 4, cables: 1, rate: None };
+    let unrated = Fabric::leaf_spine(unrated).expect("a possible shape");
+    let planner = Planner::new(&unrated);
+    let plan = planner.plan(&HostSelection::All, &Limits::default()).expect("a tree");
+    assert_eq!(planner.cable_times(&plan, &Limits::default(), &[0, 1, 2, 3]), None, "rates are never invented");
+}
+
 #[test]
 fn devices_at_the_hosts_ports_have_half_the_rate_of_a_link_together() {
     let fabric = leaf_with_devices(|fabric| fabric.host_ids().map(DevicePlace::Host).collect());

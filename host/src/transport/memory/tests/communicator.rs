@@ -65,6 +65,7 @@ fn tree(rank: Rank, socket: &str) -> TreeMembership {
         rdma_ranks: 0,
         over_verbs: false,
         shards: 1,
+        links: None,
     };
     TreeMembership {
         group: GROUP,
