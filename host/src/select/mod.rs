@@ -17,8 +17,8 @@
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
 //! reduce-scatter and (1 + 1/N, 1, c, 0) for all-gather.
 //!
-//! Where the rates of a fabric's cables are known ([`LinkFacts`]), what is moved takes at least as long as the bytes take
-//! over the busiest cable: n in the tree, B by a schedule. Data sheets' costs per byte of links are then left out.
+//! Where the rates of a fabric's cables are known ([`LinkFacts`]), what is moved takes at least as long as its bytes
+//! take over the busiest cable: n in the tree, B by a schedule. Data sheets' costs per byte of links are then left out.
 //!
 //! Measurements correct these costs where a [`Curve`] fits the job.
 //!
