@@ -5,7 +5,7 @@ use anyhow::{Context, ensure};
 use clap::Args;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use sumac::topo::{FILE_MAX_BYTES, Fabric, Inside, Selection, Taken, Unit, Which};
+use sumac::topo::{DevicePlace, FILE_MAX_BYTES, Fabric, HostId, Inside, Routes, Selection, Taken, Unit, Which};
 
 /// Read a fabric, and return the text as well if it came from stdin, which cannot be read twice.
 ///
@@ -82,6 +82,35 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
     file.take(TEXT_MAX_BYTES + 1).read_to_string(&mut text).with_context(context)?;
     ensure!(text.len() as u64 <= TEXT_MAX_BYTES, "{}: more than {} MiB", path.display(), TEXT_MAX_BYTES >> 20);
     Ok(text)
+}
+
+/// Place devices in a fabric as an option says: in all switches, at the ports of `hosts`, or as a file lists them.
+///
+/// # Errors
+/// Invalid input, with the file's name.
+pub(crate) fn with_devices(
+    fabric: Fabric,
+    devices: &str,
+    hosts: impl Iterator<Item = HostId>,
+) -> Result<Fabric, Failure> {
+    let places = match devices {
+        "switches" => fabric.switch_ids().map(DevicePlace::Switch).collect(),
+        "hosts" => hosts.map(DevicePlace::Host).collect(),
+        file => {
+            let context = || format!("--devices {file}");
+            let text = read_text(Path::new(file)).with_context(context).map_err(Failure::Input)?;
+            fabric.read_devices(&text).with_context(context).map_err(Failure::Input)?
+        }
+    };
+    fabric.with_devices(&places).map_err(Failure::input)
+}
+
+/// Read forwarding tables of a fabric from the text of a file.
+///
+/// # Errors
+/// Invalid input, with the file's name.
+pub(crate) fn routes(fabric: &Fabric, file: &Path, text: &str) -> Result<Routes, Failure> {
+    fabric.read_routes(text).with_context(|| format!("--routes {}", file.display())).map_err(Failure::Input)
 }
 
 /// The longest file beside a fabric's, in bytes.

@@ -1,7 +1,7 @@
 //! `sumac plan`: plan an aggregation tree for a set of hosts on a fabric.
 
 use crate::exit::Failure;
-use crate::fabric::{FabricArgs, HostArgs, read_text};
+use crate::fabric::{FabricArgs, HostArgs, read_text, routes, with_devices};
 use crate::size::SizeBytes;
 use anyhow::{Context, anyhow};
 use clap::Args;
@@ -12,7 +12,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use sumac::plan::{Explanation, HostSelection, Limits, Planner, Pricing, Report, Size, Trees};
-use sumac::topo::{Device, DevicePlace, Fabric, HostId, LinkId, Taken};
+use sumac::topo::{Device, Fabric, HostId, LinkId};
 
 /// `sumac plan`.
 #[derive(Debug, Args)]
@@ -60,9 +60,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let mut fabric = args.fabric.read()?;
     let taken = args.hosts.take(&fabric)?;
     if let Some(devices) = &args.devices {
-        let places = places(&fabric, devices, &taken)?;
         // Hosts keep their ids.
-        fabric = fabric.with_devices(&places).map_err(Failure::input)?;
+        fabric = with_devices(fabric, devices, taken.rails.iter().flatten().copied())?;
     }
     let hosts = if args.trees > 1 {
         HostSelection::Rails(taken.rails.clone())
@@ -90,19 +89,6 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
     Ok(out.flush()?)
-}
-
-/// The places of devices that an option names.
-fn places(fabric: &Fabric, devices: &str, taken: &Taken) -> Result<Vec<DevicePlace>, Failure> {
-    Ok(match devices {
-        "switches" => fabric.switch_ids().map(DevicePlace::Switch).collect(),
-        "hosts" => taken.rails.iter().flatten().copied().map(DevicePlace::Host).collect(),
-        file => {
-            let context = || format!("--devices {file}");
-            let text = read_text(Path::new(file)).with_context(context).map_err(Failure::Input)?;
-            fabric.read_devices(&text).with_context(context).map_err(Failure::Input)?
-        }
-    })
 }
 
 /// What is planned, and what is printed with every plan.
@@ -141,10 +127,7 @@ impl Request<'_> {
     /// The limits and the pricing on a fabric.
     fn limits(&self, fabric: &Fabric, size: Size) -> Result<Limits, Failure> {
         let routes = match &self.tables {
-            Some((file, text)) => {
-                let routes = fabric.read_routes(text).with_context(|| format!("--routes {}", file.display()));
-                Some(Arc::new(routes.map_err(Failure::Input)?))
-            }
+            Some((file, text)) => Some(Arc::new(routes(fabric, file, text)?)),
             None => None,
         };
         let pricing = Pricing { size, routes, ..Pricing::default() };

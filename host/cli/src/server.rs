@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 use sumac::comm::DEFAULT_PORT;
 use sumac::controller::keys::KeyStore;
 use sumac::controller::{Controller, ControllerConfig, Limits, PairConfig};
+use sumac::topo::Fabric;
 use sumac_firmware::emulated::{Board, BoardConfig, RegistrationError, ZeroCopyConfig};
 use sumac_hal::ctrl::Rejection;
 use sumac_hal::dma::Profile;
@@ -45,6 +46,14 @@ pub(crate) struct ControllerArgs {
     /// switch to which all hosts are connected
     #[arg(long, value_name = "FILE")]
     topology: Option<PathBuf>,
+    /// Where devices are in the fabric: `switches` for one in each switch, `hosts` for a DPU at the port of each host,
+    /// named HOST/dpu, or a TOML file that lists them; default: as the fabric's file says
+    #[arg(long, value_name = "FILE|switches|hosts", requires = "topology")]
+    devices: Option<String>,
+    /// The fabric's forwarding tables, as `dump_lfts` prints them: edges of trees are counted on the cables that they
+    /// take; default: shortest up*/down* routes
+    #[arg(long, value_name = "FILE", requires = "topology")]
+    routes: Option<PathBuf>,
     /// Cost table by which `auto` selects, as `sumac calibrate` writes it. Without it, constants of the emulator are
     /// used for jobs on one host and those of data sheets for others
     #[arg(long, value_name = "FILE")]
@@ -184,8 +193,11 @@ pub(crate) fn run_controller(args: &ControllerArgs) -> Result<(), Failure> {
     config.listen = args.listen;
     config.keys = args.keys.as_deref().map(KeyStore::read).transpose().map_err(Failure::input)?.map(Arc::new);
     config.keys_file = args.keys.clone();
-    config.fabric =
-        args.topology.as_deref().map(fabric::read).transpose().map_err(Failure::Input)?.map(|(fabric, _)| fabric);
+    config.fabric = args.fabric()?;
+    if let (Some(file), Some(fabric)) = (&args.routes, &config.fabric) {
+        let text = fabric::read_text(file).context("--routes").map_err(Failure::Input)?;
+        config.routes = Some(Arc::new(fabric::routes(fabric, file, &text)?));
+    }
     config.table = costs::with_overrides(args.costs.as_deref(), args.overrides.as_deref()).map_err(Failure::Input)?;
     if args.prefer_tree {
         config.table = config.table.with_overrides(TREE_OVERRIDE).map_err(Failure::input)?;
@@ -304,6 +316,15 @@ fn describe(name: &str, controller: &str, timeout: Duration, error: Registration
 }
 
 impl ControllerArgs {
+    /// Read the fabric, with the devices that are placed in it.
+    fn fabric(&self) -> Result<Option<Fabric>, Failure> {
+        let Some(file) = &self.topology else { return Ok(None) };
+        let (fabric, _) = fabric::read(file).map_err(Failure::Input)?;
+        let Some(devices) = &self.devices else { return Ok(Some(fabric)) };
+        let hosts: Vec<_> = fabric.host_ids().collect();
+        fabric::with_devices(fabric, devices, hosts.into_iter()).map(Some)
+    }
+
     /// Return this controller's part in a pair, if it has one.
     fn pair(&self) -> Result<Option<PairConfig>, Failure> {
         let (option, text, is_second) = match (&self.peer, &self.standby) {

@@ -86,8 +86,17 @@ fn devices_are_planned_where_they_are_said_to_be() {
     assert!(text.contains("rate: 50.0 of 100.0 Gbit/s") && text.contains("leaf0/device0  4 children"), "{text}");
     let wrong = dir.write("wrong.toml", b"[[device]]\nswitch = \"leef0\"\n");
     for (given, told) in [(wrong.as_str(), "did you mean `leaf0`"), ("nowhere.toml", "nowhere.toml")] {
-        let output = sumac(&["plan", "--topology", &file, "--hosts", "4", "--devices", given]);
-        assert_eq!(exit_status(&output), 2, "{given}");
+        for command in [&["plan", "--hosts", "4"][..], &["controller", "--listen", "127.0.0.1:0"]] {
+            let output = sumac(&[command, &["--topology", &file, "--devices", given]].concat());
+            assert_eq!(exit_status(&output), 2, "{command:?} {given}");
+            assert!(stderr(&output).contains(told), "{}", stderr(&output));
+        }
+    }
+    for (option, topology) in [("--devices", &[][..]), ("--routes", &[]), ("--routes", &["--topology", &file])] {
+        let command = ["controller", "--listen", "127.0.0.1:0", option, &wrong];
+        let output = sumac(&[&command[..], topology].concat());
+        assert_eq!(exit_status(&output), 2, "{option} with {topology:?}");
+        let told = if topology.is_empty() { "--topology" } else { "wrong.toml" };
         assert!(stderr(&output).contains(told), "{}", stderr(&output));
     }
 }

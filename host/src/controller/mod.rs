@@ -67,7 +67,7 @@ pub use resources::{Quota, Quotas, is_host_device};
 pub use session::{ClientError, ControllerAddr, Notice, Session, WhileJoining, status};
 
 use crate::select::CostTable;
-use crate::topo::Fabric;
+use crate::topo::{Fabric, Routes};
 use connections::serve::Server;
 use entropy::Entropy;
 use keys::KeyStore;
@@ -97,6 +97,8 @@ pub struct ControllerConfig {
     pub keys_file: Option<PathBuf>,
     /// The fabric. `None` treats every device as a switch that connects all hosts, so jobs get one-level trees.
     pub fabric: Option<Fabric>,
+    /// The fabric's forwarding tables. `None` assumes shortest up*/down* routes.
+    pub routes: Option<Arc<Routes>>,
     /// The constants of the cost model for path selection.
     pub table: CostTable,
     /// The window of a rank, in bytes. In chunks, it is at least [`WINDOW_MIN`] and at most 256, or less if devices
@@ -144,6 +146,7 @@ impl ControllerConfig {
             keys: None,
             keys_file: None,
             fabric: None,
+            routes: None,
             table: CostTable::emulated(),
             window_bytes: 1 << 20,
             zero_copy_window_chunks: 32,

@@ -104,7 +104,7 @@ fn planning_task(
         // The minimum window. The actual one is sized later, to what is available.
         slots_needed: 2 * u32::from(shard_of(devices)?.max_in_window(1) as u16),
         devices: Some(limits.collect()),
-        pricing: Pricing { costs, size: Size::Any, load: ledger.load_of_cables(), routes: None },
+        pricing: Pricing { costs, size: Size::Any, load: ledger.load_of_cables(), routes: config.routes.clone() },
         ..Limits::default()
     };
     let names: Option<Vec<String>> =

@@ -6,6 +6,7 @@ use super::replan::{Raw, disconnect_device, no_tree_reason, replan, request, tre
 use super::*;
 use crate::secret::JobSecret;
 use crate::select::LinkFacts;
+use crate::topo::{DevicePlace, Fabric, LeafSpine, Rate};
 
 fn with_group_quota(groups: u64) -> Controller {
     let quotas = Quotas { other: Quota { groups: Some(groups), ..Quota::default() }, ..Quotas::default() };
@@ -102,7 +103,7 @@ fn membership_tells_what_cables_allow_the_tree_of_each_share() {
     for end in ["a", "b", "h0", "h1"] {
         toml += &format!("[[link]]\nends = [{end:?}, \"switch\"]\nrate_gbits = 8\n");
     }
-    let fabric = Some(crate::topo::Fabric::from_toml(&toml).expect("valid"));
+    let fabric = Some(Fabric::from_toml(&toml).expect("valid"));
     let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
     let _devices: Vec<_> = ["a", "b"].map(|name| Device::start(&controller, name, None, None)).into();
     let at = |request: JoinRequest| JoinRequest { host: Some(format!("h{}", request.rank.0)), ..request };
@@ -117,6 +118,23 @@ fn membership_tells_what_cables_allow_the_tree_of_each_share() {
     assert_eq!((first.striping.shares.len(), tree_of(&first).facts.links), (2, Some(one)));
     let (_stripe, second) = join_both(&controller, |rank| at(stripe_request(rank, 1)));
     assert_eq!(tree_of(&second).facts.links, Some(one), "the first tree takes other bytes");
+}
+
+/// Devices at the ports of hosts register by the names that plans have for them.
+#[test]
+fn device_at_the_port_of_a_host_is_a_node_of_trees() {
+    let shape = LeafSpine { leaves: 1, spines: 0, hosts_per_leaf: 2, cables: 1, rate: Rate::from_gbits(8.0) };
+    let fabric = Fabric::leaf_spine(shape).expect("a valid shape");
+    let names: Vec<String> = fabric.hosts().iter().map(|host| host.name.clone()).collect();
+    let places: Vec<_> = fabric.host_ids().map(DevicePlace::Host).collect();
+    let fabric = Some(fabric.with_devices(&places).expect("free places"));
+    let controller = Controller::start(ControllerConfig { fabric, ..ControllerConfig::new() }).expect("a port");
+    let _elsewhere = Device::start(&controller, "leaf0", None, None);
+    let dpu = format!("{}/dpu", names[1]);
+    let _device = Device::start(&controller, &dpu, None, None);
+    let at = |rank| JoinRequest { host: Some(names[rank as usize].clone()), ..job_request(rank, 1) };
+    let (_ranks, first) = join_both(&controller, at);
+    assert_eq!(tree_of(&first).leaf, dpu, "devices in switches were not placed");
 }
 
 /// Stripes hold their job's group of the quota for as long as any of them has a tree.
