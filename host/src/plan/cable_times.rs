@@ -3,10 +3,12 @@
 use super::cost::byte_s;
 use super::index::FabricIndex;
 use super::{Limits, Plan, evaluate, ring};
-use crate::topo::Fabric;
+use crate::topo::{Fabric, LinkId};
+use std::collections::BTreeMap;
 
-/// Up to how many ranks the routes of all messages are followed. Beyond, only the cables of hosts count.
-const ROUTED_MAX: usize = 64;
+/// Up to how many ranks the routes of all messages are followed. Beyond, only the cables of hosts count: on a fabric of
+/// 100,000 hosts, 64 ranks below different leaves took 0.3 s.
+const ROUTED_MAX: usize = 16;
 
 /// Seconds per byte over the busiest cable of each algorithm. See [`LinkFacts`](crate::select::LinkFacts).
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -41,12 +43,12 @@ impl CableTimes {
 
 /// The seconds per byte of the busiest cable of a host, if each rank sends to another host.
 fn own_cables_s(fabric: &Fabric, (plan, places): (&Plan, &[usize]), limits: &Limits) -> f64 {
-    let mut ranks_at = vec![0_u32; plan.ranks.len()];
-    places.iter().for_each(|&place| ranks_at[place] += 1);
-    let at = |(rank, ranks): (&super::PlanRank, &u32)| {
-        let link = *rank.path.first()?;
-        let messages = f64::from(ranks + limits.pricing.others(link));
-        Some(messages * byte_s(fabric.link(link).rate, &limits.pricing.costs))
+    let mut messages: BTreeMap<LinkId, u32> = BTreeMap::new();
+    for link in places.iter().filter_map(|&place| plan.ranks[place].path.first()) {
+        *messages.entry(*link).or_default() += 1;
+    }
+    let time = |(link, messages): (LinkId, u32)| {
+        f64::from(messages + limits.pricing.others(link)) * byte_s(fabric.link(link).rate, &limits.pricing.costs)
     };
-    plan.ranks.iter().zip(&ranks_at).filter_map(at).fold(0.0, f64::max)
+    messages.into_iter().map(time).fold(0.0, f64::max)
 }

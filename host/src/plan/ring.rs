@@ -18,7 +18,9 @@ use super::index::{Distances, FabricIndex, byte_times};
 use super::route::{Load, route};
 use super::{Plan, PlanRank};
 use crate::topo::{Device, Fabric, LinkId, SwitchId};
+use std::cell::RefCell;
 use std::collections::HashMap;
+use std::rc::Rc;
 
 /// Steps that are alike.
 #[derive(Debug, Clone, Copy)]
@@ -146,6 +148,8 @@ struct Job<'a> {
     places: &'a [usize],
     pricing: &'a Pricing,
     byte_s: Vec<f64>,
+    /// Of each switch that messages went to: the distances of all switches with ranks.
+    distances: RefCell<HashMap<u32, Rc<Distances>>>,
 }
 
 impl<'a> Job<'a> {
@@ -155,7 +159,15 @@ impl<'a> Job<'a> {
         (plan, places): (&'a Plan, &'a [usize]),
         pricing: &'a Pricing,
     ) -> Self {
-        Self { fabric, index, plan, places, pricing, byte_s: byte_times(fabric, &pricing.costs) }
+        Self {
+            fabric,
+            index,
+            plan,
+            places,
+            pricing,
+            byte_s: byte_times(fabric, &pricing.costs),
+            distances: RefCell::default(),
+        }
     }
 
     /// What a step of these messages costs on cables, which those between ranks of one adapter do not cross; `None` if
@@ -189,7 +201,8 @@ impl<'a> Job<'a> {
 
     /// The cables between the switches of two ranks' hosts.
     fn between(&self, (from, to): (&PlanRank, &PlanRank), load: &mut Load<'_>) -> Option<Vec<LinkId>> {
-        let switch = |rank: &PlanRank| match self.fabric.link(rank.path[0]).across(Device::Host(rank.host))? {
+        let fabric = self.fabric;
+        let switch = |rank: &PlanRank| match fabric.link(rank.path[0]).across(Device::Host(rank.host))? {
             Device::Switch(switch) => Some(switch),
             Device::Host(_) => None,
         };
@@ -198,8 +211,13 @@ impl<'a> Job<'a> {
             return tables.route(self.fabric, from, to);
         }
         let (SwitchId(from), SwitchId(to)) = (from, to);
-        let distances = Distances::of_sources(self.index, self.plan.routing, to, &[from]);
-        route(self.index, self.plan.routing, &distances, from, load)
+        let plan = self.plan;
+        let measure = || {
+            let sources: Vec<u32> = plan.ranks.iter().filter_map(switch).map(|SwitchId(at)| at).collect();
+            Rc::new(Distances::of_sources(self.index, plan.routing, to, &sources))
+        };
+        let distances = Rc::clone(self.distances.borrow_mut().entry(to).or_insert_with(measure));
+        route(self.index, plan.routing, &distances, from, load)
     }
 }
 
