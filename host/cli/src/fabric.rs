@@ -89,7 +89,7 @@ pub(crate) fn read_text(path: &Path) -> anyhow::Result<String> {
 /// # Errors
 /// Invalid input, with the file's name.
 pub(crate) fn with_devices(
-    fabric: Fabric,
+    fabric: &Fabric,
     devices: &str,
     hosts: impl Iterator<Item = HostId>,
 ) -> Result<Fabric, Failure> {

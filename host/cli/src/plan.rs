@@ -61,7 +61,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<(), Failure> {
     let taken = args.hosts.take(&fabric)?;
     if let Some(devices) = &args.devices {
         // Hosts keep their ids.
-        fabric = with_devices(fabric, devices, taken.rails.iter().flatten().copied())?;
+        fabric = with_devices(&fabric, devices, taken.rails.iter().flatten().copied())?;
     }
     let hosts = if args.trees > 1 {
         HostSelection::Rails(taken.rails.clone())

@@ -321,8 +321,7 @@ impl ControllerArgs {
         let Some(file) = &self.topology else { return Ok(None) };
         let (fabric, _) = fabric::read(file).map_err(Failure::Input)?;
         let Some(devices) = &self.devices else { return Ok(Some(fabric)) };
-        let hosts: Vec<_> = fabric.host_ids().collect();
-        fabric::with_devices(fabric, devices, hosts.into_iter()).map(Some)
+        fabric::with_devices(&fabric, devices, fabric.host_ids()).map(Some)
     }
 
     /// Return this controller's part in a pair, if it has one.

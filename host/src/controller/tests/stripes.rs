@@ -137,6 +137,37 @@ fn device_at_the_port_of_a_host_is_a_node_of_trees() {
     assert_eq!(tree_of(&first).leaf, dpu, "devices in switches were not placed");
 }
 
+/// Another tenant resumes a job by the name of a stripe. It hides nothing, and is shown and counted as its own.
+#[test]
+fn stripe_that_another_tenant_resumes_is_a_job_of_its_own() {
+    let controller = with_group_quota(1);
+    let _devices: Vec<_> = ["a", "b", "c"].map(|name| Device::start(&controller, name, None, None)).into();
+    let (_ranks, _) = join_both(&controller, |rank| job_request(rank, 2));
+    let _strangers: Vec<Raw> = (0..2)
+        .map(|rank| {
+            let mut request = stripe_request(rank, 1);
+            request.terms.tenant = "other".into();
+            let expression = vec![(0..2).map(|rank| crate::plan::Child::Rank(Rank(rank))).collect()];
+            let (devices, secret) = (Vec::new(), JobSecret::new([7; 32]));
+            let resumption = ResumeRequest { request, devices, view: 3, shrink_count: 0, secret, expression };
+            let mut raw = Raw::dial(&controller);
+            raw.send(ClientRequest::Resume(Box::new(resumption)));
+            raw
+        })
+        .collect();
+    let shown = loop {
+        let report = status(controller.local_addr()).expect("a report");
+        if report.jobs.iter().any(|job| job.name == "job/tree1" && job.running) {
+            break report;
+        }
+        std::thread::yield_now();
+    };
+    let trees: Vec<_> = shown.jobs.iter().map(|job| (job.name.as_str(), job.stripes.len())).collect();
+    assert_eq!(trees, [("job", 0), ("job/tree1", 0)]);
+    let mine = Raw::join_with(&controller, stripe_request(0, 1), &[]).recv();
+    assert!(matches!(mine, ClientReply::Refused(JoinRefusal::Running { .. })), "{mine:?}");
+}
+
 /// Stripes hold their job's group of the quota for as long as any of them has a tree.
 #[test]
 fn stripe_that_outlives_its_job_counts_against_the_quota() {

@@ -18,7 +18,6 @@ fn leaf_spine(leaves: usize, spines: usize, hosts_per_leaf: usize, cables: usize
     Fabric::leaf_spine(shape).expect("a possible shape")
 }
 
-/// Limits with trees chosen for one size.
 /// Four leaves with a host each, below `spine0` at 2.5 Gbit/s and `spine1` at 400.
 fn slow_and_fast_spine() -> Fabric {
     let mut toml = String::new();
@@ -35,6 +34,7 @@ fn slow_and_fast_spine() -> Fabric {
     Fabric::from_toml(&toml).expect("valid")
 }
 
+/// Limits with trees chosen for one size.
 fn sized(bytes: u64) -> Limits {
     Limits { pricing: Pricing { size: Size::Bytes(bytes), ..Pricing::default() }, ..Limits::default() }
 }
