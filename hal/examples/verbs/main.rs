@@ -6,6 +6,7 @@
 //! | count | a burst is one post and one completion; small packets are inline; nothing is allocated |
 //! | cycles | opening and closing a thousand ports leaks nothing in this process |
 //! | sided | RDMA READ and WRITE: bounds, forged and revoked keys, fences, dead peers, a thousand connections |
+//! | lossy | the same, on links that lose packets, where a refusal may read as a dead peer |
 //! | engine | a DMA engine over such connections: pulls, combines and writes back the memory of two ranks; lost ranks |
 //! | messages | messages through a shared receive queue: announcements of results, fences, counts of posts |
 //! | two | the other end is on another machine: `two LINK` waits for it, `two LINK HOST` connects to it |
@@ -122,7 +123,8 @@ fn main() {
             cycles(|| burst(&mut bed.open(), &mut peer, 1, 64));
         }
         "two" => two::run(&bed.links[0], words.get(1).map(String::as_str)),
-        "sided" => one_sided::run(&bed.links),
+        "sided" => one_sided::run(&bed.links, one_sided::Loss::None),
+        "lossy" => one_sided::run(&bed.links, one_sided::Loss::Some),
         "engine" => engine::check(&bed.links),
         "messages" => messages::check(&bed.links),
         "outage" => outage(&mut bed),
