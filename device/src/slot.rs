@@ -70,6 +70,8 @@ pub struct Slot {
     pub(crate) op_first: u64,
     /// When the first rank at or below this node contributed, as far as known.
     pub(crate) first_at: Option<Instant>,
+    /// When the last contribution came.
+    pub(crate) last_at: Instant,
     /// The last rank to contribute, and how long after the first, in microseconds. Covers all ranks once answered.
     pub(crate) slowest: Option<Rank>,
     pub(crate) late_us: u32,
@@ -96,6 +98,7 @@ impl Slot {
         limit: None,
         op_first: 0,
         first_at: None,
+        last_at: Instant::ZERO,
         slowest: None,
         late_us: 0,
     };
@@ -133,19 +136,27 @@ impl Slot {
     }
 
     /// Record the arrival time of a contribution in which `slowest` came last, `late_us` after the first rank below.
+    /// [`Slot::settle_time`] then finds out how late it was.
     #[inline]
     pub(crate) fn note_time(&mut self, slowest: Option<Rank>, late_us: u32, now: Instant) {
         let began = Instant::from_nanos(now.as_nanos().saturating_sub(u64::from(late_us) * 1000));
         let first = self.first_at.map_or(began, |first| first.min(began));
-        self.first_at = Some(first);
+        (self.first_at, self.last_at) = (Some(first), now);
         self.slowest = slowest;
-        self.late_us = u32::try_from(now.as_nanos().saturating_sub(first.as_nanos()) / 1000).unwrap_or(u32::MAX);
+    }
+
+    /// Compute how long after the first rank the last one came, before that is sent. Once a chunk is enough.
+    #[inline]
+    pub(crate) fn settle_time(&mut self) {
+        let Some(first) = self.first_at else { return };
+        let late_us = self.last_at.as_nanos().saturating_sub(first.as_nanos()) / 1000;
+        self.late_us = u32::try_from(late_us).unwrap_or(u32::MAX);
     }
 
     /// Reset times and the slowest rank: they do not affect behaviour.
     #[cfg(feature = "snapshot")]
     pub(crate) fn forget_time(&mut self) {
-        (self.first_at, self.slowest, self.late_us) = (None, None, 0);
+        (self.first_at, self.last_at, self.slowest, self.late_us) = (None, Instant::ZERO, None, 0);
     }
 
     /// Set a child's bit.

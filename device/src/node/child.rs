@@ -354,6 +354,7 @@ impl GroupCtx<'_> {
         self.group.window.grow();
         let ranks = self.active_ranks();
         let slot = &mut self.slots[index];
+        slot.settle_time();
         let (has_value, elements) = (!slot.data.is_empty(), slot.elements.unwrap_or(0) as usize);
         let mut len = if has_value { slot.value_bytes() } else { 0 };
         if self.group.parent.is_some() {
@@ -403,6 +404,7 @@ impl GroupCtx<'_> {
             return self.fail(failure, now);
         }
         let slot = &mut self.slots[index];
+        slot.settle_time();
         slot.state = State::Refused;
         slot.value_len = 0;
         slot.value_crc = None;

@@ -404,7 +404,9 @@ impl GroupCtx<'_> {
         }
         self.common.counters.completed += 1;
         self.group.window.grow();
-        self.slots[index].value_len = len as u16;
+        let slot = &mut self.slots[index];
+        slot.settle_time();
+        slot.value_len = len as u16;
         if is_root {
             self.answer(index);
             return Ok(Progress::Continue);
