@@ -138,7 +138,9 @@ fn other_root(fabric: &Fabric, own: &[(u64, f64)], levels: usize, other: &Runner
     if let Some((link, edges)) = best.busiest {
         reasons.push(format!("{edges} {} on the cable {}", plural(edges as usize, "edge"), cable(fabric, link)));
     }
-    if factor <= 1.0 + 1e-9 {
+    if factor < 1.0 - 1e-9 {
+        reasons.insert(0, "faster, but the edges of all jobs would spread less evenly over cables".into());
+    } else if factor <= 1.0 + 1e-9 {
         reasons.insert(0, "as fast; later by the rules for equal times".into());
     }
     OtherRoot { root, factor: Some(factor), reason: reasons.join(", ") }

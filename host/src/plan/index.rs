@@ -36,6 +36,10 @@ pub(crate) struct FabricIndex {
     cables: Vec<LinkId>,
     /// Per switch: whether a hop does not go down.
     rises: Vec<bool>,
+    /// Per switch: its tier.
+    tiers: Vec<u32>,
+    /// Whether no hop stays in its tier.
+    is_tiered: bool,
     switches: HashMap<String, SwitchId>,
     hosts: HashMap<String, HostId>,
     /// The number of cables without a rate.
@@ -78,7 +82,8 @@ impl FabricIndex {
         hosts.extend(fabric.host_ids().map(|id| (fabric.host(id).guid.clone(), id)));
         hosts.extend(fabric.host_ids().map(|id| (fabric.host(id).name.clone(), id)));
         let unrated = fabric.links().iter().filter(|link| link.rate.is_none()).count();
-        Self { starts, hops, cables, rises, switches, hosts, unrated }
+        let is_tiered = hops.iter().all(|hop| hop.turn != Turn::Flat);
+        Self { starts, hops, cables, rises, tiers, is_tiered, switches, hosts, unrated }
     }
 
     /// The neighbours of a switch.
@@ -89,6 +94,12 @@ impl FabricIndex {
     /// Whether a route can go on from a switch without going down.
     pub(super) fn rises(&self, at: u32, routing: Routing) -> bool {
         routing != Routing::UpDown || self.rises[at as usize]
+    }
+
+    /// Whether all routes that rise from these switches to another one are equally long.
+    pub(super) fn all_rise_alike(&self, switches: &[u32]) -> bool {
+        // Only a device may be more than one tier below its neighbours.
+        self.is_tiered && switches.iter().all(|at| self.tiers[*at as usize] == 1)
     }
 
     /// The parallel cables of a hop.

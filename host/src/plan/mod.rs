@@ -9,7 +9,8 @@
 //!
 //! The planner selects the tree with the least **predicted time** (`cost`) for the size of [`Limits::pricing`]. Among
 //! trees of equal time it selects an aligned expression, then the fewest cables, the fewest nodes, and the first root
-//! in natural name order. The same input yields the same plan.
+//! in natural name order. The same input yields the same plan. Beside other jobs' trees, the edges of all jobs also
+//! spread over the cables between switches, at the price of up to a quarter more time (`search::spread`).
 //!
 //! Levels count from the root, which is **level 0**. If one switch connects all hosts, there is one level.
 //!

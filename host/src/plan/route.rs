@@ -59,9 +59,23 @@ impl<'a> Load<'a> {
 
     /// The cable of this tree with the most seconds per byte.
     pub(super) fn busiest(&self) -> Option<(LinkId, f64)> {
+        self.busiest_of(|_, _| true)
+    }
+
+    /// The cable of this tree with the most seconds per byte, of those for which `counts` holds.
+    pub(super) fn busiest_of(&self, counts: impl Fn(LinkId, f64) -> bool) -> Option<(LinkId, f64)> {
         let used = self.touched.iter().filter(|link| self.own(**link) > 0);
-        let busiest = used.map(|link| (*link, self.byte_s(*link, 0)));
+        let busiest = used.map(|link| (*link, self.byte_s(*link, 0))).filter(|(link, byte_s)| counts(*link, *byte_s));
         busiest.max_by(|(a, x), (b, y)| x.total_cmp(y).then(b.cmp(a)))
+    }
+
+    /// The edges of this tree on the cables for which `counts` holds.
+    pub(super) fn sum_of_own(&self, counts: impl Fn(LinkId, f64) -> bool) -> u32 {
+        let mut used = self.touched.clone();
+        used.sort_unstable();
+        used.dedup();
+        used.retain(|link| counts(*link, self.byte_s(*link, 0)));
+        used.into_iter().map(|link| self.own(link)).sum()
     }
 
     /// The most edges of this tree on a cable.
@@ -117,11 +131,17 @@ pub(super) fn route(
     for _ in 0..distances.of(from) {
         let mut known: HashMap<(u32, bool), usize> = HashMap::new();
         let start = steps.len();
+        // The hops of one switch lead to different ones.
+        let may_meet = layer.len() > 1;
         for nth in layer {
             let Step { at, cost, .. } = steps[nth];
             for (hop, goes_down) in distances.next(index, routing, at) {
                 let (link, more) = load.cable(index, hop);
                 let step = Step { at: (hop.to, goes_down), cost: cost.with(more), from: Some((nth, link)) };
+                if !may_meet {
+                    steps.push(step);
+                    continue;
+                }
                 match known.get(&step.at) {
                     Some(&other) if step.cost.cmp(&steps[other].cost) != Ordering::Less => {}
                     Some(&other) => steps[other] = step,

@@ -22,7 +22,7 @@ impl Search<'_> {
 
     /// Make the plan of the chosen tree.
     pub(super) fn finish(&self, best: Candidate, is_exact: bool, load: &mut Load<'_>) -> Plan {
-        let Candidate { draft, price } = best;
+        let Candidate { draft, price, .. } = best;
         draft.put(load);
         let (gap, unrated) = (self.gap(&draft, &price), self.index.unrated);
         let aligned = self.is_aligned(&draft);

@@ -152,12 +152,22 @@ impl Draft {
 
     /// The number of levels.
     pub(super) fn levels(&self) -> usize {
-        let mut deepest = 0;
-        for node in self.parents.keys() {
-            let above = std::iter::successors(Some(node), |at| self.parents.get(at).map(|(parent, _)| parent));
-            deepest = deepest.max(above.count());
-        }
-        deepest.max(1)
+        self.parents.keys().map(|node| self.depth(*node)).max().unwrap_or(0) + 1
+    }
+
+    /// A node and those above it.
+    fn upwards_from(&self, node: u32) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(node), |at| self.parents.get(at).map(|(parent, _)| *parent))
+    }
+
+    /// The distance of a node from the root in nodes.
+    pub(super) fn depth(&self, node: u32) -> usize {
+        self.upwards_from(node).count() - 1
+    }
+
+    /// Whether a node is below another one, or that one.
+    pub(super) fn is_below(&self, node: u32, other: u32) -> bool {
+        self.upwards_from(node).any(|at| at == other)
     }
 
     /// The nodes, each before its parent.

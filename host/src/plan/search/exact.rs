@@ -4,7 +4,7 @@
 //! to it. A partial tree is dropped once no completion can be one of the best.
 
 use super::draft::{Draft, Places};
-use super::{Candidate, Found, Search};
+use super::{Found, Search};
 use crate::plan::cost::{first_chunk, seconds};
 use crate::plan::route::Load;
 use crate::topo::{LinkId, SwitchId};
@@ -172,8 +172,7 @@ impl Partial<'_, '_> {
         }
         let draft = Draft { root: self.root, parents: self.parents.clone(), places: Rc::clone(self.places) };
         let mut load = Load::new(&self.search.limits.pricing, &self.search.byte_s);
-        let price = draft.price(self.search, &mut load);
-        found.add(Candidate { draft, price });
+        found.add(self.search.candidate(draft, &mut load));
     }
 }
 

@@ -7,6 +7,7 @@
 //!    where their routes meet; and before either, leaves that are close to each other joined at one of them.
 //! 4. Nodes over their child limit are split (`split`). Edges on the busiest cable are routed anew.
 //! 5. The cheapest is kept. If the fabric around the job is small, all trees are compared (`exact`).
+//! 6. Beside other jobs' trees, edges spread over the cables between switches (`spread`).
 //!
 //! Only routes that start at the job's leaves are looked at, so time and memory grow with the job, not with the fabric.
 //!
@@ -21,6 +22,7 @@ pub(super) mod repair;
 mod roots;
 mod shapes;
 mod split;
+mod spread;
 
 use super::cost::{FabricCosts, NodeLimits, SATURATED_S};
 use super::index::{Distances, FabricIndex, Routing, byte_times};
@@ -31,7 +33,9 @@ use crate::topo::{Fabric, LinkId, SwitchId};
 use attach::Entry;
 use disjoint::Shape;
 use draft::{Draft, Price};
+use spread::Spread;
 use std::cell::RefCell;
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
@@ -166,6 +170,8 @@ pub(super) struct Search<'a> {
     entries: Vec<Vec<Entry>>,
     /// The switches that routes start at.
     sources: Vec<u32>,
+    /// What other jobs' trees have put on the fabric; `None` without any.
+    spread: Option<Spread>,
     distances: RefCell<HashMap<u32, Rc<Distances>>>,
     all_distances: RefCell<HashMap<u32, Rc<Distances>>>,
 }
@@ -174,6 +180,21 @@ pub(super) struct Search<'a> {
 struct Candidate {
     draft: Draft,
     price: Price,
+    /// The edges on cables between switches beyond an even spread.
+    uneven: u32,
+}
+
+impl Candidate {
+    /// The product of the times for both sizes.
+    fn product(&self) -> f64 {
+        self.price.times[0] * self.price.times[1]
+    }
+
+    /// What candidates are compared by: the product, with what an uneven spread counts.
+    fn cost(&self) -> f64 {
+        let factor = if self.uneven > 0 { (1.0 + spread::SLACK).powi(2) } else { 1.0 };
+        self.product() * factor
+    }
 }
 
 impl<'a> Search<'a> {
@@ -196,6 +217,7 @@ impl<'a> Search<'a> {
             byte_s,
             entries: Vec::new(),
             sources: Vec::new(),
+            spread: None,
             distances: RefCell::default(),
             all_distances: RefCell::default(),
         };
@@ -205,6 +227,9 @@ impl<'a> Search<'a> {
         search.sources = entries.flat_map(|entry| [entry.leaf, entry.uplink.switch.0]).collect();
         search.sources.sort_unstable();
         search.sources.dedup();
+        if let Some(others) = &limits.pricing.load {
+            search.spread = Some(Spread::new(fabric, index, (others, &search.sources), &search.byte_s));
+        }
         Ok(search)
     }
 
@@ -266,7 +291,7 @@ impl<'a> Search<'a> {
     /// The best tree, and what else was found.
     fn run(&self) -> Result<(Candidate, Outcome), PlanError> {
         let mut load = Load::new(&self.limits.pricing, &self.byte_s);
-        let mut found = Found::default();
+        let mut found = self.nothing_found();
         for places in self.attachments(&mut load) {
             let places = Rc::new(places);
             self.try_roots(&places, &mut load, &mut found);
@@ -274,8 +299,13 @@ impl<'a> Search<'a> {
                 self.try_all(&places, &mut load, &mut found);
             }
         }
+        let least = found.least * (1.0 + EQUAL);
         match self.choose(found.candidates) {
-            Some(best) => Ok((best, Outcome { is_exact: found.is_exact, roots: found.roots })),
+            Some(best) => {
+                let best = self.with_detours(best, &mut load);
+                let is_exact = found.is_exact && best.product() <= least;
+                Ok((best, Outcome { is_exact, roots: found.roots }))
+            }
             None => Err(found.error.unwrap_or_else(|| self.disconnected())),
         }
     }
@@ -288,7 +318,7 @@ impl<'a> Search<'a> {
         };
         let places = self.attachments(&mut load).into_iter().find(spans).ok_or_else(|| self.disconnected())?;
         let parents = shape.parents.iter().map(|(node, (parent, link))| (*node, (*parent, vec![*link]))).collect();
-        let mut found = Found::default();
+        let mut found = self.nothing_found();
         self.consider(Draft { root: shape.root, parents, places: Rc::new(places) }, &mut load, &mut found);
         self.choose(found.candidates).ok_or_else(|| found.error.unwrap_or_else(|| self.disconnected()))
     }
@@ -310,16 +340,28 @@ impl<'a> Search<'a> {
                 return;
             }
         };
-        let price = draft.price(self, load);
-        found.add(Candidate { draft, price });
+        found.add(self.candidate(draft, load));
     }
 
-    /// Of equally fast candidates: one that is aligned, has the fewest cables, the fewest nodes, the first root.
+    fn candidate(&self, draft: Draft, load: &mut Load<'_>) -> Candidate {
+        let price = draft.price(self, load);
+        Candidate { draft, price, uneven: self.uneven(load) }
+    }
+
+    fn nothing_found(&self) -> Found {
+        Found { near: if self.spread.is_some() { spread::NEAR } else { EQUAL }, ..Found::default() }
+    }
+
+    /// Of equally fast candidates: the most evenly spread; then one that is aligned, has the fewest cables, the fewest
+    /// nodes, the most edges of other jobs below its root, the first root.
     fn choose(&self, candidates: Vec<Candidate>) -> Option<Candidate> {
         let rank = |one: &Candidate| {
             let cables: usize = one.draft.parents.values().map(|(_, route)| route.len()).sum();
             let remote: usize = one.draft.places.routes.values().map(Vec::len).sum();
-            (!self.is_aligned(&one.draft), cables + remote, one.draft.parents.len(), one.draft.root)
+            let edges = self.spread.as_ref().map_or(0.0, |spread| spread.edges_near(self.index, one.draft.root));
+            let is_ragged = !self.is_aligned(&one.draft);
+            let (nodes, root) = (one.draft.parents.len(), one.draft.root);
+            (one.uneven, is_ragged, cables + remote, nodes, Reverse(edges as u64), root)
         };
         candidates.into_iter().min_by_key(rank)
     }
@@ -341,6 +383,12 @@ const EQUAL: f64 = 1e-9;
 #[derive(Default)]
 struct Found {
     candidates: Vec<Candidate>,
+    /// Costs that differ by less than this factor are equal.
+    near: f64,
+    /// The least cost.
+    best: Option<f64>,
+    /// The least product of times.
+    least: f64,
     /// Why the first draft that was refused was.
     error: Option<PlanError>,
     /// Whether all trees were compared.
@@ -364,19 +412,20 @@ impl Found {
 
     fn add(&mut self, new: Candidate) {
         self.note(&new);
-        let product = new.price.times[0] * new.price.times[1];
-        let best = self.best();
-        if product < best * (1.0 - EQUAL) {
-            self.candidates.clear();
-        } else if product > best * (1.0 + EQUAL) || self.candidates.len() >= EQUAL_MAX {
+        self.least = if self.best.is_some() { self.least.min(new.product()) } else { new.product() };
+        let (cost, best) = (new.cost(), self.best());
+        if cost < best * (1.0 - EQUAL) {
+            self.best = Some(cost);
+            let most = cost * (1.0 + self.near);
+            self.candidates.retain(|one| one.cost() <= most);
+        } else if cost > best * (1.0 + self.near) || self.candidates.len() >= EQUAL_MAX {
             return;
         }
         self.candidates.push(new);
     }
 
     fn best(&self) -> f64 {
-        let times = self.candidates.first().map(|one| one.price.times);
-        times.map_or(f64::INFINITY, |times| times[0] * times[1])
+        self.best.unwrap_or(f64::INFINITY)
     }
 
     /// Whether a tree with at least these times could be better than the best, or as good.
@@ -386,7 +435,7 @@ impl Found {
 
     /// The seconds per byte of the best candidate's busiest cable or port.
     fn busiest_s(&self) -> f64 {
-        self.candidates.first().map_or(f64::INFINITY, |one| one.price.busiest_s)
+        self.candidates.iter().map(|one| one.price.busiest_s).fold(f64::INFINITY, f64::min)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Repairs a tree after a failure: children stay where they are if they still can.
 
 use super::draft::{Draft, Places};
-use super::{Candidate, Found, Search, find};
+use super::{Candidate, Search, find};
 use crate::plan::index::{FabricIndex, byte_times};
 use crate::plan::route::{Load, route};
 use crate::plan::select::Ranks;
@@ -20,7 +20,7 @@ pub(in crate::plan) fn find_near(
     let (search, best, outcome) = find(fabric, index, (ranks, limits), &byte_times(fabric, &limits.pricing.costs))?;
     let mut load = Load::new(&limits.pricing, &search.byte_s);
     if let Some(repaired) = search.repair(earlier, &mut load) {
-        let mean = |one: &Candidate| (one.price.times[0] * one.price.times[1]).sqrt();
+        let mean = |one: &Candidate| one.cost().sqrt();
         if mean(&repaired) <= mean(&best) * (1.0 + slack) {
             return Ok(search.finish(repaired, false, &mut load));
         }
@@ -54,7 +54,7 @@ impl Search<'_> {
             let home = self.home(node, root, &parents)?;
             parents.insert(node, (home, self.route_any(node, home, load)?));
         }
-        let mut found = Found::default();
+        let mut found = self.nothing_found();
         self.consider(Draft { root, parents, places }, load, &mut found);
         found.candidates.pop()
     }

@@ -2,7 +2,7 @@
 
 use super::{Found, Search};
 use crate::plan::cost::seconds;
-use crate::plan::index::Turn;
+use crate::plan::index::{Routing, Turn};
 use crate::plan::route::Load;
 use crate::topo::LinkId;
 
@@ -15,6 +15,8 @@ struct Reach {
     sum: u32,
     /// The seconds per byte of the slowest cable that all routes of a leaf need.
     slowest_s: f64,
+    /// Of about how many leaves the routes have a cable beyond an even spread.
+    uneven: u32,
 }
 
 /// How the routes of a leaf have come to a switch.
@@ -45,14 +47,25 @@ impl Search<'_> {
                 roots.push(root);
             }
         };
+        let distance = |one: &(u32, Reach)| (one.1.farthest, one.1.sum);
         let by_distance = |a: &(u32, Reach), b: &(u32, Reach)| {
-            (a.1.farthest, a.1.sum).cmp(&(b.1.farthest, b.1.sum)).then(a.1.slowest_s.total_cmp(&b.1.slowest_s))
+            distance(a).cmp(&distance(b)).then(a.1.slowest_s.total_cmp(&b.1.slowest_s))
         };
         let root = |(switch, reach): &(u32, Reach)| Root {
             switch: *switch,
             farthest: reach.farthest,
             slowest_s: reach.slowest_s,
         };
+        if let Some(spread) = &self.spread {
+            // Roots whose cables keep to an even spread, the ones with the most edges below first.
+            let edges = |one: &(u32, Reach)| -spread.edges_near(self.index, one.0);
+            let mut fit: Vec<_> = met.iter().map(|one| ((one.1.uneven, distance(one)), edges(one), one)).collect();
+            fit.sort_by(|(a, a_edges, one), (b, b_edges, other)| {
+                let slowest = one.1.slowest_s.total_cmp(&other.1.slowest_s);
+                a.cmp(b).then(a_edges.total_cmp(b_edges)).then(slowest).then(one.0.cmp(&other.0))
+            });
+            fit.into_iter().take(EACH_MAX).map(|(.., one)| root(one)).for_each(&mut add);
+        }
         met.sort_by(|a, b| by_distance(a, b).then(a.0.cmp(&b.0)));
         met.iter().take(EACH_MAX).map(root).for_each(&mut add);
         met.sort_by(|a, b| a.1.slowest_s.total_cmp(&b.1.slowest_s).then(by_distance(a, b)).then(a.0.cmp(&b.0)));
@@ -74,10 +87,13 @@ impl Search<'_> {
     /// Follow the routes up from the leaves, and return the usable switches on which all meet. Of many leaves, a sample
     /// is followed.
     fn meet(&self, leaves: &[u32], load: &Load<'_>) -> Vec<(u32, Reach)> {
-        let none = Reach { leaves: 0, farthest: 0, sum: 0, slowest_s: 0.0 };
+        if self.routing == Routing::UpDown && self.index.all_rise_alike(leaves) {
+            return self.meet_by_tiers(leaves, load);
+        }
+        let none = Reach { leaves: 0, farthest: 0, sum: 0, slowest_s: 0.0, uneven: 0 };
         let mut reached = vec![none; self.nodes.len()];
         let mut seen = vec![Seen { leaf: u32::MAX, distance: 0, slowest_s: 0.0 }; self.nodes.len()];
-        let (mut touched, mut followed) = (Vec::new(), 0);
+        let (mut touched, mut followed, even_s) = (Vec::new(), 0, self.even_s());
         for (nth, &leaf) in (0u32..).zip(sample(leaves, SAMPLE_MAX)) {
             followed += 1;
             let mut layer = vec![leaf];
@@ -93,6 +109,7 @@ impl Search<'_> {
                     reach.farthest = reach.farthest.max(distance);
                     reach.sum += u32::from(distance);
                     reach.slowest_s = reach.slowest_s.max(seen[at as usize].slowest_s);
+                    reach.uneven += u32::from(seen[at as usize].slowest_s > even_s);
                 }
                 distance += 1;
                 layer = self.next_layer(&layer, (nth, distance), &mut seen, load);
@@ -100,6 +117,56 @@ impl Search<'_> {
         }
         let all_meet = |switch: &u32| reached[*switch as usize].leaves == followed && self.is_usable(*switch);
         touched.into_iter().filter(all_meet).map(|switch| (switch, reached[switch as usize])).collect()
+    }
+
+    /// The same where all routes to a switch are equally long: leaves go on together from where they meet.
+    fn meet_by_tiers(&self, leaves: &[u32], load: &Load<'_>) -> Vec<(u32, Reach)> {
+        let mut layer: Vec<u32> = sample(leaves, TIERS_SAMPLE_MAX).copied().collect();
+        let (all, words) = (layer.len(), layer.len().div_ceil(64));
+        // Per switch: which leaves' routes lead there, and the slowest cable that all routes of a leaf need, or less.
+        let mut sets = vec![0_u64; self.nodes.len() * words];
+        let mut slowest = vec![(0.0_f64, 0_u32); self.nodes.len()];
+        let even_s = self.even_s();
+        for (nth, leaf) in layer.iter().enumerate() {
+            sets[*leaf as usize * words + nth / 64] |= 1 << (nth % 64);
+        }
+        let (mut met, mut distance, mut own) = (Vec::new(), 0, vec![0; words]);
+        while !layer.is_empty() {
+            let mut next = Vec::new();
+            for at in layer {
+                let from = at as usize * words;
+                own.copy_from_slice(&sets[from..from + words]);
+                let leaves: u32 = own.iter().map(|word| word.count_ones()).sum();
+                let (slowest_s, uneven) = slowest[at as usize];
+                if leaves as usize == all && self.is_usable(at) {
+                    let sum = u32::from(distance) * leaves;
+                    met.push((at, Reach { leaves, farthest: distance, sum, slowest_s, uneven }));
+                }
+                for hop in self.index.hops(at).iter().filter(|hop| hop.turn == Turn::Up) {
+                    let way_s = slowest_s.max(load.cable(self.index, hop).1);
+                    let uneven = if way_s > slowest_s && way_s > even_s { leaves } else { uneven };
+                    let to = hop.to as usize;
+                    let (mut is_new, mut overlaps) = (true, false);
+                    for (there, own) in sets[to * words..][..words].iter_mut().zip(&own) {
+                        is_new &= *there == 0;
+                        overlaps |= *there & own != 0;
+                        *there |= own;
+                    }
+                    // A leaf with several ways takes the best, which may be that of all leaves.
+                    let there = &mut slowest[to];
+                    *there = match overlaps {
+                        true => (there.0.min(way_s), there.1.min(uneven)),
+                        false => (there.0.max(way_s), there.1 + uneven),
+                    };
+                    if is_new {
+                        next.push(hop.to);
+                    }
+                }
+            }
+            layer = next;
+            distance += 1;
+        }
+        met
     }
 
     /// The switches one move up from a layer, each with the slowest cable of the best way there.
@@ -178,5 +245,7 @@ const FEW_LEAVES: usize = 8;
 const ALL_MAX: usize = 12;
 /// How many leaves' routes are followed.
 const SAMPLE_MAX: usize = 256;
+/// How many leaves' routes are followed where they go on together.
+const TIERS_SAMPLE_MAX: usize = 1024;
 /// How many leaves' distances are measured if their routes do not meet.
 const FAR_SAMPLE_MAX: usize = 16;

@@ -46,6 +46,7 @@ impl Search<'_> {
         }
         let mut stages = vec![(leaves.clone(), Parents::new())];
         let mut has_all_stages = false;
+        let slowest_uplink_s = places.leaves.values().map(super::draft::Leaf::slowest_s).fold(0.0, f64::max);
         let roots_max = (EDGES_MAX / leaves.len()).clamp(ROOTS_MIN, ROOTS_MAX);
         for root in self.roots(&leaves, load).into_iter().take(roots_max) {
             if !self.may_improve(root, found) {
@@ -54,7 +55,7 @@ impl Search<'_> {
             }
             self.try_shapes(root.switch, &stages[..1], (places, load), found);
             // Joining close leaves takes longer, and pays only where it takes edges off the busiest cable.
-            if found.busiest_s() <= root.slowest_s * (1.0 + super::EQUAL) {
+            if found.busiest_s() <= root.slowest_s.max(slowest_uplink_s) * (1.0 + super::EQUAL) {
                 continue;
             }
             while !has_all_stages && stages.len() <= STAGES_MAX {
@@ -76,9 +77,15 @@ impl Search<'_> {
         found: &mut Found,
     ) {
         for (ends, joined) in stages {
-            for join in [Join::Star, Join::Gather, Join::Spread] {
-                // Fewer children per node count only where there were too many.
-                if join == Join::Spread && found.error.is_none() {
+            for join in [Join::Gather, Join::Star, Join::Spread] {
+                let is_worth_it = match join {
+                    Join::Gather => true,
+                    // A star with too many branches would have to be joined again.
+                    Join::Star => found.candidates.is_empty() || ends.len() <= self.node(root).children_max,
+                    // Fewer children per node count only where there were too many.
+                    Join::Spread => found.error.is_some(),
+                };
+                if !is_worth_it {
                     continue;
                 }
                 load.clear();

@@ -5,6 +5,7 @@ mod explain;
 mod optimum;
 mod replan;
 mod routes;
+mod spread;
 mod trees;
 
 use super::*;
