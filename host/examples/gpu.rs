@@ -5,6 +5,7 @@
 //! gpu check                 check every type, operator and algorithm: float64's values, and the fake GPU's bits
 //! gpu measure SECTION       measure passes, all-reduce, small or overlap, as a table; --trace FILE traces overlap
 //! gpu peers                 run ranks in processes of their own, over CUDA IPC handles
+//! gpu killed                kill such a process before and during an operation
 //! gpu dry-run               do all of this on a fake GPU, without figures
 //! ```
 //!
@@ -14,12 +15,16 @@
 
 #[path = "gpu/check.rs"]
 mod check;
+#[path = "gpu/findings.rs"]
+mod findings;
 #[path = "gpu/measure.rs"]
 mod measure;
 #[path = "gpu/out.rs"]
 mod out;
 #[path = "gpu/peers.rs"]
 mod peers;
+#[path = "gpu/specials.rs"]
+mod specials;
 
 use out::Out;
 use std::process::ExitCode;
@@ -28,7 +33,7 @@ use sumac::gpu::cuda::{Cuda, CudaOptions};
 use sumac::gpu::nccl::Nccl;
 use sumac::gpu::{Gpu, GpuError, Part};
 
-const USAGE: &str = "usage: gpu facts|check|measure SECTION|peers|dry-run [--seconds N] [--trace FILE] \
+const USAGE: &str = "usage: gpu facts|check|measure SECTION|peers|killed|dry-run [--seconds N] [--trace FILE] \
                      [--kernels FOLDER | --packed FOLDER]";
 
 /// The command line.
@@ -62,9 +67,9 @@ fn parse(arguments: impl Iterator<Item = String>) -> Option<Arguments> {
     }
     let command: Vec<&str> = args.command.iter().map(String::as_str).collect();
     let is_known = match command.as_slice() {
-        ["facts" | "check" | "peers" | "dry-run"] => true,
+        ["facts" | "check" | "peers" | "killed" | "dry-run"] => true,
         ["measure", section] => measure::SECTIONS.contains(section),
-        ["peer", rank, ranks, _] => rank.parse::<u32>().is_ok() && ranks.parse::<u32>().is_ok(),
+        ["peer" | "victim", rank, ranks, _] => rank.parse::<u32>().is_ok() && ranks.parse::<u32>().is_ok(),
         _ => false,
     };
     is_known.then_some(args)
@@ -81,9 +86,9 @@ fn main() -> ExitCode {
             let all = check::dry_run().and_then(|()| measure::dry_run()).and_then(|()| peers::dry_run());
             return exit_code(all.map(|()| 0));
         }
-        ["peer", rank, ranks, addr] => {
-            let (rank, ranks) = (rank.parse().unwrap_or(0), ranks.parse().unwrap_or(0));
-            return exit_code(peers::run_peer(args.options, rank, ranks, addr).map(|()| 0));
+        [command @ ("peer" | "victim"), rank, ranks, addr] => {
+            let place = (rank.parse().unwrap_or(0), ranks.parse().unwrap_or(0));
+            return exit_code(peers::run_peer(args.options, place, addr, *command == "victim").map(|()| 0));
         }
         _ => {}
     }
@@ -116,6 +121,7 @@ fn run(cuda: &Cuda, args: &Arguments) -> Result<usize, String> {
         }
         "check" => return check::run(cuda, limit),
         "measure" => measure::run(cuda, &args.command[1], &mut out, args.trace.as_deref())?,
+        "killed" => peers::run_killed(cuda, &args.kernels, &mut out)?,
         _ => peers::run(cuda, &args.kernels, &mut out)?,
     }
     match out.failed() {
@@ -176,6 +182,13 @@ impl Draws {
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         self.0.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+
+    /// Put items into random order.
+    fn shuffle<T>(&mut self, items: &mut [T]) {
+        for end in (1..items.len()).rev() {
+            items.swap(end, (self.next() >> 32) as usize % (end + 1));
+        }
     }
 
     /// Draw a value from -1 to 1.

@@ -11,6 +11,7 @@ use super::{Draws, put};
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::{Cuda, Product};
 use sumac::gpu::engine::Bulk;
+use sumac::gpu::nccl::Nccl;
 use sumac::gpu::trace::Kind;
 use sumac::gpu::{FakeGpu, Fused, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Work};
 use sumac::{Algo, Dtype, OpDesc, ReduceOp};
@@ -37,7 +38,8 @@ pub(super) const SECTIONS: [&str; 4] = ["passes", "all-reduce", "small", "overla
 pub(super) fn run(cuda: &Cuda, section: &str, out: &mut Out, trace: Option<&str>) -> Result<(), String> {
     let another = || cuda.another();
     let product = match section {
-        "overlap" => Some(cuda.product(4096).map_err(|error| format!("the matrix product: {error}"))?),
+        // Small enough to leave room beside it, and to take less time than a few sums.
+        "overlap" => Some(cuda.product(1024).map_err(|error| format!("the matrix product: {error}"))?),
         _ => None,
     };
     let compute = |on: &_| product.as_ref().map_or(Ok(()), |product: &Product| product.run(on));
@@ -79,7 +81,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
+impl<G: Bulk + Nccl, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
     fn section(&mut self, section: &str, out: &mut Out, trace: Option<&str>) -> Result<(), GpuError> {
         match section {
             "passes" => self.passes(out),
@@ -170,8 +172,11 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
             });
             // "In flight": the memory's own units read the destination, so the same amount is moved by other means.
             if op == ReduceOp::Sum && sumac::gpu::engine::bulk_instruction(dtype, op).is_some() {
+                if let Err(error) = self.gpu.check_bulk() {
+                    out.note(&format!("{dtype} {op} in flight: {error}"));
+                    continue;
+                }
                 out.row(&format!("{dtype} {op} in flight"), &[], || {
-                    self.gpu.check_bulk()?;
                     let seconds =
                         self.timed(&stream, || self.gpu.bulk_reduce(&stream, (dtype, op), part(2), part(0)))?;
                     Ok(moved(3.0 * len_bytes as f64, seconds, copy, None))
@@ -242,6 +247,51 @@ impl<G: Bulk, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, P> {
                 let captured = self.waited(&mut group, |group| group.replay(&repeat, &[]))?;
                 Ok(vec![us(plain), us(captured)])
             });
+        }
+        match self.gpu.nccl_version() {
+            Ok(version) => self.nccl_of_one(version, out),
+            Err(error) => out.note(&format!("NCCL: {error}")),
+        }
+        Ok(())
+    }
+
+    /// Measure NCCL with one rank, for which an all-reduce is a copy: the least that a call costs. It accepts no second
+    /// rank on a GPU.
+    fn nccl_of_one(&self, version: u32, out: &mut Out) {
+        out.head(&["NCCL, all-reduce of one rank, a copy, f32 sum, bytes", "by", "us"]);
+        for len_bytes in [8, 65536] {
+            out.row(&len_bytes.to_string(), &[format!("NCCL {version}")], || {
+                let comm = self.gpu.nccl_init(&self.gpu.nccl_id()?, 0, 1)?;
+                self.until_ready(&comm)?;
+                let (stream, done) = (self.gpu.stream()?, self.gpu.event()?);
+                let (from, to) = (self.random(len_bytes)?, self.gpu.alloc(len_bytes)?);
+                let part = |memory| Part { memory, at: 0, len_bytes };
+                let mut times = Vec::new();
+                for round in 0..=self.rounds {
+                    let begun = Instant::now();
+                    let types = (Dtype::F32, ReduceOp::Sum);
+                    self.gpu.nccl_all_reduce(&comm, &stream, types, (part(&to), part(&from)))?;
+                    self.until_ready(&comm)?;
+                    self.gpu.record(&done, &stream)?;
+                    until(self.gpu, &done)?;
+                    if round > 0 {
+                        times.push(begun.elapsed().as_secs_f64());
+                    }
+                }
+                self.gpu.nccl_abort(&comm);
+                Ok(vec![us(median(times))])
+            });
+        }
+    }
+
+    /// Wait until NCCL has set up or enqueued.
+    fn until_ready(&self, comm: &G::Comm) -> Result<(), GpuError> {
+        let deadline = Instant::now() + TIMEOUT;
+        while !self.gpu.nccl_is_ready(comm)? {
+            if Instant::now() > deadline {
+                return Err(GpuError::Deadline);
+            }
+            std::hint::spin_loop();
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! Ranks in processes of their own, assigned to the GPUs in turn, over CUDA IPC handles; staged through the host where
 //! those are unavailable, with the reason. NCCL beside them, where each rank has its own GPU.
 //!
-//! Rank 0 spawns the others as child processes and relays their messages.
+//! Rank 0 spawns the others as child processes and relays their messages. Processes that share a GPU take turns on it,
+//! so their times say nothing about ranks with a GPU each; their rows say so.
 
 use super::out::Out;
 use super::{Draws, put};
@@ -12,12 +13,14 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::{Cuda, CudaOptions};
 use sumac::gpu::nccl::Nccl;
-use sumac::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, PeerTransport, Peered, Reduced};
-use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, Part, Request};
+use sumac::gpu::peers::{Bootstrap, PeerError, PeerGroup, PeerOptions, PeerTransport, Peered, Reduced, Shared};
+use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request};
 use sumac::{Algo, Dtype, Error, OpDesc, Path, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// What an operation whose peer is killed may take, before it is stopped.
+const SHORT: Duration = Duration::from_millis(500);
 /// The algorithms to check.
 const ALGOS: [Algo; 3] = [Algo::Ring, Algo::HalvingDoubling, Algo::Binomial];
 
@@ -31,8 +34,10 @@ struct Star {
 impl Star {
     fn hub(listener: &TcpListener, ranks: u32) -> io::Result<Self> {
         let mut streams: Vec<Option<TcpStream>> = (1..ranks).map(|_| None).collect();
+        let deadline = Instant::now() + TIMEOUT;
         for _ in 1..ranks {
-            let (mut stream, _) = listener.accept()?;
+            let mut stream = accept(listener, deadline)?;
+            stream.set_read_timeout(Some(TIMEOUT))?;
             let mut rank = [0; 4];
             stream.read_exact(&mut rank)?;
             let place = streams.get_mut((u32::from_le_bytes(rank) as usize).wrapping_sub(1));
@@ -43,6 +48,7 @@ impl Star {
 
     fn spoke(addr: &str, rank: u32, ranks: u32) -> io::Result<Self> {
         let mut stream = TcpStream::connect(addr)?;
+        stream.set_nodelay(true)?;
         stream.write_all(&rank.to_le_bytes())?;
         Ok(Self { rank, ranks, streams: Mutex::new(vec![stream]) })
     }
@@ -63,6 +69,24 @@ impl Star {
             all.iter().try_for_each(|bytes| send(stream, bytes))?;
         }
         Ok(all)
+    }
+}
+
+/// Accept a connection; an error if none comes by the deadline, such as when a child has failed.
+fn accept(listener: &TcpListener, deadline: Instant) -> io::Result<TcpStream> {
+    listener.set_nonblocking(true)?;
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => {
+                stream.set_nonblocking(false)?;
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::park_timeout(Duration::from_millis(1));
+            }
+            Err(error) => return Err(io::Error::other(format!("a rank did not connect: {error}"))),
+        }
     }
 }
 
@@ -113,62 +137,165 @@ impl Bootstrap for Star {
 struct Size {
     ranks: u32,
     elements: usize,
-    /// The size of the timed all-reduce in bytes.
+    /// The size of the timed all-reduce in bytes, and of one that is staged through sockets.
     timed_bytes: usize,
+    staged_bytes: usize,
     rounds: usize,
+}
+
+impl Size {
+    const fn of(ranks: u32) -> Self {
+        Self { ranks, elements: 50_000, timed_bytes: 256 << 20, staged_bytes: 8 << 20, rounds: 7 }
+    }
 }
 
 /// Spawn the other ranks, run as rank 0, and print the results.
 pub(super) fn run(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Result<(), String> {
     let gpus = Cuda::count().map_err(|error| error.to_string())?;
-    out.head(&[&format!("processes on {gpus} GPUs, f32 sum of 256 MiB"), "ranks", "path", "us"]);
+    out.head(&[&format!("processes on {gpus} GPUs, f32 sum"), "ranks", "path", "MiB", "us", "shared"]);
     for ranks in [2, 4, 8] {
         if out.is_late() {
             out.row("all", &[ranks.to_string()], || Ok(Vec::new()));
             continue;
         }
-        let listener = TcpListener::bind("127.0.0.1:0").map_err(|error| error.to_string())?;
-        let addr = listener.local_addr().map_err(|error| error.to_string())?.to_string();
-        let mut children = Vec::new();
-        for rank in 1..ranks {
-            let program = std::env::current_exe().map_err(|error| error.to_string())?;
-            let arguments = ["peer".to_owned(), rank.to_string(), ranks.to_string(), addr.clone()];
-            let child = Command::new(program).args(arguments).args(kernels).spawn();
-            children.push(Reaped(child.map_err(|error| error.to_string())?));
-        }
-        let gpu = cuda.another().map_err(|error| error.to_string())?;
-        let star = Star::hub(&listener, ranks).map_err(|error| error.to_string())?;
-        let size = Size { ranks, elements: 50_000, timed_bytes: 256 << 20, rounds: 11 };
-        match rank(gpu, star, size) {
+        let shared = match (ranks as usize).div_ceil(gpus.max(1)) {
+            0 | 1 => "no".to_owned(),
+            each => format!("{each} processes take turns on a GPU"),
+        };
+        match ranks_of(cuda, kernels, ranks) {
             Ok(rows) => {
-                for (name, figures) in rows {
+                for (name, mut figures) in rows {
+                    figures.push(shared.clone());
                     out.row(name, &[ranks.to_string()], || Ok(figures));
                 }
             }
             Err(error) => out.row("all", &[ranks.to_string()], || Err(GpuError::Lost(error))),
         }
-        for child in &mut children {
-            let status = child.0.wait().map_err(|error| error.to_string())?;
-            if !status.success() {
-                return Err(format!("one of {ranks} processes failed: {status}"));
-            }
-        }
     }
     Ok(())
 }
 
-/// Run as one of the other ranks.
-pub(super) fn run_peer(options: CudaOptions, rank_of: u32, ranks: u32, addr: &str) -> Result<(), String> {
+/// Run so many ranks, this process among them.
+fn ranks_of(cuda: &Cuda, kernels: &[String], ranks: u32) -> Result<Vec<Row>, String> {
+    let (listener, mut children) = spawn("peer", kernels, ranks)?;
+    let gpu = cuda.another().map_err(|error| error.to_string())?;
+    let star = Star::hub(&listener, ranks).map_err(|error| error.to_string())?;
+    let rows = rank(gpu, star, Size::of(ranks))?;
+    for child in &mut children {
+        let status = child.0.wait().map_err(|error| error.to_string())?;
+        if !status.success() {
+            return Err(format!("one of {ranks} processes failed: {status}"));
+        }
+    }
+    Ok(rows)
+}
+
+/// Spawn all ranks but the first as child processes of this program.
+fn spawn(command: &str, kernels: &[String], ranks: u32) -> Result<(TcpListener, Vec<Reaped>), String> {
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(|error| error.to_string())?;
+    let addr = listener.local_addr().map_err(|error| error.to_string())?.to_string();
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let mut children = Vec::new();
+    for rank in 1..ranks {
+        let arguments = [command.to_owned(), rank.to_string(), ranks.to_string(), addr.clone()];
+        let child = Command::new(&program).args(arguments).args(kernels).spawn();
+        children.push(Reaped(child.map_err(|error| error.to_string())?));
+    }
+    Ok((listener, children))
+}
+
+/// Run as one of the other ranks; a victim only joins and shares, and waits to be killed.
+pub(super) fn run_peer(options: CudaOptions, (rank_of, ranks): (u32, u32), addr: &str, is_victim: bool) -> Outcome {
     let gpus = Cuda::count().map_err(|error| error.to_string())?.max(1);
     let options = CudaOptions { ordinal: rank_of as usize % gpus, ..options };
     let gpu = Cuda::open(options).map_err(|error| error.to_string())?;
     let star = Star::spoke(addr, rank_of, ranks).map_err(|error| error.to_string())?;
-    rank(gpu, star, Size { ranks, elements: 50_000, timed_bytes: 256 << 20, rounds: 11 }).map(|_| ())
+    if is_victim {
+        let (peers, shared) = shared(gpu, star)?;
+        let _ = peers.bootstrap().exchange(&[], Instant::now() + TIMEOUT);
+        drop(shared);
+        return Ok(());
+    }
+    rank(gpu, star, Size::of(ranks)).map(|_| ())
+}
+
+type Outcome = Result<(), String>;
+
+/// Join a group, and share some memory.
+fn shared(gpu: Cuda, star: Star) -> Result<(PeerGroup<Cuda, Star>, Shared<Cuda>), String> {
+    let deadline = Instant::now() + TIMEOUT;
+    let memory = gpu.alloc(64 << 20).map_err(|error| error.to_string())?;
+    let mut peers =
+        PeerGroup::join(gpu, star, PeerOptions::default(), deadline).map_err(|error| error.to_string())?;
+    let shared = peers.share(&memory, deadline).map_err(|error| error.to_string())?;
+    Ok((peers, shared))
+}
+
+/// Kill a peer before and during an operation: each must end with an error, and the GPU must work afterwards.
+pub(super) fn run_killed(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Outcome {
+    let queues = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_else(|_| "8".into());
+    out.head(&[&format!("2 processes, {queues} hardware queues, one is killed"), "ended in ms", "dropped in ms", "with"]);
+    for (name, is_in_flight) in [("before the operation", false), ("during the operation", true)] {
+        out.row(name, &[], || killed(cuda, kernels, is_in_flight).map_err(GpuError::Lost));
+    }
+    Ok(())
+}
+
+fn killed(cuda: &Cuda, kernels: &[String], is_in_flight: bool) -> Result<Vec<String>, String> {
+    let (listener, mut children) = spawn("victim", kernels, 2)?;
+    let gpu = cuda.another().map_err(|error| error.to_string())?;
+    let star = Star::hub(&listener, 2).map_err(|error| error.to_string())?;
+    let (mut peers, shared) = shared(gpu, star)?;
+    if let Some(why) = shared.why_staged() {
+        return Err(format!("the processes do not access each other's memory: {why}"));
+    }
+    if !is_in_flight {
+        children.clear();
+    }
+    let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, (64 << 20) / 4);
+    let begun = Instant::now();
+    let deadline = begun + SHORT;
+    let work = peers.start(&shared, (&desc, Algo::Ring), &[], deadline);
+    // Dropping a child kills it and waits for its end.
+    children.clear();
+    let error = match work.and_then(|work| peers.wait(work, deadline)) {
+        Ok(()) => return Err("an all-reduce with a killed rank succeeded".into()),
+        Err(error) => error,
+    };
+    let ended = begun.elapsed().saturating_sub(SHORT);
+    let begun = Instant::now();
+    drop((peers, shared));
+    let dropped = begun.elapsed();
+    sums_to_two(cuda)?;
+    let ms = |time: Duration| format!("{:.1}", time.as_secs_f64() * 1e3);
+    Ok(vec![ms(ended), ms(dropped), error.to_string()])
+}
+
+/// Check that the GPU of this process still works.
+fn sums_to_two(cuda: &Cuda) -> Result<(), String> {
+    let check = || -> Result<bool, GpuError> {
+        let mut group = Group::new(cuda.another()?, 2, GroupOptions::default())?;
+        let stream = group.gpu().stream()?;
+        let ones = 1_i32.to_le_bytes().repeat(1000);
+        let memory = [put(group.gpu(), &stream, &ones)?, put(group.gpu(), &stream, &ones)?];
+        let buffers = memory.clone().map(GpuBuffers::InPlace);
+        let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 1000);
+        let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
+        let work = group.start(&request, &[])?;
+        group.wait(work, Instant::now() + TIMEOUT)?;
+        Ok(super::get(group.gpu(), &stream, &memory[1], ones.len())? == 2_i32.to_le_bytes().repeat(1000))
+    };
+    match check() {
+        Ok(true) => Ok(()),
+        Ok(false) => Err("a sum after the kill is wrong".into()),
+        Err(error) => Err(format!("a sum after the kill: {error}")),
+    }
 }
 
 /// Do the same on a fake GPU, in threads.
 pub(super) fn dry_run() -> Result<(), String> {
-    let (machine, size) = (FakeGpu::new(3, 1 << 28), Size { ranks: 3, elements: 100, timed_bytes: 4096, rounds: 2 });
+    let size = Size { ranks: 3, elements: 100, timed_bytes: 4096, staged_bytes: 4096, rounds: 2 };
+    let machine = FakeGpu::new(3, 1 << 28);
     let listener = TcpListener::bind("127.0.0.1:0").map_err(|error| error.to_string())?;
     let addr = listener.local_addr().map_err(|error| error.to_string())?.to_string();
     std::thread::scope(|scope| {
@@ -237,13 +364,14 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, St
         }
     }
     let failed = |error: &dyn std::fmt::Display| format!("rank {me}: {error}");
-    let memory = peers.gpu().alloc(size.timed_bytes).map_err(|error| failed(&error))?;
+    let timed_bytes = if peers.why_staged().is_some() { size.staged_bytes } else { size.timed_bytes };
+    let memory = peers.gpu().alloc(timed_bytes).map_err(|error| failed(&error))?;
     let shared = peers.share(&memory, deadline()).map_err(|error| failed(&error))?;
     let mut rows = Vec::new();
     let ring = if shared.why_staged().is_some() { Algo::Auto } else { Algo::Ring };
     for (name, algo, way) in [("ring", ring, way), ("NCCL", Algo::Nccl, "nccl".to_owned())] {
         if let (Algo::Nccl, Some(why)) = (algo, peers.why_no_nccl()) {
-            rows.push((name, vec![format!("left out: {why}"), String::new()]));
+            rows.push((name, vec![format!("left out: {why}"), String::new(), String::new()]));
             continue;
         }
         let mut times = Vec::new();
@@ -253,7 +381,8 @@ fn rank<G: Peered + Nccl>(gpu: G, star: Star, size: Size) -> Result<Vec<Row>, St
             times.push(begun.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);
-        rows.push((name, vec![way, format!("{:.1}", times[times.len() / 2] * 1e6)]));
+        let mib = timed_bytes as f64 / f64::from(1 << 20);
+        rows.push((name, vec![way, format!("{mib:.0}"), format!("{:.1}", times[times.len() / 2] * 1e6)]));
     }
     peers.unshare(shared, deadline()).map_err(|error| failed(&error))?;
     peers.leave(deadline()).map_err(|error| failed(&error))?;

@@ -108,6 +108,8 @@ pub struct GpuEngine<G: Bulk> {
     in_flight: VecDeque<InFlight<G>>,
     queued_steps: usize,
     is_stopped: bool,
+    /// Why the hardware failed last.
+    error: Option<GpuError>,
 }
 
 /// A submitted chain.
@@ -132,12 +134,17 @@ impl<G: Bulk> GpuEngine<G> {
         let mut capabilities = Capabilities::new(Profile::InlineReduce, STEPS_MAX, QUEUE_DEPTH).with_alignment(16);
         (capabilities.dtypes, capabilities.ops) = family.sets();
         let (regions, in_flight) = (Vec::new(), VecDeque::new());
-        Ok(Self { gpu, stream, capabilities, regions, in_flight, queued_steps: 0, is_stopped: false })
+        Ok(Self { gpu, stream, capabilities, regions, in_flight, queued_steps: 0, is_stopped: false, error: None })
     }
 
     /// Return the GPU.
     pub const fn gpu(&self) -> &G {
         &self.gpu
+    }
+
+    /// Return the GPU's error behind the last [`Status::Hardware`] or [`SubmitError::Stopped`].
+    pub const fn error(&self) -> Option<&GpuError> {
+        self.error.as_ref()
     }
 
     /// Register memory; `None` if no key is free.
@@ -181,7 +188,7 @@ impl<G: Bulk> GpuEngine<G> {
     }
 
     /// Enqueue one step; `held` receives the memory that it accesses.
-    fn enqueue(&self, step: &Step, held: &mut Vec<G::Memory>) -> Result<(), Status> {
+    fn enqueue(&mut self, step: &Step, held: &mut Vec<G::Memory>) -> Result<(), Status> {
         self.capabilities.check(step)?;
         let (len, to) = (step.dst_len_bytes(), self.find(step.dst(), step.dst_len_bytes())?);
         let from = step.src().map(|address| self.find(address, step.src_len_bytes())).transpose()?;
@@ -209,7 +216,10 @@ impl<G: Bulk> GpuEngine<G> {
             _ => return Err(Status::Unsupported),
         };
         held.extend([Some(to), from].into_iter().flatten());
-        enqueued.map_err(|_| Status::Hardware)
+        enqueued.map_err(|error| {
+            self.error = Some(error);
+            Status::Hardware
+        })
     }
 
     /// Accept a chain of valid length.
@@ -245,7 +255,8 @@ impl<G: Bulk> Engine for GpuEngine<G> {
         if self.queued_steps + steps > QUEUE_DEPTH as usize {
             return Err(SubmitError::Full { depth: QUEUE_DEPTH });
         }
-        self.accept(&chain).map_err(|_| {
+        self.accept(&chain).map_err(|error| {
+            self.error = Some(error);
             self.is_stopped = true;
             SubmitError::Stopped
         })
@@ -258,7 +269,8 @@ impl<G: Bulk> Engine for GpuEngine<G> {
                 Ok(false) => break,
                 Ok(true) => flight.end,
                 // The context is lost: nothing of it runs any more.
-                Err(_) => {
+                Err(error) => {
+                    self.error = Some(error);
                     self.is_stopped = true;
                     (Status::Hardware, 0)
                 }
