@@ -88,23 +88,24 @@ impl CompiledKernel {
     }
 }
 
-/// Return code from the compiler, if available and enabled, otherwise from the folder of compiled kernels.
+/// Return code from the compiler, if available and enabled, otherwise from the folder of compiled kernels: also where
+/// the compiler fails, as without its library of built-in functions.
 pub(super) fn provide(
     options: &CudaOptions,
     has_compiler: bool,
     file_name: String,
     compile: impl FnOnce() -> Result<CompiledKernel, GpuError>,
 ) -> Result<CompiledKernel, GpuError> {
-    if options.compiles && has_compiler {
-        return compile();
+    let compiled = (options.compiles && has_compiler).then(compile);
+    if let Some(Ok(compiled)) = compiled {
+        return Ok(compiled);
     }
-    let Some(folder) = &options.kernels else {
-        return Err(Unavailable::Compiler { wanted: file_name }.into());
-    };
-    let path = folder.join(file_name);
-    match std::fs::read_to_string(&path) {
-        Ok(ptx) => Ok(CompiledKernel::of_ptx(ptx)),
-        Err(_) => Err(Unavailable::Compiler { wanted: path.display().to_string() }.into()),
+    let path = options.kernels.as_ref().map_or_else(|| file_name.clone().into(), |folder| folder.join(&file_name));
+    let shipped = options.kernels.as_ref().and_then(|_| std::fs::read_to_string(&path).ok());
+    match (shipped, compiled) {
+        (Some(ptx), _) => Ok(CompiledKernel::of_ptx(ptx)),
+        (None, Some(compiled)) => compiled,
+        (None, None) => Err(Unavailable::Compiler { wanted: path.display().to_string() }.into()),
     }
 }
 

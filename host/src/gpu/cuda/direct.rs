@@ -160,7 +160,8 @@ impl Adapter for VerbsCard {
 /// Try it with real memory; see [`crate::gpu::direct::probe_direct`].
 pub(crate) fn probe_direct() -> Result<Result<String, WhyPinned>, GpuError> {
     let cuda = Cuda::open(CudaOptions::default())?;
-    let memory = cuda.alloc(1 << 16)?;
+    // A whole block of the driver: parts of one may not be exported.
+    let memory = cuda.alloc(2 << 20)?;
     let card = VerbsCard::open();
     let tried = match &card {
         Ok(card) => route(&cuda, &memory, Ok(card)),

@@ -4,6 +4,7 @@
 // compiler (SUMAC_HOST) for all of them at once, so that a machine without a GPU can compare the bits. Invariants:
 // - no fused multiply-add, no flush to zero, IEEE division: the intrinsics that say so, and the compiler's options;
 // - a thread reads whatever it needs of an element before it writes the element, so `dst` may be `own` or `src`;
+// - the hardware converts narrow floats as the code for the host does, except NaNs, which are replaced when they are stored;
 // - what lies at multiples of 16 bytes is read and written 16 bytes at a time.
 
 #ifdef SUMAC_HOST
@@ -72,6 +73,7 @@ template <int FRACTION_BITS, int BIAS> INLINE u32 narrow_magnitude(u32 magnitude
     return (i32)finite < (i32)most ? finite : most;
 }
 
+#ifdef SUMAC_HOST
 INLINE float f16_to_f32(u16 bits) {
     u32 sign = ((u32)bits & 0x8000) << 16, shifted = ((u32)bits & 0x7fff) << 13;
     const u32 rebias = 112u << 23, least_normal = power_of_two(-14), infinity = 0x7c00u << 13;
@@ -85,6 +87,19 @@ INLINE u16 f32_to_f16(float value) {
     u32 rounded = ((bits >> 16) & 0x8000) | narrow_magnitude<10, 15>(magnitude, 0x7c00);
     return (u16)(magnitude > F32_INFINITY ? 0x7e00 : rounded);
 }
+#else
+INLINE float f16_to_f32(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+INLINE u16 f32_to_f16(float value) {
+    u16 rounded;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(rounded) : "f"(value));
+    return (u16)((bits_of(value) & F32_MAGNITUDE) > F32_INFINITY ? 0x7e00 : rounded);
+}
+#endif
 
 INLINE u16 f32_to_bf16(float value) {
     u32 bits = bits_of(value);
@@ -92,6 +107,20 @@ INLINE u16 f32_to_bf16(float value) {
     return (u16)((bits & F32_MAGNITUDE) > F32_INFINITY ? 0x7fc0 : rounded);
 }
 
+#if !defined(SUMAC_HOST) && __CUDA_ARCH__ >= 890
+INLINE float e4m3_to_f32(u8 bits) {
+    u32 pair;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"((u16)bits));
+    return f16_to_f32((u16)pair);
+}
+
+INLINE u8 f32_to_e4m3(float value) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
+    // The hardware stops at the largest value, 448; what lies beyond the midpoint behind it is no number.
+    return (u8)((bits_of(value) & F32_MAGNITUDE) > 0x43e80000 ? 0x7f : pair);
+}
+#else
 INLINE float e4m3_to_f32(u8 bits) {
     u32 magnitude = bits & 0x7f;
     return float_of(((u32)bits & 0x80) << 24 | (magnitude == 0x7f ? F32_NAN : widen_finite<3, 7>(magnitude)));
@@ -101,6 +130,7 @@ INLINE u8 f32_to_e4m3(float value) {
     u32 bits = bits_of(value), magnitude = narrow_magnitude<3, 7>(bits & F32_MAGNITUDE, 0x7f);
     return (u8)(magnitude == 0x7f ? 0x7f : ((bits >> 24) & 0x80) | magnitude);
 }
+#endif
 
 INLINE u8 f32_to_e5m2(float value) {
     u32 bits = bits_of(value), magnitude = bits & F32_MAGNITUDE;

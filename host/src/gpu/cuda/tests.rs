@@ -55,5 +55,13 @@ fn shipped_ptx_is_used_without_a_compiler() {
     assert_eq!(provided(options(true, here()), false, "f64-sum.ptx"), Err(Unavailable::Compiler { wanted }.into()));
     let wanted = "f32-sum.ptx".to_owned();
     assert_eq!(provided(options(true, None), false, "f32-sum.ptx"), Err(Unavailable::Compiler { wanted }.into()));
+    // A compiler that fails: its own error only where nothing was shipped.
+    let failed = || GpuError::Kernel { kernel: "f32 sum".into(), why: "no built-in functions".into() };
+    let failing = |options: CudaOptions, name: &str| {
+        compile::provide(&options, true, name.into(), || Err(failed())).map(|code| code.bytes().to_vec())
+    };
+    assert_eq!(failing(options(true, here()), "f32-sum.ptx"), Ok(b"// shipped".to_vec()));
+    assert_eq!(failing(options(true, here()), "f64-sum.ptx"), Err(failed()));
+    assert_eq!(failing(options(true, None), "f32-sum.ptx"), Err(failed()));
     std::fs::remove_dir_all(&folder).expect("the folder");
 }
