@@ -15,6 +15,10 @@
 
 #[path = "gpu/check.rs"]
 mod check;
+#[path = "gpu/conversions.rs"]
+mod conversions;
+#[path = "gpu/engines.rs"]
+mod engines;
 #[path = "gpu/findings.rs"]
 mod findings;
 #[path = "gpu/measure.rs"]
@@ -68,6 +72,7 @@ fn parse(arguments: impl Iterator<Item = String>) -> Option<Arguments> {
     let command: Vec<&str> = args.command.iter().map(String::as_str).collect();
     let is_known = match command.as_slice() {
         ["facts" | "check" | "peers" | "killed" | "dry-run"] => true,
+        ["survivor", name] => ["before", "during"].contains(name),
         ["measure", section] => measure::SECTIONS.contains(section),
         ["peer" | "victim", rank, ranks, _] => rank.parse::<u32>().is_ok() && ranks.parse::<u32>().is_ok(),
         _ => false,
@@ -121,7 +126,8 @@ fn run(cuda: &Cuda, args: &Arguments) -> Result<usize, String> {
         }
         "check" => return check::run(cuda, limit),
         "measure" => measure::run(cuda, &args.command[1], &mut out, args.trace.as_deref())?,
-        "killed" => peers::run_killed(cuda, &args.kernels, &mut out)?,
+        "killed" => peers::run_killed(&args.kernels, &mut out)?,
+        "survivor" => peers::run_survivor(cuda, &args.command[1], &args.kernels)?,
         _ => peers::run(cuda, &args.kernels, &mut out)?,
     }
     match out.failed() {

@@ -4,31 +4,31 @@
 //! drawn in random order, so that a time limit leaves out none of a kind. A fake can also stand in for the GPU under
 //! test, so that the checks themselves are tested without one ([`dry_run`]).
 
+use super::conversions::conversions;
+use super::engines::engines;
 use super::findings::Findings;
-use super::specials::special_sums;
 use super::{Draws, get, put, write};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::Cuda;
-use sumac::gpu::engine::{Bulk, Family, GpuEngine};
+use sumac::gpu::engine::Bulk;
 use sumac::gpu::{FakeGpu, Gpu, GpuBuffers, GpuError, Group, GroupOptions, Part, Request, Staging};
 use sumac::schedule::{ALGORITHMS, Place, Problem, tree::Tree};
 use sumac::{Algo, Collective, Dtype, OpDesc, Order, Rank, ReduceOp};
-use sumac_hal::dma::{Address, Chain, Completion, Engine, Scope, Status, Step, Tag};
 use sumac_hal::reduce::Kernel;
 
 const ALGOS: [Algo; 6] =
     [Algo::Ring, Algo::HalvingDoubling, Algo::RecursiveDoubling, Algo::Binomial, Algo::HostTree, Algo::Pairwise];
 
 /// Long enough for a kernel that is compiled on first use.
-const TIMEOUT: Duration = Duration::from_secs(60);
+pub(super) const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How to open the GPU again, and how much to check.
-struct Check<'a, G> {
-    another: &'a dyn Fn() -> Result<G, GpuError>,
+pub(super) struct Check<'a, G> {
+    pub(super) another: &'a dyn Fn() -> Result<G, GpuError>,
     ranks: &'a [u32],
     /// Maximum number of elements of an operation.
-    elements: usize,
+    pub(super) elements: usize,
     /// Enough bytes to keep the GPU busy for longer than submission takes.
     long_bytes: usize,
     /// When to stop comparing operations.
@@ -89,6 +89,7 @@ fn check<G: Bulk>(check: &Check<'_, G>, mut findings: Findings) -> Result<usize,
     findings.note("replays", repeats(check));
     findings.note("stopping", ends(check));
     findings.note("staging", stages(check));
+    findings.note("a conversion", (check.another)().map_err(to_text).and_then(|gpu| conversions(&gpu)));
     engines(check, &mut draws, &mut findings);
     let (compared, left_out) = compare_all(check, &mut draws, &mut findings)?;
     if left_out > 0 {
@@ -105,14 +106,20 @@ fn compare_all<G: Bulk>(
     draws: &mut Draws,
     findings: &mut Findings,
 ) -> Result<(usize, usize), String> {
-    let groups = check.ranks.iter().map(|&ranks| Ok((group(check, pieces(), ranks)?, fake(ranks)?)));
+    // On a stream for each rank, and on one for all.
+    let serial = || GroupOptions { serial_bytes: u64::MAX, ..pieces() };
+    let options = [pieces(), serial()]
+        .into_iter()
+        .flat_map(|options| check.ranks.iter().map(move |&ranks| (ranks, options.clone())));
+    let groups = options.map(|(ranks, options)| Ok((group(check, options, ranks)?, fake(ranks)?)));
     let mut groups = groups.collect::<Result<Vec<_>, String>>()?;
     let mut compared = 0;
     for (ours, fake) in &mut groups {
         compared += others(ours, fake, draws, findings);
     }
     let mut cases = Vec::new();
-    for kernel in Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)))
+    for kernel in
+        Dtype::ALL.iter().flat_map(|&dtype| ReduceOp::ALL.iter().filter_map(move |&op| Kernel::new(dtype, op)))
     {
         for (algo, is_in_place) in ALGOS.into_iter().flat_map(|algo| [(algo, true), (algo, false)]) {
             cases.extend((0..groups.len()).map(|group| (kernel, algo, is_in_place, group)));
@@ -125,7 +132,7 @@ fn compare_all<G: Bulk>(
         }
         let (ours, fake) = &mut groups[*at];
         let count = 1 + (draws.next() >> 32) as usize % check.elements;
-        let data = Data::all_reduce(draws, kernel, check.ranks[*at], count);
+        let data = Data::all_reduce(draws, kernel, ours.ranks(), count);
         findings.note("a result", compare(ours, fake, (*algo, *is_in_place), &data));
         compared += 1;
     }
@@ -191,13 +198,13 @@ fn others<G: Gpu>(
     compared
 }
 
-fn to_text(error: GpuError) -> String {
+pub(super) fn to_text(error: GpuError) -> String {
     error.to_string()
 }
 
-/// Short pieces, so that every message has several.
+/// Short pieces, so that every message has several, each on its rank's stream.
 fn pieces() -> GroupOptions {
-    GroupOptions { piece_bytes: 4096, ..GroupOptions::default() }
+    GroupOptions { piece_bytes: 4096, serial_bytes: 0, replay_bytes: 0, ..GroupOptions::default() }
 }
 
 fn fake(ranks: u32) -> Result<Group<FakeGpu>, String> {
@@ -278,7 +285,7 @@ fn elements(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
 }
 
 /// Draw elements: floats from -1 to 1, integers of any bits, and few distinct indices, so that there are ties.
-fn ordinary(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
+pub(super) fn ordinary(draws: &mut Draws, kernel: &Kernel, count: usize) -> Vec<u8> {
     let (dtype, size) = (kernel.dtype(), kernel.dtype().size_bytes());
     let rounder = Kernel::new(dtype, ReduceOp::Sum);
     let mut bytes = Vec::new();
@@ -354,7 +361,7 @@ fn against_float64(kernel: &Kernel, inputs: &[Vec<u8>], found: &[u8]) -> Result<
 
 /// Check that a captured operation can be replayed.
 fn repeats<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
-    let mut group = group(check, pieces(), 4)?;
+    let mut group = group(check, GroupOptions { replay_bytes: u64::MAX, ..pieces() }, 4)?;
     let stream = group.gpu().stream().map_err(to_text)?;
     let ones: Vec<u8> = (0..10_000).flat_map(|_| 1_i32.to_le_bytes()).collect();
     let upload = || put(group.gpu(), &stream, &ones).map(GpuBuffers::InPlace);
@@ -362,15 +369,18 @@ fn repeats<G: Bulk>(check: &Check<'_, G>) -> Result<(), String> {
     let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 10_000);
     let request = Request { desc, algo: Algo::Ring, buffers: &buffers, scalars: &[] };
     let repeat = group.capture(&request).map_err(to_text)?;
-    for _ in 0..5 {
-        let work = group.replay(&repeat, &[]).map_err(to_text)?;
+    let work = group.replay(&repeat, &[]).map_err(to_text)?;
+    group.wait(work, Instant::now() + TIMEOUT).map_err(to_text)?;
+    // The same call again and again is replayed as well, from the second time on.
+    for _ in 0..4 {
+        let work = group.start(&request, &[]).map_err(to_text)?;
         group.wait(work, Instant::now() + TIMEOUT).map_err(to_text)?;
     }
     let found = get(group.gpu(), &stream, output(&buffers[3]), ones.len()).map_err(to_text)?;
     if !found.as_chunks().0.iter().all(|sum| i32::from_le_bytes(*sum) == 1024) {
-        return Err("a captured operation, replayed five times over four ranks, does not give 4^5".into());
+        return Err("an operation of four ranks, replayed and repeated five times, does not give 4^5".into());
     }
-    println!("a captured operation can be replayed");
+    println!("a captured operation can be replayed, and a repeated one is");
     Ok(())
 }
 
@@ -440,101 +450,4 @@ fn staged<G: Gpu>(gpu: &G, len_bytes: usize) -> Result<bool, GpuError> {
     })?;
     let found = get(gpu, &producer, &memory, len_bytes)?;
     Ok(found.iter().zip(&bytes).all(|(found, byte)| *found == byte.wrapping_add(1)))
-}
-
-/// Compare the copy engine's reductions with the CPU's kernels.
-fn engines<G: Bulk>(check: &Check<'_, G>, draws: &mut Draws, findings: &mut Findings) {
-    for family in [Family::Sums, Family::Integers] {
-        let engine = (check.another)().and_then(|gpu| match gpu.check_bulk() {
-            Ok(()) => GpuEngine::new(gpu, family).map(Some),
-            Err(error) => {
-                println!("{error}");
-                Ok(None)
-            }
-        });
-        let mut engine = match engine {
-            Ok(Some(engine)) => engine,
-            Ok(None) => return,
-            Err(error) => return findings.note("the copy engine", Err(error.to_string())),
-        };
-        for &dtype in Dtype::ALL {
-            for &op in ReduceOp::ALL {
-                let Some(kernel) = Kernel::new(dtype, op).filter(|_| engine.capabilities().reduces(dtype, op)) else {
-                    continue;
-                };
-                // Several tiles for some blocks, and a last tile that is not full.
-                let len = 16 * (1 + (draws.next() >> 32) as usize % (check.elements * 100));
-                let count = len / kernel.element_bytes();
-                let operands = (ordinary(draws, &kernel, count), ordinary(draws, &kernel, count));
-                let ran = engine_one(&mut engine, &kernel, &operands);
-                let bits = ran.and_then(|found| match found == on_the_cpu(&kernel, &operands) {
-                    true => Ok(()),
-                    false => Err(format!("the bits of {count} elements differ")),
-                });
-                findings.note(&format!("the copy engine's {dtype} {op}"), bits);
-                if family == Family::Sums && !dtype.is_integer() {
-                    let specials = special_sums(dtype);
-                    let ran = engine_one(&mut engine, &kernel, &specials);
-                    let told = ran.map(|found| super::specials::tell(&kernel, &specials, &found));
-                    findings.note(&format!("the copy engine's {dtype} {op} of special values"), told);
-                }
-            }
-        }
-    }
-}
-
-/// Reduce on the CPU, as the copy engine should.
-pub(super) fn on_the_cpu(kernel: &Kernel, (src, dst): &(Vec<u8>, Vec<u8>)) -> Vec<u8> {
-    let mut accumulators = vec![0; src.len() / kernel.element_bytes() * kernel.accumulator_bytes()];
-    kernel.load(&mut accumulators, dst, false);
-    kernel.combine(&mut accumulators, src, false);
-    let mut wanted = vec![0; src.len()];
-    kernel.store(&mut wanted, &accumulators, 1);
-    wanted
-}
-
-/// Reduce the first operand into the second on the engine; returns the result.
-fn engine_one<G: Bulk>(
-    engine: &mut GpuEngine<G>,
-    kernel: &Kernel,
-    (src, dst): &(Vec<u8>, Vec<u8>),
-) -> Result<Vec<u8>, String> {
-    let (len, count) = (src.len(), src.len() / kernel.element_bytes());
-    let stream = engine.gpu().stream().map_err(to_text)?;
-    let upload = |bytes: &[u8]| put(engine.gpu(), &stream, bytes).map_err(to_text);
-    let (from, to) = (upload(src)?, upload(dst)?);
-    let from_key = engine.register(from).ok_or("no region is free")?;
-    let to_key = engine.register(to.clone()).ok_or("no region is free")?;
-    let at = |region| Address { region, offset_bytes: 0 };
-    let step = Step::Reduce {
-        op: kernel.op(),
-        source: kernel.dtype(),
-        accumulator: kernel.dtype(),
-        src: at(from_key),
-        dst: at(to_key),
-        count: count as u32,
-    };
-    let tag = Tag { seq: 1, slot: 0, attempt: 0 };
-    if let Err(error) = engine.submit(Chain { tag, scope: Scope(0), steps: &[step] }) {
-        return Err(format!("{error}: {}", reason(engine)));
-    }
-    let mut ends = [Completion { tag, status: Status::Aborted, step: 0 }];
-    let deadline = Instant::now() + TIMEOUT;
-    while engine.poll(&mut ends) == 0 {
-        if Instant::now() > deadline {
-            return Err("it did not complete in time".into());
-        }
-    }
-    let found = get(engine.gpu(), &stream, &to, len).map_err(to_text)?;
-    engine.deregister(from_key);
-    engine.deregister(to_key);
-    match ends[0].status {
-        Status::Done => Ok(found),
-        status => Err(format!("{status}: {}", reason(engine))),
-    }
-}
-
-/// Return the driver's words for an engine's last failure.
-fn reason<G: Bulk>(engine: &GpuEngine<G>) -> String {
-    engine.error().map_or_else(|| "no reason".into(), ToString::to_string)
 }

@@ -19,6 +19,8 @@ use sumac_hal::reduce::Kernel;
 
 const MIB: usize = 1 << 20;
 const TIMEOUT: Duration = Duration::from_secs(60);
+/// Rounds that are not counted.
+const WARM_UP: usize = 3;
 
 /// What to measure, and with what.
 struct Bench<'a, G: Gpu, P> {
@@ -197,12 +199,12 @@ impl<G: Bulk + Nccl, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, 
         mut start: impl FnMut(&mut Group<G>) -> Result<Work<G>, GpuError>,
     ) -> Result<f64, GpuError> {
         let mut times = Vec::new();
-        for round in 0..=self.rounds {
+        for round in 0..WARM_UP + self.rounds {
             let begun = Instant::now();
             let work = start(group)?;
             group.wait(work, begun + TIMEOUT)?;
-            // The first round loads code and allocates memory.
-            if round > 0 {
+            // The first round loads code and allocates memory; the next ones find cold caches.
+            if round >= WARM_UP {
                 times.push(begun.elapsed().as_secs_f64());
             }
         }
@@ -233,8 +235,10 @@ impl<G: Bulk + Nccl, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, 
     }
 
     fn small_messages(&self, out: &mut Out) -> Result<(), GpuError> {
-        out.head(&["all-reduce, f32 sum, 4 ranks, bytes", "by", "us", "captured, us"]);
+        out.head(&["all-reduce, f32 sum, 4 ranks, bytes", "by", "us", "repeated, us", "captured, us"]);
         let mut group = self.group(4)?;
+        let never = GroupOptions { replay_bytes: 0, ..GroupOptions::default() };
+        let mut plainly = Group::new((self.another)()?, 4, never)?;
         for len_bytes in [8, 256, 4096, 65536] {
             let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, len_bytes as u64 / 4);
             let path = group.explain(&desc, Algo::Auto).chosen.map_or("none", |path| path.name());
@@ -242,10 +246,11 @@ impl<G: Bulk + Nccl, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, 
                 let buffer = || self.random(len_bytes).map(GpuBuffers::InPlace);
                 let buffers = (0..4).map(|_| buffer()).collect::<Result<Vec<_>, _>>()?;
                 let request = Request { desc, algo: Algo::Auto, buffers: &buffers, scalars: &[] };
-                let plain = self.waited(&mut group, |group| group.start(&request, &[]))?;
+                let plain = self.waited(&mut plainly, |group| group.start(&request, &[]))?;
+                let repeated = self.waited(&mut group, |group| group.start(&request, &[]))?;
                 let repeat = group.capture(&request)?;
                 let captured = self.waited(&mut group, |group| group.replay(&repeat, &[]))?;
-                Ok(vec![us(plain), us(captured)])
+                Ok(vec![us(plain), us(repeated), us(captured)])
             });
         }
         match self.gpu.nccl_version() {
@@ -278,7 +283,7 @@ impl<G: Bulk + Nccl, P: FnMut(&G::Stream) -> Result<(), GpuError>> Bench<'_, G, 
                         times.push(begun.elapsed().as_secs_f64());
                     }
                 }
-                self.gpu.nccl_abort(&comm);
+                self.gpu.nccl_abort(&comm, Instant::now() + TIMEOUT);
                 Ok(vec![us(median(times))])
             });
         }

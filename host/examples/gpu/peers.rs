@@ -6,10 +6,10 @@
 
 use super::out::Out;
 use super::{Draws, put};
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Child, Command};
-use std::sync::Mutex;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 use sumac::gpu::cuda::{Cuda, CudaOptions};
 use sumac::gpu::nccl::Nccl;
@@ -225,20 +225,53 @@ type Outcome = Result<(), String>;
 fn shared(gpu: Cuda, star: Star) -> Result<(PeerGroup<Cuda, Star>, Shared<Cuda>), String> {
     let deadline = Instant::now() + TIMEOUT;
     let memory = gpu.alloc(64 << 20).map_err(|error| error.to_string())?;
-    let mut peers =
-        PeerGroup::join(gpu, star, PeerOptions::default(), deadline).map_err(|error| error.to_string())?;
+    let mut peers = PeerGroup::join(gpu, star, PeerOptions::default(), deadline).map_err(|error| error.to_string())?;
     let shared = peers.share(&memory, deadline).map_err(|error| error.to_string())?;
     Ok((peers, shared))
 }
 
-/// Kill a peer before and during an operation: each must end with an error, and the GPU must work afterwards.
-pub(super) fn run_killed(cuda: &Cuda, kernels: &[String], out: &mut Out) -> Outcome {
-    let queues = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_else(|_| "8".into());
-    out.head(&[&format!("2 processes, {queues} hardware queues, one is killed"), "ended in ms", "dropped in ms", "with"]);
-    for (name, is_in_flight) in [("before the operation", false), ("during the operation", true)] {
-        out.row(name, &[], || killed(cuda, kernels, is_in_flight).map_err(GpuError::Lost));
+/// Kill a peer before and during an operation: each must end with an error, and the GPU must work afterwards. Where all
+/// streams share one queue of the hardware, the process may be stuck, but must say so in time. Each case has a process
+/// of its own.
+pub(super) fn run_killed(kernels: &[String], out: &mut Out) -> Outcome {
+    out.head(&["2 processes, one is killed", "hardware queues", "ended in ms", "dropped in ms", "with"]);
+    for queues in ["8", "1"] {
+        for name in ["before", "during"] {
+            let row = format!("{name} the operation");
+            out.row(&row, &[queues.into()], || survivor(name, queues, kernels).map_err(GpuError::Lost));
+        }
     }
     Ok(())
+}
+
+/// Run one case in a process of its own, which is killed in the end: one that is stuck does not exit.
+fn survivor(name: &str, queues: &str, kernels: &[String]) -> Result<Vec<String>, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let mut command = Command::new(program);
+    command.args(["survivor", name]).args(kernels).env("CUDA_DEVICE_MAX_CONNECTIONS", queues).stdout(Stdio::piped());
+    let mut child = Reaped(command.spawn().map_err(|error| error.to_string())?);
+    let stdout = child.0.stdout.take().ok_or("it has no output")?;
+    let (send, receive) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let read = BufReader::new(stdout).read_line(&mut line);
+        let _ = send.send(read.map(|_| line));
+    });
+    let line = receive.recv_timeout(TIMEOUT).map_err(|_| format!("it hung: nothing in {} s", TIMEOUT.as_secs()))?;
+    let line = line.map_err(|error| error.to_string())?;
+    match line.trim().strip_prefix("ended|") {
+        Some(figures) => Ok(figures.split('|').map(str::to_owned).collect()),
+        None => Err(line.trim().to_owned()),
+    }
+}
+
+/// Run one case, and print one line.
+pub(super) fn run_survivor(cuda: &Cuda, name: &str, kernels: &[String]) -> Outcome {
+    match killed(cuda, kernels, name == "during") {
+        Ok(figures) => println!("ended|{}", figures.join("|")),
+        Err(why) => println!("{why}"),
+    }
+    io::stdout().flush().map_err(|error| error.to_string())
 }
 
 fn killed(cuda: &Cuda, kernels: &[String], is_in_flight: bool) -> Result<Vec<String>, String> {
@@ -266,7 +299,10 @@ fn killed(cuda: &Cuda, kernels: &[String], is_in_flight: bool) -> Result<Vec<Str
     let begun = Instant::now();
     drop((peers, shared));
     let dropped = begun.elapsed();
-    sums_to_two(cuda)?;
+    let has_one_queue = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|queues| queues == "1");
+    if !(has_one_queue && matches!(error, PeerError::Gpu(GpuError::Stuck))) {
+        sums_to_two(cuda)?;
+    }
     let ms = |time: Duration| format!("{:.1}", time.as_secs_f64() * 1e3);
     Ok(vec![ms(ended), ms(dropped), error.to_string()])
 }

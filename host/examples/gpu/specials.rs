@@ -1,6 +1,6 @@
 //! Special floats: zeros, subnormals, infinities and NaNs, and what the copy engine makes of them.
 
-use super::check::on_the_cpu;
+use super::engines::on_the_cpu;
 use sumac::Dtype;
 use sumac_hal::reduce::Kernel;
 
@@ -24,7 +24,8 @@ pub(super) fn specials(dtype: Dtype) -> Vec<Vec<u8>> {
     let infinity = ((1_u64 << exponent) - 1) << fraction;
     let (normal, quiet) = (1_u64 << fraction, infinity | 1 << (fraction - 1));
     let one = ((1_u64 << (exponent - 1)) - 1) << fraction;
-    let magnitudes = [0, 1, normal - 1, normal, normal + 1, one, infinity - 1, infinity, quiet, quiet | 1, infinity | 1];
+    let magnitudes =
+        [0, 1, normal - 1, normal, normal + 1, one, infinity - 1, infinity, quiet, quiet | 1, infinity | 1];
     let both = magnitudes.into_iter().flat_map(|magnitude| [magnitude, magnitude | sign]);
     both.map(|bits| bits.to_le_bytes()[..dtype.size_bytes()].to_vec()).collect()
 }
@@ -44,8 +45,8 @@ pub(super) fn special_sums(dtype: Dtype) -> (Vec<u8>, Vec<u8>) {
     (a, b)
 }
 
-/// Print where results differ from the CPU's, by the kind of the difference. These are properties of the hardware, which
-/// the engine documents: no failures.
+/// Print where results differ from the CPU's, by the kind of the difference. These are properties of the hardware,
+/// which the engine documents: no failures.
 pub(super) fn tell(kernel: &Kernel, operands: &(Vec<u8>, Vec<u8>), found: &[u8]) {
     let (dtype, size) = (kernel.dtype(), kernel.element_bytes());
     let Some((exponent, fraction)) = layout(dtype) else { return };
@@ -66,7 +67,8 @@ pub(super) fn tell(kernel: &Kernel, operands: &(Vec<u8>, Vec<u8>), found: &[u8])
     for each in ["NaN results", "subnormals", "other values"] {
         let (mut count, mut differing) = (0, Vec::new());
         for at in 0..found.len() / size {
-            let (a, b, wanted, found) = (bits(&operands.0, at), bits(&operands.1, at), bits(&wanted, at), bits(found, at));
+            let (a, b, wanted, found) =
+                (bits(&operands.0, at), bits(&operands.1, at), bits(&wanted, at), bits(found, at));
             if kind(a, b, wanted) == each {
                 count += 1;
                 if wanted != found {

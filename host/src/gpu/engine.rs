@@ -6,7 +6,8 @@
 //!
 //! The hardware's combinations of types and operators are not a product of two sets, but [`Capabilities`] describe one.
 //! An engine therefore offers either sums of eight types or six operators of four ([`Family`]). Sums of narrow floats
-//! round at every step. Whether f32 keeps subnormals depends on the hardware, so it must not be used for a declared
+//! round at every step. An H100 keeps subnormals, which PTX does not promise for f32, and its NaNs differ from the
+//! CPU's: all ones but the sign for f16, bf16 and f32, an operand's for f64. So it must not be used for a declared
 //! order of f32 sums.
 //!
 //! An abort only marks chains; what is in the stream still executes, which takes as long as what was submitted.

@@ -62,7 +62,10 @@ pub enum GpuError {
     #[error("the group belongs to the parent of this forked process; set up a new one")]
     Forked,
     /// The operation could not be stopped: its memory is kept until the GPU releases it, and the group is unusable.
-    #[error("an abandoned operation is still waiting on the GPU: its memory is kept, and the group is unusable")]
+    #[error(
+        "an abandoned operation is still waiting on the GPU: its memory is kept, and the group is unusable; restart the \
+         process, without CUDA_DEVICE_MAX_CONNECTIONS=1"
+    )]
     Stuck,
 }
 

@@ -7,6 +7,9 @@
 //! One [`FakeGpu`] is one process on one GPU of a machine; [`FakeGpu::process`] starts others. They access each other's
 //! memory only by handles, and end independently.
 //!
+//! As on hardware, freeing memory and aborting NCCL wait for the process's streams. Where a stream waits for another
+//! process that never comes, they return after a while nevertheless, and [`FakeGpu::blocked`] names them.
+//!
 //! Timers are simulated: each stream has a clock, which advances by a nanosecond for each byte and a microsecond for
 //! each copy or pass, and by waits. So streams overlap where nothing orders them, whatever order was drawn.
 
@@ -20,10 +23,11 @@ mod state;
 use super::error::GpuError;
 use super::{Gpu, Part};
 pub use nccl::FakeNccl;
-use state::{State, Task};
+use state::{Dead, State, Task};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 /// A fake GPU. Clones are the same process on the same GPU.
 #[derive(Debug, Clone)]
@@ -129,6 +133,11 @@ impl FakeGpu {
         self.lock().passes
     }
 
+    /// Return the number of launches of captured work.
+    pub fn launches(&self) -> usize {
+        self.lock().launches
+    }
+
     /// Return the bytes allocated by all processes.
     pub fn allocated_bytes(&self) -> usize {
         self.lock().memory.values().map(|block| block.bytes.len()).sum()
@@ -141,10 +150,16 @@ impl FakeGpu {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.is_opened {
-            true => state.close(self.process, self.id),
-            false => state.free(self.id),
+        let lock = || self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let dead = Dead { id: self.id, is_opened: self.is_opened };
+        let free = lock().graveyards.entry(self.process).or_default().bury(dead);
+        if let Some(dead) = free {
+            let is_free = machine::block(&self.state, self.process, Instant::now() + machine::BLOCKED);
+            let mut state = lock();
+            if !is_free {
+                state.blocked.push(format!("a free of process {}", self.process));
+            }
+            state.release(self.process, dead);
         }
     }
 }

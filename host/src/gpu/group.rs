@@ -1,6 +1,7 @@
 //! Several ranks on one GPU.
 
 mod prepare;
+mod replays;
 
 pub(super) use prepare::{PLANS_MAX, kernel_of, schedules};
 
@@ -15,6 +16,7 @@ use crate::select::{
     Algo, Candidate, Constants, CostTable, Declared, Explanation, RuledOut, SelectionContext, explain_with,
 };
 use prepare::Shape;
+use replays::Replays;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,13 +35,26 @@ pub struct GroupOptions {
     pub table: CostTable,
     /// The longest single pass in bytes. Longer ones are split, so that the next rank need not wait for all of it.
     pub piece_bytes: usize,
+    /// The average bytes that passes of an operation move, up to which it uses one stream: events between streams cost
+    /// more than passes of this length gain by overlapping.
+    pub serial_bytes: u64,
+    /// The same, up to which an operation that is called again with the same memory is captured, and replayed from then
+    /// on: one launch instead of one for each pass.
+    pub replay_bytes: u64,
     /// Grace period for stopped operations to end.
     pub grace: Duration,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        Self { order: Order::Arrival, table: CostTable::gpu(), piece_bytes: 16 << 20, grace: Duration::from_secs(2) }
+        Self {
+            order: Order::Arrival,
+            table: CostTable::gpu(),
+            piece_bytes: 16 << 20,
+            serial_bytes: 256 << 10,
+            replay_bytes: 4 << 20,
+            grace: Duration::from_secs(2),
+        }
     }
 }
 
@@ -69,6 +84,7 @@ pub struct Group<G: Gpu> {
     work: Vec<Option<(usize, G::Memory)>>,
     kernels: HashMap<Kernel, Arc<G::Kernel>>,
     plans: HashMap<Shape, Arc<Plan<G>>>,
+    replays: Replays<G>,
     in_flight: Vec<InFlight<G>>,
     trace: Option<Trace<G>>,
     /// A stopped operation has not ended.
@@ -115,6 +131,7 @@ impl<G: Gpu> Group<G> {
             work: (0..ranks).map(|_| None).collect(),
             kernels: HashMap::new(),
             plans: HashMap::new(),
+            replays: Replays::default(),
             in_flight: Vec::new(),
             trace: None,
             is_stuck: false,
@@ -203,6 +220,11 @@ impl<G: Gpu> Group<G> {
     ) -> Result<Work<G>, GpuError> {
         self.check_usable()?;
         let (mut prepared, plan) = self.prepare(request)?;
+        if copies.is_empty()
+            && let Some(work) = self.replay_known(&mut prepared, &plan, after)
+        {
+            return work;
+        }
         prepared.held.extend(copies.iter().flat_map(|(to, from)| [to.memory.clone(), from.memory.clone()]));
         let (gpu, hub) = (&self.gpu, &self.streams.hub);
         let enqueued = after.iter().try_for_each(|event| gpu.wait(hub, event));
@@ -225,12 +247,7 @@ impl<G: Gpu> Group<G> {
     pub fn capture(&mut self, request: &Request<'_, G::Memory>) -> Result<Repeat<G>, GpuError> {
         self.check_usable()?;
         let (prepared, shared) = self.prepare(request)?;
-        // Captured events are meaningless outside their capture: use separate ones.
-        let plan = Plan::new(&self.gpu, shared.schedules.clone(), shared.program.clone(), shared.kernel.clone())?;
-        let graph = self.gpu.capture(&self.streams.hub, &mut || {
-            // Captured events have no time.
-            plan.enqueue(&self.gpu, &self.streams, &prepared, &mut None)
-        })?;
+        let (graph, plan) = self.graph(&prepared, &shared)?;
         let Prepared { path, fallback, held, .. } = prepared;
         Ok(Repeat { graph, held, path, fallback, _plan: plan })
     }
@@ -359,6 +376,7 @@ impl<G: Gpu> Drop for Group<G> {
             // In a forked child all of it belongs to the parent.
             std::mem::forget((std::mem::take(&mut self.in_flight), std::mem::take(&mut self.work)));
             std::mem::forget((std::mem::take(&mut self.plans), std::mem::take(&mut self.kernels), self.trace.take()));
+            std::mem::forget(std::mem::take(&mut self.replays));
             return;
         }
         // Stop what is in flight; what cannot be stopped keeps its memory for ever.

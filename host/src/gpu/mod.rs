@@ -36,6 +36,7 @@ pub mod direct;
 pub mod engine;
 mod error;
 mod fake;
+mod graveyard;
 mod group;
 mod in_flight;
 pub mod nccl;
@@ -230,7 +231,7 @@ pub trait Gpu {
     /// Disable passes that have not begun, or enable them again.
     ///
     /// # Errors
-    /// As above.
+    /// As above; [`GpuError::Stuck`] if streams hold it up.
     fn stop(&self, is_stopped: bool) -> Result<(), GpuError>;
 
     /// Allocate pinned host memory with unspecified contents.

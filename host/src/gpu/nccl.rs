@@ -11,6 +11,7 @@ use super::error::GpuError;
 use super::{Gpu, Part};
 use crate::select::RuledOut;
 use serde::{Deserialize, Serialize};
+use std::time::Instant;
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Collective, Dtype, OpDesc, Path, ReduceOp};
 
@@ -62,8 +63,9 @@ pub trait Nccl: Gpu {
         places: (Part<'_, Self::Memory>, Part<'_, Self::Memory>),
     ) -> Result<(), GpuError>;
 
-    /// Abort the communicator, which is unusable afterwards.
-    fn nccl_abort(&self, comm: &Self::Comm);
+    /// Abort the communicator, which is unusable afterwards; returns whether that has ended by `until`. Otherwise it
+    /// goes on in the background, and further calls wait for it: NCCL frees memory, which waits for all streams.
+    fn nccl_abort(&self, comm: &Self::Comm, until: Instant) -> bool;
 }
 
 /// Return why NCCL cannot run an operation on any machine.

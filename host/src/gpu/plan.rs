@@ -2,7 +2,7 @@
 //!
 //! Every operation begins and ends at the hub stream: each rank's stream waits for the hub, and the hub for each
 //! rank's. Work enqueued later therefore comes after all of it, and a capture that begins at the hub captures all of
-//! it.
+//! it. A serial plan uses the hub alone: its operations are listed in an order that keeps all their waits.
 
 use super::buffers::{GpuBuffers, ProgramMemory};
 use super::error::GpuError;
@@ -11,7 +11,7 @@ use super::trace::{Kind, Trace};
 use super::{Fused, Gpu, Part};
 use crate::schedule::Schedule;
 use std::sync::Arc;
-use sumac_hal::op::Path;
+use sumac_hal::op::{OpDesc, Path};
 
 /// Destination and source of a copy.
 pub(super) type Pair<'a, M> = (Part<'a, M>, Part<'a, M>);
@@ -29,6 +29,8 @@ pub(super) struct Plan<G: Gpu> {
     pub(super) schedules: Vec<Schedule>,
     pub(super) program: Program,
     pub(super) kernel: Option<Arc<G::Kernel>>,
+    /// Whether everything runs on the hub.
+    is_serial: bool,
     begin: G::Event,
     end_events: Vec<G::Event>,
     /// For each operation, its event if another stream waits for it.
@@ -45,6 +47,7 @@ pub(super) struct Scaling<M> {
 
 /// An operation that is checked and prepared.
 pub(super) struct Prepared<G: Gpu> {
+    pub(super) shape: (OpDesc, Path, bool),
     pub(super) path: Path,
     pub(super) fallback: Option<String>,
     pub(super) buffers: Vec<GpuBuffers<G::Memory>>,
@@ -61,11 +64,13 @@ impl<G: Gpu> Plan<G> {
         schedules: Vec<Schedule>,
         program: Program,
         kernel: Option<Arc<G::Kernel>>,
+        is_serial: bool,
     ) -> Result<Self, GpuError> {
-        let event = |op: &Op| op.is_awaited.then(|| gpu.event()).transpose();
+        let event = |op: &Op| (op.is_awaited && !is_serial).then(|| gpu.event()).transpose();
         let events = program.ops.iter().map(event).collect::<Result<_, _>>()?;
-        let end_events = (0..program.ranks).map(|_| gpu.event()).collect::<Result<_, _>>()?;
-        Ok(Self { schedules, program, kernel, begin: gpu.event()?, end_events, events })
+        let streams = if is_serial { 0 } else { program.ranks };
+        let end_events = (0..streams).map(|_| gpu.event()).collect::<Result<_, _>>()?;
+        Ok(Self { schedules, program, kernel, is_serial, begin: gpu.event()?, end_events, events })
     }
 
     /// Enqueue a program, from the hub to the streams and back.
@@ -76,9 +81,7 @@ impl<G: Gpu> Plan<G> {
         prepared: &Prepared<G>,
         trace: &mut Option<Trace<G>>,
     ) -> Result<(), GpuError> {
-        let Streams { hub, each } = streams;
-        gpu.record(&self.begin, hub)?;
-        each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))?;
+        self.fork(gpu, streams)?;
         if let Some(kernel) = &self.kernel
             && !prepared.scalings.is_empty()
         {
@@ -86,7 +89,7 @@ impl<G: Gpu> Plan<G> {
         }
         let memory = ProgramMemory { buffers: &prepared.buffers, work: &prepared.work };
         for (op, event) in self.program.ops.iter().zip(&self.events) {
-            let stream = &each[op.stream()];
+            let stream = self.stream(streams, op.stream());
             for &earlier in &op.waits {
                 let event = self.events[earlier].as_ref();
                 event.map_or(Ok(()), |event| gpu.wait(stream, event))?;
@@ -101,6 +104,25 @@ impl<G: Gpu> Plan<G> {
             }
             event.as_ref().map_or(Ok(()), |event| gpu.record(event, stream))?;
         }
+        self.join(gpu, streams)
+    }
+
+    /// Return the stream of a rank.
+    fn stream<'s>(&self, streams: &'s Streams<G>, rank: usize) -> &'s G::Stream {
+        if self.is_serial { &streams.hub } else { &streams.each[rank] }
+    }
+
+    /// Make the ranks' streams wait for the hub.
+    fn fork(&self, gpu: &G, Streams { hub, each }: &Streams<G>) -> Result<(), GpuError> {
+        if self.is_serial {
+            return Ok(());
+        }
+        gpu.record(&self.begin, hub)?;
+        each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))
+    }
+
+    /// Make the hub wait for the ranks' streams.
+    fn join(&self, gpu: &G, Streams { hub, each }: &Streams<G>) -> Result<(), GpuError> {
         for (stream, end) in each.iter().zip(&self.end_events) {
             gpu.record(end, stream)?;
             gpu.wait(hub, end)?;
@@ -112,7 +134,7 @@ impl<G: Gpu> Plan<G> {
     fn scale_all(
         &self,
         gpu: &G,
-        Streams { hub, each }: &Streams<G>,
+        streams: &Streams<G>,
         kernel: &G::Kernel,
         scalings: &[Scaling<G::Memory>],
     ) -> Result<(), GpuError> {
@@ -121,14 +143,10 @@ impl<G: Gpu> Plan<G> {
             Part { memory, at: 0, len_bytes: (range.end - range.start) as usize }
         };
         for Scaling { rank, from, to, scalar } in scalings {
-            gpu.scale(&each[*rank], kernel, whole(to), whole(from), *scalar)?;
+            gpu.scale(self.stream(streams, *rank), kernel, whole(to), whole(from), *scalar)?;
         }
-        for (stream, end) in each.iter().zip(&self.end_events) {
-            gpu.record(end, stream)?;
-            gpu.wait(hub, end)?;
-        }
-        gpu.record(&self.begin, hub)?;
-        each.iter().try_for_each(|stream| gpu.wait(stream, &self.begin))
+        self.join(gpu, streams)?;
+        self.fork(gpu, streams)
     }
 }
 

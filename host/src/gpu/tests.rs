@@ -19,7 +19,14 @@ const LONG: Duration = Duration::from_secs(60);
 const ROOM: usize = 1 << 24;
 fn small() -> GroupOptions {
     let table = crate::select::CostTable::gpu();
-    GroupOptions { order: Order::Arrival, table, piece_bytes: 64, grace: Duration::from_secs(20) }
+    GroupOptions {
+        order: Order::Arrival,
+        table,
+        piece_bytes: 64,
+        serial_bytes: 0,
+        replay_bytes: 0,
+        grace: Duration::from_secs(20),
+    }
 }
 
 fn group(seed: u64, ranks: u32) -> Group<FakeGpu> {

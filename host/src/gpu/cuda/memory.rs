@@ -1,9 +1,72 @@
 //! GPU memory, and pinned host memory for copies.
+//!
+//! The driver frees either only when everything enqueued before is done. While an operation waits for another process
+//! ([`hold_frees`]), what is dropped is kept instead.
 
 use super::{driver, no_room};
 use crate::gpu::GpuError;
+use crate::gpu::graveyard::Graveyard;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, PinnedHostSlice, result, sys};
-use std::sync::Arc;
+use std::mem::ManuallyDrop;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Memory to free.
+enum Dead {
+    /// An allocation, or a peer's opened one.
+    Device { context: Arc<CudaContext>, address: u64, is_opened: bool },
+    /// Pinned memory, and the last copy that uses it.
+    Pinned(PinnedHostSlice<u8>, CudaEvent),
+}
+
+impl Dead {
+    /// Free it, or keep it while an operation waits.
+    fn bury(self) {
+        // The lock is released before anything is freed.
+        let free = graveyard().bury(self);
+        free.into_iter().for_each(Self::free);
+    }
+
+    fn free(self) {
+        match self {
+            Self::Device { context, address, is_opened } => {
+                if context.bind_to_thread().is_err() {
+                    return;
+                }
+                // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's,
+                // which is gone then.
+                let _ = unsafe {
+                    match is_opened {
+                        true => sys::cuIpcCloseMemHandle(address).result(),
+                        false => result::free_sync(address),
+                    }
+                };
+            }
+            Self::Pinned(memory, last) => {
+                // Copies must end before the memory is released; if the context is broken, nothing copies.
+                let _ = last.synchronize();
+                drop(memory);
+            }
+        }
+    }
+}
+
+/// What this process frees later. All of its GPUs together: freeing memory that several access waits for them all.
+static GRAVEYARD: Mutex<Graveyard<Dead>> = Mutex::new(Graveyard::new());
+
+fn graveyard() -> MutexGuard<'static, Graveyard<Dead>> {
+    GRAVEYARD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keep what is dropped from here on; calls nest.
+pub(super) fn hold_frees() {
+    graveyard().hold();
+}
+
+/// End one [`hold_frees`].
+pub(super) fn release_frees() {
+    let dead = graveyard().release();
+    dead.into_iter().for_each(Dead::free);
+}
 
 /// GPU memory, or part of it. Clones are shares; dropping the last one frees what was allocated here.
 #[derive(Debug, Clone)]
@@ -54,17 +117,10 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        if self.whose == Ownership::Borrowed || self.context.bind_to_thread().is_err() {
-            return;
+        if self.whose != Ownership::Borrowed {
+            let (context, is_opened) = (Arc::clone(&self.context), self.whose == Ownership::Opened);
+            Dead::Device { context, address: self.address, is_opened }.bury();
         }
-        // SAFETY: it was allocated or opened here, and nobody has a share any more. An error is the context's, which
-        // is gone then.
-        let _ = unsafe {
-            match self.whose {
-                Ownership::Opened => sys::cuIpcCloseMemHandle(self.address).result(),
-                _ => result::free_sync(self.address),
-            }
-        };
     }
 }
 
@@ -99,9 +155,9 @@ impl CudaMemory {
 /// Pinned host memory for asynchronous copies.
 #[derive(Debug)]
 pub struct CudaPinned {
-    memory: PinnedHostSlice<u8>,
+    memory: ManuallyDrop<PinnedHostSlice<u8>>,
     /// The last copy that uses it.
-    last: CudaEvent,
+    last: ManuallyDrop<CudaEvent>,
 }
 
 impl CudaPinned {
@@ -110,7 +166,7 @@ impl CudaPinned {
         // SAFETY: it is written before anybody sees it.
         let memory = unsafe { context.alloc_pinned_with_flags::<u8>(len_bytes.max(1), 0) };
         let memory = memory.map_err(|error| no_room("pinned memory", len_bytes, error))?;
-        let mut pinned = Self { memory, last };
+        let mut pinned = Self { memory: ManuallyDrop::new(memory), last: ManuallyDrop::new(last) };
         let start = pinned.start()?;
         // SAFETY: as many bytes were allocated, and nobody else knows of them.
         unsafe { start.write_bytes(0, len_bytes.max(1)) };
@@ -161,7 +217,8 @@ impl CudaPinned {
 
 impl Drop for CudaPinned {
     fn drop(&mut self) {
-        // Copies must end before the memory is released; if the context is broken, nothing copies.
-        let _ = self.quiet();
+        // SAFETY: neither is used after this.
+        let (memory, last) = unsafe { (ManuallyDrop::take(&mut self.memory), ManuallyDrop::take(&mut self.last)) };
+        Dead::Pinned(memory, last).bury();
     }
 }

@@ -13,6 +13,7 @@
 
 mod bulk;
 pub mod compile;
+mod control;
 mod direct;
 mod launch;
 mod memory;
@@ -27,6 +28,7 @@ pub use nccl::CudaNccl;
 pub use product::Product;
 
 use super::{Fused, Gpu, GpuError, Part, Unavailable};
+use control::Control;
 use cudarc::driver::{
     CudaContext, CudaEvent, CudaFunction, CudaGraph, CudaModule, CudaStream, DriverError, result, sys,
 };
@@ -67,9 +69,11 @@ pub struct Cuda {
     /// Compute capability: 90 for 9.0.
     capability: u32,
     multiprocessors: u32,
-    /// The word that disables passes, and the stream that sets it.
+    /// Flags of waits for words.
+    wait_flags: u32,
+    /// The word that disables passes, and what sets it.
     stop: CudaMemory,
-    control: Arc<CudaStream>,
+    control: Control,
     /// Loaded code.
     loaded: Arc<Loads>,
 }
@@ -130,9 +134,10 @@ impl Cuda {
         (capability, multiprocessors): (u32, u32),
         loaded: Arc<Loads>,
     ) -> Result<Self, GpuError> {
-        let control = context.new_stream().map_err(|error| driver("a stream", error))?;
+        let control = Control::new(&context)?;
         let stop = Block::alloc(&context, size_of::<u32>())?;
-        let cuda = Self { context, options, capability, multiprocessors, stop, control, loaded };
+        let wait_flags = peers::wait_flags(&context)?;
+        let cuda = Self { context, options, capability, multiprocessors, wait_flags, stop, control, loaded };
         cuda.stop(false)?;
         Ok(cuda)
     }
@@ -397,12 +402,7 @@ impl Gpu for Cuda {
     }
 
     fn stop(&self, is_stopped: bool) -> Result<(), GpuError> {
-        self.bind()?;
-        // SAFETY: the word is ours, and as long as this lives.
-        unsafe { sys::cuMemsetD32Async(self.stop.address(), u32::from(is_stopped), 1, self.control.cu_stream()) }
-            .result()
-            .and_then(|()| self.control.synchronize())
-            .map_err(|error| driver("a stop", error))
+        self.write_words(self.stop.address(), &[u32::from(is_stopped)])
     }
 
     fn pinned(&self, len_bytes: usize) -> Result<CudaPinned, GpuError> {

@@ -4,37 +4,74 @@
 //! knows only `libnccl.so`.
 
 use super::{Cuda, CudaMemory, address};
+use crate::gpu::group::SpinWait;
 use crate::gpu::nccl::{Nccl, NcclId, why_not};
 use crate::gpu::{GpuError, Part, Unavailable};
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaContext, CudaStream};
 use cudarc::nccl::sys;
 use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Dtype, OpDesc, ReduceOp};
 
 /// One rank of a communicator.
 #[derive(Debug)]
 pub struct CudaNccl {
-    comm: sys::ncclComm_t,
+    comm: Comm,
+    context: Arc<CudaContext>,
+    /// The thread that aborts it, if any.
+    abort: Mutex<Option<JoinHandle<()>>>,
     is_aborted: AtomicBool,
 }
 
+/// A communicator of NCCL.
+#[derive(Debug, Clone, Copy)]
+struct Comm(sys::ncclComm_t);
+
+// SAFETY: NCCL's communicators may be used from any thread, by one at a time.
+unsafe impl Send for Comm {}
+// SAFETY: what is shared is the pointer.
+unsafe impl Sync for Comm {}
+
 impl CudaNccl {
-    fn abort(&self) {
+    fn new(comm: sys::ncclComm_t, context: Arc<CudaContext>) -> Self {
+        Self { comm: Comm(comm), context, abort: Mutex::new(None), is_aborted: AtomicBool::new(false) }
+    }
+
+    /// Abort it on a thread of its own, and wait until that has ended, or until the deadline.
+    fn abort(&self, until: Instant) -> bool {
+        let mut abort = self.abort.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_aborted.swap(true, Ordering::AcqRel) {
-            // SAFETY: it was set up, and nobody uses it any more.
-            let _ = unsafe { sys::ncclCommAbort(self.comm) };
+            let (comm, context) = (self.comm, Arc::clone(&self.context));
+            let run = move || {
+                let Comm(comm) = { comm };
+                if context.bind_to_thread().is_ok() {
+                    // SAFETY: it was set up, and nobody uses it any more.
+                    let _ = unsafe { sys::ncclCommAbort(comm) };
+                }
+            };
+            // Without a thread it is leaked: aborting here might never return.
+            *abort = std::thread::Builder::new().name("nccl-abort".into()).spawn(run).ok();
         }
+        let mut spin = SpinWait::default();
+        while abort.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            if Instant::now() >= until {
+                return false;
+            }
+            spin.wait();
+        }
+        true
     }
 
     /// Return the communicator, unless it was aborted.
     fn alive(&self, what: &'static str) -> Result<sys::ncclComm_t, GpuError> {
         match self.is_aborted.load(Ordering::Acquire) {
             true => Err(GpuError::Nccl { what, why: "the communicator was aborted".into() }),
-            false => Ok(self.comm),
+            false => Ok(self.comm.0),
         }
     }
 }
@@ -42,9 +79,12 @@ impl CudaNccl {
 impl Drop for CudaNccl {
     fn drop(&mut self) {
         // Its operations are complete or were stopped; a lost peer must not block this one.
-        self.abort();
+        self.abort(Instant::now() + ABORT_LIMIT);
     }
 }
+
+/// How long a communicator that is dropped may take to end; then it goes on in the background.
+const ABORT_LIMIT: Duration = Duration::from_secs(2);
 
 /// Convert an error; returns true if the operation is still in progress.
 fn named(status: sys::ncclResult_t, what: &'static str) -> Result<bool, GpuError> {
@@ -153,7 +193,7 @@ impl Nccl for Cuda {
         let begun =
             unsafe { sys::ncclCommInitRankConfig(&raw mut comm, ranks as c_int, id, rank as c_int, &raw mut config) };
         named(begun, "a communicator")?;
-        Ok(CudaNccl { comm, is_aborted: AtomicBool::new(false) })
+        Ok(CudaNccl::new(comm, Arc::clone(&self.context)))
     }
 
     fn nccl_is_ready(&self, comm: &CudaNccl) -> Result<bool, GpuError> {
@@ -193,10 +233,8 @@ impl Nccl for Cuda {
         named(enqueued, what).map(|_| ())
     }
 
-    fn nccl_abort(&self, comm: &CudaNccl) {
-        if self.bind().is_ok() {
-            comm.abort();
-        }
+    fn nccl_abort(&self, comm: &CudaNccl, until: Instant) -> bool {
+        comm.abort(until)
     }
 }
 

@@ -3,7 +3,7 @@
 //! A handle opens the whole allocation of the memory; the driver counts how often. Streams write words and wait for
 //! them with the driver's memory operations, which first make earlier work visible.
 
-use super::memory::Block;
+use super::memory::{self, Block};
 use super::{Cuda, CudaMemory, address, driver, words};
 use crate::gpu::nccl::Nccl;
 use crate::gpu::peers::{Handle, PeerFacts, Peered, Reach, WhyStaged};
@@ -90,6 +90,16 @@ fn process() -> u64 {
     namespace.unwrap_or(0) << 22 | u64::from(std::process::id())
 }
 
+/// Return the flags of a wait for a word. Where the GPU can, it also waits for other GPUs' earlier writes to its
+/// memory, which may take another way than the word.
+pub(super) fn wait_flags(context: &CudaContext) -> Result<u32, GpuError> {
+    use sys::CUstreamWaitValue_flags as Flags;
+    let can_flush = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES;
+    let can_flush = context.attribute(can_flush).map_err(|error| driver("an attribute", error))? == 1;
+    let flush = if can_flush { Flags::CU_STREAM_WAIT_VALUE_FLUSH as u32 } else { 0 };
+    Ok(Flags::CU_STREAM_WAIT_VALUE_GEQ as u32 | flush)
+}
+
 impl Peered for Cuda {
     fn facts(&self) -> Result<PeerFacts, GpuError> {
         let unified = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING;
@@ -165,31 +175,26 @@ impl Peered for Cuda {
 
     fn await_signal(&self, on: &Arc<CudaStream>, at: Part<'_, CudaMemory>, value: u32) -> Result<(), GpuError> {
         self.bind()?;
-        let geq = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: as above.
-        unsafe { sys::cuStreamWaitValue32_v2(on.cu_stream(), address(&at), value, geq) }
+        unsafe { sys::cuStreamWaitValue32_v2(on.cu_stream(), address(&at), value, self.wait_flags) }
             .result()
             .map_err(|error| driver("a wait for a signal", error))
     }
 
+    fn hold_frees(&self) {
+        memory::hold_frees();
+    }
+
+    fn release_frees(&self) {
+        memory::release_frees();
+    }
+
     fn set_now(&self, to: Part<'_, CudaMemory>, words: &[u32]) -> Result<(), GpuError> {
         debug_assert_eq!(to.len_bytes, size_of_val(words));
-        self.bind()?;
-        let on = self.control.cu_stream();
-        let set = words.iter().enumerate().try_for_each(|(index, &word)| {
-            // SAFETY: the words lie within memory that the caller keeps.
-            unsafe { sys::cuMemsetD32Async(address(&to) + 4 * index as u64, word, 1, on) }.result()
-        });
-        set.and_then(|()| self.control.synchronize()).map_err(|error| driver("words", error))
+        self.write_words(address(&to), words)
     }
 
     fn get_now(&self, from: Part<'_, CudaMemory>) -> Result<Vec<u32>, GpuError> {
-        self.bind()?;
-        let mut words = vec![0_u32; from.len_bytes / size_of::<u32>()];
-        // SAFETY: `words` is as long as the part, and lives until the stream has got here.
-        let got = unsafe { result::memcpy_dtoh_async(&mut words, address(&from), self.control.cu_stream()) };
-        let ended = self.control.synchronize();
-        got.and(ended).map_err(|error| driver("words", error))?;
-        Ok(words)
+        self.read_words(from)
     }
 }

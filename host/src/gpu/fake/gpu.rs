@@ -132,10 +132,13 @@ impl Gpu for FakeGpu {
     }
 
     fn launch(&self, graph: &FakeGraph, on: &FakeStream) -> Result<(), GpuError> {
-        self.lock().push(on.0, Task::Graph(Arc::clone(&graph.0)))
+        let state = &mut *self.lock();
+        state.launches += 1;
+        state.push(on.0, Task::Graph(Arc::clone(&graph.0)))
     }
 
     fn stop(&self, is_stopped: bool) -> Result<(), GpuError> {
+        self.check_queues()?;
         let stopped = &mut self.lock().stopped;
         let _ = if is_stopped { stopped.insert(self.process) } else { stopped.remove(&self.process) };
         Ok(())

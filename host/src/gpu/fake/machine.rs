@@ -1,9 +1,12 @@
 //! The machine of the fake GPUs: its processes and GPUs, and injected faults.
 
 use super::nccl::Library;
+use super::state::State;
 use super::{FIRST_PROCESS, FakeGpu};
 use crate::gpu::GpuError;
 use std::collections::BTreeSet;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// State of a machine beside memory and streams.
 #[derive(Debug, Default)]
@@ -17,6 +20,28 @@ pub(super) struct Machine {
     /// Why memory cannot be exported as dma-buf, if so.
     pub(super) no_dma_buf: Option<String>,
     pub(super) nccl: Library,
+    /// Whether all streams of a process share one queue of the hardware.
+    pub(super) has_one_queue: bool,
+}
+
+/// How long a call blocks that on hardware would never return.
+pub(super) const BLOCKED: Duration = Duration::from_secs(2);
+
+/// Block like a call that waits for all streams of a process, which runs them; returns whether they got past what they
+/// wait for by `until`. The machine must not be locked.
+pub(super) fn block(state: &Mutex<State>, process: u64, until: Instant) -> bool {
+    loop {
+        let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.waits_for_peer(process) {
+            return true;
+        }
+        state.run_some();
+        if Instant::now() >= until {
+            return false;
+        }
+        drop(state);
+        std::thread::yield_now();
+    }
 }
 
 impl Machine {
@@ -58,6 +83,29 @@ impl FakeGpu {
     /// Make exports as dma-buf fail with this reason.
     pub fn without_dma_buf(&self, why: &str) {
         self.lock().machine.no_dma_buf = Some(why.into());
+    }
+
+    /// Let all streams of a process share one queue of the hardware, as with `CUDA_DEVICE_MAX_CONNECTIONS=1` where
+    /// priorities do not help: a stream that waits for another process holds up the others.
+    pub fn with_one_queue(&self) {
+        self.lock().machine.has_one_queue = true;
+    }
+
+    /// Return the calls that on hardware would not have returned.
+    pub fn blocked(&self) -> Vec<String> {
+        self.lock().blocked.clone()
+    }
+
+    /// Return whether a stream of this process has to wait for another process.
+    pub fn is_waiting(&self) -> bool {
+        self.lock().waits_for_peer(self.process)
+    }
+
+    /// Check that words which bypass the streams get past them.
+    pub(super) fn check_queues(&self) -> Result<(), GpuError> {
+        let state = self.lock();
+        let is_stuck = state.machine.has_one_queue && state.waits_for_peer(self.process);
+        if is_stuck { Err(GpuError::Stuck) } else { Ok(()) }
     }
 
     /// Make this process lose its GPU: nothing that it has enqueued runs any more.

@@ -6,6 +6,7 @@ use super::{FakeGpu, FakeMemory, FakeStream, place};
 use crate::gpu::nccl::{MIN_VERSION, Nccl, NcclId};
 use crate::gpu::{GpuError, Part, Unavailable};
 use std::collections::BTreeMap;
+use std::time::Instant;
 use sumac_hal::op::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
@@ -187,7 +188,8 @@ impl Nccl for FakeGpu {
         state.push(on.0, Task::Nccl { comm: comm.comm, rank: comm.rank, call, share })
     }
 
-    fn nccl_abort(&self, comm: &FakeNccl) {
+    fn nccl_abort(&self, comm: &FakeNccl, until: Instant) -> bool {
         self.lock().machine.nccl.comms[comm.comm].aborted[comm.rank] = true;
+        super::machine::block(&self.state, self.process, until)
     }
 }

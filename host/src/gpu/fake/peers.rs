@@ -92,12 +92,24 @@ impl Peered for FakeGpu {
     }
 
     fn set_now(&self, to: Part<'_, FakeMemory>, words: &[u32]) -> Result<(), GpuError> {
+        self.check_queues()?;
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.lock().write(self.process, &place(&to))?.copy_from_slice(&bytes);
         Ok(())
     }
 
+    fn hold_frees(&self) {
+        self.lock().graveyards.entry(self.process).or_default().hold();
+    }
+
+    fn release_frees(&self) {
+        let state = &mut *self.lock();
+        let dead = state.graveyards.entry(self.process).or_default().release();
+        dead.into_iter().for_each(|dead| state.release(self.process, dead));
+    }
+
     fn get_now(&self, from: Part<'_, FakeMemory>) -> Result<Vec<u32>, GpuError> {
+        self.check_queues()?;
         let state = self.lock();
         let bytes = state.read(self.process, &place(&from))?;
         Ok(bytes.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)).collect())

@@ -3,6 +3,7 @@
 use super::machine::Machine;
 use super::{Gate, Place};
 use crate::gpu::GpuError;
+use crate::gpu::graveyard::Graveyard;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -94,6 +95,13 @@ pub(super) struct BlockState {
     pub(super) process: u64,
 }
 
+/// Memory that a process gives up: its own, or another's that it has opened.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Dead {
+    pub(super) id: u64,
+    pub(super) is_opened: bool,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct State {
     draws: u64,
@@ -112,11 +120,17 @@ pub(super) struct State {
     pub(super) faults: BTreeMap<u64, GpuError>,
     /// Passes that ran, and those that were disabled.
     pub(super) passes: (usize, usize),
+    /// Launches of captured work.
+    pub(super) launches: usize,
     /// The host's clock: the latest event seen complete.
     pub(super) host_ns: u64,
     /// Times at which words were signalled.
     signalled_ns: BTreeMap<(u64, usize), u64>,
     pub(super) machine: Machine,
+    /// What each process frees later.
+    pub(super) graveyards: BTreeMap<u64, Graveyard<Dead>>,
+    /// Calls that on hardware would not have returned.
+    pub(super) blocked: Vec<String>,
 }
 
 impl State {
@@ -189,6 +203,16 @@ impl State {
             Some((_, Task::Nccl { comm, rank, call, .. })) => self.nccl_is_ready(*comm, *rank, *call),
             Some(_) => true,
         }
+    }
+
+    /// Return whether a stream of a process has to wait for another process.
+    pub(super) fn waits_for_peer(&self, process: u64) -> bool {
+        let of_process = |stream: &usize| self.streams[*stream].process == process;
+        !self.faults.contains_key(&process)
+            && (0..self.streams.len()).filter(of_process).any(|stream| {
+                let front = self.streams[stream].queue.front();
+                matches!(front, Some((_, Task::Await { .. } | Task::Nccl { .. }))) && !self.is_ready(stream)
+            })
     }
 
     fn word(&self, process: u64, at: &Place) -> Option<u32> {
@@ -351,11 +375,15 @@ impl State {
         Ok(self.next_id)
     }
 
-    pub(super) fn free(&mut self, id: u64) {
-        self.memory.remove(&id);
+    /// Free memory, or close another process's.
+    pub(super) fn release(&mut self, process: u64, dead: Dead) {
+        match dead.is_opened {
+            true => self.close(process, dead.id),
+            false => drop(self.memory.remove(&dead.id)),
+        }
     }
 
-    pub(super) fn close(&mut self, process: u64, id: u64) {
+    fn close(&mut self, process: u64, id: u64) {
         if let Some(times) = self.opened.get_mut(&(process, id)) {
             *times -= 1;
             if *times == 0 {

@@ -34,7 +34,8 @@ impl<G: Gpu> Group<G> {
         let fallback = explanation.fallback().map(ToString::to_string);
         let (buffers, scalings) = self.scaled(request)?;
         let is_in_place = buffers.first().is_some_and(GpuBuffers::is_in_place);
-        let plan = self.plan((desc, path, is_in_place))?;
+        let shape = (desc, path, is_in_place);
+        let plan = self.plan(shape)?;
         check(&self.gpu, &plan.schedules, desc.element_bytes(), &buffers)?;
         self.grow_work(&plan.program.work_bytes)?;
         let work: Vec<_> = self.work.iter().map(|work| work.as_ref().map(|(_, memory)| memory.clone())).collect();
@@ -45,7 +46,7 @@ impl<G: Gpu> Group<G> {
                 GpuBuffers::Separate { input, output } => held.extend([input.clone(), output.clone()]),
             }
         }
-        Ok((Prepared { path, fallback, buffers, scalings, work, held }, plan))
+        Ok((Prepared { shape, path, fallback, buffers, scalings, work, held }, plan))
     }
 
     /// Return the buffers that the schedules use, and the multiplications to run first.
@@ -81,7 +82,8 @@ impl<G: Gpu> Group<G> {
         let piece_bytes = self.options.piece_bytes;
         let program = Program::new(&schedules, desc.element_bytes(), kernel.as_ref(), is_in_place, piece_bytes)?;
         let code = kernel.map(|kernel| self.code(kernel)).transpose()?;
-        let plan = Arc::new(Plan::new(&self.gpu, schedules, program, code)?);
+        let is_serial = program.moved_bytes() <= self.options.serial_bytes.saturating_mul(program.ops.len() as u64);
+        let plan = Arc::new(Plan::new(&self.gpu, schedules, program, code, is_serial)?);
         if self.plans.len() >= PLANS_MAX {
             self.plans.clear();
         }

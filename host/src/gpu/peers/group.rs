@@ -425,6 +425,7 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
         let recorded = self.gpu.record(&flight.done, &self.stream).map_err(PeerError::from);
         self.started += 1;
         let work = PeerWork { number: self.started, done: Arc::clone(&flight.done), path: flight.path };
+        self.gpu.hold_frees();
         self.in_flight.push(PeerInFlight { number: self.started, ..flight });
         match enqueued.and(recorded) {
             Ok(()) => Ok(work),

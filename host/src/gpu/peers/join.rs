@@ -200,7 +200,7 @@ pub(super) fn join_nccl<G: Nccl + Gpu>(
         (None, joined) => Ok(joined),
         (Some((rank, why)), joined) => {
             if let Ok(comm) = &joined {
-                gpu.nccl_abort(comm);
+                gpu.nccl_abort(comm, deadline);
             }
             Ok(Err(format!("rank {rank}: {why}")))
         }
@@ -220,6 +220,6 @@ fn init<G: Nccl + Gpu>(gpu: &G, (id, rank, ranks): (&NcclId, u32, u32), deadline
             Err(error) => break error,
         }
     };
-    gpu.nccl_abort(&comm);
+    gpu.nccl_abort(&comm, deadline);
     Err(format!("setup failed: {failed}"))
 }

@@ -117,16 +117,23 @@ pub trait Peered: Gpu {
     /// As above.
     fn await_signal(&self, on: &Self::Stream, at: Part<'_, Self::Memory>, value: u32) -> Result<(), GpuError>;
 
+    /// Keep memory that is dropped from here on, since an operation waits for other processes: a free would wait with
+    /// it. Calls nest.
+    fn hold_frees(&self);
+
+    /// End one [`Peered::hold_frees`]; the last frees what was kept.
+    fn release_frees(&self);
+
     /// Write words of own memory immediately, bypassing all streams.
     ///
     /// # Errors
-    /// As above.
+    /// As above; [`GpuError::Stuck`] if streams hold it up.
     fn set_now(&self, to: Part<'_, Self::Memory>, words: &[u32]) -> Result<(), GpuError>;
 
     /// Read words of own memory immediately, bypassing all streams.
     ///
     /// # Errors
-    /// As above.
+    /// As for [`Peered::set_now`].
     fn get_now(&self, from: Part<'_, Self::Memory>) -> Result<Vec<u32>, GpuError>;
 }
 

@@ -132,7 +132,9 @@ fn on_ranks<R: Send>(board: &Board, gpus: &[FakeGpu], body: impl Fn(FakeGpu, Boa
             scope.spawn(move || body(gpu, board_rank))
         };
         let ranks: Vec<_> = gpus.iter().enumerate().map(run).collect();
-        ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+        let results = ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect();
+        gpus.iter().for_each(|gpu| assert_eq!(gpu.blocked(), [""; 0], "calls that would hang on hardware"));
+        results
     })
 }
 

@@ -190,11 +190,13 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
             if let (Err(error), None) = (self.check_result(&mut flight), &self.ended) {
                 self.ended = Some((flight.number, error));
             }
-            self.pins.extend(flight.page);
+            self.pins.extend(flight.page.take());
             if self.ended.is_some() {
                 // Ranks at another operation may still read it.
                 self.retained.append(&mut flight.held);
             }
+            drop(flight);
+            self.gpu.release_frees();
         }
         Ok(())
     }
@@ -243,15 +245,13 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
     }
 
     fn end_all(&mut self) -> Result<(), PeerError> {
-        if let Ok(comm) = &self.nccl {
-            self.gpu.nccl_abort(comm);
-        }
         if let Ok(words) = &self.direct {
             // First what the other ranks will read, then what releases the stream.
             self.gpu.set_now(page::given_up(&words.banner), &[page::GIVEN_UP])?;
         }
         self.gpu.stop(true)?;
         let (until, mut spin) = (Instant::now() + self.options.group.grace, SpinWait::default());
+        let mut is_aborted = self.nccl.is_err();
         loop {
             // Repeatedly, as other ranks still count in this page.
             if let (Ok(words), Some(flight)) = (&self.direct, self.in_flight.first()) {
@@ -260,8 +260,10 @@ impl<G: Peered + Nccl, B: Bootstrap> PeerGroup<G, B> {
                     self.gpu.set_now(page::counter(&words.pages[self.me], rank), &[ahead])?;
                 }
             }
+            // After the own waits: an abort waits for all streams of the process.
+            is_aborted = is_aborted || self.nccl.as_ref().is_ok_and(|comm| self.gpu.nccl_abort(comm, Instant::now()));
             self.retire_done()?;
-            if self.in_flight.is_empty() {
+            if self.in_flight.is_empty() && is_aborted {
                 return Ok(());
             }
             if Instant::now() >= until {

@@ -75,3 +75,65 @@ fn unstoppable_operation_keeps_its_memory() {
     gate.open();
     while !gpu.is_done(&produced).expect("sound") {}
 }
+
+/// Short operations use one stream: the same results, and no event between passes.
+#[test]
+fn serial_operations_have_the_same_results() {
+    let algos = [Algo::Ring, Algo::HalvingDoubling, Algo::RecursiveDoubling, Algo::Binomial, Algo::Pairwise];
+    for (seed, ranks) in [1_u32, 2, 3, 4, 5].into_iter().enumerate() {
+        for (dtype, op) in [(Dtype::F32, ReduceOp::Sum), (Dtype::Bf16, ReduceOp::Avg), (Dtype::I32, ReduceOp::Max)] {
+            let options = GroupOptions { serial_bytes: u64::MAX, ..small() };
+            let mut group = Group::new(FakeGpu::new(seed as u64, ROOM), ranks, options).expect("a group");
+            let gpu = group.gpu().clone();
+            for algo in algos {
+                let buffers = in_place(&gpu, &inputs(dtype, op, ranks, 77));
+                let desc = OpDesc::all_reduce(dtype, op, 77);
+                let work = group.start(&request(desc, algo, &buffers), &[]).expect("started");
+                group.wait(work, long_deadline()).expect("done");
+                let wanted: Vec<u8> = (0..77).flat_map(|element| expected(dtype, op, ranks, element)).collect();
+                assert!(results(&gpu, &buffers).iter().all(|result| *result == wanted), "{dtype} {op} by {algo}");
+            }
+        }
+    }
+}
+
+/// The second call captures, later ones replay; the graph keeps no memory, and other memory has another graph.
+#[test]
+fn repeated_operations_are_replayed() {
+    let options = GroupOptions { replay_bytes: u64::MAX, ..small() };
+    let mut group = Group::new(FakeGpu::new(11, ROOM), 3, options).expect("a group");
+    let gpu = group.gpu().clone();
+    let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 50);
+    let ones = vec![1_i32.to_le_bytes().repeat(50); 3];
+    let buffers = [in_place(&gpu, &ones), in_place(&gpu, &ones)];
+    for call in 1..=4 {
+        for buffers in &buffers {
+            let work = group.start(&request(desc, Algo::Ring, buffers), &[]).expect("started");
+            group.wait(work, long_deadline()).expect("done");
+            let wanted = 3_i32.pow(call).to_le_bytes().repeat(50);
+            assert!(results(&gpu, buffers).iter().all(|result| *result == wanted), "call {call}");
+        }
+        assert_eq!(gpu.launches(), 2 * (call as usize - 1), "call {call}");
+    }
+    let kept = gpu.allocated_bytes();
+    drop(buffers);
+    assert_eq!(gpu.allocated_bytes(), kept - 2 * 3 * 200, "graphs hold no memory");
+}
+
+/// A replay that is given up ends like other operations, and the next one is right.
+#[test]
+fn stopped_replay_ends_and_the_next_is_right() {
+    let options = GroupOptions { replay_bytes: u64::MAX, ..small() };
+    let mut group = Group::new(FakeGpu::new(12, ROOM), 3, options).expect("a group");
+    let gpu = group.gpu().clone();
+    let desc = OpDesc::all_reduce(Dtype::I32, ReduceOp::Sum, 50);
+    let buffers = in_place(&gpu, &vec![0_i32.to_le_bytes().repeat(50); 3]);
+    for call in 0..6 {
+        let work = group.start(&request(desc, Algo::Ring, &buffers), &[]).expect("started");
+        match call {
+            3 => assert_eq!(group.wait(work, Instant::now()), Err(GpuError::Deadline)),
+            _ => group.wait(work, long_deadline()).expect("done"),
+        }
+    }
+    assert!(results(&gpu, &buffers).iter().all(|result| *result == 0_i32.to_le_bytes().repeat(50)));
+}

@@ -181,6 +181,70 @@ fn hanging_nccl_is_aborted() {
     assert_eq!(outcomes[0], Some(PeerError::Deadline { desc: SUM, missing: Vec::new() }));
 }
 
+/// NCCL's abort waits for the group's own stream, which waits for the missing rank: that wait must end first.
+#[test]
+fn abort_comes_after_the_own_waits_are_released() {
+    let options = PeerOptions { nccl: true, ..small() };
+    let gpus = processes(8, &[0, 1]);
+    let outcomes = each(&gpus, &options, |rank, peers, shared| {
+        if rank == 1 {
+            barrier(peers);
+            return None;
+        }
+        let work = peers.start(shared, (&SUM, Algo::Ring), &[], long_deadline()).expect("started");
+        peers.start(shared, (&SUM, Algo::Nccl), &[], long_deadline()).expect("started");
+        let end = peers.wait(work, Instant::now() + Duration::from_millis(50)).expect_err("rank 1 is missing");
+        barrier(peers);
+        Some(end)
+    });
+    assert_eq!(outcomes[0], Some(PeerError::Deadline { desc: SUM, missing: vec![1] }));
+}
+
+/// Memory that has nothing to do with the operation, too: a free waits for all streams.
+#[test]
+fn frees_do_not_wait_for_a_missing_rank() {
+    let gpus = processes(9, &[0, 1]);
+    each(&gpus, &small(), |rank, peers, shared| {
+        if rank == 1 {
+            barrier(peers);
+            return;
+        }
+        let gpu = peers.gpu().clone();
+        let (other, pinned) = (upload(&gpu, &[7; 1000]), gpu.pinned(100).expect("room"));
+        let work = peers.start(shared, (&SUM, Algo::Ring), &[], long_deadline()).expect("started");
+        while !gpu.is_waiting() {
+            assert!(!peers.is_done(&work).expect("sound"));
+        }
+        let before = gpu.allocated_bytes();
+        drop((other, pinned));
+        assert_eq!(gpu.allocated_bytes(), before, "kept while the operation waits");
+        peers.wait(work, Instant::now()).expect_err("rank 1 is missing");
+        assert_eq!(gpu.allocated_bytes(), before - 1100, "freed when none waits any more");
+        barrier(peers);
+    });
+}
+
+#[test]
+fn operation_that_holds_up_its_release_is_stuck() {
+    let gpus = processes(10, &[0, 1]);
+    gpus[0].with_one_queue();
+    let outcomes = each(&gpus, &small(), |rank, peers, shared| {
+        if rank == 1 {
+            barrier(peers);
+            return None;
+        }
+        let gpu = peers.gpu().clone();
+        let work = peers.start(shared, (&SUM, Algo::Ring), &[], long_deadline()).expect("started");
+        while !gpu.is_waiting() {
+            assert!(!peers.is_done(&work).expect("sound"));
+        }
+        let end = peers.wait(work, Instant::now()).expect_err("rank 1 is missing");
+        barrier(peers);
+        Some(end)
+    });
+    assert_eq!(outcomes[0], Some(PeerError::Gpu(GpuError::Stuck)));
+}
+
 #[test]
 fn trace_holds_only_own_passes() {
     let gpus = processes(7, &[0, 1]);
