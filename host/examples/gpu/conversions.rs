@@ -5,8 +5,8 @@ use sumac::gpu::{Fused, Gpu, GpuError, Part};
 use sumac::{Dtype, ReduceOp};
 use sumac_hal::reduce::Kernel;
 
-/// Compare conversions with the CPU's: of each narrow value to its accumulator, and of floats at and beside the midpoints
-/// between neighbours back.
+/// Compare conversions with the CPU's: of each narrow value to its accumulator, and of floats at and beside the
+/// midpoints between neighbours back.
 pub(super) fn conversions<G: Gpu>(gpu: &G) -> Result<(), String> {
     let text = |error: GpuError| error.to_string();
     for dtype in [Dtype::F16, Dtype::Bf16, Dtype::E4m3, Dtype::E5m2] {

@@ -1,8 +1,8 @@
 //! Words that the host writes and reads past all streams.
 //!
-//! Streams share the hardware's queues, so a write that is to end a stream's wait may queue behind that wait. The control
-//! stream has the highest priority, but with `CUDA_DEVICE_MAX_CONNECTIONS=1` an H100 holds it up all the same. So nothing
-//! here waits without a limit: what is held up ends with [`GpuError::Stuck`].
+//! Streams share the hardware's queues, so a write that is to end a stream's wait may queue behind that wait. The
+//! control stream has the highest priority, but with `CUDA_DEVICE_MAX_CONNECTIONS=1` an H100 holds it up all the same.
+//! So nothing here waits without a limit: what is held up ends with [`GpuError::Stuck`].
 
 use super::memory::CudaPinned;
 use super::{Cuda, CudaMemory, address, driver};

@@ -1,7 +1,7 @@
 //! Operations that are called again and again with the same memory: captured at the second call, and replayed.
 //!
-//! A graph is known by what it does and by the addresses that it uses, and holds no memory: each replay holds that of its
-//! call, at the same addresses.
+//! A graph is known by what it does and by the addresses that it uses, and holds no memory: each replay holds that of
+//! its call, at the same addresses.
 
 use super::{Group, Plan, Prepared, Shape};
 use crate::gpu::in_flight::Work;
