@@ -251,14 +251,14 @@ fn device_key_is_good_for_its_names_and_for_no_job() {
     let address = addr.to_string();
     let device = |name: &str, key: &str| {
         let path = keys.path(key);
-        sumac(&["device", "--name", name, "--controller", &address, "--timeout", "1", "--key-file", &path])
+        sumac(&["device", "--name", name, "--controller", &address, "--timeout", "10", "--key-file", &path])
     };
     for (name, key, says) in [("leaf1", "leaf0", "not good for this name"), ("leaf0", "ml", "not good for this name")] {
         let refused = device(name, key);
         assert_eq!(exit_status(&refused), 1, "{}", stderr(&refused));
         assert!(stderr(&refused).contains(says), "{}", stderr(&refused));
     }
-    let unkeyed = sumac(&["device", "--name", "leaf0", "--controller", &address, "--timeout", "1"]);
+    let unkeyed = sumac(&["device", "--name", "leaf0", "--controller", &address, "--timeout", "10"]);
     assert_eq!((exit_status(&unkeyed), stderr(&unkeyed).contains("--key-file")), (1, true), "{}", stderr(&unkeyed));
     let fake = fs::read_to_string(keys.path("leaf0")).expect("a key").replace(&keys.secret("leaf0"), &"07".repeat(32));
     fs::write(keys.path("fake"), fake).expect("a file");

@@ -84,8 +84,8 @@ fn missing_rank_is_named_at_the_deadline() {
     assert!(texts.iter().any(|text| text.contains("rank 2 had not entered it")), "{texts:?}");
 }
 
-/// One rank gives up before its producer has produced. The device may still run all of its work before the rank has
-/// said so; then the other one has the sum.
+/// One rank gives up before its producer has produced. The device may still run all of its work before the rank looks,
+/// or before it has said so; then the rank, or the other one, has the sum.
 #[test]
 fn giving_up_is_reported_to_waiting_ranks() {
     let given_up = || {
@@ -106,13 +106,14 @@ fn giving_up_is_reported_to_waiting_ranks() {
             barrier(peers);
             (end, found)
         });
-        let [(canceled, _), (other, found)] = &outcomes[..] else { panic!("two ranks") };
-        assert_eq!(canceled, &Err(PeerError::Gpu(GpuError::Cancelled)));
-        match other {
-            Err(error) => assert_eq!(error, &PeerError::GivenUp { rank: 0, desc: SUM }),
-            Ok(()) => assert_eq!(found, &sum_of(Dtype::F32, ReduceOp::Sum, 2, 50), "done without the sum"),
+        let named = [PeerError::Gpu(GpuError::Cancelled), PeerError::GivenUp { rank: 0, desc: SUM }];
+        for ((end, found), named) in outcomes.iter().zip(named) {
+            match end {
+                Err(error) => assert_eq!(error, &named),
+                Ok(()) => assert_eq!(found, &sum_of(Dtype::F32, ReduceOp::Sum, 2, 50), "done without the sum"),
+            }
         }
-        other.is_err()
+        outcomes.iter().all(|(end, _)| end.is_err())
     };
     assert!((0..100).any(|_| given_up()), "no rank was told");
 }
