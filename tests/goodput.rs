@@ -136,6 +136,27 @@ fn table() -> String {
     text
 }
 
+/// Links whose queues take longer than any probe's timer, and lose nothing: two leaves, ranks that send at 1 MB/s.
+#[test]
+fn long_queues_without_loss_have_nothing_sent_twice() {
+    let link = LinkConfig {
+        latency: Duration::from_micros(100),
+        bandwidth_bytes_per_s: Some(1_000_000),
+        receive_queue_bytes: None,
+        mark_queue_bytes: None,
+        max_packet_len_bytes: None,
+    };
+    for (children, window) in [(1, 16), (4, 64), (8, 200)] {
+        let leaf = |leaf: usize| Shape::Node((0..children).map(|child| Shape::Rank(leaf * children + child)).collect());
+        let tree = Shape::Node((0..2).map(leaf).collect());
+        let report = all_reduce((tree, 2 * children), 512, window, link, 0);
+        let counters = &report.counters;
+        let twice = (report.retransmits, counters.contributions_resent, counters.answers_resent);
+        assert_eq!(twice, (0, 0, 0), "{children} children, window {window}: {} probes", report.probes);
+        assert!(children == 1 || report.probes > 0, "{children} children: no timer has expired");
+    }
+}
+
 #[test]
 fn goodput_under_loss_matches_its_snapshot() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/snapshots/goodput.txt");

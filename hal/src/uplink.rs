@@ -2,8 +2,9 @@
 //!
 //! Ranks and inner nodes use the same state machine towards their parent (PROTOCOL 3). Contributions go up, and the
 //! answer acknowledges them. A gap in the answers is requested at once when three later answers have arrived. What that
-//! leaves is found by header-sized probes with exponential back-off, and payload is sent again only for contributions
-//! that the parent reports missing.
+//! leaves is found by header-sized probes with exponential back-off. Payload is sent again only for contributions that
+//! the parent reports missing, and for answers that it reports sent: those would have arrived before the report. So a
+//! long queue between the two, from which nothing is lost, has nothing sent twice.
 //!
 //! Chunk numbers here are local to one shard (see [`crate::shard`]). Invariants:
 //! - `answered_below <= sent_below <= answered_below + MAX_WINDOW`;
@@ -46,15 +47,17 @@ impl HopTimers {
     };
 }
 
-/// A probe of up to 64 chunks, by local number, starting at `from`.
+/// A probe of up to 64 chunks, by local number, starting at `from`. Bit i of a bitmap is about `from + i`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
     /// The lowest local number without an answer.
     pub from: u64,
     /// How many chunks from there on were sent, at most 64.
     pub count: u16,
-    /// Bit i: the answer to `from + i` has arrived.
+    /// The answer has arrived.
     pub held: u64,
+    /// The answer was sent and is lost: send it again.
+    pub lost: u64,
     /// Unique to this probe; its Status echoes it.
     pub token: u32,
 }
@@ -67,6 +70,10 @@ pub struct Uplink {
     answered_below: u64,
     sent_below: u64,
     answered: [u64; WORDS],
+    /// Answers that were lost. A timer's probe requests them.
+    lost: [u64; WORDS],
+    /// Those that were not requested yet: a probe that does is due at once.
+    unrequested: [u64; WORDS],
     sent_at: [u32; MAX_WINDOW as usize],
     requested_below: u64,
     /// The lowest gap that was requested, and the highest answer at that time.
@@ -74,7 +81,8 @@ pub struct Uplink {
     top_answer: Option<u64>,
     probe_at: Option<Instant>,
     backoff: u32,
-    probe: Option<OutstandingProbe>,
+    /// The first probe without a Status, and the last one if that is another.
+    probes: [Option<OutstandingProbe>; 2],
     probe_count: u32,
     /// When the parent last owed nothing or last sent something; silence is counted from here.
     active_at: Instant,
@@ -82,7 +90,7 @@ pub struct Uplink {
     described: Option<u32>,
 }
 
-/// The probe that waits for its Status.
+/// A probe that waits for its Status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct OutstandingProbe {
     token: u32,
@@ -150,13 +158,15 @@ impl Uplink {
             answered_below: 0,
             sent_below: 0,
             answered: [0; WORDS],
+            lost: [0; WORDS],
+            unrequested: [0; WORDS],
             sent_at: [0; MAX_WINDOW as usize],
             requested_below: 0,
             requested: (0, 0),
             top_answer: None,
             probe_at: None,
             backoff: 0,
-            probe: None,
+            probes: [None; 2],
             probe_count: salt,
             active_at: Instant::ZERO,
             described: None,
@@ -211,7 +221,10 @@ impl Uplink {
         if local >= self.sent_below || self.is_answered(local) {
             return false;
         }
-        self.answered[word(local)] |= 1 << (local % 64);
+        let bit = 1 << (local % 64);
+        self.answered[word(local)] |= bit;
+        self.lost[word(local)] &= !bit;
+        self.unrequested[word(local)] &= !bit;
         self.top_answer = self.top_answer.max(Some(local));
         while self.in_flight() && self.bit(self.answered_below) {
             self.answered[word(self.answered_below)] &= !(1 << (self.answered_below % 64));
@@ -221,9 +234,11 @@ impl Uplink {
         true
     }
 
-    /// Return whether answers have arrived in order so far: none is missing below another, and none was requested.
+    /// Return whether answers have arrived in order so far: none is missing below another, and none was lost.
     pub fn is_in_order(&self) -> bool {
-        self.top_answer.is_none_or(|top| top < self.answered_below) && self.requested_below <= self.answered_below
+        self.top_answer.is_none_or(|top| top < self.answered_below)
+            && self.requested_below <= self.answered_below
+            && self.lost == [0; WORDS]
     }
 
     /// Record the answer to `local`, if it is the next in order ([`Uplink::is_in_order`]); false if it is not. With
@@ -271,6 +286,7 @@ impl Uplink {
                     return None;
                 }
                 self.requested_below = local + 1;
+                self.note_lost(local);
                 if local == self.answered_below {
                     self.requested = (local, top);
                 }
@@ -286,23 +302,46 @@ impl Uplink {
         self.top_answer.unwrap_or(0)
     }
 
-    /// Process a Status that echoes `token`: call `resend` for each local number that it reports missing and that was
-    /// not retransmitted since the probe. Returns false, and does nothing, if the token is not that of the last probe.
-    pub fn on_status(&mut self, token: u32, from: u64, bits: u64, now: Instant, mut resend: impl FnMut(u64)) -> bool {
-        let Some(asked) = self.probe.filter(|asked| asked.token == token) else { return false };
-        self.probe = None;
+    /// Process a Status that echoes `token`: call `resend` for each local number whose contribution it reports missing
+    /// (`arrived`) and that was not retransmitted since the probe. Answers that it reports as `sent` and that are not
+    /// here were lost, and a probe that requests them is due at once; not for those that were requested before, since
+    /// they may have been sent again behind the Status. Returns false, and does nothing, if the token is that of no
+    /// outstanding probe.
+    pub fn on_status(
+        &mut self,
+        token: u32,
+        from: u64,
+        (arrived, sent): (u64, u64),
+        now: Instant,
+        mut resend: impl FnMut(u64),
+    ) -> bool {
+        let [first, last] = self.probes;
+        let (asked, others) = match (first, last) {
+            (Some(first), _) if first.token == token => (first, last),
+            (_, Some(last)) if last.token == token => (last, None),
+            _ => return false,
+        };
+        self.probes = [others, None];
         self.rtt.sample(now - asked.at);
         self.active_at = now;
         for i in 0..u64::from(crate::wire::BITMAP_SEQS) {
             let local = from.saturating_add(i);
-            if local >= asked.sent_below || local < self.answered_below {
+            if local >= asked.sent_below || local < self.answered_below || self.bit(local) {
                 continue;
             }
             let sent_at = self.sent_at[(local % MAX_WINDOW) as usize];
             let sent_since = timestamp(asked.at).wrapping_sub(sent_at) as i32 <= 0 && timestamp(asked.at) != sent_at;
-            if bits & (1 << i) == 0 && !self.bit(local) && !sent_since {
+            if arrived & (1 << i) == 0 && !sent_since {
                 resend(local);
             }
+            let bit = 1 << (local % 64);
+            if sent & (1 << i) != 0 && self.lost[word(local)] & bit == 0 {
+                self.lost[word(local)] |= bit;
+                self.unrequested[word(local)] |= bit;
+            }
+        }
+        if self.unrequested != [0; WORDS] {
+            self.arm(now);
         }
         true
     }
@@ -328,9 +367,9 @@ impl Uplink {
         self.active_at = now;
     }
 
-    /// Return whether `token` belongs to the outstanding probe.
+    /// Return whether `token` belongs to an outstanding probe.
     pub fn is_probe_token(&self, token: u32) -> bool {
-        self.probe.is_some_and(|asked| asked.token == token)
+        self.probes.iter().flatten().any(|asked| asked.token == token)
     }
 
     /// Return when to call [`Uplink::poll_probe`] next.
@@ -343,9 +382,16 @@ impl Uplink {
         if self.probe_at.is_none_or(|at| now < at) || !self.in_flight() {
             return None;
         }
-        self.backoff = self.backoff.saturating_add(1);
+        let mut requested = core::mem::take(&mut self.unrequested);
+        if requested == [0; WORDS] {
+            if self.is_near() && self.probes[0].is_none() {
+                (self.answered_below..self.sent_below).for_each(|local| self.note_lost(local));
+            }
+            requested = self.lost;
+            self.backoff = self.backoff.saturating_add(1);
+        }
         self.arm(now);
-        Some(self.next_probe(now))
+        Some(self.next_probe(&requested, now))
     }
 
     /// Return whether several probes in a row brought no progress, although the parent may have answered them.
@@ -358,18 +404,43 @@ impl Uplink {
         self.in_flight() && now - self.active_at >= self.timers.dead
     }
 
-    fn next_probe(&mut self, now: Instant) -> Probe {
-        self.probe_count = self.probe_count.wrapping_add(1);
-        self.probe = Some(OutstandingProbe { token: self.probe_count, at: now, sent_below: self.sent_below });
-        let from = self.answered_below;
-        let count = (self.sent_below - from).min(u64::from(crate::wire::BITMAP_SEQS));
-        let held = (0..count).filter(|&i| self.bit(from + i)).fold(0, |bits, i| bits | 1 << i);
-        Probe { from, count: count as u16, held, token: self.probe_count }
+    /// Return whether a timer expires later than the parent's answer to a probe comes, as far as is known. If not,
+    /// answers may be in a queue for longer than that.
+    fn is_near(&self) -> bool {
+        self.rtt.smoothed().is_some() && self.rtt.timeout(0, Duration::ZERO, Duration::MAX) <= self.timers.probe_max
     }
 
-    /// Schedule the next probe. After an unanswered probe the wait is drawn from the upper half of the back-off time
-    /// ("equal jitter"): children that lose packets in one burst and probe in unison lose them again.
+    /// Count the answer to `local` as lost, if it is not here.
+    fn note_lost(&mut self, local: u64) {
+        if !self.bit(local) {
+            self.lost[word(local)] |= 1 << (local % 64);
+        }
+    }
+
+    fn next_probe(&mut self, requested: &[u64; WORDS], now: Instant) -> Probe {
+        self.probe_count = self.probe_count.wrapping_add(1);
+        let (token, sent_below) = (self.probe_count, self.sent_below);
+        let probe = OutstandingProbe { token, at: now, sent_below };
+        match &mut self.probes {
+            [first @ None, _] => *first = Some(probe),
+            [_, last] => *last = Some(probe),
+        }
+        let from = self.answered_below;
+        let count = (sent_below - from).min(u64::from(crate::wire::BITMAP_SEQS));
+        let bits = |has: &dyn Fn(u64) -> bool| (0..count).filter(|&i| has(from + i)).fold(0, |bits, i| bits | 1 << i);
+        let held = bits(&|local| self.bit(local));
+        let lost = bits(&|local| requested[word(local)] & (1 << (local % 64)) != 0);
+        Probe { from, count: count as u16, held, lost, token }
+    }
+
+    /// Schedule the next probe: at once if it has answers to request. After an unanswered probe the wait is drawn
+    /// from the upper half of the back-off time ("equal jitter"): children that lose packets in one burst and probe in
+    /// unison lose them again.
     fn arm(&mut self, now: Instant) {
+        if self.unrequested != [0; WORDS] {
+            self.probe_at = Some(now);
+            return;
+        }
         let wait = self.rtt.timeout(self.backoff, self.timers.probe_min, self.timers.probe_max);
         let sooner = if self.backoff == 0 { Duration::ZERO } else { wait / 2 * (mix(self.probe_count) >> 16) / 65536 };
         self.probe_at = Some(now + (wait - sooner));

@@ -57,8 +57,8 @@ impl GroupCtx<'_> {
         }
     }
 
-    /// Answer a probe with the contributions received and the chunks completed, and resend the answers that the child
-    /// lacks.
+    /// Answer a probe: which contributions have been received, and which answers were sent. By that the child knows
+    /// which were lost, and requests those by another probe; others may be in a queue, and the Status behind them.
     pub(super) fn on_probe(&mut self, child: usize, repr: &Repr, now: Instant) {
         self.common.counters.probes_in += 1;
         let Some(to) = self.children[child].addr else { return };
@@ -68,7 +68,7 @@ impl GroupCtx<'_> {
         let from = self.shard().below(repr.seq);
         let count = repr.count.min(BITMAP_SEQS);
         self.children[child].credit = (self.children[child].credit + 1).min(Child::CREDIT_MAX);
-        let (mut bits, mut complete) = (0, 0);
+        let (mut bits, mut sent) = (0, 0);
         for i in 0..u64::from(count) {
             let local = from.saturating_add(i);
             let index = self.slot_index(local);
@@ -77,15 +77,15 @@ impl GroupCtx<'_> {
                 bits |= 1 << i;
             }
             if self.slots[index].holds(local) && self.slots[index].state == State::Answered {
-                complete |= 1 << i;
-                if repr.bits & (1 << i) == 0 {
+                if repr.bits2 & (1 << i) != 0 {
                     self.resend_answer(child, index);
                 }
+                sent |= u64::from(!self.slots[index].pending.contains(child)) << i;
             }
         }
         self.note_overflow(child, from, count, bits);
         let status = self.down_header(Kind::Status, child, repr.seq, repr.token);
-        self.common.reply(to, Repr { count, bits, bits2: complete, ..status });
+        self.common.reply(to, Repr { count, bits, bits2: sent, ..status });
         self.request_gaps(child, now);
     }
 

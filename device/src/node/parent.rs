@@ -140,7 +140,7 @@ impl GroupCtx<'_> {
         let GroupCtx { group, slots, common, hops, .. } = self;
         let Hop { link, shard, .. } = &mut hops[hop];
         let up = &mut group.up;
-        let known = link.on_status(repr.token, shard.below(repr.seq), repr.bits, now, |above| {
+        let known = link.on_status(repr.token, shard.below(repr.seq), (repr.bits, repr.bits2), now, |above| {
             let local = if planted!(common, LocalNumbersMixed) { above } else { own.below(shard.global(above)) };
             let index = (local % slots.len() as u64) as usize;
             if slots[index].holds(local) && matches!(slots[index].state, State::Up | State::Refused) {
@@ -215,7 +215,7 @@ impl GroupCtx<'_> {
         let from = shard.global(probe.from);
         let header = self.up_header(Kind::Probe, from, probe.token);
         self.common.counters.probes_out += 1;
-        self.send_up(hop, Repr { count: probe.count, bits: probe.held, ..header });
+        self.send_up(hop, Repr { count: probe.count, bits: probe.held, bits2: probe.lost, ..header });
     }
 
     /// Return, once, the flag that reports congestion on the way down to the parent.

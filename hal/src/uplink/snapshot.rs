@@ -10,32 +10,35 @@ const STEP_NS: u64 = 1 << 16;
 
 impl Uplink {
     /// Later than every instant that [`Uplink::forget_time`] leaves.
-    pub const RESUME_AT: Instant = Instant::from_nanos(4 * STEP_NS);
+    pub const RESUME_AT: Instant = Instant::from_nanos(6 * STEP_NS);
 
-    /// Replace every instant by one that keeps only the order: whether a timer is armed, and what was sent after the
+    /// Replace every instant by one that keeps only the order: whether a timer is armed, and what was sent after an
     /// outstanding probe. Continue at [`Uplink::RESUME_AT`]: an armed timer is due then, and no hop is dead.
     pub fn forget_time(&mut self) {
-        const PROBED: Instant = Instant::from_nanos(2 * STEP_NS);
+        // Of each contribution, how many of the outstanding probes were sent before it.
         let mut sent_at = [0; MAX_WINDOW as usize];
-        if let Some(OutstandingProbe { token, at, sent_below }) = self.probe {
-            for local in (self.answered_below..sent_below).filter(|&local| !self.bit(local)) {
-                let place = (local % MAX_WINDOW) as usize;
-                let later = (self.sent_at[place].wrapping_sub(super::timestamp(at)) as i32) > 0;
-                sent_at[place] = if later { 3 } else { 1 };
-            }
-            self.probe = Some(OutstandingProbe { token, at: PROBED, sent_below });
+        for local in (self.answered_below..self.sent_below).filter(|&local| !self.bit(local)) {
+            let place = (local % MAX_WINDOW) as usize;
+            let is_later = |probe: &&OutstandingProbe| {
+                local < probe.sent_below && (self.sent_at[place].wrapping_sub(super::timestamp(probe.at)) as i32) > 0
+            };
+            let later = self.probes.iter().flatten().filter(is_later).count();
+            sent_at[place] = if self.probes[0].is_some() { 2 * later as u32 + 1 } else { 0 };
         }
         self.sent_at = sent_at;
+        for (nth, probe) in self.probes.iter_mut().flatten().enumerate() {
+            probe.at = Instant::from_nanos((2 * nth as u64 + 2) * STEP_NS);
+        }
         self.rtt = Rtt::UNKNOWN;
         self.backoff = 0;
         self.probe_at = self.probe_at.map(|_| Instant::ZERO);
         self.active_at = Self::RESUME_AT;
     }
 
-    /// Forget the outstanding probe and its token. Valid only while no packet with a token of this hop is in flight:
-    /// nothing can depend on either then.
+    /// Forget the outstanding probes and their tokens. Valid only while no packet with a token of this hop is in
+    /// flight: nothing can depend on either then.
     pub fn forget_probe(&mut self) {
-        self.probe = None;
+        self.probes = [None; 2];
         self.probe_count = 0;
         self.sent_at = [0; MAX_WINDOW as usize];
     }
@@ -68,7 +71,7 @@ mod tests {
         assert_ne!(hop([1, 2, 50], Some(0)), hop([1, 2, 50], Some(1)));
         let resent = |mut up: Uplink| {
             let mut resent = Vec::new();
-            assert!(up.on_status(2, 0, 0, Uplink::RESUME_AT, |local| resent.push(local)));
+            assert!(up.on_status(2, 0, (0, 0), Uplink::RESUME_AT, |local| resent.push(local)));
             resent
         };
         assert_eq!(resent(hop([1, 2, 50], None)), [0, 1]);

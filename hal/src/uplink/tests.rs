@@ -49,8 +49,8 @@ fn status_resends_missing_chunks_not_sent_since_the_probe() {
     assert_eq!((probe.from, probe.count, probe.held), (0, 4, 0));
     up.on_sent(2, at(200_000));
     let mut resent = Vec::new();
-    assert!(!up.on_status(probe.token ^ 1, 0, 0, at(300_000), |n| resent.push(n)));
-    assert!(up.on_status(probe.token, 0, 0b0001, at(300_000), |n| resent.push(n)));
+    assert!(!up.on_status(probe.token ^ 1, 0, (0, 0), at(300_000), |n| resent.push(n)));
+    assert!(up.on_status(probe.token, 0, (0b0001, 0), at(300_000), |n| resent.push(n)));
     assert_eq!(resent, [1, 3], "0 has arrived, 2 was sent after the probe");
     assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(200)));
 }
@@ -63,8 +63,116 @@ fn status_does_not_resend_chunks_sent_right_after_its_probe() {
     let probe = up.poll_probe(at(100_000)).expect("due");
     (2..4).for_each(|n| up.on_sent(n, at(100_000)));
     let mut resent = Vec::new();
-    assert!(up.on_status(probe.token, 0, 0b0001, at(200_000), |n| resent.push(n)));
+    assert!(up.on_status(probe.token, 0, (0b0001, 0), at(200_000), |n| resent.push(n)));
     assert_eq!(resent, [1]);
+}
+
+/// Answers that were sent before the Status and are not here were lost. Others may still come, in a long queue.
+#[test]
+fn status_has_lost_answers_requested_at_once() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..6).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert_eq!(probe.lost, 0, "an answer may be on its way");
+    assert!(up.on_answer(1, at(210_000)));
+    assert!(up.on_status(probe.token, 0, (0b11_1111, 0b1011), at(220_000), |n| panic!("{n} has arrived")));
+    let request = up.poll_probe(at(220_000)).expect("due at once");
+    assert_eq!((request.from, request.held, request.lost), (0, 0b0010, 0b1001));
+    assert_ne!(request.token, probe.token);
+    // Its Status was sent before what it requests.
+    assert!(up.on_status(request.token, 0, (0b11_1111, 0b1011), at(310_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(310_000)), None);
+    // What was sent again was lost as well, and so was another answer.
+    let probe = up.poll_probe(at(500_000)).expect("due");
+    assert_eq!(probe.lost, 0b1001);
+    assert!(up.on_status(probe.token, 0, (0b11_1111, 0b1111), at(620_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(620_000)).map(|probe| probe.lost), Some(0b0100));
+}
+
+/// The Status may have been sent before the answer to the request.
+#[test]
+fn status_does_not_request_answers_requested_since_the_probe() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..6).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    for n in 1..4 {
+        assert!(up.on_answer(n, at(110_000)));
+    }
+    assert_eq!(up.next_gap(16), Some(0));
+    assert!(up.on_status(probe.token, 0, (0b11_1111, 0b1111), at(111_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(111_000)), None);
+}
+
+#[test]
+fn answers_that_keep_coming_do_not_delay_a_request() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..6).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert!(up.on_status(probe.token, 0, (0b11_1111, 0b0001), at(120_000), |n| panic!("{n} has arrived")));
+    assert!(up.on_answer(1, at(120_000)));
+    assert_eq!(up.poll_probe(at(120_000)).map(|probe| probe.lost), Some(0b0001));
+}
+
+/// A queue longer than the back-off time: the Status of the first probe comes after the last was sent.
+#[test]
+fn status_of_the_first_and_of_the_last_probe_are_both_taken() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..2).for_each(|n| up.on_sent(n, at(0)));
+    let first = up.poll_probe(at(100_000)).expect("due");
+    up.on_sent(2, at(150_000));
+    let [_, last] = [300_000, 500_000].map(|us| up.poll_probe(at(us)).expect("due"));
+    let mut resent = Vec::new();
+    assert!(up.on_status(first.token, 0, (0, 0), at(600_000), |n| resent.push(n)));
+    assert_eq!(resent, [0, 1], "2 was sent after the first probe");
+    assert_eq!(up.rtt().smoothed(), Some(Duration::from_millis(500)));
+    assert!(!up.on_status(first.token, 0, (0, 0), at(600_000), |n| panic!("{n} once more")));
+    assert!(up.on_status(last.token, 0, (0b011, 0), at(700_000), |n| resent.push(n)));
+    assert_eq!(resent, [0, 1, 2]);
+}
+
+/// A timer takes longer than a round trip here, so answers that were sent would have come.
+#[test]
+fn timer_requests_all_answers_on_a_hop_with_a_short_round_trip() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..4).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert_eq!(probe.lost, 0, "the round trip is not known");
+    assert!(up.on_answer(1, at(100_500)));
+    assert!(up.on_status(probe.token, 0, (0b1111, 0b0010), at(101_000), |n| panic!("{n} has arrived")));
+    let request = up.poll_probe(at(200_000)).expect("due");
+    assert_eq!((request.held, request.lost), (0b0010, 0b1101));
+    // Sent before the Status, but requested already.
+    assert!(up.on_status(request.token, 0, (0b1111, 0b1111), at(201_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(201_000)), None);
+}
+
+/// No Status has come for a probe: the queue may have become long. What was requested before is requested again.
+#[test]
+fn timer_requests_no_more_answers_until_a_status_comes() {
+    let mut up = Uplink::new(TIMERS, 1);
+    (0..2).for_each(|n| up.on_sent(n, at(0)));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert!(up.on_status(probe.token, 0, (0b11, 0), at(101_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(200_000)).map(|probe| probe.lost), Some(0b11));
+    (2..4).for_each(|n| up.on_sent(n, at(201_000)));
+    assert_eq!(up.poll_probe(at(400_000)).map(|probe| probe.lost), Some(0b11));
+}
+
+/// Numbers take turns in the bitmaps of a window: a loss is not that of the answer one window later.
+#[test]
+fn lost_answer_that_came_is_not_that_of_the_next_window() {
+    let mut up = Uplink::new(TIMERS, 1);
+    up.on_sent(0, at(0));
+    let probe = up.poll_probe(at(100_000)).expect("due");
+    assert!(up.on_status(probe.token, 0, (1, 1), at(220_000), |n| panic!("{n} has arrived")));
+    assert_eq!(up.poll_probe(at(220_000)).map(|probe| probe.lost), Some(1));
+    assert!(up.on_answer(0, at(230_000)));
+    for n in 1..=MAX_WINDOW {
+        up.on_sent(n, at(240_000));
+        assert!(n == MAX_WINDOW || up.take_in_order(n));
+    }
+    let probe = up.poll_probe(at(500_000)).expect("due");
+    assert_eq!((probe.from, probe.lost), (MAX_WINDOW, 0));
 }
 
 #[test]

@@ -32,7 +32,7 @@
 //! | 46 | window | u16 | down: the granted window, in contributions; up: 0 |
 //! | 48 | mark | u64 | up: `have`; down: `stable` (PROTOCOL 1) |
 //! | 56 | bits | u64 | Data, Ref, Empty, Late, Operation: element count of the whole operation. Probe: bit i = the sender holds the answer to the i-th seq of the same shard from `seq` on. Status: bit i = the child's contribution to that seq has arrived. Nak(Mismatch): count of the first operation seen. Nak(Missing), up: the highest seq whose answer the sender holds |
-//! | 64 | bits2 | u64 | Data, Empty, Late and Operation with LIMITED: bits 0..32 distance in seqs from the operation's first seq, bits 32..64 the time that it waits for stragglers, in microseconds. Status: bit i = that seq is complete at the sender. Nak(Mismatch): the other operation, packed by [`pack_op`] |
+//! | 64 | bits2 | u64 | Data, Empty, Late and Operation with LIMITED: bits 0..32 distance in seqs from the operation's first seq, bits 32..64 the time that it waits for stragglers, in microseconds. Probe: bit i = the answer to that seq was lost, and is to be sent again. Status: bit i = the answer to that seq was sent to the child. Nak(Mismatch): the other operation, packed by [`pack_op`] |
 //! | 72 | root | u32 | the root of rooted collectives, 0 otherwise |
 //! | 76 | collective | u8 | [`Collective`](crate::op::Collective), 0 where it does not apply |
 //! | 77 | dtype | u8 | [`Dtype`](crate::op::Dtype) of the operation, 0 for none |

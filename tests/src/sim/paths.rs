@@ -90,6 +90,8 @@ fn draw_len(draw: &mut Draw, options: &Options) -> usize {
         1 => longest - 1,
         2 => longest - 16,
         3 => LEAST_FOR_A_TREE,
+        // A firewall: no packet passes.
+        4 if draw.chance(250) => 0,
         // Too narrow for any tree, but not for packets without payload.
         4 => HEADER_LEN + draw.below((LEAST_FOR_A_TREE - HEADER_LEN) as u64) as usize,
         5 => UNLIMITED,
@@ -351,9 +353,11 @@ impl Cluster<'_, '_> {
         let is_undisturbed = self.members.is_empty() && self.options.link.receive_queue_bytes.is_none();
         let mut narrowest = UNLIMITED;
         for (low, up) in ranks.chain(nodes) {
-            narrowest = narrowest.min(self.paths.now(low, up)).min(self.paths.now(up, low));
+            let carried = self.paths.now(low, up).min(self.paths.now(up, low));
+            narrowest = narrowest.min(carried);
             let known = self.paths.known.get(&(assignment.id, low));
-            if known.is_none() && is_undisturbed {
+            // A probe cannot tell a firewall from losses.
+            if known.is_none() && is_undisturbed && carried >= HEADER_LEN {
                 return wrong(format!("without knowing the path of {low:?} to {up:?}"));
             }
             // What was sent last may not have arrived.

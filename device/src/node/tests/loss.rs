@@ -74,7 +74,7 @@ fn loss_naks_only_its_child_and_halves_the_window_once() {
 }
 
 #[test]
-fn status_reports_received_and_completed_chunks() {
+fn status_reports_received_chunks_and_sent_answers() {
     let mut rig = Rig::new(Setup { children: 2, ..Setup::default() });
     rig.all(0);
     rig.data(0, 1, &[1.0]);
@@ -86,10 +86,15 @@ fn status_reports_received_and_completed_chunks() {
     assert_eq!((status.repr.kind, status.repr.token), (Kind::Status, 0x9999));
     assert_eq!((status.repr.seq.0, status.repr.count), (0, 4));
     assert_eq!((status.repr.bits, status.repr.bits2), (0b0011, 0b0001));
-    // The other child probes another range, and lacks the answer.
-    rig.probe(1, 0, 64, 0);
+    // The other child probes another range, and lacks the answer: it may be on its way.
+    rig.probe_for(1, 0, 64, 0, 0);
     let sent = rig.drain();
+    assert_eq!(sent.len(), 1, "{sent:?}");
     assert_eq!((sent[0].repr.bits, sent[0].repr.bits2), (0b0101, 0b0001));
+    // It requests the answer, which comes behind the Status.
+    rig.probe_for(1, 0, 64, 0, 0b0001);
+    let sent = rig.drain();
+    assert_eq!((sent[0].repr.bits, sent[0].repr.bits2), (0b0101, 0));
     assert_eq!((sent[1].repr.kind, sent[1].repr.seq.0, sent[1].to), (Kind::Result, 0, child_addr(1)));
     assert_eq!(sent.len(), 2);
     assert_eq!(rig.node.counters().answers_resent, 1);

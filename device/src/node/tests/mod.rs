@@ -284,9 +284,14 @@ impl Rig {
         self.put(child_addr(child), repr, &[]);
     }
 
-    /// Let `child` probe `count` seqs from `seq` on; `held` has a bit for each answer that it has.
+    /// Let `child` probe `count` seqs from `seq` on, and request all answers but those it has (bits of `held`).
     pub(in crate::node) fn probe(&mut self, child: u16, seq: u64, count: u16, held: u64) {
-        let repr = Repr { count, bits: held, token: 0x9999, ..self.up(Kind::Probe, child, seq) };
+        self.probe_for(child, seq, count, held, !held);
+    }
+
+    /// Let `child` probe `count` seqs from `seq` on, and request the answers that were lost (bits of `lost`).
+    pub(in crate::node) fn probe_for(&mut self, child: u16, seq: u64, count: u16, held: u64, lost: u64) {
+        let repr = Repr { count, bits: held, bits2: lost, token: 0x9999, ..self.up(Kind::Probe, child, seq) };
         self.put(child_addr(child), repr, &[]);
     }
 

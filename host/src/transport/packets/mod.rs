@@ -227,8 +227,8 @@ impl Endpoint {
                 let seq = self.shard(index).global(probe.from);
                 let header = self.header(Kind::Probe, seq, probe.token);
                 self.stats.probes += 1;
-                self.replies
-                    .push_back((self.config.parents[index], Repr { count: probe.count, bits: probe.held, ..header }));
+                let probe = Repr { count: probe.count, bits: probe.held, bits2: probe.lost, ..header };
+                self.replies.push_back((self.config.parents[index], probe));
                 self.watch_path(index, now);
             }
             if self.poll_path(index, now).is_break() {

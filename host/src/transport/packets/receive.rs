@@ -210,7 +210,7 @@ impl Endpoint {
         }
         let again = &mut self.again;
         let first = shard.below(repr.seq) + u64::from(planted!(self, OffByOneSeq));
-        let known = self.hops[index].on_status(repr.token, first, repr.bits, now, |local| {
+        let known = self.hops[index].on_status(repr.token, first, (repr.bits, repr.bits2), now, |local| {
             let seq = shard.global(local).0;
             if !again.contains(&seq) {
                 again.push_back(seq);
