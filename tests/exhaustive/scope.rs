@@ -3,6 +3,7 @@
 use std::fmt;
 use std::num::NonZeroU32;
 use std::ops::Range;
+use std::time::Duration;
 use sumac::transport::packets::EndpointConfig;
 use sumac_hal::ctrl::{ChildMask, GroupConfig, NodeParent, Order, TreeConfig};
 use sumac_hal::ids::{ChildIndex, Epoch, GroupId, Rank, TreeId};
@@ -267,7 +268,7 @@ impl Wiring {
             chunk_len_bytes: CHUNK_LEN_BYTES,
             ranks: NonZeroU32::new(self.ranks.len() as u32).expect("a cluster has ranks"),
             lease_ms: 3_600_000,
-            timers: HopTimers::DEFAULT.into(),
+            timers: TIMERS.into(),
             zero_copy: ChildMask::EMPTY,
         }
     }
@@ -289,12 +290,16 @@ impl Wiring {
             window_max: if scope.rules.counted { u16::MAX } else { scope.window },
             window_start: scope.window,
             chunk_len_bytes: CHUNK_LEN_BYTES,
-            timers: HopTimers::DEFAULT,
+            timers: TIMERS,
             table_version: 1,
             salt,
         }
     }
 }
+
+/// Timers that no round-trip time of a walk reaches (`packing`): once a hop has measured one, it is shorter.
+const TIMERS: HopTimers =
+    HopTimers { probe_max: Duration::from_secs(100), dead: Duration::from_secs(3600), ..HopTimers::DEFAULT };
 
 /// Return an epoch as packets carry it.
 fn on_wire(scope: &Scope, epoch: u16) -> Epoch {

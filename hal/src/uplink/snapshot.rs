@@ -13,7 +13,8 @@ impl Uplink {
     pub const RESUME_AT: Instant = Instant::from_nanos(6 * STEP_NS);
 
     /// Replace every instant by one that keeps only the order: whether a timer is armed, and what was sent after an
-    /// outstanding probe. Continue at [`Uplink::RESUME_AT`]: an armed timer is due then, and no hop is dead.
+    /// outstanding probe. Of the round-trip time, keep whether it is shorter than the timers. Continue at
+    /// [`Uplink::RESUME_AT`]: an armed timer is due then, and no hop is dead.
     pub fn forget_time(&mut self) {
         // Of each contribution, how many of the outstanding probes were sent before it.
         let mut sent_at = [0; MAX_WINDOW as usize];
@@ -29,7 +30,11 @@ impl Uplink {
         for (nth, probe) in self.probes.iter_mut().flatten().enumerate() {
             probe.at = Instant::from_nanos((2 * nth as u64 + 2) * STEP_NS);
         }
+        let is_near = self.is_near();
         self.rtt = Rtt::UNKNOWN;
+        if is_near {
+            self.rtt.sample(Duration::ZERO);
+        }
         self.backoff = 0;
         self.probe_at = self.probe_at.map(|_| Instant::ZERO);
         self.active_at = Self::RESUME_AT;
