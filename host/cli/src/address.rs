@@ -81,9 +81,13 @@ impl LocalAddress {
     pub(crate) fn choose(&self, controller: SocketAddr) -> Result<IpAddr, Failure> {
         let bind = match &self.bind {
             None => Ipv4Addr::UNSPECIFIED.into(),
-            Some(text) => local_address::resolve(text, controller)
-                .with_context(|| format!("--bind {text:?} is not an IP address or the name of a host"))
-                .map_err(Failure::Input)?,
+            Some(text) => {
+                // SUMAC_BIND lists the addresses of the server's adapters for ranks; the first is the server's.
+                let first = text.split(',').next().unwrap_or(text).trim();
+                local_address::resolve(first, controller)
+                    .with_context(|| format!("--bind {first:?} is not an IP address or the name of a host"))
+                    .map_err(Failure::Input)?
+            }
         };
         local_address::choose(controller, bind, self.ifname.as_ref()).map_err(Failure::input)
     }

@@ -236,7 +236,8 @@ ENVIRONMENT
   SUMAC_DEVICE_USER    the user, by number or name, whose devices may share memory with ranks of other users; set it for
                        device and ranks [default: none; devices of the rank's own user and of root may]
   SUMAC_BIND           the address of this host, as a number or a name, that devices and ranks reach; also for device
-                       [default: the one that routes to the controller]
+                       [default: the one that routes to the controller]. A list: the addresses of the server's
+                       adapters, for a tree on each rail; a device takes the first
   SUMAC_IFNAME         interfaces from which that address may be taken, as NCCL_SOCKET_IFNAME: `eth,ib` by the
                        beginnings of their names, `=eth0` by whole names, `^docker,lo` all others; also for device
                        [default: all]
@@ -253,7 +254,7 @@ ENVIRONMENT
   SUMAC_JOB            the job's name, the same on all ranks [default: the launcher's, else default]
   SUMAC_EMBEDDED_CONTROLLER
                        1 on all ranks: rank 0 runs the controller [default: 0]
-  SUMAC_HOST           this host's name in the fabric [default: by order of host]
+  SUMAC_HOST           this host's name in the fabric, or its server's [default: by order of host]
   SUMAC_TRANSPORT      transport to the leaf device: auto, udp, shm, verbs or rdma [default: auto]
   SUMAC_VERBS          RDMA port for verbs and rdma, as in mlx5_0:1 [default: the first that is active]
   SUMAC_ORDER          order of reduction: arrival, fold or pairwise [default: arrival]

@@ -13,11 +13,11 @@ use super::{DEFAULT_PORT, JoinConfig, JoinError, Straggler};
 use crate::config_file::{ConfigFile, closest};
 use crate::controller::keys::{parse_key, read_key};
 use crate::controller::proto::check_tenant;
-use crate::controller::resolve_all;
+use crate::controller::{TREES_MAX, resolve_all};
 use crate::local_address;
 use file::read_with;
 use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Once;
 use std::time::Duration;
@@ -88,6 +88,7 @@ impl JoinConfig {
     /// | `deadline` | `SUMAC_DEADLINE` | seconds |
     /// | `join_timeout` | `SUMAC_JOIN_TIMEOUT` | seconds |
     /// | `bind` | `SUMAC_BIND` | an IP address or a host name; default: the address that routes to the controller |
+    /// | `rails` | | after a comma each: the addresses of further adapters, as `10.0.0.7,10.1.0.7` |
     /// | `interfaces` | `SUMAC_IFNAME` | an [`InterfaceFilter`](crate::local_address::InterfaceFilter), as `eth,ib` |
     /// | `udp` | `SUMAC_UDP_MAX_PACKET`, `SUMAC_UDP_RECEIVE_BUFFER`, `SUMAC_UDP_SEND_BUFFER` | bytes |
     /// | | `SUMAC_UDP_GSO`, `SUMAC_UDP_GRO` | `auto` or `off` |
@@ -211,9 +212,9 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         config.host = variable("SUMAC_HOST");
         config.verbs = variable("SUMAC_VERBS");
         if let Some(text) = variable("SUMAC_BIND") {
-            config.bind = local_address::resolve(&text, config.controller).map_err(|why| {
-                invalid("SUMAC_BIND", format!("{text:?} is not an IP address or the name of a host: {why}"))
-            })?;
+            let mut addrs = addresses(&text, config.controller)?;
+            config.bind = addrs.remove(0);
+            config.rails = addrs;
         }
         config.interfaces = self.named("SUMAC_IFNAME")?;
         if let Some(transport) = self.named("SUMAC_TRANSPORT")? {
@@ -290,6 +291,22 @@ impl<F: Fn(&str) -> Option<String>> Variables<F> {
         let Some(value) = (self.0)(name) else { return Ok(None) };
         seconds(&value).map(Some).ok_or_else(|| invalid(name, format!("{value:?} is not a number of seconds")))
     }
+}
+
+/// Resolve `SUMAC_BIND`: the address of each adapter of the server, of at least one.
+fn addresses(text: &str, controller: SocketAddr) -> Result<Vec<IpAddr>, JoinError> {
+    let names: Vec<&str> = text.split(',').map(str::trim).collect();
+    if names.len() > TREES_MAX.into() {
+        let why = format!("{text:?} lists {} addresses; list at most {TREES_MAX}, one for each adapter", names.len());
+        return Err(invalid("SUMAC_BIND", why));
+    }
+    let resolve = |name: &&str| {
+        local_address::resolve(name, controller).map_err(|why| {
+            let of = if names.len() > 1 { format!("{text:?}: ") } else { String::new() };
+            invalid("SUMAC_BIND", format!("{of}{name:?} is not an IP address or the name of a host: {why}"))
+        })
+    };
+    names.iter().map(resolve).collect()
 }
 
 fn set<T>(field: &mut T, value: Option<T>) {

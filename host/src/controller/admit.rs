@@ -7,11 +7,13 @@ mod alike;
 mod attach;
 mod facts;
 mod paths;
+mod rails;
 mod request;
 mod size;
 mod tree;
 
 pub(super) use paths::{Hop, NarrowPaths};
+pub(super) use rails::JobRails;
 pub(super) use request::{HostBlock, PlacementRequest};
 pub(super) use tree::{TreeSketch, sketch_trees};
 

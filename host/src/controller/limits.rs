@@ -7,6 +7,7 @@
 //! | a name | [`NAME_LEN_MAX`] characters of a [`NameKind`] ([`check_name`]) | [`JoinRefusal::Name`](super::proto::JoinRefusal::Name); a device is disconnected |
 //! | pinned devices of a job | [`PINNED_MAX`] | [`JoinRefusal::Limit`](super::proto::JoinRefusal::Limit) |
 //! | trees of a job | [`TREES_MAX`] | fewer trees |
+//! | adapters for which a rank has addresses | [`TREES_MAX`] | further ones are not used |
 //! | memberships of a connection | 1 | [`JoinRefusal::AlreadyJoined`](super::proto::JoinRefusal::AlreadyJoined) |
 //! | a reason in a request | [`REASON_CHARS_MAX`] characters | truncated; control characters are replaced |
 //! | a request | [`REQUEST_LEN_MAX`] | disconnected |

@@ -12,7 +12,7 @@ pub use status::{
     DeviceStatus, FabricStatus, JobStatus, JobTree, PairRole, PairStatus, RankRange, RecoveryOutcome, RecoveryStatus,
     StatusReport, StripeStatus, TenantStatus,
 };
-pub use stripes::{StripeOf, Striping, stripe_name};
+pub use stripes::{RailGrant, StripeOf, Striping, stripe_name};
 pub use terms::{DEFAULT_TENANT, InvalidTenant, MAX_TENANT_LEN, Terms, Transport, UnknownTransport, check_tenant};
 
 /// The old name of [`Transport`].

@@ -9,6 +9,7 @@ mod offers;
 mod pair;
 mod paths;
 mod quotas;
+mod rails;
 mod replan;
 mod reports;
 mod resume;

@@ -3,8 +3,8 @@
 use super::options::Straggler;
 use crate::config_file::ConfigFileError;
 use crate::controller::ControllerError;
-use crate::controller::proto::{DEFAULT_TENANT, Transport};
-use crate::controller::{ClientError, ControllerAddr, first_reachable};
+use crate::controller::proto::{DEFAULT_TENANT, RailGrant, Transport};
+use crate::controller::{ClientError, ControllerAddr, TREES_MAX, first_reachable};
 use crate::exec::MeshError;
 use crate::local_address::{self, InterfaceFilter, LocalAddressError};
 use crate::select::Algo;
@@ -39,8 +39,8 @@ pub struct JoinConfig {
     pub rank: u32,
     /// The number of ranks in the job.
     pub world: u32,
-    /// The name of this rank's host in the fabric. `None`, on all ranks, assigns ranks to hosts in natural sort order
-    /// of their names.
+    /// The name of this rank's host in the fabric, or of its server, which stands for its first adapter. `None`, on all
+    /// ranks, assigns ranks to hosts in natural sort order of their names.
     pub host: Option<String>,
     /// The order in which contributions are combined, which determines the bits of floating-point results. Must be the
     /// same on all ranks.
@@ -54,6 +54,14 @@ pub struct JoinConfig {
     /// The address of this host that devices and other ranks reach. Default `0.0.0.0`, which stands for the one that
     /// routes to the controller.
     pub bind: IpAddr,
+    /// The addresses of this server's second and further adapters, in the fabric's order; `bind` is that of the first.
+    /// Where [`host`](Self::host) is the server or its first adapter, the controller may plan trees over those adapters
+    /// for which all ranks have addresses: each takes its packets through the address of its adapter. Connections
+    /// between ranks use `bind`. At most
+    /// [`TREES_MAX`](crate::controller::TREES_MAX) adapters are used, and one with RDMA. Default: none.
+    pub rails: Vec<IpAddr>,
+    /// The address of the port to the leaf device, if that is not `bind`. Default `None`.
+    pub data_bind: Option<IpAddr>,
     /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
     pub interfaces: Option<InterfaceFilter>,
     /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets
@@ -126,6 +134,8 @@ impl JoinConfig {
             deadline: Duration::from_secs(60),
             join_timeout: Duration::from_secs(60),
             bind: Ipv4Addr::UNSPECIFIED.into(),
+            rails: Vec::new(),
+            data_bind: None,
             interfaces: None,
             udp: UdpConfig::default(),
             transport: Transport::Auto,
@@ -147,13 +157,40 @@ impl JoinConfig {
             std::mem::swap(other, &mut self.controller);
         }
         self.bind = local_address::choose(self.controller, self.bind, self.interfaces.as_ref())?;
+        for addr in self.rails.iter_mut().chain(&mut self.data_bind) {
+            *addr = local_address::choose(self.controller, *addr, None)?;
+        }
+        Ok(())
+    }
+
+    /// For how many adapters of its server this rank has addresses.
+    pub(super) fn rails_len(&self) -> u8 {
+        // RDMA ports are not chosen by address.
+        let rails = if matches!(self.transport, Transport::Auto | Transport::Udp) { self.rails.len() } else { 0 };
+        u8::try_from(1 + rails).unwrap_or(u8::MAX).min(TREES_MAX)
+    }
+
+    /// Enter the tree of a stripe where the controller has planned it. `own`: where the job's own tree is entered.
+    pub(super) fn enter_at(&mut self, grant: &RailGrant, own: &RailGrant) -> Result<(), String> {
+        self.host = Some(grant.adapter.clone());
+        if grant == own {
+            return Ok(());
+        }
+        let addr = usize::from(grant.index).checked_sub(1).and_then(|further| self.rails.get(further));
+        self.data_bind = Some(*addr.ok_or_else(|| {
+            let (RailGrant { adapter, index }, known) = (grant, 1 + self.rails.len());
+            format!(
+                "it was planned at adapter {adapter:?}, number {index} of its server, and this rank has addresses for \
+                 {known}; list one for each adapter in SUMAC_BIND"
+            )
+        })?);
         Ok(())
     }
 
     /// Open the data port towards the leaf device.
     pub(super) fn open_port(&self) -> Result<HostedPort, HostedError> {
         let verbs = (self.transport == Transport::Verbs).then(|| self.verbs.as_deref().unwrap_or("auto"));
-        HostedPort::open(SocketAddr::new(self.bind, 0), &self.udp, verbs)
+        HostedPort::open(SocketAddr::new(self.data_bind.unwrap_or(self.bind), 0), &self.udp, verbs)
     }
 }
 

@@ -162,6 +162,7 @@ fn join_request(
             accepts_migration: config.recover,
             hierarchical: config.hierarchical && config.host_devices.is_some(),
             trees: config.trees,
+            rails: config.rails_len(),
             stripe: None,
         },
     })

@@ -29,7 +29,7 @@ use super::options::{CallOptions, Outcome, Recoveries, Straggler};
 use super::shared::SharedCore;
 use super::shares::{Share, ShareWeight, combine_outputs, divide, divide_buffers, error_of_whole, is_divisible};
 use crate::controller::TREES_MAX;
-use crate::controller::proto::{StripeOf, Striping, stripe_name};
+use crate::controller::proto::{RailGrant, StripeOf, Striping, stripe_name};
 use crate::exec::Buffers;
 use crate::select::{Algo, SelectionContext, explain};
 use std::collections::VecDeque;
@@ -129,7 +129,7 @@ impl Stripes {
         let mut reason = striping.reason;
         let mut joined: Vec<Result<Stripe, String>> = Vec::new();
         for (index, &share) in (1..TREES_MAX).zip(shares.iter().skip(1)) {
-            joined.push(join_stripe(&config, index).map(|core| {
+            joined.push(join_stripe(&config, index, &striping.rails).map(|core| {
                 let chunk_len_bytes = chunk_of(&core.selection_context());
                 Stripe { core: SharedCore::new(core), share: share.max(1), chunk_len_bytes }
             }));
@@ -403,9 +403,12 @@ impl Stripes {
     }
 }
 
-/// Join a stripe. Fails with the reason if there is no tree for it.
-fn join_stripe(config: &JoinConfig, index: u8) -> Result<Core, String> {
+/// Join a stripe, at the adapter that was planned for it. Fails with the reason if there is no tree for it.
+fn join_stripe(config: &JoinConfig, index: u8, rails: &[RailGrant]) -> Result<Core, String> {
     let mut config = config.clone();
+    if let (Some(own), Some(grant)) = (rails.first(), rails.get(usize::from(index))) {
+        config.enter_at(grant, own)?;
+    }
     let of = StripeOf { job: config.job.clone(), index };
     config.job = stripe_name(&config.job, index);
     config.join_timeout = config.join_timeout.min(JOIN_TIMEOUT);

@@ -30,7 +30,7 @@ fn each_variable_sets_its_field() {
         ("SUMAC_ALGO", "ring"),
         ("SUMAC_DEADLINE", "0.25"),
         ("SUMAC_JOIN_TIMEOUT", "5"),
-        ("SUMAC_BIND", "10.0.0.7"),
+        ("SUMAC_BIND", "10.0.0.7, 10.1.0.7,10.2.0.7"),
         ("SUMAC_IFNAME", "^docker,lo"),
         ("SUMAC_TRANSPORT", "verbs"),
         ("SUMAC_VERBS", "mlx5_0:1"),
@@ -58,6 +58,7 @@ fn each_variable_sets_its_field() {
     (expected.order, expected.algo) = (Order::TreeFold, Algo::Ring);
     (expected.deadline, expected.join_timeout) = (Duration::from_millis(250), Duration::from_secs(5));
     expected.bind = "10.0.0.7".parse().expect("an address");
+    expected.rails = ["10.1.0.7", "10.2.0.7"].map(|addr| addr.parse().expect("an address")).into();
     expected.interfaces = Some("^docker,lo".parse().expect("a filter"));
     (expected.transport, expected.verbs) = (Transport::Verbs, Some("mlx5_0:1".into()));
     (expected.recover, expected.tenant) = (false, "team-a".into());
@@ -132,6 +133,13 @@ fn invalid_value_error_names_variable_value_and_choices() {
         ("SUMAC_STRAGGLER", "partial", "partial:SECONDS"),
         ("SUMAC_TREES", "many", "number of trees"),
         ("SUMAC_BIND", "eth0.invalid", "IP address"),
+        ("SUMAC_BIND", "10.0.0.7,", "IP address"),
+        (
+            "SUMAC_BIND",
+            "1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,\
+          1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1,1.1.1.1",
+            "lists 17 addresses; list at most 16",
+        ),
         ("SUMAC_IFNAME", "^", "names no interface"),
         ("SUMAC_UDP_GSO", "on", "auto, off"),
         ("SUMAC_TRAFFIC_CLASS", "186", "give a multiple of 4, as 184"),

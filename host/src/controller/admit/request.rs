@@ -3,6 +3,7 @@
 use super::NarrowPaths;
 use crate::controller::device::Device;
 use crate::controller::proto::JoinRequest;
+use crate::topo::HostId;
 use crate::transport::local::HostGroups;
 use std::sync::Arc;
 use sumac_hal::ids::Rank;
@@ -21,6 +22,8 @@ pub(in crate::controller) struct PlacementRequest<'j> {
     pub(in crate::controller) narrow: &'j NarrowPaths,
     /// The number of the job's trees. A rank's port takes the windows of all of them, so they share what one has.
     pub(in crate::controller) trees: usize,
+    /// The adapters through which each rank may enter the tree; `None`: only its host.
+    pub(in crate::controller) adapters: Option<&'j [Vec<HostId>]>,
 }
 
 /// The ranks of a job that share a host, and the device that they combine on.

@@ -1,5 +1,6 @@
 //! Plans a job's tree on the fabric with the devices that are connected.
 
+use super::rails::find_adapter;
 use super::{Devices, PlacementRequest, children_max, shard_of};
 use crate::controller::ControllerConfig;
 use crate::controller::resources::ResourceLedger;
@@ -7,7 +8,7 @@ use crate::plan::{
     DeviceLimits, FabricCosts, HostSelection, Limits, Plan, PlannedTree, Planner, Pricing, Size, TreesLimit,
 };
 use crate::select::LinkFacts;
-use crate::topo::Fabric;
+use crate::topo::{Fabric, HostId};
 use crate::transport::local::HostGroups;
 use std::collections::BTreeSet;
 
@@ -54,11 +55,13 @@ pub(super) fn link_facts(
     })
 }
 
-/// A tree to be: its devices, and its share of each message in thousandths.
+/// A tree to be: its devices, its share of each message in thousandths, and where it is entered.
 #[derive(Debug)]
 pub(in crate::controller) struct TreeSketch {
     pub(in crate::controller) devices: BTreeSet<String>,
     pub(in crate::controller) share: u16,
+    /// The adapter of each rank; empty without a fabric.
+    pub(in crate::controller) adapters: Vec<HostId>,
 }
 
 /// Plan up to `max_trees` trees on the fabric, where they are faster than one. Returns also what keeps them from a
@@ -75,7 +78,8 @@ pub(in crate::controller) fn sketch_trees(
     let sketch = |tree: &PlannedTree| {
         let named = tree.plan.nodes.iter().flat_map(|node| [&node.name, &node.guid]);
         let devices = named.filter(|name| devices.contains_key(*name)).cloned().collect();
-        TreeSketch { devices, share: (tree.share * 1000.0).round().clamp(1.0, 1000.0) as u16 }
+        let adapters = tree.plan.ranks.iter().map(|rank| rank.host).collect();
+        TreeSketch { devices, share: (tree.share * 1000.0).round().clamp(1.0, 1000.0) as u16, adapters }
     };
     Ok((planned.trees.iter().map(sketch).collect(), planned.limited_by))
 }
@@ -107,7 +111,19 @@ fn planning_task(
         pricing: Pricing { costs, size: Size::Any, load: ledger.load_of_cables(), routes: config.routes.clone() },
         ..Limits::default()
     };
+    Ok((host_selection(config, request, groups), limits))
+}
+
+/// The hosts of a job.
+fn host_selection(config: &ControllerConfig, request: PlacementRequest<'_>, groups: &HostGroups) -> HostSelection {
+    if let Some(adapters) = request.adapters {
+        return HostSelection::Rails(adapters.to_vec());
+    }
+    let named = |name: &str| {
+        let adapter = config.fabric.as_ref().and_then(|fabric| Some(fabric.host(find_adapter(fabric, name)?)));
+        adapter.map_or_else(|| name.to_owned(), |adapter| adapter.name.clone())
+    };
     let names: Option<Vec<String>> =
-        groups.lowest().map(|rank| request.requests[rank.0 as usize].host.clone()).collect();
-    Ok((names.map_or(HostSelection::First(groups.len()), HostSelection::Named), limits))
+        groups.lowest().map(|rank| request.requests[rank.0 as usize].host.as_deref().map(named)).collect();
+    names.map_or(HostSelection::First(groups.len()), HostSelection::Named)
 }

@@ -24,6 +24,17 @@ pub struct Striping {
     pub shares: Vec<u16>,
     /// Why there are no more trees, if more were requested.
     pub reason: Option<String>,
+    /// Where this rank enters each tree, the job's own first. Empty if it enters all of them at its host.
+    pub rails: Vec<RailGrant>,
+}
+
+/// The adapter through which a rank enters a tree.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RailGrant {
+    /// Its name in the fabric.
+    pub adapter: String,
+    /// Its place among the adapters of the server, in the fabric's order.
+    pub index: u16,
 }
 
 /// Return the name of a job's stripe.

@@ -19,12 +19,15 @@ pub struct Terms {
     pub hierarchical: bool,
     /// The maximum number of trees to spread operations over; 0: as many as raise the predicted rate.
     pub trees: u8,
+    /// For how many adapters of its server this rank has addresses: the first ones in the fabric's order. 0 and 1: for
+    /// its host alone. More than [`TREES_MAX`](crate::controller::TREES_MAX) are not used. May differ between ranks.
+    pub rails: u8,
     /// The job of which this one is a further tree, if it is one.
     pub stripe: Option<StripeOf>,
 }
 
 impl Default for Terms {
-    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster.
+    /// [`DEFAULT_TENANT`], no wait, no migration, no host device, as many trees as are faster, one adapter.
     fn default() -> Self {
         Self {
             tenant: DEFAULT_TENANT.to_owned(),
@@ -32,6 +35,7 @@ impl Default for Terms {
             accepts_migration: false,
             hierarchical: false,
             trees: 0,
+            rails: 1,
             stripe: None,
         }
     }

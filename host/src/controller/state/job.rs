@@ -176,10 +176,10 @@ impl Job {
         let hosts: BTreeSet<_> = mesh.iter().map(|addr| addr.ip()).collect();
         let (secret, table) = (self.secret.clone(), config.table.for_hosts(hosts.len()));
         let messages = MembershipMessages::new(SharedFields { mesh, recovery_mesh, secret, expression, table });
-        let striping = &self.trees.striping;
         for (rank, member) in &self.members {
+            let striping = self.trees.striping_of(config.fabric.as_ref(), *rank);
             let tree = placed.as_ref().map(|placement| placement.membership(config, *rank)).map_err(Clone::clone);
-            messages.send((output, member.client), (tree, queue, striping.clone()), &reply);
+            messages.send((output, member.client), (tree, queue, striping), &reply);
         }
     }
 

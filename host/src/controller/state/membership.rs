@@ -99,7 +99,7 @@ mod tests {
             };
             let messages = MembershipMessages::new(tail.clone());
             assert_eq!(matches!(messages, MembershipMessages::Split { .. }), ranks == 5000);
-            let striping = Striping { shares: vec![2, 1], reason: Some("no third device".into()) };
+            let striping = Striping { shares: vec![2, 1], reason: Some("no third device".into()), rails: Vec::new() };
             let head: RankFields = (Err("no tree".into()), Some(QueuePosition { position: 2, of: 3 }), striping);
             for view in [None, Some(9)] {
                 let reply = |membership| match view {

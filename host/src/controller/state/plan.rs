@@ -120,6 +120,7 @@ impl Plan {
             hosts: &job.hosts,
             narrow: &job.narrow,
             trees: job.siblings.trees,
+            adapters: None,
         };
         let (devices, left_out) = self.eligible_devices().map_err(NoTree::permanent)?;
         let add = |why: String| if left_out.is_empty() { why } else { format!("{why}; {left_out}") };
@@ -187,6 +188,7 @@ impl Plan {
             hosts: &job.hosts,
             narrow: &job.narrow,
             trees: job.siblings.trees,
+            adapters: None,
         };
         if let Some(other) = self.reservations.tenants.get(request.tenant) {
             return Err(format!("resources are reserved for job {other:?} of the same tenant"));

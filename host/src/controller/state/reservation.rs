@@ -152,7 +152,15 @@ impl State {
         if matches!(refusal, Refusal::NoZeroCopy(_) | Refusal::NoRedoMemory { .. }) && is_zero_copy {
             let requests: Vec<&JoinRequest> = job.members.values().map(|member| &*member.request).collect();
             let (tenant, narrow) = (job.tenant(), &job.narrow);
-            let request = PlacementRequest { tenant, requests: &requests, pinned: &[], hosts: &[], narrow, trees: 1 };
+            let request = PlacementRequest {
+                tenant,
+                requests: &requests,
+                pinned: &[],
+                hosts: &[],
+                narrow,
+                trees: 1,
+                adapters: None,
+            };
             let fitted = placement.refit_with_packets((index, &refusal.to_string()), config, &self.ledger, request);
             fitted.map_err(|why| RetryOutcome::Without(NoTree::permanent(why)))?;
             let claimed = self.ledger.claim(placement.claim(job.tenant()));

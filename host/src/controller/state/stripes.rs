@@ -5,6 +5,10 @@
 //! The plan is part of the job's membership. A stripe that joins is placed on the devices that were planned for it. If
 //! they are lost, it may use any that no other tree of the job has.
 //!
+//! Where ranks have addresses for several adapters of their servers ([`JobRails`]), the plan also says at which adapter
+//! each rank enters each tree. A rank joins a stripe with that adapter as its host, so later trees of the stripe enter
+//! there, too.
+//!
 //! Invariants:
 //! - trees of one job share no device, except where they were planned so;
 //! - a stripe evaluates the expression that its job has declared, so the bits do not depend on the number of trees;
@@ -15,14 +19,15 @@ use super::State;
 use super::job::Job;
 use super::plan::Plan;
 use crate::controller::ControllerConfig;
-use crate::controller::admit::{Devices, Placement, PlacementRequest, TreeSketch, sketch_trees};
+use crate::controller::admit::{Devices, JobRails, Placement, PlacementRequest, TreeSketch, sketch_trees};
 use crate::controller::limits::TREES_MAX;
-use crate::controller::proto::{JoinRefusal, JoinRequest, StripeOf, StripeStatus, Striping, stripe_name};
+use crate::controller::proto::{JoinRefusal, JoinRequest, RailGrant, StripeOf, StripeStatus, Striping, stripe_name};
 use crate::plan::{Bottleneck, TreesLimit};
 use crate::schedule::tree::Tree;
-use crate::topo::Fabric;
+use crate::topo::{Fabric, HostId};
 use std::collections::BTreeSet;
 use sumac_hal::ctrl::Order;
+use sumac_hal::ids::Rank;
 
 /// The trees that were planned for a job when it started.
 #[derive(Debug, Clone, Default)]
@@ -30,6 +35,8 @@ pub(in crate::controller) struct PlannedTrees {
     pub(super) striping: Striping,
     /// The devices of each tree, by name.
     devices: Vec<BTreeSet<String>>,
+    /// Where each rank enters each tree. Empty if ranks enter all of them at their hosts.
+    entries: Vec<Vec<HostId>>,
 }
 
 /// What the plan of a tree has to know of the job's other trees.
@@ -167,19 +174,26 @@ impl Plan {
         wanted: u8,
     ) -> Result<Placement, Box<(Placement, String)>> {
         let (requests, ledger) = (self.requests(), self.ledger.without_group_quota(self.tenant()));
-        let request = self.request_for_trees(&requests, 1);
+        let rails = JobRails::of(fabric, &requests);
+        let adapters = rails.as_ref().map(|rails| &rails.adapters[..]);
+        let request = PlacementRequest { adapters, ..self.request_for_trees(&requests, 1) };
         let devices = match self.free_devices() {
             Ok(devices) => devices,
             Err(why) => return Err(Box::new((first, why))),
         };
         let most = if wanted == 0 { TREES_MAX } else { wanted };
         let sketched = sketch_trees((config, &self.index.planner(fabric)), &devices, &ledger, request, most);
-        let (sketches, limit) = match sketched {
+        let (mut sketches, limit) = match sketched {
             Ok(sketched) => sketched,
             Err(why) => return Err(Box::new((first, why))),
         };
         let mut reason = (sketches.len() < usize::from(wanted))
-            .then(|| format!("{} of {wanted} trees: {}", sketches.len(), describe_limit(limit)));
+            .then(|| describe_fewer((sketches.len(), wanted), limit, rails.as_ref()));
+        if let Some(rails) = rails.as_ref().filter(|_| sketches.len() > 1)
+            && let Err(why) = rails.put_own_first(&mut sketches)
+        {
+            return Err(Box::new((first, why)));
+        }
         let mut trees = sketches.into_iter();
         let Some(own) = trees.next().filter(|_| trees.len() > 0) else {
             return Err(Box::new((first, reason.unwrap_or_default())));
@@ -188,6 +202,8 @@ impl Plan {
         let on = |sketch: &TreeSketch| {
             let mut devices = devices.clone();
             devices.retain(|name, _| sketch.devices.contains(name));
+            let at: Vec<Vec<HostId>> = sketch.adapters.iter().map(|adapter| vec![*adapter]).collect();
+            let request = PlacementRequest { adapters: rails.as_ref().map(|_| &at[..]), ..request };
             self.draft_exactly_on(config, &devices, &ledger, request)
         };
         let mut first = match self.draft_in_order(on(&own), self.job.expression.as_ref()) {
@@ -205,6 +221,9 @@ impl Plan {
                     break;
                 }
             }
+        }
+        if !rails.is_some_and(|rails| rails.has_several()) {
+            planned.entries.clear();
         }
         planned.striping.reason = reason.filter(|_| wanted > 0);
         first.trees = planned;
@@ -228,6 +247,7 @@ impl Plan {
         let sketch = |placement: &Placement| TreeSketch {
             devices: placement.nodes.iter().map(|node| node.device.name().to_owned()).collect(),
             share: SHARE,
+            adapters: Vec::new(),
         };
         let mut planned = PlannedTrees::of(sketch(&first));
         while planned.devices.len() < usize::from(wanted) {
@@ -260,7 +280,7 @@ impl Plan {
 
     fn request_for_trees<'r>(&'r self, requests: &'r [&'r JoinRequest], trees: usize) -> PlacementRequest<'r> {
         let (tenant, narrow) = (self.tenant(), &self.job.narrow);
-        PlacementRequest { tenant, requests, pinned: &[], hosts: &[], narrow, trees }
+        PlacementRequest { tenant, requests, pinned: &[], hosts: &[], narrow, trees, adapters: None }
     }
 
     /// The expression that further trees have to evaluate, if the job has declared an order.
@@ -319,7 +339,29 @@ impl PlannedTrees {
     fn push(&mut self, tree: TreeSketch) {
         self.striping.shares.push(tree.share);
         self.devices.push(tree.devices);
+        if !tree.adapters.is_empty() {
+            self.entries.push(tree.adapters);
+        }
     }
+
+    /// What a rank is told of the trees.
+    pub(super) fn striping_of(&self, fabric: Option<&Fabric>, rank: Rank) -> Striping {
+        let grant = |fabric: &Fabric, tree: &Vec<HostId>| {
+            let id = tree.get(rank.0 as usize)?;
+            let adapter = fabric.host(*id);
+            let index = fabric.server(adapter.server).adapters.iter().position(|other| other == id)?;
+            Some(RailGrant { adapter: adapter.name.clone(), index: u16::try_from(index).ok()? })
+        };
+        let rails = fabric.and_then(|fabric| self.entries.iter().map(|tree| grant(fabric, tree)).collect());
+        Striping { rails: rails.unwrap_or_default(), ..self.striping.clone() }
+    }
+}
+
+/// Why there are fewer trees than requested.
+fn describe_fewer((count, wanted): (usize, u8), limit: TreesLimit, rails: Option<&JobRails>) -> String {
+    let why = format!("{count} of {wanted} trees: {}", describe_limit(limit));
+    let rails = rails.and_then(|rails| rails.reason.as_ref());
+    rails.map_or_else(|| why.clone(), |rails| format!("{why}; {rails}"))
 }
 
 fn describe_limit(limit: TreesLimit) -> String {
