@@ -159,6 +159,41 @@ pub fn choose(
     select(interfaces()?, routed, controller, filter)
 }
 
+/// Return an address of each further interface that `filter` lists, in its order, up to the first one that has none. If
+/// `first` is not of the interface that is listed first, the list is no order of rails, and there are none.
+///
+/// # Errors
+/// [`LocalAddressError::Interfaces`].
+pub fn choose_rails(
+    controller: SocketAddr,
+    first: IpAddr,
+    filter: &InterfaceFilter,
+) -> Result<Vec<IpAddr>, LocalAddressError> {
+    if filter.is_excluding || filter.names.len() < 2 {
+        return Ok(Vec::new());
+    }
+    Ok(rails_of(&interfaces()?, controller, first, filter))
+}
+
+fn rails_of(interfaces: &[Interface], controller: SocketAddr, first: IpAddr, filter: &InterfaceFilter) -> Vec<IpAddr> {
+    let is_usable = |addr: &IpAddr| addr.is_ipv4() == controller.is_ipv4() && !is_link_local(*addr);
+    let mut rails: Vec<IpAddr> = Vec::new();
+    for name in &filter.names {
+        let one = InterfaceFilter { names: vec![name.clone()], ..filter.clone() };
+        let is_free = |interface: &&Interface| !interface.addrs.iter().any(|addr| rails.contains(addr));
+        let mut selected = interfaces.iter().filter(|interface| one.selects(&interface.name)).filter(is_free);
+        let addr = match rails.is_empty() {
+            true => selected.any(|interface| interface.addrs.contains(&first)).then_some(first),
+            false => selected.find_map(|interface| interface.addrs.iter().copied().find(is_usable)),
+        };
+        match addr {
+            Some(addr) => rails.push(addr),
+            None => break,
+        }
+    }
+    rails.into_iter().skip(1).collect()
+}
+
 /// Return the address of a host that the text gives, by number or name, of the controller's family where it has
 /// several.
 ///
@@ -333,6 +368,21 @@ mod tests {
         let error = selected("eth1,docker", "fd00::7", "[fd00::1]:7847").expect_err("IPv4 only");
         assert!(error.contains("SUMAC_IFNAME=eth1,docker selects no interface with an IPv6 address"), "{error}");
         assert!(error.contains("lo (127.0.0.1, ::1), docker0 (172.17.0.1, fe80::2), eth0 (10.0.0.7"), "{error}");
+    }
+
+    #[test]
+    fn listed_interfaces_are_rails_from_the_chosen_one_on() {
+        let controller = "10.0.0.1:7847".parse().expect("an address");
+        for (text, first, expected) in [
+            ("=eth0,eth10", "10.0.0.7", &["10.1.0.7"][..]),
+            ("eth1,eth,docker", "10.1.0.7", &["10.0.0.7", "172.17.0.1"]),
+            ("eth10,eth0", "10.0.0.7", &[]),
+            ("=eth0,ib0,eth10", "10.0.0.7", &[]),
+            ("eth", "10.0.0.7", &[]),
+        ] {
+            let rails = rails_of(&host(), controller, first.parse().expect("an address"), &filter(text));
+            assert_eq!(rails.iter().map(ToString::to_string).collect::<Vec<_>>(), expected, "{text}");
+        }
     }
 
     #[test]

@@ -62,7 +62,8 @@ pub struct JoinConfig {
     pub rails: Vec<IpAddr>,
     /// The address of the port to the leaf device, if that is not `bind`. Default `None`.
     pub data_bind: Option<IpAddr>,
-    /// The interfaces from which that address may be taken, unless `bind` is given. Default: all.
+    /// The interfaces from which `bind` may be taken if it is not given. If it is that of the interface listed first,
+    /// the other ones listed are those of `rails`, unless these are given. Default: all.
     pub interfaces: Option<InterfaceFilter>,
     /// Options of the UDP data port ([`sumac::UdpConfig`](crate::UdpConfig)). Its traffic class is also that of packets
     /// over RDMA and of all TCP connections.
@@ -156,7 +157,11 @@ impl JoinConfig {
         if let Some(other) = self.controller_alternatives.iter_mut().find(|addr| **addr == reachable) {
             std::mem::swap(other, &mut self.controller);
         }
+        let is_given = !self.bind.is_unspecified();
         self.bind = local_address::choose(self.controller, self.bind, self.interfaces.as_ref())?;
+        if let Some(filter) = self.interfaces.as_ref().filter(|_| !is_given && self.rails.is_empty()) {
+            self.rails = local_address::choose_rails(self.controller, self.bind, filter)?;
+        }
         for addr in self.rails.iter_mut().chain(&mut self.data_bind) {
             *addr = local_address::choose(self.controller, *addr, None)?;
         }
@@ -249,3 +254,45 @@ pub enum JoinError {
 }
 
 super::error::creation_error!(JoinError: Environment ConfigFile Address Controller EmbeddedController Port Listen Mesh Attach Membership);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> JoinConfig {
+        let mut config = JoinConfig::new(([127, 0, 0, 1], 7847).into(), "job", 0, 2);
+        config.rails = vec![[10, 1, 0, 7].into(), [10, 2, 0, 7].into()];
+        config
+    }
+
+    fn grant(index: u16) -> RailGrant {
+        RailGrant { adapter: format!("n0 rail{index}"), index }
+    }
+
+    #[test]
+    fn stripe_enters_at_the_address_of_its_adapter() {
+        for (index, addr) in [(0, None), (1, Some([10, 1, 0, 7].into())), (2, Some([10, 2, 0, 7].into()))] {
+            let mut config = config();
+            config.enter_at(&grant(index), &grant(0)).expect("it has an address");
+            assert_eq!((config.data_bind, config.host), (addr, Some(format!("n0 rail{index}"))));
+        }
+    }
+
+    #[test]
+    fn adapter_without_an_address_is_refused_by_name_and_number() {
+        for (index, own) in [(3, 0), (u16::MAX, 0), (0, 1)] {
+            let why = config().enter_at(&grant(index), &grant(own)).expect_err("no address");
+            assert!(why.contains(&format!("number {index} of its server")) && why.contains("for 3;"), "{why}");
+        }
+    }
+
+    #[test]
+    fn rails_are_counted_up_to_the_limit_and_not_with_rdma() {
+        let mut many = config();
+        assert_eq!(many.rails_len(), 3);
+        many.rails = vec![many.bind; 1000];
+        assert_eq!(many.rails_len(), TREES_MAX);
+        many.transport = Transport::Verbs;
+        assert_eq!(many.rails_len(), 1);
+    }
+}
