@@ -1,5 +1,6 @@
 //! Jobs whose trees enter at different adapters of the ranks' servers, on raw connections.
 
+use super::super::admit::JobRails;
 use super::super::proto::{RailGrant, StripeOf, Striping, stripe_name};
 use super::replan::{Raw, disconnect_device, request, tree_of};
 use super::*;
@@ -97,4 +98,23 @@ fn rails_of_which_one_has_no_device_are_one_tree() {
     let (_ranks, [first, _]) = join(&controller, requests);
     let why = first.striping.reason.expect("two were requested");
     assert!(why.starts_with("1 of 2 trees: ") && !why.contains("SUMAC_BIND"), "{why}");
+}
+
+#[test]
+fn adapter_of_another_rank_of_the_server_is_not_used() {
+    let shape = generate::Rails { servers: 1, rails: 3, servers_per_leaf: 1, spines: 0, rate: None };
+    let fabric = generate::rails(shape).expect("a possible shape");
+    let rails_of = |hosts: [&str; 2], addresses| {
+        let requests = [rank_at(hosts[0].into(), 0, addresses), rank_at(hosts[1].into(), 1, addresses)];
+        JobRails::of(&fabric, &requests.each_ref()).map(|rails| {
+            let names = |adapters: &Vec<_>| adapters.iter().map(|id| fabric.host(*id).name.clone()).collect();
+            rails.adapters.iter().map(names).collect::<Vec<Vec<String>>>()
+        })
+    };
+    let apart = rails_of(["n0", "n0 rail1"], 3).expect("hosts are named");
+    assert_eq!(apart, [vec!["n0 rail0", "n0 rail2"], vec!["n0 rail1"]]);
+    assert_eq!(rails_of(["n0", "n0 rail1"], 2).expect("hosts are named"), [["n0 rail0"], ["n0 rail1"]]);
+    // The planner refuses them, by name.
+    assert_eq!(rails_of(["n0", "n0 rail0"], 3), None);
+    assert_eq!(rails_of(["n0", "n7"], 3), None);
 }
