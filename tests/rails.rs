@@ -118,7 +118,7 @@ impl Cluster {
         let shape = generate::Rails { servers, rails: RAILS.into(), servers_per_leaf: servers, spines: 0, rate: None };
         let fabric = Some(generate::rails(shape).expect("a possible shape"));
         let table = CostTable::emulated().with_overrides("[[override]]\npath = \"tree\"\n").expect("an override file");
-        let timers = HopTimers { dead: Duration::from_millis(700), ..HopTimers::DEFAULT };
+        let timers = HopTimers { dead: Duration::from_secs(2), ..HopTimers::DEFAULT };
         let config = ControllerConfig { table, timers, fabric, ..ControllerConfig::new() };
         let controller = Controller::start(config).expect("a controller on loopback");
         let (mut boards, mut relays) = (Vec::new(), Vec::new());

@@ -76,7 +76,7 @@ fn one_level_keeps_its_invariants() {
         Scope::new(one_level(3), (1, 2), 4).with_faults(1, 0, 1),
         Scope::new(one_level(2), (2, 4), 6).with_faults(1, 1, 0),
         Scope::new(one_level(2), (2, 4), 9).with_faults(1, 0, 0),
-        Scope::new(one_level(3), (2, 4), 5).with_faults(1, 0, 0),
+        Scope::new(one_level(3), (2, 4), 4).with_faults(1, 0, 0),
     ]);
 }
 
@@ -88,7 +88,7 @@ fn two_levels_keep_their_invariants() {
         Scope::new(two_levels(&[2, 0]), (1, 2), 5).with_faults(2, 0, 0),
         Scope::new(two_levels(&[2, 1]), (1, 2), 4).with_faults(1, 1, 0),
         Scope::new(two_levels(&[1, 0]), (2, 4), 5).with_faults(1, 0, 0),
-        Scope::new(two_levels(&[2, 0]), (2, 4), 5),
+        Scope::new(two_levels(&[2, 0]), (2, 4), 4),
     ]);
 }
 
@@ -209,6 +209,7 @@ fn deep_one_level_keeps_its_invariants() {
         Scope::new(one_level(2), (2, 4), 9).with_faults(2, 1, 0),
         Scope::new(one_level(2), (2, 4), 5).with_faults(1, 1, 1),
         Scope::new(one_level(3), (1, 2), 6).with_faults(2, 2, 0),
+        Scope::new(one_level(3), (2, 4), 5).with_faults(1, 0, 0),
         Scope::new(one_level(3), (2, 4), 6).with_faults(1, 1, 0),
     ]);
 }
@@ -220,6 +221,7 @@ fn deep_two_levels_keep_their_invariants() {
         Scope::new(two_levels(&[2, 1]), (1, 2), 6).with_faults(2, 2, 0),
         Scope::new(two_levels(&[2, 0]), (1, 2), 3).with_faults(1, 1, 1),
         Scope::new(two_levels(&[1, 0]), (2, 4), 6).with_faults(1, 1, 0),
+        Scope::new(two_levels(&[2, 0]), (2, 4), 5),
         Scope::new(two_levels(&[2, 0]), (2, 4), 6).with_faults(1, 0, 0),
     ]);
 }
