@@ -123,17 +123,10 @@ impl Stripes {
         let mut core = main.lock().map_err(ended)?;
         let (config, context) = (core.config().clone(), core.selection_context());
         let shares = striping.shares;
-        let chunk_of = |context: &SelectionContext| context.tree.as_ref().map_or(0, |facts| facts.chunk_len_bytes);
         let own = shares.first().copied().unwrap_or(1).max(1);
         let own = ShareWeight { weight: own.into(), chunk_len_bytes: chunk_of(&context) };
         let mut reason = striping.reason;
-        let mut joined: Vec<Result<Stripe, String>> = Vec::new();
-        for (index, &share) in (1..TREES_MAX).zip(shares.iter().skip(1)) {
-            joined.push(join_stripe(&config, index, &striping.rails).map(|core| {
-                let chunk_len_bytes = chunk_of(&core.selection_context());
-                Stripe { core: SharedCore::new(core), share: share.max(1), chunk_len_bytes }
-            }));
-        }
+        let joined = join_all(&config, &striping.rails, shares.get(1..).unwrap_or_default());
         let mut all_have = u64::MAX;
         if !joined.is_empty() {
             let has = (0..).zip(&joined).fold(0, |mask, (bit, stripe)| mask | u64::from(stripe.is_ok()) << bit);
@@ -401,6 +394,31 @@ impl Stripes {
     pub(crate) fn notices(&self) -> impl Iterator<Item = &Arc<Notices>> {
         self.further.iter().map(|stripe| stripe.core.notices())
     }
+}
+
+/// Join all stripes, with these shares, at the same time: each waits for the other ranks and for its devices.
+fn join_all(config: &JoinConfig, rails: &[RailGrant], shares: &[u16]) -> Vec<Result<Stripe, String>> {
+    let join = |index: u8, share: u16| {
+        join_stripe(config, index, rails).map(|core| {
+            let chunk_len_bytes = chunk_of(&core.selection_context());
+            Stripe { core: SharedCore::new(core), share: share.max(1), chunk_len_bytes }
+        })
+    };
+    let stripes = || (1..TREES_MAX).zip(shares);
+    thread::scope(|scope| {
+        let spawn = |(index, &share)| thread::Builder::new().spawn_scoped(scope, move || join(index, share)).ok();
+        let threads: Vec<_> = stripes().map(spawn).collect();
+        let joined = |((index, &share), thread): (_, Option<thread::ScopedJoinHandle<'_, _>>)| match thread {
+            Some(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            None => join(index, share),
+        };
+        stripes().zip(threads).map(joined).collect()
+    })
+}
+
+/// The chunk of a job's tree; 0 if there is none.
+fn chunk_of(context: &SelectionContext) -> u32 {
+    context.tree.as_ref().map_or(0, |facts| facts.chunk_len_bytes)
 }
 
 /// Join a stripe, at the adapter that was planned for it. Fails with the reason if there is no tree for it.
