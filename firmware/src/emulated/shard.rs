@@ -169,7 +169,7 @@ impl Tables {
             children: vec![Child::EMPTY; config.children as usize],
             hops: vec![Hop::EMPTY; hops_per_group(config) * usize::from(config.groups)],
             slots: vec![Slot::EMPTY; config.slots as usize],
-            bytes: vec![0; config.slot_memory_bytes],
+            bytes: vec![0; config.slot_memory_bytes + PAGE_LEN_BYTES],
             redo: vec![RedoSlot::EMPTY; if config.zero_copy.is_some() { config.slots as usize } else { 0 }],
             references: vec![BufferRef::EMPTY; if config.zero_copy.is_some() { BUFFER_REFS } else { 0 }],
         }
@@ -182,7 +182,7 @@ impl Tables {
             children: &mut self.children,
             hops: &mut self.hops,
             slots: &mut self.slots,
-            bytes: &mut self.bytes,
+            bytes: slot_memory(&mut self.bytes),
         }
     }
 
@@ -192,8 +192,21 @@ impl Tables {
         let Self { groups, trees, children, hops, slots, bytes, redo, references } = self;
         let (memory, capabilities) = functions.redo_memory();
         let references = ZeroCopyStorage { redo, buffers: references, memory, capabilities };
+        let bytes = slot_memory(bytes);
         Node::with_zero_copy(config, Storage { groups, trees, children, hops, slots, bytes }, references)
     }
+}
+
+/// The length of a page.
+const PAGE_LEN_BYTES: usize = 4096;
+
+/// The memory of slots: what was allocated, less a page, from the start of a page on. Redo slots start there, too. Some
+/// processors' string moves, which copy chunks between both, take a byte at a time where the destination starts a few
+/// bytes behind the source's place in a page (glibc's bug 30994).
+fn slot_memory(allocated: &mut [u8]) -> &mut [u8] {
+    let start = allocated.as_ptr().align_offset(PAGE_LEN_BYTES).min(PAGE_LEN_BYTES);
+    let len = allocated.len() - PAGE_LEN_BYTES;
+    &mut allocated[start..][..len]
 }
 
 /// How many shards of a parent each group can have a hop to. The device of a host is undivided, whatever the devices

@@ -38,6 +38,10 @@ const BOUNCE_ALIGNMENT_BYTES: u64 = 64;
 /// Bytes staged per submission, so that the device works while the next run is copied.
 const BOUNCED_RUN_BYTES: u64 = 256 << 10;
 
+/// How many runs a window has at least. A device takes a run once all of it fits into its window: with one run a window,
+/// a device and its parent would take turns instead of working at the same time.
+const RUNS_PER_WINDOW: u16 = 2;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Submitted,
@@ -161,7 +165,7 @@ impl ZeroCopyEndpoint {
         let seq = self.next();
         let room = u64::from(self.config.in_flight_max).saturating_sub(self.chunks.len() as u64);
         let op = self.ops.of_seq(seq).filter(|_| self.failed.is_none())?;
-        let longest = room.min(u64::from(self.config.window_max.max(1)));
+        let longest = room.min(u64::from(self.config.window_max / RUNS_PER_WINDOW).max(1));
         let end = ((seq / RUN + 1) * RUN).min(op.end()).min(self.end()).min(seq + longest);
         if seq >= end {
             return None;
