@@ -94,6 +94,10 @@ pub struct Cost {
     pub reduced_elements: f64,
     /// Elements sent by the busiest rank.
     pub sent_elements: f64,
+    /// Messages of all ranks together. What a rank sends to another in one step is one message.
+    pub messages: f64,
+    /// Elements sent by all ranks together.
+    pub moved_elements: f64,
     /// The figures are upper bounds, not exact.
     pub is_bound: bool,
 }
@@ -178,6 +182,34 @@ impl Size {
         2.0 * self.n * (self.floor - 1.0) / self.p
     }
 
+    /// n(p-1): what all ranks together send where each result is built and handed on once.
+    fn once(&self) -> f64 {
+        self.n * (self.p - 1.0)
+    }
+
+    /// p(p-1): a message of each rank to each other one.
+    fn pairs_of_ranks(&self) -> f64 {
+        self.p * (self.p - 1.0)
+    }
+
+    /// The messages of an exchange among the survivors of a fold.
+    fn exchanges(&self) -> f64 {
+        self.floor * self.log_floor
+    }
+
+    /// The number of ranks that are folded.
+    fn folded(&self) -> f64 {
+        self.p - self.floor
+    }
+
+    /// The blocks that a binomial tree moves, if each rank has one: a block travels as often as its rank's number has
+    /// ones.
+    fn tree_blocks(&self) -> f64 {
+        let ranks = self.p as u64;
+        let ones = |bit: u32| (ranks >> (bit + 1) << bit) + (ranks & ((2 << bit) - 1)).saturating_sub(1 << bit);
+        (0..32).map(ones).sum::<u64>() as f64
+    }
+
     /// 1 if there are ranks to fold, otherwise 0.
     fn folds(&self) -> f64 {
         f64::from(u8::from(!self.is_power))
@@ -185,7 +217,14 @@ impl Size {
 }
 
 fn cost(steps: f64, path_elements: f64, reduced_elements: f64, sent_elements: f64) -> Cost {
-    Cost { steps, path_elements, reduced_elements, sent_elements, is_bound: false }
+    Cost { steps, path_elements, reduced_elements, sent_elements, ..Cost::default() }
+}
+
+impl Cost {
+    /// The same, with what all ranks together send.
+    const fn by_all(self, (messages, moved_elements): (f64, f64)) -> Self {
+        Self { messages, moved_elements, ..self }
+    }
 }
 
 macro_rules! algorithms {
@@ -204,68 +243,70 @@ macro_rules! algorithms {
 
 algorithms! {
     "ring::all_reduce" Ring AllReduce false: |x| ring::all_reduce(x.place, x.count),
-        |s| cost(2.0 * (s.p - 1.0), 2.0 * s.rest(), s.rest(), 2.0 * s.rest());
+        |s| cost(2.0 * (s.p - 1.0), 2.0 * s.rest(), s.rest(), 2.0 * s.rest()).by_all((2.0 * s.pairs_of_ranks(), 2.0 * s.once()));
     "halving_doubling::all_reduce" HalvingDoubling AllReduce false: |x| halving_doubling::all_reduce(x.place, x.count), |s| cost(
         2.0 * (s.log_floor + s.folds()),
         2.0 * (s.rest_of_floor() + s.n * s.folds()),
         s.rest_of_floor() + s.n * s.folds(),
         2.0 * s.rest_of_floor() + s.n * s.folds(),
-    );
+    ).by_all((2.0 * (s.exchanges() + s.folded()), 2.0 * s.once()));
     "recursive_doubling::all_reduce" RecursiveDoubling AllReduce false: |x| recursive_doubling::all_reduce(x.place, x.count), |s| cost(
         s.log_floor + 2.0 * s.folds(),
         s.n * (s.log_floor + 2.0 * s.folds()),
         s.n * (s.log_floor + s.folds()),
         s.n * (s.log_floor + s.folds()),
-    );
+    ).by_all((s.exchanges() + 2.0 * s.folded(), s.n * (s.exchanges() + 2.0 * s.folded())));
     "binomial::all_reduce" Binomial AllReduce false: |x| binomial::all_reduce(x.place, x.count),
-        |s| cost(2.0 * s.log_ceil, 2.0 * s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil);
+        |s| cost(2.0 * s.log_ceil, 2.0 * s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil).by_all((2.0 * (s.p - 1.0), 2.0 * s.once()));
     "tree::all_reduce" HostTree AllReduce true: |x| tree::all_reduce(x.place, x.count, x.tree), |s| cost(
         s.p - 1.0 + s.log_ceil,
         s.n * (s.p - 1.0 + s.log_ceil),
         s.n * (s.p - 1.0),
         s.n * s.log_ceil,
-    );
+    ).by_all((2.0 * (s.p - 1.0), 2.0 * s.once()));
     "pairwise::all_reduce" Pairwise AllReduce true: |x| pairwise::all_reduce(x.place, x.count, x.tree),
-        |s| cost(s.p - 1.0 + s.log_ceil, 2.0 * s.rest(), s.rest(), 2.0 * s.rest());
+        |s| cost(s.p - 1.0 + s.log_ceil, 2.0 * s.rest(), s.rest(), 2.0 * s.rest()).by_all((s.pairs_of_ranks() + s.p * s.log_ceil, 2.0 * s.once()));
     "binomial::reduce" Binomial Reduce false: |x| binomial::reduce(x.place, x.count, x.root),
-        |s| cost(s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil.min(1.0));
+        |s| cost(s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil, s.n * s.log_ceil.min(1.0)).by_all((s.p - 1.0, s.once()));
     "tree::reduce" HostTree Reduce true: |x| tree::reduce(x.place, x.count, x.tree, x.root),
-        |s| cost(s.p - 1.0, s.n * (s.p - 1.0), s.n * (s.p - 1.0), s.n * s.log_ceil.min(1.0));
+        |s| cost(s.p - 1.0, s.n * (s.p - 1.0), s.n * (s.p - 1.0), s.n * s.log_ceil.min(1.0)).by_all((s.p - 1.0, s.once()));
     "binomial::broadcast" Binomial Broadcast false: |x| binomial::broadcast(x.place, x.count, x.root),
-        |s| cost(s.log_ceil, s.n * s.log_ceil, 0.0, s.n * s.log_ceil);
+        |s| cost(s.log_ceil, s.n * s.log_ceil, 0.0, s.n * s.log_ceil).by_all((s.p - 1.0, s.once()));
     "ring::reduce_scatter" Ring ReduceScatter false: |x| ring::reduce_scatter(x.place, x.count),
-        |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest());
+        |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest()).by_all((s.pairs_of_ranks(), s.once()));
     "halving_doubling::reduce_scatter" HalvingDoubling ReduceScatter false: |x| halving_doubling::reduce_scatter(x.place, x.count),
         |s| match s.is_power {
-            true => cost(s.log_floor, s.rest(), s.rest(), s.rest()),
+            true => cost(s.log_floor, s.rest(), s.rest(), s.rest()).by_all((s.exchanges(), s.once())),
             false => Cost {
                 is_bound: true,
                 ..cost(s.log_floor + 2.0, s.n + s.pairs() + s.n / s.p, s.n + s.pairs(), s.n + s.pairs())
+                    .by_all((s.exchanges() + 2.0 * s.folded(), s.floor * s.pairs() + 2.0 * s.n * s.folded()))
             },
         };
     "pairwise::reduce_scatter" Pairwise ReduceScatter true: |x| pairwise::reduce_scatter(x.place, x.count, x.tree),
-        |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest());
+        |s| cost(s.p - 1.0, s.rest(), s.rest(), s.rest()).by_all((s.pairs_of_ranks(), s.once()));
     "ring::all_gather" Ring AllGather false: |x| ring::all_gather(x.place, x.count),
-        |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest());
+        |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest()).by_all((s.pairs_of_ranks(), s.once()));
     "halving_doubling::all_gather" HalvingDoubling AllGather false: |x| halving_doubling::all_gather(x.place, x.count),
         |s| match s.is_power {
-            true => cost(s.log_floor, s.rest(), 0.0, s.rest()),
+            true => cost(s.log_floor, s.rest(), 0.0, s.rest()).by_all((s.exchanges(), s.once())),
             false => Cost {
                 is_bound: true,
                 ..cost(s.log_floor + 2.0, s.n / s.p + s.pairs() + s.n, 0.0, s.pairs() + s.n)
+                    .by_all((s.exchanges() + 2.0 * s.folded(), s.floor * s.pairs() + 2.0 * s.n * s.folded()))
             },
         };
     "bruck::all_gather" Bruck AllGather false: |x| bruck::all_gather(x.place, x.count),
-        |s| cost(s.log_ceil, s.rest(), 0.0, s.rest());
+        |s| cost(s.log_ceil, s.rest(), 0.0, s.rest()).by_all((s.p * s.log_ceil, s.once()));
     "binomial::gather" Binomial Gather false: |x| binomial::gather(x.place, x.count, x.root), |s| {
         let half = s.log_ceil.exp2() / 2.0;
         let largest = (half / 2.0).max(s.p - half) * s.log_ceil.min(1.0);
-        cost(s.log_ceil, s.rest(), 0.0, s.n * largest / s.p)
+        cost(s.log_ceil, s.rest(), 0.0, s.n * largest / s.p).by_all((s.p - 1.0, s.n * s.tree_blocks() / s.p))
     };
     "binomial::scatter" Binomial Scatter false: |x| binomial::scatter(x.place, x.count, x.root),
-        |s| cost(s.log_ceil, s.rest(), 0.0, s.rest());
+        |s| cost(s.log_ceil, s.rest(), 0.0, s.rest()).by_all((s.p - 1.0, s.n * s.tree_blocks() / s.p));
     "pairwise::all_to_all" Pairwise AllToAll false: |x| pairwise::all_to_all(x.place, x.count),
-        |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest());
+        |s| cost(s.p - 1.0, s.rest(), 0.0, s.rest()).by_all((s.pairs_of_ranks(), s.once()));
     "dissemination::barrier" Dissemination Barrier false: |x| dissemination::barrier(x.place),
-        |s| cost(s.log_ceil, 0.0, 0.0, 0.0);
+        |s| cost(s.log_ceil, 0.0, 0.0, 0.0).by_all((s.p * s.log_ceil, 0.0));
 }

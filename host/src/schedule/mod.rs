@@ -11,7 +11,8 @@
 //!
 //! Costs are in the alpha-beta-gamma model, for n elements over p ranks, with p' = 2^floor(log2 p) and l = ceil(log2
 //! p); all logarithms are to base 2. "Path" is what the longest chain of dependent messages carries. Sources are cited
-//! in the modules. [`Cost`] holds the same formulas as data, and a test compares them with what the checker counts.
+//! in the modules. [`Cost`] holds the same formulas as data, with what all ranks together send; a test compares them
+//! with what the checker counts.
 //!
 //! | Algorithm | Steps (alpha) | Path (beta) | Reduced (gamma) | Busiest sender |
 //! |---|---|---|---|---|

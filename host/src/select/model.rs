@@ -106,12 +106,15 @@ pub(super) fn tree_form(facts: &JobFacts, tree: &TreeFacts, desc: &OpDesc) -> Fo
 pub(super) fn schedule_form(facts: &JobFacts, desc: &OpDesc, algorithm: &Algorithm) -> Form {
     let cost = algorithm.cost(facts.ranks, usize::try_from(desc.count).unwrap_or(usize::MAX));
     let each = desc.element_bytes() as f64;
-    let others = f64::from(facts.ranks_per_host.saturating_sub(1));
     let sent = cost.path_elements * each;
-    let latency = Constants { alpha_step_s: cost.steps, alpha_shared_s: cost.steps * others, ..Constants::default() };
+    // What the other ranks of a host send meanwhile: its processors move all of it.
+    let share = f64::from(facts.ranks_per_host) / f64::from(facts.ranks.max(1));
+    let messages = (cost.messages * share - cost.steps).max(0.0);
+    let moved_by_others = (cost.moved_elements * each * share - sent).max(0.0);
+    let latency = Constants { alpha_step_s: cost.steps, alpha_shared_s: messages, ..Constants::default() };
     let moved = Constants {
         beta_step_s: sent,
-        beta_shared_s: sent * others,
+        beta_shared_s: moved_by_others,
         gamma_s: cost.reduced_elements * each,
         ..Constants::default()
     };

@@ -52,11 +52,11 @@ constants! {
     beta_node_s,
     /// Per step of a schedule.
     alpha_step_s,
-    /// Per step of a schedule, for each further rank on its host: they share its processors.
+    /// Per message of a schedule that other ranks of a host send meanwhile: they share its processors.
     alpha_shared_s,
     /// Per byte that a rank sends and receives in a schedule.
     beta_step_s,
-    /// Per byte that a rank moves in a schedule, for each further rank on its host.
+    /// Per byte of a schedule that other ranks of a host send meanwhile.
     beta_shared_s,
     /// Per byte combined.
     gamma_s,

@@ -76,7 +76,7 @@ pub(crate) struct CalibrateArgs {
     #[arg(long = "collective", value_name = "NAME", default_value = "all_reduce", value_delimiter = ',',
           value_parser = crate::perf::collective_parser())]
     collectives: Vec<Collective>,
-    /// How often each algorithm has its turn
+    /// How often each algorithm has its turn; short operations have four times as many
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(super) rounds: u32,
     /// Deadline of each operation, in seconds

@@ -63,9 +63,12 @@ fn turns(args: &CalibrateArgs, case: Case, with_auto: bool) -> Turns {
             .any(|known| known.pattern.collective() == case.collective && known.path().name() == algo.name()),
     };
     let cases = Algo::ALL.into_iter().filter(has).map(|algo| Case { algo, ..case }).collect();
-    // Short operations need more of them for a stable median.
-    let iterations = (BYTES_PER_TURN / case.size_bytes().max(1)).clamp(1, ITERATIONS_MAX);
-    Turns { cases, rounds: args.rounds, iterations: u32::try_from(iterations).unwrap_or(1) }
+    // Short operations need more of them for a stable median, and more turns: in each, the system's scheduler has
+    // placed the processes in another way.
+    let often = (BYTES_PER_TURN / case.size_bytes().max(1)).max(1);
+    let (iterations, turns) = (often.min(ITERATIONS_MAX), (often / ITERATIONS_MAX).clamp(1, TURNS_MAX));
+    let [iterations, turns] = [iterations, turns].map(|often| u32::try_from(often).unwrap_or(1));
+    Turns { cases, rounds: args.rounds * turns, iterations }
 }
 
 /// About how many bytes an algorithm reduces in one turn, within the limit of iterations.
@@ -73,6 +76,9 @@ const BYTES_PER_TURN: u64 = 8 << 20;
 
 /// The most iterations of a turn.
 const ITERATIONS_MAX: u64 = 16;
+
+/// The most turns in the place of one.
+const TURNS_MAX: u64 = 4;
 
 /// Combine the ranks' reports of a case. `None` if its algorithm is not possible.
 fn cell(case: Case, facts: &JobFacts, reports: Vec<Report>) -> Result<Option<Cell>, Failure> {

@@ -29,6 +29,7 @@ use super::tree::Tree;
 use super::{Algorithm, Place, Problem, Recv, Region, Schedule, Send, Span, Step};
 use memory::Memory;
 use simulation::Simulation;
+use std::collections::BTreeSet;
 use sumac_hal::ids::Rank;
 use thiserror::Error;
 
@@ -39,6 +40,10 @@ pub struct Report {
     pub steps: usize,
     /// The elements that the busiest sender sends.
     pub sent_elements_max: u64,
+    /// The messages of all ranks together. What a rank sends to another in one step is one message.
+    pub messages: u64,
+    /// The elements that all ranks together send.
+    pub moved_elements: u64,
     /// The largest number of elements that a rank combines: the gamma term.
     pub reduced_elements_max: u64,
     /// The elements on the longest path through the collective: the beta term. A message starts when both ends have
@@ -68,11 +73,19 @@ pub fn check(goal: Goal<'_>, schedules: &[Schedule]) -> Result<Report, CheckErro
     Ok(Report {
         steps: schedules.iter().map(messages).max().unwrap_or(0),
         sent_elements_max: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).max().unwrap_or(0),
+        messages: schedules.iter().flat_map(Schedule::steps).map(receivers).sum(),
+        moved_elements: schedules.iter().map(|schedule| schedule.sent_bytes(1, 1)).sum(),
         reduced_elements_max: simulation.reduced_elements_max(),
         path_elements: simulation.finish_time(),
         expressions: simulation.into_expressions(),
         blocks,
     })
+}
+
+/// The number of ranks that a step sends to.
+fn receivers(step: Step<'_>) -> u64 {
+    let to: BTreeSet<Rank> = step.sends.iter().map(|send| send.peer).collect();
+    to.len() as u64
 }
 
 /// Why an algorithm does not evaluate a tree's expression.

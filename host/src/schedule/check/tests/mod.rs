@@ -68,29 +68,33 @@ fn prove<'a>(algorithms: impl Iterator<Item = &'a Algorithm>) {
 
 fn compare_cost(algorithm: &Algorithm, ranks: u32, count: usize, root: Rank, report: &Report) {
     let cost = algorithm.cost(ranks, count);
+    let block = count.div_ceil(ranks as usize) as f64;
+    let full = ranks.next_power_of_two();
+    let widest = f64::from(full - 1) * block;
+    // Each with the most that another root than the cheapest can make of it.
     let found = [
-        (report.path_elements, cost.path_elements),
-        (report.reduced_elements_max, cost.reduced_elements),
-        (report.sent_elements_max, cost.sent_elements),
+        (report.path_elements, cost.path_elements, widest),
+        (report.reduced_elements_max, cost.reduced_elements, widest),
+        (report.sent_elements_max, cost.sent_elements, widest),
+        (report.moved_elements, cost.moved_elements, f64::from(full * full.ilog2()) / 2.0 * block),
     ];
     let what = format!("{algorithm:?}, {ranks} ranks, {count} elements, root {root}: {report:?} {cost:?}");
     // The formulas are for the cheapest root.
-    let block = count.div_ceil(ranks as usize) as f64;
     let is_bound = cost.is_bound || root != Rank(0);
-    let widest = f64::from(ranks.next_power_of_two() - 1) * block;
     if is_bound {
         assert!(report.steps as f64 <= cost.steps, "{what}");
-        for (found, formula) in found {
+        for (found, formula, widest) in found {
             let bound = if cost.is_bound { formula } else { formula.max(widest) };
             assert!(found as f64 <= bound + 2.0 * cost.steps, "{what}");
         }
         return;
     }
     assert_eq!(report.steps as f64, cost.steps, "{what}");
+    assert_eq!(report.messages as f64, cost.messages, "{what}");
     let floor = 1 << ranks.ilog2();
     let is_even = count.is_multiple_of(ranks as usize) && count.is_multiple_of(floor);
     let slack = if is_even { 1e-6 } else { cost.steps + f64::from(ranks) };
-    for (found, formula) in found {
+    for (found, formula, _) in found {
         assert!((found as f64 - formula).abs() <= slack * formula.max(1.0).log2().max(1.0), "{what}");
     }
 }
