@@ -25,7 +25,7 @@ use super::resources::{Claim, Needs, ResourceLedger, Resources};
 use super::shape::TreeShape;
 use super::state::PlannedTrees;
 use crate::plan::{Child, KeptIndex, Planner};
-use crate::select::LinkFacts;
+use crate::select::{LinkFacts, prefers_packets};
 use crate::topo::LinkId;
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -139,7 +139,7 @@ pub(super) fn draft(
     }
     if !request.pinned.is_empty() {
         let shape = TreeShape::pinned(request.pinned, request.requests.len(), devices)?;
-        return build_placement(config, ledger, request, shape, ids);
+        return build_placement(config, ledger, request, (shape, None), ids);
     }
     let Some(fabric) = &config.fabric else {
         // Any device can serve as the fabric. Report the reason why the first one cannot.
@@ -179,27 +179,47 @@ fn plan_and_build(
     let host = |group: usize| plan.ranks[group].name.clone();
     let hosts = config.fabric.as_ref().map(|_| groups.group_of_ranks().into_iter().map(host).collect());
     let shape = TreeShape::planned(&plan, devices)?.expand(&groups, request.hosts);
-    let mut placement = build_placement(config, ledger, request, TreeShape { hosts, ..shape }, ids)?;
+    let links = config.fabric.as_ref().and_then(|_| link_facts(planner, ledger, (request, &groups), (&plan, limits)));
+    let mut placement = build_placement(config, ledger, request, (TreeShape { hosts, ..shape }, links), ids)?;
     if config.fabric.is_some() {
         let nodes = plan.nodes.iter().flat_map(|node| &node.path);
         placement.cables = nodes.chain(plan.ranks.iter().flat_map(|rank| &rank.path)).copied().collect();
-        placement.links = link_facts(planner, ledger, (request, &groups), (&plan, limits));
     }
     Ok(placement)
 }
 
-/// Build a placement of the given shape, with the largest sizes that fit.
+/// Build a placement of the given shape, with the largest sizes that fit, and ranks attached in the faster way.
 fn build_placement(
     config: &ControllerConfig,
     ledger: &ResourceLedger,
     request: PlacementRequest<'_>,
-    shape: TreeShape,
+    (shape, links): (TreeShape, Option<LinkFacts>),
     ids: GroupIds,
 ) -> Result<Placement, String> {
-    let mut placement = place(shape, ids)?;
-    placement.communicator = request.requests.first().map_or_else(String::new, |request| request.communicator().into());
-    placement.attach(request.requests)?;
+    let attached = |shape: TreeShape| {
+        let mut placement = place(shape, ids)?;
+        let first = request.requests.first();
+        placement.communicator = first.map_or_else(String::new, |request| request.communicator().into());
+        placement.links = links;
+        placement.attach(request.requests)?;
+        Ok::<_, String>(placement)
+    };
+    let mut placement = attached(shape.clone())?;
     placement.choose_sizes(config, ledger, request)?;
+    if placement.may_prefer_packets(request) {
+        let by_packets = attached(shape).and_then(|mut placement| {
+            placement.leave_zero_copy(request.requests)?;
+            placement.choose_sizes(config, ledger, request)?;
+            Ok(placement)
+        });
+        let is_faster = |by_packets: &Placement| {
+            let facts = |placement: &Placement| placement.job_facts(request.requests);
+            prefers_packets(&config.table, &facts(&placement), &facts(by_packets))
+        };
+        if let Some(by_packets) = by_packets.ok().filter(is_faster) {
+            return Ok(by_packets);
+        }
+    }
     Ok(placement)
 }
 

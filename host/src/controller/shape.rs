@@ -9,7 +9,7 @@ use std::sync::Arc;
 use sumac_hal::ids::Rank;
 
 /// The nodes of a tree, and their children.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct TreeShape {
     pub(super) levels: u32,
     pub(super) max_children: u32,

@@ -18,13 +18,12 @@ use crate::controller::proto::{
 use crate::controller::{Notice, Session, WhileJoining};
 use crate::exec::Mesh;
 use crate::schedule::Place;
-use crate::select::{Declared, SelectionContext};
+use crate::select::{Declared, SelectionContext, ranks_per_host};
 use crate::transport::local::{HostDevice, HostDeviceConfig};
 use crate::transport::memory::{Remote, ZeroCopyDriver};
 use crate::transport::packets::Endpoint;
 use crate::transport::packets::{MAX_OPS, TreeDriver};
 use crate::transport::path::PathToProbe;
-use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,7 +56,7 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     notices.init_queue_position(membership.queue);
     let place = Place::new(rank, world).map_err(|error| JoinError::Membership(error.to_string()))?;
     let ranks_here = membership.mesh.iter().filter(|addr| addr.ip() == mesh_addr.ip()).count();
-    let ranks_per_host = ranks_per_host(&membership.mesh);
+    let ranks_per_host = ranks_per_host(membership.mesh.iter().map(SocketAddr::ip));
     let secret = membership.secret;
     let connections = Connections::new(Mesh::new(place, secret.clone(), listener, membership.mesh)?);
     let channel = (may_recover && world > 1).then(|| {
@@ -104,13 +103,6 @@ pub(crate) fn join_as(mut config: JoinConfig, stripe: Option<StripeOf>) -> Resul
     };
     let members = Members { session: Some(session), channel, secret, ranks_here, embedded, host_device };
     Ok((Core::new(data, members), membership.striping))
-}
-
-/// Return the number of ranks on the busiest host, told by their addresses.
-fn ranks_per_host(mesh: &[SocketAddr]) -> u32 {
-    let mut hosts = BTreeMap::new();
-    mesh.iter().for_each(|addr| *hosts.entry(addr.ip()).or_insert(0_u32) += 1);
-    hosts.into_values().max().unwrap_or(1)
 }
 
 /// What the controller may ask of this rank while it joins.
@@ -260,7 +252,7 @@ fn packet_tree(config: &JoinConfig, tree: &TreeMembership, mut port: HostedPort,
     let (rank, world) = (Rank(config.rank), config.world);
     if let Some(why) = &tree.packets_reason {
         let device = &tree.leaf;
-        crate::log::info!(job = config.job, %rank, device, why, "contributes by packets: zero-copy is not available");
+        crate::log::info!(job = config.job, %rank, device, why, "contributes by packets instead of zero-copy");
     }
     // Listen before announcing it: contributions carry the key.
     let shared_key =

@@ -11,7 +11,7 @@
 //! |---|---|---|
 //! | tree | 2 L alpha_tree + (i + o) (k packet_node + n' beta_node) + r n (beta_tree + (h - 1) beta_tree_shared) + g n gamma | each of L levels up and down; a rank moves r n bytes; the node with most children, c, receives i n, combines g n and sends o n, and is the bottleneck of a pipeline of chunks |
 //! | tree, all ranks zero-copy | 2 alpha_zero_copy + (i + o) (k chunk_zero_copy + n beta_zero_copy) or, if L > 1, what a tree of L - 1 levels above takes for its bytes, whichever is longer, + 2 (L - 1) alpha_tree | the leaf's engine reads i n, combines it on the way and writes o n; ranks move nothing; above the leaves there are only packets, while other chunks pass the leaf |
-//! | host collectives | S (alpha_step + (h - 1) alpha_shared) + B (beta_step + (h - 1) beta_shared) + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`]; ranks of a host share its processors |
+//! | host collectives | S alpha_step + (h M / N - S) alpha_shared + B beta_step + (h T / N - B) beta_shared + R gamma | S, B and R are the steps, path and reduced bytes of the table in [`crate::schedule`], M and T the messages and bytes of all ranks ([`Cost`](crate::schedule::Cost)); what the ranks of a host send beyond the path takes its processors, too |
 //!
 //! where k = max(1, ceil(n / m)) chunks; n' = n + (L - 1) min(n, m), as the first chunk fills the pipeline; and (r, i,
 //! o, g) is (2, c, c, c) for all-reduce, (2, c, 1, c) for reduce, (1, 1, c, 0) for broadcast, (1 + 1/N, c, 1, c) for
@@ -25,6 +25,7 @@
 //! If an order is declared and the operation's bits depend on it, a schedule is possible only if it evaluates exactly
 //! the declared expression, as determined by the schedule checker ([`Declared`]).
 
+mod attachment;
 mod curve;
 mod declared;
 mod file;
@@ -36,6 +37,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use attachment::prefers_packets;
 pub use curve::{Curve, CurveKind, Point, RankPlacement};
 pub use declared::Declared;
 pub use file::CostFileError;
@@ -47,7 +49,9 @@ pub use table::{Constants, CostTable, Origin};
 use crate::schedule::{ALGORITHMS, Algorithm};
 use model::{Form, schedule_form, tree_form};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
+use std::net::IpAddr;
 use std::str::FromStr;
 use sumac_hal::ctrl::Order;
 use sumac_hal::op::{Collective, OpDesc, Path, ReduceOp};
@@ -168,6 +172,13 @@ pub struct JobFacts {
     pub ranks_per_host: u32,
     /// The tree, if there is one.
     pub tree: Option<TreeFacts>,
+}
+
+/// Return the number of ranks on the busiest host, told by their addresses.
+pub(crate) fn ranks_per_host(addrs: impl Iterator<Item = IpAddr>) -> u32 {
+    let mut hosts = BTreeMap::new();
+    addrs.for_each(|addr| *hosts.entry(addr).or_insert(0_u32) += 1);
+    hosts.into_values().max().unwrap_or(1)
 }
 
 /// The properties of a tree that selection depends on.

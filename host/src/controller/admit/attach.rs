@@ -13,7 +13,7 @@
 //! If a leaf's device lacks memory for redo slots, all its ranks use packets; if one of them requires zero-copy, there
 //! is no tree.
 
-use super::{PlacedNode, Placement};
+use super::{PlacedNode, Placement, PlacementRequest};
 use crate::controller::proto::{JoinRequest, Transport};
 use sumac_hal::ctrl::{Announce, ChildMask};
 use sumac_hal::shm::DEVICE_USER_VARIABLE;
@@ -130,6 +130,30 @@ impl Placement {
         requests: &[&JoinRequest],
         why: &str,
     ) -> Result<(), String> {
+        let device = self.nodes[index].device.name().to_owned();
+        self.switch_to_packets(index, requests, why)?;
+        tracing::warn!(group = %self.group, device, why, "its ranks use packets instead of zero-copy");
+        Ok(())
+    }
+
+    /// Whether it is open how ranks reach the tree: some use zero-copy, none requires it, and there are packets between
+    /// devices anyway. On a single device zero-copy saves all of them.
+    pub(super) fn may_prefer_packets(&self, request: PlacementRequest<'_>) -> bool {
+        let requires = |request: &&JoinRequest| request.transport.requires_zero_copy();
+        let is_open = request.hosts.is_empty() && !request.requests.iter().any(requires);
+        is_open && self.levels > 1 && self.zero_copy_ranks() > 0
+    }
+
+    /// Switch all ranks to packets, because these are faster.
+    pub(super) fn leave_zero_copy(&mut self, requests: &[&JoinRequest]) -> Result<(), String> {
+        let why = format!("packets are faster in a tree of {} levels, by the cost table", self.levels);
+        (0..self.nodes.len()).try_for_each(|index| match self.has_zero_copy(index) {
+            true => self.switch_to_packets(index, requests, &why),
+            false => Ok(()),
+        })
+    }
+
+    fn switch_to_packets(&mut self, index: usize, requests: &[&JoinRequest], why: &str) -> Result<(), String> {
         let node = &mut self.nodes[index];
         let device = node.device.name();
         let mut there = requests.iter().zip(&self.ranks).filter(|(_, (leaf, _))| *leaf == index);
@@ -142,7 +166,6 @@ impl Placement {
         there.filter(|(request, _)| request.transport.may_share_memory()).for_each(|(request, _)| {
             self.packets_reasons.entry(request.rank).or_insert_with(|| why.to_owned());
         });
-        tracing::warn!(group = %self.group, device, why, "its ranks use packets instead of zero-copy");
         node.zero_copy = ChildMask::EMPTY;
         Ok(())
     }

@@ -1,9 +1,16 @@
 //! What path selection needs to know of a tree.
 
 use super::{PlacedNode, Placement};
-use crate::select::TreeFacts;
+use crate::controller::proto::JoinRequest;
+use crate::select::{JobFacts, TreeFacts, ranks_per_host};
 
 impl Placement {
+    /// The properties of the job that costs depend on.
+    pub(super) fn job_facts(&self, requests: &[&JoinRequest]) -> JobFacts {
+        let ranks_per_host = ranks_per_host(requests.iter().map(|request| request.mesh_addr.ip()));
+        JobFacts { ranks: requests.len() as u32, ranks_per_host, tree: Some(self.facts()) }
+    }
+
     /// The tree's properties that path selection uses.
     pub(in crate::controller) fn facts(&self) -> TreeFacts {
         let all = self.nodes.iter().map(|node| &node.device.announce.capabilities);
