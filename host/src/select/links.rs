@@ -6,6 +6,7 @@
 
 use super::{JobFacts, TreeFacts, TreeTransport};
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 use sumac_hal::op::Path;
 
 /// How long bytes take over the busiest cable that an algorithm uses, in picoseconds per byte in one direction. The
@@ -31,6 +32,11 @@ impl LinkFacts {
             _ => self.doubling_byte_ps,
         };
         ps as f64 * 1e-12
+    }
+
+    /// How many bytes of an operation the tree takes in this time.
+    pub(crate) fn tree_bytes_in(&self, time: Duration) -> u64 {
+        u64::try_from(time.as_nanos() * 1000 / u128::from(self.tree_byte_ps.max(1))).unwrap_or(u64::MAX)
     }
 
     /// Seconds per byte of an operation in the tree.

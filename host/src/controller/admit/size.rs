@@ -3,9 +3,18 @@
 use super::{PlacedNode, Placement, PlacementRequest};
 use crate::controller::resources::{Available, ResourceLedger};
 use crate::controller::{ControllerConfig, WINDOW_MIN};
+use std::time::Duration;
 use sumac_hal::ctrl::Order;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::{PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
+
+/// How long a window may take over the busiest cable of its tree, where a job has several trees. A rank fills the windows
+/// of one tree after the other, and a chunk is complete once its last rank has come to that tree: until then the
+/// device sends nothing. Longer than any round trip, with time for a busy host to run each process.
+const WINDOW_DRAIN: Duration = Duration::from_millis(4);
+
+/// The smallest window of each of several trees, in chunks.
+const WINDOW_MIN_OF_TREES: u16 = WINDOW_MIN / 2;
 
 /// The memory that one slot of a group takes on a device, in bytes.
 #[derive(Debug, Clone, Copy)]
@@ -80,10 +89,7 @@ impl Placement {
         // Zero-copy on one device needs few slots, which stay in its caches; packets must fill a network.
         let mut window = match self.all_zero_copy() && self.nodes.len() == 1 {
             true => u64::from(config.zero_copy_window_chunks).clamp(1, MAX_WINDOW),
-            false => {
-                let bytes = u64::from(config.window_bytes) / request.trees.max(1) as u64;
-                (bytes / u64::from(chunk)).clamp(u64::from(WINDOW_MIN), MAX_WINDOW)
-            }
+            false => self.packet_window(config, request.trees, chunk),
         };
         for node in &self.nodes {
             let (available, slot) = (available(node), SlotCost::on(node, order, chunk));
@@ -111,6 +117,18 @@ impl Placement {
             node.redo_memory_bytes = slots * slot.redo_memory_bytes;
         }
         Ok(())
+    }
+
+    /// The window of ranks or devices that send packets, in chunks.
+    fn packet_window(&self, config: &ControllerConfig, trees: usize, chunk: u32) -> u64 {
+        let (bytes, min) = match trees {
+            0 | 1 => (u64::from(config.window_bytes), WINDOW_MIN),
+            trees => {
+                let drained = self.links.map_or(u64::MAX, |links| links.tree_bytes_in(WINDOW_DRAIN));
+                ((u64::from(config.window_bytes) / trees as u64).min(drained), WINDOW_MIN_OF_TREES)
+            }
+        };
+        (bytes / u64::from(chunk)).clamp(u64::from(min), MAX_WINDOW)
     }
 
     /// The largest chunk that all ports and paths allow, in whole cache lines if zero-copy is used.

@@ -137,6 +137,39 @@ fn device_at_the_port_of_a_host_is_a_node_of_trees() {
     assert_eq!(tree_of(&first).leaf, dpu, "devices in switches were not placed");
 }
 
+/// Two hosts and two devices, each behind a port of one switch, of this rate.
+fn behind_ports(gbits: f64) -> Fabric {
+    let (hosts, devices) = (["h0", "h1"], ["d0", "d1"]);
+    let mut text = "[[switch]]\nname = \"switch\"\n".to_owned();
+    devices.iter().for_each(|name| text += &format!("[[switch]]\nname = \"{name}\"\naggregation = true\n"));
+    hosts.iter().for_each(|name| text += &format!("[[host]]\nname = \"{name}\"\n"));
+    let ends = hosts.iter().chain(&devices);
+    ends.for_each(|end| text += &format!("[[link]]\nends = [\"{end}\", \"switch\"]\nrate_gbits = {gbits}\n"));
+    Fabric::from_toml(&text).expect("a fabric")
+}
+
+/// A rank fills the windows of one tree after the other, so large ones delay the start of all but the first.
+#[test]
+fn windows_of_several_trees_hold_what_their_cables_take_in_a_short_time() {
+    let windows = |gbits: f64, trees: u8| {
+        let config = ControllerConfig { fabric: Some(behind_ports(gbits)), ..ControllerConfig::new() };
+        let controller = Controller::start(config).expect("a port");
+        let _devices = ["d0", "d1"].map(|name| Device::start(&controller, name, None, None));
+        let at = |request: JoinRequest| JoinRequest { host: Some(format!("h{}", request.rank.0)), ..request };
+        let (_ranks, first) = join_both(&controller, |rank| at(job_request(rank, trees)));
+        assert_eq!(first.striping.shares.len(), if trees > 1 { 2 } else { 0 }, "{:?}", first.striping);
+        let further = (trees > 1).then(|| join_both(&controller, |rank| at(stripe_request(rank, 1))));
+        let further = further.map(|(_ranks, further)| tree_of(&further).window_max);
+        (u64::from(tree_of(&first).facts.chunk_len_bytes), tree_of(&first).window_max, further)
+    };
+    // A port takes the contributions of both ranks: 100 Mbit/s are 25,000 bytes of an operation in 4 ms.
+    let (chunk, first, further) = windows(0.1, 2);
+    assert_eq!((u64::from(first), further), (25_000 / chunk, Some(first)));
+    assert_eq!(windows(0.001, 2).1, 4);
+    assert_eq!(windows(100.0, 2).1, 256);
+    assert_eq!(windows(0.001, 1).1, 256, "a single tree");
+}
+
 /// Another tenant resumes a job by the name of a stripe. It hides nothing, and is shown and counted as its own.
 #[test]
 fn stripe_that_another_tenant_resumes_is_a_job_of_its_own() {
