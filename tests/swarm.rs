@@ -284,6 +284,12 @@ fn hosts_contribute_once_and_leave_no_device() {
     swarm_of_tenants("hosts_contribute_once_and_leave_no_device", Tenancy::draw_hosts, &["handles dropped"]);
 }
 
+/// Their jobs are on several trees.
+#[test]
+fn trees_of_a_job_are_recovered_one_by_one() {
+    swarm_of_tenants("trees_of_a_job_are_recovered_one_by_one", Tenancy::draw_stripes, &["handles dropped"]);
+}
+
 /// Run worlds of tenants, print their coverage, and check that all counts but some are above zero.
 fn swarm_of_tenants(test: &str, draw: impl Fn(u64) -> Tenancy, except: &[&str]) {
     let one = number("SEED");
@@ -402,7 +408,9 @@ fn recorded_faults_replay_the_same_run() {
 
 #[test]
 fn same_seed_gives_the_same_log() {
-    let drawn = |seed| [Tenancy::draw(seed), Tenancy::draw_started(seed), Tenancy::draw_hosts(seed)];
+    let drawn = |seed| {
+        [Tenancy::draw(seed), Tenancy::draw_started(seed), Tenancy::draw_hosts(seed), Tenancy::draw_stripes(seed)]
+    };
     for plan in (0..30).flat_map(drawn) {
         let (seed, starts, shares_hosts) = (plan.seed, plan.starts, plan.shares_hosts);
         assert_eq!(run_tenants(&plan), run_tenants(&plan), "tenants {seed}, {starts}, {shares_hosts}");

@@ -111,6 +111,8 @@ pub struct ClaimRecord {
     pub group: GroupId,
     /// The group's tenant.
     pub tenant: String,
+    /// The job whose communicator uses the group.
+    pub communicator: String,
     /// The device.
     pub device: String,
     /// The device's incarnation.

@@ -1,8 +1,8 @@
 //! Fits the constants of the cost model to measured times.
 //!
-//! The constants minimise the sum of the squared logarithms of modelled over measured times, and none is negative. Few samples determine all of
-//! them: each is drawn towards its value in the table that the fit starts from, so weakly that a constant which the
-//! samples do determine is hardly moved. What the model leaves unexplained becomes [`Curve`]s.
+//! The constants minimise the sum of the squared logarithms of modelled over measured times, and none is negative. Few
+//! samples determine all of them: each is drawn towards its value in the table that the fit starts from, so weakly that
+//! a constant which the samples do determine is hardly moved. What the model leaves unexplained becomes [`Curve`]s.
 //!
 //! Source of the method: non-negative least squares by coordinate descent, as in V. Franc, V. Hlavac, M. Navara,
 //! "Sequential Coordinate-Wise Algorithm for the Non-negative Least Squares Problem", CAIP 2005.

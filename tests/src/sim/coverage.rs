@@ -228,6 +228,10 @@ marks! {
     ClientShed = "tenants: client that does not read is cut",
     /// The handle of a started operation is dropped while its rank changes the view.
     DroppedInChange = "tenants: handle dropped in a view change",
+    /// A rank has joined a further tree of its job.
+    StripeJoined = "tenants: stripe joined",
+    /// A communicator has several trees.
+    SeveralTrees = "tenants: several trees",
     /// A rank starts the device of its host.
     HostDeviceStarted = "tenants: host device started",
     /// It fails to, does so too late, or never.

@@ -8,9 +8,9 @@ use sumac_hal::ctrl::Order;
 use sumac_hal::uplink::MAX_WINDOW;
 use sumac_hal::wire::{PACKET_LIMIT_MIN, SHORT_HEADER_LEN};
 
-/// How long a window may take over the busiest cable of its tree, where a job has several trees. A rank fills the windows
-/// of one tree after the other, and a chunk is complete once its last rank has come to that tree: until then the
-/// device sends nothing. Longer than any round trip, with time for a busy host to run each process.
+/// How long a window may take over the busiest cable of its tree, where a job has several trees. A rank fills the
+/// windows of one tree after the other, and a chunk is complete once its last rank has come to that tree: until then
+/// the device sends nothing. Longer than any round trip, with time for a busy host to run each process.
 const WINDOW_DRAIN: Duration = Duration::from_millis(4);
 
 /// The smallest window of each of several trees, in chunks.

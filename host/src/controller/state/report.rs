@@ -107,10 +107,11 @@ impl State {
     #[cfg(feature = "snapshot")]
     pub(in crate::controller) fn claim_records(&self) -> Vec<ClaimRecord> {
         let of = |claim: &Claim| {
-            let (group, tenant) = (claim.group, claim.tenant.clone());
+            let (group, tenant, communicator) = (claim.group, claim.tenant.clone(), claim.communicator.clone());
             let record = move |(key, need): &(DeviceKey, Resources)| ClaimRecord {
                 group,
                 tenant: tenant.clone(),
+                communicator: communicator.clone(),
                 device: key.name.clone(),
                 boot_id: key.boot_id,
                 slots: need.slots,

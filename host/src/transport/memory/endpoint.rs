@@ -38,8 +38,8 @@ const BOUNCE_ALIGNMENT_BYTES: u64 = 64;
 /// Bytes staged per submission, so that the device works while the next run is copied.
 const BOUNCED_RUN_BYTES: u64 = 256 << 10;
 
-/// How many runs a window has at least. A device takes a run once all of it fits into its window: with one run a window,
-/// a device and its parent would take turns instead of working at the same time.
+/// How many runs a window has at least. A device takes a run once all of it fits into its window: with one run a
+/// window, a device and its parent would take turns instead of working at the same time.
 const RUNS_PER_WINDOW: u16 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

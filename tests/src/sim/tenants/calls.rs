@@ -37,6 +37,9 @@ impl World<'_, '_> {
                 recovery.change.handle_timeout(now);
                 self.drive(at)?;
             }
+            if matches!(self.member(at).phase, Phase::Computing(_)) && self.joins_stripes(at) {
+                return Ok(());
+            }
             let member = self.member(at);
             let has_program = member.program.is_some();
             match member.phase.clone() {

@@ -20,7 +20,7 @@ impl World<'_, '_> {
         let plan = &self.plan.jobs[job];
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, 1));
         JoinRequest {
-            job: format!("job{job}"),
+            job: self.plan.name_of(job),
             rank: Rank(rank as u32),
             world: plan.world as u32,
             host: plan.hosts.get(rank).cloned(),
@@ -36,6 +36,8 @@ impl World<'_, '_> {
                 wait_ms: plan.wait_ms,
                 accepts_migration: plan.moves,
                 hierarchical: !plan.machines.is_empty(),
+                trees: plan.trees,
+                stripe: self.plan.stripe_of(job),
                 ..Terms::default()
             },
         }
@@ -43,6 +45,9 @@ impl World<'_, '_> {
 
     /// Dial and request to join; retry later if there is no controller.
     pub(super) fn dial(&mut self, at: (usize, usize)) -> Result<(), Violation> {
+        if self.waits_for_job(at) {
+            return Ok(());
+        }
         if self.jobs[at.0].ranks[at.1].peers.has_lost_rank {
             return self.end(at, End::NotJoined);
         }
@@ -300,7 +305,7 @@ impl World<'_, '_> {
             }
         }
         self.touched.insert(Actor::Rank(at.0, at.1));
-        Ok(())
+        self.end_stripes(at, end)
     }
 
     /// Record a tree, or the reason for having none, which must be given.

@@ -53,6 +53,8 @@ pub struct Tenancy {
     pub starts: bool,
     /// Whether ranks of some jobs share hosts, and run host devices.
     pub shares_hosts: bool,
+    /// Whether some jobs are on several trees.
+    pub has_stripes: bool,
     /// The planted bug, if any.
     pub planted: Planted,
 }
@@ -102,6 +104,10 @@ pub struct JobPlan {
     pub think_max: Duration,
     /// Jobs of the same kind need the same resources.
     pub kind: usize,
+    /// How many trees it requests; 0: as many as are faster.
+    pub trees: u8,
+    /// The job whose further tree it has, and which, if it is a stripe.
+    pub stripe: Option<(usize, u8)>,
 }
 
 /// An incident.
@@ -221,27 +227,9 @@ impl Tenancy {
             takeover: if Draw::new(weight(&[seed, 0x7461_6b65])).chance(500) { Takeover::Some } else { Takeover::All },
             starts: false,
             shares_hosts: false,
+            has_stripes: false,
             planted: Planted::default(),
         }
-    }
-
-    /// Draw the parameters of a seed, for ranks that start several operations at once.
-    pub fn draw_started(seed: u64) -> Self {
-        let mut plan = Self { starts: true, ..Self::draw(seed) };
-        let mut draw = Draw::new(weight(&[seed, 0x7374_6172]));
-        let by_ranks = draw.one_of(&[0, 150, 350, 700]);
-        for job in plan.jobs.iter_mut().filter(|job| job.world < 20) {
-            job.starts = draw.chance(800).then(|| draw.one_of(&[1, 2, 4, 64]));
-            job.by_ranks = job.ops.iter().map(|_| [draw.chance(by_ranks), draw.chance(by_ranks)]).collect();
-        }
-        if draw.chance(250) {
-            let job = draw.below(plan.jobs.len() as u64) as usize;
-            let rank = draw.below(plan.jobs[job].world as u64) as usize;
-            let at = plan.jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(1_000_000));
-            plan.incidents.push((at, Incident::Kill(job, rank)));
-            plan.incidents.sort_by_key(|(at, _)| *at);
-        }
-        plan
     }
 
     /// Return the name of a tenant.
@@ -377,6 +365,8 @@ fn draw_jobs(
                 starts: None,
                 think_max: Duration::ZERO,
                 kind: kind as usize,
+                trees: 0,
+                stripe: None,
             }
         })
         .collect();

@@ -248,7 +248,7 @@ impl World<'_, '_> {
             return Err(Violation { oracle: "wrong leader", what });
         };
         let asked_by = self.incarnation;
-        let ticket = lead.ticket(&format!("job{}", at.0), Rank(at.1 as u32));
+        let ticket = lead.ticket(&self.plan.name_of(at.0), Rank(at.1 as u32));
         (self.hosts.all[host].ticket, self.hosts.all[host].asked_by) = (ticket, asked_by);
         let device = self.device_of(host);
         self.devices[device].name = lead.device;
@@ -411,7 +411,7 @@ impl World<'_, '_> {
         };
         let found = |what| Err(Violation { oracle: "host device of others", what });
         for status in &report.jobs {
-            let job = index_in(&status.name, "job");
+            let job = self.plan.job_named(&status.name);
             let devices = status.tree.iter().flatten().flat_map(|tree| &tree.devices);
             if let Some(device) = devices.into_iter().find(|name| job_of(name).is_some_and(|own| own != job)) {
                 return found(format!("{device} is in the tree of job {job}"));

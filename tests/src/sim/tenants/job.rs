@@ -205,6 +205,8 @@ pub(super) struct Piece {
 pub(super) struct Job {
     pub(super) index: usize,
     pub(super) ranks: Vec<Member>,
+    /// The ranks that may join it, if it is a stripe.
+    pub(super) released: BTreeSet<usize>,
     /// A rank of it was killed, or lost the controller.
     pub(super) is_disturbed: bool,
     pub(super) has_lost_controller: bool,
@@ -257,6 +259,7 @@ impl Job {
         Self {
             index,
             ranks: (0..plan.world).map(|_| member()).collect(),
+            released: BTreeSet::new(),
             is_disturbed: false,
             has_lost_controller: false,
             came_back: BTreeMap::new(),
@@ -303,6 +306,11 @@ impl World<'_, '_> {
     /// All ranks of the job have joined: start.
     pub(super) fn begin(&mut self, at: (usize, usize), membership: Box<Membership>) -> Result<(), Violation> {
         let (tenancy, now) = (self.plan, self.now);
+        if membership.tree.is_err() && self.leaves_stripe(at)? {
+            return Ok(());
+        }
+        self.check_stripe(at, &membership)?;
+        self.join_stripes(at, &membership)?;
         let job = &mut self.jobs[at.0];
         let options = options_of(tenancy, at.0, &membership.expression);
         let known = job.options.get_or_insert(options);

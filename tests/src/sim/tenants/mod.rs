@@ -18,7 +18,7 @@
 //! controller that still runs beside its successor; ranks that die, lose the controller, or do not read what it sends.
 //! All may happen during a reservation, an offer or a move; the controller may also be lost right after a step of an
 //! offer ([`Step`]), which ranks detect late. Each kind is off in most runs. At the end everything is healed, and every
-//! rank must end. In worlds of their own, ranks share hosts (`hosts`).
+//! rank must end. In worlds of their own, ranks share hosts (`hosts`), or jobs are on several trees (`stripes`).
 //!
 //! Oracles: a tree is on all its nodes or on none; no tenant exceeds its quota and no device its capacity; of jobs with
 //! equal needs the one that has waited longest is served first, and none is skipped more than eight times; every rank
@@ -38,6 +38,7 @@ mod job;
 mod program;
 mod recovery;
 mod report;
+mod stripes;
 mod takeover;
 mod watch;
 mod wire;
@@ -162,9 +163,10 @@ impl fmt::Display for TenantsShrunk {
         )?;
         writeln!(f, "/// {}.", violation.to_string().replace('\n', " "))?;
         writeln!(f, "#[test]\nfn tenants_{}() {{", plan.seed)?;
-        let draw = match (plan.starts, plan.shares_hosts) {
-            (true, _) => "draw_started",
-            (_, true) => "draw_hosts",
+        let draw = match (plan.starts, plan.shares_hosts, plan.has_stripes) {
+            (true, ..) => "draw_started",
+            (_, true, _) => "draw_hosts",
+            (.., true) => "draw_stripes",
             _ => "draw",
         };
         writeln!(f, "    let mut plan = Tenancy::{draw}({});", plan.seed)?;

@@ -7,11 +7,13 @@
 //! a communicator ends, all its operations end with its error, and nothing begins.
 
 use super::TenantViolation as Violation;
-use super::draw::Tenancy;
+use super::draw::{Incident, Tenancy};
 use super::job::{JobMessage, Member, Phase};
-use super::world::{Actor, Alarm, World};
+use super::world::{Actor, Alarm, DEVICES_FIRST, World};
+use crate::oracle::weight;
 use crate::sim::coverage::Mark;
 use crate::sim::memory::{OpMemory, chunks};
+use crate::sim::options::Draw;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::time::Duration;
@@ -42,6 +44,27 @@ impl Goal {
             Self::Take(handle) => Awaited::Operation(handle),
             Self::Move(..) | Self::Leave => Awaited::All,
         }
+    }
+}
+
+impl Tenancy {
+    /// Draw the parameters of a seed, for ranks that start several operations at once.
+    pub fn draw_started(seed: u64) -> Self {
+        let mut plan = Self { starts: true, ..Self::draw(seed) };
+        let mut draw = Draw::new(weight(&[seed, 0x7374_6172]));
+        let by_ranks = draw.one_of(&[0, 150, 350, 700]);
+        for job in plan.jobs.iter_mut().filter(|job| job.world < 20) {
+            job.starts = draw.chance(800).then(|| draw.one_of(&[1, 2, 4, 64]));
+            job.by_ranks = job.ops.iter().map(|_| [draw.chance(by_ranks), draw.chance(by_ranks)]).collect();
+        }
+        if draw.chance(250) {
+            let job = draw.below(plan.jobs.len() as u64) as usize;
+            let rank = draw.below(plan.jobs[job].world as u64) as usize;
+            let at = plan.jobs[job].at + DEVICES_FIRST + Duration::from_micros(draw.below(1_000_000));
+            plan.incidents.push((at, Incident::Kill(job, rank)));
+            plan.incidents.sort_by_key(|(at, _)| *at);
+        }
+        plan
     }
 }
 

@@ -68,7 +68,7 @@ impl Watch {
     }
 }
 
-fn violation(oracle: &'static str, what: String) -> Violation {
+pub(super) fn violation(oracle: &'static str, what: String) -> Violation {
     Violation { oracle, what }
 }
 
@@ -88,6 +88,7 @@ impl World<'_, '_> {
         let (report, booked, has_no_drafts) = (machine.report(), machine.claims(), machine.has_no_drafts());
         self.check_quotas(&booked)?;
         self.check_host_devices(&report, &booked)?;
+        self.check_trees(&report)?;
         self.check_order(&report)?;
         let has_backlog = self.devices.iter().any(|device| device.stalled_until > self.now);
         if has_no_drafts && !has_backlog && self.is_silent() {
@@ -122,12 +123,12 @@ impl World<'_, '_> {
 
     /// No tenant exceeds its quota and no device its capacity, according to both the ledger and the devices.
     fn check_quotas(&self, booked: &[ClaimRecord]) -> Result<(), Violation> {
-        let mut groups: BTreeMap<&str, BTreeSet<GroupId>> = BTreeMap::new();
+        let mut communicators: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         let mut slots: BTreeMap<(&str, usize), [u64; 4]> = BTreeMap::new();
         for entry in booked {
             let index = self.device_index(&entry.device);
             let device = &self.devices[index];
-            groups.entry(&entry.tenant).or_default().insert(entry.group);
+            communicators.entry(&entry.tenant).or_default().insert(&entry.communicator);
             if device.boot_id() != entry.boot_id {
                 continue;
             }
@@ -142,9 +143,9 @@ impl World<'_, '_> {
             Some(limit) if found > limit => Err(violation("over a quota", format!("{}: {found} of {limit}", what()))),
             _ => Ok(()),
         };
-        for (tenant, groups) in groups {
+        for (tenant, communicators) in communicators {
             let quota = self.plan.quotas[index_in(tenant, "tenant")];
-            within(groups.len() as u64, quota.groups, &|| format!("groups of {tenant}"))?;
+            within(communicators.len() as u64, quota.groups, &|| format!("groups of {tenant}"))?;
         }
         for ((tenant, index), [slots, bytes, slots_held, bytes_held]) in slots {
             let capacity = self.plan.capacity(index);
@@ -170,7 +171,7 @@ impl World<'_, '_> {
         let look = self.watch.checks;
         let mut served = Vec::new();
         for status in &report.jobs {
-            let index = index_in(&status.name, "job");
+            let index = self.plan.job_named(&status.name);
             let seen = self.watch.jobs.entry(index).or_default();
             // A job that comes straight from joining is served once the devices have replied.
             let is_given = status.is_offered && seen.entered.is_some();
@@ -198,7 +199,7 @@ impl World<'_, '_> {
         let waits: Vec<&JobStatus> = report.jobs.iter().filter(|job| job.queue.is_some()).collect();
         for (job, (came, asked), ran) in served {
             for status in &waits {
-                let other = index_in(&status.name, "job");
+                let other = self.plan.job_named(&status.name);
                 let plans = [&self.plan.jobs[job], &self.plan.jobs[other]];
                 let first = self.watch.jobs[&other].since.unwrap_or(look);
                 if came.is_some_and(|came| first >= came)
@@ -253,7 +254,7 @@ impl World<'_, '_> {
     /// Each rank knows its job's queue position.
     fn check_places(&self, report: &StatusReport) -> Result<(), Violation> {
         for status in report.jobs.iter().filter(|status| status.running) {
-            let job = index_in(&status.name, "job");
+            let job = self.plan.job_named(&status.name);
             let knows = |phase: &Phase| !matches!(phase, Phase::Disconnected | Phase::Joining(_) | Phase::Ended(_));
             let is_here = |conn| self.controller.as_ref().is_some_and(|controller| controller.owns(conn));
             let reads = |rank: &Member| rank.conn.is_some_and(is_here) && rank.blocked_until <= self.now;
@@ -300,7 +301,9 @@ impl World<'_, '_> {
     /// A tree assigned to a rank is on all of its nodes.
     pub(super) fn check_reserved(&self, at: (usize, usize), tree: &TreeMembership) -> Result<(), Violation> {
         let report = self.controller.as_ref().map(|controller| controller.machine.report());
-        let placed = report.iter().flat_map(|report| &report.jobs).filter_map(|job| job.tree.as_ref()?.as_ref().ok());
+        let jobs = || report.iter().flat_map(|report| &report.jobs);
+        let placed = jobs().filter_map(|job| job.tree.as_ref()?.as_ref().ok());
+        let placed = placed.chain(jobs().flat_map(|job| &job.stripes).filter_map(|stripe| stripe.tree.as_ref().ok()));
         let nodes = placed.filter(|placed| placed.group == tree.group).flat_map(|placed| &placed.devices);
         let missing = |device: &&String| !self.watch.created.contains(&(tree.group, self.device_index(device)));
         if let Some(device) = nodes.chain([&tree.leaf]).find(missing) {
@@ -312,6 +315,7 @@ impl World<'_, '_> {
 
     /// A rank ends as the scenario requires.
     pub(super) fn check_rank_end(&mut self, at: (usize, usize), end: End) -> Result<(), Violation> {
+        let is_job_disturbed = self.is_job_disturbed(at.0);
         let job = &mut self.jobs[at.0];
         let all = self.plan.jobs[at.0].ops.len();
         let done = job.ranks[at.1].done;
@@ -319,7 +323,7 @@ impl World<'_, '_> {
             End::Done => done == all,
             End::Killed => true,
             End::RanksFailed => job.is_disturbed,
-            End::NotJoined => job.is_disturbed || job.has_lost_controller,
+            End::NotJoined => job.is_disturbed || job.has_lost_controller || is_job_disturbed,
         };
         if !is_right {
             let what = format!("job {} rank {} ended with {end:?} after {done} of {all} operations", at.0, at.1);
