@@ -30,7 +30,7 @@
 //! placement, migration offers. Their ranks migrate and vote as communicators do. They call one operation after the
 //! other, or start several at once and drop some handles ([`Tenancy::draw_started`]), with a communicator's own
 //! bookkeeping ([`sumac::harness::Operations`]). Ranks that share a host combine there, on a device that one of them
-//! runs ([`Tenancy::draw_hosts`]).
+//! runs ([`Tenancy::draw_hosts`]). Jobs may be on several trees ([`Tenancy::draw_stripes`]).
 //!
 //! For [zero-copy ranks](ScenarioKind::ZeroCopy), a driver runs the production endpoint, node and engine through rings
 //! and registered memory. Devices die at drawn points of a chunk ([`CrashPoint`]), restart or stall; ranks fence them,

@@ -2,11 +2,12 @@
 //! recoveries of its own. A rank joins the stripes that its membership names, and calls nothing before that. It dies in
 //! all of them.
 //!
-//! Production code plans the trees, counts them in quotas, and recovers each. Models: a rank that starts its stripes, and
-//! how operations are divided: the job and its stripes have operations of their own.
+//! Production code plans the trees, counts them in quotas, and recovers each. Models: a rank that starts its stripes,
+//! and how operations are divided: the job and its stripes have operations of their own.
 //!
-//! Oracles, besides those of all jobs: a communicator counts once in its tenant's quota, with all its trees and whichever
-//! of them are left; without a fabric its trees share no device; a stripe evaluates the expression that its job declared.
+//! Oracles, besides those of all jobs: a communicator counts once in its tenant's quota, with all its trees and
+//! whichever of them are left; without a fabric its trees share no device; a stripe evaluates the expression that its
+//! job declared.
 
 use super::TenantViolation as Violation;
 use super::draw::{JobPlan, Tenancy};
