@@ -116,6 +116,16 @@ def narrow(build):
     return narrow_router
 
 
+def in_the_switch(folder, sumac, network):
+    """Eight ranks and a device, without a word about the network. The device's port has no limit."""
+    network.add_switch("switch")
+    network.add_host("controller", 1)
+    network.add_host("leaf", 2, is_shaped=False)
+    for number in range(8):
+        network.add_host(f"rank{number}", 10 + number)
+    return Parts(sumac, folder, network, {"leaf": []}, ["--lease", str(LEASE_S)], prefer_tree=False)
+
+
 def behind_ports(count, prefer_tree=True):
     """Eight ranks, and so many devices, each behind a port of its own."""
 

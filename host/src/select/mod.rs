@@ -19,6 +19,7 @@
 //!
 //! Where the rates of a fabric's cables are known ([`LinkFacts`]), what is moved takes at least as long as its bytes
 //! take over the busiest cable: n in the tree, B by a schedule. Data sheets' costs per byte of links are then left out.
+//! Devices of data sheets combine as fast as their links, so their trees have no gamma.
 //!
 //! Measurements correct these costs where a [`Curve`] fits the job.
 //!
@@ -464,7 +465,7 @@ fn schedule_cost(selection: &SelectionContext, desc: &OpDesc, algorithm: &Algori
 fn seconds_of(table: &CostTable, facts: &JobFacts, desc: &OpDesc, path: Path, form: &Form) -> f64 {
     let kind = CurveKind::of(facts, desc, path);
     let factor = kind.map_or(1.0, |kind| curve::correction(&table.curves, kind, facts.ranks, bytes(desc) as u64));
-    form.seconds(&table.constants_for(facts)) * factor
+    form.seconds(&table.constants_for(facts, path)) * factor
 }
 
 fn bytes(desc: &OpDesc) -> f64 {

@@ -9,6 +9,7 @@ use super::curve::Curve;
 use super::overrides::{Override, OverrideError, parse_overrides};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use sumac_hal::op::Path;
 
 /// Number of constants.
 pub(super) const CONSTANTS: usize = Constants::NAMES.len();
@@ -188,12 +189,19 @@ impl CostTable {
         Self { overrides: self.overrides.clone(), ..Self::data_sheets() }.sealed()
     }
 
-    /// The constants for a job. Where the rates of its cables are known, they replace the links of data sheets.
-    pub(super) fn constants_for(&self, facts: &JobFacts) -> Constants {
-        match (&self.origin, facts.links()) {
-            (Origin::DataSheets, Some(_)) => Constants { beta_tree_s: 0.0, beta_step_s: 0.0, ..self.constants },
-            _ => self.constants,
+    /// The constants for a path of a job. Where the rates of its cables are known, they replace the links of data sheets.
+    /// The devices of data sheets combine while bytes arrive, so combining takes the tree no time of its own.
+    pub(super) fn constants_for(&self, facts: &JobFacts, path: Path) -> Constants {
+        let mut constants = self.constants;
+        if self.origin == Origin::DataSheets {
+            if facts.links().is_some() {
+                (constants.beta_tree_s, constants.beta_step_s) = (0.0, 0.0);
+            }
+            if path == Path::Tree {
+                constants.gamma_s = 0.0;
+            }
         }
+        constants
     }
 
     /// Compute the version of a table that was changed.
