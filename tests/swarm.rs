@@ -26,8 +26,8 @@ const KINDS: [ScenarioKind; 10] = [
 ];
 
 /// The number of scenarios beside [`KINDS`]: late ranks, and tenants that call one operation after the other, start
-/// several, or share hosts.
-const OTHERS: usize = 4;
+/// several, share hosts, or have several trees.
+const OTHERS: usize = 5;
 
 /// The maximum number of seeds with late ranks, because some of their clusters are large.
 const LATE_MAX: u64 = 500;

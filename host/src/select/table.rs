@@ -189,8 +189,8 @@ impl CostTable {
         Self { overrides: self.overrides.clone(), ..Self::data_sheets() }.sealed()
     }
 
-    /// The constants for a path of a job. Where the rates of its cables are known, they replace the links of data sheets.
-    /// The devices of data sheets combine while bytes arrive, so combining takes the tree no time of its own.
+    /// The constants for a path of a job. Where the rates of its cables are known, they replace the links of data
+    /// sheets. The devices of data sheets combine while bytes arrive, so combining takes the tree no time of its own.
     pub(super) fn constants_for(&self, facts: &JobFacts, path: Path) -> Constants {
         let mut constants = self.constants;
         if self.origin == Origin::DataSheets {
