@@ -347,6 +347,20 @@ fn runs_are_as_long_as_resources_allow() {
     }
 }
 
+/// A device takes a run whole, so one as long as the window would let it wait for its parent before it goes on.
+#[test]
+fn runs_are_half_a_window_at_most() {
+    for (window_max, expected) in [(32, 16), (16, 8), (5, 2), (1, 1)] {
+        let mut config = config(0, 2, 64);
+        config.window_max = window_max;
+        let mut endpoint = ZeroCopyEndpoint::new(config);
+        let at = Some(Address { region: INPUT, offset_bytes: 0 });
+        let desc = OpDesc::all_reduce(Dtype::F32, ReduceOp::Sum, 16 * 40);
+        endpoint.post(desc, Path::Tree, None, Places { input: at, output: at, writable: None }).expect("room");
+        assert_eq!(endpoint.next_run().expect("a run").contribution.count, expected, "a window of {window_max}");
+    }
+}
+
 /// An operation that runs as a host collective is one empty contribution with its signature.
 #[test]
 fn host_collective_submits_one_empty_contribution() {
