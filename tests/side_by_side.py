@@ -29,7 +29,7 @@ JOBS_MAX = 64
 REPEATED_LINES = 60
 
 # Packages whose programs start processes or take long, by folder.
-FIRST = ["cli", "host", "tests"]
+FIRST = ["host", "cli", "tests"]
 
 
 def programs(without):

@@ -129,7 +129,7 @@ fn reports_that_nobody_asked_for_change_nothing() {
     let mut other = Raw::join_with(&controller, JoinRequest { job: "other".into(), ..request(1, 3) }, &[]);
     answer(&mut other, group, Some(100));
     // All of that has been handled.
-    assert_eq!([&mut stranger, &mut other].map(|client| client.report().jobs.len()), [2; 2]);
+    assert_eq!([&mut other, &mut stranger].map(|client| client.report().jobs.len()), [2; 2]);
     probe(&mut ranks[1], PACKET_LEN);
     assert_eq!(ranks.iter_mut().map(chunk).collect::<Vec<_>>(), [960; 2]);
 }
