@@ -238,8 +238,12 @@ impl Machine {
             return Ok(());
         }
         let tenant = sanitize_reason(tenant);
-        let chosen = if devices.is_empty() { "" } else { " on chosen devices" };
-        Err(scope(principal, format!("jobs of tenant {tenant}{chosen}")))
+        let advice = match **principal {
+            _ if !devices.is_empty() => " on chosen devices",
+            Principal::Tenant { .. } => "; name the key's tenant in SUMAC_TENANT",
+            _ => "",
+        };
+        Err(scope(principal, format!("jobs of tenant {tenant}{advice}")))
     }
 
     /// Handle a device's response.

@@ -98,6 +98,7 @@ fn keys_are_good_for_their_principals_and_nothing_else() {
     assert!(text_of(join_one(&controller, &keys.other, "other", "job")).contains("already running"));
     assert!(text_of(join_one(&controller, &keys.leaf, "ml", "job3")).contains("device leaf0"));
     assert!(text_of(join_one(&controller, &keys.operator, "ml", "job4")).contains("operator"));
+    assert!(text_of(join_one(&controller, &keys.ml, "default", "job5")).contains("SUMAC_TENANT"));
     let join_on = |key: &Key| {
         let request = of_tenant("ml", "pinned", 0, 1);
         Session::join_on(at(&controller, key), request, vec!["absent".into()], TEST_TIMEOUT, |_| None)
