@@ -43,6 +43,17 @@ pub(crate) unsafe fn copy_in(to: *mut u8, from: &[u8]) {
     unsafe { transfer(to, from.as_ptr(), from.len()) }
 }
 
+/// Copy `from.len()` bytes into memory that peers may access concurrently and that is in this core's cache, as
+/// [`copy_out`] does.
+///
+/// # Safety
+/// As [`copy_in`].
+#[cfg(feature = "shm")]
+pub(crate) unsafe fn copy_in_cached(to: *mut u8, from: &[u8]) {
+    // SAFETY: as above.
+    unsafe { imp::read(to, from.as_ptr(), from.len()) }
+}
+
 /// Return [`Coverage::checksum_word`](super::Coverage::checksum_word) of bytes that peers may write concurrently.
 ///
 /// # Safety

@@ -25,6 +25,7 @@ mod owned;
 mod producer;
 mod shared;
 mod spin;
+mod stream;
 #[cfg(test)]
 mod tests;
 
@@ -35,6 +36,7 @@ pub use owned::OwnedRing;
 pub use producer::Producer;
 pub use shared::{CAPACITY_MAX, Indices, Line, RingError, SharedRing};
 pub use spin::{Pause, SpinPolicy};
+pub use stream::{STREAM_CAPACITY_MAX_BYTES, StreamConsumer, StreamMemory, StreamProducer};
 
 /// The memory of a ring whose entries have `WORDS` 64-bit words.
 ///

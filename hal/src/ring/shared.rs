@@ -31,6 +31,24 @@ pub struct Indices {
     consumed: Line,
 }
 
+impl Indices {
+    pub(crate) fn produced(&self) -> u32 {
+        u32::from_le(self.produced.word.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set_produced(&self, produced: u32) {
+        self.produced.word.store(produced.to_le(), Ordering::Release);
+    }
+
+    pub(crate) fn consumed(&self) -> u32 {
+        u32::from_le(self.consumed.word.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set_consumed(&self, consumed: u32) {
+        self.consumed.word.store(consumed.to_le(), Ordering::Release);
+    }
+}
+
 const _: () = assert!(offset_of!(Indices, produced) == 0);
 const _: () = assert!(offset_of!(Indices, consumed) == 0x80);
 const _: () = assert!(size_of::<Indices>() == 0x100);
@@ -94,19 +112,19 @@ impl<const WORDS: usize> Memory<WORDS> for SharedRing<'_, WORDS> {
     }
 
     fn produced(&self) -> u32 {
-        u32::from_le(self.indices.produced.word.load(Ordering::Acquire))
+        self.indices.produced()
     }
 
     fn set_produced(&self, produced: u32) {
-        self.indices.produced.word.store(produced.to_le(), Ordering::Release);
+        self.indices.set_produced(produced);
     }
 
     fn consumed(&self) -> u32 {
-        u32::from_le(self.indices.consumed.word.load(Ordering::Acquire))
+        self.indices.consumed()
     }
 
     fn set_consumed(&self, consumed: u32) {
-        self.indices.consumed.word.store(consumed.to_le(), Ordering::Release);
+        self.indices.set_consumed(consumed);
     }
 
     fn read(&self, place: u32) -> [u64; WORDS] {

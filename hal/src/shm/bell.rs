@@ -42,6 +42,12 @@ impl Bell {
             let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
         }
     }
+
+    /// Forget all rings so far, on the side that polls the descriptor level-triggered.
+    pub fn clear(&self) {
+        // This fails only if nobody has rung.
+        let _ = rustix::io::read(&self.event, &mut [0; 8]);
+    }
 }
 
 impl AsFd for Bell {

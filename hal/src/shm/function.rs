@@ -1,6 +1,7 @@
 //! A function that owns its memory, so that threads and long-lived structures can hold its rings without a lifetime.
 
-use super::mapping::{BarMemory, MemoryError};
+use super::bar_memory::BarMemory;
+use super::mapping::MemoryError;
 use crate::mmio::{
     Bar, BarError, COMPLETION_WORDS, FunctionConfig, Identity, ProbeError, SUBMISSION_WORDS, bar_len_bytes,
 };

@@ -21,10 +21,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::slice;
-use std::sync::atomic::AtomicU64;
 
 /// The seals of shared memory once another process has it.
-const SEALS: SealFlags = SIZE_SEALS.union(SealFlags::SEAL);
+pub(super) const SEALS: SealFlags = SIZE_SEALS.union(SealFlags::SEAL);
 
 /// The seals while no other process has it.
 const SIZE_SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
@@ -85,9 +84,9 @@ fn sealed_len_bytes(file: BorrowedFd<'_>) -> Result<u64, MemoryError> {
 }
 
 #[derive(Debug)]
-struct Mapping {
-    base: NonNull<u8>,
-    len_bytes: usize,
+pub(super) struct Mapping {
+    pub(super) base: NonNull<u8>,
+    pub(super) len_bytes: usize,
     /// The descriptor of memory created here, to hand over. Opened memory keeps none: the mapping holds the memory, and
     /// descriptors are scarce.
     file: Option<OwnedFd>,
@@ -105,7 +104,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn create(name: &str, len_bytes: usize, pages: Pages, seals: SealFlags) -> Result<Self, MemoryError> {
+    pub(super) fn create(name: &str, len_bytes: usize, pages: Pages, seals: SealFlags) -> Result<Self, MemoryError> {
         let max = isize::MAX as u64 - HUGE_PAGE_LEN_BYTES as u64;
         if len_bytes == 0 || len_bytes as u64 > max {
             return Err(MemoryError::Length { len_bytes: len_bytes as u64, max });
@@ -129,7 +128,7 @@ impl Mapping {
     }
 
     /// Map all of a peer's memory.
-    fn open(file: OwnedFd, max_len_bytes: u64, protection: ProtFlags) -> Result<Self, MemoryError> {
+    pub(super) fn open(file: OwnedFd, max_len_bytes: u64, protection: ProtFlags) -> Result<Self, MemoryError> {
         let len_bytes = sealed_len_bytes(file.as_fd())?;
         let max = max_len_bytes.min(isize::MAX as u64);
         if len_bytes == 0 || len_bytes > max {
@@ -180,15 +179,24 @@ impl Mapping {
     }
 
     /// Exclude the mapping from forked children: what they wrote there, a peer would take for this process's doing.
-    fn keep_from_forks(mut self) -> Self {
+    pub(super) fn keep_from_forks(mut self) -> Self {
         // SAFETY: the range is the mapping's, and nothing changes in this process.
         let excluded = unsafe { madvise(self.base.as_ptr().cast::<c_void>(), self.len_bytes, Advice::LinuxDontFork) };
         self.owner_pid = excluded.is_ok().then(std::process::id);
         self
     }
 
+    /// Return the address of a range.
     #[track_caller]
-    fn file(&self) -> BorrowedFd<'_> {
+    pub(super) fn at(&self, offset_bytes: usize, len_bytes: usize) -> *mut u8 {
+        let whole = self.len_bytes;
+        let fits = offset_bytes.checked_add(len_bytes).is_some_and(|end| end <= whole);
+        assert!(fits, "{len_bytes} bytes at {offset_bytes} reach beyond {whole} bytes");
+        self.base.as_ptr().wrapping_add(offset_bytes)
+    }
+
+    #[track_caller]
+    pub(super) fn file(&self) -> BorrowedFd<'_> {
         self.file.as_ref().expect("only memory created here and not severed has a descriptor").as_fd()
     }
 
@@ -367,7 +375,7 @@ impl Region {
     /// If they exceed the memory.
     #[track_caller]
     pub fn write(&self, offset_bytes: usize, bytes: &[u8]) {
-        let at = self.at(offset_bytes, bytes.len());
+        let at = self.mapping.at(offset_bytes, bytes.len());
         // SAFETY: `at` has checked the bounds, and the mapping is sealed, so peers cannot shrink it.
         unsafe { copy_in(at, bytes) };
     }
@@ -378,7 +386,7 @@ impl Region {
     /// If the range exceeds the memory.
     #[track_caller]
     pub fn read(&self, offset_bytes: usize, bytes: &mut [u8]) {
-        let at = self.at(offset_bytes, bytes.len());
+        let at = self.mapping.at(offset_bytes, bytes.len());
         // SAFETY: as above. For each byte, a concurrent write yields the old or the new value.
         unsafe { copy_out(bytes, at) };
     }
@@ -401,14 +409,6 @@ impl Region {
     pub unsafe fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: the mapping is valid, and the caller keeps everybody else out.
         unsafe { slice::from_raw_parts_mut(self.mapping.base.as_ptr(), self.mapping.len_bytes) }
-    }
-
-    #[track_caller]
-    fn at(&self, offset_bytes: usize, len_bytes: usize) -> *mut u8 {
-        let whole = self.mapping.len_bytes;
-        let fits = offset_bytes.checked_add(len_bytes).is_some_and(|end| end <= whole);
-        assert!(fits, "{len_bytes} bytes at {offset_bytes} reach beyond {whole} bytes");
-        self.mapping.base.as_ptr().wrapping_add(offset_bytes)
     }
 }
 
@@ -439,47 +439,5 @@ impl ReadOnly {
         // or the new value.
         unsafe { copy_out(bytes, at) };
         true
-    }
-}
-
-/// Memory of registers, rings and doorbells, which both sides access concurrently through atomics. Forked children do
-/// not inherit it (`MADV_DONTFORK`): an access there faults.
-#[derive(Debug)]
-pub struct BarMemory {
-    mapping: Mapping,
-}
-
-impl BarMemory {
-    /// Create zeroed memory for a BAR, on the device's side.
-    ///
-    /// # Errors
-    /// [`MemoryError`].
-    pub fn create(len_bytes: usize) -> Result<Self, MemoryError> {
-        let len_bytes = len_bytes.next_multiple_of(8);
-        Ok(Self { mapping: Mapping::create("sumac-bar", len_bytes, Pages::Normal, SEALS)?.keep_from_forks() })
-    }
-
-    /// Map the BAR that a device has handed over, if it is at most `max_len_bytes` long and sealed against resizing.
-    ///
-    /// # Errors
-    /// [`MemoryError`].
-    pub fn open(file: OwnedFd, max_len_bytes: u64) -> Result<Self, MemoryError> {
-        Ok(Self { mapping: Mapping::open(file, max_len_bytes, ProtFlags::READ | ProtFlags::WRITE)?.keep_from_forks() })
-    }
-
-    /// Return the descriptor to hand over.
-    ///
-    /// # Panics
-    /// If the memory was opened from a descriptor, which it does not keep.
-    #[track_caller]
-    pub fn file(&self) -> BorrowedFd<'_> {
-        self.mapping.file()
-    }
-
-    /// Return the memory.
-    pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the mapping is page-aligned and stays accessible. Both sides access it through atomics; a peer that
-        // does not can corrupt values only.
-        unsafe { slice::from_raw_parts(self.mapping.base.as_ptr().cast(), self.mapping.len_bytes / 8) }
     }
 }

@@ -17,11 +17,14 @@
 //!   leave the parent's resources alone ([`ProcessMark`]). It does inherit [`Region`]s.
 //! - The death of a peer is detected: the socket hangs up, and [`Peer`] holds a pidfd of its process.
 
+mod bar_memory;
 mod bell;
+mod duplex;
 mod function;
 mod machine;
 mod mapping;
 mod peer;
+mod peer_memory;
 mod process;
 mod ready;
 mod socket;
@@ -30,11 +33,14 @@ mod tests;
 mod users;
 mod wait;
 
+pub use bar_memory::BarMemory;
 pub use bell::{Bell, BellSet};
+pub use duplex::{Duplex, DuplexError, DuplexStream};
 pub use function::{Function, FunctionError, FunctionQueue, FunctionRing};
 pub use machine::machine;
-pub use mapping::{BarMemory, MemoryError, Pages, ReadOnly, Region};
+pub use mapping::{MemoryError, Pages, ReadOnly, Region};
 pub use peer::{Peer, PeerError};
+pub use peer_memory::{PeerMemory, PeerMemoryError};
 pub use process::ProcessMark;
 pub use socket::{AttachRefusal, Connection, Listener, Message, Received, SocketError};
 pub use users::{DEVICE_USER_VARIABLE, DeviceUserError, DeviceUsers};

@@ -271,6 +271,11 @@ impl Connection {
         &self.peer
     }
 
+    /// Close the connection, and keep the peer's process.
+    pub fn into_peer(self) -> Peer {
+        self.peer
+    }
+
     /// Send a message, with a descriptor if its kind has one.
     ///
     /// # Errors

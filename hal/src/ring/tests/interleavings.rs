@@ -4,7 +4,9 @@
 //! variable that behave like `futex(2)`. Each test has a counterpart that removes one rule and must fail, which shows
 //! that the search can find such errors.
 
-use super::super::{Consumer, Doorbell, Memory, Producer, WakeThreshold, Word};
+use super::super::{
+    Consumer, Doorbell, Memory, Producer, StreamConsumer, StreamMemory, StreamProducer, WakeThreshold, Word,
+};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
@@ -264,4 +266,131 @@ fn sleeper_is_woken_when_the_threshold_is_reached() {
 #[should_panic(expected = "deadlock")]
 fn without_fences_a_threshold_is_missed() {
     wake_up_at(false);
+}
+
+/// A stream of `loom` cells.
+struct ByteCells {
+    produced: AtomicU32,
+    consumed: AtomicU32,
+    bytes: [UnsafeCell<u8>; CAPACITY as usize],
+    publish: Ordering,
+}
+
+impl StreamMemory for Arc<ByteCells> {
+    fn capacity_bytes(&self) -> u32 {
+        CAPACITY
+    }
+
+    fn produced(&self) -> u32 {
+        self.produced.load(Ordering::Acquire)
+    }
+
+    fn set_produced(&self, produced: u32) {
+        self.produced.store(produced, self.publish);
+    }
+
+    fn consumed(&self) -> u32 {
+        self.consumed.load(Ordering::Acquire)
+    }
+
+    fn set_consumed(&self, consumed: u32) {
+        self.consumed.store(consumed, self.publish);
+    }
+
+    fn read(&self, place: u32, bytes: &mut [u8]) {
+        for (byte, cell) in bytes.iter_mut().zip(&self.bytes[place as usize..]) {
+            // SAFETY: `loom` aborts the model if another thread may write at the same time.
+            *byte = cell.with(|cell| unsafe { *cell });
+        }
+    }
+
+    fn write(&self, place: u32, bytes: &[u8]) {
+        for (byte, cell) in bytes.iter().zip(&self.bytes[place as usize..]) {
+            // SAFETY: `loom` aborts the model if another thread may access it at the same time.
+            cell.with_mut(|cell| unsafe { *cell = *byte });
+        }
+    }
+}
+
+/// Move three bytes through a stream of two, in pieces, so that a place is reused.
+fn stream(publish: Ordering) {
+    loom::model(move || {
+        let bytes = [UnsafeCell::new(0), UnsafeCell::new(0)];
+        let (produced, consumed) = (AtomicU32::new(0), AtomicU32::new(0));
+        let cells = Arc::new(ByteCells { produced, consumed, bytes, publish });
+        let mut producer = StreamProducer::new(cells.clone());
+        let writing = thread::spawn(move || {
+            let (all, mut at) = ([1, 2, 3], 0);
+            while at < all.len() {
+                match producer.write(&[&all[at..=at], &all[at + 1..]]).expect("the peer is correct") {
+                    0 => thread::yield_now(),
+                    written => at += written,
+                }
+            }
+        });
+        let mut consumer = StreamConsumer::new(cells);
+        let mut expected = 1;
+        while expected <= 3 {
+            let mut bytes = [0; 2];
+            let read = consumer.read(&mut bytes).expect("the peer is correct");
+            for byte in &bytes[..read] {
+                assert_eq!(*byte, expected);
+                expected += 1;
+            }
+            if read == 0 {
+                thread::yield_now();
+            }
+        }
+        writing.join().expect("no panic");
+    });
+}
+
+#[test]
+fn bytes_arrive_intact_and_in_order() {
+    stream(Ordering::Release);
+}
+
+#[test]
+#[should_panic(expected = "Causality violation")]
+fn relaxed_index_stores_race_with_byte_reads() {
+    stream(Ordering::Relaxed);
+}
+
+/// The owner of memory withdraws a reference to it, and uses it for something else. A reader that copies it meanwhile
+/// either sees that the reference is withdrawn, or has what it refers to (`shm::Duplex`).
+fn withdrawal(fenced: bool) {
+    loom::model(move || {
+        let words: Arc<[AtomicU32; 2]> = Arc::new([AtomicU32::new(7), AtomicU32::new(0)]);
+        let owner = {
+            let words = words.clone();
+            thread::spawn(move || {
+                let [memory, is_withdrawn] = &*words;
+                is_withdrawn.store(1, Ordering::Release);
+                if fenced {
+                    fence(Ordering::SeqCst);
+                }
+                memory.store(8, Ordering::Relaxed);
+            })
+        };
+        let [memory, is_withdrawn] = &*words;
+        let copied = memory.load(Ordering::Relaxed);
+        if fenced {
+            fence(Ordering::SeqCst);
+        }
+        if is_withdrawn.load(Ordering::Acquire) == 0 {
+            assert_eq!(copied, 7, "reused memory was taken");
+        }
+        owner.join().expect("no panic");
+    });
+}
+
+#[test]
+fn withdrawn_reference_is_not_taken() {
+    withdrawal(true);
+}
+
+#[test]
+#[should_panic(expected = "reused memory was taken")]
+fn without_fences_reused_memory_is_taken() {
+    withdrawal(false);
 }

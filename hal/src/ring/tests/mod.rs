@@ -1,6 +1,7 @@
 //! Rings compared with a plain queue, with peers that write garbage, and under every interleaving.
 
 mod interleavings;
+mod streams;
 
 use super::{CAPACITY_MAX, Consumer, Indices, Memory, Poisoned, Producer, RingError, SharedRing};
 use core::sync::atomic::AtomicU64;

@@ -53,6 +53,7 @@ fn other_process() {
         }
         "write" => write(&name),
         "full" => full(&name),
+        "refer" => duplex::refer(&name),
         #[cfg(feature = "emu")]
         "reduce" => zero_copy::rank_process(&name),
         "listen as another user" => {
